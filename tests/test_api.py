@@ -122,7 +122,7 @@ def weights(run: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*.safetensors")}
 
 
-def test_it_is_the_same_run_as_the_commands_to_the_bit(one_rank: Path, ran: Any) -> None:
+def test_train_equals_cqwen_train_to_the_bit(one_rank: Path, ran: Any) -> None:
     done, tree, rows = ran
     assert (done.status, done.step, done.rank, done.reason) == ("done", 6, 0, None)
     assert done.checkpoint == done.folder / "checkpoints" / "step-00000006"
@@ -138,7 +138,7 @@ def test_it_is_the_same_run_as_the_commands_to_the_bit(one_rank: Path, ran: Any)
         train(tree, rows, overrides={"stages.0.lr": 0.5})
 
 
-def test_predictions_are_the_commands(ran: Any, tmp_path: Path) -> None:
+def test_predict_equals_cqwen_predict(ran: Any, tmp_path: Path) -> None:
     run = ran[0]
     table = [{"item": "tea", "amount": 3.5}, {"item": "milk", "amount": 12.0}, {"item": "rice", "amount": -4.25}]
     path = tmp_path / "table.csv"
@@ -168,7 +168,7 @@ def test_predictions_are_the_commands(ran: Any, tmp_path: Path) -> None:
             predict(pair, odd, TEMPLATE)
 
 
-def test_evaluations_are_the_runs_own_and_the_model_is_ready(ran: Any) -> None:
+def test_evaluate_equals_the_runs_evaluation_and_load_gives_a_ready_model(ran: Any) -> None:
     run, _, rows = ran
     own = evaluate(run)
     assert own["eval/cls_loss_mean"] == pytest.approx(run.metrics["eval/cls_loss_mean"], rel=1e-5)
@@ -211,7 +211,7 @@ def test_a_failing_callback_ends_both_ranks_and_a_stopping_one_stops_both(one_ra
     assert losses(tmp_path / "run") == pytest.approx(losses(one_rank), rel=1e-5)
 
 
-def test_importing_it_costs_nothing_and_type_checkers_see_it() -> None:
+def test_the_api_is_imported_lazily_and_seen_by_type_checkers() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, env=command_environment()
     )
@@ -238,7 +238,7 @@ def test_a_config_out_of_python_is_refused_in_one_line(one_rank: Path, change: d
         train({**tree, **change}, ["a text"])
 
 
-def test_what_is_no_config_no_data_and_no_callback(one_rank: Path, tmp_path: Path) -> None:
+def test_refuses_what_is_not_a_config_data_or_a_callback(one_rank: Path, tmp_path: Path) -> None:
     tree, rows = of(one_rank, tmp_path)
     for given, callbacks, match in (
         (None, [], r"^data\.train: found no value"),
@@ -262,7 +262,7 @@ def test_what_is_no_config_no_data_and_no_callback(one_rank: Path, tmp_path: Pat
         train(tree, rows, overrides={"train.seed": "x"})
 
 
-def test_a_config_is_the_same_from_a_file_a_dict_and_objects(tmp_path: Path) -> None:
+def test_a_config_may_be_a_file_a_dict_or_objects(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     known = load_config(path, ["train.seed=3", "stages.1.steps=4"])
     tree = yaml.safe_load(path.read_text())

@@ -173,7 +173,7 @@ def test_imports_go_down_only(path):
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT / PACKAGE)))
-def test_nothing_unsafe_unfinished_or_noisy(path):
+def test_no_unsafe_unfinished_or_printing_code(path):
     faults = habit_faults(path, path.read_text(encoding="utf-8"))
     assert not faults, "\n".join(faults)
 
@@ -276,7 +276,7 @@ def faults() -> dict[str, str]:
     return found
 
 
-def test_functions_and_files_are_small_names_single_and_imports_run_one_way():
+def test_limits_of_size_names_and_import_circles():
     found = faults()
     assert not found, "\n".join(f"{fault}: {why}" for fault, why in found.items())
 
@@ -287,7 +287,7 @@ def test_test_files_stay_short():
     assert not long, f"a file of so many lines has two subjects: split it ({long})"
 
 
-def test_the_size_and_name_checks_see_it():
+def test_the_size_and_name_checks_find_violations():
     branches = "def f(x):\n" + "    if x: x += 1\n" * 15
     assert list(complex_functions("a.py", branches)) == ["a.py f: too complex (16)"]
     assert not list(complex_functions("a.py", branches.replace("    if x: x += 1\n", "", 1)))
@@ -329,7 +329,7 @@ def test_the_size_and_name_checks_see_it():
         ({"a/x.py": "import os\nfrom a import x", "b.py": "from cqwen_dist.a.x import f"}, ""),
     ],
 )
-def test_the_circle_check_sees_it(files, circle):
+def test_the_circle_check_finds_circles(files, circle):
     assert list(circles(files)) == ([circle] if circle else [])
 
 
@@ -345,7 +345,7 @@ def test_pages_name_files_that_exist():
     assert not missing, "\n".join(missing)
 
 
-def test_there_is_no_drawer():
+def test_no_module_is_called_utils():
     drawers = [str(p) for p in SOURCES if {"utils", "util", "helpers", "common", "misc"} & {*p.parts, p.stem}]
     assert not drawers, f"a module is named after what it knows; `utils` knows everything ({drawers})"
 
@@ -366,7 +366,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "source", "reason"), CASES)
-def test_the_floor_check_sees_it(name, source, reason):
+def test_the_floor_check_finds_violations(name, source, reason):
     faults = floor_faults(ROOT / PACKAGE / name, source)
     assert (reason in faults[0]) if reason else not faults
 
@@ -390,11 +390,11 @@ HABITS = [
 
 
 @pytest.mark.parametrize("source", HABITS)
-def test_the_habit_check_sees_it(source):
+def test_the_habit_check_finds_violations(source):
     assert habit_faults(ROOT / PACKAGE / "training/a.py", source)
 
 
-def test_the_habit_check_lets_the_rest_pass():
+def test_the_habit_check_accepts_good_code():
     fine = "from torch.distributed import ProcessGroup\nmodel.eval()\ntorch.load(p, weights_only=True)\nlog.info('x')"
     assert not habit_faults(ROOT / PACKAGE / "training/a.py", fine)
     assert not habit_faults(ROOT / PACKAGE / "parallel/a.py", "import torch.distributed as dist")

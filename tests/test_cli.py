@@ -85,11 +85,11 @@ def data_file(folder: Path, *lines: str | bytes) -> Path:
         (["bench", "nothing"], "cqwen bench: no such command 'nothing'"),
     ],
 )
-def test_verbs_and_options_that_there_are_not(refused: Callable[..., str], words: list[str], said: str) -> None:
+def test_unknown_verbs_and_options_are_refused(refused: Callable[..., str], words: list[str], said: str) -> None:
     assert refused(*words).startswith(f"error: {said}")
 
 
-def test_a_folder_that_is_no_runs(refused: Callable[..., str], cqwen: Command, tmp_path: Path) -> None:
+def test_refuses_a_folder_that_is_not_a_run(refused: Callable[..., str], cqwen: Command, tmp_path: Path) -> None:
     for verb in (["status"], ["report"], ["checkpoint", "list"], ["checkpoint", "verify"]):
         for path in (tmp_path, tmp_path / "none"):
             assert "RUN" in (said := refused(*verb, path)) or "checkpoint" in said
@@ -125,13 +125,11 @@ GOOD = '{"text": "tea costs 3 and milk 4.5"}'
         (["model.tokenizer=./nope"], "model.tokenizer: found no folder ./nope"),
     ],
 )
-def test_what_is_wrong_with_the_config(
-    refused: Callable[..., str], config: Path, overrides: list[str], said: str
-) -> None:
+def test_a_wrong_config_is_one_line(refused: Callable[..., str], config: Path, overrides: list[str], said: str) -> None:
     assert said in refused("train", config, *overrides)
 
 
-def test_a_config_that_is_not_there_or_no_yaml(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_refuses_a_missing_config_and_one_that_is_not_yaml(refused: Callable[..., str], tmp_path: Path) -> None:
     assert "no such file" in refused("train", tmp_path / "none.yaml")
     assert "no such file" in refused("launch", tmp_path / "none.yaml", "--ranks", 2)
     assert "no such file" in refused("plan", tmp_path / "none.yaml")
@@ -139,13 +137,13 @@ def test_a_config_that_is_not_there_or_no_yaml(refused: Callable[..., str], tmp_
     assert "bad.yaml, line" in refused("config", "validate", tmp_path / "bad.yaml")
 
 
-def test_what_launch_knows_before_ranks_are_started(refused: Callable[..., str], config: Path) -> None:
+def test_launch_checks_the_config_before_it_starts_ranks(refused: Callable[..., str], config: Path) -> None:
     assert "--ranks: found 0" in refused("launch", config, "--ranks", 0)
     assert "data.train" in refused("launch", config, "--ranks", 2, "data.train=none.jsonl")
     assert "stages.0.steps" in refused("launch", config, "--ranks", 2, "stages.0.steps=-1")
 
 
-def test_a_dry_run_prints_what_would_be_started_and_starts_nothing(cqwen: Command, config: Path) -> None:
+def test_launch_dry_run_prints_the_command_and_starts_nothing(cqwen: Command, config: Path) -> None:
     code, out, _ = cqwen("launch", config, "--ranks", 2, "--dry-run", "parallel.zero_stage=2", "train.precision=bf16")
     said = json.loads(out)
     assert code == 0
@@ -172,25 +170,25 @@ def test_a_dry_run_prints_what_would_be_started_and_starts_nothing(cqwen: Comman
         ('{"text": "it costs 1e999 today"}', ":2: number: found '1e999', allowed: numbers that float64 holds"),
     ],
 )
-def test_a_bad_line_is_named(
+def test_a_bad_data_line_is_named(
     refused: Callable[..., str], config: Path, tmp_path: Path, line: str | bytes, said: str
 ) -> None:
     assert "bad.jsonl" + said in refused("train", config, f"data.train={data_file(tmp_path, GOOD, line)}")
 
 
-def test_a_number_of_a_template_that_overflows(refused: Callable[..., str], config: Path, tmp_path: Path) -> None:
+def test_refuses_a_template_whose_number_overflows(refused: Callable[..., str], config: Path, tmp_path: Path) -> None:
     path = data_file(tmp_path, '{"q": "x", "a": 1e999}')
     assert ":1: number: found '1e999'" in refused(
         "train", config, f"data.train={path}", "data.text_template={q} {a}", "data.eval_fraction=0"
     )
 
 
-def test_no_text_at_all(refused: Callable[..., str], config: Path, tmp_path: Path) -> None:
+def test_refuses_data_without_any_text(refused: Callable[..., str], config: Path, tmp_path: Path) -> None:
     assert "no usable text" in refused("train", config, f"data.train={data_file(tmp_path, '')}")
     assert f"{tmp_path}: missing field" in refused("train", config, f"data.train={tmp_path}")
 
 
-def test_bad_lines_are_skipped_counted_and_told_where_the_config_says_so(config: Path, tmp_path: Path) -> None:
+def test_bad_lines_are_skipped_and_counted_with_bad_lines_skip(config: Path, tmp_path: Path) -> None:
     lines = [GOOD, "{oops", '{"text": ""}', '{"text": "it costs 1e999"}', "{again"]
     lines += write_texts(tmp_path / "texts.jsonl").read_text().splitlines()
     done = cqwen_forked(
@@ -207,7 +205,7 @@ def test_bad_lines_are_skipped_counted_and_told_where_the_config_says_so(config:
 
 
 @pytest.mark.parametrize(("size", "num_token_id"), [(VOCAB + 9, "null"), (VOCAB + 9, "295")])
-def test_a_vocabulary_smaller_than_the_tokenizer(
+def test_refuses_a_vocabulary_smaller_than_the_tokenizer(
     refused: Callable[..., str], config: Path, base: Path, tmp_path: Path, size: int, num_token_id: str
 ) -> None:
     """Without the check labels would lie outside the vocabulary."""
@@ -219,7 +217,9 @@ def test_a_vocabulary_smaller_than_the_tokenizer(
     assert f"vocabulary size {VOCAB}" in said
 
 
-def test_a_folder_that_is_no_model(refused: Callable[..., str], config: Path, base: Path, tmp_path: Path) -> None:
+def test_refuses_a_folder_that_is_not_a_model(
+    refused: Callable[..., str], config: Path, base: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     assert "a folder with a config.json" in refused("train", config, f"model.name_or_path={folder}")
@@ -240,7 +240,7 @@ def test_a_folder_that_is_no_model(refused: Callable[..., str], config: Path, ba
 # ------------------------------------------------------------------------------------------- runs and checkpoints
 
 
-def test_a_run_folder_that_cannot_be(refused: Callable[..., str], config: Path, tmp_path: Path) -> None:
+def test_refuses_a_run_folder_that_cannot_be_made(refused: Callable[..., str], config: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         assert f"run.dir: found '{path}', allowed: a folder that can be written" in refused(
@@ -248,11 +248,11 @@ def test_a_run_folder_that_cannot_be(refused: Callable[..., str], config: Path, 
         )
 
 
-def test_a_report_where_there_is_a_folder(refused: Callable[..., str], one_rank: Path, tmp_path: Path) -> None:
+def test_refuses_to_write_a_report_over_a_folder(refused: Callable[..., str], one_rank: Path, tmp_path: Path) -> None:
     assert f"--out: found '{tmp_path}', allowed: a file" in refused("report", one_rank, "--out", tmp_path)
 
 
-def test_a_run_folder_of_another_run(refused: Callable[..., str], config: Path, one_rank: Path) -> None:
+def test_refuses_a_run_folder_of_another_run(refused: Callable[..., str], config: Path, one_rank: Path) -> None:
     for command in (["train", config], ["launch", config, "--ranks", 2]):
         said = refused(*command, f"run.dir={one_rank}")
         assert "with which the run in" in said
@@ -267,7 +267,7 @@ VERBS = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_path_that_is_no_checkpoint(refused: Callable[..., str], tmp_path: Path, verb: str) -> None:
+def test_refuses_a_path_that_is_not_a_checkpoint(refused: Callable[..., str], tmp_path: Path, verb: str) -> None:
     for path in (tmp_path, tmp_path / "none"):
         said = refused(verb, path, *VERBS[verb])
         assert f"checkpoint: found '{path}', allowed: a run folder with `latest`, or a checkpoint folder" in said
@@ -291,14 +291,16 @@ def test_a_damaged_checkpoint_is_named_by_its_file(
     assert "run.resume=last-good goes on from checkpoints/step-00000005" in said
 
 
-def test_a_run_whose_base_model_is_gone(refused: Callable[..., str], one_rank: Path, tmp_path: Path) -> None:
+def test_refuses_a_run_whose_base_model_is_gone(refused: Callable[..., str], one_rank: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(one_rank, run)
     shutil.rmtree(run / "base")
     assert "model.name_or_path" in refused("generate", run, "--prompt", "x")
 
 
-def test_an_empty_prompt_an_unknown_mode_and_no_tokens(refused: Callable[..., str], one_rank: Path) -> None:
+def test_generate_refuses_an_empty_prompt_an_unknown_mode_and_no_tokens(
+    refused: Callable[..., str], one_rank: Path
+) -> None:
     assert "prompt: found no tokens, allowed: some text" in refused("generate", one_rank, "--prompt", "")
     assert "mode: found 'loud', allowed:" in refused("generate", one_rank, "--prompt", "x", "--mode", "loud")
     assert "number: found '1e999'" in refused("generate", one_rank, "--prompt", "x 1e999")
@@ -310,7 +312,7 @@ def test_the_quickstart_needs_held_out_texts_before_it_trains(refused: Callable[
     assert not (tmp_path / "run").exists()
 
 
-def test_what_eval_needs(refused: Callable[..., str], one_rank: Path, tmp_path: Path) -> None:
+def test_eval_refuses_what_it_cannot_evaluate(refused: Callable[..., str], one_rank: Path, tmp_path: Path) -> None:
     assert "--data: found no file none.jsonl" in refused("eval", one_rank, "--data", "none.jsonl")
     bad = data_file(tmp_path, GOOD, "{oops")
     assert "bad.jsonl:2: broken JSON" in refused("eval", one_rank, "--data", bad)
@@ -329,7 +331,7 @@ def test_export_does_not_write_over_anything(refused: Callable[..., str], one_ra
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out"]
 
 
-def test_looking_at_what_is_not_there(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_verbs_that_look_refuse_missing_paths(refused: Callable[..., str], tmp_path: Path) -> None:
     assert "RUN" in refused("status", tmp_path / "none")
     assert "RUN" in refused("checkpoint", "list", tmp_path / "none")
     assert "checkpoint" in refused("checkpoint", "verify", tmp_path / "none")
@@ -338,7 +340,7 @@ def test_looking_at_what_is_not_there(refused: Callable[..., str], tmp_path: Pat
 # --------------------------------------------------------------------------------------------------- what goes well
 
 
-def test_json_has_null_where_a_figure_is_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_has_null_for_figures_that_are_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"a": math.nan, "b": [1.5, {"c": -math.inf}], "d": "数"})
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
         "a": None,
@@ -347,7 +349,7 @@ def test_json_has_null_where_a_figure_is_not_finite(capsys: pytest.CaptureFixtur
     }
 
 
-def test_status_list_and_verify_of_a_good_run(cqwen: Command, one_rank: Path) -> None:
+def test_status_list_and_verify_accept_a_good_run(cqwen: Command, one_rank: Path) -> None:
     code, out, _ = cqwen("status", one_rank, "--json")
     assert (code, json.loads(out)["status"]) == (0, "done")
     code, out, _ = cqwen("checkpoint", "list", one_rank)
@@ -361,7 +363,7 @@ def test_status_list_and_verify_of_a_good_run(cqwen: Command, one_rank: Path) ->
     assert told.endswith("config.yaml: valid\n")
 
 
-def test_a_model_of_chats_is_asked_by_its_template_and_ends_with_its_turn(cqwen: Command, tmp_path: Path) -> None:
+def test_generate_chat_uses_the_chat_template_and_ends_with_the_turn(cqwen: Command, tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "2 and 3?"}, {"role": "assistant", "content": "5"}]
     (tmp_path / "texts.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 20)
     stage = {"name": "heads", "train": ["heads"], "steps": 1, "lr": 1e-3, "warmup_steps": 5}
@@ -383,9 +385,7 @@ def test_a_model_of_chats_is_asked_by_its_template_and_ends_with_its_turn(cqwen:
         assert json.loads(out)["outputs"][0]["prompt"] == asked
 
 
-def test_a_run_that_was_stopped_before_its_first_step_ends_without_a_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_report_for_a_run_stopped_before_its_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_status(tmp_path, status="preempted")
     leave_report(tmp_path)
     assert capsys.readouterr().out == f"preempted: {tmp_path}\n"

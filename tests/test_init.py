@@ -32,7 +32,7 @@ RECORDS = {  # of a JSON lines file: what is recognised, the first text
 
 
 @pytest.mark.parametrize("kind", RECORDS)
-def test_what_records_are_is_seen_and_a_config_reads_them(tmp_path: Path, kind: str) -> None:
+def test_init_recognises_the_kind_of_records_and_writes_a_config_for_them(tmp_path: Path, kind: str) -> None:
     record, keys, text = RECORDS[kind]
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for _ in range(3)), encoding="utf-8")
@@ -50,7 +50,7 @@ def test_what_records_are_is_seen_and_a_config_reads_them(tmp_path: Path, kind: 
     assert "--out: found" in again.stderr
 
 
-def test_a_table_with_empty_cells_trains_as_it_was_written(one_rank: Path, tmp_path: Path) -> None:
+def test_a_table_with_empty_cells_trains_with_the_config_that_init_wrote(one_rank: Path, tmp_path: Path) -> None:
     cities, scores = ["Rome", None, "Oslo", "Bern"] * 5, [4.5, 3.25, float("nan"), 2.0] * 5
     table = pyarrow.table({"city": cities, "score": scores})
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
@@ -90,7 +90,7 @@ def test_mistakes_are_one_line_and_leave_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl"]
 
 
-def test_some_empty_records_do_not_hide_what_the_others_are(tmp_path: Path) -> None:
+def test_some_empty_records_do_not_change_the_recognised_kind(tmp_path: Path) -> None:
     cases = [
         ([{"messages": CHAT}, {"messages": []}], {"messages_field": "messages"}),
         ([{"text": "x 1"}, {"text": None}], {}),
@@ -109,7 +109,7 @@ def test_some_empty_records_do_not_hide_what_the_others_are(tmp_path: Path) -> N
     assert [text.text for text in read_texts(str(path), config, ReadReport())] == ["a: unknown\nb: 2\n"]
 
 
-def test_what_stands_for_an_empty_cell(tmp_path: Path) -> None:
+def test_init_sets_empty_cell_by_the_cells_it_finds(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(
         '{"a": "x", "b": 1}\n{"a": "", "b": 2}\n{"a": null, "b": 3}\n{"a": "y", "b": ""}\n{"b": 5}\n',

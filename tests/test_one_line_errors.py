@@ -49,7 +49,7 @@ from cqwen_dist.training.session import open_session
         (ConnectionResetError(errno.ECONNRESET, "reset"), 1, ""),
     ],
 )
-def test_what_the_system_refuses(
+def test_errors_of_the_operating_system_are_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, code: int, said: str
 ) -> None:
     def verb(**_: object) -> None:
@@ -66,7 +66,7 @@ def test_what_the_system_refuses(
     assert said in capsys.readouterr().err
 
 
-def test_a_disk_that_safetensors_met_is_the_users_to_mend(
+def test_a_disk_error_in_safetensors_is_a_user_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: Path
 ) -> None:
     import torch
@@ -91,7 +91,7 @@ def test_a_kernel_on_a_cpu_is_refused_before_the_data_is_read(tmp_path: Path, on
     assert "texts" not in done.stdout
 
 
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_instead_of_a_file_is_refused_without_waiting(tmp_path: Path) -> None:
     for name in ("latest", "manifest.json", "status.json"):
         os.mkfifo(tmp_path / name)
     assert latest_checkpoint(tmp_path) is None
@@ -99,21 +99,21 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     assert read_status(tmp_path) == {"status": "unknown"}
 
 
-def test_a_step_that_is_no_number_is_passed_over_in_a_report(tmp_path: Path, one_rank: Path) -> None:
+def test_a_report_skips_records_whose_step_is_not_a_number(tmp_path: Path, one_rank: Path) -> None:
     (tmp_path / "config.yaml").write_text((one_rank / "config.yaml").read_text())
     lines = [{"step": 1, "stage": "heads", "train/x": 1.0}, {"step": "two"}, {"step": None}, {"step": 1e999}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert read_run(tmp_path).steps == 1
 
 
-def test_a_folder_with_a_script_is_no_data(tmp_path: Path) -> None:
+def test_refuses_a_data_folder_with_a_loading_script(tmp_path: Path) -> None:
     (folder := tmp_path / "data").mkdir()
     (folder / "data.py").write_text("raise SystemExit(3)")
     with pytest.raises(UserError, match=r"data\.train: found "):
         list(read_texts(str(folder), DataConfig(train=str(folder)), ReadReport(), "data.train"))
 
 
-def test_an_export_goes_to_a_folder_with_a_name_and_deletes_nobodys_partial(tmp_path: Path) -> None:
+def test_export_refuses_a_nameless_folder_and_keeps_foreign_partial_folders(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "in", *tiny_pair())
     for out in (tmp_path / "new" / "..", Path(".."), Path()):
         with pytest.raises(UserError, match=r"OUT: found .*, allowed: a folder that does not exist yet"):
@@ -125,7 +125,9 @@ def test_an_export_goes_to_a_folder_with_a_name_and_deletes_nobodys_partial(tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == [".o4.partial", "in", "o4"]
 
 
-def test_too_few_open_files_are_told_before_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_low_a_limit_of_open_files_is_reported_before_ranks_connect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limits = [(24, 24)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, asked: limits.append(asked))
@@ -137,7 +139,7 @@ def test_too_few_open_files_are_told_before_ranks_meet(tmp_path: Path, monkeypat
     assert limits[-1] == (4096, 100_000)
 
 
-def test_a_folder_that_datasets_cannot_read_is_one_line_without_its_log(tmp_path: Path) -> None:
+def test_a_folder_that_datasets_cannot_read_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("two tables of other columns")
     for name, column in (("a", "price"), ("b", "cost")):
         pq.write_table(pa.table({"wine": ["red"] * 40, column: range(40)}), tmp_path / f"{name}.parquet")

@@ -61,7 +61,7 @@ def same(a: CausalQwenForCausalLM, b: CausalQwenForCausalLM, tolerance: float = 
         assert_close(y[name], x[name], tolerance, name)
 
 
-def test_a_strangers_run_alone_does_not_let_its_base_run_code(
+def test_trust_remote_code_in_a_runs_config_alone_is_refused(
     one_rank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(one_rank, run := tmp_path / "run")
@@ -76,7 +76,7 @@ def test_a_strangers_run_alone_does_not_let_its_base_run_code(
 
 
 @pytest.mark.parametrize("merge", [False, True])
-def test_whole_or_merged_and_an_adapter_for_peft(tmp_path: Path, merge: bool) -> None:
+def test_exports_the_whole_model_a_merged_one_or_a_peft_adapter(tmp_path: Path, merge: bool) -> None:
     model, folder = folder_of(tmp_path, lora=LORA)
     out = export(folder, tmp_path / "out", merge)
     again, _ = load_trained(out)
@@ -92,7 +92,7 @@ def test_whole_or_merged_and_an_adapter_for_peft(tmp_path: Path, merge: bool) ->
     assert ("peft for the adapters" in card) != merge
 
 
-def test_bf16_halves_the_backbone_and_leaves_the_heads(tmp_path: Path) -> None:
+def test_bf16_export_halves_the_backbone_and_keeps_the_heads_in_fp32(tmp_path: Path) -> None:
     model, folder = folder_of(tmp_path, lora=LORA)
     out = export(folder, tmp_path / "out", dtype="bf16")
     again, _ = load_trained(out)
@@ -108,7 +108,7 @@ def test_bf16_halves_the_backbone_and_leaves_the_heads(tmp_path: Path) -> None:
         assert buffer.dtype == torch.float32, f"{name}: a rounded rotary frequency is a wrong one"
 
 
-def test_a_merge_into_bf16_says_what_it_rounds_and_into_fp32_rounds_nothing(tmp_path: Path) -> None:
+def test_merging_into_bf16_reports_the_rounding_and_into_fp32_has_none(tmp_path: Path) -> None:
     _, folder = folder_of(tmp_path, lora=LORA)
     half = export(folder, tmp_path / "half", dtype="bf16")
     whole = load_trained(export(half, tmp_path / "whole", dtype="fp32"))[0]
@@ -122,7 +122,7 @@ def test_a_merge_into_bf16_says_what_it_rounds_and_into_fp32_rounds_nothing(tmp_
     assert "Rounded" not in (out / "README.md").read_text()
 
 
-def test_shards_auto_classes_and_a_tokenizer_folder(tmp_path: Path) -> None:
+def test_exports_in_shards_load_by_the_auto_classes(tmp_path: Path) -> None:
     model, folder = folder_of(tmp_path)
     out = export(folder, tmp_path / "out", shard_size="40KB")
     files = sorted(p.name for p in out.glob("*.safetensors"))
@@ -150,7 +150,7 @@ def test_shards_auto_classes_and_a_tokenizer_folder(tmp_path: Path) -> None:
     assert second.decode(second(TEXT)["input_ids"], second(TEXT)["numeric_values"]) == TEXT
 
 
-def test_pushed_to_the_hub_as_folders_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pushing_to_the_hub_uploads_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a network: what would be uploaded."""
     from huggingface_hub import HfApi
 
@@ -187,7 +187,7 @@ print(json.dumps(answers))
 """
 
 
-def test_a_plain_model_has_loc_s_as_its_logits_without_this_package(tmp_path: Path) -> None:
+def test_a_plain_qwen_export_gives_loc_s_as_logits(tmp_path: Path) -> None:
     shapes = [{}, {"lora": LORA}, {"number_dims": 3, "causal_size": HIDDEN + 2}]
     cases = [(kind, shape) for kind in ARCHITECTURES for shape in shapes]
     ids, expected, folders = words(), [], []
@@ -209,7 +209,7 @@ def test_a_plain_model_has_loc_s_as_its_logits_without_this_package(tmp_path: Pa
         assert_close(torch.tensor(found), logits, 1e-5, "logits")
 
 
-def test_a_bias_is_refused_with_its_size_or_left_out_and_said(tmp_path: Path) -> None:
+def test_a_plain_export_refuses_a_bias_or_drops_it_on_request(tmp_path: Path) -> None:
     model, folder = folder_of(tmp_path)
     action, net = model.model.action, model.model.abduction
     with torch.no_grad():
@@ -225,7 +225,7 @@ def test_a_bias_is_refused_with_its_size_or_left_out_and_said(tmp_path: Path) ->
         assert_close(plain + bias, model(words(), logits_to_keep=9).logits, 1e-5, "logits and bias")
 
 
-def test_a_plain_model_says_that_it_writes_no_numbers(tmp_path: Path) -> None:
+def test_the_card_of_a_plain_export_says_that_it_writes_no_numbers(tmp_path: Path) -> None:
     model, tokenizer = tiny_pair()
     zero_bias(model)
     figures = {"eval/accuracy": 0.5, "eval/num_f1": 0.9, "eval/reg_mdae": 40.0, "eval/coverage_90": 0.8}
@@ -245,14 +245,14 @@ def test_a_plain_model_says_that_it_writes_no_numbers(tmp_path: Path) -> None:
         assert not list(out.glob("*.py"))
 
 
-def test_a_curved_abduction_is_no_plain_qwen(tmp_path: Path) -> None:
+def test_a_two_layer_abduction_cannot_be_exported_as_plain_qwen(tmp_path: Path) -> None:
     model, folder = folder_of(tmp_path, abduction="two_layer")
     same(model, load_trained(export(folder, tmp_path / "whole"))[0])
     with pytest.raises(UserError, match="--as-base: found abduction network two_layer"):
         export(folder, tmp_path / "out", as_base=True)
 
 
-def test_intervals_go_with_the_model(tmp_path: Path) -> None:
+def test_the_interval_factors_are_exported(tmp_path: Path) -> None:
     factors = {"levels": {"0.5": 0.9, "0.9": 0.25}, "n": 80}
     _, folder = folder_of(tmp_path)
     (folder / "calibration.json").write_text(json.dumps(factors))
@@ -275,7 +275,7 @@ def test_intervals_go_with_the_model(tmp_path: Path) -> None:
         load_trained(folder)
 
 
-def test_the_server_of_the_page_answers_with_text_and_numbers(
+def test_the_server_example_of_the_docs_answers_with_text_and_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, folder = folder_of(tmp_path)
@@ -305,7 +305,9 @@ def test_the_server_of_the_page_answers_with_text_and_numbers(
     assert refused["error"].startswith("mode: found 'moon', allowed: standard")
 
 
-def test_a_folder_that_reads_back_otherwise_never_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_that_does_not_read_back_equal_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, folder = folder_of(tmp_path)
     calls = []
 
@@ -323,13 +325,13 @@ def test_a_folder_that_reads_back_otherwise_never_appears(tmp_path: Path, monkey
     ("options", "match"),
     [({"dtype": "int8"}, "--dtype: found 'int8', allowed: fp32, bf16"), ({"shard_size": "big"}, "--shard-size")],
 )
-def test_options_that_are_unknown(tmp_path: Path, options: dict[str, Any], match: str) -> None:
+def test_unknown_export_options_are_refused(tmp_path: Path, options: dict[str, Any], match: str) -> None:
     _, folder = folder_of(tmp_path)
     with pytest.raises(UserError, match=match):
         export(folder, tmp_path / "out", **options)
 
 
-def test_a_run_s_own_figures_are_on_the_card(one_rank: Path, tmp_path: Path) -> None:
+def test_the_model_card_has_the_runs_figures(one_rank: Path, tmp_path: Path) -> None:
     """From a checkpoint of a run, then from what was exported: the same card, the same adapter for PEFT."""
     state = json.loads((one_rank / "checkpoints" / "step-00000006" / "state.json").read_text())
     out = export(one_rank, tmp_path / "out")
@@ -347,13 +349,13 @@ def test_a_run_s_own_figures_are_on_the_card(one_rank: Path, tmp_path: Path) -> 
     same(load_trained(one_rank)[0], load_trained(again)[0])
 
 
-def test_a_run_without_a_stage_of_adapters_has_none_on_its_card(tmp_path: Path) -> None:
+def test_the_model_card_names_no_adapters_without_a_lora_stage(tmp_path: Path) -> None:
     train_run(write_config(tmp_path, stages=[{"name": "heads", "train": ["heads"], "steps": 1}]))
     assert "adapters" not in (export(tmp_path / "run", tmp_path / "out") / "README.md").read_text()
 
 
 @pytest.mark.parametrize("as_base", [False, True])
-def test_a_disk_that_does_not_take_the_model_is_one_line_and_leaves_nothing(tmp_path: Path, as_base: bool) -> None:
+def test_a_full_disk_during_export_is_one_line_and_leaves_nothing(tmp_path: Path, as_base: bool) -> None:
     _, folder = folder_of(tmp_path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (9000, before[1]))  # Python ignores its signal
@@ -392,7 +394,7 @@ def test_device_map_places_parts_and_generation_is_the_same(tmp_path: Path, plac
         assert_close(a[1].values, b[1].values, 1e-5, "values")  # the same weights in another place
 
 
-def test_a_model_spread_within_the_memory_it_is_given(tmp_path: Path) -> None:
+def test_a_model_is_spread_within_max_memory(tmp_path: Path) -> None:
     model, folder = folder_of(tmp_path)
     spread, _ = load_trained(folder, "auto", max_memory={"cpu": "1GB"})
     same(model, spread)

@@ -29,7 +29,7 @@ with run_lock(Path(sys.argv[1])):
 """
 
 
-def test_a_second_process_is_refused_by_the_firsts_number_and_a_dead_one_is_no_holder(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_and_a_dead_one_holds_no_lock(tmp_path: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
@@ -54,7 +54,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("host", ["another", platform.node()])
-def test_another_machine_that_still_gives_a_sign_is_at_work(
+def test_a_lock_of_another_host_with_a_heartbeat_is_respected(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     """Also one of the same name: containers are often named alike."""
@@ -65,7 +65,7 @@ def test_another_machine_that_still_gives_a_sign_is_at_work(
         pass
 
 
-def test_another_host_that_gives_none_any_more_has_died(elsewhere: Path) -> None:
+def test_a_lock_of_another_host_without_a_heartbeat_is_taken_over(elsewhere: Path) -> None:
     with run_lock(elsewhere):
         before = (elsewhere / "lock").stat().st_mtime_ns
         deadline = time.monotonic() + 60
@@ -74,7 +74,9 @@ def test_another_host_that_gives_none_any_more_has_died(elsewhere: Path) -> None
             time.sleep(0.01)
 
 
-def test_where_there_are_no_locks_one_of_two_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_file_locks_only_one_of_two_processes_gets_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def none(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks")
 

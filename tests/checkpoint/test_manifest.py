@@ -49,19 +49,19 @@ def truncate(path: Path) -> None:
 DAMAGES = {"checksum differs": flip, "199 bytes, 200 in the manifest": truncate, "missing": Path.unlink}
 
 
-def test_a_record_is_size_and_sha256(tmp_path: Path) -> None:
+def test_a_file_record_has_size_and_sha256(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"abc")
     assert file_record(tmp_path / "f") == {"size": 3, "sha256": hashlib.sha256(b"abc").hexdigest()}
 
 
-def test_a_good_checkpoint_is_good_and_the_latest(tmp_path: Path) -> None:
+def test_a_complete_checkpoint_verifies_and_is_the_latest(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, 7)
     assert verify(folder) == []
     assert latest_checkpoint(tmp_path) == folder
     assert resolve_checkpoint(tmp_path) == resolve_checkpoint(folder) == (tmp_path, folder)
 
 
-def test_the_run_of_a_checkpoint_is_found_from_inside_and_by_links(
+def test_a_checkpoint_folder_leads_to_its_run_also_through_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_checkpoint(run := tmp_path / "run", 7)
@@ -77,7 +77,7 @@ def test_the_run_of_a_checkpoint_is_found_from_inside_and_by_links(
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_every_damage_is_named_with_its_file(tmp_path: Path, damage: str) -> None:
+def test_verify_names_each_damaged_file(tmp_path: Path, damage: str) -> None:
     folder = make_checkpoint(tmp_path, 7)
     act: Callable[[Path], None] = DAMAGES[damage]
     act(folder / "a.safetensors")
@@ -89,9 +89,7 @@ def _said(damage: str) -> str:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_latest_is_refused_by_the_files_name_and_the_one_before_offered_or_taken(
-    tmp_path: Path, damage: str
-) -> None:
+def test_a_damaged_latest_checkpoint_is_refused_or_the_previous_one_is_used(tmp_path: Path, damage: str) -> None:
     make_checkpoint(tmp_path, 3)
     good = make_checkpoint(tmp_path, 5)
     later = make_checkpoint(tmp_path, 9)
@@ -107,7 +105,7 @@ def test_a_damaged_latest_is_refused_by_the_files_name_and_the_one_before_offere
     assert f"step-00000007 is damaged (a.safetensors: {_said(damage)}): going on from step-00000005" in said
 
 
-def test_never_refuses_to_go_on_and_lets_a_new_run_begin(tmp_path: Path) -> None:
+def test_resume_never_refuses_an_existing_run_and_allows_a_new_one(tmp_path: Path) -> None:
     assert choose_checkpoint(tmp_path, "never") == (None, "")
     make_checkpoint(tmp_path, 3)
     with pytest.raises(UserError, match=r"run\.resume: found 'never', allowed: auto or last-good.*step-00000003"):
@@ -115,21 +113,23 @@ def test_never_refuses_to_go_on_and_lets_a_new_run_begin(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("pointer", [None, "", "\0", "../../elsewhere", "checkpoints/a/b"])
-def test_without_a_pointer_that_can_be_read_it_is_the_newest_whole_one(tmp_path: Path, pointer: str | None) -> None:
+def test_without_a_readable_pointer_latest_is_the_newest_complete_checkpoint(
+    tmp_path: Path, pointer: str | None
+) -> None:
     make_checkpoint(tmp_path, 3)
     newest = make_checkpoint(tmp_path, 7)
     (tmp_path / "latest").unlink() if pointer is None else (tmp_path / "latest").write_text(pointer)
     assert latest_checkpoint(tmp_path) == newest
 
 
-def test_a_pointer_to_a_folder_that_is_gone_is_damage(tmp_path: Path) -> None:
+def test_a_pointer_to_a_missing_folder_is_damage(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 3)
     shutil.rmtree(make_checkpoint(tmp_path, 7))
     with pytest.raises(UserError, match=r"manifest\.json: missing.*step-00000003"):
         latest_checkpoint(tmp_path)
 
 
-def test_a_whole_checkpoint_that_a_kill_left_without_its_name_gets_it(tmp_path: Path) -> None:
+def test_a_complete_checkpoint_that_a_kill_left_unnamed_is_renamed(tmp_path: Path) -> None:
     """The same step written again replaces the old one by two renames; `latest` names it all the while."""
     make_checkpoint(tmp_path, 3)
     folder = make_checkpoint(tmp_path, 7)
@@ -143,7 +143,7 @@ def test_a_whole_checkpoint_that_a_kill_left_without_its_name_gets_it(tmp_path: 
     assert torn.is_dir(), "what is not whole gets no name"
 
 
-def test_a_deletion_that_a_kill_cut_short_leaves_no_checkpoint_and_is_finished(tmp_path: Path) -> None:
+def test_an_interrupted_deletion_leaves_no_checkpoint_and_is_finished_later(tmp_path: Path) -> None:
     """A name is taken first; one that nothing took the place of, and that is whole still, gets it back."""
     kept, half, whole = (make_checkpoint(tmp_path, step) for step in (9, 3, 5))
     (put_aside(half) / "a.safetensors").unlink()
@@ -154,14 +154,14 @@ def test_a_deletion_that_a_kill_cut_short_leaves_no_checkpoint_and_is_finished(t
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
-def test_without_any_good_one_the_error_says_so(tmp_path: Path) -> None:
+def test_without_any_valid_checkpoint_the_error_says_so(tmp_path: Path) -> None:
     flip(make_checkpoint(tmp_path, 3) / "a.safetensors")
     with pytest.raises(UserError, match="no other checkpoint is good"):
         latest_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 99, "files": {}}'])
-def test_a_folder_whose_manifest_cannot_be_read_is_no_checkpoint(tmp_path: Path, content: str) -> None:
+def test_a_folder_with_an_unreadable_manifest_is_not_a_checkpoint(tmp_path: Path, content: str) -> None:
     folder = make_checkpoint(tmp_path, 3)
     (folder / "manifest.json").write_text(content)
     assert list_checkpoints(tmp_path) == []
@@ -171,34 +171,34 @@ def test_a_folder_whose_manifest_cannot_be_read_is_no_checkpoint(tmp_path: Path,
 
 
 @pytest.mark.parametrize("files", [None, [], {"a": None}, {"a": {"size": "x"}}])
-def test_a_manifest_of_another_shape_is_not_readable(tmp_path: Path, files: object) -> None:
+def test_a_manifest_of_another_format_is_refused(tmp_path: Path, files: object) -> None:
     folder = make_checkpoint(tmp_path, 3)
     (folder / "manifest.json").write_text(json.dumps({"format": FORMAT, "step": 3, "stage": "s", "files": files}))
     assert verify(folder)
     assert list_checkpoints(tmp_path) == []
 
 
-def test_a_folder_half_written_is_not_listed(tmp_path: Path) -> None:
+def test_a_half_written_folder_is_not_listed(tmp_path: Path) -> None:
     good = make_checkpoint(tmp_path, 3)
     (tmp_path / "checkpoints" / "step-00000009").mkdir()
     make_checkpoint(tmp_path, 11).rename(tmp_path / "checkpoints" / ".step-00000011.partial")
     assert list_checkpoints(tmp_path) == [good]
 
 
-def test_no_latest_is_no_checkpoint_yet(tmp_path: Path) -> None:
+def test_a_run_without_a_latest_pointer_has_no_checkpoint(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is None
     with pytest.raises(UserError, match="a run folder with `latest`"):
         resolve_checkpoint(tmp_path)
 
 
-def test_writing_leaves_the_new_text_and_nothing_beside_it(tmp_path: Path) -> None:
+def test_write_atomically_leaves_no_temporary_file(tmp_path: Path) -> None:
     write_atomically(tmp_path / "f", "old")
     write_atomically(tmp_path / "f", "new")
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
     assert (tmp_path / "f").read_text() == "new"
 
 
-def test_status_comes_back_and_a_broken_one_is_unknown(tmp_path: Path) -> None:
+def test_a_status_round_trips_and_a_broken_one_is_unknown(tmp_path: Path) -> None:
     assert read_status(tmp_path) == {"status": "unknown"}
     write_status(tmp_path, "fatal", reason="why")
     assert {"status": "fatal", "reason": "why"}.items() <= read_status(tmp_path).items()
@@ -207,7 +207,7 @@ def test_status_comes_back_and_a_broken_one_is_unknown(tmp_path: Path) -> None:
         assert read_status(tmp_path) == {"status": "unknown"}
 
 
-def test_copies_and_foreign_files_neither_count_nor_are_touched(tmp_path: Path) -> None:
+def test_copies_and_foreign_files_are_ignored_and_kept(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, 10)
     beside = folder.parent
     for name in (".bak", "0", " (copy)"):

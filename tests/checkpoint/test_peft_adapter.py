@@ -53,7 +53,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return config.parent / "run"
 
 
-def test_zero_3s_adapters_and_heads_without_deepspeed(run: Path, tmp_path: Path) -> None:
+def test_a_zero_3_runs_adapter_loads_without_deepspeed(run: Path, tmp_path: Path) -> None:
     checkpoint = latest_checkpoint(run)
     assert checkpoint is not None
     args = [str(checkpoint), str(run / "base"), json.dumps(IDS), str(tmp_path / "out.json")]
@@ -76,7 +76,7 @@ def test_zero_3s_adapters_and_heads_without_deepspeed(run: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("kind", "dora"), [("qwen2", False), ("qwen2", True), ("llama", False), ("mistral", True)])
-def test_names_there_and_back(tmp_path: Path, kind: str, dora: bool) -> None:
+def test_adapter_names_convert_to_peft_and_back(tmp_path: Path, kind: str, dora: bool) -> None:
     """Against PEFT's own writing of an adapter, DoRA's magnitudes included."""
     from peft import get_peft_model
     from safetensors.torch import load_file
@@ -140,7 +140,7 @@ def test_a_run_begins_with_an_adapter_that_peft_saved(run: Path, tmp_path: Path)
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_by_its_key(run: Path, tmp_path: Path, overrides: list[str], says: str) -> None:
+def test_a_mismatched_adapter_is_refused_by_its_key(run: Path, tmp_path: Path, overrides: list[str], says: str) -> None:
     with pytest.raises(AssertionError, match=says):
         begin_with(run, tmp_path, run, *overrides)
 
@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_refused_by_its_key(run: Path, tmp_path: Path, over
 @pytest.mark.parametrize(
     "name", ["adapter_model.bin", pytest.param("global_step5/mp_rank_00_model_states.pt", marks=pytest.mark.slow)]
 )
-def test_a_pickle_is_refused_by_its_name(run: Path, tmp_path: Path, name: str) -> None:
+def test_a_pickled_adapter_is_refused(run: Path, tmp_path: Path, name: str) -> None:
     """None of them is opened: what is in it would run."""
     foreign = tmp_path / "foreign"
     (foreign / name).parent.mkdir(parents=True)
@@ -174,7 +174,7 @@ def test_a_pickle_is_refused_by_its_name(run: Path, tmp_path: Path, name: str) -
         ({}, None),
     ],
 )
-def test_an_adapter_that_peft_would_add_otherwise_is_refused(
+def test_an_adapter_of_an_unsupported_peft_kind_is_refused(
     tmp_path: Path, changes: dict[str, Any], says: str | None
 ) -> None:
     lora = LoraConfig(alpha=16)
@@ -188,7 +188,7 @@ def test_an_adapter_that_peft_would_add_otherwise_is_refused(
         adapter.refuse_lora_changes(tmp_path, lora)
 
 
-def test_an_adapter_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
+def test_an_unreadable_adapter_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"found no adapter_model\.safetensors, allowed: an adapter that PEFT saved"):
         adapter.read_adapter(tmp_path)
     (tmp_path / adapter.WEIGHTS).write_bytes(b"\x07" * 30)

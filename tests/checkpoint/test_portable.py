@@ -42,7 +42,7 @@ def same(found: Any, wanted: Any, where: str = "") -> None:
         assert found == wanted, where
 
 
-def test_a_folder_answers_without_the_package_as_with_it(tmp_path: Path) -> None:
+def test_exported_code_gives_the_packages_answers(tmp_path: Path) -> None:
     shape = {"more_values": ["high"], "number_dims": 2, "wide": 64, "value_periods": [10.0, 100.0], "copies": 2}
     merged = write_folder(tmp_path / "a", *tiny_pair(lora=LORA, **shape))
     factors = {"levels": {"0.5": 0.9, "0.9": 0.25}, "n": 80}
@@ -68,7 +68,7 @@ def test_a_folder_answers_without_the_package_as_with_it(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_the_files_need_what_transformers_needs_and_peft_for_adapters(tmp_path: Path, adapters: bool) -> None:
+def test_exported_code_imports_only_transformers_dependencies_and_peft(tmp_path: Path, adapters: bool) -> None:
     needed = importlib.metadata.requires("transformers") or []
     names = {re.split(r"[^\w-]", need)[0].replace("-", "_") for need in needed if "extra ==" not in need}
     allowed = {*sys.stdlib_module_names, *names, "torch", "transformers", *(["peft"] if adapters else [])}
@@ -91,7 +91,7 @@ def test_a_section_of_the_config_becomes_a_dataclass_with_its_defaults() -> None
     assert "# Read 1,234,567 as one number.\n    thousands: bool = True" in portable._section(NumberPolicy)
 
 
-def test_a_name_of_two_meanings_and_a_whole_module_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_to_copy_ambiguous_names_and_module_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "cqwen_dist"
     package.mkdir()
     (package / "__init__.py").touch()

@@ -20,7 +20,7 @@ def kept(rule: Retention, found: dict[int, dict[str, float]]) -> list[int]:
     return sorted(set(found) - set(rule.outdated(found, newest)))
 
 
-def test_the_newest_the_best_and_every_nth() -> None:
+def test_keeps_the_newest_the_best_and_every_nth() -> None:
     found = figures(3.0, 1.0, None, 2.0, 2.5, 2.6)
     assert kept(Retention(newest=2), found) == [50, 60]
     assert kept(Retention(newest=1, best=2), found) == [20, 40, 60]
@@ -29,11 +29,11 @@ def test_the_newest_the_best_and_every_nth() -> None:
     assert kept(Retention(newest=2, best=1, every=40), found) == [20, 40, 50, 60]
 
 
-def test_of_equals_the_later_and_nan_is_never_best() -> None:
+def test_ties_keep_the_later_checkpoint_and_nan_is_never_best() -> None:
     assert Retention(best=2).best_of(figures(1.0, math.nan, 1.0, 5.0)) == [30, 10]
 
 
-def test_what_lies_beyond_is_of_another_time() -> None:
+def test_checkpoints_beyond_the_current_step_do_not_count() -> None:
     """A run set back to step 20 writes step 30: 40 and 50, of before, neither count nor go."""
     assert Retention(newest=1).outdated(figures(1, 1, 1, 1, 1), 30) == [10, 20]
 
@@ -44,7 +44,9 @@ def test_what_lies_beyond_is_of_another_time() -> None:
     st.integers(0, 3),
     st.integers(0, 9),
 )
-def test_the_one_just_written_never_goes(found: dict[int, float | None], newest: int, best: int, every: int) -> None:
+def test_the_checkpoint_just_written_is_kept(
+    found: dict[int, float | None], newest: int, best: int, every: int
+) -> None:
     known = {step: {} if loss is None else {LOSS: loss} for step, loss in found.items()}
     rule = Retention(newest=newest, best=best, every=every)
     for step in known:

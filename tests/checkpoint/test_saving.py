@@ -85,7 +85,7 @@ def assert_is(found: TrainState, expected: TrainState) -> None:
 
 
 @pytest.mark.parametrize(("world", "group_size"), [(1, 1), (2, 1), (2, 2), (4, 4), (4, 2)])
-def test_any_range_of_rows_is_read_back_whatever_ranges_were_saved(
+def test_any_range_of_rows_is_read_from_any_saved_ranges(
     pool: Pool, tmp_path: Path, world: int, group_size: int
 ) -> None:
     pool(save_here, world, str(tmp_path), group_size)
@@ -104,14 +104,14 @@ def test_any_range_of_rows_is_read_back_whatever_ranges_were_saved(
     assert [bare.row_moments, bare.head_moments, bare.feature_moments] == [{}, {}, {}]
 
 
-def test_a_rank_without_rows_loads_none_and_all_rows_need_no_number(pool: Pool, tmp_path: Path) -> None:
+def test_loads_no_rows_and_all_rows(pool: Pool, tmp_path: Path) -> None:
     pool(save_here, 1, str(tmp_path), 1)
     folder = checkpoint_folder(tmp_path, 1)
     assert all(not value.numel() for value in load_checkpoint(folder, (7, 7)).rows.values())
     assert_is(load_checkpoint(folder, (0, 2**62)), state_of(0, 7, 1.0))
 
 
-def test_the_manifest_names_every_file_and_what_wrote_it(pool: Pool, tmp_path: Path) -> None:
+def test_the_manifest_lists_every_file_and_the_versions(pool: Pool, tmp_path: Path) -> None:
     pool(save_here, 2, str(tmp_path), 2)
     folder = checkpoint_folder(tmp_path, 1)
     manifest = read_manifest(folder)
@@ -125,13 +125,13 @@ def test_the_manifest_names_every_file_and_what_wrote_it(pool: Pool, tmp_path: P
     assert verify(folder) == []
 
 
-def test_the_newest_are_kept(pool: Pool, tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_are_kept(pool: Pool, tmp_path: Path) -> None:
     pool(save_here, 1, str(tmp_path), 1, (1, 2, 3, 10), 2)
     assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step-00000003", "step-00000010"]
     assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 10)
 
 
-def test_a_run_set_back_to_an_earlier_checkpoint_keeps_what_it_writes(pool: Pool, tmp_path: Path) -> None:
+def test_a_run_reset_to_an_earlier_checkpoint_keeps_its_new_checkpoints(pool: Pool, tmp_path: Path) -> None:
     pool(save_here, 1, str(tmp_path), 1, (2, 4, 6), 3)
     write_atomically(tmp_path / "latest", "checkpoints/step-00000002\n")
     pool(save_here, 1, str(tmp_path), 1, (3,), 1)
@@ -165,7 +165,7 @@ def test_an_empty_tensor_is_refused_by_name_and_no_checkpoint_appears(pool: Pool
     assert list_checkpoints(tmp_path) == []
 
 
-def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint_as_latest(tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_of_a_save_leaves_a_complete_latest_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     calls = run_ranks(save_here, 1, str(tmp_path / "whole"), 1, (1, 2), 9, 10**6)[0]
     assert calls > 10, "the test does not see what the save does"
@@ -212,7 +212,7 @@ def save_from_gpu(run: str) -> None:
 
 
 @pytest.mark.gpu
-def test_what_is_on_a_gpu_is_saved_as_it_was(pool: Pool, tmp_path: Path) -> None:
+def test_gpu_tensors_are_saved_as_they_were_at_the_save(pool: Pool, tmp_path: Path) -> None:
     pool(save_from_gpu, 1, str(tmp_path))
     folder = latest_checkpoint(tmp_path)
     assert folder is not None
@@ -230,7 +230,7 @@ def save_and_step(run: str) -> dict[str, float]:
     return saver.take()
 
 
-def test_the_next_step_does_not_reach_what_is_being_saved(pool: Pool, tmp_path: Path) -> None:
+def test_the_next_step_does_not_change_the_checkpoint_being_written(pool: Pool, tmp_path: Path) -> None:
     cost = pool(save_and_step, 1, str(tmp_path))[0]
     folder = latest_checkpoint(tmp_path)
     assert folder is not None
@@ -259,7 +259,7 @@ def fail_to_save(run: str) -> list[str]:
     return said
 
 
-def test_a_disk_that_refuses_one_rank_is_told_on_all_and_leaves_the_checkpoint_before(
+def test_a_write_error_on_one_rank_is_raised_on_all_and_keeps_the_previous_checkpoint(
     pool: Pool, tmp_path: Path
 ) -> None:
     for failure, error in pool(fail_to_save, 2, str(tmp_path)):
@@ -291,7 +291,7 @@ def save_beside_copies(run: str) -> list[str]:
     return said
 
 
-def test_a_copy_of_a_checkpoint_and_one_that_cannot_be_deleted_stop_nothing(tmp_path: Path) -> None:
+def test_a_copied_and_an_undeletable_checkpoint_do_not_stop_saving(tmp_path: Path) -> None:
     (note,) = run_ranks(save_beside_copies, 1, str(tmp_path))[0]
     assert re.fullmatch(r"note: an outdated checkpoint could not be deleted: .*step-00000003.*: not permitted", note)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())

@@ -65,14 +65,16 @@ def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Starts:
         ("fatal", 1, "USR1", "failed", "fatal"),
     ],
 )
-def test_how_a_start_ended(starts: Starts, status: str, code: int, asked: str, verdict: str, how: str) -> None:
+def test_classifies_how_a_start_ended(
+    starts: Starts, status: str, code: int, asked: str, verdict: str, how: str
+) -> None:
     starts.start()
     write_status(starts.run, status, reason="because")
     assert starts.end(code, asked) == (verdict, how)
 
 
 @pytest.mark.parametrize("status", ["preempted", "fatal", "running"])
-def test_the_status_of_an_earlier_start_is_not_believed(starts: Starts, status: str) -> None:
+def test_a_status_of_an_earlier_start_is_ignored(starts: Starts, status: str) -> None:
     starts.run.mkdir()
     write_status(starts.run, status)
     starts.start()
@@ -91,7 +93,7 @@ def test_a_rank_that_failed_by_itself_is_fatal_whatever_the_status_says(starts: 
     assert log.read_text() == "ValueError: mine\n"
 
 
-def test_where_all_ranks_lost_each_other_the_first_to_notice_is_shown(starts: Starts) -> None:
+def test_when_all_ranks_lost_each_other_the_first_to_notice_is_shown(starts: Starts) -> None:
     """A link that was cut: nobody is guilty."""
     starts.start()
     starts.rank_ends(0, "may pass", at=2.0)
@@ -102,14 +104,14 @@ def test_where_all_ranks_lost_each_other_the_first_to_notice_is_shown(starts: St
     assert log.name == "rank-1.log"
 
 
-def test_a_users_mistake_is_told_in_its_own_words(starts: Starts) -> None:
+def test_a_users_mistake_is_reported_as_its_error_message(starts: Starts) -> None:
     starts.start()
     starts.rank_ends(0, "wrong input", log="hello\nerror: data.train: found no such file\n", message="exit code 2")
     assert starts.end() == ("failed", "fatal")
     assert read_history(starts.run)[-1]["reason"] == "data.train: found no such file"
 
 
-def test_a_killed_rank_is_the_one_that_left_no_word(starts: Starts) -> None:
+def test_a_killed_rank_is_the_one_without_an_end_file(starts: Starts) -> None:
     starts.start()
     starts.rank_ends(0, "may pass", log="gloo\n")
     starts.rank_ends(1, "", log="step 5\n")
@@ -120,7 +122,7 @@ def test_a_killed_rank_is_the_one_that_left_no_word(starts: Starts) -> None:
     assert log.name == "rank-1.log"
 
 
-def test_nodes_that_are_not_fit_end_the_job_and_a_preflight_that_hangs_does_not(starts: Starts) -> None:
+def test_unfit_nodes_end_the_job_but_a_hanging_preflight_does_not(starts: Starts) -> None:
     starts.start()
     assert starts.end(1, phase="preflight") == ("failed", "fatal")
     starts.start()
@@ -129,7 +131,7 @@ def test_nodes_that_are_not_fit_end_the_job_and_a_preflight_that_hangs_does_not(
     assert starts.end(74, phase="preflight")[1] == "lost", "srun's own failure says nothing of the nodes"
 
 
-def test_starts_without_a_new_checkpoint_are_bounded_and_wait_longer_each_time(starts: Starts) -> None:
+def test_restarts_without_a_new_checkpoint_are_limited_and_back_off(starts: Starts) -> None:
     starts.start()
     assert starts.end() == ("requeue 10", "lost")
     starts.start()
@@ -140,7 +142,7 @@ def test_starts_without_a_new_checkpoint_are_bounded_and_wait_longer_each_time(s
         starts.start()
 
 
-def test_a_new_checkpoint_an_orderly_stop_or_a_job_by_hand_count_from_the_start_again(starts: Starts) -> None:
+def test_a_new_checkpoint_a_clean_stop_or_a_manual_job_reset_the_restart_count(starts: Starts) -> None:
     for step in (0, 0, 20):
         starts.start()
         starts.save(step)
@@ -155,7 +157,7 @@ def test_a_new_checkpoint_an_orderly_stop_or_a_job_by_hand_count_from_the_start_
     assert starts.end()[0] == "requeue 10"
 
 
-def test_a_time_limit_too_short_for_a_step_does_not_queue_for_ever(starts: Starts) -> None:
+def test_a_time_limit_too_short_for_one_step_ends_in_failure(starts: Starts) -> None:
     verdicts = []
     for _ in range(3):
         starts.start()
@@ -163,7 +165,7 @@ def test_a_time_limit_too_short_for_a_step_does_not_queue_for_ever(starts: Start
     assert verdicts == ["requeue 0", "requeue 0", "failed"]
 
 
-def test_a_host_that_is_lost_leaves_no_end_and_counts_too(starts: Starts) -> None:
+def test_a_lost_host_counts_as_a_failed_start(starts: Starts) -> None:
     for _ in range(3):
         starts.start()
     with pytest.raises(UserError, match="3 starts"):
@@ -179,7 +181,7 @@ def test_wrong_input_is_one_line_before_anything_is_started(tmp_path: Path) -> N
     assert not (tmp_path / "run").exists()
 
 
-def test_points_of_a_sweep(tmp_path: Path) -> None:
+def test_reads_the_points_of_a_sweep(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     points = tmp_path / "points"
     points.write_text("# learning rates\ntrain.seed=1\n\ntrain.seed=2 'model.tokenizer=a b'\n")

@@ -36,7 +36,7 @@ def test_a_hostfile_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
         ("a slots=1\na slots=2\n", "each host once"),
     ],
 )
-def test_a_hostfile_that_is_wrong_is_told_by_line(tmp_path: Path, text: str, said: str) -> None:
+def test_a_wrong_hostfile_is_reported_by_line(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "hosts"
     path.write_text(text)
     with pytest.raises(UserError) as refused:
@@ -44,7 +44,9 @@ def test_a_hostfile_that_is_wrong_is_told_by_line(tmp_path: Path, text: str, sai
     assert said in str(refused.value)
 
 
-def test_the_environment_is_what_is_named_and_the_files_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_has_the_named_variables_and_the_files_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("SOMETHING_ELSE", "1")
     file = tmp_path / "variables"
@@ -58,7 +60,7 @@ def test_the_environment_is_what_is_named_and_the_files_lines(tmp_path: Path, mo
         read_environment(file)
 
 
-def test_nothing_of_the_users_is_read_by_the_remote_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_remote_shell_interprets_no_user_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed joins the words with blanks and hands them to a shell: they must be safe as they are."""
     monkeypatch.setattr(module, "which", lambda name: name)
     monkeypatch.setattr(module, "_signal", lambda *_: None)
@@ -76,7 +78,7 @@ def test_nothing_of_the_users_is_read_by_the_remote_shell(tmp_path: Path, monkey
     assert not secret.exists()
 
 
-def test_a_rank_becomes_what_its_order_says(tmp_path: Path) -> None:
+def test_a_remote_rank_runs_its_order(tmp_path: Path) -> None:
     """Its folder, its environment, its log; and how it ended stands beside the log."""
     logs = tmp_path / "logs"
     words = ["config", "validate", "nothing.yaml"]

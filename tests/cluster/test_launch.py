@@ -33,23 +33,21 @@ WRITE = 'import sys; open(sys.argv[1] + "/status.json", "w").write(\'{"status": 
 @pytest.mark.parametrize(
     ("status", "code"), [("done", 0), ("preempted", 75), ("running", 1), ("fatal", 1), ("whatever", 1)]
 )
-def test_the_runs_own_status_decides_where_the_launcher_is_content(
+def test_the_runs_status_decides_when_the_launcher_exits_with_0(
     monkeypatch: pytest.MonkeyPatch, config: Path, status: str, code: int
 ) -> None:
     assert end_of(monkeypatch, config, WRITE % status) == code
 
 
 @pytest.mark.parametrize("status", ["done", "preempted"])
-def test_a_status_of_an_earlier_command_is_not_believed(
-    monkeypatch: pytest.MonkeyPatch, config: Path, status: str
-) -> None:
+def test_a_status_of_an_earlier_command_is_ignored(monkeypatch: pytest.MonkeyPatch, config: Path, status: str) -> None:
     """The launcher returns 0 where a rank died by a signal, for instance of no memory before its first word."""
     write_status(config.parent / "run", status)
     assert end_of(monkeypatch, config, "pass") == 1
 
 
 @pytest.mark.parametrize(("launcher", "code"), [(2, 2), (1, 1), (3, 1), (137, 1)])
-def test_wrong_input_is_2_and_every_other_failure_1(
+def test_exit_code_is_2_for_wrong_input_and_1_for_other_failures(
     monkeypatch: pytest.MonkeyPatch, config: Path, launcher: int, code: int
 ) -> None:
     assert end_of(monkeypatch, config, WRITE % "done" + f"; sys.exit({launcher})") == code
@@ -74,7 +72,7 @@ open(sys.argv[1] + "/pid", "w").write(str(child.pid))
         assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_command_on_ranks_that_was_asked_to_stop_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_stopped_command_on_ranks_returns_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also one that hears nothing and ends by itself: `cqwen accept` goes no further."""
     script = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(1)"
     quiet = f"import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN); {script}"
@@ -82,7 +80,7 @@ def test_a_command_on_ranks_that_was_asked_to_stop_says_so(monkeypatch: pytest.M
     assert module.run_words(["bench", "ranks"], 2, None, tmp_path) == module.STOPPED
 
 
-def test_nothing_of_the_users_is_read_by_a_shell() -> None:
+def test_no_shell_interprets_user_input() -> None:
     hostile = ["run.dir=a'; echo foo", "data.text_template={question} $(touch x)\n{answer}"]
     command = module.launch_command(["train", "my config.yaml", *hostile], 3, 29500)
     assert command[-3:] == ["my config.yaml", *hostile]
@@ -96,7 +94,7 @@ def test_ports_differ_and_are_free() -> None:
     assert all(20_000 <= port < 32_768 for port in ports)
 
 
-def test_what_no_rank_need_be_started_for(monkeypatch: pytest.MonkeyPatch, config: Path) -> None:
+def test_wrong_configs_are_refused_before_any_rank_starts(monkeypatch: pytest.MonkeyPatch, config: Path) -> None:
     def never(*_: object) -> list[str]:
         raise AssertionError("ranks were started")
 
@@ -110,5 +108,5 @@ def test_what_no_rank_need_be_started_for(monkeypatch: pytest.MonkeyPatch, confi
 
 
 @pytest.mark.parametrize("source", ["bundled:diabetes/train", "hf:openai/gsm8k/main#train", "{}", "{}#test"])
-def test_every_kind_of_source_may_be_launched(config: Path, source: str) -> None:
+def test_launch_accepts_every_kind_of_data_source(config: Path, source: str) -> None:
     module.preflight(config, [f"data.train={source.format(config.parent)}"])

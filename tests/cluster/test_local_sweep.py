@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_two_starts_side_by_side(tmp_path: Path) -> None:
+def test_a_local_sweep_trains_two_points(tmp_path: Path) -> None:
     """C and gamma_0 are what the points say, and a second call finds both done."""
     config = write_config(tmp_path, stages=[{"name": "heads", "train": ["heads"], "steps": 1}])
     points = tmp_path / "points"
@@ -35,7 +35,7 @@ def test_two_starts_side_by_side(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["sensitivity", "starts"])
-def test_the_points_that_are_shipped_are_sound(name: str) -> None:
+def test_the_shipped_points_are_valid_configs(name: str) -> None:
     points, config = ROOT / "configs" / f"{name}.points", ROOT / "configs" / "quickstart.yaml"
     count = sum(1 for line in points.read_text().splitlines() if line.strip() and not line.startswith("#"))
     names = [load_config(*_split(sweep_point(n, config, points, []))).run.name for n in range(count)]

@@ -37,7 +37,7 @@ def scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, answer: str) -> None
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
-def test_a_run_with_its_job(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_shows_a_run_with_its_job(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = (
         f"JobId=5 JobName=cqwen\n   JobState=RUNNING Reason=None Restarts=1\n   NodeList=node[1-2]\n   Comment={run}\n"
     )
@@ -63,7 +63,7 @@ def test_a_run_with_its_job(run: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert said[5].endswith("lost at step 40: rank 1")
 
 
-def test_a_run_that_fell_silent_is_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_reports_a_run_without_recent_steps(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 500)
@@ -73,14 +73,14 @@ def test_a_run_that_fell_silent_is_told(run: Path, monkeypatch: pytest.MonkeyPat
     assert any("silent for" in line for line in lines(document))
 
 
-def test_a_job_that_waits_has_no_run_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_of_a_waiting_job_without_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scontrol(tmp_path, monkeypatch, "JobId=6 JobName=x\n   JobState=PENDING Reason=Resources\n")
     document = look("6")
     assert (document["status"], document["job"]["Reason"]) == ("not started", "Resources")
     assert lines(document)[0] == "not started"
 
 
-def test_what_is_neither_folder_nor_job_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_what_is_neither_a_folder_nor_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match="RUN: found 'nowhere'"):
         look("nowhere")

@@ -48,7 +48,7 @@ def rank_of(run: SlurmRun, number: int) -> psutil.Process:
     raise AssertionError(f"no rank {number}")
 
 
-def test_told_before_the_limit_it_saves_queues_itself_again_and_ends_done(
+def test_a_job_warned_before_its_limit_saves_requeues_and_finishes(
     cluster: Cluster, tmp_path: Path, undisturbed: list[float]
 ) -> None:
     """The signal of the time limit, sent by hand: the limit's own clock ticks every 30 s (the test below)."""
@@ -69,7 +69,7 @@ def test_told_before_the_limit_it_saves_queues_itself_again_and_ends_done(
 
 
 @pytest.mark.slow
-def test_the_time_limit_itself(cluster: Cluster, tmp_path: Path, undisturbed: list[float]) -> None:
+def test_a_job_killed_by_its_time_limit_continues(cluster: Cluster, tmp_path: Path, undisturbed: list[float]) -> None:
     """A minute of warning in a limit of three: whatever is not done by then goes on in the next start."""
     run = SlurmRun(cluster, tmp_path, parallel__timeout_min=10.0)
     job = run.submit("--nodes", 2, "--time", 3, "--warn-s", 60)
@@ -86,7 +86,7 @@ def test_the_time_limit_itself(cluster: Cluster, tmp_path: Path, undisturbed: li
 
 
 @pytest.mark.slow
-def test_preempted_by_a_higher_partition(run: SlurmRun, cluster: Cluster, undisturbed: list[float]) -> None:
+def test_a_preempted_job_continues(run: SlurmRun, cluster: Cluster, undisturbed: list[float]) -> None:
     job = run.submit("--nodes", 2)
     run.wait_saved(2 * EVERY)
     other = cluster.slurm(
@@ -99,7 +99,7 @@ def test_preempted_by_a_higher_partition(run: SlurmRun, cluster: Cluster, undist
 
 
 @pytest.mark.slow
-def test_queued_again_from_outside(run: SlurmRun, cluster: Cluster, undisturbed: list[float]) -> None:
+def test_a_job_requeued_by_scontrol_continues(run: SlurmRun, cluster: Cluster, undisturbed: list[float]) -> None:
     job = run.submit("--nodes", 2)
     run.wait_saved(2 * EVERY)
     cluster.slurm("scontrol", "requeue", job)
@@ -108,7 +108,7 @@ def test_queued_again_from_outside(run: SlurmRun, cluster: Cluster, undisturbed:
     assert run.starts()[1]["step"] >= 2 * EVERY
 
 
-def test_a_rank_is_killed(run: SlurmRun, undisturbed: list[float]) -> None:
+def test_a_job_with_a_killed_rank_continues(run: SlurmRun, undisturbed: list[float]) -> None:
     job = run.submit("--nodes", 2)
     run.wait_saved(2 * EVERY)
     rank_of(run, 1).send_signal(signal.SIGKILL)
@@ -133,7 +133,7 @@ def test_the_batch_host_is_lost_and_a_spare_takes_over(
 
 
 @pytest.mark.slow
-def test_a_link_is_cut_and_heals(run: SlurmRun, cluster: Cluster, undisturbed: list[float]) -> None:
+def test_a_job_continues_after_a_cut_link(run: SlurmRun, cluster: Cluster, undisturbed: list[float]) -> None:
     job = run.submit("--nodes", 2)
     run.wait_saved(2 * EVERY)
     host = next(name for name in ("node1", "node2", "node3") if name != cluster.job(job)["BatchHost"])
@@ -182,7 +182,7 @@ def test_an_exception_on_one_rank_ends_the_job_at_once(cluster: Cluster, tmp_pat
 
 
 @pytest.mark.slow
-def test_without_a_new_checkpoint_it_gives_up(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_without_new_checkpoints_gives_up(cluster: Cluster, tmp_path: Path) -> None:
     """Killed again and again before the first checkpoint: two more tries, with growing pauses, then no more."""
     run = SlurmRun(cluster, tmp_path, train__checkpoint_every=10_000)
     job = run.submit("--nodes", 2, "--max-restarts", 1)

@@ -167,7 +167,7 @@ class Hosts:
 
 
 @pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed")
-def test_launch_over_ssh_to_the_end_and_stopped_in_order(cluster: Cluster, tmp_path: Path) -> None:
+def test_launch_over_ssh_finishes_and_stops_cleanly(cluster: Cluster, tmp_path: Path) -> None:
     """Hostile names pass two shells; a stop saves on both hosts and gives 75; the same command ends done."""
     folder = tmp_path / f"{HOSTILE} $(touch x)"
     folder.mkdir()
@@ -216,7 +216,7 @@ def test_the_doctor_over_ssh_prints_one_document(cluster: Cluster, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed")
-def test_launch_over_ssh_tells_of_a_rank_that_was_killed(cluster: Cluster, tmp_path: Path) -> None:
+def test_launch_over_ssh_reports_a_killed_rank(cluster: Cluster, tmp_path: Path) -> None:
     """The launcher itself returns 0 for it."""
     run = SlurmRun(cluster, tmp_path)
     hosts = Hosts(run, 2)

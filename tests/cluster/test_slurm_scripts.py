@@ -56,12 +56,12 @@ def compare(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "job"), [("plain.sbatch", PLAIN), ("full.sbatch", FULL)])
-def test_the_rendered_script_is_this_text(name: str, job: Job) -> None:
+def test_the_rendered_script_equals_the_golden_text(name: str, job: Job) -> None:
     compare(name, render(job))
 
 
 @pytest.mark.parametrize("kind", ["train", "sweep"])
-def test_what_is_shipped_is_what_is_rendered(kind: str) -> None:
+def test_the_shipped_scripts_equal_the_rendered_ones(kind: str) -> None:
     output = "cqwen-%j.out" if kind == "train" else "cqwen-%A_%a.out"  # their run is given on the command line
     directives = [f"--job-name=cqwen-{kind}", f"--output={output}", "--nodes=1", "--ntasks-per-node=1"]
     directives += ["--signal=B:USR1@180", "--open-mode=append", "--exclusive", "--requeue"]
@@ -79,20 +79,20 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: f"{p.parent.name}/{p.name}")
-def test_bash_reads_it(path: Path) -> None:
+def test_bash_accepts_the_scripts(path: Path) -> None:
     done = subprocess.run(["bash", "-n", path], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: f"{p.parent.name}/{p.name}")
-def test_shellcheck_has_nothing_to_say(path: Path) -> None:
+def test_shellcheck_accepts_the_scripts(path: Path) -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
     done = subprocess.run(["shellcheck", path], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_hostile_strings_arrive_as_they_are(tmp_path: Path) -> None:
+def test_hostile_strings_arrive_unchanged(tmp_path: Path) -> None:
     """Bash runs the script's own assignments; nothing is expanded, nothing is executed."""
     text = render(FULL)
     (assignment,) = [line for line in text.splitlines() if line.startswith("run=(")]
@@ -132,13 +132,13 @@ def test_an_option_is_quoted_as_sbatch_reads_it(value: str) -> None:
         (lambda: read_stage_option("heads:colour=red", Resources()), "nodes, gpus-per-node"),
     ],
 )
-def test_what_no_job_can_be_made_of_is_refused(make: object, said: str) -> None:
+def test_refuses_options_that_make_no_valid_job(make: object, said: str) -> None:
     with pytest.raises(UserError) as refused:
         make()  # type: ignore[operator]
     assert said in str(refused.value)
 
 
-def test_a_stage_asks_for_other_resources() -> None:
+def test_a_stage_may_ask_for_other_resources() -> None:
     name, needs = read_stage_option("heads:nodes=1,gpus-per-node=2,partition=small", PLAIN.resources)
     assert name == "heads"
     assert (needs.nodes, needs.gpus_per_node, needs.partition, needs.time) == (1, 2, "small", "12:00:00")
@@ -146,7 +146,7 @@ def test_a_stage_asks_for_other_resources() -> None:
     assert (needs.nodes, needs.exclude) == (3, "node[01-03,07],gpu-a")
 
 
-def test_gpus_are_asked_for_as_the_site_wants_it() -> None:
+def test_gpus_are_requested_as_gpus_per_node_or_gres() -> None:
     """A typed one, or --gres alone, in place of --gpus-per-node, which some sites refuse; a rank for each as before."""
     needs = Resources(nodes=2, gpus_per_node=8, options=("--gres=gpu:a100:8",))
     lines = render(replace(PLAIN, resources=needs)).splitlines()

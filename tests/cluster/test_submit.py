@@ -46,7 +46,7 @@ def cqwen(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *w
     return int(left.value.code or 0), out, err
 
 
-def test_two_jobs_of_one_run(
+def test_submits_two_dependent_jobs_for_one_run(
     tmp_path: Path, sbatch: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SLURM_CPU_BIND", "quiet,mask_cpu:0x1")  # submitted from within a job
@@ -91,7 +91,7 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(
 
 
 @pytest.mark.parametrize("words", [["plan", "qwen2.5-0.5b"], ["submit", "quickstart", "--dry-run"]])
-def test_a_laptop_without_gpu_slurm_and_network_is_enough(words: list[str], tmp_path: Path) -> None:
+def test_a_dry_run_needs_no_gpu_slurm_or_network(words: list[str], tmp_path: Path) -> None:
     """In a network namespace that has no link; the base's architecture is known by its name."""
     alone = [shutil.which("unshare") or "unshare", "-rn"]
     if not Path(alone[0]).is_file() or subprocess.run([*alone, "true"], capture_output=True).returncode:
@@ -118,7 +118,7 @@ def test_a_dry_run_needs_no_controller(
     assert (code, err.startswith("error: sbatch: found no such command here, or nothing that answers")) == (2, True)
 
 
-def test_what_slurm_refuses_is_told_in_its_words(
+def test_slurms_own_error_is_shown(
     tmp_path: Path, sbatch: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (sbatch / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: x' >&2\nexit 1\n")
@@ -128,7 +128,7 @@ def test_what_slurm_refuses_is_told_in_its_words(
     assert not (tmp_path / "run").exists()
 
 
-def test_what_cannot_run_is_not_queued(tmp_path: Path) -> None:
+def test_a_config_that_cannot_run_is_not_submitted(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     with pytest.raises(UserError, match="run.resume"):  # noqa: RUF043
         plan_jobs(config, ["run.resume=never"], Resources())

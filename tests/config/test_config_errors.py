@@ -47,11 +47,11 @@ def test_an_unknown_key_shows_the_fields_of_its_own_section(line, override, key,
     assert line(BASE, override).startswith(f"override {override}: {key}: found no such key, allowed: {allowed}")
 
 
-def test_names_of_other_programs_lead_to_keys_that_there_are():
+def test_names_of_other_trainers_point_to_existing_keys():
     assert set(ELSEWHERE.values()) <= set(_places(Config, ""))
 
 
-def test_a_list_that_an_override_replaced_is_not_looked_for_in_the_file(line):
+def test_errors_in_an_overridden_list_point_to_the_override(line):
     text = BASE + "stages:\n  - {name: a, train: [heads], steps: 1}\n"
     assert line(text, "stages.0.train=[head]").startswith(
         "override stages.0.train=[head]: stages.0.train.0: found 'head'"
@@ -100,7 +100,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "start"), WRONG)
-def test_a_wrong_file_is_told_by_place_key_found_and_allowed(line, text, start):
+def test_an_error_in_a_file_names_line_key_found_and_allowed(line, text, start):
     assert line(text).startswith(start)
 
 
@@ -157,11 +157,11 @@ VALUES = [
 
 
 @pytest.mark.parametrize(("override", "rest"), VALUES)
-def test_a_wrong_value_is_told_by_key_found_and_allowed(line, override, rest):
+def test_a_wrong_value_names_key_found_and_allowed(line, override, rest):
     assert rest in line(BASE, override)
 
 
-def test_the_place_is_the_override_or_the_line_that_did_it(line):
+def test_an_error_names_the_override_or_line_that_caused_it(line):
     both = "stages.0.steps: found both steps and epochs, allowed: exactly one of steps, epochs and until"
     assert line(BASE, "stages.0.epochs=1").startswith(f"override stages.0.epochs=1: {both}")
     assert line(BASE, "train.seed=1.5", "run.name=a").startswith("override train.seed=1.5: train.seed: ")
@@ -171,7 +171,7 @@ def test_the_place_is_the_override_or_the_line_that_did_it(line):
     assert len(long) < 320
 
 
-def test_the_groups_that_a_stage_may_train_are_all_listed(line):
+def test_an_unknown_group_lists_all_groups(line):
     message = line(BASE, "stages.0.train=[foo]")
     for group in ("embedding", "abduction", "classifier", "noise", "regression", "thresholds", "lora", "heads"):
         assert f"'{group}'" in message
@@ -193,12 +193,12 @@ def test_settings_that_contradict_each_other_are_refused(line):
         ("{model_type: qwen2, rope: {a: [.nan]}}", "rope.a.0", "nan"),
     ],
 )
-def test_an_architecture_is_a_finite_qwen(line, architecture, key, found):
+def test_refuses_architectures_that_are_not_finite(line, architecture, key, found):
     text = f"model: {{architecture: {architecture}}}\ndata: {{train: a}}"
     assert f"model.architecture.{key}: found {found}, allowed: " in line(text)
 
 
-def test_what_is_no_file_is_refused(tmp_path):
+def test_refuses_what_is_not_a_file(tmp_path):
     for path, found in ((tmp_path, "a folder"), (tmp_path / "no.yaml", "no such file"), ("a\0b", "embedded null byte")):
         with pytest.raises(UserError, match=found):
             load_config(path)

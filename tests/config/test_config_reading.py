@@ -30,7 +30,7 @@ def load(tmp_path):
     return of
 
 
-def test_overrides_reach_defaults_lists_and_optional_sections(load):
+def test_overrides_set_defaults_list_items_and_optional_sections(load):
     config = load(
         BASE,
         "stages.0.steps=3",
@@ -69,7 +69,7 @@ def test_numbers_are_read_as_yaml_1_2(load):
     assert (stage.name, stage.steps, stage.lr, stage.min_lr_ratio) == ("12:30", 10, 1e-3, 0.0)
 
 
-def test_the_resolved_config_loads_as_itself(load):
+def test_the_resolved_config_round_trips(load):
     config = load(
         BASE,
         "loss.class_weights={5: 2, 7: 0}",
@@ -99,7 +99,7 @@ def test_the_json_schema_knows_every_key():
         assert not validator.is_valid({**tree, "loss": {"reg_weigth": 1.0}})
 
 
-def test_what_the_shipped_configs_set_is_basic_but_for_the_toys_own_keys():
+def test_shipped_configs_set_only_basic_keys_except_the_toy():
     """Basic keys are those that most runs set; each of them exists."""
     full, basic = (json.loads(json_schema(only)) for only in (False, True))
     keys = {tier: set(keys_of(full, tier)) for tier in ("basic", "expert")}
@@ -172,7 +172,7 @@ dotted = st.sampled_from(sorted(place.replace(".N", ".0") for place in _places(C
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=trees)
-def test_what_is_written_is_read_back(tree):
+def test_a_written_config_is_read_back_equal(tree):
     value, _ = yaml_text.parse(yaml_text.dump(tree)) if _distinct(tree) else (tree, None)
     assert repr(value) == repr(tree)
 
@@ -194,7 +194,7 @@ BUILT = "model: {architecture: {model_type: qwen2}}\ndata: {train: a}\n"
         (BUILT, ["model.w_num_scale=0.0"], "inherit", 0.0),
     ],
 )
-def test_how_num_starts_follows_from_what_the_base_saw(load, base, overrides, row, w_num):
+def test_the_default_start_of_num_depends_on_the_bases_data(load, base, overrides, row, w_num):
     config = load(base, *overrides)
     assert config.num_row_init == row
     assert config.w_num_scale == w_num
@@ -213,12 +213,12 @@ def test_how_num_starts_follows_from_what_the_base_saw(load, base, overrides, ro
         (["train.max_grad_norm=2.5", "start=seed"], 2.5),
     ],
 )
-def test_where_steps_are_clipped_follows_from_the_start(load, overrides, limit):
+def test_the_default_clipping_depends_on_the_start(load, overrides, limit):
     assert load(BASE, *overrides).max_grad_norm == limit
 
 
 @pytest.mark.parametrize("found", ["0", "-1", "often", "true", "inf", "nan"])
-def test_a_limit_of_the_norm_that_cannot_be_is_refused(load, found):
+def test_refuses_impossible_gradient_norm_limits(load, found):
     with pytest.raises(UserError) as refusal:
         load(BASE, f"train.max_grad_norm={found}")
     assert refusal.value.key == "train.max_grad_norm"

@@ -24,7 +24,7 @@ def load(tmp_path: Path, *overrides: str) -> Config:
     return load_config(path, overrides)
 
 
-def test_what_is_written_is_what_there_is(tmp_path: Path) -> None:
+def test_training_sections_keep_the_given_values(tmp_path: Path) -> None:
     config = load(tmp_path, "loss.class_weights=frequency", "loss.constraint.unit=0.5")
     assert config.loss.constraint.mode == "off"
     assert config.loss.constraint.unit == 0.5
@@ -72,19 +72,19 @@ def test_what_is_written_is_what_there_is(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_refused_by_key(tmp_path: Path, overrides: list[str], key: str, says: str) -> None:
+def test_wrong_training_settings_are_refused_by_key(tmp_path: Path, overrides: list[str], key: str, says: str) -> None:
     with pytest.raises(UserError, match=says) as refusal:
         load(tmp_path, *overrides)
     assert refusal.value.key == key
 
 
-def test_the_share_of_sampled_negatives(tmp_path: Path) -> None:
+def test_sampled_share_defaults_to_a_quarter(tmp_path: Path) -> None:
     assert load(tmp_path).loss.sampled_share is None
     assert load(tmp_path, "loss.negatives=sampled").loss.sampled_share == 0.25
     assert load(tmp_path, "loss.negatives=sampled", "loss.negatives_share=1").loss.sampled_share == 1.0
 
 
-def test_a_run_that_goes_on_may_change_how_and_not_what(tmp_path: Path) -> None:
+def test_a_resumed_run_may_change_only_resumable_keys(tmp_path: Path) -> None:
     old = load(tmp_path)
     how = load(tmp_path, "stages.1.micro_batch_size=4", "train.feature_cache.mode=never")
     assert changed_keys(old, how) == []

@@ -65,5 +65,5 @@ def kill_until(blows: int, tmp_path: Path, spread: tuple[str, ...], seed: int) -
     return runs
 
 
-def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_left_alone(tmp_path: Path) -> None:
+def test_a_run_killed_many_times_equals_the_undisturbed_run(tmp_path: Path) -> None:
     kill_until(4, tmp_path, SPREADS["ZeRO-2, vocabulary over 2"], seed=0)

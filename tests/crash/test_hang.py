@@ -11,7 +11,7 @@ TIMEOUT_S = 9.0
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_get_on_ends_all_within_the_timeout_and_says_where(tmp_path: Path) -> None:
+def test_a_hanging_rank_ends_all_ranks_within_the_timeout_and_shows_its_stack(tmp_path: Path) -> None:
     config = crash_config(tmp_path)
     slow = f"parallel.timeout_min={TIMEOUT_S / 60}"
     ended = command(config, slow, blow=Blow(1, "step", 4, 0.0, HANG))

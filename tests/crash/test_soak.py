@@ -238,7 +238,9 @@ def _report(config: str, run: str, out: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_whatever_is_struck_the_end_is_the_undisturbed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_interrupted_at_random_moments_equal_the_undisturbed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(SEEN, "1")
     wanted = int(os.environ.get("SOAK", "200"))
     seed = int(os.environ.get("SOAK_SEED", random.SystemRandom().randrange(10**6)))

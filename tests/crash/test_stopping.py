@@ -51,7 +51,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     ],
     ids=lambda value: value.point if isinstance(value, Blow) else "",
 )
-def test_it_stops_everywhere_and_goes_on_as_if_it_never_had(
+def test_a_run_stopped_anywhere_resumes_equal_to_the_bit(
     alone: tuple[Path, dict], tmp_path: Path, blow: Blow, step: int
 ) -> None:
     config, expected = alone
@@ -74,7 +74,7 @@ def test_it_stops_everywhere_and_goes_on_as_if_it_never_had(
 
 
 @pytest.mark.slow
-def test_bf16_goes_on_to_the_bit_too(tmp_path: Path) -> None:
+def test_a_stopped_bf16_run_resumes_equal_to_the_bit(tmp_path: Path) -> None:
     config = crash_config(tmp_path, train__precision="bf16")
     assert command(config).codes == [0, 0]
     run = tmp_path / "again"

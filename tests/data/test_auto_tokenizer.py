@@ -32,7 +32,7 @@ def tokenizer() -> CausalQwenTokenizer:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_called_as_transformers_tokenizers_are(tokenizer: CausalQwenTokenizer, side: str) -> None:
+def test_it_can_be_called_as_transformers_tokenizers(tokenizer: CausalQwenTokenizer, side: str) -> None:
     lists = [tokenizer.reader.encode(text) for text in ROWS]
     one = tokenizer(ROWS[0])
     assert (one["input_ids"], one["numeric_values"]) == lists[0]
@@ -66,7 +66,7 @@ def test_truncation_keeps_ids_and_values_together(tokenizer: CausalQwenTokenizer
     assert tokenizer(ROWS[0], truncation=True)["input_ids"] == ids
 
 
-def test_collators_keep_the_values(tokenizer: CausalQwenTokenizer) -> None:
+def test_transformers_collators_keep_the_values(tokenizer: CausalQwenTokenizer) -> None:
     rows = [dict(tokenizer(text)) for text in ROWS]
     wanted = tokenizer.preprocess(ROWS, "left")
     labelled = [{**row, "labels": row["input_ids"]} for row in rows]
@@ -80,7 +80,7 @@ def test_collators_keep_the_values(tokenizer: CausalQwenTokenizer) -> None:
             assert torch.equal(found["labels"] == -100, wanted["attention_mask"] == 0)
 
 
-def test_the_rest_is_the_wrapped_tokenizers_own(tokenizer: CausalQwenTokenizer) -> None:
+def test_other_attributes_are_those_of_the_wrapped_tokenizer(tokenizer: CausalQwenTokenizer) -> None:
     end = "<|endoftext|>"
     assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token) == (end, end, None)
     assert tokenizer.is_fast
@@ -99,7 +99,7 @@ def test_the_rest_is_the_wrapped_tokenizers_own(tokenizer: CausalQwenTokenizer) 
         assert again(ROWS).data == tokenizer(ROWS).data
 
 
-def test_it_is_a_tokenizer_of_transformers(tokenizer: CausalQwenTokenizer) -> None:
+def test_it_is_a_pretrained_tokenizer_fast(tokenizer: CausalQwenTokenizer) -> None:
     """What TRL (PreTrainedTokenizerBase) and lm-eval (PreTrainedTokenizerFast) test for, and what they then call."""
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     text = "tea costs 3.5"
@@ -127,7 +127,7 @@ def test_it_is_a_tokenizer_of_transformers(tokenizer: CausalQwenTokenizer) -> No
         tokenizer([3.5])
 
 
-def test_it_reads_what_the_training_reads(tokenizer: CausalQwenTokenizer) -> None:
+def test_it_encodes_text_as_training_does(tokenizer: CausalQwenTokenizer) -> None:
     pieces = [
         "1",
         "2.5",
@@ -157,9 +157,7 @@ def test_it_reads_what_the_training_reads(tokenizer: CausalQwenTokenizer) -> Non
         assert not text or read["offset_mapping"][-1][1] == len(text)
 
 
-def test_a_library_that_hands_on_ids_alone_can_have_the_numerals_as_words(
-    tokenizer: CausalQwenTokenizer, tmp_path: Path
-) -> None:
+def test_read_numbers_false_keeps_numerals_as_words(tokenizer: CausalQwenTokenizer, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     plain = CausalQwenTokenizer.from_pretrained(tmp_path, read_numbers=False)
     found = plain(ROWS[0])
@@ -169,7 +167,7 @@ def test_a_library_that_hands_on_ids_alone_can_have_the_numerals_as_words(
     assert CausalQwenTokenizer.from_pretrained(tmp_path)(ROWS[0]).data == tokenizer(ROWS[0]).data
 
 
-def test_no_token_takes_the_row_of_num(tokenizer: CausalQwenTokenizer) -> None:
+def test_tokens_cannot_be_added_over_the_row_of_num(tokenizer: CausalQwenTokenizer) -> None:
     for add in (lambda: tokenizer.add_tokens("<new>"), lambda: tokenizer.add_special_tokens({"pad_token": "<pad>"})):
         with pytest.raises(UserError, match=r"add_tokens: found '<(new|pad)>'.*<NUM>"):
             add()
@@ -177,7 +175,7 @@ def test_no_token_takes_the_row_of_num(tokenizer: CausalQwenTokenizer) -> None:
     assert tokenizer.pad_token == "<|im_end|>"
 
 
-def test_decoding_shows_that_there_is_a_number(tokenizer: CausalQwenTokenizer) -> None:
+def test_decoding_without_values_shows_num(tokenizer: CausalQwenTokenizer) -> None:
     text = "he paid 12.5 for the tea<|endoftext|>"
     ids, values = tokenizer.reader.encode(text)
     assert tokenizer.decode(ids, values) == text
@@ -188,7 +186,7 @@ def test_decoding_shows_that_there_is_a_number(tokenizer: CausalQwenTokenizer) -
     assert tokenizer.decode([]) == ""
 
 
-def test_chats(tokenizer: CausalQwenTokenizer) -> None:
+def test_chat_templates_keep_numbers(tokenizer: CausalQwenTokenizer) -> None:
     chat = [{"role": "user", "content": "tea costs 3.5"}]
     text = "<|im_start|>user\ntea costs 3.5<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) == text

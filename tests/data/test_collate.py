@@ -18,7 +18,7 @@ def _document(*tokens: int | float) -> Document:
     return Document(np.where(numbers, NUM, np.array(tokens)).astype(np.int32), values, numbers)
 
 
-def test_labels_are_the_next_token_and_its_value() -> None:
+def test_labels_are_the_next_token_and_its_number() -> None:
     batch = collate([(_document(1, 99.9, 3, -2.5, 5),), (_document(7, 8),)], pad_token_id=PAD, num_token_id=NUM)
     ignore = IGNORE_INDEX
     assert batch.input_ids[0].tolist() == [1, NUM, 3, NUM, 5, PAD, PAD, PAD]
@@ -35,7 +35,7 @@ def test_labels_are_the_next_token_and_its_value() -> None:
     assert batch.attention_mask.dtype == batch.numeric_mask.dtype == torch.bool
 
 
-def test_numbers_that_are_no_targets_keep_their_label_but_not_their_mask() -> None:
+def test_numbers_that_are_not_targets_keep_their_label_but_not_their_mask() -> None:
     ids, values, *_ = _document(1, 2.0, 3.0)
     batch = collate([(Document(ids, values, np.array([False, False, True])),)], pad_token_id=PAD, num_token_id=NUM)
     assert batch.labels[0, :2].tolist() == [NUM, NUM]
@@ -57,7 +57,7 @@ def test_widths_are_multiples_of_eight() -> None:
         assert batch.input_ids.shape == (1, width)
 
 
-def test_an_empty_share_is_one_row_of_padding() -> None:
+def test_a_rank_without_samples_gets_one_row_of_padding() -> None:
     batch = collate([], pad_token_id=PAD, num_token_id=NUM)
     assert batch.input_ids.tolist() == [[PAD] * 8]
     assert not batch.label_mask.any()
@@ -65,7 +65,7 @@ def test_an_empty_share_is_one_row_of_padding() -> None:
     assert not batch.attention_mask.any()
 
 
-def test_packed_documents_do_not_see_each_other() -> None:
+def test_packed_documents_do_not_attend_to_each_other() -> None:
     """What transformers makes of the position ids: the same hidden states packed, padded and alone."""
     torch.manual_seed(0)
     config = Qwen2Config(

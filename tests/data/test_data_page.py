@@ -25,11 +25,11 @@ RECIPE = re.compile(r"(.*?)\n`(\S+)`.*?```\n(.*?)```.*?```yaml\n(.*?)```.*?```\n
 
 
 @pytest.mark.parametrize("example", re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
-def test_an_example_is_a_config(example: str) -> None:
+def test_every_example_of_the_page_is_a_valid_config(example: str) -> None:
     DataConfig.model_validate(yaml.safe_load(example))
 
 
-def test_the_sources_are_those_of_the_key() -> None:
+def test_the_page_lists_every_source_of_data_train() -> None:
     for ending in (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".gz", "hf:", "bundled:", "shards/*.jsonl"):
         assert ending in PAGE
         assert ending in (DataConfig.model_fields["train"].description or "")
@@ -43,7 +43,7 @@ def tokenizer() -> NumericalAwareTokenizer:
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.split("\n")[0])
-def test_a_recipe_of_the_page_reads_its_lines(
+def test_every_recipe_of_the_page_reads_its_example_lines(
     section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: NumericalAwareTokenizer
 ) -> None:
     found = RECIPE.match(section)
@@ -67,7 +67,7 @@ def test_a_recipe_of_the_page_reads_its_lines(
         assert (by_init.text, by_init.target) == (first.text, first.target), "as with what `cqwen init` writes"
 
 
-def test_the_table_of_recipes_is_the_codes() -> None:
+def test_the_pages_table_of_recipes_equals_the_code() -> None:
     rows = [
         line.strip("|").split(" | ") for line in HEAD.splitlines() if line.startswith("| `") and "data." not in line
     ]
@@ -78,7 +78,7 @@ def test_the_table_of_recipes_is_the_codes() -> None:
         assert keys == {key: value.replace("TARGET", "price") for key, value in RECIPES[name].items()}
 
 
-def test_a_recipe_sets_what_is_not_given() -> None:
+def test_a_recipe_sets_only_keys_that_are_not_given() -> None:
     config = DataConfig.model_validate({"train": "a", "recipe": "alpaca", "prompt_template": "{instruction}: "})
     assert (config.prompt_template, config.text_template) == ("{instruction}: ", "{output}")
     assert DataConfig.model_validate(config.model_dump()) == config

@@ -24,7 +24,7 @@ def _dataset(tokenizer: NumericalAwareTokenizer, *texts: str, **config: object) 
     return tokenise(located, tokenizer, DataConfig(train="here", **config))
 
 
-def test_a_text_gets_an_end_and_its_values(tokenizer: NumericalAwareTokenizer) -> None:
+def test_a_text_gets_an_end_token_and_its_values(tokenizer: NumericalAwareTokenizer) -> None:
     dataset = _dataset(tokenizer, "aged 59 with 2.5")
     ((ids, values, targets, learnt, types, more, labels),) = dataset[0]
     assert learnt is types is more is labels is None
@@ -36,7 +36,7 @@ def test_a_text_gets_an_end_and_its_values(tokenizer: NumericalAwareTokenizer) -
 
 
 @pytest.mark.parametrize("length", [2, 3, 7, 50])
-def test_cut_pieces_predict_each_token_exactly_once(tokenizer: NumericalAwareTokenizer, length: int) -> None:
+def test_cut_texts_predict_each_token_exactly_once(tokenizer: NumericalAwareTokenizer, length: int) -> None:
     texts = diabetes_texts("test")[:5]
     dataset = _dataset(tokenizer, *texts, sequence_length=length)
     labels = [
@@ -61,7 +61,7 @@ def test_a_sequence_of_one_token_is_refused(tokenizer: NumericalAwareTokenizer) 
         _dataset(tokenizer, "a", sequence_length=1)
 
 
-def test_which_numbers_are_targets(tokenizer: NumericalAwareTokenizer) -> None:
+def test_numeric_targets_selects_all_or_the_last_number(tokenizer: NumericalAwareTokenizer) -> None:
     texts = ("5 and 6 and 7", "8", "none")
     assert np.concatenate([*_dataset(tokenizer, *texts).number_parts()]).tolist() == [
         6.0,
@@ -71,7 +71,7 @@ def test_which_numbers_are_targets(tokenizer: NumericalAwareTokenizer) -> None:
     assert _dataset(tokenizer, *texts).report.targets == 2
 
 
-def test_overflowing_numbers_stop_or_stay_text_and_are_counted(tokenizer: NumericalAwareTokenizer) -> None:
+def test_overflowing_numbers_are_an_error_or_stay_text(tokenizer: NumericalAwareTokenizer) -> None:
     texts = ("aged 5", "aged 1e999 and -1e999 and 6")
     with pytest.raises(UserError, match=r"^here:2: number: found '1e999', allowed: numbers that float64 holds"):
         _dataset(tokenizer, *texts)
@@ -88,7 +88,7 @@ def test_packing_keeps_every_document_once_and_never_overfills(lengths: list[int
     assert rows == _pack(lengths, 20)
 
 
-def test_packed_rows_hold_whole_documents(tokenizer: NumericalAwareTokenizer) -> None:
+def test_packed_rows_contain_whole_documents(tokenizer: NumericalAwareTokenizer) -> None:
     texts = diabetes_texts("test")
     plain = _dataset(tokenizer, *texts, sequence_length=512)
     packed = _dataset(tokenizer, *texts, sequence_length=512, pack=True)
@@ -98,7 +98,7 @@ def test_packed_rows_hold_whole_documents(tokenizer: NumericalAwareTokenizer) ->
     assert sum(len(d.ids) for i in range(len(packed) - 1) for d in packed[i]) > 0.9 * 512 * (len(packed) - 1)
 
 
-def test_long_texts_are_cut_truncated_or_dropped_and_told(tokenizer: NumericalAwareTokenizer) -> None:
+def test_long_texts_are_cut_truncated_or_dropped_and_counted(tokenizer: NumericalAwareTokenizer) -> None:
     texts = ["age 3", "age 4 " * 20, "age 5 sex 6", "age 7 " * 30]
     whole = _dataset(tokenizer, *texts)
     sizes = whole.text_lengths()
@@ -128,7 +128,7 @@ def test_long_texts_are_cut_truncated_or_dropped_and_told(tokenizer: NumericalAw
         found["drop"].with_length(3)
 
 
-def test_loading_a_run(tokenizer: NumericalAwareTokenizer, tmp_path: Path) -> None:
+def test_load_datasets_gives_a_runs_datasets(tokenizer: NumericalAwareTokenizer, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": t}) + "\n" for t in [*diabetes_texts("train"), ""]))
     config = DataConfig(train=str(path), eval="bundled:diabetes/test", on_bad_line="skip", numeric_targets="last")
@@ -143,7 +143,7 @@ def test_loading_a_run(tokenizer: NumericalAwareTokenizer, tmp_path: Path) -> No
     assert load_datasets(DataConfig(train=str(path)), tokenizer).eval is None
 
 
-def test_statistics_by_hand() -> None:
+def test_number_statistics_equal_values_computed_by_hand() -> None:
     statistics = numeric_statistics(lambda: [np.array([4.0, 1.0, 3.0, 2.0, 1e300])])
     assert (statistics.median, statistics.scale, statistics.count) == (3.0, 1.0, 5)
     assert statistics.transform("standardise").median == 3.0
@@ -156,13 +156,13 @@ def test_statistics_by_hand() -> None:
 @example([1.7976931348623157e308, -9.9792015476736e291])
 @example([1.7976931348623157e308, -1.7976931348623157e308])
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1))
-def test_statistics_are_finite_and_the_scale_positive(values: list[float]) -> None:
+def test_number_statistics_are_finite_with_a_positive_scale(values: list[float]) -> None:
     statistics = numeric_statistics(lambda: [np.array(values)])
     assert np.isfinite([statistics.median, statistics.scale]).all()
     assert statistics.scale > 0
 
 
-def test_constant_and_nearly_constant_data() -> None:
+def test_number_statistics_of_constant_data() -> None:
     assert numeric_statistics(lambda: [np.full(9, 1e8)]).scale == 1.0
     assert numeric_statistics(lambda: [np.array([0.1 + 0.2, 0.3, 0.3])]).scale == 1.0  # equal but for rounding
     assert numeric_statistics(lambda: [np.array([5.0] * 9 + [105.0])]).scale == pytest.approx(

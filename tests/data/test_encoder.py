@@ -14,7 +14,7 @@ SMALL = NumericalAwareTokenizer(train_tokenizer([f"A patient aged {a}, 价格é 
 
 @settings(max_examples=100)
 @given(st.lists(texts | st.text(max_size=20).filter(lambda t: t.isprintable()), max_size=20), policies)
-def test_in_bulk_and_one_by_one_are_alike(some: list[str], policy: NumberPolicy) -> None:
+def test_encoding_in_bulk_equals_encoding_one_by_one(some: list[str], policy: NumberPolicy) -> None:
     many = [*some, "", "a \U0010fffe 5", "<NUM> 6", "e\u0301 5\u0338 \u1e9b\u0323"] * 3
     for tokenizer in (
         NumericalAwareTokenizer(SMALL.tokenizer, policy=policy),
@@ -29,13 +29,13 @@ def test_in_bulk_and_one_by_one_are_alike(some: list[str], policy: NumberPolicy)
 @given(
     st.lists(st.text(st.characters(max_codepoint=127) | st.sampled_from("  '\n\r\t\v\x1c"), max_size=25), max_size=20)
 )
-def test_plain_ascii_is_read_as_the_tokenizer_reads_it(some: list[str]) -> None:
+def test_the_fast_ascii_encoder_equals_the_tokenizer(some: list[str]) -> None:
     read = SMALL.encoder.read([*some, "It's <|im_end|>!", "x" * encoder._LITTLE])[: len(some) + 1]
     assert SMALL.encoder._ascii, "train_tokenizer makes Qwen's pattern"
     assert read == [SMALL.encoder.read([text])[0] for text in [*some, "It's <|im_end|>!"]]
 
 
-def test_in_bulk_with_the_real_vocabulary() -> None:
+def test_encoding_in_bulk_with_the_real_vocabulary() -> None:
     tokenizer = NumericalAwareTokenizer.from_pretrained(shared_path("tokenizers/qwen2.5"))
     lines = shared_path("data/gsm8k/train.jsonl").read_text(encoding="utf-8").splitlines()[:300]
     lines += ["价格是99.9元", "l'été coûte 5 €\u0301", "\u1112\u1161\u11ab 7", "ﬁ ½ Å 3", "a\u0327\u0301 10"]

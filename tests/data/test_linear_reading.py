@@ -83,7 +83,7 @@ def _seconds(text: str, policy: NumberPolicy) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_time_grows_as_the_text_does(family: str) -> None:
+def test_reading_time_is_linear_in_the_text(family: str) -> None:
     small, large = _text(family, SMALL), _text(family, SMALL * TIMES)
     for policy in (NumberPolicy(), NumberPolicy(accounting=True, dates=True, identifiers=True, leading_zeros=True)):
         for _ in range(4):  # the machine may have been busy: linear once is linear

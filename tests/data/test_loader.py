@@ -57,7 +57,9 @@ sizes = st.tuples(st.integers(1, 40), st.integers(1, 5), st.integers(1, 12), st.
 
 @settings(max_examples=60)
 @given(sizes)
-def test_every_sample_once_an_epoch_in_an_order_that_ranks_do_not_change(size: tuple[int, int, int, int, int]) -> None:
+def test_each_epoch_has_every_sample_once_in_an_order_independent_of_ranks(
+    size: tuple[int, int, int, int, int],
+) -> None:
     count, world, global_batch, micro, seed = size
     loaders = _loaders(count, world, global_batch, micro, seed)
     per_epoch = loaders[0].steps_per_epoch
@@ -74,7 +76,7 @@ def test_epochs_and_seeds_differ() -> None:
 
 
 @pytest.mark.parametrize("done", [0, 1, 3, 4, 9])
-def test_resume_goes_on_exactly_and_with_another_number_of_ranks(done: int) -> None:
+def test_resuming_gives_the_remaining_batches_on_any_number_of_ranks(done: int) -> None:
     whole = _steps(_loaders(14, 2, 4, 2), 12)
     loaders = _loaders(14, 2, 4, 2)
     _steps(loaders, done)
@@ -86,14 +88,14 @@ def test_resume_goes_on_exactly_and_with_another_number_of_ranks(done: int) -> N
     assert _steps(again, 12 - done) == whole[done:]
 
 
-def test_a_state_taken_while_a_step_is_worked_on_resumes_behind_it() -> None:
+def test_a_state_taken_during_a_step_resumes_after_it() -> None:
     (loader,) = _loaders(10, 1, 2, 2)
     iterator = iter(loader)
     next(iterator)
     assert loader.state_dict() == {"epoch": 0, "step": 1}
 
 
-def test_a_state_that_does_not_fit_is_refused() -> None:
+def test_a_state_of_other_data_is_refused() -> None:
     (loader,) = _loaders(10, 1, 5, 5)
     with pytest.raises(ValueError, match="an epoch has 2 steps"):
         loader.load_state_dict({"epoch": 0, "step": 2})
@@ -112,7 +114,7 @@ def test_a_rank_without_samples_gets_padding() -> None:
 
 
 @given(st.integers(0, 100), st.integers(1, 9))
-def test_shares_are_contiguous_and_even(count: int, world: int) -> None:
+def test_the_ranks_shares_are_contiguous_and_even(count: int, world: int) -> None:
     shares = [share(count, rank, world) for rank in range(world)]
     assert [i for part in shares for i in part] == list(range(count))
     assert len(shares[0]) == -(-count // world)
@@ -129,7 +131,7 @@ def test_evaluation_sees_every_sample_exactly_once(count: int, world: int, micro
         assert [i for part in batches for batch in part for i in _samples(batch)] == list(range(count))
 
 
-def test_steps_made_ahead_are_the_same_and_the_state_is_of_those_handed_out() -> None:
+def test_prefetched_steps_are_the_same_and_do_not_advance_the_state() -> None:
     options = {"rank": 0, "world": 1, "global_batch_size": 4, "micro_batch_size": 2, "seed": 1}
     plain, quick = Loader(Numbered(14), **options), Loader(Numbered(14), **options, prefetch=3)
     for a, b in islice(zip(plain, quick, strict=True), 11):
@@ -138,7 +140,7 @@ def test_steps_made_ahead_are_the_same_and_the_state_is_of_those_handed_out() ->
         assert plain.handed_out() == quick.handed_out()
 
 
-def test_what_the_thread_raises_is_raised_and_a_loader_left_alone_ends_its_thread() -> None:
+def test_the_prefetch_thread_passes_errors_on_and_ends_with_the_loader() -> None:
     def items() -> Iterator[int]:
         yield 1
         raise ValueError("broken page")
@@ -159,7 +161,7 @@ def test_what_the_thread_raises_is_raised_and_a_loader_left_alone_ends_its_threa
 
 
 @given(st.integers(1, 400), st.integers(1, 9), st.integers(0, 5))
-def test_grouping_by_length_is_an_order_of_the_same_samples(count: int, batch: int, epoch: int) -> None:
+def test_grouping_by_length_only_reorders_the_samples(count: int, batch: int, epoch: int) -> None:
     lengths = np.random.default_rng(count).integers(1, 100, count)
     order = grouped_order(lengths, 0, epoch, batch)
     assert sorted(order.tolist()) == list(range(count))
@@ -173,7 +175,7 @@ def test_grouping_by_length_is_an_order_of_the_same_samples(count: int, batch: i
     assert spread(order) <= spread(epoch_order(count, 0, epoch))
 
 
-def test_the_thread_that_makes_batches_ends_with_the_iteration() -> None:
+def test_the_prefetch_thread_ends_with_the_iteration() -> None:
     """A process that ends while it is inside torch is aborted, though all its work was done."""
     loader = Loader(Numbered(40), rank=0, world=1, global_batch_size=4, micro_batch_size=2, seed=0, prefetch=2)
     batches = iter(loader)

@@ -58,17 +58,17 @@ TEXT = [
 
 
 @pytest.mark.parametrize("text", NUMBERS)
-def test_numbers(text: str) -> None:
+def test_these_texts_are_read_as_numbers(text: str) -> None:
     assert [span.value for span in find_numbers(text)] == NUMBERS[text]
 
 
 @pytest.mark.parametrize("text", TEXT)
-def test_text(text: str) -> None:
+def test_these_texts_stay_text(text: str) -> None:
     assert find_numbers(text) == []
     assert find_numbers(f"({text})") == []
 
 
-def test_spans_hold_the_literal_and_its_sign() -> None:
+def test_a_span_includes_the_sign() -> None:
     text = "at −1,234.5°C"
     (span,) = find_numbers(text)
     assert (text[span.start : span.end], span.value) == ("−1,234.5", -1234.5)
@@ -86,7 +86,7 @@ def test_spans_hold_the_literal_and_its_sign() -> None:
         ({"identifiers": True}, "A4 v1.2.3 555-123-4567", [4, 1.2, 3, 555, 123, 4567]),
     ],
 )
-def test_switches(switch: dict[str, bool], text: str, values: list[float]) -> None:
+def test_the_policys_switches_change_what_is_read(switch: dict[str, bool], text: str, values: list[float]) -> None:
     assert [span.value for span in find_numbers(text, NumberPolicy(**switch))] == values
 
 
@@ -99,7 +99,7 @@ def test_overflow_is_infinite_and_underflow_is_zero() -> None:
     ]
 
 
-def test_long_runs_take_linear_time() -> None:
+def test_long_runs_of_digits_take_linear_time() -> None:
     assert len(find_numbers("1" * 100_000)) == 1
     assert find_numbers("a" * 50_000 + "1" * 50_000) == []
     assert len(find_numbers("1," * 20_000)) == 20_000
@@ -123,11 +123,11 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("value", FORMATS)
-def test_format(value: float) -> None:
+def test_values_are_formatted_in_the_shortest_form(value: float) -> None:
     assert write_numbers([value]) == FORMATS[value]
 
 
-def test_what_is_no_number_is_written_but_not_read() -> None:
+def test_nan_and_infinity_are_written_but_not_read() -> None:
     for value, text in ((math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")):
         assert write_numbers([value]) == text
         assert find_numbers(text) == []
@@ -151,7 +151,7 @@ def _pieces(text: str, policy: NumberPolicy) -> list[str | float]:
     return [*pieces, text[position:]]
 
 
-def test_what_is_written_is_read_as_the_same_numbers_between_the_same_texts() -> None:
+def test_written_numbers_and_texts_are_read_back_equal() -> None:
     # Short strings over few characters run into every rule's edge; four million of them have been through this.
     random = Random(0)
     alphabets = [
@@ -204,9 +204,7 @@ def test_numbers_are_written_so_that_they_are_not_misread(pieces: list[str | flo
         ("+8 0101-170 01", NumberPolicy(leading_zeros=True), "+8 0101-170 01"),  # with 1 it dials no more
     ],
 )
-def test_neither_a_value_nor_their_count_changes_where_a_text_is_written_again(
-    text: str, policy: NumberPolicy, written: str
-) -> None:
+def test_values_and_their_count_survive_rewriting(text: str, policy: NumberPolicy, written: str) -> None:
     assert write_numbers(_pieces(text, policy), policy) == written
     again = [span.value for span in find_numbers(written, policy)]
     assert again == [span.value for span in find_numbers(text, policy)]
@@ -214,7 +212,7 @@ def test_neither_a_value_nor_their_count_changes_where_a_text_is_written_again(
 
 @settings(max_examples=400)
 @given(texts, policies)
-def test_values_and_their_count_are_kept_under_every_policy(text: str, policy: NumberPolicy) -> None:
+def test_values_and_their_count_survive_rewriting_under_every_policy(text: str, policy: NumberPolicy) -> None:
     pieces = _pieces(text, policy)
     again = _pieces(write_numbers(pieces, policy), policy)
     assert repr([p for p in again if type(p) is float]) == repr([p for p in pieces if type(p) is float])
@@ -222,7 +220,7 @@ def test_values_and_their_count_are_kept_under_every_policy(text: str, policy: N
 
 @settings(max_examples=400)
 @given(texts, policies)
-def test_the_quick_way_is_the_policys(text: str, policy: NumberPolicy) -> None:
+def test_the_fast_pattern_finds_what_the_policys_pattern_finds(text: str, policy: NumberPolicy) -> None:
     """Most numerals are taken without the policy's pattern, where that could find nothing else."""
     quick = find_numbers(text, policy), find_left(text, policy)
     with pytest.MonkeyPatch.context() as patch:

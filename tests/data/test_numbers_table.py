@@ -24,22 +24,22 @@ NUMBERS = [(text, values) for text, values in ROWS if re.fullmatch(r"[-0-9., ]+"
 TEXT = [text for text, values in ROWS if (text, values) not in NUMBERS]
 
 
-def test_the_page_has_its_rows() -> None:
+def test_numbers_md_has_the_tested_rows() -> None:
     assert len(NUMBERS) > 20
     assert len(TEXT) == 9
 
 
 @pytest.mark.parametrize(("text", "values"), NUMBERS)
-def test_a_row_of_numbers_is_read_so(text: str, values: str) -> None:
+def test_each_row_of_numbers_is_read_as_the_page_says(text: str, values: str) -> None:
     assert [span.value for span in find_numbers(text)] == [float(value) for value in values.split(", ")]
 
 
 @pytest.mark.parametrize("text", TEXT)
-def test_a_row_of_text_has_no_number(text: str) -> None:
+def test_each_row_of_text_has_no_number(text: str) -> None:
     assert find_numbers(text) == []
 
 
-def test_accounting_is_a_switch_and_only_for_groups_of_three() -> None:
+def test_accounting_applies_only_to_groups_of_three_digits() -> None:
     on = NumberPolicy(accounting=True)
     text = "(1,234) (1,234.5) (12) f(1,234) 2(1,234) (-1,234) ($1,234) (1,234)5 (1,234).5 (1,234"
     values = [span.value for span in find_numbers(text, on)]
@@ -49,7 +49,7 @@ def test_accounting_is_a_switch_and_only_for_groups_of_three() -> None:
 
 @settings(max_examples=300)
 @given(texts, policies)
-def test_numbers_and_what_is_left_cover_every_ascii_digit_once(text: str, policy: NumberPolicy) -> None:
+def test_numbers_and_left_digits_cover_every_ascii_digit_once(text: str, policy: NumberPolicy) -> None:
     spans = sorted([(s, e) for s, e, _ in find_numbers(text, policy)] + [(s, e) for s, e, _ in find_left(text, policy)])
     assert all(a[1] <= b[0] for a, b in pairwise(spans))
     covered = {i for start, end in spans for i in range(start, end)}
@@ -68,7 +68,7 @@ def test_written_numbers_are_read_as_they_were(pairs: list[tuple[str, float]]) -
         assert [repr(span.value) for span in find_numbers(written, policy)] == [repr(value) for _, value in pairs]
 
 
-def test_a_number_in_front_of_zeros_is_written_so_that_they_stay_text() -> None:
+def test_a_number_before_zeros_is_written_so_that_the_zeros_stay_text() -> None:
     assert write_numbers([5.0, " 000"]) == "5.0 000"
     assert [span.value for span in find_numbers("5.0 000")] == [5.0]
 

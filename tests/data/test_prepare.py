@@ -72,7 +72,7 @@ def _both(corpus: str, folder: Path, tokenizer: NumericalAwareTokenizer, **confi
         {"eval_fraction": 0.1, "max_tokens": 20},
     ],
 )
-def test_prepared_samples_are_those_in_memory(
+def test_prepared_samples_equal_samples_in_memory(
     corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer, config: dict[str, Any]
 ) -> None:
     memory, mapped = _both(corpus, tmp_path / "cache", tokenizer, **config)
@@ -101,7 +101,7 @@ def test_prepared_samples_are_those_in_memory(
     assert again.train.digest() == mapped.train.digest()
 
 
-def test_the_key_is_of_contents_and_of_what_decides_tokens(
+def test_the_cache_key_depends_on_contents_and_settings_that_change_tokens(
     corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer
 ) -> None:
     config = DataConfig(train=corpus, cache_dir=str(tmp_path / "cache"))
@@ -159,7 +159,7 @@ print(prepare(DataConfig(train=sys.argv[1], cache_dir=sys.argv[3]), tokenizer))
 """
 
 
-def test_two_processes_make_one_folder(corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer) -> None:
+def test_two_processes_prepare_one_folder(corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer) -> None:
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     command = [sys.executable, "-c", _SCRIPT, corpus, str(tmp_path / "tokenizer"), str(tmp_path / "cache")]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -170,7 +170,7 @@ def test_two_processes_make_one_folder(corpus: str, tmp_path: Path, tokenizer: N
     assert [str(path) for path in whole] == [said.pop().strip()]
 
 
-def test_what_a_killed_process_left_is_swept_and_a_damaged_folder_is_told(
+def test_partial_folders_are_removed_and_a_damaged_folder_is_an_error(
     corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer
 ) -> None:
     config = DataConfig(train=corpus, cache_dir=str(tmp_path / "cache"))
@@ -189,9 +189,7 @@ def test_what_a_killed_process_left_is_swept_and_a_damaged_folder_is_told(
         open_prepared(prepare(config, tokenizer), config, tokenizer)
 
 
-def test_a_cache_that_cannot_be_written_is_told(
-    corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer
-) -> None:
+def test_an_unwritable_cache_is_an_error(corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"data\.cache_dir: found .*file/cache', allowed: a folder to write to"):
         prepare(DataConfig(train=corpus, cache_dir=str(tmp_path / "file" / "cache")), tokenizer)
@@ -228,7 +226,7 @@ BAD = (
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_an_error_or_a_counted_skip_and_leaves_no_cache(
+def test_bad_input_is_an_error_or_a_counted_skip_and_leaves_no_folder(
     name: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer
 ) -> None:
     path, extra, told = _bad(tmp_path)[name]
@@ -249,7 +247,9 @@ def test_bad_input_is_an_error_or_a_counted_skip_and_leaves_no_cache(
     assert found.lines()[0].startswith("skipped: 1 x ") or found.train.report.overflows == 1
 
 
-def test_empty_files_no_numbers_and_equal_numbers(tmp_path: Path, tokenizer: NumericalAwareTokenizer) -> None:
+def test_prepares_empty_files_and_data_without_or_with_equal_numbers(
+    tmp_path: Path, tokenizer: NumericalAwareTokenizer
+) -> None:
     path = tmp_path / "a.jsonl"
     config = DataConfig(train=str(path), cache_dir=str(tmp_path / "cache"))
     for ending in (".jsonl", ".csv", ".txt", ".jsonl.gz"):
@@ -266,7 +266,7 @@ def test_empty_files_no_numbers_and_equal_numbers(tmp_path: Path, tokenizer: Num
 
 
 @pytest.mark.parametrize("shape", [{}, {"pack": True}, {"group_by_length": True}])
-def test_an_epoch_on_two_then_three_then_one_ranks_is_exactly_the_data(
+def test_an_epoch_continued_on_other_ranks_is_exactly_the_data(
     corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer, shape: dict[str, Any]
 ) -> None:
     config = DataConfig(train=corpus, cache_dir=str(tmp_path / "cache"), sequence_length=120, **shape)
@@ -323,7 +323,7 @@ def _load(corpus: str, tokenizer: str, cache: str) -> tuple[str, Any, int]:
     return found.train.digest(), found.train.statistics(rank, world, gather_objects), found.train.report.targets
 
 
-def test_ranks_share_a_folder_where_they_share_a_disk_and_their_statistics(
+def test_ranks_on_one_disk_share_the_folder_and_the_statistics(
     corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer
 ) -> None:
     tokenizer.save_pretrained(tmp_path / "tokenizer")

@@ -44,7 +44,7 @@ def _learnt(dataset: TextDataset, index: int, tokenizer: NumericalAwareTokenizer
     return words, batch.numeric_labels[0][batch.numeric_mask[0]].tolist()
 
 
-def test_a_prompt_is_read_and_not_learnt(tmp_path: Path, tokenizer: NumericalAwareTokenizer) -> None:
+def test_a_prompt_has_no_labels(tmp_path: Path, tokenizer: NumericalAwareTokenizer) -> None:
     records = [{"question": "How old, 5 or 6?", "answer": "She is 7."}, {"question": "", "answer": "8 it is"}]
     dataset = _data(
         tmp_path / "a.jsonl",
@@ -72,7 +72,7 @@ def test_a_prompt_is_read_and_not_learnt(tmp_path: Path, tokenizer: NumericalAwa
     assert _learnt(last, 0, tokenizer) == ("no number<|endoftext|>", [])
 
 
-def test_cut_pieces_of_a_prompt_stay_unlearnt(tmp_path: Path, tokenizer: NumericalAwareTokenizer) -> None:
+def test_cut_pieces_of_a_prompt_have_no_labels(tmp_path: Path, tokenizer: NumericalAwareTokenizer) -> None:
     record = {"q": " ".join(f"old {i}" for i in range(20)), "text": " ".join(f"aged {i}" for i in range(20))}
     whole = _data(tmp_path / "a.jsonl", [record], tokenizer, prompt_template="{q} ", sequence_length=500)
     for length in (2, 5, 17, 64):
@@ -143,7 +143,7 @@ def test_bad_chats_are_bad_lines(messages: Any, tmp_path: Path, tokenizer: Numer
         _data(tmp_path / "a.jsonl", [{"m": messages}], tokenizer, messages_field="m")
 
 
-def test_a_tables_row_is_a_sentence_and_one_column_the_target(
+def test_a_table_row_becomes_a_sentence_with_one_target_column(
     tmp_path: Path, tokenizer: NumericalAwareTokenizer
 ) -> None:
     path = tmp_path / "patients.csv"
@@ -256,9 +256,7 @@ def logits(model: CausalQwenModel, features: torch.Tensor) -> tuple[torch.Tensor
 
 
 @pytest.mark.parametrize("cache", [False, True])
-def test_words_that_are_known_to_hold_or_not_are_the_labels_behind_a_text(
-    tmp_path: Path, tokenizer: NumericalAwareTokenizer, cache: bool
-) -> None:
+def test_partial_labels_follow_the_text(tmp_path: Path, tokenizer: NumericalAwareTokenizer, cache: bool) -> None:
     """S4 3.3.1, of each sample: nothing is said of the other words, and nothing else changes."""
     texts = ["age 3 sex", "age 4 and a body mass index of 3, which is long enough to be cut", "age 5"]
     known = [{" age": True, " sex": False, " of": None}, {" sex": True}, None]
@@ -292,7 +290,7 @@ def test_words_that_are_known_to_hold_or_not_are_the_labels_behind_a_text(
         ("age", "true or fal"),
     ],
 )
-def test_labels_that_are_none_are_refused(
+def test_refuses_wrong_partial_labels(
     tmp_path: Path, tokenizer: NumericalAwareTokenizer, labels: Any, said: str
 ) -> None:
     with pytest.raises(UserError, match=said):
@@ -300,7 +298,7 @@ def test_labels_that_are_none_are_refused(
 
 
 @torch.no_grad()
-def test_packed_logits_are_those_of_the_documents_alone(tmp_path: Path, tokenizer: NumericalAwareTokenizer) -> None:
+def test_packed_documents_have_the_logits_of_each_alone(tmp_path: Path, tokenizer: NumericalAwareTokenizer) -> None:
     """Attention stays inside documents: what a packed row's tokens become equals what each document's do alone."""
     texts = [f"age {i}, index {i / 7:.3f}" + " old" * (i % 5) for i in range(12)]
     dataset = _data(tmp_path / "a.jsonl", [{"text": t} for t in texts], tokenizer, sequence_length=64, pack=True)
@@ -326,6 +324,6 @@ def test_packed_logits_are_those_of_the_documents_alone(tmp_path: Path, tokenize
             start += size
 
 
-def test_tokenise_takes_what_read_texts_gives(tokenizer: NumericalAwareTokenizer) -> None:
+def test_tokenise_accepts_what_read_texts_yields(tokenizer: NumericalAwareTokenizer) -> None:
     config = DataConfig(train="bundled:diabetes/test")
     assert len(tokenise(read_texts("bundled:diabetes/test", config, ReadReport()), tokenizer, config)) == 100

@@ -38,7 +38,7 @@ def trainer_of(rows: list[dict[str, Any]], folder: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ROWS)
-def test_it_learns_what_the_tokenizer_reads(kind: str, tmp_path: Path) -> None:
+def test_sft_trainer_learns_the_numbers_that_the_tokenizer_reads(kind: str, tmp_path: Path) -> None:
     trainer = trainer_of(ROWS[kind], tmp_path)
     model, tokenizer = trainer.model, trainer.processing_class
     (batch,) = trainer.get_eval_dataloader()
@@ -63,6 +63,6 @@ def test_it_learns_what_the_tokenizer_reads(kind: str, tmp_path: Path) -> None:
         assert float(model.eval()(**wanted, labels=batch["labels"]).loss) < loss
 
 
-def test_packing_is_refused(tmp_path: Path) -> None:
+def test_sft_packing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="packing: found True, allowed: False"):
         trainer_of(ROWS["texts"], tmp_path, packing=True)

@@ -63,13 +63,13 @@ def test_bad_lines_are_skipped_and_counted_where_the_config_says_so(tmp_path: Pa
     assert len(report.lines()) == len(BAD_LINES)
 
 
-def test_nan_is_no_json_number(tmp_path: Path) -> None:
+def test_nan_in_json_is_a_bad_line(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.jsonl", '{"text": "a", "v": NaN}')
     with pytest.raises(UserError, match=r":1: broken JSON: .*NaN is no JSON number"):
         _texts(path)
 
 
-def test_a_missing_file_an_unknown_bundle_and_a_folder(tmp_path: Path) -> None:
+def test_refuses_a_missing_file_an_unknown_bundle_and_a_folder(tmp_path: Path) -> None:
     allowed = "a file or folder that exists, hf:NAME or bundled:NAME"
     with pytest.raises(UserError, match=rf"data\.train: found no file .*nowhere\.jsonl, allowed: {allowed}"):
         _texts(str(tmp_path / "nowhere.jsonl"))
@@ -82,12 +82,12 @@ def test_a_missing_file_an_unknown_bundle_and_a_folder(tmp_path: Path) -> None:
         read_split(DataConfig(train=present, eval=str(tmp_path / "nowhere.jsonl")), ReadReport())
 
 
-def test_empty_lines_and_a_byte_order_mark_are_passed_over(tmp_path: Path) -> None:
+def test_empty_lines_and_a_byte_order_mark_are_skipped(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "a"}', "", "  ", '{"text": "b"}')
     assert _texts(path) == ["a", "b"]
 
 
-def test_a_template_takes_strings_and_numbers_as_they_stand(tmp_path: Path) -> None:
+def test_a_template_inserts_strings_and_numbers_unchanged(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.jsonl", '{"q": "How {many}?", "n": 1234567890123456789.50, "k": 1e999}')
     assert _texts(path, text_template="{q}\\n{n}") == ["How {many}?\n1234567890123456789.50"]
     assert _texts(path, text_template="{{{k}}}") == ["{1e999}"]
@@ -100,13 +100,13 @@ def test_a_template_takes_strings_and_numbers_as_they_stand(tmp_path: Path) -> N
         ("{flag}", ":1: wrong type: found True, allowed: a string or a number"),
     ],
 )
-def test_bad_templates(tmp_path: Path, template: str, message: str) -> None:
+def test_bad_templates_are_refused(tmp_path: Path, template: str, message: str) -> None:
     path = _write(tmp_path / "a.jsonl", '{"q": "a", "flag": true}')
     with pytest.raises(UserError, match=message):
         _texts(path, text_template=template)
 
 
-def test_calculator_marks(tmp_path: Path) -> None:
+def test_calculator_marks_are_removed_on_request(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.jsonl", json.dumps({"text": "48/2 = <<48/2=24>>24 clips, 1 << 2"}))
     assert _texts(path) == ["48/2 = 24 clips, 1 << 2"]
     assert _texts(path, calculator_marks="keep") == ["48/2 = <<48/2=24>>24 clips, 1 << 2"]
@@ -148,13 +148,13 @@ def test_a_json_array_is_read_record_by_record(tmp_path: Path, monkeypatch: pyte
         (b'[{"text": "' + b"x" * 80_000 + b'"}]', r":1: broken JSON: .*at most 0.01 MiB"),
     ],
 )
-def test_a_broken_array_is_one_line(tmp_path: Path, text: bytes, told: str) -> None:
+def test_a_broken_json_array_is_one_line(tmp_path: Path, text: bytes, told: str) -> None:
     (tmp_path / "a.json").write_bytes(text)
     with pytest.raises(UserError, match=told):
         _texts(str(tmp_path / "a.json"), max_text_mib=0.01 if b"xxx" in text else 16.0)
 
 
-def test_what_stands_between_cells_is_told_by_the_header(tmp_path: Path) -> None:
+def test_the_csv_delimiter_and_decimal_sign_are_detected(tmp_path: Path) -> None:
     template = {"text_template": "{name}|{x, y}|{z}"}
     for sign in ",;\t|":
         path = _write(
@@ -177,7 +177,7 @@ def test_what_stands_between_cells_is_told_by_the_header(tmp_path: Path) -> None
         _texts(comma, text_field="z")
 
 
-def test_numbers_stand_as_text_in_their_shortest_form(tmp_path: Path) -> None:
+def test_numbers_become_text_in_their_shortest_form(tmp_path: Path) -> None:
     assert _texts(_write(tmp_path / "a.jsonl", '{"text": 42}', '{"text": -1.50}')) == ["42", "-1.50"]
     columns = {
         "a": pa.array([0.1, 3.0], pa.float32()),
@@ -212,7 +212,7 @@ def test_a_target_is_taken_exactly(value: float) -> None:
         ("null", "empty cell: found None"),
     ],
 )
-def test_a_target_that_is_no_number_is_a_bad_line(tmp_path: Path, cell: str, told: str) -> None:
+def test_a_target_that_is_not_a_number_is_a_bad_line(tmp_path: Path, cell: str, told: str) -> None:
     path = _write(tmp_path / "a.jsonl", '{"y": "1,234 g"}', f'{{"y": {cell}}}')
     with pytest.raises(UserError, match=rf"a\.jsonl:2: {told}"):
         _texts(path, text_template="y {y}", target_field="y", empty_cell="none")
@@ -222,13 +222,13 @@ def test_a_target_that_is_no_number_is_a_bad_line(tmp_path: Path, cell: str, tol
         _texts(path, text_template="USD{y} .", target_field="y")
 
 
-def test_watched_texts_are_read_as_the_runs(tmp_path: Path) -> None:
+def test_watched_texts_are_read_as_the_training_texts(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.csv", "a;b", "3,5;x")
     config = DataConfig(train="t", decimal_comma=True, watch={"w": {"source": path, "text_template": "{a} {b}"}})
     assert [text.text for text in read_texts(path, config.of_watched("w"), ReadReport())] == ["3.5 x"]
 
 
-def test_a_pattern_is_its_files_in_order(tmp_path: Path) -> None:
+def test_a_file_pattern_reads_its_files_in_order(tmp_path: Path) -> None:
     for name in ("c", "a", "b"):
         _write(tmp_path / f"part-{name}.jsonl", f'{{"text": "{name}"}}')
     _write(tmp_path / "part-b.txt", "text of b")
@@ -242,14 +242,14 @@ def test_a_pattern_is_its_files_in_order(tmp_path: Path) -> None:
         _texts(str(tmp_path / "x-*.jsonl"))
 
 
-def test_limit_and_several_files(tmp_path: Path) -> None:
+def test_a_limit_applies_over_several_files(tmp_path: Path) -> None:
     files = [_write(tmp_path / f"{name}.jsonl", *(f'{{"text": "{name}{i}"}}' for i in range(3))) for name in "ab"]
     train, held_out = read_split(DataConfig(train=files, limit=4), ReadReport())
     assert [text.text for text in train] == ["a0", "a1", "a2", "b0"]
     assert held_out == []
 
 
-def test_the_held_out_part_depends_on_content_alone(tmp_path: Path) -> None:
+def test_the_held_out_part_depends_only_on_the_content(tmp_path: Path) -> None:
     lines = [f'{{"text": "text {i // 2}"}}' for i in range(200)]
     first = DataConfig(train=_write(tmp_path / "a.jsonl", *lines), eval_fraction=0.1)
     second = DataConfig(train=_write(tmp_path / "b.jsonl", *reversed(lines)), eval_fraction=0.1)
@@ -260,13 +260,13 @@ def test_the_held_out_part_depends_on_content_alone(tmp_path: Path) -> None:
     assert not set(train) & set(held_out)  # equal texts are on one side
 
 
-def test_a_held_out_part_that_takes_all_is_refused(tmp_path: Path) -> None:
+def test_refuses_to_hold_out_all_texts(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.jsonl", '{"text": "a"}')
     with pytest.raises(UserError, match=r"data\.eval_fraction: found 0\.1, allowed: less"):
         read_split(DataConfig(train=path, eval_fraction=0.1), ReadReport())
 
 
-def test_the_diabetes_study_as_sentences() -> None:
+def test_reads_the_diabetes_study_as_sentences() -> None:
     train, test = diabetes_texts("train"), diabetes_texts("test")
     assert (len(train), len(test)) == (342, 100)
     assert not set(train) & set(test)
@@ -279,7 +279,7 @@ def test_the_diabetes_study_as_sentences() -> None:
     assert _texts("bundled:diabetes/test") == test
 
 
-def test_gsm8k_as_it_is() -> None:
+def test_reads_gsm8k() -> None:
     path = str(shared_path("data/gsm8k/train.jsonl"))
     report = ReadReport()
     config = DataConfig(train=path, text_template="{question}\n{answer}", eval_fraction=0.05)

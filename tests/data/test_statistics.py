@@ -75,7 +75,7 @@ def test_streamed_statistics_are_exact(name: str, count: int, world: int, parts:
 
 @settings(max_examples=60)
 @given(st.lists(st.floats(-1e300, 1e300), max_size=40), st.integers(1, 5))
-def test_few_numbers_and_empty_shares(values: list[float], parts: int) -> None:
+def test_statistics_of_few_numbers_and_empty_shares(values: list[float], parts: int) -> None:
     found, meant = _on_ranks(np.array(values), 2, parts), _oracle(np.array(values))
     assert found.count == meant.count
     assert found.median == pytest.approx(meant.median, rel=0, abs=1e-320)  # half of a subnormal number loses a bit
@@ -83,7 +83,7 @@ def test_few_numbers_and_empty_shares(values: list[float], parts: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_hundred_million_numbers() -> None:
+def test_quartiles_of_a_hundred_million_numbers_are_exact() -> None:
     """Median and IQR/2 of 1e8 numbers, made again part by part: 1 % was asked for."""
 
     def parts() -> Any:

@@ -29,7 +29,7 @@ def qwen() -> NumericalAwareTokenizer:
     return NumericalAwareTokenizer.from_pretrained(shared_path("tokenizers/qwen2.5"), vocab_size=151_936)
 
 
-def test_the_seeds_example_with_the_real_vocabulary(qwen: NumericalAwareTokenizer) -> None:
+def test_encodes_the_seeds_example_with_the_real_vocabulary(qwen: NumericalAwareTokenizer) -> None:
     # Seed S0 1.1: 价格 | 是 | <NUM> | 元 with 0, 0, 99.9, 0.
     ids, values = qwen.encode("价格是99.9元")
     assert [qwen.tokenizer.decode([i]) for i in ids if i != qwen.num_token_id] == ["价格", "是", "元"]
@@ -97,12 +97,12 @@ def test_plain_text_comes_back_letter_by_letter(small: NumericalAwareTokenizer, 
     assert small.decode(*small.encode(text)) == text
 
 
-def test_values_survive_where_the_format_is_not_plain(small: NumericalAwareTokenizer) -> None:
+def test_values_survive_other_number_formats(small: NumericalAwareTokenizer) -> None:
     ids, values = small.encode("1,234.50 and １２．５ and 1E3")
     assert small.decode(ids, values) == "1234.5 and 12.5 and 1000"
 
 
-def test_generated_numbers_in_a_row_stay_two(small: NumericalAwareTokenizer) -> None:
+def test_adjacent_generated_numbers_stay_two(small: NumericalAwareTokenizer) -> None:
     num = small.num_token_id
     assert small.decode(torch.tensor([num, num]), torch.tensor([1.0, 2.0])) == "1 2"
     assert small.decode([num], [math.nan]) == "nan"
@@ -165,7 +165,7 @@ def sentence_piece(scheme: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("scheme", ["legacy", "first", "always"])
-def test_a_tokenizer_that_puts_a_space_before_texts_reads_pieces_without_it(scheme: str) -> None:
+def test_a_tokenizer_that_prepends_a_space_reads_pieces_without_it(scheme: str) -> None:
     """Else "5 apples" comes back as "5apples", and a "." behind a number is read as " ."."""
     plain = sentence_piece(scheme)
     before = plain.backend_tokenizer.to_str()

@@ -54,7 +54,7 @@ def _learnt(path: Path, chat: Chat, **config: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("thinks", ["false", "true"])  # as Qwen3's, which writes an empty thought in the last turn
-def test_tool_calls_are_learnt_as_the_template_writes_them(tmp_path: Path, thinks: str) -> None:
+def test_tool_calls_are_learnt_in_the_templates_form(tmp_path: Path, thinks: str) -> None:
     chat, path = _chat(QWEN_TOOLS.replace("THINKS", thinks)), tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": OPENAI, "tools": TOOLS}))
     thought = "<think></think>" if thinks == "true" else ""
@@ -73,7 +73,7 @@ def test_tool_calls_are_learnt_as_the_template_writes_them(tmp_path: Path, think
     assert _learnt(path, chat, recipe="sharegpt") == [f"{CALLS % 2.5}<|im_end|>", f"{thought}7.5.<|im_end|>"]
 
 
-def test_a_template_writes_the_same_date_on_each_day(tmp_path: Path) -> None:
+def test_a_templates_date_is_fixed(tmp_path: Path) -> None:
     """Else a run could not go on the day after, as its texts would be others."""
     path = tmp_path / "a.jsonl"
     path.write_text(
@@ -84,7 +84,7 @@ def test_a_template_writes_the_same_date_on_each_day(tmp_path: Path) -> None:
     assert text.text.startswith("\n26 Jul 2024, 2024-07-26<|im_start|>user")
 
 
-def test_tools_may_move_to_the_last_question(tmp_path: Path) -> None:
+def test_a_template_may_move_tools_to_the_last_question(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": OPENAI, "tools": TOOLS}))
     call = '{"name": "price", "arguments": {"kg": %s}}'
@@ -103,7 +103,7 @@ def test_tools_may_move_to_the_last_question(tmp_path: Path) -> None:
         _learnt(path, _chat(opens), recipe="chat")
 
 
-def test_keys_and_roles_of_other_names(tmp_path: Path) -> None:
+def test_reads_chats_with_other_keys_and_roles(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"talk": [{"who": "customer", "says": "5?"}, {"who": "clerk", "says": 5}]}))
     keys = {"messages_field": "talk", "message_keys": {"role": "who", "content": "says"}}
@@ -130,7 +130,7 @@ WRONG_CALLS = {
 
 
 @pytest.mark.parametrize("kind", WRONG_CALLS)
-def test_what_is_wrong_with_a_chat_of_tools_is_one_line(tmp_path: Path, kind: str) -> None:
+def test_a_wrong_tool_chat_is_one_line(tmp_path: Path, kind: str) -> None:
     record, told = WRONG_CALLS[kind]
     (tmp_path / "a.jsonl").write_text(json.dumps(record))
     with pytest.raises(UserError, match=told) as error:  # Qwen's plain form, without tools
@@ -138,7 +138,7 @@ def test_what_is_wrong_with_a_chat_of_tools_is_one_line(tmp_path: Path, kind: st
     assert "\n" not in str(error.value)
 
 
-def test_a_template_that_takes_no_bare_question_says_so_and_has_no_known_end() -> None:
+def test_a_template_that_refuses_a_bare_question_has_no_known_turn_end() -> None:
     chat = _chat("{{ raise_exception('a system message first') if messages[0]['role'] != 'system' }}")
     with pytest.raises(UserError, match="--chat: found 'a system message first', allowed: a chat that"):
         chat.question("2 and 3?")

@@ -59,7 +59,7 @@ def _corpus(folder: Path) -> dict[str, Path]:
     return paths
 
 
-def test_any_number_of_workers_makes_the_same_folder(
+def test_any_number_of_workers_prepares_the_same_bytes(
     tmp_path: Path, tokenizer: NumericalAwareTokenizer, small_blocks: None
 ) -> None:
     paths = {name: str(path) for name, path in _corpus(tmp_path).items()}
@@ -100,7 +100,7 @@ def test_any_number_of_workers_makes_the_same_folder(
     assert reading["duplicates"] > 4 * 50
 
 
-def test_blocks_hold_whole_lines_and_say_where_they_are(tmp_path: Path, small_blocks: None) -> None:
+def test_blocks_contain_whole_lines_with_their_position(tmp_path: Path, small_blocks: None) -> None:
     paths = _corpus(tmp_path)
     config = DataConfig(train="a", max_text_mib=0.002)
     for name, path in paths.items():
@@ -150,6 +150,6 @@ def test_a_killed_worker_is_one_line(tokenizer: NumericalAwareTokenizer, monkeyp
         list(encode_blocks(iter([_killed]), Extractor(config, Chat()), recipe, 2))
 
 
-def test_rows_of_any_size_make_blocks_of_a_bounded_one() -> None:
+def test_rows_of_any_size_make_blocks_of_limited_size() -> None:
     long: list[Row] = [(str(i), {"messages": [{"content": "x" * 400_000}]}) for i in range(7)]
     assert [len(list(block())) for block in cutting._of_rows(iter(long))] == [3, 3, 1]

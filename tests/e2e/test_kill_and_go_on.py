@@ -94,7 +94,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(folder, train__checkpoint_every=4, model__lora__dropout=0.1, **steps)
 
 
-def test_stopped_and_killed_and_gone_on_it_is_the_run_that_was_never_interrupted(
+def test_a_stopped_and_killed_run_resumes_equal_to_the_undisturbed_run(
     config: Path, launch: Callable[..., Launched]
 ) -> None:
     run = config.parent / "run"
@@ -142,7 +142,7 @@ def test_stopped_and_killed_and_gone_on_it_is_the_run_that_was_never_interrupted
     ("number", "ranks"),
     [(signal.SIGTERM, 0), *(pytest.param(n, 2, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGUSR1))],
 )
-def test_a_signal_to_the_command_alone_leaves_nobody(
+def test_a_signal_to_the_launcher_alone_leaves_no_process(
     config: Path, launch: Callable[..., Launched], number: signal.Signals, ranks: int
 ) -> None:
     """SIGTERM and SIGUSR1 as a batch system sends them, SIGINT as Ctrl-C does; also before a rank is there to hear."""
@@ -158,7 +158,7 @@ def test_a_signal_to_the_command_alone_leaves_nobody(
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_it_at_once(config: Path, launch: Callable[..., Launched]) -> None:
+def test_a_second_ctrl_c_ends_the_run_at_once(config: Path, launch: Callable[..., Launched]) -> None:
     run = config.parent / "twice"
     launched = launch(config, f"run.dir={run}", "stages.0.steps=1000000")
     wait_for("steps", lambda: read_status(run).get("step", 0) >= 4)
@@ -173,7 +173,7 @@ def test_a_second_ctrl_c_ends_it_at_once(config: Path, launch: Callable[..., Lau
 
 
 @pytest.mark.slow
-def test_two_commands_on_one_folder(config: Path, launch: Callable[..., Launched]) -> None:
+def test_a_second_command_on_the_same_folder_is_refused(config: Path, launch: Callable[..., Launched]) -> None:
     """The second is refused in one line, and the first does not notice."""
     run = config.parent / "shared"
     long = (f"run.dir={run}", "stages.0.steps=1000000")
@@ -197,6 +197,6 @@ def test_a_users_mistake_on_two_ranks_is_one_line_and_no_hang(config: Path) -> N
     assert read_status(config.parent / "bad")["status"] == "fatal"
 
 
-def test_a_run_that_is_done_is_told_at_once(two_ranks: Path) -> None:
+def test_a_finished_run_says_so_at_once(two_ranks: Path) -> None:
     done = cqwen("launch", two_ranks.parent / "config.yaml", "--ranks", 2)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"already done: {two_ranks}\n", "")

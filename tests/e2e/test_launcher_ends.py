@@ -50,7 +50,7 @@ def at_work(run: Path) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("blow", ["the terminal closes", pytest.param("kill -9", marks=pytest.mark.slow)])
-def test_a_launcher_that_is_gone_takes_its_ranks_with_it_in_order(tmp_path: Path, blow: str) -> None:
+def test_ranks_stop_cleanly_when_their_launcher_dies(tmp_path: Path, blow: str) -> None:
     config = write_config(tmp_path, stages=LONG, train__checkpoint_every=50_000)
     run = tmp_path / "run"
     ours, theirs = pty.openpty()
@@ -74,7 +74,7 @@ def test_a_launcher_that_is_gone_takes_its_ranks_with_it_in_order(tmp_path: Path
     assert status(run)["checkpoint"] == f"step-{status(run)['step']:08d}"
 
 
-def test_under_nohup_a_terminal_that_closes_stops_nothing_and_nobody_need_read(tmp_path: Path) -> None:
+def test_under_nohup_a_closed_terminal_does_not_stop_the_run(tmp_path: Path) -> None:
     config = write_config(tmp_path, stages=[{**LONG[0], "steps": 300}], train__checkpoint_every=200)
     run = tmp_path / "run"
     ignoring = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)}

@@ -83,7 +83,7 @@ def one_document(done: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(done.stdout, parse_constant=refuse)
 
 
-def test_the_run_folder_holds_what_it_should(run: Path) -> None:
+def test_the_run_folder_has_all_its_files(run: Path) -> None:
     names = {path.name for path in run.iterdir()}
     assert {"config.yaml", "environment.json", "start.json", "metrics.jsonl", "checkpoints", "latest"} <= names
     assert not [name for name in names if name.startswith(".")], "nothing half-written is left"
@@ -95,7 +95,7 @@ def test_the_run_folder_holds_what_it_should(run: Path) -> None:
     assert [record["step"] for record in metrics(run)] == list(range(1, 7))
 
 
-def test_eval_gives_the_runs_own_figures_as_one_json_document(run: Path, exported: dict[str, Path]) -> None:
+def test_eval_json_equals_the_runs_figures(run: Path, exported: dict[str, Path]) -> None:
     last = metrics(run)[-1]
     figures = one_document(cqwen_forked("eval", run, "--json"))
     for name in (
@@ -111,7 +111,7 @@ def test_eval_gives_the_runs_own_figures_as_one_json_document(run: Path, exporte
     assert again["eval/accuracy"] == pytest.approx(last["eval/accuracy"], abs=1e-3)
 
 
-def test_an_export_loads_elsewhere_and_is_the_same_model(run: Path, exported: dict[str, Path]) -> None:
+def test_an_export_loads_in_another_process_as_the_same_model(run: Path, exported: dict[str, Path]) -> None:
     command = [sys.executable, "-c", LOAD_ELSEWHERE, str(run / "base"), *map(str, exported.values())]
     done = subprocess.run(command, capture_output=True, text=True, env=command_environment(), cwd=run.parent)
     assert done.returncode == 0, done.stderr
@@ -126,7 +126,7 @@ def test_an_export_loads_elsewhere_and_is_the_same_model(run: Path, exported: di
     assert found["parameters"][1] == 0, "nothing of the adapters is left in a merged model"
 
 
-def test_generate_continues_with_numbers(run: Path, exported: dict[str, Path]) -> None:
+def test_generate_writes_numbers(run: Path, exported: dict[str, Path]) -> None:
     ask = ["--prompt", "A patient of sex 1", "--prompt", "The disease progression after one year was"]
     ask += ["--max-new-tokens", "3", "--json"]
     document = one_document(cqwen_forked("generate", run, *ask))
@@ -142,7 +142,7 @@ def test_generate_continues_with_numbers(run: Path, exported: dict[str, Path]) -
     assert again["intervals"]["0.9"] == pytest.approx(number["intervals"]["0.9"], rel=1e-5)
 
 
-def test_a_number_in_the_prompt_is_read(run: Path) -> None:
+def test_a_number_in_the_prompt_changes_the_output(run: Path) -> None:
     texts = []
     for value in ("3", "300000"):
         ask = ["--prompt", f"aged {value} with progression of", "--max-new-tokens", "2", "--mode", "causal", "--json"]
@@ -151,7 +151,7 @@ def test_a_number_in_the_prompt_is_read(run: Path) -> None:
     assert texts[0] != texts[1]
 
 
-def test_the_same_command_again_says_already_done(run: Path) -> None:
+def test_repeating_a_finished_command_says_already_done(run: Path) -> None:
     before = (run / "metrics.jsonl").read_bytes()
     done = cqwen("launch", QUICKSTART, "--ranks", 2, f"run.dir={run}", *CUT_DOWN)
     assert (done.returncode, done.stdout) == (0, f"already done: {run}\n")
@@ -161,7 +161,7 @@ def test_the_same_command_again_says_already_done(run: Path) -> None:
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_run_that_was_moved_is_read_where_it_lies(run: Path, tmp_path: Path) -> None:
+def test_a_moved_run_is_read_at_its_new_place(run: Path, tmp_path: Path) -> None:
     moved = tmp_path / "elsewhere"
     (run.parent / "copy").mkdir()
     subprocess.run(["cp", "-r", str(run), str(moved)], check=True)

@@ -39,7 +39,7 @@ def in_a_process(parts: list[str], folder: Path, **expected: object) -> None:
     assert process.exitcode == 0, "its traceback is on stderr"
 
 
-def test_every_block_of_the_page_runs(tmp_path: Path) -> None:
+def test_every_code_block_of_python_md_runs(tmp_path: Path) -> None:
     write_config(tmp_path, run__dir="runs/page", data__train="texts.jsonl").rename(tmp_path / "run.yaml")
     blocks = [block for block in BLOCKS if "# script.py" not in block]
     in_a_process(blocks, tmp_path, **{"result.status": "paused", "stopping.waited": 2, "len(model.config.target)": 3})
@@ -54,7 +54,7 @@ def test_every_block_of_the_page_runs(tmp_path: Path) -> None:
     ]
 
 
-def test_the_line_of_the_page_trains_on_two_ranks(tmp_path: Path) -> None:
+def test_the_launch_line_of_python_md_trains_on_two_ranks(tmp_path: Path) -> None:
     """Twice in one process: torchrun's store keeps what the first group has left in it."""
     config = write_config(tmp_path, data__train="texts.jsonl", data__eval_fraction=0.5)
     config.rename(tmp_path / "run.yaml")

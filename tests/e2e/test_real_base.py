@@ -25,7 +25,7 @@ TEXTS = [
 ]
 
 
-def test_its_tokenizer_reads_text_between_numbers_as_the_plain_one_does() -> None:
+def test_the_tokenizer_cuts_text_between_numbers_as_the_plain_one() -> None:
     plain = AutoTokenizer.from_pretrained(real_base())
     assert plain.tokenize("1234 a1") == ["1", "2", "3", "4", "Ġa", "1"]
     assert (plain.eos_token, plain.bos_token) == ("<|im_end|>", "<|im_start|>")
@@ -45,7 +45,7 @@ def test_its_tokenizer_reads_text_between_numbers_as_the_plain_one_does() -> Non
 
 
 @torch.no_grad()
-def test_its_logits_are_the_originals_and_the_plan_knows_its_size() -> None:
+def test_the_bases_logits_and_planned_size_equal_the_originals() -> None:
     folder = str(real_base())
     ids = AutoTokenizer.from_pretrained(folder)(TEXTS[0], return_tensors="pt").input_ids
     base = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -65,7 +65,7 @@ def test_its_logits_are_the_originals_and_the_plan_knows_its_size() -> None:
 
 
 @pytest.mark.slow
-def test_it_trains_and_the_plain_export_has_its_vocabulary(tmp_path: Path) -> None:
+def test_the_base_trains_and_its_plain_export_keeps_the_vocabulary(tmp_path: Path) -> None:
     """The seeds' start, as nothing is searched then; rates 0, so that the plain model is the base."""
     texts = tmp_path / "texts.jsonl"
     lines = [f"Tom has {i + 3} apples and buys {2 * i} more, so he has {3 * i + 3} apples." for i in range(8)]
@@ -90,7 +90,7 @@ def test_it_trains_and_the_plain_export_has_its_vocabulary(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_its_start_knows_what_a_numeral_is(tmp_path: Path) -> None:
+def test_the_calibrated_start_says_num_where_numbers_follow(tmp_path: Path) -> None:
     """GSM8K, held-out problems, before the first step: what docs/training.md says, with room for the draw."""
     texts = shared_path("data/gsm8k/train.jsonl").read_text(encoding="utf-8").splitlines()
     for name, part in (("train", texts[:200]), ("eval", texts[-32:])):

@@ -39,7 +39,7 @@ def stand_in(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
-def test_it_refuses_what_a_gpu_refuses() -> None:
+def test_the_stand_in_refuses_operations_on_mixed_devices() -> None:
     program = """
 from support.stand_in_gpu import install_if_asked
 install_if_asked()
@@ -67,7 +67,7 @@ print("refused")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "numbers")) for name in RUNS])
-def test_a_run_has_the_losses_of_the_cpu(tmp_path: Path, name: str) -> None:
+def test_runs_on_the_stand_in_have_the_cpus_losses(tmp_path: Path, name: str) -> None:
     """bf16, as the GPU's kernels need it; they round otherwise, by at most 2^-8 of a term."""
     config = write_config(tmp_path, train__precision="bf16", train__eval_every=3, **RUNS[name])
     train_run(config)

@@ -52,13 +52,13 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("cqwen launch", 
 
 
 @pytest.mark.parametrize("name", ["torchrun", *SLOW])
-def test_who_starts_the_ranks_does_not_matter(name: str, two_ranks: Path, tmp_path: Path) -> None:
+def test_every_launcher_gives_the_same_weights(name: str, two_ranks: Path, tmp_path: Path) -> None:
     ended(begun([*starter(name), two_ranks.parent / "config.yaml", f"run.dir={tmp_path / 'run'}"]))
     assert weights(tmp_path / "run") == weights(two_ranks)
 
 
 @pytest.mark.slow
-def test_ranks_that_srun_would_start(two_ranks: Path, tmp_path: Path) -> None:
+def test_srun_variables_start_the_same_run(two_ranks: Path, tmp_path: Path) -> None:
     """Its variables, and MASTER_ADDR and MASTER_PORT, which its user sets. The real one: tests/cluster."""
     command = [sys.executable, *TRAIN, two_ranks.parent / "config.yaml", f"run.dir={tmp_path / 'run'}"]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_NTASKS": "2"}

@@ -31,7 +31,7 @@ assert not found, f"imported by {sys.argv}: {found}"
         ["plan", "configs/quickstart.yaml", "--json"],
     ],
 )
-def test_it_answers_without_torch(arguments: list[str]) -> None:
+def test_light_verbs_import_no_torch(arguments: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *arguments],
         capture_output=True,
@@ -44,7 +44,7 @@ def test_it_answers_without_torch(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"]])
-def test_help_reads_no_schema(arguments: list[str]) -> None:
+def test_help_imports_no_schema(arguments: list[str]) -> None:
     """Building the schema of all keys takes longer than the rest of the answer."""
     command = [sys.executable, "-X", "importtime", Path(sys.executable).with_name("cqwen"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=command_environment())

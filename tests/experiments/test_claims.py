@@ -64,7 +64,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(folder), str(data)
 
 
-def test_measures_by_hand() -> None:
+def test_auroc_calibration_and_correlation_equal_values_by_hand() -> None:
     wanted = np.array([True, False, True, False])
     assert auroc(np.array([3.0, 1.0, 2.0, 0.0]), wanted) == 1.0
     assert auroc(np.array([0.0, 3.0, 1.0, 2.0]), wanted) == 0.0
@@ -79,14 +79,14 @@ def test_measures_by_hand() -> None:
     assert dict(curve)[0.5] == 1.0
 
 
-def test_ticks_are_round_and_inside() -> None:
+def test_axis_ticks_are_round_and_inside_the_range() -> None:
     assert ticks(0.0, 1.0) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     assert ticks(0.517, 0.997) == pytest.approx([0.6, 0.7, 0.8, 0.9])
     assert ticks(-3.0, 41.5) == [0, 10, 20, 30, 40]
     assert ticks(1e-4, 3e-4) == pytest.approx([1e-4, 1.5e-4, 2e-4, 2.5e-4, 3e-4])
 
 
-def test_a_verdict_needs_the_whole_interval() -> None:
+def test_a_claim_holds_only_if_the_whole_interval_does() -> None:
     def verdict(values: list[float], bar: float = 0.5) -> str:
         return Claim("c", "m", bar, values).judged()["verdict"]
 
@@ -98,7 +98,7 @@ def test_a_verdict_needs_the_whole_interval() -> None:
     assert verdict([math.nan, 0.9, 0.9]) == "undecided"
 
 
-def test_scores_are_the_models_own() -> None:
+def test_scores_equal_the_models() -> None:
     model = tiny_model(number_dims=2)
     torch.nn.init.normal_(model.abduction.scale_net.weight, std=0.3)
     seen = positions(150)
@@ -128,7 +128,7 @@ def test_scores_are_the_models_own() -> None:
     assert found["bins ovr"][1].sum() <= found["p_sum"].sum() * (1 + 1e-6)
 
 
-def test_constant_scales_are_no_sign_and_a_larger_scale_where_wrong_is_one() -> None:
+def test_constant_scales_predict_no_errors_and_larger_scales_at_errors_do() -> None:
     model, seen = tiny_model(), positions()
     same = scored(model, seen)
     right = np.flatnonzero(same["is_number"] == 0)[:3]
@@ -155,7 +155,7 @@ def test_a_scale_that_is_too_narrow_is_widened() -> None:
     assert calibration_error(p, right) < 0.05 < calibration_error(narrow, right)
 
 
-def test_what_scales_add_to_entropy() -> None:
+def test_added_auroc_of_scales_over_entropy() -> None:
     g = np.random.default_rng(0)
     wrong = g.random(400) < 0.4
     words = {"best": wrong.astype(float), "label": np.zeros(400), "text": np.arange(400) // 20, "u_scale": np.ones(400)}
@@ -165,7 +165,7 @@ def test_what_scales_add_to_entropy() -> None:
     assert math.isnan(added({**words, "label": words["best"]}))
 
 
-def test_heads_learn_from_features_that_were_read_once() -> None:
+def test_train_heads_changes_only_the_heads() -> None:
     model, seen = tiny_model(start="seed", number_dims=2), positions(60)
     before = {name: value.clone() for name, value in model.named_parameters()}
     losses = train_heads(model, seen, steps=25, tokens=30, seed=0)
@@ -175,7 +175,7 @@ def test_heads_learn_from_features_that_were_read_once() -> None:
     assert not any(name.startswith("features.") for name in changed)
 
 
-def test_words_of_lists_are_ranked_among_all(base: tuple[str, str]) -> None:
+def test_list_words_are_ranked_among_all_words(base: tuple[str, str]) -> None:
     tokenizer = NumericalAwareTokenizer.from_pretrained(base[0])
     model = tiny_model(base={"vocab_size": tokenizer.num_token_id + 1}, num_token_id=tokenizer.num_token_id)
     found = asked_lists(model, tokenizer)
@@ -187,7 +187,7 @@ def test_words_of_lists_are_ranked_among_all(base: tuple[str, str]) -> None:
     assert (found["soft"] <= 1).all()
 
 
-def test_gumbel_noise_draws_from_softmax_and_is_kept_as_its_kind_says() -> None:
+def test_gumbel_noise_samples_from_the_softmax() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0]]).expand(20_000, -1)
     ids = torch.zeros(20_000, 5, dtype=torch.int64)
     drawn = GumbelNoise(Way("fresh", 1.0), 0, 0, 5)(ids, logits).argmax(1)
@@ -208,7 +208,7 @@ def test_gumbel_noise_draws_from_softmax_and_is_kept_as_its_kind_says() -> None:
         assert not torch.equal(first[0], first[1]), "writers differ"
 
 
-def test_a_manner_is_found_where_there_is_one() -> None:
+def test_the_style_measure_finds_a_planted_style() -> None:
     g = np.random.default_rng(0)
     subject = g.integers(0, 50, (6, 1, 8))  # words of the prompt's subject
     chance = np.concatenate([np.broadcast_to(subject, (6, 5, 8)), g.integers(100, 200, (6, 5, 8))], 2)
@@ -222,7 +222,7 @@ def test_a_manner_is_found_where_there_is_one() -> None:
     assert diversity(torch.tensor([[[1, 2], [1, 2]], [[3, 4], [5, 6]]])) == 0.5
 
 
-def test_writers_write_and_are_matched(base: tuple[str, str]) -> None:
+def test_each_writer_keeps_its_draw_over_prompts(base: tuple[str, str]) -> None:
     tokenizer = NumericalAwareTokenizer.from_pretrained(base[0])
     model = tiny_model(base={"vocab_size": tokenizer.num_token_id + 1}, num_token_id=tokenizer.num_token_id)
     prompts = list(individuals.PROMPTS[:2])
@@ -243,7 +243,7 @@ def test_writers_write_and_are_matched(base: tuple[str, str]) -> None:
 
 
 @pytest.mark.slow
-def test_every_experiment_on_a_tiny_base(
+def test_every_experiment_runs_on_a_tiny_base(
     tmp_path: Path, base: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SIZES, "toy", TOY)
@@ -272,7 +272,7 @@ def test_every_experiment_on_a_tiny_base(
     assert not [line for line in said if line.startswith("seed")], "what was measured is not measured again"
 
 
-def test_mistakes_of_the_user_are_one_line(tmp_path: Path, base: tuple[str, str]) -> None:
+def test_a_users_mistake_is_one_line(tmp_path: Path, base: tuple[str, str]) -> None:
     with pytest.raises(UserError, match=r"NAME: found 'wine', allowed: uncertainty, one_vs_rest, individuals, grid, s"):
         run.run(["wine"], *base, tmp_path)
     with pytest.raises(UserError, match=r"--base: found no model in nowhere, allowed: .*make base"):
@@ -282,7 +282,7 @@ def test_mistakes_of_the_user_are_one_line(tmp_path: Path, base: tuple[str, str]
         run.run(["individuals"], *base, tmp_path)
 
 
-def test_the_page_shows_the_results_that_lie_beside_it() -> None:
+def test_experiments_md_shows_the_stored_results() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert filled(page, committed()) == page, "run `python -m experiments --page`, or do not edit between the marks"
     for name, result in committed().items():
@@ -290,7 +290,7 @@ def test_the_page_shows_the_results_that_lie_beside_it() -> None:
             assert (PAGE.parent / "experiments" / f"{name}-{picture}.svg").stat().st_size < 60_000
 
 
-def test_texts_of_other_kinds() -> None:
+def test_texts_of_other_kinds_are_read() -> None:
     assert sorted(shuffled("a b c d", 1).split()) == ["a", "b", "c", "d"]
     assert shuffled("a b c d e f", 1) == shuffled("a b c d e f", 1)
     assert len(set(LANGUAGES)) == len(LANGUAGES) >= TOY.pieces

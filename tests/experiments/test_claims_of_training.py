@@ -31,7 +31,7 @@ def changed(training: Training) -> set[str]:
     return {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
 
 
-def test_a_phase_trains_what_its_losses_reach() -> None:
+def test_a_phase_trains_only_what_its_losses_reach() -> None:
     words, numbers = changed(stages.WORDS), changed(stages.NUMBERS)
     assert {"action.cls_weight", "action.threshold"} <= words
     assert "action.reg_bias" not in words
@@ -39,7 +39,7 @@ def test_a_phase_trains_what_its_losses_reach() -> None:
     assert not {"action.cls_weight", "action.threshold"} & numbers
 
 
-def test_a_group_trains_alone_and_a_rate_is_a_factor() -> None:
+def test_a_group_can_train_alone_and_a_rate_is_a_factor() -> None:
     assert changed(forgetting.GROUPS["thresholds alone"]) == {"action.threshold"}
     assert changed(forgetting.GROUPS["regression alone"]) == {"action.reg_weight", "action.reg_bias"}
     moves = {}
@@ -66,7 +66,7 @@ def test_both_orders_of_lora_take_the_same_steps() -> None:
     assert _config(ask, LoraArm(kl=0.1), files)["loss"]["constraint"] == {"mode": "dual", "eps": 0.1}
 
 
-def test_measures_of_a_training_by_hand() -> None:
+def test_training_measures_equal_values_by_hand() -> None:
     scores = {
         "is_number": np.array([0.0, 0.0, 1.0]),
         "best": np.array([3.0, 4.0, 9.0]),
@@ -87,7 +87,7 @@ def test_measures_of_a_training_by_hand() -> None:
     assert arm["code"] == {"words right": 0.5, "surprise": 1.0}
 
 
-def test_forgotten_is_the_rise_over_its_own_start() -> None:
+def test_forgetting_is_the_rise_of_the_loss_over_its_start() -> None:
     arms = ["start", *forgetting.GROUPS, *forgetting.RATES, forgetting.START, *forgetting.LORA_ARMS]
 
     def seed(shift: float) -> dict[str, dict[str, dict[str, float]]]:
@@ -105,7 +105,7 @@ def test_forgotten_is_the_rise_over_its_own_start() -> None:
     assert claims["training the heads forgets other texts"]["verdict"] == "does not hold"
 
 
-def test_the_loss_that_chooses_the_scale_is_one_vs_rests() -> None:
+def test_the_scale_is_chosen_by_the_one_vs_rest_loss() -> None:
     g = torch.Generator().manual_seed(0)
     loc, labels = torch.randn(20, 7, generator=g), torch.randint(0, 7, (20,), generator=g)
     x = (loc.double() - 0.3) / 0.2
@@ -133,7 +133,7 @@ def test_the_fitted_scale_has_the_lowest_loss(law: str) -> None:
     )
 
 
-def test_a_part_of_the_words_has_every_label() -> None:
+def test_a_reduced_vocabulary_contains_every_label() -> None:
     labels = torch.tensor([5, 90, 5])
     words = growth._words(labels, 100, 10, seed=1)
     assert len(words) == 10
@@ -142,7 +142,7 @@ def test_a_part_of_the_words_has_every_label() -> None:
     assert growth._words(labels, 100, 1, seed=1).tolist() == [5, 90]
 
 
-def test_the_law_of_residuals_is_found() -> None:
+def test_the_law_of_planted_residuals_is_found() -> None:
     g = np.random.default_rng(0)
     scores = {"is_number": np.ones(2000), "y_loc": np.zeros(2000), "text": np.arange(2000) // 10}
     laws = of_laws({**scores, "goal": 3 * g.standard_cauchy(2000)})

@@ -72,7 +72,7 @@ def test_corpora_are_of_two_kinds_and_split_by_content(tmp_path: Path, library: 
     assert write_corpora(tmp_path / "out", str(tmp_path / "gsm.jsonl"), **sizes) == counts  # not read again
 
 
-def test_only_numbers_behind_the_prompt_are_told() -> None:
+def test_only_numbers_after_the_prompt_are_scored() -> None:
     items = [Item("2 and 3 make 5, then 6", "2 and 3 make "), Item("no number", ""), Item("7 is 8", "")]
     tokenizer = NumericalAwareTokenizer(train_tokenizer([item.text for item in items], 300), vocab_size=301)
     (batch,) = answer_batches(items, tokenizer)
@@ -87,7 +87,7 @@ def test_only_numbers_behind_the_prompt_are_told() -> None:
     assert again == [(0, 11, 4.0, True), (0, 17, 9.0, False)]
 
 
-def test_number_metrics_by_hand() -> None:
+def test_number_metrics_equal_values_by_hand() -> None:
     truth = np.arange(2000.0)
     repeated = truth >= 500
     predictions = Predictions(
@@ -101,7 +101,7 @@ def test_number_metrics_by_hand() -> None:
 
 
 @pytest.mark.parametrize("scale", sorted(SCALES))
-def test_every_arm_is_a_valid_config_and_rivals_take_equal_steps(scale: str) -> None:
+def test_every_arm_is_a_valid_config_with_equal_steps(scale: str) -> None:
     found = tasks(Path("out"), SCALES[scale], "a-base", 1.0)
     steps = set()
     for task in found:
@@ -113,7 +113,7 @@ def test_every_arm_is_a_valid_config_and_rivals_take_equal_steps(scale: str) -> 
     assert len({task.name for task in found}) == len(found) == 1 + 3 * (len(OURS) + len(PLAIN))
 
 
-def test_words_are_the_same_for_digits_and_for_numbers() -> None:
+def test_all_arms_are_scored_on_the_same_words() -> None:
     texts = ["Ann pays 12.50 for 3 apples on 2024-05-01, and 7 more.", "no number", "3x4 is twelve"]
     trained = train_tokenizer(texts, 300)
     numbers, digits = NumericalAwareTokenizer(trained, vocab_size=301), DigitTokenizer(trained)
@@ -126,9 +126,7 @@ def test_words_are_the_same_for_digits_and_for_numbers() -> None:
         assert words == re.sub(r"12\.50|(?<= )3(?= )|(?<= )7(?= )|3(?=x)|(?<=x)4", "", text)
 
 
-def test_a_real_base_is_compared_at_each_arms_best_rate(
-    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_arm_is_reported_at_its_best_rate(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny base that has no <NUM>, every arm at one rate; then a choice between rates by hand."""
     toy = Scale(16, 8, problems=8, pieces=2, numbers=3, heads_steps=1, lora_steps=1, batch=2, length=64)
     monkeypatch.setitem(SCALES, "toy", toy)
@@ -171,7 +169,7 @@ def double(options, runtime):
     return {"twice": 2 * options["x"], "rank": runtime.rank}
 
 
-def test_lanes_do_every_task_once_and_go_on_after_a_failure(tmp_path: Path) -> None:
+def test_lanes_run_every_task_once_also_after_a_failure(tmp_path: Path) -> None:
     tasks = [
         Task("one", "double", {"x": 1}),
         Task("bad", "double", {"x": -1}),
@@ -187,7 +185,7 @@ def test_lanes_do_every_task_once_and_go_on_after_a_failure(tmp_path: Path) -> N
     assert len(said) == 3
 
 
-def test_mistakes_are_named(tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--scale: found 'huge', allowed: small or full"):
         compare.run("base", "data", out=tmp_path, scale="huge")
     with pytest.raises(UserError, match=r"--data: found no file"):

@@ -23,7 +23,7 @@ def truth_of(people: People, doses: np.ndarray, half: float = 1.645 * SPREAD_U) 
     return Law(people.quantile(doses, 0.5), spread(doses) + np.zeros_like(doses), half)
 
 
-def test_the_structural_model_by_hand() -> None:
+def test_the_structural_model_equals_values_by_hand() -> None:
     person = one()
     gain = 8 * (1 - math.exp(-2 / 1.5)) * 1.6
     assert person.outcome(np.array([[0.0, 2.0]]))[0].tolist() == pytest.approx([30 + 10 - 6 + 1, 34 + gain + 2])
@@ -36,7 +36,7 @@ def test_the_structural_model_by_hand() -> None:
     assert effect[0] == pytest.approx(gain / 1.6 * (1 + 1.6 + 0.4 + 0.8) / 4)
 
 
-def test_people_are_confounded_by_what_is_seen_and_drawn_by_seed() -> None:
+def test_simulated_people_are_confounded_and_reproducible() -> None:
     many = People.drawn(4000, 3)
     assert (many.dose.min(), many.dose.max()) == (0.0, 4.0)
     assert np.corrcoef(many.dose, many.severity)[0, 1] > 0.4
@@ -46,7 +46,7 @@ def test_people_are_confounded_by_what_is_seen_and_drawn_by_seed() -> None:
     assert (People.drawn(5, 3).u != People.drawn(5, 4).u).all()
 
 
-def test_the_same_quantile_is_that_of_the_cauchy_law() -> None:
+def test_counterfactuals_keep_the_cauchy_quantile() -> None:
     own, other = (
         Law(np.array([[1.0]]), np.array([[0.5]]), 1.0),
         Law(np.array([[3.0, -2.0]]), np.array([[0.5, 2.0]]), 1.0),
@@ -59,7 +59,7 @@ def test_the_same_quantile_is_that_of_the_cauchy_law() -> None:
     assert (high - low)[0].tolist() == [1.0, 4.0]
 
 
-def test_regressions_against_the_truth() -> None:
+def test_regressions_recover_the_true_effect() -> None:
     learnt, asked = People.drawn(4000, 0), People.drawn(50, 1)
     y = learnt.outcome(learnt.dose[:, None])[:, 0]
     doses = np.tile(DOSES, (50, 1))
@@ -82,7 +82,7 @@ def _ends(law: Law, people: People, doses: np.ndarray) -> tuple[np.ndarray, np.n
     return low, people.outcome(doses), high
 
 
-def test_the_true_law_keeps_every_claim_and_a_constant_scale_does_not() -> None:
+def test_the_true_law_satisfies_every_claim_and_a_constant_scale_does_not() -> None:
     asked = People.drawn(200, 5)
     doses = np.column_stack([asked.dose, np.tile(DOSES, (200, 1))])
     right = truth_of(asked, doses)

@@ -28,7 +28,7 @@ def model() -> CausalQwenForCausalLM:
     return lm
 
 
-def test_a_batch_says_what_each_prompt_says_alone(model: CausalQwenForCausalLM) -> None:
+def test_a_batch_gives_the_output_of_each_prompt_alone(model: CausalQwenForCausalLM) -> None:
     prompts = ["w3 w8 99.9 w41 w7", "-12.5", "w60 w2"]
     together = continue_text(model, Words(), prompts, max_new_tokens=10)
     alone = [continue_text(model, Words(), [p], max_new_tokens=10)[0] for p in prompts]
@@ -60,7 +60,7 @@ def test_compatible_is_greedy_unless_a_seed_or_temperature_asks_for_draws(model:
     assert len({text(seed=s) for s in range(5)}) > 1
 
 
-def test_digits_are_written_as_asked_and_the_model_reads_on_what_is_written(model: CausalQwenForCausalLM) -> None:
+def test_digits_sets_the_written_digits_and_the_model_reads_the_written_value(model: CausalQwenForCausalLM) -> None:
     prompt = ["w3 w8 99.9 w41 w7"]
     auto, one, all_ = (continue_text(model, Words(), prompt, max_new_tokens=10, digits=d)[0] for d in ("auto", 1, 17))
     for number in (*auto.numbers, *one.numbers, *all_.numbers):
@@ -98,7 +98,7 @@ def test_a_stop_string_ends_the_text_across_tokens(model: CausalQwenForCausalLM)
     assert continue_text(model, Words(), prompts, max_new_tokens=12, stop=["\udcff"])[0].end == "length"
 
 
-def test_the_text_comes_as_it_is_written(model: CausalQwenForCausalLM) -> None:
+def test_streaming_yields_the_text_as_it_is_written(model: CausalQwenForCausalLM) -> None:
     pieces: list[str] = []
     written = continue_text(model, Words(), ["w3 w8 w41"], max_new_tokens=9, on_text=pieces.append)[0]
     assert "".join(pieces) == written.text
@@ -108,7 +108,7 @@ def test_the_text_comes_as_it_is_written(model: CausalQwenForCausalLM) -> None:
         continue_text(model, Words(), ["w3", "w4"], on_text=pieces.append)
 
 
-def test_a_folders_own_generation_config_may_ask_for_a_dict(model: CausalQwenForCausalLM) -> None:
+def test_generation_config_may_ask_for_a_dict(model: CausalQwenForCausalLM) -> None:
     model = copy.deepcopy(model)
     model.generation_config.return_dict_in_generate = True
     assert continue_text(model, Words(), ["w3"], max_new_tokens=2)[0].tokens
@@ -127,7 +127,7 @@ def test_eos_ends_the_text(model: CausalQwenForCausalLM) -> None:
     assert Words().encode(ended.text)[0] == ids[: ids.index(eos)]
 
 
-def test_an_empty_prompt_and_an_unknown_mode_are_the_users(model: CausalQwenForCausalLM) -> None:
+def test_refuses_an_empty_prompt_and_an_unknown_mode(model: CausalQwenForCausalLM) -> None:
     with pytest.raises(UserError, match="prompt: found no tokens"):
         continue_text(model, Words(), ["w3", "  "])
     with pytest.raises(UserError, match="mode: found 'best', allowed: standard, causal"):

@@ -45,7 +45,7 @@ def p_behind(model: CausalQwenForCausalLM, prompt: str) -> Tensor:
     return s.sf(model.model.action.threshold.detach())[-1]
 
 
-def test_every_word_above_the_threshold_holds_and_none_may(model: CausalQwenForCausalLM) -> None:
+def test_multi_label_returns_every_word_above_the_threshold(model: CausalQwenForCausalLM) -> None:
     batch = padded(model, Words(), [Words().encode(prompt) for prompt in PROMPTS])
     found = multi_label(model, batch, 0.6)
     for row, prompt in enumerate(PROMPTS):
@@ -69,7 +69,7 @@ def test_every_word_above_the_threshold_holds_and_none_may(model: CausalQwenForC
             multi_label(model, batch, **options)
 
 
-def test_scores_are_the_sums_of_what_each_position_says(model: CausalQwenForCausalLM) -> None:
+def test_a_score_is_the_sum_over_its_positions(model: CausalQwenForCausalLM) -> None:
     continuations = ["w9 w4", "-12.5", "w1 250 w2 w80"]
     for prompt in PROMPTS:
         found = score(model, Words(), prompt, continuations)
@@ -91,7 +91,7 @@ def test_scores_are_the_sums_of_what_each_position_says(model: CausalQwenForCaus
             score(model, Words(), prompt, [text])
 
 
-def test_choosing_takes_the_best_option_or_none_of_them(model: CausalQwenForCausalLM) -> None:
+def test_choose_returns_the_best_option_or_none(model: CausalQwenForCausalLM) -> None:
     options = ["w9", "w17", "w4 w4"]
     chosen = choose(model, Words(), PROMPTS, options)
     for prompt, choice in zip(PROMPTS, chosen, strict=True):

@@ -81,7 +81,7 @@ def test_cached_equals_uncached_and_a_seed_repeats(model, prompts, mode: str) ->
     assert (mode == "standard") == all(torch.equal(a, other) for other in others)
 
 
-def test_every_step_is_the_models_decision_on_what_stands_there(model, prompts) -> None:
+def test_every_step_equals_a_decision_on_the_text_so_far(model, prompts) -> None:
     """The whole result fed at once: each new word is argmax P there, each number loc_Y in the raw unit, fed back."""
     ids, numbers = run(model, prompts)
     mask = torch.cat([prompts[2].bool(), torch.ones(3, 12, dtype=torch.bool)], 1)
@@ -105,7 +105,7 @@ def test_every_step_is_the_models_decision_on_what_stands_there(model, prompts) 
     assert not numbers.generated[:, :8].any()
 
 
-def test_a_prompts_number_matters(model, prompts) -> None:
+def test_a_number_in_the_prompt_changes_the_continuation(model, prompts) -> None:
     ids, values, mask = prompts
     zero, _ = run(model, (ids, torch.zeros_like(values), mask))
     assert not torch.equal(zero, run(model, prompts)[0])
@@ -151,7 +151,7 @@ def test_a_row_ends_at_eos_and_is_padded(model, prompts) -> None:
     assert alone.shape[1] == 8 + free[0, 8:].tolist().index(eos) + 1  # stops when every row has ended
 
 
-def test_a_padding_of_minus_1_is_none() -> None:
+def test_pad_token_id_minus_1_means_none() -> None:
     """Old configs say so; a row that has ended would be read on with it."""
     model = tiny_causal_lm(base={"eos_token_id": 17}).model
     model.config.base["pad_token_id"] = -1
@@ -166,7 +166,7 @@ def test_the_base_s_own_eos_is_the_default() -> None:
     assert generate(model, random_ids(2, 3), eos_token_id=[], max_new_tokens=5)[0].shape == (2, 8)
 
 
-def test_spare_rows_are_never_written_but_in_compatible(model) -> None:
+def test_spare_rows_are_written_only_in_mode_compatible(model) -> None:
     spare = copy.deepcopy(model)
     with torch.no_grad():
         spare.action.cls_bias[NUM + 3] = 1e4  # a spare row that would always win
@@ -177,14 +177,14 @@ def test_spare_rows_are_never_written_but_in_compatible(model) -> None:
     assert bool((generate(spare, ids, max_new_tokens=2, used_rows=VOCAB)[0][:, 4:] == NUM + 3).all())
 
 
-def test_num_as_the_first_token(model) -> None:
+def test_generates_after_num_as_the_first_token(model) -> None:
     ids, values = torch.tensor([[NUM]]), torch.tensor([[42.0]])
     a, numbers = generate(model, ids, values, max_new_tokens=3)
     assert a.shape == (1, 4)
     assert float(numbers.values[0, 0]) == 42.0
 
 
-def test_interval_is_the_cauchys_own_through_the_target() -> None:
+def test_the_interval_is_the_cauchys_mapped_through_the_target() -> None:
     target = TargetTransform("signed_log")
     zeros = torch.zeros(1, 2, dtype=torch.float64)
     numbers = GeneratedNumbers(zeros, torch.tensor([[True, False]]), zeros + 3.0, zeros + 0.1, zeros, zeros, target)
@@ -199,7 +199,7 @@ def test_interval_is_the_cauchys_own_through_the_target() -> None:
             numbers.interval(level)
 
 
-def test_who_watches_sees_every_step_and_may_end_rows(model, prompts) -> None:
+def test_a_watcher_sees_every_step_and_may_end_rows(model, prompts) -> None:
     seen: list[Tensor] = []
 
     def look(ids: Tensor, numbers: GeneratedNumbers) -> Tensor:
@@ -269,7 +269,7 @@ def test_sampled_steps_use_the_generators_draws_row_by_row(model, prompts) -> No
         assert_close(numbers.values[:, 8 + step], value.where(is_num, 0.0), 1e-5)
 
 
-def test_user_errors(model) -> None:
+def test_wrong_options_are_user_errors(model) -> None:
     ids = random_ids(2, 4)
     ones = torch.ones_like(ids)
     right = ones.clone()
@@ -313,7 +313,7 @@ def test_user_errors(model) -> None:
         generate(part, ids)
 
 
-def test_the_hugging_face_face_gives_ids_or_ids_and_numbers() -> None:
+def test_model_generate_returns_ids_or_ids_and_numbers() -> None:
     lm = tiny_causal_lm()
     ids = random_ids(2, 3)
     plain = lm.generate(ids, max_new_tokens=4)

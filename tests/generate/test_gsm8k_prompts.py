@@ -37,7 +37,7 @@ def left_padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.slow
-def test_two_hundred_real_prompts(questions: list[list[int]]) -> None:
+def test_compatible_equals_hugging_face_on_200_gsm8k_prompts(questions: list[list[int]]) -> None:
     """The real vocabulary, a small random base whose logits differ visibly; greedy, then sampled with one seed."""
     base = build_base(
         {

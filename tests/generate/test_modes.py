@@ -64,7 +64,7 @@ def is_cauchy(sample: Tensor, loc: Tensor, scale: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("mode", ["standard", "compatible", "ovr"])
-def test_nothing_is_drawn_where_everything_stays_a_law(mode: str, action: ActionNetwork, u: Cauchy) -> None:
+def test_modes_without_sampling_draw_nothing(mode: str, action: ActionNetwork, u: Cauchy) -> None:
     law = MODES[mode].law(action, u, draws())
     assert torch.equal(law.loc, u.loc)
     assert torch.equal(law.scale, u.scale + action.b_noise.abs())
@@ -83,7 +83,7 @@ def test_individuals_are_drawn_from_u(mode: str, action: ActionNetwork, u: Cauch
 
 @pytest.mark.parametrize("mode", ["causal", "individual", "sample", "noise"])
 @pytest.mark.parametrize("temperature", [0.0, 0.25])
-def test_temperature_is_a_factor_on_the_scale_that_is_drawn_from(
+def test_temperature_multiplies_the_scale_that_is_sampled(
     mode: str, temperature: float, action: ActionNetwork, u: Cauchy
 ) -> None:
     d = Draws(torch.Generator().manual_seed(0), temperature=temperature)
@@ -102,14 +102,14 @@ def test_truncated_draws_stay_within_their_quantiles(action: ActionNetwork, u: C
     assert float(z.max()) == pytest.approx(math.tan(math.pi * 0.49), rel=1e-3)
 
 
-def test_one_noise_is_drawn_and_the_individual_stays_a_law(action: ActionNetwork, u: Cauchy) -> None:
+def test_mode_noise_samples_the_noise_and_keeps_the_individuals_law(action: ActionNetwork, u: Cauchy) -> None:
     law = MODES["noise"].law(action, many(u), draws())
     assert torch.equal(law.scale, many(u).scale)
     for c in (0, 7):
         assert is_cauchy(law.loc[:, c], u.loc[0, c], action.b_noise[c].abs())
 
 
-def test_what_is_kept_over_a_generation(action: ActionNetwork, u: Cauchy) -> None:
+def test_individual_keeps_its_quantiles_and_noise_its_draw_over_a_generation(action: ActionNetwork, u: Cauchy) -> None:
     """Mode 1 keeps each row's quantiles, mode 2 its noise, whatever U becomes; causal draws afresh."""
     later = Cauchy(u.loc * 3 + 1, u.scale * 0.1)
     d = draws()
@@ -125,7 +125,7 @@ def test_what_is_kept_over_a_generation(action: ActionNetwork, u: Cauchy) -> Non
     assert not torch.equal(first, second)
 
 
-def test_argmax_p_and_argmax_loc(action: ActionNetwork) -> None:
+def test_words_are_chosen_by_argmax_p_or_argmax_loc(action: ActionNetwork) -> None:
     torch.manual_seed(1)
     laws = Cauchy(torch.randn(50, HIDDEN), torch.rand(50, HIDDEN))
     s = action.scores(laws)
@@ -152,7 +152,7 @@ def chi_square(chosen: Tensor, p: Tensor) -> float:
     return float(stats.chisquare(found, wanted).pvalue)
 
 
-def test_ovr_draws_from_p_over_its_sum(action: ActionNetwork, u: Cauchy) -> None:
+def test_mode_ovr_samples_from_p_over_its_sum(action: ActionNetwork, u: Cauchy) -> None:
     law = action.add_noise(u)
     p = action.scores(law).sf(action.threshold)[0]
     chosen = MODES["ovr"].choose(action, many(law), draws(), ALL, NONE)
@@ -168,7 +168,7 @@ def test_p_of_every_word_is_the_closed_form(action: ActionNetwork, u: Cauchy) ->
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 10, 1.0), (1.3, 0, 0.8)])
-def test_compatible_draws_from_the_softmax(
+def test_mode_compatible_samples_from_the_softmax(
     action: ActionNetwork, u: Cauchy, temperature: float, top_k: int, top_p: float
 ) -> None:
     law = action.add_noise(u)
@@ -188,7 +188,7 @@ def test_compatible_draws_from_the_softmax(
     assert chi_square(chosen, expected) > 1e-3
 
 
-def test_compatible_looks_at_the_whole_vocabulary(action: ActionNetwork, u: Cauchy) -> None:
+def test_mode_compatible_uses_the_whole_vocabulary(action: ActionNetwork, u: Cauchy) -> None:
     s = action.scores(u).loc
     options = Options(1, do_sample=False)
     assert torch.equal(MODES["compatible"].choose(action, u, draws(), options, NONE), s.argmax(-1))
@@ -207,7 +207,7 @@ def point_head(loc: list[float], threshold: float) -> tuple[ActionNetwork, Cauch
     return net.requires_grad_(False), Cauchy(torch.ones(1, 1), torch.zeros(1, 1))
 
 
-def test_without_scale_equal_p_is_told_apart_by_loc() -> None:
+def test_with_scale_zero_ties_of_p_are_broken_by_loc() -> None:
     """b_noise = 0 in causal: P is 0 or 1; the highest loc wins, not the lowest index."""
     net, u = point_head([1.0, 3.0, 2.0, -1.0], threshold=0.5)
     assert MODES["causal"].law(net, u, draws()).scale.tolist() == [[0.0]]

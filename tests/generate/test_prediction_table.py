@@ -44,7 +44,7 @@ def test_rows_become_prompts(table: Path) -> None:
     ]
 
 
-def test_a_table_is_cut_as_its_header_says(tmp_path: Path) -> None:
+def test_the_header_decides_the_delimiter(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     for sign in ";\t|":
         path.write_text(f"item{sign}price\nt,ea{sign}1.5\n", encoding="utf-8")
@@ -58,7 +58,7 @@ def test_a_table_is_cut_as_its_header_says(tmp_path: Path) -> None:
         assert records_in(str(path), **asked) == [{"item": "tea", "price": price}]
 
 
-def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_written_table_is_read_back_equal(tmp_path: Path) -> None:
     cells = ["a\rb", "a\r\nb", "a\nb", 'a "b"', "a,b", " a ", "\u2028", ""]
     for name in ("note", "a;b;c;d", "a\tb\tc\td", "a\nb", 'x;;; "y"'):
         rows = [{name: cell, "n": "1"} for cell in cells]
@@ -68,7 +68,7 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert (tmp_path / "t.csv").read_bytes().endswith(b"\n,1\n")
 
 
-def test_numbers_are_the_first_that_generating_writes(pair, table: Path) -> None:
+def test_a_prediction_is_the_first_generated_number(pair, table: Path) -> None:
     model, tokenizer = pair
     out = io.StringIO()
     write_table(predict(pair, table, TEMPLATE, digits=17, batch_size=2), out)
@@ -93,7 +93,7 @@ def test_numbers_are_the_first_that_generating_writes(pair, table: Path) -> None
         assert str(alone["predicted"] or "")[:6] == row["predicted"][:6]
 
 
-def test_a_number_has_a_place_in_the_models_context(pair) -> None:
+def test_prompts_leave_room_for_a_number_in_the_context(pair) -> None:
     room = pair[0].config.base_config.max_position_embeddings
     texts = {len(pair[1].encode("a" * n)[0]): "a" * n for n in range(1, 9 * room)}
     (found,) = predict_numbers(*pair, [texts[room - 1]], within=0)
@@ -102,7 +102,7 @@ def test_a_number_has_a_place_in_the_models_context(pair) -> None:
         list(predict_numbers(*pair, ["tea", texts[room]], within=0))
 
 
-def test_line_ends_and_tabs_of_a_template_are_those_of_training() -> None:
+def test_escaped_line_ends_in_a_template_equal_those_of_training() -> None:
     assert prompts_of(
         r"{a}:\n\t{Sepal.Length}{2019}", ["a", "Sepal.Length", "2019"], [{"a": "x", "Sepal.Length": "1", "2019": "2"}]
     ) == ["x:\n\t12"]
@@ -121,7 +121,7 @@ def test_a_row_without_a_number_has_empty_cells_and_says_how_likely_one_was(pair
     assert {**row, "p_num": 0.0} == {**before, "p_num": 0.0}  # Y, whatever words are likelier
 
 
-def test_an_empty_cell_is_no_number_unless_something_stands_for_it() -> None:
+def test_an_empty_cell_needs_empty_cell_to_be_set() -> None:
     rows = [{"a": "1", "b": ""}, {"a": "", "b": "x"}]
     said = r"FILE: found record 2 with an empty cell in the column a, allowed: .*--empty TEXT"
     with pytest.raises(UserError, match=said):
@@ -129,7 +129,7 @@ def test_an_empty_cell_is_no_number_unless_something_stands_for_it() -> None:
     assert prompts_of("{a} is", ["a", "b"], rows, "unknown") == ["1 is", "unknown is"]
 
 
-def test_choices_and_rejection(pair, table: Path) -> None:
+def test_predicts_choices_with_a_rejection_threshold(pair, table: Path) -> None:
     model, tokenizer = pair
     options = [" and", " for"]
     prompts = prompts_of(TEMPLATE, ["item", "amount"], records_in(str(table)))
@@ -156,7 +156,7 @@ def test_choices_and_rejection(pair, table: Path) -> None:
         ("a,p_num\n1,2\n", "{a}", "a column p_num"),
     ],
 )
-def test_what_is_refused(pair, tmp_path: Path, text: str, template: str, match: str) -> None:
+def test_wrong_tables_and_templates_are_refused(pair, tmp_path: Path, text: str, template: str, match: str) -> None:
     path = tmp_path / "t.csv"
     path.write_text(text)
     with pytest.raises(UserError, match=match):
@@ -169,7 +169,7 @@ def test_a_wrong_option_is_refused(pair, table: Path, wrong: dict[str, Any]) -> 
         predict(pair, table, TEMPLATE, **wrong)
 
 
-def test_files_that_are_not_tables(pair, tmp_path: Path) -> None:
+def test_refuses_files_that_are_not_tables(pair, tmp_path: Path) -> None:
     (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "book.xlsx").write_bytes(b"PK")
     (tmp_path / "half.jsonl").write_text('{"a": "\\ud800"}\n')

@@ -31,7 +31,7 @@ def model() -> CausalQwenForCausalLM:
 
 
 @pytest.mark.parametrize("mode", ["individual", "noise"])
-def test_temperature_goes_from_one_text_to_many(model: CausalQwenForCausalLM, mode: str) -> None:
+def test_diversity_rises_with_temperature(model: CausalQwenForCausalLM, mode: str) -> None:
     """At 0 everybody is the median individual: one text, which in mode individual is what U's location says."""
     texts = {}
     for heat in (0.0, 1.0, 20.0):
@@ -48,7 +48,7 @@ def test_temperature_goes_from_one_text_to_many(model: CausalQwenForCausalLM, mo
 
 
 @pytest.mark.parametrize("mode", ["individual", "noise"])
-def test_a_row_keeps_its_draw_over_the_whole_generation_and_over_prompts(
+def test_an_individual_keeps_its_draw_over_steps_and_prompts(
     model: CausalQwenForCausalLM, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """u_t by what the action network is given at every step: the same quantile of U_t (mode 1), or the same |b| eps."""
@@ -115,20 +115,20 @@ def test_the_same_individuals_answer_every_prompt(model: CausalQwenForCausalLM, 
             net.action.threshold[NUM] = -0.5
 
 
-def test_what_is_refused(model: CausalQwenForCausalLM) -> None:
+def test_wrong_options_are_refused(model: CausalQwenForCausalLM) -> None:
     for count, mode in ((0, "individual"), (3, "standard")):
         with pytest.raises(UserError):
             counterfactuals(model, Words(), PROMPT, count, mode)
 
 
-def test_diversity_counts_words() -> None:
+def test_diversity_is_computed_from_words() -> None:
     assert Diversity.of(["a b", "a b"]) == Diversity(2, 1, 0.0)
     assert Diversity.of(["a b", "c d"]) == Diversity(2, 2, 1.0)
     assert Diversity.of(["a b", "b c", "a b"]).distance == pytest.approx((2 / 3 + 0 + 2 / 3) / 3)
     assert Diversity.of(["a"]) == Diversity(1, 1, 0.0)
 
 
-def test_the_picture_is_well_formed_whatever_it_shows(model: CausalQwenForCausalLM) -> None:
+def test_the_picture_is_well_formed_svg(model: CausalQwenForCausalLM) -> None:
     marks = [Mark("a <b> & c", 1.0, 0.0, 2.0), Mark("no", *[math.nan] * 3), Mark("wide", 5.0, -math.inf, 1e300)]
     for some in (marks, marks[:1], marks[1:2], []):
         picture = ElementTree.fromstring(interval_plot('5 < 6 & "so"', some, "note"))

@@ -52,7 +52,7 @@ def assert_same(found: tuple[Tensor, GeneratedNumbers], wanted: tuple[Tensor, Ge
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("padded", [False, True])
-def test_static_steps_write_what_dynamic_steps_write(model, mode: str, padded: bool) -> None:
+def test_static_and_dynamic_caches_give_the_same_output(model, mode: str, padded: bool) -> None:
     """Greedy and drawn with a seed, through ends, with the digits that are meant."""
     free, _ = generate(model, **number_prompts(padded), mode=mode, seed=3, do_sample=True, max_new_tokens=20)
     ends = [int(free[0, 14]), int(free[1, 18])]
@@ -93,7 +93,7 @@ def test_a_whole_step_compiles_into_one_graph(model, mode: str, monkeypatch: pyt
     ],
     ids=lambda part: part if isinstance(part, str) else next(iter(part), "plain"),
 )
-def test_every_kind_of_model(kind: str, shape: dict[str, Any]) -> None:
+def test_the_static_cache_works_with_every_kind_of_model(kind: str, shape: dict[str, Any]) -> None:
     net = number_writer(kind, **shape)
     with torch.no_grad():
         if net.wide is not None:  # tables as after a calibrated start
@@ -134,7 +134,7 @@ def test_compatible_is_hugging_faces_own_with_its_static_cache(kind: str, sampli
         assert torch.equal(found, expected)
 
 
-def test_at_the_real_vocabulary() -> None:
+def test_static_cache_with_the_real_vocabulary() -> None:
     """V = 151,936: every mode, and mode compatible as Hugging Face's own, each with a static cache."""
     shape = {"vocab_size": 151_936, "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
     base = tiny_base(**shape, eos_token_id=17, pad_token_id=3)
@@ -156,7 +156,7 @@ def test_at_the_real_vocabulary() -> None:
     assert torch.equal(causal.generate(words, attention_mask=mask, mode="compatible", **given), expected)
 
 
-def test_processors_see_ids_as_long_as_they_are(model) -> None:
+def test_logits_processors_see_ids_without_padding(model) -> None:
     lengths: list[int] = []
 
     def look(ids: Tensor, logits: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ def test_processors_see_ids_as_long_as_they_are(model) -> None:
     assert lengths == [8, 9, 10, 11, 12, 13] * 3
 
 
-def test_what_is_kept_is_nobody_elses(model) -> None:
+def test_cached_graphs_and_buffers_are_not_shared_between_calls_and_models(model) -> None:
     """A result stays as it is; a copy of the model runs its own weights; other shapes and weights count."""
     static = {"cache_implementation": "static", "max_new_tokens": 9}
     traced = {**static, "compile_config": TRACED}
@@ -252,7 +252,7 @@ def test_a_stream_and_stop_strings_read_every_step() -> None:
     assert torch.equal(*ends)
 
 
-def test_where_it_does_not_compile_it_runs_as_it_is(model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_working_compiler_steps_run_eagerly(model, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(graph: Any, inputs: Any, **options: Any) -> Any:
         raise RuntimeError("no compiler here")
 
@@ -266,7 +266,7 @@ def test_where_it_does_not_compile_it_runs_as_it_is(model, monkeypatch: pytest.M
     assert "whole_step is not compiled" in said[0]
 
 
-def test_lengths_at_the_edge(model) -> None:
+def test_static_cache_at_the_limits_of_the_context(model) -> None:
     for tokens, length in ((CONTEXT - 2, CONTEXT), (CONTEXT, CONTEXT)):
         assert generate(model, random_ids(1, tokens), cache_implementation="static")[0].shape == (1, length)
     assert generate(model, random_ids(1, 4), cache_implementation="static", max_new_tokens=0)[0].shape == (1, 4)
@@ -294,7 +294,7 @@ def waits_of(model: CausalQwenModel, tokens: int, **options: Any) -> tuple[Count
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
-def test_a_step_waits_for_nothing_but_the_end(model, mode: str, cache: str) -> None:
+def test_a_decoding_step_has_no_host_wait(model, mode: str, cache: str) -> None:
     """8 more tokens cost 8 reads more, those of `Ending`, which on a GPU reads late (the next test)."""
     given: dict[str, Any] = {
         "mode": mode,
@@ -337,7 +337,7 @@ class FakeEvent:
         FakeEvent.waited += 1
 
 
-def test_the_end_is_known_a_few_steps_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_rows_is_checked_a_few_steps_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host asks for a step's answer LATE steps later, and never for that of the step it has just queued."""
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     zeros = torch.zeros
@@ -355,7 +355,7 @@ def test_the_end_is_known_a_few_steps_late(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("mode", MODES)
-def test_on_the_gpu(model, mode: str) -> None:
+def test_static_cache_on_a_gpu(model, mode: str) -> None:
     """CUDA graphs write what single launches write; random numbers are the device's own in both."""
     net = copy.deepcopy(model).cuda()
     batch = {name: part.cuda() for name, part in number_prompts().items()}

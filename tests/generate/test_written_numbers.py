@@ -37,7 +37,7 @@ def test_a_value_has_the_digits_that_its_uncertainty_leaves(value: float, spread
     assert shown(value, spread) == expected
 
 
-def test_digits_as_asked() -> None:
+def test_numbers_are_written_with_the_requested_digits() -> None:
     assert shown(152.7345, 99.0, 5) == 152.73
     assert shown(1 / 3, 0.0, 17) == 1 / 3
     for digits in (0, 18):
@@ -65,7 +65,7 @@ def test_the_interval_of_a_cauchy_holds_its_share(level: float) -> None:
     assert held == pytest.approx(level, abs=3 * math.sqrt(level * (1 - level) / 1e5))
 
 
-def test_factors_widen_or_narrow_their_level_only() -> None:
+def test_a_factor_changes_only_the_interval_of_its_level() -> None:
     y = Cauchy(torch.tensor([0.3], dtype=torch.float64), torch.tensor([0.2], dtype=torch.float64))
     factors = Intervals({0.9: 0.25}, 80)
     (low, high), (raw_low, raw_high) = (number_interval(y, STANDARD, i, 0.9) for i in (factors, Intervals()))
@@ -80,7 +80,7 @@ def test_factors_widen_or_narrow_their_level_only() -> None:
     )
 
 
-def test_factors_survive_their_file_and_broken_ones_are_refused(tmp_path: Path) -> None:
+def test_interval_factors_round_trip_and_broken_files_are_refused(tmp_path: Path) -> None:
     assert read_intervals(tmp_path) == Intervals()
     (tmp_path / "calibration.json").write_text('{"levels": {"0.5": 0.9, "0.9": 0.31}, "n": 55}')
     found = read_intervals(tmp_path)

@@ -30,7 +30,7 @@ def test_inverse_activation_is_exact_in_float64(activation: str) -> None:
 
 
 @pytest.mark.parametrize("c", [H - 4, H, H + 5])
-def test_identity_start(c: int) -> None:
+def test_starts_as_the_identity(c: int) -> None:
     z = torch.randn(7, H)
     u = AbductionNetwork(H, c)(z)
     shared = min(c, H)
@@ -53,7 +53,7 @@ def test_matches_the_formula_after_training() -> None:
     assert_close(u.scale, scale, 1e-6, "scale_U")
 
 
-def test_the_floor_is_added_so_the_gradient_lives() -> None:
+def test_the_scales_floor_is_added_and_keeps_the_gradient() -> None:
     net = AbductionNetwork(H, H, 1e-3)
     with torch.no_grad():
         net.scale_net.bias.fill_(-20.0)  # softplus 2e-9, far below the floor of 1e-6
@@ -73,7 +73,7 @@ def test_bf16_features_keep_fp32_biases() -> None:
     assert_close(u.scale, torch.full((3, H), 1e-4), 2e-6, "scale_U under bf16 features")
 
 
-def test_set_scale_of_a_range_and_what_it_refuses() -> None:
+def test_set_scale_sets_a_range_and_refuses_wrong_values() -> None:
     net = AbductionNetwork(H, H, 0.5)
     net.set_scale(2.0, 8)
     scale = net(torch.zeros(H)).scale

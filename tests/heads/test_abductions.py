@@ -42,7 +42,7 @@ def test_two_layers_are_saved_with_the_model_and_trained_with_the_group(tmp_path
     assert groups["abduction.up.weight"] == groups["abduction.down.bias"] == "abduction"
 
 
-def test_the_gain_of_a_head_without_heritage():
+def test_the_initial_gain_of_a_head_without_a_base():
     """S1 5: Xavier with gain 0.1, and a bias of 0.01 where the layer is no head."""
     up = tiny_model(abduction="two_layer").abduction.up
     torch.testing.assert_close(up.weight.var(), torch.tensor(0.02 / (24 + 24)), rtol=0.15, atol=0)  # of 576 draws

@@ -23,7 +23,7 @@ def action() -> ActionNetwork:
     return net
 
 
-def test_four_outputs_are_the_formulas(action: ActionNetwork) -> None:
+def test_the_four_outputs_equal_the_formulas(action: ActionNetwork) -> None:
     loc, scale = torch.randn(2, 3, C), torch.rand(2, 3, C) + 0.1
     loc_s, scale_s, loc_y, scale_y = action(loc, scale)
     w, b, r = action.cls_weight.double(), action.cls_bias.double(), action.reg_weight.double()
@@ -58,7 +58,7 @@ def test_noise_enters_by_its_absolute_value(action: ActionNetwork) -> None:
     assert torch.equal(action.add_noise(u).loc, u.loc)
 
 
-def test_a_range_of_rows_is_that_part_of_the_whole(action: ActionNetwork) -> None:
+def test_a_range_of_rows_gives_that_part_of_the_scores(action: ActionNetwork) -> None:
     part = ActionNetwork(C, V, vocab_start=3, rows=4)
     rows = slice(3, 7)
     with torch.no_grad():
@@ -72,7 +72,7 @@ def test_a_range_of_rows_is_that_part_of_the_whole(action: ActionNetwork) -> Non
     assert_close(part.scores(u).scale, action.scores(u).scale[:, rows], tolerance, "scale_S")
 
 
-def test_start_is_xavier_and_biases_zero() -> None:
+def test_weights_start_xavier_and_biases_zero() -> None:
     torch.manual_seed(0)
     net = ActionNetwork(400, 3)
     bound = (6.0 / 401) ** 0.5  # xavier uniform, fan in 400, fan out 1 (S3 4 step 4)

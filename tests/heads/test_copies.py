@@ -50,7 +50,7 @@ def _judged(rows: int, test_rows: int) -> tuple[torch.Tensor, int, dict[str, flo
     return model.action.copy_weight.detach(), evaluator.factors.n, found
 
 
-def test_the_last_numbers_of_each_place_by_hand():
+def test_last_numbers_equal_values_by_hand():
     nan = math.nan
     is_number = torch.tensor([[0, 1, 0, 1, 1, 0, 1, 0]]).bool()
     values = torch.tensor([[0, 5, 0, 7, 9, 0, 2, 0]]).double()
@@ -61,7 +61,7 @@ def test_the_last_numbers_of_each_place_by_hand():
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_the_last_numbers_of_each_place_by_a_loop(count):
+def test_last_numbers_equal_a_plain_loop(count):
     draw = torch.Generator().manual_seed(count)
     is_number = torch.rand(5, 23, generator=draw) < 0.4
     values = torch.rand(5, 23, generator=draw, dtype=torch.float64) * is_number
@@ -78,7 +78,7 @@ def test_the_last_numbers_of_each_place_by_a_loop(count):
     assert recent_numbers(is_number[:0], values[:0], positions[:0], 2).shape == (0, 23, 2)
 
 
-def test_the_loss_is_one_against_the_rest_over_the_numbers_that_are_there():
+def test_the_copy_loss_is_one_vs_rest_over_existing_numbers():
     """Against arctangents in float64, and its gradient by finite differences (1e-6: central, step 1e-5)."""
     action = tiny_model(number_dims=2, copies=2).double().action
     action.copy_weight.data.normal_(generator=torch.Generator().manual_seed(0))
@@ -108,7 +108,7 @@ def test_the_loss_is_one_against_the_rest_over_the_numbers_that_are_there():
             assert float(parameter.grad.view(-1)[i]) == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-6)
 
 
-def test_the_calibrated_start_knows_which_number_is_copied_on_any_number_of_ranks():
+def test_the_calibrated_start_learns_copies_on_any_number_of_ranks():
     (weight, count, found), *_ = run_ranks(_judged, 1, 240, 200)
     old = float((lines(200, seed=3)[0][:, 6] < NEW).double().mean())
     assert found["eval/copied"] == pytest.approx(old, abs=0.05)
@@ -122,7 +122,7 @@ def test_the_calibrated_start_knows_which_number_is_copied_on_any_number_of_rank
         assert same["eval/copied"] == pytest.approx(found["eval/copied"], abs=0.01)
 
 
-def test_a_copy_is_written_as_it_stands():
+def test_a_copied_number_is_written_digit_by_digit():
     model = tiny_causal_lm(number_dims=2, copies=2)
     action = model.model.action
     action.cls_bias.data[NUM] += 50.0  # every token is a number
@@ -140,7 +140,7 @@ def test_a_copy_is_written_as_it_stands():
     assert not numbers.record(0, 5).copied
 
 
-def test_rows_of_other_lengths_copy_their_own_numbers():
+def test_rows_of_a_batch_copy_their_own_numbers():
     model = tiny_causal_lm(number_dims=2, copies=3)
     model.model.action.copy_weight.data.normal_(generator=torch.Generator().manual_seed(0))
     model.model.action.copy_bias.data.fill_(0.5)
@@ -159,7 +159,7 @@ def test_rows_of_other_lengths_copy_their_own_numbers():
         assert torch.equal(both.copied[row, 5:], numbers.copied[0, len(own) :])
 
 
-def test_hugging_faces_labels_teach_copies_as_the_trainer_does():
+def test_hugging_face_labels_give_the_trainers_copy_loss():
     model = tiny_causal_lm(number_dims=2, copies=2)
     batch = random_batch()
     ids, values = batch.input_ids, batch.numeric_values

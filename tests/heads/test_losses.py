@@ -43,7 +43,7 @@ def test_ovr_loss_is_the_formula(scores: tuple[Tensor, Tensor, Tensor], threshol
     assert loss[~valid].tolist() == [0.0, 0.0]
 
 
-def test_ovr_loss_threshold_shape_ignore_index_and_learning(scores: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_ovr_loss_accepts_scalar_thresholds_and_ignore_index_and_learns(scores: tuple[Tensor, Tensor, Tensor]) -> None:
     loc, scale, labels = scores
     with pytest.raises(ValueError, match=r"C_ovr must be a number or of shape \(13,\), found \(12,\)"):
         OvrClassificationLoss(V, torch.zeros(V - 1))
@@ -58,7 +58,7 @@ def test_ovr_loss_threshold_shape_ignore_index_and_learning(scores: tuple[Tensor
     assert torch.equal(other, (labels != -100) & (labels != 3))
 
 
-def test_every_words_threshold_learns_in_the_whole_loss(scores: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_every_words_threshold_gets_a_gradient(scores: tuple[Tensor, Tensor, Tensor]) -> None:
     """S3 2.5.1. The gradient is the words' loss's over its count: the gate stops P(<NUM>)'s own."""
     loc, scale, labels = scores
     y = torch.ones(labels.shape)
@@ -71,7 +71,7 @@ def test_every_words_threshold_learns_in_the_whole_loss(scores: tuple[Tensor, Te
     assert len(set(loss.ovr_loss.threshold.grad.tolist())) == V
 
 
-def test_ovr_loss_is_finite_where_the_seeds_form_is_not() -> None:
+def test_ovr_loss_is_finite_where_the_seeds_formula_is_not() -> None:
     """z = -1e9: 1/2 + atan(z)/pi is 0 in fp32; the loss of the label is log(pi |z|) (the stable form)."""
     loc = torch.tensor([[[-1e9, 1e9]]], requires_grad=True)
     scale = torch.ones(1, 1, 2)
@@ -92,7 +92,7 @@ def test_regression_loss_is_the_cauchy_nll_and_does_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_causal_qwen_loss_is_the_formula(scores: tuple[Tensor, Tensor, Tensor], alpha: float) -> None:
+def test_causal_qwen_loss_equals_the_formula(scores: tuple[Tensor, Tensor, Tensor], alpha: float) -> None:
     """S0 5.3: separate denominators, the gate m (alpha + (1 - alpha) P_NUM), the masks."""
     loc, scale, labels = scores
     num = 4
@@ -210,7 +210,7 @@ def test_regression_gradient_is_proportional_to_the_gate() -> None:
     assert_close(grads[0], grads[1] * p_num, 1e-5)
 
 
-def test_no_number_in_the_batch_is_exactly_zero_finite_and_connected() -> None:
+def test_a_batch_without_numbers_has_a_regression_loss_of_zero_with_gradients() -> None:
     model, batch = worn_model(), random_batch(numbers=False)
     terms = fused_total(model, batch)
     assert float(terms.reg_sum) == 0.0
@@ -224,7 +224,7 @@ def test_no_number_in_the_batch_is_exactly_zero_finite_and_connected() -> None:
     assert "action.reg_weight" in grads
 
 
-def test_no_labelled_token_is_zero_and_connected() -> None:
+def test_a_batch_without_labels_has_a_loss_of_zero_with_gradients() -> None:
     model, batch = worn_model(), random_batch()
     empty = Batch(**{**vars(batch), "labels": torch.full_like(batch.labels, -100)})
     terms = fused_total(model, Batch(**{**vars(empty), "numeric_mask": torch.zeros_like(batch.numeric_mask)}))
@@ -237,7 +237,7 @@ def test_no_labelled_token_is_zero_and_connected() -> None:
     assert seed_total(model, empty).item() == 0.0
 
 
-def test_sums_that_travel_with_the_loss() -> None:
+def test_sums_returned_with_the_loss() -> None:
     model, batch = worn_model(), random_batch()
     terms = fused_total(model, batch)
     loc, scale, *_ = model(batch.input_ids, batch.numeric_values, batch.attention_mask)

@@ -79,7 +79,7 @@ def fused(model: ActionNetwork, case: dict[str, Tensor], kind: str, **options: o
 
 
 @pytest.mark.parametrize("kind", ["several", "by type"])
-def test_the_formula_and_its_gradients(case: dict[str, Tensor], kind: str) -> None:
+def test_number_losses_equal_the_formula_with_its_gradients(case: dict[str, Tensor], kind: str) -> None:
     """Loss and gradients of W_reg, b_reg against the sum by hand, relative 1e-5."""
     wanted = action(kind)
     expected = by_hand(wanted, case, kind)
@@ -95,7 +95,7 @@ def test_the_formula_and_its_gradients(case: dict[str, Tensor], kind: str) -> No
 
 @pytest.mark.parametrize("kind", ["several", "by type"])
 @pytest.mark.parametrize("gate_grad", ["stop", "full"])
-def test_the_seeds_module_gives_the_same(case: dict[str, Tensor], kind: str, gate_grad: str) -> None:
+def test_the_seeds_module_gives_the_same_loss(case: dict[str, Tensor], kind: str, gate_grad: str) -> None:
     model = action(kind)
     terms = fused(model, case, kind, gate_grad=gate_grad, alpha=0.3)
     loss = CausalQwenLoss(V, NUM, alpha=0.3, gate_grad=gate_grad, value_weights=WEIGHTS if kind == "several" else None)
@@ -112,7 +112,7 @@ def test_the_seeds_module_gives_the_same(case: dict[str, Tensor], kind: str, gat
 
 
 @pytest.mark.parametrize("gate_grad", ["stop", "full"])
-def test_p_of_the_type_has_gradient_from_the_gate_only_when_asked(case: dict[str, Tensor], gate_grad: str) -> None:
+def test_the_gate_gives_the_type_a_gradient_only_with_gate_grad_full(case: dict[str, Tensor], gate_grad: str) -> None:
     """Its own cross entropy, one against the rest, trains it whatever the gate does; against float64."""
     model = action("by type")
     fused(model, case, "by type", gate_grad=gate_grad).loss.backward()
@@ -135,7 +135,7 @@ def test_p_of_the_type_has_gradient_from_the_gate_only_when_asked(case: dict[str
     assert_close(model.reg_weight.grad[R:], wide.reg_weight.grad[R:].float(), 1e-4, "scores of the types")
 
 
-def test_the_value_is_that_of_the_likeliest_type(case: dict[str, Tensor]) -> None:
+def test_the_predicted_value_is_that_of_the_likeliest_type(case: dict[str, Tensor]) -> None:
     model = action("by type")
     u = model.add_noise(Cauchy(case["loc"], case["scale"]))
     kind, y, laws = model.type_scores(u).sf(0.0).argmax(-1), model.value(u), model.values(u)
@@ -144,7 +144,7 @@ def test_the_value_is_that_of_the_likeliest_type(case: dict[str, Tensor]) -> Non
     assert torch.equal(y.scale, laws.scale[torch.arange(N), kind])
 
 
-def test_a_value_that_is_not_there_weighs_nothing(case: dict[str, Tensor]) -> None:
+def test_missing_values_have_weight_zero(case: dict[str, Tensor]) -> None:
     """Weights by position: 0 where a number has fewer values."""
     weights = WEIGHTS.repeat(N, 1)
     weights[:, 2] = 0.0
@@ -158,7 +158,7 @@ def test_a_value_that_is_not_there_weighs_nothing(case: dict[str, Tensor]) -> No
     assert not model.reg_weight.grad[2].any()
 
 
-def test_one_value_of_weight_one_is_the_single_value(case: dict[str, Tensor]) -> None:
+def test_one_value_of_weight_one_equals_the_plain_number_loss(case: dict[str, Tensor]) -> None:
     nll = torch.randn(N)
     assert torch.equal(number_nll(nll.unsqueeze(-1), torch.ones(1)), nll)
     assert torch.equal(number_nll(nll), nll)
@@ -173,6 +173,6 @@ def test_one_value_of_weight_one_is_the_single_value(case: dict[str, Tensor]) ->
         lambda nll: number_nll(nll, types=torch.zeros(N, dtype=torch.int64)),
     ],
 )
-def test_what_to_make_of_several_values_must_be_said(call: Callable[[Tensor], Tensor]) -> None:
+def test_several_values_need_a_reduction(call: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(ValueError, match="value_weights"):
         call(torch.zeros(N, R))

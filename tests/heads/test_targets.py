@@ -34,7 +34,7 @@ def test_inverse_undoes_forward_to_fp32(name: str, median: float, scale: float, 
     assert ((back - raw).abs() <= tolerance).all()
 
 
-def test_values_by_hand() -> None:
+def test_forward_equals_values_computed_by_hand() -> None:
     raw = torch.tensor([99.9, -3.0, 0.0], dtype=torch.float64)
     torch.testing.assert_close(TargetTransform("none").forward(raw), raw.float())
     torch.testing.assert_close(TargetTransform("standardise", 10.0, 2.0).forward(raw), ((raw - 10) / 2).float())
@@ -74,7 +74,7 @@ def test_log_derivative_is_that_of_forward(name: str) -> None:
 
 
 @pytest.mark.parametrize("args", [("log", 0.0, 1.0), ("none", math.nan, 1.0), ("standardise", 0.0, 0.0)])
-def test_refused(args: tuple[str, float, float]) -> None:
+def test_refuses_targets_without_a_usable_scale(args: tuple[str, float, float]) -> None:
     with pytest.raises(ValueError):
         TargetTransform(*args)
 

@@ -99,7 +99,7 @@ def test_a_lost_rank_stops_the_others(case: Case, fault: str, where: str, says: 
 @pytest.mark.parametrize(
     "case", [FEATURES, *(pytest.param(c, marks=pytest.mark.slow) for c in (HEADS, FEATURES._replace(zero=3)))]
 )
-def test_a_nan_stops_every_rank_and_is_traced(case: Case) -> None:
+def test_a_nan_stops_every_rank_and_names_its_source(case: Case) -> None:
     for kind, text, still in run_ranks(take_steps, WORLD, case, "nan", ""):
         assert kind == "NonFiniteStep", text
         assert "features of rank 1 are not finite" in text

@@ -81,7 +81,7 @@ def test_bytes_fall_as_one_over_the_group() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_measured_at_the_vocabulary_of_qwen(world: int) -> None:
+def test_peak_memory_at_qwens_vocabulary(world: int) -> None:
     """V 151,936, H 896: what is counted, and by how much the process grew at its peak (printed)."""
     vocab, hidden = 151_936, 896
     for rank, found in enumerate(run_ranks(one_step, world, vocab, hidden, 16)):

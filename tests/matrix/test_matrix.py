@@ -106,7 +106,7 @@ def check(
 
 
 @named([case for cases in THIN.values() for case in cases])
-def test_a_choice_of_the_matrix(
+def test_ranks_equal_one_process(
     pool: Pool, case: Case, oracles: dict[str, Trained], bf16_spread: dict[str, Found]
 ) -> None:
     check(pool, case, oracles, bf16_spread)
@@ -114,7 +114,9 @@ def test_a_choice_of_the_matrix(
 
 @pytest.mark.slow
 @named([case for cases in WHOLE.values() for case in cases])
-def test_the_whole_matrix(pool: Pool, case: Case, oracles: dict[str, Trained], bf16_spread: dict[str, Found]) -> None:
+def test_ranks_equal_one_process_over_the_whole_matrix(
+    pool: Pool, case: Case, oracles: dict[str, Trained], bf16_spread: dict[str, Found]
+) -> None:
     check(pool, case, oracles, bf16_spread)
 
 
@@ -159,7 +161,7 @@ def test_two_ranks_on_one_gpu_equal_one(
     check(pool, case, gpu_oracles, gpu_bf16_spread, "cuda", ON_GPU)
 
 
-def test_the_choice_covers_every_value() -> None:
+def test_the_quick_cases_cover_every_value() -> None:
     for column in ("world", "group", "zero", "precision", "accumulation", "kind", "offload", "checkpointing"):
         values = {getattr(case, column) for cases in THIN.values() for case in cases}
         assert values >= {getattr(case, column) for cases in WHOLE.values() for case in cases}, column

@@ -70,7 +70,7 @@ def timings() -> dict[str, list[float]]:
 
 
 @pytest.mark.slow
-def test_sharding_adds_little() -> None:
+def test_sharding_adds_little_time() -> None:
     seconds = run_ranks(timings, 2)[0]
     best = {name: min(times) for name, times in seconds.items()}
     middle = {name: statistics.median(times) for name, times in seconds.items()}

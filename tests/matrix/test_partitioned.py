@@ -80,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(place)
 
 
-def test_training_from_files_is_the_oracles_and_no_rank_holds_it_whole(folder: str) -> None:
+def test_zero_3_loads_the_base_from_files_and_trains_as_one_process(folder: str) -> None:
     case = Case(3, 3, 3, "fp32", 2, BOTH)
     for sizes, found in run_ranks(train_from_files, 3, folder, case, train_plainly(BOTH)):
         assert max(found[:3]) <= TOLERANCE, found
@@ -100,7 +100,7 @@ def features(folder: str, case: Case) -> Any:
     return z.float().numpy(), model.action.cls_weight.detach().numpy()
 
 
-def test_bf16_is_the_whole_models_bf16(folder: str) -> None:
+def test_a_partitioned_bf16_model_equals_the_whole_bf16_model(folder: str) -> None:
     torch.manual_seed(1)
     shape = {"number_dims": 2, "lora": LORA, "wide": 64, "value_periods": [7.0, 90.0]}
     whole = with_tables(CausalQwenModel.from_base_model(tiny_base(), start="seed", num_token_id=NUM, **shape))
@@ -115,7 +115,7 @@ def test_bf16_is_the_whole_models_bf16(folder: str) -> None:
         assert torch.equal(torch.from_numpy(weight), whole.action.cls_weight.detach())
 
 
-def test_a_tied_head_is_the_token_table_and_rows_are_cut_from_the_file(tmp_path: Path) -> None:
+def test_head_rows_are_read_from_the_files_tied_or_not(tmp_path: Path) -> None:
     for tied in (True, False):
         base = tiny_base(tied=tied)
         place = tmp_path / str(tied)
@@ -147,7 +147,7 @@ def wide_parts(folder: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("mistral", False)])
-def test_rows_that_are_added_are_those_of_the_whole_base(kind: str, tied: bool, tmp_path: Path) -> None:
+def test_added_rows_equal_those_of_the_whole_base(kind: str, tied: bool, tmp_path: Path) -> None:
     tiny_base(kind, tied=tied).save_pretrained(tmp_path, max_shard_size="20KB")
     base = load_base(str(tmp_path), torch.float32, rows_for=lambda _: 128)
     head = base.get_output_embeddings().weight.detach()
@@ -168,7 +168,7 @@ def refusals(folders: list[str]) -> list[str]:
     return found
 
 
-def test_files_that_lack_something_are_refused(tmp_path: Path) -> None:
+def test_refuses_missing_files(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     missing, empty = str(tmp_path / "no" / "folder"), str(tmp_path / "empty")
     assert run_ranks(refusals, 1, [missing, empty])[0] == ["model.name_or_path"] * 2
@@ -180,7 +180,7 @@ def test_files_that_lack_something_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [pytest.param("qwen2", marks=pytest.mark.slow), "llama"])
-def test_a_run_in_stage_3_is_the_run_in_stage_1(kind: str, tmp_path: Path) -> None:
+def test_a_zero_3_run_equals_a_zero_1_run(kind: str, tmp_path: Path) -> None:
     """The whole trainer: calibrated start, evaluation, both stages; and it goes on from a checkpoint of stage 1.
 
     The Llama is one that exists, tied, in whose vocabulary words use every row.

@@ -127,6 +127,6 @@ def test_counted_bytes_equal_the_plan(
         assert counted == planned
 
 
-def test_one_rank_says_nothing() -> None:
+def test_one_rank_sends_no_messages() -> None:
     (s,) = stage_sizes(config_of(3, 1, "bf16", 1, 1, {}), Architecture.of(SIZES), world=1, kind="cpu")
     assert step_messages(s) == []

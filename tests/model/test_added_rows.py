@@ -41,7 +41,7 @@ def logits(model: CausalQwenForCausalLM, ids: Tensor) -> Tensor:
         return model.eval()(ids, logits_to_keep=ids.shape[1]).logits
 
 
-def test_rows_are_added_where_words_use_all_and_nowhere_else() -> None:
+def test_rows_are_added_only_where_words_use_all() -> None:
     assert rows_with_number(49_152, 49_152, 49_152) == 49_216
     assert rows_with_number(101, 101, 101) == ROWS
     assert rows_with_number(101, 101, 127) == ROWS
@@ -53,7 +53,7 @@ def test_rows_are_added_where_words_use_all_and_nowhere_else() -> None:
 
 
 @pytest.mark.parametrize(("kind", "tied"), KINDS)
-def test_the_base_is_unchanged_and_the_added_rows_take_little(kind: str, tied: bool, tmp_path: Path) -> None:
+def test_added_rows_hardly_change_the_bases_softmax(kind: str, tied: bool, tmp_path: Path) -> None:
     folder = str(full_base(tmp_path, kind, tied))
     plain = AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = random_ids(2, 9, high=VOCAB)
@@ -75,7 +75,7 @@ def test_the_base_is_unchanged_and_the_added_rows_take_little(kind: str, tied: b
     assert (seeds.config.num_token_id, seeds.config.added_rows) == (VOCAB, ROWS - VOCAB)
 
 
-def test_tied_stays_tied_and_bf16_rows_are_the_means_of_bf16(tmp_path: Path) -> None:
+def test_tied_embeddings_stay_tied_and_added_rows_are_means(tmp_path: Path) -> None:
     for tied in (True, False):
         folder = str(full_base(tmp_path / str(tied), "llama", tied))
         base = load_base(folder, torch.bfloat16, rows_for=lambda _: ROWS)
@@ -112,7 +112,7 @@ def test_an_export_keeps_the_rows_and_a_plain_one_drops_them(kind: str, tied: bo
         assert_close(plain(input_ids=ids).logits, own, 1e-5, "the original's logits")
 
 
-def test_added_rows_are_never_written_but_for_num(tmp_path: Path) -> None:
+def test_added_rows_are_never_generated_except_num(tmp_path: Path) -> None:
     causal = CausalQwenForCausalLM.from_base(str(full_base(tmp_path, "llama", True))).eval()
     with torch.no_grad():
         causal.model.action.cls_bias[VOCAB + 1 :] = 1e4

@@ -84,14 +84,14 @@ def test_features_of_a_training_batch_need_no_mask(kind: str) -> None:
         ("bert", "its blocks are not a Llama's"),
     ],
 )
-def test_a_model_that_is_no_base_is_refused_with_the_reason_and_a_page(tmp_path, kind: str, why: str) -> None:
+def test_unsupported_models_are_refused_with_the_reason(tmp_path, kind: str, why: str) -> None:
     (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
     allowed = "qwen2, qwen3, llama or mistral"
     with pytest.raises(UserError, match=rf"model_type: found '{kind}', allowed: {allowed} \({why}.*docs/bases\.md\)"):
         load_base(str(tmp_path), torch.float32)
 
 
-def test_errors_name_what_is_wrong(tmp_path) -> None:
+def test_loading_errors_name_the_cause(tmp_path) -> None:
     with pytest.raises(UserError, match=r"model\.name_or_path.*config\.json"):
         load_base(str(tmp_path), torch.float32)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
@@ -105,7 +105,7 @@ def test_errors_name_what_is_wrong(tmp_path) -> None:
         build_base({"model_type": "qwen2", "hidden_size": 10, "num_attention_heads": 0}, 0)
 
 
-def test_a_folder_with_its_own_code_asks_nothing_at_the_terminal(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_code_is_never_asked_for_at_the_terminal(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as an exported CausalQwen: its code does not run here, and no question stops a job."""
     train_tokenizer(["tea"], 260).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "strange"}')
@@ -116,7 +116,7 @@ def test_a_folder_with_its_own_code_asks_nothing_at_the_terminal(tmp_path, monke
     assert base_tokenizer(str(tmp_path)) is None
 
 
-def test_build_base_is_a_function_of_the_seed_alone() -> None:
+def test_build_base_depends_only_on_the_seed() -> None:
     torch.manual_seed(3)
     a = tiny_base(seed=5).state_dict()
     state = torch.random.get_rng_state()

@@ -29,7 +29,7 @@ def features(found: CausalQwenModel) -> torch.Tensor:
     return found.kept_features(batch, batch.label_mask.flatten().nonzero()[:, 0])
 
 
-def test_features_and_gradients_are_the_same():
+def test_compiled_layers_have_the_same_features_and_gradients():
     plain, compiled = model(), model()
     compile_layers(compiled.transformer, backend="eager")
     found = {}
@@ -74,7 +74,7 @@ def kinds_compiled(layers: int) -> tuple[list[int], int]:
 
 
 @pytest.mark.slow
-def test_layers_share_their_code_and_no_kind_is_given_up():
+def test_layers_share_compiled_code_and_stay_compiled():
     """More than dynamo's limit of 8: from there on it would run the layers uncompiled, with a warning alone."""
     few, given_up = kinds_compiled(2)
     assert given_up == 0

@@ -28,7 +28,7 @@ def test_phi_is_the_signed_logarithm() -> None:
     assert phi(torch.tensor([1.0], dtype=torch.bfloat16)).dtype == torch.float32
 
 
-def test_text_is_exactly_the_token_embedding(embedding: NumericalAwareEmbedding) -> None:
+def test_text_tokens_get_exactly_the_token_embedding(embedding: NumericalAwareEmbedding) -> None:
     ids = torch.tensor([[1, 2, NUM, 4]])
     values = torch.tensor([[0.0, 0.0, 99.9, 0.0]], dtype=torch.float64)
     with torch.no_grad():
@@ -46,7 +46,7 @@ def test_a_number_anywhere_is_added_without_a_branch(embedding: NumericalAwareEm
     assert_close(e[0, 0], embedding.token_embedding.weight[5] - math.log(4.0) * embedding.w_num, 1e-6)
 
 
-def test_bf16_table_gives_bf16_and_text_bit_for_bit() -> None:
+def test_a_bf16_table_gives_bf16_and_exact_text_rows() -> None:
     torch.manual_seed(0)
     table = nn.Embedding(V, H, dtype=torch.bfloat16)
     embedding = NumericalAwareEmbedding(table, H, NUM)
@@ -56,7 +56,7 @@ def test_bf16_table_gives_bf16_and_text_bit_for_bit() -> None:
     assert torch.equal(e[0], table.weight)
 
 
-def test_w_num_starts_with_norm_about_one_and_scale_zero_is_the_base() -> None:
+def test_w_num_starts_with_norm_one_and_zero_gives_the_base() -> None:
     torch.manual_seed(0)
     wide = NumericalAwareEmbedding(nn.Embedding(2, 4096), 4096, 1)
     assert wide.w_num.norm().item() == pytest.approx(1.0, abs=0.05)
@@ -77,7 +77,7 @@ def test_gradients_reach_w_num_at_numbers_and_num_row_at_num(embedding: Numerica
     assert_close(embedding.num_row.grad, upstream[0, 1] + upstream[0, 2], 1e-5, "num_row")
 
 
-def test_periods_tell_digits_apart_and_are_zero_at_zero() -> None:
+def test_value_periods_distinguish_digits_and_are_zero_at_zero() -> None:
     periods, values = [10.0, 100.0, 1e6], [0.0, -0.0, 7.0, 123456.0, -2.5]
     features = torch.stack(value_features(torch.tensor(values, dtype=torch.float64), periods), -1)
     assert features.dtype == torch.float32
@@ -87,7 +87,7 @@ def test_periods_tell_digits_apart_and_are_zero_at_zero() -> None:
         assert row == pytest.approx([math.copysign(math.log1p(abs(value)), value), *turns], abs=1e-6)
 
 
-def test_periods_enter_by_rows_of_w_num_and_leave_text_as_it_is() -> None:
+def test_value_periods_add_rows_to_w_num_and_keep_text() -> None:
     torch.manual_seed(0)
     embedding = NumericalAwareEmbedding(nn.Embedding(V, H), H, NUM, periods=(10.0, 100.0))
     assert embedding.w_num.shape == (5, H)

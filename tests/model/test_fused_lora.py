@@ -56,7 +56,9 @@ def run(layer: nn.Module, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[st
 @pytest.mark.parametrize(("dropout", "dtype"), [(0.0, torch.float32), (0.0, torch.bfloat16), (0.4, torch.float32)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(N,), (2, 5), (1, 1), (0,)])
-def test_its_error_is_at_most_pefts(bias: bool, dropout: float, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_fused_lora_error_is_at_most_pefts(
+    bias: bool, dropout: float, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     plain, fused, wide = (run(layer, dtype, shape) for layer in layers(bias, dropout, dtype))
     assert set(fused) == set(plain)
     if dropout:
@@ -70,7 +72,7 @@ def test_its_error_is_at_most_pefts(bias: bool, dropout: float, dtype: torch.dty
         assert (fused[name] - exact).abs().max() <= allowed, name
 
 
-def test_adapters_of_zero_change_no_bit() -> None:
+def test_zero_adapters_change_no_bit() -> None:
     torch.manual_seed(0)
     holder = Holder(True, torch.bfloat16)
     x = torch.randn(N, IN).bfloat16()
@@ -81,7 +83,7 @@ def test_adapters_of_zero_change_no_bit() -> None:
     assert torch.equal(holder.q_proj(x), wanted)
 
 
-def test_the_whole_backbone_trains_alike_on_and_off_and_merged() -> None:
+def test_fused_plain_and_merged_adapters_agree() -> None:
     found = []
     for fuse in (False, True):
         model = tiny_model(lora=LoraConfig(r=2).model_dump())
@@ -112,14 +114,14 @@ def test_the_whole_backbone_trains_alike_on_and_off_and_merged() -> None:
         torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-7)
 
 
-def test_dora_stays_pefts() -> None:
+def test_dora_layers_stay_pefts() -> None:
     holder = Holder(True, torch.float32)
     inject_lora(holder, LoraConfig(r=R, dora=True, target_modules=["q_proj"]))
     fuse_adapters(holder)
     assert type(holder.q_proj) is not FusedLinear
 
 
-def test_it_launches_products_alone() -> None:
+def test_fused_lora_launches_only_products() -> None:
     counts = {}
     for name, layer in zip(("peft", "fused"), layers(True, 0.0, torch.float32), strict=False):
         x = torch.randn(N, IN, requires_grad=True)

@@ -58,7 +58,7 @@ def prompts() -> tuple[Tensor, Tensor]:
     ids=lambda o: "+".join(list(o)[1:]),
 )
 @pytest.mark.parametrize("in_config", [False, True])
-def test_compatible_does_what_the_base_does(pair, prompts, options: dict[str, Any], in_config: bool) -> None:
+def test_compatible_generates_what_the_base_generates(pair, prompts, options: dict[str, Any], in_config: bool) -> None:
     base, model = pair
     ids, mask = prompts
     options = {"max_new_tokens": 12, **options} if "max_length" not in options else options
@@ -71,7 +71,7 @@ def test_compatible_does_what_the_base_does(pair, prompts, options: dict[str, An
 
 
 @pytest.mark.parametrize("copies", [1, 2])
-def test_without_a_mask_padding_is_seen_as_transformers_sees_it(pair, prompts, copies: int) -> None:
+def test_without_a_mask_padding_is_inferred_as_in_transformers(pair, prompts, copies: int) -> None:
     base, model = pair
     ids, mask = prompts
     ids = ids.masked_fill(ids == 3, 4).masked_fill(mask == 0, 3)
@@ -84,7 +84,7 @@ def test_without_a_mask_padding_is_seen_as_transformers_sees_it(pair, prompts, c
         model.generate(ids.flip(1), **given)
 
 
-def test_padding_that_may_be_text_is_read_as_text_with_a_warning(pair, prompts) -> None:
+def test_ambiguous_padding_is_read_as_text_with_a_warning(pair, prompts) -> None:
     _, model = pair
     ids, mask = prompts
     ids = ids.masked_fill(ids == 3, 4).masked_fill(mask == 0, 3)
@@ -94,7 +94,7 @@ def test_padding_that_may_be_text_is_read_as_text_with_a_warning(pair, prompts) 
     assert torch.equal(found, model.generate(ids, attention_mask=torch.ones_like(ids), **given))
 
 
-def test_processors_of_the_users_own(pair, prompts) -> None:
+def test_custom_logits_processors(pair, prompts) -> None:
     base, model = pair
     ids, mask = prompts
     own = LogitsProcessorList([SuppressTokensLogitsProcessor([int(base.generate(ids, max_new_tokens=1)[0, -1])])])
@@ -108,7 +108,7 @@ def test_processors_of_the_users_own(pair, prompts) -> None:
             model.generate(ids, mode=mode, repetition_penalty=1.2)
 
 
-def test_the_models_own_generation_config_is_the_default_and_travels(pair, prompts, tmp_path: Path) -> None:
+def test_the_generation_config_is_the_default_and_is_saved(pair, prompts, tmp_path: Path) -> None:
     """Sampling settings of an instruct base are meant for softmax; the other modes take lengths and ends of it."""
     base, model = pair
     ids, mask = prompts
@@ -137,7 +137,7 @@ def test_the_models_own_generation_config_is_the_default_and_travels(pair, promp
     assert torch.equal(again.generate(ids, attention_mask=mask, seed=3, generation_config=copied), plain)
 
 
-def test_lengths_copies_and_outputs() -> None:
+def test_length_options_copies_and_outputs() -> None:
     model = tiny_causal_lm()
     ids = random_ids(2, 5)
     assert model.generate(ids).shape == (2, 5 + 59)  # 64 by default, the context is 64
@@ -154,7 +154,7 @@ def test_lengths_copies_and_outputs() -> None:
     assert model.generate(ids, max_new_tokens=3, max_time=0.0).shape == (2, 6)  # it ends after the step it is in
 
 
-def test_what_has_no_meaning_here_is_refused() -> None:
+def test_unsupported_generate_options_are_refused() -> None:
     model, ids = tiny_causal_lm(), random_ids(1, 3)
     assert model.generate(ids, num_beams=1, max_new_tokens=1).shape == (1, 4)
     for options, match in (
@@ -198,7 +198,7 @@ class Told(BaseStreamer):
         self.ended = True
 
 
-def test_criteria_and_streamers_of_hugging_face() -> None:
+def test_stopping_criteria_and_streamers() -> None:
     model, ids = tiny_causal_lm(), random_ids(2, 4)
     told = Told()
     found = model.generate(
@@ -212,7 +212,7 @@ def test_criteria_and_streamers_of_hugging_face() -> None:
     assert told.ended
 
 
-def test_stop_strings_and_number_streams() -> None:
+def test_stop_strings_and_streams_of_numbers() -> None:
     model = tiny_causal_lm()
     with torch.no_grad():
         model.model.action.threshold.fill_(1.0)

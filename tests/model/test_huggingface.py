@@ -59,7 +59,7 @@ def assert_same_outputs(model: CausalQwenForCausalLM, loaded: CausalQwenForCausa
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("kind", "tied"), [("qwen2", True), ("qwen3", False), ("llama", True), ("mistral", False)])
-def test_folder_round_trip(shape: str, kind: str, tied: bool, tmp_path: Path) -> None:
+def test_a_saved_folder_round_trips(shape: str, kind: str, tied: bool, tmp_path: Path) -> None:
     model = worn(kind, tied, **SHAPES[shape])
     model.save_pretrained(tmp_path)
     assert [p.name for p in tmp_path.iterdir() if p.suffix in (".bin", ".pt", ".pth")] == []
@@ -90,7 +90,7 @@ def test_config_round_trip_and_registration(tmp_path: Path) -> None:
     assert CausalQwenConfig().model_type == "causal_qwen"  # transformers builds one without arguments
 
 
-def test_scale_floor_of_a_small_calibrated_gamma_survives(tmp_path: Path) -> None:
+def test_a_small_calibrated_gamma_keeps_its_scale_floor(tmp_path: Path) -> None:
     model = tiny_causal_lm(start="calibrated")
     calibrate(model.model, [random_batch()], max_tokens=16)
     model.save_pretrained(tmp_path)
@@ -99,7 +99,7 @@ def test_scale_floor_of_a_small_calibrated_gamma_survives(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_the_attention_that_is_asked_for_is_the_backbones(tmp_path: Path, attention: str) -> None:
+def test_attn_implementation_reaches_the_backbone(tmp_path: Path, attention: str) -> None:
     model = worn()
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=attention)
@@ -108,7 +108,7 @@ def test_the_attention_that_is_asked_for_is_the_backbones(tmp_path: Path, attent
         assert_close(a, b, 1e-4)
 
 
-def test_weights_in_several_files(tmp_path: Path) -> None:
+def test_loads_weights_from_several_files(tmp_path: Path) -> None:
     model = worn()
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     assert (tmp_path / "model.safetensors.index.json").is_file()
@@ -125,7 +125,7 @@ def test_heads_stay_fp32_whatever_dtype_is_asked_for(tmp_path: Path) -> None:
     assert all(bool(t.isfinite().all()) for t in outputs(again))
 
 
-def test_a_cast_of_the_whole_model_is_refused_by_the_way_that_keeps_the_heads(tmp_path: Path) -> None:
+def test_casting_the_whole_model_is_refused(tmp_path: Path) -> None:
     worn().save_pretrained(tmp_path)
     for model in (worn().to(torch.bfloat16), worn().half(), CausalQwenForCausalLM.from_pretrained(tmp_path).double()):
         for call in (model, model.generate):
@@ -133,7 +133,7 @@ def test_a_cast_of_the_whole_model_is_refused_by_the_way_that_keeps_the_heads(tm
                 call(random_ids(1, 3))
 
 
-def test_a_bf16_backbone_with_fp32_heads_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_bf16_backbone_with_fp32_heads_round_trips(tmp_path: Path) -> None:
     """b_scale near -9 has steps of 6 % in bf16: heads cast on the way would change the model."""
     model = worn()
     for name, p in model.model.features.named_parameters():  # not .to(): it would round the rotary frequencies too
@@ -181,7 +181,7 @@ def test_merged_adapters_give_equal_outputs_and_a_plain_folder(tmp_path: Path) -
     assert_same_outputs(model, again)
 
 
-def test_lora_on_modules_that_are_not_there() -> None:
+def test_lora_on_missing_modules_is_refused() -> None:
     with pytest.raises(UserError, match=r"model\.lora\.target_modules.*q_proj"):
         tiny_model(lora={**LORA, "target_modules": ["c_attn"]})
 
@@ -226,7 +226,7 @@ def test_from_base_with_a_tokenizer_takes_its_first_spare_row(base_folder: Path,
         CausalQwenForCausalLM.from_base(str(tmp_path))
 
 
-def test_from_base_calibrated(base_folder: Path) -> None:
+def test_from_base_with_a_calibrated_start(base_folder: Path) -> None:
     with pytest.raises(UserError, match="texts: found no texts, allowed: texts, or calibration_batches"):
         CausalQwenForCausalLM.from_base(str(base_folder), start="calibrated")
     batches = [random_batch(num=VOCAB - 1)]
@@ -238,7 +238,7 @@ def test_from_base_calibrated(base_folder: Path) -> None:
         CausalQwenForCausalLM.from_base(str(base_folder), calibration_batches=batches, wide=64)
 
 
-def test_from_base_with_texts_starts_as_a_run_does_and_without_it_says_so(
+def test_from_base_with_texts_starts_as_a_run_does_and_warns_without(
     one_rank: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     texts = [json.loads(line)["text"] for line in (one_rank.parent / "texts.jsonl").read_text().splitlines()]
@@ -261,18 +261,18 @@ def test_from_base_with_texts_starts_as_a_run_does_and_without_it_says_so(
         CausalQwenForCausalLM.from_base(base, texts="a text")
 
 
-def test_an_argument_that_is_none_is_refused_by_its_name() -> None:
+def test_unknown_arguments_are_refused_by_name() -> None:
     for odd in ("nonsense", "value"):
         with pytest.raises(UserError, match=f"{odd}: found 3, allowed: .*'number_dims'"):
             tiny_model(number_dims=2, **{odd: 3})
 
 
-def test_from_base_refuses_what_is_not_there(tmp_path: Path) -> None:
+def test_from_base_refuses_a_missing_base(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model\.name_or_path"):
         CausalQwenForCausalLM.from_base(str(tmp_path / "nothing"))
 
 
-def test_the_seeds_constructor(base_folder: Path) -> None:
+def test_the_constructor_of_the_seeds_works(base_folder: Path) -> None:
     """S2 5: CausalQwenModel(qwen_model_path, causal_hidden_size), forward -> four tensors."""
     model = CausalQwenModel(qwen_model_path=str(base_folder), causal_hidden_size=HIDDEN + 2).eval()
     shapes = [tuple(t.shape) for t in model(random_ids(2, 5), torch.zeros(2, 5))]
@@ -282,7 +282,7 @@ def test_the_seeds_constructor(base_folder: Path) -> None:
 # ---- the output ----
 
 
-def test_forward_gives_logits_as_transformers_models_do_and_none_where_it_learns() -> None:
+def test_forward_returns_logits_only_without_labels() -> None:
     model = worn(number_dims=2)
     batch = random_batch()
     given = (batch.input_ids, batch.numeric_values, batch.attention_mask)
@@ -302,7 +302,7 @@ def test_forward_gives_logits_as_transformers_models_do_and_none_where_it_learns
 
 
 @torch.no_grad()
-def test_embeddings_instead_of_ids_and_hidden_states() -> None:
+def test_inputs_embeds_and_hidden_states() -> None:
     model, batch = worn(), random_batch()
     ids, values, mask = batch.input_ids, batch.numeric_values, batch.attention_mask
     embedded = model.get_input_embeddings()(ids) + (ids == NUM)[..., None] * model.model.features.embedding.num_row
@@ -327,7 +327,7 @@ def test_embeddings_instead_of_ids_and_hidden_states() -> None:
 
 
 @torch.no_grad()
-def test_numbers_without_values_are_not_read_as_0_silently(caplog: pytest.LogCaptureFixture) -> None:
+def test_num_tokens_without_values_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     model, ids = worn(), random_ids(1, 6)
     numbers = torch.cat([ids, torch.full((1, 1), NUM)], 1)
     transformers_logging.enable_propagation()
@@ -363,7 +363,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 
 
 @torch.no_grad()
-def test_positions_and_the_size_of_the_vocabulary() -> None:
+def test_position_ids_and_vocab_size() -> None:
     model, ids = worn(), random_ids(1, 6)
     apart = torch.tensor([[0, 1, 2, 10, 11, 12]])
     assert_close(model(ids, position_ids=torch.arange(6)[None]).logits, model(ids).logits, 1e-6)
@@ -374,7 +374,7 @@ def test_positions_and_the_size_of_the_vocabulary() -> None:
 
 
 @torch.no_grad()
-def test_a_cache_that_is_asked_for_goes_on_where_it_ended() -> None:
+def test_a_returned_cache_continues_the_text() -> None:
     model, batch = worn(), random_batch(rows=1)
     ids, values = batch.input_ids, batch.numeric_values
     whole = model(ids, values)
@@ -387,7 +387,7 @@ def test_a_cache_that_is_asked_for_goes_on_where_it_ended() -> None:
         assert_close(torch.cat([first.logits, rest.logits], 1), whole.logits, 1e-4)
 
 
-def test_scores_with_their_scales_on_demand() -> None:
+def test_scores_and_scales_are_returned_on_request() -> None:
     model = worn(number_dims=2)
     batch = random_batch()
     loc_s, scale_s, _, _ = outputs(model)
@@ -402,7 +402,7 @@ def test_scores_with_their_scales_on_demand() -> None:
 
 
 @pytest.mark.parametrize("numbers", [True, False])
-def test_labels_as_hugging_face_users_give_them_set_the_seeds_loss(numbers: bool) -> None:
+def test_hugging_face_labels_give_the_seeds_loss(numbers: bool) -> None:
     """Not shifted, -100 ignored; the loss and every gradient of S0 5.3 on materialised scores."""
     model = worn(number_dims=2, target={"name": "standardise", "median": 5.0, "scale": 20.0})
     batch = random_batch(numbers=numbers)
@@ -430,7 +430,7 @@ def test_labels_as_hugging_face_users_give_them_set_the_seeds_loss(numbers: bool
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
-def test_padding_is_not_learnt_however_it_is_labelled(side: str) -> None:
+def test_padding_is_never_learnt(side: str) -> None:
     """S0 5.3: what is masked counts in neither mean, labelled -100 or not; the loss is that of the texts alone."""
     model, batch = worn(number_dims=2), random_batch()
     mask = torch.arange(12) < torch.tensor([12, 9, 6, 7])[:, None]
@@ -451,7 +451,7 @@ def test_padding_is_not_learnt_however_it_is_labelled(side: str) -> None:
     assert_close(found, (sums[0] / sums[1] + sums[2] / sums[3]).float(), 1e-5, "the texts alone")
 
 
-def test_loading_takes_no_second_copy(tmp_path: Path) -> None:
+def test_loading_makes_no_second_copy(tmp_path: Path) -> None:
     """Tensors are the files' own pages, mapped: loading 40 MiB in shards allocates next to nothing."""
 
     def allocated() -> int:

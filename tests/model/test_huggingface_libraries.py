@@ -83,9 +83,7 @@ def test_the_pipeline_reads_and_writes_numbers(folder: Path, pair) -> None:
         pipe(PROMPTS[0], do_sample=True)
 
 
-def test_the_readmes_snippet_prints_numbers_and_an_interval_of_each(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_readmes_snippet_prints_numbers_with_intervals(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, *lines = run_snippet(Path(__file__).parents[2] / "README.md", "out/gsm8k", folder, capsys)
     prompt = "Tom has 3 bags of 12 apples. He has"
     assert text.startswith(prompt)
@@ -97,14 +95,14 @@ def test_the_readmes_snippet_prints_numbers_and_an_interval_of_each(
         assert len(number) <= 4, "two digits of a spread of some ten: no decimals"
 
 
-def test_other_models_get_the_pipeline_of_transformers(pair) -> None:
+def test_other_models_keep_transformers_pipeline(pair) -> None:
     plain = tiny_base(vocab_size=300)
     pipe = pipeline("text-generation", model=plain, tokenizer=pair[1].tokenizer)
     assert type(pipe) is TextGenerationPipeline
     assert pipe("tea", max_new_tokens=3, do_sample=False)[0]["generated_text"].startswith("tea")
 
 
-def test_peft_adapts_it_and_writes_with_it(folder: Path, pair, tmp_path: Path) -> None:
+def test_peft_trains_an_adapter_and_generates_with_it(folder: Path, pair, tmp_path: Path) -> None:
     model, tokenizer = pair
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]))
@@ -129,7 +127,7 @@ def test_peft_adapts_it_and_writes_with_it(folder: Path, pair, tmp_path: Path) -
     assert_close(adapted.merge_and_unload()(**batch, logits_to_keep=0).logits, logits, 1e-4, "W + BA is rounded once")
 
 
-def test_peft_after_merging_begins_with_the_trained_adapters() -> None:
+def test_peft_starts_from_the_merged_adapters() -> None:
     """PEFT would put its own, untrained ones in their place."""
     lora = {"r": 2, "alpha": 4, "dropout": 0.0, "target_modules": ["q_proj"]}
     model, tokenizer = tiny_pair(lora=lora)
@@ -230,7 +228,7 @@ def test_lm_eval_scores_a_hundred_items(
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_the_page_of_libraries_runs_as_it_stands(
+def test_every_code_block_of_huggingface_md_runs(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
 ) -> None:
     page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
@@ -247,7 +245,7 @@ def test_the_page_of_libraries_runs_as_it_stands(
 
 
 @pytest.mark.parametrize("shape", [{}, {"wide": 64, "random_features": 8, "number_dims": 2, "copies": 2}])
-def test_under_autocast_everything_behind_the_features_is_in_fp32(shape: dict[str, int]) -> None:
+def test_under_autocast_the_heads_stay_in_fp32(shape: dict[str, int]) -> None:
     """As under Trainer's bf16=True. A scale of 1e-3 beside a logit near 15 means nothing in bf16."""
     model, batch = tiny_causal_lm(**shape), random_batch()
     with torch.no_grad():

@@ -32,7 +32,7 @@ def logits_of(model: CausalQwenModel, ids: Tensor) -> Tensor:
     ("kind", "tied"), [("qwen2", False), ("qwen2", True), ("qwen3", False), ("llama", True), ("mistral", False)]
 )
 @torch.no_grad()
-def test_softmax_of_loc_is_the_base(start: str, shape: dict[str, int], kind: str, tied: bool) -> None:
+def test_the_softmax_of_loc_equals_the_bases(start: str, shape: dict[str, int], kind: str, tied: bool) -> None:
     """Exactly: the same products in the same order where C = H; to fp32 rounding where C > H, or rows are levelled."""
     base = tiny_base(kind, tied=tied)
     ids = random_ids(3, 9)
@@ -48,7 +48,7 @@ def test_softmax_of_loc_is_the_base(start: str, shape: dict[str, int], kind: str
 
 
 @torch.no_grad()
-def test_c_below_h_keeps_the_largest_directions() -> None:
+def test_causal_size_below_h_keeps_the_largest_directions() -> None:
     base = tiny_base()
     weight = base.lm_head.weight.clone()
     for c in (8, 16, HIDDEN - 1):
@@ -60,7 +60,7 @@ def test_c_below_h_keeps_the_largest_directions() -> None:
     assert 0.0 < error < 0.3
 
 
-def test_tied_head_is_a_clone() -> None:
+def test_a_tied_head_is_copied() -> None:
     """Training W_cls leaves the embeddings, tied to it in the base, untouched."""
     base = tiny_base(tied=True)
     assert base.lm_head.weight is base.model.embed_tokens.weight
@@ -92,7 +92,7 @@ def test_presets_are_the_seeds_constants() -> None:
 
 
 @torch.no_grad()
-def test_number_dimensions_are_unseen_by_words_and_carry_scale_one() -> None:
+def test_words_ignore_number_dimensions_which_have_scale_one() -> None:
     model = tiny_model(number_dims=4)
     assert not model.action.cls_weight[:, HIDDEN:].any()
     assert_close(model.action.reg_weight[HIDDEN:], torch.full((4,), 0.25), 1e-6)
@@ -121,7 +121,7 @@ def test_set_scales_splits_the_total(gamma: float, noise: float | None) -> None:
 
 
 @torch.no_grad()
-def test_num_row_and_num_bias() -> None:
+def test_the_row_and_bias_of_num_at_the_start() -> None:
     weight = tiny_base().lm_head.weight
     inherit, mean, small = (tiny_model(num_row_init=how).action for how in ("inherit", "mean", "small"))
     assert torch.equal(inherit.cls_weight, weight)
@@ -146,7 +146,7 @@ def test_a_head_with_a_bias_is_copied() -> None:
 
 
 @torch.no_grad()
-def test_a_range_of_rows_starts_as_that_part_of_the_whole() -> None:
+def test_a_range_of_rows_starts_as_that_part_of_the_head() -> None:
     whole, part = tiny_model(number_dims=2), tiny_model(number_dims=2, vocab_start=60, rows=35)
     rows = slice(60, 95)
     for name in ("cls_weight", "cls_bias", "threshold"):
@@ -236,7 +236,7 @@ def test_calibration_is_deterministic_and_stops_at_max_tokens(learnt_base: Causa
     assert asdict(reports[0])["gamma"] == reports[0].gamma
 
 
-def test_calibration_with_nothing_to_calibrate_on_is_refused() -> None:
+def test_calibration_without_labels_is_refused() -> None:
     with pytest.raises(ValueError, match="no labelled positions"):
         calibrate(tiny_model(), [])
 

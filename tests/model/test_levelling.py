@@ -47,7 +47,7 @@ def logits(model: CausalQwenModel, loc: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [{}, {"number_dims": 2}, {"causal_size": HIDDEN + 5}, {"causal_size": HIDDEN - 4}])
-def test_softmax_stays_and_the_normaliser_hardly_varies(shape: dict[str, int]) -> None:
+def test_levelling_keeps_the_softmax_and_flattens_the_normaliser(shape: dict[str, int]) -> None:
     model = model_of(**shape)
     loc, fresh = locations(model), locations(model, seed=1)
     before, unseen = logits(model, loc), logits(model, fresh)
@@ -61,7 +61,7 @@ def test_softmax_stays_and_the_normaliser_hardly_varies(shape: dict[str, int]) -
     assert 1 - told == pytest.approx(left, abs=0.1), "what is said of left-out tokens holds on others"
 
 
-def test_it_is_least_squares_where_tokens_are_many() -> None:
+def test_with_many_tokens_levelling_is_least_squares() -> None:
     model = model_of()
     loc = locations(model)
     norm = logits(model, loc).logsumexp(-1)
@@ -76,7 +76,7 @@ def test_it_is_least_squares_where_tokens_are_many() -> None:
 
 @pytest.mark.parametrize(("n", "p"), [(300, 24), (24, 300), (40, 40)])
 @pytest.mark.parametrize("noise", [0.1, 3.0])
-def test_the_ridge_is_scikit_learns(n: int, p: int, noise: float) -> None:
+def test_the_ridge_equals_scikit_learns(n: int, p: int, noise: float) -> None:
     from sklearn.linear_model import RidgeCV
 
     torch.manual_seed(n)
@@ -97,7 +97,7 @@ def test_too_few_tokens_change_nothing(tokens: int) -> None:
     assert torch.equal(model.action.cls_weight, rows)
 
 
-def test_a_normaliser_that_loc_u_does_not_tell_changes_nothing() -> None:
+def test_an_unpredictable_normaliser_changes_nothing() -> None:
     """Eight tokens in 16 dimensions, their normalisers noise: every ridge does worse than the mean."""
     model = model_of()
     torch.manual_seed(0)
@@ -118,7 +118,7 @@ def _levelled(loc: torch.Tensor, norm: torch.Tensor, vocab_group: int) -> tuple[
 
 
 @pytest.mark.parametrize("vocab_group", [1, 2])
-def test_two_ranks_take_what_one_takes(pool: Pool, vocab_group: int) -> None:
+def test_two_ranks_level_as_one(pool: Pool, vocab_group: int) -> None:
     model = model_of()
     loc = locations(model)
     norm = (loc @ model.action.cls_weight.T).logsumexp(-1).detach()
@@ -130,7 +130,7 @@ def test_two_ranks_take_what_one_takes(pool: Pool, vocab_group: int) -> None:
         assert said == pytest.approx(told, rel=1e-6)
 
 
-def test_calibration_levels_unless_told_not_to() -> None:
+def test_calibration_levels_by_default() -> None:
     batches = [random_batch(8, 20, numbers=False, seed=s) for s in range(2)]
     models = [model_of(), model_of()]
     rows = models[0].action.cls_weight.detach().clone()

@@ -45,7 +45,9 @@ def move(model: CausalQwenModel) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", FAMILY.values(), ids=FAMILY)
-def test_the_start_is_exact_and_off_is_the_base_to_the_bit(options: dict[str, object], dtype: torch.dtype) -> None:
+def test_new_adapters_change_nothing_and_disabling_gives_the_base(
+    options: dict[str, object], dtype: torch.dtype
+) -> None:
     batch, plain = random_batch(), tiny_model(str(options.get("kind", "qwen2")))
     plain.features.to(dtype)
     model = adapted(options, dtype)
@@ -57,7 +59,7 @@ def test_the_start_is_exact_and_off_is_the_base_to_the_bit(options: dict[str, ob
         assert torch.equal(z_of(model, batch), wanted)
 
 
-def test_rank_stabilised_scaling_is_by_the_root() -> None:
+def test_rank_stabilised_scaling_divides_by_the_root_of_the_rank() -> None:
     found = {}
     for name in ("lora", "rslora"):
         model = adapted(FAMILY[name])
@@ -67,7 +69,7 @@ def test_rank_stabilised_scaling_is_by_the_root() -> None:
 
 
 @pytest.mark.parametrize("options", FAMILY.values(), ids=FAMILY)
-def test_everything_of_an_adapter_trains_and_merging_keeps_the_function(options: dict[str, object]) -> None:
+def test_every_part_of_an_adapter_trains_and_merging_keeps_the_outputs(options: dict[str, object]) -> None:
     batch, model = random_batch(), adapted(options)
     move(model)
     before = z_of(model, batch)
@@ -84,7 +86,7 @@ def test_everything_of_an_adapter_trains_and_merging_keeps_the_function(options:
     torch.testing.assert_close(z_of(model, batch), before.detach(), rtol=1e-4, atol=1e-4)
 
 
-def test_names_that_no_module_has_are_refused_with_those_there_are() -> None:
+def test_unknown_target_modules_are_refused_with_the_known_ones() -> None:
     with pytest.raises(UserError, match="names out of down_proj, gate_proj, k_proj") as refusal:
         adapted({"target_modules": ["query"]})
     assert refusal.value.key == "model.lora.target_modules"
@@ -110,7 +112,7 @@ def test_four_bits_need_a_gpu(tmp_path: object) -> None:
 
 
 @pytest.mark.parametrize("trained", ["lora", "embedding and lora"])
-def test_recomputing_gives_equal_gradients_with_a_frozen_embedding(trained: str) -> None:
+def test_checkpointing_gives_equal_gradients_with_a_frozen_embedding(trained: str) -> None:
     """Non-reentrant: the inputs of a layer need no gradient for its adapters to get theirs."""
     grads = []
     for recompute in (False, True):

@@ -51,7 +51,7 @@ def fitted(
 
 
 @pytest.mark.parametrize("law", ["normal", "laplace"])
-def test_products_of_features_are_the_kernel(law):
+def test_products_of_random_features_equal_the_kernel(law):
     """Within four standard deviations of a mean of 20,000 cosines."""
     part, (ids, values) = part_of(0), rows(60)
     texts = texts_before(part, batch_of(ids, values, values[:, 2]), torch.arange(60) * len(LINES) + len(LINES) - 1)
@@ -64,7 +64,7 @@ def test_products_of_features_are_the_kernel(law):
     assert np.abs(found.x @ found.x.T - kernel).max() < 4 / np.sqrt(20_000) * 1.25
 
 
-def test_numbers_that_act_together_are_read():
+def test_an_interaction_of_two_numbers_is_learnt():
     part, ids, values, left_out = fitted(400)
     y = truth_of(values)
     assert (left_out - y).abs().mean() < 0.25 * (y - y.median()).abs().mean()
@@ -76,7 +76,7 @@ def test_numbers_that_act_together_are_read():
 
 
 @pytest.mark.parametrize("cuts", [[1], [3, 6], list(range(1, 9))])
-def test_a_text_in_pieces_is_the_text(cuts):
+def test_a_text_in_pieces_has_the_same_features(cuts):
     part, ids, values, _ = fitted(100)
     whole, _ = part(ids[:5], values[:5])
     state, pieces = None, []
@@ -88,7 +88,7 @@ def test_a_text_in_pieces_is_the_text(cuts):
     assert_close(packed.view(2, 5, 9), whole, 1e-5)
 
 
-def test_numbers_of_unknown_names_do_not_count():
+def test_numbers_with_unknown_names_are_ignored():
     part, ids, values, _ = fitted(100)
     known = part.entries(ids[:1], values[:1])
     x = part.numbers.read(known.name, known.phi, known.value, known.number)
@@ -101,7 +101,7 @@ def linear(values: torch.Tensor) -> torch.Tensor:
     return 2.0 * phi(values[:, 2]).double() - phi(values[:, 6]).double()
 
 
-def test_numbers_are_read_linearly_by_their_names():
+def test_numbers_enter_linearly_by_name():
     """Of 400 rows whose answer is linear: what is left is the shrinkage and limits of far values, some per cent."""
     part, ids, values, left_out = fitted(400, 0, linear(rows(400)[1]))
     truth = linear(values) - linear(values).median()
@@ -110,7 +110,7 @@ def test_numbers_are_read_linearly_by_their_names():
 
 
 @pytest.mark.parametrize("random_features", [0, COUNT])
-def test_a_value_far_from_all_others_counts_as_the_farthest(random_features):
+def test_outliers_are_limited(random_features):
     """Years near 2000 and one cell of 0: without a limit it was worth some thousand standard deviations."""
     ids, values = rows(100)
     values[:, 2] = 2000 + (values[:, 2] * 5).round()
@@ -126,7 +126,7 @@ def test_a_value_far_from_all_others_counts_as_the_farthest(random_features):
     assert g.abs().max() < 2 * FAR * y.std()
 
 
-def test_a_constant_and_a_name_of_few_texts_are_not_read():
+def test_constant_and_rare_names_are_ignored():
     ids, values = rows(100)
     values[:, 2] = 7.0
     ids[5:, 4] = 8  # five texts alone have the name 5, 6
@@ -137,7 +137,7 @@ def test_a_constant_and_a_name_of_few_texts_are_not_read():
     assert found.x[5:].std() == pytest.approx(1.0, rel=0.05)
 
 
-def test_names_survive_any_dtype():
+def test_names_survive_a_change_of_dtype():
     columns = torch.tensor([0, 255, 256, 262_143, 2**24 - 1])
     part = NamedNumbers(FOLDS, 4)
     part.names.data[:5] = bytes_of(columns)
@@ -145,7 +145,7 @@ def test_names_survive_any_dtype():
     assert (part.names[:5].long() * torch.tensor([65536, 256, 1])).sum(-1).tolist() == columns.tolist()
 
 
-def test_the_calibrated_start_fits_them():
+def test_the_calibrated_start_fits_the_random_features():
     ids, values = rows(240)
     y = truth_of(values)
     shape = {"start": "calibrated", "number_dims": 2, "target": {"name": "standardise", "median": 0.0, "scale": 1.0}}
@@ -158,7 +158,7 @@ def test_the_calibrated_start_fits_them():
     assert errors[1] < 0.5 * errors[0]
 
 
-def test_a_sum_is_nearly_exact_as_values_themselves_are_read():
+def test_sums_are_nearly_exact():
     """Sums of numbers below a million are linear in values, not in their logarithms. What is left is fp32: without the
     values the median error is some 2,000. An intercept is left to what reads the wide part."""
     ids, _ = rows(400)
@@ -175,7 +175,7 @@ def test_a_sum_is_nearly_exact_as_values_themselves_are_read():
     assert error.max() < 5.0
 
 
-def test_a_value_that_no_square_holds_is_only_far():
+def test_a_value_whose_square_overflows_is_limited():
     part, ids, values, _ = fitted(100)
     values[0, 2], values[1, 2] = 1e308, -1e308
     assert part(ids, values)[0].isfinite().all()

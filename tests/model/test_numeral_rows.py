@@ -127,7 +127,7 @@ def f1(said: Tensor, true: Tensor) -> float:
 
 
 @pytest.mark.parametrize("shape", [{}, {"number_dims": 4}, {"causal_size": HIDDEN + 5}])
-def test_num_is_said_where_a_number_follows_and_nowhere_else(shape: dict[str, int]) -> None:
+def test_num_is_predicted_only_where_a_number_follows(shape: dict[str, int]) -> None:
     model, report = started(**shape)
     before, after, held = turned(**shape), model, batch_of(100)
     loc, z, labels = scores(after, held)
@@ -161,7 +161,7 @@ def test_other_words_are_ranked_as_the_base_ranks_them() -> None:
     assert float(apart.median()) < -APART / 2
 
 
-def test_where_no_number_is_among_the_tokens_the_row_is_the_bases_mass_of_digits() -> None:
+def test_without_numbers_the_row_is_fitted_to_the_bases_mass_of_digits() -> None:
     model, report = started(numbers=False)
     assert (report.num_f1, report.num_p_mean, report.numbers, report.reg_mdae) == (None, None, 0, None)
     assert report.num_row_told > 0.6
@@ -188,7 +188,7 @@ def test_without_numerals_no_row_is_fitted() -> None:
     assert report.num_row_told == 0
 
 
-def test_rows_that_are_fitted_alone_leave_all_other_rows_to_the_bit() -> None:
+def test_fitting_rows_keeps_all_other_rows_to_the_bit() -> None:
     model = turned()
     before = model.action.cls_weight.detach().clone()
     report = calibrate(model, [batch_of(s) for s in range(3)], level=False, max_tokens=900, numerals=DIGITS)
@@ -248,7 +248,7 @@ def _started_on_ranks(weights: dict[str, Tensor], group: int) -> tuple[dict[str,
 
 
 @pytest.mark.parametrize("group", [1, 2])
-def test_two_ranks_start_as_one(pool: Pool, group: int) -> None:
+def test_two_ranks_calibrate_as_one(pool: Pool, group: int) -> None:
     model = turned(number_dims=4)
     # in the order of the ranks: what is left out together follows it
     one = asdict(calibrate(model, [batch_of(s) for s in (0, 2, 1, 3)], max_tokens=4000, numerals=DIGITS))
@@ -265,7 +265,7 @@ def test_two_ranks_start_as_one(pool: Pool, group: int) -> None:
 
 
 @torch.no_grad()
-def test_y_starts_as_the_line_that_was_found() -> None:
+def test_y_starts_as_the_fitted_line() -> None:
     g = torch.Generator().manual_seed(0)
     coefficients = torch.randn(HIDDEN, generator=g, dtype=torch.float64) / 5
     batch = random_batch()
@@ -284,7 +284,7 @@ def test_y_starts_as_the_line_that_was_found() -> None:
 
 
 @torch.no_grad()
-def test_where_only_the_median_is_known_y_still_has_a_scale() -> None:
+def test_y_has_a_scale_even_if_only_the_median_is_known() -> None:
     batch = random_batch()
     for dims in (8, 0):
         model = tiny_model(start="calibrated", number_dims=dims)
@@ -294,7 +294,7 @@ def test_where_only_the_median_is_known_y_still_has_a_scale() -> None:
 
 
 @torch.no_grad()
-def test_numbers_that_are_told_exactly_leave_the_least_scale() -> None:
+def test_exactly_predicted_numbers_get_the_smallest_scale() -> None:
     batch = random_batch()
     model = tiny_model(start="calibrated", number_dims=8)
     start_regression(model, torch.ones(HIDDEN, dtype=torch.float64), 3.5, 1e-9)
@@ -330,7 +330,7 @@ def told_by_features(seed: int) -> Batch:
 @pytest.mark.parametrize("dims", [0, 8])
 @pytest.mark.parametrize("target", TARGETS)
 @torch.no_grad()
-def test_numbers_start_no_worse_than_by_their_median(target: str, dims: int) -> None:
+def test_numbers_start_no_worse_than_their_median(target: str, dims: int) -> None:
     """In each unit, on batches that the start has not seen."""
     model = turned(number_dims=dims, target=asdict(TARGETS[target]))
     report = calibrate(model, [told_by_features(s) for s in range(4)], max_tokens=2000, numerals=DIGITS)
@@ -352,7 +352,7 @@ def test_numbers_start_no_worse_than_by_their_median(target: str, dims: int) -> 
 # ------------------------------------------------------------------------------------------------------- stopping
 
 
-def test_a_stop_at_any_part_of_the_start_goes_through_and_the_next_start_is_as_the_first() -> None:
+def test_calibration_can_be_stopped_anywhere_and_repeated() -> None:
     """`progress` raises at its k-th call; what is left of the model, started again from the base, is as untouched."""
     batches = [batch_of(s) for s in range(2)]
     calls: list[str] = []

@@ -28,7 +28,7 @@ def linear(n: int, p: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize(("n", "p"), [(300, 24), (24, 300), (40, 40)])
 @pytest.mark.parametrize("noise", [0.1, 3.0])
-def test_without_an_intercept_it_is_scikit_learns(n: int, p: int, noise: float) -> None:
+def test_without_an_intercept_it_equals_scikit_learns(n: int, p: int, noise: float) -> None:
     from sklearn.linear_model import RidgeCV
 
     g = torch.Generator().manual_seed(n)
@@ -43,7 +43,7 @@ def test_without_an_intercept_it_is_scikit_learns(n: int, p: int, noise: float) 
 
 
 @pytest.mark.parametrize("intercept", [True, False])
-def test_rows_that_are_all_zero_or_all_alike_do_not_break_it(intercept: bool) -> None:
+def test_zero_and_equal_rows_are_handled(intercept: bool) -> None:
     y = torch.arange(9, dtype=torch.float64)
     found, share = ridge_by_leave_one_out(torch.zeros(9, 4, dtype=torch.float64), y, intercept)
     assert not found.any()
@@ -76,7 +76,7 @@ def test_the_scale_is_the_cauchy_scale_of_what_the_fit_leaves() -> None:
         assert 0.9 * noise < fit.scale < 1.5 * noise
 
 
-def test_wild_numbers_hardly_bend_it() -> None:
+def test_outliers_hardly_change_the_fit() -> None:
     x, _, clean = linear(800, 8)
     y = clean + 0.1 * cauchy(800, 3).clamp(-5, 5)
     plain = robust_ridge(x, y)
@@ -92,7 +92,7 @@ def test_wild_numbers_hardly_bend_it() -> None:
 
 @pytest.mark.parametrize(("n", "p"), [(200, 10), (40, 100)])
 @pytest.mark.parametrize(("unit", "shift"), [(1e6, 0.0), (1e-6, 0.0), (3.0, 500.0), (-2.0, -4.0)])
-def test_it_knows_no_units(n: int, p: int, unit: float, shift: float) -> None:
+def test_the_fit_does_not_depend_on_units(n: int, p: int, unit: float, shift: float) -> None:
     x, _, clean = linear(n, p)
     y = clean + 0.1 * cauchy(n, 4)
     fit, other = robust_ridge(x, y), robust_ridge(x, unit * y + shift)
@@ -113,7 +113,7 @@ def is_median(fit: RobustFit, y: Tensor) -> bool:
     )
 
 
-def test_where_x_tells_nothing_it_is_the_median() -> None:
+def test_an_uninformative_x_gives_the_median() -> None:
     y = 50 + 20 * cauchy(300, 5)
     for x in (torch.zeros(300, 6, dtype=torch.float64), torch.ones(300, 6, dtype=torch.float64)):
         fit = robust_ridge(x, y)
@@ -129,7 +129,7 @@ def test_where_x_tells_nothing_it_is_the_median() -> None:
 
 @pytest.mark.parametrize("n", [0, 1, 2, 5, 15, 16, 17])
 @pytest.mark.parametrize("p", [1, 40])
-def test_few_numbers_give_a_fit_all_the_same(n: int, p: int) -> None:
+def test_few_numbers_give_a_fit_too(n: int, p: int) -> None:
     x, _, y = linear(n, p)
     fit = robust_ridge(x, y)
     assert fit.coefficients.shape == (p,)
@@ -143,7 +143,7 @@ def test_few_numbers_give_a_fit_all_the_same(n: int, p: int) -> None:
     assert fit.coefficients.isfinite().all()
 
 
-def test_numbers_that_are_all_the_same_are_that_number() -> None:
+def test_equal_numbers_are_predicted_exactly() -> None:
     x, *_ = linear(100, 5)
     for value in (0.0, -3.5, 1e12):
         fit = robust_ridge(x, torch.full((100,), value, dtype=torch.float64))
@@ -152,7 +152,7 @@ def test_numbers_that_are_all_the_same_are_that_number() -> None:
         assert 0 < fit.scale <= LEAST_SCALE
 
 
-def test_mostly_the_same_number_and_few_others_is_finite() -> None:
+def test_mostly_equal_numbers_give_a_finite_fit() -> None:
     """The interquartile range is 0: the mean distance from the median is the unit then."""
     x, *_ = linear(100, 5)
     y = torch.zeros(100, dtype=torch.float64)
@@ -164,7 +164,7 @@ def test_mostly_the_same_number_and_few_others_is_finite() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_numbers_left_out_are_never_told_worse_than_by_the_median(seed: int) -> None:
+def test_left_out_predictions_are_never_worse_than_the_median(seed: int) -> None:
     """Median errors, of wild and tame laws, telling and untelling x, and numbers of two places far apart."""
     g = torch.Generator().manual_seed(seed)
     n, p = 20 + 37 * seed, (3, 60, 300)[seed % 3]

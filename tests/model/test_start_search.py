@@ -66,7 +66,7 @@ def mean_loss(loc_s: Tensor, scale_s: Tensor, labels: Tensor, threshold: float) 
 @pytest.mark.parametrize("used", [None, NUM + 1])
 @pytest.mark.parametrize("point", POINTS)
 @torch.no_grad()
-def test_a_point_is_the_loss_the_best_word_and_the_sum_of_p(point: tuple[float, float], used: int | None) -> None:
+def test_a_point_gives_the_loss_the_best_word_and_the_sum_of_p(point: tuple[float, float], used: int | None) -> None:
     model, (loc, labels) = model_of(), tokens()
     loss, best, prob_sum = search(model, loc, labels, used).at(*point)
     loc_s, scale_s = exact(model, loc, *point)
@@ -82,7 +82,7 @@ def test_a_point_is_the_loss_the_best_word_and_the_sum_of_p(point: tuple[float, 
 
 
 @torch.no_grad()
-def test_p_of_a_word_is_its_p() -> None:
+def test_p_of_a_word_equals_the_formula() -> None:
     model, (loc, labels) = model_of(), tokens()
     loc_s, scale_s = exact(model, loc, 6.0, 1e-2)
     found = search(model, loc, labels).p_of(17, 6.0, 1e-2)
@@ -91,7 +91,7 @@ def test_p_of_a_word_is_its_p() -> None:
 
 
 @torch.no_grad()
-def test_the_histogram_has_the_loss_of_what_it_is_of() -> None:
+def test_the_histograms_loss_equals_the_exact_loss() -> None:
     """To what a cell is wide: two hundredths of a nat of location, beside which scales here are not small, and its
     norms within 24 steps, by which log P of a rare word varies as it does by gamma."""
     model, (loc, labels) = model_of(), tokens()
@@ -106,7 +106,7 @@ def test_the_histogram_has_the_loss_of_what_it_is_of() -> None:
 
 
 @torch.no_grad()
-def test_labels_are_taken_one_by_one() -> None:
+def test_the_histogram_counts_labels_exactly() -> None:
     """Of a single word's logits a histogram may say what it likes; the labels' are exact."""
     model, (loc, labels) = model_of(), tokens()
     seen = search(model, loc, labels).histogram()
@@ -148,7 +148,7 @@ def test_labels_that_are_random_end_at_the_uniform_loss() -> None:
 
 
 @torch.no_grad()
-def test_a_single_token_and_rows_that_are_all_alike_are_searched_too() -> None:
+def test_the_search_handles_one_token_and_equal_rows() -> None:
     model, (loc, labels) = model_of(), tokens()
     model.action.cls_weight.copy_(model.action.cls_weight[:1].expand(VOCAB, -1).clone())
     model.action.cls_bias.zero_()
@@ -161,7 +161,7 @@ def test_a_single_token_and_rows_that_are_all_alike_are_searched_too() -> None:
 
 
 @torch.no_grad()
-def test_changed_rows_are_followed() -> None:
+def test_changed_rows_update_the_search() -> None:
     """`take` and `redo` leave the logits that a new search of the changed rows would make."""
     model, (loc, labels) = model_of(), tokens()
     seen = search(model, loc, labels)
@@ -210,7 +210,7 @@ def on_rank(loc: Tensor, labels: Tensor, counts: tuple[int, int], group: int, us
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("counts", [(45, 25), (70, 0), (0, 70)])
 @torch.no_grad()
-def test_two_ranks_see_what_one_sees(pool: Pool, counts: tuple[int, int], group: int, used: int | None) -> None:
+def test_two_ranks_search_as_one(pool: Pool, counts: tuple[int, int], group: int, used: int | None) -> None:
     """With 60 rows in use the second rank of a group has 9 of its 50 in use."""
     loc, labels = tokens()
     labels = labels.clamp(max=59)

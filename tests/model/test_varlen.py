@@ -78,7 +78,7 @@ def trained(model: CausalQwenModel, batches: list[Batch]) -> tuple[Tensor, dict[
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_loss_and_every_gradient_are_those_of_each_text_alone_and_of_the_mask(kind: str) -> None:
+def test_loss_and_gradients_equal_each_text_alone_and_the_mask(kind: str) -> None:
     """fp32, relative to a tensor's largest entry: the products have other shapes. 1e-5 of the loss, 1e-4 of gradients:
     the regression's bias has one of opposite terms that leave a thousandth. Mistral's window is 5."""
     alone = [batch_of([(text,)]) for row in samples() for text in row if len(text.ids) > 1]
@@ -90,7 +90,7 @@ def test_loss_and_every_gradient_are_those_of_each_text_alone_and_of_the_mask(ki
         assert_all_close(grads, wanted, 1e-4)
 
 
-def test_the_mask_is_not_made_and_is_made_again_for_a_call_without_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_mask_is_made_for_packed_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     batch, model = batch_of(samples()), model_of("qwen2", within=True)
     made = []
     monkeypatch.setattr(varlen, "sdpa_mask", lambda *args, **given: made.append(sdpa_mask(*args, **given)) or made[-1])
@@ -107,7 +107,7 @@ def test_the_mask_is_not_made_and_is_made_again_for_a_call_without_texts(monkeyp
 
 @pytest.mark.parametrize("kind", ["qwen2", "mistral"])
 @pytest.mark.parametrize("how", ["reentrant", "plain"])
-def test_recomputed_layers_know_the_texts_in_backward(kind: str, how: str) -> None:
+def test_checkpointed_layers_know_the_texts_in_backward(kind: str, how: str) -> None:
     batch = batch_of(samples())
     loss, wanted = trained(model_of(kind, within=True), [batch])
     again, grads = trained(model_of(kind, within=True, checkpointing=how), [batch])
@@ -115,7 +115,7 @@ def test_recomputed_layers_know_the_texts_in_backward(kind: str, how: str) -> No
     assert_all_close(grads, wanted, 1e-6)
 
 
-def test_rows_of_one_text_are_what_they_were_to_the_bit() -> None:
+def test_unpacked_rows_are_unchanged_to_the_bit() -> None:
     rows = samples(((9,), (16,), (4,)))
     batch = batch_of(rows)
     assert batch.texts.lengths == [16, 16, 16]
@@ -147,7 +147,7 @@ def test_compiled_and_recomputed_layers_are_refused_together() -> None:
         Config.model_validate({"model": model, "data": {"train": "x"}})
 
 
-def test_texts_lie_where_positions_begin_again_and_go_with_the_batch() -> None:
+def test_text_boundaries_follow_from_positions() -> None:
     batch = batch_of(samples())
     assert batch.texts.lengths == [7, 1, 5, 3, 11, 1, 3, 1, 16]
     assert batch.texts.begin.tolist() == [0, 7, 8, 13, 16, 27, 28, 31, 32, 48]
@@ -158,7 +158,7 @@ def test_texts_lie_where_positions_begin_again_and_go_with_the_batch() -> None:
     assert moved.texts.begin.device.type == "meta"
 
 
-def test_the_saved_config_names_no_attention_of_ours(tmp_path) -> None:
+def test_the_saved_config_does_not_name_varlen(tmp_path) -> None:
     model = model_of("qwen2", within=True)
     model.transformer.config.save_pretrained(tmp_path)  # type: ignore[union-attr, operator]
     assert varlen.NAME not in (tmp_path / "config.json").read_text()
@@ -189,7 +189,7 @@ def by_formula(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_attention_is_the_formula_with_shared_key_heads_and_a_window(window: int | None) -> None:
+def test_attention_equals_the_formula_with_shared_key_heads_and_a_window(window: int | None) -> None:
     q, k, v = given()
     parts = zip(q.split(texts().lengths), k.split(texts().lengths), v.split(texts().lengths), strict=True)
     wanted = torch.cat([by_formula(*part, window) for part in parts])
@@ -239,7 +239,7 @@ def on_ampere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("signature", [v2_10, v2_11, v2_12])
 @pytest.mark.parametrize("window", [None, 4])
-def test_the_kernel_is_called_as_each_torch_wants_it(
+def test_the_kernel_call_fits_each_torch_version(
     signature: Callable[..., Any], window: int | None, on_ampere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_varlen, "varlen_attn", signature)
@@ -253,7 +253,7 @@ def test_the_kernel_is_called_as_each_torch_wants_it(
     assert_close(found, _within(q, k, v, texts(), 8**-0.5, 0.0, window), 1e-6, "attention")
 
 
-def test_this_torchs_kernel_takes_the_arguments_and_has_a_gradient(on_ampere: None) -> None:
+def test_this_torchs_kernel_accepts_the_arguments_and_has_a_gradient(on_ampere: None) -> None:
     """By its shapes alone: the meta device runs what the kernel says of itself."""
     for window in (None, 4):
         q, k, v = (x.detach().to("meta", torch.bfloat16).requires_grad_() for x in given())
@@ -266,7 +266,7 @@ def test_this_torchs_kernel_takes_the_arguments_and_has_a_gradient(on_ampere: No
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 8), (torch.bfloat16, 6), (torch.bfloat16, 264)])
-def test_what_no_kernel_takes_runs_text_by_text(dtype: torch.dtype, width: int, on_ampere: None) -> None:
+def test_unsupported_inputs_run_text_by_text(dtype: torch.dtype, width: int, on_ampere: None) -> None:
     assert kernel_for(dtype, width, None) is None
 
 
@@ -274,7 +274,7 @@ def test_what_no_kernel_takes_runs_text_by_text(dtype: torch.dtype, width: int, 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize(("heads", "width"), [(2, 64), (6, 64), (14, 128)])
-def test_the_kernel_on_the_gpu(window: int | None, heads: int, width: int) -> None:
+def test_varlen_kernel_on_a_gpu(window: int | None, heads: int, width: int) -> None:
     """bf16: no further from the formula in float64 than text by text in bf16 is, plus bf16's rounding of the result."""
     q, k, v = given(heads=heads, width=width)
     parts = zip(q.split(texts().lengths), k.split(texts().lengths), v.split(texts().lengths), strict=True)

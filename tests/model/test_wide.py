@@ -68,7 +68,7 @@ def batch_of(ids, values, targets) -> Batch:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_positions_that_are_kept_are_those_of_the_whole(training):
+def test_kept_positions_equal_those_of_the_whole_text(training):
     part, (ids, values) = WidePart(BUCKETS, NUM, VOCAB, 8).train(training), texts(3)
     for table in part.parameters():
         table.data.normal_(generator=torch.Generator().manual_seed(3))
@@ -80,7 +80,7 @@ def test_positions_that_are_kept_are_those_of_the_whole(training):
 
 
 @pytest.mark.parametrize("cuts", [[1], [2, 3], [4, 5, 6], list(range(1, 9))])
-def test_a_text_in_pieces_is_the_text(cuts):
+def test_a_text_in_pieces_gives_the_same_outputs(cuts):
     part, (ids, values) = worn_part(), texts(3)
     whole, _ = part(ids, values)
     state, pieces = None, []
@@ -92,7 +92,7 @@ def test_a_text_in_pieces_is_the_text(cuts):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_packed_and_padded_texts_are_read_alone(training):
+def test_packed_and_padded_texts_do_not_mix(training):
     part, (ids, values) = worn_part().train(training), texts(2)
     alone, _ = part(ids, values)
     packed, _ = part(ids.view(1, -1), values.view(1, -1), positions=torch.arange(9).repeat(2)[None])
@@ -103,7 +103,7 @@ def test_packed_and_padded_texts_are_read_alone(training):
     assert_close(padded[..., 4:], alone, 1e-6)
 
 
-def test_order_words_and_values_all_count():
+def test_order_words_and_values_change_the_features():
     part, (ids, values) = worn_part(), texts(1)
     last = part(ids, values)[0][0, 0, -1]
     turned, other, more = ids.clone(), ids.clone(), values.clone()
@@ -114,7 +114,7 @@ def test_order_words_and_values_all_count():
         assert (part(*changed)[0][0, 0, -1] - last).abs() > 1e-4
 
 
-def test_a_line_counts_as_a_whole_wherever_it_stands():
+def test_a_whole_line_is_a_feature_wherever_it_stands():
     part = WidePart(BUCKETS, NUM, VOCAB).eval()
     part.line_end.data[0] = 1.0
     entries = part.entries(torch.tensor([[7, 8, 9, 0, 5, 0, 7, 8, 9, 0, 7, 9, 8, 0]]), torch.zeros(1, 14))
@@ -153,7 +153,7 @@ def test_the_closed_form_is_a_ridge_regression():
         np.testing.assert_allclose(g[own], theirs.predict(rows[own]), atol=1e-8)
 
 
-def test_a_fitted_text_is_read_without_its_own_fold_in_training_and_by_all_tables_else():
+def test_training_texts_are_read_without_their_fold_others_by_all_folds():
     part, (ids, values) = WidePart(BUCKETS, NUM, VOCAB), texts(200)
     y = truth_of(ids, values)
     batch = batch_of(ids, values, y)
@@ -169,7 +169,7 @@ def test_a_fitted_text_is_read_without_its_own_fold_in_training_and_by_all_table
 
 
 @pytest.mark.parametrize(("rows", "helps"), [(120, True), (wide_start.FEW, False)])
-def test_of_few_texts_a_cell_may_weigh_as_much_as_its_words(rows, helps, monkeypatch):
+def test_with_few_texts_a_line_may_weigh_as_much_as_its_words(rows, helps, monkeypatch):
     """One line says what the number is, by two words together; twelve others are noise. Line ends: the ids below 5."""
     draw = torch.Generator().manual_seed(4)
     cells, noise = torch.randint(5, 9, (rows, 2), generator=draw), torch.randint(9, 30, (rows, 12), generator=draw)
@@ -188,7 +188,7 @@ def test_of_few_texts_a_cell_may_weigh_as_much_as_its_words(rows, helps, monkeyp
     assert (found < 0.9 * error()) if helps else (found == error())
 
 
-def test_a_better_fit_of_few_numbers_must_be_better_by_two_standard_errors():
+def test_with_few_numbers_a_better_fit_needs_two_standard_errors():
     draw = np.random.default_rng(0)
     noise = draw.standard_normal(100)
     noise = (noise - noise.mean()) / noise.std()
@@ -199,7 +199,7 @@ def test_a_better_fit_of_few_numbers_must_be_better_by_two_standard_errors():
             assert better.beats(worse) is expected
 
 
-def test_noise_is_not_fitted():
+def test_pure_noise_is_not_fitted():
     part, (ids, values) = WidePart(BUCKETS, NUM, VOCAB), texts(200)
     noise = torch.randn(200, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     found = fit_wide(texts_before(part, batch_of(ids, values, noise), torch.arange(200) * 9 + 8), noise, BUCKETS)
@@ -208,7 +208,7 @@ def test_noise_is_not_fitted():
     assert fit_wide(few, noise[:9], BUCKETS) is None
 
 
-def test_calibration_starts_with_it_and_words_do_not_see_it():
+def test_calibration_fits_the_wide_part_and_words_ignore_it():
     ids, values = texts(240)
     y = truth_of(ids, values)
     shape = {"start": "calibrated", "number_dims": 2, "target": {"name": "standardise", "median": 1.0, "scale": 2.0}}
@@ -225,7 +225,7 @@ def test_calibration_starts_with_it_and_words_do_not_see_it():
     assert errors[1] < 0.8 * errors[0]
 
 
-def test_further_texts_are_fitted_too_and_each_is_read_without_its_own_fold():
+def test_evaluation_texts_are_fitted_and_read_without_their_fold():
     """wide_batches: on 40 texts alone little is known of 30 words; with 160 more that the wide part alone learns, new
     texts are read better, and the 160 themselves no better than new ones in training mode."""
     shape = {"start": "calibrated", "number_dims": 2, "wide": BUCKETS}
@@ -250,7 +250,7 @@ def test_further_texts_are_fitted_too_and_each_is_read_without_its_own_fold():
     assert 0.75 * expected < honest < 1.5 * expected  # the eighth that is left out costs a little, 160 texts vary
 
 
-def test_generation_with_a_cache_is_generation_without():
+def test_cached_generation_equals_uncached_generation():
     model = tiny_causal_lm(wide=BUCKETS, number_dims=2)
     model.model.wide.weight.data.copy_(worn_part().weight * 0.1)
     model.model.action.cls_bias.data[NUM] += 3.0  # numbers are written
@@ -280,18 +280,18 @@ def test_g_survives_the_dtype_of_z(dtype, tolerance):
     assert torch.equal(spread, h.to(dtype))
 
 
-def test_gradient_descent_leaves_it_alone():
+def test_gradient_descent_does_not_change_the_wide_part():
     """Also under a trainer that trains whatever asks for a gradient: its tables are those of the closed form."""
     assert [name for name, p in worn_part().named_parameters() if p.requires_grad] == []
 
 
-def test_there_are_as_many_tables_as_folds_of_like_size():
+def test_there_is_one_table_a_fold():
     part, (ids, values) = WidePart(64, NUM, VOCAB), texts(800)
     folds = [t.fold for t in texts_before(part, batch_of(ids, values, torch.zeros(800)), torch.arange(800) * 9 + 8)]
     assert np.bincount(folds, minlength=FOLDS).min() > 60  # of 100; four standard deviations
 
 
-def test_as_many_numbers_as_features_need_a_larger_ridge_than_few_of_them() -> None:
+def test_the_ridge_grows_when_numbers_equal_features() -> None:
     draw = np.random.default_rng(0)
     n, features = 500, 480
     x = draw.standard_normal((n, features)) / np.sqrt(features)
@@ -310,7 +310,7 @@ def test_as_many_numbers_as_features_need_a_larger_ridge_than_few_of_them() -> N
     assert every.climbed(x @ x.T, _Found(np.zeros(0), RIDGES[-1], 1.0)) == ridge, "from above too"
 
 
-def test_a_fold_left_out_leaves_no_trace_in_its_fit() -> None:
+def test_a_left_out_fold_does_not_affect_its_fit() -> None:
     """Neither in the second fit's weights, which come from the first fit's errors (with missing folds, too)."""
     draw = np.random.default_rng(0)
     x, t, folds = draw.standard_normal((60, 40)), draw.standard_cauchy(60), np.arange(60) % (FOLDS - 1)

@@ -34,7 +34,7 @@ def law_of(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch
     return ids, values, y, loud
 
 
-def test_the_closed_form_is_a_ridge_regression_of_the_errors_logarithms():
+def test_the_scale_is_a_ridge_regression_of_log_errors():
     """To 1e-8: both in float64. Each fold's numbers do not enter its own fit."""
     draw = np.random.default_rng(0)
     x = draw.standard_normal((300, 12))
@@ -61,7 +61,7 @@ def test_the_closed_form_is_a_ridge_regression_of_the_errors_logarithms():
         np.testing.assert_allclose(h.clip(-MOST, MOST), found.left_out[own], atol=1e-8)
 
 
-def test_one_scale_for_all_stays_one():
+def test_equal_spread_gives_one_scale():
     draw = np.random.default_rng(1)
     x = draw.standard_normal((300, 40))
     for law in (draw.standard_normal, draw.standard_cauchy):
@@ -70,12 +70,12 @@ def test_one_scale_for_all_stays_one():
         assert not found.solved.any()
 
 
-def test_no_error_at_all_is_one_scale():
+def test_zero_errors_give_one_scale():
     found = fit_spread(np.eye(64), np.zeros(64), np.arange(64) % FOLDS, 64)
     assert not found.left_out.any()
 
 
-def test_a_word_behind_which_errors_are_larger_is_found():
+def test_a_word_with_larger_errors_gets_a_larger_scale():
     ids, values, y, _ = law_of(800)
     part = WidePart(BUCKETS, NUM, VOCAB)
     found = fit_wide(texts_before(part, batch_of(ids, values, y), torch.arange(800) * 9 + 8), y, BUCKETS)
@@ -103,7 +103,7 @@ def test_the_calibrated_start_gives_each_number_its_own_scale():
 
 
 @pytest.mark.parametrize("activation", ["softplus", "exp"])
-def test_h_is_a_factor_of_the_number_dimensions_scale_and_no_words(activation):
+def test_the_spread_scales_only_the_number_dimensions(activation):
     network = AbductionNetwork(6, 8, scale_activation=activation, number_dims=2)
     network.scale_net.weight.data.normal_(generator=torch.Generator().manual_seed(0))
     z = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))

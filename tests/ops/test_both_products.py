@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_are_as_exact_as_plain_products(
+def test_the_blocked_products_are_as_exact_as_plain_ones(
     shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(both_products, "BLOCK_BYTES", 64 * 37 * 4)
@@ -40,7 +40,7 @@ def test_blocks_are_as_exact_as_plain_products(
     torch.testing.assert_close(exact.scale, u.scale.double() @ weight.double().abs().T, rtol=1e-12, atol=1e-12)
 
 
-def test_a_compiler_sees_one_operation_that_does_what_it_says() -> None:
+def test_torch_compile_sees_one_custom_operation() -> None:
     u, weight = problem(3, 37, 70, torch.float32)
     torch.library.opcheck(both_products._BOTH_PRODUCTS, (*u, weight))
     torch.library.opcheck(both_products._BOTH_PRODUCTS, tuple(each.bfloat16() for each in (*u, weight)))
@@ -56,7 +56,7 @@ def test_a_compiler_sees_one_operation_that_does_what_it_says() -> None:
     assert not any("matmul" in name or "abs" in name for name in seen)
 
 
-def test_the_kernels_arithmetic_by_the_interpreter() -> None:
+def test_the_kernel_in_tritons_interpreter() -> None:
     """In a process of its own: the interpreter must be chosen before triton is imported."""
     pytest.importorskip("triton")
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)])}
@@ -116,7 +116,7 @@ def test_a_kernel_is_launched_on_its_tensors_device(kernel: str, monkeypatch: py
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_the_gpu(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_both_products_on_a_gpu(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     u, weight = problem(*shape, dtype)
     at = Cauchy(*(part.cuda() for part in u))
     for make in (both_by_triton, both_by_blocks):

@@ -49,7 +49,7 @@ def test_fp32_gradients_are_the_closed_form(scale):
     torch.testing.assert_close(s.grad.double(), d64 / (q * above), rtol=2e-6, atol=0)
 
 
-def test_the_seed_formula_is_wrong_where_this_is_not():
+def test_the_seeds_formula_is_inexact_where_this_is_exact():
     z = torch.tensor(-48363.0)  # the optimum of a uniform guess over 151,936 words (P = 1/V)
     seed = 0.5 + torch.atan(z) / math.pi
     exact = scipy.stats.cauchy.sf(48363.0)
@@ -70,13 +70,13 @@ def test_scale_zero_is_a_point_mass():
 
 
 @pytest.mark.parametrize("name", ["log_sf", "log_cdf", "sf", "cdf", "pdf", "nll"])
-def test_gradcheck(name):
+def test_gradients_equal_finite_differences(name):
     loc, scale = pair()
     x = torch.linspace(-2, 2, 5, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda m, g: getattr(Cauchy(m, g), name)(x), (loc, scale))
 
 
-def test_gradcheck_affine_kl_quantile_sample():
+def test_gradients_of_affine_kl_quantile_and_sample():
     loc, scale = pair()
     weight = torch.randn(4, 5, dtype=torch.float64).requires_grad_()
     bias = torch.randn(4, dtype=torch.float64).requires_grad_()
@@ -88,7 +88,7 @@ def test_gradcheck_affine_kl_quantile_sample():
     assert torch.autograd.gradcheck(lambda m, g, p: Cauchy(m, g).quantile(p), (loc, scale, p))
 
 
-def test_density_and_nll():
+def test_density_and_nll_agree():
     law = Cauchy(torch.tensor(1.5, dtype=torch.float64), torch.tensor(0.3, dtype=torch.float64))
     x = torch.linspace(-50, 50, 101, dtype=torch.float64)
     np.testing.assert_allclose(law.pdf(x).numpy(), scipy.stats.cauchy.pdf(x.numpy(), 1.5, 0.3), rtol=1e-12)
@@ -139,7 +139,7 @@ def test_affine_map_is_the_law_of_the_weighted_sum():
     torch.testing.assert_close(torch.stack(single), torch.stack([law.loc[1], law.scale[1]]))
 
 
-def test_kl_is_the_integral_symmetric_and_zero_at_home():
+def test_kl_equals_the_integral_is_symmetric_and_zero_for_equal_laws():
     a = Cauchy(torch.tensor(0.3, dtype=torch.float64), torch.tensor(0.7, dtype=torch.float64))
     b = Cauchy(torch.tensor(-1.0, dtype=torch.float64), torch.tensor(2.0, dtype=torch.float64))
     p, q = scipy.stats.cauchy(0.3, 0.7), scipy.stats.cauchy(-1.0, 2.0)

@@ -72,7 +72,7 @@ def assert_as_exact_as_the_materialised(leaves, labels, impl, **options):
 @pytest.mark.parametrize("impl", FAST)
 @pytest.mark.parametrize("threshold", [0.0, 15.0, 100.0, 1e4])
 @pytest.mark.parametrize("gamma", [1e-6, 1e-3, 1.0, 10.0])
-def test_error_against_float64(impl, threshold, gamma):
+def test_the_error_against_float64_is_at_most_the_plain_forms(impl, threshold, gamma):
     leaves, labels = problem(9, 33, 700, gamma=gamma, threshold=threshold)
     assert_as_exact_as_the_materialised(leaves, labels, impl, want_prob_sum=True)
 
@@ -80,14 +80,14 @@ def test_error_against_float64(impl, threshold, gamma):
 @pytest.mark.parametrize("impl", FAST)
 @pytest.mark.parametrize("limit", [0.05, 1.0])
 @pytest.mark.parametrize("gamma", [1e-6, 1e-3, 1.0])
-def test_a_limited_slope_against_float64(impl, limit, gamma):
+def test_the_limited_slopes_error_against_float64(impl, limit, gamma):
     leaves, labels = problem(9, 33, 700, gamma=gamma, threshold=0.0)
     options = {"class_weights": torch.rand(700), "token_weights": torch.rand(9)}
     assert_as_exact_as_the_materialised(leaves, labels, impl, slope_limit=limit, **options)
 
 
 @pytest.mark.parametrize("impl", ["reference", *FAST])
-def test_a_limited_slope_leaves_the_loss_and_what_is_below_the_limit(impl):
+def test_slope_limit_changes_only_gradients_above_it(impl):
     leaves, labels = problem(1, 33, 700, gamma=1e-3, ignored=False)
     free = gradients(leaves, labels, impl=impl)
     steepest = free[1][4].abs().max()  # of one token: each word's slope
@@ -123,7 +123,7 @@ def test_fp32_rows_under_bf16_activations(impl):
 
 
 @pytest.mark.parametrize("impl", FAST)
-def test_every_option_together(impl):
+def test_all_options_together(impl):
     leaves, labels = problem(11, 20, 300, gamma=0.05, threshold=2.0)
     labels = labels.clamp(max=279)
     make = torch.Generator().manual_seed(1)
@@ -142,7 +142,7 @@ def test_every_option_together(impl):
 
 @pytest.mark.parametrize("impl", ["reference", *FAST])
 @pytest.mark.parametrize(("options", "words"), [({}, 300), ({"used_rows": 280}, 280), ({"vocab_size": 900}, 900)])
-def test_the_mean_is_the_sum_over_the_number_of_words(impl, options, words):
+def test_mean_reduction_divides_by_the_number_of_words(impl, options, words):
     """Of the whole head, of the rows in use, and of a vocabulary that this is a slice of."""
     leaves, labels = problem(11, 20, 300, gamma=0.05)
     labels = labels.clamp(max=279)
@@ -155,7 +155,7 @@ def test_the_mean_is_the_sum_over_the_number_of_words(impl, options, words):
 
 @pytest.mark.parametrize("impl", FAST)
 @pytest.mark.parametrize("label", [0, 1], ids=["at the label", "elsewhere"])
-def test_z_over_the_whole_range(impl, label):
+def test_the_loss_over_the_whole_range_of_z(impl, label):
     """z = (loc - C)/scale from -1e9 to 1e9; W = 1 and C = 0, so loc_u and scale_u are S. Entry by entry."""
     z = torch.cat([-torch.logspace(9, -9, 60), torch.zeros(1), torch.logspace(-9, 9, 60)])
     for gamma in (1e-6, 1e-3, 1.0, 10.0):
@@ -169,7 +169,7 @@ def test_z_over_the_whole_range(impl, label):
             torch.testing.assert_close(fast[1][i].double(), exact[1][i], rtol=3e-6, atol=1e-30)
 
 
-def test_the_seed_formula_is_off_at_high_thresholds_and_this_is_not():
+def test_the_seeds_formula_is_inexact_at_high_thresholds():
     (loc_u, scale_u, weight, _, _), labels = problem(4, 64, 5000, gamma=0.01, threshold=1e4, ignored=False)
     exact = linear_ovr(*(t.double() for t in (loc_u, scale_u, weight)), None, 1e4, labels, impl="reference").loss
     p = 0.5 + torch.atan((loc_u @ weight.T - 1e4) / (scale_u @ weight.abs().T)) / math.pi
@@ -181,7 +181,7 @@ def test_the_seed_formula_is_off_at_high_thresholds_and_this_is_not():
 
 
 @pytest.mark.parametrize("impl", FAST)
-def test_finite_differences(impl):
+def test_gradients_equal_finite_differences(impl):
     leaves, labels = problem(3, 4, 11, gamma=0.5)
     leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
     weights = torch.rand(3, dtype=torch.float64)
@@ -221,7 +221,7 @@ def test_tiles_of_tokens_and_words_change_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("impl", ["reference", *FAST])
-def test_ignored_tokens_take_no_part(impl):
+def test_ignored_tokens_have_no_effect(impl):
     leaves, labels = problem(10, 8, 40)
     labels = torch.full_like(labels, -1)
     labels[3] = 5
@@ -240,7 +240,7 @@ def test_ignored_tokens_take_no_part(impl):
 
 @pytest.mark.parametrize("impl", ["reference", *FAST])
 @pytest.mark.parametrize(("n", "v"), [(0, 10), (4, 0), (0, 0)])
-def test_nothing_to_do(impl, n, v):
+def test_no_tokens_or_no_labels(impl, n, v):
     leaves = [torch.ones(n, 3), torch.ones(n, 3), torch.ones(v, 3), torch.zeros(v), torch.tensor(0.0)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
     labels = torch.zeros(n, dtype=torch.int64)
@@ -250,7 +250,7 @@ def test_nothing_to_do(impl, n, v):
     assert all((g == 0).all() for g in grads)
 
 
-def test_scale_zero():
+def test_scale_zero_is_handled():
     """P is 0, 1/2 or 1: a right certainty costs nothing, a coin flip log 2, a wrong one more than 80 (exactly: inf)."""
     loc = torch.tensor([[2.0], [-2.0], [0.0]], requires_grad=True)
     scale = torch.zeros(3, 1, requires_grad=True)
@@ -269,7 +269,7 @@ def test_scale_zero():
     assert positive.per_token[1] > 80
 
 
-def test_zero_rows_and_coincident_thresholds_give_no_nan():
+def test_zero_rows_and_equal_thresholds_give_no_nan():
     """A zero weight row has scale 0; with b = C it sits exactly on the threshold."""
     leaves, labels = problem(4, 6, 9, gamma=1e-3)
     with torch.no_grad():
@@ -284,7 +284,7 @@ def test_zero_rows_and_coincident_thresholds_give_no_nan():
     assert all(torch.isfinite(g).all() for g in grads)
 
 
-def test_only_needed_gradients_are_made_and_inference_makes_none(monkeypatch):
+def test_only_needed_gradients_are_computed(monkeypatch):
     leaves, labels = problem(5, 8, 30)
     full = gradients(leaves, labels)[1]
     seen = []
@@ -302,7 +302,7 @@ def test_only_needed_gradients_are_made_and_inference_makes_none(monkeypatch):
     assert seen[-1] == (False,) * 5
 
 
-def test_backward_hands_the_weight_gradient_over_and_can_be_walked_again():
+def test_backward_can_be_repeated_only_with_retain_graph():
     leaves, labels = problem(5, 8, 30)
     out = linear_ovr(*leaves, labels)
     out.loss.mul(2.0).backward(retain_graph=True)

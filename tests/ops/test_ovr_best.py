@@ -27,7 +27,7 @@ def law(tokens: int, width: int, spread: float, seed: int = 1) -> tuple[torch.Te
 @pytest.mark.parametrize("spread", [0.0, 0.3, 3.0])
 @pytest.mark.parametrize("threshold", [-30.0, 0.0, 30.0])
 @pytest.mark.parametrize("tokens", [1, 2, 40])
-def test_the_best_word_is_the_plain_one(spread: float, threshold: float, tokens: int) -> None:
+def test_the_best_word_equals_the_plain_search(spread: float, threshold: float, tokens: int) -> None:
     """Whether every P is below 1/2 (a larger scale helps), above (it hurts), or mixed.
 
     Or one as good as that to rounding: the two multiply other shapes, and of some 15,000 choices a few are near ties.
@@ -47,14 +47,14 @@ def test_the_best_word_is_the_plain_one(spread: float, threshold: float, tokens:
                 torch.testing.assert_close(found, best, rtol=1e-5, atol=1e-5)
 
 
-def test_few_words_are_looked_at_where_scales_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_equal_scales_few_words_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ovr_best, "all_scores", lambda *_: pytest.fail("every scale was computed"))
     weight, bias, c = head(1003, 37)
     loc, scale = law(3, 37, 0.0)
     best_word(Cauchy(loc, scale), WordHead(weight, bias, c), row_sizes(weight))
 
 
-def test_bounds_hold_for_every_word() -> None:
+def test_the_scale_bounds_hold_for_every_word() -> None:
     """|W_k| . s between what two numbers a row say, at every kind of s."""
     weight, _, _ = head(500, 37)
     l1, spread = row_sizes(weight)
@@ -66,7 +66,7 @@ def test_bounds_hold_for_every_word() -> None:
         assert bool(((exact - s.mean() * l1).abs() <= (radius + s.mean() * l1 * 1e-2) * ovr_best.SLACK + radius).all())
 
 
-def test_without_scale_equal_strength_is_told_apart_by_loc() -> None:
+def test_with_scale_zero_ties_are_broken_by_loc() -> None:
     weight = torch.tensor([[1.0], [3.0], [2.0], [-1.0], [3.0]])
     one, zero = torch.ones(2, 1), torch.zeros(2, 1)
     for sizes in (row_sizes(weight), None):
@@ -90,7 +90,7 @@ def test_the_fp32_rows_decide_among_a_shortlist() -> None:
     assert best_word(u, WordHead.of(weight, None, 20.0), None, weight.bfloat16()).unique().item() == 40
 
 
-def test_nan_is_no_crash() -> None:
+def test_nan_scores_do_not_crash() -> None:
     weight, bias, c = head(2000, 5)
     loc = torch.full((2, 5), float("nan"))
     for sizes, near in ((row_sizes(weight), None), (None, weight.bfloat16())):
@@ -102,7 +102,7 @@ def test_nan_is_no_crash() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("tokens", [1, 8, 64])
-def test_a_shortlist_on_the_gpu(tokens: int) -> None:
+def test_the_shortlist_on_a_gpu(tokens: int) -> None:
     weight, bias, c = (part.cuda() for part in head(20_000, 896))
     whole, u = WordHead(weight, bias, c + 200.0, used_rows=19_999), Cauchy(*(x.cuda() for x in law(tokens, 896, 0.3)))
     for find in (best_word, torch.compile(best_word, fullgraph=True)):

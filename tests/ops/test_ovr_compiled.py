@@ -23,7 +23,7 @@ PROGRAM = Path(__file__).parent / "fused_compiled.py"
         (80, "sm_80"),
     ],
 )
-def test_no_cut_spills(arch: int, name: str) -> None:
+def test_no_tile_shape_spills_registers(arch: int, name: str) -> None:
     """In a process of its own: another test may have asked for the interpreter."""
     pytest.importorskip("triton")
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

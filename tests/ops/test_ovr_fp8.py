@@ -24,7 +24,7 @@ def calibrated(n: int = 64, c: int = 256, v: int = 3000) -> tuple[list[torch.Ten
     return [t.requires_grad_() for t in (loc_u, scale_u, weight, torch.zeros(v), threshold)], labels
 
 
-def test_rows_keep_their_sums_and_each_number_to_a_sixteenth() -> None:
+def test_fp8_rows_keep_sums_and_each_number_to_a_sixteenth() -> None:
     rows = torch.rand(40, 123).square() * torch.logspace(-9, 9, 40)[:, None]
     rows[3] = 0.0
     found = fp8_rows(rows, torch.float32)
@@ -38,7 +38,7 @@ def test_rows_keep_their_sums_and_each_number_to_a_sixteenth() -> None:
     assert torch.equal(fp8_rows(rows, torch.bfloat16).values.float(), found.values)
 
 
-def test_the_scale_is_off_by_a_thousandth_without_a_bias() -> None:
+def test_fp8_scales_are_unbiased_to_a_thousandth() -> None:
     make = torch.Generator().manual_seed(0)
     g = 1e-4 * torch.exp(0.5 * torch.randn(60, 896, generator=make))
     w = (torch.randn(700, 896, generator=make) * 0.0156).abs()
@@ -83,7 +83,7 @@ def test_odd_shapes_dtypes_and_masters(shape: tuple[int, int, int], dtype: torch
     assert all(torch.isfinite(g).all() and g.dtype == leaf.dtype for g, leaf in zip(found[1], leaves, strict=True))
 
 
-def test_what_it_refuses() -> None:
+def test_unsupported_fp8_settings_are_refused() -> None:
     leaves, labels = problem(5, 8, 30)
     for options in ({"scale_dtype": "fp8", "impl": "reference"}, {"scale_dtype": "fp4"}):
         with pytest.raises(ValueError, match="scale_dtype must be one of"):

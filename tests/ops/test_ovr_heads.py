@@ -52,7 +52,7 @@ def test_ranking_does_not_saturate():
 
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("rank_by", ["ovr", "loc"])
-def test_of_equal_words_the_first_is_taken(rank_by):
+def test_ties_take_the_first_word(rank_by):
     best = ovr_top_word(torch.ones(2, 4), torch.ones(2, 4), torch.ones(300, 4), None, 0.0, rank_by=rank_by)
     assert best.word.tolist() == [0, 0]
 
@@ -72,7 +72,7 @@ def test_scale_zero_ranks_by_loc():
 
 
 @pytest.mark.usefixtures("chunks")
-def test_slices_merge_to_the_whole_and_one_without_words_has_none():
+def test_slices_merge_to_the_whole():
     inputs = head()
     whole = ovr_top_word(*inputs, used_rows=290)
     assert whole.word.max() < 290
@@ -99,7 +99,7 @@ def test_probs_are_differentiable():
 
 
 @pytest.mark.usefixtures("chunks")
-def test_prob_sum_is_the_loss_visits_own():
+def test_prob_sum_equals_the_losss():
     inputs = head()
     expected = materialised(*inputs).sf(inputs[4])
     torch.testing.assert_close(ovr_prob_sum(*inputs), expected.sum(1))
@@ -110,7 +110,7 @@ def test_prob_sum_is_the_loss_visits_own():
 
 
 @pytest.mark.usefixtures("chunks")
-def test_bf16_tokens_lose_nothing_behind_the_product():
+def test_bf16_tokens_lose_nothing_after_the_product():
     """Logits of 15 against scales of 1e-3, as calibrated: rounded to bf16 they are 1/16 apart, and P is off by half."""
     make = torch.Generator().manual_seed(0)
     weight = torch.randn(500, 896, generator=make) * 0.0156

@@ -34,7 +34,7 @@ def test_the_gradient_of_a_master_is_fp32(impl: str, tolerance: float) -> None:
     assert error <= tolerance, f"{error:.1e}"
 
 
-def test_heads_take_a_master_too() -> None:
+def test_heads_accept_fp32_masters() -> None:
     (x, s, weight, threshold), _ = problem()
     rounded = weight.bfloat16()
     best, plain = (ovr_top_word(x, s, w, None, threshold).word for w in (weight, rounded))
@@ -45,7 +45,7 @@ def test_heads_take_a_master_too() -> None:
     assert_close(found, ovr_prob_at(x, s, rounded, None, threshold, word).float(), 1e-6, "P")
 
 
-def test_no_other_mixture() -> None:
+def test_other_mixtures_of_dtypes_are_refused() -> None:
     (x, s, weight, threshold), labels = problem()
     for mixture in (
         (x.float(), s, weight),

@@ -43,7 +43,7 @@ def small_tiles(monkeypatch):
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("share", [0.125, 0.3, 0.5, 0.9])
 @pytest.mark.parametrize("words", [1, 5, 100, 507])
-def test_every_word_is_drawn_with_the_probability_that_it_is_divided_by(words, share):
+def test_each_word_is_drawn_with_the_probability_used_to_weight_it(words, share):
     draws = 500
     weights = torch.zeros(words, dtype=torch.float64)
     sizes = []
@@ -63,7 +63,7 @@ def test_every_word_is_drawn_with_the_probability_that_it_is_divided_by(words, s
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_each_stratum_has_its_share_and_a_key_its_words():
+def test_each_stratum_has_its_share_and_a_key_fixes_the_words():
     for k in range(20):
         drawn = draw_words(12 * 50 * 4 // 3, 0.25, [1, k])
         first = len(drawn.always)
@@ -78,7 +78,7 @@ def test_each_stratum_has_its_share_and_a_key_its_words():
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("v", [1, 123, 507])
-def test_slices_have_the_words_that_the_whole_vocabulary_has(v):
+def test_slices_draw_the_words_of_the_whole_vocabulary(v):
     special = v - 1
     whole = draw_words(v, 0.4, [5], special)
     assert special in whole.always
@@ -136,7 +136,7 @@ def test_the_mean_over_draws_is_the_full_loss_with_all_its_gradients(name):
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_two_tiles_of_a_tiny_vocabulary_by_enumeration(name):
+def test_a_tiny_vocabulary_by_enumeration(name):
     """Every set of tiles that can be drawn, with equal weight, gives the full loss to float64's rounding: an estimate
     is linear in what is drawn, so one set of each tile alone, and none, are enough."""
     leaves, labels = problem(7, 4, 11, gamma=0.2)
@@ -186,7 +186,7 @@ def test_as_exact_as_the_materialised_form(impl):
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.3])
-def test_labels_are_exact_whatever_is_drawn(limit):
+def test_labels_terms_are_exact_for_any_draw(limit):
     """A head of labels alone: no draw changes it. And where a label's own tile is drawn, it is no negative."""
     leaves, labels = problem(12, 8, 40, gamma=0.05, ignored=False)
     labels = labels % 3
@@ -213,7 +213,7 @@ def test_labels_are_exact_whatever_is_drawn(limit):
 
 @pytest.mark.parametrize("impl", ["reference", "chunked"])
 @pytest.mark.parametrize(("n", "v"), [(0, 10), (4, 0), (0, 0)])
-def test_nothing_to_do(impl, n, v):
+def test_no_tokens_or_no_labels(impl, n, v):
     leaves = [torch.ones(n, 3), torch.ones(n, 3), torch.ones(v, 3), torch.zeros(v), torch.zeros(v)]
     labels = torch.zeros(n, dtype=torch.int64)
     drawn = draw_words(40, 0.5, [1], 0, 20, 20 + v)
@@ -223,7 +223,7 @@ def test_nothing_to_do(impl, n, v):
     assert [g.shape for g in grads] == [leaf.shape for leaf in leaves]
 
 
-def test_ignored_tokens_frozen_rows_one_threshold_and_no_bias():
+def test_ignored_tokens_frozen_rows_scalar_threshold_and_no_bias():
     leaves, labels = problem(10, 8, 300)
     drawn = draw_words(300, 0.5, [4])
     labels[1:] = -100

@@ -42,13 +42,13 @@ def assert_close(found: OvrScores, expected: OvrScores) -> None:
 
 
 @pytest.mark.parametrize("scalar", [True, False])
-def test_scores_are_what_their_names_say(scalar: bool) -> None:
+def test_scores_equal_their_definitions(scalar: bool) -> None:
     inputs = problem(scalar=scalar)
     u, head = Cauchy(*inputs[:2]), WordHead(*inputs[2:5], used_rows=USED)
     assert_close(ovr_scores(u, head, inputs[5], prob_thresholds=P), oracle(*inputs))
 
 
-def test_slices_add_up_and_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_and_chunks_give_the_same_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = problem()
     monkeypatch.setattr("cqwen_dist.ops.ovr.scores.chunk_rows", lambda n, c: 7)
     parts = []

@@ -11,7 +11,7 @@ import torch
 HERE = Path(__file__).parent
 
 
-def test_arithmetic_by_the_interpreter():
+def test_the_kernel_in_tritons_interpreter():
     """In a process of its own: the interpreter must be chosen before triton is imported."""
     pytest.importorskip("triton")
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)])}
@@ -24,7 +24,7 @@ def test_arithmetic_by_the_interpreter():
 @pytest.mark.parametrize("impl", ["chunked", "triton", "fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("threshold", "gamma"), [(0.0, 10.0), (15.0, 1e-3), (1e4, 1e-6)])
-def test_on_the_gpu(impl, dtype, threshold, gamma):
+def test_the_kernel_on_a_gpu(impl, dtype, threshold, gamma):
     sys.path.insert(0, str(HERE))
     from test_ovr import assert_as_exact_as_the_materialised, problem
 

@@ -12,21 +12,21 @@ MASK = torch.tensor([True, False, True])
 P = torch.tensor([0.9, 0.4, 0.2])
 
 
-def test_nll_reads_as_the_formula():
+def test_nll_equals_the_formula():
     loc, scale, value = (torch.rand(7, dtype=torch.float64) + 0.5 for _ in range(3))
     formula = torch.log(math.pi * scale) + torch.log(1 + ((value - loc) / scale) ** 2)
     torch.testing.assert_close(Cauchy(loc, scale).nll(value), formula)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_gates_read_as_their_formulas(alpha):
+def test_gates_equal_their_formulas(alpha):
     m = MASK.float()
     torch.testing.assert_close(GATES["alpha"](MASK, P, alpha), m * (alpha + (1 - alpha) * P))
     torch.testing.assert_close(GATES["soft"](MASK, P, alpha), (alpha + (1 - alpha) * m) * P)
     torch.testing.assert_close(GATES["hard"](MASK, P, alpha), m * P)
 
 
-def test_limits():
+def test_gates_at_their_limits():
     assert GATES["alpha"](MASK, P, 1.0).tolist() == [1.0, 0.0, 1.0]  # plain masked loss
     torch.testing.assert_close(GATES["alpha"](MASK, P, 0.0), GATES["hard"](MASK, P, 0.5))
     torch.testing.assert_close(GATES["soft"](MASK, P, 0.0), GATES["hard"](MASK, P, 0.0))

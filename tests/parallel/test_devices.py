@@ -19,7 +19,7 @@ def two_gpus(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
 
 
-def test_one_gpu_a_rank(two_gpus):
+def test_each_rank_takes_one_gpu(two_gpus):
     assert [pick_device(i).index for i in (0, 1)] == [0, 1]
 
 
@@ -29,18 +29,18 @@ def test_more_ranks_than_gpus_are_refused(two_gpus):
         pick_device(2)
 
 
-def test_the_cpu_on_request(two_gpus, monkeypatch):
+def test_the_cpu_is_used_on_request(two_gpus, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert pick_device(5).type == "cpu"
 
 
-def test_slurm_shows_each_task_its_own(two_gpus, monkeypatch):
+def test_slurm_shows_each_task_its_own_gpu(two_gpus, monkeypatch):
     monkeypatch.delenv("LOCAL_RANK")
     assert pick_device(3).index == 1
 
 
 @pytest.mark.parametrize(("backend", "local", "chosen"), [("gloo", 3, staged.BACKEND), ("auto", 1, "nccl")])
-def test_the_backend_and_the_gpu_that_deepspeed_is_told(two_gpus, monkeypatch, backend, local, chosen):
+def test_the_backend_and_the_local_rank_given_to_deepspeed(two_gpus, monkeypatch, backend, local, chosen):
     """DeepSpeed takes LOCAL_RANK for the number of a GPU, which must exist."""
     seen = []
 

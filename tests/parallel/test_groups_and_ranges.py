@@ -30,7 +30,7 @@ def test_vocab_range_is_torch_chunk(size: int) -> None:
             assert list(range(start, stop)) == expected, (v, rank, size)
 
 
-def test_find_ranks_of_every_launcher() -> None:
+def test_finds_the_rank_under_every_launcher() -> None:
     assert find_ranks({}) == (0, 1, 0)
     assert find_ranks({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == (3, 8, 1)
     slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "2"}
@@ -92,7 +92,7 @@ def wait_for_nobody() -> None:
         dist.barrier()
 
 
-def test_the_helper_tells_the_failing_ranks_reason_and_never_hangs() -> None:
+def test_run_ranks_reports_the_failing_ranks_traceback_and_never_hangs() -> None:
     with pytest.raises(AssertionError, match=r"rank 1 of 2:[\s\S]*ValueError: the reason"):
         run_ranks(fail_on_rank_one, 2)
 
@@ -114,7 +114,7 @@ def be_killed_within_a_word(rank: int, mouth: Connection) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_ranks_told_outlives_them_and_half_a_word_is_none() -> None:
+def test_results_outlive_their_rank_and_half_a_message_is_none() -> None:
     crew = Crew(fork_server(), say_and_leave, 2)
     for process in crew.processes:
         process.join()
@@ -126,7 +126,7 @@ def test_what_ranks_told_outlives_them_and_half_a_word_is_none() -> None:
     assert crew.end(60) == [-signal.SIGKILL]
 
 
-def test_a_held_port_is_for_the_store_and_for_nobody_else() -> None:
+def test_a_held_port_can_be_bound_only_by_the_store() -> None:
     with held_port() as port, socket.socket() as other:
         with pytest.raises(OSError):
             other.bind(("127.0.0.1", port))

@@ -91,7 +91,7 @@ def test_collectives_of_deepspeed_by_way_of_the_host(pool: Pool, kind: str) -> N
     pool(of_deepspeed, WORLD, kind, staged=kind)
 
 
-def test_ranks_share_a_gpu_on_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_a_gpu_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
@@ -103,7 +103,7 @@ def test_ranks_share_a_gpu_on_request_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.gpu
 @ON_GPU
-def test_a_run_of_two_ranks_on_one_gpu_is_the_run_of_one(tmp_path: Path) -> None:
+def test_a_launched_run_of_two_ranks_on_one_gpu_equals_one(tmp_path: Path) -> None:
     """Under the launcher, in ZeRO-3 with a shared vocabulary; TF32 is off, sums come in another order."""
     config = write_config(tmp_path)
     spread = [

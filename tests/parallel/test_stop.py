@@ -20,7 +20,7 @@ def tell(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_remembered_and_nothing_else(number: signal.Signals) -> None:
+def test_a_signal_only_sets_the_flag(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     flag = StopFlag()
     with flag.installed():
@@ -30,7 +30,7 @@ def test_a_signal_is_remembered_and_nothing_else(number: signal.Signals) -> None
     signal.signal(number, before)
 
 
-def test_one_that_came_while_it_was_blocked_is_not_lost() -> None:
+def test_a_signal_that_arrives_while_blocked_is_not_lost() -> None:
     """As `cqwen launch` starts its ranks, which import for seconds before they can listen."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     before = signal.getsignal(signal.SIGUSR1)
@@ -49,13 +49,13 @@ def wait() -> None:
     time.sleep(60)
 
 
-def test_where_it_may_it_interrupts_a_wait() -> None:
+def test_a_signal_interrupts_an_interruptible_wait() -> None:
     flag = StopFlag()
     with flag.installed(), pytest.raises(Stopped, match="SIGTERM"), flag.interruptible():
         wait()
 
 
-def test_a_second_ctrl_c_is_what_it_always_was() -> None:
+def test_a_second_ctrl_c_raises_keyboard_interrupt() -> None:
     flag = StopFlag()
     with flag.installed():
         tell(signal.SIGINT)
@@ -81,7 +81,7 @@ def agree(told: int) -> list[str]:
     return heard
 
 
-def test_all_ranks_hear_what_one_was_told() -> None:
+def test_all_ranks_learn_that_one_was_told_to_stop() -> None:
     assert run_ranks(agree, 3, 1) == [
         ["another rank was told to stop", "SIGUSR1"],
         ["SIGTERM", "SIGUSR1"],
@@ -118,7 +118,7 @@ def told_apart(where: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["in rank 0's own work", "after the loss was seen", "where ranks agree"])
-def test_ranks_that_are_told_a_little_apart_all_stop(where: str) -> None:
+def test_ranks_signalled_a_little_apart_all_stop(where: str) -> None:
     assert run_ranks(told_apart, 2, where) == ["Stopped", "left"]
 
 

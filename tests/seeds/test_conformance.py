@@ -8,7 +8,7 @@ def test_every_row_is_there_and_is_tested_or_decided():
     assert [n for n, row in rows().items() if not row.get("tests") and not row.get("decisions")] == []
 
 
-def test_what_a_row_names_exists():
+def test_files_and_tests_named_by_rows_exist():
     there, decided = known_tests(), decisions_there()
     lost = {
         n: [t for t in row.get("tests", []) if t not in there]
@@ -19,11 +19,11 @@ def test_what_a_row_names_exists():
     assert {n: names for n, names in lost.items() if names} == {}
 
 
-def test_every_decision_is_a_rows():
+def test_every_decision_belongs_to_a_row():
     """A decision that no requirement needs belongs in docs/log."""
     used = {d for row in rows().values() for d in row.get("decisions", [])}
     assert set(decisions_there()) - used == set()
 
 
-def test_the_page_is_the_rows():
+def test_conformance_md_equals_the_rows():
     assert PAGE.read_text(encoding="utf-8") == page(), "run `make conformance`"

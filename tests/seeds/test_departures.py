@@ -32,13 +32,13 @@ def test_eps_makes_the_loss_negative_and_damps_the_only_gradient_that_teaches():
     assert abs(damped) < 0.04 * abs(ours)
 
 
-def test_p_in_bf16_is_zero_where_training_ends():
+def test_p_in_bf16_is_zero_at_the_end_of_training():
     """Elementwise maths is fp32: at z = -1,000 the seeds' form in bf16 has no P left."""
     assert seed_p(torch.tensor(-1000.0, dtype=torch.bfloat16), 1.0) == 0
     assert Cauchy(torch.tensor(-1000.0), torch.tensor(1.0)).sf(0.0) == pytest.approx(1 / (1000 * math.pi), rel=1e-4)
 
 
-def test_a_zero_row_for_num_is_nan_in_the_letter_and_finite_here():
+def test_a_zero_row_for_num_is_nan_as_written_and_finite_here():
     """D5: S1 4.1.2's W = 0, b = -10 under |W| propagation has scale 0."""
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
     labels = torch.tensor([4, 1, 4])
@@ -68,19 +68,19 @@ def test_a_zero_regression_head_has_an_infinite_likelihood():
     assert tiny_model().action.reg_weight.abs().sum() > 0
 
 
-def test_minus_ten_does_not_make_num_rare():
+def test_a_bias_of_minus_ten_does_not_make_num_rare():
     """D6: S1 4.1.2 says P is about 0 at b = -10; at S1's own scale of 10 it is a quarter."""
     assert Cauchy(torch.tensor(-10.0), torch.tensor(10.0)).sf(0.0) == pytest.approx(0.25, abs=1e-6)
 
 
-def test_2_3_under_a_softplus_is_not_ten():
+def test_softplus_of_2_3_is_not_ten():
     """D2: the number belongs to the exponential."""
     assert math.log1p(math.exp(2.3)) == pytest.approx(2.396, abs=1e-3)
     assert math.exp(2.3) == pytest.approx(9.97, abs=1e-2)
 
 
 @pytest.mark.parametrize(("alpha", "lam"), [(0.0, 1.0), (0.5, 1.0), (0.0, 2.0)])
-def test_an_attached_gate_pays_for_not_saying_num(alpha, lam):
+def test_an_attached_gate_rewards_not_predicting_num(alpha, lam):
     """D20: with 20 % numbers, best P = N_num / (N_all lambda (1 - alpha) NLL), here .0225 to .09; stopped, 1."""
     share, nll = 0.2, 4.45
     grid = torch.linspace(1e-4, 1 - 1e-4, 200_001, dtype=torch.float64)

@@ -41,7 +41,7 @@ def seed_ovr(loc_S, scale_S, labels, C_ovr, eps=1e-7):
 
 
 @pytest.mark.parametrize("C_ovr", [0.0, torch.linspace(-1, 1, V, dtype=torch.float64)])
-def test_ovr_loss_of_s0_5_1(C_ovr):
+def test_ovr_loss_equals_s0_5_1(C_ovr):
     loc, scale, labels = scores()
     expected, expected_mask = seed_ovr(loc, scale, labels, C_ovr)
     loss, mask = OvrClassificationLoss(V, C_ovr)(loc, scale, labels)
@@ -72,7 +72,7 @@ def seed_gated(reg_loc, reg_scale, num_prob, targets, values, num_token_id):
 
 
 @pytest.mark.parametrize("numbers", [True, False])
-def test_gated_regression_of_s4_4_5_1_within_the_total_of_s0_5_3(numbers):
+def test_gated_regression_equals_s4_4_5_1_and_s0_5_3(numbers):
     loc, scale, labels = scores(2)
     num = 4
     labels[labels == num] = 5
@@ -91,13 +91,13 @@ def test_gated_regression_of_s4_4_5_1_within_the_total_of_s0_5_3(numbers):
     assert float(total) == pytest.approx(float(ovr.sum() / valid.sum() + 0.7 * expected_reg), rel=8e-6)
 
 
-def test_cauchy_nll_of_s0_5_2():
+def test_cauchy_nll_equals_s0_5_2():
     y_loc, y_scale, v = (torch.linspace(a, b, 40, dtype=torch.float64) for a, b in ((-3, 8), (0.1, 30), (90, -70)))
     expected = torch.log(math.pi * y_scale) + torch.log(1 + ((v - y_loc) / y_scale) ** 2)
     torch.testing.assert_close(RegressionLoss()(y_loc, y_scale, v).double(), expected, rtol=2e-6, atol=2e-6)
 
 
-def test_predictions_of_s4_3_5_3():
+def test_predictions_equal_s4_3_5_3():
     """argmax of P, and all words above a threshold, from the weights alone."""
     make = torch.Generator().manual_seed(4)
     u, w = (torch.randn(*shape, generator=make, dtype=torch.float64) for shape in ((6, 8), (V, 8)))
@@ -108,7 +108,7 @@ def test_predictions_of_s4_3_5_3():
     assert torch.equal(found, P > 0.5)
 
 
-def test_the_forward_pass_from_ids_to_four_outputs():
+def test_the_forward_pass_from_ids_to_outputs_equals_the_seeds():
     """S0 1 to 4 (the author's public forward pass) from the same weights: embedding, backbone, U, S, Y and P."""
     base, model = tiny_base().double(), tiny_model()
     ids = torch.tensor([[3, 17, NUM, 11, NUM, 60]])
@@ -138,7 +138,7 @@ def test_the_forward_pass_from_ids_to_four_outputs():
     assert (P - mine).abs().max() < 1e-6
 
 
-def test_the_start_of_s1_3_and_s3_4():
+def test_the_start_equals_s1_3_and_s3_4():
     """U = Cauchy(z, gamma_0) exactly: W_loc = I, W_scale = 0; S1's gamma_0 is exp(2.3), S3's softplus(1)."""
     z = torch.randn(4, 12, generator=torch.Generator().manual_seed(5))
     for activation, gamma in (("exp", math.exp(2.3)), ("softplus", math.log1p(math.e))):
@@ -147,7 +147,7 @@ def test_the_start_of_s1_3_and_s3_4():
         torch.testing.assert_close(u.scale, torch.full_like(z, gamma), rtol=3e-6, atol=0)
 
 
-def test_the_head_of_s3_4_step_3_is_the_bases_and_softmax_is_its_distribution():
+def test_the_head_of_s3_4_step_3_keeps_the_bases_softmax():
     base, model = tiny_base(), tiny_model()
     assert torch.equal(model.action.cls_weight, base.lm_head.weight)
     assert not model.action.cls_bias.any()
@@ -157,5 +157,5 @@ def test_the_head_of_s3_4_step_3_is_the_bases_and_softmax_is_its_distribution():
         torch.testing.assert_close(loc_s.softmax(-1), base(ids).logits.softmax(-1), rtol=1e-4, atol=1e-7)
 
 
-def test_every_mode_of_s3_3_and_s4_2_4_has_its_name():
+def test_every_mode_of_s3_3_and_s4_2_4_exists():
     assert {"standard", "causal", "compatible", "ovr", "individual", "noise", "sample"} <= set(MODES)

@@ -60,7 +60,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("start", ["seed", "seed-100", "calibrated"])
-def test_a_preset_is_the_letter_in_every_key(start, tmp_path):
+def test_a_preset_sets_every_key_as_written(start, tmp_path):
     """Every property of a config that `start` decides, of a base that never saw <NUM>. (C, gamma_0 and b_noise are the
     heads': test_presets_are_the_seeds_constants.)"""
     path = tmp_path / "config.yaml"
@@ -96,14 +96,14 @@ def _order(config):
     return list(dict.fromkeys(events))
 
 
-def test_the_start_goes_from_the_statistics_by_abduction_and_action_to_the_rest(tmp_path):
+def test_the_start_initialises_in_the_seeds_order(tmp_path):
     """S1 1.2. The statistics come first: b_reg and the target's unit are made of them."""
     stages = [{"name": "all", "train": ["heads", "lora"], "steps": 1, "lr": 1e-3}]
     config = write_config(tmp_path, start="seed", stages=stages)
     assert run_ranks(_order, 1, str(config)) == [["statistics", "abduction", "action", "the rest"]]
 
 
-def test_a_preset_begins_at_the_median_of_the_numbers_and_at_s1s_scale_where_asked(tmp_path):
+def test_a_preset_starts_at_the_median_of_the_numbers(tmp_path):
     """S1 4.2: b_reg is the median, so the start is about as good as it; here W_reg z is some 1 of 1,000."""
     draw = random.Random(0)
     texts = [json.dumps({"text": f"tea costs {draw.uniform(900, 1100):.2f}."}) for _ in range(40)]

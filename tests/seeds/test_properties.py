@@ -20,7 +20,7 @@ def head(words=12, c=5, n=4, seed=0):
     )
 
 
-def test_adding_a_word_leaves_the_others_alone():
+def test_adding_a_word_does_not_change_the_others():
     """S4 3.3.1 (1): one word more changes no other's probability, gradient or boundary."""
     x, g, w, labels = head()
     more = torch.cat([w, torch.randn(3, 5)])
@@ -45,7 +45,7 @@ def test_partial_labelling_trains_only_what_is_labelled():
     assert gradient[[0, 1, 3]].abs().min() > 0
 
 
-def test_decision_strength_is_the_quantile_of_p():
+def test_decision_strength_equals_the_quantile_of_p():
     """S4 3.3.3: (loc_S - C) / scale_S orders words as P does, and P is its Cauchy's distribution function."""
     x, g, w, _ = head()
     scores = Cauchy(x @ w.T, g @ w.abs().T)
@@ -76,7 +76,7 @@ def test_density_distribution_and_quantile_belong_together():
     torch.testing.assert_close(law.pdf(x), expected)
 
 
-def test_training_draws_nothing():
+def test_training_draws_no_random_numbers():
     """S4 2.4.1: two passes of loss and gradients are equal to the bit, whatever the generator's state."""
     x, g, w, labels = head()
     w.requires_grad_()

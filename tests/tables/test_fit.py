@@ -48,7 +48,7 @@ def fitted(one_rank: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return folder / "out", command
 
 
-def test_it_is_judged_on_rows_that_it_never_saw(fitted: tuple[Path, list[object]]) -> None:
+def test_fit_is_judged_on_unseen_rows(fitted: tuple[Path, list[object]]) -> None:
     out, _ = fitted
     found = json.loads((out / "fit.json").read_text(encoding="utf-8"))
     names = ["CausalQwen", "always the median", "ridge, numeric columns", "ridge, TF-IDF and one-hot"]
@@ -67,7 +67,7 @@ def test_it_is_judged_on_rows_that_it_never_saw(fitted: tuple[Path, list[object]
     assert (out / "run" / "report.html").is_file()
 
 
-def test_a_target_of_many_sizes_is_learnt_as_logarithms(one_rank: Path, tmp_path: Path) -> None:
+def test_a_target_over_many_orders_of_magnitude_is_learnt_as_logarithms(one_rank: Path, tmp_path: Path) -> None:
     draw = random.Random(0)
     with (tmp_path / "lots.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -85,7 +85,7 @@ def test_a_target_of_many_sizes_is_learnt_as_logarithms(one_rank: Path, tmp_path
     assert found["CausalQwen"]["r2"] is None, "of equal targets there is none, and NaN is no JSON"
 
 
-def test_the_same_command_goes_on_and_another_is_refused(fitted: tuple[Path, list[object]]) -> None:
+def test_the_same_command_resumes_and_another_is_refused(fitted: tuple[Path, list[object]]) -> None:
     out, command = fitted
     before = (out / "predicted.csv").read_text(encoding="utf-8")
     again = cqwen_forked(*command, "--json")
@@ -108,7 +108,7 @@ def test_the_same_command_goes_on_and_another_is_refused(fitted: tuple[Path, lis
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_ranks_of_several_gpus_leave_stdout_to_the_document(
+def test_with_several_ranks_stdout_has_only_the_json_document(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, as_json: bool
 ) -> None:
     asked: list[dict[str, object]] = []
@@ -119,7 +119,7 @@ def test_ranks_of_several_gpus_leave_stdout_to_the_document(
     assert (ended.value.exit_code, asked) == (75, [{"quiet": as_json}])
 
 
-def test_the_run_predicts_further_rows_by_the_template_that_it_learnt(fitted: tuple[Path, list[object]]) -> None:
+def test_predict_uses_the_fits_template(fitted: tuple[Path, list[object]]) -> None:
     out, _ = fitted
     checkpoint = json.loads((out / "fit.json").read_text(encoding="utf-8"))["checkpoint"]
     assert out / (out / "best").read_text().strip() == Path(checkpoint)
@@ -131,9 +131,7 @@ def test_the_run_predicts_further_rows_by_the_template_that_it_learnt(fitted: tu
         assert float(row["low_90"]) == pytest.approx(float(same["low_90"]), rel=1e-4)  # other rows share the batch
 
 
-def test_a_table_as_it_comes_is_predicted_as_the_rows_of_the_fit(
-    fitted: tuple[Path, list[object]], tmp_path: Path
-) -> None:
+def test_a_raw_table_is_predicted_as_the_fits_rows(fitted: tuple[Path, list[object]], tmp_path: Path) -> None:
     out, _ = fitted
     with (out / "predicted.csv").open(encoding="utf-8") as file:
         before = list(csv.DictReader(file))
@@ -151,7 +149,7 @@ def test_a_table_as_it_comes_is_predicted_as_the_rows_of_the_fit(
         predict(out, tmp_path / "short.csv")
 
 
-def test_a_run_of_a_table_predicts_by_the_columns_that_it_learnt_in_their_order(tmp_path: Path) -> None:
+def test_predict_uses_the_learnt_columns_in_their_order(tmp_path: Path) -> None:
     table = write_table(tmp_path / "people.csv")
     read = {"data__recipe": "table", "data__target_field": "score", "data__empty_cell": "unknown"}
     train_run(write_config(tmp_path, data__train=str(table), **read), world=1)
@@ -169,7 +167,7 @@ def test_a_run_of_a_table_predicts_by_the_columns_that_it_learnt_in_their_order(
         predict(tmp_path / "run", mixed)
 
 
-def test_a_split_by_number_wants_every_row_in_its_place(one_rank: Path, tmp_path: Path) -> None:
+def test_a_split_by_row_number_needs_every_row(one_rank: Path, tmp_path: Path) -> None:
     table = write_table(tmp_path / "people.csv")
     table.write_text(table.read_text(encoding="utf-8") + "Rome,3,1.5,\n", encoding="utf-8")
     (tmp_path / "rows.json").write_text("[1, 2, 3]")
@@ -188,9 +186,7 @@ def test_a_wrong_option_is_one_line_and_leaves_nothing(tmp_path: Path, wrong: li
     assert list(tmp_path.iterdir()) == [table]
 
 
-def test_rows_are_no_longer_than_the_base_reads_and_targets_far_from_zero_keep_their_digits(
-    one_rank: Path, tmp_path: Path
-) -> None:
+def test_too_long_rows_are_dropped_and_large_targets_keep_their_digits(one_rank: Path, tmp_path: Path) -> None:
     draw = random.Random(0)
     with (tmp_path / "seen.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -214,7 +210,7 @@ def test_rows_are_no_longer_than_the_base_reads_and_targets_far_from_zero_keep_t
         predict(tmp_path / "out", tmp_path / "more.jsonl")
 
 
-def test_a_row_is_judged_where_its_number_has_a_place_behind_it(one_rank: Path, tmp_path: Path) -> None:
+def test_rows_leave_room_for_the_number_in_the_context(one_rank: Path, tmp_path: Path) -> None:
     rows = "".join(f"{'a' * (i % 60)},{i}\n" for i in range(120))  # prompts of all lengths around the context
     (tmp_path / "t.csv").write_text(f"note,score\n{rows}", encoding="utf-8")
     base, said = str(one_rank / "base"), []
@@ -225,7 +221,7 @@ def test_a_row_is_judged_where_its_number_has_a_place_behind_it(one_rank: Path, 
     assert any("rows of 64 tokens or more, all that the base reads, are not judged" in line for line in said)
 
 
-def test_a_table_of_rows_that_are_all_too_long_is_one_line(one_rank: Path, tmp_path: Path) -> None:
+def test_a_table_with_only_too_long_rows_is_one_line(one_rank: Path, tmp_path: Path) -> None:
     table = write_table(tmp_path / "people.csv")
     done = cqwen_forked(
         *("fit", table, "--target", "score", "--out", tmp_path / "out"),

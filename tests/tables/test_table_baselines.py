@@ -45,7 +45,7 @@ def test_each_baseline_explains_what_it_can_read() -> None:
     assert words > pairs, "an age is a word there, of a few rows"
 
 
-def test_a_table_of_words_or_of_numbers_alone() -> None:
+def test_baselines_handle_tables_of_only_words_or_numbers() -> None:
     words = r2(table(False, True))
     assert "ridge, numeric columns" not in words
     assert words["ridge, TF-IDF and one-hot"] > 0.9
@@ -53,7 +53,7 @@ def test_a_table_of_words_or_of_numbers_alone() -> None:
     assert r2(table(True, False))["ridge, numeric columns"] > 0.9
 
 
-def test_many_rows_need_no_array_of_rows_by_rows() -> None:
+def test_many_rows_need_no_quadratic_memory() -> None:
     draw = np.random.default_rng(0)
     words = [f"w{i:04}" for i in range(9000)]
     rows = [{"name": " ".join(draw.choice(words, 6)), "score": str(i % 7)} for i in range(6000)]
@@ -68,7 +68,7 @@ def test_many_rows_need_no_array_of_rows_by_rows() -> None:
     assert errors(found["ridge, TF-IDF of words and pairs"], truth)["r2"] > 0.2
 
 
-def test_prompts_of_single_letters_have_no_words_to_compare_with() -> None:
+def test_prompts_without_words_get_no_text_baseline() -> None:
     rows = [{"x": str(i % 10), "score": str(i)} for i in range(200)]
     names = {name for name, _ in baselines(Table(["x"], ["x"], rows, "score", []), TRAIN, TEST, [r["x"] for r in rows])}
     assert names - {"CatBoost"} == {"always the median", "ridge, numeric columns", "gradient boosting"}
@@ -76,13 +76,13 @@ def test_prompts_of_single_letters_have_no_words_to_compare_with() -> None:
 
 @pytest.mark.skipif(find_spec("catboost") is None, reason="catboost is not installed")
 @pytest.mark.parametrize("kinds", [(True, True), (False, True), (True, False)])
-def test_catboost_is_compared_with_where_it_is_installed(kinds: tuple[bool, bool]) -> None:
+def test_catboost_is_compared_if_installed(kinds: tuple[bool, bool]) -> None:
     assert r2(table(*kinds))["CatBoost"] > 0.8
 
 
 @pytest.mark.skipif(find_spec("ngboost") is None, reason="ngboost is not installed")
 @pytest.mark.parametrize("kinds", [(True, True), (False, True), (True, False)])
-def test_ngboost_gives_a_normal_law_where_it_is_installed(kinds: tuple[bool, bool]) -> None:
+def test_ngboost_gives_a_normal_law_if_installed(kinds: tuple[bool, bool]) -> None:
     found = table(*kinds)
     law = natural_boosting(found, TRAIN, TEST)
     assert law is not None
@@ -93,11 +93,11 @@ def test_ngboost_gives_a_normal_law_where_it_is_installed(kinds: tuple[bool, boo
 
 
 @pytest.mark.skipif(find_spec("ngboost") is not None, reason="ngboost is installed")
-def test_without_ngboost_there_is_no_law_of_its() -> None:
+def test_without_ngboost_its_law_is_missing() -> None:
     assert natural_boosting(table(True, True), TRAIN, TEST) is None
 
 
-def test_errors_are_those_of_the_textbook() -> None:
+def test_errors_equal_the_textbook_formulas() -> None:
     found = errors(np.array([1.0, 2.0, 6.0]), np.array([1.0, 3.0, 2.0]))
     assert found["mae"] == 5 / 3
     assert found["rmse"] == np.sqrt(17 / 3)

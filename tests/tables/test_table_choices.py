@@ -13,7 +13,7 @@ NORMAL = np.random.default_rng(0).normal(50.0, 4.0, 1000)
 TOKENS = np.full(1000, 90)
 
 
-def test_numbers_of_many_sizes_are_learnt_as_logarithms_and_others_are_not() -> None:
+def test_only_targets_over_many_orders_of_magnitude_become_logarithms() -> None:
     prices = np.exp(np.random.default_rng(0).normal(3.0, 1.5, 1000))
     assert best_transform(prices) == "standardise_log"
     assert best_transform(NORMAL) == "standardise"
@@ -22,18 +22,18 @@ def test_numbers_of_many_sizes_are_learnt_as_logarithms_and_others_are_not() -> 
 
 
 @pytest.mark.parametrize(("minutes", "least", "most"), [(1, 0, 0), (20, 1, 8), (10_000, 8, 8)])
-def test_the_time_that_is_left_goes_to_adapters(minutes: float, least: float, most: float) -> None:
+def test_the_remaining_time_goes_to_adapters(minutes: float, least: float, most: float) -> None:
     chosen = choose(NORMAL, TOKENS, 150, 150, PACE, minutes)
     assert least <= chosen.epochs <= most
     assert chosen.lora_minutes <= 0.8 * minutes or chosen.epochs == 8
 
 
-def test_the_length_holds_the_longest_row_up_to_a_limit(tmp_path: Path) -> None:
+def test_the_sequence_length_fits_the_longest_row_up_to_a_limit(tmp_path: Path) -> None:
     assert choose(NORMAL, TOKENS, 150, 150, PACE, 20).length == 128
     assert choose(NORMAL, np.append(TOKENS, 5000), 150, 150, PACE, 20).length == LONGEST
 
 
-def test_the_config_is_one_that_trains(tmp_path: Path) -> None:
+def test_the_chosen_config_trains(tmp_path: Path) -> None:
     odd = 'a "quoted"\nprompt of {city}: ä '
     for minutes, stages in ((20, ["heads", "lora"]), (1, ["heads"])):
         chosen = choose(NORMAL, TOKENS, 150, 150, PACE, minutes)

@@ -27,7 +27,7 @@ def cities(rows: int) -> list[dict[str, object]]:
     return [{"city": ["Rome", "Oslo"][i % 2], "age": i, "height": 1.5, "score": i / 4} for i in range(rows)]
 
 
-def test_parquet_csv_and_jsonl_are_one_table(tmp_path: Path) -> None:
+def test_parquet_csv_and_jsonl_give_the_same_table(tmp_path: Path) -> None:
     records = cities(24)
     records[3]["age"] = None
     path = tmp_path / "t.parquet"
@@ -45,7 +45,7 @@ def test_parquet_csv_and_jsonl_are_one_table(tmp_path: Path) -> None:
     assert tables[0].rows[4]["age"] == tables[1].rows[4]["age"] == "4"
 
 
-def test_rows_without_a_target_and_columns_no_template_can_name_are_left_out_and_told(tmp_path: Path) -> None:
+def test_rows_without_a_target_and_unnameable_columns_are_dropped_and_counted(tmp_path: Path) -> None:
     records = [{**record, "a:b": 1, "*": 2, "{}": 3, "": 4, r"\nu": 5} for record in cities(30)]
     records[0]["score"] = None
     table = read_table(written(tmp_path, records), "score")
@@ -56,7 +56,7 @@ def test_rows_without_a_target_and_columns_no_template_can_name_are_left_out_and
     assert table.notes[1].endswith(r": a:b, *, {}, , \nu")
 
 
-def test_names_with_dots_brackets_and_digits_are_names_in_a_fit_and_in_training(tmp_path: Path) -> None:
+def test_column_names_may_have_dots_brackets_and_digits(tmp_path: Path) -> None:
     names = ["Sepal.Length", "height [cm]", "2019", "0", "<NUM>", "年龄 (😀)", "a\nb", "a]"]
     records = [{**dict.fromkeys(names, f"{i} x"), "score.kg": i} for i in range(20)]
     table = read_table(written(tmp_path, records), "score.kg")
@@ -67,7 +67,7 @@ def test_names_with_dots_brackets_and_digits_are_names_in_a_fit_and_in_training(
         assert read(row, "here").text == filled + row["score.kg"]
 
 
-def test_targets_that_training_would_leave_as_text_are_written_as_the_numbers_they_are(tmp_path: Path) -> None:
+def test_targets_are_written_so_that_training_reads_them_as_numbers(tmp_path: Path) -> None:
     odd = ["13812345678", "1_000", "٣", "007", "+5", " 6 ", "1e3", "2024.10", "-0.0", "9007199254740993"]
     records = cities(20)
     for record, score in zip(records, odd, strict=False):
@@ -80,7 +80,7 @@ def test_targets_that_training_would_leave_as_text_are_written_as_the_numbers_th
     assert [row["score"] for row in table.rows[:7]] == ["13812345678.0", "1000.0", "3.0", "7.0", "+5", "6", "1e3"]
 
 
-def test_a_word_for_an_empty_cell_is_one_in_a_fit_in_training_and_in_a_prediction(tmp_path: Path) -> None:
+def test_words_for_empty_cells_are_the_same_in_fit_training_and_predict(tmp_path: Path) -> None:
     records = cities(40)
     for i, word in enumerate(sorted(MISSING)):
         records[i]["age"], records[-1 - i]["city"] = word, f" {word} "
@@ -123,7 +123,7 @@ def test_what_cannot_be_fitted_is_one_line(tmp_path: Path, change: dict[str, obj
     assert f"{key}: found" in str(met.value)
 
 
-def test_parts_are_disjoint_whole_and_written_as_they_are_read(tmp_path: Path) -> None:
+def test_the_parts_of_a_split_are_disjoint_complete_and_round_trip(tmp_path: Path) -> None:
     table = read_table(written(tmp_path, cities(101)), "score")
     parts = split(101, seed=3, test_fraction=0.2)
     assert sorted(np.concatenate(parts)) == list(range(101))
@@ -151,7 +151,7 @@ def test_a_published_split_is_taken_by_its_number(tmp_path: Path) -> None:
         held_out_rows(f"{path}#1", 8)  # row 9 is none
 
 
-def test_a_limit_of_test_rows_leaves_the_other_parts_as_they_are() -> None:
+def test_test_rows_does_not_change_the_other_parts() -> None:
     given = list(range(10, 40))
     for whole, few in (
         (split(101, 3, 0.5), split(101, 3, 0.5, most=7)),
@@ -164,7 +164,7 @@ def test_a_limit_of_test_rows_leaves_the_other_parts_as_they_are() -> None:
     assert set(split(101, 3, 0.5, given).test) == set(given)
 
 
-def test_rows_of_like_length_stand_together_and_the_first_ones_are_any_rows() -> None:
+def test_rows_are_sorted_by_length_within_blocks() -> None:
     draw = np.random.default_rng(0)
     lengths, rows = draw.integers(10, 200, 1000), np.sort(draw.permutation(1000)[:700])
     found = by_length(rows, lengths)

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
-def test_ranks_times_accumulation_is_what_counts(folder: Path, ranks: int) -> None:
+def test_only_ranks_times_accumulation_matters(folder: Path, ranks: int) -> None:
     """1x8 = 2x4 = 4x2 = 8x1 to 1e-5, in every loss of 10 steps and in every parameter at the end."""
     alone, parameters = spread(folder, 1) if not (folder / "run1").exists() else _again(folder)
     found, theirs = spread(folder, ranks)

@@ -28,7 +28,7 @@ def trapped(step: int, **changes: float) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def test_the_uniform_solution_is_told_once_though_its_loss_is_low() -> None:
+def test_the_uniform_solution_is_reported_once_though_its_loss_is_low() -> None:
     alarms = Alarms(V, base_accuracy=0.4)
     found = run(alarms, [trapped(step) for step in range(1, 30)])
     assert [(a.kind, a.step) for a in found] == [("uniform-trap", 3)]
@@ -36,7 +36,7 @@ def test_the_uniform_solution_is_told_once_though_its_loss_is_low() -> None:
     assert "accuracy only 0.2%" in found[0].text
 
 
-def test_the_way_out_of_it_is_none_that_was_taken() -> None:
+def test_the_advice_against_it_skips_settings_already_made() -> None:
     def told(**about: Any) -> list[Alarm]:
         return run(Alarms(V, **about), [trapped(step) for step in range(1, 40)])
 
@@ -55,17 +55,17 @@ def test_the_way_out_of_it_is_none_that_was_taken() -> None:
 @pytest.mark.parametrize(
     "changes", [{"accuracy": 0.3}, {"prob_sum_mean": 40.0}, {"cls_loss_mean": 5.0}, {"cls_loss_mean": 300.0}]
 )
-def test_a_run_that_only_resembles_it_is_left_alone(changes: dict[str, float]) -> None:
+def test_a_similar_healthy_run_raises_no_alarm(changes: dict[str, float]) -> None:
     assert run(Alarms(V, base_accuracy=0.4), [trapped(step, **changes) for step in range(1, 30)]) == []
 
 
-def test_the_trap_under_the_mean_over_words_and_not_under_class_weights() -> None:
+def test_the_uniform_solution_is_detected_with_mean_reduction_not_class_weights() -> None:
     records = [trapped(step, cls_loss_mean=(1 + math.log(V)) / V) for step in range(1, 9)]
     assert [a.kind for a in run(Alarms(V, factor=V), records)] == ["uniform-trap"]
     assert run(Alarms(None), [trapped(step) for step in range(1, 9)]) == []
 
 
-def test_p_num_that_collapses_is_told_and_steps_without_numbers_do_not_count() -> None:
+def test_a_collapse_of_p_num_is_reported_ignoring_steps_without_numbers() -> None:
     falling = [record(step, p_num_mean=0.6 * 0.9**step if step % 3 else 0.0) for step in range(1, 90)]
     assert [a.kind for a in run(Alarms(V), falling)] == ["p-num-collapse"]
     draw = random.Random(0)
@@ -73,7 +73,7 @@ def test_p_num_that_collapses_is_told_and_steps_without_numbers_do_not_count() -
     assert run(Alarms(V), [record(step, p_num_mean=0.0) for step in range(1, 300)]) == [], "data without numbers"
 
 
-def test_p_num_that_never_rises_while_words_are_learnt_is_told() -> None:
+def test_p_num_that_never_rises_while_words_are_learnt_is_reported() -> None:
     """As seen with gate_grad: full: P_NUM 0.004 from the twentieth step on, accuracy 0.7 all the same."""
     held = [record(step, p_num_mean=0.004, accuracy=0.7) for step in range(1, 150)]
     assert [(a.kind, a.step) for a in run(Alarms(V, base_accuracy=0.4), held)] == [("p-num-collapse", 100)]
@@ -81,7 +81,7 @@ def test_p_num_that_never_rises_while_words_are_learnt_is_told() -> None:
     assert run(Alarms(V, base_accuracy=0.4), young) == [], "nothing is learnt yet"
 
 
-def test_noise_without_gradient_is_told_where_its_group_trains() -> None:
+def test_noise_without_gradient_is_reported_if_its_group_trains() -> None:
     assert [(a.kind, a.step) for a in run(Alarms(V), [record(s, b_noise_grad=0.0) for s in range(1, 50)])] == [
         ("b-noise-without-gradient", 20)
     ]
@@ -89,7 +89,7 @@ def test_noise_without_gradient_is_told_where_its_group_trains() -> None:
     assert run(Alarms(V), [record(s) for s in range(1, 50)]) == [], "it sleeps"
 
 
-def test_a_spike_names_its_step_and_samples_and_a_new_stage_is_none() -> None:
+def test_a_loss_spike_names_step_and_samples_but_a_new_stage_is_no_spike() -> None:
     draw = random.Random(0)
     calm = [record(s, total_loss=5 - s / 100 + draw.gauss(0, 0.1)) for s in range(1, 100)]
     assert run(Alarms(V), calm) == []
@@ -118,7 +118,7 @@ class Told:
         self.alarms.append(alarm)
 
 
-def test_refusals_pass_over_some_and_stop_at_the_limit_or_the_end() -> None:
+def test_refused_steps_are_skipped_up_to_the_limit() -> None:
     refusals, told = Refusals(3), Told()
     suspected, error = NonFiniteStep("nan", [0, 2]), NonFiniteStep("nan")
     assert refusals.refuse(suspected, 5, 100, "lora", told, told.alarm) == {"train/refused": 1.0}
@@ -135,7 +135,7 @@ def test_refusals_pass_over_some_and_stop_at_the_limit_or_the_end() -> None:
         Refusals(3).refuse(error, 100, 100, "lora", told, told.alarm)
 
 
-def test_the_gradient_of_the_noise_is_that_of_all_ranks(one_rank: Path, two_ranks: Path) -> None:
+def test_the_noise_gradient_is_summed_over_all_ranks(one_rank: Path, two_ranks: Path) -> None:
     alone, spread = ([r["train/b_noise_grad"] for r in metrics(run)] for run in (one_rank, two_ranks))
     assert len(alone) == 6
     assert spread == pytest.approx(alone, rel=1e-3)

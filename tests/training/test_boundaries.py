@@ -55,7 +55,7 @@ def test_the_stage_ends_when_evaluation_stops_improving(run: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [3, ENDS, ENDS + 1])
-def test_one_goes_on_from_either_side_of_it_and_from_itself(run: Path, tmp_path: Path, step: int) -> None:
+def test_resumes_before_at_and_after_a_stage_boundary(run: Path, tmp_path: Path, step: int) -> None:
     """Before the decision, at the boundary, behind it: to the bit what the run without a stop is."""
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
@@ -70,7 +70,7 @@ def test_one_goes_on_from_either_side_of_it_and_from_itself(run: Path, tmp_path:
     assert [name for name in mine if not mine[name].equal(theirs[name])] == []
 
 
-def test_moments_of_what_goes_on_are_carried_over(run: Path) -> None:
+def test_moments_of_groups_that_keep_training_are_kept(run: Path) -> None:
     """One Adam step over the boundary: both moments give one and the same gradient only if both were carried."""
     before, after = state_at(run, ENDS), state_at(run, ENDS + 1)
     old, new = everything(before), everything(after)
@@ -87,14 +87,14 @@ def test_moments_of_what_goes_on_are_carried_over(run: Path) -> None:
     assert set(after.state["head_steps"].values()) == {ENDS + 1}
 
 
-def test_a_stage_that_reads_otherwise_begins_a_new_epoch(run: Path) -> None:
+def test_a_stage_with_other_data_settings_begins_a_new_epoch(run: Path) -> None:
     before, after = (state_at(run, step).state["loader"] for step in (ENDS, ENDS + 1))
     assert (before["stage"], after["stage"]) == (0, 1)
     assert after["epoch"] == before["epoch"] + (before["step"] > 0)
     assert after["step"] == 1
 
 
-def test_its_micro_batches_may_change_on_the_way_and_its_batches_not(run: Path, tmp_path: Path) -> None:
+def test_a_stages_micro_batch_size_may_change_on_resume_its_batch_size_not(run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     train_run(run.parent / "config.yaml", f"run.dir={copy}", "stages.1.micro_batch_size=2")
@@ -103,7 +103,7 @@ def test_its_micro_batches_may_change_on_the_way_and_its_batches_not(run: Path, 
     assert "stages.1.global_batch_size" in done.stderr
 
 
-def test_a_watched_figure_that_there_is_not_is_one_line(tmp_path: Path) -> None:
+def test_an_unknown_watched_metric_is_one_line(tmp_path: Path) -> None:
     stage = STAGES[0] | {"until": {"max_steps": 9, "metric": "eval/acuracy"}}
     done = cqwen_forked("train", write_config(tmp_path, stages=[stage]))
     assert done.returncode == 2

@@ -17,7 +17,7 @@ from cqwen_dist.training.evaluation.number_metrics import (
 
 
 @pytest.mark.parametrize("noise", ["normal", "cauchy", "lognormal"])
-def test_coverage_is_the_level_whatever_the_law(noise: str) -> None:
+def test_coverage_equals_the_level_for_any_law(noise: str) -> None:
     """Mean over 400 repetitions of 99 calibration and 99 new numbers: level <= coverage <= level + 1/100."""
     draw = np.random.default_rng(0)
     laws = {
@@ -35,7 +35,7 @@ def test_coverage_is_the_level_whatever_the_law(noise: str) -> None:
         assert level - 0.012 <= np.mean(held) <= level + 0.01 + 0.012
 
 
-def test_a_factor_is_an_order_statistic_over_the_cauchys_own_width() -> None:
+def test_a_factor_is_an_order_statistic_divided_by_the_cauchys_width() -> None:
     found = interval_factors(np.array([3.0, 1.0, 2.0, 4.0]), (0.5, 0.8, 0.9))
     assert found.factors == pytest.approx({0.5: 3.0 / RAW.half_width(0.5), 0.8: 4.0 / RAW.half_width(0.8)})
     assert found.n == 4
@@ -49,7 +49,7 @@ def test_a_true_cauchy_needs_no_factor() -> None:
     assert list(factors.factors.values()) == pytest.approx([1.0] * 3, rel=0.03)
 
 
-def test_half_of_the_texts_calibrate_evenly_and_not_by_parity() -> None:
+def test_the_calibrating_half_is_spread_evenly_not_by_parity() -> None:
     chosen = for_calibration(np.arange(10_000))
     assert abs(chosen.mean() - 0.5) < 0.001
     for step in (2, 3, 4, 5, 7, 8):
@@ -67,7 +67,7 @@ def numbers(count: int = 4000) -> tuple[Numbers, TargetTransform]:
     return Numbers(truth, loc, np.full(count, 0.3), np.arange(count) // 4), target
 
 
-def test_coverage_is_measured_by_halves_and_the_factors_are_of_all_numbers() -> None:
+def test_coverage_is_cross_validated_and_factors_use_all_numbers() -> None:
     data, target = numbers()
     found = number_metrics(data, target, 100.0, Intervals({0.9: 1.0}, 7))
     assert found.metrics["eval/coverage_90"] > 0.99, "the Cauchy's own interval is too wide"
@@ -97,7 +97,7 @@ def test_coverage_is_measured_by_halves_and_the_factors_are_of_all_numbers() -> 
     assert all(low <= p <= high for low, p, high in zip(drawn["low"], drawn["predicted"], drawn["high"], strict=True))
 
 
-def test_a_log_target_has_its_crps_in_its_own_unit_alone() -> None:
+def test_a_log_target_has_a_crps_only_in_its_own_unit() -> None:
     data, _ = numbers(100)
     found = number_metrics(data, TargetTransform("signed_log"), None)
     assert "eval/crps_target" in found.metrics

@@ -20,7 +20,7 @@ from cqwen_dist.training.constraint import Constraint
 
 
 @pytest.mark.parametrize("unit", [None, 0.3])
-def test_kl_is_the_integral(unit: float | None) -> None:
+def test_kl_equals_the_integral(unit: float | None) -> None:
     """By the trapezoid rule in float64 over the quantiles of p: to 1e-6. With a unit, of both laws rescaled to it."""
     p, q = Cauchy(torch.tensor(0.3), torch.tensor(0.5)), Cauchy(torch.tensor(-0.4), torch.tensor(1.7))
     wide = [Cauchy(law.loc.double(), law.scale.double()) for law in (p, q)]
@@ -107,7 +107,7 @@ def model_u(constraint: Constraint, batch: Batch) -> Cauchy:
     return u
 
 
-def test_it_is_the_closed_form_against_the_start_whatever_has_trained_since() -> None:
+def test_kl_equals_the_closed_form_against_the_start() -> None:
     """Adapters off, w_num and <NUM>'s row as they began, the abduction as it was; a mean over C, a sum over tokens."""
     ((still, ratio, gradient_off, same_start),) = run_ranks(on_one_rank, 1)
     assert still == 0.0
@@ -157,14 +157,14 @@ def kl_of(run: Path) -> list[float]:
     return [record["train/kl"] for record in metrics(run)]
 
 
-def test_watching_changes_nothing_and_sees_zero_at_the_start(folder: Path) -> None:
+def test_monitor_mode_changes_no_step_and_starts_at_zero(folder: Path) -> None:
     assert losses(folder / "watched") == losses(folder / "off")
     assert kl_of(folder / "watched")[0] == 0.0
     assert max(kl_of(folder / "watched")) > 0.15, "U hardly moves: nothing is tested"
 
 
 @pytest.mark.parametrize("mode", ["dual", "hinge"])
-def test_kl_stays_under_eps_when_asked(folder: Path, mode: str) -> None:
+def test_dual_mode_keeps_kl_below_eps(folder: Path, mode: str) -> None:
     """From step 20 on: on average, and at each step but for the scatter of batches. Words are learnt all the same."""
     held = kl_of(folder / mode)[20:]
     assert sum(held) / len(held) < 0.05
@@ -173,14 +173,14 @@ def test_kl_stays_under_eps_when_asked(folder: Path, mode: str) -> None:
     assert sum(words[-5:]) < 0.3 * sum(words[:5])
 
 
-def test_the_weight_rises_where_kl_presses(folder: Path) -> None:
+def test_the_weight_rises_with_kl(folder: Path) -> None:
     records = metrics(folder / "dual")
     assert records[0]["train/kl_multiplier"] < 0.1, "nothing to hold at the start"
     assert max(record["train/kl_multiplier"] for record in records) > 5.0
     assert records[-1]["train/constraint_loss"] > 0.0
 
 
-def test_a_run_that_is_held_goes_on_as_it_was(tmp_path: Path) -> None:
+def test_a_constrained_run_resumes_equal(tmp_path: Path) -> None:
     """Resumed within a stage, on other ranks, rows shared, ZeRO-3: the same losses and the same multiplier."""
     options = ["loss.constraint.mode=dual", "loss.constraint.eps=0.001", "loss.constraint.rate=0.5"]
     config = write_config(tmp_path, train__checkpoint_every=1, train__keep_checkpoints=9)

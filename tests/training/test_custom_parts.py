@@ -33,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_they_train_and_are_saved(run: Path, one_rank: Path) -> None:
+def test_custom_parts_train_and_are_saved(run: Path, one_rank: Path) -> None:
     """Bent begins as the linear network and HalfGate is half the default gate: so the first step tells them apart."""
     mine, plain = metrics(run), metrics(one_rank)
     assert mine[0]["train/cls_loss_mean"] == pytest.approx(plain[0]["train/cls_loss_mean"], rel=1e-5)
@@ -43,13 +43,15 @@ def test_they_train_and_are_saved(run: Path, one_rank: Path) -> None:
     assert (again.model.abduction, again.loss.gate) == tuple(PARTS.values())
 
 
-def test_a_run_with_them_goes_on(run: Path, tmp_path: Path) -> None:
+def test_a_run_with_custom_parts_resumes(run: Path, tmp_path: Path) -> None:
     config = set_back(run, tmp_path / "run", 4)
     train_run(config, f"run.dir={tmp_path}/run")
     assert losses(tmp_path / "run")[-2:] == pytest.approx(losses(run)[-2:], rel=1e-6)
 
 
-def test_whoever_loads_one_has_to_trust_it(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_a_custom_part_needs_trust_remote_code(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(TRUST, raising=False)
     refused = f"model.abduction: found '{PARTS['model__abduction']}', allowed: linear, two_layer; or {TRUST}=1"
     for command in (("generate", run, "--prompt", "tea"), ("export", run, tmp_path / "no")):
@@ -79,7 +81,7 @@ def test_whoever_loads_one_has_to_trust_it(run: Path, tmp_path: Path, monkeypatc
             load(out)
 
 
-def test_the_example_of_the_docs_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_docs_example_is_a_valid_custom_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
     (tmp_path / "from_the_docs.py").write_text(
         re.findall(r"```python\n(.*?)```", page, re.DOTALL)[-1], encoding="utf-8"
@@ -103,7 +105,7 @@ def test_the_example_of_the_docs_is_one(tmp_path: Path, monkeypatch: pytest.Monk
         ),
     ],
 )
-def test_a_network_that_does_not_do_is_one_line(path: str, found: str) -> None:
+def test_an_unsuitable_network_is_one_line(path: str, found: str) -> None:
     with pytest.raises(UserError, match=f"^model.abduction: found .*{found}.*, allowed: ") as caught:
         tiny_model(abduction=path)
     assert "\n" not in str(caught.value)
@@ -117,13 +119,13 @@ def test_a_network_that_does_not_do_is_one_line(path: str, found: str) -> None:
         ("support.custom_parts:PairGate", "TypeError: .* takes 3 positional arguments but 4 were given"),
     ],
 )
-def test_a_gate_that_does_not_do_is_one_line(path: str, found: str) -> None:
+def test_an_unsuitable_gate_is_one_line(path: str, found: str) -> None:
     with pytest.raises(UserError, match=f"^loss.gate: found .*{found}.*, allowed: ") as caught:
         gate_named(path)
     assert "\n" not in str(caught.value)
 
 
-def test_a_class_that_is_not_there_ends_a_run_before_its_base_is_built(tmp_path: Path) -> None:
+def test_a_missing_class_is_refused_before_the_base_is_built(tmp_path: Path) -> None:
     config = write_config(tmp_path, loss__gate="support.custom_parts:Gone")
     with pytest.raises(AssertionError, match=r"loss\.gate: found support.custom_parts:Gone: AttributeError"):
         train_run(config)

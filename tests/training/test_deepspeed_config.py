@@ -17,7 +17,7 @@ def config(zero: int = 2, precision: str = "bf16", **additions: Any) -> Config:
     return Config.model_validate({**found, "deepspeed": additions})
 
 
-def test_it_follows_from_ours() -> None:
+def test_the_deepspeed_config_follows_from_the_projects_config() -> None:
     found = deepspeed_config(config(), 4, 1000)
     assert found["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
     assert found["train_batch_size"] == 4 * found["train_micro_batch_size_per_gpu"]
@@ -27,7 +27,7 @@ def test_it_follows_from_ours() -> None:
     assert json.loads(json.dumps(found)) == found  # --dry-run prints it
 
 
-def test_additions_are_merged() -> None:
+def test_extra_deepspeed_settings_are_merged() -> None:
     found = deepspeed_config(
         config(
             comms_logger={"enabled": True},
@@ -62,7 +62,7 @@ def test_additions_are_merged() -> None:
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "deepspeed.data_types.grad_accum_dtype", "fp32"),
     ],
 )
-def test_contradictions_are_refused_by_name(additions: dict[str, Any], key: str, says: str) -> None:
+def test_contradicting_deepspeed_settings_are_refused_by_name(additions: dict[str, Any], key: str, says: str) -> None:
     with pytest.raises(UserError, match=says) as refusal:
         deepspeed_config(config(**additions), 4, 1000)
     assert refusal.value.key == key
@@ -84,7 +84,7 @@ def test_the_number_of_parameters_needs_no_model() -> None:
     assert feature_parameters(Config.model_validate(found), model.config.base) == counted
 
 
-def test_magnitudes_of_dora_count() -> None:
+def test_dora_magnitudes_count_as_parameters() -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from support.tiny import tiny_model
 

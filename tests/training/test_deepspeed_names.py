@@ -79,11 +79,11 @@ def defined(where: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("where", "name"), [(where, name) for where, names in NAMES.items() for name in names])
-def test_the_installed_deepspeed_has_it(where: str, name: str) -> None:
+def test_the_installed_deepspeed_has_each_private_name(where: str, name: str) -> None:
     assert name in defined(where), f"deepspeed/{where} has no {name} any more; cqwen_dist/training/zero relies on it"
 
 
-def test_the_list_is_whole() -> None:
+def test_the_list_of_private_names_is_complete() -> None:
     """Whatever training/zero takes from an optimizer or an engine of DeepSpeed's is in the list."""
     documented = {"backward", "step", "train", "module", "zero_grad", "state"}
     known = documented | {name for names in NAMES.values() for name in names}
@@ -104,7 +104,7 @@ def test_the_list_is_whole() -> None:
     assert not [(p.name, n) for p in others for n in elsewhere if n in p.read_text(encoding="utf-8")]
 
 
-def test_a_process_group_that_an_earlier_run_left_is_forgotten() -> None:
+def test_an_ended_process_group_in_deepspeeds_cache_is_dropped() -> None:
     for _ in range(2):
         with distributed(alone=True):
             join_deepspeed()

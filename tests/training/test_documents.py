@@ -15,7 +15,7 @@ from cqwen_dist.training.documents import documents_of
 
 
 @pytest.mark.parametrize("period", [99, 8, 5, 1])
-def test_features_and_masks_are_those_that_it_finds(period: int) -> None:
+def test_given_texts_make_the_masks_that_transformers_finds(period: int) -> None:
     model, batch = tiny_model(), random_batch()
     batch = replace(batch, position_ids=batch.position_ids % period)
     wanted, documents = model.kept_features(batch, batch.kept), find_packed_sequence_indices(batch.position_ids)
@@ -28,7 +28,7 @@ def test_features_and_masks_are_those_that_it_finds(period: int) -> None:
     assert masking_utils.find_packed_sequence_indices is find_packed_sequence_indices
 
 
-def test_a_row_among_several_that_is_packed() -> None:
+def test_one_packed_row_among_several() -> None:
     positions = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]])
     with documents_of(Texts.at(positions), len(positions)):
         told = masking_utils.find_packed_sequence_indices(positions)

@@ -15,7 +15,7 @@ from cqwen_dist.config import load_config
 from cqwen_dist.training.zero.engine import UsualNorm
 
 
-def test_a_fixed_limit_is_that_limit_whatever_is_seen() -> None:
+def test_a_fixed_norm_limit_never_changes() -> None:
     usual = UsualNorm(1.5)
     for norm in (0.1, 1e6, 3.0, 3.0, 3.0, 3.0, 3.0):
         assert usual.limit() == 1.5
@@ -30,7 +30,7 @@ def test_nothing_is_clipped_before_five_norms_are_known() -> None:
     assert usual.limit() == 3 * 2.0
 
 
-def test_it_is_three_times_the_median_of_the_last_64() -> None:
+def test_the_usual_limit_is_three_times_the_median_of_64_norms() -> None:
     usual, norms = UsualNorm(None), [float(1 + (37 * k) % 101) for k in range(200)]
     for k, norm in enumerate(norms):
         if k >= 5:
@@ -39,7 +39,7 @@ def test_it_is_three_times_the_median_of_the_last_64() -> None:
     assert usual.seen == norms[-64:]
 
 
-def test_a_spike_is_clipped_and_the_next_limit_hardly_knows_of_it() -> None:
+def test_a_spike_is_clipped_and_hardly_changes_the_next_limit() -> None:
     usual = UsualNorm(None)
     for k in range(20):
         usual.add(1000.0 + k)
@@ -57,7 +57,7 @@ def test_gradients_of_zero_set_no_limit() -> None:
     assert usual.limit() == math.inf
 
 
-def test_what_was_seen_goes_through_json_and_back() -> None:
+def test_the_seen_norms_round_trip_through_json() -> None:
     usual, again = UsualNorm(None), UsualNorm(None)
     for k in range(9):
         usual.add(0.1 * k + 1 / 3)
@@ -82,7 +82,7 @@ def weights_of(run: Path, step: int) -> dict[str, str]:
     return {name: record["sha256"] for name, record in files.items() if name.endswith(".safetensors")}
 
 
-def test_a_run_that_goes_on_within_a_stage_clips_where_the_undisturbed_one_does(tmp_path: Path) -> None:
+def test_a_resumed_run_clips_as_the_undisturbed_one(tmp_path: Path) -> None:
     stages = [
         {"name": "heads", "train": ["heads", "embedding"], "steps": 9, "lr": 1e-2},
         {"name": "lora", "train": ["heads", "embedding", "lora"], "steps": 7, "lr": 1e-2},

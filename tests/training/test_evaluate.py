@@ -45,7 +45,7 @@ def held_out(data: Datasets) -> Batch:
 
 
 @torch.no_grad()
-def test_the_figures_are_what_their_names_say(one_rank: Path, data: Datasets, held_out: Batch) -> None:
+def test_metrics_equal_their_definitions(one_rank: Path, data: Datasets, held_out: Batch) -> None:
     found = metrics(one_rank)[-1]
     model = load_trained(one_rank)[0].model
     loc_s, scale_s, loc_y, scale_y = model(held_out.input_ids, held_out.numeric_values, held_out.attention_mask)
@@ -89,9 +89,7 @@ def test_the_figures_are_what_their_names_say(one_rank: Path, data: Datasets, he
 
 
 @torch.no_grad()
-def test_precision_and_recall_where_num_is_said_at_right_and_wrong_places(
-    one_rank: Path, data: Datasets, held_out: Batch
-) -> None:
+def test_precision_and_recall_of_num(one_rank: Path, data: Datasets, held_out: Batch) -> None:
     model = load_trained(one_rank)[0].model
     num, keep = model.config.num_token_id, held_out.labels >= 0
     true = held_out.labels[keep] == num
@@ -131,7 +129,7 @@ def _spreads() -> dict[str, dict[str, float]]:
     return {name: spread.summary() for name, spread in found.items()}
 
 
-def test_a_spread_is_that_of_all_values() -> None:
+def test_a_spread_is_computed_over_all_ranks_values() -> None:
     """Mean and deviation exactly, quartiles within 0.2 %; of values closer together than a bin, as of an even law."""
     for law, found in run_ranks(_spreads, 2)[0].items():
         values = LAWS[law](torch.Generator().manual_seed(0)).double().flatten().numpy()
@@ -157,7 +155,7 @@ def _evaluated(run: str, micro_batch_sizes: list[int]) -> list[dict[str, float]]
 
 
 @torch.no_grad()
-def test_micro_batches_and_ranks_leave_every_figure(one_rank: Path, data: Datasets) -> None:
+def test_micro_batches_and_ranks_change_no_metric(one_rank: Path, data: Datasets) -> None:
     model, texts = load_trained(one_rank)[0].model, data.train
     batch = collate(
         [texts[i] for i in range(len(texts))], pad_token_id=texts.pad_token_id, num_token_id=texts.num_token_id
@@ -181,7 +179,7 @@ def test_micro_batches_and_ranks_leave_every_figure(one_rank: Path, data: Datase
 
 
 @torch.no_grad()
-def test_base_accuracy_is_the_base_models_own_top_1(one_rank: Path, held_out: Batch) -> None:
+def test_base_accuracy_equals_the_base_models_top_1(one_rank: Path, held_out: Batch) -> None:
     """Values unseen: the base reads <NUM>'s row as any other."""
     base = AutoModelForCausalLM.from_pretrained(one_rank / "base").eval()
     logits = base(input_ids=held_out.input_ids, attention_mask=held_out.attention_mask.long()).logits
@@ -212,7 +210,7 @@ def _base_measured(numerals: list[int]) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("world", [1, 2])
 @torch.no_grad()
-def test_where_a_number_is_next_any_digit_is_right_for_a_base_that_spells_them(world: int) -> None:
+def test_at_numbers_any_digit_counts_as_right_for_the_base(world: int) -> None:
     """Against the base itself, which reads the digits' mean where <NUM> stands."""
     base, right, hits, surprise = tiny.tiny_base(), 0, 0, []
     table = base.get_input_embeddings().weight
@@ -238,12 +236,12 @@ def test_where_a_number_is_next_any_digit_is_right_for_a_base_that_spells_them(w
             assert found["eval/base_perplexity"] == pytest.approx(expected["eval/base_perplexity"], rel=1e-4)
 
 
-def test_without_numerals_a_base_is_measured_by_num_itself() -> None:
+def test_without_numeral_tokens_the_base_is_scored_by_num() -> None:
     ((by_heads, by_base),) = run_ranks(_base_measured, 1, [])
     assert by_heads == pytest.approx(by_base, rel=1e-4)
 
 
-def test_eval_of_the_runs_own_texts_is_the_runs_own_evaluation(one_rank: Path) -> None:
+def test_cqwen_eval_of_the_runs_texts_equals_the_runs_evaluation(one_rank: Path) -> None:
     """The base is loaded again from its folder, and comes to what was measured before training."""
     done = cqwen_forked("eval", one_rank, "--json", "--label-set", 0.3, "--reject-below", 0.4)
     assert done.returncode == 0, done.stderr
@@ -254,7 +252,7 @@ def test_eval_of_the_runs_own_texts_is_the_runs_own_evaluation(one_rank: Path) -
 
 
 @torch.no_grad()
-def test_label_sets_and_saying_i_dont_know(one_rank: Path, held_out: Batch) -> None:
+def test_metrics_of_label_sets_and_abstention(one_rank: Path, held_out: Batch) -> None:
     """S4 3.3.2: {k: P_k > p}; 3.3.3: no answer where every P is below p. Against the materialised P."""
     model = load_trained(one_rank)[0].model
     with torch.no_grad():
@@ -285,7 +283,7 @@ def test_label_sets_and_saying_i_dont_know(one_rank: Path, held_out: Batch) -> N
 @pytest.mark.parametrize(
     ("option", "value"), [("--label-set", "0"), ("--reject-below", "1.5"), ("--base", "nowhere/x")]
 )
-def test_an_option_of_eval_that_cannot_be_is_one_line(one_rank: Path, option: str, value: str) -> None:
+def test_a_wrong_eval_option_is_one_line(one_rank: Path, option: str, value: str) -> None:
     done = cqwen_forked("eval", one_rank, option, value)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
@@ -301,7 +299,7 @@ def test_two_ranks_evaluate_as_one(one_rank: Path, two_ranks: Path) -> None:
         assert together[name] == pytest.approx(alone[name], rel=0.1 if drawn else 1e-4, abs=1e-6), name
 
 
-def test_what_a_report_draws_is_kept_of_the_start_and_of_each_stages_last_evaluation(one_rank: Path) -> None:
+def test_the_reports_data_is_kept_for_the_start_and_each_stages_end(one_rank: Path) -> None:
     folder = one_rank / "evaluations"
     found = {path.name: json.loads(path.read_text()) for path in folder.glob("step-*.json")}
     assert sorted(found) == ["step-00000000.json", "step-00000003.json", "step-00000006.json"]
@@ -320,7 +318,7 @@ def test_what_a_report_draws_is_kept_of_the_start_and_of_each_stages_last_evalua
     assert 0 < min(token["shift"] for token in lora["tokens"]) < max(token["shift"] for token in lora["tokens"]) < 10
 
 
-def test_the_factors_of_the_intervals_are_in_the_checkpoint_and_come_back(one_rank: Path) -> None:
+def test_interval_factors_are_saved_and_loaded_with_the_checkpoint(one_rank: Path) -> None:
     state = json.loads((one_rank / "checkpoints" / "step-00000006" / "state.json").read_text())
     factors = state["figures"]["calibration"]
     assert factors["n"] == metrics(one_rank)[-1]["eval/numbers"]
@@ -328,7 +326,7 @@ def test_the_factors_of_the_intervals_are_in_the_checkpoint_and_come_back(one_ra
     assert "calibration" not in metrics(one_rank)[-1]
 
 
-def test_who_may_read_a_runs_folder_may_read_what_is_in_it(one_rank: Path) -> None:
+def test_files_in_a_run_folder_have_the_folders_permissions(one_rank: Path) -> None:
     """Colleagues on a cluster: safetensors alone writes files that only their owner can read."""
     allowed = one_rank.stat().st_mode & 0o666
     files = [path for path in one_rank.rglob("*") if path.is_file()]
@@ -336,7 +334,7 @@ def test_who_may_read_a_runs_folder_may_read_what_is_in_it(one_rank: Path) -> No
     assert [path.name for path in files if path.stat().st_mode & 0o444 != allowed & 0o444] == []
 
 
-def test_held_out_rows_that_the_wide_part_was_fit_to_are_read_by_the_fit_without_them(tmp_path: Path) -> None:
+def test_evaluation_rows_are_read_by_the_fold_that_left_them_out(tmp_path: Path) -> None:
     """`eval` comes to the run's figures; the report's samples are of such a model too."""
     config = write_config(tmp_path, model__wide=64, model__wide_from_eval=True, data__eval_fraction=0.3)
     train_run(config)

@@ -101,9 +101,7 @@ def steps_around(path: str, poison: bool) -> dict[str, np.ndarray]:
         (2, "bf16", "optimizer"),
     ],
 )
-def test_after_a_refused_step_the_next_one_is_as_if_it_had_not_been(
-    tmp_path: Path, zero: int, precision: str, offload: str
-) -> None:
+def test_a_refused_step_does_not_affect_the_next_one(tmp_path: Path, zero: int, precision: str, offload: str) -> None:
     """Nothing of the refused gradients is left: not in the heads, and not in DeepSpeed's buffers."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -121,7 +119,7 @@ def test_after_a_refused_step_the_next_one_is_as_if_it_had_not_been(
 
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_nan_on_one_rank_is_refused_on_all_and_changes_nothing(tmp_path: Path, stage: int, precision: str) -> None:
+def test_a_nan_on_one_rank_is_refused_on_all_ranks(tmp_path: Path, stage: int, precision: str) -> None:
     config = write_config(tmp_path, train__precision=precision, train__micro_batch_size=3)
     for said, changed, norm in run_ranks(poisoned_step, 2, str(config), stage):
         assert "not finite" in said or "nan" in said
@@ -163,7 +161,7 @@ def test_an_infinite_loss_is_refused_though_its_gradient_is_finite(tmp_path: Pat
         assert changed == []
 
 
-def test_a_run_that_explodes_ends_with_code_1_and_says_at_which_step_of_which_stage(tmp_path: Path) -> None:
+def test_a_diverging_run_ends_with_code_1_and_names_step_and_stage(tmp_path: Path) -> None:
     config = write_config(tmp_path, stages__1__lr_groups={"lora": 1e30}, train__max_refused_steps=1)
     done = cqwen_forked("train", config)
     run = tmp_path / "run"
@@ -180,7 +178,7 @@ def test_a_run_that_explodes_ends_with_code_1_and_says_at_which_step_of_which_st
     assert folder.name == "step-00000004"
 
 
-def test_refused_steps_are_passed_over_named_and_counted(tmp_path: Path) -> None:
+def test_refused_steps_are_skipped_logged_and_counted(tmp_path: Path) -> None:
     """Steps 5 and 6 of an exploded run: the first is passed over, the second is the run's last, so it fails."""
     config = write_config(tmp_path, stages__1__lr_groups={"lora": 1e30})
     done = cqwen_forked("train", config)

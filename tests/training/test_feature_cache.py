@@ -59,13 +59,13 @@ def caches(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob("*/manifest.json"))
 
 
-def test_losses_are_those_without_a_cache_to_rounding(uncached: Path, kept: Path) -> None:
+def test_losses_equal_the_uncached_ones(uncached: Path, kept: Path) -> None:
     assert losses(kept / "run") == pytest.approx(losses(uncached), rel=CLOSE)
     assert len(caches(kept / "cache")) == 2, "one of the untrained features, one of those that LoRA has moved"
     assert losses(uncached)[7] < 0.9 * losses(uncached)[0]
 
 
-def test_evaluations_are_those_without_a_cache(uncached: Path, kept: Path) -> None:
+def test_evaluations_equal_the_uncached_ones(uncached: Path, kept: Path) -> None:
     """At the start, whose fits read the cache, and while the heads train, where z of an evaluation is kept."""
     ours, without = ([r for r in metrics(run) if "eval/perplexity" in r] for run in (kept / "run", uncached))
     assert [record["step"] for record in ours] == [2, 4, 6, 8, 10, 12, 14, 16]
@@ -90,9 +90,7 @@ def _passes(config: str, overrides: list[str]) -> int:
     return counted[0]
 
 
-def test_a_stage_of_heads_takes_one_pass_over_the_texts_and_one_over_those_for_evaluation(
-    uncached: Path, tmp_path: Path
-) -> None:
+def test_a_heads_stage_passes_once_over_training_and_evaluation_texts(uncached: Path, tmp_path: Path) -> None:
     config = str(config_in(tmp_path, [EPOCHS_OF_HEADS[0]]))
     passes = {
         mode: run_ranks(
@@ -104,7 +102,7 @@ def test_a_stage_of_heads_takes_one_pass_over_the_texts_and_one_over_those_for_e
     assert passes["auto"] == passes["never"] - 8 * 2 - 4 * 2
 
 
-def test_any_rank_reads_what_others_wrote(uncached: Path, kept: Path, tmp_path: Path) -> None:
+def test_ranks_read_each_others_shards(uncached: Path, kept: Path, tmp_path: Path) -> None:
     """A run of one rank on the cache of two; it makes none."""
     before = {path: path.stat().st_mtime_ns for path in (kept / "cache").rglob("*")}
     config = config_in(tmp_path, EPOCHS_OF_HEADS[:2])  # what LoRA makes of it differs in last bits: another key
@@ -113,9 +111,7 @@ def test_any_rank_reads_what_others_wrote(uncached: Path, kept: Path, tmp_path: 
     assert {path: path.stat().st_mtime_ns for path in (kept / "cache").rglob("*")} == before
 
 
-def test_a_run_goes_on_in_the_middle_of_a_cached_stage_on_other_ranks(
-    uncached: Path, kept: Path, tmp_path: Path
-) -> None:
+def test_a_cached_stage_resumes_on_other_ranks(uncached: Path, kept: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     set_back(kept / "run", copy, 2)
     own = ["train.feature_cache.dir=null", "train.micro_batch_size=3"]
@@ -124,7 +120,7 @@ def test_a_run_goes_on_in_the_middle_of_a_cached_stage_on_other_ranks(
     assert not (copy / "feature_cache").exists(), "the run's own cache goes when its stage does"
 
 
-def test_a_damaged_file_is_noticed_and_made_again(uncached: Path, kept: Path, tmp_path: Path) -> None:
+def test_a_damaged_cache_file_is_computed_again(uncached: Path, kept: Path, tmp_path: Path) -> None:
     """Of what no stage has trained: LoRA's last bits are another key under ZeRO-3, and that cache is not looked for."""
     shutil.copytree(kept / "cache", tmp_path / "cache")
     untrained = min(caches(tmp_path / "cache"), key=lambda made: (made / "manifest.json").stat().st_mtime_ns)
@@ -144,7 +140,7 @@ def test_a_damaged_file_is_noticed_and_made_again(uncached: Path, kept: Path, tm
     assert_close(z, before, 1e-5, "z")  # fp32 through two layers, in products of other shapes
 
 
-def test_the_key_knows_the_data_and_the_dtype_is_the_run_s(uncached: Path, kept: Path, tmp_path: Path) -> None:
+def test_the_cache_key_depends_on_the_data_and_has_the_runs_dtype(uncached: Path, kept: Path, tmp_path: Path) -> None:
     config = config_in(tmp_path, stages=[EPOCHS_OF_HEADS[0]])
     changes = ["data.sequence_length=20", "train.precision=bf16"]
     train_run(config, *changes, f"train.feature_cache.dir={tmp_path}/cache", *same_data(uncached))
@@ -161,7 +157,7 @@ def test_the_key_knows_the_data_and_the_dtype_is_the_run_s(uncached: Path, kept:
     assert bool(z.float().std() > 0.1)
 
 
-def test_the_key_knows_the_periods_of_values(uncached: Path, tmp_path: Path) -> None:
+def test_the_cache_key_depends_on_value_periods(uncached: Path, tmp_path: Path) -> None:
     """They are no weights: w_num, of the same shape, starts the same."""
     config = config_in(tmp_path, [EPOCHS_OF_HEADS[0]])
     own = [f"train.feature_cache.dir={tmp_path}/cache", *same_data(uncached)]
@@ -170,9 +166,7 @@ def test_the_key_knows_the_periods_of_values(uncached: Path, tmp_path: Path) -> 
     assert len(caches(tmp_path / "cache")) == 2
 
 
-def test_a_run_that_goes_on_in_a_stages_last_epoch_reads_the_cache_that_is_there(
-    uncached: Path, tmp_path: Path
-) -> None:
+def test_resuming_in_a_stages_last_epoch_uses_the_existing_cache(uncached: Path, tmp_path: Path) -> None:
     """It would not make one any more; with it, it goes on to the bit."""
     config = config_in(tmp_path, [EPOCHS_OF_HEADS[0]])
     own = [f"train.feature_cache.dir={tmp_path}/cache", *same_data(uncached)]
@@ -184,7 +178,7 @@ def test_a_run_that_goes_on_in_a_stages_last_epoch_reads_the_cache_that_is_there
     assert losses(tmp_path / "copy") == losses(tmp_path / "run")
 
 
-def test_required_where_it_cannot_be_is_refused_with_the_reason(uncached: Path, tmp_path: Path) -> None:
+def test_mode_required_is_refused_with_the_reason_where_impossible(uncached: Path, tmp_path: Path) -> None:
     config = config_in(tmp_path)
     for options, reason in [
         ([], "stages.1: embedding and lora train in this stage, so z is another at every step"),
@@ -198,7 +192,7 @@ def test_required_where_it_cannot_be_is_refused_with_the_reason(uncached: Path, 
         assert re.search(reason, said), said
 
 
-def test_where_it_is_not_worth_it_the_run_says_why_and_goes_on(uncached: Path, tmp_path: Path) -> None:
+def test_mode_auto_says_why_there_is_no_cache(uncached: Path, tmp_path: Path) -> None:
     config = config_in(tmp_path, stages=[EPOCHS_OF_HEADS[0] | {"steps": 3}])
     done = cqwen_forked("train", config, *same_data(uncached))
     assert done.returncode == 0, done.stderr
@@ -206,7 +200,7 @@ def test_where_it_is_not_worth_it_the_run_says_why_and_goes_on(uncached: Path, t
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3]
 
 
-def test_a_full_disk_is_a_reason_not_a_failure(uncached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_disables_the_cache(uncached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cqwen_dist.training.features import cache as feature_cache
 
     refuse = feature_cache.FeatureCache._refuse_size
@@ -225,7 +219,7 @@ def _alone(action: object, cache: object, folder: Path, monkeypatch: pytest.Monk
     action()  # type: ignore[operator]
 
 
-def test_what_is_not_this_runs_own_is_left_alone(tmp_path: Path) -> None:
+def test_foreign_files_in_the_cache_folder_are_kept(tmp_path: Path) -> None:
     """A link to a scratch disk, and whatever lies beside caches; only what carries its own key goes."""
     scratch = tmp_path / "scratch"
     run = tmp_path / "run"

@@ -70,7 +70,7 @@ def step_times(path: str) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
-def test_steps_on_the_heads_alone_are_shorter_by_what_operations_predict(tmp_path: Path, shape: str) -> None:
+def test_cached_steps_are_faster_as_operations_predict(tmp_path: Path, shape: str) -> None:
     vocab, layers = SHAPES[shape]
     write_texts(tmp_path / "texts.jsonl", 64)
     config = write_config(

@@ -17,7 +17,7 @@ from cqwen_dist.training.frequency import BANDS, band_of, class_weights, mean_th
 COUNTS = np.array([0, 1, 4, 16, 64, 0, 1])
 
 
-def test_weights_fall_with_the_count_and_are_one_on_average() -> None:
+def test_class_weights_fall_with_the_count_and_average_one() -> None:
     loss = LossConfig(class_weights="frequency", class_weight_power=0.5, class_weight_limit=100.0)
     weights = class_weights(loss, COUNTS, 0, 7, 7)
     assert weights is not None
@@ -27,7 +27,7 @@ def test_weights_fall_with_the_count_and_are_one_on_average() -> None:
     assert weights[[0, 5]].tolist() == [1, 1], "words that never occur are only ever negatives"
 
 
-def test_no_word_weighs_more_than_the_limit() -> None:
+def test_class_weights_are_limited() -> None:
     weights = class_weights(LossConfig(class_weights="frequency", class_weight_power=1.0), COUNTS, 0, 7, 7)
     assert weights is not None
     assert float(weights.max()) == 10.0
@@ -38,7 +38,7 @@ def test_no_word_weighs_more_than_the_limit() -> None:
     assert float(weights.min()) >= 1 / 1.5 - 1e-6
 
 
-def test_a_rank_has_its_rows_and_named_words_weigh_what_is_said() -> None:
+def test_a_rank_gets_its_rows_weights_and_named_words_override() -> None:
     loss = LossConfig(class_weights={2: 3.0, 5: 0.0})
     whole, part = class_weights(loss, COUNTS, 0, 7, 7), class_weights(loss, COUNTS, 4, 3, 7)
     assert whole is not None
@@ -59,7 +59,7 @@ def banded(size: int) -> dict[str, float]:
     return mean_thresholds(ranks[start:stop], torch.from_numpy(band_of(counts)[start:stop]), groups)
 
 
-def test_bands_are_means_by_rank_of_the_count_however_the_rows_are_spread() -> None:
+def test_frequency_bands_do_not_depend_on_the_ranks() -> None:
     alone, spread = run_ranks(banded, 1, 1)[0], run_ranks(banded, 2, 2)
     edges = (0, *BANDS, 12_344)
     expected = [(low + high - 1) / 2 for low, high in pairwise(edges)]
@@ -70,7 +70,7 @@ def test_bands_are_means_by_rank_of_the_count_however_the_rows_are_spread() -> N
     assert spread[1] == pytest.approx(alone)
 
 
-def test_a_run_reports_them_beside_its_evaluations(two_ranks: Path) -> None:
+def test_a_run_logs_frequency_bands_with_its_evaluations(two_ranks: Path) -> None:
     evaluated = [record for record in metrics(two_ranks) if "eval/accuracy" in record]
     assert evaluated
     assert all("dist/C_words_1_100" in record and "dist/C_words_unseen" in record for record in evaluated)

@@ -20,7 +20,7 @@ def grown(config: Path, there: Path, *stages: dict[str, object]) -> Path:
     return path
 
 
-def test_a_finished_run_goes_on_where_its_last_stage_has_more_steps(one_rank: Path, tmp_path: Path) -> None:
+def test_a_finished_run_continues_with_more_steps(one_rank: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = set_back(one_rank, run, 6)
     longer = [f"run.dir={run}", "stages.1.steps=5"]
@@ -37,7 +37,7 @@ def test_a_finished_run_goes_on_where_its_last_stage_has_more_steps(one_rank: Pa
     assert state["head_steps"]["action.b_noise"] == 8, "Adam goes on, too"
 
 
-def test_adapters_begin_in_a_stage_that_is_appended(tmp_path: Path) -> None:
+def test_an_appended_stage_may_add_adapters(tmp_path: Path) -> None:
     heads = {"name": "heads", "train": ["heads"], "steps": 2, "lr": 1e-2}
     config = write_config(tmp_path, stages=[heads])
     train_run(config)
@@ -53,7 +53,7 @@ def test_adapters_begin_in_a_stage_that_is_appended(tmp_path: Path) -> None:
     train_run(tmp_path / "grown.yaml")  # a checkpoint of it loads
 
 
-def test_what_lies_ahead_is_free(one_rank: Path, tmp_path: Path) -> None:
+def test_settings_of_future_stages_may_change(one_rank: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = set_back(one_rank, run, 3)
     ahead = ["stages.1.lr=1e-3", "stages.1.global_batch_size=6", "stages.1.name=later", "stages.1.steps=4"]
@@ -61,7 +61,7 @@ def test_what_lies_ahead_is_free(one_rank: Path, tmp_path: Path) -> None:
     assert [record["stage"] for record in metrics(run)] == ["heads"] * 3 + ["later"] * 4
 
 
-def test_an_appended_stage_that_looks_at_no_metric_is_refused_before_any_step(one_rank: Path, tmp_path: Path) -> None:
+def test_an_appended_stage_with_an_unknown_metric_is_refused_before_any_step(one_rank: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     stage = {"name": "more", "train": ["heads"], "until": {"max_steps": 9, "metric": "eval/acuracy"}}
     done = cqwen_forked("train", grown(set_back(one_rank, run, 6), tmp_path, stage), f"run.dir={run}")
@@ -79,13 +79,15 @@ def test_an_appended_stage_that_looks_at_no_metric_is_refused_before_any_step(on
         (3, ["loss.reg_weight=7"], r"loss\.reg_weight: .*model\.warm_start=.*/run takes its weights along"),
     ],
 )
-def test_what_lies_behind_is_not(one_rank: Path, tmp_path: Path, step: int, changes: list[str], said: str) -> None:
+def test_settings_of_past_stages_may_not_change(
+    one_rank: Path, tmp_path: Path, step: int, changes: list[str], said: str
+) -> None:
     config = set_back(one_rank, tmp_path / "run", step)
     with pytest.raises(UserError, match=said):
         refuse_changes(load_config(config, [f"run.dir={tmp_path / 'run'}", *changes]))
 
 
-def test_starting_over_archives_what_was_there_once(
+def test_starting_over_archives_the_old_run_once(
     one_rank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"

@@ -157,7 +157,7 @@ def planned_bytes(shape: Shape, world: int, group: int) -> int:
 
 
 @pytest.mark.parametrize(("world", "group"), RANKS)
-def test_the_steps_are_those_of_one_process(world: int, group: int, tmp_path: Path) -> None:
+def test_spread_moments_step_as_one_process(world: int, group: int, tmp_path: Path) -> None:
     results = run_ranks(of_ranks, world, SHAPES, group, str(tmp_path))
     for i, shape in enumerate(SHAPES):
         wanted, norms = plainly(shape, world, group)
@@ -199,7 +199,7 @@ def go_on(shapes: list[Shape], group: int, run: str) -> None:
         saved(optimizer, shape, run, i)
 
 
-def test_saved_moments_go_on_over_any_ranks_to_the_bit(tmp_path: Path) -> None:
+def test_saved_moments_resume_on_any_ranks_to_the_bit(tmp_path: Path) -> None:
     def read() -> list[dict[str, Tensor]]:
         states = [load_checkpoint(checkpoint_folder(tmp_path, i), (0, s[0])) for i, s in enumerate(SHAPES)]
         return [{**state.head_moments, **state.row_moments} for state in states]
@@ -213,7 +213,7 @@ def test_saved_moments_go_on_over_any_ranks_to_the_bit(tmp_path: Path) -> None:
             assert all(torch.equal(before[name], after[name]) for name in before), (world, group)
 
 
-def test_a_process_that_needs_no_other_steps_as_adamw_does() -> None:
+def test_a_single_process_steps_as_adamw() -> None:
     """`ALONE`, to the bit: no process group is there."""
     for shape in SHAPES:
         optimizer = begun(shape, ALONE)
@@ -226,7 +226,7 @@ def test_a_process_that_needs_no_other_steps_as_adamw_does() -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_on_the_host_is_that_of_the_gpu() -> None:
+def test_a_step_on_the_host_equals_the_gpus() -> None:
     """Offloaded, in blocks: moments on the host, weights on the GPU."""
     for shape in SHAPES:
         found = {}

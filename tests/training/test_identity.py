@@ -74,7 +74,7 @@ CHANGES: dict[str, tuple[Callable[[Path, Path], list[str]], str, str]] = {
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_another_input_is_refused_by_name_and_nothing_is_changed(one_rank: Path, tmp_path: Path, kind: str) -> None:
+def test_a_changed_input_is_refused_by_name_and_changes_nothing(one_rank: Path, tmp_path: Path, kind: str) -> None:
     change, said, accept = CHANGES[kind]
     config = set_back(one_rank, tmp_path / "run", 3)
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
@@ -89,7 +89,7 @@ def test_another_input_is_refused_by_name_and_nothing_is_changed(one_rank: Path,
             load_trained(tmp_path / "run")
 
 
-def test_the_same_texts_elsewhere_are_the_same_input(one_rank: Path, tmp_path: Path) -> None:
+def test_moved_texts_count_as_the_same_input(one_rank: Path, tmp_path: Path) -> None:
     config = set_back(one_rank, tmp_path / "run", 5)
     shutil.copy(one_rank.parent / "texts.jsonl", tmp_path / "moved.jsonl")
     train_run(config, f"run.dir={tmp_path / 'run'}", f"data.train={tmp_path / 'moved.jsonl'}")

@@ -26,7 +26,7 @@ def log_two_steps(run: str, step: int) -> None:
     log.close()
 
 
-def test_wandb_offline_writes_a_folder_and_goes_on_under_the_same_id(tmp_path: Path) -> None:
+def test_wandb_offline_writes_a_folder_and_resumes_with_the_same_id(tmp_path: Path) -> None:
     run_ranks(log_two_steps, 1, str(tmp_path), 0)
     name = (tmp_path / "wandb_id").read_text()
     assert re.fullmatch("[0-9a-f]{8}", name)
@@ -56,7 +56,7 @@ def test_a_step_is_written_when_the_next_one_comes(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 
 
-def test_the_names_of_the_first_seed_stand_beside_the_thirds(tmp_path: Path) -> None:
+def test_metrics_have_the_first_and_third_seeds_names(tmp_path: Path) -> None:
     """S1 6.1 beside S3 5; and what is not finite is null: JSON has no word for it."""
     log = MetricsLog(tmp_path, RunConfig(dir=str(tmp_path)), {}, 0)
     log.push({"step": 1, "train/total_loss": torch.tensor(2.0), "train/prob_sum_mean": torch.tensor(1.5)})
@@ -68,7 +68,7 @@ def test_the_names_of_the_first_seed_stand_beside_the_thirds(tmp_path: Path) -> 
     assert record["eval/perplexity"] is None
 
 
-def test_alarms_go_where_figures_go_and_are_not_doubled_by_a_restart(tmp_path: Path) -> None:
+def test_alarms_are_logged_with_metrics_and_not_doubled_by_a_restart(tmp_path: Path) -> None:
     said: list[str] = []
     for step in (0, 20):  # the second goes on from step 20 and sees the spike of step 31 again
         log = MetricsLog(tmp_path, RunConfig(dir=str(tmp_path)), {}, step, Alarms(None), said.append)
@@ -101,7 +101,7 @@ class Recorded:
         self.logged.append((-1, {}))
 
 
-def test_wandb_online_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_online_resumes_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
     asked: list[dict[str, object]] = []
@@ -124,7 +124,7 @@ def test_wandb_online_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pyt
     assert runs[0].logged[-1] == (-1, {}), "finished"
 
 
-def test_wandb_that_does_not_let_us_in_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wandb_login_failure_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
     def refuse(**_: object) -> None:
@@ -159,7 +159,7 @@ def test_without_tensorboards_package_the_option_is_refused_by_name(
         MetricsLog(tmp_path, RunConfig(dir=str(tmp_path), tensorboard=True), {}, 0)
 
 
-def test_the_console_line_tells_stage_step_loss_speed_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_console_line_shows_stage_step_loss_speed_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(total_steps=10, start_step=4, every_s=1000.0)
     progress.step(5, "heads", 100, {})
     assert capsys.readouterr().out == "", "not at every step"
@@ -172,7 +172,7 @@ def test_the_console_line_tells_stage_step_loss_speed_and_time_left(capsys: pyte
     ), said
 
 
-def test_on_a_terminal_there_is_one_live_bar_and_lines_stay_above_it(tmp_path: Path) -> None:
+def test_on_a_terminal_one_progress_bar_stays_below_the_lines(tmp_path: Path) -> None:
     """The real command's way: rank 0 writes to a terminal that a person watches."""
     script = """
 from cqwen_dist.training.telemetry.progress import Progress
@@ -199,7 +199,7 @@ progress.close()
     assert "alarm gradients: of [/embedding]" in plain
 
 
-def test_square_brackets_are_no_markup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_square_brackets_are_printed_literally(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     progress = Progress(total_steps=10, start_step=0)
     progress.step(1, "[/x]", 100, {}, force=True)
     progress.say("checkpoint: runs/a[bold]b[/c]/:tea: is damaged")

@@ -60,7 +60,7 @@ def configured(folder: Path, kind: str, **more: object) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_from_a_table_to_predictions(tmp_path: Path, kind: str) -> None:
+def test_typed_numbers_train_and_predict_from_a_table(tmp_path: Path, kind: str) -> None:
     config, run = configured(tmp_path, kind), tmp_path / "run"
     if kind == "types":
         train_run(config, "run.stop_after=heads", world=2)  # from whose checkpoint the next goes on
@@ -106,7 +106,7 @@ def test_from_a_table_to_predictions(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cache", [False, True])
-def test_what_a_table_says_of_its_numbers_is_what_is_learnt(tmp_path: Path, kind: str, cache: bool) -> None:
+def test_number_types_of_a_table_are_learnt(tmp_path: Path, kind: str, cache: bool) -> None:
     """The items hold numbers too ("2 salts"), packing moves everything, and a prepared folder gives the same."""
     more = {"data__cache_dir": str(tmp_path / "cache"), "data__workers": 1} if cache else {}
     config = load_config(configured(tmp_path, kind, data__eval_fraction=0.0, **more))
@@ -142,7 +142,7 @@ def test_what_a_table_says_of_its_numbers_is_what_is_learnt(tmp_path: Path, kind
         ({"loss__value_weights": [1.0, 1.0, 1.0]}, "loss.value_weights: found .*2 weights"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+def test_mismatched_number_types_are_refused(tmp_path: Path, changes: dict[str, object], said: str) -> None:
     with pytest.raises(UserError, match=said):
         load_config(configured(tmp_path, "values", **changes))
 

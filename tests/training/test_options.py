@@ -115,7 +115,7 @@ def _train_all(config: Path) -> dict[str, list[float] | str]:
 
 
 @pytest.mark.parametrize("option", CHANGES)
-def test_an_option_trains_and_is_not_ignored(trained: dict[str, list[float] | str], option: str) -> None:
+def test_each_option_changes_the_losses(trained: dict[str, list[float] | str], option: str) -> None:
     plain, found = trained[""], trained[option]
     assert not isinstance(found, str), found
     assert len(found) == len(plain) == 4
@@ -124,7 +124,7 @@ def test_an_option_trains_and_is_not_ignored(trained: dict[str, list[float] | st
 
 
 @pytest.mark.parametrize("option", SAME)
-def test_an_option_that_is_another_way_to_the_same_losses(trained: dict[str, list[float] | str], option: str) -> None:
+def test_each_equivalent_option_gives_the_same_losses(trained: dict[str, list[float] | str], option: str) -> None:
     found = trained[option]
     assert not isinstance(found, str), found
     assert found == pytest.approx(trained[""], rel=1e-5)

@@ -25,7 +25,7 @@ def masked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("world", "options"), [(1, ()), (2, ("parallel.zero_stage=2",)), (2, FAR)])
-def test_losses_and_evaluations_are_the_masks(
+def test_varlen_runs_have_the_masks_losses_and_evaluations(
     masked: Path, tmp_path: Path, world: int, options: tuple[str, ...]
 ) -> None:
     run = tmp_path / "run"
@@ -43,7 +43,7 @@ def _train_and_say(config: str, overrides: list[str]) -> list[str]:
     return said
 
 
-def test_a_run_goes_on_to_the_bit_and_its_export_names_no_attention_of_ours(masked: Path, tmp_path: Path) -> None:
+def test_a_varlen_run_resumes_to_the_bit_and_exports_a_standard_attention(masked: Path, tmp_path: Path) -> None:
     run, copy = tmp_path / "run", tmp_path / "copy"
     config, own = masked.parent / "config.yaml", "model.attention=varlen"
     said = run_ranks(_train_and_say, 1, str(config), [own, f"run.dir={run}"])[0]

@@ -26,7 +26,7 @@ def counted(model: Any, lora: dict[str, Any] | None = None, **config: Any) -> Wo
 
 
 @pytest.mark.parametrize("gradients", [True, False])
-def test_the_backbones_flops_are_torchs_count(gradients: bool) -> None:
+def test_the_backbones_flops_equal_torchs_count(gradients: bool) -> None:
     """torch counts attention over the whole square, twice what is causal; so twice the attention is asked for."""
     model = tiny_model(number_dims=0)
     model.transformer.config._attn_implementation = "eager"  # torch does not count a CPU's fused attention
@@ -45,7 +45,7 @@ def test_the_backbones_flops_are_torchs_count(gradients: bool) -> None:
     assert keep.numel() * each.backbone == pytest.approx(counter.get_total_flops(), rel=0.005)
 
 
-def test_what_is_counted_is_what_the_model_has() -> None:
+def test_counted_parameters_equal_the_models() -> None:
     for lora in (None, {"r": 2, "alpha": 4, "target_modules": ["q_proj", "down_proj"]}):
         model = tiny_model(lora=lora, number_dims=0)
         work = counted(model, lora)
@@ -55,13 +55,13 @@ def test_what_is_counted_is_what_the_model_has() -> None:
         assert (work.hidden, work.causal, work.vocab) == (model.config.hidden_size, *model.action.reg_weight.shape, 101)
 
 
-def test_of_sampled_words_those_that_a_step_computes_are_counted() -> None:
+def test_only_computed_words_count_with_sampled_negatives() -> None:
     model = tiny_model(number_dims=0)
     every, some = counted(model), counted(model, loss={"negatives": "sampled", "negatives_share": 0.5})
     assert some == replace(every, vocab=every.vocab / 2)
 
 
-def test_adapters_learn_where_frozen_matrices_only_pass_gradients_on() -> None:
+def test_frozen_matrices_count_without_weight_gradients() -> None:
     plain, adapted = (counted(tiny_model(lora=lora), lora) for lora in (None, {"r": 2, "alpha": 4}))
     assert adapted.matrices == plain.matrices
     for groups, products in ((["lora"], 6), (["embedding"], 4), (["noise"], 2)):
@@ -69,7 +69,7 @@ def test_adapters_learn_where_frozen_matrices_only_pass_gradients_on() -> None:
         assert each[1] - each[0] == products * adapted.adapters > 0
 
 
-def test_the_clock_tells_waiting_from_working(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_separates_waiting_from_working(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter((0.0, 100.0, 100.05, 100.15))  # made, asked for data, has it, done
     monkeypatch.setattr(perf, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     model = tiny_model()
@@ -89,7 +89,7 @@ def test_the_clock_tells_waiting_from_working(monkeypatch: pytest.MonkeyPatch) -
     assert 0.05 < figures["perf/peak_memory_gib"] < 64
 
 
-def test_mfu_needs_a_known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mfu_is_logged_only_for_a_known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_peak(CPU) is None
     clock = Clock(counted(tiny_model()), CPU, 1, None)
     clock.work([random_batch()])

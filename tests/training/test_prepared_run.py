@@ -29,7 +29,7 @@ def test_prepared_data_trains_to_the_same_figures(one_rank: Path, two_ranks: Pat
     assert _figures(tmp_path / "run") == _figures(known)
 
 
-def test_prepare_says_what_is_in_the_data_and_a_run_finds_it(tmp_path: Path) -> None:
+def test_prepare_describes_the_data_and_a_run_uses_it(tmp_path: Path) -> None:
     config = write_config(tmp_path, data__cache_dir=str(tmp_path / "cache"), data__pack=True)
     done = cqwen_forked("prepare", config, "--json", "--workers", 1)
     assert done.returncode == 0, done.stderr

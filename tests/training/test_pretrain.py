@@ -18,7 +18,7 @@ def built(folder: Path, *overrides: str) -> tuple[torch.nn.Module, list[str]]:
     return load_base(config.base_folder, torch.float32), said
 
 
-def test_it_learns_and_the_same_config_makes_the_same_base(tmp_path: Path) -> None:
+def test_pretraining_learns_and_is_reproducible(tmp_path: Path) -> None:
     first, said = built(tmp_path / "a", "model.pretrain.steps=24")
     again, _ = built(tmp_path / "b", "model.pretrain.steps=24")
     other, _ = built(tmp_path / "c", "model.pretrain.steps=23")

@@ -19,7 +19,7 @@ from cqwen_dist.training.replicas import RanksDiffer, bit_hash
 from cqwen_dist.training.trainer import Trainer, train_on
 
 
-def test_one_bit_anywhere_changes_the_hash_and_so_does_an_exchange() -> None:
+def test_one_flipped_bit_or_swapped_values_change_the_hash() -> None:
     def hashed(value: torch.Tensor) -> int:
         return int(bit_hash(value))
 
@@ -86,7 +86,7 @@ CASES = {  # ranks, overrides, the rank struck, the parameter
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_passing_fault_is_found_and_told_and_the_run_is_the_undisturbed_one(tmp_path: Path, case: str) -> None:
+def test_a_flipped_bit_is_found_and_the_run_equals_the_undisturbed_one(tmp_path: Path, case: str) -> None:
     world, spread, rank, part = CASES[case]
     config = write_config(tmp_path, train__micro_batch_size=3, train__check_ranks_every=1)
     train_run(config, *spread, world=world)
@@ -105,7 +105,7 @@ def test_a_passing_fault_is_found_and_told_and_the_run_is_the_undisturbed_one(tm
     assert read_status(run)["status"] == "done"
 
 
-def test_a_fault_that_comes_again_ends_the_run_and_one_before_any_checkpoint_is_lost_time_alone(tmp_path: Path) -> None:
+def test_a_repeated_fault_ends_the_run_and_one_before_any_checkpoint_restarts_it(tmp_path: Path) -> None:
     config = write_config(tmp_path, train__check_ranks_every=1)
     again = run_ranks(flipped, 2, str(config), [f"run.dir={tmp_path / 'a'}"], 1, "b_noise", [5, 5])
     assert again[0] == again[1]
@@ -127,7 +127,7 @@ def test_a_fault_that_comes_again_ends_the_run_and_one_before_any_checkpoint_is_
     assert read_status(tmp_path / "b")["status"] == "running", "the same command may go on"
 
 
-def test_without_the_check_nothing_is_noticed_until_a_save(tmp_path: Path) -> None:
+def test_without_the_check_a_fault_is_found_only_at_a_save(tmp_path: Path) -> None:
     config = write_config(tmp_path, train__check_ranks_every=0, train__checkpoint_every=100)
     assert run_ranks(flipped, 2, str(config), [], 1, "b_noise", [2]) == ["", ""]
     assert alarms(tmp_path / "run") == []

@@ -20,9 +20,7 @@ def weights_of(run: Path, step: int = 6) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("step", [2, 3, 5])
-def test_going_on_within_a_stage_and_over_its_end_is_equal_to_the_bit(
-    two_ranks: Path, tmp_path: Path, step: int
-) -> None:
+def test_resuming_within_and_across_stages_is_equal_to_the_bit(two_ranks: Path, tmp_path: Path, step: int) -> None:
     copy = tmp_path / "run"
     config = set_back(two_ranks, copy, step)
     train_run(config, f"run.dir={copy}", world=2)
@@ -32,7 +30,7 @@ def test_going_on_within_a_stage_and_over_its_end_is_equal_to_the_bit(
     assert read_status(copy)["status"] == "done"
 
 
-def test_a_checkpoint_of_the_start_is_gone_on_with_as_any_other(one_rank: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_start_resumes_like_any_other(one_rank: Path, tmp_path: Path) -> None:
     config, run = one_rank.parent / "config.yaml", tmp_path / "run"
     often = "train.checkpoint_start=true", "train.keep_checkpoints=9"
     train_run(config, f"run.dir={run}", *often)
@@ -50,7 +48,7 @@ def test_a_checkpoint_of_the_start_is_gone_on_with_as_any_other(one_rank: Path, 
 
 
 @pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_two_ranks_go_on_as_one(two_ranks: Path, one_rank: Path, tmp_path: Path, step: int) -> None:
+def test_a_two_rank_run_resumes_on_one(two_ranks: Path, one_rank: Path, tmp_path: Path, step: int) -> None:
     copy = tmp_path / "run"
     config = set_back(two_ranks, copy, step)
     train_run(config, f"run.dir={copy}", "train.micro_batch_size=3")
@@ -61,7 +59,9 @@ def test_two_ranks_go_on_as_one(two_ranks: Path, one_rank: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("step", [2, 4])
-def test_another_spread_goes_on(two_ranks: Path, one_rank: Path, tmp_path: Path, step: int) -> None:
+def test_a_run_resumes_with_other_groups_and_zero_stages(
+    two_ranks: Path, one_rank: Path, tmp_path: Path, step: int
+) -> None:
     """A checkpoint knows of no ranks: the rows go to a vocabulary group of two, the features to ZeRO-3, and back."""
     copy = tmp_path / "run"
     config = set_back(two_ranks, copy, step)
@@ -74,7 +74,7 @@ def test_another_spread_goes_on(two_ranks: Path, one_rank: Path, tmp_path: Path,
     assert losses(set_back_again) == pytest.approx(losses(one_rank), rel=1e-5)
 
 
-def test_a_finished_run_is_left_as_it_is(one_rank: Path) -> None:
+def test_a_finished_run_is_not_changed(one_rank: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in one_rank.rglob("*") if path.is_file()}
     figures = train_run(one_rank.parent / "config.yaml")
     after = {path: path.stat().st_mtime_ns for path in one_rank.rglob("*") if path.is_file()}
@@ -84,7 +84,7 @@ def test_a_finished_run_is_left_as_it_is(one_rank: Path) -> None:
     assert read_status(one_rank)["status"] == "done"
 
 
-def test_a_finished_run_whose_status_was_lost_is_done_again(one_rank: Path, tmp_path: Path) -> None:
+def test_a_finished_run_with_a_lost_status_finishes_again(one_rank: Path, tmp_path: Path) -> None:
     """Killed between the last checkpoint and the last word: the launcher reads the status file."""
     copy = tmp_path / "run"
     config = set_back(one_rank, copy, 6)
@@ -110,11 +110,11 @@ def test_a_changed_config_is_refused_by_key_and_changes_nothing(one_rank: Path) 
     assert read_status(one_rank)["status"] == "done", "another command's mistake is not this run's end"
 
 
-def test_what_does_not_change_the_result_may_change(one_rank: Path) -> None:
+def test_settings_that_do_not_change_the_result_may_change(one_rank: Path) -> None:
     train_run(one_rank.parent / "config.yaml", "train.micro_batch_size=4", "train.checkpoint_every=5", "run.name=x")
 
 
-def test_metrics_after_the_checkpoint_and_broken_lines_are_dropped(tmp_path: Path) -> None:
+def test_metrics_after_the_checkpoint_and_broken_lines_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = ['{"step": 1}', '{"step": 2, "x"', "[]", '{"x": 1}', '{"step": null}', "3", '{"step": 2}', '{"step": 3}']
     path.write_text("\n".join(lines) + '\n{"step": 4, "é')
@@ -124,7 +124,7 @@ def test_metrics_after_the_checkpoint_and_broken_lines_are_dropped(tmp_path: Pat
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
 
 
-def test_bytes_that_are_no_text_do_not_stop_a_resume(tmp_path: Path) -> None:
+def test_undecodable_bytes_in_metrics_do_not_stop_a_resume(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n\xff\xfe\n')
     MetricsFile(path, 1).close()

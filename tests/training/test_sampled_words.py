@@ -20,7 +20,7 @@ def sampled_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("step", [2, 4])
-def test_going_on_draws_the_same_words(sampled_run: Path, tmp_path: Path, step: int) -> None:
+def test_resuming_draws_the_same_words(sampled_run: Path, tmp_path: Path, step: int) -> None:
     copy = tmp_path / "run"
     config = set_back(sampled_run, copy, step)
     train_run(config, *SAMPLED, f"run.dir={copy}")
@@ -28,7 +28,7 @@ def test_going_on_draws_the_same_words(sampled_run: Path, tmp_path: Path, step: 
     assert losses(copy) == losses(sampled_run)
 
 
-def test_steps_micro_batches_and_seeds_draw_other_words(sampled_run: Path, tmp_path: Path) -> None:
+def test_each_step_micro_batch_and_seed_draws_other_words(sampled_run: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path)
     for name, option in (
         ("seed", "train.seed=1"),
@@ -42,7 +42,7 @@ def test_steps_micro_batches_and_seeds_draw_other_words(sampled_run: Path, tmp_p
     assert losses(sampled_run)[0] != pytest.approx(first[1], rel=1e-5)
 
 
-def test_evaluations_are_full(sampled_run: Path, tmp_path: Path) -> None:
+def test_evaluations_use_all_words(sampled_run: Path, tmp_path: Path) -> None:
     """At the start the models are equal to the bit, so are their evaluations; and the last is the checkpoint's."""
     train_run(write_config(tmp_path))
     starts = [json.loads((run / "start.json").read_text())["eval"] for run in (tmp_path / "run", sampled_run)]

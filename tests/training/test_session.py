@@ -25,7 +25,7 @@ from cqwen_dist.training.state import Place
 FIGURES = {"eval/cls_loss_mean": 1.0, "eval/accuracy": 0.5, "dist/U_loc_mean": 0.0}
 
 
-def test_the_best_go_by_a_figure_that_there_is(tmp_path: Path) -> None:
+def test_best_metric_must_be_a_known_metric(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     refuse_unknown_metrics(load_config(path), FIGURES)
     refuse_unknown_metrics(load_config(path, ["train.best_metric=eval/x"]), {})  # no evaluation, no best
@@ -34,7 +34,7 @@ def test_the_best_go_by_a_figure_that_there_is(tmp_path: Path) -> None:
         refuse_unknown_metrics(load_config(path, ["train.best_metric=eval/x"]), FIGURES)
 
 
-def test_a_command_that_failed_before_it_learnt_anything_binds_nobody(tmp_path: Path) -> None:
+def test_a_command_that_failed_before_training_allows_config_changes(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     first = open_run(load_config(path, ["model.tokenizer=/nowhere"]))
     base = first / "base"
@@ -51,14 +51,14 @@ def test_a_command_that_failed_before_it_learnt_anything_binds_nobody(tmp_path: 
         open_run(load_config(path, ["train.seed=3"]))
 
 
-def test_a_place_comes_back_from_its_file() -> None:
+def test_the_place_in_the_schedule_round_trips() -> None:
     place = Place(3, "heads", {"epoch": 0, "step": 3}, {"eval/x": 1.0}, {"step": 3, "train/x": torch.tensor(2.5)})
     again = Place(**json.loads(json.dumps(vars(place), default=float)))
     assert again.due == {"step": 3, "train/x": 2.5}
     assert again == replace(place, due=again.due)
 
 
-def test_a_status_counts_starts_and_seconds_and_nothing_undoes_fatal(tmp_path: Path) -> None:
+def test_a_status_counts_starts_and_seconds_and_stays_fatal(tmp_path: Path) -> None:
     write_status(tmp_path, "preempted", seconds=100.0, restarts=1, checkpoint="step-00000004")
     status = RunStatus(tmp_path, main=True)
     found = read_status(tmp_path)
@@ -105,7 +105,7 @@ ENDS = [  # the error, its cause, whether another try may go on
 
 
 @pytest.mark.parametrize(("error", "name", "passing"), ENDS, ids=[f"{n}-{type(e).__name__}" for e, n, _ in ENDS])
-def test_a_failure_is_fatal_only_where_another_try_would_meet_it_again(
+def test_only_reproducible_failures_are_fatal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, name: str, passing: bool
 ) -> None:
     monkeypatch.setattr(session, "main_rank_first", lambda action: action())

@@ -34,7 +34,7 @@ def test_warm_up_rises_from_above_zero_and_the_decay_begins_behind_it() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_a_stage_of_one_step_moves(schedule: str) -> None:
+def test_a_stage_of_one_step_has_a_positive_rate(schedule: str) -> None:
     assert plan_of(steps=1, start=0, schedule=schedule).factor(0) == 1.0
 
 
@@ -52,7 +52,7 @@ def test_groups_have_the_stage_rate_unless_named_and_scales_their_own() -> None:
     assert plan.lr("noise", True, 0, unit=2e-3) == DEFAULT_SCALES_LR * 2e-3
 
 
-def test_a_scale_group_that_is_named_itself_has_that_rate_and_scales_rules_the_rest() -> None:
+def test_a_named_scale_group_overrides_the_rate_of_scales() -> None:
     plan = plan_of(start=0, schedule="constant", lr_groups={"scales": 0.5, "thresholds": 0.7, "abduction": 0.2})
     assert plan.lr("thresholds", True, 0) == 0.7
     assert plan.lr("noise", True, 0) == 0.5
@@ -60,7 +60,7 @@ def test_a_scale_group_that_is_named_itself_has_that_rate_and_scales_rules_the_r
     assert plan.lr("abduction", False, 0) == 0.2
 
 
-def test_rates_follow_the_schedule_and_a_sleeping_group_has_none() -> None:
+def test_rates_follow_the_schedule_and_frozen_groups_have_none() -> None:
     plan = plan_of(start=0, train=["heads"], schedule="linear", min_lr_ratio=0.0)
     assert plan.lr("classifier", False, 5) == pytest.approx(0.5)
     assert plan.lr("lora", False, 0) == 0.0
@@ -74,13 +74,13 @@ def stages(*members: list[str], **lengths: object) -> list[Stage]:
     ]
 
 
-def test_heads_stands_for_the_five_and_all_groups_are_known() -> None:
+def test_heads_means_its_five_groups() -> None:
     (stage,) = stages(["heads"])
     assert stage.groups == frozenset(HEADS)
     assert set(HEADS) | {"embedding", "lora"} == set(GROUPS)
 
 
-def test_woken_are_those_that_slept_in_the_stage_before() -> None:
+def test_newly_trained_groups_are_those_frozen_in_the_stage_before() -> None:
     schedule = Schedule(stages(["heads"], ["heads", "lora"], ["lora"], ["noise", "lora"]), 10)
     assert [schedule.newly_trained(plan) for plan in schedule.plans] == [
         frozenset(HEADS),
@@ -90,18 +90,18 @@ def test_woken_are_those_that_slept_in_the_stage_before() -> None:
     ]
 
 
-def test_every_step_has_its_stage_and_a_finished_run_its_last() -> None:
+def test_every_step_belongs_to_a_stage() -> None:
     schedule = Schedule(stages(["heads"], ["lora"]), 10)
     assert [schedule.at(step).index for step in range(5)] == [0, 0, 1, 1, 1]
     assert schedule.total_steps == 4
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1.0, 7), (2.0, 14), (0.5, 4), (0.01, 1)])
-def test_epochs_become_steps_and_never_none(epochs: float, steps: int) -> None:
+def test_epochs_are_converted_to_at_least_one_step(epochs: float, steps: int) -> None:
     assert Schedule(stages(["heads"], epochs=epochs), steps_per_epoch=7).total_steps == steps
 
 
-def test_who_ever_trains() -> None:
+def test_groups_that_train_in_any_stage() -> None:
     given = stages(["heads"], ["heads", "embedding"])
     config = Config(model=ModelConfig(name_or_path="base"), data=DataConfig(train="train.jsonl"), stages=given)
     assert config.trains("embedding")
@@ -135,7 +135,7 @@ def until(**options: object) -> Schedule:
     return Schedule([*stages(["heads"], steps=3), Stage.model_validate(middle), *stages(["noise"], steps=5)], 10)
 
 
-def test_it_ends_after_so_many_evaluations_without_improvement_and_the_rest_moves_up() -> None:
+def test_a_stage_ends_after_patience_evaluations_and_the_rest_moves_up() -> None:
     schedule = until()
     assert schedule.total_steps == 108
     assert not schedule.observe(2, {"eval/cls_loss_mean": 0.0}), "not this stage's"
@@ -147,7 +147,7 @@ def test_it_ends_after_so_many_evaluations_without_improvement_and_the_rest_move
     assert schedule.total_steps == 65
 
 
-def test_improvement_is_a_matter_of_the_metric_and_of_the_smallest_change() -> None:
+def test_improvement_depends_on_the_metrics_direction_and_min_delta() -> None:
     rising = until(metric="eval/accuracy", min_delta=0.01)
     found = [rising.observe(10 * i + 10, {"eval/accuracy": value}) for i, value in enumerate([0.5, 0.52, 0.525, 0.529])]
     assert found == [False, False, False, True]
@@ -156,14 +156,14 @@ def test_improvement_is_a_matter_of_the_metric_and_of_the_smallest_change() -> N
     assert [never.observe(10 * i + 10, {"eval/cls_loss_mean": float("nan")}) for i in range(2)] == [False, True]
 
 
-def test_at_its_longest_it_ends_as_any_other() -> None:
+def test_a_stage_ends_at_its_maximum_length() -> None:
     schedule = until(patience=50)
     assert not schedule.observe(102, {"eval/cls_loss_mean": 1.0})
     assert schedule.observe(103, {"eval/cls_loss_mean": 0.5})
     assert schedule.total_steps == 108
 
 
-def test_what_it_saw_and_decided_goes_on_in_another_process() -> None:
+def test_early_stopping_state_is_resumed() -> None:
     first, second = until(), until()
     for step, value in ((10, 3.0), (20, 2.0), (30, 2.1)):
         first.observe(step, {"eval/cls_loss_mean": value})
@@ -175,7 +175,7 @@ def test_what_it_saw_and_decided_goes_on_in_another_process() -> None:
     assert third.state_dict()["waited"] == 0
 
 
-def test_another_metric_does_not_compare_with_the_best_of_the_one_before() -> None:
+def test_a_new_metric_ignores_the_old_best() -> None:
     first, second = until(), until(metric="eval/accuracy")
     for step, value in ((10, 6.0), (20, 6.1)):
         first.observe(step, {"eval/cls_loss_mean": value})
@@ -186,7 +186,7 @@ def test_another_metric_does_not_compare_with_the_best_of_the_one_before() -> No
     assert longer.observe(30, {"eval/cls_loss_mean": 6.2}), "the metric is the same: this is the second in a row"
 
 
-def test_a_figure_that_evaluation_does_not_give_is_refused_by_key() -> None:
+def test_an_unknown_metric_is_refused_by_key() -> None:
     heads, watched = ({"name": name, "train": ["heads"]} for name in "hw")
     chosen = [{**heads, "steps": 3}, {**watched, "until": {"max_steps": 100, "metric": "eval/recal"}}]
     data = {"train": "unused", "eval_fraction": 0.1}
@@ -195,11 +195,11 @@ def test_a_figure_that_evaluation_does_not_give_is_refused_by_key() -> None:
         refuse_unknown_metrics(config, {"eval/recall": 1.0, "dist/x": 0.0})
 
 
-def test_epochs_are_of_the_stage_s_own_steps() -> None:
+def test_epochs_are_counted_in_the_stages_steps() -> None:
     schedule = Schedule(stages(["heads"], ["lora"], epochs=2.0), [7, 3])
     assert [plan.steps for plan in schedule.plans] == [14, 6]
 
 
-def test_features_have_moved_once_anything_before_z_was_awake() -> None:
+def test_features_count_as_changed_once_anything_before_z_trained() -> None:
     schedule = Schedule(stages(["heads"], ["noise", "embedding"], ["heads"]), 10)
     assert [schedule.features_trained_by(plan) for plan in schedule.plans] == [False, True, True]

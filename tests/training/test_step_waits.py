@@ -78,7 +78,7 @@ def waits(zero: int, precision: str, pack: bool, accumulation: int) -> dict[str,
         for case in cases
     ],
 )
-def test_a_step_waits_for_the_norm_and_between_ranks_for_the_counts(
+def test_a_step_waits_only_for_the_norm_and_the_counts(
     pool: Pool, world: int, accumulation: int, most: int, zero: int, precision: str, pack: bool
 ) -> None:
     for found in pool(waits, world, zero, precision, pack, accumulation):
@@ -108,7 +108,7 @@ def planted() -> list[str]:
     return [place.split(" at ")[0] for place in launches.waits[""].elements()]
 
 
-def test_the_counting_sees_what_waits(pool: Pool) -> None:
+def test_the_counter_finds_planted_waits(pool: Pool) -> None:
     (seen,) = pool(planted, 1)
     assert Counter(seen) == {
         **{
@@ -165,6 +165,6 @@ def few_and_many(zero: int) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 @pytest.mark.parametrize("zero", [1, 2])
-def test_the_step_does_not_know_how_many_adapters_there_are(pool: Pool, zero: int) -> None:
+def test_the_steps_operations_do_not_grow_with_adapters(pool: Pool, zero: int) -> None:
     ((few, many),) = pool(few_and_many, 1, zero)
     assert few == many, "Python calls and operations of a step, with 28 tensors and with 84"

@@ -62,21 +62,21 @@ def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 # ------------------------------------------------------------------------------------------ sleeping and waking
 
 
-def test_adapters_sleep_through_the_first_stage_with_zero_moments_and_move_in_the_second(one_rank: Path) -> None:
+def test_adapters_train_only_from_the_second_stage_on(one_rank: Path) -> None:
     first, third, last = (tensors_of(state_at(one_rank, step), "lora") for step in (1, 3, 6))
     assert same_bits(first, third)
     assert all(not value.any() for name, value in third.items() if "exp_avg" in name or "lora_B" in name)
     assert not any(torch.equal(third[name], last[name]) for name in last if "lora_B" in name)
 
 
-def test_a_waking_group_begins_at_adam_step_zero_and_the_others_go_on_counting(one_rank: Path) -> None:
+def test_a_newly_trained_group_starts_at_adam_step_zero(one_rank: Path) -> None:
     for step, lora in ((3, 0), (4, 1), (6, 3)):
         saved = state_at(one_rank, step).state
         assert saved["feature_steps"] == {"embedding": step, "lora": lora}
         assert set(saved["head_steps"].values()) == {step}
 
 
-def test_sleeping_groups_are_unchanged_to_the_bit_and_wake_anew(tmp_path: Path) -> None:
+def test_frozen_groups_are_unchanged_to_the_bit_and_start_fresh(tmp_path: Path) -> None:
     groups = [["heads", "embedding"], ["lora", "noise"], ["embedding", "abduction", "lora"]]
     stages = [{"name": f"s{i}", "train": train, "steps": 2, "lr": 1e-2} for i, train in enumerate(groups)]
     config = write_config(tmp_path, stages=stages, train__checkpoint_every=1, train__keep_checkpoints=9)
@@ -161,7 +161,7 @@ class HandLoop:
         return float(loss.detach())
 
 
-def test_a_run_over_the_boundary_is_the_loop_written_by_hand(tmp_path: Path) -> None:
+def test_a_two_stage_run_equals_a_hand_written_loop(tmp_path: Path) -> None:
     """Clipped at a norm of 1, as the loop does: these norms are larger."""
     whole = {"train__micro_batch_size": 12, "train__checkpoint_every": 1, "train__keep_checkpoints": 9}
     train_run(write_config(tmp_path, train__max_grad_norm=1.0, **whole))
@@ -205,7 +205,7 @@ def test_accumulation_does_not_change_the_losses(one_rank: Path, tmp_path: Path)
 
 
 @torch.no_grad()
-def test_train_accuracy_is_of_every_token_of_its_step(one_rank: Path, two_ranks: Path) -> None:
+def test_train_accuracy_covers_every_token_of_the_step(one_rank: Path, two_ranks: Path) -> None:
     """S3 5.2. argmax P over the used rows, by the model as it was before the step."""
     config, folder = run_of(checkpoint_folder(one_rank, 5))
     state = load_checkpoint(folder, ALL)
@@ -251,9 +251,7 @@ QUICK = ("used negatives, class weights and biases, means", "fixed thresholds, s
     "options",
     [pytest.param(o, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, o in OPTIONS.items()],
 )
-def test_whatever_the_options_two_ranks_that_share_the_vocabulary_train_as_one(
-    tmp_path: Path, options: list[str]
-) -> None:
+def test_two_ranks_sharing_the_vocabulary_train_as_one_with_any_options(tmp_path: Path, options: list[str]) -> None:
     config = write_config(tmp_path)
     train_run(config, *options)
     train_run(config, *options, f"run.dir={tmp_path}/two", "parallel.vocab_group_size=2", world=2)
@@ -267,7 +265,7 @@ def test_whatever_the_options_two_ranks_that_share_the_vocabulary_train_as_one(
     assert both[1] == pytest.approx(both[0], rel=1e-4)
 
 
-def test_thresholds_begin_as_a_file_says_whoever_holds_their_rows(tmp_path: Path) -> None:
+def test_thresholds_start_from_a_file_on_any_ranks(tmp_path: Path) -> None:
     start, wrong = tmp_path / "start.safetensors", tmp_path / "wrong.safetensors"
     threshold = torch.linspace(1.0, 7.0, VOCAB)
     save_file({"threshold": threshold}, start)
@@ -289,7 +287,7 @@ def test_a_rank_without_any_sequence_changes_nothing(tmp_path: Path) -> None:
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "run"), rel=1e-5)
 
 
-def test_no_number_in_the_data_is_a_regression_loss_of_exactly_zero(tmp_path: Path) -> None:
+def test_data_without_numbers_has_a_regression_loss_of_zero(tmp_path: Path) -> None:
     write_texts(tmp_path / "texts.jsonl", numbers=False)
     train_run(write_config(tmp_path), world=2)
     records = metrics(tmp_path / "run")
@@ -300,7 +298,7 @@ def test_no_number_in_the_data_is_a_regression_loss_of_exactly_zero(tmp_path: Pa
     assert records[-1]["train/total_loss"] < records[0]["train/total_loss"]
 
 
-def test_every_record_has_the_figures_of_a_step(two_ranks: Path) -> None:
+def test_every_record_has_all_step_metrics(two_ranks: Path) -> None:
     records = metrics(two_ranks)
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
     assert [record["stage"] for record in records] == ["heads"] * 3 + ["lora"] * 3

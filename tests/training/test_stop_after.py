@@ -11,7 +11,7 @@ from cqwen_dist.config import UserError, load_config
 from cqwen_dist.run.status import read_status
 
 
-def test_paused_after_a_stage_and_gone_on_with_on_more_ranks_it_is_the_same_run(tmp_path: Path) -> None:
+def test_a_run_paused_after_a_stage_continues_on_more_ranks(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     run = tmp_path / "run"
     for _ in range(2):  # the second command finds the stage done and pauses again
@@ -25,6 +25,6 @@ def test_paused_after_a_stage_and_gone_on_with_on_more_ranks_it_is_the_same_run(
     assert losses(run) == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
-def test_a_stage_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_stop_after_an_unknown_stage_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"run\.stop_after: found 'body', allowed: a stage: heads, lora"):
         load_config(write_config(tmp_path), ["run.stop_after=body"])

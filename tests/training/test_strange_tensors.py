@@ -64,7 +64,7 @@ CASES: dict[str, tuple[str, Change | None, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_checkpoint_is_not_gone_on_with_nor_used(one_rank: Path, tmp_path: Path, case: str) -> None:
+def test_a_checkpoint_with_mismatched_tensors_is_refused(one_rank: Path, tmp_path: Path, case: str) -> None:
     name, change, said = CASES[case]
     config = set_back(one_rank, tmp_path / "run", 3)
     folder = checkpoint_folder(tmp_path / "run", 3)
@@ -88,7 +88,7 @@ def test_a_checkpoint_is_not_gone_on_with_nor_used(one_rank: Path, tmp_path: Pat
         (put("spread", with_nan), "spread with a NaN or an infinity"),
     ],
 )
-def test_the_constraints_start_is_taken_whole(tmp_path: Path, change: Change, said: str) -> None:
+def test_a_constraints_start_with_missing_tensors_is_refused(tmp_path: Path, change: Change, said: str) -> None:
     model = tiny_model(number_dims=2)
     constraint = Constraint(model, ConstraintConfig(), lambda batch, keep: model.kept_features(batch, keep))
     tensors = {f"abduction.{name}": value for name, value in model.abduction.state_dict().items()}
@@ -106,7 +106,7 @@ def test_the_constraints_start_is_taken_whole(tmp_path: Path, change: Change, sa
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_base_lacks_nothing(tmp_path: Path, tied: bool) -> None:
+def test_a_base_with_missing_tensors_is_refused(tmp_path: Path, tied: bool) -> None:
     """transformers fills a gap with random numbers and a warning."""
     tiny_base(tied=tied).save_pretrained(tmp_path)
     load_base(str(tmp_path), torch.float32)
@@ -118,7 +118,7 @@ def test_a_base_lacks_nothing(tmp_path: Path, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("case", ["no rows", "broadcast", "nan"])
-def test_a_warm_start_takes_all_or_nothing(one_rank: Path, tmp_path: Path, case: str) -> None:
+def test_a_warm_start_with_mismatched_tensors_changes_nothing(one_rank: Path, tmp_path: Path, case: str) -> None:
     name, change, said = CASES[case]
     folder = shutil.copytree(checkpoint_folder(one_rank, 3), tmp_path / "run" / "checkpoints" / "step-00000003")
     shutil.copy(one_rank / "config.yaml", tmp_path / "run")
@@ -129,9 +129,7 @@ def test_a_warm_start_takes_all_or_nothing(one_rank: Path, tmp_path: Path, case:
     assert f"model.warm_start: found {said}" in done.stderr
 
 
-def test_a_warm_start_compares_what_no_tensor_shows_and_takes_an_older_versions_state(
-    one_rank: Path, tmp_path: Path
-) -> None:
+def test_a_warm_start_compares_settings_and_accepts_older_states(one_rank: Path, tmp_path: Path) -> None:
     """w_num has the same shape for other periods. A state from before a key existed has the key's default."""
     folder = shutil.copytree(checkpoint_folder(one_rank, 3), tmp_path / "run" / "checkpoints" / "step-00000003")
     shutil.copy(one_rank / "config.yaml", tmp_path / "run")
@@ -156,7 +154,7 @@ def test_a_warm_start_compares_what_no_tensor_shows_and_takes_an_older_versions_
         (put("model.action.cls_weight", lambda v: v.int()), "model.action.cls_weight of I32"),
     ],
 )
-def test_an_exported_folder_leaves_nothing_random(tmp_path: Path, change: Change, said: str) -> None:
+def test_an_export_with_missing_tensors_is_refused(tmp_path: Path, change: Change, said: str) -> None:
     folder = write_folder(tmp_path, *tiny_pair())
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -176,7 +174,7 @@ def test_an_exported_folder_leaves_nothing_random(tmp_path: Path, change: Change
         ("target", {"name": "standardise", "scale": 0}),
     ],
 )
-def test_a_config_with_a_value_that_no_model_has_is_one_line(tmp_path: Path, name: str, value: object) -> None:
+def test_an_exported_config_with_an_impossible_value_is_one_line(tmp_path: Path, name: str, value: object) -> None:
     folder = write_folder(tmp_path, *tiny_pair())
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, name: value}))
@@ -184,7 +182,7 @@ def test_a_config_with_a_value_that_no_model_has_is_one_line(tmp_path: Path, nam
         load_trained(folder)
 
 
-def test_a_tokenizer_with_another_row_of_num_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_with_another_num_row_is_refused(tmp_path: Path) -> None:
     """The model would read every number as a word that it has never seen."""
     folder = write_folder(tmp_path, *tiny_pair())
     policy = json.loads((folder / "number_policy.json").read_text())
@@ -198,7 +196,7 @@ def test_a_tokenizer_with_another_row_of_num_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "list", "number", "words"])
-def test_an_exported_folder_that_is_damaged_is_one_line(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_exported_folder_is_one_line(tmp_path: Path, damage: str) -> None:
     folder = write_folder(tmp_path, *tiny_pair())
     config = json.loads((folder / "config.json").read_text())
     if damage == "cut":

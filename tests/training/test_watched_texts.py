@@ -30,7 +30,7 @@ def evaluations(run: Path) -> list[dict[str, float]]:
     return [start, *(record for record in metrics(run) if "eval/accuracy" in record)]
 
 
-def test_held_out_texts_that_are_watched_have_their_own_figures_at_every_evaluation(tmp_path: Path) -> None:
+def test_watched_texts_have_their_own_metrics_at_every_evaluation(tmp_path: Path) -> None:
     config, run = watching(tmp_path)
     train_run(config)
     found = evaluations(run)
@@ -44,7 +44,7 @@ def test_held_out_texts_that_are_watched_have_their_own_figures_at_every_evaluat
     assert losses(run) == losses(tmp_path / "unwatched"), "looking changes nothing"
 
 
-def test_a_stage_and_the_best_checkpoint_may_go_by_what_is_watched(tmp_path: Path) -> None:
+def test_stages_and_the_best_checkpoint_may_use_watched_metrics(tmp_path: Path) -> None:
     config, run = watching(tmp_path)
     until = {"metric": "watch/plain/accuracy", "patience": 1, "min_delta": 2.0, "max_steps": 20}
     train_run(
@@ -63,7 +63,7 @@ def test_a_stage_and_the_best_checkpoint_may_go_by_what_is_watched(tmp_path: Pat
     assert "watch/plain/accuracy" in done.stderr
 
 
-def test_a_run_that_goes_on_on_two_ranks_knows_the_bases_figures(tmp_path: Path) -> None:
+def test_a_run_resumed_on_two_ranks_keeps_the_bases_metrics(tmp_path: Path) -> None:
     config, run = watching(tmp_path)
     train_run(config, "run.stop_after=heads")
     train_run(config, world=2)
@@ -84,7 +84,7 @@ def test_a_run_that_goes_on_on_two_ranks_knows_the_bases_figures(tmp_path: Path)
         ({"code": {"file": "a.jsonl"}}, "data.watch.code.file"),
     ],
 )
-def test_what_cannot_be_watched_is_one_line(tmp_path: Path, watch: dict, said: str) -> None:
+def test_unusable_watched_texts_are_one_line(tmp_path: Path, watch: dict, said: str) -> None:
     config = write_config(tmp_path, data__watch=watch)
     done = cqwen_forked("train", config)
     assert done.returncode == 2

@@ -67,7 +67,7 @@ def compare(precision: str, zero: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("precision", "zero"), [("fp32", 1), ("bf16", 2)])
-def test_norms_and_weights_are_deepspeeds(precision: str, zero: int) -> None:
+def test_the_flat_steps_norms_and_weights_equal_deepspeeds(precision: str, zero: int) -> None:
     for found in run_ranks(compare, 2, precision, zero):
         own, quick = found["norms"]
         assert quick == pytest.approx(own, rel=1e-6)

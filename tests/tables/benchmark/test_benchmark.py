@@ -15,7 +15,7 @@ from cqwen_dist.tables.benchmark.competitors import ARMS
 from cqwen_dist.tables.benchmark.published import OURS, Benchmark
 
 
-def test_an_unknown_set_is_refused_and_one_without_a_file_is_left_out_by_name(tmp_path: Path) -> None:
+def test_unknown_sets_are_refused_and_missing_files_are_named(tmp_path: Path) -> None:
     said: list[str] = []
     benchmark = Benchmark(tmp_path, tmp_path / "out", "base", 1.0, True, 0, None, said.append)
     with pytest.raises(UserError, match="--only: found 'boston', allowed: out of concrete, energy"):
@@ -24,7 +24,7 @@ def test_an_unknown_set_is_refused_and_one_without_a_file_is_left_out_by_name(tm
     assert [line.partition(":")[0] for line in said] == ["energy", "gsm8k"]
 
 
-def test_a_page_says_first_who_errs_least() -> None:
+def test_the_page_ranks_models_by_error() -> None:
     def scores(mae: float, crps: float, **more: float) -> dict[str, float]:
         return {"mae": mae, "rmse": mae, "r2": 0.5, "crps": crps, **more}
 
@@ -45,7 +45,7 @@ def test_a_page_says_first_who_errs_least() -> None:
     assert "| always the median | 9 (9 to 9) |" in text
 
 
-def test_a_set_is_measured_once_and_its_page_names_every_model(one_rank: Path, tmp_path: Path) -> None:
+def test_a_set_is_measured_once_and_its_page_lists_every_model(one_rank: Path, tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(60, 2))
     (tmp_path / "tables").mkdir()
     rows = pa.table({"body": x[:, 0], "age": x[:, 1], "price": x.sum(1)})

@@ -38,7 +38,7 @@ def adapted_base(base: str, epochs: int, precision: str = "fp32") -> tuple[Adapt
     return Adapted(z.base, PROMPTS, z(PROMPTS), TRAIN, epochs), z.base.features
 
 
-def test_z_is_computed_once_for_a_prompt(base: str, tmp_path: Path) -> None:
+def test_z_is_computed_once_a_prompt(base: str, tmp_path: Path) -> None:
     said: list[str] = []
     file = tmp_path / "kept" / "z.safetensors"
     file.parent.mkdir()
@@ -57,7 +57,7 @@ def test_z_is_computed_once_for_a_prompt(base: str, tmp_path: Path) -> None:
         KeptZ(f"{base}/other", "fp32", file, said.append)(PROMPTS[:1])
 
 
-def test_z_is_kept_as_it_comes(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_z_is_saved_while_it_is_computed(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapted, "TOLD", 2 * adapted.READ)
     said: list[str] = []
 
@@ -74,7 +74,7 @@ def test_z_is_kept_as_it_comes(base: str, tmp_path: Path, monkeypatch: pytest.Mo
     ]
 
 
-def test_heads_learn_what_features_say() -> None:
+def test_heads_learn_a_function_of_the_features() -> None:
     draw = torch.Generator().manual_seed(0)
     z = torch.randn(400, 6, generator=draw)
     y = (100 + 20 * z[:, 0] + 5 * torch.randn(400, generator=draw)).double().numpy()
@@ -91,7 +91,7 @@ def test_heads_learn_what_features_say() -> None:
 
 
 @pytest.mark.parametrize("name", ARMS)
-def test_adapters_let_a_head_learn_what_frozen_features_do_not_hold(base: str, name: str) -> None:
+def test_adapters_let_a_head_learn_more_than_frozen_features(base: str, name: str) -> None:
     features, backbone = adapted_base(base, epochs=8)
     before = {key: value.clone() for key, value in backbone.state_dict().items()}
     arm = ARMS[name](Y, TRAIN)
@@ -106,7 +106,7 @@ def test_adapters_let_a_head_learn_what_frozen_features_do_not_hold(base: str, n
     assert any(".lora_B." in key for key in moved)
 
 
-def test_every_part_that_learns_gets_a_gradient_and_each_training_begins_at_the_start(base: str) -> None:
+def test_every_part_gets_a_gradient_and_each_training_starts_fresh(base: str) -> None:
     features, backbone = adapted_base(base, epochs=1)
     learns = features.begin()
     rows = torch.arange(8)
@@ -132,7 +132,7 @@ def test_the_same_training_gives_the_same_bits(base: str) -> None:
     assert np.array_equal(found[0], found[2]), "an arm before it leaves nothing behind"
 
 
-def test_copies_of_a_prompt_that_share_a_cache_do_not_see_each_other(base: str, monkeypatch) -> None:
+def test_samples_that_share_a_cache_do_not_see_each_other(base: str, monkeypatch) -> None:
     prompts = ["it is 7.5: ", "it was not more than 12: "]
     text = DigitText(base, prompts, np.array([7.5, 12.25]), epochs=1)
     torch.nn.init.normal_(text.model.lm_head.weight, std=2)  # other words, another law; few words are likely
@@ -165,7 +165,7 @@ def test_copies_of_a_prompt_that_share_a_cache_do_not_see_each_other(base: str, 
                 assert (below[word - 1] if word else 0) - 1e-5 <= found * below[-1] <= below[word] + 1e-5
 
 
-def test_words_are_drawn_by_their_p() -> None:
+def test_words_are_sampled_by_probability() -> None:
     torch.manual_seed(0)
     p = torch.tensor([[0.0, 0.5, 0.0, 0.3, 0.2, 0.0], [0.25, 0.0, 0.0, 0.0, 0.0, 0.75]])
     at = torch.tensor([[0, 1]]).repeat(3, 20_000)
@@ -176,7 +176,7 @@ def test_words_are_drawn_by_their_p() -> None:
         assert not found[law == 0].any()
 
 
-def test_the_base_learns_to_write_the_number_as_text_and_reads_a_prompt_once_for_all_samples(tmp_path: Path) -> None:
+def test_the_text_arm_learns_and_reads_a_prompt_once_for_all_samples(tmp_path: Path) -> None:
     sizes = [("small", 7.5), ("quite large", 120.0), ("enormous indeed", -3.0)]  # prompts of different lengths
     prompts, y = [f"it is {sizes[i % 3][0]}: " for i in range(90)], np.array([sizes[i % 3][1] for i in range(90)])
     model = tiny_base(vocab_size=300)

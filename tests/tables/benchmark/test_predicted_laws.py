@@ -8,14 +8,14 @@ import pytest
 from cqwen_dist.tables.benchmark.predicted_laws import HELD, QUANTILES, Predicted, QuantileGrid, laws
 
 
-def test_of_a_point_the_crps_is_the_absolute_error() -> None:
+def test_the_crps_of_a_point_is_the_absolute_error() -> None:
     truth = np.random.default_rng(0).normal(size=50)
     found = Predicted(np.zeros((50, 7))).scores(truth)
     assert found["crps"] == pytest.approx(found["mae"]) == pytest.approx(np.abs(truth).mean())
     assert not {"coverage_90", "width_90"} & set(found), "it has no interval"
 
 
-def test_of_true_quantiles_it_is_near_the_crps_and_the_interval_holds_90_percent() -> None:
+def test_true_quantiles_give_the_crps_and_90_percent_coverage() -> None:
     """The CRPS of a normal law is sigma / sqrt(pi); seven quantiles come within 5 %, 20,000 draws within 1 %."""
     truth = np.random.default_rng(0).normal(3.0, 2.0, 20_000)
     quantiles = np.array([NormalDist(3.0, 2.0).inv_cdf(at) for at in QUANTILES])
@@ -26,7 +26,7 @@ def test_of_true_quantiles_it_is_near_the_crps_and_the_interval_holds_90_percent
 
 
 @pytest.mark.parametrize(("name", "draw"), [("Cauchy", "standard_cauchy"), ("Laplace", "laplace"), ("Gauss", "normal")])
-def test_errors_are_likeliest_under_their_own_law(name: str, draw: str) -> None:
+def test_samples_are_likeliest_under_their_own_law(name: str, draw: str) -> None:
     error = getattr(np.random.default_rng(1), draw)(size=2000)
     found = laws(error)
     others = [of["log_likelihood"] for law, of in found.items() if law not in (name, "Student t")]
@@ -34,7 +34,7 @@ def test_errors_are_likeliest_under_their_own_law(name: str, draw: str) -> None:
     assert found[name]["coverage_90"] == pytest.approx(0.9, abs=0.03)
 
 
-def test_the_log_likelihood_is_that_of_the_law_and_of_a_point_there_is_none() -> None:
+def test_log_likelihood_equals_the_laws_and_a_point_has_none() -> None:
     draw = np.random.default_rng(0)
     truth = draw.normal(3.0, 2.0, 20_000)
     found = Predicted.normal(np.full(20_000, 3.0), 2.0, truth).scores(truth)
@@ -44,7 +44,7 @@ def test_the_log_likelihood_is_that_of_the_law_and_of_a_point_there_is_none() ->
 
 
 @pytest.mark.parametrize("by_log", [False, True])
-def test_a_cauchy_is_known_by_its_quartiles_and_its_density_is_one_of_raw_numbers(by_log: bool) -> None:
+def test_a_cauchys_density_from_its_quartiles_integrates_to_one(by_log: bool) -> None:
     """The density sums to one over the raw numbers, also where the law is one of logarithms."""
     ends = np.array([-np.inf, -np.inf, 1.0, 1.5, 2.0, np.inf, np.inf])  # the outer ones are not looked at
     quantiles = np.expm1(ends) if by_log else ends
@@ -58,7 +58,7 @@ def test_a_cauchy_is_known_by_its_quartiles_and_its_density_is_one_of_raw_number
     assert at_median[0] == pytest.approx(-np.log(np.pi * 0.5) - 1.5 * by_log)
 
 
-def test_a_quantile_grid_is_a_law_and_near_any_other_of_much_data() -> None:
+def test_a_quantile_grid_approximates_any_law() -> None:
     """The density sums to one, ppf inverts its integral; within 0.02 nats of the law that 20,000 errors have."""
     error = np.random.default_rng(2).laplace(3.0, 2.0, 20_000)
     grid = QuantileGrid(error)

@@ -28,7 +28,7 @@ def test_both_tables_in_one_run() -> None:
     assert "ten times, workers 1" in console.export_text()
 
 
-def test_the_watch_sees_what_a_process_that_was_started_holds() -> None:
+def test_the_memory_watch_counts_child_processes() -> None:
     """Between fork and exec a process still has this one's memory: where the watch looked just then, once more."""
     hold = "import sys; held = bytearray(150 << 20); print(len(held), flush=True); sys.stdin.read()"
     for _ in range(4):

@@ -28,7 +28,7 @@ def test_every_mode_is_timed_beside_hugging_face() -> None:
     Console(quiet=True).print(bench.table(result))
 
 
-def test_a_mode_that_fails_leaves_the_others_their_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_mode_does_not_hide_the_others_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     works = bench._generate
 
     def fails(model, mode, *rest):
@@ -46,7 +46,7 @@ def test_a_mode_that_fails_leaves_the_others_their_figures(monkeypatch: pytest.M
     Console(quiet=True).print(bench.table(result))
 
 
-def test_both_contenders_are_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_contenders_have_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The causal one's greedy text in mode compatible is the base's own: what is timed does the same work."""
     seen = {}
     make = bench._causal
@@ -62,6 +62,6 @@ def test_both_contenders_are_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(seen["causal"].generate(ids, mode="compatible", max_new_tokens=6), theirs)
 
 
-def test_why_a_contender_failed_is_one_line() -> None:
+def test_the_reason_of_a_failed_contender_is_one_line() -> None:
     """A cell of a table, also of one in Markdown; a compiler's error has many lines."""
     assert said(RuntimeError("no kernel\n  at a.py:1\n")) == "RuntimeError: no kernel at a.py:1"

@@ -39,7 +39,7 @@ def test_bad_input_is_refused(wrong):
         run(tokens=2, hidden=2, vocab=10, rounds=1, **wrong)
 
 
-def test_peak_growth_sees_what_was_held():
+def test_peak_growth_counts_memory_that_was_held():
     held = []
     growth = peak_growth_bytes(lambda: held.append(torch.ones(40 << 20, dtype=torch.uint8)), torch.device("cpu"))
     if growth is None:
@@ -47,7 +47,7 @@ def test_peak_growth_sees_what_was_held():
     assert 38 << 20 < growth < 80 << 20
 
 
-def test_extra_memory_stays_within_64_mib_and_a_few_token_sized_tensors():
+def test_extra_memory_is_at_most_64_mib_plus_a_few_token_sized_tensors():
     """64 MiB + O(N C), whatever V is; the seeds' formula holds several [N, V] (here 32 MiB each)."""
     result = run(tokens=128, hidden=64, vocab=65_536, rounds=1, only=["this", "seed"])
     extra = {row["name"]: row["extra_mib"] for row in result["rows"]}

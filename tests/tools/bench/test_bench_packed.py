@@ -21,7 +21,7 @@ def config(tmp_path: Path) -> Path:
     return write_config(tmp_path, data__pack=True, train__micro_batch_size=3, data__eval_fraction=0.0)
 
 
-def test_rows_are_a_runs_and_texts_have_about_as_many_tokens(config: Path) -> None:
+def test_packed_rows_equal_a_runs_and_padded_texts_have_as_many_tokens(config: Path) -> None:
     checked = load_config(config, ["data.pack=false"])
     tokenizer = tokenizer_of(checked)
     dataset = load_datasets(checked.data, tokenizer).train
@@ -34,7 +34,7 @@ def test_rows_are_a_runs_and_texts_have_about_as_many_tokens(config: Path) -> No
     assert {len(text) for text in texts} == {1}
 
 
-def test_the_command_counts_what_it_ran(config: Path) -> None:
+def test_the_command_reports_the_tokens_it_processed(config: Path) -> None:
     done = cqwen_forked("bench", "packed", config, "--rounds", 1, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

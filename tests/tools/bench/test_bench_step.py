@@ -59,14 +59,14 @@ def test_every_contender_has_a_row(result):
     assert json.loads(json.dumps(result)) == result
 
 
-def test_the_parts_are_the_step(result):
+def test_the_parts_add_up_to_the_step(result):
     heads, everything = (row["parts_s"] for row in result["rows"] if "parts_s" in row)
     assert set(everything) == {"data", "backbone_forward", "heads", "backbone_backward", "optimizer", "rest"}
     assert set(heads) == set(everything) - {"backbone_backward"}  # nothing before z is differentiated
     assert min(*heads.values(), *everything.values()) > 0
 
 
-def test_ratios_stand_beside_those_of_the_operations(result):
+def test_measured_ratios_are_shown_with_those_predicted_by_operations(result):
     ratios = [row["ratio"] for row in result["rows"] if "ratio" in row]
     assert len(ratios) == 2
     assert all(ratio["measured"] > 0 and ratio["by_operations"] > 0 for ratio in ratios)
@@ -82,7 +82,7 @@ def test_launches_are_counted_by_part(result):
         assert ours["operations"][part] < peer["operations"][part], part
 
 
-def test_the_plan_can_be_calibrated_by_it(result, tmp_path):
+def test_the_planner_can_be_calibrated_with_the_benchmark(result, tmp_path):
     from cqwen_dist.sizes.machine import machine
 
     file = tmp_path / "bench.json"
@@ -110,7 +110,7 @@ def test_the_table_is_readable(result):
         assert word in out.getvalue()
 
 
-def test_a_compiler_that_fails_leaves_the_eager_figures_and_the_peers(monkeypatch):
+def test_a_failing_compiler_leaves_the_eager_and_peer_figures(monkeypatch):
     import torch
 
     from cqwen_dist.parallel.runtime import Runtime
@@ -142,7 +142,7 @@ def test_a_compiler_that_fails_leaves_the_eager_figures_and_the_peers(monkeypatc
     assert table(found).renderables
 
 
-def test_a_case_without_the_memory_leaves_the_others_their_figures(monkeypatch):
+def test_a_case_out_of_memory_leaves_the_other_figures(monkeypatch):
     import torch
 
     from cqwen_dist.tools.bench import memory_check
@@ -159,7 +159,7 @@ def test_a_case_without_the_memory_leaves_the_others_their_figures(monkeypatch):
     assert memory_check.table(rows, "cuda").row_count == 3
 
 
-def test_marks_add_up_by_part():
+def test_time_between_marks_adds_up_by_part():
     import torch
 
     marks = Marks(torch.device("cpu"))
@@ -169,7 +169,7 @@ def test_marks_add_up_by_part():
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_the_configurations_that_are_tried(kind):
+def test_the_configurations_that_bench_memory_tries(kind):
     tried = cases(kind)
     assert len({case.name for case in tried}) == len(tried) >= 20
     for case in tried:
@@ -189,7 +189,7 @@ def planned_over_measured(chosen: list[Case]) -> list[tuple[str, float]]:
 QUICK = ("adapters on all, bf16", "heads alone", "one short sequence")
 
 
-def test_planned_memory_is_measured_memory_quickly():
+def test_planned_memory_equals_measured_memory_on_a_few_cases():
     chosen = [case for case in cases("cpu") if case.name in QUICK]
     assert len(chosen) == len(QUICK)
     (found,) = run_ranks(planned_over_measured, 1, chosen)
@@ -198,7 +198,7 @@ def test_planned_memory_is_measured_memory_quickly():
 
 
 @pytest.mark.slow
-def test_planned_memory_is_measured_memory():
+def test_planned_memory_equals_measured_memory():
     (found,) = run_ranks(planned_over_measured, 1, cases("cpu"), timeout=880)
     assert len(found) >= 20
     for name, ratio in found:
@@ -206,7 +206,7 @@ def test_planned_memory_is_measured_memory():
 
 
 @pytest.mark.gpu
-def test_planned_memory_is_measured_memory_on_a_gpu():
+def test_planned_memory_equals_measured_memory_on_a_gpu():
     from cqwen_dist.tools.bench.memory_check import measure_all
 
     rows, _ = measure_all([])

@@ -31,7 +31,7 @@ def test_the_loss_has_a_row_for_each_contender_that_ran(gpu_table: ModuleType) -
     assert all(" ms" in measured for _, measured, _ in rows)
 
 
-def test_what_is_asked_for_is_asked_of_contenders_that_exist(gpu_table: ModuleType) -> None:
+def test_every_target_belongs_to_a_contender_that_exists(gpu_table: ModuleType) -> None:
     rows = [{"name": name, "seconds": {"median": 0.02}, "extra_mib": 300.0} for name in loss.contenders("auto")]
     found = {"hidden": 896, "rows": rows, "skipped": {}}
     table = {what: asked for what, _, asked in gpu_table.loss(22, 17.5)(found)}
@@ -39,9 +39,7 @@ def test_what_is_asked_for_is_asked_of_contenders_that_exist(gpu_table: ModuleTy
     assert table["loss, H=896, fused fp8"] == "at most 17.5 ms"
 
 
-def test_a_contender_that_fails_leaves_the_others_their_figures(
-    gpu_table: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_contender_leaves_the_other_figures(gpu_table: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def out_of_memory(problem: loss.Problem) -> None:
         raise torch.OutOfMemoryError("tried to allocate 40 GiB")
 
@@ -61,7 +59,7 @@ def test_every_config_runs_on_one_rank(gpu_table: ModuleType, monkeypatch: pytes
         refuse_ranks(checked.parallel.vocab_group_size, 1)
 
 
-def test_packing_is_measured_on_texts_that_are_there(gpu_table: ModuleType, tmp_path: Path) -> None:
+def test_packing_is_measured_on_this_projects_pages(gpu_table: ModuleType, tmp_path: Path) -> None:
     lines = gpu_table.pages(tmp_path).read_text(encoding="utf-8").splitlines()
     lengths = sorted(len(json.loads(line)["text"]) for line in lines)
     assert len(lengths) > 300
@@ -78,7 +76,7 @@ def tokens_of(config: Config) -> list[list[int]]:
     return [document.ids.tolist() for i in range(len(datasets.train)) for document in datasets.train[i]]
 
 
-def test_a_command_that_fails_is_a_line_and_is_tried_again(gpu_table: ModuleType, tmp_path: Path) -> None:
+def test_a_failed_command_is_one_row_and_runs_again_next_time(gpu_table: ModuleType, tmp_path: Path) -> None:
     said = gpu_table.measured("packing", ["bench", "packed", str(tmp_path / "none.yaml")], tmp_path)
     assert said == "failed with exit code 2; its error is above"
     assert not list(tmp_path.iterdir())

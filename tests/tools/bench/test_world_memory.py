@@ -38,12 +38,12 @@ def handed_over() -> Callable[[], None]:
     return work
 
 
-def test_what_another_thread_frees_is_free() -> None:
+def test_memory_freed_by_another_thread_counts_as_free() -> None:
     """As gloo's threads do behind a collective: `cqwen accept` on a busy machine found a third too much in ZeRO-3."""
     assert peak_of(handed_over, torch.device("cpu")) == 2**20
 
 
-def test_one_of_64_holds_what_is_planned() -> None:
+def test_one_rank_of_64_holds_the_planned_memory() -> None:
     ratios = planned_over_measured(64, "ZeRO-3, bf16, q and v")
     assert len(ratios) == 1
     for name, ratio in ratios.items():
@@ -52,7 +52,7 @@ def test_one_of_64_holds_what_is_planned() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
-def test_one_of_any_world_holds_what_is_planned(world: int) -> None:
+def test_one_rank_of_any_world_holds_the_planned_memory(world: int) -> None:
     ratios = planned_over_measured(world)
     assert len(ratios) == 7
     for name, ratio in ratios.items():
@@ -62,7 +62,7 @@ def test_one_of_any_world_holds_what_is_planned(world: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none here")
-def test_one_of_64_on_a_gpu_holds_what_is_planned_of_7b_to_72b() -> None:
+def test_one_rank_of_64_on_a_gpu_holds_the_planned_memory_for_7b_to_72b() -> None:
     ratios = planned_over_measured(64, accelerator="cuda")
     assert len(ratios) == 4
     for name, ratio in ratios.items():
@@ -91,7 +91,7 @@ def fake_collectives(_: int) -> list[list[float]]:
     return found
 
 
-def test_fake_collectives_leave_no_number_unwritten() -> None:
+def test_fake_collectives_write_every_output() -> None:
     """A NaN would refuse the step, and the moments would never be allocated."""
     (found,) = run_ranks(fake_collectives, 1, 0)
     sizes, part, everyone, total, objects = found
@@ -103,13 +103,13 @@ def test_fake_collectives_leave_no_number_unwritten() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 5000])
-def test_a_world_has_a_size(world: int) -> None:
+def test_refuses_a_world_without_ranks(world: int) -> None:
     done = cqwen("bench", "memory", "--world", world)
     assert done.returncode == 2
     assert "--world" in done.stderr
 
 
-def test_a_config_needs_a_world() -> None:
+def test_refuses_a_config_without_a_world_size() -> None:
     done = cqwen("bench", "memory", "configs/qwen2.5-72b.yaml")
     assert done.returncode == 2
     assert "--world" in done.stderr

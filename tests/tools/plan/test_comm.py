@@ -22,12 +22,12 @@ def transfer_share(vocab: int, group: int, *, flops: float, bytes_per_s: float, 
     return (4 * (group - 1) * gemm_bytes / bytes_per_s) / (12 * vocab / flops)
 
 
-def test_a_group_of_one_rank_alone_says_nothing() -> None:
+def test_a_group_of_one_rank_sends_nothing() -> None:
     alone = {**SHAPE, "world": 1}
     assert head_messages([[7], [0]], rows=11, row_columns=[10, 1], **alone) == []
 
 
-def test_by_hand() -> None:
+def test_message_sizes_equal_values_by_hand() -> None:
     found = head_messages([[3, 5]], rows=11, row_columns=[10, 1], **SHAPE)
     assert [(m.operation, m.group, m.bytes) for m in found] == [
         ("all-gather", "vocabulary", 2 * 5 * 10 * 2),
@@ -55,7 +55,7 @@ def test_by_hand() -> None:
     assert Message("all-reduce", "world", 4, 400).wire_bytes == 600
 
 
-def test_only_the_replicas_sum_depends_on_the_vocabulary() -> None:
+def test_only_the_replica_sum_depends_on_the_vocabulary() -> None:
     def without_replicas(rows: int) -> list[Message]:
         found = head_messages([[3, 5], [0, 2]], rows=rows, row_columns=[10, 1], **SHAPE)
         assert sum(m.wire_bytes for m in found if m.group == "replica") == rows * 11 * 4
@@ -66,13 +66,13 @@ def test_only_the_replicas_sum_depends_on_the_vocabulary() -> None:
     assert not [m for m in head_messages([[3, 5]], rows=10, row_columns=[10], **one_group) if m.group == "replica"]
 
 
-def test_share_of_the_transfers() -> None:
+def test_the_share_of_time_spent_on_transfers() -> None:
     inside_a_node = transfer_share(152_064, 8, flops=600e12, bytes_per_s=450e9)
     assert inside_a_node == pytest.approx(0.041, abs=0.001)
     assert transfer_share(152_064, 8, flops=600e12, bytes_per_s=50e9) == pytest.approx(9 * inside_a_node)
 
 
-def test_the_plan_says_what_sharding_the_head_saves_on_the_wire() -> None:
+def test_the_plan_reports_the_bytes_that_sharding_the_head_saves() -> None:
     config = Config.model_validate(
         {
             "model": {"name_or_path": "unused", "number_dims": 8},

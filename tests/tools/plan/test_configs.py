@@ -45,7 +45,7 @@ def head_of(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_the_head_is_what_the_plan_says(name):
+def test_head_of_each_config_equals_the_plan(name):
     lines = (CONFIGS / name).read_text(encoding="utf-8").splitlines()
     head = head_of(name)
     assert lines[: len(head)] == head, "python tests/tools/plan/test_configs.py writes the heads anew"

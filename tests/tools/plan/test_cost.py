@@ -76,7 +76,7 @@ def test_sampled_negatives_save_work_and_hold_a_copy_of_their_rows():
     assert drawn > 2 * 0.125 * some.rows * some.words * 4
 
 
-def test_what_is_computed_again_is_not_useful():
+def test_recomputed_operations_do_not_count_as_useful():
     plain, saved = (
         flops(sizes(config(model={"name_or_path": "Qwen/Qwen2.5-7B", "gradient_checkpointing": again}))[1])
         for again in (False, True)
@@ -87,7 +87,7 @@ def test_what_is_computed_again_is_not_useful():
     assert flops(sizes(config())[0]).recomputed == 0
 
 
-def test_attention_of_packed_texts_is_by_their_own_lengths():
+def test_attention_cost_of_packed_texts_depends_on_their_lengths():
     """Texts of 100, 300 and 624 tokens in rows of 1,024: their squares over their sum. A mask makes all of [T, T]."""
     texts, own = (100, 300, 624), {"precision": "bf16", "micro_batch_size": 32}
     text = sum(n * n for n in texts) / sum(texts)
@@ -125,7 +125,7 @@ def test_the_ratios_that_operations_predict():
     assert cache_ratio(seven[0]) == pytest.approx(3.0, abs=0.05)
 
 
-def test_time_goes_where_it_must():
+def test_predicted_time_goes_to_the_expected_parts():
     """More of a thing takes longer; nothing takes less than its operations at the peak."""
     base = stage_cost(sizes(config())[1], MACHINES["h100"], 8)
     assert 0 < base.mfu < 1
@@ -171,7 +171,7 @@ def test_calibration_scales_each_part(tmp_path):
             machine(*arguments)
 
 
-def test_the_search_finds_what_fits_and_changes_nothing_else():
+def test_the_search_finds_layouts_that_fit_and_keeps_other_settings():
     settings = config("Qwen/Qwen2.5-72B", parallel={"zero_stage": 1, "vocab_group_size": 1})
     assert not plan(settings, **options(settings)).fits
     found = search(settings, **options(settings))
@@ -196,7 +196,7 @@ def test_the_search_tries_every_layout_that_is_allowed():
     assert len(tried) == len(set(tried)) == 4 * 4 * 3 * 2 * 2
 
 
-def test_of_micro_batches_as_fast_the_one_that_needs_least_memory():
+def test_among_equally_fast_micro_batches_the_smallest_is_chosen():
     settings = config("Qwen/Qwen2.5-0.5B")
     found = search(settings, **options(settings, gpus=1))
     best = found[0]
@@ -217,7 +217,7 @@ def test_the_layouts_found_fit_80_columns_a_line_each():
     assert "train.micro_batch_size=" in table
 
 
-def test_where_sharding_the_head_says_less():
+def test_when_sharding_the_head_sends_less():
     """Where the bytes of both are equal, by the plan's own count."""
     tokens = crossover_tokens(3584, 152_064, ranks=8, replicas=4)
     sent = {}
@@ -235,7 +235,7 @@ def test_where_sharding_the_head_says_less():
     assert sent[8, 2] > sent[1, 2]
 
 
-def test_scaling_ends_at_1024_and_begins_at_one():
+def test_the_scaling_table_covers_1_to_1024_gpus():
     settings = config()
     points = scaling(settings, gpu_memory_gib=80.0, architecture=known_architecture("Qwen/Qwen2.5-7B") or {})
     assert {point.ranks for point in points} == {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024}
@@ -257,7 +257,7 @@ def test_scaling_ends_at_1024_and_begins_at_one():
         ("NVIDIA H100 PCIe", 756),
     ],
 )
-def test_a_peak_is_that_of_the_whole_name(name: str, tflops: float | None) -> None:
+def test_a_gpus_peak_is_found_by_its_full_name(name: str, tflops: float | None) -> None:
     assert peak_tflops(name) == tflops
 
 
@@ -269,7 +269,7 @@ def asked(settings: Config, **how: Any) -> tuple[dict[str, Any], str]:
     return found, out.getvalue()
 
 
-def test_a_config_of_more_ranks_than_here_are_is_searched_for_those_that_are_here(tmp_path: Path) -> None:
+def test_the_search_uses_the_ranks_that_are_there(tmp_path: Path) -> None:
     settings = config(parallel={"vocab_group_size": 8})
     with pytest.raises(UserError, match=r"parallel\.vocab_group_size: found 8"):
         asked(settings)

@@ -76,7 +76,7 @@ def size(result: Plan, name: str) -> int:
         {"model_type": "mistral", "head_dim": 24, "sliding_window": None},
     ],
 )
-def test_the_count_of_parameters_is_that_of_the_real_model(changes):
+def test_the_count_of_parameters_equals_the_real_models(changes):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -91,7 +91,7 @@ def test_the_count_of_parameters_is_that_of_the_real_model(changes):
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_keys_that_are_left_out_are_what_transformers_takes(kind):
+def test_missing_architecture_keys_get_transformers_defaults(kind):
     from transformers import AutoConfig
 
     real = AutoConfig.for_model(kind)
@@ -103,7 +103,7 @@ def test_keys_that_are_left_out_are_what_transformers_takes(kind):
     assert base.head_dim == (getattr(real, "head_dim", None) or real.hidden_size // real.num_attention_heads)
 
 
-def test_adapters_are_counted_as_peft_makes_them():
+def test_the_count_of_adapters_equals_pefts():
     import torch
     from peft import LoraConfig, inject_adapter_in_model
     from transformers import AutoConfig, AutoModel
@@ -120,7 +120,7 @@ def test_adapters_are_counted_as_peft_makes_them():
 
 
 @pytest.mark.parametrize("features", [0, 256])
-def test_the_wide_part_is_counted_as_the_model_makes_it(features):
+def test_the_size_of_the_wide_part_equals_the_models(features):
     import torch
 
     from cqwen_dist.model.wide import WidePart
@@ -136,7 +136,7 @@ def test_the_real_qwen_sizes_are_known():
     assert Architecture.of(QWEN25_05B).base_parameters == 494_032_768
 
 
-def test_each_part_by_hand():
+def test_each_part_of_memory_equals_values_by_hand():
     stage = [{"name": "all", "train": ["heads", "embedding", "lora"], "steps": 1}]
     train = {"precision": "bf16", "micro_batch_size": 4}
     result = planned(config(model={"number_dims": 0}, train=train, stages=stage), gpus=2)
@@ -159,7 +159,7 @@ def test_each_part_by_hand():
     assert result.device_gib == pytest.approx(sum(part.bytes for part in result.parts) / GIB)
 
 
-def test_a_layers_share_by_hand():
+def test_a_layers_activations_equal_values_by_hand():
     """One token of one layer, bf16 and adapters on everything; see docs/planner.md."""
     base = Architecture.of(SMALL)
     h, i, q, kv, r, w = 64, 96, 64, 32, 8, 2
@@ -169,7 +169,7 @@ def test_a_layers_share_by_hand():
     assert activations.layer_saved(one) == one.tokens * by_hand
 
 
-def test_packed_texts_without_a_mask_keep_what_unpacked_ones_keep():
+def test_packed_texts_without_a_mask_need_the_memory_of_unpacked_ones():
     """By hand: a mask repeats k and v for every head, and is kept as numbers in each layer and as bools once."""
     base, train = Architecture.of(SMALL), {"precision": "bf16", "micro_batch_size": 4}
 
@@ -207,7 +207,7 @@ def test_zero_shards_the_engine_and_the_group_shards_the_rows():
     assert size(odd, "moments of the heads") == 8 * (2 * 24 * 64 + 2 * 72 + 72 + 1 + 72 + 334 * 65)
 
 
-def test_settings_move_what_they_should():
+def test_each_setting_changes_the_expected_part():
     plain, frozen = planned(config()), planned(config(stages=[{"name": "a", "train": ["regression"], "steps": 1}]))
     names = {part.name for part in frozen.parts}
     assert not any(name.startswith("LoRA") for name in names)
@@ -225,7 +225,7 @@ def test_settings_move_what_they_should():
     assert size(reference, "loss tiles") == 9 * 8 * 16 * 1000 * 4
 
 
-def test_the_need_is_that_of_the_stage_and_the_moment_that_need_most():
+def test_the_peak_is_that_of_the_largest_stage_and_phase():
     short = {"name": "short", "train": ["heads"], "steps": 1, "sequence_length": 8}
     long = {"name": "long", "train": ["heads", "lora"], "steps": 1, "sequence_length": 512}
     result = planned(config(stages=[short, long]))
@@ -236,7 +236,7 @@ def test_the_need_is_that_of_the_stage_and_the_moment_that_need_most():
     assert wide.device_gib <= alone.device_gib
 
 
-def test_the_loss_works_in_the_tiles_that_are_planned():
+def test_the_loss_uses_the_planned_tiles():
     from cqwen_dist.ops.ovr import head, one_pass, tile
     from cqwen_dist.ops.ovr.fused import FusedTile
     from cqwen_dist.ops.ovr.triton import TritonTile
@@ -271,7 +271,7 @@ def test_the_fused_loss_takes_less_than_400_mib_whatever_the_vocabulary(vocab, s
     assert tiles + 2 * 8192 * 896 * 4 < 400 << 20
 
 
-def test_the_verdict_names_the_largest_part_and_a_way_out():
+def test_the_verdict_names_the_largest_part_and_a_remedy():
     settings = config(architecture=QWEN25_05B)
     roomy, tight = planned(settings, gib=80), planned(settings, gib=2)
     assert roomy.reason.startswith("fits: ")
@@ -306,12 +306,12 @@ def test_any_number_of_ranks_shares_a_step_as_the_loader_does():
         ({}, 0, "--gpus-per-node", "0 .CPU. or more"),
     ],
 )
-def test_what_cannot_be_planned_is_the_users_to_mend(sections, ranks, key, allowed):
+def test_what_cannot_be_planned_is_a_user_error(sections, ranks, key, allowed):
     with pytest.raises(UserError, match=rf"^{key}: found .*, allowed: {allowed}"):
         planned(config(**sections), gpus=ranks or -1)
 
 
-def test_the_architecture_is_read_from_the_models_folder(tmp_path):
+def test_the_architecture_is_read_from_a_model_folder(tmp_path):
     def by_name(name: str) -> dict[str, Any]:
         return read_architecture(Config.model_validate({"model": {"name_or_path": name}, "data": {"train": "x"}}))
 
@@ -352,7 +352,7 @@ def test_planning_imports_no_torch():
     assert done.stdout.strip() == "", "cqwen_dist.tools.plan is arithmetic: it imports no heavy package"
 
 
-def test_the_texts_of_an_epoch_are_counted_by_line_or_not_at_all(tmp_path: Path) -> None:
+def test_texts_of_an_epoch_are_counted_only_in_line_files(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text('{"text": "a"}\n\n{"text": "b"}\n')
     (tmp_path / "c.json").write_text('[{"text": "a"}]\n')
@@ -361,7 +361,7 @@ def test_the_texts_of_an_epoch_are_counted_by_line_or_not_at_all(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("gpu", "gib"), [("l40s", 44.0), ("h200", 139.0), ("", 80.0)])
-def test_the_memory_is_that_of_the_gpu_that_is_named(gpu: str, gib: float) -> None:
+def test_the_memory_is_that_of_the_named_gpu(gpu: str, gib: float) -> None:
     document, _ = command.run(config(), nodes=1, gpus_per_node=8, gpu_memory_gib=None, gpu=gpu)
     assert document["gpu_memory_gib"] == gib
 

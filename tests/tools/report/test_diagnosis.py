@@ -48,14 +48,14 @@ def findings(
     )  # fmt: skip
 
 
-def test_a_start_that_knows_numbers_better_than_what_was_learnt_is_no_fault() -> None:
+def test_a_start_better_than_the_training_is_not_reported_as_a_fault() -> None:
     never = {"eval__reg_nll": [2.0, 2.5, 2.1]}
     assert next(f for f in findings(**never) if "never fell" in f.title).level == "note"
     guessed = {"eval/reg_mdae": 19.0, "eval/reg_mae": 19.0}
     assert next(f for f in findings(guessed, **never) if "never fell" in f.title).level == "bad"
 
 
-def test_of_a_run_that_is_well_only_good_is_said() -> None:
+def test_a_good_run_gets_only_good_sentences() -> None:
     assert said() == []
     assert [f.title for f in findings()] == [
         "Words: 50.0% right",
@@ -92,11 +92,11 @@ def test_of_a_run_that_is_well_only_good_is_said() -> None:
         ({}, {"train__refused": [1.0, 1.0]}, "2 steps were refused"),
     ],
 )
-def test_each_rule_says_its_sentence_and_no_other(changes: dict, raw: dict, title: str) -> None:
+def test_each_rule_gives_only_its_sentence(changes: dict, raw: dict, title: str) -> None:
     assert said(changes, **raw) == [title]
 
 
-def test_nothing_is_good_beside_words_that_it_does_not_know() -> None:
+def test_nothing_is_called_good_when_words_are_bad() -> None:
     poor = {"eval/accuracy": 0.011, "eval/base_accuracy": 0.011, "watch/code/accuracy": 0.01}
     found = findings({**poor, "watch/code/base_accuracy": 0.01})
     assert [f.title for f in found if f.level == "bad"] == ["Words: only 1.1% right"]
@@ -114,7 +114,7 @@ def test_nothing_is_good_beside_words_that_it_does_not_know() -> None:
         assert cause in findings(poor, config={"model": model})[0].text
 
 
-def test_nothing_is_good_beside_numbers_that_it_does_not_know() -> None:
+def test_nothing_is_called_good_when_numbers_are_bad() -> None:
     found = findings({"eval/reg_mdae": 19.0, "eval/reg_mae": 20.0})
     assert (found[0].level, found[0].title) == ("warn", "Numbers: median absolute error 19")
     assert [f.title for f in found if "intervals" in f.title] == [], "they hold what was guessed: no achievement"
@@ -136,7 +136,7 @@ LORA = {"stages": [{"name": "a", "train": ["lora"], "steps": 9}]}
         ({"eval/reg_mae": 80.0}, {"loss": {"target_transform": "standardise_log"}}, "few predictions are far off"),
     ],
 )
-def test_what_is_done_already_is_not_advised(changes: dict, config: dict, advised: str) -> None:
+def test_settings_that_are_already_set_are_not_advised(changes: dict, config: dict, advised: str) -> None:
     (text,) = (f.text for f in findings(changes, config=config) if f.level != "good")
     assert advised in text
     other = {"mode: hinge": "smaller", "smaller": "mode: hinge", "Freeze": "mix such", "mix such": "Freeze"}
@@ -144,7 +144,7 @@ def test_what_is_done_already_is_not_advised(changes: dict, config: dict, advise
     assert "signed_log" in text if advised == "signed_log" else "signed_log" not in text
 
 
-def test_clipping_at_what_is_usual_is_no_fault() -> None:
+def test_usual_clipping_is_not_a_fault() -> None:
     raw = {"train__grad_norm": [5.0] * 20, "train__clipped": [1.0] * 20}
     (clipped,) = (f for f in findings(**raw) if f.level != "good")
     assert (clipped.level, "the limit (train.max_grad_norm) 1" in clipped.text) == ("warn", True)
@@ -154,13 +154,13 @@ def test_clipping_at_what_is_usual_is_no_fault() -> None:
 @pytest.mark.parametrize(
     ("precision", "recall", "which"), [(0.9, 0.2, "it misses"), (0.2, 0.9, "it sees"), (0, 0, "it misses")]
 )
-def test_which_way_numbers_and_words_are_mistaken(precision: float, recall: float, which: str) -> None:
+def test_the_direction_of_num_errors_is_named(precision: float, recall: float, which: str) -> None:
     changes = {"eval/num_f1": 0.3, "eval/num_precision": precision, "eval/num_recall": recall}
     (text,) = (f.text for f in findings(changes) if f.level != "good")
     assert which in text
 
 
-def test_a_loss_of_numbers_that_never_falls_names_the_statistics_to_check() -> None:
+def test_a_number_loss_that_never_falls_names_the_statistics_to_check() -> None:
     """S1 6.2, its second rule."""
     raw = {"eval__reg_nll": [2.0, 2.5], "eval__reg_mdae": [31.0, 19.0]}
     found = findings({"eval/reg_mdae": 19.0}, start={"statistics": {"median": 19.5, "scale": 4.25}}, **raw)

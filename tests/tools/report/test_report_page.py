@@ -36,7 +36,7 @@ def data_of(page: Path) -> dict:
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.S)[1])
 
 
-def test_the_page_needs_nothing_but_itself(one: Path, both: Path) -> None:
+def test_the_page_loads_no_other_files(one: Path, both: Path) -> None:
     for page in (one, both):
         text = page.read_text(encoding="utf-8")
         assert not re.search(r"<(link|img|iframe|script)[^>]+(src|href)\s*=", text)
@@ -45,7 +45,7 @@ def test_the_page_needs_nothing_but_itself(one: Path, both: Path) -> None:
         assert page.stat().st_size < 400_000
 
 
-def test_every_figure_of_the_run_is_on_the_page(one: Path, one_rank: Path) -> None:
+def test_every_metric_of_the_run_is_on_the_page(one: Path, one_rank: Path) -> None:
     run, data = read_run(one_rank), data_of(one)
     drawn = {name for chart in data["charts"] for name, _ in chart["series"]} | set(data["others"])
     assert set(run.curves) <= drawn
@@ -63,7 +63,7 @@ def charts_in(dom: str) -> int:
     return int(re.search(r'data-charts="(\d+)"', dom)[1])
 
 
-def test_a_real_browser_draws_every_chart_and_complains_of_nothing(one: Path, tmp_path: Path) -> None:
+def test_a_browser_draws_every_chart_without_errors(one: Path, tmp_path: Path) -> None:
     seen = look(one, tmp_path / "profile", "--dump-dom")
     assert "CONSOLE" not in seen.stderr, [line for line in seen.stderr.splitlines() if "CONSOLE" in line]
     data = data_of(one)
@@ -86,7 +86,7 @@ def test_a_real_browser_draws_every_chart_and_complains_of_nothing(one: Path, tm
     assert seen.stdout.count('class="heat"') == 2, "U's drift after each stage"
 
 
-def test_runs_stand_side_by_side(both: Path, tmp_path: Path, one_rank: Path, two_ranks: Path) -> None:
+def test_several_runs_are_shown_side_by_side(both: Path, tmp_path: Path, one_rank: Path, two_ranks: Path) -> None:
     """They share a name (their folder's), so they are told apart by their folders; what differs is in a table."""
     seen = look(both, tmp_path / "profile", "--dump-dom")
     assert "CONSOLE" not in seen.stderr
@@ -127,7 +127,7 @@ document.body.dataset.seen = JSON.stringify({
 </script></body>"""
 
 
-def test_axes_switch_curves_tell_their_values_and_runs_can_be_hidden(both: Path, tmp_path: Path) -> None:
+def test_axes_switch_tooltips_work_and_runs_can_be_hidden(both: Path, tmp_path: Path) -> None:
     page = tmp_path / "used.html"
     page.write_text(both.read_text(encoding="utf-8").replace("</body>", USE), encoding="utf-8")
     seen = look(page, tmp_path / "profile", "--dump-dom")
@@ -169,14 +169,14 @@ def test_on_a_phone_the_curves_are_near_the_top(one: Path, tmp_path: Path) -> No
     assert found["first"] < 1500
 
 
-def test_the_head_says_what_the_run_is_made_of(one: Path, one_rank: Path) -> None:
+def test_the_head_names_base_data_and_machine(one: Path, one_rank: Path) -> None:
     head = one.read_text()[: one.read_text().index("<main>")]
     assert "qwen2, 2 layers of 16, with random weights" in head
     assert str(one_rank.parent / "texts.jsonl") in head
     assert f"torch {torch.__version__}" in head
 
 
-def test_each_group_has_its_rate(one_rank: Path, tmp_path: Path) -> None:
+def test_each_group_has_its_learning_rate_curve(one_rank: Path, tmp_path: Path) -> None:
     """As the stages plan them; a group that sleeps has none."""
     folder = tmp_path / "run"
     folder.mkdir()
@@ -199,7 +199,7 @@ def test_each_group_has_its_rate(one_rank: Path, tmp_path: Path) -> None:
         assert curves[f"rate/{group}"].y == pytest.approx(rates, rel=1e-4)
 
 
-def test_the_quickstarts_study_has_its_ridge_regression(one_rank: Path, tmp_path: Path) -> None:
+def test_the_quickstarts_report_has_the_ridge_regression(one_rank: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     config = yaml.safe_load((one_rank / "config.yaml").read_text())
@@ -211,7 +211,7 @@ def test_the_quickstarts_study_has_its_ridge_regression(one_rank: Path, tmp_path
     assert "always the median 63.5, ridge 40.2" in page
 
 
-def test_it_is_not_an_empty_picture(one: Path, tmp_path: Path) -> None:
+def test_the_report_is_not_an_empty_picture(one: Path, tmp_path: Path) -> None:
     """A blank page of this size is a PNG of some 10 kB."""
     picture = tmp_path / "page.png"
     look(one, tmp_path / "profile", f"--screenshot={picture}")
@@ -239,7 +239,7 @@ def test_a_run_leaves_its_report_and_the_verb_writes_one(one_rank: Path, two_ran
     assert (one_rank / "report.html").read_text().startswith("<!doctype html>")
 
 
-def test_samples_are_what_checkpoints_write_behind_held_out_texts(one: Path, one_rank: Path, tmp_path: Path) -> None:
+def test_samples_are_continuations_of_held_out_texts(one: Path, one_rank: Path, tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     done = cqwen_forked("report", one_rank, "--samples", 2, "--out", out)
     assert done.returncode == 0, done.stderr
@@ -253,7 +253,7 @@ def test_samples_are_what_checkpoints_write_behind_held_out_texts(one: Path, one
     assert '<section id="samples">' not in one.read_text(), "they are made where they are asked for"
 
 
-def test_where_a_sample_is_cut() -> None:
+def test_where_held_out_texts_are_cut_into_prompts() -> None:
     ids, no = np.arange(8), np.zeros(8, bool)
     one, two = no.copy(), no.copy()
     one[6], two[[2, 6]] = True, True
@@ -263,7 +263,7 @@ def test_where_a_sample_is_cut() -> None:
     assert cut(Document(ids, ids * 0.0, one, learnt)) == 3
 
 
-def test_a_hostile_name_and_a_broken_line_do_no_harm(one_rank: Path, tmp_path: Path) -> None:
+def test_hostile_names_and_broken_lines_are_harmless(one_rank: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     text = (one_rank / "config.yaml").read_text()

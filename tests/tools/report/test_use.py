@@ -36,7 +36,7 @@ def cqwen(folder: Path) -> Callable[..., Ran]:
     return run
 
 
-def test_json_is_one_document_with_a_record_of_every_token(cqwen: Callable[..., Ran]) -> None:
+def test_generate_json_is_one_document_with_a_record_of_every_token(cqwen: Callable[..., Ran]) -> None:
     args = ("--prompt", PROMPT, "--prompt", "we have", "--max-new-tokens", 12, "--json")
     found = json.loads(cqwen("generate", *args).stdout)
     assert found == json.loads(cqwen("generate", *args).stdout)
@@ -51,12 +51,12 @@ def test_json_is_one_document_with_a_record_of_every_token(cqwen: Callable[..., 
     assert any(o["numbers"] for o in found["outputs"])
 
 
-def test_a_stream_is_the_text_as_it_comes(cqwen: Callable[..., Ran]) -> None:
+def test_generate_stream_prints_the_text_as_it_comes(cqwen: Callable[..., Ran]) -> None:
     args = ("--prompt", PROMPT, "--max-new-tokens", 12, "--mode", "causal", "--seed", 3, "--digits", 4)
     assert cqwen("generate", *args, "--stream").stdout == cqwen("generate", *args).stdout
 
 
-def test_individuals_side_by_side_with_a_picture(cqwen: Callable[..., Ran], tmp_path: Path) -> None:
+def test_individuals_are_shown_side_by_side_with_a_picture(cqwen: Callable[..., Ran], tmp_path: Path) -> None:
     plot = tmp_path / "plot.svg"
     args = ("--prompt", PROMPT, "--individuals", 5, "--seed", 1, "--max-new-tokens", 8)
     shown = cqwen("generate", *args, "--plot", plot).stdout
@@ -83,7 +83,7 @@ def test_the_same_individuals_under_several_prompts(cqwen: Callable[..., Ran]) -
     assert "(+0)" in shown
 
 
-def test_every_word_that_holds(cqwen: Callable[..., Ran]) -> None:
+def test_multi_label_prints_every_word_above_the_threshold(cqwen: Callable[..., Ran]) -> None:
     args = ("--prompt", PROMPT, "--prompt", "we have", "--above", 0.02)
     found = json.loads(cqwen("generate", *args, "--json").stdout)
     assert [output["prompt"] for output in found["outputs"]] == [PROMPT, "we have"]
@@ -95,7 +95,7 @@ def test_every_word_that_holds(cqwen: Callable[..., Ran]) -> None:
     assert not any(output["words"] for output in json.loads(none)["outputs"])
 
 
-def test_a_table_in_and_a_table_out(cqwen: Callable[..., Ran], tmp_path: Path) -> None:
+def test_predict_reads_and_writes_a_table(cqwen: Callable[..., Ran], tmp_path: Path) -> None:
     table, out = tmp_path / "in.csv", tmp_path / "out.csv"
     table.write_text("item,cost\ntea,3.5\nmilk,12\n")
     args = (table, "--template", "{item} costs {cost} and bread costs")
@@ -111,7 +111,7 @@ def test_a_table_in_and_a_table_out(cqwen: Callable[..., Ran], tmp_path: Path) -
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.csv", "out.csv"]
 
 
-def test_exports_in_other_forms(cqwen: Callable[..., Ran], tmp_path: Path) -> None:
+def test_export_writes_other_forms(cqwen: Callable[..., Ran], tmp_path: Path) -> None:
     assert "exported to" in cqwen("export", tmp_path / "a", "--dtype", "bf16", "--shard-size", "50KB").stdout
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > 1
     said = cqwen("export", tmp_path / "b", "--as-base", code=2).stderr
@@ -149,5 +149,5 @@ def test_exports_in_other_forms(cqwen: Callable[..., Ran], tmp_path: Path) -> No
         ("export", ["out", "--drop-bias"], "--drop-bias"),
     ],
 )
-def test_mistakes_are_one_line(cqwen: Callable[..., Ran], verb: str, args: list[object], said: str) -> None:
+def test_a_users_mistake_is_one_line(cqwen: Callable[..., Ran], verb: str, args: list[object], said: str) -> None:
     assert said in cqwen(verb, *args, code=2).stderr

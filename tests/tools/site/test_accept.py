@@ -28,7 +28,7 @@ def verdicts(rows: list[Row]) -> list[bool | None]:
     return [row.passed for row in rows]
 
 
-def test_messages_pass_to_the_byte_and_memory_within_a_tenth() -> None:
+def test_accepts_exact_messages_and_memory_within_a_tenth() -> None:
     rows = of_steps(ALONE, steps())
     assert verdicts(rows) == [True, True, None]
     assert rows[2].what == "scaling efficiency: ZeRO-2, vocabulary group 2"
@@ -56,7 +56,7 @@ def test_collectives_are_timed_alike_on_every_rank() -> None:
     assert bus_bandwidth(100, 2.0, 4, "all-gather") == 0.75 * 50
 
 
-def test_more_gpus_than_here_are_refused() -> None:
+def test_refuses_more_gpus_than_there_are() -> None:
     done = cqwen("accept", "--gpus", 64)
     assert done.returncode == 2
     assert "--gpus" in done.stderr
@@ -70,7 +70,7 @@ def test_layouts_cover_every_stage_and_a_group_that_divides_the_ranks() -> None:
     assert layouts(64) == [(1, 1), (2, 8), (3, 8)]
 
 
-def test_runs_differ_by_their_worst_loss_or_norm_and_short_ones_by_infinity(tmp_path: Path) -> None:
+def test_the_difference_of_runs_is_their_worst_loss_or_norm(tmp_path: Path) -> None:
     run = [(2.0, 8.0)] * 10
     assert max(_differences(run, run)) == 0
     assert max(_differences(run, [*run[:9], (2.0, 10.0)])) == pytest.approx(0.25)
@@ -80,7 +80,7 @@ def test_runs_differ_by_their_worst_loss_or_norm_and_short_ones_by_infinity(tmp_
     assert figures(tmp_path) == [(2.0, 8.0)], "a line that a kill cut off is none"
 
 
-def test_a_folder_that_holds_something_is_refused(tmp_path: Path) -> None:
+def test_refuses_a_folder_that_is_not_empty(tmp_path: Path) -> None:
     (tmp_path / "thesis").touch()
     done = cqwen("accept", "--ranks", 2, "--folder", tmp_path)
     assert done.returncode == 2
@@ -89,7 +89,7 @@ def test_a_folder_that_holds_something_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stopped", ["run_words", "launch"])
-def test_a_signal_to_what_runs_ends_all_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stopped: str) -> None:
+def test_one_signal_ends_accept_and_its_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stopped: str) -> None:
     began = []
 
     def ranks(name: str) -> object:
@@ -111,7 +111,7 @@ def test_a_signal_to_what_runs_ends_all_of_it(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.slow
-def test_two_ranks_of_this_machine_are_accepted(tmp_path: Path) -> None:
+def test_accept_passes_on_two_ranks_of_this_machine(tmp_path: Path) -> None:
     done = cqwen("accept", "--ranks", 2, "--folder", tmp_path / "site", "--json", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)

@@ -33,7 +33,7 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"nodes": nodes, "together": together}
 
 
-def test_healthy_nodes_have_no_red_line(two_nodes: dict[str, Any]) -> None:
+def test_healthy_nodes_have_no_failed_check(two_nodes: dict[str, Any]) -> None:
     assert findings(two_nodes) == []
 
 
@@ -66,7 +66,7 @@ FAULTS: list[tuple[Change, str, str, str]] = [
 
 
 @pytest.mark.parametrize(("change", "where", "what", "remedy"), FAULTS, ids=[fault[2] for fault in FAULTS])
-def test_each_fault_is_one_red_line(
+def test_each_fault_is_one_failed_check(
     two_nodes: dict[str, Any], change: Change, where: str, what: str, remedy: str
 ) -> None:
     document = copy.deepcopy(two_nodes)
@@ -80,7 +80,7 @@ def test_each_fault_is_one_red_line(
     assert line["what"] in console.export_text()
 
 
-def test_the_verb_prints_one_document(tmp_path: Path) -> None:
+def test_doctor_json_prints_one_document(tmp_path: Path) -> None:
     done = cqwen_forked("doctor", "--quick", "--json", "--folder", tmp_path)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
@@ -89,7 +89,7 @@ def test_the_verb_prints_one_document(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "nothing stays behind"
 
 
-def test_a_folder_that_cannot_be_written_is_red_and_the_exit_code_says_so(tmp_path: Path) -> None:
+def test_an_unwritable_folder_fails_the_check_and_the_exit_code(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = cqwen_forked("doctor", "--quick", "--folder", tmp_path / "file" / "runs")
     assert done.returncode == 1
