@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from cqwen_dist.config import yaml_text
-from cqwen_dist.config.architectures import BaseArchitecture, architecture
+from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import Said, UserError
@@ -214,15 +214,15 @@ class Config(Section):
             raise refused("model.quantize", self.model.quantize, allowed)
         if self.model.architecture is not None:
             try:
-                self.fit_to(architecture(self.model.architecture["model_type"]))
+                self.fit_to(str(self.model.architecture["model_type"]))
             except UserError as error:
                 raise refused(error.key, error.found, error.allowed) from None
 
-    def fit_to(self, base: BaseArchitecture) -> list[str]:
+    def fit_to(self, model_type: str) -> list[str]:
         """Raises `UserError` for a key that asks what this kind of base does not support; returns notes on what is
         experimental with it.
         """
-        model, targets = self.model, self.model.lora.target_modules
+        base, model, targets = architecture(model_type), self.model, self.model.lora.target_modules
         for name in [] if targets == "all-linear" or not self.trains("lora") else targets:
             if name not in base.linears:
                 allowed = f"names out of {', '.join(base.linears)}, or all-linear"
@@ -243,6 +243,11 @@ class Config(Section):
             stage.global_batch_size or self.train.global_batch_size,
             stage.micro_batch_size or self.train.micro_batch_size,
         )
+
+    def batch_shapes(self) -> list[tuple[int, int, int]]:
+        """(sequence length, global batch size, micro-batch size) of each stage."""
+        usual = self.data.sequence_length
+        return [(stage.sequence_length or usual, *self.batch_sizes(stage)) for stage in self.stages]
 
     def sequence_lengths(self) -> dict[str, int]:
         """Every sequence length of the run by its key."""

@@ -132,7 +132,9 @@ class TextDataset:
         return Rows(*(np.load(path, mmap_mode="r") for path in paths))
 
     def with_length(self, length: int) -> TextDataset:
-        """The same texts, shared in memory, cut and packed at another sequence length."""
+        """The same texts, shared in memory, cut and packed at this sequence length; itself where that is its own."""
+        if length == self._length:
+            return self
         other = copy(self)
         other.report = replace(self.report)
         other._cut(length)

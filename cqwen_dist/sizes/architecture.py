@@ -126,7 +126,7 @@ def read_architecture(config: Config) -> dict[str, Any]:
         return config.model.architecture
     found = _read(config)
     base = Architecture.of(found)
-    config.fit_to(base.kind)
+    config.fit_to(base.model_type)
     number, rows = config.model.num_token_id, base.vocab
     used = _rows_in_use(Path(config.tokenizer_source).expanduser() / "tokenizer.json")
     if used is None and not base.kind.spare_rows:

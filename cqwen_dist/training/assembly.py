@@ -19,7 +19,6 @@ from cqwen_dist.checkpoint.manifest import Retention, choose_checkpoint, finish_
 from cqwen_dist.checkpoint.resume import base_digest
 from cqwen_dist.checkpoint.saving import Saver
 from cqwen_dist.config import Config, UserError, rises
-from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader, Loader
@@ -52,6 +51,7 @@ from cqwen_dist.training.step import Stepper
 from cqwen_dist.training.telemetry.progress import Progress
 from cqwen_dist.training.zero.engine import Engine
 from cqwen_dist.training.zero.partitioned_base import load_partitioned_base
+from cqwen_dist.training.zero.settings import engine_settings
 
 # Keys of the section `model` that the model takes as they are: of its start, of its shape.
 _START_KEYS = {"b_noise_init", "num_bias_init", "reg_gain"}
@@ -196,7 +196,7 @@ def build_training(
         **config.model.model_dump(include=_START_KEYS | _SHAPE_KEYS),
     )
     run_layers_as(model.transformer, config.model)
-    engine = Engine(model, config, runtime, groups)
+    engine = Engine(model, engine_settings(config, groups.world_size), runtime, groups)
     constraint = Constraint(model, config.loss.constraint, engine.forward)
     stepper = Stepper(engine, constraint, config.loss, _loss_options(config, model, words), config.train.seed)
     replicas = Replicas(engine, groups, config.train.check_ranks_every)
@@ -237,8 +237,7 @@ def build_run(config: Config, runtime: Runtime) -> Run:
         progress.say(f"note: {note}")
 
     main_rank_first(lambda: build_run_base(config, progress.say, runtime.device))
-    shape = base_config(config.base_folder, config.model.trust_remote_code)
-    for note in config.fit_to(ARCHITECTURES[shape.model_type]):
+    for note in config.fit_to(base_config(config.base_folder, config.model.trust_remote_code).model_type):
         progress.say(f"note: {note}")
     base, tokenizer = _load_base(config, runtime)
     context = base.model.config.max_position_embeddings
@@ -247,7 +246,7 @@ def build_run(config: Config, runtime: Runtime) -> Run:
             raise UserError(key, length, f"at most {context}, the base model's context")
     datasets = load_datasets(config.data, tokenizer, main_rank_first)
     statistics = datasets.train.statistics(rank, world, gather_objects)
-    loaders = StageLoaders(datasets.train, config, rank, world)
+    loaders = StageLoaders(datasets.train, config.batch_shapes(), rank, world, config.train.seed, config.data.prefetch)
     words = Words(
         tokenizer.num_token_id,
         used_rows=max(tokenizer.text_size, tokenizer.num_token_id + 1),
@@ -261,9 +260,10 @@ def build_run(config: Config, runtime: Runtime) -> Run:
         "tokenizer": tokenizer.digest(),
         "base": from_main_rank(lambda: base_digest(base_folder_of(config.base_folder), folder / DIGESTS)),
     }
+    of_z = {name: inputs[name] for name in ("base", "tokenizer")}
+    of_z |= config.model.model_dump(include={"quantize", "value_periods"})
     target = asdict(statistics.transform(config.target_transform))
     training = build_training(config, runtime, groups, base, words, loaders.steps_per_epoch, target)
-
     return Run(
         **vars(training),
         folder=folder,
@@ -272,7 +272,9 @@ def build_run(config: Config, runtime: Runtime) -> Run:
         statistics=statistics,
         loaders=loaders,
         inputs=inputs,
-        cache=FeatureCache(config, runtime, training.engine, training.forward, inputs, progress),
+        cache=FeatureCache(
+            config.train.feature_cache, folder, runtime, training.engine, training.forward, of_z, progress
+        ),
         evaluations=_evaluations(training, datasets.eval, tokenizer, statistics, progress),
         saver=_saver(config, groups, runtime, progress),
         progress=progress,

@@ -73,7 +73,7 @@ class Replicas:
         """(name, tensor, kinds): ranks that are equal modulo `kinds` hold copies of each other."""
         for member, name, value in self.engine.heads.copies():
             yield name, value, self.groups.vocab_size if member.has_rows else 1
-        if self.engine.config.parallel.zero_stage < 3:
+        if self.engine.settings.zero_stage < 3:
             for feature in self.engine.feature_members:
                 yield feature.name, feature.parameter, 1
 

@@ -6,10 +6,9 @@ epoch. A position is {epoch, step}, the same on any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config import Config
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import Loader
 from cqwen_dist.training.stages import StagePlan
@@ -18,10 +17,17 @@ from cqwen_dist.training.stages import StagePlan
 class StageLoaders:
     """One loader per stage; stages share the texts in memory."""
 
-    def __init__(self, dataset: TextDataset, config: Config, rank: int, world: int) -> None:
-        usual = config.data.sequence_length
-        lengths = [stage.sequence_length or usual for stage in config.stages]
-        texts = {length: dataset if length == usual else dataset.with_length(length) for length in set(lengths)}
+    def __init__(
+        self,
+        dataset: TextDataset,
+        shapes: Sequence[tuple[int, int, int]],
+        rank: int,
+        world: int,
+        seed: int,
+        prefetch: int,
+    ) -> None:
+        """shapes: (sequence length, global batch size, micro-batch size) of each stage."""
+        texts = {length: dataset.with_length(length) for length in {length for length, _, _ in shapes}}
         self._loaders = [
             Loader(
                 texts[length],
@@ -29,10 +35,10 @@ class StageLoaders:
                 world=world,
                 global_batch_size=size,
                 micro_batch_size=micro,
-                seed=config.train.seed,
-                prefetch=config.data.prefetch,
+                seed=seed,
+                prefetch=prefetch,
             )
-            for length, (size, micro) in zip(lengths, map(config.batch_sizes, config.stages), strict=True)
+            for length, size, micro in shapes
         ]
         self.steps_per_epoch = [loader.steps_per_epoch for loader in self._loaders]  # by stage
         self._index = 0

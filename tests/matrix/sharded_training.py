@@ -34,6 +34,7 @@ from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.training.stages import Schedule
 from cqwen_dist.training.zero.engine import Engine
+from cqwen_dist.training.zero.settings import engine_settings
 
 
 class Case(NamedTuple):
@@ -128,7 +129,7 @@ def begin(case: Case, groups: Groups, timeout_s: float | None = None) -> Engine:
     fuse_adapters(model.transformer)
     if case.checkpointing:
         model.transformer.gradient_checkpointing_enable({"use_reentrant": False})
-    return Engine(model, config_of(case), runtime, groups)
+    return Engine(model, engine_settings(config_of(case), groups.world_size), runtime, groups)
 
 
 def enter(engine: Engine, schedule: Schedule, step: int) -> None:

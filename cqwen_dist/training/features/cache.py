@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config import Config, UserError
+from cqwen_dist.config import FeatureCacheConfig, UserError
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import EvalLoader, Loader, share
-from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.environment import versions
@@ -50,18 +49,18 @@ from cqwen_dist.training.zero.engine import Engine
 class FeatureCache:
     """Decides for each stage, makes or opens the cache, and reads z of the next step."""
 
-    config: Config
+    settings: FeatureCacheConfig
+    run_folder: Path
     runtime: Runtime
     engine: Engine
     features: Callable[[Batch, Tensor], Tensor]  # z of a batch's label positions, outside of steps
-    inputs: Mapping[str, str]  # digests (`checkpoint.resume`)
+    depends: Mapping[str, Any]  # what z depends on beside texts and trained features: digests, keys of the model
     progress: Progress
 
     def __post_init__(self) -> None:
-        self.settings = self.config.train.feature_cache
-        self.dtype = dtype_of(self.config.train.precision)
+        self.dtype = torch.bfloat16 if self.engine.settings.bf16 else torch.float32
         named = self.settings.dir
-        self.folder = Path(self.config.run.dir) / FEATURE_CACHE if named is None else Path(named).expanduser()
+        self.folder = self.run_folder / FEATURE_CACHE if named is None else Path(named).expanduser()
         self._loader: Loader | None = None
         self._shards: FeatureShards | None = None
 
@@ -180,13 +179,10 @@ class FeatureCache:
         packages = versions()
         return {
             "format": 3,
-            "base": self.inputs["base"],
+            **self.depends,
             "trained": weights.hexdigest(),
             "data": dataset.digest(),
-            "tokenizer": self.inputs["tokenizer"],
             "dtype": str(self.dtype),
             "device": self.runtime.device.type,
-            "quantize": self.config.model.quantize,
-            "value_periods": self.config.model.value_periods,
             "versions": {name: packages[name] for name in ("torch", "transformers", "peft")},
         }

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config import Config, UserError
+from cqwen_dist.config import UserError
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.parallel.collectives import gather_objects, naming
 from cqwen_dist.parallel.groups import Groups, limit_wait
@@ -30,7 +30,7 @@ from cqwen_dist.training.zero import zero_state
 from cqwen_dist.training.zero.flat_step import FlatStep, is_flat
 from cqwen_dist.training.zero.partitioned_base import join_deepspeed
 from cqwen_dist.training.zero.patches import forget_trace, patch_norm, skip_frozen_groups
-from cqwen_dist.training.zero.settings import deepspeed_config
+from cqwen_dist.training.zero.settings import EngineSettings
 
 
 class NonFiniteStep(RuntimeError):
@@ -77,26 +77,24 @@ def clip_coefficient(over_limit: float) -> float:
 class Engine:
     """Forward, backward and step of the whole model under one gradient norm."""
 
-    def __init__(self, model: CausalQwenModel, config: Config, runtime: Runtime, groups: Groups) -> None:
-        self.config, self.runtime, self.groups = config, runtime, groups
+    def __init__(self, model: CausalQwenModel, settings: EngineSettings, runtime: Runtime, groups: Groups) -> None:
+        self.settings, self.runtime, self.groups = settings, runtime, groups
         self.model = model.to(runtime.device).requires_grad_(False)
         heads = nn.ModuleDict(model.heads)
-        members = head_members(heads, config.train.thresholds, config.train.train_class_bias)
-        offload = config.parallel.offload == "optimizer"
-        self.heads = HeadOptimizer(members, groups, config.train.betas, config.train.weight_decay, offload)
-        self.lr_ratio_b = config.model.lora.lr_ratio
-        self.feature_members = feature_members(model.features, separate_b=self.lr_ratio_b != 1.0)
+        members = head_members(heads, settings.thresholds, settings.class_bias)
+        self.heads = HeadOptimizer(members, groups, settings.betas, settings.weight_decay, settings.offload)
+        self.feature_members = feature_members(model.features, separate_b=settings.lr_ratio_b != 1.0)
         self.slots = {m.slot: m for m in sorted(self.feature_members, key=lambda m: m.slot)}  # a member of each slot
         self.names = {m.parameter: m.name for m in self.feature_members}
         trained = sum(m.parameter.numel() for m in self.feature_members)
-        self.deepspeed_config = deepspeed_config(config, groups.world_size, trained)
+        self.deepspeed_config = settings.deepspeed(trained)
         self.engine = self._start_deepspeed()
         self.features_train = False
         self._trained = False  # whether a forward pass had gradients
         self.feature_changes = 0  # counts what changes z: steps that train features, states that are loaded
         self._head_norm_sq = torch.zeros((), device=runtime.device)
         self._norm = math.nan  # the joint norm of the present step, once it is known
-        self.usual = UsualNorm(config.max_grad_norm)
+        self.usual = UsualNorm(settings.max_grad_norm)
         self.clipped = False
         self._finite = torch.ones((), dtype=torch.bool, device=runtime.device)  # this rank's features in this step
 
@@ -106,12 +104,12 @@ class Engine:
             parameters = [m.parameter for m in self.feature_members if m.slot == slot]
             for p in parameters:
                 p.requires_grad_(True)  # DeepSpeed hooks what needs a gradient when it starts
-                if self.config.train.precision == "bf16":
+                if self.settings.bf16:
                     p.data = p.data.bfloat16()  # DeepSpeed casts a whole model itself, but no partitioned one
-            decay = self.config.train.weight_decay if member.decays else 0.0
+            decay = self.settings.weight_decay if member.decays else 0.0
             parameter_groups.append({"params": parameters, "lr": 0.0, "weight_decay": decay})
         join_deepspeed()
-        optimizer = torch.optim.AdamW(parameter_groups, betas=self.config.train.betas, fused=True)
+        optimizer = torch.optim.AdamW(parameter_groups, betas=self.settings.betas, fused=True)
         skip_frozen_groups(optimizer)
         with naming("DeepSpeed's start"):
             engine, *_ = deepspeed.initialize(
@@ -122,7 +120,7 @@ class Engine:
         if not hasattr(engine.optimizer, "get_grad_norm_direct"):
             raise UserError(
                 "parallel.zero_stage",
-                self.config.parallel.zero_stage,
+                self.settings.zero_stage,
                 f"another stage: DeepSpeed's {type(engine.optimizer).__name__} has no place to join the heads' norm",
             )
         self.flat = None
@@ -152,7 +150,7 @@ class Engine:
     def set_lr(self, plan: StagePlan, step: int) -> None:
         self.heads.set_lr(plan, step)
         for member, group in zip(self.slots.values(), self.engine.optimizer.param_groups, strict=True):
-            group["lr"] = plan.lr(member.group, False, step) * (self.lr_ratio_b if member.kind == "B" else 1.0)
+            group["lr"] = plan.lr(member.group, False, step) * (self.settings.lr_ratio_b if member.kind == "B" else 1.0)
             group["frozen"] = member.group not in plan.stage.groups
 
     def forward(self, batch: Batch, keep: Tensor) -> Tensor:

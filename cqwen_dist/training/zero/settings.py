@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cqwen_dist.config import Config, UserError
@@ -35,6 +38,39 @@ FOLLOWS = {
     "zero_optimization.offload_optimizer.device": "parallel.offload",
     "bf16.enabled": "train.precision",
 }
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What `training.zero.engine` takes from a config."""
+
+    thresholds: str
+    class_bias: bool  # whether it trains
+    betas: tuple[float, float]
+    weight_decay: float
+    lr_ratio_b: float  # the rate of the adapters' B matrices, as a multiple of A's
+    max_grad_norm: float | None
+    bf16: bool
+    zero_stage: int
+    offload: bool  # whether optimizer states are on the host
+    deepspeed: Callable[[int], dict[str, Any]]  # number of parameters that the engine trains -> DeepSpeed's config
+
+
+def engine_settings(config: Config, world_size: int) -> EngineSettings:
+    """The engine's settings on so many ranks."""
+    train = config.train
+    return EngineSettings(
+        thresholds=train.thresholds,
+        class_bias=train.train_class_bias,
+        betas=train.betas,
+        weight_decay=train.weight_decay,
+        lr_ratio_b=config.model.lora.lr_ratio,
+        max_grad_norm=config.max_grad_norm,
+        bf16=train.precision == "bf16",
+        zero_stage=config.parallel.zero_stage,
+        offload=config.parallel.offload == "optimizer",
+        deepspeed=partial(deepspeed_config, config, world_size),
+    )
 
 
 def feature_parameters(config: Config, architecture: dict[str, Any]) -> int:
