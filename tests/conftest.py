@@ -30,15 +30,16 @@ if not os.path.exists("/dev/nvidia0"):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rounding", action="store_true", help="products round by their shape (support/rounding.py)")
+    orders = {"nargs": "?", "const": "by-shape", "choices": ["by-shape", "in-order", "reversed"]}
+    parser.addoption("--rounding", **orders, help="as another CPU may round (support/rounding.py)")
     parser.addoption("--stand-in-gpu", action="store_true", help="a GPU's stand-in (support/stand_in_gpu.py)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--rounding"):
+    if order := config.getoption("--rounding"):
         from support.rounding import ASKED, install_if_asked
 
-        os.environ[ASKED] = "1"  # for the ranks
+        os.environ[ASKED] = order  # for the ranks
         install_if_asked()
     if config.getoption("--stand-in-gpu"):
         from support.stand_in_gpu import ask

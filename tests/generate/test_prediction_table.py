@@ -86,7 +86,7 @@ def test_a_prediction_is_the_first_generated_number(pair, table: Path) -> None:
         assert float(row["p_num"]) == pytest.approx(first.p_num, rel=1e-4)
         for level in ("0.5", "0.9", "0.95"):
             ends = [float(row[f"{end}_{float(level) * 100:g}"]) for end in ("low", "high")]
-            assert ends == pytest.approx(first.intervals[level], rel=1e-4)
+            assert ends == pytest.approx(first.intervals[level], rel=1e-3)
     assert any(row["predicted"] for row in written)
     one_by_one = list(predict_numbers(model, tokenizer, prompts, batch_size=1, digits=17))
     for alone, row in zip(one_by_one, written, strict=True):

@@ -58,7 +58,7 @@ def test_packed_positions_keep_documents_apart(kind: str) -> None:
     for row, cut in enumerate(cuts):
         for part in (slice(0, cut), slice(cut, 12)):
             alone = model.features(ids[row : row + 1, part], zeros[row : row + 1, part])
-            assert_close(packed[row : row + 1, part], alone, 1e-5, "document")
+            assert_close(packed[row : row + 1, part], alone, 5e-5, "document")
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)

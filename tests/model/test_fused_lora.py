@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.numerics import any_order
 from support.tiny import random_batch, tiny_model
 from torch import Tensor, nn
 
@@ -63,12 +64,12 @@ def test_fused_lora_error_is_at_most_pefts(
     assert set(fused) == set(plain)
     if dropout:
         wide = plain  # the same draws, equal to rounding
-    step = torch.finfo(dtype).eps
+    rounding = 4 * torch.finfo(dtype).eps + any_order(N)
     for name, exact in wide.items():
         if not exact.numel():
             continue
         size = exact.abs().max()
-        allowed = (plain[name] - exact).abs().max() + 4 * step * size  # sums of other orders
+        allowed = (plain[name] - exact).abs().max() + rounding * size
         assert (fused[name] - exact).abs().max() <= allowed, name
 
 

@@ -123,7 +123,7 @@ def test_peft_trains_an_adapter_and_generates_with_it(folder: Path, pair, tmp_pa
     adapted.save_pretrained(tmp_path)
     logits = adapted(**batch, logits_to_keep=0).logits
     again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path).eval()
-    assert torch.equal(again(**batch, logits_to_keep=0).logits, logits)
+    assert_close(again(**batch, logits_to_keep=0).logits, logits, 1e-5, "its tensors are mapped, and begin anywhere")
     assert_close(adapted.merge_and_unload()(**batch, logits_to_keep=0).logits, logits, 1e-4, "W + BA is rounded once")
 
 

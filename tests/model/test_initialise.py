@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from support.numerics import assert_close
+from support.numerics import assert_best, assert_close
 from support.tiny import HIDDEN, NUM, VOCAB, random_batch, random_ids, tiny_base, tiny_model
 from torch import Tensor
 
@@ -43,8 +43,8 @@ def test_the_softmax_of_loc_equals_the_bases(start: str, shape: dict[str, int], 
     found = logits_of(model, ids)
     if not shape and start != "calibrated":
         assert torch.equal(found, expected)
-    assert_close(found.softmax(-1), expected.softmax(-1), 1e-5, "softmax(loc_S)")
-    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    assert_close(found.softmax(-1), expected.softmax(-1), 5e-5, "softmax(loc_S)")
+    assert_best(found.argmax(-1).flatten(), expected.flatten(0, 1))
 
 
 @torch.no_grad()

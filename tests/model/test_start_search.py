@@ -74,7 +74,7 @@ def test_a_point_gives_the_loss_the_best_word_and_the_sum_of_p(point: tuple[floa
     p = 0.5 + torch.atan((loc_s - point[0]) / scale_s) / math.pi
     # logits of order 30 round by 2e-6 in fp32, which the least scale here (1e-3 times a norm of 4) makes 1e-3 of P's z
     assert loss == pytest.approx(mean_loss(loc_s[:, rows], scale_s[:, rows], labels, point[0]), rel=1e-5)
-    torch.testing.assert_close(prob_sum.double(), p[:, rows].sum(1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(prob_sum.double(), p[:, rows].sum(1), rtol=1e-3, atol=1e-5)
     top = ((loc_s - point[0]) / scale_s).topk(2, 1)
     clear = top.values[:, 0] - top.values[:, 1] > 1e-4 * top.values.abs().amax(1)
     assert clear.float().mean() > 0.9

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.numerics import assert_all_close, assert_close, gradients, relative_error
+from support.numerics import any_order, assert_all_close, assert_close, gradients, relative_error
 from support.tiny import CONTEXT, NUM, tiny_model
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
@@ -194,13 +194,13 @@ def test_attention_equals_the_formula_with_shared_key_heads_and_a_window(window:
     parts = zip(q.split(texts().lengths), k.split(texts().lengths), v.split(texts().lengths), strict=True)
     wanted = torch.cat([by_formula(*part, window) for part in parts])
     found = _within(q, k, v, texts(), 8**-0.5, 0.0, window)
-    assert_close(found, wanted, 1e-6, "attention")
+    assert_close(found, wanted, any_order(40), "attention")  # positions
     for one, other in zip(
         torch.autograd.grad(found.square().sum(), (q, k, v)),
         torch.autograd.grad(wanted.square().sum(), (q, k, v)),
         strict=True,
     ):
-        assert_close(one, other, 1e-6, "gradient")
+        assert_close(one, other, any_order(40), "gradient")
 
 
 def v2_10(q, k, v, cu_q, cu_k, max_q, max_k, is_causal=False, return_aux=None):

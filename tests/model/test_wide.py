@@ -75,7 +75,7 @@ def test_kept_positions_equal_those_of_the_whole_text(training):
     keep = torch.tensor([0, 8, 13, 26])
     whole, state = part(ids, values)
     kept, same = part(ids, values, keep=keep)
-    assert torch.allclose(kept, whole.flatten(1)[:, keep], rtol=1e-5, atol=1e-6)
+    assert_close(kept, whole.flatten(1)[:, keep], 1e-5)
     assert all(torch.equal(a, b) for a, b in zip(state, same, strict=True)), "what follows knows all of the text"
 
 

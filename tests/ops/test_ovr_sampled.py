@@ -4,10 +4,11 @@ The oracle is the full loss in float64, by its materialised form.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
-from test_ovr import problem, relative_error
+from test_ovr import assert_as_exact, figures, problem
 
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr import OvrOptions, WordHead, one_pass, sampled
@@ -26,7 +27,7 @@ def computed(leaves, labels, drawn=None, *, start=0, words=None, used=None, toke
 
 def flat(result):
     """All figures of `computed` in one float64 vector."""
-    return torch.cat([t.double().flatten() for t in (result[0], *result[1], *result[2:])])
+    return torch.cat([t.double().flatten() for t in figures(result)])
 
 
 def double(leaves):
@@ -164,12 +165,10 @@ def test_share_one_is_the_full_loss(shape, impl, dtype):
     drawn = draw_words(shape[2], 1.0, [0])
     assert len(drawn.always) == shape[2]
     assert not len(drawn.some)
-    exact = computed(double(leaves), labels, impl="reference")
     full, found = computed(leaves, labels, impl=impl), computed(leaves, labels, drawn, impl=impl)
-    rounding = 1e-6 if dtype == torch.float32 else 2**-7
-    for e, p, f in zip(*((r[0], *r[1], *r[2:]) for r in (exact, full, found)), strict=True):
-        assert f.dtype == p.dtype
-        assert relative_error(f, e) <= 2 * relative_error(p, e) + rounding
+    assert [x.dtype for x in figures(found)] == [x.dtype for x in figures(full)]
+    rounding = 0.0 if dtype == torch.float32 else 2**-7
+    assert_as_exact(lambda at: computed(at, labels, impl=impl), leaves, found, rounding)
 
 
 @pytest.mark.parametrize("impl", ["reference", "chunked"])
@@ -178,11 +177,9 @@ def test_as_exact_as_the_materialised_form(impl):
     for threshold, gamma in ((0.0, 10.0), (15.0, 1e-3), (1e4, 1e-6)):
         leaves, labels = problem(40, 33, 1500, gamma=gamma, threshold=threshold)
         drawn = draw_words(1500, 0.3, [2])
-        exact = computed(double(leaves), labels, drawn, impl="reference")
-        plain = computed(leaves, labels, drawn, impl="reference")
         fast = computed(leaves, labels, drawn, impl=impl)
-        for e, p, f in zip(*((r[0], *r[1], *r[2:]) for r in (exact, plain, fast)), strict=True):
-            assert relative_error(f, e) <= 2 * relative_error(p, e) + 1e-6
+        plain = partial(computed, labels=labels, drawn=drawn, impl="reference")
+        assert_as_exact(plain, leaves, fast)
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.3])

@@ -132,10 +132,10 @@ def test_the_forward_pass_from_ids_to_outputs_equals_the_seeds():
         found = model(ids, v)
     for mine, theirs in zip(found[:4], (loc_s, scale_s, loc_y, scale_y), strict=True):
         error = (mine.double() - theirs).abs().max() / theirs.abs().max()
-        assert error < 2e-6  # fp32 of a two-layer backbone and one product, beside float64
+        assert error < 1e-5  # fp32 of a two-layer backbone and one product, beside float64
     P = 0.5 + torch.atan(loc_s / scale_s) / math.pi
     mine = 0.5 + torch.atan(found[0].double() / found[1].double()) / math.pi
-    assert (P - mine).abs().max() < 1e-6
+    assert (P - mine).abs().max() < 1e-5
 
 
 def test_the_start_equals_s1_3_and_s3_4():

@@ -28,7 +28,7 @@ def test_adding_a_word_does_not_change_the_others():
     a = linear_ovr(x, g, few, None, 0.3, labels)
     b = linear_ovr(x, g, many, None, 0.3, labels)
     (few_grad,), (many_grad,) = torch.autograd.grad(a.loss, few), torch.autograd.grad(b.loss, many)
-    torch.testing.assert_close(many_grad[:12], few_grad, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(many_grad[:12], few_grad, rtol=1e-4, atol=1e-5)  # to another order of sums
     assert (b.per_token > a.per_token).all()  # the new ones only add their own terms
 
 

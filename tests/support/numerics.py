@@ -34,6 +34,18 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float, what: str = 
     assert error <= tolerance, f"{what}: relative error {error:.2e} > {tolerance:.0e}"
 
 
+def any_order(terms: int) -> float:
+    """A tolerance for sums of so many fp32 terms, whatever their order: each addition rounds by 2^-24 of all of them,
+    and they may be twice as large as what is left of them."""
+    return terms * 2.0**-23
+
+
+def assert_best(words: Tensor, strength: Tensor, tolerance: float = 1e-5) -> None:
+    """Each row's word is its strongest, or as strong as that to rounding: at a near tie the order of sums decides."""
+    found, best = strength.gather(1, words[:, None])[:, 0], strength.amax(1)
+    torch.testing.assert_close(found, best, rtol=tolerance, atol=tolerance)
+
+
 def assert_all_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:
     """The same names, each within tolerance of its own size."""
     assert found.keys() == expected.keys(), f"names differ: {sorted(found.keys() ^ expected.keys())}"

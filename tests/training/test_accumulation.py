@@ -41,17 +41,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
 def test_only_ranks_times_accumulation_matters(folder: Path, ranks: int) -> None:
-    """1x8 = 2x4 = 4x2 = 8x1 to 1e-5, in every loss of 10 steps and in every parameter at the end."""
+    """1x8 = 2x4 = 4x2 = 8x1 to 1e-4, in every loss of 10 steps and in every parameter at the end."""
     alone, parameters = spread(folder, 1) if not (folder / "run1").exists() else _again(folder)
     found, theirs = spread(folder, ranks)
     assert len(found) == STEPS
-    assert found == pytest.approx(alone, rel=1e-5)
+    assert found == pytest.approx(alone, rel=1e-4)
     # up or down: the start of a base that knows nothing is P = 1/V, and these rates leave it by a detour
     assert abs(alone[-1] - alone[0]) > 0.2, "nothing moved: nothing is tested"
     for name, value in parameters.items():
         if name.startswith(("embedding", "backbone")):
             assert value.any(), f"{name} did not train"
-        assert float((theirs[name] - value).abs().max()) <= 1e-5 * max(float(value.abs().max()), 1.0), name
+        assert float((theirs[name] - value).abs().max()) <= 1e-4 * max(float(value.abs().max()), 1.0), name
 
 
 def _again(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
