@@ -345,6 +345,17 @@ def test_pages_name_files_that_exist():
     assert not missing, "\n".join(missing)
 
 
+def test_the_reading_list_names_files_that_exist_and_fits_an_evening():
+    """docs/architecture.md begins with the files of the core, in order. A file that moves takes its row along."""
+    section = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").split("\n## ")[1]
+    listed = re.findall(r"^\| \d+ \| `([\w/]+\.py)`", section, re.M)
+    missing = [name for name in listed if not (ROOT / PACKAGE / name).is_file()]
+    assert not missing, f"moved or gone: {missing}"
+    assert len(listed) == len(set(listed)) == section.count("\n| ") - 1
+    lines = sum(len((ROOT / PACKAGE / name).read_text(encoding="utf-8").splitlines()) for name in listed)
+    assert lines <= 5600, f"{lines} lines are no evening's reading: shorten the files, not the list"
+
+
 def test_no_module_is_called_utils():
     drawers = [str(p) for p in SOURCES if {"utils", "util", "helpers", "common", "misc"} & {*p.parts, p.stem}]
     assert not drawers, f"a module is named after what it knows; `utils` knows everything ({drawers})"
