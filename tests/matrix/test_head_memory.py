@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_ranks
+from support.ranks import Pool, run_ranks
 from torch import nn
 
 from cqwen_dist.config import Stage
@@ -66,17 +66,17 @@ def total(found: dict[str, Any]) -> int:
     return int(found["weights"] + found["gradients"] + found["moments"])
 
 
-def test_bytes_fall_as_one_over_the_group() -> None:
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_bytes_fall_as_one_over_the_group(pool: Pool, world: int) -> None:
     vocab, hidden = 1201, 16
-    whole = run_ranks(one_step, 1, vocab, hidden, 8)[0]
+    whole = pool(one_step, 1, vocab, hidden, 8)[0]
     assert total(whole) == vocab * (4 * 4 * (hidden + 1) + 4)  # W_cls, C: weight, gradient, moments; b_cls: weight
-    for world in (2, 4):
-        parts = run_ranks(one_step, world, vocab, hidden, 8)
-        assert sum(total(part) for part in parts) == total(whole)
-        for rank, part in enumerate(parts):
-            start, stop = vocab_range(vocab, rank, world)
-            for kind in ("weights", "gradients", "moments"):
-                assert part[kind] == whole[kind] * (stop - start) // vocab
+    parts = pool(one_step, world, vocab, hidden, 8)
+    assert sum(total(part) for part in parts) == total(whole)
+    for rank, part in enumerate(parts):
+        start, stop = vocab_range(vocab, rank, world)
+        for kind in ("weights", "gradients", "moments"):
+            assert part[kind] == whole[kind] * (stop - start) // vocab
 
 
 @pytest.mark.slow

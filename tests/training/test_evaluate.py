@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import tiny
-from support.ranks import run_ranks
+from support.ranks import Pool
 from support.runs import VOCAB, cqwen_forked, metrics, train_run, write_config
 from transformers import AutoModelForCausalLM
 
@@ -118,26 +118,25 @@ LAWS = {
 }
 
 
-def _spreads() -> dict[str, dict[str, float]]:
+def _spread(law: str) -> dict[str, float]:
     world, rank = dist.get_world_size(), dist.get_rank()
-    found = {name: Spread(torch.device("cpu")) for name in LAWS}
-    for name, spread in found.items():
-        values = LAWS[name](torch.Generator().manual_seed(0))
-        for part in values[rank::world].split(100):
-            spread.add(part)
-        spread.add(values[:0])
-    return {name: spread.summary() for name, spread in found.items()}
+    spread, values = Spread(torch.device("cpu")), LAWS[law](torch.Generator().manual_seed(0))
+    for part in values[rank::world].split(100):
+        spread.add(part)
+    spread.add(values[:0])
+    return spread.summary()
 
 
-def test_a_spread_is_computed_over_all_ranks_values() -> None:
+@pytest.mark.parametrize("law", LAWS)
+def test_a_spread_is_computed_over_all_ranks_values(pool: Pool, law: str) -> None:
     """Mean and deviation exactly, quartiles within 0.2 %; of values closer together than a bin, as of an even law."""
-    for law, found in run_ranks(_spreads, 2)[0].items():
-        values = LAWS[law](torch.Generator().manual_seed(0)).double().flatten().numpy()
-        q1, median, q3 = np.quantile(values, [0.25, 0.5, 0.75])
-        assert found["mean"] == pytest.approx(values.mean(), rel=1e-12), law
-        assert found["std"] == pytest.approx(values.std(ddof=1), rel=1e-9, abs=1e-12), law
-        assert found["median"] == pytest.approx(median, rel=2e-3), law
-        assert found["iqr"] == pytest.approx(q3 - q1, rel=0.05 if law == "narrow" else 4e-3, abs=1e-12), law
+    found = pool(_spread, 2, law)[0]
+    values = LAWS[law](torch.Generator().manual_seed(0)).double().flatten().numpy()
+    q1, median, q3 = np.quantile(values, [0.25, 0.5, 0.75])
+    assert found["mean"] == pytest.approx(values.mean(), rel=1e-12)
+    assert found["std"] == pytest.approx(values.std(ddof=1), rel=1e-9, abs=1e-12)
+    assert found["median"] == pytest.approx(median, rel=2e-3)
+    assert found["iqr"] == pytest.approx(q3 - q1, rel=0.05 if law == "narrow" else 4e-3, abs=1e-12)
 
 
 def _evaluated(run: str, micro_batch_sizes: list[int]) -> list[dict[str, float]]:
@@ -155,7 +154,7 @@ def _evaluated(run: str, micro_batch_sizes: list[int]) -> list[dict[str, float]]
 
 
 @torch.no_grad()
-def test_micro_batches_and_ranks_change_no_metric(one_rank: Path, data: Datasets) -> None:
+def test_micro_batches_and_ranks_change_no_metric(pool: Pool, one_rank: Path, data: Datasets) -> None:
     model, texts = load_trained(one_rank)[0].model, data.train
     batch = collate(
         [texts[i] for i in range(len(texts))], pad_token_id=texts.pad_token_id, num_token_id=texts.num_token_id
@@ -170,7 +169,7 @@ def test_micro_batches_and_ranks_change_no_metric(one_rank: Path, data: Datasets
     first, *others = (
         {name: value for name, value in found.items() if name != drawn}
         for world, sizes in ((1, [32, 16, 1]), (2, [8]), (3, [4]))
-        for found in run_ranks(_evaluated, world, str(one_rank), sizes)[0]
+        for found in pool(_evaluated, world, str(one_rank), sizes)[0]
     )
     for name, value in expected.items():
         assert first[name] == pytest.approx(float(value), rel=2e-3 if "median" in name else 1e-5), name
@@ -210,7 +209,7 @@ def _base_measured(numerals: list[int]) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("world", [1, 2])
 @torch.no_grad()
-def test_at_numbers_any_digit_counts_as_right_for_the_base(world: int) -> None:
+def test_at_numbers_any_digit_counts_as_right_for_the_base(pool: Pool, world: int) -> None:
     """Against the base itself, which reads the digits' mean where <NUM> stands."""
     base, right, hits, surprise = tiny.tiny_base(), 0, 0, []
     table = base.get_input_embeddings().weight
@@ -229,15 +228,15 @@ def test_at_numbers_any_digit_counts_as_right_for_the_base(world: int) -> None:
     assert hits > 2, "no digit where a number is next: nothing is tested"
     every = torch.cat(surprise)
     expected = {"eval/base_accuracy": right / len(every), "eval/base_perplexity": float(every.mean().exp())}
-    for by_heads, by_base in run_ranks(_base_measured, world, DIGITS):
+    for by_heads, by_base in pool(_base_measured, world, DIGITS):
         # one of some 200 positions may be a near tie, which rounding decides
         for found in (by_heads, by_base):
             assert found["eval/base_accuracy"] == pytest.approx(expected["eval/base_accuracy"], abs=1.5 / len(every))
             assert found["eval/base_perplexity"] == pytest.approx(expected["eval/base_perplexity"], rel=1e-4)
 
 
-def test_without_numeral_tokens_the_base_is_scored_by_num() -> None:
-    ((by_heads, by_base),) = run_ranks(_base_measured, 1, [])
+def test_without_numeral_tokens_the_base_is_scored_by_num(pool: Pool) -> None:
+    ((by_heads, by_base),) = pool(_base_measured, 1, [])
     assert by_heads == pytest.approx(by_base, rel=1e-4)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_ranks
+from support.ranks import Pool, groups_of
 from torch import Tensor, nn
 
 from cqwen_dist.checkpoint.manifest import Retention, checkpoint_folder
@@ -16,7 +16,7 @@ from cqwen_dist.checkpoint.saving import About, Saver
 from cqwen_dist.config import Config, Stage
 from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.heads.action import ActionNetwork
-from cqwen_dist.parallel.groups import ALONE, Groups, build_groups
+from cqwen_dist.parallel.groups import ALONE, Groups
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.sizes.stage_sizes import stage_sizes
@@ -106,7 +106,7 @@ def plainly(shape: Shape, world: int, group: int, steps: int = STEPS) -> tuple[d
     return found, norms
 
 
-def saved(optimizer: HeadOptimizer, shape: Shape, run: str, step: int) -> None:
+def saved(optimizer: HeadOptimizer, shape: Shape, run: str) -> None:
     """Save the moments as `training.state` does. Collective."""
     moments, steps = optimizer.moments()
     rows = {name: value for name, value in moments.items() if has_rows(name, value.shape)}
@@ -115,26 +115,24 @@ def saved(optimizer: HeadOptimizer, shape: Shape, run: str, step: int) -> None:
     state = TrainState(
         {}, {}, {}, heads, {}, rows, (first, first), (first + start, first + stop), {"head_steps": steps}
     )
-    Saver(Path(run), optimizer.groups, Retention(), background=False).save(lambda: state, About(step, "all"))
+    Saver(Path(run), optimizer.groups, Retention(), background=False).save(lambda: state, About(1, "all"))
 
 
-def of_ranks(shapes: list[Shape], group: int, run: str) -> list[dict[str, Any]]:
-    """What this rank has after STEPS steps, by shape; the same with the moments offloaded, a few rows at once."""
-    groups, found = build_groups(group), []
+def of_rank(shape: Shape, group: int, run: str) -> dict[str, Any]:
+    """What this rank has after STEPS steps; the same with the moments offloaded, a few rows at once."""
+    groups = groups_of(group)
     moments_module.HOST_BLOCK = 40
-    for i, shape in enumerate(shapes):
-        optimizer, moved = begun(shape, groups), begun(shape, groups, offload=True)
-        norms = take(optimizer, shape, range(STEPS))
-        assert norms == take(moved, shape, range(STEPS))
-        for mine, theirs in zip(optimizer.shares, moved.shares, strict=True):
-            assert torch.allclose(mine.member.parameter, theirs.member.parameter, rtol=0, atol=TOLERANCE)
-            assert mine.moments.keys() == theirs.moments.keys() == set(MOMENTS)
-        saved(optimizer, shape, run, i)
-        rows = rows_of(shape, groups)
-        weights = {m.name: m.parameter.detach().numpy() for m in optimizer.members}
-        held = sum(moment.nbytes for share in optimizer.shares for moment in share.moments.values())
-        found.append({"norms": norms, "weights": weights, "rows": (rows.start, rows.stop), "bytes": held})
-    return found
+    optimizer, moved = begun(shape, groups), begun(shape, groups, offload=True)
+    norms = take(optimizer, shape, range(STEPS))
+    assert norms == take(moved, shape, range(STEPS))
+    for mine, theirs in zip(optimizer.shares, moved.shares, strict=True):
+        assert torch.allclose(mine.member.parameter, theirs.member.parameter, rtol=0, atol=TOLERANCE)
+        assert mine.moments.keys() == theirs.moments.keys() == set(MOMENTS)
+    saved(optimizer, shape, run)
+    rows = rows_of(shape, groups)
+    weights = {m.name: m.parameter.detach().numpy() for m in optimizer.members}
+    held = sum(moment.nbytes for share in optimizer.shares for moment in share.moments.values())
+    return {"norms": norms, "weights": weights, "rows": (rows.start, rows.stop), "bytes": held}
 
 
 def planned_bytes(shape: Shape, world: int, group: int) -> int:
@@ -156,61 +154,65 @@ def planned_bytes(shape: Shape, world: int, group: int) -> int:
     return 8 * sizes.stepped_head(sizes.reached)
 
 
-@pytest.mark.parametrize(("world", "group"), RANKS)
-def test_spread_moments_step_as_one_process(world: int, group: int, tmp_path: Path) -> None:
-    results = run_ranks(of_ranks, world, SHAPES, group, str(tmp_path))
-    for i, shape in enumerate(SHAPES):
-        wanted, norms = plainly(shape, world, group)
-        exactly = world == 1 or (world == 2 and shape[2] == 16)  # the sum of two has one order, and no range a tail
-        for rank, found in enumerate(each[i] for each in results):
-            assert found["norms"] == pytest.approx(norms, rel=1e-6), (shape, rank)
-            start, stop = found["rows"]
-            for name, value in found["weights"].items():
-                whole = wanted[name]
-                expected = whole[start:stop] if has_rows(name, whole.shape) else whole
-                off = float((torch.from_numpy(value) - expected).abs().max())
-                assert off <= (0.0 if exactly else TOLERANCE), (shape, rank, name, off)
-        # copies are equal to the bit
-        for rank, found in enumerate(each[i] for each in results):
-            usual = results[rank % group][i]["weights"]
-            assert all((value == usual[name]).all() for name, value in found["weights"].items()), (shape, rank)
-        # bytes, of the rank with most rows
-        assert results[0][i]["bytes"] == planned_bytes(shape, world, group), shape
-        # what was saved is whole and by name
-        state = load_checkpoint(checkpoint_folder(tmp_path, i), (0, shape[0]))
-        moments = {**state.head_moments, **state.row_moments}
-        assert moments.keys() == {f"{name}.{key}" for name in results[0][i]["weights"] for key in MOMENTS}
-        for name, value in moments.items():
-            assert value.shape == wanted[name].shape, name
-            assert float((value - wanted[name]).abs().max()) <= (0.0 if exactly else TOLERANCE), (shape, name)
-        assert set(state.state["head_steps"].values()) == {STEPS}
+ON_RANKS = pytest.mark.parametrize(("world", "group"), RANKS, ids=[f"{w} ranks in groups of {g}" for w, g in RANKS])
+OF_SHAPES = pytest.mark.parametrize("shape", SHAPES, ids=["V {} H {} C {}".format(*shape) for shape in SHAPES])
 
 
-def go_on(shapes: list[Shape], group: int, run: str) -> None:
-    """Load the moments that were saved, on any ranks, and save them anew."""
-    groups = build_groups(group)
-    for i, shape in enumerate(shapes):
-        optimizer = begun(shape, groups)
-        rows = rows_of(shape, groups)
-        kept = [(rows.start + start, rows.start + stop) for start, stop in optimizer.of_rows.kept]
-        state = load_checkpoint(checkpoint_folder(Path(run), i), (rows.start, rows.stop), kept)
-        optimizer.load_moments({**state.head_moments, **state.row_moments}, state.state["head_steps"])
-        assert all(moment.shape == share.shape for share in optimizer.shares for moment in share.moments.values())
-        saved(optimizer, shape, run, i)
+@OF_SHAPES
+@ON_RANKS
+def test_spread_moments_step_as_one_process(pool: Pool, world: int, group: int, shape: Shape, tmp_path: Path) -> None:
+    results = pool(of_rank, world, shape, group, str(tmp_path))
+    wanted, norms = plainly(shape, world, group)
+    exactly = world == 1 or (world == 2 and shape[2] == 16)  # the sum of two has one order, and no range a tail
+    for rank, found in enumerate(results):
+        assert found["norms"] == pytest.approx(norms, rel=1e-6), rank
+        start, stop = found["rows"]
+        for name, value in found["weights"].items():
+            whole = wanted[name]
+            expected = whole[start:stop] if has_rows(name, whole.shape) else whole
+            off = float((torch.from_numpy(value) - expected).abs().max())
+            assert off <= (0.0 if exactly else TOLERANCE), (rank, name, off)
+    # copies are equal to the bit
+    for rank, found in enumerate(results):
+        usual = results[rank % group]["weights"]
+        assert all((value == usual[name]).all() for name, value in found["weights"].items()), rank
+    # bytes, of the rank with most rows
+    assert results[0]["bytes"] == planned_bytes(shape, world, group)
+    # what was saved is whole and by name
+    state = load_checkpoint(checkpoint_folder(tmp_path, 1), (0, shape[0]))
+    moments = {**state.head_moments, **state.row_moments}
+    assert moments.keys() == {f"{name}.{key}" for name in results[0]["weights"] for key in MOMENTS}
+    for name, value in moments.items():
+        assert value.shape == wanted[name].shape, name
+        assert float((value - wanted[name]).abs().max()) <= (0.0 if exactly else TOLERANCE), name
+    assert set(state.state["head_steps"].values()) == {STEPS}
 
 
-def test_saved_moments_resume_on_any_ranks_to_the_bit(tmp_path: Path) -> None:
-    def read() -> list[dict[str, Tensor]]:
-        states = [load_checkpoint(checkpoint_folder(tmp_path, i), (0, s[0])) for i, s in enumerate(SHAPES)]
-        return [{**state.head_moments, **state.row_moments} for state in states]
+def resume(shape: Shape, group: int, run: str) -> None:
+    """Load the saved moments, on any ranks, and save them again."""
+    groups = groups_of(group)
+    optimizer = begun(shape, groups)
+    rows = rows_of(shape, groups)
+    kept = [(rows.start + start, rows.start + stop) for start, stop in optimizer.of_rows.kept]
+    state = load_checkpoint(checkpoint_folder(Path(run), 1), (rows.start, rows.stop), kept)
+    optimizer.load_moments({**state.head_moments, **state.row_moments}, state.state["head_steps"])
+    assert all(moment.shape == share.shape for share in optimizer.shares for moment in share.moments.values())
+    saved(optimizer, shape, run)
 
-    run_ranks(of_ranks, 4, SHAPES, 2, str(tmp_path))
-    first = read()
+
+@OF_SHAPES
+def test_saved_moments_resume_on_any_ranks_to_the_bit(pool: Pool, shape: Shape, tmp_path: Path) -> None:
+    def read() -> dict[str, Tensor]:
+        state = load_checkpoint(checkpoint_folder(tmp_path, 1), (0, shape[0]))
+        return {**state.head_moments, **state.row_moments}
+
+    pool(of_rank, 4, shape, 2, str(tmp_path))
+    before = read()
     for world, group in [(3, 1), (1, 1), (4, 1), (2, 2), (4, 4), (2, 1)]:
-        run_ranks(go_on, world, SHAPES, group, str(tmp_path))
-        for before, after in zip(first, read(), strict=True):
-            assert before.keys() == after.keys()
-            assert all(torch.equal(before[name], after[name]) for name in before), (world, group)
+        pool(resume, world, shape, group, str(tmp_path))
+        after = read()
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before), (world, group)
 
 
 def test_a_single_process_steps_as_adamw() -> None:
