@@ -28,7 +28,8 @@ from cqwen_dist.checkpoint.as_base import HELD, plain_model, plain_tokenizer
 from cqwen_dist.checkpoint.manifest import resolve_checkpoint
 from cqwen_dist.checkpoint.model_card import model_card, public_name
 from cqwen_dist.checkpoint.portable import write_code
-from cqwen_dist.checkpoint.resume import TrainState, base_digest, load_checkpoint, refuse_exchanged, refuse_strange
+from cqwen_dist.checkpoint.resume import TrainState, base_digest, load_checkpoint, refuse_exchanged
+from cqwen_dist.checkpoint.tensors import refuse_strange
 from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.custom import TRUST

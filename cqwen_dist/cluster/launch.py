@@ -20,8 +20,8 @@ from cqwen_dist.parallel.hang import stacks_of
 from cqwen_dist.parallel.launcher import LAUNCHER, free_port, taken
 from cqwen_dist.run.folder import is_done, refuse_changes
 from cqwen_dist.run.status import Status, read_status
-from cqwen_dist.sizes.architecture import read_architecture
-from cqwen_dist.training.zero.settings import deepspeed_config, feature_parameters
+from cqwen_dist.sizes.architecture import feature_parameters, read_architecture
+from cqwen_dist.training.zero.settings import deepspeed_config
 
 STOPPED = 75  # exit code: stopped in order, resume me
 GRACE_S = 10.0  # between SIGTERM and SIGKILL

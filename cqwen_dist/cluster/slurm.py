@@ -28,8 +28,8 @@ from cqwen_dist.config import Config, UserError, refuse_ranks
 from cqwen_dist.config.errors import Said, writing
 from cqwen_dist.run.files import CONFIG, SLURM
 from cqwen_dist.run.folder import is_done
-from cqwen_dist.sizes.architecture import read_architecture
-from cqwen_dist.training.zero.settings import deepspeed_config, feature_parameters
+from cqwen_dist.sizes.architecture import feature_parameters, read_architecture
+from cqwen_dist.training.zero.settings import deepspeed_config
 
 _GPUS = re.compile(r"--gres=.*gpu|--gpus|-G")  # options of sbatch that ask for GPUs
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")

@@ -7,21 +7,20 @@ Letters: B rows, T prompt positions, T' positions at the end, C causal dimension
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
-from transformers.utils import is_accelerate_available
 
 from cqwen_dist.generate.buffers import ROOM, Buffers, Kept
 from cqwen_dist.generate.compiling import CompiledSteps, Ending
 from cqwen_dist.generate.generation_settings import Settings, check_prompt
 from cqwen_dist.generate.modes import Draws, Options, best, find_mode
 from cqwen_dist.generate.numbers import GeneratedNumbers, number_interval, rounded
+from cqwen_dist.generate.offloaded import at_hand
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.best import A_FEW, row_sizes
 from cqwen_dist.ops.ovr.scores import prob_of
@@ -266,15 +265,3 @@ def first_half(text: _Continuation) -> Cauchy:
 def second_half(text: _Continuation, u_prime: Cauchy, word: Tensor) -> None:
     """The rest of that step."""
     text.write(u_prime, word)
-
-
-@contextmanager
-def at_hand(module: nn.Module) -> Iterator[None]:
-    """Inside, weights that accelerate offloads to a disk or the CPU are on the module's own device."""
-    with ExitStack() as stack:
-        if not torch.compiler.is_compiling() and is_accelerate_available():  # else nothing is offloaded
-            from accelerate.utils import align_module_device
-
-            for part in module.modules():
-                stack.enter_context(align_module_device(part))
-        yield

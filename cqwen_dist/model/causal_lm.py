@@ -13,8 +13,9 @@ from transformers.utils import ModelOutput, logging
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch, recent_numbers
 from cqwen_dist.config import UserError
-from cqwen_dist.generate.generator import Watch, at_hand, generate
+from cqwen_dist.generate.generator import Watch, generate
 from cqwen_dist.generate.hugging_face import CausalQwenGeneration, as_rows, translate
+from cqwen_dist.generate.offloaded import at_hand
 from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.heads.fused_loss import LossOptions, TokenLabels, fused_loss

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import LoraConfig, UserError
-from cqwen_dist.generate.generator import at_hand
+from cqwen_dist.generate.offloaded import at_hand
 from cqwen_dist.heads.abduction import Abduction, abduction_named, loaded_abduction, make_abduction
 from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.heads.targets import TargetTransform

@@ -177,3 +177,11 @@ def _read(config: Config) -> dict[str, Any]:
         shown = Said(f"{error.key.removeprefix('model.architecture.')}: {error.found}")
         raise UserError(key, shown, error.allowed, where) from None
     return found
+
+
+def feature_parameters(config: Config, architecture: dict[str, Any]) -> int:
+    """The number of parameters that the engine trains (adapters, w_num, <NUM>'s row), without building the model."""
+    base = Architecture.of(architecture)
+    lora = config.model.lora
+    adapters = base.lora_parameters(lora.r, lora.target_modules, lora.dora) if config.trains("lora") else 0
+    return (2 + 2 * len(config.model.value_periods)) * base.hidden + adapters

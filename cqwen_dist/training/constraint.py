@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.checkpoint.resume import refuse_strange
+from cqwen_dist.checkpoint.tensors import refuse_strange
 from cqwen_dist.config import ConstraintConfig, UserError
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.lora import adapters_disabled, is_lora_b

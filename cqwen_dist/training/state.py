@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, refuse_exchanged, refuse_strange
+from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, refuse_exchanged
 from cqwen_dist.checkpoint.saving import About
+from cqwen_dist.checkpoint.tensors import refuse_strange
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.lora import is_lora
 from cqwen_dist.run.files import START_TENSORS

@@ -15,9 +15,9 @@ from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.sampled import draw_words
 from cqwen_dist.ops.regression import counts_text
 from cqwen_dist.parallel.collectives import gather_rows, sum_over
+from cqwen_dist.parallel.vocab_parallel import vocab_parallel_best
 from cqwen_dist.training.constraint import Constraint
 from cqwen_dist.training.documents import documents_of
-from cqwen_dist.training.evaluation.evaluator import best_word
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.zero.engine import Engine
 
@@ -200,7 +200,9 @@ class Stepper:
     def _accuracy(self, u: Cauchy, labels: Tensor) -> Tensor:
         """[right, seen]: counts of argmax P over a micro-batch's tokens. U [N,C], labels [N]."""
         u_prime = self.model.action.add_noise(Cauchy(u.loc.detach(), u.scale.detach()))
-        ids = best_word(self.model, u_prime, self.groups, self.options.gemm_dtype, "ovr").word
+        words = self.model.action.word_part(u_prime).to(self.options.gemm_dtype)
+        head = self.model.action.word_head(self.model.config.used_rows)
+        ids = vocab_parallel_best(words, head, self.groups.vocab, "ovr").word
         return torch.stack([(ids == labels).sum().float(), (labels != IGNORE_INDEX).sum().float()])
 
     def _fitting(self, z: Tensor, keep: Tensor) -> Tensor:

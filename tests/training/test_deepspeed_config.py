@@ -9,7 +9,8 @@ import pytest
 from matrix.sharded_training import Case, config_of
 
 from cqwen_dist.config import Config, UserError
-from cqwen_dist.training.zero.settings import deepspeed_config, feature_parameters
+from cqwen_dist.sizes.architecture import feature_parameters
+from cqwen_dist.training.zero.settings import deepspeed_config
 
 
 def config(zero: int = 2, precision: str = "bf16", **additions: Any) -> Config:

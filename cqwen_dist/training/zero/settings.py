@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from cqwen_dist.config import Config, UserError
-from cqwen_dist.sizes.architecture import Architecture
 
 # Settings of ours that the user may change: they concern speed and logging, not results.
 TUNABLE = {
@@ -71,14 +70,6 @@ def engine_settings(config: Config, world_size: int) -> EngineSettings:
         offload=config.parallel.offload == "optimizer",
         deepspeed=partial(deepspeed_config, config, world_size),
     )
-
-
-def feature_parameters(config: Config, architecture: dict[str, Any]) -> int:
-    """The number of parameters that the engine trains (adapters, w_num, <NUM>'s row), without building the model."""
-    base = Architecture.of(architecture)
-    lora = config.model.lora
-    adapters = base.lora_parameters(lora.r, lora.target_modules, lora.dora) if config.trains("lora") else 0
-    return (2 + 2 * len(config.model.value_periods)) * base.hidden + adapters
 
 
 def deepspeed_config(config: Config, world_size: int, trained: int) -> dict[str, Any]:

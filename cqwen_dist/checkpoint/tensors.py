@@ -1,0 +1,40 @@
+"""The check of tensors that a file holds, before any of them is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import Said
+
+
+def refuse_strange(
+    found: Mapping[str, Tensor],
+    wanted: Mapping[str, torch.Size],
+    where: object,
+    *,
+    key: str = "checkpoint",
+    dtype: torch.dtype | None = torch.float32,
+    all_of_them: bool = True,
+) -> None:
+    """Check tensors before they are copied by name, so that none is broadcast, cast or left out.
+
+    wanted: shapes by name. dtype: None for any float. all_of_them: False allows missing tensors. Raises `UserError`
+    with the name of a tensor that is missing, unknown, of another shape or dtype, or not finite.
+    """
+    whole = "every tensor of the model that its config describes, and no other"
+    if all_of_them and (missing := sorted(wanted.keys() - found.keys())):
+        raise UserError(key, Said(f"no {missing[0]}"), whole, str(where))
+    if unknown := sorted(found.keys() - wanted.keys()):
+        raise UserError(key, Said(f"{unknown[0]}, which is no part of the model"), whole, str(where))
+    for name, value in found.items():
+        if value.shape != wanted[name]:
+            raise UserError(key, Said(f"{name} of shape {list(value.shape)}"), f"{list(wanted[name])}", str(where))
+        if value.dtype != dtype if dtype is not None else not value.is_floating_point():
+            allowed = "a float" if dtype is None else str(dtype).removeprefix("torch.")
+            raise UserError(key, Said(f"{name} of {str(value.dtype).removeprefix('torch.')}"), allowed, str(where))
+        if not bool(value.isfinite().all()):
+            raise UserError(key, Said(f"{name} with a NaN or an infinity"), "finite numbers", str(where))
