@@ -47,7 +47,6 @@ def train(
     such as Ctrl-C stopped the run: it is saved, and the same call goes on.
     """
     from cqwen_dist.console import quiet_libraries
-    from cqwen_dist.tools.report.html import leave_report
 
     for i, callback in enumerate(callbacks):
         if not isinstance(callback, Callback):
@@ -81,10 +80,21 @@ def train(
     except UserError:  # nothing was trained
         raise
     except (Exception, Stopped):
-        leave_report(folder)
+        _leave_page(folder)
         raise
-    leave_report(folder)
+    _leave_page(folder)
     return result
+
+
+def _leave_page(folder: Path) -> None:
+    """Write the run's page, where the wing that makes it is installed."""
+    from cqwen_dist.wings import from_wing
+
+    try:
+        leave_report = from_wing("a run's page")
+    except UserError:
+        return
+    leave_report(folder)
 
 
 def load(model: TrainResult | str | Path, device: str = "auto") -> tuple[CausalQwenForCausalLM, CausalQwenTokenizer]:

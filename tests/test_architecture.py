@@ -2,6 +2,7 @@
 
 Floors (CONTRIBUTING.md): a module imports only from lower floors, and never from another folder of its own floor.
 Imports inside functions and under TYPE_CHECKING count: what they hide is a dependency all the same.
+`python tests/test_architecture.py` prints how much code a training step and the trainer import.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ PACKAGE = "cqwen_dist"
 FLOORS = {
     "config": 0,
     "batch": 1,
+    "console": 1,
     "ops": 1,
     "sizes": 1,
     "run": 1,
+    "wings": 1,
     "parallel": 2,
-    "tools/plan": 2,
     "heads": 3,
     "data": 4,
     "generate": 4,  # it drives any model of its Protocol and imports none; the model's own .generate() calls it
@@ -33,15 +35,31 @@ FLOORS = {
     "auto": 6,  # what transformers' Auto classes are told: model and tokenizer
     "training": 7,
     "cluster": 8,
-    "tools/report": 8,
-    "tables": 8,
-    "tools/site": 9,
-    "tables/benchmark": 9,
-    "tools/bench": 10,
-    "api": 11,
-    "cli": 12,
-    "__main__": 13,
+    "api": 9,
+    "cli": 10,
+    "__main__": 11,
+    # the wings, which may import all of the core
+    "tools/diabetes": 11,
+    "tools/plan": 11,
+    "tools/site": 11,
+    "tables": 11,
+    "tools/bench": 12,
+    "tools/report": 12,
+    "tables/benchmark": 12,
+    "tools/verbs": 13,
+    "tables/table_verbs": 13,
 }
+WINGS = ("tools", "tables")  # the core never imports them: `wings.py` names what it takes from them, as text
+BY_NAME = {"config/__init__.py", "config/custom.py", "wings.py"}  # files that import modules by names they are given
+STATISTICS = ("scipy", "sklearn")  # for the wings alone
+STATISTICS_USED = {  # exceptions, each with its reason
+    **dict.fromkeys(
+        (f"model/wide_{file}.py" for file in ("rows", "spread", "start")), "the wide part has yet to leave the core"
+    )
+}
+# What a file imports, directly or not, is what its reader may have to read: (files, lines) at most. They may only fall,
+# to 55 files and 7,500 lines for a step, to 100 and 14,500 for the trainer.
+CLOSURES = {"training/step.py": (74, 9700), "training/trainer.py": (140, 20200)}
 OTHER_MODULE = 0  # any further top-level module stands on the ground and imports nothing of ours
 LONGEST = {"package": 350, "tests": 499, "function": 60}  # lines, a function's docstring among them
 MOST_COMPLEX = 15  # as radon counts: one more than the branches of a function
@@ -68,6 +86,11 @@ def part_of(path: Path) -> str:
 def part_in(parts: Sequence[str]) -> str:
     """The part of a path or module below the package: a wing's folders are parts of their own."""
     return folder if (folder := "/".join(parts[:2])) in FLOORS else parts[0]
+
+
+def wing_of(part: str) -> str:
+    """The wing that a part belongs to; empty for the core."""
+    return first if (first := part.partition("/")[0]) in WINGS else ""
 
 
 def imported_parts(tree: ast.AST, path: Path) -> Iterator[tuple[int, str]]:
@@ -99,7 +122,9 @@ def floor_faults(path: Path, source: str) -> list[str]:
     for line, other in _ours(path, source):
         place = f"{path.relative_to(ROOT)}:{line} imports {other}"
         theirs = FLOORS.get(other, OTHER_MODULE)
-        if part not in FLOORS and other != part:
+        if wing_of(other) and wing_of(other) != wing_of(part):
+            faults.append(f"{place}: the core and the other wing work without {other}; wings.py names what they take")
+        elif part not in FLOORS and other != part:
             faults.append(f"{place}: {part} is no known floor, so it stands on the ground and imports nothing of ours")
         elif other != part and theirs > floor:
             faults.append(
@@ -136,6 +161,10 @@ def habit_faults(path: Path, source: str) -> list[str]:
             modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             if any(module.split(".")[0] in UNSAFE_MODULES for module in modules):
                 reason = "unpickling runs code; use safetensors or JSON"
+            name = path.relative_to(ROOT / PACKAGE).as_posix()
+            statistics = any(module.split(".")[0] in STATISTICS for module in modules)
+            if statistics and not wing_of(part) and name not in STATISTICS_USED:
+                reason = "the core trains without scikit-learn and scipy: only the wings compare with other methods"
             if any(module.split(".")[0] == EXPERIMENTS for module in modules):
                 reason = "the package works without its experiments; only they import it"
             types_only = isinstance(node, ast.ImportFrom) and {a.name for a in node.names} <= {"ProcessGroup"}
@@ -152,6 +181,9 @@ def habit_faults(path: Path, source: str) -> list[str]:
                 reason = "a shell reads names as commands; pass a list of arguments"
             elif _is_true(keywords, "trust_remote_code"):
                 reason = "only the user's own setting may let a model run its code"
+            elif called.endswith("import_module") and not all(isinstance(arg, ast.Constant) for arg in node.args):
+                if path.relative_to(ROOT / PACKAGE).as_posix() not in BY_NAME:
+                    reason = "which module is imported must be readable here; `wings.py` alone takes from the wings"
             elif called in ("eval", "exec"):
                 reason = "text is data here, never code"
             elif called == "print" and part not in SPEAKS:
@@ -367,12 +399,16 @@ CASES = [
     ("ops/a.py", "from cqwen_dist import config", "pure tensor maths"),
     ("ops/a.py", "from ..sizes import flops", "both stand on floor 1"),
     ("data/a.py", "from cqwen_dist.generate import x", "both stand on floor 4"),
-    ("data/a.py", "import importlib\nimportlib.import_module('cqwen_dist.cli')", "floor 12 is above"),
+    ("data/a.py", "import importlib\nimportlib.import_module('cqwen_dist.cli')", "floor 10 is above"),
     ("delimited.py", "from cqwen_dist.config import x", "stands on the ground"),
     ("__init__.py", "from cqwen_dist.config import x", "free of cost"),
     ("training/a.py", "from cqwen_dist.model import x\nfrom .b import y\nimport cqwen_dist.config", ""),
-    ("cli/runs.py", "from cqwen_dist.tools.bench import x", ""),
+    ("cli/runs.py", "from cqwen_dist.cluster.launch import x", ""),
     ("__main__.py", "from cqwen_dist.cli import main", ""),
+    ("__main__.py", "from cqwen_dist.tools.plan import plan", "work without tools/plan"),
+    ("api.py", "def f():\n    from cqwen_dist.tables.rows import x", "work without tables"),
+    ("tables/table_verbs.py", "from cqwen_dist.tools.report import html", "work without tools/report"),
+    ("tools/bench/a.py", "from cqwen_dist.tools import site\nfrom cqwen_dist.api import train", ""),
 ]
 
 
@@ -386,6 +422,8 @@ HABITS = [
     "import pickle",
     "from pickle import loads",
     "from experiments.learn import arms",
+    "def f():\n    from scipy import stats",
+    "import_module(name)",
     "import torch.distributed as dist",
     "torch.load(path)",
     "torch.load(path, weights_only=False)",
@@ -410,3 +448,45 @@ def test_the_habit_check_accepts_good_code():
     assert not habit_faults(ROOT / PACKAGE / "training/a.py", fine)
     assert not habit_faults(ROOT / PACKAGE / "parallel/a.py", "import torch.distributed as dist")
     assert not habit_faults(ROOT / PACKAGE / "cli/runs.py", "print(1)")
+    assert not habit_faults(ROOT / PACKAGE / "tables/a.py", "from scipy import stats")
+    assert not habit_faults(ROOT / PACKAGE / "ops/a.py", "import_module('triton')")
+
+
+def closure(start: str, files: dict[str, str]) -> set[str]:
+    """The files that a file imports, those that they import, and so on; itself among them."""
+    module_of = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in files}
+    found, new = {start}, {start}
+    while new:
+        new = {name for each in new for name in _imports(each, files[each], module_of)} - found
+        found |= new
+    return found
+
+
+def closure_sizes() -> dict[str, tuple[int, int]]:
+    """(files, lines) of the closure of each file of `CLOSURES`."""
+    files = all_files()
+    closures = {start: closure(start, files) for start in CLOSURES}
+    return {start: (len(names), sum(len(files[n].splitlines()) for n in names)) for start, names in closures.items()}
+
+
+def test_a_step_and_the_trainer_import_no_more_than_before():
+    for start, (files, lines) in closure_sizes().items():
+        assert files <= CLOSURES[start][0], f"{start} imports {files} files: pass a value, or move what it needs below"
+        assert lines <= CLOSURES[start][1], f"{start} imports {lines} lines: its reader may have to read all of them"
+
+
+def test_the_closure_sees_it():
+    files = {
+        "a.py": "def f():\n    from cqwen_dist import b",
+        "b.py": "if TYPE_CHECKING:\n    from cqwen_dist.c.d import e",
+        "c/__init__.py": "from cqwen_dist import f",
+        "c/d.py": "from .g import e",
+        "c/g.py": "import os",
+        "f.py": "",
+    }
+    assert closure("a.py", files) == {"a.py", "b.py", "c/d.py", "c/g.py"}, "a folder's __init__ only where it is named"
+
+
+if __name__ == "__main__":
+    for start, (count, lines) in closure_sizes().items():
+        print(f"{start}: {count} files, {lines:,} lines")

@@ -166,9 +166,8 @@ def assemble(state: TrainState, config: Config, source: object = "") -> CausalQw
     Raises `UserError` unless the tensors' names, shapes and dtypes are the parameters'.
     """
     saved = {k: v for k, v in state.state["model"].items() if k not in ("model_type", "transformers_version")}
-    dtype = dtype_of(config.train.precision)
+    dtype, trust = dtype_of(config.train.precision), config.model.trust_remote_code
     shape = CausalQwenConfig(**saved)
-    trust = config.model.trust_remote_code
     base = load_base(config.base_folder, dtype, trust, rows_for=lambda _: int(shape.vocab_size))
     model = CausalQwenModel(shape, base=base, abduction=loaded_abduction(shape.abduction, config.run.dir))
     parameters = {n: p for n, p in model.features.named_parameters() if n in EMBEDDING or is_lora(n)}

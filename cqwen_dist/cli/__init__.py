@@ -16,10 +16,11 @@ from typing import Annotated
 import typer
 
 from cqwen_dist import __version__
-from cqwen_dist.cli import before, bench, look, runs, use
+from cqwen_dist.cli import before, look, runs, use
 from cqwen_dist.cli.streams import guard, outlive
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import DiskError, Said
+from cqwen_dist.wings import from_wing
 
 OTHER_RANKS_WAIT_S = 20.0
 SYSTEM = (errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG)
@@ -32,30 +33,50 @@ app = typer.Typer(
     help="Distributed LoRA fine-tuning of CausalQwen: language models that read and write numbers as numbers.",
 )
 BEFORE, TRAIN, LOOK, USE, MEASURE = "Before a run", "Train", "Look at a run", "Use a model", "Measure"
-VERBS: dict[str, tuple[Callable[..., None], ...]] = {
-    BEFORE: (before.init, before.plan, before.prepare, before.doctor, before.accept),
-    TRAIN: (runs.quickstart, runs.fit, runs.train, runs.launch, runs.submit),
-    LOOK: (look.status, look.report),
+# A verb is a function, or the name of one that a wing brings (`wings.PLACES`).
+VERBS: dict[str, tuple[Callable[..., None] | str, ...]] = {
+    BEFORE: (before.init, "plan", before.prepare, "doctor", "accept"),
+    TRAIN: ("quickstart", "fit", runs.train, runs.launch, runs.submit),
+    LOOK: (look.status, "report", look.evaluate),
     USE: (use.generate, use.predict, use.export),
 }
+_BENCH = ("data", "loss", "step", "packed", "memory", "ranks", "generate", "numbers")
+GROUPS: dict[str, tuple[str, str, tuple[Callable[..., None] | str, ...]]] = {
+    "config": (BEFORE, "Check a config, or print its JSON Schema.", (before.config_validate, before.config_schema)),
+    "checkpoint": (LOOK, "List or verify checkpoints.", (look.checkpoint_list, look.checkpoint_verify)),
+    "bench": (MEASURE, "Measure on this machine.", tuple(f"bench {verb}" for verb in _BENCH)),
+}
+
+
+def _add(to: typer.Typer, verb: Callable[..., None] | str, panel: str | None = None, group: str = "") -> None:
+    """Add a verb. If the wing that brings it is not installed, add one that says so, whatever its arguments."""
+    if callable(verb):
+        name = "eval" if verb is look.evaluate else verb.__name__.removeprefix(f"{group}_")
+        to.command(name, rich_help_panel=panel)(verb)
+        return
+    name = verb.removeprefix(f"{group} ")
+    try:
+        to.command(name, rich_help_panel=panel)(from_wing(verb))
+    except UserError as error:
+        any_arguments = {"ignore_unknown_options": True, "allow_extra_args": True}
+        to.command(name, rich_help_panel=panel, context_settings=any_arguments)(_refusing(error))
+
+
+def _refusing(error: UserError) -> Callable[[], None]:
+    def refuse() -> None:
+        """Not installed here."""
+        raise error
+
+    return refuse
+
+
 for panel, verbs in VERBS.items():
     for verb in verbs:
-        app.command(rich_help_panel=panel)(verb)
-app.command("eval", rich_help_panel=LOOK)(look.evaluate)
-for name, panel, text, commands in (
-    ("config", BEFORE, "Check a config, or print its JSON Schema.", (before.config_validate, before.config_schema)),
-    ("checkpoint", LOOK, "List or verify checkpoints.", (look.checkpoint_list, look.checkpoint_verify)),
-    (
-        "bench",
-        MEASURE,
-        "Measure on this machine.",
-        (bench.data, bench.loss, bench.step, bench.packed, bench.memory, bench.ranks, bench.generate, bench.numbers),
-    ),
-):
-    group = typer.Typer(no_args_is_help=True, help=text)
-    app.add_typer(group, name=name, rich_help_panel=panel)
-    for command in commands:
-        group.command(command.__name__.removeprefix(f"{name}_"))(command)
+        _add(app, verb, panel)
+for group, (panel, text, verbs) in GROUPS.items():
+    app.add_typer(below := typer.Typer(no_args_is_help=True, help=text), name=group, rich_help_panel=panel)
+    for verb in verbs:
+        _add(below, verb, group=group)
 
 
 def _version(asked: bool) -> None:

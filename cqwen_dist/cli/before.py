@@ -1,20 +1,16 @@
-"""The verbs before a run: init, config, prepare, plan, doctor. Heavy imports inside, so that --help is instant."""
+"""The verbs before a run: init, config, prepare. Heavy imports inside, so that --help is instant."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from cqwen_dist.cli.arguments import AsJson, ConfigFile, Overrides, load, print_document
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import writing
-from cqwen_dist.console import plain_console, print_json, quiet_libraries
-from cqwen_dist.run.files import write_atomically
+from cqwen_dist.console import AsJson, ConfigFile, Overrides, load, quiet_libraries
 
 _PER_TOKEN = 3  # characters, at least, so that sequences hold nearly all texts
 _HIDDEN = 896  # of the default base; the rate of W_loc, a dense map, goes by it
@@ -147,113 +143,3 @@ def prepare(
     from cqwen_dist.cli.prepared import prepare_and_show
 
     prepare_and_show(checked, workers, as_json)
-
-
-def plan(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(help="Ranks on each machine; 0: one CPU rank each.")] = 1,
-    gpu_memory_gib: Annotated[float | None, typer.Option(help="Memory of one GPU; default: that of --gpu.")] = None,
-    gpu: Annotated[str, typer.Option(help="Rates of this GPU: h200, h100 (default), a100, l40s, cpu.")] = "",
-    interconnect: Annotated[str, typer.Option(help="Between machines, a rank: ib400, ib200, eth100, ...")] = "ib400",
-    calibrate: Annotated[Path | None, typer.Option(help="Measured rates: `bench step --json`'s document.")] = None,
-    sequences: Annotated[int | None, typer.Option(min=1, help="Texts in an epoch; default: counted if cheap.")] = None,
-    text_tokens: Annotated[
-        float | None, typer.Option(min=1, help="Tokens of a packed text (data.pack); default: all of its row.")
-    ] = None,
-    search: Annotated[bool, typer.Option("--search", help="Try every layout; print the best and why.")] = False,
-    scale: Annotated[bool, typer.Option("--scale", help="Efficiency from 1 to 1,024 GPUs by layout.")] = False,
-    write: Annotated[Path | None, typer.Option(help="Write the config (with --search: of the best layout).")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Before a run: does it fit, how long does it take, which layout is best. No torch, no weights."""
-    from cqwen_dist.tools.plan.command import run
-
-    document, shown = run(
-        load(config, overrides),
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        gpu_memory_gib=gpu_memory_gib,
-        gpu=gpu,
-        interconnect=interconnect,
-        calibration=calibrate,
-        sequences=sequences,
-        text_tokens=text_tokens,
-        searching=search,
-        scale=scale,
-        write=write,
-    )
-    print_document(document, as_json, lambda _: shown)
-
-
-def doctor(
-    folder: Annotated[Path, typer.Option(help="The runs' folder: measured, compared on all nodes.")] = Path("runs"),
-    ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine; measure between them.")] = 1,
-    hostfile: Annotated[Path | None, typer.Option(help="Examine all hosts of this file, over ssh.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="As a preflight does: no operators, two sizes.")] = False,
-    as_json: AsJson = False,
-    out: Annotated[Path | None, typer.Option(hidden=True)] = None,
-) -> None:
-    """What this machine has and lacks; under srun, --ranks or --hostfile all machines and their network."""
-    folder = folder.absolute()
-    if folder.exists() and not folder.is_dir():
-        raise UserError("--folder", str(folder), "a folder, or one that can be made")
-    if hostfile is not None or ranks > 1:
-        from cqwen_dist.cluster.launch import run_words
-
-        words = ["doctor", "--folder", str(folder), *["--quick"] * quick]
-        if not as_json or hostfile is None:
-            raise typer.Exit(run_words([*words, *["--json"] * as_json], ranks, hostfile, folder))
-        written = folder / f".doctor-{os.getpid()}.json"  # pdsh puts the host's name before each line of a rank
-        code = run_words([*words, "--out", str(written)], ranks, hostfile, folder, quiet=True)
-        if written.is_file():
-            typer.echo(written.read_text(encoding="utf-8"))
-            written.unlink()
-        raise typer.Exit(code)
-    quiet_libraries()
-    from cqwen_dist.tools.site.doctor import examine, page
-
-    document = examine(folder, quick)
-    if document is None:
-        return
-    if out is not None:
-        with writing("--folder", folder, "a folder that every node may write"):
-            write_atomically(out, json.dumps(document, indent=2))
-    elif as_json:
-        print_json(document)
-    else:
-        plain_console(width=None if sys.stdout.isatty() else 160).print(page(document))
-    raise typer.Exit(1 if document["red"] else 0)
-
-
-def accept(
-    ranks: Annotated[int, typer.Option(min=2, help="Processes on this machine.")] = 2,
-    gpus: Annotated[int | None, typer.Option(min=2, help="As --ranks, each with a GPU of this machine.")] = None,
-    hostfile: Annotated[
-        Path | None, typer.Option(help="Lines `host slots=N`: use these hosts, over ssh, instead of --ranks.")
-    ] = None,
-    folder: Annotated[Path, typer.Option(help="A new folder, which every host sees.")] = Path("accept"),
-    as_json: AsJson = False,
-) -> None:
-    """Whether ranks here equal one, say and hold what is planned, how fast they are, and survive a kill: a table."""
-    if gpus is not None:
-        import torch
-
-        if gpus > (here := torch.cuda.device_count()):
-            raise UserError("--gpus", gpus, f"at most {here}, the GPUs here; --ranks needs none")
-        ranks = gpus
-    if hostfile is not None:
-        from cqwen_dist.cluster.hostfile import read_hostfile
-
-        ranks = sum(read_hostfile(hostfile).values())
-    quiet_libraries()
-    from cqwen_dist.parallel.collectives import Stopped
-    from cqwen_dist.tools.site.accept import Site, table
-
-    try:
-        found = Site(ranks, hostfile, folder.absolute(), lambda line: typer.echo(line, err=True)).accept()
-    except Stopped:
-        raise typer.Exit(75) from None
-    print_document(found, as_json, table)
-    raise typer.Exit(0 if found["passed"] else 1)

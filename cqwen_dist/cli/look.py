@@ -1,4 +1,4 @@
-"""The verbs that look at a run: status, report, eval, checkpoint. Heavy imports inside, so that --help is instant."""
+"""The verbs that look at a run: status, eval, checkpoint. Heavy imports inside, so that --help is instant."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Annotated
 
 import typer
 
-from cqwen_dist.cli.arguments import AsJson, Checkpoint, Run, print_document
 from cqwen_dist.config import UserError
-from cqwen_dist.config.errors import writing
-from cqwen_dist.console import quiet_libraries
+from cqwen_dist.console import AsJson, Checkpoint, Run, print_document, quiet_libraries
 
 
 def evaluate(
@@ -35,28 +33,6 @@ def evaluate(
         micro_batch_size=micro_batch_size,
     )
     print_document(metrics, as_json, lambda _: "\n".join(f"{name:40} {value:.6g}" for name, value in metrics.items()))
-
-
-def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of runs to compare.")],
-    out: Annotated[Path | None, typer.Option(help="The page; default: RUN/report.html, or here for several.")] = None,
-    samples: Annotated[int, typer.Option(min=0, help="Held-out texts, continued by oldest and newest checkpoint.")] = 0,
-) -> None:
-    """Curves, calibration, predictions and a diagnosis of runs in one self-contained HTML page."""
-    if samples:
-        quiet_libraries()
-    from cqwen_dist.run.files import REPORT
-    from cqwen_dist.tools.report.diagnosis import diagnose
-    from cqwen_dist.tools.report.html import write_report
-    from cqwen_dist.tools.report.run_data import read_run
-
-    page = out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
-    with writing("--out", page):
-        typer.echo(f"report: {write_report(runs, page, samples)}")
-    for run in runs:
-        for finding in diagnose(read_run(run)):
-            where = f"{run}: " if len(runs) > 1 else ""
-            typer.echo(f"  {finding.level:4}  {where}{finding.title}. {finding.text}")
 
 
 def status(

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cqwen_dist.cli.arguments import AsJson, Checkpoint, print_document
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import writing
-from cqwen_dist.console import print_json, quiet_libraries
+from cqwen_dist.console import AsJson, Checkpoint, print_document, print_json, quiet_libraries
 
 if TYPE_CHECKING:
     from cqwen_dist.generate.continuation import Individual, Written

@@ -23,10 +23,10 @@ from typing import Any
 from cqwen_dist.config import DataConfig, UserError, source_files
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.cells import BadLine, Literal
-from cqwen_dist.data.diabetes import diabetes_texts
 from cqwen_dist.data.records import Block, Row, Text, needed_columns, too_long
 from cqwen_dist.data.tables import of_datasets, of_parquet
 from cqwen_dist.delimited import delimiter_of, read_cells
+from cqwen_dist.wings import from_wing
 
 BLOCK = 1 << 20  # bytes of lines in a block, about
 _ROWS = 1000  # of a table in a block, at most
@@ -56,7 +56,8 @@ def _bundled(source: str, key: str) -> Block:
     name = source.removeprefix("bundled:")
     if name not in _BUNDLED:
         raise UserError(key, source, " or ".join(f"bundled:{known}" for known in _BUNDLED))
-    texts = enumerate(chain.from_iterable(map(diabetes_texts, _BUNDLED[name])), 1)
+    texts_of = from_wing("bundled:diabetes")
+    texts = enumerate(chain.from_iterable(map(texts_of, _BUNDLED[name])), 1)
     return partial(list, [(f"{source}:{number}", Text(text, f"{source}:{number}")) for number, text in texts])
 
 

@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from cqwen_dist.cli.arguments import AsJson, print_document
 from cqwen_dist.config import UserError
-from cqwen_dist.console import plain_console, quiet_libraries
+from cqwen_dist.console import AsJson, plain_console, print_document, quiet_libraries
 
 
 def learn(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cqwen_dist.data.diabetes import diabetes_texts
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
+from cqwen_dist.tools.diabetes import diabetes_texts
 
 
 @pytest.fixture(scope="session")

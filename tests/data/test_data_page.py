@@ -10,12 +10,12 @@ from support.tool_template import QWEN_TOOLS
 from cqwen_dist.config import DataConfig, load_config
 from cqwen_dist.config.data import RECIPES
 from cqwen_dist.data.chat import Chat
-from cqwen_dist.data.diabetes import diabetes_texts
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.recipes import recognise
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_train
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
+from cqwen_dist.tools.diabetes import diabetes_texts
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "data.md").read_text(encoding="utf-8")

@@ -17,10 +17,10 @@ from support.shared import shared_path
 from cqwen_dist.config import DataConfig, NumberPolicy, UserError
 from cqwen_dist.data import blocks
 from cqwen_dist.data.cells import as_text
-from cqwen_dist.data.diabetes import diabetes_table, diabetes_texts
 from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_split, read_texts
+from cqwen_dist.tools.diabetes import diabetes_table, diabetes_texts
 
 
 def _write(path: Path, *lines: str | bytes) -> str:

@@ -15,10 +15,10 @@ import typer
 from support.runs import cqwen_forked, train_run, write_config
 
 from cqwen_dist.api import predict
-from cqwen_dist.cli import runs
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.tables.fitting import FitRequest, prepare
+from cqwen_dist.tables.table_verbs import _train_fit
 
 
 def write_table(path: Path, rows: int = 60) -> Path:
@@ -115,7 +115,7 @@ def test_with_several_ranks_stdout_has_only_the_json_document(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("cqwen_dist.cluster.launch.launch", lambda *_, **options: asked.append(options) or 75)
     with pytest.raises(typer.Exit) as ended:
-        runs._train_fit(tmp_path, as_json)
+        _train_fit(tmp_path, as_json)
     assert (ended.value.exit_code, asked) == (75, [{"quiet": as_json}])
 
 

@@ -78,7 +78,7 @@ def read_run(folder: Path) -> RunData:
     stages = _read_metrics(folder / files.METRICS, values)
     _add_rates(values, config.stages, stages)
     if config.data.eval == "bundled:diabetes/test" and "eval/baseline_mdae" in values:
-        from cqwen_dist.data.diabetes import baselines
+        from cqwen_dist.tools.diabetes import baselines
 
         values[RIDGE] = (values["eval/baseline_mdae"][0], [baselines().ridge] * len(values["eval/baseline_mdae"][0]))
     found = (read_object(path) for path in sorted((folder / files.EVALUATIONS).glob("step-*.json")))

@@ -8,10 +8,10 @@ import time
 from rich.console import Console
 
 from cqwen_dist.config import DataConfig
-from cqwen_dist.data.diabetes import diabetes_texts
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.tools.bench import data
 from cqwen_dist.tools.bench.memory import MemoryWatch
+from cqwen_dist.tools.diabetes import diabetes_texts
 
 
 def test_both_tables_in_one_run() -> None:

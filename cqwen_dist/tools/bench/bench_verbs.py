@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cqwen_dist.cli.arguments import AsJson, ConfigFile, Overrides, load, print_document
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
-from cqwen_dist.console import quiet_libraries
+from cqwen_dist.console import AsJson, ConfigFile, Overrides, load, print_document, quiet_libraries
 
 
 def data(
@@ -137,39 +135,6 @@ def ranks(
     if out is not None:
         write_atomically(out, json.dumps(found, indent=1))
     print_document(found, as_json, lines)
-
-
-def numbers(
-    only: Annotated[list[str] | None, typer.Option(help="Only this set; may be repeated.")] = None,
-    data: Annotated[Path, typer.Option(help="Folder of the sets' files (docs/numbers-benchmark.md).")] = Path("data"),
-    base: Annotated[str, typer.Option(help="A model's folder or hub name.")] = "HuggingFaceTB/SmolLM2-135M",
-    splits: Annotated[int, typer.Option(min=1, max=20, help="Splits of each set.")] = 3,
-    minutes: Annotated[float, typer.Option(help="Of each fit, about.")] = 10.0,
-    heads: Annotated[bool, typer.Option(help="Also heads of squared error and of quantiles on the same z.")] = True,
-    lora_epochs: Annotated[
-        int, typer.Option(min=0, help="Also these heads learnt with LoRA, so many epochs at most; 0: not.")
-    ] = 0,
-    test_rows: Annotated[
-        int | None, typer.Option(min=2, help="Judge by so many test rows of a split at most, drawn.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder to write; the same command goes on there.")] = Path("bench-numbers"),
-    table: Annotated[Path | None, typer.Option(help="Write the tables here, as Markdown, and NAME-laws.svg.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """`cqwen fit` on published tables and splits, compared with other heads and with models that read no language."""
-    quiet_libraries()
-    from rich.markdown import Markdown
-
-    from cqwen_dist.tables.benchmark.benchmark_page import laws_picture, page
-    from cqwen_dist.tables.benchmark.published import Benchmark
-
-    say = partial(typer.echo, err=as_json)
-    found = Benchmark(data, out, base, minutes, heads, lora_epochs, test_rows, say).run(only or [], splits)
-    if table is not None:
-        table.write_text(page(found), encoding="utf-8")
-        if found["laws"]:
-            table.with_name(f"{table.stem}-laws.svg").write_text(laws_picture(found), encoding="utf-8")
-    print_document(found, as_json, lambda made: Markdown(page(made)))
 
 
 def generate(

@@ -1,0 +1,116 @@
+"""The verbs of tables: `cqwen fit` and `cqwen bench numbers`. Heavy imports inside, so that --help is instant."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext, redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cqwen_dist.config import UserError
+from cqwen_dist.console import AsJson, plain_console, print_document, print_json, quiet_libraries
+
+
+def fit(
+    table: Annotated[str, typer.Argument(metavar="FILE", help="A table: .csv, .tsv, .parquet or .jsonl.")],
+    target: Annotated[str, typer.Option(help="The column of numbers to predict.")],
+    base: Annotated[str, typer.Option(help="A model's folder or hub name.")] = "HuggingFaceTB/SmolLM2-135M",
+    text_columns: Annotated[list[str] | None, typer.Option(help="Read these columns alone; repeat it.")] = None,
+    template: Annotated[str | None, typer.Option(help="The prompt of a row, columns in braces; default: all.")] = None,
+    test_fraction: Annotated[float, typer.Option(help="Share of the rows to judge by.")] = 0.2,
+    split: Annotated[str | None, typer.Option(help="FILE.json[#N] with the test rows' numbers from 0 instead.")] = None,
+    test_rows: Annotated[int | None, typer.Option(min=2, help="Judge by so many of them at most, drawn.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the split and of training.")] = 0,
+    minutes: Annotated[float, typer.Option(help="About how long it may take on this machine.")] = 20.0,
+    out: Annotated[Path | None, typer.Option(help="Folder to write; default: fits/FILE-TARGET.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict a column of a table from all others, text and numbers: train, judge, compare with what is usual."""
+    if not 0 < test_fraction < 0.9:
+        raise UserError("--test-fraction", test_fraction, "a share above 0 and below 0.9")
+    if not minutes > 0:
+        raise UserError("--minutes", minutes, "more than 0")
+    folder = out or Path("fits") / f"{Path(table.partition('#')[0]).name.split('.')[0]}-{target}".replace("/", "-")
+    quiet_libraries()
+    from cqwen_dist.tables.fitting import FitRequest, judge, prepare
+
+    say = partial(typer.echo, err=as_json)
+    asked = (table, target, base, text_columns or [], template, test_fraction, split, seed, minutes, test_rows)
+    made = prepare(FitRequest(*asked), folder, say)
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        _train_fit(folder, as_json)
+    found = judge(folder, made, say)
+    if as_json:
+        print_json(found)
+    else:
+        _show_fit(folder, found)
+
+
+def _train_fit(folder: Path, as_json: bool) -> None:
+    """As `cqwen train` or, where this machine has several GPUs, `cqwen launch` does. Raises what they raise."""
+    import torch
+
+    from cqwen_dist.cli.runs import start_ranks, train
+
+    config, gpus = folder / "fit.yaml", torch.cuda.device_count()
+    if gpus < 2:
+        train(config)
+    elif code := start_ranks(config, [], gpus, quiet=as_json):
+        raise typer.Exit(code)
+
+
+def _show_fit(folder: Path, found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    columns = ("", "MAE", "RMSE", "median error", "R2", "90 % interval holds", "its median width")
+    title = f"{found['target']} of {found['rows']:,} rows that were held out"
+    table = Table(*columns, title=title, title_justify="left")
+    for name, errors in found["results"].items():
+        cells = [f"{errors[key]:.4g}" for key in ("mae", "rmse", "mdae")]
+        held = f"{errors['coverage_90']:.1%}" if "coverage_90" in errors else ""
+        width = f"{errors['width_90']:.4g}" if "width_90" in errors else ""
+        table.add_row(name, *cells, f"{errors['r2']:.3f}", held, width)
+    console = plain_console()
+    console.print(table)
+    for row in found["examples"]:
+        console.print(" | ".join(row["prompt"].strip().splitlines()))
+        interval = f"90 % between {row['low_90']:g} and {row['high_90']:g}"
+        console.print(f"    predicted {row['predicted']}, {interval}; true {row['truth']:g}")
+    console.print(f"{folder}: fit.svg (a picture), predicted.csv, fit.yaml (cqwen train), run/report.html")
+    console.print(f"more rows: cqwen predict {folder} FILE")
+
+
+def numbers(
+    only: Annotated[list[str] | None, typer.Option(help="Only this set; may be repeated.")] = None,
+    data: Annotated[Path, typer.Option(help="Folder of the sets' files (docs/numbers-benchmark.md).")] = Path("data"),
+    base: Annotated[str, typer.Option(help="A model's folder or hub name.")] = "HuggingFaceTB/SmolLM2-135M",
+    splits: Annotated[int, typer.Option(min=1, max=20, help="Splits of each set.")] = 3,
+    minutes: Annotated[float, typer.Option(help="Of each fit, about.")] = 10.0,
+    heads: Annotated[bool, typer.Option(help="Also heads of squared error and of quantiles on the same z.")] = True,
+    lora_epochs: Annotated[
+        int, typer.Option(min=0, help="Also these heads learnt with LoRA, so many epochs at most; 0: not.")
+    ] = 0,
+    test_rows: Annotated[
+        int | None, typer.Option(min=2, help="Judge by so many test rows of a split at most, drawn.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder to write; the same command goes on there.")] = Path("bench-numbers"),
+    table: Annotated[Path | None, typer.Option(help="Write the tables here, as Markdown, and NAME-laws.svg.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """`cqwen fit` on published tables and splits, compared with other heads and with models that read no language."""
+    quiet_libraries()
+    from rich.markdown import Markdown
+
+    from cqwen_dist.tables.benchmark.benchmark_page import laws_picture, page
+    from cqwen_dist.tables.benchmark.published import Benchmark
+
+    say = partial(typer.echo, err=as_json)
+    found = Benchmark(data, out, base, minutes, heads, lora_epochs, test_rows, say).run(only or [], splits)
+    if table is not None:
+        table.write_text(page(found), encoding="utf-8")
+        if found["laws"]:
+            table.with_name(f"{table.stem}-laws.svg").write_text(laws_picture(found), encoding="utf-8")
+    print_document(found, as_json, lambda made: Markdown(page(made)))
