@@ -37,21 +37,6 @@ def pad_rows(rows: Sequence[tuple[Sequence[int], Sequence[float]]], pad_token_id
     return Padded(ids, values, mask)
 
 
-def recent_numbers(is_number: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
-    """The last numbers of each position's text, itself among them, latest first: [B,T,count] float64, NaN where there
-    are fewer. is_number, values [B,T]; positions [B,T]: 0 where a text begins, and at padding before it."""
-    if not values.numel() * count:
-        return values.new_zeros(*values.shape, count)
-    back = torch.arange(count, device=values.device)
-    number = is_number.flatten()
-    before = is_number.long().cumsum(1)  # of the row, up to here
-    begun = torch.where(positions == 0, before - is_number.long(), 0).cummax(1).values  # of them in earlier texts
-    known = (before - begun).unsqueeze(-1) > back
-    rank = (number.long().cumsum(0).view_as(before) - 1).unsqueeze(-1) - back
-    listed = values.flatten().gather(0, number.long().argsort(descending=True, stable=True))
-    return listed[rank.clamp(min=0)].masked_fill(~known, torch.nan)
-
-
 @dataclass(eq=False)
 class Texts:
     """Where a batch's texts lie, one behind another in the flattened B*T; padding behind packed texts is a text.
@@ -135,33 +120,3 @@ class Batch:
         mask = self.label_mask
         mask.view(-1)[self.partial[:, 0]] = True
         return mask
-
-    def copied(self, keep: torch.Tensor, num_token_id: int, count: int) -> torch.Tensor:
-        """What the labels at positions `keep` [N] may be copies of: [N,count], as `recent_numbers`."""
-        is_number = (self.input_ids == num_token_id) & self.attention_mask
-        return recent_numbers(is_number, self.numeric_values, self.position_ids, count).flatten(0, 1)[keep]
-
-    def number_labels(
-        self, keep: torch.Tensor, typed: bool, further: int, weights: Sequence[float] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """The labels of numbers at positions `keep` [N]: one value each, several, or one of a type (seed S4 4.7).
-
-        typed: numbers have types. further: how many values a number may have besides the first. weights: of these R =
-        1 + further values (default: 1). Returns (values [N], or [N,R] with further ones, raw unit, float64; their
-        weights [N,R] or None; types [N] or None). A missing value has weight 0; a position without a number, type -1.
-        """
-        values = self.numeric_labels.flatten()[keep]
-        if typed:
-            types = self.numeric_mask.flatten()[keep].long() - 1
-            places, kind = self.typed.unbind(1)
-            types[torch.searchsorted(keep, places.contiguous())] = kind
-            return values, None, types
-        if not further:
-            return values, None, None
-        every = torch.zeros(len(keep), 1 + further, dtype=torch.float64, device=keep.device)
-        own_weights = torch.zeros(every.shape, device=keep.device)
-        factor = torch.tensor(weights or [1.0] * (1 + further), device=keep.device)
-        every[:, 0], own_weights[:, 0] = values, factor[0]
-        places, which = torch.searchsorted(keep, self.more[:, 0].long()), self.more[:, 1].long()
-        every[places, which], own_weights[places, which] = self.more[:, 2], factor[which]
-        return every, own_weights, None

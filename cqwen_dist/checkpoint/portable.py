@@ -36,8 +36,10 @@ FILES: dict[str, list[Name]] = {
     ],
     TOKENIZATION: [("cqwen_dist.data.auto_tokenizer", "CausalQwenTokenizer")],
 }
-# Functions that create or train a model. In the folder they raise.
+# Functions that create or train a model. In the folder they raise. A method without its class is any class's.
 TRAINING = {
+    *("labels", "value_labels", "memory_at", "loss", "inherit", "centre", "start", "score_targets", "start_scores"),
+    *("measure", "metrics", "_every", "_with_recent"),
     "CausalQwenForCausalLM.from_base",
     "CausalQwenForCausalLM._loss",
     "CausalQwenModel._of_base",
@@ -138,7 +140,8 @@ def _defined(node: ast.stmt) -> list[str]:
 def _absent(node: ast.stmt, absent: set[str]) -> list[ast.stmt]:
     """The functions in `absent`: methods of a class, or the definition itself."""
     if isinstance(node, ast.ClassDef):
-        return [part for part in node.body if f"{node.name}.{getattr(part, 'name', '')}" in absent]
+        names = [getattr(part, "name", "") for part in node.body]
+        return [part for part, name in zip(node.body, names, strict=True) if {name, f"{node.name}.{name}"} & absent]
     return [node] if isinstance(node, ast.FunctionDef) and node.name in absent else []
 
 

@@ -1,6 +1,6 @@
 """The tensors of one generation, in fixed shapes, and the memory that a model keeps between two generations.
 
-Letters: B rows, T prompt positions, T' positions of prompt and continuation, C causal dimension, K copies.
+Letters: B rows, T prompt positions, T' positions of prompt and continuation, C causal dimension, K numbers in memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch import Tensor
 from torch._dynamo import mark_static_address  # transformers' static cache marks its own by it
 from transformers.cache_utils import Cache, StaticLayer
 
-from cqwen_dist.batch import recent_numbers
 from cqwen_dist.generate.numbers import POWERS, GeneratedNumbers, empty_numbers
 from cqwen_dist.heads.intervals import Intervals
 
@@ -29,7 +28,7 @@ class Buffers:
     numbers: GeneratedNumbers  # [B,T'] each
     mask: Tensor  # [B,T'] bool: no padding of the prompt; later positions are hidden by causality
     positions: Tensor  # [B,T'] int64
-    recent: Tensor  # [B,K] float64: the numbers that may be copied
+    memory: Tensor  # [B,K] float64: what the number head knows of the numbers so far
     done: Tensor  # [B] bool: rows that have ended
     lengths: Tensor  # [B] int64: tokens that were written, an end among them
     at: Tensor  # [1] int64: the position to be written
@@ -50,13 +49,12 @@ class Buffers:
             real[:, :prompt] = mask.bool()
         positions = (real.cumsum(1) - 1).clamp(min=0)
         is_number = (all_ids == config.num_token_id) & real
-        recent = recent_numbers(is_number, all_values, positions, config.copies)[:, prompt - 1]
-        intervals = Intervals.from_dict(config.calibration)
-        named = config.number_types, config.more_values
-        numbers = empty_numbers(all_values, model.target, intervals, *named, copies=config.copies)
+        head = model.action.number_head
+        memory = head.memory(is_number, all_values, positions)[:, prompt - 1]
+        numbers = empty_numbers(all_values, head, Intervals.from_dict(config.calibration))
         none, zero = torch.zeros(b, dtype=torch.bool, device=device), torch.zeros_like(ids[:, 0])
         at = torch.tensor([prompt], device=device)
-        return cls(all_ids, numbers, real, positions, recent, none, zero, at, POWERS.to(device))
+        return cls(all_ids, numbers, real, positions, memory, none, zero, at, POWERS.to(device))
 
     def tensors(self) -> list[Tensor]:
         """All of them but the cache's."""

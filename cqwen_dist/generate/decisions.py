@@ -143,7 +143,7 @@ def score(model: Any, tokenizer: Tokenizer, prompt: str, continuations: Sequence
     with at_hand(action):
         seen = action.word_part(law)
         found = ovr_scores(seen, action.word_head(), labels.to(seen.loc.device))
-        y = action.value(law)
+        y = action.number_head.value(law)
     # The density in the raw unit: that in the target's unit times the transform's derivative.
     raw = batch.values[targets].to(y.loc.device)
     nll = y.to(torch.float64).nll(target.forward(raw).double()) - target.log_derivative(raw)

@@ -195,35 +195,32 @@ class _Continuation:
         seen, head = action.word_part(u_prime).to(action.cls_weight.dtype), action.word_head()
         p_num = prob_of(seen, head, torch.full_like(word, self.num_token_id)).double().to(device)
         p_word = prob_of(seen, head, word).double().to(device)
-        word, y = word.to(device), action.value(u_prime).to(torch.float64).to(device)
+        decision = action.number_head.decide(u_prime, now.memory)
+        word, y = word.to(device), decision.y.to(torch.float64).to(device)
         new = ~now.done
         number = (word == self.num_token_id) & new
-        value, loc = self.target.inverse(y.loc), y.loc
-        copied = torch.zeros_like(number)
-        if numbers.copied is not None:
-            found = action.copied(u_prime, now.recent.to(u_prime.loc.device)).to(device)
-            copied = number & ~found.isnan()
-            value = found.where(copied, value)
-            loc = self.target.forward(value).double().where(copied, loc)
-            self.put(numbers.copied, copied)
+        value = self.target.inverse(y.loc)
         if self.digits is not None:
-            value = value.where(copied, self.shown(value, y))
+            value = self.shown(value, y)
+        if numbers.copied is not None:
+            exact = decision.exact.to(device)
+            copied = number & ~exact.isnan()
+            value = exact.where(copied, value)
+            self.put(numbers.copied, copied)
         value = value.where(number, 0.0)
         self.put(now.ids, torch.where(new, word, self.pad_token_id))
         self.put(numbers.values, value)
-        self.put(numbers.loc, loc.where(number, 0.0))
+        self.put(numbers.loc, y.loc.where(number, 0.0))
         self.put(numbers.scale, y.scale.where(number, 0.0))
         self.put(numbers.p_num, p_num.where(new, math.nan))
         self.put(numbers.p_word, p_word.where(new, math.nan))
         self.put(numbers.generated, number)
         if numbers.kinds is not None:
-            self.put(numbers.kinds, action.number_type(u_prime).to(device))
+            self.put(numbers.kinds, decision.kind.to(device))
         if numbers.more is not None:
-            for kept, every in zip(numbers.more, action.values(u_prime), strict=True):
-                self.put(kept, every[:, 1:].double().to(device))
-        if numbers.copied is not None:
-            latest = torch.cat([value[:, None], now.recent[:, :-1]], 1)
-            now.recent.copy_(latest.where(number[:, None], now.recent))
+            for kept, law in zip(numbers.more, decision.more, strict=True):
+                self.put(kept, law.double().to(device))
+        action.number_head.remember(now.memory, value, number)
         now.lengths.add_(new)
         for end in self.ends:
             now.done.logical_or_(word == end)

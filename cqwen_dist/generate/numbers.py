@@ -6,6 +6,7 @@ Letters: B rows, T' positions of prompt and continuation.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -45,11 +46,11 @@ class GeneratedNumbers:
     p_word: Tensor  # [B,T'] float64, P of the written word; nan as p_num
     target: TargetTransform
     intervals: Intervals = field(default_factory=Intervals)
-    types: list[str] | None = None  # names of the types of number
+    types: Sequence[str] = ()  # names of the types of number
     kinds: Tensor | None = None  # [B,T'] int64: the type of each generated number
-    more_values: list[str] | None = None  # names of further values
+    more_values: Sequence[str] = ()  # names of further values
     more: Cauchy | None = None  # [B,T',R-1] float64: their laws in the target's unit, where generated
-    copied: Tensor | None = None  # [B,T'] bool: the number is one of those before it (`model.copies`)
+    copied: Tensor | None = None  # [B,T'] bool: the number is one of those before it, with all its digits
 
     def until(self, end: int) -> GeneratedNumbers:
         """The first `end` positions, as views."""
@@ -83,7 +84,7 @@ class GeneratedNumbers:
             return None
         copy = self.is_copy(row, position)
         more = {}
-        for i, name in enumerate(self.more_values or ()):
+        for i, name in enumerate(self.more_values):
             assert self.more is not None
             law = Cauchy(self.more.loc[row, position, i], self.more.scale[row, position, i])
             more[name] = FurtherValue(float(self.target.inverse(law.loc)), self._intervals(law, Intervals()))
@@ -92,7 +93,7 @@ class GeneratedNumbers:
             written=self.written(row, position, digits),
             intervals=self._intervals(self._law(row, position), self.intervals),
             p_num=float(self.p_num[row, position]),
-            type=None if self.types is None or self.kinds is None else self.types[int(self.kinds[row, position])],
+            type=None if self.kinds is None else self.types[int(self.kinds[row, position])],
             more=more,
             copied=copy,
         )
@@ -200,20 +201,20 @@ def check_digits(digits: Digits) -> None:
         raise UserError("digits", digits, f"auto, or 1 to {MOST_DIGITS}")
 
 
-def empty_numbers(
-    values: Tensor,
-    target: TargetTransform,
-    intervals: Intervals,
-    types: list[str] | None,
-    more: list[str] | None,
-    copies: int = 0,
-) -> GeneratedNumbers:
-    """Buffers for a generation; values [B,T'] hold the prompt's. types, more: the model's names of types and values.
-    copies: how many numbers it may copy."""
-    generated = torch.zeros_like(values, dtype=torch.bool)
-    loc, scale = torch.zeros_like(values), torch.zeros_like(values)
-    p_num, p_word = torch.full_like(values, math.nan), torch.full_like(values, math.nan)
-    kinds = torch.zeros_like(values, dtype=torch.int64) if types else None
-    laws = Cauchy(*values.new_zeros(2, *values.shape, len(more))) if more else None
-    laid = values, generated, loc, scale, p_num, p_word, target, intervals, types, kinds, more, laws
-    return GeneratedNumbers(*laid, copied=torch.zeros_like(generated) if copies else None)
+def empty_numbers(values: Tensor, head: Any, intervals: Intervals) -> GeneratedNumbers:
+    """Buffers for a generation; values [B,T'] hold the prompt's. head: the model's `NumberHead`."""
+    return GeneratedNumbers(
+        values,
+        generated=torch.zeros_like(values, dtype=torch.bool),
+        loc=torch.zeros_like(values),
+        scale=torch.zeros_like(values),
+        p_num=torch.full_like(values, math.nan),
+        p_word=torch.full_like(values, math.nan),
+        target=head.target,
+        intervals=intervals,
+        types=head.types,
+        kinds=torch.zeros_like(values, dtype=torch.int64) if head.types else None,
+        more_values=head.more_values,
+        more=Cauchy(*values.new_zeros(2, *values.shape, len(head.more_values))) if head.more_values else None,
+        copied=torch.zeros_like(values, dtype=torch.bool) if head.exact else None,
+    )

@@ -29,8 +29,9 @@ OF_WIDTH = 4  # digits of an interval's width, at least, where its ends begin al
 
 def number_columns(model: Any) -> list[str]:
     """`NUMBER_COLUMNS`, and columns of the number's type and of its further values, if the model has them."""
-    more = [f"{column}_{name}" for name in model.config.more_values or () for column in NUMBER_COLUMNS[:-1]]
-    return [*NUMBER_COLUMNS, *(["type"] if model.config.number_types else []), *more]
+    head = model.model.action.number_head
+    more = [f"{column}_{name}" for name in head.more_values for column in NUMBER_COLUMNS[:-1]]
+    return [*NUMBER_COLUMNS, *(["type"] if head.types else []), *more]
 
 
 def prompts_of(

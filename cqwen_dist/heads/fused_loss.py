@@ -14,9 +14,10 @@ from torch.distributed import ProcessGroup
 
 from cqwen_dist.config.custom import find_custom, unusable
 from cqwen_dist.heads.action import ActionNetwork
+from cqwen_dist.heads.number_head import NumberLabels
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.loss import PLAIN, OvrOptions
-from cqwen_dist.ops.regression import GATES, Gate, gate_of, number_nll
+from cqwen_dist.ops.regression import GATES, Gate, gate_of
 from cqwen_dist.parallel.vocab_parallel import VocabParallelOutput, vocab_parallel_loss, vocab_parallel_partial
 
 
@@ -41,15 +42,10 @@ def gate_named(name: str, outside: str | Path = "") -> Gate:
 
 @dataclass(frozen=True)
 class TokenLabels:
-    """What N positions learn. Several values a position, or a value of a type (S4 4.7), where the head has them."""
+    """What N positions learn."""
 
     words: Tensor  # [N] int64, in the whole vocabulary
-    values: Tensor  # [N], with value_weights [N,R], fp32: the labels' values in the target unit, 0's where text
-    is_number: Tensor  # [N] bool: positions whose value is learnt
-    value_weights: Tensor | None = None  # [R] or [N,R]
-    types: Tensor | None = None  # [N] int64: the type of the value, -1 for none
-    recent: Tensor | None = None  # [N,K]: what each value may be a copy of, NaN where there are fewer
-    raw: Tensor | None = None  # [N]: the values in the raw unit, with `recent`
+    numbers: NumberLabels  # of the action network's number head
     partial: Tensor | None = None  # [M,2] int64: a place among the N with word IGNORE_INDEX; w, or ~w for "not w"
     partial_counts: list[int] | None = None  # M of every rank of the vocabulary group
 
@@ -93,7 +89,7 @@ def fused_loss(
     u: U [N,C] of this rank's tokens; N may be 0. token_weight, number_weight: reciprocals of the global counts, times
     whatever the engine divides by. group: the vocabulary group, None where this rank holds the whole vocabulary.
     token_counts: N of every rank of the group, where they are known. Collective over `group`, forward and backward.
-    Raises as `linear_ovr` and `number_nll`.
+    Raises as `linear_ovr`.
     """
     u_prime = action.add_noise(u)
     out = vocab_parallel_loss(
@@ -110,46 +106,16 @@ def fused_loss(
     words, cls_sum = _with_partial(action, u_prime, labels, options, token_weight, group, out)
     stop = options.gate_grad == "stop"
     p_num = out.p_num.detach() if stop else out.p_num
-    nll, type_loss = _number_losses(action, u_prime, labels, stop)
-    gates = gate_of(options.gate)(labels.is_number, p_num, options.alpha)
+    nll, decided = action.number_head.loss(u_prime, labels.numbers, stop)
+    gates = gate_of(options.gate)(labels.numbers.is_number, p_num, options.alpha)
     reg_sum = (gates * nll).sum()  # without a number it is 0 and still in the graph
     return LossTerms(
-        loss=words + token_weight * type_loss + number_weight * reg_sum,
-        cls_sum=cls_sum + type_loss.detach(),
+        loss=words + token_weight * decided + number_weight * reg_sum,
+        cls_sum=cls_sum + decided.detach(),
         reg_sum=reg_sum.detach(),
         prob_sum=out.prob_sum,
         p_num=out.p_num.detach(),
     )
-
-
-def _number_losses(action: ActionNetwork, u_prime: Cauchy, labels: TokenLabels, stop: bool) -> tuple[Tensor, Tensor]:
-    """(NLL [N], loss of the types []), by `number_nll`.
-
-    The NLL is finite everywhere, so a gate of 0 drops value and gradient. A type is one more word of the position: the
-    cross entropies of all types, one against the rest, belong to L_cls. So do those of copies. stop: P_t gates without
-    gradient.
-    """
-    copies = _copy_loss(action, u_prime, labels)
-    if labels.types is None:
-        y = action.value(u_prime) if labels.value_weights is None else action.values(u_prime)
-        return number_nll(y.nll(labels.values), labels.value_weights), copies
-    y = action.values(u_prime)
-    nll = y.nll(labels.values.unsqueeze(-1))
-    scores = action.type_scores(u_prime)
-    p_type, known = scores.sf(0.0), labels.is_number & (labels.types >= 0)
-    true = torch.arange(y.loc.shape[-1], device=known.device) == labels.types.unsqueeze(-1)
-    bce = -torch.where(true, scores.log_sf(0.0), scores.log_cdf(0.0)).sum(-1)
-    nll = number_nll(nll, None, p_type.detach() if stop else p_type, labels.types)
-    return nll, torch.where(known, bce, 0.0).sum() + copies
-
-
-def _copy_loss(action: ActionNetwork, u_prime: Cauchy, labels: TokenLabels) -> Tensor:
-    """[]: the cross entropies of the numbers before each, one against the rest: whether the label equals it."""
-    if labels.recent is None or labels.raw is None or not action.copies:
-        return u_prime.loc.new_zeros(())
-    scores, known = action.copy_scores(u_prime), labels.is_number.unsqueeze(-1) & ~labels.recent.isnan()
-    bce = -torch.where(labels.recent == labels.raw.unsqueeze(-1), scores.log_sf(0.0), scores.log_cdf(0.0))
-    return torch.where(known, bce, 0.0).sum()
 
 
 def _with_partial(

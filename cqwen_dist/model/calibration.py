@@ -141,7 +141,7 @@ class _Positions(NamedTuple):
     values: Tensor  # [N] float64
     folds: Tensor  # [N] int64: the row's fold
     texts: list[TextBefore]  # before each value that is learnt; empty without a wide part
-    recent: Tensor  # [N,K] float64: what each value may be a copy of
+    memory: Tensor  # [N,K] float64: what the number head knows of the numbers before
 
 
 @dataclass(frozen=True)
@@ -164,9 +164,9 @@ class _Start:
         batches, features = list(batches), features or self.features
         none = torch.zeros(0, device=self.model.action.cls_weight.device)
         no_z = none.new_zeros(0, self.model.config.feature_size)
-        config = self.model.config
-        no_recent = none.double().new_zeros(0, config.copies)
-        parts: list[tuple[Tensor, ...]] = [(no_z, none.long(), none.bool(), none.double(), none.long(), no_recent)]
+        head = self.model.action.number_head
+        no_memory = head.memory(none.bool(), none.double(), none.long())
+        parts: list[tuple[Tensor, ...]] = [(no_z, none.long(), none.bool(), none.double(), none.long(), no_memory)]
         texts: list[TextBefore] = []
         for i, batch in enumerate(batches):
             self.progress(what, i, len(batches))
@@ -174,14 +174,13 @@ class _Start:
             z = features(batch, kept).float()
             folds = _fold_of_row(batch).repeat_interleave(batch.labels.shape[1])
             per_position = (batch.labels, batch.numeric_mask, batch.numeric_labels, folds)
-            recent = batch.copied(kept, config.num_token_id, config.copies)
-            parts.append((z, *(part.flatten()[kept] for part in per_position), recent))
+            parts.append((z, *(part.flatten()[kept] for part in per_position), head.memory_at(batch, kept)))
             if self.model.wide is not None:
                 texts += texts_before(self.model.wide, batch, kept[batch.numeric_mask.flatten()[kept]])
             if self.groups is ALONE and most is not None and sum(len(labels) for _, labels, *_ in parts) >= most:
                 break
-        z, labels, learnt, values, folds, recent = (torch.cat(column)[:most] for column in zip(*parts, strict=True))
-        return _Positions(z, labels, learnt, values, folds, texts[: int(learnt.sum())], recent)
+        z, labels, learnt, values, folds, memory = (torch.cat(column)[:most] for column in zip(*parts, strict=True))
+        return _Positions(z, labels, learnt, values, folds, texts[: int(learnt.sum())], memory)
 
     def word_loc(self, z: Tensor) -> Tensor:
         """loc_U [N,C_w] of features."""
@@ -278,28 +277,26 @@ class _Start:
             law = found.coefficients.cpu(), found.intercept + shift, scale, noise
             return tables, law, float(error), float(of_median)
 
-        if self.model.config.copies:
-            self.fit_copies(fit)
+        if fit.memory.shape[1]:
+            self.fit_scores(fit)
         tables, law, error, of_median = self.groups.agreed(ridge)
         for name, table in tables.items():
             self.model.get_parameter(f"wide.{name}").copy_(table)
         start_regression(self.model, *law)
         return {"numbers": len(values), "reg_mdae": error, "reg_median_mdae": of_median}
 
-    def fit_copies(self, fit: _Positions) -> None:
-        """Start the scores of copies: each is a ridge regression of 1, where the value is that number, and -1 else."""
-        action = self.model.action
-        parts = self.word_loc(fit.z), fit.values, fit.recent
-        x, values, recent = self.of_all_ranks(*(part[fit.learnt] for part in parts))
-        signs = (recent == values.unsqueeze(-1)).double() * 2 - 1
+    def fit_scores(self, fit: _Positions) -> None:
+        """Start the number head's scores, each by a ridge regression on U's word part."""
+        head = self.model.action.number_head
+        parts = self.word_loc(fit.z), fit.values, fit.memory
+        x, values, memory = self.of_all_ranks(*(part[fit.learnt] for part in parts))
+        targets = head.score_targets(values, memory)
 
         def ridge() -> tuple[Tensor, Tensor]:
-            found = torch.stack([ridge_by_leave_one_out(x.double(), of)[0] for of in signs.T])
-            return found.cpu(), (signs.mean(0) - found @ x.double().mean(0)).cpu()
+            found = torch.stack([ridge_by_leave_one_out(x.double(), of)[0] for of in targets.T])
+            return found.cpu(), (targets.mean(0) - found @ x.double().mean(0)).cpu()
 
-        weight, bias = self.groups.agreed(ridge)
-        action.copy_weight.copy_(weight)
-        action.copy_bias.copy_(bias)
+        head.start_scores(*self.groups.agreed(ridge))
 
     def measured(self, logits: StartLogits, base_best: Tensor, threshold: float, gamma: float) -> dict[str, Any]:
         """`Calibration`'s fields of the start as it is set, on the positions that (C, gamma) were chosen on.

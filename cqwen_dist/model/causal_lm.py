@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
-from cqwen_dist.batch import IGNORE_INDEX, Batch, recent_numbers
+from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import UserError
 from cqwen_dist.generate.generator import Watch, generate
 from cqwen_dist.generate.hugging_face import CausalQwenGeneration, as_rows, translate
@@ -178,7 +178,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         action = self.model.action
         with at_hand(action), torch.autocast(u.loc.device.type, enabled=False):
             u_prime = action.add_noise(u)
-            y = action.value(u_prime)
+            y = action.number_head.value(u_prime)
             scored = labels is None or logits_to_keep is not None or output_scales or output_log_probs
             scores: Any = self._scores(u_prime, logits_to_keep, output_scales, output_log_probs) if scored else {}
             loss = None if labels is None else self._loss(u, input_ids, labels, numeric_values, attention_mask)
@@ -233,30 +233,32 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         self, u: Cauchy, ids: Tensor | None, labels: Tensor, values: Tensor | None, mask: Tensor | None
     ) -> Tensor:
         """`fused_loss` of one process: S0 5.3 with alpha 0, the gate without gradient, lambda 1."""
-        num, width, labels = self.config.num_token_id, labels.shape[1], labels[:, 1:]
+        num, width = self.config.num_token_id, labels.shape[1]
+        real = torch.ones_like(labels, dtype=torch.bool)
         if mask is not None:
             real = mask[:, -width:].bool()  # with a cache the mask covers earlier tokens too
-            labels = labels.masked_fill(~(real[:, 1:] & real[:, :-1]), IGNORE_INDEX)
-        kept = (labels.flatten() != IGNORE_INDEX).nonzero()[:, 0]
         if values is None:
-            values = torch.zeros((len(labels), width), dtype=torch.float64, device=labels.device)
-        recent = None if ids is None else self._recent(ids, values, mask)[:, :-1].flatten(0, 1)[kept]
-        labels, values = labels.flatten()[kept], values[:, 1:].flatten()[kept]
-        is_number = labels == num
+            values = torch.zeros(labels.shape, dtype=torch.float64, device=labels.device)
+        follows = torch.nn.functional.pad(real[:, 1:], (0, 1)) & real
+        labels = labels.roll(-1, 1).masked_fill(~follows, IGNORE_INDEX)
+        batch = Batch(
+            input_ids=torch.zeros_like(labels) if ids is None else ids,
+            numeric_values=values,
+            attention_mask=real,
+            position_ids=(real.cumsum(1) - 1).clamp(min=0),
+            labels=labels,
+            numeric_labels=values.roll(-1, 1),
+            numeric_mask=labels == num,
+        )
+        kept = batch.kept
         return fused_loss(
             self.model.action,
-            Cauchy(*(t[:, :-1].flatten(0, 1)[kept] for t in u)),
-            TokenLabels(labels, self.model.target.forward(values), is_number, recent=recent, raw=values),
+            Cauchy(*(t.flatten(0, 1)[kept] for t in u)),
+            TokenLabels(labels.flatten()[kept], self.model.action.number_head.value_labels(batch, kept)),
             LossOptions(num),
-            token_weight=1.0 / max(len(labels), 1),
-            number_weight=1.0 / max(int(is_number.sum()), 1),
+            token_weight=1.0 / max(len(kept), 1),
+            number_weight=1.0 / max(int(batch.numeric_mask.sum()), 1),
         ).loss
-
-    def _recent(self, ids: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """[B,T,K]: the numbers that the next token of each position may copy."""
-        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[:, -ids.shape[1] :].bool()
-        is_number = (ids == self.config.num_token_id) & real
-        return recent_numbers(is_number, values, (real.cumsum(1) - 1).clamp(min=0), self.config.copies)
 
     @torch.no_grad()
     def generate(  # type: ignore[override, unused-ignore]  # numbers go with the ids

@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import LoraConfig, UserError
+from cqwen_dist.config.shape import NUMBER_KEYS
 from cqwen_dist.generate.offloaded import at_hand
 from cqwen_dist.heads.abduction import Abduction, abduction_named, loaded_abduction, make_abduction
 from cqwen_dist.heads.action import ActionNetwork
+from cqwen_dist.heads.number_kinds import NUMBER_KINDS
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.backbone import (
     FeatureExtractionNetwork,
@@ -35,7 +37,7 @@ from cqwen_dist.model.varlen import attends_within_texts
 from cqwen_dist.model.wide import WidePart, columns_beside_z
 from cqwen_dist.ops.cauchy import Cauchy
 
-SHAPE = set(signature(CausalQwenConfig).parameters) - {"base", "num_token_id", "kwargs"}
+SHAPE = {*signature(CausalQwenConfig).parameters, *NUMBER_KEYS, *NUMBER_KINDS} - {"base", "num_token_id", "kwargs"}
 
 
 class FeatureStack(nn.Module):
@@ -120,9 +122,7 @@ class CausalQwenModel(nn.Module):
             vocab_start=vocab_start,
             rows=rows,
             scalar_threshold=config.scalar_threshold,
-            values=1 + len(config.more_values) if config.more_values else None,
-            types=len(config.number_types) if config.number_types else None,
-            copies=config.copies,
+            config=config,
         )
         if config.lora is not None:
             inject_lora(transformer, LoraConfig(**config.lora))

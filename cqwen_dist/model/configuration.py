@@ -13,6 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from cqwen_dist.config import UserError
 from cqwen_dist.config.architectures import USUAL
+from cqwen_dist.config.shape import NUMBER_KEYS
 from cqwen_dist.heads.targets import TargetTransform
 
 BESIDE_Z = 3  # the wide part's columns behind z: g rounded to z's dtype, the rest of it, and h
@@ -25,12 +26,10 @@ class CausalQwenConfig(PretrainedConfig):
     base: the base model's own config, as a dict, and `added_rows` in it, if any. num_token_id: the row used for
     <NUM>. used_rows: words from here on are spare and never written (default num_token_id + 1). causal_size: C without
     the number dimensions (default H). number_dims: m. wide: columns of the wide part's tables (`model.wide`; it needs
-    number dimensions), 0: none; random_features: how many it has (`model.random_features`). copies: K, of
-    the last K numbers any may be copied, 0: none. value_periods: as
+    number dimensions), 0: none; random_features: how many it has (`model.random_features`). value_periods: as
     `model.value_periods`. abduction: a name of `ABDUCTIONS`. scalar_threshold: one C for all words.
-    target: the regression's unit (`TargetTransform.to_dict`).
-    number_types: names of T types of number (S4 4.7.2); more_values: names of the further R - 1 values of a number (S4
-    4.7.1); or None.
+    target: the regression's unit (`TargetTransform.to_dict`). kwargs: among others what the number head's kind goes by
+    (`NUMBER_KEYS`).
     lora: adapters present in the backbone (`LoraConfig` as a dict), or None. calibration: of the intervals, on held-out
     numbers (`Intervals.to_dict`), or None.
 
@@ -54,12 +53,9 @@ class CausalQwenConfig(PretrainedConfig):
         lora: dict[str, Any] | None = None,
         used_rows: int | None = None,
         calibration: dict[str, Any] | None = None,
-        number_types: list[str] | None = None,
-        more_values: list[str] | None = None,
         wide: int = 0,
         random_features: int = 0,
         value_periods: Sequence[float] = (),
-        copies: int = 0,
         **kwargs: Any,
     ) -> None:
         base_config = AutoConfig.for_model(**(base or {"model_type": USUAL}))
@@ -80,17 +76,16 @@ class CausalQwenConfig(PretrainedConfig):
         self.target = target or asdict(TargetTransform())
         self.lora = lora
         self.calibration = calibration
-        self.number_types, self.more_values = number_types, more_values
+        for name, key in NUMBER_KEYS.items():
+            setattr(self, name, kwargs.pop(name, key.default))
         self.wide, self.random_features = wide, random_features
         self.value_periods = list(value_periods)
-        self.copies = copies
         self._check(base_config.vocab_size)
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(**kwargs)
 
     def _check(self, rows: int) -> None:
         """Refuse values with which a model would be built, and fail later or write nonsense. rows: the vocabulary's."""
-        both = f"{self.number_types} and {self.more_values}"
         for name, found, fits, allowed in (
             ("num_token_id", self.num_token_id, self.num_token_id in range(rows), f"a row below {rows}"),
             ("used_rows", self.used_rows, self.used_rows in range(1, rows + 1), f"1 to {rows}"),
@@ -98,7 +93,6 @@ class CausalQwenConfig(PretrainedConfig):
             ("scale_floor", self.scale_floor, _above_0(self.scale_floor), "a number above 0"),
             ("wide", self.wide, not self.wide or self.number_dims > 0, "0 without number_dims, through which it acts"),
             ("value_periods", self.value_periods, all(map(_above_0, self.value_periods)), "numbers above 0"),
-            ("number_types and more_values", both, not (self.number_types and self.more_values), "one of the two"),
         ):
             if not fits:
                 raise UserError(f"config.json: {name}", found, allowed)

@@ -55,7 +55,7 @@ def inherit_head(
     num_bias_init: added to its bias. reg_gain: a factor on the words' part of W_reg's Xavier start (S1 5 has 0.1).
     """
     config, action, abduction = heads.config, heads.action, heads.abduction
-    words, hidden, numbers = config.causal_size, config.hidden_size, config.number_dims
+    words, hidden = config.causal_size, config.hidden_size
     rows = slice(action.vocab_start, action.vocab_start + action.rows)
     shared = min(words, hidden)
 
@@ -74,12 +74,7 @@ def inherit_head(
     if bias is not None:
         action.cls_bias.copy_(bias[rows])
 
-    # W_reg
-    if numbers:
-        for row in action.reg_weight.view(-1, action.reg_weight.shape[-1]):
-            torch.nn.init.xavier_uniform_(row[:words].unsqueeze(0))
-        action.reg_weight[..., words:] = 1.0 / numbers
-    action.reg_weight[..., :words] *= reg_gain
+    action.number_head.inherit(reg_gain)
 
     # <NUM>'s row, on the rank that holds it
     row = config.num_token_id - action.vocab_start
@@ -149,17 +144,10 @@ def start_regression(heads: Heads, coefficients: Tensor, intercept: float, scale
     itself, and the scale follows from the words' scales. Several values, or the values of several types, start equal.
     noise: as `set_number_scale`.
     """
-    action, words = heads.action, heads.config.causal_size
-    action.reg_bias.fill_(intercept)
+    heads.action.number_head.start(coefficients, intercept)
     if heads.config.number_dims:
-        heads.abduction.loc_net.weight[words:] = coefficients.to(action.reg_weight)
-        action.reg_weight[..., :words] = 0.0
-        action.reg_weight[..., words:] = 1.0 / heads.config.number_dims
+        heads.abduction.loc_net.weight[heads.config.causal_size :] = coefficients.to(heads.abduction.loc_net.weight)
         set_number_scale(heads, scale, noise)
-    elif bool(coefficients.any()):  # else W_reg stays as drawn: zeros would make scale_Y 0 and the loss infinite
-        action.reg_weight.copy_(coefficients.expand_as(action.reg_weight))
-    if action.types is not None:
-        action.reg_bias[action.types :] = 0.0  # the types' own scores
 
 
 @torch.no_grad()

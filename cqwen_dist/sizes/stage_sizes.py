@@ -8,6 +8,7 @@ B sequences of T tokens in a micro-batch, N = B T; w bytes of a backbone number.
 from __future__ import annotations
 
 from cqwen_dist.config import Config, Stage, refuse_ranks
+from cqwen_dist.config.shape import number_parameters
 from cqwen_dist.sizes.architecture import Architecture
 
 FP32 = 4
@@ -62,13 +63,10 @@ class Sizes:
         if self.loss_impl == "fused" and self.width == FP32:
             self.loss_impl = "triton"  # as `ops.ovr.loss` does
         self.rows = ceil_div(base.vocab, self.group)  # v, of the rank that has most
-        # rows of W_reg: one for each value of a number, or for each type its value and its score
-        types = config.data.types
-        self.regressions = 2 * len(types) if types else 1 + len(config.data.more_values)
         c, h = self.causal, base.hidden
         # numbers of the heads' parts that every rank holds whole
-        copies = config.model.copies * (self.words + 2)
-        self.whole_heads = {"abduction": 2 * (c * h + c), "regression": self.regressions * (c + 1) + copies, "noise": c}
+        regression = number_parameters(config, self.words, c)
+        self.whole_heads = {"abduction": 2 * (c * h + c), "regression": regression, "noise": c}
         features = config.model.random_features
         numbers = WIDE_NAMES * (WIDE_PER_NAME + 2 * WIDE_TABLES) + features * (WIDE_NAMES + 1 + WIDE_TABLES)
         self.wide_part = (WIDE_TABLES * config.model.wide + base.vocab + numbers) * bool(config.model.wide)

@@ -19,6 +19,7 @@ from cqwen_dist.checkpoint.manifest import Retention, choose_checkpoint, finish_
 from cqwen_dist.checkpoint.resume import base_digest
 from cqwen_dist.checkpoint.saving import Saver
 from cqwen_dist.config import Config, UserError, rises
+from cqwen_dist.config.shape import model_shape
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader, Loader
@@ -53,9 +54,7 @@ from cqwen_dist.training.zero.engine import Engine
 from cqwen_dist.training.zero.partitioned_base import load_partitioned_base
 from cqwen_dist.training.zero.settings import engine_settings
 
-# Keys of the section `model` that the model takes as they are: of its start, of its shape.
-_START_KEYS = {"b_noise_init", "num_bias_init", "reg_gain"}
-_SHAPE_KEYS = {"abduction", "causal_size", "copies", "wide", "random_features", "scale_activation", "value_periods"}
+_START_KEYS = {"b_noise_init", "num_bias_init", "reg_gain"}  # of the section `model`, which the model takes as they are
 
 
 class Base(NamedTuple):
@@ -186,14 +185,11 @@ def build_training(
         w_num_scale=config.w_num_scale,
         num_row_init=config.num_row_init,
         numerals=words.numerals,
-        number_dims=config.number_dims,
         line_ends=words.line_ends,
-        scalar_threshold=config.train.thresholds == "scalar",
         target=target,
-        number_types=config.data.types,
-        more_values=config.data.more_values or None,
         lora=config.model.lora.model_dump() if config.trains("lora") else None,
-        **config.model.model_dump(include=_START_KEYS | _SHAPE_KEYS),
+        **config.model.model_dump(include=_START_KEYS),
+        **model_shape(config),
     )
     run_layers_as(model.transformer, config.model)
     engine = Engine(model, engine_settings(config, groups.world_size), runtime, groups)

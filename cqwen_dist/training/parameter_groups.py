@@ -9,15 +9,13 @@ from torch import nn
 
 from cqwen_dist.model.lora import is_lora, is_lora_b, is_magnitude
 
-# The group of each parameter of `Action`; all of another part of the heads are in the group of its name.
+# The groups of the parameters of `Action`; its number head's are in `regression`.
+# All parameters of another part of the heads are in the group of its name.
 _ACTION = {
     "cls_weight": "classifier",
     "cls_bias": "classifier",
     "b_noise": "noise",
-    "reg_weight": "regression",
-    "reg_bias": "regression",
     "threshold": "thresholds",
-    **dict.fromkeys(("copy_weight", "copy_bias", "copy_noise"), "regression"),
 }
 
 
@@ -81,7 +79,7 @@ def head_members(heads: nn.Module, thresholds: str, train_class_bias: bool) -> l
     for name, parameter in heads.named_parameters():
         part, _, own_name = name.partition(".")
         if part != "wide" and not fixed.get(name):
-            members.append(Member(name, parameter, _ACTION[own_name] if part == "action" else part))
+            members.append(Member(name, parameter, _ACTION.get(own_name, "regression") if part == "action" else part))
     return members
 
 

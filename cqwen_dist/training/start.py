@@ -23,6 +23,7 @@ from cqwen_dist.checkpoint.resume import KEYS, load_checkpoint, refuse_exchanged
 from cqwen_dist.checkpoint.tensors import refuse_strange
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.config.errors import Said
+from cqwen_dist.config.shape import SHAPE_KEYS
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.calibration import LEVEL_TOKENS, Calibration, calibrate
 from cqwen_dist.model.initialise import override_start
@@ -38,15 +39,7 @@ from cqwen_dist.training.telemetry.metrics import MetricsLog
 CALIBRATION_TOKENS = 512  # of all ranks together
 WARM = "model.warm_start"
 # A field of a model's shape -> the key that sets it.
-_OF_MODEL = ("causal_size", "number_dims", "wide", "copies", "random_features", "value_periods", "abduction")
-_SHAPE = {
-    **{name: f"model.{name}" for name in (*_OF_MODEL, "scale_activation", "num_token_id")},
-    "scalar_threshold": "train.thresholds",
-    "number_types": "data.number_types",
-    "more_values": "data.more_values",
-    "vocab_size": WARM,
-    "hidden_size": WARM,
-}
+_SHAPE = {**SHAPE_KEYS, "num_token_id": "model.num_token_id", "vocab_size": WARM, "hidden_size": WARM}
 
 
 def begin(run: Run) -> Place:
@@ -111,7 +104,7 @@ def _make_start(run: Run) -> Place:
             start["calibration"] = _calibrate(run)
         else:
             median = torch.tensor(run.statistics.median, dtype=torch.float64)
-            run.model.action.reg_bias.data.copy_(run.model.target.forward(median))  # S1 4.2
+            run.model.action.number_head.centre(run.model.target.forward(median))  # S1 4.2
         override_start(run.model, threshold, config.model.gamma_init, config.model.b_noise_init)
         run.engine.heads.noise_unit = float(run.model.action.b_noise.abs().median()) or 1.0
 

@@ -128,20 +128,12 @@ class Stepper:
         """The fused loss of a place (step, micro-batch), weighted so that the ranks' average is the global mean."""
         world, i = self.groups.world_size, place[1]
         at, words = batch.partial.unbind(1)
-        shape = self.model.config
-        further = len(shape.more_values or ())
-        values, weights, types = batch.number_labels(keep, bool(shape.number_types), further, self.loss.value_weights)
         return fused_loss(
             self.model.action,
             u,
             TokenLabels(
                 batch.labels.flatten()[keep],
-                self.model.target.forward(values),
-                batch.numeric_mask.flatten()[keep],
-                weights,
-                types,
-                recent=batch.copied(keep, shape.num_token_id, shape.copies) if shape.copies else None,
-                raw=batch.numeric_labels.flatten()[keep],
+                self.model.action.number_head.labels(batch, keep, self.loss.value_weights),
                 partial=torch.stack([torch.searchsorted(keep, at.contiguous()), words], 1),
                 partial_counts=counts.partial[i],
             ),

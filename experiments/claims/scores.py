@@ -84,7 +84,7 @@ def _of_words(
 
 def _of_numbers(model: CausalQwenModel, u_prime: Cauchy, part: Positions) -> dict[str, torch.Tensor]:
     """Columns [N] of Y, in the target's unit; only those where the label is a number have a meaning."""
-    y, goal = model.action.value(u_prime), model.target.forward(part.values)
+    y, goal = model.action.number_head.value(u_prime), model.target.forward(part.values)
     return {"y_loc": y.loc, "y_scale": y.scale, "goal": goal, "crps": y.crps(goal)}
 
 

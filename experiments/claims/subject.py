@@ -19,6 +19,7 @@ from cqwen_dist.config.training import HEADS
 from cqwen_dist.data.store import Document
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.heads.fused_loss import LossOptions, TokenLabels, fused_loss
+from cqwen_dist.heads.number_head import NumberLabels
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.ops.ovr.loss import OvrOptions
@@ -160,8 +161,8 @@ def train_heads(
     losses = []
     for step in range(steps):
         at = order[step * tokens : (step + 1) * tokens]
-        labels = TokenLabels(seen.labels[at], targets[at], seen.is_number[at])
-        numbers = len(at) if counts_text(options.gate) else max(int(labels.is_number.sum()), 1)
+        labels = TokenLabels(seen.labels[at], NumberLabels(targets[at], seen.is_number[at]))
+        numbers = len(at) if counts_text(options.gate) else max(int(labels.numbers.is_number.sum()), 1)
         lam = training.reg_weight / numbers
         u = model.abduction(seen.z[at])
         terms = fused_loss(model.action, u, labels, options, training.cls_weight / len(at), lam)

@@ -84,7 +84,7 @@ class Reader:
         model, parts = self.model.model, []
         for start in range(0, len(encoded), BATCH):
             u = model.infer(*padded(self.model, self.tokenizer, encoded[start : start + BATCH]))
-            y = model.action.value(model.action.add_noise(u))
+            y = model.action.number_head.value(model.action.add_noise(u))
             parts.append((model.target.inverse(y.loc[:, -1]), model.target.inverse_scale(y.scale[:, -1])))
         loc, scale = (torch.cat(part).cpu().numpy().reshape(doses.T.shape).T for part in zip(*parts, strict=True))
         return Law(loc, scale, self.half)

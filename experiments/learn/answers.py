@@ -85,7 +85,7 @@ def predict(model: CausalQwenModel, batches: list[Batch]) -> Predictions:
         flat = batch.numeric_mask.flatten().nonzero()[:, 0]
         on_device, positions = batch.to(device), flat.to(device)
         u_prime = model.action.add_noise(model.abduction(model.kept_features(on_device, positions)))
-        y = model.action.value(Cauchy(u_prime.loc, u_prime.scale))
+        y = model.action.number_head.value(Cauchy(u_prime.loc, u_prime.scale))
         truth = batch.numeric_labels.flatten()[flat]
         goal = model.target.forward(truth).to(device)
         parts.append(

@@ -89,7 +89,7 @@ def test_every_step_equals_a_decision_on_the_text_so_far(model, prompts) -> None
     with torch.no_grad():
         u = model.action.add_noise(model.infer(ids, numbers.values, mask, position_ids=positions))
         p = model.action.scores(u).sf(model.action.threshold)[..., : NUM + 1]
-        y = model.action.value(u)
+        y = model.action.number_head.value(u)
     assert torch.equal(p[:, 7:-1].argmax(-1), ids[:, 8:])
     new = numbers.generated[:, 8:]
     assert bool(new.any())
@@ -264,7 +264,7 @@ def test_sampled_steps_use_the_generators_draws_row_by_row(model, prompts) -> No
         law = Cauchy(u.sample(eps), model.action.b_noise.abs().expand_as(u.loc))
         p = model.action.scores(law).sf(model.action.threshold)[:, : NUM + 1]
         assert torch.equal(p.argmax(-1), ids[:, 8 + step])
-        value = model.target.inverse(model.action.value(law).loc)
+        value = model.target.inverse(model.action.number_head.value(law).loc)
         is_num = ids[:, 8 + step] == NUM
         assert_close(numbers.values[:, 8 + step], value.where(is_num, 0.0), 1e-5)
 

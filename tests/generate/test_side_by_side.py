@@ -53,7 +53,7 @@ def test_an_individual_keeps_its_draw_over_steps_and_prompts(
 ) -> None:
     """u_t by what the action network is given at every step: the same quantile of U_t (mode 1), or the same |b| eps."""
     net, asked, given = model.model, [], []
-    infer, value = net.infer, net.action.value
+    infer, value = net.infer, net.action.number_head.value
 
     def watched_infer(*args, **kwargs):
         asked.append(infer(*args, **kwargs))
@@ -64,7 +64,7 @@ def test_an_individual_keeps_its_draw_over_steps_and_prompts(
         return value(u)
 
     monkeypatch.setattr(net, "infer", watched_infer)
-    monkeypatch.setattr(net.action, "value", watched_value)
+    monkeypatch.setattr(net.action.number_head, "value", watched_value)
     for prompt in (PROMPT, "w60"):
         counterfactuals(model, Words(), prompt, 5, mode, seed=4, max_new_tokens=7)
     assert len(asked) == len(given) == 14

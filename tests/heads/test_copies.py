@@ -10,8 +10,8 @@ from support.numerics import assert_close
 from support.ranks import run_ranks
 from support.tiny import NUM, random_batch, tiny_causal_lm, tiny_model
 
-from cqwen_dist.batch import recent_numbers
-from cqwen_dist.heads.fused_loss import TokenLabels, _copy_loss
+from cqwen_dist.heads.number_head import NumberLabels
+from cqwen_dist.heads.number_kinds import CopyLabels
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.groups import build_groups
@@ -55,7 +55,7 @@ def test_last_numbers_equal_values_by_hand():
     is_number = torch.tensor([[0, 1, 0, 1, 1, 0, 1, 0]]).bool()
     values = torch.tensor([[0, 5, 0, 7, 9, 0, 2, 0]]).double()
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])  # a text ends behind the second number
-    found = recent_numbers(is_number, values, positions, 2)
+    found = tiny_model(copies=2).action.number_head.memory(is_number, values, positions)
     wanted = [[nan, nan], [5, nan], [5, nan], [7, 5], [9, nan], [9, nan], [2, 9], [2, 9]]
     assert torch.equal(found[0].nan_to_num(-1), torch.tensor(wanted).double().nan_to_num(-1))
 
@@ -69,13 +69,14 @@ def test_last_numbers_equal_a_plain_loop(count):
     begins[:, 0] = True
     at = torch.arange(23).expand(5, 23)
     positions = at - torch.where(begins, at, 0).cummax(1).values
-    found = recent_numbers(is_number, values, positions, count)
+    head = tiny_model(copies=count).action.number_head
+    found = head.memory(is_number, values, positions)
     for row in range(5):
         for place in range(23):
             start = place - int(positions[row, place])
             own = [float(values[row, i]) for i in range(place, start - 1, -1) if is_number[row, i]][:count]
             assert [v for v in found[row, place].tolist() if not math.isnan(v)] == own
-    assert recent_numbers(is_number[:0], values[:0], positions[:0], 2).shape == (0, 23, 2)
+    assert head.memory(is_number[:0], values[:0], positions[:0]).shape == (0, 23, count)
 
 
 def test_the_copy_loss_is_one_vs_rest_over_existing_numbers():
@@ -86,14 +87,14 @@ def test_the_copy_loss_is_one_vs_rest_over_existing_numbers():
     recent = torch.tensor([[4.0, 6.0], [6.0, math.nan], [4.0, 4.0]]).double()
     is_number = torch.tensor([True, True, False])
     raw = torch.tensor([6.0, 6.0, 4.0]).double()
-    labels = TokenLabels(torch.zeros(3).long(), raw, is_number, recent=recent, raw=raw)
+    labels = CopyLabels(raw, is_number, NumberLabels(raw, is_number), recent, raw)
 
     words = action.word_size
     loc = u.loc[:, :words] @ action.copy_weight.T + action.copy_bias
     scale = u.scale[:, :words] @ action.copy_weight.abs().T + action.copy_noise.abs()
     p = 0.5 + (loc / scale).atan() / math.pi
     expected = -((1 - p[0, 0]).log() + p[0, 1].log() + p[1, 0].log())
-    found = _copy_loss(action, u, labels)
+    found = action.number_head.loss(u, labels, stop=True)[1]
     assert float(found) == pytest.approx(float(expected), rel=1e-9)
 
     found.backward()
@@ -103,7 +104,7 @@ def test_the_copy_loss_is_one_vs_rest_over_existing_numbers():
             ends = []
             for sign in (1, -1):
                 flat[i] += sign * step
-                ends.append(float(_copy_loss(action, u, labels)))
+                ends.append(float(action.number_head.loss(u, labels, stop=True)[1]))
                 flat[i] -= sign * step
             assert float(parameter.grad.view(-1)[i]) == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-6)
 

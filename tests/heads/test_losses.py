@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.heads.fused_loss import LossOptions, LossTerms, TokenLabels, fused_loss
+from cqwen_dist.heads.number_head import NumberLabels
 from cqwen_dist.heads.seed_losses import CausalQwenLoss, OvrClassificationLoss, RegressionLoss
 from cqwen_dist.model import CausalQwenModel
 from cqwen_dist.ops.cauchy import Cauchy
@@ -137,8 +138,7 @@ def fused_total(model: CausalQwenModel, batch: Batch, reg_weight: float = 1.0, *
         model.abduction(z),
         TokenLabels(
             batch.labels.flatten()[keep],
-            model.target.forward(batch.numeric_labels.flatten()[keep]),
-            batch.numeric_mask.flatten()[keep],
+            model.action.number_head.labels(batch, keep),
         ),
         LossOptions(model.config.num_token_id, **options),  # type: ignore[arg-type]
         token_weight=1.0 / count,
@@ -200,7 +200,7 @@ def test_regression_gradient_is_proportional_to_the_gate() -> None:
         terms = fused_loss(
             model.action,
             u,
-            TokenLabels(torch.tensor([NUM]), torch.tensor([3.0]), torch.tensor([True])),
+            TokenLabels(torch.tensor([NUM]), NumberLabels(torch.tensor([3.0]), torch.tensor([True]))),
             LossOptions(NUM, alpha=alpha),
             token_weight=0.0,
             number_weight=1.0,

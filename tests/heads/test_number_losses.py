@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.heads.fused_loss import LossOptions, LossTerms, TokenLabels, fused_loss
+from cqwen_dist.heads.number_kinds import SeveralLabels, TypedLabels
 from cqwen_dist.heads.seed_losses import CausalQwenLoss
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.regression import number_nll
@@ -35,7 +37,8 @@ def case() -> dict[str, Tensor]:
 
 def action(kind: str = "several") -> ActionNetwork:
     torch.manual_seed(1)
-    return ActionNetwork(C, V, values=R) if kind == "several" else ActionNetwork(C, V, types=R)
+    kinds = {"more_values": ["b", "c"]} if kind == "several" else {"number_types": ["a", "b", "c"]}
+    return ActionNetwork(C, V, config=SimpleNamespace(**kinds))
 
 
 def p_num(model: ActionNetwork, case: dict[str, Tensor]) -> Tensor:
@@ -65,15 +68,11 @@ def by_hand(model: ActionNetwork, case: dict[str, Tensor], kind: str) -> Tensor:
 
 
 def fused(model: ActionNetwork, case: dict[str, Tensor], kind: str, **options: object) -> LossTerms:
-    several = {"value_weights": WEIGHTS} if kind == "several" else {"types": case["types"]}
-    if "value_weights" in options:
-        several = {"value_weights": options.pop("value_weights")}  # type: ignore[dict-item]
-    labels = TokenLabels(
-        case["labels"],
-        case["values"] if kind == "several" else case["values"][:, 0],
-        case["labels"] == NUM,
-        **several,
-    )
+    is_number, weights = case["labels"] == NUM, options.pop("value_weights", WEIGHTS)
+    if kind == "several":
+        labels = TokenLabels(case["labels"], SeveralLabels(case["values"], is_number, weights))
+    else:
+        labels = TokenLabels(case["labels"], TypedLabels(case["values"][:, 0], is_number, case["types"]))
     u, token_weight = Cauchy(case["loc"], case["scale"]), float(options.pop("token_weight", 0.0))  # type: ignore[arg-type]
     return fused_loss(model, u, labels, LossOptions(NUM, **options), token_weight, 1.0)  # type: ignore[arg-type]
 
@@ -100,11 +99,11 @@ def test_the_seeds_module_gives_the_same_loss(case: dict[str, Tensor], kind: str
     terms = fused(model, case, kind, gate_grad=gate_grad, alpha=0.3)
     loss = CausalQwenLoss(V, NUM, alpha=0.3, gate_grad=gate_grad, value_weights=WEIGHTS if kind == "several" else None)
     u_prime = model.add_noise(Cauchy(case["loc"], case["scale"]))
-    outputs = [t.unsqueeze(0) for law in (model.scores(u_prime), model.values(u_prime)) for t in law]
+    outputs = [t.unsqueeze(0) for law in (model.scores(u_prime), model.number_head.values(u_prime)) for t in law]
     values = case["values"] if kind == "several" else case["values"][:, 0]
     typed = {}
     if kind == "by type":
-        typed = {"types": case["types"][None], "p_type": model.type_scores(u_prime).sf(0.0)[None]}
+        typed = {"types": case["types"][None], "p_type": model.number_head.type_scores(u_prime).sf(0.0)[None]}
     labels = case["labels"].unsqueeze(0)
     _, figures = loss(*outputs, labels, values.unsqueeze(0), torch.ones_like(labels), **typed)
     numbers = int((labels == NUM).sum())
@@ -123,7 +122,7 @@ def test_the_gate_gives_the_type_a_gradient_only_with_gate_grad_full(case: dict[
     both = fused(model, case, "by type", token_weight=0.3)
     without = fused(model, {**case, "types": torch.full((N,), -1)}, "by type", token_weight=0.3)
     wide = copy.deepcopy(model).double()
-    s = wide.type_scores(wide.add_noise(Cauchy(case["loc"].double(), case["scale"].double())))
+    s = wide.number_head.type_scores(wide.add_noise(Cauchy(case["loc"].double(), case["scale"].double())))
     expected = torch.zeros((), dtype=torch.float64)
     for i in range(N):
         for t in range(R) if case["labels"][i] == NUM and case["types"][i] >= 0 else ():
@@ -138,7 +137,11 @@ def test_the_gate_gives_the_type_a_gradient_only_with_gate_grad_full(case: dict[
 def test_the_predicted_value_is_that_of_the_likeliest_type(case: dict[str, Tensor]) -> None:
     model = action("by type")
     u = model.add_noise(Cauchy(case["loc"], case["scale"]))
-    kind, y, laws = model.type_scores(u).sf(0.0).argmax(-1), model.value(u), model.values(u)
+    kind, y, laws = (
+        model.number_head.type_scores(u).sf(0.0).argmax(-1),
+        model.number_head.value(u),
+        model.number_head.values(u),
+    )
     assert len(kind.unique()) > 1
     assert torch.equal(y.loc, laws.loc[torch.arange(N), kind])
     assert torch.equal(y.scale, laws.scale[torch.arange(N), kind])

@@ -83,7 +83,7 @@ def group_of(name: str) -> str | None:
 def copy_loss(model: CausalQwenModel, batch: Batch) -> Tensor:
     """The cross entropies of `model.copies`, place by place."""
     u = model.action.add_noise(model.infer(batch.input_ids, batch.numeric_values, batch.attention_mask))
-    scores, total = model.action.copy_scores(u), u.loc.new_zeros(())
+    scores, total = model.action.number_head.copy_scores(u), u.loc.new_zeros(())
     p = 0.5 + (scores.loc / scores.scale).atan() / math.pi
     for row, place in batch.numeric_mask.nonzero().tolist():
         earlier = [i for i in range(place, -1, -1) if batch.input_ids[row, i] == NUM]

@@ -163,10 +163,7 @@ def forward_and_backward(case: Case, groups: Groups, engine: Engine, step: int, 
             model.abduction(z),
             TokenLabels(
                 batch.labels.flatten()[keep],
-                batch.numeric_labels.flatten()[keep].float(),
-                batch.numeric_mask.flatten()[keep],
-                recent=batch.copied(keep, NUM, model.config.copies),
-                raw=batch.numeric_labels.flatten()[keep],
+                model.action.number_head.labels(batch, keep),
             ),
             LossOptions(
                 NUM,

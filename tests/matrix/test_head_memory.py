@@ -12,6 +12,7 @@ from torch import nn
 from cqwen_dist.config import Stage
 from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.heads.fused_loss import LossOptions, TokenLabels, fused_loss
+from cqwen_dist.heads.number_head import NumberLabels
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.vocab_parallel import vocab_range
@@ -47,7 +48,9 @@ def one_step(vocab: int, hidden: int, tokens: int) -> dict[str, Any]:
     fused_loss(
         action,
         Cauchy(loc, scale),
-        TokenLabels(torch.randint(0, vocab, (tokens,)), torch.zeros(tokens), torch.zeros(tokens, dtype=torch.bool)),
+        TokenLabels(
+            torch.randint(0, vocab, (tokens,)), NumberLabels(torch.zeros(tokens), torch.zeros(tokens, dtype=torch.bool))
+        ),
         LossOptions(vocab - 1),
         token_weight=1.0 / tokens,
         number_weight=0.0,

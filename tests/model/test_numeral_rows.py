@@ -275,7 +275,7 @@ def test_y_starts_as_the_fitted_line() -> None:
         keep = batch.label_mask.flatten().nonzero()[:, 0]
         z = model.kept_features(batch, keep)
         u_prime = model.action.add_noise(model.abduction(z))
-        y = model.action.value(u_prime)
+        y = model.action.number_head.value(u_prime)
         # without number dimensions the words' U is z itself: C_w = H and W_loc is the unit matrix
         expected = z.double() @ coefficients + 3.5
         torch.testing.assert_close(y.loc.double(), expected, atol=1e-5, rtol=1e-5)

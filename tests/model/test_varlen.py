@@ -68,8 +68,7 @@ def trained(model: CausalQwenModel, batches: list[Batch]) -> tuple[Tensor, dict[
     total = torch.zeros(())
     for batch in batches:
         keep = batch.kept
-        values, mask = batch.numeric_labels.flatten()[keep], batch.numeric_mask.flatten()[keep]
-        labels = TokenLabels(batch.labels.flatten()[keep], model.target.forward(values), mask)
+        labels = TokenLabels(batch.labels.flatten()[keep], model.action.number_head.labels(batch, keep))
         u = model.abduction(model.kept_features(batch, keep))
         weights = {"token_weight": 1 / words, "number_weight": 1 / numbers}
         total = total + fused_loss(model.action, u, labels, LossOptions(NUM), **weights).loss

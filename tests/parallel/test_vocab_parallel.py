@@ -21,6 +21,7 @@ from torch import Tensor
 from cqwen_dist.config import UserError
 from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.heads.fused_loss import LossOptions, TokenLabels, fused_loss
+from cqwen_dist.heads.number_head import NumberLabels
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr import OvrOptions, WordHead, linear_ovr, sampled
@@ -348,7 +349,7 @@ def fused_losses(groups: Groups, tokens_of_ranks: int, gate_grad: str) -> None:
         out = fused_loss(
             net,
             Cauchy(*u),
-            TokenLabels(problem.labels[tokens], targets[tokens], problem.labels[tokens] == num),
+            TokenLabels(problem.labels[tokens], NumberLabels(targets[tokens], problem.labels[tokens] == num)),
             LossOptions(num, gate_grad=gate_grad),
             token_weight=0.2,
             number_weight=0.5,
@@ -407,8 +408,7 @@ def partial_labels(groups: Groups, tokens_of_ranks: int) -> None:
         Cauchy(*u),
         TokenLabels(
             labels[tokens],
-            torch.zeros(counts[rank]),
-            torch.zeros(counts[rank], dtype=torch.bool),
+            NumberLabels(torch.zeros(counts[rank]), torch.zeros(counts[rank], dtype=torch.bool)),
             partial=torch.tensor(known[rank], dtype=torch.int64).view(-1, 2),
             partial_counts=[len(known[r]) for r in ranks],
         ),

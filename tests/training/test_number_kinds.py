@@ -13,6 +13,7 @@ from support.runs import losses, metrics, train_run, write_config
 from cqwen_dist.api import predict
 from cqwen_dist.checkpoint.export import export, load_trained
 from cqwen_dist.config import UserError, load_config
+from cqwen_dist.config.shape import model_shape
 from cqwen_dist.data.collate import collate
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.generate.continuation import continue_text
@@ -89,11 +90,11 @@ def test_typed_numbers_train_and_predict_from_a_table(tmp_path: Path, kind: str)
         action = model.model.action
         u = model.model.infer(torch.tensor([ids]), torch.tensor([values], dtype=torch.float64))
         u_prime = action.add_noise(u)
-        by_hand = model.model.target.inverse(action.values(u_prime).loc[0, -1].double())
+        by_hand = model.model.target.inverse(action.number_head.values(u_prime).loc[0, -1].double())
     row = predict((exported, tokenizer), tmp_path / "table.csv", "{item} costs {box} or", within=1)[0]
     assert set(row) == {"item", "price", "age", "box", "high", *number_columns(model)}
     if kind == "types":
-        likely = int(action.type_scores(u_prime).sf(0.0)[0, -1].argmax())
+        likely = int(action.number_head.type_scores(u_prime).sf(0.0)[0, -1].argmax())
         assert number["type"] == ["other", "price", "age"][likely]
         assert row["type"] in ("other", "price", "age")
         assert_close(torch.tensor(number["value"]), by_hand[likely].float(), 1e-4)
@@ -110,26 +111,24 @@ def test_number_types_of_a_table_are_learnt(tmp_path: Path, kind: str, cache: bo
     """The items hold numbers too ("2 salts"), packing moves everything, and a prepared folder gives the same."""
     more = {"data__cache_dir": str(tmp_path / "cache"), "data__workers": 1} if cache else {}
     config = load_config(configured(tmp_path, kind, data__eval_fraction=0.0, **more))
-    tokenizer = tiny_pair()[1]
+    model, tokenizer = tiny_pair(**model_shape(config), target={"name": "none"})
     dataset = load_datasets(config.data, tokenizer).train
     ids = {"pad_token_id": 0, "num_token_id": tokenizer.num_token_id}
     batch = collate([dataset[i] for i in range(len(dataset))], **ids)
     rows = list(csv.DictReader((tmp_path / "table.csv").open()))
     keep = batch.learnt
-    typed, further = bool(config.data.types), len(config.data.more_values)
-    values, weights, types = batch.number_labels(keep, typed, further, config.loss.value_weights)
-    is_number = batch.numeric_mask.flatten()[keep]
+    labels = model.model.action.number_head.labels(batch, keep, config.loss.value_weights)
+    is_number, values = labels.is_number, labels.values.double().round(decimals=2)  # as the table has them
     if kind == "types":
+        types = labels.types
         pairs = sorted(zip(values[is_number].tolist(), types[is_number].tolist(), strict=True))
         own = [[(float(r["price"]), 1), (float(r["age"]), 2), (float(r["box"]), 0)] for r in rows]
         assert pairs == sorted(pair for row in own for pair in row)  # a text's first number is none to learn
         assert (types[~is_number] == -1).all()
-        assert weights is None
     else:
         pairs = sorted(map(tuple, values[is_number].tolist()))
         assert pairs == sorted((float(r["price"]), float(r["high"])) for r in rows)
-        assert set(map(tuple, weights[is_number].tolist())) == {(1.0, 0.5)}
-        assert types is None
+        assert set(map(tuple, labels.weights[is_number].tolist())) == {(1.0, 0.5)}
 
 
 @pytest.mark.parametrize(

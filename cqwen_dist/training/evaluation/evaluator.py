@@ -6,8 +6,7 @@ eval/perplexity_ovr    of P_k / sum P                              eval/num_*   
 eval/accuracy_words_*                                              by the label's frequency (`frequency.BAND_NAMES`)
 dist/C_words_*                                                     mean threshold, by the same bands
 eval/reg_*, coverage_*, width_*, crps                              the numbers (`number_metrics`)
-eval/type_accuracy, eval/mdae_*                                    types of numbers, further values
-eval/copied, eval/copy_accuracy                                    share of numbers copied; of these, the right ones
+eval/type_accuracy, ...                                            the number head's own (`NumberHead.metrics`)
 eval/multilabel_*, eval/reject_*                                   on request: sets of words, saying "I don't know"
 dist/U_*               over all tokens and dimensions (`Spread`)   dist/ovr_prob_sum_*    1 is calibrated
 """
@@ -156,8 +155,8 @@ class Evaluator:
         # The numbers, and words by frequency
         if len(gathered["true"]):
             columns = (gathered["true"], gathered["loc"], gathered["scale"], gathered["text"].astype(np.int64))
-            copied = gathered["copied"].astype(bool) if self.model.config.copies else None
-            found = number_metrics(Numbers(*columns, copied), self.model.target, self.baseline_value, self.known)
+            exact = gathered["exact"].astype(bool)
+            found = number_metrics(Numbers(*columns, exact), self.model.target, self.baseline_value, self.known)
             metrics.update(found.metrics)
             self.factors, numbers = found.factors, found.drawing
         if self.band is not None:
@@ -209,31 +208,21 @@ class Evaluator:
         sums: dict[str, Tensor],
         lists: dict[str, list[Tensor]],
     ) -> None:
-        """Add a batch's numbers to the lists: truth, Y, text, errors of further values (raw unit); count right types.
+        """Add a batch's numbers to the lists: truth (raw unit), Y, text, and what the number head measures besides.
 
         texts: the number of texts in the batches before.
         """
-        is_number = batch.numeric_mask.flatten()[keep]
-        own, true = Cauchy(u_prime.loc[is_number], u_prime.scale[is_number]), batch.numeric_labels.flatten()[keep]
-        y, config = self.model.action.value(own), self.model.config
-        if config.copies:
-            recent = batch.copied(keep[is_number], config.num_token_id, config.copies)
-            found = self.model.action.copied(own, recent)
-            lists["copied"].append(~found.isnan())
-            sums["copied_right"] += (found == true[is_number]).sum()
-            y = Cauchy(self.model.target.forward(found).where(lists["copied"][-1], y.loc), y.scale)
-        for name, part in (("true", true[is_number]), ("loc", y.loc), ("scale", y.scale)):
+        head, is_number = self.model.action.number_head, batch.numeric_mask.flatten()[keep]
+        at, own = keep[is_number], Cauchy(u_prime.loc[is_number], u_prime.scale[is_number])
+        decision, true = head.decide(own, head.memory_at(batch, at)), batch.numeric_labels.flatten()[at]
+        exact = torch.zeros_like(true) if decision.exact is None else ~decision.exact.isnan()
+        text = texts + torch.div(at, batch.labels.shape[1], rounding_mode="floor")
+        counted, listed = head.measure(decision, batch, at)
+        columns = {"true": true, "loc": decision.y.loc, "scale": decision.y.scale, "exact": exact, "text": text}
+        for name, part in {**columns, **listed}.items():
             lists[name].append(part)
-        lists["text"].append(texts + torch.div(keep[is_number], batch.labels.shape[1], rounding_mode="floor"))
-        further = config.more_values or ()
-        values, weights, types = batch.number_labels(keep, bool(config.number_types), len(further))
-        if types is not None:
-            sums["types"] += (types >= 0).sum()
-            sums["types_right"] += ((self.model.action.number_type(u_prime) == types) & (types >= 0)).sum()
-        if weights is not None:
-            error = (self.model.target.inverse(self.model.action.values(u_prime).loc.double()) - values).abs()
-            for i, name in enumerate(further, 1):
-                lists[f"error {name}"].append(error[weights[:, i] > 0, i])
+        for name, part in counted.items():
+            sums[name] += part
 
     def _causal_prob_sum(self, u: Cauchy, labels: Tensor, generator: torch.Generator) -> Tensor:
         """Each token's sum of P [N] for one individual drawn from its U, with noise alone as its scale."""
@@ -262,13 +251,7 @@ class Evaluator:
         if self.decisions.reject_below is not None:
             metrics["eval/reject_rate"] = 1.0 - c["answered"] / tokens
             metrics["eval/reject_accuracy_answered"] = c["answered_right"] / max(c["answered"], 1)
-        if "types" in c:
-            metrics["eval/type_accuracy"] = c["types_right"] / max(c["types"], 1)
-        if "copied" in lists:
-            metrics["eval/copied"] = lists["copied"].mean() if len(lists["copied"]) else 0.0
-            metrics["eval/copy_accuracy"] = c["copied_right"] / max(lists["copied"].sum(), 1)
-        for name in self.model.config.more_values or ():
-            metrics[f"eval/mdae_{name}"] = _median(lists[f"error {name}"])
+        metrics |= self.model.action.number_head.metrics(c, lists)
         metrics["dist/ovr_prob_sum_median_standard"] = _median(lists["prob_sum"])
         metrics["dist/ovr_prob_sum_median_causal"] = _median(lists["prob_sum_causal"])
         return metrics

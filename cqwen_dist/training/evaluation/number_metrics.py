@@ -60,7 +60,7 @@ class Numbers:
     loc: np.ndarray
     scale: np.ndarray
     text: np.ndarray  # int64: the number of the text (packed row) in the held-out data
-    copied: np.ndarray | None = None  # bool: loc is one of the numbers before it, not Y's own (`model.copies`)
+    exact: np.ndarray | None = None  # bool: loc is a value that the head decided to all its digits, not Y's own
 
     def __len__(self) -> int:
         return len(self.true)
@@ -85,7 +85,7 @@ def number_metrics(
     eval/coverage_50, _90, _95        share inside the Cauchy's own interval, of all numbers
     eval/coverage_90_conformal, ...   the same, recalibrated: each half with the factors of the other
     eval/coverage_90_known, ...       with the known factors, of all numbers
-    Where numbers are copied, recalibration is by and of the others: the errors of copies are 0 or anything.
+    Recalibration is by and of the numbers that are not `exact`: the errors of exact ones are 0 or anything.
     eval/width_90, _90_conformal      median width of those intervals, raw unit
     eval/crps                         mean CRPS, raw unit (`Cauchy.crps`); eval/crps_target: in the target's unit
     A transform that is not linear has eval/crps_target only: a log-Cauchy's CRPS is infinite.
@@ -96,7 +96,7 @@ def number_metrics(
 
     # Coverage and widths of the intervals
     scores = ((goal - y.loc).abs() / y.scale).numpy()
-    new = np.ones(len(scores), bool) if numbers.copied is None else ~numbers.copied
+    new = np.ones(len(scores), bool) if numbers.exact is None else ~numbers.exact
     factors = interval_factors(scores[new])
     raw = {level: float((scores <= RAW.half_width(level)).mean()) for level in CURVE}
     inside = {level: _inside(scores[new], for_calibration(numbers.text)[new], level) for level in CURVE}

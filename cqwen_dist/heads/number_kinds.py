@@ -1,0 +1,291 @@
+"""The kinds of number head besides the plain one, and which of them a model's config asks for.
+
+kind             asked for by         a number is
+NumberHead       nothing              the location of one law, Y = W_reg U' + b_reg
+SeveralValues    `data.more_values`   the first of R values, each with a law of its own (seed S4 4.7.1)
+TypedNumbers     `data.number_types`  the value of the likeliest of T types (S4 4.7.2)
+WithCopies       `model.copies`       one of the last K numbers of its text, or else what the kind that it holds says
+
+Letters as in `heads.number_head`, and T types, K copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.config import UserError
+from cqwen_dist.heads.number_head import Decision, NumberHead, NumberLabels
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.regression import number_nll
+
+COPY_NOISE = 0.3  # the ridge regression of the start fits S_j to -1 and 1
+
+
+@dataclass(frozen=True)
+class SeveralLabels(NumberLabels):
+    """values: [N,R]."""
+
+    weights: Tensor  # [N,R] fp32, 0 where a number lacks this value, or [R]
+
+
+class SeveralValues(NumberHead):
+    """R values a number, W_reg [R,C]. Each law is exact by itself; together they depend."""
+
+    def __init__(self, net: Any, config: Any) -> None:
+        self.more_values = config.more_values
+        super().__init__(net, config)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return (1 + len(self.more_values),)
+
+    def value(self, u_prime: Cauchy) -> Cauchy:
+        return u_prime.affine(self.net.reg_weight[0], self.net.reg_bias[0])
+
+    def values(self, u_prime: Cauchy) -> Cauchy:
+        """All of them: [...,R]."""
+        return u_prime.affine(self.net.reg_weight, self.net.reg_bias)
+
+    def decide(self, u_prime: Cauchy, memory: Tensor) -> Decision:
+        more = self.values(u_prime)
+        return Decision(self.value(u_prime), more=Cauchy(more.loc[..., 1:], more.scale[..., 1:]))
+
+    def labels(self, batch: Batch, keep: Tensor, weights: Sequence[float] | None = None) -> NumberLabels:
+        values, own_weights = self._every(batch, keep, weights or [1.0] * self.rows[0])
+        return SeveralLabels(self.target.forward(values), batch.numeric_mask.flatten()[keep], own_weights)
+
+    def _every(self, batch: Batch, keep: Tensor, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """All values [N,R] in the raw unit, and their weights [N,R]: 0 where a number lacks one."""
+        values = torch.zeros(len(keep), len(weights), dtype=torch.float64, device=keep.device)
+        own = torch.zeros(values.shape, device=keep.device)
+        factor = torch.tensor(weights, device=keep.device)
+        values[:, 0], own[:, 0] = batch.numeric_labels.flatten()[keep], factor[0]
+        places, which = torch.searchsorted(keep, batch.more[:, 0].long()), batch.more[:, 1].long()
+        values[places, which], own[places, which] = batch.more[:, 2], factor[which]
+        return values, own
+
+    def loss(self, u_prime: Cauchy, labels: NumberLabels, stop: bool) -> tuple[Tensor, Tensor]:
+        if not isinstance(labels, SeveralLabels):
+            return super().loss(u_prime, labels, stop)
+        nll = number_nll(self.values(u_prime).nll(labels.values), labels.weights)
+        return nll, nll.new_zeros(())
+
+    def measure(self, found: Decision, batch: Batch, at: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        assert found.more is not None
+        values, there = self._every(batch, at, [1.0] * self.rows[0])
+        error = (self.target.inverse(found.more.loc.double()) - values[:, 1:]).abs()
+        return {}, {f"error {name}": error[there[:, 1 + i] > 0, i] for i, name in enumerate(self.more_values)}
+
+    def metrics(self, sums: Mapping[str, float], lists: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """eval/mdae_NAME: median absolute error of a further value, raw unit; NaN where there was none."""
+        errors = {name: lists[f"error {name}"] for name in self.more_values}
+        return {f"eval/mdae_{name}": float(np.median(each)) if len(each) else np.nan for name, each in errors.items()}
+
+
+@dataclass(frozen=True)
+class TypedLabels(NumberLabels):
+    types: Tensor  # [N] int64: the type of the value, -1 for none
+
+
+class TypedNumbers(NumberHead):
+    """T types, W_reg [2T,C]: the value of each type, then each type's score S_t. P_t = P(S_t > 0), as P of a word."""
+
+    def __init__(self, net: Any, config: Any) -> None:
+        self.types = config.number_types
+        super().__init__(net, config)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return (2 * len(self.types),)
+
+    def values(self, u_prime: Cauchy) -> Cauchy:
+        """The value that a number has as each of the types: [...,T]."""
+        return u_prime.affine(self.net.reg_weight[: len(self.types)], self.net.reg_bias[: len(self.types)])
+
+    def type_scores(self, u_prime: Cauchy) -> Cauchy:
+        """S_t: [...,T]."""
+        return u_prime.affine(self.net.reg_weight[len(self.types) :], self.net.reg_bias[len(self.types) :])
+
+    def value(self, u_prime: Cauchy) -> Cauchy:
+        """That of the likeliest type."""
+        return self._of_type(u_prime, self.likeliest(u_prime))
+
+    def likeliest(self, u_prime: Cauchy) -> Tensor:
+        """The likeliest type: [...] int64."""
+        return _strength(self.type_scores(u_prime)).argmax(-1)
+
+    def _of_type(self, u_prime: Cauchy, kind: Tensor) -> Cauchy:
+        laws, at = self.values(u_prime), kind.unsqueeze(-1)
+        return Cauchy(laws.loc.gather(-1, at)[..., 0], laws.scale.gather(-1, at)[..., 0])
+
+    def decide(self, u_prime: Cauchy, memory: Tensor) -> Decision:
+        kind = self.likeliest(u_prime)
+        return Decision(self._of_type(u_prime, kind), kind=kind)
+
+    def labels(self, batch: Batch, keep: Tensor, weights: Sequence[float] | None = None) -> NumberLabels:
+        own = self.value_labels(batch, keep)
+        types = own.is_number.long() - 1
+        places, kind = batch.typed.unbind(1)
+        types[torch.searchsorted(keep, places.contiguous())] = kind
+        return TypedLabels(own.values, own.is_number, types)
+
+    def loss(self, u_prime: Cauchy, labels: NumberLabels, stop: bool) -> tuple[Tensor, Tensor]:
+        """The NLL under the true type's law times P_t, and the cross entropy of every type, one against the rest."""
+        if not isinstance(labels, TypedLabels):
+            return super().loss(u_prime, labels, stop)
+        nll = self.values(u_prime).nll(labels.values.unsqueeze(-1))
+        scores = self.type_scores(u_prime)
+        p_type, known = scores.sf(0.0), labels.is_number & (labels.types >= 0)
+        true = torch.arange(nll.shape[-1], device=known.device) == labels.types.unsqueeze(-1)
+        nll = number_nll(nll, None, p_type.detach() if stop else p_type, labels.types)
+        return nll, torch.where(known, _one_against_the_rest(scores, true).sum(-1), 0.0).sum()
+
+    @torch.no_grad()
+    def start(self, coefficients: Tensor, intercept: float) -> None:
+        super().start(coefficients, intercept)
+        self.net.reg_bias[len(self.types) :] = 0.0  # of S_t: every type is as likely as not
+
+    def measure(self, found: Decision, batch: Batch, at: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        labels = self.labels(batch, at)
+        assert isinstance(labels, TypedLabels)
+        known = labels.types >= 0
+        return {"types": known.sum(), "types_right": ((found.kind == labels.types) & known).sum()}, {}
+
+    def metrics(self, sums: Mapping[str, float], lists: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """eval/type_accuracy: share of the numbers of which the likeliest type is the true one."""
+        return {"eval/type_accuracy": sums["types_right"] / max(sums["types"], 1)}
+
+
+@dataclass(frozen=True)
+class CopyLabels(NumberLabels):
+    own: NumberLabels  # of the kind that the head holds
+    recent: Tensor  # [N,K]: the numbers before, NaN where there are fewer
+    raw: Tensor  # [N]: the value, raw unit
+
+
+class WithCopies(NumberHead):
+    """Another head, `inner`, and K scores S_j: whether the number is the j-th last one before it.
+
+    S_j is linear in U's word part, plus a Cauchy of its own with scale |c_j|. P_j = P(S_j > 0). The likeliest number is
+    copied, all its digits, if its P_j exceeds 1/2.
+    """
+
+    exact = True
+
+    def __init__(self, inner: NumberHead, net: Any, config: Any) -> None:
+        self.inner, self.net, self.config = inner, net, config
+        self.types, self.more_values = inner.types, inner.more_values
+
+    def add_scores(self) -> None:
+        net, count = self.net, self.config.copies
+        net.copy_weight = nn.Parameter(torch.zeros(count, net.word_size))
+        net.copy_bias = nn.Parameter(torch.full((count,), -1.0))  # until the start is fitted: none is likely
+        net.copy_noise = nn.Parameter(torch.full((count,), COPY_NOISE))
+
+    def value(self, u_prime: Cauchy) -> Cauchy:
+        return self.inner.value(u_prime)
+
+    def copy_scores(self, u_prime: Cauchy) -> Cauchy:
+        """S_j: [...,K]."""
+        scores = self.net.word_part(u_prime).affine(self.net.copy_weight, self.net.copy_bias)
+        return Cauchy(scores.loc, scores.scale + self.net.copy_noise.abs())
+
+    def decide(self, u_prime: Cauchy, memory: Tensor) -> Decision:
+        own, memory = self.inner.decide(u_prime, memory), memory.to(u_prime.loc.device)
+        best = _strength(self.copy_scores(u_prime)).masked_fill(memory.isnan(), -torch.inf).max(-1)
+        found = memory.gather(-1, best.indices.unsqueeze(-1))[..., 0].masked_fill(best.values <= 0, torch.nan)
+        loc = self.target.forward(found).where(~found.isnan(), own.y.loc)
+        return own._replace(y=Cauchy(loc, own.y.scale), exact=found)
+
+    def memory(self, is_number: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+        """The last K numbers of each position's text, itself among them, latest first; NaN where there are fewer."""
+        count = self.config.copies
+        if not values.numel():
+            return values.new_zeros(*values.shape, count)
+        back = torch.arange(count, device=values.device)
+        number = is_number.flatten()
+        before = is_number.long().cumsum(1)  # of the row, up to here
+        begun = torch.where(positions == 0, before - is_number.long(), 0).cummax(1).values  # of them in earlier texts
+        known = (before - begun).unsqueeze(-1) > back
+        rank = (number.long().cumsum(0).view_as(before) - 1).unsqueeze(-1) - back
+        listed = values.flatten().gather(0, number.long().argsort(descending=True, stable=True))
+        return listed[rank.clamp(min=0)].masked_fill(~known, torch.nan)
+
+    def remember(self, memory: Tensor, value: Tensor, is_number: Tensor) -> None:
+        latest = torch.cat([value[:, None], memory[:, :-1]], 1)
+        memory.copy_(latest.where(is_number[:, None], memory))
+
+    def labels(self, batch: Batch, keep: Tensor, weights: Sequence[float] | None = None) -> NumberLabels:
+        return self._with_recent(self.inner.labels(batch, keep, weights), batch, keep)
+
+    def value_labels(self, batch: Batch, keep: Tensor) -> NumberLabels:
+        return self._with_recent(self.inner.value_labels(batch, keep), batch, keep)
+
+    def _with_recent(self, own: NumberLabels, batch: Batch, keep: Tensor) -> CopyLabels:
+        raw = batch.numeric_labels.flatten()[keep]
+        return CopyLabels(own.values, own.is_number, own, self.memory_at(batch, keep), raw)
+
+    def loss(self, u_prime: Cauchy, labels: NumberLabels, stop: bool) -> tuple[Tensor, Tensor]:
+        """That of `inner`, and the cross entropy of every number before, one against the rest: is the label equal?"""
+        assert isinstance(labels, CopyLabels)
+        nll, words = self.inner.loss(u_prime, labels.own, stop)
+        known = labels.is_number.unsqueeze(-1) & ~labels.recent.isnan()
+        entropy = _one_against_the_rest(self.copy_scores(u_prime), labels.recent == labels.raw.unsqueeze(-1))
+        return nll, words + torch.where(known, entropy, 0.0).sum()
+
+    def start(self, coefficients: Tensor, intercept: float) -> None:
+        self.inner.start(coefficients, intercept)
+
+    def score_targets(self, values: Tensor, memory: Tensor) -> Tensor:
+        """1 where the value is that number, -1 where not."""
+        return (memory == values.unsqueeze(-1)).double() * 2 - 1
+
+    @torch.no_grad()
+    def start_scores(self, weight: Tensor, bias: Tensor) -> None:
+        self.net.copy_weight.copy_(weight)
+        self.net.copy_bias.copy_(bias)
+
+    def measure(self, found: Decision, batch: Batch, at: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        assert found.exact is not None
+        sums, lists = self.inner.measure(found, batch, at)
+        right = (found.exact == batch.numeric_labels.flatten()[at]).sum()
+        return {**sums, "copied_right": right}, lists
+
+    def metrics(self, sums: Mapping[str, float], lists: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """eval/copied: share of the numbers that are copied; eval/copy_accuracy: share of these that are right."""
+        copied = lists["exact"]
+        return {
+            **self.inner.metrics(sums, lists),
+            "eval/copied": copied.mean() if len(copied) else 0.0,
+            "eval/copy_accuracy": sums["copied_right"] / max(copied.sum(), 1),
+        }
+
+
+# The field of a model's config that asks for a head -> the head. At most one of the fields may be set.
+NUMBER_KINDS: dict[str, type[NumberHead]] = {"number_types": TypedNumbers, "more_values": SeveralValues}
+
+
+def number_head_of(net: Any, config: Any) -> NumberHead:
+    """The head that a model's config asks for; its parameters go into the action network `net`. Raises `UserError`."""
+    asked = [field for field in NUMBER_KINDS if getattr(config, field, None)]
+    if len(asked) > 1:
+        raise UserError(f"config.json: {' and '.join(asked)}", [getattr(config, each) for each in asked], "one of them")
+    head = NUMBER_KINDS[asked[0]](net, config) if asked else NumberHead(net, config)
+    return WithCopies(head, net, config) if getattr(config, "copies", 0) else head
+
+
+def _strength(scores: Cauchy) -> Tensor:
+    """The decision strength of S > 0, which has the order of P. An individual without noise has scale 0."""
+    return scores.loc / scores.scale.clamp(min=1e-30)
+
+
+def _one_against_the_rest(scores: Cauchy, true: Tensor) -> Tensor:
+    """The cross entropy of each decision S > 0 by itself."""
+    return -torch.where(true, scores.log_sf(0.0), scores.log_cdf(0.0))
