@@ -39,13 +39,14 @@ test: setup lint ## lint, types and the test suite, on two processes
 test-all: setup lint ## with the slow tests (not those that need a GPU or SLURM's daemons)
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not gpu and not cluster'
 
-# Instructions that every x86-64 has, and products that round by their shape: what only one CPU's rounding holds up, falls.
+# Instructions that every x86-64 has, and sums in other orders: a test that holds on one CPU only fails here.
 OTHER_PATH := MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41
-ROUNDED    := tests/model tests/ops/test_ovr_best.py tests/ops/test_ovr_heads.py tests/ops/test_ovr_masters.py \
-  tests/generate/test_generator.py tests/generate/test_modes.py tests/seeds/test_formulas.py tests/training/test_resume.py \
-  tests/training/test_feature_cache.py --ignore tests/model/test_compile_layers.py
-test-rounding: setup ## numerical tests under another code path and another rounding
-	$(OTHER_PATH) $(BIN)/pytest --rounding $(ROUNDED)
+FORMULAS   := tests/ops tests/heads tests/seeds
+test-rounding: setup ## numerical tests under another code path and other orders of sums
+	$(OTHER_PATH) $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --rounding=by-shape \
+	  $(FORMULAS) tests/model tests/parallel tests/generate tests/training
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(FORMULAS) --rounding=in-order
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(FORMULAS) --rounding=reversed
 
 test-matrix: setup ## ranks x vocabulary groups x ZeRO x precision, whole
 	$(BIN)/pytest tests/matrix -m 'slow or not slow'

@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 def test_the_kernel_in_tritons_interpreter():
     """In a process of its own: the interpreter must be chosen before triton is imported."""
     pytest.importorskip("triton")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)])}
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(map(str, [*HERE.parents[:2], HERE]))}
     done = subprocess.run([sys.executable, HERE / "triton_interpreted.py"], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
 

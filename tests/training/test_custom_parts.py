@@ -46,7 +46,7 @@ def test_custom_parts_train_and_are_saved(run: Path, one_rank: Path) -> None:
 def test_a_run_with_custom_parts_resumes(run: Path, tmp_path: Path) -> None:
     config = set_back(run, tmp_path / "run", 4)
     train_run(config, f"run.dir={tmp_path}/run")
-    assert losses(tmp_path / "run")[-2:] == pytest.approx(losses(run)[-2:], rel=1e-6)
+    assert losses(tmp_path / "run")[-2:] == pytest.approx(losses(run)[-2:], rel=1e-5)
 
 
 def test_loading_a_custom_part_needs_trust_remote_code(

@@ -165,7 +165,7 @@ def test_spread_moments_step_as_one_process(pool: Pool, world: int, group: int, 
     wanted, norms = plainly(shape, world, group)
     exactly = world == 1 or (world == 2 and shape[2] == 16)  # the sum of two has one order, and no range a tail
     for rank, found in enumerate(results):
-        assert found["norms"] == pytest.approx(norms, rel=1e-6), rank
+        assert found["norms"] == pytest.approx(norms, rel=1e-5), rank
         start, stop = found["rows"]
         for name, value in found["weights"].items():
             whole = wanted[name]

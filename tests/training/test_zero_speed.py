@@ -70,6 +70,6 @@ def compare(precision: str, zero: int) -> dict[str, Any]:
 def test_the_flat_steps_norms_and_weights_equal_deepspeeds(precision: str, zero: int) -> None:
     for found in run_ranks(compare, 2, precision, zero):
         own, quick = found["norms"]
-        assert quick == pytest.approx(own, rel=1e-6)
+        assert quick == pytest.approx(own, rel=1e-5)  # a sum of some thousand squares each, in other orders
         assert found["moved"] > 0
         assert found["same"]
