@@ -10,7 +10,7 @@ from typing import Any
 
 from cqwen_dist.config.errors import Said, UserError
 
-_BENCH = ("data", "loss", "step", "packed", "memory", "ranks", "generate")
+_BENCH = ("data", "loss", "step", "packed", "memory", "ranks", "generate", "gpu")
 PLACES = {
     **{verb: f"tools.verbs:{verb}" for verb in ("plan", "doctor", "accept", "quickstart", "report")},
     **{f"bench {verb}": f"tools.bench.bench_verbs:{verb}" for verb in _BENCH},

@@ -85,9 +85,9 @@ def test_a_disk_error_in_safetensors_is_a_user_error(
 
 
 def test_a_kernel_on_a_cpu_is_refused_before_the_data_is_read(tmp_path: Path, one_rank: Path) -> None:
-    done = cqwen_forked("train", one_rank.parent / "config.yaml", "loss.impl=fused", f"run.dir={tmp_path}/run")
+    done = cqwen_forked("train", one_rank.parent / "config.yaml", "loss.impl=triton", f"run.dir={tmp_path}/run")
     assert done.returncode == 2
-    assert "error: loss.impl: found 'fused', allowed: auto, chunked or reference" in " ".join(done.stderr.split())
+    assert "error: loss.impl: found 'triton', allowed: auto, chunked or reference" in " ".join(done.stderr.split())
     assert "texts" not in done.stdout
 
 

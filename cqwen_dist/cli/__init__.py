@@ -40,7 +40,7 @@ VERBS: dict[str, tuple[Callable[..., None] | str, ...]] = {
     LOOK: (look.status, "report", look.evaluate),
     USE: (use.generate, use.predict, use.export),
 }
-_BENCH = ("data", "loss", "step", "packed", "memory", "ranks", "generate", "numbers")
+_BENCH = ("data", "loss", "step", "packed", "memory", "ranks", "generate", "numbers", "gpu")
 GROUPS: dict[str, tuple[str, str, tuple[Callable[..., None] | str, ...]]] = {
     "config": (BEFORE, "Check a config, or print its JSON Schema.", (before.config_validate, before.config_schema)),
     "checkpoint": (LOOK, "List or verify checkpoints.", (look.checkpoint_list, look.checkpoint_verify)),

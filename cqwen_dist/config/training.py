@@ -109,18 +109,13 @@ class LossConfig(Section):
     slope_limit: NonNegative | None = None
     """Cut of the gradient of a word's loss with respect to its loc_S, 1/nat; 0: none; default: 1 when start is
     calibrated, 0 in the seed presets."""
-    impl: Literal["auto", "reference", "chunked", "triton", "fused"] = "auto"
-    """OvR implementation; fused (CUDA, bf16): scores and maths in one kernel, no score in memory."""
-    scale_dtype: Literal["bf16", "fp8"] = "bf16"
-    """Operands of the product that gives scale_S: as those of the others, or e4m3 (scale_S is 0.1 % off,
-    docs/decisions.md); where the device or impl cannot multiply fp8, rounded to it and multiplied wider."""
+    impl: Literal["auto", "reference", "chunked", "triton"] = "auto"
+    """OvR implementation; auto: triton on CUDA, else chunked."""
     constraint: ConstraintConfig = ConstraintConfig()
     """The bound on how far U may move from where it began."""
 
     @model_validator(mode="after")
     def _share_of_sampled(self) -> LossConfig:
-        if self.impl == "reference" and self.scale_dtype == "fp8":
-            raise refused("scale_dtype", self.scale_dtype, "bf16 with impl: reference")
         if self.negatives != "sampled" and self.negatives_share is not None:
             raise refused("negatives_share", self.negatives_share, f"none with negatives: {self.negatives} (sampled)")
         return self

@@ -1,8 +1,8 @@
 """Steps of fixed shapes, compiled; and the end of a generation without waiting for the GPU.
 
 One token of a small model is so little work that the launches of its kernels take longer than the kernels.
-torch.compile fuses them, and with mode "reduce-overhead" a CUDA graph launches all of a step at once. Not yet measured
-on a GPU.
+torch.compile fuses them, and with mode "reduce-overhead" a CUDA graph launches all of a step at once.
+On an H200 a static cache decodes 13 times as fast as a dynamic one at batch 1 (docs/gpu.md).
 """
 
 from __future__ import annotations

@@ -60,8 +60,6 @@ class Sizes:
         self.zero = config.parallel.zero_stage
         self.group = config.parallel.vocab_group_size  # g
         self.loss_impl = FASTEST[kind] if config.loss.impl == "auto" else config.loss.impl
-        if self.loss_impl == "fused" and self.width == FP32:
-            self.loss_impl = "triton"  # as `ops.ovr.loss` does
         self.rows = ceil_div(base.vocab, self.group)  # v, of the rank that has most
         c, h = self.causal, base.hidden
         # numbers of the heads' parts that every rank holds whole

@@ -211,9 +211,7 @@ def _loss_options(config: Config, model: CausalQwenModel, words: Words) -> LossO
         gate_grad=loss.gate_grad,
         gemm_dtype=dtype_of(config.train.precision),
         used_rows=words.used_rows if loss.negatives == "used" else None,
-        ovr=OvrOptions(
-            weights, loss.vocab_reduction, loss.impl, slope_limit=config.slope_limit, scale_dtype=loss.scale_dtype
-        ),
+        ovr=OvrOptions(weights, loss.vocab_reduction, loss.impl, slope_limit=config.slope_limit),
     )
 
 

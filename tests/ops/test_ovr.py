@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 
+from cqwen_dist import tiles
 from cqwen_dist.ops.ovr import linear_ovr, one_pass
 
 FAST = ["chunked"]
@@ -205,7 +206,7 @@ def test_gradients_equal_finite_differences(impl):
 
 
 def test_slices_add_up_and_a_slice_may_hold_no_label(monkeypatch):
-    monkeypatch.setitem(one_pass.TILE_BYTES, "cpu", 4096)  # several tiles a slice
+    monkeypatch.setitem(tiles.TILE_BYTES, "cpu", 4096)  # several tiles a slice
     leaves, labels = problem(6, 16, 500, gamma=0.1)
     labels = labels.clamp(max=399)
     parts, grads = [], [torch.zeros_like(leaf) for leaf in leaves]
@@ -220,9 +221,9 @@ def test_slices_add_up_and_a_slice_may_hold_no_label(monkeypatch):
 
 def test_tiles_of_tokens_and_words_change_nothing(monkeypatch):
     leaves, labels = problem(50, 16, 500, gamma=0.1)
-    monkeypatch.setitem(one_pass.TILE_TOKENS, "cpu", 7)
-    monkeypatch.setitem(one_pass.TILE_BYTES, "cpu", 7 * 4 * 33)
-    assert one_pass.tile_shape(50, 500, 16, "cpu") == (7, 33)
+    monkeypatch.setitem(tiles.TILE_TOKENS, "cpu", 7)
+    monkeypatch.setitem(tiles.TILE_BYTES, "cpu", 7 * 4 * 33)
+    assert tiles.tile_shape(50, 500, 16, "cpu") == (7, 33)
     assert_as_exact_as_the_materialised(leaves, labels, "chunked", want_prob_sum=True)
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from test_ovr import assert_as_exact, figures, problem
 
+from cqwen_dist import tiles
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr import OvrOptions, WordHead, one_pass, sampled
+from cqwen_dist.ops.ovr import OvrOptions, WordHead, sampled
 from cqwen_dist.ops.ovr.loss import ovr_loss
 from cqwen_dist.ops.ovr.sampled import Drawn, draw_words
 
@@ -241,7 +242,7 @@ def test_ignored_tokens_frozen_rows_scalar_threshold_and_no_bias():
 
 
 def test_the_same_draw_is_the_same_bits(monkeypatch):
-    monkeypatch.setitem(one_pass.TILE_TOKENS, "cpu", 7)
+    monkeypatch.setitem(tiles.TILE_TOKENS, "cpu", 7)
     leaves, labels = problem(50, 16, 500, gamma=0.1)
     labels = labels % 5  # many tokens share a label's row
     one, two = (computed(leaves, labels, draw_words(500, 0.5, [9, 1])) for _ in range(2))

@@ -21,7 +21,7 @@ def test_the_kernel_in_tritons_interpreter():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("impl", ["chunked", "triton", "fused"])
+@pytest.mark.parametrize("impl", ["chunked", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("threshold", "gamma"), [(0.0, 10.0), (15.0, 1e-3), (1e4, 1e-6)])
 def test_the_kernel_on_a_gpu(impl, dtype, threshold, gamma):

@@ -31,7 +31,6 @@ def linear_ovr(
     vocab_size: int | None = None,
     used_rows: int | None = None,
     slope_limit: float = 0.0,
-    scale_dtype: Literal["bf16", "fp8"] = "bf16",
 ) -> OvrOutput:
     """OvR loss of the slice: sum_i token_weights_i sum_k w_k BCE_ik (S0 5.1 formulas 3-5, S4 3.4.3).
 
@@ -46,21 +45,16 @@ def linear_ovr(
     vocab_reduction: "mean" divides by the number of words: vocab_size (default v; required for a slice), or used_rows
         if less.
     used_rows: words from here on in the whole vocabulary (the reserved rows) are left out of the sum.
-    impl: "chunked" (torch, any device), "triton" (CUDA: one kernel between the products), "fused" (CUDA, bf16: one
-        kernel for scores and maths, no score in memory; with fp32 as "triton"), "reference" (materialises [N, v]);
-        "auto" is "triton" for an fp32 or bf16 weight on CUDA, else "chunked".
+    impl: "chunked" (torch, any device), "triton" (CUDA: one kernel between the products), "reference" (materialises
+        [N, v]); "auto" is "triton" for an fp32 or bf16 weight on CUDA, else "chunked".
     want_prob_sum: also return sum_k P_ik over the slice's words in use, from the same pass.
     slope_limit: the gradient of a word's BCE with respect to its loc_S (and so to C) is cut to this, in 1/nat, before
         the weights; 0: not at all. The loss is the same (docs/decisions.md, D-slope).
-    scale_dtype: of the operands of scale_S's product: "bf16", as those of the other products, or "fp8": e4m3 with a
-        factor a row (docs/decisions.md, D-fp8), rounded to it and multiplied wider where the device or impl cannot.
 
     Gradients go to loc_u, scale_u, weight, bias, threshold where required, in each one's dtype.
     Raises ValueError for shapes that do not fit, labels out of range (checked on CPU only) and unknown names,
     TypeError for dtypes.
     """
     head = WordHead.of(weight, bias, threshold, vocab_start, vocab_size, used_rows)
-    options = OvrOptions(
-        class_weights, vocab_reduction, impl, ignore_index, want_prob_sum, slope_limit, None, scale_dtype
-    )
+    options = OvrOptions(class_weights, vocab_reduction, impl, ignore_index, want_prob_sum, slope_limit)
     return ovr_loss(Cauchy(loc_u, scale_u), head, labels, token_weights, options)

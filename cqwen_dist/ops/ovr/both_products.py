@@ -4,7 +4,7 @@
 
 Decoding one token is bound by reading W: v C elements, 545 MB in fp32 for V = 151,936 and C = 896. Two products read it
 twice, and |W| would be written and read once more. Here each piece of W is read once and serves both. On a CPU a piece
-is a block that stays in a core's own cache; on CUDA it is a tile of a Triton kernel (not yet measured on a GPU). Shapes
+is a block that stays in a core's own cache; on CUDA it is a tile of a Triton kernel. Shapes
 are fixed, nothing waits for the host, and a compiler sees one operation.
 
 Sums are fp32. With several tokens Triton multiplies on tensor cores, every fp32 split into tf32 parts (`tf32x3`), which

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.products import product
-
-CHUNK_BYTES = 8 << 20  # of one fp32 [N, n] and of |W|'s [n, C]; a few of them are alive at once
+from cqwen_dist.tiles import CHUNK_BYTES
 
 
 def chunk_rows(tokens: int, c: int) -> int:

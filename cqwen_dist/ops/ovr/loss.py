@@ -23,7 +23,7 @@ from cqwen_dist.ops.ovr.reference import ovr_reference
 from cqwen_dist.ops.ovr.sampled import Drawn, ovr_sampled
 from cqwen_dist.ops.ovr.tile import TileMaths, TorchTile
 
-KERNELS = ("triton", "fused")
+KERNELS = ("triton",)
 IMPLEMENTATIONS = ("auto", "chunked", "reference", *KERNELS)
 HAS_TRITON = find_spec("triton") is not None  # it comes with torch's CUDA builds only
 
@@ -39,7 +39,6 @@ class OvrOptions:
     want_prob_sum: bool = False
     slope_limit: float = 0.0
     drawn: Drawn | None = None  # only these words' negatives: an unbiased estimate (`sampled`)
-    scale_dtype: Literal["bf16", "fp8"] = "bf16"
 
 
 PLAIN = OvrOptions()
@@ -67,7 +66,7 @@ def ovr_loss(
     part = head._replace(start=0, used_rows=head.rows)
     full = ovr_reference
     if options.impl != "reference":
-        full = partial(ovr_one_pass, maths=_maths(options.impl, part, u.loc.dtype, options.scale_dtype == "fp8"))
+        full = partial(ovr_one_pass, maths=_maths(options.impl, part))
     with torch.autocast(u.loc.device.type, enabled=False):
         if options.drawn is None:
             loss, per_token, prob_sum = full(u, part, targets)
@@ -92,11 +91,6 @@ def _check(u: Cauchy, head: WordHead, labels: Tensor, token_weights: Tensor | No
         raise ValueError(f"vocab_reduction must be 'sum' or 'mean', found {options.vocab_reduction!r}")
     if options.impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, found {options.impl!r}")
-    dtypes = ("bf16",) if options.impl == "reference" else ("bf16", "fp8")
-    if options.scale_dtype not in dtypes:
-        raise ValueError(
-            f"scale_dtype must be one of {dtypes} with impl {options.impl!r}, found {options.scale_dtype!r}"
-        )
     if labels.device.type != "cpu":  # reading the labels of a GPU would stop the stream; the collator checked them
         return
     limit = head.limit
@@ -107,22 +101,17 @@ def _check(u: Cauchy, head: WordHead, labels: Tensor, token_weights: Tensor | No
         raise ValueError(f"labels must be in {allowed}, found {int(bad[0])}")
 
 
-def _maths(impl: str, head: WordHead, gemm: torch.dtype, fp8: bool) -> TileMaths:
-    """The tile's maths of an implementation. The kernels are fp32 only: fp64 takes the torch operations.
+def _maths(impl: str, head: WordHead) -> TileMaths:
+    """The tile's maths of an implementation. The kernel is fp32 only: fp64 takes the torch operations.
 
-    "auto": on an H200 the kernel takes a quarter to a half of the torch operations' time; "fused" is not timed yet.
-    "fused" is for products in bf16: those of fp32 are cuBLAS's. Raises ValueError where `runs_on` says no.
+    "auto": on an H200 the kernel takes a quarter to a half of the torch operations' time. Raises ValueError where
+    `runs_on` says no.
     """
-    cuda, kernel = head.weight.is_cuda, impl in KERNELS
     if not runs_on(impl, head.weight.device):
         raise ValueError(f"impl {impl!r} needs CUDA tensors, found {head.weight.device}")
-    fastest = impl == "auto" and cuda and HAS_TRITON
-    if head.real == torch.float64 or not (kernel or fastest):
-        return TorchTile(fp8)
-    if impl == "fused" and not (cuda and gemm == torch.float32):
-        from cqwen_dist.ops.ovr.fused import FusedTile
-
-        return FusedTile(fp8)
+    fastest = impl == "auto" and head.weight.is_cuda and HAS_TRITON
+    if head.real == torch.float64 or not (impl in KERNELS or fastest):
+        return TorchTile()
     from cqwen_dist.ops.ovr.triton import TritonTile
 
-    return TritonTile(fp8)
+    return TritonTile()

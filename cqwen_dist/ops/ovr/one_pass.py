@@ -27,30 +27,8 @@ from torch import Tensor
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import OvrOutput, Targets, WordHead
 from cqwen_dist.ops.ovr.tile import Tile, TileMaths
-from cqwen_dist.ops.products import ScaledRows, mm_into
-
-# Bytes of one [t, n] buffer, bytes of one [n, C] buffer, and most tokens of a tile. CPU: a tile's buffers stay in the
-# outer cache. GPU: large tiles gain more in the GEMMs than they lose in the elementwise pass (H200, N=8,192, H=896,
-# bf16: 41 ms with tiles of 32 MiB, 30 with 128, 28.7 with 512, which would hold 1.8 GiB).
-TILE_BYTES = {"cpu": 2 << 20, "cuda": 128 << 20}
-BLOCK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
-TILE_TOKENS = {"cpu": 512, "cuda": 8192}
-# Where no scores are in memory, only the two gradients in bf16: a longer block, in whole tiles of the kernel.
-FUSED_BYTES, FUSED_WORDS = 96 << 20, 128
-ALIGNED = 16  # numbers that a row of stacked gradients is a multiple of, for TMA and wide stores
-
-
-def tile_shape(
-    tokens: int, rows: int, c: int, device_type: str, itemsize: int = 4, fused: bool = False
-) -> tuple[int, int]:
-    """(t, n): tokens and words of a tile, from the shape, the budgets of bytes and the device."""
-    kind = "cpu" if device_type == "cpu" else "cuda"
-    t = max(1, min(tokens, TILE_TOKENS[kind]))
-    n = min(TILE_BYTES[kind] // (t * itemsize), BLOCK_BYTES[kind] // (max(1, c) * itemsize))
-    if fused and kind == "cuda":
-        n = min(FUSED_BYTES // (t * 2), BLOCK_BYTES[kind] // (max(1, c) * itemsize))
-        n = max(n // FUSED_WORDS, 1) * FUSED_WORDS
-    return t, max(1, min(rows, n))
+from cqwen_dist.ops.products import mm_into
+from cqwen_dist.tiles import tile_shape
 
 
 class Needs(NamedTuple):
@@ -83,16 +61,14 @@ def visit(u: Cauchy, head: WordHead, targets: Targets, need: Needs, maths: TileM
     return work.sums(), work.gradients()
 
 
-Pair = Sequence[Tensor] | Tensor  # loc's and scale's: two tensors, or one [2, ...] where the maths is `stacked`
-
-
 class _Block(NamedTuple):
     """n words: their rows in the GEMMs' dtype, and the two parts of their gradient."""
 
     words: slice
-    rows: Pair  # [n, C] W; |W|, or its sign, once all tiles are done
-    abs_w: ScaledRows  # [n, C] |W| as the scale's product takes it
-    sums: Pair | None  # [n, C] D_loc^T x, and at the end the whole gradient; D_scale^T g. None where it is not needed
+    rows: Sequence[Tensor]  # [n, C] W; |W|, or its sign, once all tiles are done
+    sums: (
+        Sequence[Tensor] | None
+    )  # [n, C] D_loc^T x, and at the end the whole gradient; D_scale^T g. None where it is not needed
 
 
 class _Visit:
@@ -104,9 +80,7 @@ class _Visit:
         gemm = u.loc.dtype if head.weight.is_cuda else real
 
         # Inputs, in the dtype they are used in. Bias and threshold act as one offset C - b.
-        both = (u.loc.detach().to(gemm), u.scale.detach().to(gemm))
-        self.tokens: Pair = torch.stack(both) if maths.stacked else both
-        self.x, self.g = self.tokens[0], maths.rows(self.tokens[1])
+        self.x, self.g = u.loc.detach().to(gemm), u.scale.detach().to(gemm)
         self.offset = head.threshold.detach().to(real).expand(len(head.weight)).contiguous()  # as kernels read it
         if head.bias is not None:
             self.offset = self.offset - head.bias.detach().to(real)
@@ -125,11 +99,11 @@ class _Visit:
         """A block's gradient is summed in d_w itself where the weight's dtype is that of the sums."""
         head, need, maths, real = self.head, self.need, self.maths, self.real
         n, c = self.x.shape
-        self.t, self.n = tile_shape(n, head.rows, c, self.x.device.type, real.itemsize, maths.stacked)
-        size = self.t * (-(-self.n // ALIGNED) * ALIGNED)
-        low = 2 if any(need) and (maths.stacked or gemm != real) else 0
-        rows = 2 if maths.stacked or head.weight.dtype != gemm else 1
-        sums = (2 if maths.stacked or head.weight.dtype != real else 1) if need.weight else 0
+        self.t, self.n = tile_shape(n, head.rows, c, self.x.device.type, real.itemsize)
+        size = self.t * (-(-self.n // maths.multiple) * maths.multiple)
+        low = 2 if any(need) and gemm != real else 0
+        rows = 2 if head.weight.dtype != gemm else 1
+        sums = (2 if head.weight.dtype != real else 1) if need.weight else 0
         self.work = self.x.new_empty(maths.buffers, size, dtype=real)
         self.low = self.x.new_empty(low, size, dtype=gemm)
         self.rows = self.x.new_empty(rows, self.n * c, dtype=gemm)
@@ -138,17 +112,17 @@ class _Visit:
     def open_block(self, words: slice) -> _Block:
         """W and |W| of a block of words in the GEMMs' dtype, and where its gradient is summed."""
         shape = (words.stop - words.start, self.x.shape[1])
-        rows: Pair = _cut(self.rows, *shape)
+        rows = tuple(_cut(self.rows, *shape))
         if len(rows) == 2:
             rows[0].copy_(self.head.weight[words])
         else:
             rows = (self.head.weight.detach()[words], *rows)
         torch.abs(rows[0], out=rows[1])
-        sums: Pair | None = None
+        sums = None
         if self.d_w is not None:
-            sums = _cut(self.block_sums, *shape)
-            sums = sums if len(sums) == 2 else (self.d_w[words], *sums)
-        return _Block(words, rows, self.maths.rows(rows[1]), sums)
+            own = tuple(_cut(self.block_sums, *shape))
+            sums = own if len(own) == 2 else (self.d_w[words], *own)
+        return _Block(words, rows, sums)
 
     def visit_tile(self, block: _Block, some: slice) -> None:
         """The loss of some tokens against the block with its gradients by the scores, and those spread."""
@@ -156,11 +130,11 @@ class _Visit:
         x, shape = self.x[some], (some.stop - some.start, words.stop - words.start)
         tile = Tile(
             x,
-            self.g.take(some),
+            self.g[some],
             block.rows[0],
-            block.abs_w,
-            _cut(self.work, *shape),
-            _cut(self.low, *shape, ALIGNED if self.maths.stacked else 1),
+            block.rows[1],
+            _cut(self.work, *shape, self.maths.multiple),
+            _cut(self.low, *shape, self.maths.multiple),
             self.offset[words],
             self.targets.row[some] - words.start,
             self.targets.token_weights[some],
@@ -175,8 +149,7 @@ class _Visit:
         if self.d_u is not None:
             _spread(d, block.rows, self.d_u[:, some], True)
         if block.sums is not None:  # the first tile of a block writes
-            tokens: Pair = self.tokens[:, some] if isinstance(self.tokens, Tensor) else [a[some] for a in self.tokens]
-            _spread(d.mT if isinstance(d, Tensor) else [a.T for a in d], tokens, block.sums, some.start > 0)
+            _spread([a.T for a in d], (x, self.g[some]), block.sums, some.start > 0)
 
     def close_block(self, block: _Block) -> None:
         """d_W = D_loc^T x + sign(W) * (D_scale^T g), into the weight's gradient."""
@@ -208,11 +181,8 @@ class _Visit:
         return *d_u, self.d_w, d_bias, d_threshold
 
 
-def _spread(d: Pair, by: Pair, into: Pair, add: bool) -> None:
-    """into_k = d_k by_k, or += : for both scores in one launch where they are stacked."""
-    if isinstance(d, Tensor):
-        mm_into(d, by, into, add)  # type: ignore[arg-type]
-        return
+def _spread(d: Sequence[Tensor], by: Sequence[Tensor], into: Sequence[Tensor] | Tensor, add: bool) -> None:
+    """into_k = d_k by_k, or +=, of location and scale."""
     for one, other, out in zip(d, by, into, strict=True):
         mm_into(one, other, out, add)
 

@@ -30,7 +30,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cqwen_dist.ops.products import ScaledRows, fp8_rows, mm_into
+from cqwen_dist.ops.products import mm_into
+from cqwen_dist.tiles import WORK_BUFFERS
 
 MIN_SCALE = 1.2e-38  # replaces scale 0, where atan2(0, 0) = 0. So a P of 0 has -log P of 87 to 92, not inf
 MIN_DENOMINATOR = 1e-30  # keeps gradients finite where q (1-P) vanishes
@@ -41,9 +42,9 @@ class Tile(NamedTuple):
     """Inputs, buffers and sums of one tile of t tokens and n words; fp32 (fp64), operands and ``low`` excepted."""
 
     x: Tensor  # [t, C] in: loc_u, in the GEMMs' dtype
-    g: ScaledRows  # [t, C] in: scale_u
+    g: Tensor  # [t, C] in: scale_u
     w: Tensor  # [n, C] in
-    abs_w: ScaledRows  # [n, C] in
+    abs_w: Tensor  # [n, C] in
     work: Tensor  # [`TileMaths.buffers`, t, n] of the maths' own
     low: Tensor  # [2, t, n] in the GEMM's dtype for the gradients; [0, t, n] where that is fp32
     offset: Tensor  # [n] in: C - b
@@ -60,9 +61,7 @@ class Tile(NamedTuple):
         """loc = x W^T without bias and scale = g |W|^T [t, n], in the first two work buffers."""
         loc, scale = self.work[:2]
         mm_into(self.x, self.w.T, loc)
-        mm_into(self.g.values, self.abs_w.values.T, scale)
-        if self.g.factor is not None and self.abs_w.factor is not None:
-            scale.mul_(self.g.factor[:, None]).mul_(self.abs_w.factor)
+        mm_into(self.g, self.abs_w.T, scale)
         return loc, scale
 
     def add_to_gap(self, d_loc: Tensor) -> None:
@@ -74,30 +73,20 @@ class Tile(NamedTuple):
 class TileMaths(ABC):
     """Computes a tile. Returns dloss/dloc and dloss/dscale [t, n] with token and class weights, in buffers of the tile;
     with with_grad=False the two are undefined.
-
-    fp8: the operands of the scale's product are rounded to e4m3, row by row. The result is about 0.1 % off: a sum of
-    terms >= 0, whose rounding errors average out.
     """
 
     buffers = 0  # how many work buffers it needs, those of the scores included
-    stacked = False  # whether it returns both gradients as one [2, t, n], for two products in one launch
-
-    def __init__(self, fp8: bool = False) -> None:
-        self.fp8 = fp8
-
-    def rows(self, a: Tensor) -> ScaledRows:
-        """An operand [r, C] of the scale's product, as `__call__` wants it."""
-        return fp8_rows(a, a.dtype) if self.fp8 else ScaledRows(a)
+    multiple = 1  # rows of the tile's buffers begin at multiples of so many numbers
 
     @abstractmethod
-    def __call__(self, tile: Tile, with_grad: bool) -> Sequence[Tensor] | Tensor:
+    def __call__(self, tile: Tile, with_grad: bool) -> Sequence[Tensor]:
         """The two gradients; adds to the tile's sums."""
 
 
 class TorchTile(TileMaths):
     """In torch operations, in place: about 20 passes over buffers that stay in cache."""
 
-    buffers = 5
+    buffers = WORK_BUFFERS["chunked"]
 
     def __call__(self, tile: Tile, with_grad: bool) -> Sequence[Tensor]:
         (loc, scale), (a, b, log) = tile.scores(), tile.work[2:]

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cqwen_dist.ops.ovr.tile import FAR, MIN_DENOMINATOR, MIN_SCALE, Tile, TileMaths
+from cqwen_dist.tiles import ROW_NUMBERS, WORK_BUFFERS
 
 BLOCK_TOKENS, BLOCK_WORDS = 16, 128
 _INV_PI = tl.constexpr(0.3183098861837907)
@@ -145,6 +146,7 @@ def _tile_kernel(
     prob_sum_ptr,  # [t] fp64 added to, if WANT_PROB_SUM
     t,
     n,
+    stride,  # of a row of the four matrices
     WITH_GRAD: tl.constexpr,
     HAS_CLASS_WEIGHTS: tl.constexpr,
     WANT_PROB_SUM: tl.constexpr,
@@ -164,7 +166,7 @@ def _tile_kernel(
         cols = start + tl.arange(0, BN)
         in_cols = cols < n
         inside = in_rows[:, None] & in_cols[None, :]
-        at = rows[:, None].to(tl.int64) * n + cols[None, :]
+        at = rows[:, None].to(tl.int64) * stride + cols[None, :]
         loc = tl.load(loc_ptr + at, mask=inside, other=0.0)
         scale = tl.load(scale_ptr + at, mask=inside, other=1.0)
         offset = tl.load(offset_ptr + cols, mask=in_cols, other=_FAR)
@@ -196,7 +198,7 @@ def _tile_kernel(
 class TritonTile(TileMaths):
     """The maths by the kernel above, on scores that were multiplied before; fp32 only."""
 
-    buffers = 2
+    buffers, multiple = WORK_BUFFERS["triton"], ROW_NUMBERS
 
     def __call__(self, tile: Tile, with_grad: bool) -> Sequence[Tensor]:
         loc, scale = tile.scores()
@@ -216,6 +218,7 @@ class TritonTile(TileMaths):
                 tile.per_token if tile.prob_sum is None else tile.prob_sum,
                 t,
                 n,
+                loc.stride(0),
                 WITH_GRAD=with_grad,
                 HAS_CLASS_WEIGHTS=tile.class_weights is not None,
                 WANT_PROB_SUM=tile.prob_sum is not None,

@@ -178,3 +178,16 @@ def generate(
         compile_on_cpu=compile_on_cpu,
     )
     print_document(result, as_json, table)
+
+
+def gpu(
+    out: Annotated[Path, typer.Option(help="Folder for results.json, table.md and log.txt.")] = Path("runs/gpu-table"),
+    budget: Annotated[float, typer.Option(min=1, help="Seconds; groups of rows that do not fit are skipped.")] = 1200,
+    part: Annotated[int | None, typer.Option(min=1, max=2, help="1: loss and step; 2: decoding, memory.")] = None,
+    only: Annotated[str, typer.Option(help="Only groups of rows whose name contains this.")] = "",
+    rehearse: Annotated[bool, typer.Option("--rehearse", help="The whole at toy size on a CPU.")] = False,
+) -> None:
+    """Loss, step, decoding, packing and memory on one GPU, the most valuable rows first, within a time budget."""
+    from cqwen_dist.tools.bench.gpu import run
+
+    run(out, budget, (part,) if part else (1, 2), rehearse, only)

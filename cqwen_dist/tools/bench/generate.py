@@ -4,7 +4,7 @@ Both have the same cache: one that grows, or a static one, whose steps both comp
 Weights are random, as speed depends on shapes, with one exception: on a CPU, mode `standard` computes few scales if P
 separates words well, and all of them if not (`ops.ovr.best`). Row "standard" has equal scales, as a calibrated start
 has; row "standard, all scales" is the worst case. The heads are fp32 whatever the backbone's dtype. With one in bf16,
-on CUDA or with a static cache, the modes with argmax P read a copy of W_cls in bf16. Not yet measured on a GPU.
+on CUDA or with a static cache, the modes with argmax P read a copy of W_cls in bf16.
 """
 
 from __future__ import annotations
@@ -52,6 +52,48 @@ def run(
     """
     own = SHAPES[torch.device(device).type]
     batches, new_tokens, precision = batches or own[0], new_tokens or own[1], precision or own[2]
+    base = _base(hidden, layers, vocab, torch.device(device), precision)
+    model = _causal(base, vocab)
+    contenders = {
+        (cache, name): work
+        for cache in caches
+        for name, work in _contenders(base, model, modes, cache, new_tokens, compile_on_cpu).items()
+    }
+    results = []
+    for batch in batches:
+        ids = _prompts(batch, prompt, vocab).to(device)
+        works = {key: partial(seconds_of, partial(work, ids), ids.device) for key, work in contenders.items()}
+        results += [{"batch": batch, **row} for row in _timed(works, rounds, batch * new_tokens)]
+    shape = {"hidden": hidden, "layers": layers, "vocab": vocab, "prompt": prompt, "new_tokens": new_tokens}
+    place = {"device": device_name(ids.device), "precision": precision, "compiled": compile_on_cpu or ids.is_cuda}
+    return {"shape": shape, "rounds": rounds, **place, "results": results}
+
+
+def prepared(
+    name: str,
+    batch: int,
+    cache: str,
+    device: torch.device,
+    new_tokens: int,
+    *,
+    hidden: int = 896,
+    layers: int = 24,
+    vocab: int = 151_936,
+) -> Callable[[], Any]:
+    """One contender by itself, with prompts of 32 tokens: what generates once."""
+    base = _base(hidden, layers, vocab, device, SHAPES[device.type][2])
+    model = _causal(base, vocab)
+    modes = () if name == THEIRS else (name,)
+    work = _contenders(base, model, modes, cache, new_tokens, compile_on_cpu=False)[name]
+    return partial(work, _prompts(batch, 32, vocab).to(device))
+
+
+def _prompts(batch: int, length: int, vocab: int) -> Tensor:
+    return torch.randint(0, vocab - 2, (batch, length), generator=torch.Generator().manual_seed(batch))
+
+
+def _base(hidden: int, layers: int, vocab: int, device: torch.device, precision: str) -> Any:
+    """A Qwen2 of this shape with random weights."""
     base: Any = build_base(
         {
             "model_type": USUAL,
@@ -66,21 +108,7 @@ def run(
         },
         seed=0,
     )
-    base.to(device=device, dtype=dtype_of(precision)).eval()
-    model = _causal(base, vocab)
-    contenders = {
-        (cache, name): work
-        for cache in caches
-        for name, work in _contenders(base, model, modes, cache, new_tokens, compile_on_cpu).items()
-    }
-    results = []
-    for batch in batches:
-        ids = torch.randint(0, vocab - 2, (batch, prompt), generator=torch.Generator().manual_seed(batch)).to(device)
-        works = {key: partial(seconds_of, partial(work, ids), ids.device) for key, work in contenders.items()}
-        results += [{"batch": batch, **row} for row in _timed(works, rounds, batch * new_tokens)]
-    shape = {"hidden": hidden, "layers": layers, "vocab": vocab, "prompt": prompt, "new_tokens": new_tokens}
-    place = {"device": device_name(ids.device), "precision": precision, "compiled": compile_on_cpu or ids.is_cuda}
-    return {"shape": shape, "rounds": rounds, **place, "results": results}
+    return base.to(device=device, dtype=dtype_of(precision)).eval()
 
 
 def _timed(works: Mapping[tuple[str, str], Callable[[], float]], rounds: int, tokens: int) -> Iterator[dict[str, Any]]:

@@ -3,13 +3,13 @@
 Each contender does one forward and one backward pass, with gradients of all its inputs:
 
 this        ``linear_ovr``
-chunked, triton, fused, fused fp8  ``linear_ovr`` by that implementation; on a GPU, the last two for bf16 only
-fused two, fused two fp8  the kernel cut for two programs an SM (``ops.ovr.fused.SHAPES``)
+chunked, triton  ``linear_ovr`` by that implementation, on a GPU
 floor       the six matrix products alone, in the tiles of `this`: no implementation of this loss can be faster
 seed        the seeds' formula as written (S0 5.1: arctan, one-hot, eps = 1e-7), materialised, by autograd
 stable      the stable formulas, materialised, by autograd
 softmax     an ordinary head, materialised: one product and cross entropy
 liger, cce  an ordinary head by Liger-Kernel and by ml-cross-entropy, where installed (CUDA)
+torch       an ordinary head by torch's own linear_cross_entropy (2.13)
 
 All are timed in turn, round by round. A ratio is taken within a round; "best" compares the fastest rounds.
 """
@@ -27,18 +27,16 @@ import torch.nn.functional as F
 from rich.table import Column, Table
 from torch import Tensor
 
-from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr import linear_ovr
-from cqwen_dist.ops.ovr.head import Targets, WordHead
 from cqwen_dist.ops.ovr.loss import IMPLEMENTATIONS
-from cqwen_dist.ops.ovr.one_pass import ovr_one_pass, tile_shape
 from cqwen_dist.ops.products import dtype_of
+from cqwen_dist.tiles import tile_shape
 from cqwen_dist.tools.bench.memory import peak_growth_bytes
 from cqwen_dist.tools.bench.timing import device_name, in_turn, seconds_of, spread
 
 PLAIN_COPIES = {"seed": 9, "stable": 14, "softmax": 4}  # live [N, V] fp32 tensors of the materialising contenders
-FUSED = ("fused", "fused fp8", "fused two", "fused two fp8")  # contenders that multiply bf16, or fp8
-ON_CUDA = ("triton", "chunked", *FUSED, "liger", "cce")  # contenders that run nowhere else; "this" is chunked on a CPU
+OURS = ("this", "chunked", "triton")  # implementations of this loss
+ON_CUDA = ("triton", "chunked", "liger", "cce")  # contenders that run nowhere else; "this" is chunked on a CPU
 MIB = 1 << 20
 
 
@@ -78,16 +76,13 @@ def run(
     contender that fails is skipped and named.
     """
     place = _checked(dtype, device, impl)
-    problem = _problem(tokens, hidden, vocab, dtype_of(dtype), place)
+    problem = make_problem(tokens, hidden, vocab, dtype_of(dtype), place)
     steps, skipped = _steps(problem, impl, only, plain_limit_gib)
     warm = {name: partial(_extra_mib, step, problem, place) for name, step in steps.items()}
     extra = in_turn(warm, 1, skipped)
 
-    def timed(step: Callable[[], object]) -> float:
-        problem.clear()
-        return seconds_of(step, place)
-
-    seconds = in_turn({name: partial(timed, steps[name]) for name in extra}, rounds, skipped)
+    timed = {name: partial(seconds_of, one_step(steps[name], problem), place) for name in extra}
+    seconds = in_turn(timed, rounds, skipped)
     if "floor" in skipped:
         raise ValueError(f"the products alone must run, found {skipped['floor']}")
     rows = []
@@ -148,9 +143,6 @@ def _steps(
         if name in ON_CUDA and not problem.weight.is_cuda:
             skipped[name] = "needs CUDA"
             continue
-        if name in FUSED and problem.loc_u.dtype == torch.float32:
-            skipped[name] = "needs bf16"
-            continue
         try:
             steps[name] = makers[name](problem)
         except ImportError as error:
@@ -187,17 +179,37 @@ def contenders(impl: str) -> dict[str, Callable[[Problem], Callable[[], object]]
         "this": partial(_ours, impl=impl),
         "chunked": partial(_ours, impl="chunked"),
         "triton": partial(_ours, impl="triton"),
-        **{name: partial(_fused, name=name) for name in FUSED},
         "seed": lambda p: lambda: _seed_formula(p).backward(),
         "stable": partial(_ours, impl="reference"),
         "softmax": lambda p: lambda: F.cross_entropy((p.loc_u @ p.weight.T).float(), p.labels).backward(),
         "liger": _liger,
         "cce": _cce,
+        "torch": _torch,
     }
 
 
-def _ours(p: Problem, impl: str) -> Callable[[], object]:
-    return lambda: linear_ovr(p.loc_u, p.scale_u, p.weight, None, p.threshold, p.labels, impl=impl).loss.backward()
+def one_step(step: Callable[[], object], problem: Problem) -> Callable[[], object]:
+    """A contender's step on cleared gradients, as a training has them."""
+
+    def cleared() -> object:
+        problem.clear()
+        return step()
+
+    return cleared
+
+
+def stable_loss(p: Problem) -> Tensor:
+    """The plain formula, materialised: the oracle of the others where the problem is in float64."""
+    return linear_ovr(p.loc_u, p.scale_u, p.weight, None, p.threshold, p.labels, impl="reference").loss
+
+
+def _backward(loss: Tensor) -> Tensor:
+    loss.backward()
+    return loss
+
+
+def _ours(p: Problem, impl: str) -> Callable[[], Tensor]:
+    return lambda: _backward(linear_ovr(p.loc_u, p.scale_u, p.weight, None, p.threshold, p.labels, impl=impl).loss)
 
 
 def _floor(p: Problem) -> Callable[[], object]:
@@ -223,16 +235,6 @@ def _floor(p: Problem) -> Callable[[], object]:
     return step
 
 
-def _fused(p: Problem, name: str) -> Callable[[], object]:
-    """The kernel without scores in memory, in the cut that the name says: the device's own, or two programs an SM."""
-    from cqwen_dist.ops.ovr.fused import SHAPES, FusedTile
-
-    shape = SHAPES[name.replace("fused", "sm_90")] if "two" in name else None
-    maths, head = FusedTile(name.endswith("fp8"), shape), WordHead(p.weight, None, p.threshold)
-    targets = Targets(p.labels, torch.ones_like(p.labels, dtype=p.threshold.dtype), None, False)
-    return lambda: ovr_one_pass(Cauchy(p.loc_u, p.scale_u), head, targets, maths).loss.backward()
-
-
 def _seed_formula(p: Problem) -> Tensor:
     """S0 5.1 as written: P = 1/2 + arctan((loc - C)/scale)/pi, eps = 1e-7, a one-hot of the labels; summed."""
     eps = 1e-7
@@ -256,13 +258,29 @@ def _cce(p: Problem) -> Callable[[], object]:
     return lambda: linear_cross_entropy(p.loc_u, p.weight, p.labels).backward()
 
 
-def _problem(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, device: torch.device) -> Problem:
-    """Random inputs with a trained head's magnitudes: rows of std 0.0156, C = 15, scale_U = 1e-3."""
+def _torch(p: Problem) -> Callable[[], object]:
+    try:
+        from torch.nn.functional import linear_cross_entropy
+    except ImportError:
+        raise ImportError(f"torch {torch.__version__} has no linear_cross_entropy") from None
+    return lambda: linear_cross_entropy(p.loc_u, p.weight, p.labels).backward()
+
+
+def make_problem(
+    tokens: int, hidden: int, vocab: int, dtype: torch.dtype, device: torch.device, spread: bool = False
+) -> Problem:
+    """Random inputs with a trained head's magnitudes: rows of std 0.0156, C = 15, scale_U = 1e-3.
+
+    spread: as a check of errors needs them: scores on both sides of C = 0, scales of every size.
+    """
     make = torch.Generator(device).manual_seed(0)
     loc_u = torch.randn(tokens, hidden, device=device, generator=make).to(dtype)
     weight = torch.empty(vocab, hidden, dtype=dtype, device=device).normal_(std=0.0156, generator=make)
     scale_u = torch.full_like(loc_u, 1e-3)
     threshold = torch.full((vocab,), 15.0, device=device)
+    if spread:
+        scale_u = torch.rand(tokens, hidden, device=device, generator=make).to(dtype)
+        threshold = torch.randn(vocab, device=device, generator=make)
     labels = torch.randint(vocab, (tokens,), device=device, generator=make)
     problem = Problem(loc_u, scale_u, weight, threshold, labels)
     for leaf in problem[:4]:

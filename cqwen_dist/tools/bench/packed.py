@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -53,32 +54,51 @@ def measure(config: Config, tokenizer: NumericalAwareTokenizer, rounds: int) -> 
 
     Returns a JSON-ready document. Raises: UserError for data that cannot be read.
     """
-    architecture = read_architecture(config)
-    architecture = {**architecture, "vocab_size": tokenizer.rows_for(int(architecture["vocab_size"]))}
-    stage = len(config.stages) - 1
-    own, micro = config.stages[stage], config.batch_sizes(config.stages[stage])[1]
-    length = own.sequence_length or config.data.sequence_length
-    data = config.data.model_copy(update={"pack": False, "sequence_length": length})
-    rows, texts = texts_of(load_datasets(data, tokenizer).train, micro, length, config.train.seed)
-    padded = [texts[i : i + micro] for i in range(0, len(texts), micro)]
-    with distributed(config.parallel.timeout_min * 60, backend=config.parallel.backend) as runtime:
-        rig = build_rig(config, architecture, runtime, num_token_id=tokenizer.num_token_id)
-        plan = rig.enter(stage)
-        kinds = {PADDED: padded, MASK: [rows], VARLEN: [rows]}
-        made = {
-            kind: [
-                collate(s, pad_token_id=tokenizer.pad_token_id, num_token_id=tokenizer.num_token_id) for s in samples
-            ]
-            for kind, samples in kinds.items()
-        }
-        found = in_turn({kind: partial(_seconds, rig, plan, kind, made[kind]) for kind in kinds}, rounds + 1)
-        device = device_name(runtime.device)
+    made = _batches(config, tokenizer)
+    with _rig(config, tokenizer) as (rig, plan):
+        found = in_turn({kind: partial(_seconds, rig, plan, kind, made[kind]) for kind in made}, rounds + 1)
+        device = device_name(rig.runtime.device)
     return {
         "device": device,
         "precision": config.train.precision,
         "rounds": rounds,
         "rows": list(_rows(found, made)),
     }
+
+
+def one_kind(config: Config, tokenizer: NumericalAwareTokenizer, kind: str) -> Iterator[dict[str, Any]]:
+    """One contender by itself: seconds by part and real tokens of one step after another."""
+    batches = _batches(config, tokenizer)[kind]
+    shape = {
+        "tokens": sum(int(batch.attention_mask.sum()) for batch in batches),
+        "positions": sum(batch.input_ids.numel() for batch in batches),
+    }
+    with _rig(config, tokenizer) as (rig, plan):
+        while True:
+            yield {**shape, "seconds": _seconds(rig, plan, kind, batches)}
+
+
+def _batches(config: Config, tokenizer: NumericalAwareTokenizer) -> dict[str, list[Batch]]:
+    """One step's micro-batches of each contender."""
+    own = config.stages[-1]
+    micro = config.batch_sizes(own)[1]
+    length = own.sequence_length or config.data.sequence_length
+    data = config.data.model_copy(update={"pack": False, "sequence_length": length})
+    rows, texts = texts_of(load_datasets(data, tokenizer).train, micro, length, config.train.seed)
+    padded = [texts[i : i + micro] for i in range(0, len(texts), micro)]
+    ids = {"pad_token_id": tokenizer.pad_token_id, "num_token_id": tokenizer.num_token_id}
+    kinds = {PADDED: padded, MASK: [rows], VARLEN: [rows]}
+    return {kind: [collate(s, **ids) for s in samples] for kind, samples in kinds.items()}
+
+
+@contextmanager
+def _rig(config: Config, tokenizer: NumericalAwareTokenizer) -> Iterator[tuple[Rig, StagePlan]]:
+    """A training with random weights, in its last stage."""
+    architecture = read_architecture(config)
+    architecture = {**architecture, "vocab_size": tokenizer.rows_for(int(architecture["vocab_size"]))}
+    with distributed(config.parallel.timeout_min * 60, backend=config.parallel.backend) as runtime:
+        rig = build_rig(config, architecture, runtime, num_token_id=tokenizer.num_token_id)
+        yield rig, rig.enter(len(config.stages) - 1)
 
 
 def texts_of(dataset: TextDataset, count: int, length: int, seed: int) -> tuple[list[Sample], list[Sample]]:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from cqwen_dist.tools.bench.rig import Rig
@@ -110,11 +111,20 @@ def marked(rig: Rig, marks: Ends) -> Iterator[None]:
 
 
 def device_counts(step: Callable[[], object]) -> dict[str, float]:
-    """{kernels, host_waits} of one step on CUDA, as the profiler counts them, compiled regions among them."""
+    """{kernels, host_waits, busy_s} of one step on CUDA, as the profiler counts them, compiled regions among them.
+
+    busy_s: seconds of all kernels; a step that takes longer waits for the host's launches.
+    """
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
         step()
         torch.cuda.synchronize()
-    return _counts(traced.key_averages(), 1)
+    averages = traced.key_averages()
+    return _counts(averages, 1) | {"busy_s": sum(_kernel_us(event) for event in averages) / 1e6}
+
+
+def _kernel_us(event: Any) -> float:
+    """Microseconds of a kernel; an operation that launched it has the same time once more."""
+    return event.self_device_time_total if event.device_type == DeviceType.CUDA else 0.0
 
 
 def _counts(averages: Any, steps: int) -> dict[str, float]:
@@ -149,7 +159,7 @@ def profile_steps(step: Callable[[], object], folder: Path, device: torch.device
         "trace": str(trace),
         "table": str(text),
         **_counts(averages, STEPS),
-        "device_s": sum(getattr(event, key) for event in averages) / STEPS / 1e6,
+        "device_s": sum(_kernel_us(e) if cuda else e.self_cpu_time_total for e in averages) / STEPS / 1e6,
         "top": [
             {"name": e.key[:80], "ms": getattr(e, key) / STEPS / 1e3, "count": e.count / STEPS} for e in ordered[:ROWS]
         ],

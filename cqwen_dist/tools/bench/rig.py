@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config import Config
+from cqwen_dist.config import Config, Stage
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, seed_everything
@@ -43,11 +43,8 @@ class Rig(Training):
 
     def batches(self, plan: StagePlan, seed: int = 0) -> list[Batch]:
         """This rank's micro-batches of one optimizer step, on the CPU: full sequences with labels everywhere."""
-        whole, micro = self.config.batch_sizes(plan.stage)
-        share = max(1, whole // self.groups.world_size)
-        length = plan.stage.sequence_length or self.config.data.sequence_length
-        sizes = [min(micro, share - done) for done in range(0, share, micro)]
-        return [self._batch(rows, length, 1000 * seed + i) for i, rows in enumerate(sizes)]
+        number = self.engine.model.config.num_token_id
+        return random_batches(self.config, plan.stage, number, seed, self.runtime.rank, self.groups.world_size)
 
     def step(
         self, micro_batches: list[Batch], plan: StagePlan, looking: bool = False, cached: list[Tensor] | None = None
@@ -59,26 +56,42 @@ class Rig(Training):
         every = self.config.loss.constraint.every * ACCURACY_EVERY
         return self.stepper(micro_batches, plan, every if looking else every + 1, cached)[0]
 
-    def _batch(self, rows: int, length: int, seed: int) -> Batch:
-        make = torch.Generator().manual_seed(seed + 7919 * self.runtime.rank)
-        number = self.engine.model.config.num_token_id
-        ids = torch.randint(0, number, (rows, length + 1), generator=make)
-        is_number = torch.rand(ids.shape, generator=make) < NUMBER_SHARE
-        ids[is_number] = number
-        values = torch.where(is_number, torch.randn(ids.shape, generator=make).double() * 30, 0.0)
-        positions = torch.arange(length).expand(rows, -1)
-        if self.config.data.pack:
-            ends = [round(length * share) for share in accumulate(DOCUMENTS)]
-            positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise([0, *ends])]).expand(rows, -1)
-        return Batch(
-            input_ids=ids[:, :-1].contiguous(),
-            numeric_values=values[:, :-1].contiguous(),
-            attention_mask=torch.ones(rows, length, dtype=torch.bool),
-            position_ids=positions.contiguous(),
-            labels=ids[:, 1:].contiguous(),
-            numeric_labels=values[:, 1:].contiguous(),
-            numeric_mask=is_number[:, 1:].contiguous(),
-        )
+
+def random_batches(
+    config: Config, stage: Stage, number: int, seed: int = 0, rank: int = 0, world: int = 1
+) -> list[Batch]:
+    """A rank's micro-batches of one optimizer step of a stage, on the CPU: full sequences with labels everywhere.
+
+    number: the id of <NUM>, the last row.
+    """
+    whole, micro = config.batch_sizes(stage)
+    share = max(1, whole // world)
+    length = stage.sequence_length or config.data.sequence_length
+    sizes = [min(micro, share - done) for done in range(0, share, micro)]
+    return [
+        _batch(rows, length, number, config.data.pack, 1000 * seed + i + 7919 * rank) for i, rows in enumerate(sizes)
+    ]
+
+
+def _batch(rows: int, length: int, number: int, packed: bool, seed: int) -> Batch:
+    make = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, number, (rows, length + 1), generator=make)
+    is_number = torch.rand(ids.shape, generator=make) < NUMBER_SHARE
+    ids[is_number] = number
+    values = torch.where(is_number, torch.randn(ids.shape, generator=make).double() * 30, 0.0)
+    positions = torch.arange(length).expand(rows, -1)
+    if packed:
+        ends = [round(length * share) for share in accumulate(DOCUMENTS)]
+        positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise([0, *ends])]).expand(rows, -1)
+    return Batch(
+        input_ids=ids[:, :-1].contiguous(),
+        numeric_values=values[:, :-1].contiguous(),
+        attention_mask=torch.ones(rows, length, dtype=torch.bool),
+        position_ids=positions.contiguous(),
+        labels=ids[:, 1:].contiguous(),
+        numeric_labels=values[:, 1:].contiguous(),
+        numeric_mask=is_number[:, 1:].contiguous(),
+    )
 
 
 def build_rig(

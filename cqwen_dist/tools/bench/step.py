@@ -145,8 +145,7 @@ def _ours(
 ) -> tuple[list[dict[str, Any]], list[Batch], list[Sizes]]:
     """A row or two for each stage, the last stage's batches, and the sizes of all. Adds to `profiles`."""
     device, rows = runtime.device, []
-    text = config.data.sequence_length * sum(share**2 for share in DOCUMENTS)
-    sizes = stage_sizes(config, Architecture.of(architecture), world=runtime.world_size, kind=device.type, text=text)
+    sizes = sizes_of(config, architecture, device, runtime.world_size)
     before = _allocated(device)
     rig = build_rig(config, architecture, runtime)
     for index, s in enumerate(sizes):
@@ -160,6 +159,12 @@ def _ours(
         if not s.graph:
             rows.append(_cached(timer, rig, plan, batches, s, row))
     return rows, batches, sizes
+
+
+def sizes_of(config: Config, architecture: dict[str, Any], device: torch.device, world: int = 1) -> list[Sizes]:
+    """The sizes of every stage, with the texts of the rig's packed rows."""
+    text = config.data.sequence_length * sum(share**2 for share in DOCUMENTS)
+    return stage_sizes(config, Architecture.of(architecture), world=world, kind=device.type, text=text)
 
 
 def _launches(rig: Rig, plan: StagePlan, batches: list[Batch]) -> dict[str, Any]:
@@ -240,6 +245,12 @@ def _stage(
         "planned_peak_gib": allocated_bytes([s]) / GIB,
         "trainable": sorted(s.trainable),
     }
+
+
+def stage_parts(timer: Timer, rig: Rig, plan: StagePlan, batches: list[Batch], s: Sizes, before: int) -> dict[str, Any]:
+    """One stage of one rank as it is trained, with its parts, memory, kernels and waits of the host."""
+    row = _stage(timer, rig, plan, batches, s, Traffic(Marks(timer.device).now), before)
+    return row | (device_counts(partial(rig.step, batches, plan)) if timer.device.type == "cuda" else {})
 
 
 def _cached(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cqwen_dist.sizes.flops import Flops, flops, of_stage
+from cqwen_dist.sizes.flops import Flops, flops
 from cqwen_dist.sizes.machine import Machine
 from cqwen_dist.sizes.stage_sizes import FP32, Sizes
 from cqwen_dist.tools.plan.comm import Message, bytes_sent, feature_messages, step_messages
@@ -24,7 +24,7 @@ KERNELS, COMPILED_KERNELS = 60, 60
 ADAPTER_KERNELS = {1: 2, 2: 2, 3: 6}  # by ZeRO stage: products alone, PEFT's (`model.layers`)
 COMPILED_PASSES = 0.4
 # Bytes read and written for a (token, word) outside products; fused (not measured): 4, and the maths' time as bytes.
-PASSES = {"fused": 12, "triton": 16, "chunked": 160, "reference": 200}
+PASSES = {"triton": 16, "chunked": 160, "reference": 200}
 ADAMW = 28 + 8 + 8  # bytes a trained number: AdamW in one pass, clipping, the norm
 
 
@@ -109,8 +109,6 @@ def micro_batch_times(s: Sizes, m: Machine) -> dict[str, float]:
     backward += n * s.graph * (2 + s.checkpointing) * passes / memory
     words = s.base.vocab * PASSES[s.loss_impl] + 15 * s.causal * FP32
     operations = each.word_head + each.abduction
-    if s.loss_impl == "fused" and s.config.loss.scale_dtype == "fp8":  # one product in half its time
-        operations -= s.words * of_stage(s).vocab
     heads = n * (operations / (m.peak(s.width) * m.head_efficiency) + words / memory)
     exposed = 0.0
     if s.kind == "cuda" and not m.calibrated:

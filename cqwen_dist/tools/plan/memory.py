@@ -12,21 +12,14 @@ from math import ceil
 from typing import Literal
 
 from cqwen_dist.sizes.stage_sizes import FP32, MAX_LIVE, Sizes, ceil_div
+from cqwen_dist.tiles import CHUNK_BYTES, WORK_BUFFERS, tile_shape
 from cqwen_dist.tools.plan import activations
 
 GIB, MIB = 2**30, 2**20
 ADAM_MOMENTS = 2 * FP32
-# The fused loss's tiles (`ops.ovr.one_pass`; a test holds the two equal): bytes of a [t, n] and of an [n, C] buffer,
-# most tokens; by implementation, the [t, n] buffers in fp32, scores among them; `fused` has its own tiles.
-TILE_BYTES = {"cpu": 2 * MIB, "cuda": 128 * MIB}
-BLOCK_BYTES = {"cpu": 8 * MIB, "cuda": 64 * MIB}
-TILE_TOKENS = {"cpu": 512, "cuda": 8192}
-WORK_BUFFERS = {"chunked": 5, "triton": 2, "fused": 0}
-FUSED_BYTES, FUSED_WORDS = 96 * MIB, 128
 REFERENCE_TENSORS = 9
 LABEL_TENSORS = 4  # [g N, C] in fp32: of sampled negatives, the labels' rows and what their backward needs
-# Computing the accuracy (`training.step`, `ops.ovr.head`): bytes of an [N, n] chunk, chunks alive at once.
-CHUNK_BYTES, CHUNKS = 8 * MIB, 5
+CHUNKS = 5  # of `tiles.CHUNK_BYTES`, alive at once while the accuracy is computed
 # fp32 tensors [N, C] of KL(U || U at the start), with those that its backward needs.
 KL_TENSORS = 8
 # Memory outside tensors. GPU: the context with its loaded kernels, NCCL's buffers of one communicator, the maths
@@ -216,29 +209,14 @@ def _loss(s: Sizes) -> Iterator[Part]:
     if s.loss_impl == "reference":
         yield Part("loss tiles", REFERENCE_TENSORS * n * computed * FP32, f"{REFERENCE_TENSORS} tensors [g N, v]")
         return
-    fused = s.loss_impl == "fused"
-    t, words = tile_shape(n, computed, c, s.kind, fused)
+    t, words = tile_shape(n, computed, c, s.kind)
     low = s.width < FP32 and s.kind == "cuda"
     tiles = t * words * FP32 * WORK_BUFFERS[s.loss_impl] + low * 2 * t * words * s.width
-    blocks = words * c * ((2 * s.width if low else FP32) + (1 + fused) * FP32 * ("classifier" in s.trainable))
+    blocks = words * c * ((2 * s.width if low else FP32) + FP32 * ("classifier" in s.trainable))
     copies = 2 * n * c * FP32 if s.width < FP32 and s.kind == "cpu" else 0
-    if fused:  # both operands of the tokens in one; sums of a tile's rows and columns
-        copies += 2 * n * c * s.width + 3 * FP32 * t * words // FUSED_WORDS
-    if s.config.loss.scale_dtype == "fp8":  # the operands in e4m3, and what rounding them takes
-        copies += (n + words) * c * (1 if fused else s.width if low else FP32) + words * c * 2 * FP32
     yield Part(
         "loss tiles", tiles + blocks + copies + 16 * n, f"tiles of {t:,} tokens x {words:,} words ({s.loss_impl})"
     )
-
-
-def tile_shape(tokens: int, rows: int, c: int, kind: str, fused: bool = False) -> tuple[int, int]:
-    """(t, n) of the fused loss; as `ops.ovr.one_pass.tile_shape`."""
-    t = max(1, min(tokens, TILE_TOKENS[kind]))
-    n = min(TILE_BYTES[kind] // (t * FP32), BLOCK_BYTES[kind] // (max(1, c) * FP32))
-    if fused and kind == "cuda":
-        n = min(FUSED_BYTES // (t * 2), BLOCK_BYTES[kind] // (max(1, c) * FP32))
-        n = max(n // FUSED_WORDS, 1) * FUSED_WORDS
-    return t, max(1, min(rows, n))
 
 
 def _heads_backward(s: Sizes, looking: bool = False) -> Iterator[Part]:

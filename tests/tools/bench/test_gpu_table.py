@@ -1,82 +1,93 @@
-"""launch/gpu_table.py: its rows out of what the benchmarks print, and a command that fails."""
+"""``cqwen bench gpu``: contenders in turns, what a failing one leaves, the rehearsal, a machine without a GPU."""
 
-import importlib.util
 import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
-from cqwen_dist.config import Config, load_config, refuse_ranks
-from cqwen_dist.data.load import load_datasets, tokenizer_of
-from cqwen_dist.tools.bench import loss
+from cqwen_dist.config import UserError
+from cqwen_dist.tools.bench import gpu
+from cqwen_dist.tools.bench.contenders import take_turns
 
 
-@pytest.fixture(scope="module")
-def gpu_table() -> ModuleType:
-    path = Path(__file__).parents[3] / "launch" / "gpu_table.py"
-    spec = importlib.util.spec_from_file_location("gpu_table", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def sleeping(seconds: float) -> Any:
+    def work() -> Iterator[Any]:
+        time.sleep(seconds)
+        yield None
+        yield {"pid": os.getpid(), "group": os.getpgid(0)}
+
+    return work
 
 
-def test_the_loss_has_a_row_for_each_contender_that_ran(gpu_table: ModuleType) -> None:
-    found = loss.run(tokens=8, hidden=8, vocab=64, device="cpu", rounds=1, only=["this", "stable"])
-    rows = list(gpu_table.loss(22, 17.5)(json.loads(json.dumps(found))))
-    assert [what for what, _, _ in rows] == [f"loss, H=8, {name}" for name in ("floor", "this", "stable")]
-    assert all(" ms" in measured for _, measured, _ in rows)
+def failing() -> Iterator[Any]:
+    print("what it printed")
+    yield None
+    raise RuntimeError("tried to allocate 40 GiB")
 
 
-def test_every_target_belongs_to_a_contender_that_exists(gpu_table: ModuleType) -> None:
-    rows = [{"name": name, "seconds": {"median": 0.02}, "extra_mib": 300.0} for name in loss.contenders("auto")]
-    found = {"hidden": 896, "rows": rows, "skipped": {}}
-    table = {what: asked for what, _, asked in gpu_table.loss(22, 17.5)(found)}
-    assert table["loss, H=896, fused"] == "at most 22 ms, 400 MiB"
-    assert table["loss, H=896, fused fp8"] == "at most 17.5 ms"
+def dying() -> Iterator[Any]:
+    os._exit(3)
+    yield None
 
 
-def test_a_failing_contender_leaves_the_other_figures(gpu_table: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def out_of_memory(problem: loss.Problem) -> None:
-        raise torch.OutOfMemoryError("tried to allocate 40 GiB")
-
-    monkeypatch.setattr(loss, "_seed_formula", out_of_memory)
-    found = loss.run(tokens=8, hidden=8, vocab=64, device="cpu", rounds=1, only=["seed", "this"])
-    assert [row["name"] for row in found["rows"]] == ["floor", "this"]
-    *_, last = gpu_table.loss(22, 17.5)(json.loads(json.dumps(found)))
-    assert last == ("loss, H=8, seed", "skipped: OutOfMemoryError: tried to allocate 40 GiB", "")
+def test_each_contender_runs_in_a_process_group_of_its_own(tmp_path: Path) -> None:
+    rows = list(take_turns({"a": sleeping(0), "b": sleeping(0)}, tmp_path / "log", 60, 60, lambda: 120.0))
+    assert [name for name, _, _ in rows] == ["a", "b"]
+    groups = {result["group"] for _, result, _ in rows}
+    assert len(groups) == 2
+    assert all(result["pid"] == result["group"] for _, result, _ in rows)
 
 
-def test_every_config_runs_on_one_rank(gpu_table: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[3])
-    measures = [m.command for m in gpu_table.MEASURES.values() if m.command[1] in ("step", "packed")]
-    assert len(measures) == 3
-    for _, _, config, *words in measures:
-        checked = load_config(Path(config), [word for word in words if not word.startswith("--")])
-        refuse_ranks(checked.parallel.vocab_group_size, 1)
+def test_a_contender_that_fails_dies_or_hangs_costs_its_own_row_alone(tmp_path: Path) -> None:
+    works = {"fails": lambda: failing(), "dies": lambda: dying(), "hangs": sleeping(600), "runs": sleeping(0)}
+    began = time.monotonic()
+    rows = {name: (result, why) for name, result, why in take_turns(works, tmp_path / "log", 10, 60, lambda: 120.0)}
+    assert time.monotonic() - began < 60
+    assert rows["fails"] == (None, "RuntimeError: tried to allocate 40 GiB")
+    assert rows["dies"] == (None, "ended with exit code 3")
+    assert rows["hangs"] == (None, "stopped: out of time")
+    assert rows["runs"][0] is not None
+    assert "what it printed" in (tmp_path / "log").read_text(encoding="utf-8")
 
 
-def test_packing_is_measured_on_this_projects_pages(gpu_table: ModuleType, tmp_path: Path) -> None:
-    lines = gpu_table.pages(tmp_path).read_text(encoding="utf-8").splitlines()
-    lengths = sorted(len(json.loads(line)["text"]) for line in lines)
-    assert len(lengths) > 300
-    assert lengths[-len(lengths) // 10] > 10 * lengths[len(lengths) // 10], "of very different lengths"
-    config, *overrides = (word.replace("OUT", str(tmp_path)) for word in gpu_table.PACKED)
-    checked = load_config(Path(__file__).parents[3] / config, overrides)
-    assert checked.data.train == str(tmp_path / "pages.jsonl")
-    assert sum(map(len, tokens_of(checked))) > 2 * 8 * 1024, "tokens for packed rows and for padded ones"
+def test_a_rehearsal_measures_the_loss_after_a_check_against_float64(tmp_path: Path) -> None:
+    command = ["bench", "gpu", "--rehearse", "--only", "loss, H=32", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "cqwen_dist", *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "table.md", "log.txt"}
+    rows = {row["name"]: row for row in json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["rows"]}
+    assert 0 < max(rows["triton"]["result"]["errors"].values()) < 4e-3
+    assert "liger" in rows
+    assert (tmp_path / "table.md").read_text(encoding="utf-8").strip() in done.stdout
 
 
-def tokens_of(config: Config) -> list[list[int]]:
-    """The texts, by a tokenizer that is trained on them."""
-    datasets = load_datasets(config.data, tokenizer_of(config))
-    return [document.ids.tolist() for i in range(len(datasets.train)) for document in datasets.train[i]]
+def test_a_wrong_contender_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cqwen_dist.tools.bench import gpu_works, loss
+
+    right = loss._ours
+    monkeypatch.setattr(loss, "_ours", lambda p, impl: lambda: [right(p, impl)(), p.weight.grad.mul_(2)])
+    with pytest.raises(ArithmeticError, match="wrong against float64"):
+        next(gpu_works.loss("this", gpu_works.TOY, 32)())
 
 
-def test_a_failed_command_is_one_row_and_runs_again_next_time(gpu_table: ModuleType, tmp_path: Path) -> None:
-    said = gpu_table.measured("packing", ["bench", "packed", str(tmp_path / "none.yaml")], tmp_path)
-    assert said == "failed with exit code 2; its error is above"
-    assert not list(tmp_path.iterdir())
+def test_a_group_that_takes_longer_than_the_time_left_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "_groups", lambda *_: iter([gpu.Group("long", {"a": sleeping(0)}, 500, 5)]))
+    table = gpu.run(tmp_path, 30)
+    assert "| long | all | skipped: takes 500 s, " in table
+
+
+def test_a_machine_without_a_gpu_is_told_what_is_missing(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(UserError, match="no CUDA device"):
+        gpu.run(tmp_path, 30)

@@ -1,0 +1,309 @@
+"""The works of ``cqwen bench gpu``: each warms up, yields, measures, and yields a JSON-ready result."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from cqwen_dist.tools.bench.contenders import Work
+
+TOLERANCE = 4e-3  # of a gradient's relative error: entries in bf16 are rounded to 2^-9
+
+
+class Size(NamedTuple):
+    """How large everything is: on a GPU, or in a rehearsal on a CPU."""
+
+    tokens: int
+    hiddens: tuple[int, int]
+    vocab: int
+    odd: tuple[int, int]  # tokens and words of the check against float64: multiples of no tile
+    rounds: int
+    square: int  # of the product that shows the card's peak
+    copy_bytes: int
+    layers: int | None  # of the backbones; None: as the config says
+    rows: int  # sequences of a micro-batch
+    length: int  # tokens of a sequence
+    batches: tuple[int, int]  # prompts that are decoded at once
+    new_tokens: int
+
+
+GPU = Size(8192, (896, 3584), 151_936, (200, 1_003), 7, 8192, 4 << 30, None, 8, 1024, (1, 64), 128)
+TOY = Size(48, (32, 64), 259, (37, 131), 2, 128, 1 << 20, 2, 2, 32, (1, 2), 4)
+
+
+def machine(size: Size) -> Work:
+    """Versions, the card, its copy bandwidth and its bf16 product."""
+
+    def work() -> Iterator[Any]:
+        import transformers
+        from triton import __version__ as triton_version
+
+        from cqwen_dist.tools.bench.timing import device_name, seconds_of
+
+        device = _device()
+        a, b = (torch.randn(size.square, size.square, device=device).bfloat16() for _ in range(2))
+        source = torch.empty(size.copy_bytes, dtype=torch.uint8, device=device).random_()
+        target = torch.empty_like(source)
+        steps: list[Callable[[], object]] = [lambda: target.copy_(source), lambda: a @ b]
+        for step in steps:
+            step()
+        yield None
+        copy_s, product_s = (statistics.median(seconds_of(step, device) for _ in range(10)) for step in steps)
+        yield {
+            "device": device_name(device),
+            "torch": torch.__version__,
+            "triton": triton_version,
+            "transformers": transformers.__version__,
+            "copy_tb_per_s": 2 * size.copy_bytes / copy_s / 1e12,
+            "product_tflops": 2 * size.square**3 / product_s / 1e12,
+        }
+
+    return work
+
+
+def loss(name: str, size: Size, hidden: int, tokens: int | None = None) -> Work:
+    """A contender of the loss: first its error against float64, where it is ours; then its time, by kernel."""
+
+    def work() -> Iterator[Any]:
+        from cqwen_dist.tools.bench.loss import OURS, Problem, contenders, make_problem, one_step
+        from cqwen_dist.tools.bench.memory import peak_growth_bytes
+        from cqwen_dist.tools.bench.timing import seconds_of
+
+        device = _device()
+        make = contenders("auto")[name]
+        errors: dict[str, float] = {}
+        if name in OURS:
+            for c in (128 if device.type == "cuda" else 24, hidden):
+                odd = make_problem(size.odd[0], c, size.odd[1], torch.bfloat16, device, spread=True)
+                errors |= {f"{what}, C={c}": error for what, error in _errors(odd, make).items()}
+        wrong = {what: error for what, error in errors.items() if not error <= TOLERANCE}
+        if wrong:
+            raise ArithmeticError(f"wrong against float64: {wrong}")
+        problem: Problem = make_problem(tokens or size.tokens, hidden, size.vocab, torch.bfloat16, device)
+        step = one_step(make(problem), problem)
+        step()
+        problem.clear()
+        growth = peak_growth_bytes(step, device)
+        gradients = sum(leaf.grad.nbytes for leaf in problem[:4] if leaf.grad is not None)
+        yield None
+        step()
+        seconds = [seconds_of(step, device) for _ in range(size.rounds)]
+        yield {
+            "hidden": hidden,
+            "name": name,
+            "ms": 1e3 * statistics.median(seconds),
+            "least_ms": 1e3 * min(seconds),
+            "most_ms": 1e3 * max(seconds),
+            "extra_mib": None if growth is None else (growth - gradients) / 2**20,
+            "errors": errors,
+            "kernels_ms": _by_kind(step) if device.type == "cuda" else {},
+        }
+
+    return work
+
+
+def ours(config: str, size: Size, **changes: Any) -> Work:
+    """A training step of the config's last stage, by part. changes: dotted config keys."""
+
+    def work() -> Iterator[Any]:
+        from cqwen_dist.parallel.runtime import distributed
+        from cqwen_dist.tools.bench.rig import build_rig
+        from cqwen_dist.tools.bench.step import WARM_UP, Timer, sizes_of, stage_parts
+
+        checked, architecture = _trained(config, size, changes)
+        with distributed() as runtime:
+            before = torch.cuda.memory_allocated() if runtime.device.type == "cuda" else 0
+            rig = build_rig(checked, architecture, runtime)
+            plan = rig.enter(0)
+            batches = rig.batches(plan)
+            for _ in range(WARM_UP + 1):
+                rig.step(batches, plan)
+            rig.step(batches, plan, looking=True)
+            yield None
+            timer = Timer(runtime.device, _peak(runtime.device), size.rounds)
+            s = sizes_of(checked, architecture, runtime.device)[0]
+            yield stage_parts(timer, rig, plan, batches, s, before)
+
+    return work
+
+
+def peer(config: str, size: Size, *, liger: bool, **changes: Any) -> Work:
+    """The same step by Hugging Face and PEFT."""
+
+    def work() -> Iterator[Any]:
+        from cqwen_dist.parallel.runtime import distributed
+        from cqwen_dist.tools.bench.parts import device_counts
+        from cqwen_dist.tools.bench.peer import peer_step
+        from cqwen_dist.tools.bench.rig import random_batches
+        from cqwen_dist.tools.bench.step import WARM_UP, Timer, sizes_of
+
+        checked, architecture = _trained(config, size, changes)
+        with distributed() as runtime:
+            device = runtime.device
+            s = sizes_of(checked, architecture, device)[-1]
+            batches = random_batches(checked, checked.stages[0], int(architecture["vocab_size"]) - 1)
+            before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+            step = peer_step(checked, architecture, device, liger, checked.model.compile_layers)
+            for _ in range(WARM_UP + 1):
+                step(batches)
+            yield None
+            row = Timer(device, None, size.rounds).row("peer", lambda: step(batches), s)
+            peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
+            counts = device_counts(lambda: step(batches)) if device.type == "cuda" else {}
+            yield row | {"peak_gib": peak / 2**30} | counts
+
+    return work
+
+
+def decoding(name: str, size: Size, batch: int, cache: str) -> Work:
+    """Tokens a second of a mode, or of Hugging Face's generate on the same base."""
+
+    def work() -> Iterator[Any]:
+        from cqwen_dist.tools.bench.generate import prepared
+        from cqwen_dist.tools.bench.timing import seconds_of
+
+        device = _device()
+        shape: dict[str, Any] = {} if size is GPU else {"hidden": 64, "layers": 2, "vocab": 503}
+        step = prepared(name, batch, cache, device, size.new_tokens, **shape)
+        for _ in range(2):  # compiles, and records CUDA graphs
+            step()
+        yield None
+        seconds = [seconds_of(step, device) for _ in range(3)]
+        yield {"tokens_per_s": batch * size.new_tokens / statistics.median(seconds)}
+
+    return work
+
+
+def packing(kind: str, size: Size, folder: Path) -> Work:
+    """Real tokens a second of padded texts, of packed rows with a mask, or without one."""
+
+    def work() -> Iterator[Any]:
+        from cqwen_dist.config import load_config
+        from cqwen_dist.data.load import tokenizer_of
+        from cqwen_dist.tools.bench.packed import one_kind
+
+        source = _pages(folder, kind)
+        small = {} if size is GPU else {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+        large = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+        changes = [
+            *(f"data.train={source}", "data.text_template=null", "data.text_field=text"),
+            *("data.calculator_marks=keep", "data.on_nonfinite=skip", "model.tokenizer=train"),
+            f"data.sequence_length={1024 if size is GPU else 256}",
+            *(f"model.architecture.{key}={value}" for key, value in (small or large).items()),
+            *(f"train.{key}={size.rows}" for key in ("global_batch_size", "micro_batch_size")),
+            "train.precision=bf16",
+        ]
+        config = load_config(_config("gsm8k"), changes)
+        step = one_kind(config, tokenizer_of(config), kind)
+        next(step)
+        yield None
+        yield [next(step) for _ in range(size.rounds)]
+
+    return work
+
+
+def memory(case: str) -> Work:
+    """Measured and planned peak memory of a case of `cqwen bench memory`."""
+
+    def work() -> Iterator[Any]:
+        from cqwen_dist.parallel.runtime import distributed
+        from cqwen_dist.tools.bench.memory_check import cases, config_of, measure
+
+        with distributed() as runtime:
+            found = cases(runtime.device.type)
+            chosen = next((each for each in found if each.name == case), found[0])
+            yield None
+            yield measure(config_of(chosen), chosen.architecture, runtime)
+
+    return work
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _peak(device: torch.device) -> float | None:
+    from cqwen_dist.sizes.machine import TERA, peak_tflops
+
+    peak = peak_tflops(torch.cuda.get_device_name()) if device.type == "cuda" else None
+    return None if peak is None else peak * TERA
+
+
+def _config(name: str) -> Path:
+    from importlib.resources import files
+
+    return Path(str(files("cqwen_dist") / "configs" / f"{name}.yaml"))
+
+
+def _trained(name: str, size: Size, changes: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """(the config with its last stage alone, at this size; its architecture)."""
+    from cqwen_dist.config import load_config
+    from cqwen_dist.sizes.architecture import read_architecture
+
+    given = {
+        "data.pack": False,
+        "data.sequence_length": size.length,
+        "train.global_batch_size": size.rows,
+        "train.micro_batch_size": size.rows,
+        "parallel.vocab_group_size": 1,
+        **changes,
+    }
+    config = load_config(_config(name), [f"{key}={json.dumps(value)}" for key, value in given.items()])
+    config = config.model_copy(update={"stages": config.stages[-1:]})
+    architecture = read_architecture(config)
+    if size is not GPU:
+        narrow = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+        architecture = {**architecture, **narrow, "num_hidden_layers": size.layers, "vocab_size": 503}
+    return config, architecture
+
+
+def _errors(problem: Any, make: Callable[[Any], Callable[[], object]]) -> dict[str, float]:
+    """Relative errors of the loss and the four gradients against the plain formula in float64."""
+    from cqwen_dist.tools.bench.loss import stable_loss
+
+    exact = type(problem)(*(leaf.detach().double().requires_grad_() for leaf in problem[:4]), problem.labels)
+    wanted = stable_loss(exact)
+    wanted.backward()
+    problem.clear()
+    found = make(problem)()
+    names = ("d_loc_u", "d_scale_u", "d_weight", "d_threshold")
+    errors = {
+        name: float((leaf.grad.double() - right.grad).norm() / right.grad.norm())
+        for name, leaf, right in zip(names, problem[:4], exact[:4], strict=True)
+    }
+    if isinstance(found, torch.Tensor):
+        errors["loss"] = abs(float(found.detach().double() / wanted.detach()) - 1.0)
+    return errors
+
+
+def _by_kind(step: Callable[[], object]) -> dict[str, float]:
+    """Milliseconds of one step's kernels: ours, matrix products, the rest."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as traced:
+        step()
+        torch.cuda.synchronize()
+    kinds = {"kernel": 0.0, "products": 0.0, "rest": 0.0}
+    for event in traced.key_averages():
+        name = event.key.lower()
+        ours = "_tile_kernel" in name
+        product = any(word in name for word in ("gemm", "nvjet", "cutlass", "xmma", "splitk"))
+        kinds["kernel" if ours else "products" if product else "rest"] += event.self_device_time_total / 1e3
+    return kinds
+
+
+def _pages(folder: Path, name: str) -> Path:
+    """FOLDER/NAME.jsonl: the paragraphs of this project's pages, real texts of very different lengths."""
+    root = Path(__file__).parents[2]
+    pages = next((found for d in (root, root.parent) if (found := sorted((d / "docs").rglob("*.md")))), [])
+    texts = [text for page in pages for text in page.read_text(encoding="utf-8").split("\n\n") if text.strip()]
+    if not texts:
+        raise FileNotFoundError("packing is measured on this project's own pages: run it from a checkout")
+    path = folder / f"{name.replace(', ', '-')}.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
