@@ -53,7 +53,7 @@ def words(rows: int = 3, length: int = 9) -> Tensor:
     return torch.randint(0, 250, (rows, length), generator=torch.Generator().manual_seed(4))
 
 
-def same(a: CausalQwenForCausalLM, b: CausalQwenForCausalLM, tolerance: float = 1e-5) -> None:
+def same(a: CausalQwenForCausalLM, b: CausalQwenForCausalLM, tolerance: float = 5e-5) -> None:
     """To two layers of fp32's rounding: tensors mapped from a file begin anywhere, which a BLAS may go by."""
     with torch.no_grad():
         x, y = (m(words(), logits_to_keep=2) for m in (a, b))
@@ -206,7 +206,7 @@ def test_a_plain_qwen_export_gives_loc_s_as_logits(tmp_path: Path) -> None:
     assert answer.returncode == 0, answer.stderr[-2000:]
     for (kind, _), logits, (name, found) in zip(cases, expected, json.loads(answer.stdout), strict=True):
         assert name == f"{kind.capitalize()}ForCausalLM"
-        assert_close(torch.tensor(found), logits, 1e-5, "logits")
+        assert_close(torch.tensor(found), logits, 5e-5, "logits")
 
 
 def test_a_plain_export_refuses_a_bias_or_drops_it_on_request(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_a_plain_export_refuses_a_bias_or_drops_it_on_request(tmp_path: Path) ->
     assert f"a bias of up to {size} in the logits" in (out / "README.md").read_text()
     with torch.no_grad():
         plain = AutoModelForCausalLM.from_pretrained(out)(words()).logits
-        assert_close(plain + bias, model(words(), logits_to_keep=9).logits, 1e-5, "logits and bias")
+        assert_close(plain + bias, model(words(), logits_to_keep=9).logits, 5e-5, "logits and bias")
 
 
 def test_the_card_of_a_plain_export_says_that_it_writes_no_numbers(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_a_zero_3_runs_adapter_loads_without_deepspeed(run: Path, tmp_path: Path
         ids, zeros = torch.tensor([IDS]), torch.zeros(1, len(IDS), dtype=torch.float64)
         z = model.model.features(ids, zeros)[0]
         loc_s = model(ids, zeros, logits_to_keep=len(IDS)).logits[0]
-    torch.testing.assert_close(torch.tensor(found["z"]), z, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.tensor(found["z"]), z, atol=1e-4, rtol=1e-4)
     bias = model.model.action.cls_bias
     torch.testing.assert_close(torch.tensor(found["s"]) + bias, loc_s, atol=1e-4, rtol=1e-4)
 

@@ -174,7 +174,7 @@ def test_micro_batches_and_ranks_change_no_metric(pool: Pool, one_rank: Path, da
     for name, value in expected.items():
         assert first[name] == pytest.approx(float(value), rel=2e-3 if "median" in name else 1e-5), name
     for other in others:
-        assert other == pytest.approx(first, rel=1e-5, abs=1e-6)  # abs: a mean of either sign that cancels
+        assert other == pytest.approx(first, rel=5e-5, abs=1e-6)  # abs: a mean of either sign that cancels
 
 
 @torch.no_grad()
