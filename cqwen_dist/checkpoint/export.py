@@ -38,11 +38,11 @@ from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.tokenizer import POLICY_FILE, NumericalAwareTokenizer
 from cqwen_dist.generate.continuation import end_ids
-from cqwen_dist.heads.abduction import loaded_abduction
 from cqwen_dist.heads.intervals import FILE as CALIBRATION
 from cqwen_dist.heads.intervals import read_intervals
 from cqwen_dist.model import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.model.backbone import base_folder_of, load_base
+from cqwen_dist.model.causal_qwen import classes_of
 from cqwen_dist.model.lora import is_lora
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.run.files import CONFIG, DIGESTS, STATE, appearing, read_object
@@ -169,7 +169,7 @@ def assemble(state: TrainState, config: Config, source: object = "") -> CausalQw
     dtype, trust = dtype_of(config.train.precision), config.model.trust_remote_code
     shape = CausalQwenConfig(**saved)
     base = load_base(config.base_folder, dtype, trust, rows_for=lambda _: int(shape.vocab_size))
-    model = CausalQwenModel(shape, base=base, abduction=loaded_abduction(shape.abduction, config.run.dir))
+    model = CausalQwenModel(shape, base=base, classes=classes_of(shape, config.run.dir))
     parameters = {n: p for n, p in model.features.named_parameters() if n in EMBEDDING or is_lora(n)}
     parameters |= torch.nn.ModuleDict(model.heads).named_parameters()  # all else is the base's
     found = {**state.features, **state.heads, **state.rows}

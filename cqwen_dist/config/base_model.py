@@ -61,6 +61,9 @@ class ModelConfig(Section):
     abduction: Literal["linear", "two_layer"] | Annotated[str, AfterValidator(import_path)] = "linear"
     """The network from features to U; two_layer is nonlinear and starts as the linear one; or a class of your own as
     package.module:Name (docs/training.md)."""
+    number_head: Annotated[str, AfterValidator(import_path)] | None = None
+    """A class of your own that says what a number is, as package.module:Name (docs/training.md); null: the one that
+    data.number_types and data.more_values ask for, or one value a number."""
     threshold_init: Real | str | None = None
     """Start of C: a number for every word, or a .safetensors file that holds `threshold` [V]; default: by `start`."""
     gamma_init: Above0 | None = None

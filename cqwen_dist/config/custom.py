@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,6 +47,14 @@ def find_custom(key: str, path: str, outside: str | Path = "") -> Any:
         raise
     except Exception as error:  # the import runs the user's code, which may raise anything
         raise unusable(key, path, error, f"{FORM}, installed or below a folder in PYTHONPATH") from error
+
+
+def find_loaded(key: str, path: str, folder: str | Path, others: str = "") -> Any:
+    """`find_custom` for a loaded folder, whose own code runs only where the user trusts it. others: what else the key
+    may be, for the error. Raises `UserError`."""
+    if os.environ.get(TRUST) != "1":
+        raise UserError(key, path, f"{others}{TRUST}=1, which lets a model run code that it names")
+    return find_custom(key, path, folder)
 
 
 def unusable(key: str, path: str, error: object, allowed: str) -> UserError:

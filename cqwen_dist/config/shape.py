@@ -22,6 +22,7 @@ class NumberKey(NamedTuple):
 NUMBER_KEYS = {
     "number_types": NumberKey("data.number_types", None, lambda types, words, size: (2 * len(types) - 1) * (size + 1)),
     "more_values": NumberKey("data.more_values", None, lambda names, words, size: len(names) * (size + 1)),
+    "number_head": NumberKey("model.number_head", None, lambda name, words, size: 0),  # which says not how many it has
     "copies": NumberKey("model.copies", 0, lambda count, words, size: count * (words + 2)),
 }
 _MODEL = ("causal_size", "number_dims", "wide", "random_features", "value_periods", "abduction", "scale_activation")

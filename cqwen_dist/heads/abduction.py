@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cqwen_dist.config import UserError
-from cqwen_dist.config.custom import TRUST, find_custom, unusable
+from cqwen_dist.config.custom import find_custom, find_loaded, unusable
 from cqwen_dist.ops.cauchy import Cauchy
 
 
@@ -133,10 +131,8 @@ def abduction_named(name: str, outside: str | Path = "") -> Callable[..., Abduct
 
 
 def loaded_abduction(name: str, folder: str | Path) -> Callable[..., Abduction]:
-    """`abduction_named` for a loaded folder, whose own code runs only where the user trusts it. Raises `UserError`."""
-    if name not in ABDUCTIONS and os.environ.get(TRUST) != "1":
-        raise UserError(KEY, name, f"{', '.join(ABDUCTIONS)}; or {TRUST}=1, which lets a model run code that it names")
-    return abduction_named(name, folder)
+    """`abduction_named` for a loaded folder, as `find_loaded`. Raises `UserError`."""
+    return ABDUCTIONS[name] if name in ABDUCTIONS else find_loaded(KEY, name, folder, f"{', '.join(ABDUCTIONS)}; or ")
 
 
 def make_abduction(network: Callable[..., Abduction], name: str, hidden: int, size: int, **options: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,8 +35,10 @@ class ActionNetwork(nn.Module):
         rows: int | None = None,
         scalar_threshold: bool = False,
         config: Any = None,
+        number_head: Callable[..., Any] | None = None,
     ) -> None:
-        """config: the model's, which says what kind of number head it has; None: a plain one."""
+        """config: the model's, which says what kind of number head it has; None: a plain one. number_head: the class of
+        the user's own that it names."""
         super().__init__()
         rows = vocab_size if rows is None else rows
         self.vocab_size = vocab_size
@@ -45,7 +48,7 @@ class ActionNetwork(nn.Module):
         self.cls_bias = nn.Parameter(torch.zeros(rows))
         self.threshold = nn.Parameter(torch.zeros(()) if scalar_threshold else torch.zeros(rows))
         self.causal_hidden_size = causal_hidden_size
-        self.number_head = number_head_of(self, config)
+        self.number_head = number_head_of(self, config, number_head)
         self.b_noise = nn.Parameter(torch.full((causal_hidden_size,), 0.1))
         self.number_head.add_scores()  # behind b_noise: a run adds the norms of gradients in this order
         self.reset()

@@ -5,13 +5,14 @@ NumberHead       nothing              the location of one law, Y = W_reg U' + b_
 SeveralValues    `data.more_values`   the first of R values, each with a law of its own (seed S4 4.7.1)
 TypedNumbers     `data.number_types`  the value of the likeliest of T types (S4 4.7.2)
 WithCopies       `model.copies`       one of the last K numbers of its text, or else what the kind that it holds says
+a class of the user's own, which `model.number_head` names: a subclass of NumberHead that overrides what it changes
 
 Letters as in `heads.number_head`, and T types, K copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import UserError
+from cqwen_dist.config.custom import unusable
 from cqwen_dist.heads.number_head import Decision, NumberHead, NumberLabels
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.regression import number_nll
@@ -272,13 +274,28 @@ class WithCopies(NumberHead):
 NUMBER_KINDS: dict[str, type[NumberHead]] = {"number_types": TypedNumbers, "more_values": SeveralValues}
 
 
-def number_head_of(net: Any, config: Any) -> NumberHead:
-    """The head that a model's config asks for; its parameters go into the action network `net`. Raises `UserError`."""
-    asked = [field for field in NUMBER_KINDS if getattr(config, field, None)]
+def number_head_of(net: Any, config: Any, own: Callable[..., Any] | None = None) -> NumberHead:
+    """The head that a model's config asks for; its parameters go into the action network `net`. Raises `UserError`.
+
+    own: the user's class that the config names as `number_head`.
+    """
+    asked = [field for field in ("number_head", *NUMBER_KINDS) if getattr(config, field, None)]
     if len(asked) > 1:
         raise UserError(f"config.json: {' and '.join(asked)}", [getattr(config, each) for each in asked], "one of them")
-    head = NUMBER_KINDS[asked[0]](net, config) if asked else NumberHead(net, config)
-    return WithCopies(head, net, config) if getattr(config, "copies", 0) else head
+    copies = getattr(config, "copies", 0)
+    if own is None:
+        head = NUMBER_KINDS[asked[0]](net, config) if asked else NumberHead(net, config)
+        return WithCopies(head, net, config) if copies else head
+    if copies:
+        raise UserError("model.copies", copies, "0 with a number head of your own")
+    try:
+        found: NumberHead = own(net, config)
+        if not callable(getattr(found, "decide", None)):
+            raise TypeError("it is no NumberHead")
+    except Exception as error:  # whatever the user's class does
+        allowed = "a subclass of cqwen_dist.heads.number_head.NumberHead (docs/training.md)"
+        raise unusable("model.number_head", config.number_head, error, allowed) from error
+    return found
 
 
 def _strength(scores: Cauchy) -> Tensor:

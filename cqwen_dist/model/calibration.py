@@ -277,8 +277,7 @@ class _Start:
             law = found.coefficients.cpu(), found.intercept + shift, scale, noise
             return tables, law, float(error), float(of_median)
 
-        if fit.memory.shape[1]:
-            self.fit_scores(fit)
+        self.fit_scores(fit)
         tables, law, error, of_median = self.groups.agreed(ridge)
         for name, table in tables.items():
             self.model.get_parameter(f"wide.{name}").copy_(table)
@@ -288,9 +287,10 @@ class _Start:
     def fit_scores(self, fit: _Positions) -> None:
         """Start the number head's scores, each by a ridge regression on U's word part."""
         head = self.model.action.number_head
-        parts = self.word_loc(fit.z), fit.values, fit.memory
-        x, values, memory = self.of_all_ranks(*(part[fit.learnt] for part in parts))
-        targets = head.score_targets(values, memory)
+        targets = head.score_targets(fit.values[fit.learnt], fit.memory[fit.learnt])
+        if not targets.shape[1]:
+            return
+        x, targets = self.of_all_ranks(self.word_loc(fit.z)[fit.learnt], targets)
 
         def ridge() -> tuple[Tensor, Tensor]:
             found = torch.stack([ridge_by_leave_one_out(x.double(), of)[0] for of in targets.T])

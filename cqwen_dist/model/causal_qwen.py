@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import LoraConfig, UserError
+from cqwen_dist.config.custom import find_custom, find_loaded
 from cqwen_dist.config.shape import NUMBER_KEYS
 from cqwen_dist.generate.offloaded import at_hand
-from cqwen_dist.heads.abduction import Abduction, abduction_named, loaded_abduction, make_abduction
+from cqwen_dist.heads.abduction import abduction_named, loaded_abduction, make_abduction
 from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.heads.number_kinds import NUMBER_KINDS
 from cqwen_dist.heads.targets import TargetTransform
@@ -38,6 +39,18 @@ from cqwen_dist.model.wide import WidePart, columns_beside_z
 from cqwen_dist.ops.cauchy import Cauchy
 
 SHAPE = {*signature(CausalQwenConfig).parameters, *NUMBER_KEYS, *NUMBER_KINDS} - {"base", "num_token_id", "kwargs"}
+
+
+def classes_of(config: CausalQwenConfig, loaded: str | None = None) -> tuple[Any, Any]:
+    """The classes of abduction network and number head that a config names; None for a number head of the package's.
+
+    loaded: the folder that the config comes from, whose code the user has to trust; None: the user's own run. Raises
+    `UserError`.
+    """
+    key, name = "model.number_head", config.number_head
+    if loaded is None:
+        return abduction_named(config.abduction), find_custom(key, name) if name else None
+    return loaded_abduction(config.abduction, loaded), find_loaded(key, name, loaded) if name else None
 
 
 class FeatureStack(nn.Module):
@@ -82,13 +95,13 @@ class CausalQwenModel(nn.Module):
         vocab_start: int = 0,
         rows: int | None = None,
         w_num_scale: float = 1.0,
-        abduction: Callable[..., Abduction] | None = None,
+        classes: Sequence[Any] | None = None,
     ) -> None:
         """qwen_model_path: a base model's folder or hub name (S2 5; the start is preset `seed`), with no further
         argument than causal_hidden_size; or a config. Then `base` gives the transformer, or a new one is built.
-        vocab_start, rows: this range of the vocabulary's rows alone. w_num_scale: a factor on w_num's start. abduction:
-        the class that the config names, where it is known. Raises `UserError` for a base that does not load, and as
-        `loaded_abduction`.
+        vocab_start, rows: this range of the vocabulary's rows alone. w_num_scale: a factor on w_num's start. classes:
+        those of `classes_of`, where the config is not of a loaded folder. Raises `UserError` for a base that does not
+        load, and as `find_loaded`.
         """
         super().__init__()
         if isinstance(qwen_model_path, str):
@@ -99,13 +112,14 @@ class CausalQwenModel(nn.Module):
                 config.base_config, dtype=torch.get_default_dtype(), attn_implementation=config._attn_implementation
             )
         self.config = config
+        abduction, number_head = classes or classes_of(config, config.name_or_path or "")
         transformer: Any = base.model
         table, transformer.embed_tokens = transformer.embed_tokens, None  # module 1 holds the table
         size, hidden = config.causal_hidden_size, config.hidden_size
         embedding = NumericalAwareEmbedding(table, hidden, config.num_token_id, w_num_scale, config.value_periods)
         self.features = FeatureStack(embedding, FeatureExtractionNetwork(transformer))
         self.abduction = make_abduction(
-            abduction or loaded_abduction(config.abduction, config.name_or_path or ""),
+            abduction,
             config.abduction,
             hidden,
             size,
@@ -123,6 +137,7 @@ class CausalQwenModel(nn.Module):
             rows=rows,
             scalar_threshold=config.scalar_threshold,
             config=config,
+            number_head=number_head,
         )
         if config.lora is not None:
             inject_lora(transformer, LoraConfig(**config.lora))
@@ -180,8 +195,8 @@ class CausalQwenModel(nn.Module):
         if table is None:
             table = base.get_input_embeddings().weight
         whole = 1.0 if w_num_scale is None else w_num_scale
-        network = abduction_named(config.abduction)
-        model = cls(config, base=base, vocab_start=vocab_start, rows=rows, w_num_scale=whole, abduction=network)
+        own = classes_of(config)
+        model = cls(config, base=base, vocab_start=vocab_start, rows=rows, w_num_scale=whole, classes=own)
         if num_row_init == "digits" and numerals:
             norm = inherit_numeral_row(model.features.embedding, table, numerals)
             if w_num_scale is None:

@@ -19,6 +19,7 @@ from cqwen_dist.checkpoint.manifest import Retention, choose_checkpoint, finish_
 from cqwen_dist.checkpoint.resume import base_digest
 from cqwen_dist.checkpoint.saving import Saver
 from cqwen_dist.config import Config, UserError, rises
+from cqwen_dist.config.custom import find_custom
 from cqwen_dist.config.shape import model_shape
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import Datasets, load_datasets
@@ -218,6 +219,8 @@ def _loss_options(config: Config, model: CausalQwenModel, words: Words) -> LossO
 def build_run(config: Config, runtime: Runtime) -> Run:
     """Read the data, load the model, assemble everything. Collective over the world. Raises `UserError`."""
     abduction_named(config.model.abduction, config.run.dir)  # an unknown class is refused at once
+    if config.model.number_head is not None:
+        find_custom("model.number_head", config.model.number_head, config.run.dir)
     gate_named(config.loss.gate, config.run.dir)
     if not runs_on(config.loss.impl, runtime.device):
         raise UserError("loss.impl", config.loss.impl, "auto, chunked or reference on a CPU: kernels need a GPU")
