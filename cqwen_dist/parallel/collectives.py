@@ -1,8 +1,8 @@
-"""The collectives of the package: only these functions call `torch.distributed`'s operations.
+"""The collectives of the package. Only these functions call `torch.distributed`.
 
-They have no gradients (see `mappings`). If another rank dies or does not answer within the group's timeout, they raise
-`CollectiveError` with the operation, the group and its ranks. (NCCL reports a timeout from its watchdog, which ends the
-process and names the group by the same description.)
+They have no gradients (see `mappings`). If a rank dies or does not answer within the group's timeout, they raise
+`CollectiveError`, which names the operation, the group and the ranks. (NCCL's watchdog reports a timeout itself: it
+ends the process and names the group by the same description.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cqwen_dist.config import UserError
 
 T = TypeVar("T")
 
-# How gloo's and NCCL's failures read; torch raises many of them as plain RuntimeError.
+# Text in gloo's and NCCL's error messages; torch raises many of these errors as plain RuntimeError.
 _SIGNS = ("gloo", "NCCL", "Connection closed", "Timed out", "timed out", "Broken pipe", "Connection reset")
 
 
@@ -28,11 +28,11 @@ class CollectiveError(RuntimeError):
 
 
 class Stopped(BaseException):
-    """Some rank was told to stop (`parallel.stop`). It is no failure, and only `train` may catch it."""
+    """A rank received a stop request (`parallel.stop`). This is not a failure; only `train` may catch it."""
 
 
 def is_communication(error: BaseException) -> bool:
-    """Whether an error means that another rank was lost, not that this one failed; DeepSpeed's own errors too."""
+    """Whether an error means that a different rank was lost. Recognises DeepSpeed's errors too."""
     if isinstance(error, (CollectiveError, dist.DistError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
@@ -40,7 +40,7 @@ def is_communication(error: BaseException) -> bool:
 
 @contextmanager
 def naming(operation: str, group: ProcessGroup | None = None) -> Iterator[None]:
-    """Turn a failed communication inside into a `CollectiveError` with its operation and group (default: the world)."""
+    """Turn a communication failure inside into a `CollectiveError` that names operation and group (default: world)."""
     try:
         yield
     except CollectiveError:
@@ -58,22 +58,22 @@ def naming(operation: str, group: ProcessGroup | None = None) -> Iterator[None]:
 
 
 def all_gather_into(gathered: Tensor, mine: Tensor, group: ProcessGroup | None = None) -> None:
-    """Equal parts [n, ...] of every rank into [size n, ...], rank 0's first."""
+    """Gather equal parts [n, ...] of all ranks into [size n, ...], in rank order."""
     with naming("all-gather", group):
         dist.all_gather_into_tensor(gathered, mine, group=group)
 
 
 def reduce_scatter_into(mine: Tensor, parts: Tensor, group: ProcessGroup | None = None) -> None:
-    """[size n, ...] summed over the ranks; each keeps its own part [n, ...]."""
+    """Sum [size n, ...] over the ranks; each rank keeps its part [n, ...]."""
     with naming("reduce-scatter", group):
         dist.reduce_scatter_tensor(mine, parts, group=group)
 
 
 def sum_to_owners(parts: Tensor, group: ProcessGroup | None) -> None:
-    """[size n, ...] summed over the ranks in place; a rank may read its own part [n, ...] alone.
+    """Sum [size n, ...] over the ranks in place. Afterwards only this rank's part [n, ...] is valid.
 
-    A reduce-scatter, which NCCL does in place where the output is that part of the input. On a CPU an all-reduce, as
-    gloo's reduce-scatter is one of a copy.
+    NCCL's reduce-scatter runs in place if the output is a part of the input. gloo's would copy the input, so on a CPU
+    this is an all-reduce.
     """
     if parts.device.type == "cpu":
         sum_over(parts, group)
@@ -82,7 +82,7 @@ def sum_to_owners(parts: Tensor, group: ProcessGroup | None) -> None:
 
 
 def gather_from_owners(parts: Tensor, group: ProcessGroup | None) -> None:
-    """[size n, ...], of which each rank has its own part [n, ...]: all of them on every rank, in place."""
+    """All-gather in place: each rank fills its part [n, ...] of [size n, ...] before the call."""
     all_gather_into(parts, _own_part(parts, group), group)
 
 
@@ -99,7 +99,7 @@ def sum_over(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
 
 
 def gather_rows(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Every rank's equally shaped values [...], stacked [size, ...] (default: the world's)."""
+    """Gather equally shaped values [...] of all ranks as [size, ...] (default group: the world)."""
     size = dist.get_world_size(group)
     everyone = values.new_empty(size * values.numel())
     all_gather_into(everyone, values.flatten(), group)
@@ -107,7 +107,7 @@ def gather_rows(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
 
 
 def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
-    """Every rank's small Python value, by rank of the group (default: the world)."""
+    """Gather a small Python value of each rank, in rank order (default group: the world)."""
     parts: list[Any] = [None] * dist.get_world_size(group)
     with naming("all-gather of objects", group):
         dist.all_gather_object(parts, value, group=group)
@@ -121,10 +121,10 @@ def barrier() -> None:
 
 
 def main_rank_first(action: Callable[[], T]) -> T | None:
-    """Run an action on rank 0 alone, while the others wait. Returns its result on rank 0, None elsewhere.
+    """Run an action on rank 0 while all other ranks wait. Returns its result on rank 0 and None on the other ranks.
 
-    Where it fails, all ranks fail, instead of waiting for the timeout: with the same `UserError` or `Stopped`, or the
-    others with a RuntimeError that holds rank 0's error.
+    If the action fails, all ranks raise at once instead of waiting for the timeout. A `UserError` or `Stopped` is
+    raised on all ranks. After any other error, the other ranks raise a RuntimeError that quotes it.
     """
     result: T | None = None
     failure: BaseException | None = None
@@ -132,14 +132,14 @@ def main_rank_first(action: Callable[[], T]) -> T | None:
     if dist.get_rank() == 0:
         try:
             result = action()
-        except BaseException as error:
+        except BaseException as error:  # kept until the broadcast below, for which the other ranks wait
             failure, same = error, isinstance(error, (UserError, Stopped))
             on_the_others = [error if same else RuntimeError(f"rank 0 failed: {error!r}")]
     try:
         with naming("broadcast of rank 0's outcome"):
             dist.broadcast_object_list(on_the_others)
     except CollectiveError:
-        if failure is None:  # else the others have gone for the reason that rank 0 has: all were told to stop
+        if failure is None:  # otherwise rank 0's error is the cause, and the other ranks stopped for the same reason
             raise
     if raised := failure or on_the_others[0]:
         raise raised
@@ -147,7 +147,7 @@ def main_rank_first(action: Callable[[], T]) -> T | None:
 
 
 def from_main_rank(action: Callable[[], T]) -> T:
-    """As `main_rank_first`, but every rank returns rank 0's result, a small Python value."""
+    """Like `main_rank_first`, but all ranks return the result of rank 0, a small Python value."""
     result = [main_rank_first(action)]
     with naming("broadcast of rank 0's result"):
         dist.broadcast_object_list(result)

@@ -1,11 +1,11 @@
 """The process groups of a run, built once and passed explicitly.
 
-World = vocabulary groups of consecutive ranks (for instance the 8 GPUs of a node). With 4 ranks and groups of 2:
+A vocabulary group has consecutive ranks (for instance the 8 GPUs of a node). With 4 ranks and groups of 2:
 
-    vocabulary groups {0,1} {2,3}   each holds the whole vocabulary once, a range of rows a rank
-    replica groups    {0,2} {1,3}   ranks that hold the same rows and sum their gradients
+    vocabulary groups {0,1} {2,3}   each group stores the vocabulary once, each rank a range of rows
+    replica groups    {0,2} {1,3}   ranks that store the same rows and sum their gradients
 
-Every rank has its own tokens (data = world).
+Each rank has different tokens: the data-parallel group is the world.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Groups:
-    """World, vocabulary and replica group of this rank. All None (`ALONE`): a process that needs no other.
+    """World, vocabulary and replica group of this rank. In `ALONE`, for a single process, all three are None.
 
-    The functions of `parallel.mappings` take None as a group of one.
+    The functions of `parallel.mappings` treat None as a group of one.
     """
 
     world: ProcessGroup | None
@@ -44,21 +44,21 @@ class Groups:
 
     @property
     def vocab_rank(self) -> int:
-        """Which range of rows this rank holds."""
+        """Index of this rank's range of rows."""
         return 0 if self.vocab is None else self.vocab.rank()
 
     @property
     def vocab_size(self) -> int:
-        """How many ranks share the vocabulary."""
+        """Number of ranks that share the vocabulary."""
         return 1 if self.vocab is None else self.vocab.size()
 
     @property
     def replica_rank(self) -> int:
-        """Which of the ranks with the same rows this one is."""
+        """Index of this rank among the ranks with the same rows."""
         return 0 if self.replica is None else self.replica.rank()
 
     def agreed(self, action: Callable[[], T]) -> T:
-        """The result of the action on rank 0, a small Python value, on every rank. Collective over the world."""
+        """Run the action on rank 0 and return its small Python value on all ranks. Collective over the world."""
         return action() if self.world is None else from_main_rank(action)
 
 
@@ -68,7 +68,7 @@ ALONE = Groups(None, None, None)
 def build_groups(vocab_group_size: int, timeout_s: float | None = None) -> Groups:
     """Build the groups; collective over the world (every rank calls it with the same size).
 
-    timeout_s: of their collectives, which do not inherit the world's (None: torch's default).
+    timeout_s: timeout of the new groups, which do not inherit the world's (None: torch's default).
     Raises `UserError` if the size does not divide the number of ranks.
     """
     world = dist.get_world_size()
@@ -81,11 +81,14 @@ def build_groups(vocab_group_size: int, timeout_s: float | None = None) -> Group
 
 
 def side_group(timeout_s: float | None = None) -> ProcessGroup:
-    """A second, gloo group of the world for the saving thread: a group serves one thread. Collective over the world."""
+    """A gloo group of all ranks for the saving thread. Collective over the world.
+
+    Two threads must not share a group: their collectives could start in a different order on each rank.
+    """
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     return dist.new_group(backend="gloo", timeout=timeout, group_desc="saving")
 
 
 def limit_wait(group: ProcessGroup, seconds: float) -> None:
-    """Set the timeout of a group that was made elsewhere (by DeepSpeed)."""
+    """Set the timeout of a group that DeepSpeed made."""
     _set_pg_timeout(timedelta(seconds=seconds), group.inner if isinstance(group, StagedGroup) else group)

@@ -1,9 +1,9 @@
 """A watchdog against hangs: a rank that makes no progress writes its stacks and exits.
 
-A collective's timeout ends the ranks that wait, but not the rank that hangs, and does not show where it hangs. So every
-rank reports its progress. After 0.9 timeouts without progress, it writes the stacks of all threads to
-`stacks/rank-N.txt` in the run's folder and exits with code 1, before the collective's timeout ends any rank. The clock
-is `faulthandler`'s C thread: it also fires during a call that never returns or that holds Python's lock.
+A collective's timeout ends the waiting ranks. It does not end the rank that hangs, and does not show where it hangs. So
+each rank reports progress. After 0.9 timeouts without progress, a rank writes the stacks of all threads to
+`stacks/rank-N.txt` in the run folder and exits with code 1, before the collective's timeout ends any rank. The clock is
+the C thread of `faulthandler`: it also fires during a call that never returns or keeps the GIL.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class HangWatch:
             try:
                 self._file, self._seconds, self._last = file, SHARE * timeout_s, 0.0
                 yield
-            finally:  # also where a signal stops the run
+            finally:  # also if a signal stops the run: the C thread would still end the process
                 faulthandler.cancel_dump_traceback_later()
                 self._seconds = 0.0
                 if not path.stat().st_size:
                     path.unlink()
 
     def alive(self) -> None:
-        """Report progress: the clock starts again. It is cheap, with at most a hundred resets per timeout."""
+        """Report progress and restart the clock. Cheap: it resets the clock at most a hundred times per timeout."""
         now = time.monotonic()
         if self._seconds and now - self._last > 0.01 * self._seconds:
             self._last = now

@@ -1,8 +1,8 @@
-"""What a launcher and its ranks share: a port, the signals that mean "stop", and their end (no torch).
+"""Shared by the launcher and its ranks, without torch: the rendezvous port, stop signals, the end of the launcher.
 
-When the launcher ends, for any reason, its ranks stop in order. A rank's parent is DeepSpeed's launcher; its parent is
-DeepSpeed's runner; its parent is `cqwen launch`. The kernel signals the rank when its parent ends; a thread of the
-rank waits for the end of `cqwen launch`.
+When the launcher ends for any reason, its ranks save and stop. The processes are `cqwen launch` -> DeepSpeed's runner
+-> DeepSpeed's launcher -> rank. The kernel signals a rank when its parent ends. A thread of the rank also waits for the
+end of `cqwen launch`, which is not its parent.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import sys
 import threading
 import time
 
-LAUNCHER = "CQWEN_LAUNCHER"  # the process number of `cqwen launch`, for the ranks on its machine
+LAUNCHER = "CQWEN_LAUNCHER"  # process id of `cqwen launch`, for the ranks on its machine
 LAST_S = 600.0  # seconds for the last checkpoint; then the process is killed
 _PR_SET_PDEATHSIG = 1
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # "stop in order"
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens on, for the ranks' rendezvous, some seconds later.
+    """A free port of this machine for the rendezvous, which starts some seconds later.
 
-    Below those that Linux gives to any connection, which could take it until then.
+    The port is below Linux's ephemeral range: a new connection cannot take it in the meantime.
     """
     while True:
         port = 20_000 + secrets.randbelow(12_768)
@@ -37,12 +37,12 @@ def free_port() -> int:
 
 
 def taken() -> tuple[signal.Signals, ...]:
-    """The SIGNALS that are acted on: all of them, but under `nohup` not SIGHUP."""
+    """The signals to handle: all of SIGNALS, without SIGHUP under `nohup`."""
     return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)
 
 
 def end_with_launcher() -> None:
-    """Send this process SIGTERM when its launcher has ended; without a launcher do nothing."""
+    """Send this process SIGTERM when its launcher ends. Does nothing without a launcher."""
     named = os.environ.pop(LAUNCHER, "")
     if not named.isdecimal() or not sys.platform.startswith("linux"):
         return
@@ -54,9 +54,9 @@ def _watch(launcher: int) -> None:
     try:
         handle = os.pidfd_open(launcher)
     except ProcessLookupError:
-        pass
+        pass  # the launcher has ended already
     except (OSError, AttributeError):
-        return  # an old kernel
+        return  # an old kernel without pidfd
     else:
         poll = select.poll()
         poll.register(handle, select.POLLIN)

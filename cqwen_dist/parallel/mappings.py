@@ -4,8 +4,8 @@
     scatter_sum_tokens     forward: reduce-scatter (sum)    backward: all-gather of rows
     sum_partials           forward: all-reduce (sum)        backward: nothing (identity)
 
-Rows are tokens. The ranks may hold different numbers of them (`counts`, one a rank, 0 allowed): they are padded to the
-largest count for the transfer only. A group of one communicates nothing.
+Rows are tokens. Ranks may hold different numbers of tokens (`counts`, one per rank, 0 allowed). The transfer pads them
+to the largest count. A group of one rank does not communicate.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _all_gather(rows: Tensor, counts: list[int], group: ProcessGroup) -> Tensor:
     """[N_r, ...] -> [sum N, ...], rank 0's rows first."""
     longest = max(counts)
     padded = rows.contiguous()
-    if min(counts) != longest:
+    if min(counts) != longest:  # the collective takes equal parts only
         padded = rows.new_zeros((longest, *rows.shape[1:]))
         padded[: rows.shape[0]] = rows
     gathered = rows.new_empty((group.size() * longest, *rows.shape[1:]))
@@ -40,7 +40,7 @@ def _reduce_scatter(rows: Tensor, counts: list[int], group: ProcessGroup) -> Ten
     """[sum N, ...] -> [N_r, ...], summed over the ranks."""
     longest = max(counts)
     padded = rows.contiguous()
-    if min(counts) != longest:
+    if min(counts) != longest:  # as in `_all_gather`; added zero rows are cut off after the sum
         parts = rows.new_zeros((group.size(), longest, *rows.shape[1:]))
         for rank, part in enumerate(rows.split(counts)):
             parts[rank, : counts[rank]] = part
@@ -51,7 +51,7 @@ def _reduce_scatter(rows: Tensor, counts: list[int], group: ProcessGroup) -> Ten
 
 
 class _Conjugate(torch.autograd.Function):
-    """One mapping forward, the other backward."""
+    """Runs one mapping forward and its conjugate backward."""
 
     @staticmethod
     def forward(
@@ -79,17 +79,18 @@ def gather_tokens(rows: Tensor, counts: list[int], group: ProcessGroup | None) -
 
 
 def scatter_sum_tokens(rows: Tensor, counts: list[int], group: ProcessGroup | None) -> Tensor:
-    """Each rank's own tokens of the sum over the ranks, [sum N, ...] -> [N_r, ...]."""
+    """Sum over the ranks; each rank keeps its tokens, [sum N, ...] -> [N_r, ...]."""
     return _mapped(rows, _reduce_scatter, _all_gather, counts, group)
 
 
 def sum_partials(partial: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum over the group of one value per rank. Every rank differentiates the sum by its own value alone."""
+    """Sum one value per rank over the group. Each rank differentiates the sum only by its value."""
+    # The gradient of a sum by each term is 1. An all-reduce in backward would count the loss once per rank.
     return _mapped(partial, lambda own, _, among: sum_over(own.clone(), among), lambda grad, *_: grad, [], group)
 
 
 def exchange_counts(count: int, group: ProcessGroup | None, device: torch.device) -> list[int]:
-    """How many tokens each rank of the group holds, by one small all-gather; the host waits for it."""
+    """The number of tokens of each rank of the group. One small all-gather, which synchronises with the host."""
     if group is None or group.size() == 1:
         return [count]
     counts: list[int] = gather_rows(torch.tensor(count, device=device), group).tolist()

@@ -1,6 +1,6 @@
-"""This process's rank, from the launcher's environment, and the process group of the run.
+"""The rank of this process, read from the launcher's environment, and the run's process group.
 
-Launchers known: `deepspeed` and `torchrun` (RANK, WORLD_SIZE, LOCAL_RANK), SLURM's srun (SLURM_PROCID,
+Supported launchers: `deepspeed` and `torchrun` (RANK, WORLD_SIZE, LOCAL_RANK), SLURM's srun (SLURM_PROCID,
 SLURM_NTASKS, SLURM_LOCALID), or none (one process).
 """
 
@@ -26,7 +26,7 @@ from cqwen_dist.parallel.hang import HangWatch
 from cqwen_dist.parallel.launcher import free_port
 from cqwen_dist.parallel.stop import StopFlag
 
-# (rank, world size, local rank): the first launcher whose names are all set counts.
+# (rank, world size, local rank) of each launcher; the first with all names set is used.
 _LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
 
 
@@ -43,7 +43,7 @@ class Runtime:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one rank that writes shared files and prints."""
+        """Whether this rank writes shared files and prints."""
         return self.rank == 0
 
 
@@ -57,15 +57,15 @@ def find_ranks(env: Mapping[str, str]) -> tuple[int, int, int]:
 
 
 def launched(env: Mapping[str, str]) -> bool:
-    """Whether a launcher started this process. Then the launcher makes the exit code, from those of all ranks."""
+    """Whether a launcher started this process. The launcher then derives its exit code from all ranks."""
     return any(all(name in env for name in names) for names in _LAUNCHERS)
 
 
 def pick_device(local_rank: int, backend: str = "auto") -> torch.device:
-    """This rank's GPU, or the CPU where there is none (or with DS_ACCELERATOR=cpu).
+    """This rank's GPU, or the CPU without a GPU (or with DS_ACCELERATOR=cpu).
 
-    backend "gloo": ranks may share a GPU. Under SLURM a task may see one GPU alone, so there the number wraps. Raises
-    `UserError` for more ranks than GPUs under another launcher: NCCL lets no two ranks share one.
+    With the backend "gloo", ranks may share a GPU. Under SLURM each task may see a single GPU, so the index wraps.
+    Raises `UserError` for more ranks than GPUs under other launchers: NCCL does not let two ranks share a GPU.
     """
     if not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR") == "cpu":
         return torch.device("cpu")
@@ -77,7 +77,7 @@ def pick_device(local_rank: int, backend: str = "auto") -> torch.device:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy and torch. One seed on all ranks makes replicated parameters start equal."""
+    """Seed Python, numpy and torch. The same seed on all ranks gives replicated parameters equal initial values."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -87,12 +87,12 @@ def seed_everything(seed: int) -> None:
 def distributed(
     timeout_s: float = 1800.0, stop: StopFlag | None = None, alone: bool = False, backend: str = "auto"
 ) -> Iterator[Runtime]:
-    """Bring the process group up, yield the `Runtime`, take the group down; a group that is up already is used.
+    """Start the process group, yield the `Runtime`, destroy the group. If a group exists already, use it.
 
-    backend (`parallel.backend`): auto: gloo on CPU, nccl on GPUs; gloo: on GPUs by way of the host. A single process
-    gets a group of one, so that all runs take the same path. The group is always destroyed: otherwise gloo may abort
-    after a success. stop: the flag that signals set, where one is installed. alone: a group of one, even under a
-    launcher.
+    backend (`parallel.backend`): "auto" is gloo on CPUs and nccl on GPUs; "gloo" copies GPU tensors through the host.
+    stop: the flag that signals set, if installed. alone: a group of one rank, even under a launcher. A single process
+    also gets a group, so that all runs use the same code. The group is always destroyed, since gloo may abort at exit
+    otherwise.
     """
     rank, world, local_rank = find_ranks(os.environ)
     device = pick_device(local_rank, backend)
@@ -134,10 +134,10 @@ _groups = count()
 
 @contextmanager
 def _meeting_place(rank: int, world: int, local_rank: int, timeout: timedelta) -> Iterator[Any]:
-    """The store in which the ranks find each other, and the environment variables that DeepSpeed reads.
+    """The rendezvous store of the ranks, with the environment variables that DeepSpeed reads.
 
-    Under a launcher the process keeps one store, with a prefix for each group: torchrun's store still holds the
-    addresses of the last group.
+    Under a launcher the process keeps one store and gives each group a prefix. Without it, a second group would read
+    the addresses of the first from torchrun's store.
     """
     own = "MASTER_ADDR" not in os.environ
     if own:

@@ -1,8 +1,8 @@
-"""Collectives of device tensors over gloo, by way of the host: ranks may share a GPU. Slow, and only on request.
+"""gloo collectives of GPU tensors, copied through the host. Ranks may share a GPU. Slow, and only on request.
 
-gloo reads device memory in some of its collectives alone; its coalesced all-gather would take a device's address for
-the host's. So nothing is left to it: each collective copies its tensors to the host, runs there to its end, and copies
-back what it wrote. A tensor on the CPU goes straight through. No call is asynchronous: a returned work is done.
+gloo supports GPU memory in some collectives only; its coalesced all-gather would read a device address as a host
+address. So each collective here copies its tensors to the host, runs to completion, and copies the result back. CPU
+tensors pass through unchanged. All calls are synchronous: a returned work object is complete.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 BACKEND = "cqwen_staged"
-# Collectives as methods of a process group. The first argument of each is what it writes (torch 2.13 renames three).
+# Collectives as methods of a process group. Each writes to its first argument. (torch 2.13 renames three of them.)
 _METHODS = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced", "gather"),
     *("_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
@@ -27,12 +27,12 @@ _METHODS = (
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether gloo can take the tensor as it is."""
+    """Whether gloo can read the tensor directly."""
     return tensor.device.type == "cpu"
 
 
 class StagedGroup(dist.ProcessGroup):
-    """A process group that hands every collective to a gloo group of the same ranks. inner: that group."""
+    """A process group that forwards each collective to `inner`, a gloo group of the same ranks."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -42,7 +42,7 @@ class StagedGroup(dist.ProcessGroup):
         self.inner._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size, timeout))
 
     def barrier(self, opts: Any = None) -> Any:
-        """Wait for every rank of the group."""
+        """Wait for all ranks of the group."""
         return self.inner.barrier()
 
     def getBackendName(self) -> str:
@@ -50,7 +50,7 @@ class StagedGroup(dist.ProcessGroup):
 
 
 def _staged(name: str) -> Callable[..., Any]:
-    """The method of this name: copy to the host, run to the end, copy back."""
+    """The method of this name: copy to the host, run to completion, copy back."""
 
     def call(self: StagedGroup, *args: Any, **options: Any) -> Any:
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -66,7 +66,7 @@ def _staged(name: str) -> Callable[..., Any]:
 
 
 def _to_host(value: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
-    """The value with its device tensors on the host; each such (tensor, copy) is added to `pairs`."""
+    """Copy the device tensors of a value to the host; append each (tensor, copy) to `pairs`."""
     if isinstance(value, (list, tuple)):
         return [_to_host(each, pairs) for each in value]
     if not isinstance(value, Tensor) or on_host(value):

@@ -1,11 +1,11 @@
-"""Stopping in order: SIGTERM, SIGUSR1, SIGINT and SIGHUP set a flag, and all ranks act on it together.
+"""Graceful stop: SIGTERM, SIGUSR1, SIGINT and SIGHUP set a flag, and all ranks act on it at the same point.
 
-A handler that acts at once would stop the ranks in different places, some inside a collective. So the handler sets a
-flag, which all ranks read in the same places:
+If the handler stopped a rank at once, the ranks would stop at different points, some inside a collective. So the
+handler only sets a flag, and all ranks check it at the same points:
 
-    before an optimizer step   with the exchange of token counts; no rank takes that step (`training.step`)
-    before a forward elsewhere `StopFlag.agreed`, one small all-reduce (evaluation, calibration, building a cache)
-    where a rank works alone   `StopFlag.interruptible`: the signal ends it at once (setting up, waiting for data)
+    before an optimizer step      with the exchange of token counts; no rank takes that step (`training.step`)
+    before other forward passes   `StopFlag.agreed`, one small all-reduce (evaluation, calibration, building a cache)
+    in work without collectives   `StopFlag.interruptible`: the signal ends it at once (setup, waiting for data)
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ import torch
 from cqwen_dist.parallel.collectives import Stopped, is_communication, sum_over
 from cqwen_dist.parallel.launcher import SIGNALS, taken
 
-APART_S = 5.0  # seconds between the signals that ranks on several machines get for one request
+APART_S = 5.0  # longest delay in seconds between machines, until all ranks receive the signal of one request
 
 
 class StopFlag:
-    """Whether this rank was asked to stop, and by which signal."""
+    """Whether this rank received a stop request, and by which signal."""
 
     def __init__(self) -> None:
-        self.reason: str | None = None  # the signal's name, or what else asked for it
+        self.reason: str | None = None  # the signal's name, or another reason
         self._interrupt = False
 
     @contextmanager
     def installed(self) -> Iterator[StopFlag]:
         """Inside, the signals set the flag. A second Ctrl-C raises KeyboardInterrupt.
 
-        They are unblocked too: `cqwen launch` starts its ranks with SIGUSR1 blocked, so that a signal during the
-        imports waits for this handler instead of ending them.
+        Also unblocks the signals. `cqwen launch` starts its ranks with SIGUSR1 blocked: a signal during the imports
+        waits for this handler instead of killing the rank.
         """
         if threading.current_thread() is not threading.main_thread():
             yield self  # Python handles signals only in the main thread
@@ -53,7 +53,7 @@ class StopFlag:
                 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def ask(self, reason: str) -> None:
-        """Tell this rank to stop, unless it was told to before."""
+        """Request a stop of this rank. The first reason is kept."""
         self.reason = self.reason or reason
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -67,7 +67,7 @@ class StopFlag:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Inside, a signal raises `Stopped` at once, on this rank alone; an earlier signal does so on entering."""
+        """Inside, a signal raises `Stopped` on this rank at once. After an earlier signal, entering raises it."""
         if self.reason is not None:
             raise Stopped(self.reason)
         self._interrupt = True
@@ -79,9 +79,9 @@ class StopFlag:
 
     @contextmanager
     def excusing_lost_ranks(self) -> Iterator[None]:
-        """Inside, a lost rank was told to stop a little earlier, if this rank is told to as well: `Stopped`.
+        """Turn a communication failure inside into `Stopped` if this rank receives a stop request soon after.
 
-        It was interrupted, so it did not wait for the others.
+        The lost rank received its signal a little earlier, in an interruptible part, and left without waiting.
         """
         try:
             yield
@@ -94,11 +94,11 @@ class StopFlag:
             raise
 
     def agreed(self, device: torch.device) -> None:
-        """Raise `Stopped` on all ranks if any of them was told to stop. Collective over the world."""
+        """Raise `Stopped` on all ranks if any rank received a stop request. Collective over the world."""
         stops = torch.tensor([self.reason is not None], device=device, dtype=torch.int32)
         self.act_on(bool(sum_over(stops).item()))
 
     def act_on(self, anyone: bool) -> None:
-        """Raise `Stopped` if anyone: any rank was told to stop."""
+        """Raise `Stopped` if `anyone`: a rank received a stop request."""
         if anyone:
             raise Stopped(self.reason or "another rank was told to stop")

@@ -1,15 +1,15 @@
-"""The OvR loss over a vocabulary whose rows are spread over the ranks of a group.
+"""The OvR loss with the vocabulary rows sharded over the ranks of a group.
 
-A rank passes its own tokens and holds its own rows. Tokens are gathered in the group, each rank computes the loss of
-*all* of them on *its* rows (`ops.ovr.loss`, a slice), and one sum gives each token its total. OvR has no normaliser, so
-nothing else is exchanged. Communication is
+Each rank has different tokens and different rows. The group gathers the tokens, each rank computes the loss of *all*
+tokens on *its* rows (`ops.ovr.loss`, a slice), and one sum gives each token its total. OvR has no normaliser, so no
+other communication is needed:
 
     forward    all-gather    loc_u, scale_u [N,C], labels, weights [N]; reduce-scatter of 3 numbers a token
     backward   reduce-scatter of the gradients of loc_u, scale_u [N,C]
 
-whatever V is (`plan.comm` has the bytes). Communication is not overlapped with compute: it is 8 (g-1) bytes to 12 V
-flops of the loss, 4 % of its time in a group of 8 inside a node (600 TFLOP/s, 450 GB/s; computed, not measured). The
-gradients of rows are sums over the group's tokens; the caller sums them over the replica group.
+The traffic does not depend on V (`plan.comm` counts the bytes). It is not overlapped with compute: 8 (g-1) bytes for
+12 V flops of the loss are 4 % of the time in a group of 8 inside a node (600 TFLOP/s, 450 GB/s; computed, not
+measured). The row gradients are sums over the group's tokens; the caller sums them over the replica group.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, scatter
 
 
 def vocab_range(vocab_size: int, rank: int, size: int) -> tuple[int, int]:
-    """[start, stop) of a rank's rows: torch.chunk's ceil-sized ranges; the last may be short or empty."""
+    """[start, stop) of a rank's rows: ranges of ceil(V / size) rows, as torch.chunk; the last may be short or empty."""
     rows = -(-vocab_size // size)
     return min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size)
 
 
 class VocabParallelOutput(NamedTuple):
-    """loss: scalar, of the whole group, differentiable; the rest is of this rank's own tokens."""
+    """loss: scalar, of all tokens of the group, differentiable. All other fields describe this rank's tokens."""
 
     loss: Tensor
-    per_token: Tensor  # [N_r] fp32, detached, over the whole vocabulary
-    prob_sum: Tensor  # [N_r] fp32, detached: sum of P over the whole vocabulary
+    per_token: Tensor  # [N_r] fp32, detached, over the full vocabulary
+    prob_sum: Tensor  # [N_r] fp32, detached: sum of P over the full vocabulary
     p_num: Tensor | None  # [N_r] P of <NUM>, differentiable; None without num_token_id
 
 
@@ -68,13 +68,13 @@ def vocab_parallel_ovr(
     used_rows: int | None = None,
     slope_limit: float = 0.0,
 ) -> VocabParallelOutput:
-    """`linear_ovr` over the vocabulary of a group.
+    """`linear_ovr` over the sharded vocabulary of a group.
 
     loc_u, scale_u [N_r,C], labels, token_weights [N_r]: this rank's tokens (N_r may differ between ranks, may be 0).
     weight_shard [v,C], bias_shard [v], threshold_shard [] or [v], class_weights [v]: this rank's rows
-    [vocab_start, vocab_start+v). token_counts: N_r of every rank of the group, where the caller knows them (else they
-    are exchanged). The rest, and what is raised: as `linear_ovr`. group: the vocabulary group, or None for a single
-    process. Collective over it; autograd's backward too, on every rank or none.
+    [vocab_start, vocab_start+v). token_counts: N_r of each rank of the group; if None, the ranks exchange them.
+    group: the vocabulary group, or None for a single process. Other arguments and errors are as in `linear_ovr`.
+    Forward and backward are collective over the group: all ranks call them, or none.
     """
     head = WordHead(weight_shard, bias_shard, threshold_shard, vocab_start, vocab_size, used_rows)
     options = OvrOptions(class_weights, vocab_reduction, impl, ignore_index, slope_limit=slope_limit)
@@ -93,12 +93,15 @@ def vocab_parallel_loss(
     token_counts: list[int] | None = None,
 ) -> VocabParallelOutput:
     """`vocab_parallel_ovr` of U' [N_r,C] and this rank's rows of the head. Collective over `group`."""
+    # All-gather: the group's tokens, N = sum of N_r. Backward is the reduce-scatter of U's gradient.
     counts = token_counts or exchange_counts(len(u.loc), group, u.loc.device)
     every, labels = gather_law(u, counts, group), gather_tokens(labels, counts, group)
     if token_weights is not None:
         token_weights = gather_tokens(token_weights, counts, group)
+    # The loss of all N tokens on this rank's v rows. If a label is outside of the slice, all rows are negatives.
     out = ovr_loss(every, head, labels, token_weights, replace(options, want_prob_sum=True))
     assert out.prob_sum is not None
+    # One reduce-scatter for all columns [N, 2 or 3]: totals over the vocabulary, for this rank's tokens
     columns = [out.per_token, out.prob_sum]
     if num_token_id is not None:
         columns.append(_prob_of(num_token_id, every, head))
@@ -120,14 +123,16 @@ def vocab_parallel_partial(
     group: ProcessGroup | None,
     counts: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """(loss, own sum): BCE of single words only, w_k in it (S4 3.3.1); the loss as `VocabParallelOutput`'s.
+    """The BCE of single (token, word) pairs with class weights w_k (S4 3.3.1). Returns (loss, this rank's sum).
 
-    u: U' of each label's token [M_r,C]; words [M_r]: as `ovr_partial`'s; counts: M_r of every rank of the group. The
-    own sum is of this rank's labels, detached and without token_weight. Collective over `group`, forward and backward.
+    u: U' of each label's token [M_r,C]; words [M_r]: as in `ovr_partial`; counts: M_r of each rank of the group.
+    The loss is as in `VocabParallelOutput`. The sum covers this rank's labels, detached and without token_weight.
+    Collective over `group`, forward and backward.
     """
     every = gather_tokens(words, counts, group)
     bce = ovr_partial(gather_law(u, counts, group), head, every, options.slope_limit)
     if options.class_weights is not None and len(head.weight):
+        # ~word marks a word that is known not to follow. Words of other ranks have a BCE of 0 here, so any row will do.
         row = (torch.where(every < 0, ~every, every) - head.start).clamp(0, len(head.weight) - 1)
         bce = bce * options.class_weights[row]
     if options.vocab_reduction == "mean":
@@ -142,15 +147,16 @@ def gather_law(u: Cauchy, counts: list[int], group: ProcessGroup | None) -> Cauc
 
 
 def own_part(counts: list[int], rank: int) -> slice:
-    """Where a rank's own tokens are among the gathered ones; counts: the tokens of each rank."""
+    """The slice of a rank's tokens in the gathered tokens; counts: the number of tokens of each rank."""
     start = sum(counts[:rank])
     return slice(start, start + counts[rank])
 
 
 def _prob_of(word: int, u: Cauchy, head: WordHead) -> Tensor:
-    """P of one word at every token [N] on the rank that holds it; zeros elsewhere.
+    """P of one word at each token [N] on the rank with its row; zeros on other ranks.
 
-    The zeros are as differentiable as the owner's P, so that backward's collective is entered by every rank or none.
+    The zeros require gradients if the owner's P does. Otherwise only the owner would enter the collective in backward,
+    and hang.
     """
     row = word - head.start
     if 0 <= row < len(head.weight):
@@ -162,10 +168,10 @@ def _prob_of(word: int, u: Cauchy, head: WordHead) -> Tensor:
 
 @torch.no_grad()
 def vocab_parallel_best(u: Cauchy, head: WordHead, group: ProcessGroup | None, rank_by: RankBy = "ovr") -> TopWord:
-    """`top_word` of this rank's own tokens U' [N_r,C] over the vocabulary of a group.
+    """`top_word` of this rank's tokens U' [N_r,C] over the sharded vocabulary of a group.
 
-    head: this rank's rows. Every rank finds the best of its rows for all tokens; the best of these is taken as in one
-    process. Raises as `top_word`. Collective over `group`.
+    head: this rank's rows. Each rank finds its best row for all tokens; the best of these wins, with the tie rule of a
+    single process. Raises as `top_word`. Collective over `group`.
     """
     if group is None or group.size() == 1:
         return top_word(u, head, rank_by)
@@ -180,10 +186,10 @@ def vocab_parallel_best(u: Cauchy, head: WordHead, group: ProcessGroup | None, r
 def vocab_parallel_scores(
     u: Cauchy, head: WordHead, labels: Tensor, group: ProcessGroup | None, prob_thresholds: Sequence[float] = ()
 ) -> OvrScores:
-    """`ovr_scores` of this rank's own tokens U' [N_r,C], labels [N_r], over the vocabulary of a group.
+    """`ovr_scores` of this rank's tokens U' [N_r,C], labels [N_r], over the sharded vocabulary of a group.
 
-    head: this rank's rows. Every rank scores its rows for all tokens; the normalisers are added as logarithms, the rest
-    is summed. Raises as `ovr_scores`. Collective over `group`.
+    head: this rank's rows. Each rank scores its rows for all tokens. The normalisers are combined by logsumexp, all
+    other values are summed. Raises as `ovr_scores`. Collective over `group`.
     """
     if group is None or group.size() == 1:
         return ovr_scores(u, head, labels, prob_thresholds)
