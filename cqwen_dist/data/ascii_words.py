@@ -1,9 +1,9 @@
-"""Qwen's tokenizer on plain ASCII, many times as fast: its words cut by Python's `re` and remembered.
+"""Qwen's tokenizer on plain ASCII, several times faster: Python's `re` splits words and a dict caches their ids.
 
-Text repeats its words, and the Rust tokenizer cuts and merges each again. On ASCII, `re` can cut as Qwen2's pattern
-does (letters and digits are ranges, white space is the same six characters). Each different word goes through the
-tokenizer's own merges once; then it is looked up. Other tokenizers, and texts with another character or a special
-token, go the ordinary way.
+Texts repeat words, and the Rust tokenizer splits and merges every occurrence again. On ASCII, `re` splits exactly like
+Qwen2's pattern: letters and digits are ranges, and white space is the same six characters. The tokenizer merges each
+distinct word once; after that a lookup is enough. Other tokenizers, and texts with non-ASCII characters or special
+tokens, take the normal path.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-# Qwen2's pre-tokenisation (transformers, models/qwen2/tokenization_qwen2.py), and the same where all is ASCII.
+# Qwen2's pre-tokenisation (transformers, models/qwen2/tokenization_qwen2.py).
 QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The same on ASCII, and "\0" a word of its own that cuts a text as its end does: it stands for a number.
+# The same pattern for ASCII. "\0" stands for a number: it is a separate word and acts like the end of the text.
 _ASCII = re.compile(
     r" ?[A-Za-z]+|'(?:[sStTmMdD]|[rRvV][eE]|[lL][lL])|[^\r\nA-Za-z0-9\0]?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9\0]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?![^\s\0])|\s+|\0",
     re.ASCII,
 )
-_WORDS = 200_000  # to remember
+_WORDS = 200_000  # cached words, so memory stays bounded
 
 
 class _Ids(dict[str, bytes]):
-    """Ids of words as bytes of int32; the tokenizer merges each word once."""
+    """Word -> ids as int32 bytes. A missing word is tokenised once and cached."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class _Ids(dict[str, bytes]):
 
 
 class AsciiWords:
-    """Args: backend: a tokenizer that `suits`; plan: its JSON."""
+    """Args: backend: a tokenizer for which `suits` holds; plan: its JSON."""
 
     def __init__(self, backend: Tokenizer, plan: dict[str, Any]) -> None:
         tokens = [token["content"] for token in plan["added_tokens"]]
@@ -53,7 +53,7 @@ class AsciiWords:
 
     @staticmethod
     def suits(plan: dict[str, Any]) -> bool:
-        """Whether the tokenizer cuts as Qwen2's does, and merges without chance or unknown words."""
+        """Whether the tokenizer splits like Qwen2's, and merges without dropout or unknown words."""
         steps = (plan["pre_tokenizer"] or {}).get("pretokenizers") or [{}, {}]
         split = {"type": "Split", "pattern": {"Regex": QWEN2_PATTERN}, "behavior": "Isolated", "invert": False}
         level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
@@ -62,18 +62,18 @@ class AsciiWords:
             len(steps) == 2
             and steps[0] == split
             and level.items() <= steps[1].items()
-            and plan["normalizer"] in (None, {"type": "NFC"})  # which changes no ASCII
+            and plan["normalizer"] in (None, {"type": "NFC"})  # NFC leaves ASCII unchanged
             and plan["model"]["type"] == "BPE"
             and not any(plan["model"].get(name) for name in plain)
             and not any(token[side] for token in plan["added_tokens"] for side in ("lstrip", "rstrip", "single_word"))
         )
 
     def takes(self, text: str) -> bool:
-        """Whether this text may go this way."""
+        """Whether this text can use the fast path."""
         return text.isascii() and self._special.search(text) is None
 
     def encode(self, texts: list[list[str]], number: int) -> list[array[int]]:
-        """Ids of texts, each given as the pieces around its numbers; `number` stands between them."""
+        """Ids of texts. Each text is a list of pieces, with a number (id `number`) between two pieces."""
         ids = self._ids
         if len(ids) > _WORDS:
             ids.clear()

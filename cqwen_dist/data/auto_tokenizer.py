@@ -1,4 +1,4 @@
-"""The tokenizer as Hugging Face users know tokenizers: called on texts, found by AutoTokenizer, pushed to the hub."""
+"""The tokenizer with Hugging Face's interface: callable, found by AutoTokenizer, ready for the hub."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ KEPT = ("chat_template", "clean_up_tokenization_spaces", "model_max_length", "na
 
 
 class CausalQwenTokenizer(PreTrainedTokenizerFast):
-    """What `AutoTokenizer.from_pretrained` gives for an exported folder once `cqwen_dist.auto` has been imported.
+    """Returned by `AutoTokenizer.from_pretrained` for an exported folder after `import cqwen_dist.auto`.
 
-    A tokenizer of transformers that also carries numbers: calling it gives numeric_values, padding keeps them, and
-    decoding takes them. `encode` gives ids alone, as transformers' do. Its tokenizer.json does not know <NUM>:
-    without this package the same folder gives the plain tokenizer, which reads numerals as words.
+    A transformers tokenizer that also handles numbers: calls return numeric_values, padding keeps them, and decoding
+    takes them. `encode` returns only ids, as in transformers. tokenizer.json does not contain <NUM>: without this
+    package the same folder loads as the plain tokenizer, which reads numerals as words.
 
-    Args: num_token_id, policy, vocab_size: of `NumericalAwareTokenizer`; read_numbers: False: numerals are read as
-    words here too, for libraries that hand on ids alone; the rest: transformers'. Raises `UserError`.
+    Args: num_token_id, policy, vocab_size: see `NumericalAwareTokenizer`; read_numbers: False reads numerals as words,
+    for libraries that pass on only ids; all other arguments: see transformers. Raises `UserError`.
     """
 
     vocab_files_names = {**PreTrainedTokenizerFast.vocab_files_names, "policy_file": POLICY_FILE}  # noqa: RUF012
     model_input_names = ["input_ids", "attention_mask", "numeric_values"]  # noqa: RUF012
-    padding_side = "left"  # as generating needs it
+    padding_side = "left"  # generation appends on the right
     pad_token: Any
 
     def __init__(
@@ -50,23 +50,23 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
         if policy_file is not None:
             row, its = read_policy(policy_file)
             num_token_id, policy = row if num_token_id is None else num_token_id, policy or its
-        self.pad_token = self.pad_token or self.eos_token  # masked anyway
+        self.pad_token = self.pad_token or self.eos_token  # padding is masked, so any token works
         kind = NumericalAwareTokenizer if read_numbers else DigitTokenizer
         self.reader = kind(self, num_token_id, vocab_size, policy)
 
     @classmethod
     def of(cls, tokenizer: NumericalAwareTokenizer) -> CausalQwenTokenizer:
-        """The same tokenizer as one of transformers."""
+        """Convert to a transformers tokenizer."""
         return _like(cls, tokenizer.tokenizer, num_token_id=tokenizer.num_token_id, policy=tokenizer.policy)
 
     @classmethod
     def from_pretrained(cls, *args: Any, padding_side: str = "left", **given: Any) -> CausalQwenTokenizer:
-        """As transformers'. padding_side: a base's files name the side for training, so they do not decide it."""
+        """As in transformers. padding_side: ignores the side in the base's files, which is meant for training."""
         return super().from_pretrained(*args, padding_side=padding_side, **given)
 
     @classmethod
     def convert_to_native_format(cls, trust_remote_code: bool = False, **given: Any) -> dict[str, Any]:
-        """tokenizer.json as it stands; transformers would build it anew out of its vocabulary."""
+        """Keep tokenizer.json unchanged; transformers would rebuild it from the vocabulary."""
         return given
 
     def _save_pretrained(self, save_directory: Any, file_names: tuple[str, ...], *args: Any, **given: Any) -> Any:
@@ -87,22 +87,22 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
 
     @property
     def policy(self) -> NumberPolicy:
-        """Which numerals are numbers."""
+        """The policy that decides which numerals are numbers."""
         return self.reader.policy
 
     @property
     def _beyond(self) -> int | None:
-        """Row of <NUM> where the wrapped tokenizer has no token there; None while it is built."""
+        """Row of <NUM> if the wrapped tokenizer has no token there. None otherwise, and during construction."""
         reader = self.__dict__.get("reader")
         return None if reader is None or reader.num_token_id < reader.text_size else reader.num_token_id
 
     def __len__(self) -> int:
-        """Rows of words, and of <NUM>."""
+        """Number of rows, <NUM> included."""
         plain = super().__len__()
         return plain if self._beyond is None else max(self.reader.text_size, self._beyond + 1)
 
     def get_vocab(self) -> dict[str, int]:
-        """Words, and <NUM>."""
+        """Words and <NUM>."""
         own = {} if self._beyond is None else {PLACEHOLDER: self._beyond}
         return {**own, **super().get_vocab()}
 
@@ -112,14 +112,14 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
         return super()._convert_token_to_id_with_added_voc(token)
 
     def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> Any:
-        """As transformers'."""
+        """As in transformers, with <NUM>."""
         if isinstance(ids, int):
             return PLACEHOLDER if ids == self._beyond else super().convert_ids_to_tokens(ids)
         left_out = self.all_special_ids if skip_special_tokens else []
         return [self.convert_ids_to_tokens(int(token)) for token in ids if int(token) not in left_out]
 
     def _add_tokens(self, new_tokens: list[Any], special_tokens: bool = False) -> int:
-        """transformers', for tokens that it has. Raises: UserError for another: it would get <NUM>'s row."""
+        """As in transformers, for existing tokens. Raises: UserError for a new token, because it would get <NUM>'s row."""
         if "reader" in self.__dict__:
             new = next((str(token) for token in new_tokens if str(token) not in self.get_vocab()), None)
             if new is not None:
@@ -128,22 +128,24 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
         return int(super()._add_tokens(new_tokens, special_tokens))
 
     def num_special_tokens_to_add(self, pair: bool = False) -> int:
-        """0, as models are trained on texts without special tokens."""
+        """0: models are trained on texts without special tokens."""
         return 0
 
     # ---- reading ----
 
     def _encode_plus(self, text: Any, *args: Any, **given: Any) -> BatchEncoding:
-        """Called by `__call__` and `encode`: transformers' fields, and numeric_values (float64, 0 at words).
+        """Implements `__call__` and `encode`: transformers' fields plus numeric_values (float64, 0 at words).
 
-        No special token is added, whatever add_special_tokens says. Raises: UserError for a number that float64 does
-        not hold, and where special tokens of a text are to be read as words; ValueError as transformers.
+        Never adds special tokens; add_special_tokens has no effect. Raises: UserError for a number that overflows
+        float64, and for options that read special tokens as words; ValueError as transformers does.
         """
         for odd in ("split_special_tokens", "sanitize_control_tokens"):
             if given.get(odd):
                 raise UserError(odd, True, "False: special tokens of a text are special tokens")
         if isinstance(text, (list, tuple)) and not text and not given.get("is_split_into_words"):
             return BatchEncoding({"input_ids": [], "numeric_values": []}, [], tensor_type=given.get("return_tensors"))
+        # transformers calls `_tokenizer` to truncate, pad and return overflowing windows. A shallow copy with a backend
+        # that reads numbers keeps all of that, and keeps concurrent calls apart.
         reading = copy.copy(self)
         reading._tokenizer = backend = _NumberBackend(self._tokenizer, self.reader.encoder)
         encoded = super(CausalQwenTokenizer, reading)._encode_plus(text, *args, **given)
@@ -154,17 +156,17 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
         return encoded
 
     def tokenize(self, text: str, pair: str | None = None, add_special_tokens: bool = False, **given: Any) -> list[str]:
-        """The tokens, a number as <NUM>."""
+        """Tokens of a text; a number becomes <NUM>."""
         return list(self.convert_ids_to_tokens(self.encode(text, pair, add_special_tokens, **given)))
 
     def preprocess(self, texts: list[str], padding_side: Any = "right") -> dict[str, torch.Tensor]:
-        """`NumericalAwareTokenizer.preprocess`."""
+        """See `NumericalAwareTokenizer.preprocess`."""
         return self.reader.preprocess(texts, padding_side)
 
     def pad(  # type: ignore[override]
         self, encoded_inputs: Any, padding: Any = True, *, padding_side: Any = None, **given: Any
     ) -> BatchEncoding:
-        """As transformers' tokenizers pad, and numeric_values with 0. Data collators call this."""
+        """Pad like transformers, and numeric_values with 0. Data collators call this."""
         if not isinstance(encoded_inputs, Mapping):
             encoded_inputs = {name: [row[name] for row in encoded_inputs] for name in encoded_inputs[0]}
         inputs = dict(encoded_inputs)
@@ -175,7 +177,7 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
         return padded if isinstance(padded, BatchEncoding) else BatchEncoding(padded)
 
     def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:
-        """As transformers'; without a template: Qwen's own form, as the training takes it."""
+        """As in transformers. Without a template: ChatML, as in training."""
         if chat_template is None and self.chat_template is None:
             return CHATML
         return super().get_chat_template(chat_template, tools)
@@ -185,11 +187,11 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
     def decode(  # type: ignore[override]
         self, token_ids: Any, values: Any = None, skip_special_tokens: bool = False, **ignored: Any
     ) -> Any:
-        """As `NumericalAwareTokenizer.decode`; without values a number is written as <NUM>.
+        """See `NumericalAwareTokenizer.decode`. Without values, a number is written as <NUM>.
 
-        Several rows [B,T] give a list. ignored: clean_up_tokenization_spaces, which would change numbers.
+        Rows [B,T] return a list. ignored: clean_up_tokenization_spaces, which would change numbers.
         """
-        if isinstance(values, bool):  # transformers' second argument
+        if isinstance(values, bool):  # transformers' second positional argument is skip_special_tokens
             values, skip_special_tokens = None, values
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
         if isinstance(ids, int):
@@ -202,22 +204,22 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
     def batch_decode(  # type: ignore[override]
         self, sequences: Any, values: Any = None, skip_special_tokens: bool = False, **ignored: Any
     ) -> list[str]:
-        """`decode` of each row."""
+        """`decode` for each row."""
         found = self.decode(sequences, values, skip_special_tokens)
         return [found] if isinstance(found, str) else found
 
 
 def _like(kind: Any, source: Any, **own: Any) -> Any:
-    """A tokenizer of another class with the same words, special tokens and chat template."""
+    """Build another tokenizer class with the same words, special tokens and chat template."""
     kept = {name: getattr(source, name) for name in KEPT}
     special = {**source.special_tokens_map, "extra_special_tokens": source.extra_special_tokens}
     return kind(tokenizer_object=source.backend_tokenizer, **special, **kept, **own)
 
 
 class _NumberBackend:
-    """Reads numbers in place of a Rust tokenizer, for one call. transformers sets how it cuts and pads.
+    """Replaces the Rust tokenizer during one call and reads numbers. transformers sets its truncation and padding.
 
-    values: the value of each numeral that was read.
+    values: numeral -> value, filled while reading.
     """
 
     def __init__(self, words: Any, encoder: NumberEncoder) -> None:
@@ -225,11 +227,14 @@ class _NumberBackend:
         self._words, self._encoder, self._settings = words, encoder, Tokenizer(BPE())
 
     def __getattr__(self, name: str) -> Any:
-        own = name.endswith(("padding", "truncation"))  # of this call alone
+        # Padding and truncation belong to this call: the shared Rust tokenizer must keep its settings.
+        own = name.endswith(("padding", "truncation"))
         return getattr(self._settings if own else self._words, name)
 
     def encode_batch(self, rows: Any, add_special_tokens: bool, is_pretokenized: bool) -> list[Encoding]:
-        """A row: a text (is_pretokenized: its words), or two of them. Raises as `CausalQwenTokenizer._encode_plus`."""
+        """Encode rows. A row is a text (with is_pretokenized: its words) or a pair. Raises as
+        `CausalQwenTokenizer._encode_plus`.
+        """
         found = []
         for row in rows:
             is_pair = isinstance(row, (list, tuple)) and row and not (is_pretokenized and isinstance(row[0], str))
@@ -243,7 +248,7 @@ class _NumberBackend:
         return found
 
     def _read(self, text: Any) -> Encoding:
-        """A text, or its words."""
+        """Encode a text or a list of words."""
         words = [text] if isinstance(text, str) else text
         if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
             raise ValueError(f"text input must be of type `str`, or lists of them, and not {type(text).__name__}")
@@ -255,7 +260,7 @@ class _NumberBackend:
 
 
 def _padded_values(values: Any, ids: Any, side: str) -> Any:
-    """Values with zeros on a side, in the shape and kind (list, tensor, array) that the padded ids have; float64."""
+    """Values padded with zeros on `side`, float64, in the ids' shape and type (list, tensor or array)."""
     values = [v.tolist() if hasattr(v, "tolist") else v for v in values]
     single = _is_one_row(ids)
     rows = []
@@ -270,7 +275,7 @@ def _is_one_row(ids: Any) -> bool:
 
 
 def _as(ids: Any, values: Any) -> Any:
-    """Values as the ids are: a list, a tensor or an array, of float64."""
+    """Convert values to the ids' type: list, tensor or array, float64."""
     if isinstance(ids, torch.Tensor):
         return torch.tensor(values, dtype=torch.float64)
     return np.asarray(values) if isinstance(ids, np.ndarray) else values

@@ -1,8 +1,8 @@
-"""Files cut into blocks of records. A block is read by itself, in any process, so that many can be read at once.
+"""Files split into record blocks, so that several processes can read one file.
 
-The process that cuts does little: it splits lines of JSON or text at line ends and takes Parquet's record batches; the
-process that reads a block parses it. What must be parsed to be cut (CSV, whose quoted cells may hold line ends, JSON
-arrays, paragraphs, `datasets`) is read here, row by row, and makes blocks of rows. The cuts depend on the source alone.
+The splitting process does little: it splits JSON lines and text at line ends and takes Parquet's record batches. The
+process that gets a block parses it. Formats that must be parsed to be split are read here, row by row, and become row
+blocks: CSV (quoted cells may contain line ends), JSON arrays, paragraphs and `datasets`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from cqwen_dist.data.tables import of_datasets, of_parquet
 from cqwen_dist.delimited import delimiter_of, read_cells
 from cqwen_dist.wings import from_wing
 
-BLOCK = 1 << 20  # bytes of lines in a block, about
-_ROWS = 1000  # of a table in a block, at most
+BLOCK = 1 << 20  # approximate bytes per block
+_ROWS = 1000  # maximum table rows per block
 _SHEETS = (".xlsx", ".xlsm", ".xls", ".ods", ".numbers")
 _BUNDLED = {"diabetes": ("train", "test"), "diabetes/train": ("train",), "diabetes/test": ("test",)}
 _BROKEN_GZIP = (EOFError, zlib.error, gzip.BadGzipFile)
-# A line's record; None for an empty line. Raises `BadLine`.
+# Line -> record, None for an empty line. Raises `BadLine`.
 ParsedLine = Callable[[bytes], "Mapping[str, Any] | None"]
 
 
 def blocks(source: str, config: DataConfig, key: str) -> Iterator[Block]:
-    """A source's blocks in order. Raises: UserError for a source that is missing or cannot be read."""
+    """Yield a source's blocks in order. Raises: UserError for a missing or unreadable source."""
     for one in source_files(source, key):
         path = Path(one).expanduser()
         try:
@@ -100,7 +100,7 @@ def _of_rows(rows: Iterator[Row]) -> Iterator[Block]:
 
 
 def _size(value: object) -> int:
-    """Characters, or numbers, in a record."""
+    """Number of characters (or numbers) in a record."""
     if isinstance(value, (Mapping, list, tuple)):
         return sum(map(_size, value.values() if isinstance(value, Mapping) else value))
     return len(value) if isinstance(value, str) else 1
@@ -110,9 +110,9 @@ def _size(value: object) -> int:
 
 
 class _Lines:
-    """The lines of a file with their numbers.
+    """Lines of a file, with line numbers.
 
-    A line that is too long (it is never in memory as a whole) and the end of a broken compressed file are a `BadLine`.
+    Yields a `BadLine` for an overlong line (never held in memory) and at the end of a broken gzip file.
     """
 
     def __init__(self, file: io.BufferedReader | gzip.GzipFile, path: Path, config: DataConfig) -> None:
@@ -136,14 +136,14 @@ class _Lines:
             yield _no_whole_file(error)
 
     def begin_with(self, sign: bytes) -> bool:
-        """Whether this is the first byte that is no white space."""
+        """Whether the first non-space byte is `sign`."""
         try:
             return self.file.peek(1024).lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(sign)
         except _BROKEN_GZIP:
-            return False  # reading it gives the error
+            return False  # the first read reports the error
 
     def some(self, size: int) -> bytes:
-        """So many bytes, fewer at the end. Raises: BadLine for a broken compressed file."""
+        """Read `size` bytes, fewer at the end. Raises: BadLine for a broken gzip file."""
         try:
             return self.file.read(size)
         except _BROKEN_GZIP as error:
@@ -159,13 +159,14 @@ def _no_whole_file(error: Exception) -> BadLine:
 
 
 def _of_lines(lines: _Lines, parsed: ParsedLine) -> Iterator[Block]:
-    """Blocks of whole lines."""
+    """Yield blocks of complete lines."""
     held: list[bytes] = []
     size = 0
-    for line in chain(lines, [None]):  # None: the end
+    for line in chain(lines, [None]):  # None marks the end
         if isinstance(line, bytes):
             held.append(line)
             size += len(line)
+        # A bad line ends the current block too, so records and errors keep the file's order.
         if held and (size >= BLOCK or not isinstance(line, bytes)):
             first = lines.number - isinstance(line, BadLine) - len(held) + 1
             yield partial(_line_rows, parsed, str(lines.path), first, b"".join(held))
@@ -175,7 +176,7 @@ def _of_lines(lines: _Lines, parsed: ParsedLine) -> Iterator[Block]:
 
 
 def _line_rows(parsed: ParsedLine, name: str, first: int, data: bytes) -> Iterator[Row]:
-    """The records of whole lines. first: the first line's number."""
+    """Parse lines to records. first: line number of the first line."""
     for number, line in enumerate(io.BytesIO(data), first):
         record: Mapping[str, Any] | BadLine | None
         try:
@@ -221,10 +222,10 @@ _JSON = json.JSONDecoder(parse_int=Literal, parse_float=Literal, parse_constant=
 
 
 def _of_text(lines: _Lines, config: DataConfig) -> Iterator[Row]:
-    """Paragraphs, or the whole file."""
+    """Yield paragraphs, or the file as one text."""
     held: list[str] = []
     size, began = 0, 1
-    for line in chain(lines, [None]):  # None: the end
+    for line in chain(lines, [None]):  # None marks the end
         done = line is None
         try:
             text = "" if line is None else _decoded(line)
@@ -252,9 +253,9 @@ _CHUNK = 1 << 16
 
 
 def _of_array(lines: _Lines) -> Iterator[Row]:
-    """The records of a JSON array, one in memory at a time.
+    """Yield the records of a JSON array, with one record in memory at a time.
 
-    Raises: UserError where it is broken: no later record can be found.
+    Raises: UserError for broken JSON, because no later record can be found.
     """
     decode = codecs.getincrementaldecoder("utf-8-sig")().decode
     text, at, number, done, first = "", 0, 1, False, True
@@ -268,6 +269,7 @@ def _of_array(lines: _Lines) -> Iterator[Row]:
             if sign is None or (sign[1] == "[") != first:
                 raise json.JSONDecodeError("no list of records", text, at)
             record, end = _JSON.raw_decode(text, sign.end())
+            # A number at the buffer's end may continue in the next chunk: read more before accepting it.
             if end == len(text) and not done:
                 raise json.JSONDecodeError("it goes on", text, end)
         except (ValueError, RecursionError) as error:
@@ -280,6 +282,7 @@ def _of_array(lines: _Lines) -> Iterator[Row]:
                     "broken JSON", text[at : at + 60], f"{allowed} ({reason})", getattr(error, "pos", at)
                 ) from None
             try:
+                # The buffer doubles with each try, so a large record is parsed only a few times.
                 data = lines.some(max(_CHUNK, len(text) - at))
                 text, at, done = text[at:] + decode(data, final=not data), 0, not data
             except UnicodeDecodeError as wrong:
@@ -324,12 +327,12 @@ def _of_csv(lines: _Lines, tabs: bool) -> Iterator[Row]:
             yield lines.where, BadLine("broken CSV", f"no row ({error})", "quoted cells that end, and no NUL")
         except BadLine as bad:
             yield lines.where, bad
-            if not needed:
+            if not needed:  # a bad header makes every row unusable
                 return
 
 
 def _columns(row: list[str], where: str) -> list[str]:
-    """The first row. A column without a name, such as pandas' index, is not read."""
+    """Column names from the first row. A column without a name, such as pandas' index, is skipped."""
     columns = [name.strip() for name in row]
     named = [name for name in columns if name]
     if len({*named}) < len(named) or not named:
@@ -338,7 +341,7 @@ def _columns(row: list[str], where: str) -> list[str]:
 
 
 def _cells(row: dict[str, str], needed: list[str], delimiter: str, config: DataConfig) -> dict[str, str]:
-    """The cells that are needed. Raises: BadLine for a decimal comma without data.decimal_comma."""
+    """The needed cells. Raises: BadLine for a decimal comma without data.decimal_comma."""
     found, wrong = read_cells({name: row[name] for name in needed}, delimiter, config.decimal_comma)
     if wrong is not None:
         allowed = f"a decimal point in the column {wrong!r}, or data.decimal_comma: true"

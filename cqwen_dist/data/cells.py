@@ -1,4 +1,4 @@
-"""Cells of a record: empty, text, or a number; and the error for a record that cannot be used."""
+"""Record cells (empty, text or number), and the error for an unusable record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cqwen_dist.delimited import MISSING
 
 
 class BadLine(Exception):
-    """A line or record that cannot be used: kind (counted), what was found, what is allowed."""
+    """An unusable line or record. kind: counted in the report; found and allowed: as in `UserError`."""
 
     def __init__(self, kind: str, found: object, allowed: str) -> None:
         super().__init__(kind, found, allowed)
@@ -20,28 +20,28 @@ class BadLine(Exception):
 
 
 class Literal(str):
-    """A JSON number as it stands in the file: no digit is lost on the way into a template."""
+    """A JSON number with its original digits, so a template loses none."""
 
 
 def is_empty(value: object) -> bool:
-    """Whether a cell holds nothing: null, no characters, or NaN."""
+    """Whether a cell is null, "" or NaN."""
     return value is None or value == "" or value != value
 
 
 def is_missing(value: object) -> bool:
-    """Whether a table's cell holds nothing, or says so in a word (`MISSING`)."""
+    """Whether a table cell is empty or contains a word for "missing" (`MISSING`)."""
     return is_empty(value) or (isinstance(value, str) and value.strip() in MISSING)
 
 
 def any_text(value: object) -> str:
-    """A cell of any type as text; nothing where it is empty."""
+    """Any cell as text; an empty cell becomes ""."""
     return "" if is_empty(value) else as_text(value) or str(value)
 
 
 def as_text(value: object) -> str | None:
-    """The cell as text; None where it is neither text, number nor date.
+    """Cell as text; None unless it is text, a number or a date.
 
-    A float in the shortest form that reads back as the same float64; a number of a text file as it stands there.
+    Floats use the shortest form that parses to the same float64. Numbers from text files keep their digits.
     """
     if isinstance(value, bool) or (isinstance(value, (float, Decimal)) and not math.isfinite(value)):
         return None
@@ -53,7 +53,7 @@ def as_text(value: object) -> str | None:
 
 
 def as_number(value: object) -> float | None:
-    """The cell as a finite number; None where it is none."""
+    """Cell as a finite number, or None."""
     try:
         found = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -62,5 +62,5 @@ def as_number(value: object) -> float | None:
 
 
 def shortened(value: object) -> object:
-    """A float32, held as a float64, as the float64 of its shortest decimal form: 0.1, not 0.10000000149011612."""
+    """Convert a float32 (stored as float64) by its shortest decimal form: 0.1, not 0.10000000149011612."""
     return float(str(np.float32(value))) if isinstance(value, float) else value

@@ -1,14 +1,13 @@
-"""Chats to text by a tokenizer's chat template, and which characters of it the assistant wrote.
+"""Chats to text with the tokenizer's chat template, and the character spans that the assistant wrote.
 
-Few templates mark the assistant's part (`{% generation %}`), and Qwen's do not. So the template is filled twice: as it
-is, and with two characters that no chat holds around each of the assistant's messages. Learnt is the text from where
-generation would begin, or the message does, to the end-of-turn token. Without these characters the two texts must be
-equal.
+Few templates mark the assistant's part (`{% generation %}`), and Qwen's do not. So the template is rendered twice: once
+as given, and once with two noncharacters around each assistant message. The learnt span starts where generation would
+start (or at the message) and ends after the end-of-turn token. Without the noncharacters both renderings must be equal.
 
-The template writes tool calls in its own form. There the characters go around the last call's name, and the text from
-where generation would begin to the end of the turn is learnt.
+Templates write tool calls in different formats. There the noncharacters surround the last call's name. The learnt span
+runs from the start of generation to the end of the turn.
 
-Templates that write today's date get one fixed date: the texts of a run must be the same on each day.
+Templates that print today's date get a fixed date, so that texts do not change from day to day.
 """
 
 from __future__ import annotations
@@ -22,32 +21,32 @@ from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said, reason_of
 from cqwen_dist.data.cells import BadLine
 
-# Qwen's own form, for a tokenizer that has no template.
+# Qwen's format, for a tokenizer without a template.
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# The date that Llama 3's template has where it is not told one
+# The default date in Llama 3's template
 _DATE = {"%d": "26", "%b": "Jul", "%B": "July", "%m": "07", "%Y": "2024"}
 _FIXED_DATE = (
     "{% macro strftime_now(form) %}{{ form"
     + "".join(f"|replace('{part}', '{value}')" for part, value in _DATE.items())
-    + " }}{% endmacro %}{{ '' }}"  # without the last a line end that opens the template would be trimmed
+    + " }}{% endmacro %}{{ '' }}"  # jinja would trim a line end directly after the macro
 )
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # noncharacters
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # noncharacters: Unicode never assigns them, so texts do not use them
 
 Spans = tuple[tuple[int, int], ...]
 
 
 class Chat:
-    """A chat template, filled. Args: tokenizer: of transformers; None: Qwen's form."""
+    """Renders a chat template. Args: tokenizer: a transformers tokenizer; None: ChatML."""
 
     def __init__(self, tokenizer: Any = None) -> None:
         self.template = self.tool_template = CHATML
         self._names: dict[str, Any] = {}
         self._ends: tuple[str, ...] = ("<|im_end|>",)
         if tokenizer is not None:
-            if tokenizer.chat_template:  # one, or several by name
+            if tokenizer.chat_template:  # a template, or a dict of named templates
                 self.template = tokenizer.get_chat_template()
                 self.tool_template = tokenizer.get_chat_template(tools=[])
             self._names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
@@ -57,10 +56,10 @@ class Chat:
     def __call__(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
     ) -> tuple[str, Spans]:
-        """The text of a chat and the characters that are learnt.
+        """Render a chat; returns the text and its learnt spans.
 
-        Args: messages, tools: as `cqwen_dist.data.turns` makes them. Raises: BadLine; UserError for a template that is
-        broken or writes no tool calls.
+        Args: messages, tools: from `cqwen_dist.data.turns`. Raises: BadLine; UserError for a broken template or one
+        that does not write tool calls.
         """
         own = [i for i, message in enumerate(messages) if _is_learnt(message)]
         if not own:
@@ -77,7 +76,7 @@ class Chat:
         if not all(tool["function"]["name"] in plain for tool in tools or ()):
             raise _unwritten("tools")
         ends = list(accumulate(map(len, pieces)))
-        spans = zip(ends[:-1:2], ends[1::2], strict=True)  # between the marks, every second piece is the assistant's
+        spans = zip(ends[:-1:2], ends[1::2], strict=True)  # every second piece is between two marks
         return plain, tuple(
             self._turn_of_calls(plain, messages[:i], tools, end)
             if "tool_calls" in messages[i]
@@ -86,7 +85,7 @@ class Chat:
         )
 
     def question(self, text: str) -> str:
-        """The prompt of a chat whose only message is this one of the user's. Raises `UserError`."""
+        """Prompt for a single user message. Raises `UserError`."""
         try:
             return self._fill([{"role": "user", "content": text}], add_generation_prompt=True)
         except BadLine as bad:
@@ -94,23 +93,28 @@ class Chat:
 
     @cached_property
     def turn_end(self) -> str:
-        """The token that ends the assistant's turns; a character that no text holds where there is none, and where the
-        template takes no chat without a system message, which alone would show it."""
+        r"""Token that ends an assistant turn.
+
+        Returns "\0", which no text contains, if there is no such token or if the template requires a system message.
+        """
         try:
             return self._turn_end(None)
         except BadLine:
             return "\0"
 
     def _begin(self, text: str, start: int) -> int:
-        """Where the assistant's turn begins whose message begins at `start`: Qwen3's template may write an empty
-        thought, or the message's `reasoning_content`, between."""
+        """Start of the assistant turn whose message starts at `start`.
+
+        The two differ if the template writes something between them: Qwen3's inserts an empty thought or
+        `reasoning_content`.
+        """
         at = text.rfind(self._opening, 0, start)
         begin = at + len(self._opening)
         return start if at < 0 or (begin < start and self.turn_end in text[begin:start]) else begin
 
     @cached_property
     def _opening(self) -> str:
-        """What the template writes in front of an answer; nothing where it takes no chat of one question."""
+        """Text that the template writes before an answer; "" if it rejects a chat with one question."""
         asked = [{"role": "user", "content": "a"}]
         try:
             return self._fill(asked, add_generation_prompt=True).removeprefix(self._fill(asked))
@@ -118,7 +122,7 @@ class Chat:
             return ""
 
     def _turn_of_calls(self, text: str, before: Sequence[dict[str, Any]], tools: Any, at: int) -> tuple[int, int]:
-        """The span of a turn with tool calls. at: where the name of its last call ends."""
+        """Span of a turn with tool calls. at: end of its last call's name."""
         prompt = self._fill(before, tools, add_generation_prompt=True)
         turn_end = self._turn_end(tools)
         last = before[-1]["content"].strip() if before else ""
@@ -126,7 +130,7 @@ class Chat:
         start, end = -1, text.find(turn_end, at)
         if text.startswith(prompt):
             start = len(prompt)
-        elif between and between in text[:at]:  # Mistral's moves the tools to the last question
+        elif between and between in text[:at]:  # Mistral's template moves the tools to the last question
             start = text.rindex(between, 0, at) + len(between)
         if start < 0 or end < 0 or turn_end in text[start:at]:
             allowed = "one that leaves earlier turns as they are and ends every turn alike"
@@ -134,13 +138,13 @@ class Chat:
         return start, end + len(turn_end)
 
     def _turn_end(self, tools: Any) -> str:
-        """The token that ends the assistant's turns."""
+        """Token that ends an assistant turn, with these tools."""
         text = self._fill([{"role": "user", "content": "a"}, {"role": "assistant", "content": _OPEN}], tools)
         at = text.find(_OPEN) + 1
         return text[at : self._end_of_turn(text, at)].strip() or "\0"
 
     def _end_of_turn(self, text: str, end: int) -> int:
-        """Behind the special token that directly follows, white space between them; else where the message ends."""
+        """Position after the special token that follows `end` (white space may precede it); `end` if there is none."""
         at = end + len(text[end:]) - len(text[end:].lstrip())
         return next((at + len(token) for token in self._ends if text.startswith(token, at)), end)
 
@@ -151,7 +155,7 @@ class Chat:
         try:
             chats = [[dict(message) for message in messages]]
             filled = render_jinja_template(chats, tools, chat_template=_FIXED_DATE + template, **options, **self._names)
-        except Exception as error:  # whatever the template's own code raises
+        except Exception as error:  # template code can raise anything
             raise BadLine("no chat", reason_of(error, 100), "a chat that the chat template takes") from None
         return str(filled[0][0])
 
@@ -169,12 +173,14 @@ def _unwritten(what: str) -> UserError:
 
 
 def _is_learnt(message: Mapping[str, Any]) -> bool:
-    """Whether it is the assistant's, without OpenAI's weight 0."""
+    """Whether the assistant wrote it and OpenAI's `weight` is not 0."""
     return message["role"] == "assistant" and message.get("weight") != 0
 
 
 def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The assistant's with marks inside its outer white space, which templates trim; or around its last call's name."""
+    """Put marks around an assistant message, inside its outer white space (templates trim it), or around its last
+    call's name.
+    """
     if not _is_learnt(message):
         return dict(message)
     if "tool_calls" in message:

@@ -1,6 +1,7 @@
-"""Texts to rows of `cqwen_dist.data.store.SCHEMA`: ids, numbers, which of them are learnt and of what type.
+"""Texts to `cqwen_dist.data.store.SCHEMA` rows: ids, numbers, learnt tokens, target types.
 
-Blocks of texts are worked on in order, in this process or in several, so nothing here imports torch or transformers.
+Blocks are processed in order, in this process or in worker processes. Workers start quickly because this module imports
+neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ from cqwen_dist.data.records import Block, Extractor, ReadReport, Text
 from cqwen_dist.data.sources import read_block, text_digest
 from cqwen_dist.data.store import SCHEMA, offsets_of
 
-_AHEAD = 2  # blocks that wait for each worker
-_WORTH = 8  # fewer blocks are not worth the start of workers (a second or two each)
+_AHEAD = 2  # blocks queued per worker
+_WORTH = 8  # starting workers takes a second or two each: not worth it for fewer blocks
 
 
 class Recipe(NamedTuple):
-    """How a text becomes a row. It is pickled for worker processes."""
+    """Settings that turn a text into a row. Pickled for worker processes."""
 
     encoder: NumberEncoder
-    end: int  # the id that ends every text
+    end: int  # id of the end token, appended to each text
     numeric_targets: str
 
 
 class Chunk(NamedTuple):
-    """Some texts tokenised, a row each, and the numbers that overflow as (row, place, literal)."""
+    """Tokenised texts, one row each, and overflowing numbers as (row, place, literal)."""
 
     batch: pa.RecordBatch
     overflows: list[tuple[int, str, str]]
 
 
 class _Row(NamedTuple):
-    """A text, its segments with whether each is learnt, the reading of each, and tokens that are not learnt."""
+    """A text, its segments with whether each is learnt, a reading per segment, and the tokens that are not learnt."""
 
     text: Text
     segments: list[tuple[str, bool]]
@@ -53,10 +54,10 @@ class _Row(NamedTuple):
 
 
 def encode_chunk(texts: Sequence[Text], recipe: Recipe) -> Chunk:
-    """Tokenise texts, with an end token after each. A number that opens a text is no target: nothing predicts it."""
+    """Tokenise texts and append an end token to each. A number at position 0 is no target, because nothing predicts it."""
     encoder = recipe.encoder
     rows = _read(texts, encoder)
-    ids = [b"".join([reading.ids for reading in row.readings]) for row in rows]  # of int32, without the end token
+    ids = [b"".join([reading.ids for reading in row.readings]) for row in rows]  # int32 bytes, without the end token
     offsets = offsets_of([len(own) // 4 + 1 for own in ids])
     flat = np.frombuffer(np.int32(recipe.end).tobytes().join([*ids, b""]), np.int32)
     numbers = np.fromiter(chain.from_iterable(r.numbers for row in rows for r in row.readings), np.float64)
@@ -77,7 +78,7 @@ def encode_chunk(texts: Sequence[Text], recipe: Recipe) -> Chunk:
 
 
 def _labels(text: Text, encoder: NumberEncoder) -> list[int]:
-    """The partial labels of a text, as the column has them. Raises `UserError` for a word that is not one token."""
+    """Partial labels of a text, encoded as in `SCHEMA`. Raises `UserError` for a word with several tokens."""
     found = []
     for (word, holds), reading in zip(text.labels, encoder.read([word for word, _ in text.labels]), strict=True):
         if len(reading.ids) != 1:
@@ -87,7 +88,7 @@ def _labels(text: Text, encoder: NumberEncoder) -> list[int]:
 
 
 def _targets(rows: list[_Row], flat: np.ndarray, offsets: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
-    """Where each row's numbers begin among all [n+1], and which of them are targets [M] int8."""
+    """Returns numbers_at [n+1], each row's offset into all numbers, and targets [M] int8: 1 + type, 0 if not learnt."""
     places = np.flatnonzero(flat == recipe.encoder.num_token_id)
     owner = np.searchsorted(offsets, places, "right") - 1
     numbers_at = offsets_of(np.bincount(owner, minlength=len(rows)))
@@ -109,7 +110,7 @@ def _targets(rows: list[_Row], flat: np.ndarray, offsets: np.ndarray, recipe: Re
 
 
 def _read(texts: Sequence[Text], encoder: NumberEncoder) -> list[_Row]:
-    """All segments of all texts, encoded in one call."""
+    """Encode all segments of all texts in one call."""
     segments = [_segments(text) for text in texts]
     readings = iter(encoder.read([segment for own in segments for segment, _ in own]))
     rows = []
@@ -120,7 +121,7 @@ def _read(texts: Sequence[Text], encoder: NumberEncoder) -> list[_Row]:
 
 
 def _segments(text: Text) -> list[tuple[str, bool]]:
-    """The text cut where learning starts or stops: (piece, whether it is learnt)."""
+    """Split a text where learning starts or stops: (piece, whether it is learnt)."""
     if text.learnt is None:
         return [(text.text, True)]
     pieces, position = [], 0
@@ -132,7 +133,7 @@ def _segments(text: Text) -> list[tuple[str, bool]]:
 
 
 def _unlearnt(text: Text, segments: list[tuple[str, bool]], readings: list[Reading]) -> list[int]:
-    """Start, end, start, end, ... of the tokens that are not learnt; the end token belongs to the last segment."""
+    """Token ranges that are not learnt, as start, end, start, end, ... The end token belongs to the last segment."""
     if text.learnt is None:
         return []
     ends = list(accumulate([len(reading.ids) for reading in readings], initial=0))
@@ -141,7 +142,7 @@ def _unlearnt(text: Text, segments: list[tuple[str, bool]], readings: list[Readi
 
 
 def _inside(segments: list[tuple[str, bool]], target: tuple[int, int], encoder: NumberEncoder) -> np.ndarray:
-    """Which numbers stand inside the characters of `target` [M] bool."""
+    """[M] bool: whether each number lies within the characters of `target`."""
     found, position = [], 0
     for segment, _ in segments:
         for start, end, value in find_numbers(segment, encoder.policy) if encoder.policy is not None else ():
@@ -156,7 +157,7 @@ def _lists(values: np.ndarray, offsets: np.ndarray) -> pa.ListArray:
 
 
 def _nested(rows: Sequence[Sequence[float]], dtype: Any) -> pa.ListArray:
-    """A column with a list for each row."""
+    """Column with one list per row."""
     return _lists(np.fromiter(chain.from_iterable(rows), dtype), offsets_of([len(row) for row in rows]))
 
 
@@ -166,15 +167,15 @@ Done = tuple[Chunk, ReadReport]
 
 
 def encode_block(block: Block, extract: Extractor, recipe: Recipe) -> Done:
-    """Read a block and tokenise its texts. Raises: as `read_block` and `encode_chunk`."""
+    """Read a block and tokenise its texts. Raises as `read_block` and `encode_chunk`."""
     report = ReadReport()
     return encode_chunk(list(read_block(block, extract, report)), recipe), report
 
 
 def encode_blocks(blocks: Iterator[Block], extract: Extractor, recipe: Recipe, workers: int) -> Iterator[Done]:
-    """`encode_block` of each block, in order; several workers are kept busy with two blocks each.
+    """`encode_block` for each block, in order. Each worker has up to two blocks queued.
 
-    Raises: what `encode_block` raises, at the block's turn; UserError for a worker that was killed.
+    Raises: errors of `encode_block`, when the block's turn comes; UserError if a worker was killed.
     """
     first = list(islice(blocks, _WORTH)) if workers > 1 else []
     blocks = chain(first, blocks)
@@ -198,7 +199,7 @@ def encode_blocks(blocks: Iterator[Block], extract: Extractor, recipe: Recipe, w
                 future.cancel()
 
 
-_of_worker: list[tuple[Extractor, Recipe]] = []  # sent once to each worker process
+_of_worker: list[tuple[Extractor, Recipe]] = []  # sent once per worker process, not with each block
 
 
 def _start(extract: Extractor, recipe: Recipe) -> None:

@@ -1,12 +1,13 @@
 """Samples to a `Batch`: shifted once, padded on the right.
 
-labels[t] = x[t+1] and numeric_labels[t] = v[t+1] inside each document. The last token of a document predicts
-nothing (IGNORE_INDEX, 0), and so does a token before one that is not learnt. No later code shifts again.
+labels[t] = x[t+1] and numeric_labels[t] = v[t+1] inside each document. A document's last token has no label
+(IGNORE_INDEX, 0), nor does a token followed by one that is not learnt. No later code shifts again.
 
-Attention stays inside packed documents: `position_ids` restart at 0 where a document or the padding begins, and
-transformers builds the block mask from them (`masking_utils.find_packed_sequence_indices`). It does so only for
-`attention_mask=None, use_cache=False`, so training and evaluation call the backbone that way: with a 2-D mask documents
-would see each other. No real token sees the padding on its right. `Batch.attention_mask` is for the losses.
+Attention stays inside packed documents: `position_ids` restart at 0 at each document and at the padding, and
+transformers builds the block mask from them (`masking_utils.find_packed_sequence_indices`). It does so only with
+`attention_mask=None, use_cache=False`, so training and evaluation call the backbone that way: a 2-D mask would let
+documents attend to each other. Padding is on the right, so no real token attends to it. Only the losses use
+`Batch.attention_mask`.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ import torch
 from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.data.store import Document, Sample
 
-# Widths are multiples of this: few different shapes, and aligned matrix products.
+# Row lengths are multiples of 8: fewer distinct shapes, and aligned matrix products.
 MULTIPLE = 8
 
 
 def collate(samples: Sequence[Sample], *, pad_token_id: int, num_token_id: int) -> Batch:
-    """Samples of any lengths to one batch; no samples at all to a single row of padding.
+    """Collate samples of any length. No samples give a single padding row.
 
-    Returns: `Batch` [B,T], B samples, T the longest rounded up to a multiple of 8. A row of padding has no label: it
-    lets a rank without samples take part in the collectives.
+    Returns: `Batch` [B,T] for B samples; T is the longest length rounded up to a multiple of 8. A padding row has no
+    label; it lets a rank without samples take part in the collectives.
     """
     rows = len(samples) or 1
     longest = max((sum(len(document.ids) for document in sample) for sample in samples), default=1)
@@ -58,13 +59,14 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int, num_token_id: int) 
                 numeric_labels[row, unlearnt] = 0.0
                 numeric_mask[row, unlearnt] = False
             if document.labels is not None:
+                # Partial labels replace the word after the text (at end - 1), which position end - 2 predicts.
                 labels[row, end - 2] = IGNORE_INDEX
             sparse.append(
                 _sparse_labels(document, row * width + start, np.flatnonzero(numeric_mask[row, start : end - 1]))
             )
             start = end
-        # A single document's positions run on through the padding: then there is no restart, and the kernels for
-        # plain causal attention apply. Behind packed documents the padding is a document of its own.
+        # After a single document the positions continue into the padding: without a restart, transformers uses the
+        # faster plain causal kernels. After packed documents the padding counts as another document.
         first = start if len(sample) == 1 else 0
         position_ids[row, start:] = steps[: width - start] + first
     dense = (input_ids, numeric_values, attention_mask, position_ids, labels, numeric_labels, numeric_mask)
@@ -74,11 +76,11 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int, num_token_id: int) 
 def _sparse_labels(document: Document, first: int, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A document's rows of `Batch.partial`, `typed` and `more`.
 
-    first: its first position in B*T; targets: its positions whose next token is a number to learn.
+    first: flat position (in B*T) of its first token; targets: positions whose next token is a number to learn.
     """
     labels = np.zeros(0, np.int64) if document.labels is None else document.labels
     kinds = np.zeros(len(targets), np.int64) if document.types is None else document.types[targets + 1]
-    more = np.zeros(0) if document.more is None or not len(targets) else document.more  # of the text's one target
+    more = np.zeros(0) if document.more is None or not len(targets) else document.more  # these texts have one target
     return (
         np.stack([np.full(len(labels), first + len(document.ids) - 2), labels], 1),
         np.stack([first + targets, kinds], 1)[kinds > 0],

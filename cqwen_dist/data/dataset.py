@@ -1,4 +1,4 @@
-"""Tokenised texts, cut to length, packed if wished: what the loaders draw samples from."""
+"""Tokenised texts, cut to length and optionally packed: the loaders draw samples from them."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from cqwen_dist.data.statistics import Gather, NumericStatistics, numeric_statis
 from cqwen_dist.data.store import Sample, TokenStore
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 
-_PLACES = 1000  # the first overflows whose places are kept
+_PLACES = 1000  # overflows whose places are kept
 
 
 @dataclass
 class DataReport:
-    """Counts of a dataset."""
+    """Counts for a dataset."""
 
     texts: int = 0
-    documents: int = 0  # pieces of texts, each at most sequence_length long
-    sequences: int = 0  # samples: documents, or rows of packed documents
-    tokens: int = 0  # ends of text included
+    documents: int = 0  # text pieces, each at most sequence_length long
+    sequences: int = 0  # samples: documents, or packed rows
+    tokens: int = 0  # end tokens included
     numbers: int = 0
     targets: int = 0  # numbers whose value the regression learns
-    overflows: int = 0  # numbers too large for float64, left as text
+    overflows: int = 0  # numbers too large for float64; they stay text
     first_overflow: str = ""
-    left: int = 0  # numerals that the policy left as text
-    too_short: int = 0  # texts left out
+    left: int = 0  # numerals that stay text by policy
+    too_short: int = 0  # skipped texts
     too_long: int = 0
-    truncated: int = 0  # texts longer than sequence_length; only their beginning is used
-    dropped: int = 0  # texts longer than sequence_length, not used
-    lost: int = 0  # tokens of both that are not used
+    truncated: int = 0  # texts longer than sequence_length; the first sequence_length tokens are used
+    dropped: int = 0  # skipped texts longer than sequence_length
+    lost: int = 0  # unused tokens of truncated and dropped texts
 
     def lines(self, name: str) -> list[str]:
-        """The counts as lines for a person."""
+        """Format the counts for people."""
         share = self.numbers / self.tokens if self.tokens else 0.0
         lines = [
             f"{name}: {self.texts:,} texts, {self.tokens:,} tokens, {self.numbers:,} numbers ({share:.1%}), "
@@ -65,15 +65,15 @@ class DataReport:
 
 
 class TextDataset:
-    """Samples of stored texts. `dataset[i]` is a `Sample`: a tuple of documents, one unless packed.
+    """Samples from stored texts. `dataset[i]` is a `Sample`: a tuple of documents (one unless packed).
 
-    A text of more than T = sequence_length tokens (its end token included) is cut into pieces of T tokens that overlap
-    by one, so each token but the first is predicted exactly once. `data.long_texts` may keep the first piece alone, or
-    none. With `pack`, whole pieces are put together to rows of at most T tokens (`packing.pack`).
+    A text with more than T = sequence_length tokens (end token included) is split into pieces of T tokens that overlap
+    by one, so each token except the first is predicted exactly once. `data.long_texts` can keep only the first piece,
+    or none. `pack` puts complete pieces together into rows of at most T tokens (`packing.pack`).
 
-    Args: store: tokenised texts; texts: [m] int64, rising: this dataset's texts, None: all; config: sequence_length,
-    long_texts, pack, group_by_length; content: their digest, if it is known; folder: where packed rows are kept.
-    Raises: UserError when sequence_length is below 2, or drops every text.
+    Args: store: tokenised texts; texts: [m] int64, ascending: this dataset's texts, None for all; config:
+    sequence_length, long_texts, pack, group_by_length; content: digest of the texts, or "" to compute it; folder: cache
+    for packed rows. Raises: UserError if sequence_length is below 2, or excludes every text.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class TextDataset:
         if length < 2:
             raise UserError("data.sequence_length", length, "2 or more")
         self._length, self._texts = length, self._given
-        self._kept: np.ndarray | None = None  # of this dataset's texts, by their places among them; None: all
+        self._kept: np.ndarray | None = None  # indices into this dataset's texts; None: all
         lengths = self.text_lengths()
         long = lengths > length
         count, tokens = int(long.sum()), int(lengths[long].sum(dtype=np.int64))
@@ -125,14 +125,14 @@ class TextDataset:
         paths = [self._folder / f"packed-{name}-{part}.npy" for part in Rows._fields]
         if not all(path.is_file() for path in paths):
             rows = pack(sizes, self._length)
-            for path, array in zip(paths, rows, strict=True):  # every process writes the same
+            for path, array in zip(paths, rows, strict=True):  # processes may race: all write the same content
                 partial = path.with_name(f".{path.name}.{os.getpid()}.npy")
                 np.save(partial, array)
                 partial.replace(path)
         return Rows(*(np.load(path, mmap_mode="r") for path in paths))
 
     def with_length(self, length: int) -> TextDataset:
-        """The same texts, shared in memory, cut and packed at this sequence length; itself where that is its own."""
+        """The same texts (shared memory), cut and packed at another sequence length; self if the length is equal."""
         if length == self._length:
             return self
         other = copy(self)
@@ -141,7 +141,7 @@ class TextDataset:
         return other
 
     def digest(self) -> str:
-        """SHA-256 of all that samples are made of, and of how they are cut and packed."""
+        """SHA-256 over the samples' content, and over how they are cut and packed."""
         found = hashlib.sha256((self._content or self._store.digest(self._given)).encode())
         found.update(b"all" if self._kept is None else self._kept.data)
         found.update(f"{self._length} {self._rows is not None}".encode())
@@ -161,26 +161,26 @@ class TextDataset:
         return tuple(self._store.document(int(text[i]), int(start[i]), int(end[i])) for i in pieces)
 
     def lengths(self) -> np.ndarray:
-        """[len(self)] int32: tokens of each sample."""
+        """[len(self)] int32: tokens in each sample."""
         sizes = self._pieces.end - self._pieces.start
         if self._rows is None:
             return sizes
         return np.add.reduceat(sizes[self._rows.pieces], self._rows.begin[:-1]) if len(self) else sizes
 
     def text_lengths(self) -> np.ndarray:
-        """[texts] int32: tokens of each text."""
+        """[texts] int32: tokens in each text."""
         return self._store.lengths if self._texts is None else self._store.lengths[self._texts]
 
     def number_parts(self, targets: bool = True, which: slice = slice(None)) -> Iterator[np.ndarray]:
-        """The targets' values (or all numbers), part by part, float64. which: of the parts."""
+        """Yield target values (or all numbers) in parts, float64. which: selects parts."""
         return self._store.parts("targets" if targets else "numbers", self._texts, which)
 
     def statistics(self, rank: int = 0, world: int = 1, gather: Gather = lambda own: [own]) -> NumericStatistics:
-        """Median and IQR/2 of the targets (seed S1 2); each rank counts its share, `gather` joins them."""
+        """Median and IQR/2 of the targets (seed S1 2). Each rank counts its share; `gather` combines them."""
         return numeric_statistics(lambda: self.number_parts(which=slice(rank, None, world)), gather)
 
     def word_counts(self, vocab_size: int) -> np.ndarray:
-        """[V] int64: how often each word occurs."""
+        """[V] int64: occurrences of each word."""
         counts = np.zeros(vocab_size, np.int64)
         for ids in self._store.parts("ids", self._texts):
             counts += np.bincount(ids, minlength=vocab_size)
@@ -188,7 +188,7 @@ class TextDataset:
 
 
 class Tokeniser:
-    """Selects the rows of tokenised chunks that stay, and refuses or counts numbers that overflow."""
+    """Selects rows from tokenised chunks. Rejects or counts overflowing numbers."""
 
     def __init__(self, tokenizer: NumericalAwareTokenizer, config: DataConfig) -> None:
         """Raises: UserError for a tokenizer without an end token."""
@@ -199,12 +199,12 @@ class Tokeniser:
         self._least, self._most = config.min_tokens or 0, config.max_tokens or 2**62
         self._refuse = config.on_nonfinite == "error"
         self.rows = 0
-        self.overflows: list[tuple[int, str]] = []  # (row, what to say), the first few
+        self.overflows: list[tuple[int, str]] = []  # the first few, as (row, message)
 
     def stays(self, chunk: Chunk, report: DataReport, new: np.ndarray) -> np.ndarray:
-        """[n] bool: which rows of the next chunk, of those that are new, have an allowed length; counts the others.
+        """[n] bool: which of the chunk's `new` rows have an allowed length. Counts the excluded ones.
 
-        Raises: UserError for a number that overflows unless data.on_nonfinite is skip.
+        Raises: UserError for a number that overflows, unless data.on_nonfinite is skip.
         """
         sizes = np.diff(chunk.batch.column("ids").offsets.to_numpy())
         too_short, too_long = new & (sizes < self._least), new & (sizes > self._most)
@@ -224,7 +224,7 @@ class Tokeniser:
 
 
 def tokenise(texts: Iterable[Text], tokenizer: NumericalAwareTokenizer, config: DataConfig) -> TextDataset:
-    """Texts to a dataset in memory, with an end token after each. Raises: as `Tokeniser`."""
+    """Texts to an in-memory dataset, with an end token after each text. Raises as `Tokeniser`."""
     tokeniser, report, batches = Tokeniser(tokenizer, config), DataReport(), []
     for chunk in chunks(texts):
         encoded = encode_chunk(chunk, tokeniser.recipe)
@@ -236,7 +236,7 @@ def tokenise(texts: Iterable[Text], tokenizer: NumericalAwareTokenizer, config: 
 
 
 def count(report: DataReport, store: TokenStore, texts: np.ndarray | None, overflows: list[tuple[int, str]]) -> None:
-    """Fill a report's sums over some texts of a store."""
+    """Fill in a report's totals for the given texts in a store."""
     own = slice(None) if texts is None else texts
     report.texts = len(store.lengths[own])
     report.tokens = int(store.lengths[own].sum(dtype=np.int64))

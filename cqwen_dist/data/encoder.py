@@ -1,8 +1,9 @@
-"""Texts to ids and numbers in bulk. The worker processes of `prepare` run it, so it imports no torch, no transformers.
+"""Texts to ids and numbers, in bulk. Worker processes of `prepare` run this, so it imports neither torch nor
+transformers.
 
-The text between numbers is encoded piece by piece. For many texts at once, a marker replaces each number: an added
-token of a copy of the tokenizer. Added tokens cut a text before all other steps, so one call for a text gives the same
-ids as one call for each piece, 1.7 times as fast.
+The text between numbers is encoded piece by piece. In bulk, a marker (an added token in a copy of the tokenizer)
+replaces each number. Added tokens split a text before every other step, so one call per text returns the same ids as
+one call per piece, 1.7 times as fast.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from cqwen_dist.config import NumberPolicy, UserError
 from cqwen_dist.data.ascii_words import AsciiWords
 from cqwen_dist.data.numbers import find_numbers
 
-# A noncharacter: hardly any text holds it; one that does is encoded piece by piece.
+# A noncharacter. Texts that contain it anyway are encoded piece by piece.
 _MARK = "\U0010fffe"
 _FIELDS = ("ids", "tokens", "words", "offsets")
-_LITTLE = 1 << 14  # fewer characters are not worth the preparation (a second, with a real vocabulary)
+_LITTLE = 1 << 14  # below this many characters, copying the tokenizer (about a second) does not pay
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _NUMERAL = re.compile(r"\d(?:[\w.,:/-]*\d)?")
 
 
 class Reading(NamedTuple):
-    """One text, read."""
+    """One encoded text."""
 
-    ids: array[int]  # of int32
-    numbers: list[float]  # one for each <NUM> among the ids
+    ids: array[int]  # int32
+    numbers: list[float]  # one per <NUM> in ids
     overflows: list[str]  # literals too large for float64; they stay text
     left: int  # numerals that stay text
 
 
 class NumberEncoder:
-    """A fast tokenizer and a policy.
+    """A fast tokenizer with a number policy.
 
-    Args: backend: the Rust tokenizer, or its JSON; num_token_id: the id of <NUM>; policy: which numerals are numbers,
-    None: none at all; literal: the text of <NUM> where it is a token of the tokenizer's own (the same letters in a text
-    must not become it).
+    Args: backend: the Rust tokenizer, or its JSON; num_token_id: id of <NUM>; policy: which numerals are numbers, None
+    for none; literal: text of <NUM> if the tokenizer has it as a token (the same letters in a text must not become
+    <NUM>).
     """
 
     def __init__(
@@ -55,12 +56,12 @@ class NumberEncoder:
         self._backend = Tokenizer.from_str(backend) if isinstance(backend, str) else backend
         self.num_token_id, self.policy, self.literal = num_token_id, policy, literal
 
-    def __reduce__(self) -> tuple[type[NumberEncoder], tuple[Any, ...]]:  # into a worker process
+    def __reduce__(self) -> tuple[type[NumberEncoder], tuple[Any, ...]]:  # pickling for a worker process
         return type(self), (self._backend.to_str(), self.num_token_id, self.policy, self.literal)
 
     @cached_property
     def _ascii(self) -> AsciiWords | None:
-        """The quick way for ASCII; None: not with this tokenizer."""
+        """Fast path for ASCII; None if this tokenizer does not allow it."""
         plan = json.loads(self._backend.to_str())
         return AsciiWords(self._backend, plan) if AsciiWords.suits(plan) else None
 
@@ -68,21 +69,23 @@ class NumberEncoder:
     def _marked(self) -> tuple[Tokenizer, int]:
         """A copy of the tokenizer with the marker, and the marker's id."""
         tokenizer = Tokenizer.from_str(self._backend.to_str())
-        if type(tokenizer.normalizer) is NFC:  # all texts are in NFC by now
+        if type(tokenizer.normalizer) is NFC:  # `split` has already normalised the text
             tokenizer.normalizer = None
         tokenizer.add_special_tokens([AddedToken(_MARK, special=True, normalized=False)])
         return tokenizer, tokenizer.get_vocab(with_added_tokens=True)[_MARK]
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the tokenizer's parts that decide ids. In its model null, false and no key are the same."""
+        """SHA-256 over the tokenizer settings that affect ids. In its model, null, false and a missing key are the
+        same.
+        """
         plan = json.loads(self._backend.to_str())
         parts = {name: plan[name] for name in ("normalizer", "pre_tokenizer", "added_tokens")}
         parts["model"] = {name: value for name, value in plan["model"].items() if value}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def read(self, texts: Sequence[str]) -> list[Reading]:
-        """Every text by itself; no token is added."""
+        """Encode each text separately, without special tokens."""
         found = [split(text, self.policy) for text in texts]
         pieces = [own for own, *_ in found]
         ids = self._many(texts, pieces) if sum(map(len, texts)) > _LITTLE else [self._one(own) for own in pieces]
@@ -92,10 +95,10 @@ class NumberEncoder:
         ]
 
     def encoding(self, texts: Sequence[str]) -> tuple[Encoding, dict[str, float], list[str]]:
-        """A text, or its words, as tokenizers' own Encoding, with the same ids as `read` gives.
+        """Encode a text, or its words, as tokenizers' Encoding, with the ids that `read` returns.
 
-        A number's token is its numeral. With the value of each numeral, and literals that overflow. Offsets count
-        characters of the text in NFC, or of each word.
+        A number's token is its numeral. Also returns a dict from numeral to value, and the literals that overflow.
+        Offsets count characters in the NFC text, or in each word.
         """
         values: dict[str, float] = {}
         overflows: list[str] = []
@@ -119,7 +122,7 @@ class NumberEncoder:
         names: dict[str, Any] = {name: [row[i] for row in rows] for i, name in enumerate(_FIELDS)}
         same = {"type_ids": [0] * len(rows), "special_tokens_mask": [0] * len(rows), "attention_mask": [1] * len(rows)}
         state = {**names, **same, "overflowing": [], "sequence_ranges": {}}
-        found.__setstate__(json.dumps(state).encode())  # as it is pickled: what can be merged loses its words' numbers
+        found.__setstate__(json.dumps(state).encode())  # unpickling keeps word ids; Encoding.merge loses them
         return found, values, overflows
 
     def _many(self, texts: Sequence[str], pieces: list[list[str]]) -> list[array[int]]:
@@ -145,7 +148,7 @@ class NumberEncoder:
         return found
 
     def _one(self, pieces: list[str]) -> array[int]:
-        """Ids of one text, piece by piece."""
+        """Ids of one text, encoded piece by piece."""
         parts = self._parts(pieces)
         words = [part for part in parts if part is not None]
         encoded = iter(self._backend.encode_batch_fast(words, add_special_tokens=False))
@@ -155,11 +158,12 @@ class NumberEncoder:
         return ids
 
     def _parts(self, pieces: list[str]) -> list[str | None]:
-        """The parts that are encoded one by one; None: a number."""
+        """Parts to encode one by one; None stands for a number."""
         parts: list[str | None] = []
         for i, piece in enumerate(pieces):
             parts += [None] * (i > 0)
             if self.literal is not None and self.literal in piece:
+                # Split inside the literal: neither half is an added token, so the letters are encoded as words.
                 cut = f"{self.literal[0]}\0{self.literal[1:]}"
                 parts += piece.replace(self.literal, cut).split("\0")
             elif piece:
@@ -168,14 +172,14 @@ class NumberEncoder:
 
 
 def split(text: str, policy: NumberPolicy | None) -> tuple[list[str], list[float], list[str], list[str]]:
-    """The n + 1 texts around n numbers (some may be empty), the numbers, literals that overflow, and numerals.
+    """Returns the n + 1 pieces around n numbers (pieces may be empty), the numbers, overflowing literals, and numerals.
 
-    Raises `UserError` for a lone surrogate, as Python makes of an argument's bytes that are not UTF-8.
+    Raises `UserError` for a lone surrogate, which Python creates from command-line bytes that are not UTF-8.
     """
     if not text.isascii():
         if (odd := _SURROGATE.search(text)) is not None:
             raise UserError("text", odd[0], "Unicode text, such as UTF-8 holds: no lone surrogates")
-        # Qwen's tokenizer does this too, but later: a composed letter must bind a numeral as its parts do.
+        # Qwen's tokenizer normalises too, but later. A composed letter must bind to a numeral like its parts do.
         text = unicodedata.normalize("NFC", text)
     pieces: list[str] = []
     numbers: list[float] = []

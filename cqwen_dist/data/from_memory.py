@@ -1,4 +1,4 @@
-"""A program's own records and texts, written to a JSONL file that is read like any other."""
+"""Records and texts from a Python program, written to a JSONL file that is read like any other."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ ROWS = "records or texts: a list, a generator, a datasets.Dataset (one split), a
 
 
 def records(rows: Any, key: str, text_field: str = "text") -> Iterator[dict[str, Any]]:
-    """Each row as a JSON object; a text under `text_field`. rows: `ROWS`. Raises `UserError` naming the row.
+    """Yield each row as a JSON object; a text goes under `text_field`. rows: see `ROWS`. Raises `UserError` with the
+    row.
 
-    A whole float is written without its fraction and a NaN as null, as tables read from a file are.
+    Floats without a fraction become integers and NaN becomes null, as in tables read from files.
     """
     for number, row in enumerate(as_rows(rows, key), 1):
         try:
@@ -38,8 +39,8 @@ def records(rows: Any, key: str, text_field: str = "text") -> Iterator[dict[str,
 
 
 def as_rows(rows: Any, key: str) -> Iterator[Any]:
-    """The rows as they are, each a text or a mapping. Raises `UserError`."""
-    if hasattr(rows, "columns") and hasattr(rows, "to_dict"):  # a DataFrame of pandas; iterated it gives its columns
+    """Yield the rows unchanged, each a text or a mapping. Raises `UserError`."""
+    if hasattr(rows, "columns") and hasattr(rows, "to_dict"):  # iterating a pandas DataFrame yields columns
         rows = rows.to_dict("records")
     if isinstance(rows, (str, bytes, Mapping)) or not isinstance(rows, Iterable):
         raise UserError(key, Said(f"a {type(rows).__name__}"), ROWS)
@@ -50,7 +51,7 @@ def as_rows(rows: Any, key: str) -> Iterator[Any]:
 
 
 def write_records(rows: Any, path: Path, key: str, text_field: str = "text", keep: bool = False) -> None:
-    """Write them, whole or not at all. keep: a file that is there must hold the same ones. Raises `UserError`."""
+    """Write rows atomically. keep: an existing file must have the same content. Raises `UserError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     count = 0
     with written_whole(path) as partial:
@@ -67,13 +68,16 @@ def write_records(rows: Any, path: Path, key: str, text_field: str = "text", kee
 def text_batches(
     texts: Iterable[str], tokenizer: NumericalAwareTokenizer, context: int, tokens: int
 ) -> tuple[list[Batch], dict[str, Any]]:
-    """Batches of the first texts, as the training collator yields them, and the unit of their numbers (a target
-    transform as a dict). context: of the model, in tokens; tokens: about how many to take. Raises `UserError`."""
+    """Collate the first texts like training does. Returns batches and their numbers' unit (a target transform as a
+    dict).
+
+    context: the model's context length in tokens; tokens: approximate number to take. Raises `UserError`.
+    """
     size, taken = 0, []
     for number, record in enumerate(records(texts, "texts"), 1):
         taken.append(Text(str(record.get("text")), f"texts:{number}"))
         size += len(taken[-1].text)
-        if size > 8 * tokens:  # characters; a token has about four in English, and one or two in Chinese
+        if size > 8 * tokens:  # characters: about four per token in English, one or two in Chinese
             break
     dataset = tokenise(taken, tokenizer, DataConfig(train="texts", sequence_length=min(512, context)))
     if not len(dataset):
@@ -89,7 +93,7 @@ def text_batches(
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON can hold it. Raises TypeError or ValueError."""
+    """Convert a value to plain JSON types. Raises TypeError or ValueError."""
     if isinstance(value, str) or value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""A run's datasets: small data in memory, large data prepared and mapped; the samples are the same."""
+"""A run's datasets. Small data is read into memory, large data is prepared and mapped; the samples are the same."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import as_list, read_split
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 
-# Files of at most this many bytes together are read into memory (unless data.cache_dir is given).
+# Files up to this total size in bytes are read into memory (unless data.cache_dir is set).
 IN_MEMORY = 32 << 20
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """The training part, the held-out part (None: nothing is held out), and how reading went."""
+    """Training data, held-out data (None: no evaluation) and the reading report."""
 
     train: TextDataset
     eval: TextDataset | None
     reading: ReadReport
 
     def lines(self) -> list[str]:
-        """All reports, as lines for a person."""
+        """All reports, formatted for people."""
         held_out = self.eval.report.lines("eval") if self.eval is not None else []
         return [*self.reading.lines(), *self.train.report.lines("train"), *held_out]
 
@@ -38,11 +38,10 @@ def load_datasets(
     tokenizer: NumericalAwareTokenizer,
     first: Callable[[Callable[[], Any]], Any] = lambda action: action(),
 ) -> Datasets:
-    """All that a run reads, tokenised.
+    """Load and tokenise a run's data.
 
-    first: runs an action on one rank before the others go on. One rank prepares the data; a rank with a disk of its
-    own does not find the folder and prepares again.
-    Raises: UserError, also when no text is left to train on.
+    first: runs an action on one rank before the others continue. One rank prepares the data. A rank with a local disk
+    does not find the folder and prepares it again. Raises: UserError, also if no training text remains.
     """
     if not is_prepared(config):
         report = ReadReport()
@@ -58,7 +57,7 @@ def load_datasets(
 
 
 def is_prepared(config: DataConfig) -> bool:
-    """Whether this data is prepared rather than read into memory."""
+    """Whether this data is prepared on disk rather than read into memory."""
     if config.cache_dir is not None:
         return True
     named = (("data.train", config.train), ("data.eval", config.eval or []))
@@ -71,7 +70,7 @@ def is_prepared(config: DataConfig) -> bool:
 
 
 def open_prepared(folder: Path, config: DataConfig, tokenizer: NumericalAwareTokenizer) -> Datasets:
-    """A prepared folder's datasets, mapped. Raises: UserError for an incomplete folder."""
+    """Map a prepared folder's datasets. Raises: UserError for an incomplete folder."""
     manifest = read_manifest(folder)
     sets = {}
     for name, (store, texts) in parts_of(folder, tokenizer.num_token_id).items():
@@ -81,7 +80,7 @@ def open_prepared(folder: Path, config: DataConfig, tokenizer: NumericalAwareTok
 
 
 def tokenizer_of(config: Config) -> NumericalAwareTokenizer:
-    """The run's tokenizer; an equal one if the run is yet to train it. Raises `UserError`."""
+    """The run's tokenizer. If the run has not trained it yet, trains an equal one. Raises `UserError`."""
     number, policy = config.model.num_token_id, config.data.numbers
     if config.model.tokenizer != TRAIN_TOKENIZER or Path(config.base_folder).is_dir():
         source, key = config.tokenizer_source, config.tokenizer_key

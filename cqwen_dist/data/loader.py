@@ -1,10 +1,10 @@
-"""Which sample meets which optimizer step on which rank: the same global order on any number of ranks.
+"""Assigns samples to optimizer steps and ranks. The global order is the same on any number of ranks.
 
-An epoch's order is one permutation of (seed, epoch). Step s takes samples [s G, (s+1) G) of it; an epoch's last step
-takes what is left. Rank r takes the r-th contiguous share of the step's samples: shares differ by one at most, and a
-rank may have none. Every rank makes the same number of micro-batches in every step (`micro_steps`), some of padding
-alone, so that collectives and accumulation line up. A thread may make batches ahead of time, in page-locked memory if
-there is a GPU; the saved place is the one after the last step handed out.
+An epoch's order is a permutation that depends on (seed, epoch). Step s takes samples [s G, (s+1) G) of it; the last
+step of an epoch takes the remaining ones. Rank r takes the r-th contiguous share of a step. Shares differ by at most
+one, and a rank may have no samples. Every rank makes the same number of micro-batches in every step (`micro_steps`),
+some with padding only, so that collectives and accumulation line up. A thread can make batches ahead of time, in
+page-locked memory if there is a GPU. The saved position is the one after the last step handed out.
 """
 
 from __future__ import annotations
@@ -25,24 +25,27 @@ from cqwen_dist.data.dataset import TextDataset
 
 T = TypeVar("T")
 
-_GROUPED = 50  # steps whose samples are sorted by length together
+_GROUPED = 50  # steps per length-sorted window: more save padding, fewer keep the order random
 
 
 def share(count: int, rank: int, world: int) -> range:
-    """Rank's contiguous share of `count` things; shares differ by one at most, and none is larger than rank 0's."""
+    """A rank's contiguous share of range(count). Shares differ by at most one, and rank 0's is the largest."""
     size, more = divmod(count, world)
     start = rank * size + min(rank, more)
     return range(start, start + size + (rank < more))
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
-    """The permutation of an epoch [count]; depends on nothing else (MT19937, whose stream numpy keeps for good)."""
+    """[count] permutation of an epoch; a function of the arguments (MT19937, whose stream numpy guarantees forever)."""
     return np.random.RandomState([seed % 2**32, epoch]).permutation(count)
 
 
 def grouped_order(lengths: np.ndarray, seed: int, epoch: int, batch: int) -> np.ndarray:
-    """`epoch_order` with samples of similar length in one step of `batch`: every 50 steps' samples are sorted by
-    length, cut into steps again, and the steps shuffled; an incomplete last step stays last."""
+    """`epoch_order` with samples of similar length in each step of `batch` samples.
+
+    The samples of every 50 steps are sorted by length and cut into steps again, and the steps are shuffled. An
+    incomplete last step stays last.
+    """
     order = epoch_order(len(lengths), seed, epoch)
     whole = len(order) // batch
     for begin in range(0, whole * batch, _GROUPED * batch):
@@ -52,15 +55,16 @@ def grouped_order(lengths: np.ndarray, seed: int, epoch: int, batch: int) -> np.
     return np.concatenate([order[: whole * batch].reshape(whole, batch)[steps].ravel(), order[whole * batch :]])
 
 
-JOIN_S = 10.0  # longest wait for a thread that may hang on a dead disk
+JOIN_S = 10.0  # longest wait in seconds: the thread may hang on a dead disk
 
 
 def ahead(items: Iterator[T], count: int) -> Generator[T, None, None]:
-    """The items, up to `count` of them made ahead of time by a thread; an error in the thread is raised here."""
+    """Yield the items. A thread makes up to `count` of them ahead of time; its errors are raised here."""
     if not count:
         yield from items
         return
     made: Queue[tuple[T | None, BaseException | None]] = Queue()
+    # A semaphore instead of a bounded queue: the `finally` below can wake a thread that waits for room.
     room = threading.Semaphore(count)
     stop = threading.Event()
 
@@ -89,8 +93,8 @@ def ahead(items: Iterator[T], count: int) -> Generator[T, None, None]:
     finally:
         stop.set()
         room.release()
-        # A process that ends while the thread is inside torch is aborted ("terminate called without an active
-        # exception"), though all its work was done.
+        # If the process ends while the thread is inside torch, C++ aborts it ("terminate called without an active
+        # exception") after a successful run.
         thread.join(JOIN_S)
 
 
@@ -108,13 +112,13 @@ def _micro_batches(
 
 
 class Loader:
-    """Training batches without end, one list of micro-batches per optimizer step.
+    """Endless training batches: one list of micro-batches per optimizer step.
 
-    Iterating goes on from the current place. The place moves before a step is handed out: a state taken during step s
-    resumes with step s + 1.
+    Iteration continues from the current position. The position moves before a step is handed out, so a state taken
+    during step s resumes with step s + 1.
 
-    Args: global_batch_size: G, samples per optimizer step over all ranks; micro_batch_size: rows per rank and forward
-    at most; seed: of the order; prefetch: steps made ahead of time. Raises: UserError when the dataset is empty.
+    Args: global_batch_size: G, samples per optimizer step over all ranks; micro_batch_size: maximum rows per rank and
+    forward pass; seed: seeds the order; prefetch: steps made ahead of time. Raises: UserError for an empty dataset.
     """
 
     def __init__(
@@ -147,7 +151,7 @@ class Loader:
                 yield batches
 
     def _made(self) -> Iterator[tuple[int, int, list[Batch]]]:
-        """(epoch, step, its batches) from the current place on."""
+        """Yield (epoch, step, batches) from the current position."""
         epoch, step, pin = self.epoch, self.step, torch.cuda.is_available()
         while True:
             batches = _micro_batches(self.dataset, self.mine(epoch, step), self.micro_batch_size, self.micro_steps)
@@ -158,36 +162,36 @@ class Loader:
         return (epoch, step + 1) if step + 1 < self.steps_per_epoch else (epoch + 1, 0)
 
     def indices(self, epoch: int, step: int) -> list[int]:
-        """The samples of one step over all ranks, in order."""
+        """The samples of a step over all ranks, in order."""
         order = self._orders.get(epoch)
         if order is None:
             if self._lengths is None:
                 order = epoch_order(len(self.dataset), self.seed, epoch)
             else:
                 order = grouped_order(self._lengths, self.seed, epoch, self.global_batch_size)
-            # This epoch's, and the one that a thread may be ahead in.
+            # Keep the neighbouring epoch too: the prefetch thread may already be in the next one.
             self._orders = {**{e: known for e, known in self._orders.items() if abs(e - epoch) == 1}, epoch: order}
         return order[step * self.global_batch_size : (step + 1) * self.global_batch_size].tolist()
 
     def mine(self, epoch: int, step: int) -> list[int]:
-        """This rank's samples of one step, in order; micro-batch k has [k, k+1) times micro_batch_size of them."""
+        """This rank's samples of a step, in order. Micro-batch k has samples [k, k+1) times micro_batch_size."""
         indices = self.indices(epoch, step)
         part = share(len(indices), self.rank, self.world)
         return indices[part.start : part.stop]
 
     def handed_out(self, ranks: Sequence[int] | None = None) -> list[int]:
-        """The samples of the step that was handed out last: of all ranks, or of these."""
+        """The samples of the last step handed out, from all ranks or from `ranks`."""
         indices = self.indices(*self._handed_out)
         if ranks is None:
             return indices
         return [indices[i] for rank in ranks for i in share(len(indices), rank, self.world)]
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next step comes from: {epoch, step}; the same on all ranks and for any number of ranks."""
+        """Position of the next step: {epoch, step}. Equal on all ranks and independent of their number."""
         return {"epoch": self.epoch, "step": self.step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on where `state_dict` was taken. Raises: ValueError for a step that this epoch does not have."""
+        """Continue where `state_dict` was taken. Raises: ValueError for a step beyond the epoch's end."""
         epoch, step = state["epoch"], state["step"]
         if epoch < 0 or not 0 <= step < self.steps_per_epoch:
             raise ValueError(f"epoch {epoch}, step {step}: an epoch has {self.steps_per_epoch} steps here")
@@ -195,9 +199,9 @@ class Loader:
 
 
 class EvalLoader:
-    """Every sample exactly once, in the data's order, split over ranks; each iteration starts anew.
+    """Every sample exactly once, in the dataset's order, split over ranks. Each iteration restarts.
 
-    All ranks make `len(loader)` batches, some of padding alone. Args: as `Loader`'s.
+    All ranks make `len(loader)` batches, some with padding only. Args: as in `Loader`.
     """
 
     def __init__(self, dataset: TextDataset, *, rank: int, world: int, micro_batch_size: int) -> None:

@@ -1,19 +1,19 @@
-"""Numerals in text: which ones are numbers, and their values (`data.write_numbers` writes them back).
+"""Finds numerals in text, and their values (`data.write_numbers` writes them back).
 
-The seeds ask for "detect, replace by <NUM>, keep the value" (seed S0 1.1) and leave the rest open. The policy is
-docs/numbers.md, example by example; `NumberPolicy` switches parts of it. What the patterns below rest on:
+The seeds ask for "detect, replace by <NUM>, keep the value" (seed S0 1.1) and leave the details open. docs/numbers.md
+defines the policy by examples; `NumberPolicy` switches parts of it. The patterns below follow these rules:
 
-- A dot belongs to a numeral before a digit only: "1." is 1; ".5" is 0.5, but not behind a letter, digit or dot.
-- A minus directly in front is a sign at the start of a line, behind a space, an opening bracket, an operator, "=", ":"
-  or a CJK character. It is an operator, so text, behind a numeral, "%" or a closing bracket, also with spaces between;
-  behind a letter or a dot it is a hyphen.
-- "(1,234)" is -1234 (`accounting`) only with thousands in it, and not behind a letter, a digit or a closing bracket,
-  nor directly in front of a numeral.
-- A letter or "_" in front binds a numeral to a word; letters behind bind only where a digit follows them, and "x"
-  between numerals is a product. CJK counts as no letter.
-- Digits in front of "=" are arithmetic, never a date or a phone number.
-- Full-width digits and dot are read as their ASCII forms; a full-width comma ends a clause, so it groups nothing.
-- Overflow is infinite here; `DataConfig.on_nonfinite` says what happens then.
+- A dot belongs to a numeral only before a digit: "1." is 1; ".5" is 0.5, but not after a letter, digit or dot.
+- A minus directly before a numeral is a sign at a line start and after a space, an opening bracket, an operator, "=",
+  ":" or a CJK character. After a numeral, "%" or a closing bracket (even with spaces between) it is an operator, so it
+  stays text. After a letter or a dot it is a hyphen.
+- "(1,234)" is -1234 (`accounting`) only with a thousands separator, and not after a letter, a digit or a closing
+  bracket, nor directly before a numeral.
+- A letter or "_" directly before a numeral makes it part of a word. Letters after it do so only if a digit follows
+  them, and "x" between numerals is a product. CJK characters do not count as letters.
+- Digits before "=" are arithmetic, never a date or a phone number.
+- Full-width digits and dots read as ASCII. A full-width comma ends a clause, so it does not group digits.
+- Overflow returns infinity here; `DataConfig.on_nonfinite` decides what happens then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cqwen_dist.config import NumberPolicy
 
 DEFAULT_POLICY = NumberPolicy()
 
-# Letters that bind a numeral to a word: Latin, Greek, Cyrillic, their combining marks, full-width Latin.
+# Letters that join a numeral to a word: Latin, Greek, Cyrillic, their combining marks, full-width Latin.
 _L = (
     "A-Za-z_\u00aa\u00ba\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u036f\u0370-\u037d\u037f-\u0386\u0388-\u052f"
     "\u1e00-\u1fee\u1ff0-\u1fff\u2126\u212a\u212b\uff21-\uff3a\uff41-\uff5a"
@@ -66,13 +66,14 @@ _PHONES = "|".join(
         rf"(?<![0-9-])1[3-9][0-9]{{9}}(?<!000){_NO_SUM}",
     )
 )
-# Groups of three behind no-break or thin spaces; behind plain ones where a group begins with 0, as no number does.
+# Groups of three digits after no-break or thin spaces. After plain spaces only in a row that has a group with a leading
+# 0: such a group is no separate number, so the spaces must be separators.
 _SPACED = (
     r"[1-9][0-9]{0,2}(?:(?:[\u00a0\u2009\u202f][0-9]{3})+{plain})"
     r"(?![0-9])(?!,[0-9])(?!:[0-9])(?:\.[0-9]+(?![0-9]))?(?!\.[0-9])"
 )
-# A row of such groups with plain spaces. A group that begins with 0 is looked for once a row: the pattern would look
-# through the rest of the row again at each number.
+# A row of such groups with plain spaces. Code checks once per row for a group with a leading 0: a lookahead in the
+# pattern would scan the row again at each number, in quadratic time.
 _ROW = re.compile(r"[0-9]{1,3}(?: [0-9]{3}(?![0-9]))+")
 _SEPARATORS = re.compile("[,\u00a0\u2009\u202f ]")
 _PRODUCT = r"(?<=[0-9][xX])"
@@ -87,16 +88,16 @@ _IDENTIFIERS = "|".join(
         rf"(?!{_DECIMAL}[xX][0-9]){{not_scientific}}{_DECIMAL}[{_L}]+[0-9]{_WORD_TAIL}",
     )
 )
-# An identifier that may begin with a letter, looked for beforehand.
+# UUIDs may start with a letter, but scanning stops only at digits. So they are found first.
 _UUID = re.compile(
     rf"(?<![{_L}0-9.+-])[0-9a-fA-F]{{8}}(?:-[0-9a-fA-F]{{4}}){{3}}-[0-9a-fA-F]{{12}}(?![{_L}0-9]|\.[0-9])"
 )
 
-# One character to one, so that positions stay: full-width digits, dot, colon and minus, the minus sign.
+# Full-width digits, dot, colon and minus, and the minus sign. Each maps to one character, so positions stay valid.
 _TO_ASCII = {0xFF10 + d: 0x30 + d for d in range(10)} | {0xFF0E: 0x2E, 0xFF1A: 0x3A, 0xFF0D: 0x2D, 0x2212: 0x2D}
-# The next digit. Where nothing around it can change its meaning, the match is the whole number and has a group. Most
-# numerals are such (no sign, group, leading zero, date, identifier or phone number), and every policy reads them alike:
-# several times as fast as with the policy's pattern.
+# Fast path. Matches the next digit. If nothing around the numeral can change its meaning, it matches the complete number
+# and sets a group. Most numerals qualify: no sign, digit group, leading zero, date, identifier or phone number. Every
+# policy reads them the same way, and this is several times faster than the policy's pattern.
 _NEXT = re.compile(
     r"[0-9](?:(?<=[\s$=*+/<(][1-9])[0-9]{0,7}(?:\.[0-9]{1,4})?"
     r"(?=[$%*+=?!;'\"\n<>]|[ .,](?![0-9])|\)(?! ?[0-9])|/(?![0-9]+/)|\Z)()"
@@ -107,7 +108,7 @@ _LETTER = re.compile(rf"[{_L}]")
 
 
 class NumberSpan(NamedTuple):
-    """A number in a text: text[start:end] is its literal, sign included; value is float64 (infinite if too large)."""
+    """A number in a text: text[start:end] is the literal with its sign; value is float64 (infinite on overflow)."""
 
     start: int
     end: int
@@ -116,11 +117,12 @@ class NumberSpan(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _reader(policy: NumberPolicy, spaced: bool) -> re.Pattern[str]:
-    """What may stand at a digit: group `number`, or text to be passed over: date, phone, identifier or zeros.
+    """Pattern to match at a digit. Group `number`, or a group to skip: date, phone, identifier or zeros.
 
-    spaced: groups behind plain spaces are one number here.
+    spaced: plain spaces separate thousands here.
     """
     text = []
+    # Order matters: the first alternative that matches wins, so everything that stays text precedes the number.
     if not policy.dates:
         text.append(f"(?P<date>{_DATES})")
     if not policy.identifiers:
@@ -140,37 +142,39 @@ def _reader(policy: NumberPolicy, spaced: bool) -> re.Pattern[str]:
 
 
 def find_numbers(text: str, policy: NumberPolicy = DEFAULT_POLICY) -> list[NumberSpan]:
-    """The numbers of a text from left to right, as this module's policy says (seed S0 1.1)."""
+    """Numbers in a text, left to right, by this module's policy (seed S0 1.1)."""
     return _Scan(text, policy).run().spans
 
 
 class _Scan:
-    """One pass over a text: the numbers that it finds, and what it leaves as text."""
+    """One pass over a text: collects numbers, and numerals that stay text."""
 
     def __init__(self, text: str, policy: NumberPolicy) -> None:
         self.text, self.policy = text, policy
         self.plain = text if text.isascii() else text.translate(_TO_ASCII)
         self.spans: list[NumberSpan] = []
-        # What has digits and stays text: start, end, why: date (or time), phone, identifier (also UUIDs), zeros
+        # Numerals that stay text: start, end, reason: date (or time), phone, identifier (also UUIDs), zeros
         self.left: list[tuple[int, int, str]] = []
-        self._uuids = [] if policy.identifiers else [m.span() for m in _UUID.finditer(self.plain)][::-1]  # next: last
+        self._uuids = (
+            [] if policy.identifiers else [m.span() for m in _UUID.finditer(self.plain)][::-1]
+        )  # reversed: pop() gives the next
         self._reader, self._row_reader = _reader(policy, False), _reader(policy, True)
-        self._row_end = self._last_zero = 0  # of the newest row of groups: its end, and its last group with a 0 ahead
+        self._row_end = self._last_zero = 0  # latest row of groups: its end, and its last group with a leading 0
 
     def run(self) -> _Scan:
-        """To the end of the text."""
+        """Scan to the end of the text."""
         plain, search, found = self.plain, _NEXT.search, self.spans.append
         position = 0
         while (digit := search(plain, position)) is not None:
             start, position = digit.span()
-            if digit.lastindex:  # nothing around it matters: the quick way, for most numerals
+            if digit.lastindex:  # the fast path matched a complete number
                 found(NumberSpan(start, position, float(digit[0])))
             else:
                 position = self._read(start)
         return self
 
     def _read(self, start: int) -> int:
-        """What begins at a digit, by the policy's pattern; returns its end."""
+        """Read a number or skip text at a digit, by the policy's pattern; returns its end."""
         plain = self.plain
         if plain[start - 1 : start] == "." and _opens_decimal(self.text, plain, start - 1):
             start -= 1
@@ -185,13 +189,13 @@ class _Scan:
             end = self._number(start, end)
         else:
             self.left.append((start, end, str(match.lastgroup)))
-        while self._last_zero < end < self._row_end - 4 and plain[end] == " ":  # a group that is a number by itself
+        while self._last_zero < end < self._row_end - 4 and plain[end] == " ":  # these groups are separate numbers
             self.spans.append(NumberSpan(end + 1, end + 4, float(plain[end + 1 : end + 4])))
             end += 4
         return end
 
     def _uuid_end(self, start: int) -> int:
-        """The end of the UUID that covers a position; 0: none does."""
+        """End of the UUID that covers a position; 0 if none does."""
         while self._uuids and self._uuids[-1][1] <= start:
             self._uuids.pop()
         if not self._uuids or self._uuids[-1][0] > start:
@@ -200,7 +204,7 @@ class _Scan:
         return self._uuids[-1][1]
 
     def _number(self, start: int, end: int) -> int:
-        """A number with its sign or brackets; returns its end."""
+        """Append a number with its sign or brackets; returns its end."""
         plain, policy = self.plain, self.policy
         if policy.signs and start and plain[start - 1] == "-" and _is_sign(plain, start - 1):
             start -= 1
@@ -213,7 +217,7 @@ class _Scan:
 
 
 def _in_brackets(plain: str, start: int, end: int) -> bool:
-    """Whether brackets stand directly around, they are no product's or function's, and no numeral follows at once."""
+    """Whether brackets enclose the numeral, do not belong to a product or function, and no numeral follows directly."""
     if plain[end + 1 : end + 3].lstrip(".")[:1].isdecimal():
         return False
     before = plain[start - 2 : start - 1] if start > 1 else ""
@@ -222,13 +226,13 @@ def _in_brackets(plain: str, start: int, end: int) -> bool:
 
 
 def _opens_decimal(text: str, plain: str, dot: int) -> bool:
-    """Whether the dot in front of a digit belongs to it, as in ".5"."""
+    """Whether the dot before a digit belongs to it, as in ".5"."""
     before = plain[dot - 1 : dot]
     return text[dot] == "." and not (before == "." or before.isdecimal() or _LETTER.match(before))
 
 
 def _is_sign(plain: str, minus: int) -> bool:
-    """Whether the minus directly in front of a numeral is its sign, neither operator nor hyphen."""
+    """Whether the minus before a numeral is a sign, not an operator or hyphen."""
     before = plain[minus - 1 : minus]
     if before == "-":
         return plain[minus - 2 : minus - 1].isdecimal()

@@ -1,4 +1,4 @@
-"""Long texts cut into pieces, pieces packed to rows; all by lengths in tokens alone."""
+"""Cuts long texts into pieces and packs pieces into rows. Uses only their lengths in tokens."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Pieces that are packed together: enough to fill rows to 99 % and more, few enough for the memory.
+# Pieces per packing window: enough to fill rows to 99 % or more, few enough for memory.
 _WINDOW = 1 << 16
 
 
 class Pieces(NamedTuple):
-    """Pieces of texts [P]: tokens start to end of text `text`."""
+    """Text pieces [P]: tokens [start, end) from text `text`."""
 
-    text: np.ndarray  # int32, as are the others: 12 bytes a piece
+    text: np.ndarray  # all int32: 12 bytes per piece
     start: np.ndarray
     end: np.ndarray
 
 
 class Rows(NamedTuple):
-    """Rows of packed pieces: row r holds pieces[begin[r]:begin[r + 1]]."""
+    """Packed rows: row r has pieces[begin[r]:begin[r + 1]]."""
 
     pieces: np.ndarray  # [P] int64
     begin: np.ndarray  # [R+1] int64
 
 
 def cut(lengths: np.ndarray, texts: np.ndarray | None, length: int, most: int | None = None) -> Pieces:
-    """Texts of `lengths` tokens [n] to pieces of at most `length` that overlap by one.
+    """Cut texts with `lengths` tokens [n] into pieces of at most `length` tokens that overlap by one.
 
-    Each token but a text's first is predicted exactly once; a text of a single token gives no piece. lengths [n] int32;
-    texts [n]: their numbers, None: 0 to n - 1; most: pieces of a text, the others are left out.
+    Each token except a text's first is predicted exactly once; a one-token text has no piece. lengths: [n] int32;
+    texts: [n] text indices, None: 0 to n - 1; most: maximum pieces per text, later ones are dropped.
     """
     counts = np.maximum(-(-(lengths - 1) // (length - 1)), 0)
     if most is not None:
@@ -42,7 +42,7 @@ def cut(lengths: np.ndarray, texts: np.ndarray | None, length: int, most: int | 
 
 
 def pack(lengths: np.ndarray, capacity: int) -> Rows:
-    """Rows of at most `capacity` tokens: longest first, into the fullest row that fits; deterministic."""
+    """Pack pieces into rows of at most `capacity` tokens: longest first, into the fullest row that fits. Deterministic."""
     pieces, sizes = [np.zeros(0, np.int64)], [np.zeros(1, np.int64)]
     for begin in range(0, len(lengths), _WINDOW):
         rows = _pack(lengths[begin : begin + _WINDOW].tolist(), capacity)
@@ -57,6 +57,7 @@ def _pack(lengths: list[int], capacity: int) -> list[list[int]]:
     spaces = 0  # bit s: a row has s tokens of space
     for piece in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[piece]
+        # Best fit in constant time: the lowest set bit at or above `length` is the smallest space that fits.
         wide = spaces >> length
         if wide:
             space = length + (wide & -wide).bit_length() - 1

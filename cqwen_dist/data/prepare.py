@@ -1,13 +1,13 @@
-"""Prepared data: tokenised once, kept in a folder that is named by all that it depends on.
+"""Prepared data: tokenised once and kept in a folder named by a digest of all inputs.
 
     ROOT/KEY/
-      train.arrow, eval.arrow    rows of `cqwen_dist.data.store.SCHEMA`
-      held_out.npy               rows of train.arrow that `eval_fraction` holds out
-      manifest.json              what it was made of, counts, what was skipped, sizes and contents
-      packed-*.npy               rows of packed texts, made when a run first asks for them
+      train.arrow, eval.arrow    `cqwen_dist.data.store.SCHEMA` rows
+      held_out.npy               train.arrow rows held out by `eval_fraction`
+      manifest.json              inputs, counts, skipped lines, file sizes, content digests
+      packed-*.npy               packed rows, written when a run first needs them
 
-KEY is a digest of the sources' contents, the tokenizer and the keys of `data` that decide the tokens (not those that
-decide how samples are cut). A folder is written under another name, under a lock, and renamed when it is complete.
+KEY is a digest over the sources' content, the tokenizer and the `data` keys that affect tokens (not those that only
+affect how samples are cut). A folder is written under a temporary name, under a lock, and renamed when complete.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from cqwen_dist.data.store import SCHEMA, TokenStore
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.run.files import key_digest, known_digest, sync
 
-FORMAT = 5  # raise it when the code reads numbers or writes rows differently
+FORMAT = 5  # increase it when code reads numbers or writes rows differently
 MANIFEST = "manifest.json"
 HELD_OUT = "held_out.npy"
-_DIGESTS = "digests.sqlite"  # of texts so far, to find equal ones; deleted at the end
-# Keys of `data` that change no token.
+_DIGESTS = "digests.sqlite"  # digests of earlier texts, to find duplicates; deleted at the end
+# `data` keys that do not change tokens.
 _OF_SAMPLES = {
     *("train", "eval", "watch", "recipe"),
     *("sequence_length", "long_texts", "pack", "group_by_length"),
     *("cache_dir", "workers", "prefetch"),
 }
 
-# Texts and tokens so far.
+# Called with the number of texts and tokens so far.
 Progress = Callable[[int, int], None]
 
 
 def prepare(config: DataConfig, tokenizer: NumericalAwareTokenizer, progress: Progress | None = None) -> Path:
-    """The folder of this data, made unless it is there. One process makes it, others wait.
+    """Prepare this data unless its folder exists; returns the folder. One process builds it, others wait.
 
-    Raises: UserError for what is wrong with the data, or a folder that cannot be written; nothing is left then.
+    Raises: UserError for bad data or an unwritable folder; no partial folder remains.
     """
     root = Path(config.cache_dir or os.environ.get("CQWEN_DATA_CACHE") or "~/.cache/cqwen/data").expanduser()
     with writing("data.cache_dir", root, "a folder to write to"):
@@ -68,9 +68,10 @@ def prepare(config: DataConfig, tokenizer: NumericalAwareTokenizer, progress: Pr
         if (folder / MANIFEST).is_file():
             return folder
         with FileLock(root / f".{folder.name}.lock"):
+            # Check again under the lock: another process may have built the folder while this one waited.
             if (folder / MANIFEST).is_file():
                 return folder
-            for dead in root.glob(f".{folder.name}.*.partial"):  # of a process that was killed
+            for dead in root.glob(f".{folder.name}.*.partial"):  # left by killed processes
                 shutil.rmtree(dead, ignore_errors=True)
             partial = root / f".{folder.name}.{os.getpid()}.partial"
             partial.mkdir()
@@ -84,7 +85,7 @@ def prepare(config: DataConfig, tokenizer: NumericalAwareTokenizer, progress: Pr
 
 
 def data_key(config: DataConfig, tokenizer: NumericalAwareTokenizer, root: Path) -> dict[str, Any]:
-    """All that the tokens depend on, as plain values. Digests of files are remembered under `root`."""
+    """Everything that affects the tokens, as plain values. File digests are cached under `root`."""
     policy, chat = tokenizer.encoder.policy, Chat(tokenizer.tokenizer)
     return {
         "format": FORMAT,
@@ -100,7 +101,7 @@ def data_key(config: DataConfig, tokenizer: NumericalAwareTokenizer, root: Path)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """A folder's manifest. Raises: UserError where there is none, or files are missing or of another size."""
+    """A folder's manifest. Raises: UserError if it is missing, or if files are missing or have another size."""
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         wrong = [name for name, size in manifest["files"].items() if (folder / name).stat().st_size != size]
@@ -112,7 +113,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def parts_of(folder: Path, num_token_id: int) -> dict[str, tuple[TokenStore, np.ndarray | None]]:
-    """The training part and, if there is one, the held-out part: a store, mapped, and its rows; None: all of them."""
+    """Training data and, if present, held-out data: a memory-mapped store with its rows (None: all)."""
     train = TokenStore.open(folder / "train.arrow", num_token_id)
     if (folder / HELD_OUT).is_file():
         out = np.load(folder / HELD_OUT)
@@ -126,7 +127,7 @@ def parts_of(folder: Path, num_token_id: int) -> dict[str, tuple[TokenStore, np.
 
 
 class _Build:
-    """Makes a folder: reads, tokenises and writes every part, holds texts out, and counts all in the manifest."""
+    """Builds a folder: reads, tokenises and writes each split, holds out texts, and writes the manifest."""
 
     def __init__(
         self, folder: Path, config: DataConfig, tokenizer: NumericalAwareTokenizer, progress: Progress | None
@@ -135,12 +136,12 @@ class _Build:
         self.began, self.texts, self.tokens = time.monotonic(), 0, 0
         self.reading, self.chat = ReadReport(), Chat(tokenizer.tokenizer)
         self.reports: dict[str, DataReport] = {}
-        # For eval_fraction, of every text that is read: its digest's first bytes, and whether it is long enough
+        # For eval_fraction, per text: the first bytes of its digest, and whether its length is allowed
         self.first: list[np.ndarray] = []
         self.stays: list[np.ndarray] = []
 
     def run(self, key: dict[str, Any]) -> None:
-        """Everything, the manifest last. key: as `data_key`."""
+        """Build everything, the manifest last. key: from `data_key`."""
         config = self.config
         overflows = {"train": self._write("train", train_blocks(config, self.reading, self.chat))}
         if config.eval is not None:
@@ -148,6 +149,7 @@ class _Build:
             overflows["eval"] = self._write("eval", chain.from_iterable(found))
         (self.folder / _DIGESTS).unlink(missing_ok=True)
         if self.first:
+            # Choose among all texts, then drop those with a bad length: the same choice as for data in memory.
             out = held_out(np.concatenate(self.first), config.eval_fraction)[np.concatenate(self.stays)]
             np.save(self.folder / HELD_OUT, np.flatnonzero(out))
             overflows["eval"], self.reports["eval"] = overflows["train"], DataReport()
@@ -172,7 +174,7 @@ class _Build:
             sync(path)
 
     def _write(self, name: str, part: Iterator[Block]) -> list[tuple[int, str]]:
-        """A part, tokenised, to its file; returns what overflows."""
+        """Tokenise a split and write its file; returns the overflowing numbers."""
         config, report = self.config, self.reports.setdefault(name, DataReport())
         tokeniser = Tokeniser(self.tokenizer, config)
         extract, workers = Extractor(config, self.chat), config.workers or len(os.sched_getaffinity(0))
@@ -196,7 +198,7 @@ class _Build:
 
 
 class _SeenOnDisk:
-    """Digests so far, in a file: memory does not grow with the corpus."""
+    """Digests of earlier texts in an SQLite file, so memory does not grow with the corpus."""
 
     def __init__(self, path: Path) -> None:
         self._file = sqlite3.connect(path, isolation_level=None)
@@ -207,17 +209,17 @@ class _SeenOnDisk:
         self._file.execute("BEGIN")
 
     def new_ones(self, batch: pa.RecordBatch) -> np.ndarray:
-        """Which texts of a batch were not there before [n] bool."""
+        """[n] bool: which texts of a batch are new. Adds them."""
         insert = "INSERT OR IGNORE INTO seen VALUES (?)"
         digests = batch.column("digest").to_pylist()
         return np.array([self._file.execute(insert, (digest,)).rowcount > 0 for digest in digests], bool)
 
 
-# ------------------------------------------------------------------------------------------------- what the key holds
+# --------------------------------------------------------------------------------------------------- parts of the key
 
 
 def _content(source: str, config: DataConfig, root: Path, key: str) -> dict[str, str]:
-    """What identifies a source: its kind, and a digest of its bytes (of the hub: its revision)."""
+    """Identifies a source: its kind, and a digest of its bytes (hub data sets: the revision)."""
     if source.startswith("bundled:"):
         found = hashlib.sha256()
         for text in read_texts(source, config, ReadReport(), key):
@@ -244,6 +246,6 @@ def _revision(source: str, name: str, key: str) -> str:
 
     try:
         info = HfApi().dataset_info("/".join(name.removeprefix("hf:").split("/")[:2]))
-    except Exception as error:  # offline, unknown, private: whatever the client raises
+    except Exception as error:  # offline, unknown, private: the client raises many types
         raise UserError(key, source, f"a data set that the hub has ({reason_of(error, 120)})") from None
     return str(info.sha)

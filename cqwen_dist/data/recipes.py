@@ -1,4 +1,4 @@
-"""Recognises a data file by its first records, and gives the keys of `data` that read such records."""
+"""Recognises a data file from its first records, and returns the `data` keys to read it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.cells import BadLine, as_number, is_missing
 from cqwen_dist.data.records import Text
 
-RECORDS = 200  # to look at
+RECORDS = 200  # number of records to inspect
 
 
 class DataRecipe(NamedTuple):
-    """name: what the records are, for people. keys: of `data`. length: characters of nearly all texts."""
+    """name: kind of records, for people. keys: for `data`. length: 95th percentile of text length in characters."""
 
     name: str
     keys: dict[str, Any]
@@ -24,9 +24,9 @@ class DataRecipe(NamedTuple):
 
 
 def recognise(source: str, target: str | None = None) -> DataRecipe:
-    """The recipe of a source by its first records. target: the column whose number the model learns to write.
+    """Recipe for a source, from its first records. target: column whose number the model learns to write.
 
-    Raises `UserError` where there is no record, or none of the recipes reads them.
+    Raises `UserError` for an empty source, or if no recipe fits.
     """
     records, extra = records_of(source, RECORDS)
     if not records:
@@ -40,10 +40,10 @@ def recognise(source: str, target: str | None = None) -> DataRecipe:
 def records_of(
     source: str, count: int | None = None, key: str = "--data", decimal_comma: bool = False
 ) -> tuple[list[Any], dict[str, Any]]:
-    """A source's first records (None: all; of a text file: texts), and the keys of `data` that read them.
+    """First `count` records (None: all; text files give texts), and the `data` keys to read them.
 
-    key: what names the source in errors. decimal_comma: as data.decimal_comma; where a CSV with semicolons needs it, it
-    is set anyway. Raises `UserError`, at a broken line too.
+    key: names the source in errors. decimal_comma: see data.decimal_comma; it is set automatically if a CSV with
+    semicolons needs it. Raises `UserError`, also for a broken line.
     """
     keys = {"decimal_comma": True} if decimal_comma else {}
     try:
@@ -64,11 +64,11 @@ def _records(source: str, key: str, **keys: Any) -> Iterator[Any]:
 
 
 def _of_fields(records: list[Any], source: str) -> tuple[str, dict[str, Any]]:
-    """The recipe of records, by the names and kinds of the fields that all of them have."""
+    """Recipe by the names and types of the fields that all records share."""
     shared = [name for name in records[0] if all(name in record for record in records)]
 
     def all_are(kind: Callable[[Any], bool]) -> list[str]:
-        """Empty ones left aside: which record lacks what, reading says."""
+        """Fields whose non-empty cells all satisfy `kind`. Empty cells are ignored here; reading reports them."""
         held = {name: [record[name] for record in records if record[name] not in (None, "", [])] for name in shared}
         return [name for name, cells in held.items() if cells and all(map(kind, cells))]
 
@@ -89,7 +89,7 @@ def _of_fields(records: list[Any], source: str) -> tuple[str, dict[str, Any]]:
 
 
 def _of_prompts(shared: set[str], with_input: bool) -> tuple[str, dict[str, Any]] | None:
-    """The recipe of prompts with answers, by the names of their fields."""
+    """Recipe for prompts with answers, by field names."""
     if {"instruction", "output"} <= shared:
         return "instructions (Alpaca)", RECIPES["alpaca" if with_input else "instructions"]
     pairs = (pair for pair in QUESTION_AND_ANSWER if shared.issuperset(pair))
@@ -97,7 +97,7 @@ def _of_prompts(shared: set[str], with_input: bool) -> tuple[str, dict[str, Any]
 
 
 def _of_target(records: list[Any], target: str, source: str) -> tuple[str, dict[str, Any]]:
-    """The recipe of a table: rows become `column: cell` lines, the target last."""
+    """Recipe for a table: each row becomes `column: cell` lines, with the target last."""
     usable = [name for name in records[0] if name != target and can_be_named(name)]
     _refuse_target(records, target, usable, source)
     keys = {
@@ -131,23 +131,23 @@ def _is_chat(value: Any) -> bool:
 
 
 def _is_numeric(cells: Iterable[Any]) -> bool:
-    """Whether all cells are numbers or empty, and one at least is a number."""
+    """Whether every cell is a number or empty, and at least one is a number."""
     held = [as_number(cell) for cell in cells if not is_missing(cell)]
     return bool(held) and None not in held
 
 
 def _length(texts: list[str]) -> int:
-    """The length in characters that 95 % of the texts do not exceed."""
+    """95th percentile of text length, in characters."""
     return sorted(map(len, texts))[min(len(texts) - 1, int(0.95 * len(texts)))]
 
 
 def columns_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The fields of all records, in the order in which they come first."""
+    """All field names, in order of first appearance."""
     return list(dict.fromkeys(name for record in records for name in record))
 
 
 def records_in(source: str, decimal_comma: bool = False) -> list[Mapping[str, Any]]:
-    """The records of a table. decimal_comma: as in `records_of`. Raises `UserError`, also where there is none."""
+    """Records of a table. decimal_comma: see `records_of`. Raises `UserError`, also for an empty table."""
     records, _ = records_of(source, key="FILE", decimal_comma=decimal_comma)
     if not records or not isinstance(records[0], Mapping):
         raise UserError("FILE", source, "a table with a row or more: .csv, .parquet, or .jsonl with an object a line")

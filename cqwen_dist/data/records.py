@@ -1,7 +1,7 @@
-"""A record (a JSON object, a row of a table) to one text, and which characters of it are learnt.
+"""Converts a record (a JSON object or table row) to a text with its learnt spans.
 
-The text may be a field as it stands, a template over the fields, or a chat, whose assistant turns are learnt. A prompt
-in front is not learnt. One field may be the regression's target.
+The text is a field, a template over fields, or a chat whose assistant turns are learnt. A prompt before the text is not
+learnt. One field can be the regression target.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.turns import messages_of, tools_of
 from cqwen_dist.delimited import has_decimal_comma
 
-# Only with "=" and without letters: "cout << a; cin >> b" is no mark.
+# GSM8K's calculator marks. They need "=" and have no letters: "cout << a; cin >> b" must not match.
 _MARKS = re.compile(r"<<[^<>A-Za-z;\n]*=[^<>A-Za-z;\n]*>>")
 
 
 class Text(NamedTuple):
-    """One text, its place, and what is learnt of it. Spans are characters [start, end), in order."""
+    """A text with its place and learnt spans. Spans are characters [start, end), in order."""
 
     text: str
     where: str  # `file:line` or `bundled:name:number`
-    learnt: Spans | None = None  # what is learnt; None: all, and the end of the text
-    target: tuple[int, int] | None = None  # numbers within are targets; None: as data.numeric_targets says
+    learnt: Spans | None = None  # None: everything, end token included
+    target: tuple[int, int] | None = None  # numbers inside are targets; None: by data.numeric_targets
     labels: tuple[tuple[str, bool], ...] = ()  # words, and whether each comes next after the text (seed S4 3.3.1)
-    typed: Spans = ()  # numbers within the first span are of type 1, within the second of type 2, ...
-    more: tuple[float, ...] = ()  # further values of the target
+    typed: Spans = ()  # numbers in the first span have type 1, in the second type 2, ...
+    more: tuple[float, ...] = ()  # additional values of the target
 
 
 @dataclass
 class ReadReport:
-    """What was read and what was left out."""
+    """Counts of texts read and skipped."""
 
     read: int = 0  # texts
-    duplicates: int = 0  # repeated texts, left out
-    skipped: dict[str, int] = field(default_factory=dict)  # kind of bad line -> how many
+    duplicates: int = 0  # skipped repeated texts
+    skipped: dict[str, int] = field(default_factory=dict)  # kind of bad line -> count
     first: dict[str, str] = field(default_factory=dict)  # kind of bad line -> place of the first
 
     def add(self, other: ReadReport) -> None:
-        """Adds the report of what was read next."""
+        """Add a later report."""
         self.read += other.read
         self.duplicates += other.duplicates
         for kind, count in other.skipped.items():
@@ -55,22 +55,22 @@ class ReadReport:
             self.first.setdefault(kind, other.first[kind])
 
     def lines(self) -> list[str]:
-        """One line for each kind of bad line; none when all was well."""
+        """One line per kind of bad line; empty if there are none."""
         lines = [f"skipped: {count:,} x {kind}, first at {self.first[kind]}" for kind, count in self.skipped.items()]
         return [*lines, f"left out: {self.duplicates:,} equal texts"] if self.duplicates else lines
 
 
-# A place, with its record, the reason why it has none, or a text that is ready.
+# A place with a record, an error, or a finished text.
 Row = tuple[str, "Mapping[str, Any] | BadLine | Text"]
-# Gives rows, in any process: a module's function with its arguments; `partial(list, rows)` for rows that are read.
+# Returns rows, in any process (so it is picklable): a partial of a module function, or `partial(list, rows)`.
 Block = Callable[[], Iterable[Row]]
-# A text, the characters that are learnt, and where the located fields are.
+# A text, its learnt spans, and the spans of the located fields.
 _Composed = tuple[str, "Spans | None", dict[str, tuple[int, int]]]
-_OTHERS = "*"  # in a template: all fields with a name that the config does not name, a line each
+_OTHERS = "*"  # in a template: all named fields that the config does not mention, one line each
 
 
 def named_fields(config: DataConfig) -> list[str]:
-    """The fields that the config names, each once; `_OTHERS` among them."""
+    """Fields that the config mentions, without repeats; may include `_OTHERS`."""
     if config.messages_field is not None:
         return [config.messages_field]
     names = template_fields(config.prompt_template)
@@ -81,7 +81,7 @@ def named_fields(config: DataConfig) -> list[str]:
 
 
 def needed_columns(config: DataConfig, columns: Sequence[str]) -> list[str]:
-    """The columns of a table that are used. Raises: BadLine where one is missing."""
+    """Table columns that the config uses. Raises: BadLine if one is missing."""
     names = named_fields(config)
     missing = next((name for name in names if name not in columns and name != _OTHERS), None)
     if missing is not None:
@@ -91,7 +91,7 @@ def needed_columns(config: DataConfig, columns: Sequence[str]) -> list[str]:
 
 
 class Extractor:
-    """From a record and its place to its text. Raises `BadLine`; `UserError` for a chat template that is broken."""
+    """Converts a record at a place to a text. Raises `BadLine`; `UserError` for a broken chat template."""
 
     def __init__(self, config: DataConfig, chat: Chat) -> None:
         self.config, self.chat = config, chat
@@ -99,7 +99,7 @@ class Extractor:
         self._named = frozenset(named_fields(config))
         fields = {name for name in (config.target_field, *config.number_types) if name is not None}
         self._keys = {str(ours): theirs for ours, theirs in config.message_keys.items()}
-        # Fields whose place in the text is needed, in the template's order.
+        # Fields whose position in the text is needed, in template order.
         self._located = sorted(fields, key=lambda name: (self._template or "").index(f"{{{name}}}"))
 
     def __call__(self, record: Mapping[str, Any], where: str) -> Text:
@@ -147,20 +147,21 @@ class Extractor:
         return prompt + text, ((len(prompt), len(prompt) + len(text)),), moved
 
     def _fill_located(self, template: str, record: Mapping[str, Any]) -> tuple[str, dict[str, tuple[int, int]]]:
-        """The template's text, and where in it (as NFC) each of the located fields is."""
+        """Fill the template; also returns the span of each located field in the NFC text."""
         text, rest, spans = "", template, {}
         for name in self._located:
             head, _, rest = rest.partition(f"{{{name}}}")
             cell = _field(record, name)
             if is_empty(cell):
                 raise BadLine("empty cell", cell, f"a number in the field {name!r}")
+            # Reading normalises to NFC later, which can shorten a text. Normalise here, so that spans stay valid.
             before = unicodedata.normalize("NFC", text + self._fill(head, record))
             text = unicodedata.normalize("NFC", before + self._cell(record, name, None))
             spans[name] = (len(before), len(text))
         return text + self._fill(rest, record), spans
 
     def _fill(self, template: str, record: Mapping[str, Any]) -> str:
-        """The template with the record's cells."""
+        """Fill the template with the record's cells."""
         empty = self.config.empty_cell
         names = template_fields(template)
         values = {name: self._cell(record, name, empty) for name in names if name != _OTHERS}
@@ -173,7 +174,7 @@ class Extractor:
         return _MARKS.sub("", text) if self.config.calculator_marks == "strip" else text
 
     def _cell(self, record: Mapping[str, Any], name: str, empty: str | None) -> str:
-        """A cell as text. empty: what replaces an empty or missing cell; None: only "" may be empty."""
+        """Cell as text. empty: replaces an empty or missing cell; None: only "" may be empty."""
         value = _field(record, name) if empty is None else record.get(name)
         if empty is not None and (is_empty(value) if self.config.target_field is None else is_missing(value)):
             return empty
@@ -182,7 +183,7 @@ class Extractor:
         found = as_text(value)
         if found is None:
             raise BadLine("wrong type", value, f"a string or a number in the field {name!r}")
-        return found if self.config.target_field is None else found.strip()  # a table's cell
+        return found if self.config.target_field is None else found.strip()  # table cells may be padded
 
 
 def _field(record: Mapping[str, Any], name: str) -> Any:
@@ -199,7 +200,7 @@ def _number(record: Mapping[str, Any], name: str) -> float:
 
 
 def _refuse_unread(text: str, place: tuple[int, int], name: str, policy: NumberPolicy) -> None:
-    """Raises: BadLine for a target that is not read as a number, or as another one, by itself or at its place."""
+    """Raises: BadLine if the target, alone or in the text, does not read as its number."""
     start, end = place
     cell = text[start:end]
     found, exact = [span.value for span in find_numbers(cell, policy)], as_number(cell)
@@ -215,7 +216,7 @@ def _refuse_unread(text: str, place: tuple[int, int], name: str, policy: NumberP
 
 
 def _labels(found: Any) -> tuple[tuple[str, bool], ...]:
-    """The words of a record's `data.labels_field` with whether each holds; unknown ones (None) are left out."""
+    """Words in `data.labels_field` with whether each holds; unknown ones (None) are skipped."""
     known = {} if found is None else found
     if not isinstance(known, Mapping) or not all(value is None or type(value) is bool for value in known.values()):
         raise BadLine("wrong labels", found, 'words with true or false, such as {" sweet": true, " cold": false}')
@@ -223,6 +224,6 @@ def _labels(found: Any) -> tuple[tuple[str, bool], ...]:
 
 
 def too_long(size: int, config: DataConfig) -> BadLine:
-    """The error for a line or a text beyond the limit."""
+    """Error for a line or text above the size limit."""
     found = f"no text of at most that: {size / 2**20:,.1f} MiB or more"
     return BadLine("text too long", found, f"at most {config.max_text_mib:g} MiB (data.max_text_mib)")

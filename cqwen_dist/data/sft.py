@@ -1,7 +1,7 @@
-"""TRL's SFTTrainer with numbers (extra `hf-tools`); TRL prepares texts, chats and prompts with completions.
+"""TRL's SFTTrainer with numbers (extra `hf-tools`). TRL prepares texts, chats and prompts with completions.
 
-TRL's loss is the softmax's, from hidden states and lm_head, and it keeps only the ids of a text. Here the loss is the
-model's, and the values travel inside the ids until the collator takes them apart.
+TRL's loss is a softmax over hidden states and lm_head, and TRL keeps only a text's ids. Here the model computes the
+loss. The values travel inside the ids until the collator separates them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from cqwen_dist.batch import IGNORE_INDEX
 from cqwen_dist.config import UserError
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 
-_WORDS = 1 << 32  # ids below are words; as bits of a float64 they would be 0 and what is smaller than 3e-314
+_WORDS = 1 << 32  # smaller ids are words: as float64 bits they would be 0 or below 3e-314
 
 
 class _ValuesInIds(CausalQwenTokenizer):
-    """A number's id is the bits of its value."""
+    """Encodes a number as an id with the float64's bits."""
 
     def _encode_plus(self, *args: Any, **given: Any) -> BatchEncoding:
         read = super()._encode_plus(*args, **given)
@@ -32,7 +32,7 @@ class _ValuesInIds(CausalQwenTokenizer):
 
 
 class _TakeApart:
-    """Collator: rows of such ids and labels to input_ids, numeric_values, attention_mask and labels [B,T]."""
+    """Collator: rows with such ids and labels to input_ids, numeric_values, attention_mask and labels [B,T]."""
 
     def __init__(self, tokenizer: CausalQwenTokenizer) -> None:
         self.num_token_id, self.pad = tokenizer.num_token_id, DataCollatorForSeq2Seq(tokenizer)
@@ -51,7 +51,7 @@ class _TakeApart:
 
 
 class CausalQwenSFTTrainer(SFTTrainer):
-    """As TRL's, for a CausalQwen and its `CausalQwenTokenizer`. Raises: UserError for packing and padding_free."""
+    """TRL's trainer for a CausalQwen and `CausalQwenTokenizer`. Raises: UserError for packing and padding_free."""
 
     def __init__(self, model: Any, args: Any = None, *, processing_class: CausalQwenTokenizer, **given: Any) -> None:
         for odd in ("packing", "padding_free"):
@@ -66,8 +66,10 @@ class CausalQwenSFTTrainer(SFTTrainer):
         return super()._prepare_dataset(dataset, carrying, *rest)
 
     def compute_loss(self, *args: Any, **given: Any) -> Any:
+        # Skip SFTTrainer's method, which computes a softmax loss and needs logits.
         return super(SFTTrainer, self).compute_loss(*args, **given)
 
 
 def _bits(value: float) -> int:
+    # 0.0 would have bits 0, a word's id: store it as -0.0.
     return int(struct.unpack("<q", struct.pack("<d", value or -0.0))[0])

@@ -1,6 +1,6 @@
-"""Texts of sources (docs/data.md has their kinds), read lazily, split and mixed; errors name the line.
+"""Texts from sources (docs/data.md lists the kinds), read lazily, split and mixed. Errors name the line.
 
-`data.blocks` makes records of a file, `data.records` makes a text of a record.
+`data.blocks` converts files to records, `data.records` converts records to texts.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from cqwen_dist.data.cells import BadLine
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.records import Block, Extractor, ReadReport, Text
 
-CHUNK = 1000  # texts that are tokenised in one call
-_DRAWS = 4096  # of sources, at a time
+CHUNK = 1000  # texts tokenised per call
+_DRAWS = 4096  # sources drawn at a time
 
 
 def read_texts(
     source: str, config: DataConfig, report: ReadReport, key: str = "data.train", chat: Chat | None = None
 ) -> Iterator[Text]:
-    """The texts of one source in order.
+    """Yield a source's texts in order.
 
-    Raises: UserError for a source that is missing or cannot be read. For a bad line (no UTF-8, no JSON object, a field
-    missing, empty or of a wrong type, too long, a compressed file that ends too early) UserError too, unless
-    config.on_bad_line is skip; then it is counted in `report`.
+    Raises: UserError for a missing or unreadable source, and for a bad line (not UTF-8, not a JSON object, a field that
+    is missing, empty or has a wrong type, too long, truncated gzip) unless config.on_bad_line is skip; then `report`
+    counts it.
     """
     extract = Extractor(config, chat or Chat())
     for block in blocks(source, config, key):
@@ -37,7 +37,7 @@ def read_texts(
 
 
 def read_block(block: Block, extract: Extractor, report: ReadReport) -> Iterator[Text]:
-    """The texts of one block in order; bad lines are counted or raised as `read_texts` says."""
+    """Yield a block's texts in order. Bad lines are counted or raised as in `read_texts`."""
     for where, record in block():
         try:
             if isinstance(record, BadLine):
@@ -47,7 +47,7 @@ def read_block(block: Block, extract: Extractor, report: ReadReport) -> Iterator
             if extract.config.on_bad_line != "skip":
                 raise UserError(bad.kind, bad.found, bad.allowed, where) from None
             report.add(ReadReport(skipped={bad.kind: 1}, first={bad.kind: where}))
-        except UserError as error:  # of a chat template, which all records meet
+        except UserError as error:  # a broken chat template fails for every record, so it is never skipped
             raise UserError(error.key, error.found, error.allowed, where) from None
         else:
             report.read += 1
@@ -55,7 +55,7 @@ def read_block(block: Block, extract: Extractor, report: ReadReport) -> Iterator
 
 
 def train_blocks(config: DataConfig, report: ReadReport, chat: Chat) -> Iterator[Block]:
-    """`read_train` as blocks. Mixed and limited texts are read here, in the process that asks for blocks."""
+    """`read_train` as blocks. Mixed and limited texts are read in the calling process."""
     if config.weights is None and config.limit is None:
         for source in as_list(config.train):
             yield from blocks(source, config, "data.train")
@@ -66,7 +66,7 @@ def train_blocks(config: DataConfig, report: ReadReport, chat: Chat) -> Iterator
 
 
 def read_train(config: DataConfig, report: ReadReport, chat: Chat | None = None) -> Iterator[Text]:
-    """The texts of data.train, mixed and limited as the config says."""
+    """Yield data.train's texts, mixed and limited by the config."""
     sources = as_list(config.train)
 
     def open_source(index: int) -> Iterator[Text]:
@@ -86,10 +86,10 @@ def read_train(config: DataConfig, report: ReadReport, chat: Chat | None = None)
 def mixed(
     open_source: Callable[[int], Iterator[Text]], weights: list[float], all_of: bool, seed: int
 ) -> Iterator[Text]:
-    """Texts of several sources, each draw's source by weight; a function of the seed (MT19937) and the sources alone.
+    """Yield texts from several sources, drawn by weight. Depends only on the seed (MT19937) and the sources.
 
-    Ends when a source is used up; with all_of: when every source was used up once, and short ones begin again.
-    An empty source is drawn no more.
+    Ends when a source is exhausted. all_of: ends when every source was exhausted once, and short ones restart. An empty
+    source is no longer drawn.
     """
     draw = np.random.RandomState(seed)
     shares = np.array(weights) / sum(weights)
@@ -114,11 +114,11 @@ def mixed(
 
 
 def read_split(config: DataConfig, report: ReadReport, chat: Chat | None = None) -> tuple[list[Text], list[Text]]:
-    """The training texts (the first `config.limit`) and the held-out texts, in memory.
+    """Training texts (the first `config.limit`) and held-out texts, in memory.
 
-    Without `config.eval`, `eval_fraction` of the training texts are held out: those whose SHA-256 is smallest,
-    whatever their order, at least one, and equal texts stay on one side.
-    Raises: what `read_texts` raises; UserError when the held-out part would be all.
+    Without `config.eval`, a share `eval_fraction` of the training texts is held out: those with the smallest SHA-256,
+    at least one. So the choice does not depend on order, and equal texts stay on one side. Raises as `read_texts`;
+    UserError if every text would be held out.
     """
     train = list(read_train(config, report, chat))
     if config.deduplicate:
@@ -140,22 +140,23 @@ def read_split(config: DataConfig, report: ReadReport, chat: Chat | None = None)
 
 
 def text_digest(text: Text) -> bytes:
-    """SHA-256 of the text, its labels and its further values [32 bytes]."""
+    """SHA-256 over the text, its labels and its additional values [32 bytes]."""
     extra = f"\0{text.labels}{text.more}" if text.labels or text.more else ""
     return hashlib.sha256((text.text + extra).encode()).digest()
 
 
 def first_of_digests(digests: Iterable[bytes]) -> np.ndarray:
-    """[n] uint64: the first 8 bytes of each digest, which differ between different texts."""
+    """[n] uint64: first 8 bytes of each digest, enough to distinguish texts."""
     return np.array([int.from_bytes(digest[:8], "big") for digest in digests], np.uint64)
 
 
 def held_out(first: np.ndarray, fraction: float) -> np.ndarray:
-    """Which texts are held out [n] bool: those with the smallest digests. Raises: UserError when it would be all.
+    """[n] bool: texts with the smallest digests. Raises: UserError if every text would be held out.
 
-    first: as `first_of_digests`.
+    first: from `first_of_digests`.
     """
     count = math.ceil(fraction * len(first))
+    # A threshold, not the first `count` indices: equal texts have equal digests and must stay on one side.
     out: np.ndarray = first <= np.partition(first, count - 1)[count - 1]
     if out.all():
         allowed = f"less, as {len(first)} texts leave none to train on"
@@ -164,7 +165,7 @@ def held_out(first: np.ndarray, fraction: float) -> np.ndarray:
 
 
 def chunks(texts: Iterable[Text]) -> Iterator[list[Text]]:
-    """Texts in lists of CHUNK, or fewer where they are long."""
+    """Yield lists of CHUNK texts, fewer if they are long."""
     chunk: list[Text] = []
     size = 0
     for text in texts:
@@ -178,5 +179,5 @@ def chunks(texts: Iterable[Text]) -> Iterator[list[Text]]:
 
 
 def as_list(sources: str | list[str]) -> list[str]:
-    """One source or several, as a list."""
+    """One or several sources as a list."""
     return [sources] if isinstance(sources, str) else sources

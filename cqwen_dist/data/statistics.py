@@ -1,10 +1,11 @@
-"""The unit of the numbers that are learnt: median and IQR/2, never mean and deviation (seed S1 2).
+"""The targets' unit: median and IQR/2, never mean and deviation (seed S1 2).
 
-For a Cauchy the interquartile range is twice the scale, and a few extreme numbers change neither statistic.
+For a Cauchy distribution the interquartile range is twice the scale, and a few extreme numbers change neither
+statistic.
 
-The numbers may be too many to hold, and are spread over ranks. So quartiles are found by counting: as unsigned integers
-the bits of float64 sort as the numbers do, and each pass over the numbers gives 8 further bits of the quartiles. The
-result is exact and the same on any number of ranks.
+The numbers may not fit in memory and are spread over ranks, so quartiles are found by counting. float64 bits, suitably
+flipped, sort as unsigned integers in numeric order. Each pass over the numbers gives 8 more bits of the quartiles. The
+result is exact and equal on any number of ranks.
 """
 
 from __future__ import annotations
@@ -18,41 +19,42 @@ import numpy as np
 
 from cqwen_dist.heads.targets import TargetTransform
 
-# Float64 numbers in arrays; each call is one pass over them.
+# Returns float64 arrays; each call starts a pass over the data.
 Parts = Callable[[], Iterable[np.ndarray]]
-# Takes this rank's value, returns the values of all ranks in their order.
+# All-gather: takes this rank's value, returns all values by rank.
 Gather = Callable[[Any], Sequence[Any]]
 
 _QUARTILES = (0.25, 0.5, 0.75)
-_DIGIT = 8  # bits that a pass finds; more would make large messages on many ranks
+_DIGIT = 8  # bits per pass; more would make messages large on many ranks
 _MASK = (1 << _DIGIT) - 1
 _SIGN = 1 << 63
-_SLICE = 1 << 17  # numbers at a time, so that what is made of them stays in the cache
+_SLICE = 1 << 17  # numbers per slice, so that temporaries stay in the CPU cache
 
 
 @dataclass(frozen=True)
 class NumericStatistics:
-    """Location and scale of the targets in their raw unit; count 0: there were none (median 0, scale 1)."""
+    """Location and scale of the targets in their raw unit. Without targets: count 0, median 0, scale 1."""
 
     median: float
     scale: float
     count: int
-    log_median: float = 0.0  # of sign(v) ln(1 + |v|), as is log_scale
+    log_median: float = 0.0  # like log_scale, for sign(v) ln(1 + |v|)
     log_scale: float = 1.0
 
     def transform(self, name: str) -> TargetTransform:
-        """The target transform of this name in this unit."""
+        """Target transform `name` with this location and scale."""
         if name == "standardise_log":
             return TargetTransform(name, self.log_median, self.log_scale)
         return TargetTransform(name, self.median, self.scale)
 
 
 def numeric_statistics(parts: Parts, gather: Gather = lambda own: [own]) -> NumericStatistics:
-    """Median and IQR/2 of finite numbers. parts: this rank's, read again in every pass. All ranks call this.
+    """Median and IQR/2 of finite numbers. parts: this rank's numbers, read again in each pass. Collective: all ranks
+    call this.
 
-    Computed in float64, the median being the mean of the middle two (`torch.median` takes the lower). Where more than
-    half of the numbers are equal the IQR is 0 and half the mean distance from the median stands in; constant data has
-    scale 1. So scale > 0 always.
+    Computed in float64. The median is the mean of the middle two (`torch.median` takes the lower). If more than half of
+    the numbers are equal, the IQR is 0, and half the mean distance from the median replaces it. Constant data has scale
+    1. So scale > 0 always.
     """
     count = sum(gather(sum(len(part) for part in parts())))
     if not count:
@@ -63,20 +65,22 @@ def numeric_statistics(parts: Parts, gather: Gather = lambda own: [own]) -> Nume
     spreads = []
     for read in (np.asarray, _logarithms):
         ends = zip(pairs, places, strict=True)
-        # Of halves: the distance of the largest numbers is no float64
+        # Work with halves: the difference of the largest float64 numbers overflows
         low, median, high = (2 * float(np.quantile(read(pair) / 2, place % 1)) for pair, place in ends)
         scale = high / 2 - low / 2
-        if scale <= 1e-12 * abs(median):  # equal numbers, but for rounding
+        if scale <= 1e-12 * abs(median):  # equal up to rounding
             sums = [float(np.abs(read(part) / 2 - median / 2).sum()) for part in parts()]
-            scale = math.fsum(s for own in gather(sums) for s in own) / count  # the same in any order
+            scale = (
+                math.fsum(s for own in gather(sums) for s in own) / count
+            )  # fsum is exact, so rank order is irrelevant
         spreads.append((median, scale if scale > 1e-12 * abs(median) else 1.0))
     return NumericStatistics(*spreads[0], count, *spreads[1])
 
 
 def _of_ranks(ranks: set[int], parts: Parts, gather: Gather) -> dict[int, float]:
-    """The numbers of these ranks in ascending order (0: the smallest)."""
-    leading = dict.fromkeys(ranks, 0)  # the bits that are known of the number of each rank
-    inside = {rank: rank for rank in ranks}  # its rank among the numbers with the same leading bits
+    """The numbers with these ranks in ascending order (0: the smallest), by a radix search from the highest bits down."""
+    leading = dict.fromkeys(ranks, 0)  # rank -> leading bits found so far
+    inside = {rank: rank for rank in ranks}  # rank -> rank among numbers with the same leading bits
     for shift in range(64 - _DIGIT, -1, -_DIGIT):
         counts = {bits: np.zeros(1 << _DIGIT, np.int64) for bits in leading.values()}
         for part in parts():
@@ -95,13 +99,13 @@ def _of_ranks(ranks: set[int], parts: Parts, gather: Gather) -> dict[int, float]
 
 
 def _sortable(values: np.ndarray) -> np.ndarray:
-    """Unsigned integers [M] that sort as the float64 values do: of negative numbers all bits flip, else the sign's."""
-    bits = (values + 0.0).view(np.int64)  # + 0.0: -0.0 is 0.0
+    """[M] uint64 that sort like the float64 values: flips all bits of negative numbers, else only the sign bit."""
+    bits = (values + 0.0).view(np.int64)  # + 0.0 turns -0.0 into 0.0
     return (bits ^ (bits >> 63 | np.iinfo(np.int64).min)).view(np.uint64)
 
 
 def _number(bits: int) -> float:
-    """The float64 of a sortable integer."""
+    """The float64 for a sortable integer."""
     return float(np.uint64(bits ^ _SIGN if bits & _SIGN else bits ^ (2**64 - 1)).view(np.float64))
 
 

@@ -1,7 +1,7 @@
-"""Tokenised texts as Arrow record batches, in memory or mapped from a file: one row a text.
+"""Tokenised texts as Arrow record batches, in memory or mapped from a file. One row per text.
 
-A row has one number for each <NUM>, not for each token: about 5 bytes a token in all. The file is in Arrow's stream
-format, so `datasets.Dataset.from_file` opens it too.
+A row has a number per <NUM>, not per token: about 5 bytes per token in total. The file uses Arrow's stream format, so
+`datasets.Dataset.from_file` can open it too.
 """
 
 from __future__ import annotations
@@ -17,52 +17,52 @@ import pyarrow as pa
 SCHEMA = pa.schema(
     [
         ("ids", pa.list_(pa.int32())),  # the end token included
-        ("numbers", pa.list_(pa.float64())),  # one for each <NUM> among the ids
-        ("targets", pa.list_(pa.int8())),  # as many: 1 + its type where the regression learns it
-        ("unlearnt", pa.list_(pa.int32())),  # start, end, start, end, ...: tokens that are read only
+        ("numbers", pa.list_(pa.float64())),  # one per <NUM> in ids
+        ("targets", pa.list_(pa.int8())),  # one per number: 1 + type if the regression learns it, else 0
+        ("unlearnt", pa.list_(pa.int32())),  # start, end, start, end, ...: tokens in the context that are not learnt
         ("labels", pa.list_(pa.int32())),  # partial labels after the text: w if word w can come next, ~w if not
-        ("more", pa.list_(pa.float64())),  # further values of the text's one target
+        ("more", pa.list_(pa.float64())),  # additional values of the text's single target
         ("overflows", pa.int32()),
         ("left", pa.int32()),  # numerals that stayed text
-        ("digest", pa.binary(32)),  # of the text
+        ("digest", pa.binary(32)),  # SHA-256 of the text
     ]
 )
 
 
 def offsets_of(counts: np.ndarray | Sequence[int]) -> np.ndarray:
-    """Offsets [n+1] of lists with these counts of members [n]."""
+    """Offsets [n+1] for lists with `counts` [n] elements."""
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
 class Document(NamedTuple):
-    """A text's tokens, or a piece of them; all arrays have one length t >= 1."""
+    """The tokens of a text, or of a piece; all [t] arrays have the same length t >= 1."""
 
     ids: np.ndarray  # [t] integers
-    values: np.ndarray  # [t] float64; the value at <NUM>, 0 at words
+    values: np.ndarray  # [t] float64; value at <NUM>, 0 at words
     targets: np.ndarray  # [t] bool; True at a <NUM> whose value the regression learns
-    learnt: np.ndarray | None = None  # [t] bool; False at tokens that are read only (a prompt's); None: all are learnt
-    types: np.ndarray | None = None  # [t] int8: the type of a target, 0 for other; None: all are 0
-    more: np.ndarray | None = None  # [k] float64: further values of the only target; None: without
-    labels: np.ndarray | None = None  # [k] int32: partial labels after the text (`SCHEMA`); None: without
+    learnt: np.ndarray | None = None  # [t] bool; False at context tokens, such as a prompt; None: all are learnt
+    types: np.ndarray | None = None  # [t] int8: target type, 0 elsewhere; None: all 0
+    more: np.ndarray | None = None  # [k] float64: additional values of the single target; None: none
+    labels: np.ndarray | None = None  # [k] int32: partial labels after the text (`SCHEMA`); None: none
 
 
-# One row of a batch: a single document, or several that were packed.
+# One batch row: a document, or several packed ones.
 Sample = tuple[Document, ...]
 
 
 class _Lists(NamedTuple):
-    """A column of lists, not copied."""
+    """A list column as NumPy views, without a copy."""
 
     values: np.ndarray
     at: np.ndarray  # offsets
 
     def of(self, row: int) -> np.ndarray:
-        """A row's list."""
+        """The list in a row."""
         return self.values[self.at[row] : self.at[row + 1]]
 
 
 class _View(NamedTuple):
-    """The first columns of `SCHEMA`."""
+    """The first columns in `SCHEMA`."""
 
     ids: _Lists
     numbers: _Lists
@@ -73,7 +73,7 @@ class _View(NamedTuple):
 
 
 class TokenStore:
-    """Texts 0 to n - 1. Args: batches, of `SCHEMA`; num_token_id."""
+    """Texts 0 to n - 1. Args: batches: with `SCHEMA`; num_token_id."""
 
     def __init__(self, batches: Sequence[pa.RecordBatch], num_token_id: int) -> None:
         self._batches = [batch for batch in batches if batch.num_rows]
@@ -81,11 +81,11 @@ class TokenStore:
         self._views = [_view_of(batch) for batch in self._batches]
         self._first = offsets_of([batch.num_rows for batch in self._batches])
         sizes = [np.diff(view.ids.at) for view in self._views]
-        self.lengths = np.concatenate([np.zeros(0, np.int32), *sizes])  # [n] int32, tokens of each text
+        self.lengths = np.concatenate([np.zeros(0, np.int32), *sizes])  # [n] int32: tokens per text
 
     @classmethod
     def open(cls, path: Path, num_token_id: int) -> TokenStore:
-        """A file, mapped: its pages belong to the file, not to the process. Raises: OSError, pa.ArrowException."""
+        """Map a file; its pages stay in the page cache, not in process memory. Raises: OSError, pa.ArrowException."""
         with pa.memory_map(str(path)) as file:
             return cls(pa.ipc.open_stream(file).read_all().to_batches(), num_token_id)
 
@@ -93,12 +93,13 @@ class TokenStore:
         return len(self.lengths)
 
     def document(self, text: int, start: int, end: int) -> Document:
-        """Tokens start to end of a text."""
+        """Tokens [start, end) of a text."""
         b = int(np.searchsorted(self._first, text, "right")) - 1
         view, row = self._views[b], text - int(self._first[b])
         whole = view.ids.of(row)
         ids = whole[start:end]
         is_number = ids == self.num_token_id
+        # Numbers are stored per <NUM>, so count those before the piece to find its numbers.
         before = np.count_nonzero(whole[:start] == self.num_token_id)
         mine = slice(before, before + np.count_nonzero(is_number))
         values = np.zeros(len(ids))
@@ -117,17 +118,17 @@ class TokenStore:
             learnt,
             types,
             more if len(more) and targets.any() else None,
-            labels if len(labels) and end == len(whole) else None,  # after the text's last piece
+            labels if len(labels) and end == len(whole) else None,  # labels follow the text's last piece
         )
 
     def column(self, name: str) -> np.ndarray:
-        """A column of whole numbers for all texts [n]."""
+        """An integer column over all texts [n]."""
         return np.concatenate([np.zeros(0, np.int32), *(b.column(name).to_numpy() for b in self._batches)])
 
     def parts(self, kind: str, texts: np.ndarray | None = None, which: slice = slice(None)) -> Iterator[np.ndarray]:
-        """The ids, the numbers or the targets' values of some texts, batch by batch.
+        """Yield ids, numbers or target values (`kind`) of the given texts, batch by batch.
 
-        texts: [m] rising; None: all. which: of the batches.
+        texts: [m] ascending; None: all. which: selects batches.
         """
         for b, view in list(enumerate(self._views))[which]:
             values, at = view.ids if kind == "ids" else view.numbers
@@ -140,9 +141,9 @@ class TokenStore:
             yield values if keep.all() else values[keep]
 
     def digest(self, texts: np.ndarray | None = None) -> str:
-        """SHA-256 of ids, numbers, targets and what is not learnt, however they are cut into batches.
+        """SHA-256 over ids, numbers, targets and learnt tokens; independent of the batch boundaries.
 
-        texts: [m] rising; None: all.
+        texts: [m] ascending; None: all.
         """
         parts = [hashlib.sha256() for _ in range(7)]
         for b, batch in enumerate(self._batches):
@@ -154,7 +155,7 @@ class TokenStore:
             for part, array in zip(parts, [*(lists.values for lists in view[:4]), *counts], strict=True):
                 part.update(np.ascontiguousarray(array).data)
             for lists in (view.labels, view.more):
-                if len(lists.values):  # without any the digest is as it always was
+                if len(lists.values):  # empty columns are skipped, so older digests stay valid
                     parts[-1].update(np.ascontiguousarray(lists.values).data)
                     parts[-1].update(np.diff(lists.at).data)
         return hashlib.sha256(b"".join(part.digest() for part in parts)).hexdigest()

@@ -1,4 +1,4 @@
-"""Tables that know their columns: Parquet files and what `datasets` can load."""
+"""Tables with named columns: Parquet files and everything that `datasets` loads."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from cqwen_dist.config.errors import reason_of
 from cqwen_dist.data.cells import BadLine, shortened
 from cqwen_dist.data.records import Block, Row, needed_columns
 
-_SINGLE = ("float", "float32", "halffloat", "float16")  # the names of Arrow and of `datasets`
+_SINGLE = ("float", "float32", "halffloat", "float16")  # type names in Arrow and `datasets`
 
 
 def of_parquet(path: Path, config: DataConfig, rows: int) -> Iterator[Block]:
-    """A file's blocks. rows: of a block, at most."""
+    """Yield a file's blocks. rows: maximum per block."""
     import pyarrow.parquet
 
     number = 1
@@ -50,9 +50,9 @@ def _broken_table(error: Exception) -> BadLine:
 
 
 def of_datasets(source: str, config: DataConfig, key: str) -> Iterator[Row]:
-    """The rows of a folder or of a data set of the hub; `#SPLIT` after its name (default train).
+    """Yield rows from a folder or hub data set. `#SPLIT` after its name selects a split (default train).
 
-    Raises: UserError for what `datasets` cannot load.
+    Raises: UserError if `datasets` cannot load it.
     """
     import datasets
 
@@ -73,7 +73,7 @@ def of_datasets(source: str, config: DataConfig, key: str) -> Iterator[Row]:
 
 
 def _opened(source: str, name: str, split: str, key: str) -> Any:
-    """A split of the hub's data set (or a folder's files), streamed; or of a folder that `save_to_disk` wrote."""
+    """A split from the hub or from a folder's files, streamed; or from a folder written by `save_to_disk`."""
     import datasets
 
     if source.startswith("hf:"):

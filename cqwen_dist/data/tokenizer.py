@@ -1,9 +1,9 @@
-"""Text to ids and values, and back: numerals become <NUM>, the first reserved row of the vocabulary.
+"""Text to ids and values, and back. Numerals become <NUM>, the first reserved vocabulary row.
 
-Text between numbers is tokenised piece by piece, spaces included: "costs 5 dollars" is "costs", " ", <NUM>,
-" dollars". Qwen's own pre-tokeniser cuts around a digit in the same way. <NUM> is the first row that no word uses. A
-Qwen2.5 vocabulary has spare rows (V is 151,936 or 152,064, the tokenizer uses 151,665). If it has none (most
-Llamas), rows are added (`model.backbone.add_rows`). `cqwen_dist.batch` explains the letters of the shapes.
+Text between numbers is tokenised piece by piece, spaces included: "costs 5 dollars" is "costs", " ", <NUM>, " dollars".
+Qwen's pre-tokenizer splits around digits in the same way. <NUM> is the first row without a word. A Qwen2.5 vocabulary
+has spare rows (V is 151,936 or 152,064, the tokenizer uses 151,665). If there is none (most Llamas), rows are added
+(`model.backbone.add_rows`). `cqwen_dist.batch` explains the shape letters.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from cqwen_dist.data.encoder import NumberEncoder, split
 from cqwen_dist.data.write_numbers import write_numbers
 
 POLICY_FILE = "number_policy.json"
-OWN_CLASS = "CausalQwenTokenizer"  # what `data.auto_tokenizer` writes into tokenizer_config.json
-PLACEHOLDER = "<NUM>"  # a number whose value is not known, in a text
+OWN_CLASS = "CausalQwenTokenizer"  # `data.auto_tokenizer` writes this into tokenizer_config.json
+PLACEHOLDER = "<NUM>"  # written for a number without a value
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 class Encoded(NamedTuple):
-    """One text: ids and float64 values side by side; the value is 0.0 at words."""
+    """An encoded text: ids with a float64 value each, 0.0 at words."""
 
     ids: list[int]
     values: list[float]
@@ -45,11 +45,11 @@ class NumericalAwareTokenizer:
     """A Hugging Face tokenizer that reads numbers (seed S0 1.1, S2 2: a tool, no nn.Module).
 
     Args:
-        tokenizer: a fast tokenizer; it is not changed.
-        num_token_id: row of <NUM>; default: the first row after the tokenizer's own (K = len(tokenizer)).
-        vocab_size: V of the model, to check that <NUM> has a row there, or can have one (`rows_for`).
+        tokenizer: a fast tokenizer; it is not modified.
+        num_token_id: row of <NUM>; default: the first row after the tokenizer's (K = len(tokenizer)).
+        vocab_size: V of the model, to check that <NUM> has a row or can get one (`rows_for`).
         policy: which numerals are numbers; default: `NumberPolicy()`.
-    Raises: UserError when the vocabulary is too small, num_token_id is a word's row, or the tokenizer is slow.
+    Raises: UserError if the vocabulary is too small, num_token_id is a word's row, or the tokenizer is slow.
     """
 
     reads_numbers = True
@@ -68,9 +68,9 @@ class NumericalAwareTokenizer:
         self.policy = policy or NumberPolicy()
         self._backend: Tokenizer = without_prefix(backend)
         vocabulary = tokenizer.get_vocab()
-        self.text_size: int = max(len(tokenizer), 1 + max(vocabulary.values()))  # K: rows that words use
+        self.text_size: int = max(len(tokenizer), 1 + max(vocabulary.values()))  # K: rows used by words
         self.num_token_id: int = self.text_size if num_token_id is None else num_token_id
-        # Where <NUM> is a token of the tokenizer's own, the same literal in a text must not become it.
+        # If <NUM> is a token in the tokenizer, the same letters in a text must not become it.
         literal: str | None = None
         if self.num_token_id < self.text_size:
             added = tokenizer.added_tokens_decoder
@@ -85,7 +85,7 @@ class NumericalAwareTokenizer:
         )
 
     def rows_for(self, vocab_size: int) -> int:
-        """Rows that a model's vocabulary of this size is to have: more, where words use all. Raises `UserError`."""
+        """Vocabulary rows that the model needs: more than vocab_size if words use all rows. Raises `UserError`."""
         return rows_with_number(vocab_size, self.text_size, self.num_token_id)
 
     @classmethod
@@ -97,11 +97,9 @@ class NumericalAwareTokenizer:
         policy: NumberPolicy | None = None,
         key: str = "model.tokenizer",
     ) -> NumericalAwareTokenizer:
-        """A tokenizer from a folder or the hub; what `save_pretrained` wrote counts unless overridden here.
+        """Load a tokenizer from a folder or the hub, with the settings written by `save_pretrained` as defaults.
 
-        key: the name of the option that names it, for errors.
-
-        Raises: UserError when there is no tokenizer, and what the class raises.
+        key: option name for errors. Raises: UserError if there is no tokenizer, and as the class.
         """
         name = str(name_or_path)
         if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
@@ -120,48 +118,48 @@ class NumericalAwareTokenizer:
         return cls(tokenizer, num_token_id, vocab_size, policy)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """The tokenizer's own files plus `number_policy.json`: num_token_id and the policy."""
+        """Write the tokenizer's files and `number_policy.json` (num_token_id and the policy)."""
         self.tokenizer.save_pretrained(str(folder))
         self.write_policy(folder)
 
     def write_policy(self, folder: str | Path) -> Path:
-        """`number_policy.json` alone."""
+        """Write only `number_policy.json`."""
         path, data = Path(folder) / POLICY_FILE, {"num_token_id": self.num_token_id, "policy": self.policy.model_dump()}
         path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         return path
 
     def digest(self) -> str:
-        """SHA-256 of what turns text into ids and values."""
+        """SHA-256 over everything that affects ids and values."""
         parts = (self._backend.to_str(), str(self.num_token_id), self.policy.model_dump_json())
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     @property
     def eos_token_id(self) -> int | None:
-        """What ends a document; None if the tokenizer has none."""
+        """End-of-document token; None if the tokenizer has none."""
         return self.tokenizer.eos_token_id
 
     @property
     def pad_token_id(self) -> int:
-        """What fills a row up: the pad token, else the end token, else 0 (masked anyway)."""
+        """Padding token: the pad token, else the end token, else 0 (padding is masked, so any id works)."""
         known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
         return next(token_id for token_id in known if token_id is not None)
 
     @cached_property
     def numeral_ids(self) -> list[int]:
-        """The tokens that the tokenizer spells numerals with (`config.bases.numeral_ids`)."""
+        """Tokens that numerals can consist of (`config.bases.numeral_ids`)."""
         return numeral_ids(self.tokenizer.get_vocab())
 
     @cached_property
     def line_end_ids(self) -> list[int]:
-        """The tokens that hold a line break (`config.bases.line_end_ids`)."""
+        """Tokens with a line break (`config.bases.line_end_ids`)."""
         return line_end_ids(self.tokenizer.get_vocab())
 
     def encode(self, text: str) -> Encoded:
-        """A text, read. No token is added. Raises: UserError for a number that float64 does not hold."""
+        """Encode a text without special tokens. Raises: UserError for a number that overflows float64."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
-        """As `encode` for many texts at once."""
+        """`encode` for many texts at once."""
         encoded = []
         for reading in self.encoder.read(texts):
             if reading.overflows:
@@ -172,10 +170,10 @@ class NumericalAwareTokenizer:
         return encoded
 
     def preprocess(self, texts: list[str], padding_side: Literal["right", "left"] = "right") -> dict[str, torch.Tensor]:
-        """Texts as padded tensors (seed S2 2; S0 1.1); to generate from several, pad on the left.
+        """Texts to padded tensors (seed S2 2; S0 1.1). Pad on the left for generation from several texts.
 
         Returns: input_ids [B,T] int64; numeric_values [B,T] float64, 0 at words; attention_mask [B,T] int64, 0 at
-        padding. Raises: UserError for a number that float64 does not hold.
+        padding. Raises: UserError for a number that overflows float64.
         """
         batch = pad_rows(self.encode_batch(texts), self.pad_token_id, on_left=padding_side == "left")
         return {"input_ids": batch.ids, "numeric_values": batch.values, "attention_mask": batch.mask.long()}
@@ -186,11 +184,11 @@ class NumericalAwareTokenizer:
         values: Sequence[float] | torch.Tensor | None = None,
         skip_special_tokens: bool = False,
     ) -> str:
-        """The text of ids and values; reading it again gives the same ids and values if they came from a text.
+        """Text for ids and values. Encoding the text again returns the same ids and values if they came from a text.
 
-        Args: ids [T], values [T] (looked at where the id is <NUM>); None: numbers are written as `PLACEHOLDER`. A
-        number is written in its shortest usual form that reads back as the same float64 (`write_numbers`), so 1,234.50
-        comes back as 1234.5. Raises: ValueError when the lengths differ.
+        Args: ids [T], values [T] (used only at <NUM>); None: numbers become `PLACEHOLDER`. A number is written in the
+        shortest usual form that parses to the same float64 (`write_numbers`), so 1,234.50 becomes 1234.5. Raises:
+        ValueError if the lengths differ.
         """
         known = [0.0] * len(ids) if values is None else values
         if len(ids) != len(known):
@@ -207,13 +205,13 @@ class NumericalAwareTokenizer:
 
 
 class DigitTokenizer(NumericalAwareTokenizer):
-    """The same tokenizer with every numeral left as its digits: how a base model reads, and what to compare with."""
+    """The same tokenizer, but every numeral stays digits, as base models read it. Used for comparisons."""
 
     reads_numbers = False
 
 
 def read_policy(path: str | Path) -> tuple[int, NumberPolicy]:
-    """What `number_policy.json` holds. Raises: UserError."""
+    """Contents of `number_policy.json`. Raises: UserError."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         return int(data["num_token_id"]), NumberPolicy(**data["policy"])
@@ -222,9 +220,9 @@ def read_policy(path: str | Path) -> tuple[int, NumberPolicy]:
 
 
 def without_prefix(backend: Tokenizer) -> Tokenizer:
-    """The same tokenizer, or a copy that puts no space before a text, nor takes one away, as SentencePiece's do.
+    """The tokenizer, or a copy that neither adds nor strips a space at a text's start, as SentencePiece tokenizers do.
 
-    Texts are read in pieces: such a space would be read, and written, before each of them.
+    Texts are encoded in pieces: each piece would get such a space.
     """
     before = [
         json.loads(part.__getstate__()) for part in (backend.normalizer, backend.pre_tokenizer) if part is not None
@@ -238,7 +236,9 @@ def without_prefix(backend: Tokenizer) -> Tokenizer:
 
 
 def _no_prefix(part: dict[str, Any]) -> dict[str, Any] | None:
-    """A normalizer, pre-tokenizer or decoder as JSON without what it does to a text's beginning; None: nothing left."""
+    """A normalizer, pre-tokenizer or decoder (JSON) without its effect on a text's start; None if it has no other
+    effect.
+    """
     kind = part["type"]
     if kind == "Prepend" or (kind == "Strip" and part.get("content") == " " and part.get("start")):
         return None
@@ -252,7 +252,7 @@ def _no_prefix(part: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether AutoTokenizer would give this package's own class, which wraps the one that is looked for."""
+    """Whether AutoTokenizer would return this package's class, which wraps the tokenizer to load."""
     path = folder / "tokenizer_config.json"
     return path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("tokenizer_class") == OWN_CLASS
 
@@ -260,10 +260,10 @@ def _is_ours(folder: Path) -> bool:
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, policy: NumberPolicy | None = None
 ) -> PreTrainedTokenizerFast:
-    """A small byte-level BPE in Qwen2's manner, made offline and deterministically from the text between numbers.
+    """Train a small byte-level BPE like Qwen2's, offline and deterministic, on the text between numbers.
 
-    Args: vocab_size: words at most (256 bytes and three special tokens at least); give the model one row more.
-    Raises: UserError when vocab_size is below 259.
+    Args: vocab_size: maximum words (at least 256 bytes and three special tokens); give the model one row more. Raises:
+    UserError if vocab_size is below 259.
     """
     smallest = 256 + len(SPECIAL_TOKENS)
     if vocab_size < smallest:

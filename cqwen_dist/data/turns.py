@@ -1,4 +1,4 @@
-"""The many spellings of a chat as one: messages {role, content, tool_calls}, tools {type, function}."""
+"""Normalises chat formats: messages {role, content, tool_calls}, tools {type, function}."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from cqwen_dist.data.cells import BadLine, Literal, as_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_CALL = "function_call"  # a role of ShareGPT's: what the assistant says is the call, as JSON
+_CALL = "function_call"  # ShareGPT's role for an assistant message that is a call as JSON
 _SHAREGPT = {
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
     **dict.fromkeys(("observation", "tool_response", "function_response", "function"), "tool"),
@@ -19,10 +19,10 @@ _SHAREGPT = {
 
 
 def messages_of(found: Any, keys: Mapping[str, str], roles: Mapping[str, str]) -> list[dict[str, Any]]:
-    """A chat's messages as chat templates want them. Raises `BadLine`.
+    """A chat's messages in the format of chat templates. Raises `BadLine`.
 
-    keys: the messages' names of role, content and tool_calls; default: these, or ShareGPT's from and value. roles: the
-    meaning of roles. A key whose value is null counts as missing: a table has every key in every message.
+    keys: field names for role, content and tool_calls; default: these, or ShareGPT's from and value. roles: maps roles
+    to standard roles. A null value counts as missing, because tables have every key in every message.
     """
     if not isinstance(found, (list, tuple)) or not found:
         raise BadLine("no chat", found, "a list of messages, [{role, content}, ...]")
@@ -30,7 +30,7 @@ def messages_of(found: Any, keys: Mapping[str, str], roles: Mapping[str, str]) -
 
 
 def tools_of(found: Any) -> list[dict[str, Any]] | None:
-    """The tools of a record, [{type, function: {name, ...}}, ...] or such as JSON text; None: it has none."""
+    """Tools of a record, [{type, function: {name, ...}}, ...] or the same as JSON text; None if there are none."""
     tools = _plain(_from_json(found, "tools as JSON"))
     if tools is None or tools == [] or tools == "":
         return None
@@ -71,7 +71,7 @@ def _role(found: Any, roles: Mapping[str, str]) -> str:
 
 
 def _content(found: Any) -> str:
-    """Text, or parts that are text, as one."""
+    """Text, or text parts joined to one text."""
     if isinstance(found, (list, tuple)) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in found):
         found = "".join(str(part.get("text")) for part in found)
     text = as_text(found)
@@ -81,7 +81,7 @@ def _content(found: Any) -> str:
 
 
 def _function(found: Any, what: str) -> dict[str, Any]:
-    """{"type": "function", "function": {...}} of that, or of the function alone; arguments as a mapping."""
+    """Convert a function, or {"function": ...}, to {"type": "function", "function": {...}}; arguments become a mapping."""
     inner = found.get("function", found) if isinstance(found, dict) else None
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
         raise BadLine("no chat", found, f'{what} with a name, such as {{"function": {{"name": "add", ...}}}}')
@@ -101,11 +101,11 @@ def _from_json(found: Any, what: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers that stand as in their file as numbers, and no key without a value."""
+    """Convert `Literal` numbers to numbers, and drop keys without a value."""
     if isinstance(value, Literal):
         try:
             return json.loads(value)
-        except ValueError:  # more digits than Python's int takes
+        except ValueError:  # too many digits for Python's int
             return str(value)
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items() if inner is not None}

@@ -1,4 +1,4 @@
-"""Numbers written into text, so that `data.numbers.find_numbers` reads the same float64 at the same places."""
+"""Writes numbers into text so that `data.numbers.find_numbers` reads the same float64 at the same place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cqwen_dist.data.numbers import DEFAULT_POLICY, NumberSpan, find_numbers
 
 
 def _forms(value: float, policy: NumberPolicy) -> list[str]:
-    """Ways to write a finite value, the plainest first; all read back as exactly this float64."""
+    """Ways to write a finite value, the plainest first. Each reads back as exactly this float64."""
     digits = repr(value)
     exact = Decimal(digits)
     mantissa, exponent = f"{exact:e}".split("e")
@@ -27,24 +27,24 @@ def _forms(value: float, policy: NumberPolicy) -> list[str]:
     if policy.scientific:
         forms.append(scientific)
         whole, places = mantissa.replace(".", ""), len(mantissa.partition(".")[2])
-        forms.append(f"{whole}e{int(exponent) - places}")  # digits without a dot, where a phone number stands in front
-    if policy.leading_zeros and "e" not in forms[0]:  # behind a "+" so many digits may look like a phone number
+        forms.append(f"{whole}e{int(exponent) - places}")  # without a dot, for use after a phone number
+    if policy.leading_zeros and "e" not in forms[0]:  # after "+", digits may look like a phone number
         sign, plain = ("-", forms[0][1:]) if forms[0][0] == "-" else ("", forms[0])
         forms += [f"{sign}{'0' * zeros}{plain}" for zeros in range(1, 7)]
-    if policy.accounting and policy.thousands and value < 0:  # where a minus would be an operator
+    if policy.accounting and policy.thousands and value < 0:  # if a minus would read as an operator
         forms.append(f"({-Decimal(digits.removesuffix('.0')):,f})")
     return forms
 
 
 class _Writing:
-    """Pieces that become one text: the possible forms of each, and the chosen one.
+    """Pieces to join to one text: the possible forms of each piece, and the chosen one.
 
     given_up: numbers that no form makes readable; they are written in their `plain` form.
     """
 
     def __init__(self, pieces: Sequence[str | float], policy: NumberPolicy) -> None:
         self.forms: list[list[str]] = []
-        self.numbers = [not isinstance(piece, str) and math.isfinite(piece) for piece in pieces]  # to be read back
+        self.numbers = [not isinstance(piece, str) and math.isfinite(piece) for piece in pieces]  # must read back
         for i, piece in enumerate(pieces):
             forms = _forms(float(piece), policy) if self.numbers[i] else [str(piece)]
             follows = i > 0 and not isinstance(piece, str) and not isinstance(pieces[i - 1], str)
@@ -59,7 +59,7 @@ class _Writing:
         return [forms[k] for forms, k in zip(self.forms, self.chosen, strict=True)]
 
     def misread(self, spans: list[NumberSpan]) -> int | None:
-        """The first number that is not read at its own place. spans: what is read of all pieces joined."""
+        """The first number that is not read at its place. spans: numbers read from the joined pieces."""
         ends = {span.start: span.end for span in spans}
         end = 0
         for i, form in enumerate(self.written()):
@@ -69,9 +69,9 @@ class _Writing:
         return None
 
     def next_to_misread_text(self, spans: list[NumberSpan]) -> int | None:
-        """The first number next to a text that is misread as a number; another form of it may prevent that.
+        """The first number next to a text that is misread as a number; another form may prevent that.
 
-        Behind it ("555-123-" and 4567.0), or in front ("(1,234)" and "x5").
+        The text may precede it ("555-123-" and 4567.0) or follow it ("(1,234)" and "x5").
         """
         starts = [span.start for span in spans if math.isfinite(span.value)]
         end = 0
@@ -85,14 +85,14 @@ class _Writing:
         return None
 
     def _next_to(self, i: int, step: int) -> int | None:
-        """The number next to text i, if it still has forms to try."""
+        """The number next to text i, if it has untried forms."""
         i += step
         while 0 <= i < len(self.texts) and self.texts[i]:
             i += step
         return i if 0 <= i < len(self.texts) and self.numbers[i] and i not in self.given_up else None
 
     def try_next_form(self, i: int) -> None:
-        """The next form of number i; after the last one the plain one, for good."""
+        """Choose number i's next form; after the last one, its plain form for good."""
         self.chosen[i] += 1
         if self.chosen[i] == len(self.forms[i]):
             self.chosen[i] = self.plain.get(i, 0)
@@ -100,12 +100,12 @@ class _Writing:
 
 
 def write_numbers(pieces: Sequence[str | float], policy: NumberPolicy = DEFAULT_POLICY) -> str:
-    """Texts and numbers joined to one text from which `find_numbers` reads the same numbers at the same places.
+    """Join texts and numbers to one text in which `find_numbers` finds the same numbers at the same places.
 
-    Numbers are written plainly, except where that would be misread: 100 in front of ",456" becomes 100.0, 13812345678
-    (it looks like a phone number) gets ".0" or an exponent, and two numbers in a row get a space between. NaN and the
-    infinities become "nan", "inf" and "-inf", which are no numbers to `find_numbers`. Pieces that no reading gives
-    (text that is itself a numeral, next to a number) are written plainly.
+    Numbers are written plainly unless that would be misread: 100 before ",456" becomes 100.0, 13812345678 (like a phone
+    number) gets ".0" or an exponent, and consecutive numbers get a space between them. NaN and infinities become "nan",
+    "inf" and "-inf", which `find_numbers` ignores. Pieces that cannot be written so (a numeral in a text, next to a
+    number) are written plainly.
     """
     writing = _Writing(pieces, policy)
     while True:
