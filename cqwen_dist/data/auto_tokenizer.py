@@ -119,7 +119,7 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
         return [self.convert_ids_to_tokens(int(token)) for token in ids if int(token) not in left_out]
 
     def _add_tokens(self, new_tokens: list[Any], special_tokens: bool = False) -> int:
-        """As in transformers, for existing tokens. Raises: UserError for a new token, because it would get <NUM>'s row."""
+        """As in transformers, for existing tokens. Raises: UserError for a new token, which would get <NUM>'s row."""
         if "reader" in self.__dict__:
             new = next((str(token) for token in new_tokens if str(token) not in self.get_vocab()), None)
             if new is not None:

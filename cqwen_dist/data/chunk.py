@@ -54,7 +54,7 @@ class _Row(NamedTuple):
 
 
 def encode_chunk(texts: Sequence[Text], recipe: Recipe) -> Chunk:
-    """Tokenise texts and append an end token to each. A number at position 0 is no target, because nothing predicts it."""
+    """Tokenise texts and append an end token to each. A number at position 0 is no target: nothing predicts it."""
     encoder = recipe.encoder
     rows = _read(texts, encoder)
     ids = [b"".join([reading.ids for reading in row.readings]) for row in rows]  # int32 bytes, without the end token

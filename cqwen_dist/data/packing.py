@@ -42,7 +42,7 @@ def cut(lengths: np.ndarray, texts: np.ndarray | None, length: int, most: int | 
 
 
 def pack(lengths: np.ndarray, capacity: int) -> Rows:
-    """Pack pieces into rows of at most `capacity` tokens: longest first, into the fullest row that fits. Deterministic."""
+    """Pack pieces into rows of at most `capacity` tokens: longest first, into the fullest row that fits."""
     pieces, sizes = [np.zeros(0, np.int64)], [np.zeros(1, np.int64)]
     for begin in range(0, len(lengths), _WINDOW):
         rows = _pack(lengths[begin : begin + _WINDOW].tolist(), capacity)

@@ -78,7 +78,7 @@ def numeric_statistics(parts: Parts, gather: Gather = lambda own: [own]) -> Nume
 
 
 def _of_ranks(ranks: set[int], parts: Parts, gather: Gather) -> dict[int, float]:
-    """The numbers with these ranks in ascending order (0: the smallest), by a radix search from the highest bits down."""
+    """The numbers with these ranks in ascending order (0: the smallest): a radix search, highest bits first."""
     leading = dict.fromkeys(ranks, 0)  # rank -> leading bits found so far
     inside = {rank: rank for rank in ranks}  # rank -> rank among numbers with the same leading bits
     for shift in range(64 - _DIGIT, -1, -_DIGIT):

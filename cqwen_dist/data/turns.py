@@ -81,7 +81,7 @@ def _content(found: Any) -> str:
 
 
 def _function(found: Any, what: str) -> dict[str, Any]:
-    """Convert a function, or {"function": ...}, to {"type": "function", "function": {...}}; arguments become a mapping."""
+    """Wrap a function as {"type": "function", "function": {...}} unless it is wrapped; arguments become a mapping."""
     inner = found.get("function", found) if isinstance(found, dict) else None
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
         raise BadLine("no chat", found, f'{what} with a name, such as {{"function": {{"name": "add", ...}}}}')
