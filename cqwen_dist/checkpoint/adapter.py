@@ -1,10 +1,10 @@
-"""Adapters in PEFT's own format, which `PeftModel.from_pretrained(base, folder)` reads without this package.
+"""Adapters in PEFT's format. `PeftModel.from_pretrained(base, folder)` reads them without this package.
 
-    adapter/adapter_model.safetensors    whole tensors, fp32, under PEFT's names
+    adapter/adapter_model.safetensors    unsharded tensors, fp32, with PEFT's names
     adapter/adapter_config.json          rank, alpha, modules, and the base model's name
 
-PEFT's names of tensors leave out the adapter's name. Our names, also of the optimizer's moments, are those of the
-parameters in `CausalQwenModel.features`.
+PEFT's tensor names omit the adapter's name. Our names, also for optimizer moments, are the parameter names in
+`CausalQwenModel.features`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from cqwen_dist.model.lora import ADAPTER, is_lora, peft_config
 FOLDER = "adapter"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _OURS, _PEFT = "backbone.transformer.", "base_model.model.model."
-# PEFT's settings under which the same tensors are added in another way, and starts that leave the base as it is
+# PEFT settings that add the same tensors differently, and initialisations that leave the base unchanged
 _OTHER_SUMS = ("alpha_pattern", "rank_pattern", "layer_replication", "alora_invocation_tokens", "use_qalora",
                "use_bdlora", "arrow_config", "kasa_config", "monteclora_config")  # fmt: skip
 _KEEPS_BASE = ("gaussian", "orthogonal", "eva")
 
 
 def to_peft(features: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The adapters among the features' tensors, under PEFT's names."""
+    """Adapter tensors from the features, with PEFT's names."""
     return {_peft_name(name): tensor for name, tensor in features.items() if is_lora(name)}
 
 
@@ -50,7 +50,7 @@ def _our_name(name: str) -> str:
 
 
 def write_config(folder: Path, lora: dict[str, Any], base: str | None) -> None:
-    """adapter_config.json. lora: our settings; base: the base model's name or folder."""
+    """Write adapter_config.json. lora: our settings; base: the base model's name or folder."""
     config = peft_config(LoraConfig(**lora))
     config.task_type = "CAUSAL_LM"
     config.inference_mode = True
@@ -59,7 +59,7 @@ def write_config(folder: Path, lora: dict[str, Any], base: str | None) -> None:
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:
-    """The adapters of a folder in PEFT's format, under our names. Raises `UserError`."""
+    """Read adapters in PEFT's format; returns them with our names. Raises `UserError`."""
     try:
         tensors = load_file(folder / WEIGHTS)
     except FileNotFoundError:
@@ -75,7 +75,7 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
 
 
 def refuse_lora_changes(folder: Path, lora: LoraConfig) -> None:
-    """Raises `UserError` with the key if an adapter in PEFT's format has another shape or scale than the settings."""
+    """Raises `UserError` with the key if an adapter's shape or scale differs from the settings."""
     try:
         saved = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -85,7 +85,7 @@ def refuse_lora_changes(folder: Path, lora: LoraConfig) -> None:
         raise UserError("peft_type", kind, "LORA", str(folder / CONFIG))
     wanted = peft_config(lora)
     saved = {"use_rslora": False, "use_dora": False, **saved}
-    names = {"alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}  # PEFT's, where they differ
+    names = {"alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}  # PEFT's names that differ from ours
     for key in ("r", "alpha", "rslora", "dora", "target_modules"):
         ours, theirs = getattr(wanted, names.get(key, key)), saved.get(names.get(key, key))
         if isinstance(theirs, list):

@@ -1,10 +1,12 @@
-"""A plain model of the base's kind made out of a CausalQwen. Its logits are loc_S: any server serves mode compatible.
+"""Convert a CausalQwen to a plain model of its base's class. Its logits are loc_S, so any server can run the compatible
+mode.
 
     loc_S = W_cls (W_loc z + b_loc) + b_cls = (W_cls W_loc) z + (W_cls b_loc + b_cls)
 
-The product is the head. The rest is a bias, for which these architectures have no place. Left out are the scales, the
-thresholds, the regression (a `<NUM>` has no value there) and w_num: numbers are read as `<NUM>` of value 0. Rows that
-were added for `<NUM>` are removed: the plain model then has the base's own vocabulary, and reads numerals as digits.
+The product becomes the output head. The remaining bias has no place in these architectures. The plain model also lacks
+the scales, the thresholds, the regression (so a `<NUM>` has no value) and w_num: numbers are read as `<NUM>` with value
+0. Rows that were added for `<NUM>` are removed. The plain model then has the base's vocabulary and reads numerals as
+digits.
 """
 
 from __future__ import annotations
@@ -24,14 +26,15 @@ from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.model import CausalQwenForCausalLM
 
 OPTION = "--as-base"
-HELD = 1e-6  # logits; a smaller bias is rounding
+HELD = 1e-6  # in logits; a smaller bias is rounding error
 
 
 @torch.no_grad()
 def folded_head(model: CausalQwenForCausalLM) -> tuple[Tensor, Tensor]:
-    """(W_cls W_loc [V,H], W_cls b_loc + b_cls [V]), computed in blocks of rows in float64, given in fp32.
+    """Returns W_cls W_loc [V,H] and W_cls b_loc + b_cls [V], fp32.
 
-    Raises `UserError` for an abduction network that is not linear.
+    Computed in float64, a block of rows at a time to bound memory. Raises `UserError` for a nonlinear abduction
+    network.
     """
     net, action = model.model.abduction, model.model.action
     if type(net) is not AbductionNetwork:
@@ -49,9 +52,9 @@ def folded_head(model: CausalQwenForCausalLM) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def plain_model(model: CausalQwenForCausalLM, drop_bias: bool) -> tuple[PreTrainedModel, Tensor]:
-    """The plain model, and the bias [V] that it leaves out. The backbone's tensors are shared; it has no adapters.
+    """Returns the plain model and the bias [V] that it lacks. Shares the backbone's tensors; the model has no adapters.
 
-    V: the base's own rows. Raises `UserError` if the bias is more than rounding, unless drop_bias is set.
+    V: the base's vocabulary size. Raises `UserError` if the bias exceeds rounding error, unless drop_bias is set.
     """
     architecture(model.config.base["model_type"]).require("plain_export", OPTION, True)
     words = model.config.vocab_size - model.config.added_rows
@@ -69,6 +72,7 @@ def plain_model(model: CausalQwenForCausalLM, drop_bias: bool) -> tuple[PreTrain
     whole = embedding.token_embedding.weight.detach()
     table = nn.Embedding.from_pretrained(whole[:words].clone(), padding_idx=embedding.token_embedding.padding_idx)
     if num < words:
+        # Training keeps <NUM>'s row as the base's row plus num_row; a plain embedding needs the sum.
         table.weight[num] = (whole[num].float() + embedding.num_row.float()).to(whole.dtype)
     plain.model = model.model.transformer
     plain.model.embed_tokens = table
@@ -79,14 +83,14 @@ def plain_model(model: CausalQwenForCausalLM, drop_bias: bool) -> tuple[PreTrain
 
 
 def plain_tokenizer(tokenizer: Any, config: Any) -> Any:
-    """transformers' own tokenizer, with the model's `<NUM>` as a visible token.
+    """transformers' tokenizer, with `<NUM>` as a visible token.
 
-    config: the `CausalQwenConfig`. If `<NUM>`'s row was added, the plain model has none and the tokenizer stays as it
-    is. Raises RuntimeError if the tokenizer gives `<NUM>` another row.
+    config: the `CausalQwenConfig`. If `<NUM>`'s row was added, the plain model lacks it and the tokenizer stays
+    unchanged. Raises RuntimeError if the tokenizer assigns another row to `<NUM>`.
     """
     plain, row = copy.deepcopy(tokenizer), config.num_token_id
     first = max(plain.get_vocab().values()) + 1
-    if row >= first and not config.added_rows:  # below, it is a token of the tokenizer's own
+    if row >= first and not config.added_rows:  # a smaller row is already a token
         spare = [AddedToken(f"<unused{i}>", normalized=False) for i in range(first, row)]
         plain.add_tokens([*spare, AddedToken("<NUM>", normalized=False, special=False)])
         if plain.convert_tokens_to_ids("<NUM>") != row:

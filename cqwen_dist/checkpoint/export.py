@@ -1,11 +1,11 @@
-"""From a checkpoint to a folder that transformers loads, anywhere.
+"""Exports a checkpoint to a folder that transformers can load anywhere.
 
-OUT/config.json, model*.safetensors      the whole model, base included, adapters in place (or merged)
+OUT/config.json, model*.safetensors      the complete model with its base; adapters in place (or merged)
 OUT/tokenizer.json, ..., number_policy.json
-OUT/*_causal_qwen.py                     the code, for where this package is not (`checkpoint.portable`)
-OUT/adapter/                             the same adapters in PEFT's own format, unless merged
-OUT/README.md, training.json             the model card, and what the model was made from
-OUT/calibration.json                     the intervals' factors, if the run has measured them
+OUT/*_causal_qwen.py                     the code, for machines without this package (`checkpoint.portable`)
+OUT/adapter/                             the same adapters in PEFT's format, unless merged
+OUT/README.md, training.json             the model card, and its facts about training
+OUT/calibration.json                     interval factors, if the run measured them
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.run.files import CONFIG, DIGESTS, STATE, appearing, read_object
 
 ABOUT = "training.json"
-EMBEDDING = ("embedding.w_num", "embedding.num_row")  # the embedding's own trained parameters
-ROUNDING = 1e-5  # relative difference of fp32 sums in another order
+EMBEDDING = ("embedding.w_num", "embedding.num_row")  # the embedding's trained parameters
+ROUNDING = 1e-5  # allowed relative difference when fp32 sums change their order
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def is_exported(path: Path) -> bool:
-    """Whether a folder is a saved CausalQwen, as `export` and `save_pretrained` write it."""
+    """Whether a folder contains a CausalQwen saved by `export` or `save_pretrained`."""
     return read_object(path / "config.json").get("model_type") == CausalQwenConfig.model_type
 
 
 def load_trained(
     path: str | Path, device: str = "cpu", max_memory: dict[int | str, str] | None = None
 ) -> tuple[CausalQwenForCausalLM, NumericalAwareTokenizer]:
-    """Model (eval mode) and tokenizer of a run folder, a checkpoint folder or an exported folder.
+    """Load model (eval mode) and tokenizer from a run folder, a checkpoint folder or an exported folder.
 
-    device: "cpu", "cuda", "cuda:1", ... or "auto": the GPU if there is one; an exported folder is then spread over all
-    GPUs, and the CPU if they are too small (accelerate's device_map). max_memory: how much "auto" may use of each
-    device, such as {0: "20GB", "cpu": "60GB"}. Raises `UserError` for any other folder, and for a damaged one.
+    device: "cpu", "cuda", "cuda:1", ... or "auto": a GPU if there is one. "auto" spreads an exported folder over all
+    GPUs, and over the CPU if they are too small (accelerate's device_map). max_memory: limit per device for "auto",
+    such as {0: "20GB", "cpu": "60GB"}. Raises `UserError` for other folders and damaged ones.
     """
     path = Path(path)
     if is_exported(path):
@@ -91,11 +91,11 @@ def load_trained(
     model.config.calibration = (state.state.get("figures") or {}).get("calibration") or _intervals(folder)
     if config.data.messages_field is not None:
         _let_turns_end(model, tokenizer)
-    return model.to(_place(device)).eval(), tokenizer  # type: ignore[arg-type]  # as transformers wraps it
+    return model.to(_place(device)).eval(), tokenizer  # type: ignore[arg-type]  # transformers wraps `to`
 
 
 def _let_turns_end(model: CausalQwenForCausalLM, tokenizer: NumericalAwareTokenizer) -> None:
-    """Let generation also end where the assistant's turns do: a base's `<|endoftext|>` is not learnt from chats."""
+    """Stop generation at the assistant's end-of-turn token too: chats do not teach a base's `<|endoftext|>`."""
     rows = {str(token): row for row, token in tokenizer.tokenizer.added_tokens_decoder.items()}
     row, known = rows.get(Chat(tokenizer.tokenizer).turn_end), end_ids(model, tokenizer)
     if row is not None and row not in known:
@@ -103,7 +103,7 @@ def _let_turns_end(model: CausalQwenForCausalLM, tokenizer: NumericalAwareTokeni
 
 
 def _load_exported(folder: Path, **options: Any) -> CausalQwenForCausalLM:
-    """The model of an exported folder, every tensor from its files. Raises `UserError`."""
+    """Load an exported model and check that its files contain every tensor. Raises `UserError`."""
     whole = "every tensor of the model that its config.json describes, as `cqwen export` writes them"
     try:
         for file in folder.glob("*.safetensors"):
@@ -126,11 +126,11 @@ def _load_exported(folder: Path, **options: Any) -> CausalQwenForCausalLM:
 
 
 def _place(device: str) -> str:
-    """A device as torch names it. Raises `UserError` for a device that this machine does not have."""
+    """Device name for torch. Raises `UserError` if this machine lacks the device."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.zeros(1, device=device).item()  # meta has no values
+        torch.zeros(1, device=device).item()  # item() fails on the meta device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].split(" device type at start")[0]
         allowed = "auto, cpu, or a CUDA device that is there" + (f" ({reason})" if len(reason) <= 80 else "")
@@ -139,7 +139,7 @@ def _place(device: str) -> str:
 
 
 def _intervals(folder: Path) -> dict[str, Any] | None:
-    """The content of a folder's `calibration.json`, or None. Raises `UserError` for a broken file."""
+    """Content of the folder's `calibration.json`, or None. Raises `UserError` for a broken file."""
     try:
         found = read_intervals(folder)
     except ValueError as error:
@@ -148,10 +148,10 @@ def _intervals(folder: Path) -> dict[str, Any] | None:
 
 
 def run_of(path: str | Path) -> tuple[Config, Path]:
-    """(config, checkpoint folder) of a run folder or a checkpoint folder. Raises `UserError`.
+    """Returns (config, checkpoint folder) for a run folder or a checkpoint folder. Raises `UserError`.
 
-    The run may have been moved, so run.dir becomes the folder where it is now. It may also be a stranger's, so its
-    config alone does not let a base model run its own code here: TRUST in the environment has to agree.
+    run.dir is set to the run's current folder. A run may come from a stranger, so its config alone cannot enable remote
+    code: the environment variable TRUST must agree.
     """
     run, folder = resolve_checkpoint(path)
     config = load_config(run / CONFIG, [f"run.dir={json.dumps(str(run))}"])
@@ -161,9 +161,9 @@ def run_of(path: str | Path) -> tuple[Config, Path]:
 
 
 def assemble(state: TrainState, config: Config, source: object = "") -> CausalQwenForCausalLM:
-    """The model of a whole checkpoint: the run's base model with all trained tensors. source: for errors.
+    """Build the model of an unsharded checkpoint: the run's base model with all trained tensors. source: for errors.
 
-    Raises `UserError` unless the tensors' names, shapes and dtypes are the parameters'.
+    Raises `UserError` unless tensor names, shapes and dtypes match the parameters.
     """
     saved = {k: v for k, v in state.state["model"].items() if k not in ("model_type", "transformers_version")}
     dtype, trust = dtype_of(config.train.precision), config.model.trust_remote_code
@@ -171,7 +171,7 @@ def assemble(state: TrainState, config: Config, source: object = "") -> CausalQw
     base = load_base(config.base_folder, dtype, trust, rows_for=lambda _: int(shape.vocab_size))
     model = CausalQwenModel(shape, base=base, classes=classes_of(shape, config.run.dir))
     parameters = {n: p for n, p in model.features.named_parameters() if n in EMBEDDING or is_lora(n)}
-    parameters |= torch.nn.ModuleDict(model.heads).named_parameters()  # all else is the base's
+    parameters |= torch.nn.ModuleDict(model.heads).named_parameters()  # the base provides all others
     found = {**state.features, **state.heads, **state.rows}
     refuse_strange(found, {name: parameter.shape for name, parameter in parameters.items()}, source)
     with torch.no_grad():
@@ -195,12 +195,12 @@ def export(
 ) -> Path:
     """Write a checkpoint's model for Hugging Face users; returns the folder.
 
-    merge: fold the adapters into the backbone. dtype: "fp32" or "bf16", of backbone and adapters (default: as they
-    are); the heads stay fp32. as_base: a plain model of the base's kind instead (`checkpoint.as_base`), in one dtype;
-    drop_bias: leave out the bias, for which it has no place. shard_size: the most bytes of one safetensors file.
+    merge: fold adapters into the backbone. dtype: "fp32" or "bf16" for backbone and adapters (default: unchanged);
+    heads stay fp32. as_base: write a plain model of the base's class (`checkpoint.as_base`), all in one dtype;
+    drop_bias: omit the bias that it cannot represent. shard_size: maximum size of a safetensors file.
 
-    The folder appears after it was loaded again and gave the model's own outputs. Raises `UserError` if `out` exists
-    and is not empty, and for options that are unknown or impossible.
+    `out` appears only after reloading the model and comparing outputs. Raises `UserError` if `out` exists and is not
+    empty, and for unknown or impossible options.
     """
     out = Path(out)
     _check_options(out, dtype, shard_size)
@@ -223,7 +223,7 @@ def export(
             (folder / "README.md").write_text(card, encoding="utf-8")
             _write_json(folder / ABOUT, {k: about.get(k) for k in ("base", "step", "stages", "figures", "adapter")})
     except Exception as error:
-        if not isinstance(error, OSError) and "(os error" not in str(error):  # of safetensors and tokenizers
+        if not isinstance(error, OSError) and "(os error" not in str(error):  # safetensors' and tokenizers' wording
             raise
         raise UserError("OUT", str(out), f"a folder on a disk that takes the model ({reason_of(error)})") from None
     return out
@@ -241,7 +241,7 @@ def _check_options(out: Path, dtype: str | None, shard_size: str) -> None:
 def _write_all_but_weights(
     model: CausalQwenForCausalLM, tokenizer: NumericalAwareTokenizer, folder: Path, base: str | None
 ) -> None:
-    """Tokenizer, code, calibration, and the adapters for `PeftModel.from_pretrained`. base: its public name."""
+    """Write tokenizer, code, calibration, and the adapters for `PeftModel.from_pretrained`. base: its public name."""
     config = model.config
     CausalQwenTokenizer.of(tokenizer).save_pretrained(folder)
     write_code(folder, adapters=config.lora is not None)
@@ -255,13 +255,13 @@ def _write_all_but_weights(
 
 
 def _compare(model: CausalQwenForCausalLM, folder: Path) -> None:
-    """Load an exported folder again. Raises RuntimeError unless it has the model's weights and outputs."""
+    """Reload an exported folder. Raises RuntimeError unless its weights and outputs match."""
     again = _load_exported(folder).eval()
     written, found = model.state_dict(), again.state_dict()
     odd = next((part for part in written if part not in found or not torch.equal(written[part], found[part])), None)
     if odd is not None:
         raise RuntimeError(f"the exported model differs in {odd}: not exported")
-    # Weights are equal to the bit. Outputs may differ in the last one: products depend on where their operands lie.
+    # Weights match bit by bit. Outputs may differ in the last bit, because products depend on memory alignment.
     for part, size in changes(probe(model), probe(again)).items():
         if size > ROUNDING:
             raise RuntimeError(f"the exported model differs in {part} by {size:.1e}: not exported")
@@ -269,11 +269,11 @@ def _compare(model: CausalQwenForCausalLM, folder: Path) -> None:
 
 @torch.no_grad()
 def _compare_plain(model: CausalQwenForCausalLM, bias: Tensor, folder: Path) -> None:
-    """Load a plain model again. Raises RuntimeError unless its logits + bias are the model's loc_S."""
+    """Reload a plain model. Raises RuntimeError unless its logits + bias equal loc_S."""
     again = AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = sixteen_tokens(model)[0].clamp(max=len(bias) - 1)
     found = again(input_ids=ids).logits.float() + bias
-    unread = torch.zeros(ids.shape, dtype=torch.float64)  # <NUM> has no value there
+    unread = torch.zeros(ids.shape, dtype=torch.float64)  # the plain model reads <NUM> without a value
     wanted = model(ids, unread, logits_to_keep=ids.shape[1]).logits[..., : len(bias)]
     error = changes({"logits": wanted}, {"logits": found})["logits"]
     if error > (ROUNDING if again.dtype == torch.float32 else 0.05):
@@ -285,7 +285,7 @@ def _write_json(path: Path, data: Any) -> None:
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """What a run, or an earlier export, knows of the model, for its card."""
+    """Facts about a run, or an earlier export, for the model card."""
     if is_exported(path):
         return {"base": None, "adapter": None, **read_object(path / ABOUT)}
     config, folder = run_of(path)
@@ -304,9 +304,9 @@ def _about(path: Path) -> dict[str, Any]:
 
 
 def _merged_and_cast(model: CausalQwenForCausalLM, merge: bool, dtype: str | None) -> dict[str, Any]:
-    """Merge adapters and cast the backbone, where asked; the card's entries on both and on what rounding changed."""
+    """Merge adapters and cast the backbone as requested; returns model card entries, with the changes by rounding."""
     if dtype == "fp32":
-        cast(model, torch.float32)  # first, as a merge rounds to the weights' dtype
+        cast(model, torch.float32)  # before merging, which rounds to the weights' dtype
     before, about = probe(model), {}
     if model.config.lora is not None:
         about["adapter"] = "merged" if merge else "in place, and separately in PEFT's format"
@@ -322,7 +322,7 @@ def _merged_and_cast(model: CausalQwenForCausalLM, merge: bool, dtype: str | Non
 
 @torch.no_grad()
 def cast(model: CausalQwenForCausalLM, dtype: torch.dtype) -> None:
-    """Cast the parameters of backbone, adapters and token table. Buffers stay: rotary frequencies must be exact."""
+    """Cast parameters of backbone, adapters and token table. Buffers stay: rotary frequencies must be exact."""
     kept = {id(model.model.features.embedding.w_num), id(model.model.features.embedding.num_row)}
     for parameter in model.model.features.parameters():
         if id(parameter) not in kept:
@@ -331,7 +331,7 @@ def cast(model: CausalQwenForCausalLM, dtype: torch.dtype) -> None:
 
 
 def sixteen_tokens(model: CausalQwenForCausalLM) -> tuple[Tensor, Tensor]:
-    """Ids and values [1,16]; one of them is a number, 99.9."""
+    """Ids and values [1,16]. One token is a number, 99.9."""
     ids = torch.arange(16).remainder(model.config.vocab_size).unsqueeze(0)
     values = torch.zeros(ids.shape, dtype=torch.float64)
     ids[0, 8], values[0, 8] = model.config.num_token_id, 99.9
@@ -340,11 +340,11 @@ def sixteen_tokens(model: CausalQwenForCausalLM) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def probe(model: CausalQwenForCausalLM) -> dict[str, Tensor]:
-    """The model's outputs on sixteen tokens, on the CPU: U, Y, and loc_S of the last four."""
+    """The model's outputs for sixteen tokens, on the CPU: U, Y, and loc_S at the last four."""
     out = model(*sixteen_tokens(model), logits_to_keep=4)
     return {name: out[name] for name in ("loc_U", "scale_U", "loc_Y", "scale_Y", "logits")}
 
 
 def changes(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, float]:
-    """The largest difference of each tensor, relative to its largest entry before."""
+    """Largest difference per tensor, relative to its largest entry before."""
     return {k: float((a - after[k]).abs().max() / a.abs().max().clamp(min=1e-30)) for k, a in before.items()}

@@ -1,7 +1,7 @@
-"""A run's checkpoints on disk: which are whole, which to resume from, which to keep (no torch).
+"""A run's checkpoints on disk: which are complete, which to resume, which to keep (no torch).
 
-A manifest makes a folder a checkpoint: it lists every file with its size and checksum, and is written last. A folder
-without a manifest, or that disagrees with it, is not a checkpoint.
+The manifest makes a folder a checkpoint. It lists every file with size and checksum, and is written last. A folder
+without a manifest, or one that contradicts it, is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a checkpoint; None if it cannot be read or lacks a part that is used here."""
+    """A checkpoint's manifest; None if it is unreadable or incomplete."""
     manifest = read_object(folder / MANIFEST)
     files = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(manifest.get("step"), int) or not isinstance(files, dict):
@@ -37,7 +37,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def verify(folder: Path) -> list[str]:
-    """The faults of a checkpoint, one line for each file; an empty list if it is good."""
+    """Problems with a checkpoint, one line per file. Empty if it is good."""
     manifest = read_manifest(folder)
     if manifest is None:
         return [f"{MANIFEST}: missing or not readable"]
@@ -54,29 +54,29 @@ def verify(folder: Path) -> list[str]:
 
 
 def checkpoint_folder(run_dir: Path, step: int) -> Path:
-    """The folder of a step's checkpoint."""
+    """Folder for the checkpoint at `step`."""
     return run_dir / CHECKPOINTS / f"step-{step:08d}"
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """The checkpoints with a readable manifest, oldest first; copies under other names do not count."""
+    """Checkpoints with a readable manifest, oldest first. Copies under other names do not count."""
     found = {folder: read_manifest(folder) for folder in sorted((run_dir / CHECKPOINTS).glob("step-*"))}
     return [folder for folder, known in found.items() if known and folder == checkpoint_folder(run_dir, known["step"])]
 
 
 def evaluated(run_dir: Path) -> dict[int, dict[str, float]]:
-    """Each checkpoint's step and its metrics, empty where it was not evaluated; those without a manifest left out."""
+    """Metrics by step for every checkpoint with a manifest; empty if it was not evaluated."""
     manifests = filter(None, map(read_manifest, list_checkpoints(run_dir)))
     return {int(manifest["step"]): manifest.get("figures") or {} for manifest in manifests}
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Unfinished folders of killed runs in `checkpoints/`, by names that only this package gives."""
+    """Unfinished folders in `checkpoints/` from killed runs. Matches only names that this package creates."""
     return [path for path in folder.glob(".step-*") if re.fullmatch(r"\.step-\d{8,}\.(partial|replaced)", path.name)]
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint that `latest` names, verified; None if there is none. Raises `UserError` if it is damaged.
+    """The verified checkpoint named in `latest`; None if there is none. Raises `UserError` if it is damaged.
 
     Without a readable `latest` it is the newest checkpoint, so a kill before `latest` was written loses nothing.
     """
@@ -84,7 +84,7 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def describe(folder: Path) -> str:
-    """A checkpoint in one line: folder, step, stage, size, the loss of its evaluation, whether `latest` names it."""
+    """One line per checkpoint: folder, step, stage, size, evaluation loss, and whether it is the latest."""
     manifest = read_manifest(folder) or {"files": {}}
     size = sum(record["size"] for record in manifest["files"].values())
     parts = [str(folder), f"step {manifest.get('step')}", f"stage {manifest.get('stage')}", f"{size / 2**20:.1f} MiB"]
@@ -97,17 +97,17 @@ def describe(folder: Path) -> str:
 
 
 def choose_checkpoint(run_dir: Path, resume: str = "auto") -> tuple[Path | None, str]:
-    """(the checkpoint to resume from or None, a note for the user or ""); writes nothing.
+    """Returns (checkpoint to resume or None, note for the user or ""). Writes nothing.
 
-    resume: `auto` refuses a damaged checkpoint, names the file and offers the checkpoint before; `last-good` takes the
-    one before; `never` refuses to resume at all. Raises `UserError`.
+    resume: `auto` rejects a damaged checkpoint, names the file and suggests the previous checkpoint; `last-good` uses
+    the previous one; `never` rejects any resumption. Raises `UserError`.
     """
     known = list_checkpoints(run_dir)
     try:
         named = run_dir / read_small(run_dir / LATEST).strip()
     except (OSError, ValueError):
         named = run_dir
-    if named.parent != run_dir / CHECKPOINTS:  # no `latest`, or not the name of a checkpoint
+    if named.parent != run_dir / CHECKPOINTS:  # no `latest`, or it names no checkpoint
         if not known:
             return None, ""
         named = known[-1]
@@ -122,13 +122,13 @@ def choose_checkpoint(run_dir: Path, resume: str = "auto") -> tuple[Path | None,
 
 
 def _good_before(folder: Path) -> Path | None:
-    """The newest whole checkpoint of the run before this one."""
+    """The newest good checkpoint before this one."""
     known = reversed(list_checkpoints(folder.parent.parent))
     return next((other for other in known if other.name < folder.name and not verify(other)), None)
 
 
 def damaged(folder: Path, problems: list[str]) -> UserError:
-    """The error for a damaged checkpoint; it offers the newest whole one before it."""
+    """Error for a damaged checkpoint; suggests the newest good one before it."""
     before = _good_before(folder)
     offer = "no other checkpoint is good"
     if before is not None:
@@ -137,17 +137,17 @@ def damaged(folder: Path, problems: list[str]) -> UserError:
 
 
 def put_aside(folder: Path) -> Path:
-    """Rename a checkpoint before it is deleted, so an interrupted deletion leaves no folder that looks valid."""
+    """Rename a checkpoint before deleting it: an interrupted deletion must not leave a folder that looks valid."""
     aside = folder.with_name(f".{folder.name}.replaced")
-    shutil.rmtree(aside, ignore_errors=True)  # a killed run may have left it
+    shutil.rmtree(aside, ignore_errors=True)  # left by a killed run
     folder.rename(aside)
     return aside
 
 
 def finish_renames(run_dir: Path) -> None:
-    """Finish the renames and deletions that a kill interrupted: a whole checkpoint gets its name back."""
+    """Finish renames and deletions that a kill interrupted. A complete checkpoint gets its name back."""
     folder = run_dir / CHECKPOINTS
-    for left in sorted(leftovers(folder)):  # in each step `.partial` comes first: it replaces `.replaced`
+    for left in sorted(leftovers(folder)):  # sorting puts `.partial`, the new one, before `.replaced`
         final = left.with_name(left.stem[1:])
         if not final.exists() and not verify(left):
             left.rename(final)
@@ -158,7 +158,7 @@ def finish_renames(run_dir: Path) -> None:
 
 
 def refuse_pickles(folder: Path) -> None:
-    """Raises `UserError` if a folder holds pickled tensors: reading a pickle runs code from the file."""
+    """Raises `UserError` if a folder contains pickled tensors: reading a pickle runs code from the file."""
     found = sorted(p.relative_to(folder) for level in ("*", "*/*") for p in folder.glob(level) if p.suffix in PICKLES)
     if found:
         allowed = "safetensors: reading a pickle runs code, so it is not read (convert it where you trust it)"
@@ -166,7 +166,9 @@ def refuse_pickles(folder: Path) -> None:
 
 
 def resolve_checkpoint(path: str | Path) -> tuple[Path, Path]:
-    """(run folder, checkpoint folder) of a run, its `latest`, a checkpoint, or a fit's folder. Raises `UserError`."""
+    """Returns (run folder, checkpoint folder) for a run, its `latest`, a checkpoint, or a fit's folder. Raises
+    `UserError`.
+    """
     path = Path(path)
     if path.name == LATEST and path.is_file():
         path = path.parent
@@ -175,7 +177,7 @@ def resolve_checkpoint(path: str | Path) -> tuple[Path, Path]:
     if read_manifest(path) is not None:
         if problems := verify(path):
             raise UserError("checkpoint", Said(problems[0]), "a whole checkpoint", str(path))
-        run = Path(os.path.abspath(path)).parents[1]  # of a link to another disk: the run that has the link
+        run = Path(os.path.abspath(path)).parents[1]  # abspath keeps links: use the run that contains the link
         return run if (run / CONFIG).is_file() else path.resolve().parents[1], path
     folder = latest_checkpoint(path)
     if folder is None:
@@ -187,22 +189,22 @@ def resolve_checkpoint(path: str | Path) -> tuple[Path, Path]:
 
 @dataclass(frozen=True)
 class Retention:
-    """Keep the newest few, the best few by a metric of evaluation, and every n-th step.
+    """Keep the newest, the best by an evaluation metric, and every n-th step.
 
-    every: 0 for none. metric: as evaluated at the checkpoint's own step. The newest is always kept: it has just been
-    written and read back.
+    every: 0 to disable. metric: measured at the checkpoint's step. The newest is always kept, because it was just
+    written and verified.
     """
 
     newest: int = 3
     best: int = 0
     every: int = 0
     metric: str = "eval/cls_loss_mean"
-    higher: bool = False  # is better
+    higher: bool = False  # whether a higher metric is better
 
     def outdated(self, metrics: Mapping[int, Mapping[str, float]], newest_step: int) -> list[int]:
-        """The steps of checkpoints to delete. metrics: each checkpoint's metrics, empty where it was not evaluated.
+        """Steps to delete. metrics: by step, empty for checkpoints without an evaluation.
 
-        Checkpoints newer than `newest_step` are ignored: they were written before the run was set back.
+        Ignores steps after `newest_step`: they were written before the run was set back.
         """
         steps = sorted(step for step in metrics if step <= newest_step)
         kept = {*steps[-max(self.newest, 1) :], newest_step}
@@ -211,7 +213,7 @@ class Retention:
         return [step for step in steps if step not in kept]
 
     def best_of(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """The steps of the best, best first; among equals the later is better."""
+        """Best steps, best first; ties go to the later step."""
         known = {step: found[self.metric] for step, found in metrics.items() if self.metric in found}
         sign = -1 if self.higher else 1
         order = sorted((sign * value, -step) for step, value in known.items() if not math.isnan(value))

@@ -1,4 +1,4 @@
-"""The README.md of an exported model: what it is, what its own run measured, how to load it, what to expect."""
+"""README.md for an exported model: description, measured metrics, how to load it, limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHOWN = {
 
 
 def public_name(name: str | None) -> str | None:
-    """A hub name as it is; only the last part of a path on this machine."""
+    """A hub name unchanged; for a local path, only the last part."""
     if name is None:
         return None
     path = Path(name).expanduser()
@@ -34,11 +34,11 @@ def public_name(name: str | None) -> str | None:
 
 
 def model_card(name: str, config: Any, about: Mapping[str, Any], plain: str | None = None) -> str:
-    """Markdown. config: a `CausalQwenConfig`.
+    """Render Markdown. config: a `CausalQwenConfig`.
 
-    about: base, step, stages, figures (an evaluation's metrics; None: unknown), dtype, adapter (where it is, or None),
-    rounding (name -> largest relative change by the dtype). plain: the class that --as-base wrote, if it did;
-    about["bias"] is then what it left out, or None.
+    about: base, step, stages, figures (evaluation metrics, or None), dtype, adapter (its place, or None), rounding
+    (name -> largest relative change from the dtype). plain: class written by --as-base, or None; about["bias"] is then
+    the omitted bias, or None.
     """
     facts = {
         "base": about.get("base"),

@@ -1,7 +1,7 @@
-"""The code in an exported folder, so that it loads without this package (trust_remote_code=True).
+"""Code in an exported folder, so that it loads without this package (trust_remote_code=True).
 
-The files are made out of the package's own modules: every definition that the classes in `FILES` reach is copied as it
-is. A name that would mean two things in one file is refused.
+The files are generated from the package's modules: every definition that the classes in `FILES` need is copied
+unchanged. A name with two meanings in one file is an error.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pydantic import BaseModel
 
 from cqwen_dist.config import LoraConfig, NumberPolicy
 
-Name = tuple[str, str]  # a module of ours, and a name that it defines
-Meaning = Name | str  # a definition of ours, or the import statement of another package's
-Reached = Mapping[Name, Mapping[str, Meaning]]  # definitions, and the meanings of the names in each
+Name = tuple[str, str]  # one of our modules, and a name that it defines
+Meaning = Name | str  # our definition, or an import statement for another package
+Reached = Mapping[Name, Mapping[str, Meaning]]  # definition -> (name in it -> meaning)
 
 CONFIGURATION, MODELING = "configuration_causal_qwen", "modeling_causal_qwen"
 TOKENIZATION = "tokenization_causal_qwen"
-# The files and their classes. Definitions that two files need are in the first.
+# The files and their classes. Definitions shared by two files go into the first.
 FILES: dict[str, list[Name]] = {
     CONFIGURATION: [("cqwen_dist.model.configuration", "CausalQwenConfig")],
     MODELING: [
@@ -36,7 +36,7 @@ FILES: dict[str, list[Name]] = {
     ],
     TOKENIZATION: [("cqwen_dist.data.auto_tokenizer", "CausalQwenTokenizer")],
 }
-# Functions that create or train a model. In the folder they raise. A method without its class is any class's.
+# Functions that create or train a model; their copies only raise. Names without a class match methods of any class.
 TRAINING = {
     *("labels", "value_labels", "memory_at", "loss", "inherit", "centre", "start", "score_targets", "start_scores"),
     *("measure", "metrics", "_every", "_with_recent"),
@@ -46,16 +46,16 @@ TRAINING = {
     "CausalQwenModel.from_base_model",
     "CausalQwenModel.kept_features",
 }
-ADAPTERS = {"inject_lora", "merge_lora"}  # they raise in a model without adapters, which then does not need peft
-# Pydantic models of the config, which become dataclasses in the folder.
+ADAPTERS = {"inject_lora", "merge_lora"}  # without adapters these raise too, so the code does not need peft
+# Pydantic config models, written as dataclasses.
 SECTIONS: dict[str, type[BaseModel]] = {"NumberPolicy": NumberPolicy, "LoraConfig": LoraConfig}
 WIDTH = 120
-ROOT = Path(__file__).parents[2]  # the folder of `cqwen_dist`
+ROOT = Path(__file__).parents[2]  # contains `cqwen_dist`
 HEAD = "# Written by `cqwen export` out of the modules of cqwen_dist that are named below (Apache License 2.0)."
 
 
 def write_code(folder: Path, adapters: bool) -> None:
-    """Write the files into an exported folder, and their names (`auto_map`) into its configs.
+    """Write the files into an exported folder, and add their names (`auto_map`) to its configs.
 
     adapters: whether the model has any; the code then imports peft.
     """
@@ -72,7 +72,7 @@ def write_code(folder: Path, adapters: bool) -> None:
 
 @cache
 def portable_files(adapters: bool) -> dict[str, str]:
-    """Name of each file, without .py -> its text. Raises ValueError for a name that would lose its meaning."""
+    """File name without .py -> text. Raises ValueError for a name that would change its meaning."""
     absent = TRAINING if adapters else TRAINING | ADAPTERS
     reached = {file: _reached(roots, absent) for file, roots in FILES.items()}
     each = [at for found in reached.values() for at in found]
@@ -83,11 +83,11 @@ def portable_files(adapters: bool) -> dict[str, str]:
 
 @dataclass
 class _Module:
-    """A module's source by top-level definition, and what it imports."""
+    """A module's top-level definitions as source, and its imports."""
 
     doc: str = ""
     nodes: dict[str, ast.stmt] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)  # with the comments above
+    texts: dict[str, str] = field(default_factory=dict)  # with the comments above each
     imports: dict[str, Meaning] = field(default_factory=dict)
 
 
@@ -97,7 +97,7 @@ def _module(name: str) -> _Module:
     source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
     tree, lines, last = ast.parse(source), source.splitlines(), 0
     found = _Module(ast.get_docstring(tree) or "")
-    if path.is_dir():  # a package's lazy names are imported under TYPE_CHECKING
+    if path.is_dir():  # packages import lazy names under TYPE_CHECKING
         tree.body += [node for part in tree.body if isinstance(part, ast.If) for node in part.body]
     for node in tree.body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -121,12 +121,12 @@ def _note_import(module: _Module, node: ast.Import | ast.ImportFrom) -> None:
 
 
 def _meaning(module: str, name: str) -> Meaning | None:
-    """The meaning of a name in a module; None if it neither defines nor imports it."""
+    """Meaning of a name in a module; None if it is neither defined nor imported there."""
     if name in _module(module).nodes:
         return module, name
     found = _module(module).imports.get(name)
     if isinstance(found, tuple):
-        return _meaning(*found) or found  # a package's __init__ may import it from elsewhere
+        return _meaning(*found) or found  # a package's __init__ may re-export it
     return found
 
 
@@ -138,7 +138,7 @@ def _defined(node: ast.stmt) -> list[str]:
 
 
 def _absent(node: ast.stmt, absent: set[str]) -> list[ast.stmt]:
-    """The functions in `absent`: methods of a class, or the definition itself."""
+    """Functions in `absent`: a class's methods, or the definition."""
     if isinstance(node, ast.ClassDef):
         names = [getattr(part, "name", "") for part in node.body]
         return [part for part, name in zip(node.body, names, strict=True) if {name, f"{node.name}.{name}"} & absent]
@@ -146,7 +146,7 @@ def _absent(node: ast.stmt, absent: set[str]) -> list[ast.stmt]:
 
 
 def _reached(roots: Iterable[Name], absent: set[str]) -> dict[Name, dict[str, Meaning]]:
-    """All definitions that the roots need, with the meanings of their names. Raises ValueError for a module of ours."""
+    """Definitions that the roots need, with the meanings of their names. Raises ValueError for an imported module."""
     found: dict[Name, dict[str, Meaning]] = {}
     waiting = list(roots)
     while waiting:
@@ -157,7 +157,7 @@ def _reached(roots: Iterable[Name], absent: set[str]) -> dict[Name, dict[str, Me
 
 
 def _names_in(module: str, name: str, absent: set[str]) -> dict[str, Meaning]:
-    """The meanings of the names in a definition."""
+    """Meanings of the names in a definition."""
     if name in SECTIONS:
         text = _section(SECTIONS[name])
         return {n: f"from dataclasses import {n}" for n in ("asdict", "dataclass", "field") if f"{n}(" in text}
@@ -171,7 +171,7 @@ def _names_in(module: str, name: str, absent: set[str]) -> dict[str, Meaning]:
 
 
 def _text(reached: Reached, shared: Reached, absent: set[str]) -> str:
-    """One file: its imports, then its definitions, each module after those that it imports from."""
+    """Text of one file: imports, then definitions; each module follows the modules that it imports."""
     own = {at: names for at, names in reached.items() if at not in shared}
     imports = []
     for name, where in _one_meaning(own).items():
@@ -192,7 +192,7 @@ def _text(reached: Reached, shared: Reached, absent: set[str]) -> str:
 
 
 def _one_meaning(own: Reached) -> dict[str, Meaning]:
-    """The meaning of each name in a file. Raises ValueError for a name with two meanings, or of a builtin."""
+    """Meaning of each name in a file. Raises ValueError for a name with two meanings or one that hides a builtin."""
     found: dict[str, Meaning] = {}
     for at, names in own.items():
         for name, where in {at[1]: at, **names}.items():
@@ -202,7 +202,7 @@ def _one_meaning(own: Reached) -> dict[str, Meaning]:
 
 
 def _in_order(own: Reached) -> list[str]:
-    """The modules of the definitions, each after those that it imports from."""
+    """The definitions' modules; each follows the modules that it imports."""
     needs: dict[str, set[str]] = {module: set() for module in sorted({at[0] for at in own})}
     for (module, _), names in own.items():
         needs[module] |= {where[0] for where in names.values() if isinstance(where, tuple)} & needs.keys()
@@ -210,13 +210,13 @@ def _in_order(own: Reached) -> list[str]:
 
 
 def _import_order(statement: str) -> tuple[int, str]:
-    """The standard library's imports first, then other packages', then those of our own files."""
+    """Sort key: standard library first, then other packages, then our files."""
     top = statement.split()[1].split(".")[0]
     return (0 if top in sys.stdlib_module_names else 1 if top else 2), statement
 
 
 def _definition(module: str, name: str, absent: set[str]) -> str:
-    """The text of a definition. The bodies of absent functions are replaced: they raise."""
+    """Text of a definition. Functions in `absent` get a body that raises."""
     source = _module(module)
     if name in SECTIONS:
         return _section(SECTIONS[name])
@@ -234,7 +234,7 @@ def _definition(module: str, name: str, absent: set[str]) -> str:
 
 
 def _section(section: type[BaseModel]) -> str:
-    """A frozen dataclass with the fields and defaults of a section of the config."""
+    """A frozen dataclass with a config section's fields and defaults."""
     lines = ["@dataclass(frozen=True)", f"class {section.__name__}:", f'    """{section.__doc__}"""', ""]
     for name, key in section.model_fields.items():
         lines += textwrap.wrap(str(key.description), WIDTH, initial_indent="    # ", subsequent_indent="    # ")

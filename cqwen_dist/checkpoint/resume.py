@@ -1,23 +1,23 @@
-"""The content of a checkpoint, and reading it: all that trains, by parameter name, in safetensors.
+"""A checkpoint's content, and reading it: everything that trains, by parameter name, in safetensors.
 
     checkpoints/step-00000200/
-      adapter/                        LoRA in PEFT's own format                     whole, fp32
-      features.safetensors            w_num, <NUM>'s row                            whole, fp32
-      heads.safetensors               abduction, b_noise, regression, a scalar C    whole, fp32
-      rows-00000000-00075968...       W_cls, b_cls, C of these rows                 one file a range
-      *.moments.safetensors           AdamW's exp_avg and exp_avg_sq of each; of rows, a file for each owner's range
+      adapter/                        LoRA in PEFT's format                         unsharded, fp32
+      features.safetensors            w_num, <NUM>'s row                            unsharded, fp32
+      heads.safetensors               abduction, b_noise, regression, a scalar C    unsharded, fp32
+      rows-00000000-00075968...       W_cls, b_cls, C for these rows                one file per range
+      *.moments.safetensors           AdamW's exp_avg and exp_avg_sq; for rows, one file per owner's range
       state.json                      step, stage, Adam steps, position in the data
       manifest.json                   every file with size and checksum; written last
 
-Nothing in it depends on the number of ranks, the vocabulary group's size or the ZeRO stage: rows are read by range. It
-holds no state of random generators: the draws of a step follow from (seed, step, rank). It does not hold the frozen
-backbone, which is the base model's.
+Nothing depends on the number of ranks, the vocabulary group's size or the ZeRO stage, because rows are read by range.
+There is no random generator state: a step's draws follow from (seed, step, rank). The frozen backbone is not saved; it
+comes from the base model.
 
-state.json has digests of the run's inputs, so that none of them is exchanged unnoticed:
+state.json has digests of the run's inputs, so a changed input is detected:
 
-      tokenizer   the tokenizer with its policy of numbers
+      tokenizer   the tokenizer with its number policy
       base        config.json and every safetensors file of the base model
-      data, eval  the training and the held-out texts as ids and values, in order, cut and packed
+      data, eval  training and held-out texts as ids and values, in order, cut and packed
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from cqwen_dist.config.errors import Said
 from cqwen_dist.run.files import STATE, known_digest
 
 Tensors = dict[str, Tensor]
-# Files of rows [start, stop), and of their moments
+# Files with rows [start, stop), and with their moments
 ROWS, ROW_MOMENTS = (re.compile(rf"rows-(\d+)-(\d+){kind}\.safetensors") for kind in ("", r"\.moments"))
-# Causes come first: another tokenizer also changes the ids of the same texts.
+# Causes come first: a changed tokenizer also changes the data's ids.
 KEYS = {"tokenizer": "model.tokenizer", "base": "model.name_or_path", "data": "data.train", "eval": "data.eval"}
 _NOUNS = {"tokenizer": "a tokenizer", "base": "a base model", "data": "training texts", "eval": "held-out texts"}
 
 
 @dataclass
 class TrainState:
-    """The content of a checkpoint as one rank sees it: its own rows, everything else whole."""
+    """A checkpoint's content on one rank: this rank's rows, everything else unsharded."""
 
     features: Tensors
     feature_moments: Tensors
@@ -59,16 +59,16 @@ class TrainState:
     rows: Tensors
     row_moments: Tensors
     row_range: tuple[int, int]
-    moment_range: tuple[int, int] = (0, 0)  # rows of `row_moments` that this rank saves
+    moment_range: tuple[int, int] = (0, 0)  # rows whose moments this rank saves
     state: dict[str, Any] = field(default_factory=dict)
 
 
 def load_checkpoint(
     folder: Path, row_range: tuple[int, int], moment_ranges: Sequence[tuple[int, int]] | None = None
 ) -> TrainState:
-    """Read a checkpoint and a range of its rows, whatever ranges were saved. Raises `UserError` for a damaged file.
+    """Read a checkpoint with a range of rows, independent of the saved ranges. Raises `UserError` for a damaged file.
 
-    moment_ranges: of the rows' moments, in this order; None: those of `row_range`; empty: no moments at all.
+    moment_ranges: rows whose moments are read, in this order; None: `row_range`; empty: no moments at all.
     """
     wanted = [row_range] if moment_ranges is None else moment_ranges
     adapters = adapter.read_adapter(folder / adapter.FOLDER) if (folder / adapter.FOLDER).is_dir() else {}
@@ -88,7 +88,7 @@ def load_checkpoint(
 
 
 def _load_rows(folder: Path, ranges: Sequence[tuple[int, int]], names: re.Pattern[str]) -> Tensors:
-    """Rows of each [start, stop), one range below the other, from those files of these names that overlap."""
+    """Read rows [start, stop) of each range, concatenated in order, from all matching files that overlap."""
     files = [(path, match) for path in sorted(folder.iterdir()) if (match := names.fullmatch(path.name))]
     parts: dict[str, list[Tensor]] = {}
     for start, stop in ranges:
@@ -103,7 +103,7 @@ def _load_rows(folder: Path, ranges: Sequence[tuple[int, int]], names: re.Patter
 
 
 def base_digest(folder: Path, memo: Path) -> str:
-    """SHA-256 of a base model's files. memo: a folder that keeps the digests of unchanged files."""
+    """SHA-256 over a base model's files. memo: cache folder for digests of unchanged files."""
     files = sorted([folder / "config.json", *folder.glob("*.safetensors")])
     return hashlib.sha256("".join(known_digest(file, memo) for file in files).encode()).hexdigest()
 
@@ -111,9 +111,9 @@ def base_digest(folder: Path, memo: Path) -> str:
 def refuse_exchanged(
     saved: Mapping[str, str], found: Mapping[str, str], accept: Sequence[str], source: object
 ) -> list[str]:
-    """The names of inputs that differ from the saved ones. Raises `UserError` for one that `accept` does not name.
+    """Names of inputs that differ from the saved ones. Raises `UserError` if `accept` lacks one of them.
 
-    saved: digests from a checkpoint; one of an older version has none. source: the checkpoint, for the error.
+    saved: digests from a checkpoint; older versions saved none. source: the checkpoint, for the error.
     """
     exchanged = [name for name in KEYS if name in saved and name in found and saved[name] != found[name]]
     for name in exchanged:

@@ -1,11 +1,11 @@
-"""Writing checkpoints: atomic, verified, in the background.
+"""Writes checkpoints: atomic, verified, in the background.
 
-A save first copies everything that trains to the host's memory; training waits only for this copy. A thread on each
-rank then writes it to a temporary folder, fsyncs it, reads a sample back, and agrees with the other ranks over a group
-of its own. Rank 0 writes the manifest, renames the folder, moves `latest`, and deletes outdated
-checkpoints. One save runs at a time. After a SIGKILL at any moment the checkpoint before, or this one, is whole.
+A save first copies everything that trains to host memory; training waits only for this copy. Then a thread on each rank
+writes it to a temporary folder, fsyncs it, reads a sample back, and agrees with the other ranks over a separate process
+group. Rank 0 writes the manifest, renames the folder, moves `latest`, and deletes outdated checkpoints. One save runs
+at a time. After a SIGKILL at any moment, either the previous checkpoint or this one is complete.
 
-(torch's own asynchronous checkpointing was not taken: its metadata file is a pickle, and its shards depend on ranks.)
+(torch's asynchronous checkpointing is not used: its metadata file is a pickle, and its shards depend on ranks.)
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from cqwen_dist.parallel.groups import Groups, side_group
 from cqwen_dist.run.environment import git_commit, versions
 from cqwen_dist.run.files import LATEST, MANIFEST, STATE, file_record, let_read, sync, words_of_disk, write_atomically
 
-SAMPLES = 8  # tensors of a file that are read back after it was written
+SAMPLES = 8  # tensors per file that are read back and compared
 
 
 @dataclass
 class About:
-    """A manifest's entries other than its files. metrics: of an evaluation at this step, or empty."""
+    """Manifest entries other than files. metrics: from an evaluation at this step, or empty."""
 
     step: int
     stage: str
     metrics: dict[str, float] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
-    base: str | None = None  # the base model's name, for PEFT
+    base: str | None = None  # base model name for adapter_config.json
 
 
 class Saver:
-    """Saves checkpoints of one run. Every method is collective over the world."""
+    """Saves a run's checkpoints. Every method is collective over the world."""
 
     def __init__(
         self,
@@ -64,21 +64,22 @@ class Saver:
         on_failure: Callable[[str], None] = lambda reason: None,
         say: Callable[[str], None] = lambda note: None,
     ) -> None:
-        """background: False writes before `save` returns. on_failure: called as soon as a save in the background fails;
-        `wait` raises the error. say: takes notes on problems that are no failure.
+        """background: False writes before `save` returns. on_failure: called as soon as a background save fails; `wait`
+        raises the error. say: receives notes about problems that are not failures.
         """
         self._run_dir, self._groups, self._retention = run_dir, groups, retention
         self._background, self._on_failure, self._say = background, on_failure, say
+        # The thread's collectives need a separate group: on the main group they would interleave with training's.
         self._side = side_group(timeout_s)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.whole: list[str] = []  # names of the written checkpoints, in order
+        self.whole: list[str] = []  # names of complete checkpoints, in order
         self._seconds: dict[str, float] = {}
 
     def save(self, collect: Callable[[], TrainState], about: About) -> None:
-        """Copy the state that `collect` returns, then write it in the background.
+        """Copy the state returned by `collect`, then write it in the background.
 
-        Raises the error of the save before: `UserError` for a disk that is full or read-only.
+        Raises the previous save's error: `UserError` for a full or read-only disk.
         """
         began = time.monotonic()
         self.wait()
@@ -91,16 +92,16 @@ class Saver:
 
     @property
     def newest(self) -> str | None:
-        """The last checkpoint that is whole."""
+        """The last complete checkpoint."""
         return self.whole[-1] if self.whole else None
 
     def take(self) -> dict[str, float]:
-        """Seconds of saves since the last call: how long training waited, and how long the whole save took."""
+        """Seconds since the last call: how long training waited for saves, and how long they took."""
         taken, self._seconds = self._seconds, {}
         return taken
 
     def wait(self) -> None:
-        """Wait for the save in progress, if any. Raises its error."""
+        """Wait for a save in progress. Raises its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -109,15 +110,16 @@ class Saver:
             raise error
 
     def close(self, seconds: float = 60.0) -> None:
-        """Let a save in progress finish after the run has failed; raises nothing."""
+        """After the run has failed: let a save in progress finish. Raises nothing."""
         if self._thread is not None:
             self._thread.join(seconds)
 
     @torch.no_grad()
     def _copied(self, state: TrainState) -> TrainState:
-        """The tensors that this rank writes, copied to the host (pinned if they come from a GPU)."""
+        """Copy this rank's tensors to host memory (pinned if they come from a GPU)."""
         parts: dict[str, Any] = {"state": json.loads(json.dumps(state.state, default=float))}
         for part in ("features", "feature_moments", "heads", "head_moments", "rows", "row_moments"):
+            # No tensor is written twice: rank 0 writes the replicated parts, replica 0 the rows, owners the moments.
             mine = self._side.rank() == 0
             if part == "row_moments":
                 mine = state.moment_range[1] > state.moment_range[0]
@@ -126,7 +128,7 @@ class Saver:
             tensors: Tensors = getattr(state, part) if mine else {}
             parts[part] = {name: _host_copy(tensor.detach()) for name, tensor in tensors.items()}
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # the copies are asynchronous, and training changes the tensors next
         return replace(state, **parts)
 
     def _write(self, state: TrainState, about: About, began: float) -> None:
@@ -135,16 +137,16 @@ class Saver:
             if self._side.rank() == 0:
                 self._prune(about.step)
             self._seconds["perf/save_s"] = time.monotonic() - began
-        except BaseException as error:  # raised by `wait`
+        except BaseException as error:  # `wait` raises it
             self._error = error
             self._on_failure(f"the checkpoint of step {about.step} failed")
 
     def _prune(self, newest_step: int) -> None:
-        """Delete outdated checkpoints. The new one is whole, so one that cannot be deleted is only noted."""
+        """Delete outdated checkpoints. A failure is only noted, because the new checkpoint is complete."""
         try:
             for step in self._retention.outdated(evaluated(self._run_dir), newest_step):
                 folder = checkpoint_folder(self._run_dir, step)
-                if not folder.is_symlink():  # a user moved it elsewhere, to keep it
+                if not folder.is_symlink():  # a user moved it to another disk to keep it
                     shutil.rmtree(put_aside(folder))
         except OSError as error:
             what = f"{error.filename or self._run_dir}: {error.strerror or error}"
@@ -152,10 +154,10 @@ class Saver:
 
 
 def write_checkpoint(run_dir: Path, state: TrainState, about: About, groups: Groups, side: ProcessGroup) -> Path:
-    """Write a checkpoint, whole or not at all. Collective over `side`, a group of the whole world.
+    """Write a checkpoint atomically. Collective over `side`, a group with all ranks.
 
-    Every rank of replica 0 writes its rows, every rank the moments of the rows that it owns; rank 0 the rest. Raises
-    any rank's error on all ranks, as `UserError` if it is the disk's.
+    Replica 0's ranks write their rows, every rank writes the moments that it owns, and rank 0 writes everything else.
+    Raises any rank's error on all ranks, disk errors as `UserError`.
     """
     final = checkpoint_folder(run_dir, about.step)
     partial = final.with_name(f".{final.name}.partial")
@@ -172,8 +174,11 @@ def write_checkpoint(run_dir: Path, state: TrainState, about: About, groups: Gro
 
 
 def _agreed(action: Callable[[], Any], partial: Path, side: ProcessGroup, main_only: bool = False) -> dict[str, Any]:
-    """Run an action on every rank, or on rank 0. Returns all results in one; raises the first failure on all ranks."""
-    result, failure, words = None, None, None  # words: (path of a disk error or "", message, is the disk away?)
+    """Run an action on every rank, or only on rank 0. Collective: gathers results and errors.
+
+    Returns the merged results. Raises the first failure on all ranks, so that no rank waits for a failed one.
+    """
+    result, failure, words = None, None, None  # words: (path of a disk error or "", message, disk unreachable?)
     try:
         if side.rank() == 0 or not main_only:
             result = action()
@@ -229,7 +234,7 @@ def _rows_file(rows: tuple[int, int], kind: str = "") -> str:
 
 
 def _write(path: Path, tensors: Tensors) -> dict[str, Any]:
-    """Save, fsync and read back. Empty tensors are refused: a sharded optimizer would lose an adapter this way."""
+    """Save, fsync and read back. Rejects empty tensors: ZeRO-3 leaves empty placeholders that would lose weights."""
     ready = {name: tensor.contiguous() for name, tensor in tensors.items()}
     if empty := [name for name, tensor in ready.items() if tensor.numel() == 0]:
         raise RuntimeError(f"{path.name}: {empty[0]} is empty; nothing was saved")
@@ -242,7 +247,7 @@ def _write(path: Path, tensors: Tensors) -> dict[str, Any]:
 
 
 def _read_back(path: Path, tensors: Tensors) -> None:
-    """Compare every shape, and the first numbers of a sample, with the file. Raises RuntimeError."""
+    """Compare all shapes, and the first values in a sample of tensors, with the file. Raises RuntimeError."""
     names = list(tensors)
     sample = set(names[:: max(1, len(names) // SAMPLES)])
     with safe_open(path, framework="pt") as file:
@@ -258,7 +263,7 @@ def _read_back(path: Path, tensors: Tensors) -> None:
 
 
 def _commit(run_dir: Path, partial: Path, final: Path, records: dict[str, Any], about: About) -> None:
-    """Write the manifest, then rename, then move `latest`."""
+    """Write the manifest, then rename the folder, then move `latest`."""
     manifest = {
         "format": FORMAT,
         "step": about.step,
@@ -274,17 +279,17 @@ def _commit(run_dir: Path, partial: Path, final: Path, records: dict[str, Any], 
     for folder in (path for path in (partial / adapter.FOLDER, partial) if path.is_dir()):
         sync(folder)
     write_atomically(partial / MANIFEST, json.dumps(manifest, indent=1))
-    # A run that was set back may save a step again. `finish_renames` repairs a kill between the two renames.
+    # A run that was set back may save a step again. After a kill between the two renames, `finish_renames` repairs it.
     replaced = put_aside(final) if final.exists() else None
     partial.rename(final)
     sync(final.parent)
     write_atomically(run_dir / LATEST, str(final.relative_to(run_dir)) + "\n")
     if replaced is not None:
-        shutil.rmtree(replaced, ignore_errors=True)  # the next save deletes the rest
+        shutil.rmtree(replaced, ignore_errors=True)  # if this fails, the next save deletes it
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
         return tensor.clone()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # torch keeps and reuses pinned blocks
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # torch caches pinned blocks
     return host.copy_(tensor, non_blocking=True)

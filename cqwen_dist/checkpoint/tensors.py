@@ -1,4 +1,4 @@
-"""The check of tensors that a file holds, before any of them is used."""
+"""Checks tensors from a file before they are used."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def refuse_strange(
     dtype: torch.dtype | None = torch.float32,
     all_of_them: bool = True,
 ) -> None:
-    """Check tensors before they are copied by name, so that none is broadcast, cast or left out.
+    """Check tensors before they are copied by name: a copy could silently broadcast, cast or skip one.
 
-    wanted: shapes by name. dtype: None for any float. all_of_them: False allows missing tensors. Raises `UserError`
-    with the name of a tensor that is missing, unknown, of another shape or dtype, or not finite.
+    wanted: shapes by name. dtype: None allows any float. all_of_them: False allows missing tensors. Raises `UserError`
+    naming a tensor that is missing, unknown or not finite, or has a wrong shape or dtype.
     """
     whole = "every tensor of the model that its config describes, and no other"
     if all_of_them and (missing := sorted(wanted.keys() - found.keys())):

@@ -155,9 +155,7 @@ class _Scan:
         self.spans: list[NumberSpan] = []
         # Numerals that stay text: start, end, reason: date (or time), phone, identifier (also UUIDs), zeros
         self.left: list[tuple[int, int, str]] = []
-        self._uuids = (
-            [] if policy.identifiers else [m.span() for m in _UUID.finditer(self.plain)][::-1]
-        )  # reversed: pop() gives the next
+        self._uuids = [] if policy.identifiers else [m.span() for m in _UUID.finditer(self.plain)][::-1]  # for pop()
         self._reader, self._row_reader = _reader(policy, False), _reader(policy, True)
         self._row_end = self._last_zero = 0  # latest row of groups: its end, and its last group with a leading 0
 

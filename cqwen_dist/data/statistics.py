@@ -70,9 +70,7 @@ def numeric_statistics(parts: Parts, gather: Gather = lambda own: [own]) -> Nume
         scale = high / 2 - low / 2
         if scale <= 1e-12 * abs(median):  # equal up to rounding
             sums = [float(np.abs(read(part) / 2 - median / 2).sum()) for part in parts()]
-            scale = (
-                math.fsum(s for own in gather(sums) for s in own) / count
-            )  # fsum is exact, so rank order is irrelevant
+            scale = math.fsum(s for own in gather(sums) for s in own) / count  # fsum: equal in any order
         spreads.append((median, scale if scale > 1e-12 * abs(median) else 1.0))
     return NumericStatistics(*spreads[0], count, *spreads[1])
 
