@@ -1,1 +1,1 @@
-"""Getting a run onto machines."""
+"""Starts runs on one or several machines."""

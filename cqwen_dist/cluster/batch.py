@@ -1,11 +1,12 @@
-"""The parts of a batch script in Python: check the run before it starts, and decide at its end whether to requeue it.
+"""Python parts of a batch script: check a run before it starts, and decide at its end whether to requeue it.
 
-    begin   checks the config and counts this start; prints the run's folder and this start's log folder
-    end     prints `done`, `stopped`, `requeue SECONDS` or `failed`; on stderr why, with the guilty rank's last lines
-    point   prints one line of a sweep as the words of a run, each ended by a zero byte
+    begin   checks the config and counts this start; prints the run folder and this start's log folder
+    end     prints `done`, `stopped`, `requeue SECONDS` or `failed`; the reason and the failed rank's log go to stderr
+    point   prints one line of a sweep as a run's arguments, each followed by a zero byte
 
-Every start and end is one line of `slurm/history.jsonl` in the run's folder. A start without a new checkpoint counts
-against the budget, unless it was stopped from outside. Checkpoints are finite, so restarts are.
+Each start and each end adds one line to `slurm/history.jsonl` in the run folder. A start without a new checkpoint
+counts against the budget, unless it was stopped from outside. The number of checkpoints is finite, so the number of
+restarts is too.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from cqwen_dist.run.files import HISTORY, LATEST, SLURM, STATUS, read_lines, rea
 from cqwen_dist.run.status import read_status
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 10, 600
-LINES = 20  # of the guilty rank's log
+LINES = 20  # lines shown from the failed rank's log
 
 
 def read_history(run_dir: Path) -> list[dict[str, Any]]:
-    """Starts and ends (`event`) as `begin` and `judge` record them, oldest first, without lines that a crash cut off.
+    """Starts and ends (`event`) recorded by `begin` and `judge`, oldest first. Skips lines cut off by a crash.
 
-    step: of the newest checkpoint.
+    step: step of the newest checkpoint.
     """
     return list(read_lines(run_dir / SLURM / HISTORY))
 
 
 def fruitless_starts(history: list[dict[str, Any]]) -> int:
-    """The number of starts of this job in a row without a new checkpoint, not counting those stopped from outside.
+    """Number of consecutive starts of this job without a new checkpoint, excluding those stopped from outside.
 
-    A start without an end lost its host, or SLURM ended it: it counts like one that lost a rank. A start that its time
-    limit stopped counts too: a limit too short for a single step would requeue the job for ever.
+    A start without an end lost its host or was ended by SLURM; it counts like a lost rank. A start stopped by its time
+    limit also counts: otherwise a limit too short for one step would requeue the job forever.
     """
     count, step = 0, None
     for entry in history:
@@ -57,7 +58,7 @@ def fruitless_starts(history: list[dict[str, Any]]) -> int:
 
 
 def begin(config: Path, overrides: list[str], max_restarts: int) -> tuple[Path, Path]:
-    """(run folder, log folder of this start). Raises `UserError` for wrong input and when the budget is spent."""
+    """Returns (run folder, log folder of this start). Raises `UserError` for wrong input or an exhausted budget."""
     checked = preflight(config, overrides)
     run_dir = Path(checked.run.dir).absolute()
     if not str(run_dir).isprintable():
@@ -74,15 +75,16 @@ def begin(config: Path, overrides: list[str], max_restarts: int) -> tuple[Path, 
     logs.mkdir(parents=True, exist_ok=True)
     latest = run_dir / SLURM / "latest"
     fresh = latest.with_name(f"latest.{os.getpid()}")
+    # Replace the link atomically: `tail -F slurm/latest/...` may read it at any time.
     fresh.symlink_to(logs.relative_to(run_dir / SLURM))
     fresh.replace(latest)
     return run_dir, logs
 
 
 def judge(run_dir: Path, logs: Path, phase: str, code: int, asked: str, max_restarts: int) -> tuple[str, str]:
-    """(verdict for the script, reason) at the end of a start.
+    """Returns (verdict for the script, reason) at the end of a start.
 
-    phase: preflight or train, whichever ended last, with this code; asked: no, USR1 or TERM.
+    phase: the last phase that ran, preflight or train, with exit code `code`; asked: signal received: no, USR1 or TERM.
     """
     started = next(entry for entry in reversed(read_history(run_dir)) if entry["event"] == "start")
     how, reason = _ending(run_dir, logs, phase, code, asked, started["status_before"])
@@ -98,10 +100,11 @@ def judge(run_dir: Path, logs: Path, phase: str, code: int, asked: str, max_rest
 
 
 def _ending(run_dir: Path, logs: Path, phase: str, code: int, asked: str, before: list[Any] | None) -> tuple[str, str]:
-    """(done, fatal, cancelled, preempted or lost; the reason). before: `_stamp` at the start."""
+    """Returns (done, fatal, cancelled, preempted or lost; reason). before: `_stamp` at the start."""
     status = read_status(run_dir)
-    written = status["status"] if _stamp(run_dir) != before else ""  # by this start
+    written = status["status"] if _stamp(run_dir) != before else ""  # only if this start wrote it
     failed, silent, _ = _ranks(logs)
+    # A rank's error counts before any signal: requeueing would only repeat it.
     if status["status"] in ("done", "paused") and phase == "train" and code == 0:
         return "done", ""
     if failed:
@@ -122,14 +125,14 @@ def _ending(run_dir: Path, logs: Path, phase: str, code: int, asked: str, before
 
 
 def guilty_log(logs: Path) -> Path | None:
-    """The log of the rank that failed first by itself; else of one that was killed; else of the first that ended."""
+    """Log of the rank that failed first; else of a killed rank; else of the rank that ended first."""
     failed, silent, ended = _ranks(logs)
     ranks = [*(ending["rank"] for ending in failed), *silent, *(ending["rank"] for ending in ended)]
     return logs / f"rank-{ranks[0]}.log" if ranks else None
 
 
 def sweep_point(index: int, config: Path, points: Path, overrides: list[str]) -> list[str]:
-    """The words of run number `index` of a sweep: config, overrides, the line's own, its own folder."""
+    """Arguments for run `index` of a sweep: config, overrides, the line's arguments, and a separate run folder."""
     try:
         text = points.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -150,7 +153,7 @@ def sweep_point(index: int, config: Path, points: Path, overrides: list[str]) ->
 
 
 def _record(run_dir: Path, entry: dict[str, Any]) -> None:
-    """Append one line in one write, so that lines of several hosts do not mix."""
+    """Append a line in a single write, so that lines from several hosts do not mix."""
     path = run_dir / SLURM / HISTORY
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps({"time": round(time.time(), 3), "host": platform.node(), **entry}) + "\n"
@@ -159,7 +162,7 @@ def _record(run_dir: Path, entry: dict[str, Any]) -> None:
 
 
 def _latest_step(run_dir: Path) -> int:
-    """The step of the newest checkpoint; 0 without one."""
+    """Step of the newest checkpoint; 0 if there is none."""
     try:
         found = re.search(r"(\d+)\s*$", (run_dir / LATEST).read_text(encoding="utf-8"))
     except OSError:
@@ -168,7 +171,7 @@ def _latest_step(run_dir: Path) -> int:
 
 
 def _stamp(run_dir: Path) -> list[Any] | None:
-    """Inode and time of status.json, which differ after every write: it is replaced, never changed in place."""
+    """Inode and modification time of status.json. Each write changes them, because writes replace the file."""
     try:
         stat = (run_dir / STATUS).stat()
     except OSError:
@@ -177,9 +180,9 @@ def _stamp(run_dir: Path) -> list[Any] | None:
 
 
 def _ranks(logs: Path) -> tuple[list[dict[str, Any]], list[int], list[dict[str, Any]]]:
-    """Endings of ranks that failed by themselves; ranks that wrote no end (killed, or their host is lost); all endings.
+    """Returns endings of failed ranks, ranks without an ending (killed, or their host is lost), and all endings.
 
-    Endings are what the ranks of a start wrote about their end, the earliest first.
+    Each rank writes its ending to a file. Endings are sorted by time.
     """
     found = [read_object(path) for path in logs.glob("rank-*.ended")]
     endings = sorted((ending for ending in found if ending), key=lambda ending: float(ending["time"]))
@@ -203,10 +206,10 @@ def _tail(path: Path) -> list[str]:
 
 
 def main() -> None:
-    """The verbs of the module's docstring; wrong input: exit code 2 with one line."""
+    """Run a verb from the module's docstring. Wrong input: exit code 2 and one line on stderr."""
     parser = argparse.ArgumentParser()
     parser.add_argument("verb", choices=("begin", "end", "point"))
-    parser.add_argument("--max-restarts", type=int)  # of begin and end; the next three of end
+    parser.add_argument("--max-restarts", type=int)  # for begin and end; the next three are for end
     parser.add_argument("--phase", choices=("preflight", "train"))
     parser.add_argument("--code", type=int)
     parser.add_argument("--asked")

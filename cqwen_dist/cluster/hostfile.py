@@ -1,9 +1,9 @@
-"""Ranks on several hosts through the `deepspeed` launcher: pdsh over ssh, one line of a hostfile a host.
+"""Ranks on several hosts through the `deepspeed` launcher: pdsh over ssh, one hostfile line per host.
 
-pdsh gives its words to a shell on each host and passes no environment on. So none of these words is the user's: the
-ranks' order is one word (`cluster.rank`), and their environment is a file in the run's folder that only its owner may
-read. A stop goes to the ranks by name, never to their launcher: killing pdsh would break the pipe into which the ranks
-write while they save.
+pdsh passes its arguments to a shell on each host, and no environment. So none of these arguments comes from the user:
+the ranks' order is one encoded word (`cluster.rank`), and their environment is a file in the run folder that only its
+owner can read. A stop request goes directly to the ranks, found by command line, never to their launcher: killing pdsh
+would break the pipe that ranks write to while they save.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from cqwen_dist.cluster.rank import MODULE, Order
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import writing
 
-# Variables of this process that the ranks get: these, and all whose names begin so.
+# Environment variables that the ranks get: these names, and names with these prefixes.
 PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_HOME", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 PREFIXES = ("TORCH_", "NCCL_", "GLOO_", "UCX_", "DS_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "CQWEN_")
-# Variables that DeepSpeed would pass to the remote shell in its own quotes.
+# DeepSpeed would pass these to the remote shell, with quoting that is not ours.
 _NOT_FOR_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "DS_ENV_FILE")
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Ranks by host, from lines `host slots=N`; # begins a comment. Raises `UserError` with the line."""
+    """Number of ranks by host, from lines `host slots=N`; # starts a comment. Raises `UserError` with the line."""
     hosts: dict[str, int] = {}
     for where, line in _lines(path, "--hostfile"):
         words = line.partition("#")[0].split()
@@ -49,9 +49,9 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def read_environment(path: Path | None) -> dict[str, str]:
-    """The ranks' environment: this process's variables that are passed on, then the file's NAME=VALUE lines.
+    """The ranks' environment: this process's variables to pass on, then NAME=VALUE lines from the file.
 
-    path: default DeepSpeed's own `.deepspeed_env` here or at home, if one exists. Raises `UserError`.
+    path: default: DeepSpeed's `.deepspeed_env` in this folder or the home folder, if present. Raises `UserError`.
     """
     environment = {k: v for k, v in os.environ.items() if k in PASSED_ON or k.startswith(PREFIXES)}
     if path is None:
@@ -66,7 +66,7 @@ def read_environment(path: Path | None) -> dict[str, str]:
 
 
 def _lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
-    """(place, text) of each line that is neither empty nor a comment. Raises `UserError`."""
+    """(place, text) for each line except empty lines and comments. Raises `UserError`."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -76,7 +76,7 @@ def _lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
 
 
 def hosts_command(hosts: dict[str, int], hostfile: Path, port: int, word: str) -> list[str]:
-    """The `deepspeed` command line; every word of it is safe in a shell."""
+    """The `deepspeed` command line. Every word is safe in a shell."""
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--hostfile", str(hostfile)]
     command += ["--launcher", "pdsh", "--force_multi", "--no_ssh_check", "--no_local_rank"]
     command += ["--master_addr", next(iter(hosts)).rpartition("@")[2], "--master_port", str(port)]
@@ -87,10 +87,11 @@ def hosts_command(hosts: dict[str, int], hostfile: Path, port: int, word: str) -
 def prepared(
     words: list[str], hosts: dict[str, int], environment: dict[str, str], shared: Path, port: int
 ) -> Iterator[tuple[list[str], dict[str, str], Callable[[], None]]]:
-    """The command that starts `cqwen` with these words on all hosts, its environment, and what asks its ranks to stop.
+    """Yields the command that starts `cqwen` with these words on all hosts, its environment, and a function that asks
+    the ranks to stop.
 
-    At the end the launch's files are deleted and its ranks ended. shared: a folder that every host sees. Raises
-    `UserError` where this machine cannot launch.
+    On exit, deletes the launch's files and kills its ranks. shared: a folder visible from every host. Raises
+    `UserError` if this machine cannot launch.
     """
     for tool in ("pdsh", "ssh"):
         if which(tool) is None:
@@ -109,17 +110,20 @@ def prepared(
             json.dump(environment, file)
         hostfile, variables = local / "hostfile", local / "environment"
         hostfile.write_text("".join(f"{host} slots={slots}\n" for host, slots in hosts.items()), encoding="utf-8")
-        # The launchers need no GPU; unset, DeepSpeed would print. The ranks see for themselves.
+        # The launchers need no GPU, and without this variable DeepSpeed prints a warning. Ranks detect GPUs themselves.
         variables.write_text("DS_ACCELERATOR=cpu\n", encoding="utf-8")
         own = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_FOR_DEEPSPEED)}
         own |= {"DS_ENV_FILE": str(variables), "DS_ACCELERATOR": "cpu"}
+        # The brackets keep pkill's pattern from matching pkill's command line and the remote shell's.
         at_end.callback(_signal, "KILL", f"[{word[0]}]{word[1:32]}", hosts)
         stop = partial(_signal, "USR1", f"[-]m {MODULE} {word[:32]}", hosts)
         yield hosts_command(hosts, hostfile, port, word), own, stop
 
 
 def _signal(name: str, pattern: str, hosts: dict[str, int]) -> None:
-    """Send a signal to this launch's processes on all hosts. pattern: contains its token, and does not match itself."""
+    """Send a signal to this launch's processes on all hosts. pattern: contains the launch's token, does not match
+    itself.
+    """
     command = ["pdsh", "-R", "ssh", "-t", "10", "-u", "20", "-w", ",".join(hosts), f"pkill -{name} -f '{pattern}'"]
     with suppress(subprocess.SubprocessError):
         subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Start the ranks of a run with the `deepspeed` launcher, after checking what can be checked without them."""
+"""Starts a run's ranks with the `deepspeed` launcher, after all checks that are possible without ranks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from cqwen_dist.run.status import Status, read_status
 from cqwen_dist.sizes.architecture import feature_parameters, read_architecture
 from cqwen_dist.training.zero.settings import deepspeed_config
 
-STOPPED = 75  # exit code: stopped in order, resume me
-GRACE_S = 10.0  # between SIGTERM and SIGKILL
+STOPPED = 75  # exit code after an orderly stop: the run can resume
+GRACE_S = 10.0  # seconds between SIGTERM and SIGKILL
 
 
 def preflight(path: Path, overrides: Sequence[str]) -> Config:
-    """The checks before ranks are started: the config, its data files, and that the run's folder fits the config.
+    """Checks before ranks start: the config, its data files, and whether the run folder fits the config.
 
     Raises `UserError`.
     """
@@ -42,15 +42,15 @@ def preflight(path: Path, overrides: Sequence[str]) -> Config:
 
 
 def launch_command(words: list[str], ranks: int, port: int) -> list[str]:
-    """The `deepspeed` command line of `cqwen` with these words (a list: no shell reads the user's words)."""
+    """The `deepspeed` command line that runs `cqwen` with these words (a list: no shell parses the user's words)."""
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--num_accelerators", str(ranks)]
     return [*launcher, "--master_port", str(port), "--no_local_rank", "--module", "cqwen_dist", *words]
 
 
 def dry_run(path: Path, overrides: Sequence[str], ranks: int, hostfile: Path | None = None) -> dict[str, Any]:
-    """What `launch` would do, as a document: the command, the config as resolved, DeepSpeed's configuration.
+    """Describes `launch`: the command, the resolved config and DeepSpeed's configuration.
 
-    Checks as `launch` does; starts nothing. Raises `UserError`.
+    Checks like `launch` but starts nothing. Raises `UserError`.
     """
     config = preflight(path, overrides)
     command = launch_command(["train", str(path), *overrides], ranks, 0)
@@ -76,11 +76,11 @@ def launch(
     env_file: Path | None = None,
     look_first: bool = True,
 ) -> int:
-    """Run to the end on this machine; returns the exit code of `cqwen`: 0 done, 2 wrong input, 75 stopped, 1 else.
+    """Run until the end; returns the exit code for `cqwen`: 0 done, 2 wrong input, 75 stopped, 1 otherwise.
 
-    The launcher returns 0 even where a rank died by a signal, so the run's status file decides.
-    quiet: the ranks' output goes to stderr. hostfile: run on its hosts instead, `ranks` is ignored. look_first: with a
-    hostfile, check the hosts by a quick `cqwen doctor`. env_file: more of their environment.
+    The launcher returns 0 even if a signal killed a rank, so the run's status file decides. quiet: sends the ranks'
+    output to stderr. hostfile: run on these hosts and ignore `ranks`. look_first: with a hostfile, check the hosts with
+    a quick `cqwen doctor`. env_file: more environment variables for the hosts.
     """
     if ranks < 1:
         raise UserError("--ranks", ranks, "1 or more")
@@ -106,18 +106,18 @@ def launch(
 
 
 def _exit_code(code: int, stopped: bool, before: Status, after: Status) -> int:
-    """The code of `cqwen launch`. code: the launcher's; stopped: on request; before, after: the run's status."""
+    """Exit code of `cqwen launch`. code: from the launcher; stopped: on request; before, after: the run's status."""
     if code:
         return code if code == 2 else 1
-    if after == before:  # the ranks ended before they wrote a status
+    if after == before:  # no rank lived long enough to write a status
         return STOPPED if stopped else 1
     return {"done": 0, "paused": 0, "preempted": STOPPED}.get(after["status"], 1)
 
 
 def run_words(words: list[str], ranks: int, hostfile: Path | None, shared: Path, quiet: bool = False) -> int:
-    """The exit code of `cqwen` with these words on several ranks, here or on a hostfile's hosts; 75 if asked to stop.
+    """Exit code of `cqwen` with these words on several ranks, here or on a hostfile's hosts; 75 after a stop request.
 
-    quiet: as `launch`.
+    quiet: see `launch`.
     """
     hosts = None if hostfile is None else read_hostfile(hostfile)
     environment = {} if hosts is None else read_environment(None)
@@ -133,12 +133,14 @@ def _run_words(
     shared: Path,
     quiet: bool = False,
 ) -> tuple[int, bool]:
-    """(exit code, whether it was asked to stop). hosts None: ranks on this machine; environment: of hosts' ranks."""
+    """Returns (exit code, whether a stop was requested). hosts None: ranks on this machine; environment: for hosts'
+    ranks.
+    """
     if hosts is None:
         own = {**os.environ, **rank_environment(ranks), LAUNCHER: str(os.getpid())}
         return _run_to_its_end(launch_command(words, ranks, free_port()), own, quiet)
     with prepared(words, hosts, environment, shared, free_port()) as (command, own, ask):
-        # Every host has the folder `/`, where DeepSpeed starts the ranks.
+        # DeepSpeed changes to the current folder on each host; only `/` surely exists on all of them.
         return _run_to_its_end(command, own, quiet, ask, "/")
 
 
@@ -149,12 +151,14 @@ def _run_to_its_end(
     ask: Callable[[], None] | None = None,
     folder: str | None = None,
 ) -> tuple[int, bool]:
-    """(exit code of a command, whether it was asked to stop); no process it started outlives this call.
+    """Returns (the command's exit code, whether a stop was requested). Every process it started ends before this
+    returns.
 
-    The command has its own session, so only this process receives signals. The first signal is passed to the ranks as
-    SIGUSR1, repeatedly (one may just be starting), and they stop in order. The launcher between would kill them on
-    SIGINT or SIGTERM, and die of SIGUSR1: it starts with SIGUSR1 blocked, and the ranks unblock it (`parallel.stop`).
-    A second signal ends the session: SIGTERM, and after a grace period SIGKILL. ask: asks ranks on other hosts.
+    The command runs in a separate session, so only this process receives signals. The first signal is forwarded to the
+    ranks as SIGUSR1, repeatedly because a rank may still be starting; they stop in order. The launcher in between would
+    kill them on SIGINT or SIGTERM, and would die from SIGUSR1. So it starts with SIGUSR1 blocked, and the ranks unblock
+    it (`parallel.stop`). A second signal ends the session: SIGTERM, then SIGKILL after a grace period. ask: asks ranks
+    on other hosts to stop.
     """
     signals = 0
 
@@ -188,6 +192,7 @@ def _run_to_its_end(
         sys.stderr.write("ending the ranks; the same command resumes from the last checkpoint\n")
         return 1, True
     finally:
+        # Ignore further signals: leaving early would orphan ranks.
         for number in handlers:
             signal.signal(number, signal.SIG_IGN)
         _end_session(process)
@@ -196,7 +201,7 @@ def _run_to_its_end(
 
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, then SIGKILL, to what is left of a process that was started with its own session."""
+    """SIGTERM, then SIGKILL, for all remaining processes in the session."""
     began = time.monotonic()
     try:
         while (waited := time.monotonic() - began) < 1.5 * GRACE_S:

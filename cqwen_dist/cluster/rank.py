@@ -1,7 +1,7 @@
-"""One rank, as a launcher starts it: its order arrives as one word, and its end is written to a file.
+"""One rank, started by a launcher. It gets its order as one word and writes its ending to a file.
 
-A remote shell interprets the arguments that pass through it. So a rank gets everything as base64 of JSON, which has no
-special characters: the words of the command, the folder, the environment, the folder of logs.
+Remote shells interpret arguments. So a rank gets everything (command, folder, environment, log folder) as
+base64-encoded JSON, which has no special characters.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _READ = "CQWEN_ENVIRONMENT_READ"
 
 @dataclass(frozen=True)
 class Order:
-    """What a rank is to do."""
+    """Instructions for a rank."""
 
-    token: str  # of the launch; first, so that the word begins with it
-    words: list[str]  # of `cqwen`
+    token: str  # identifies the launch; the first field, so that the encoded word starts with it
+    words: list[str]  # arguments for `cqwen`
     folder: str
-    environment_file: str | None = None  # a file, as the command line must not show its values to others
-    logs: str | None = None  # a folder with a file of output for each rank; None: to the console
+    environment_file: str | None = None  # a file, because other users can read command lines
+    logs: str | None = None  # folder with an output file per rank; None: console
 
     def encode(self) -> str:
         return base64.urlsafe_b64encode(json.dumps(asdict(self)).encode()).decode().rstrip("=")
@@ -46,7 +46,7 @@ def has_gpu() -> bool:
 
 
 def rank_environment(ranks: int) -> dict[str, str]:
-    """Variables that so many ranks on this node need and the user did not set."""
+    """Environment variables that `ranks` ranks on this node need and the user did not set."""
     cpus = min(len(os.sched_getaffinity(0)), int(os.environ.get("SLURM_CPUS_ON_NODE") or sys.maxsize))
     wanted = {"OMP_NUM_THREADS": str(max(1, cpus // ranks))}
     if not has_gpu():
@@ -55,16 +55,16 @@ def rank_environment(ranks: int) -> dict[str, str]:
 
 
 def main() -> None:
-    """Become the rank that the order describes; never returns."""
-    # Until the trainer handles it, a request to stop waits instead of ending a process that still imports.
+    """Become the rank that the order describes. Never returns."""
+    # A stop request waits until the trainer handles it, instead of killing a process that is still importing.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     order = Order.decode(sys.argv[1])
     if order.environment_file is not None and os.environ.get(_READ) != order.token:
-        os.environ.pop("DS_ACCELERATOR", None)  # the launcher's; whether there are GPUs is seen on the rank's own host
+        os.environ.pop("DS_ACCELERATOR", None)  # set for the launcher; this host may have GPUs
         os.environ |= json.loads(Path(order.environment_file).read_text(encoding="utf-8"))
         os.environ |= {_READ: order.token, **rank_environment(int(os.environ["LOCAL_SIZE"]))}
-        # start anew: the loader and Python read their variables only at the start
+        # Restart the process: the dynamic loader and Python read their variables only at startup.
         os.execv(sys.executable, [sys.executable, "-u", "-m", MODULE, sys.argv[1]])
     os.chdir(order.folder)
     rank = os.environ["RANK"]

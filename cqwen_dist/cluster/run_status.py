@@ -1,4 +1,4 @@
-"""`cqwen status`: what a run or a job is doing, from the run's folder and scontrol; no accounting is needed."""
+"""`cqwen status`: the state of a run or job, from the run folder and scontrol. Needs no SLURM accounting."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from cqwen_dist.config import UserError
 from cqwen_dist.run.files import CONFIG, HISTORY, SLURM
 from cqwen_dist.run.status import read_status
 
-# Keys of scontrol's answer that are shown.
+# scontrol keys to show.
 _KEYS = ["JobId", "JobName", "JobState", "Reason", "RunTime"]
 _KEYS += ["TimeLimit", "StartTime", "NodeList", "Restarts", "StdOut"]
-STALE_S = 60.0  # a run writes its status every ten seconds; after so long it was killed or hangs
+STALE_S = 60.0  # a run writes its status every 10 s; a status older than this means it was killed or hangs
 
 
 def look(run_or_job: str) -> dict[str, Any]:
-    """The status file with `run`, `job` (from scontrol), `history` (starts and ends) and `stale_s`.
+    """The status file plus `run`, `job` (from scontrol), `history` (starts and ends) and `stale_s`.
 
-    Raises `UserError` where neither such a folder nor such a job exists.
+    Raises `UserError` if neither such a folder nor such a job exists.
     """
     folder, job = Path(run_or_job), None
     if not folder.is_dir():
@@ -51,13 +51,13 @@ def look(run_or_job: str) -> dict[str, Any]:
 
 
 def _run_of(job: dict[str, str]) -> Path | None:
-    """The run's folder, once the job has begun: the job's comment, or RUN in its output RUN/slurm/JOB.out."""
+    """Run folder of a job that has started: from the job's comment, or RUN in its output path RUN/slurm/JOB.out."""
     named = (Path(job.get("Comment", "")), Path(job.get("StdOut", "")).parent.parent)
     return next((run for run in named if run.name and (run / SLURM / HISTORY).is_file()), None)
 
 
 def job_of(job: str) -> dict[str, str] | None:
-    """The answer of `scontrol show job` by key; None without scontrol or such a job."""
+    """Fields of `scontrol show job`; None without scontrol or without such a job."""
     if which("scontrol") is None:
         return None
     done = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True)
@@ -65,6 +65,7 @@ def job_of(job: str) -> dict[str, str] | None:
         return None
     found: dict[str, str] = {}
     for line in done.stdout.split("\n\n")[0].splitlines():
+        # Values of these keys may contain spaces and fill their line; other lines have several key=value words.
         to_the_end = line.lstrip().startswith(("Comment=", "StdOut=", "WorkDir=", "Command="))
         for word in [line.strip()] if to_the_end else line.split():
             key, _, value = word.partition("=")
@@ -73,7 +74,7 @@ def job_of(job: str) -> dict[str, str] | None:
 
 
 def lines(document: dict[str, Any]) -> list[str]:
-    """The document as text, a line a fact."""
+    """Format the document as text, one fact per line."""
     step, total, stage = document.get("step"), document.get("total_steps"), document.get("stage")
     where = "" if step is None else f", step {step}{f' of {total}' if total else ''}"
     found = [f"{document['status']}{where}{f', stage {stage}' if stage else ''}"]

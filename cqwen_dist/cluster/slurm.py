@@ -1,8 +1,8 @@
-"""A run as SLURM jobs: rendered to a script one can read, checked by SLURM itself, submitted.
+"""Runs as SLURM jobs: rendered to a readable script, checked by SLURM, submitted.
 
-The script does the work (cluster/job.sbatch.j2); `slurm/*.sbatch` are the same text for users who call sbatch
-themselves. A run whose stages need different resources becomes a chain of jobs, one for each group of stages, each
-waiting for the one before (`afterok`: a job keeps its id when it is requeued).
+The script (cluster/job.sbatch.j2) does the work; `slurm/*.sbatch` contain the same text for users who call sbatch
+directly. If stages need different resources, the run becomes a chain of jobs, one per group of stages. Each job waits
+for the previous one (`afterok`: a requeued job keeps its id).
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from cqwen_dist.run.folder import is_done
 from cqwen_dist.sizes.architecture import feature_parameters, read_architecture
 from cqwen_dist.training.zero.settings import deepspeed_config
 
-_GPUS = re.compile(r"--gres=.*gpu|--gpus|-G")  # options of sbatch that ask for GPUs
+_GPUS = re.compile(r"--gres=.*gpu|--gpus|-G")  # sbatch options that request GPUs
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job asks SLURM for; None: not asked for, the cluster's default holds."""
+    """A job's resource requests; None: use the cluster's default."""
 
     nodes: int = 1
     gpus_per_node: int = 0  # 0: CPU ranks
-    ranks_per_node: int | None = None  # default: one a GPU, or one
+    ranks_per_node: int | None = None  # default: one per GPU, or 1
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
     exclude: str | None = None
-    time: str | None = None  # as sbatch reads it: minutes, H:M:S, D-H:M:S
-    options: tuple[str, ...] = ()  # further options of sbatch, each as one #SBATCH line
+    time: str | None = None  # sbatch format: minutes, H:M:S, D-H:M:S
+    options: tuple[str, ...] = ()  # more sbatch options, one #SBATCH line each
 
     def __post_init__(self) -> None:
         for name, least in (("nodes", 1), ("gpus_per_node", 0), ("ranks_per_node", 1)):
@@ -65,27 +65,27 @@ class Resources:
 
     @property
     def ranks(self) -> int:
-        """The ranks of one node."""
+        """Ranks per node."""
         return self.ranks_per_node or self.gpus_per_node or 1
 
 
 @dataclass(frozen=True)
 class Job:
-    """One job of a run, its script, and the Python on its nodes."""
+    """A job in a run: its script, and the Python environment on its nodes."""
 
     name: str
-    folder: Path  # where it runs
+    folder: Path  # working directory
     run_dir: Path
-    script: Path  # the config as resolved is in the same folder
+    script: Path  # the resolved config is in the same folder
     resources: Resources
     overrides: tuple[str, ...] = ()
     python: str = sys.executable
     venv: str | None = None
     container: str | None = None
     container_command: str = "apptainer exec --nv"
-    setup: tuple[str, ...] = ()  # lines of bash that run first, as they are
-    warn_s: int = 180  # SIGUSR1 so long before the time limit
-    max_restarts: int = 5  # in a row, without a new checkpoint
+    setup: tuple[str, ...] = ()  # bash lines to run first
+    warn_s: int = 180  # seconds from SIGUSR1 to the time limit
+    max_restarts: int = 5  # consecutive restarts without a new checkpoint
     preflight: bool = True
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class Job:
             for text in value if isinstance(value, tuple) else [value]:
                 if isinstance(text, (str, Path)) and not str(text).isprintable():
                     raise UserError("a value of the job", str(text), "printable text on one line")
-        if "\\" in str(self.run_dir):  # in --output a backslash would switch off the pattern %j
+        if "\\" in str(self.run_dir):  # a backslash in --output turns off the pattern %j
             raise UserError("run.dir", str(self.run_dir), "a path without backslashes")
         if self.warn_s < 60:
             raise UserError("--warn-s", self.warn_s, "60 or more: SLURM looks at the clock every 30 s")
@@ -102,11 +102,11 @@ class Job:
 
     @property
     def config(self) -> Path:
-        """The file that the job's ranks read."""
+        """The config file for the job's ranks."""
         return self.script.with_name(CONFIG)
 
     def directives(self) -> list[str]:
-        """The job's #SBATCH lines, each option quoted as sbatch reads it."""
+        """#SBATCH lines; each option is quoted for sbatch."""
         r = self.resources
         options = {
             "job-name": self.name,
@@ -124,7 +124,7 @@ class Job:
 
 
 def render(job: Job) -> str:
-    """The whole script of a job."""
+    """A job's complete script."""
     return str(_template().render(job=job, shipped=None, directives=job.directives()))
 
 
@@ -135,7 +135,7 @@ def _template() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        comment_start_string="<#",  # bash has a use for {#
+        comment_start_string="<#",  # bash uses {#
         comment_end_string="#>",
     )
     environment.filters["sh"] = shlex.quote
@@ -148,9 +148,9 @@ def _template() -> Any:
 
 
 def split_stages(config: Config, resources: Resources, by_stage: dict[str, Resources]) -> list[tuple[str, Resources]]:
-    """(last stage, resources) of each job: neighbouring stages with the same needs share one.
+    """(last stage, resources) per job. Adjacent stages with equal resources share a job.
 
-    Raises `UserError` for a stage that the config does not have.
+    Raises `UserError` for an unknown stage.
     """
     names = [stage.name for stage in config.stages]
     for name in by_stage:
@@ -161,11 +161,11 @@ def split_stages(config: Config, resources: Resources, by_stage: dict[str, Resou
 
 
 def read_stage_option(text: str, resources: Resources) -> tuple[str, Resources]:
-    """`NAME:nodes=4,gpus-per-node=8,partition=big`: a stage's own resources. Raises `UserError`."""
+    """Parse `NAME:nodes=4,gpus-per-node=8,partition=big`, the resources for one stage. Raises `UserError`."""
     name, colon, rest = text.partition(":")
     known = {field.replace("_", "-"): field for field in Resources.__dataclass_fields__ if field != "options"}
     changes: dict[str, Any] = {}
-    for part in re.split(r",(?=[\w-]+=)", rest):  # exclude=node[01-03,07] has commas of its own
+    for part in re.split(r",(?=[\w-]+=)", rest):  # not at the comma in exclude=node[01-03,07]
         key, equals, value = part.partition("=")
         if not (name and colon and equals and key in known):
             raise UserError("--stage", text, f"NAME:key=value,... with keys out of {', '.join(known)}")
@@ -181,10 +181,9 @@ def read_stage_option(text: str, resources: Resources) -> tuple[str, Resources]:
 def plan_jobs(
     path: Path, overrides: Sequence[str], resources: Resources, stages: Sequence[str] = (), **options: Any
 ) -> tuple[Config, list[Job]]:
-    """The config and the jobs of a run, each waiting for the one before; writes nothing.
+    """Config and jobs for a run. Each job waits for the previous one. Writes nothing.
 
-    options: further fields of `Job`, by name. Raises `UserError` for what `cqwen launch` would refuse, and for ranks
-    that the config does not fit.
+    options: more `Job` fields by name. Raises `UserError` as `cqwen launch`, and if the ranks do not fit the config.
     """
     config = preflight(path, overrides)
     if is_done(config):
@@ -200,7 +199,7 @@ def plan_jobs(
     jobs = []
     for number, (last, needs) in enumerate(split, 1):
         refuse_ranks(config.parallel.vocab_group_size, needs.nodes * needs.ranks)
-        deepspeed_config(config, needs.nodes * needs.ranks, trained)  # refuses what contradicts it under `deepspeed:`
+        deepspeed_config(config, needs.nodes * needs.ranks, trained)  # raises if `deepspeed:` contradicts it
         jobs.append(
             Job(
                 name=name if len(split) == 1 else f"{name}-{last}",
@@ -219,14 +218,14 @@ def plan_jobs(
 
 
 _OF_THE_SITE = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
-# What sbatch says where it finds no controller or no configuration.
+# sbatch messages if there is no controller or configuration.
 _UNREACHABLE = ("unable to contact slurm controller", "could not establish a configuration source", "unable to resolve")
 
 
 def check_jobs(jobs: Sequence[Job]) -> list[str]:
-    """The answers of `sbatch --test-only`: when and where each job would start; empty where no cluster answers.
+    """Output of `sbatch --test-only`: when and where each job would start. Empty if no cluster answers.
 
-    Raises `UserError` with SLURM's own message where it would refuse a job.
+    Raises `UserError` with SLURM's message if it would reject a job.
     """
     answers = []
     for job in jobs if which("sbatch") else []:
@@ -239,7 +238,7 @@ def check_jobs(jobs: Sequence[Job]) -> list[str]:
 
 
 def submit_jobs(config: Config, jobs: Sequence[Job]) -> list[str]:
-    """Write config and scripts into the run's folder, submit; returns the jobs' ids. Raises `UserError`."""
+    """Write config and scripts into the run folder and submit them; returns job ids. Raises `UserError`."""
     if not check_jobs(jobs):
         found = Said("no such command here, or nothing that answers it")
         raise UserError("sbatch", found, "a machine of the cluster (--dry-run needs none)")
@@ -259,7 +258,7 @@ def submit_jobs(config: Config, jobs: Sequence[Job]) -> list[str]:
 
 
 def advice(jobs: Sequence[Job], ids: Sequence[str]) -> list[str]:
-    """Lines for the user after submitting: the ids, and how to follow, stop and resume."""
+    """Lines for the user after submitting: job ids, and how to follow, stop and resume."""
     run_dir = jobs[0].run_dir
     lines = []
     for index, (number, job) in enumerate(zip(ids, jobs, strict=True)):
@@ -275,12 +274,14 @@ def advice(jobs: Sequence[Job], ids: Sequence[str]) -> list[str]:
 
 
 def waits_for(job: str | None) -> list[str]:
-    """The options of a job that begins when another has succeeded, and is dropped if that one fails."""
+    """sbatch options for a job that starts when `job` has succeeded, and is dropped if it fails."""
     return [f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes"] if job else []
 
 
 def _sbatch(*options: str, script: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Without what a job around this process has set (its cores, its binding): the new job would get it."""
+    """Run sbatch without the SLURM variables of a surrounding job (such as its CPU binding), which the new job would
+    inherit.
+    """
     own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in _OF_THE_SITE}
     return subprocess.run(["sbatch", *options], input=script, capture_output=True, text=True, env=own)
 
@@ -290,7 +291,7 @@ def _words(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """As sbatch reads the value of an option: bare where that is safe, else in double quotes."""
+    """Quote an option value for sbatch: bare if that is safe, else in double quotes."""
     if re.fullmatch(r"[\w@%+=:,./\[\]-]+", text, re.ASCII):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,4 +1,4 @@
-"""What a run ran on: packages, machine, commit, ranks."""
+"""A run's environment: packages, machine, commit, ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = ("cqwen-dist", "torch", "transformers", "peft", "deepspeed", "safeten
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of the packages that a run's results and files depend on."""
+    """Installed versions of packages that affect results and files."""
     found = {}
     for name in PACKAGES:
         try:
@@ -28,7 +28,7 @@ def versions() -> dict[str, str]:
 
 
 def git_commit(folder: Path | None = None) -> str | None:
-    """The commit of the repository of a folder (default: the working directory), or None."""
+    """Commit of the folder's repository (default: the working directory), or None."""
     try:
         done = subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True, cwd=folder
@@ -39,7 +39,7 @@ def git_commit(folder: Path | None = None) -> str | None:
 
 
 def write_environment(folder: Path, world_size: int, details: dict[str, Any]) -> None:
-    """Write environment.json. details: further fields."""
+    """Write environment.json. details: additional fields."""
     import torch  # the other modules here do not need it
 
     environment = {

@@ -1,4 +1,4 @@
-"""The files of a run's folder: their names, and writing one so that a reader sees it whole or not at all (no torch)."""
+"""File names in a run folder, and atomic writes: readers see a file complete or not at all (no torch)."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ from cqwen_dist.config.errors import UserError
 CONFIG = "config.yaml"  # as resolved
 ENVIRONMENT = "environment.json"  # packages, machine, commit, ranks
 START = "start.json"  # the start: its kind, statistics of the data, calibration, first evaluation
-START_TENSORS = "start.safetensors"  # the abduction and the embedding at the start: what KL is measured against
+START_TENSORS = "start.safetensors"  # abduction and embedding at the start: the reference for KL
 STATUS = "status.json"
 LOCK = "lock"
-CHANGES = "changes.jsonl"  # of the config, since the run began
-ARCHIVED = "archived-"  # folders of runs that were here before (run.resume: restart)
-METRICS = "metrics.jsonl"  # one line an optimizer step
+CHANGES = "changes.jsonl"  # config changes since the run began
+ARCHIVED = "archived-"  # folders of earlier runs (run.resume: restart)
+METRICS = "metrics.jsonl"  # one line per optimizer step
 ALARMS = "alarms.jsonl"
 REPORT = "report.html"
-EVALUATIONS = "evaluations"  # what a report draws
+EVALUATIONS = "evaluations"  # data for a report's plots
 PROBE = "probe_start.safetensors"  # in `evaluations`
 CHECKPOINTS = "checkpoints"
-LATEST = "latest"  # the path of the newest checkpoint, moved after it is whole
-BEST = "best"  # beside a run: the path of its checkpoint that `cqwen fit` predicts with
-MANIFEST = "manifest.json"  # of a checkpoint, and of a feature cache
-STATE = "state.json"  # of a checkpoint
+LATEST = "latest"  # path of the newest checkpoint, updated once it is complete
+BEST = "best"  # next to a run: path of the checkpoint that `cqwen fit` uses for predictions
+MANIFEST = "manifest.json"  # in a checkpoint or a feature cache
+STATE = "state.json"  # in a checkpoint
 FEATURE_CACHE = "feature_cache"
-DIGESTS = "digests"  # of the base's files, remembered while they do not change
-STACKS = "stacks"  # of ranks that hung
+DIGESTS = "digests"  # cached digests of the base's files
+STACKS = "stacks"  # stack traces of hung ranks
 WANDB_ID = "wandb_id"
 TENSORBOARD = "tensorboard"
 SLURM = "slurm"  # scripts, logs, history
 HISTORY = "history.jsonl"  # in `slurm`: starts and ends
 
-# Error numbers of a disk that takes nothing until someone mends it, and of a file system that is not reachable.
+# errno values for a disk that someone must fix first, and for an unreachable file system.
 REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM)
 _AWAY = ("EIO", "ESTALE", "ETIMEDOUT", "ENOTCONN", "EHOSTDOWN", "EHOSTUNREACH", "EREMOTEIO")
-AWAY = tuple(getattr(errno, name) for name in _AWAY if hasattr(errno, name))  # some systems lack some
+AWAY = tuple(getattr(errno, name) for name in _AWAY if hasattr(errno, name))  # some platforms lack some of them
 
 
 def words_of_disk(error: Exception, place: Path) -> tuple[str, str, bool]:
-    """(path, message, whether the disk is not reachable) of an OSError or a SafetensorError, which has no number."""
+    """(path, message, whether the disk is unreachable) for an OSError, or a SafetensorError (which has no errno)."""
     message = getattr(error, "strerror", None) or str(error)
     return str(getattr(error, "filename", None) or place), message, getattr(error, "errno", None) in AWAY
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Yields a temporary path to write to; the file then replaces `path`, and survives a power loss.
+    """Yields a temporary path to write to. On success the file replaces `path` and survives a power loss.
 
-    Where the body raises, `path` is unchanged and the temporary file is deleted.
+    If the body raises, `path` stays unchanged and the temporary file is deleted.
     """
-    # A random name: containers on several hosts share process numbers, and any rank may write a status.
+    # A random name: containers on several hosts can have equal process ids, and any rank may write a status.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         yield partial
-        sync(partial)
+        sync(partial)  # before the rename: otherwise a power loss could leave an empty file under the final name
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -74,9 +74,9 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def appearing(out: Path, key: str) -> Iterator[Path]:
-    """Yields a temporary folder that becomes `out` at the end; it is deleted after an error.
+    """Yields a temporary folder that is renamed to `out` on success and deleted after an error.
 
-    Raises `UserError` for `key` where no folder can be made there.
+    Raises `UserError` for `key` if the folder cannot be created.
     """
     partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -94,20 +94,20 @@ def appearing(out: Path, key: str) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a small file: a reader sees either the whole old one or the whole new one, also after a power loss."""
+    """Write a small file. Readers see the complete old or new version, even after a power loss."""
     with written_whole(path) as partial, partial.open("x", encoding="utf-8") as file:
         file.write(text)
 
 
 def read_small(path: Path) -> str:
-    """A file's text. Raises OSError, also for a pipe or a folder: reading a pipe would wait for a writer."""
+    """A file's text. Raises OSError, also for a folder or a pipe: reading a pipe would wait for a writer."""
     if not path.is_file():
         raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
     return path.read_text(encoding="utf-8")
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no file or no object in it."""
+    """JSON object from a file; {} if the file is missing or contains no object."""
     try:
         found = json.loads(read_small(path))
     except (OSError, ValueError):
@@ -116,7 +116,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON lines file; skips lines that a kill cut off, yields nothing without a file."""
+    """Yield objects from a JSON lines file. Skips lines cut off by a kill; a missing file is empty."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -130,7 +130,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def file_record(path: Path) -> dict[str, Any]:
-    """Size in bytes and SHA-256 of a file."""
+    """A file's size in bytes and its SHA-256."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -139,7 +139,7 @@ def file_record(path: Path) -> dict[str, Any]:
 
 
 def known_digest(path: Path, memo: Path) -> str:
-    """SHA-256 of a file, remembered in the folder `memo` while the file's size and modification time stay."""
+    """A file's SHA-256, cached in folder `memo` until the file's size or modification time changes."""
     stat = path.stat()
     is_now = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
     entry = memo / hashlib.sha256(is_now.encode()).hexdigest()[:24]
@@ -148,7 +148,7 @@ def known_digest(path: Path, memo: Path) -> str:
         if len(known) == 64:
             return known
     found = str(file_record(path)["sha256"])
-    if time.time_ns() - stat.st_mtime_ns > 2_000_000_000:  # a file that is still being written may keep its time
+    if time.time_ns() - stat.st_mtime_ns > 2_000_000_000:  # recent writes may share one timestamp
         with suppress(OSError):
             memo.mkdir(parents=True, exist_ok=True)
             write_atomically(entry, found)
@@ -156,19 +156,19 @@ def known_digest(path: Path, memo: Path) -> str:
 
 
 def key_digest(key: dict[str, Any]) -> str:
-    """A folder name for what a key of plain values describes."""
+    """Folder name for a key: a digest of its plain values."""
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes of the disk of a folder, which may not exist yet."""
+    """Free bytes on the disk of a folder, which need not exist yet."""
     while not folder.is_dir():
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def let_read(path: Path) -> None:
-    """Give a file, or a folder's files, the folder's read rights: safetensors lets the owner alone read them."""
+    """Give files their folder's read permissions: safetensors creates files that only the owner can read."""
     files = path.rglob("*") if path.is_dir() else [path]
     for file in files:
         if file.is_file() and not file.is_symlink():
@@ -176,7 +176,7 @@ def let_read(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file's bytes, or the names in a folder, durable."""
+    """Flush a file's bytes, or a folder's entries, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

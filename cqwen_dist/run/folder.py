@@ -1,8 +1,8 @@
-"""Opening a run's folder: a new one, or one to resume, whose config may have changed only where it allows.
+"""Opens a run folder: a new one, or one to resume. On resume only some config keys may differ.
 
-Config keys of stages that are over are fixed. A stage has begun when the newest checkpoint has one of its steps. The
-current stage may get another length. Later stages may change in every key, and stages may be appended. Keys that only
-say how to compute may always change (`config.reading.RESUMABLE`).
+Keys of finished stages are fixed. A stage has begun when the newest checkpoint contains one of its steps. The current
+stage may change its length. Later stages may change every key, and stages may be appended. Keys that only affect how to
+compute may always change (`config.reading.RESUMABLE`).
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from cqwen_dist.run.files import (
 )
 from cqwen_dist.run.status import read_status
 
-BUILDS_BASE = ("model.", "data.", "train.seed")  # keys that decide what the base of model.architecture becomes
-LENGTH = ("steps", "epochs", "until")  # of a stage
+BUILDS_BASE = ("model.", "data.", "train.seed")  # keys that affect the base built from model.architecture
+LENGTH = ("steps", "epochs", "until")  # keys that set a stage's length
 Change = tuple[str, object, object]  # key, before, now
 
 
 def open_run(
     config: Config, before_writing: Callable[[], object] = lambda: None, say: Callable[[str], None] = lambda text: None
 ) -> Path:
-    """Make the run's folder, or check that it belongs to this run, and write the config into it.
+    """Create the run folder, or check that it belongs to this run, and write the config into it.
 
-    Until training starts, config keys may change freely; a base that was built from a changed key is deleted and built
-    again. before_writing: called when the folder exists and nothing in it has changed yet. say: takes notes. Raises
-    `UserError` by key where the folder belongs to another run, or cannot be written.
+    Before training starts, every config key may change. If a base was built from a changed key, it is deleted and
+    rebuilt. before_writing: called when the folder exists and is still unchanged. say: receives notes. Raises
+    `UserError` by key if the folder belongs to another run or is not writable.
     """
     folder = Path(config.run.dir)
     refuse_changes(config)
@@ -63,31 +63,31 @@ def open_run(
 
 
 def refuse_changes(config: Config) -> None:
-    """Raises `UserError` by key where the run in the folder has begun with another config; writes nothing."""
+    """Raises `UserError` by key if the run in the folder began with another config. Writes nothing."""
     folder = Path(config.run.dir)
     if not _starts_over(config) and has_begun(folder) and (changes := _changes(config)):
         _refuse_past_changes(load_config(folder / CONFIG), changes, folder)
 
 
 def is_done(config: Config) -> bool:
-    """Whether the run's status is done, it has a checkpoint, and the config asks for nothing more."""
+    """Whether the run's status is done, it has a checkpoint, and the config asks for no more steps."""
     folder = Path(config.run.dir)
     done = read_status(folder)["status"] == "done" and (folder / LATEST).is_file()
     return done and not _starts_over(config) and not _changes(config)
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether a run has begun to train in the folder; from then on its config is fixed."""
+    """Whether training has begun in the folder. From then on the config is fixed."""
     return any((folder / name).is_file() for name in (START, LATEST))
 
 
 def _starts_over(config: Config) -> bool:
-    """Whether this command begins anew. A job that SLURM requeued does not."""
+    """Whether this command restarts the run. A job requeued by SLURM does not restart it."""
     return config.run.resume == "restart" and os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
 
 
 def _changes(config: Config, begun: bool = True) -> list[Change]:
-    """What differs from the config in the run's folder; empty without one."""
+    """Differences from the config in the run folder; empty if there is none."""
     known = Path(config.run.dir) / CONFIG
     return changed_keys(load_config(known), config, begun) if known.is_file() else []
 
@@ -114,7 +114,7 @@ def _refuse_past_changes(old: Config, changes: list[Change], folder: Path) -> No
 
 
 def _progress(folder: Path) -> tuple[int, list[int]]:
-    """(step of the newest checkpoint, the last step of each stage as it knew them); (0, []) before the first one."""
+    """(newest checkpoint's step, each stage's last step as saved there); (0, []) without a checkpoint."""
     try:
         state = read_object(folder / read_small(folder / LATEST).strip() / STATE)
         return int(state["step"]), [int(stop) for stop in state["schedule"]["stops"]]
@@ -131,7 +131,7 @@ def _note_changes(folder: Path, changes: list[Change], say: Callable[[str], None
 
 
 def _archive(folder: Path, say: Callable[[str], None]) -> None:
-    """Move the folder's content into a subfolder, except a running job's logs and the lock."""
+    """Move the folder's content into a subfolder, except the lock and a running job's logs."""
     kept = (LOCK, SLURM)
     found = [path for path in folder.iterdir() if path.name not in kept and not path.name.startswith(ARCHIVED)]
     if found:

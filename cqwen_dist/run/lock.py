@@ -1,9 +1,9 @@
-"""One command per run: the folder's lock, which rank 0 holds as long as it lives (no torch).
+"""One command per run: a lock on the folder, held by rank 0 while it lives (no torch).
 
-The kernel releases a lock (`flock`) when its process ends in any way: a killed run needs no clean-up, and reused
-process numbers do no harm. But some shared file systems have such locks within one machine only, or not at all. So the
-file also names the machine that holds it, and the holder touches it every few seconds. Where the kernel cannot know, a
-file that is still touched means that a run is at work; otherwise its machine has died.
+The kernel releases a lock (`flock`) when its process ends in any way. So a killed run needs no clean-up, and reused
+process ids do no harm. But on some shared file systems such locks work only within one machine, or not at all. So the
+file also names its holder's machine, and the holder touches the file every few seconds. If the kernel cannot know, a
+file that is still touched means a running process; otherwise that machine has died.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ PATIENCE_BEATS = 4  # missed heartbeats after which another host counts as dead
 
 @contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Hold the folder's lock. Raises `UserError`, naming the holder, where another process has it."""
+    """Hold the folder's lock. Raises `UserError` naming the holder if another process has it."""
     path = run_dir / LOCK
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    known = True  # whether the kernel would report another process of this machine
+    known = True  # whether the kernel would report a holder on this machine
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -48,10 +48,10 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         if holder and not (known and holder.get("boot") == _boot()) and _is_touched(path):
             raise _refusal(run_dir, holder)
         me = {"host": platform.node(), "boot": _boot(), "pid": os.getpid(), "since": round(time.time())}
-        me["token"] = secrets.token_hex(8)  # containers often share host names and process numbers
+        me["token"] = secrets.token_hex(8)  # containers often have equal host names and process ids
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(me).encode(), 0)
-        if not known:  # another process may have written the file at the same moment
+        if not known:  # another process may have written the file at the same time
             time.sleep(BEAT_S / 5)
             if (holder := read_object(path)).get("token") != me["token"]:
                 raise _refusal(run_dir, holder)
@@ -63,13 +63,13 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         finally:
             ended.set()
             beat.join()
-            os.ftruncate(handle, 0)  # so that another host need not wait for heartbeats
+            os.ftruncate(handle, 0)  # so other hosts need not wait for heartbeats
     finally:
         os.close(handle)
 
 
 def _boot() -> str:
-    """Names this boot of this machine: its processes see each other's locks. Host names need not be unique."""
+    """Identifies this boot of this machine: its processes see each other's locks. Host names may not be unique."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -82,7 +82,7 @@ def _beat(handle: int, ended: threading.Event) -> None:
 
 
 def _is_touched(path: Path) -> bool:
-    """Whether a holder on another host still touches the file. Clocks of hosts differ, so only changes count."""
+    """Whether a holder on another host still touches the file. Host clocks differ, so only changes count."""
     before = path.stat().st_mtime_ns
     for _ in range(2 * PATIENCE_BEATS):
         time.sleep(BEAT_S / 2)

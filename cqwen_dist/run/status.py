@@ -1,4 +1,4 @@
-"""status.json: what a run is doing, for people, `cqwen status` and launchers (no torch)."""
+"""status.json: a run's state, for people, `cqwen status` and launchers (no torch)."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from typing import Any, TypedDict
 
 from cqwen_dist.run.files import STATUS, read_object, write_atomically
 
-BEAT_S = 10.0  # between two writes while only the step changes
+BEAT_S = 10.0  # seconds between writes while only the step changes
 
 
 class Status(TypedDict, total=False):
-    """The content of status.json; `status` is always in it."""
+    """Content of status.json; `status` is always present."""
 
-    status: str  # running (also after a kill) | done | paused | preempted: stopped in order | fatal: needs a fix first
+    status: str  # running (also after a kill) | done | paused | preempted (orderly stop) | fatal (needs a fix first)
     step: int
     total_steps: int | None
     stage: str | None
-    seconds: float  # of work, over all starts
-    eta_s: float | None  # left
-    checkpoint: str | None  # the newest's name
-    restarts: int  # how often the run was resumed
-    reason: str | None  # of preempted, of fatal, and of a failure that may pass (a lost rank)
-    host: str  # of rank 0, as is pid
+    seconds: float  # working time over all starts
+    eta_s: float | None  # estimated time left
+    checkpoint: str | None  # newest checkpoint's name
+    restarts: int  # number of resumptions
+    reason: str | None  # for preempted, fatal, and temporary failures (a lost rank)
+    host: str  # rank 0's host and pid
     pid: int
     updated: float  # unix time
 
 
 def write_status(run_dir: Path, status: str, **details: Any) -> None:
-    """Replace status.json, atomically."""
+    """Replace status.json atomically."""
     write_atomically(run_dir / STATUS, json.dumps({"status": status, **details, "updated": round(time.time(), 3)}))
 
 
 def read_status(run_dir: Path) -> Status:
-    """The last status written; {"status": "unknown"} without one."""
+    """The last written status; {"status": "unknown"} if there is none."""
     found: Any = read_object(run_dir / STATUS)
     return found if "status" in found else {"status": "unknown"}
 
 
 def end_status(run_dir: Path, status: str, reason: str) -> None:
-    """Write how a run that is not done ended; other fields stay. Any rank may write `fatal`, which nothing replaces."""
+    """Write how an unfinished run ended; other fields stay. Any rank may write `fatal`; no later status replaces it."""
     before = read_status(run_dir)
     if before["status"] != "fatal" or status == "fatal":
         ended: dict[str, Any] = {**before, "status": status, "reason": reason, "eta_s": None}
@@ -51,13 +51,13 @@ def end_status(run_dir: Path, status: str, reason: str) -> None:
 
 
 class RunStatus:
-    """Writes the status of the run that this process works on; does nothing unless on the main rank."""
+    """Writes this process's run status. Does nothing except on the main rank."""
 
     def __init__(self, run_dir: Path, main: bool) -> None:
         self._run_dir, self._main = run_dir, main
         before = read_status(run_dir)
         known = before["status"] != "unknown"
-        self._worked = before.get("seconds", 0.0)  # before this start
+        self._worked = before.get("seconds", 0.0)  # in earlier starts
         self._began = self._written = time.monotonic()
         self._first_step: int | None = None
         self._fields: dict[str, Any] = {
@@ -77,7 +77,7 @@ class RunStatus:
             self.write()
 
     def at(self, step: int, total_steps: int, stage: str | None, checkpoint: str | None = None) -> None:
-        """Note where the run is; the file is written every few seconds."""
+        """Note the run's position. The file is written every few seconds."""
         if not self._main:
             return
         now = time.monotonic()
@@ -92,7 +92,7 @@ class RunStatus:
             self.write()
 
     def write(self, **fields: Any) -> None:
-        """Write now, with these fields changed; a checkpoint of None keeps the last one."""
+        """Write now with these fields changed. checkpoint=None keeps the last one."""
         if not self._main:
             return
         if fields.get("checkpoint", "") is None:
