@@ -27,7 +27,7 @@ __all__ += ["evaluate", "load", "predict", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use, so that `import cqwen_dist` imports no torch."""
+    """Import a public name on first use, so that `import cqwen_dist` does not import torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from cqwen_dist import api

@@ -1,7 +1,6 @@
-"""The public functions of `from cqwen_dist import train, evaluate, predict, load`; the command line calls them too.
+"""The functions of `from cqwen_dist import train, evaluate, predict, load`; the command line calls them too.
 
-A mistake that the user can correct is a `UserError` of one line. Modules that only training needs are imported by
-`train`.
+A mistake that the user can correct is a one-line `UserError`. Only `train` imports modules for training.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Callback", "CallbackError", "Config", "Moment", "Stage", "Stopped", "TrainResult", "UserError"]
 __all__ += ["evaluate", "load", "predict", "train"]
 
-DATA = "data"  # folder inside a run's, for rows that came from memory
+DATA = "data"  # subfolder of the run folder for rows from memory
 
 
 def train(
@@ -34,17 +33,17 @@ def train(
     callbacks: Sequence[Callback] = (),
     overrides: Mapping[str, Any] | None = None,
 ) -> TrainResult:
-    """Train a run, or go on with it, as `cqwen train` does: in this process, or as one of a launcher's ranks.
+    """Train or resume a run, like `cqwen train`: in this process, or as one of a launcher's ranks.
 
-    config: a YAML file's path, a dict, or a `Config`; a dict may hold `Stage` and the other sections of
+    config: a YAML file's path, a dict, or a `Config`; a dict may contain `Stage` and other sections from
     `cqwen_dist.config`. overrides: values by dotted key, such as {"train.seed": 1}.
-    train_dataset, eval_dataset: replace data.train and data.eval: a source (a path, hf:NAME), or rows in memory: a
-    `datasets.Dataset`, a DataFrame, any iterable of records or texts. Rank 0 writes its rows to DIR/data/*.jsonl (the
-    other ranks' are ignored), so that `cqwen train DIR/config.yaml` can also go on with them.
-    callbacks: called on rank 0 only.
+    train_dataset, eval_dataset: replace data.train and data.eval with a source (a path, hf:NAME) or with rows in
+    memory: a `datasets.Dataset`, a DataFrame, any iterable of records or texts. Rank 0 writes its rows to
+    DIR/data/*.jsonl (other ranks' rows are ignored), so that `cqwen train DIR/config.yaml` can resume with them too.
+    callbacks: called only on rank 0.
 
-    Raises `UserError` for wrong input, `CallbackError` if a callback fails, and `Stopped` (no `Exception`) if a signal
-    such as Ctrl-C stopped the run: it is saved, and the same call goes on.
+    Raises `UserError` for wrong input, `CallbackError` if a callback fails, and `Stopped` (not an `Exception`) if a
+    signal such as Ctrl-C stopped the run. A stopped run is saved, and the same call resumes it.
     """
     from cqwen_dist.console import quiet_libraries
 
@@ -55,7 +54,7 @@ def train(
     named = {key: str(rows) for key, rows in given.items() if isinstance(rows, (str, Path))}
     held = {key: rows for key, rows in given.items() if rows is not None and key not in named}
     overrides = {**(overrides or {}), **named}
-    if held:  # the config with a placeholder gives the run's folder
+    if held:  # resolve the run folder first, with placeholders for the rows
         anywhere = given_config(config, {**overrides, **dict.fromkeys(held, "memory.jsonl")})
         folder = Path(anywhere.run.dir) / DATA
         overrides |= {key: str(folder / f"{key.removeprefix('data.')}.jsonl") for key in held}
@@ -87,7 +86,7 @@ def train(
 
 
 def _leave_page(folder: Path) -> None:
-    """Write the run's page, where the wing that makes it is installed."""
+    """Write the run's HTML page if its wing is installed."""
     from cqwen_dist.wings import from_wing
 
     try:
@@ -98,7 +97,7 @@ def _leave_page(folder: Path) -> None:
 
 
 def load(model: TrainResult | str | Path, device: str = "auto") -> tuple[CausalQwenForCausalLM, CausalQwenTokenizer]:
-    """Model and tokenizer of a run, a checkpoint or an exported folder, as Hugging Face's, ready to generate.
+    """Load model and tokenizer from a run, a checkpoint or an exported folder, with Hugging Face's interfaces.
 
     device: "cpu", "cuda", "cuda:1", ... or "auto". Raises `UserError`.
     """
@@ -118,11 +117,10 @@ def evaluate(
     reject_below: float | None = None,
     micro_batch_size: int = 8,
 ) -> dict[str, float]:
-    """Held-out metrics of a run, a checkpoint or an exported folder, and of its base, as `cqwen eval` prints them.
+    """Held-out metrics of a run, a checkpoint or an exported folder and its base, like `cqwen eval`.
 
-    It runs in this process: of several ranks only one should call it. data: a source, or rows as `train` takes them;
-    None: the run's own held-out texts. base: a model to compare with. label_set, reject_below: as in `Decisions`.
-    Raises `UserError`.
+    Runs in this process; with several ranks, call it on one. data: a source, or rows as for `train`; None: the run's
+    held-out texts. base: a model to compare with. label_set, reject_below: see `Decisions`. Raises `UserError`.
     """
     from cqwen_dist.training.evaluation.evaluate_checkpoint import evaluate_checkpoint
     from cqwen_dist.training.evaluation.evaluator import Decisions
@@ -159,13 +157,13 @@ def predict(
     batch_size: int = 16,
     device: str = "auto",
 ) -> list[dict[str, Any]]:
-    """Predict the next number for every row of a table, as `cqwen predict` does.
+    """Predict the next number for each row of a table, like `cqwen predict`.
 
-    Returns the rows with new columns, `predicted`, `low_50` to `high_95` and `p_num` (`generate.table.NUMBER_COLUMNS`),
-    None where the model writes no number. model: a folder, or the result of `load`. rows: a CSV, Parquet or JSONL file,
-    a DataFrame, a list of dicts. template: the prompt of a row, with columns in braces; None: the run's own, with its
-    data.empty_cell. options: choose one of these texts instead (columns `chosen`, `p OPTION`). For the others see
-    `cqwen predict --help`. Raises `UserError`; for a wrong template before the model is loaded.
+    Returns the rows with new columns `predicted`, `low_50` to `high_95` and `p_num` (`generate.table.NUMBER_COLUMNS`);
+    None if the model writes no number. model: a folder, or the result of `load`. rows: a CSV, Parquet or JSONL file, a
+    DataFrame, or a list of dicts. template: prompt for a row, with columns in braces; None: the run's prompt, with its
+    data.empty_cell. options: choose one of these texts instead (columns `chosen`, `p OPTION`). For the other arguments
+    see `cqwen predict --help`. Raises `UserError`; for a wrong template before the model is loaded.
     """
     from cqwen_dist.checkpoint.export import load_trained
     from cqwen_dist.generate.table import predict_rows, prompts_of
@@ -197,7 +195,7 @@ def predict(
 
 
 def _table_of(rows: Any, decimal_comma: bool) -> tuple[list[str], list[Any]]:
-    """(columns, rows) of what `predict` takes. A field that a record of a file lacks is None. Raises `UserError`."""
+    """Returns (columns, rows). A field missing from a file's record is None. Raises `UserError`."""
     from cqwen_dist.data.from_memory import as_rows
     from cqwen_dist.data.recipes import columns_of, records_in
 
@@ -214,7 +212,7 @@ def _table_of(rows: Any, decimal_comma: bool) -> tuple[list[str], list[Any]]:
 
 
 def _cells_of(table: list[Any], of_file: bool, learnt: bool) -> list[dict[str, str]]:
-    """The cells as text. learnt: without white space around them, as in training with data.target_field."""
+    """Cells as text. learnt: strip white space, as training does with data.target_field."""
     from cqwen_dist.data.cells import any_text
     from cqwen_dist.data.from_memory import records
 
@@ -224,7 +222,7 @@ def _cells_of(table: list[Any], of_file: bool, learnt: bool) -> list[dict[str, s
 
 
 def _learnt_template(model: Any, columns: Sequence[str]) -> tuple[str, str | None]:
-    """The run's own prompt of a row, and its text for an empty cell. Raises `UserError`."""
+    """The run's prompt for a row, and its text for empty cells. Raises `UserError`."""
     from cqwen_dist.checkpoint.export import is_exported, run_of
     from cqwen_dist.config.data import template_fields
     from cqwen_dist.generate.table import template_of
@@ -242,7 +240,7 @@ def _learnt_template(model: Any, columns: Sequence[str]) -> tuple[str, str | Non
 
 
 def _columns_learnt(data: DataConfig) -> list[str]:
-    """What {*} stood for in training, in its order. Raises `UserError` where the data are no longer there."""
+    """Columns that {*} stood for in training, in order. Raises `UserError` if the data is gone."""
     from cqwen_dist.data.recipes import RECORDS, columns_of, records_of
     from cqwen_dist.data.records import named_fields
     from cqwen_dist.data.sources import as_list

@@ -1,4 +1,4 @@
-"""What verbs share: their arguments, strict JSON, a plain console, quiet libraries."""
+"""Shared by verbs: arguments, strict JSON, a plain console, quiet libraries."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 
     from cqwen_dist.config import Config
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file (YAML).")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="key=value", help="Dotted overrides, such as stages.0.steps=3.")
+    list[str] | None, typer.Argument(metavar="key=value", help="Overrides by dotted key, such as stages.0.steps=3.")
 ]
-Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A run, checkpoint or exported folder.")]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
+Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Run, checkpoint or exported folder.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document on stdout.")]
 
 
 def load(config: Path, overrides: list[str] | None) -> Config:
-    """The config of a verb's arguments. Raises `UserError`."""
+    """Load the config from a verb's arguments. Raises `UserError`."""
     from cqwen_dist.config import load_config
 
     return load_config(config, overrides or [])
 
 
 def print_document(document: Any, as_json: bool, shown: Callable[[Any], Any]) -> None:
-    """Print a document as JSON, or as `shown` makes it for people: lines of text, or a table of rich."""
+    """Print a document as JSON, or as `shown` renders it for people: text, or a rich table."""
     if as_json:
         print_json(document)
     elif isinstance(found := shown(document), str):
@@ -42,9 +42,9 @@ def print_document(document: Any, as_json: bool, shown: Callable[[Any], Any]) ->
 
 
 def quiet_libraries() -> None:
-    """Keep transformers, datasets, DeepSpeed and tokenizers from printing over the progress line; no hub telemetry."""
+    """Silence transformers, datasets, DeepSpeed and tokenizers for the progress line; turn off hub telemetry."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # what fails there is raised too
+    os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # its failures are also raised
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     import logging
@@ -62,12 +62,12 @@ def quiet_libraries() -> None:
 
 
 def plain_console(**options: Any) -> Console:
-    """A console without markup, as names may hold square brackets."""
+    """A console without markup, because names may contain square brackets."""
     from rich.console import Console
 
     return Console(highlight=False, markup=False, emoji=False, **options)
 
 
 def print_json(document: Any) -> None:
-    """Print strict JSON, with null for numbers that are not finite."""
+    """Print strict JSON; non-finite numbers become null."""
     typer.echo(to_json(document, indent=2, inf_nan_mode="null"))

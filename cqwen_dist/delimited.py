@@ -1,4 +1,4 @@
-"""CSV: the delimiter, numbers with a decimal comma, how an empty cell is written, and writing."""
+"""CSV: delimiter, decimal commas, empty cells, and writing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
-# As pandas, R, spreadsheets and databases write it
+# Missing values as written by pandas, R, spreadsheets and databases
 MISSING = frozenset({"", "NaN", "nan", "NA", "N/A", "n/a", "#N/A", "<NA>", "None", "NULL", "null"})
 _DELIMITERS = ",;\t|"
 _QUOTED = re.compile(r'"[^"]*("|$)')
@@ -16,7 +16,7 @@ _THOUSANDS_POINTS = re.compile(r"[+-]?\d{1,3}(\.\d{3})+")
 
 
 def delimiter_of(header: str) -> str:
-    """The most frequent of comma, semicolon, tab and bar outside quotes; a comma where there is none."""
+    """Most frequent of comma, semicolon, tab and bar outside quotes; comma if there is none."""
     bare = _QUOTED.sub("", header)
     return max(_DELIMITERS, key=bare.count)
 
@@ -27,9 +27,10 @@ def has_decimal_comma(cell: str) -> bool:
 
 
 def read_cells(cells: dict[str, str], delimiter: str, decimal_comma: bool) -> tuple[dict[str, str], str | None]:
-    """A row's cells by column, and the first column that needs decimal_comma; None: no column does.
+    """A row's cells by column, and the first column that needs decimal_comma (or None).
 
-    decimal_comma: numbers such as 1.234,5 become 1234.5. Without it, cells between semicolons are searched for them.
+    decimal_comma: convert numbers such as 1.234,5 to 1234.5. Without it, cells separated by semicolons are checked for
+    such numbers.
     """
     if decimal_comma:
         return {name: _with_point(cell) for name, cell in cells.items()}, None
@@ -43,14 +44,14 @@ def _with_point(cell: str) -> str:
 
 
 def write_rows(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], out: TextIO) -> None:
-    """CSV with a header, in which no name looks like another delimiter; None is an empty cell."""
+    """Write CSV with a header. No name in it can look like another delimiter; None becomes an empty cell."""
     lines, odd = _Lines(out), {*_DELIMITERS[1:]} & {*"".join(columns)}
     csv.writer(lines, lineterminator="\r\n", quoting=csv.QUOTE_ALL if odd else csv.QUOTE_MINIMAL).writerow(columns)
     csv.DictWriter(lines, columns, lineterminator="\r\n").writerows(rows)
 
 
 class _Lines:
-    """`csv` quotes what its line end is made of: a lone carriage return, too, if that is \\r\\n; the file gets \\n."""
+    """Writes \\n line ends. `csv` gets \\r\\n, because it quotes the characters of its line end: lone \\r, too."""
 
     def __init__(self, out: TextIO) -> None:
         self.out = out

@@ -1,6 +1,6 @@
-"""What the core takes from its two wings, `tools` and `tables`: each named here as text, and imported when it is used.
+"""Names, as text, what the core uses from its two wings, `tools` and `tables`. Each is imported on first use.
 
-No module of the core imports a wing (tests/test_architecture.py), so the core can be read and changed without them.
+No core module imports a wing (tests/test_architecture.py), so the core can be read and changed without them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PLACES = {
 
 
 def from_wing(name: str) -> Any:
-    """The object at a place of `PLACES`. Raises `UserError` where its wing is not installed."""
+    """The object named in `PLACES`. Raises `UserError` if its wing is not installed."""
     module, _, attribute = f"{__package__}.{PLACES[name]}".partition(":")
     try:
         return getattr(import_module(module), attribute)

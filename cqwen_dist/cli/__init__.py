@@ -1,7 +1,7 @@
-"""The command `cqwen`: a function for each verb, a module for each family of verbs, heavy imports inside the verbs.
+"""The command `cqwen`: a function per verb, a module per family of verbs, with heavy imports inside the functions.
 
-Exit codes: 0 done (also when the run was done before), 2 the user's input is wrong (one line with what was found and
-what is allowed), 74 a file system does not answer, 1 another failure, 75 stopped in order and can be resumed.
+Exit codes: 0 done (also if the run was already done), 2 wrong user input (one line with what was found and what is
+allowed), 74 a file system does not answer, 75 stopped in order and can resume, 1 any other failure.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ app = typer.Typer(
     help="Distributed LoRA fine-tuning of CausalQwen: language models that read and write numbers as numbers.",
 )
 BEFORE, TRAIN, LOOK, USE, MEASURE = "Before a run", "Train", "Look at a run", "Use a model", "Measure"
-# A verb is a function, or the name of one that a wing brings (`wings.PLACES`).
+# A verb is a function, or the name of a wing's function (`wings.PLACES`).
 VERBS: dict[str, tuple[Callable[..., None] | str, ...]] = {
     BEFORE: (before.init, "plan", before.prepare, "doctor", "accept"),
     TRAIN: ("quickstart", "fit", runs.train, runs.launch, runs.submit),
@@ -49,7 +49,7 @@ GROUPS: dict[str, tuple[str, str, tuple[Callable[..., None] | str, ...]]] = {
 
 
 def _add(to: typer.Typer, verb: Callable[..., None] | str, panel: str | None = None, group: str = "") -> None:
-    """Add a verb. If the wing that brings it is not installed, add one that says so, whatever its arguments."""
+    """Add a verb. If its wing is not installed, add one that reports this for any arguments."""
     if callable(verb):
         name = "eval" if verb is look.evaluate else verb.__name__.removeprefix(f"{group}_")
         to.command(name, rich_help_panel=panel)(verb)
@@ -89,7 +89,7 @@ def _version(asked: bool) -> None:
 def options(
     version: Annotated[bool, typer.Option("--version", help="Print it.", callback=_version, is_eager=True)] = False,
 ) -> None:
-    """Options of `cqwen` itself, before the verb."""
+    """Options for `cqwen` itself, before the verb."""
 
 
 def main() -> None:
@@ -105,7 +105,7 @@ def main() -> None:
             raise
         rank = os.environ.get("RANK", "0")
         if rank != "0":
-            # A launcher ends all ranks when one exits, so rank 0 has to report first. If only this rank fails, it
+            # A launcher kills all ranks when one exits, so rank 0 must report first. If only this rank fails, it
             # reports after the wait.
             time.sleep(OTHER_RANKS_WAIT_S)
         typer.echo(f"error: {error}" if rank == "0" else f"error: rank {rank}: {error}", err=True)
@@ -117,11 +117,11 @@ def main() -> None:
     except typer.Abort:
         sys.exit(1)
     finally:
-        outlive()  # Python flushes once more at its exit; errors have been reported
+        outlive()  # Python flushes again at exit, after errors were reported
 
 
 def refused_by_system(error: OSError) -> UserError | None:
-    """The user's error if the operating system refused access to a file or folder; else None."""
+    """`UserError` if the operating system denied access to a file or folder; else None."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return UserError("ulimit -n", Said(error.strerror), "as many open files as a run needs: 1024 or more")
     if error.filename is None or error.errno not in SYSTEM:
@@ -131,7 +131,7 @@ def refused_by_system(error: OSError) -> UserError | None:
 
 
 def _usage(error: Exception) -> str:
-    """A mistake in verbs or options as one line; empty for a bare `cqwen` or `cqwen config`, which showed its help."""
+    """One line for a mistake in verbs or options. Empty for a bare `cqwen` or `cqwen config`: help was printed."""
     message = error.format_message()  # type: ignore[attr-defined]
     if not message:
         return ""

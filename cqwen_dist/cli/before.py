@@ -1,4 +1,4 @@
-"""The verbs before a run: init, config, prepare. Heavy imports inside, so that --help is instant."""
+"""Verbs before a run: init, config, prepare. Heavy imports are inside, so that --help is instant."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import writing
 from cqwen_dist.console import AsJson, ConfigFile, Overrides, load, quiet_libraries
 
-_PER_TOKEN = 3  # characters, at least, so that sequences hold nearly all texts
-_HIDDEN = 896  # of the default base; the rate of W_loc, a dense map, goes by it
+_PER_TOKEN = 3  # characters per token, a low estimate so that nearly all texts fit
+_HIDDEN = 896  # hidden size of the default base; the learning rate of W_loc, a dense map, depends on it
 _CONFIG = """\
 # Made by `cqwen init`: {name}.
 # Keys that are not here have defaults: cqwen config schema --basic
@@ -52,8 +52,8 @@ run:
 def init(
     data: Annotated[str, typer.Option(help="Texts, chats or a table: .jsonl, .json, .csv, .parquet, .txt, a folder.")],
     base: Annotated[str, typer.Option(help="A model's folder or hub name.")] = "Qwen/Qwen2.5-0.5B",
-    target: Annotated[str | None, typer.Option(help="A table's column whose number is to be written.")] = None,
-    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("run.yaml"),
+    target: Annotated[str | None, typer.Option(help="Table column whose number the model learns to write.")] = None,
+    out: Annotated[Path, typer.Option(help="Config file to write.")] = Path("run.yaml"),
 ) -> None:
     """Look at your data, write a commented config for it, and check both."""
     from cqwen_dist.config import load_config
@@ -106,16 +106,16 @@ def _config(data: str, base: str, recipe: Any, out: Path) -> str:
 
 
 def config_validate(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Check a config and print it as resolved."""
+    """Check a config and print it with all defaults."""
     typer.echo(load(config, overrides).to_yaml(), nl=False)
     typer.echo(f"{config}: valid", err=True)
 
 
 def config_schema(
     basic: Annotated[bool, typer.Option("--basic", help="Only the keys that most runs set.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Tables in Markdown instead.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown tables instead.")] = False,
 ) -> None:
-    """JSON Schema of a config file, so that editors complete keys."""
+    """JSON Schema of a config file, for completion in editors."""
     from cqwen_dist.config import json_schema
 
     schema = json_schema(basic)
@@ -132,11 +132,11 @@ def prepare(
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: data.workers, or all cores.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenise the data once, in parallel, for all runs on it, and print what it contains.
+    """Tokenise the data once, in parallel, for every run that uses it, and print its statistics.
 
-    The folder (under data.cache_dir) is named by what is in the sources, the
-    tokenizer and the config, so nothing is done twice. A run finds it by itself
-    where data.cache_dir is given or the files are large.
+    The folder (under data.cache_dir) is named by a digest of the sources, the
+    tokenizer and the config, so no work is repeated. Runs find it automatically
+    if data.cache_dir is set or the files are large.
     """
     checked = load(config, overrides)
     quiet_libraries()

@@ -1,4 +1,4 @@
-"""The verbs that look at a run: status, eval, checkpoint. Heavy imports inside, so that --help is instant."""
+"""Verbs that inspect a run: status, eval, checkpoint. Heavy imports are inside, so that --help is instant."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from cqwen_dist.console import AsJson, Checkpoint, Run, print_document, quiet_li
 
 def evaluate(
     checkpoint: Checkpoint,
-    data: Annotated[str, typer.Option(help="JSONL file or bundled:NAME; default: the run's own held-out data.")] = "",
-    base: Annotated[str, typer.Option(help="Base model to compare with; default: the run's own.")] = "",
-    label_set: Annotated[float | None, typer.Option(help="Also sets of words: all whose P is above this.")] = None,
-    reject_below: Annotated[float | None, typer.Option(help="Also 'I don't know' where no P reaches this.")] = None,
-    micro_batch_size: Annotated[int, typer.Option(help="Texts in a batch.", min=1)] = 8,
+    data: Annotated[str, typer.Option(help="JSONL file or bundled:NAME; default: the run's held-out data.")] = "",
+    base: Annotated[str, typer.Option(help="Base model to compare with; default: the run's base.")] = "",
+    label_set: Annotated[float | None, typer.Option(help="Also evaluate word sets: words with P above this.")] = None,
+    reject_below: Annotated[float | None, typer.Option(help="Also evaluate rejecting if all P are below this.")] = None,
+    micro_batch_size: Annotated[int, typer.Option(help="Texts per batch.", min=1)] = 8,
     as_json: AsJson = False,
 ) -> None:
-    """Held-out metrics of a trained model and of its base model, by deterministic inference."""
+    """Held-out metrics of a trained model and its base model, with deterministic inference."""
     quiet_libraries()
     from cqwen_dist.api import evaluate as run
 
@@ -39,14 +39,14 @@ def status(
     run: Annotated[str, typer.Argument(metavar="RUN|JOB", help="A run's folder, or the id of a SLURM job.")],
     as_json: AsJson = False,
 ) -> None:
-    """What a run is doing: step, time to go, last checkpoint, restarts and why."""
+    """Show a run's step, time left, last checkpoint, restarts and their reasons."""
     from cqwen_dist.cluster.run_status import lines, look
 
     print_document(look(run), as_json, lambda document: "\n".join(lines(document)))
 
 
 def checkpoint_list(run: Run) -> None:
-    """List the checkpoints of a run, oldest first."""
+    """List a run's checkpoints, oldest first."""
     from cqwen_dist.checkpoint.manifest import describe, list_checkpoints
     from cqwen_dist.run.files import CONFIG
 
@@ -60,7 +60,7 @@ def checkpoint_list(run: Run) -> None:
 
 
 def checkpoint_verify(path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint or run.")]) -> None:
-    """Compare every file with the manifest's size and checksum; for a run, in every checkpoint."""
+    """Check every file against the manifest's size and checksum; for a run, in every checkpoint."""
     from cqwen_dist.checkpoint.manifest import damaged, list_checkpoints, resolve_checkpoint, verify
 
     found = {folder: verify(folder) for folder in list_checkpoints(path) or [resolve_checkpoint(path)[1]]}

@@ -1,4 +1,4 @@
-"""`cqwen prepare`: prepare the data, and show what it contains as a table and two plots."""
+"""`cqwen prepare`: prepares the data and shows its content as a table and two plots."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 
 SUMMARY = "summary.json"
 PLOT = "summary.svg"
-_TARGETS = ("median", "iqr_half")  # None where no number is a target
-BAR = 40  # characters of the longest bar
-SHOWN = 300  # tokens of the first text
+_TARGETS = ("median", "iqr_half")  # None without targets
+BAR = 40  # length of the longest bar in characters
+SHOWN = 300  # tokens shown from the first text
 
 
 def prepare_and_show(config: Config, workers: int | None, as_json: bool) -> None:
@@ -54,7 +54,7 @@ def prepare_and_show(config: Config, workers: int | None, as_json: bool) -> None
 
 
 def summary(datasets: Datasets, sequence_length: int) -> dict[str, Any]:
-    """Counts, shares, median and IQR/2 of the targets, and two histograms. JSON-ready."""
+    """Counts, shares, median and IQR/2 of the targets, and two histograms, as JSON types."""
     parts = {"train": datasets.train, **({"eval": datasets.eval} if datasets.eval is not None else {})}
     return {
         "sequence_length": sequence_length,
@@ -64,7 +64,7 @@ def summary(datasets: Datasets, sequence_length: int) -> dict[str, Any]:
 
 
 def as_read(document: Document, tokenizer: NumericalAwareTokenizer) -> str:
-    """The first tokens as the model reads them: a number as `<NUM 12.5>`, what is learnt between [[ and ]]."""
+    """The first tokens as the model reads them: numbers as `<NUM 12.5>`, learnt text between [[ and ]]."""
     ids, values, text = document.ids[:SHOWN].tolist(), document.values[:SHOWN].tolist(), ""
     learnt = [True] * len(ids) if document.learnt is None else document.learnt[:SHOWN].tolist()
     for own, places in groupby(range(len(ids)), key=learnt.__getitem__):
@@ -95,7 +95,7 @@ def _of(dataset: TextDataset, sequence_length: int) -> dict[str, Any]:
 
 
 def _lengths(lengths: np.ndarray) -> list[tuple[str, int]]:
-    """Histogram of texts by their number of tokens, in powers of 2."""
+    """Histogram of text lengths in tokens, by powers of 2."""
     powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
     counts = np.bincount(powers)
     first = int(np.flatnonzero(counts)[0]) if counts.any() else 0
@@ -104,7 +104,7 @@ def _lengths(lengths: np.ndarray) -> list[tuple[str, int]]:
 
 def _sizes(dataset: TextDataset) -> list[tuple[str, int]]:
     """Histogram of all numbers by sign and power of 10, from the most negative to the largest."""
-    low, high = -6, 12  # smaller and larger numbers fall into the outermost bins
+    low, high = -6, 12  # numbers beyond these go into the outermost bins
     width = high - low + 1
     counts = np.zeros(2 * width + 1, np.int64)  # negative, zero, positive
     for part in dataset.number_parts(targets=False):
@@ -119,7 +119,7 @@ def _sizes(dataset: TextDataset) -> list[tuple[str, int]]:
 
 
 def drawn(found: dict[str, Any]) -> RenderableType:
-    """The summary as a table and bars."""
+    """Render the summary as a table and bars."""
     names = [name for name in ("train", "eval") if name in found]
     table = Table("", *(Column(name, justify="right") for name in names), box=None, pad_edge=False)
     parts = [
@@ -155,7 +155,7 @@ def drawn(found: dict[str, Any]) -> RenderableType:
         "numbers, by power of ten",
         _bars(train["number_sizes"]) if train["number_sizes"] else "none",
         "",
-        "the first text as it is read: numbers as <NUM value>, what is learnt between [[ and ]]",
+        "the first text as the model reads it: numbers as <NUM value>, learnt text between [[ and ]]",
         Text("".join(f"    {line}\n" for line in found["first_text"].split("\n"))),
     )
 
@@ -172,7 +172,7 @@ def _bars(counts: list[tuple[str, int]]) -> RenderableType:
 
 
 class _ProgressLine(Progress):
-    """Progress on stderr: a live line on a terminal, a line every half minute elsewhere."""
+    """Progress on stderr: a live line on a terminal, otherwise a line every half minute."""
 
     def __init__(self) -> None:
         super().__init__(TextColumn("{task.description}"), TimeElapsedColumn(), disable=not sys.stderr.isatty())

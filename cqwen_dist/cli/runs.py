@@ -1,4 +1,4 @@
-"""The verbs that train: here, on ranks, on a cluster. Heavy imports inside, so that --help is instant."""
+"""Verbs that train: here, on several ranks, on a cluster. Heavy imports are inside, so that --help is instant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEAST_FILES = 256
 
 
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Train: as one of a launcher's ranks, or without a launcher in a single process. A stopped run goes on."""
+    """Train in this process, or as one of a launcher's ranks. Resumes a stopped run."""
     from cqwen_dist.parallel.launcher import end_with_launcher
 
     outlive()
@@ -31,7 +31,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 
     try:
         run(checked)
-    except Stopped:  # a launcher takes any code but 0 for a failure; status.json has `preempted`
+    except Stopped:  # a launcher treats any code except 0 as a failure; status.json has `preempted`
         raise typer.Exit(0 if launched(os.environ) else 75) from None
 
 
@@ -39,12 +39,12 @@ def launch(
     config: ConfigFile,
     overrides: Overrides = None,
     ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 1,
-    hostfile: Annotated[Path | None, typer.Option(help="Lines `host slots=N`: use these hosts, over ssh.")] = None,
-    env_file: Annotated[Path | None, typer.Option(help="NAME=VALUE lines for the hosts' ranks.")] = None,
-    blind: Annotated[bool, typer.Option("--no-preflight", help="Do not examine the hosts first.")] = False,
-    dry: Annotated[bool, typer.Option("--dry-run", help="Print command and configurations, start nothing.")] = False,
+    hostfile: Annotated[Path | None, typer.Option(help="Lines `host slots=N`: train on these hosts over ssh.")] = None,
+    env_file: Annotated[Path | None, typer.Option(help="File with NAME=VALUE lines for the hosts' ranks.")] = None,
+    blind: Annotated[bool, typer.Option("--no-preflight", help="Skip the check of the hosts.")] = False,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Print command and configs; start nothing.")] = False,
 ) -> None:
-    """Train on several ranks of this machine, or of the hosts of a hostfile, under the `deepspeed` launcher."""
+    """Train on several ranks on this machine, or on a hostfile's hosts, with the `deepspeed` launcher."""
     if dry:
         from cqwen_dist.cluster.launch import dry_run
 
@@ -56,7 +56,7 @@ def launch(
 
 
 def start_ranks(config: Path, overrides: list[str], ranks: int, **options: Any) -> int:
-    """Train on several ranks; returns the exit code. options: those of `cluster.launch.launch`."""
+    """Train on several ranks; returns the exit code. options: see `cluster.launch.launch`."""
     from cqwen_dist.cluster.launch import launch as run
 
     outlive()
@@ -67,28 +67,28 @@ def start_ranks(config: Path, overrides: list[str], ranks: int, **options: Any) 
 def submit(
     config: ConfigFile,
     overrides: Overrides = None,
-    nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs, and so ranks, on each machine; 0: CPU ranks.")] = 0,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks on a machine; default: its GPUs, or one.")] = None,
-    stage: Annotated[list[str] | None, typer.Option(help="A stage's own job, such as heads:nodes=1,time=60.")] = None,
+    nodes: Annotated[int, typer.Option(help="Number of machines.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs (and ranks) per machine; 0: CPU ranks.")] = 0,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks per machine; default: one per GPU, or 1.")] = None,
+    stage: Annotated[list[str] | None, typer.Option(help="Separate job for a stage: heads:nodes=1,time=60.")] = None,
     partition: Annotated[str | None, typer.Option(help="Partition; default: the cluster's default.")] = None,
-    account: Annotated[str | None, typer.Option(help="Account that the job is charged to.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account to charge.")] = None,
     qos: Annotated[str | None, typer.Option(help="Quality of service.")] = None,
-    constraint: Annotated[str | None, typer.Option(help="Features that the nodes must have.")] = None,
-    exclude: Annotated[str | None, typer.Option(help="Nodes not to use.")] = None,
+    constraint: Annotated[str | None, typer.Option(help="Required node features.")] = None,
+    exclude: Annotated[str | None, typer.Option(help="Nodes to exclude.")] = None,
     limit: Annotated[str | None, typer.Option("--time", help="Time limit: 90 (minutes) or 1-12:00:00.")] = None,
-    sbatch: Annotated[list[str] | None, typer.Option(help="A further option of sbatch, such as --mem=0.")] = None,
-    setup: Annotated[list[str] | None, typer.Option(help="A line of bash to run first, as module load.")] = None,
+    sbatch: Annotated[list[str] | None, typer.Option(help="Another sbatch option, such as --mem=0.")] = None,
+    setup: Annotated[list[str] | None, typer.Option(help="Bash line to run first, such as module load.")] = None,
     venv: Annotated[str | None, typer.Option(help="Virtual environment to activate; default: this Python.")] = None,
     container: Annotated[str | None, typer.Option(help="Container image for Python.")] = None,
     container_command: Annotated[str, typer.Option(help="Command that runs Python in it.")] = "apptainer exec --nv",
-    name: Annotated[str | None, typer.Option(help="Name of the job; default: cqwen- and the run's folder.")] = None,
-    warn_s: Annotated[int, typer.Option(help="Stop in order this many seconds before the time limit.")] = 180,
-    max_restarts: Annotated[int, typer.Option(help="Requeues in a row without a new checkpoint.")] = 5,
-    blind: Annotated[bool, typer.Option("--no-preflight", help="Do not examine the nodes first.")] = False,
+    name: Annotated[str | None, typer.Option(help="Job name; default: cqwen- and the run folder's name.")] = None,
+    warn_s: Annotated[int, typer.Option(help="Seconds before the time limit to save and stop.")] = 180,
+    max_restarts: Annotated[int, typer.Option(help="Consecutive requeues without a new checkpoint.")] = 5,
+    blind: Annotated[bool, typer.Option("--no-preflight", help="Skip the check of the nodes.")] = False,
     dry: Annotated[bool, typer.Option("--dry-run", help="Print the script; submit and write nothing.")] = False,
 ) -> None:
-    """Queue the run on SLURM: render a script, let SLURM check it, submit, say how to follow, stop and resume."""
+    """Queue the run on SLURM: render a script, let SLURM check it, submit; print how to follow, stop and resume."""
     from cqwen_dist.cluster.slurm import Resources, advice, check_jobs, plan_jobs, render, submit_jobs, waits_for
 
     asked = Resources(
@@ -110,7 +110,7 @@ def submit(
 
 
 def _open_enough_files() -> None:
-    """Raise the limit of open files as far as allowed. Raises `UserError` if it stays too low for ranks to connect."""
+    """Raise the open-file limit as far as allowed. Raises `UserError` if it stays too low for ranks to connect."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return

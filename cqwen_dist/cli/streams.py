@@ -1,4 +1,4 @@
-"""stdout and stderr of a command: a full disk is a one-line error, and a closed console does not end a training."""
+"""stdout and stderr: a full disk is a one-line error, and a closed console does not end training."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from cqwen_dist.config.errors import Said
 
 
 class Stream(io.TextIOWrapper):
-    """stdout or stderr. Output that cannot be written is lost; the verb decides whether that is an error."""
+    """stdout or stderr. Output that cannot be written is dropped; the verb decides whether that is an error."""
 
-    outlived = False  # True: lost output is no error
+    outlived = False  # True: dropped output is not an error
     _error: OSError | None = None
 
     def write(self, text: str) -> int:
@@ -35,7 +35,7 @@ class Stream(io.TextIOWrapper):
         self._refuse()
 
     def _lose(self, error: OSError) -> None:
-        """Send the buffer and all later output to /dev/null, since Python flushes once more at its exit."""
+        """Redirect the buffer and all later output to /dev/null, because Python flushes again at exit."""
         self._error = error
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())
@@ -44,13 +44,13 @@ class Stream(io.TextIOWrapper):
     def _refuse(self) -> None:
         if self._error is None or self.outlived:
             return
-        if self._error.errno == errno.EPIPE:  # the reader has closed the pipe, as in `| head`
+        if self._error.errno == errno.EPIPE:  # the reader closed the pipe, as in `| head`
             raise SystemExit(1)
         raise UserError("output", Said(self._error.strerror or str(self._error)), "a place that can be written")
 
 
 def guard() -> None:
-    """Replace this process's stdout and stderr by a `Stream` each."""
+    """Replace this process's stdout and stderr with `Stream`s."""
     for name in ("stdout", "stderr"):
         stream: Any = getattr(sys, name)
         if type(stream) is io.TextIOWrapper:
@@ -60,7 +60,7 @@ def guard() -> None:
 
 
 def outlive() -> None:
-    """From here on lost output is no error: a run goes on after its terminal was closed, or in `| head`."""
+    """From now on dropped output is no error: a run continues after its terminal closes, and in `| head`."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, Stream):
             stream.outlived = True

@@ -1,4 +1,4 @@
-"""The verbs that use a trained model: generate, predict, export. Heavy imports inside, so that --help is instant."""
+"""Verbs that use a trained model: generate, predict, export. Heavy imports are inside, so that --help is instant."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from cqwen_dist.console import AsJson, Checkpoint, print_document, print_json, q
 if TYPE_CHECKING:
     from cqwen_dist.generate.continuation import Individual, Written
 
-Device = Annotated[str, typer.Option(help="cpu, cuda:N, or auto: all GPUs; an exported folder is spread over them.")]
-DigitsOption = Annotated[str, typer.Option(help="Significant digits of a number: auto (what its uncertainty leaves).")]
+Device = Annotated[str, typer.Option(help="cpu, cuda:N, or auto (a GPU; an exported folder uses all GPUs).")]
+DigitsOption = Annotated[str, typer.Option(help="Significant digits: 1 to 17, or auto (by the number's uncertainty).")]
 Mode = Annotated[str, typer.Option(help="standard, compatible, ovr, causal, individual, noise or sample.")]
 
 
 def generate(
     checkpoint: Checkpoint,
-    prompt: Annotated[list[str], typer.Option(help="Text to continue; give it several times for a batch.")],
-    chat: Annotated[bool, typer.Option("--chat", help="A prompt is a user's message: fill the chat template.")] = False,
+    prompt: Annotated[list[str], typer.Option(help="Text to continue; repeat the option for a batch.")],
+    chat: Annotated[bool, typer.Option("--chat", help="Use the chat template: prompts are user messages.")] = False,
     mode: Mode = "standard",
-    max_new_tokens: Annotated[int, typer.Option(help="The most tokens to write.")] = 64,
-    seed: Annotated[int | None, typer.Option(help="Seed for the modes that draw.")] = None,
-    individuals: Annotated[int | None, typer.Option(help="Individuals under which every prompt is continued.")] = None,
-    noises: Annotated[int | None, typer.Option(help="Noises under which every prompt is continued.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens.")] = 64,
+    seed: Annotated[int | None, typer.Option(help="Seed for modes with random draws.")] = None,
+    individuals: Annotated[int | None, typer.Option(help="Continue each prompt under this many individuals.")] = None,
+    noises: Annotated[int | None, typer.Option(help="Continue each prompt under this many noises.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="Divides compatible's logits; multiplies the scales of the modes that draw.")
+        float | None, typer.Option(help="Divides logits in mode compatible; multiplies scales in random modes.")
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="For compatible.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="For compatible.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Only in mode compatible.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Only in mode compatible.")] = None,
     decode_rule: Annotated[str | None, typer.Option(help="Rank words by ovr (P) or loc (loc_S).")] = None,
     digits: DigitsOption = "auto",
-    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; may be repeated.")] = None,
     cache_implementation: Annotated[
-        str | None, typer.Option(help="dynamic, or static: steps of fixed shapes, compiled on CUDA; for many tokens.")
+        str | None, typer.Option(help="dynamic, or static: fixed shapes, compiled on CUDA; pays for many tokens.")
     ] = None,
-    stream: Annotated[bool, typer.Option("--stream", help="Print the text as it is written (one prompt).")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the text while generating (one prompt).")] = False,
     device: Device = "auto",
-    plot: Annotated[Path | None, typer.Option(help="With --individuals or --noises: first numbers as SVG.")] = None,
-    above: Annotated[float | None, typer.Option(help="Write no text; list the words whose P is above this.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="With --individuals or --noises: SVG of first numbers.")] = None,
+    above: Annotated[float | None, typer.Option(help="Generate no text; list words with P above this.")] = None,
     decision_threshold: Annotated[
-        float | None, typer.Option(help="With --above: one C in place of the words'.")
+        float | None, typer.Option(help="With --above: one threshold C for all words.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue prompts; numbers come with 50, 90 and 95 % intervals (--json: a record of every token)."""
+    """Continue prompts. Numbers have 50, 90 and 95 % intervals (--json: a record per token)."""
     kind, drawn = _drawn(individuals, noises, plot, prompt)
     if decision_threshold is not None and above is None:
         raise UserError("--decision-threshold", decision_threshold, "with --above")
@@ -83,7 +83,7 @@ def generate(
 
 
 def _check_together(mode: str, kind: str, drawn: bool, above: float | None, alone: bool, several: bool) -> None:
-    """Refuse options that would have no effect beside others. alone: --stream; several: prompts, or --json."""
+    """Reject options that would have no effect in combination. alone: --stream; several: prompts, or --json."""
     if above is not None and (alone or drawn or mode != "standard"):
         raise UserError("--above", above, "in mode standard, without --stream, --individuals and --noises")
     if alone and (drawn or several):
@@ -95,7 +95,7 @@ def _check_together(mode: str, kind: str, drawn: bool, above: float | None, alon
 def _drawn(
     individuals: int | None, noises: int | None, plot: Path | None, prompts: list[str]
 ) -> tuple[str, int | None]:
-    """The mode of --individuals or --noises, and their number; None without either."""
+    """Mode and count from --individuals or --noises; count None without either."""
     drawn = noises if individuals is None else individuals
     if (individuals is not None and noises is not None) or (drawn is not None and drawn < 1):
         raise UserError("--individuals", individuals, "1 or more, and not together with --noises")
@@ -132,7 +132,7 @@ def _print_counterfactuals(written: list[Written], mode: str, plot: Path | None,
     for i, w in enumerate(written, 1):
         first = w.numbers[0] if w.numbers else None
         value, low, high = (math.nan,) * 3 if first is None else (first.value, *first.intervals["0.9"])
-        interval = f"{low:.4g} to {high:.4g}" if high > low else ""  # the number of one individual has none
+        interval = f"{low:.4g} to {high:.4g}" if high > low else ""  # a single individual's number has no interval
         table.add_row(str(i), w.text, "" if first is None else f"{first.written:g}", interval)
         marks.append(Mark(f"{mode} {i}", value, low, high))
     if plot is not None:
@@ -164,7 +164,7 @@ def _print_treatments(found: list[Individual], prompts: list[str], mode: str, as
 def _words_above(
     model: Any, tokenizer: Any, prompts: list[str], above: float, decision_threshold: float | None
 ) -> dict[str, Any]:
-    """The document of --above: every word whose P is above it, after each prompt."""
+    """The document for --above: every word with P above it, for each prompt."""
     from cqwen_dist.generate.continuation import padded
     from cqwen_dist.generate.decisions import multi_label
 
@@ -186,24 +186,24 @@ def _lines_of_words(document: dict[str, Any]) -> str:
 
 def predict(
     checkpoint: Checkpoint,
-    table: Annotated[Path, typer.Argument(metavar="FILE", help="A table: .csv, .tsv, .parquet or .jsonl.")],
-    template: Annotated[str | None, typer.Option(help="A row's prompt, 'age {age}: was'; default: the run's.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The CSV to write; default: stdout.")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="Choose one of these texts, no number; repeat it.")] = None,
-    reject_below: Annotated[float, typer.Option(help="With --option: choose none if the best P is below.")] = 0.0,
+    table: Annotated[Path, typer.Argument(metavar="FILE", help="Table: .csv, .tsv, .parquet or .jsonl.")],
+    template: Annotated[str | None, typer.Option(help="Prompt per row, 'age {age}: was'; default: the run's.")] = None,
+    out: Annotated[Path | None, typer.Option(help="CSV file to write; default: stdout.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="Choose one of these texts instead; repeatable.")] = None,
+    reject_below: Annotated[float, typer.Option(help="With --option: choose none if every P is below this.")] = 0.0,
     digits: DigitsOption = "auto",
     within: Annotated[
         int | None,
         typer.Option(
-            min=0, help="The number is among so many tokens; 0: it is next. Default: 8, or 0 without --template."
+            min=0, help="Search this many tokens for the number; 0: it comes next. Default: 8, or 0 without --template."
         ),
     ] = None,
-    empty: Annotated[str | None, typer.Option(help="Text for an empty cell, as data.empty_cell in training.")] = None,
-    decimal_comma: Annotated[bool, typer.Option("--decimal-comma", help="Read 1.234,5 in a cell as 1234.5.")] = False,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows in a batch.")] = 16,
+    empty: Annotated[str | None, typer.Option(help="Text for an empty cell, like data.empty_cell in training.")] = None,
+    decimal_comma: Annotated[bool, typer.Option("--decimal-comma", help="Read 1.234,5 as 1234.5.")] = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 16,
     device: Device = "auto",
 ) -> None:
-    """Predict the number that comes next for every row of a table, with intervals, as CSV; or choose among texts."""
+    """Predict the next number for each row of a table, with intervals, as CSV; or choose among texts."""
     chosen_digits = _digits(digits)
     if out is not None and out.exists():
         raise UserError("--out", str(out), "a file that does not exist yet")
@@ -235,16 +235,16 @@ def predict(
 
 def export(
     checkpoint: Checkpoint,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that does not exist yet, or is empty.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New or empty folder.")],
     merge: Annotated[bool, typer.Option("--merge", help="Fold the adapters into the backbone.")] = False,
-    dtype: Annotated[str, typer.Option(help="fp32 or bf16, of the backbone; default: as trained. Heads: fp32.")] = "",
+    dtype: Annotated[str, typer.Option(help="Backbone dtype, fp32 or bf16; default: as trained. Heads: fp32.")] = "",
     as_base: Annotated[
-        bool, typer.Option("--as-base", "--as-qwen2", help="A plain model of the base's kind; its logits are loc_S.")
+        bool, typer.Option("--as-base", "--as-qwen2", help="Write a plain model of the base's class: logits are loc_S.")
     ] = False,
-    drop_bias: Annotated[bool, typer.Option("--drop-bias", help="With --as-base: leave out the bias.")] = False,
-    shard_size: Annotated[str, typer.Option(help="The most bytes of one file, such as 5GB.")] = "5GB",
+    drop_bias: Annotated[bool, typer.Option("--drop-bias", help="With --as-base: omit the bias.")] = False,
+    shard_size: Annotated[str, typer.Option(help="Maximum file size, such as 5GB.")] = "5GB",
 ) -> None:
-    """Write a folder that from_pretrained loads, with a model card; it is verified before it appears."""
+    """Write a folder for from_pretrained, with a model card. The folder is verified before it appears."""
     if drop_bias and not as_base:
         raise UserError("--drop-bias", True, "with --as-base")
     quiet_libraries()

@@ -21,14 +21,14 @@ def fit(
     text_columns: Annotated[list[str] | None, typer.Option(help="Read these columns alone; repeat it.")] = None,
     template: Annotated[str | None, typer.Option(help="The prompt of a row, columns in braces; default: all.")] = None,
     test_fraction: Annotated[float, typer.Option(help="Share of the rows to judge by.")] = 0.2,
-    split: Annotated[str | None, typer.Option(help="FILE.json[#N] with the test rows' numbers from 0 instead.")] = None,
+    split: Annotated[str | None, typer.Option(help="JSON file of 0-based test-row indices: FILE.json[#N].")] = None,
     test_rows: Annotated[int | None, typer.Option(min=2, help="Judge by so many of them at most, drawn.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the split and of training.")] = 0,
     minutes: Annotated[float, typer.Option(help="About how long it may take on this machine.")] = 20.0,
     out: Annotated[Path | None, typer.Option(help="Folder to write; default: fits/FILE-TARGET.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict a column of a table from all others, text and numbers: train, judge, compare with what is usual."""
+    """Predict a table column from all others, text and numbers: train, evaluate, compare with standard baselines."""
     if not 0 < test_fraction < 0.9:
         raise UserError("--test-fraction", test_fraction, "a share above 0 and below 0.9")
     if not minutes > 0:

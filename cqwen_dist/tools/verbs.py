@@ -114,7 +114,7 @@ def accept(
     folder: Annotated[Path, typer.Option(help="A new folder, which every host sees.")] = Path("accept"),
     as_json: AsJson = False,
 ) -> None:
-    """Whether ranks here equal one, say and hold what is planned, how fast they are, and survive a kill: a table."""
+    """Check this site: do N ranks match one rank, do traffic and memory match the plan, does a killed run resume?"""
     if gpus is not None:
         import torch
 
