@@ -1,6 +1,6 @@
-"""Assembles a run: `build_training` makes what takes steps, `build_run` adds data, evaluation and checkpoints.
+"""Assembles a run: `build_training` makes model, engine and stepper; `build_run` adds data, evaluation, checkpoints.
 
-The trainer, the benchmarks' rig and the tests use these, so what is measured or tested is what trains.
+The trainer, the benchmark rig and the tests all use these functions, so they measure and test the real training.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ from cqwen_dist.training.zero.engine import Engine
 from cqwen_dist.training.zero.partitioned_base import load_partitioned_base
 from cqwen_dist.training.zero.settings import engine_settings
 
-_START_KEYS = {"b_noise_init", "num_bias_init", "reg_gain"}  # of the section `model`, which the model takes as they are
+_START_KEYS = {"b_noise_init", "num_bias_init", "reg_gain"}  # keys of the section `model`, passed on unchanged
 
 
 class Base(NamedTuple):
-    """A base model. head, table: its output head and token table, where ZeRO-3 has partitioned the model."""
+    """A base model. head, table: lazy output head and token table, if ZeRO-3 has partitioned the model."""
 
     model: Any
     head: Any = None
@@ -67,18 +67,18 @@ class Base(NamedTuple):
 
 
 class Words(NamedTuple):
-    """The vocabulary, from the tokenizer and the data."""
+    """Facts about the vocabulary, from the tokenizer and the data."""
 
     num_token_id: int
-    used_rows: int  # the tokenizer has no words from this row on
+    used_rows: int  # the tokenizer uses only rows below this one
     counts: np.ndarray  # [V]: occurrences in the training data
-    numerals: Sequence[int] = ()  # the tokens that the base spells numerals with
-    line_ends: Sequence[int] = ()  # the tokens that end a line
+    numerals: Sequence[int] = ()  # tokens with which the base spells numerals
+    line_ends: Sequence[int] = ()  # tokens that end a line
 
 
 @dataclass(frozen=True)
 class Training:
-    """What takes optimizer steps on this rank."""
+    """The parts that take optimizer steps on this rank."""
 
     config: Config
     runtime: Runtime
@@ -92,22 +92,22 @@ class Training:
     words: Words
 
     def enter_stage(self, plan: StagePlan, fresh: bool) -> None:
-        """Set which groups train. fresh: the stage begins, so groups that did not train before get zero moments."""
+        """Set the trained groups. fresh: the stage starts (not resumed), so newly trained groups get zero moments."""
         self.engine.enter_stage(plan, self.schedule.newly_trained(plan) if fresh else frozenset())
         self.constraint.features_moved = self.schedule.features_trained_by(plan)
 
     def forward(self, batch: Batch, keep: Tensor) -> Tensor:
-        """z of the label positions `keep`, outside of steps. Raises `Stopped` as `check_stop` does."""
+        """z at the label positions `keep`, outside of steps. Raises `Stopped` as `check_stop` does."""
         self.check_stop()
         return self.engine.forward(batch, keep)
 
     def check_stop(self) -> None:
-        """Raises `Stopped` on all ranks where any was told to stop. Collective over the world."""
+        """Raises `Stopped` on all ranks if any rank received a stop request. Collective over the world."""
         self.runtime.hang.alive()
         self.runtime.stop.agreed(self.runtime.device)
 
     def forward_held_out(self, batch: Batch, keep: Tensor) -> Tensor:
-        """As `forward`, of texts that the wide part was not fitted to: it reads them as in eval mode."""
+        """`forward` for texts that the wide part was not fitted to. It runs in eval mode for them."""
         if self.model.wide is None:
             return self.forward(batch, keep)
         self.model.wide.eval()
@@ -119,10 +119,10 @@ class Training:
 
 @dataclass(frozen=True)
 class Run(Training):
-    """A run on this rank, ready to begin (`training.start`) and to train (`training.trainer`)."""
+    """A run on this rank, ready for `training.start` and `training.trainer`."""
 
     folder: Path
-    resume_from: Path | None  # the checkpoint
+    resume_from: Path | None  # checkpoint folder
     datasets: Datasets
     statistics: NumericStatistics
     inputs: dict[str, str]  # digests of data, tokenizer and base (`checkpoint.resume`)
@@ -133,14 +133,15 @@ class Run(Training):
     progress: Progress
 
     def at(self, what: str, done: int, of: int) -> None:
-        """Show the progress of the start. Raises `Stopped` as `check_stop` does."""
+        """Show progress during the start. Raises `Stopped` as `check_stop` does."""
         self.check_stop()
         self.progress.part(what, done, of)
 
     def calibration_loader(self, tokens: int, numbers: int = 0) -> Loader:
-        """Its first step has this rank's share of texts with about so many tokens and at least about so many numbers.
+        """A loader whose first step has this rank's share of the calibration texts.
 
-        The texts are the same on any number of ranks.
+        Over all ranks these texts have about `tokens` tokens and at least about `numbers` numbers. They are the same
+        for any number of ranks.
         """
         report = self.datasets.train.report
         share = max(tokens / report.tokens, numbers / max(self.statistics.count, 1))
@@ -155,7 +156,7 @@ class Run(Training):
         )
 
     def calibration_batches(self, tokens: int) -> list[Batch]:
-        """The batches of `calibration_loader`'s first step."""
+        """The batches of the first step of `calibration_loader`."""
         return next(iter(self.calibration_loader(tokens)))
 
 
@@ -168,11 +169,11 @@ def build_training(
     steps_per_epoch: int | Sequence[int],
     target: dict[str, Any] | None = None,
 ) -> Training:
-    """Model, engine and stepper of a config on a loaded base model. Collective over the world.
+    """Build model, engine and stepper on a loaded base model. Collective over the world. Raises `UserError`.
 
-    steps_per_epoch: of all stages, or of each. target: the unit of numbers, as a dict; None: raw. Raises `UserError`.
+    steps_per_epoch: one number for all stages, or one per stage. target: the unit of numbers as a dict; None: raw.
     """
-    seed_everything(config.train.seed)  # w_num, W_reg and the adapters start equal on all ranks
+    seed_everything(config.train.seed)  # so that w_num, W_reg and the adapters start equal on all ranks
     start, stop = vocab_range(base.model.config.vocab_size, groups.vocab_rank, groups.vocab_size)
     model = CausalQwenModel.from_base_model(
         base.model,
@@ -217,8 +218,8 @@ def _loss_options(config: Config, model: CausalQwenModel, words: Words) -> LossO
 
 
 def build_run(config: Config, runtime: Runtime) -> Run:
-    """Read the data, load the model, assemble everything. Collective over the world. Raises `UserError`."""
-    abduction_named(config.model.abduction, config.run.dir)  # an unknown class is refused at once
+    """Read the data, load the model, assemble the run. Collective over the world. Raises `UserError`."""
+    abduction_named(config.model.abduction, config.run.dir)  # refuse an unknown class before the slow parts
     if config.model.number_head is not None:
         find_custom("model.number_head", config.model.number_head, config.run.dir)
     gate_named(config.loss.gate, config.run.dir)
@@ -229,7 +230,8 @@ def build_run(config: Config, runtime: Runtime) -> Run:
     rank, world, folder = runtime.rank, groups.world_size, Path(config.run.dir)
     progress = Progress(0, 0, silent=not runtime.is_main)
     from_main_rank(lambda: finish_renames(folder))
-    resume_from, note = from_main_rank(lambda: choose_checkpoint(folder, config.run.resume))  # refuses a damaged one
+    # Rank 0 chooses for all ranks; it refuses a damaged checkpoint
+    resume_from, note = from_main_rank(lambda: choose_checkpoint(folder, config.run.resume))
     if note:
         progress.say(f"note: {note}")
 
@@ -286,7 +288,7 @@ def _saver(config: Config, groups: Groups, runtime: Runtime, progress: Progress)
         Retention(train.keep_checkpoints, train.keep_best, train.keep_every, metric, higher=rises(metric)),
         background=train.background_save,
         timeout_s=runtime.timeout_s,
-        on_failure=runtime.stop.ask,  # a failed save stops the run at its next step
+        on_failure=runtime.stop.ask,  # a failed save stops the run at the next step
         say=progress.say,
     )
 
@@ -321,7 +323,7 @@ def _evaluations(
             progress=progress.part,
         )
 
-    # Texts that the wide part was fitted to are read as training texts are
+    # If the wide part was also fitted to the held-out texts, treat them like training texts
     own = training.forward if config.model.wide_from_eval else training.forward_held_out
     return Evaluations(
         None if held_out is None else evaluator(held_out, own, words.counts),
@@ -335,7 +337,7 @@ def _evaluations(
 
 
 def _load_base(config: Config, runtime: Runtime) -> tuple[Base, NumericalAwareTokenizer]:
-    """The run's base model, partitioned under ZeRO-3, and its tokenizer, read once the base has been downloaded."""
+    """The base model (partitioned under ZeRO-3) and the tokenizer, which is read after the base is downloaded."""
     name, dtype, model = config.base_folder, dtype_of(config.train.precision), config.model
     tokenizer = cache(lambda: load_tokenizer(config))
 

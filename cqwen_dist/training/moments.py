@@ -1,11 +1,11 @@
-"""Adam's moments of the heads, spread over the ranks that hold equal copies of a parameter (as ZeRO-1 does).
+"""Adam moments of the heads, sharded over the ranks with equal copies of a parameter (as in ZeRO-1).
 
-Those ranks are the replica group for the vocabulary's rows, and the world for what every rank holds whole. With R of
-them each owns rows // R rows: it alone keeps their moments and steps them. The last rows % R rows, and every row of a
-parameter that is not `spread`, are the rest: all R ranks keep their moments and take the same step.
+For vocabulary rows these ranks are the replica group; for replicated parameters they are the world. Each of R ranks
+owns rows // R rows: only the owner keeps their moments and steps them. The last rows % R rows, and all rows of a
+parameter that is not `spread`, are the remainder: all R ranks keep their moments and take the same step.
 
-    rows of the parameter    rank 0's | rank 1's | ... | rest
-    moments on rank 1        rank 1's | rest
+    rows of the parameter    rank 0's | rank 1's | ... | remainder
+    moments on rank 1        rank 1's | remainder
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from cqwen_dist.training.parameter_groups import Member
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 EPS = 1e-8
-HOST_BLOCK = 1 << 22  # numbers that are stepped at once on the host, while the parameter is on a device
+HOST_BLOCK = 1 << 22  # values per host step of an offloaded parameter: bounds the pinned memory
 
 
 class Share:
-    """The rows of one parameter that this rank steps, with their moments. One rank alone: all of them, the rest."""
+    """The rows of one parameter that this rank steps, with their moments. With a single rank all are remainder rows."""
 
     def __init__(self, member: Member, groups: Groups, offload: bool) -> None:
-        """offload: the moments, and the step, are on the host."""
+        """offload: keep moments on the host and step there."""
         self.member = member
         parameter = member.parameter
         parameter.data = parameter.data.contiguous()  # rows are summed and gathered in place
         self.group: ProcessGroup | None = groups.replica if member.has_rows else groups.world
         self.ranks, self.rank = (1, 0) if self.group is None else (self.group.size(), self.group.rank())
         self.rows = len(parameter) if parameter.ndim else 1
-        self.each = self.rows // self.ranks if member.spread and self.ranks > 1 else 0  # rows that a rank owns
+        self.each = self.rows // self.ranks if member.spread and self.ranks > 1 else 0  # rows per owner
         self.place = torch.device("cpu") if offload else parameter.device
         self.offload = offload
         self.lr = 0.0
@@ -43,32 +43,32 @@ class Share:
 
     @property
     def kept(self) -> list[tuple[int, int]]:
-        """[start, stop) of the rows whose moments this rank keeps, in their order: its own, the rest."""
+        """[start, stop) of the rows with moments on this rank, in storage order: owned rows, remainder."""
         return [(self.rank * self.each, (self.rank + 1) * self.each), (self.ranks * self.each, self.rows)]
 
     @property
     def written(self) -> tuple[int, int]:
-        """[start, stop) of the rows whose moments this rank saves: its own; the last rank's and the rest are one."""
+        """[start, stop) of the rows that this rank saves: owned rows; the last rank adds the adjacent remainder."""
         (start, stop), (_, end) = self.kept
         return start, end if self.rank == self.ranks - 1 else stop
 
     @property
     def shape(self) -> torch.Size:
-        """Of a moment on this rank."""
+        """Shape of a moment on this rank."""
         shape = self.member.parameter.shape
         rows = self.each + self.rows - self.ranks * self.each
         return torch.Size((rows, *shape[1:])) if shape else shape
 
     def own(self, whole: Tensor) -> Tensor:
-        """The rows of a parameter or gradient that this rank owns, a view."""
+        """View of this rank's rows of a parameter or gradient."""
         return torch.atleast_1d(whole)[slice(*self.kept[0])]
 
     def owned(self, whole: Tensor) -> Tensor:
-        """The rows that any rank owns, in the order of the ranks, a view."""
+        """View of all owned rows, in rank order."""
         return torch.atleast_1d(whole)[: self.ranks * self.each]
 
     def rest(self, whole: Tensor) -> Tensor:
-        """The rows that all ranks step, a view."""
+        """View of the remainder rows, which all ranks step."""
         return torch.atleast_1d(whole)[slice(*self.kept[1])]
 
     def own_moment(self, key: str) -> Tensor:
@@ -78,17 +78,18 @@ class Share:
         return torch.atleast_1d(self.moments[key])[self.each :]
 
     def load(self, moments: dict[str, Tensor], steps: int) -> None:
-        """Begin from these moments, each of this rank's `shape`."""
+        """Restore moments, each of this rank's `shape`."""
         self.steps = steps
         self.moments = {key: moments[key].to(self.place, torch.float32).clone() for key in MOMENTS}
 
     def forget(self) -> None:
-        """Begin anew: zero moments, step 0."""
+        """Reset to zero moments and step 0."""
         self.steps, self.moments = 0, {}
 
     @torch.no_grad()
     def step(self, coefficient: float, betas: tuple[float, float], weight_decay: float) -> None:
-        """AdamW on the kept rows, their gradient times the coefficient (at most 1). Others keep the old weights."""
+        """AdamW on the kept rows, with the gradient times `coefficient` (at most 1). Other rows do not change yet."""
+        # Moments are made at the first step: groups that never train take no memory
         if not self.moments:
             self.moments = {key: torch.zeros(self.shape, device=self.place) for key in MOMENTS}
         parameter = self.member.parameter
@@ -106,7 +107,7 @@ class Share:
                     [exp_avg[at]],
                     [exp_avg_sq[at]],
                     [],
-                    [torch.full((), float(self.steps), device=self.place)],
+                    [torch.full((), float(self.steps), device=self.place)],  # fresh: fused AdamW increments it in place
                     fused=True,  # one pass and no temporary of W_cls's size
                     amsgrad=False,
                     beta1=betas[0],
@@ -121,12 +122,12 @@ class Share:
         self.steps += 1
 
     def _blocks(self, weights: Tensor) -> list[slice]:
-        """The rows that are stepped at once: all of them, or a part that is copied to the host."""
+        """Row ranges of a step: one range, or host-sized blocks with offload."""
         rows = len(weights) if weights.numel() else 0
         size = max(1, HOST_BLOCK * rows // weights.numel()) if self.offload and rows else max(1, rows)
         return [slice(start, start + size) for start in range(0, rows, size)]
 
 
 def _brought(value: Tensor, place: torch.device) -> Tensor:
-    """The value itself where it is there already, else a copy in pinned memory (torch keeps and reuses it)."""
+    """The value if it is at `place`, otherwise a copy in pinned memory (torch caches and reuses this memory)."""
     return value if value.device == place else torch.empty(value.shape, pin_memory=True).copy_(value)

@@ -1,12 +1,12 @@
-"""The heads' optimizer: fp32 parameters outside DeepSpeed, rows spread over the vocabulary group.
+"""The optimizer of the heads: fp32 parameters outside DeepSpeed, vocabulary rows sharded over the vocabulary group.
 
-Gradient convention, also of `zero.engine`: every rank differentiates its vocabulary group's whole word loss plus its
-own numbers' loss, each token weighted by world / global count. The gradient of the global mean is then
-    of replicated parameters   sum over the world / world (DeepSpeed averages its own parameters the same way)
-    of the vocabulary's rows   sum over the replica group / world
+Gradient convention, also in `zero.engine`: each rank differentiates the word loss of its vocabulary group plus the
+number loss of its tokens, each token weighted by world / global count. The gradient of the global mean is then
+    replicated parameters   sum over the world / world (DeepSpeed averages the features' gradients the same way)
+    vocabulary rows         sum over the replica group / world
 
-Ranks that hold equal copies share the step (`moments`): gradients are reduce-scattered in place to the ranks that own
-the rows, each steps its rows, and the new weights are gathered in place.
+Ranks with equal copies share the step (`moments`): an in-place reduce-scatter sends gradients to the ranks that own the
+rows, each rank steps its rows, and an in-place all-gather returns the new weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NORM_BLOCK = 1 << 20
 
 
 class HeadOptimizer:
-    """AdamW over the heads' parameters; a frozen group costs and changes nothing."""
+    """AdamW over the parameters of the heads. A frozen group is skipped."""
 
     def __init__(
         self,
@@ -36,17 +36,17 @@ class HeadOptimizer:
         weight_decay: float,
         offload: bool = False,
     ) -> None:
-        """offload: moments and step on the host."""
+        """offload: keep moments on the host and step there."""
         self.members, self.groups = members, groups
         self.betas, self.weight_decay = betas, weight_decay
         self.shares = [Share(member, groups, offload) for member in members]
-        # A step of 1e-2 changes the scale by 1 % for b_scale, which passes a softplus (exponential where it is used),
-        # but is 700 times the calibrated scale for b_noise. So b_noise's rate is relative to this unit.
+        # A step of 1e-2 in b_scale changes the scale by 1 %, since a softplus follows (exponential in this range). In
+        # b_noise the same step would be 700 times the calibrated scale. So its rate is relative to this unit.
         self.noise_unit = 1.0
-        self._noise: Tensor | None = None  # the largest entry of b_noise's gradient in the last step, if it trains
+        self._noise: Tensor | None = None  # max |gradient| of b_noise in the last step, if it trains
 
     def enter_stage(self, plan: StagePlan, newly_trained: frozenset[str]) -> None:
-        """Set which groups train; those in `newly_trained` begin with zero moments and Adam step 0."""
+        """Set the trained groups. Groups in `newly_trained` start with zero moments and Adam step 0."""
         for share in self.shares:
             share.member.parameter.requires_grad_(share.member.group in plan.stage.groups)
             if share.member.group in newly_trained:
@@ -58,10 +58,12 @@ class HeadOptimizer:
             share.lr = plan.lr(share.member.group, share.member.is_scale, step, unit)
 
     def reduce_gradients(self) -> Tensor:
-        """Sum every gradient over the ranks; returns their squared norm, [] fp32, equal on all. Collective.
+        """Sum gradients over the ranks. Returns their squared norm, [] fp32, equal on all ranks. Collective.
 
-        Of a gradient only the rows that this rank steps are summed; the others hold what is left of the transfer.
+        Only the gradient rows that this rank steps are valid afterwards; other rows hold leftovers of the transfer.
         """
+        # Every rank visits the shares in the same order, since each share is a collective. A parameter without a
+        # gradient on this rank takes part with zeros.
         trained = [share for share in self.shares if share.member.parameter.requires_grad]
         replicated = [share for share in trained if not share.member.has_rows]
         rows = [share for share in trained if share.member.has_rows]
@@ -69,7 +71,7 @@ class HeadOptimizer:
             self._reduce(shares)
         self._noise = next((_gradient(s).abs().amax() for s in trained if s.member.group == "noise"), None)
 
-        # Every number's square is counted by one rank: that of the rest by the first of those that keep it
+        # One rank counts each square. All ranks keep the remainder rows, so only the first rank counts these.
         device = self.members[0].parameter.device
         first_replica = self.groups.replica_rank == 0
         counted = _counted(replicated, first_replica and self.groups.vocab_rank == 0) + _counted(rows, first_replica)
@@ -77,7 +79,7 @@ class HeadOptimizer:
         return found if self.groups.world is None else sum_over(found, self.groups.world)
 
     def _reduce(self, shares: list[Share]) -> None:
-        """By the module's convention: those that are spread to the owners, each by itself; the rest in one piece."""
+        """Sum by the module's convention: owned rows per parameter, all remainder rows in one flat all-reduce."""
         world = self.groups.world_size
         if not shares or world == 1:
             return
@@ -87,6 +89,7 @@ class HeadOptimizer:
             for share, gradient in zip(shares, gradients, strict=True):
                 if share.each:
                     sum_to_owners(share.owned(gradient), group)
+            # Biases and other small parameters: one collective instead of one per tensor
             flat = torch.cat([rest.flatten() for rest in rests])
             if flat.numel():
                 sum_over(flat, group)
@@ -96,11 +99,11 @@ class HeadOptimizer:
             part.div_(world)
 
     def metrics(self) -> dict[str, Tensor]:
-        """{"train/b_noise_grad": []} of the last step, over all ranks; {} if b_noise is frozen."""
+        """{"train/b_noise_grad": []} of the last step over all ranks; {} if b_noise is frozen."""
         return {} if self._noise is None else {"train/b_noise_grad": self._noise}
 
     def step(self, coefficient: float) -> None:
-        """Scale every gradient by the clip coefficient, step, and gather the new weights. Collective."""
+        """Scale gradients by the clip coefficient, step, and gather the new weights. Collective."""
         stepped = [share for share in self.shares if share.member.parameter.grad is not None]
         for share in stepped:
             share.step(coefficient, self.betas, self.weight_decay if share.member.decays else 0.0)
@@ -114,7 +117,7 @@ class HeadOptimizer:
             member.parameter.grad = None
 
     def copies(self) -> Iterator[tuple[Member, str, Tensor]]:
-        """(parameter, name, tensor) of all that other ranks hold too: weights, and moments of the rest."""
+        """(parameter, name, tensor) of all replicated tensors: weights, and moments of remainder rows."""
         for share in self.shares:
             yield share.member, share.member.name, share.member.parameter
             for key in share.moments:
@@ -122,13 +125,14 @@ class HeadOptimizer:
 
     @property
     def of_rows(self) -> Share:
-        """The share of W_cls; all that has rows is spread alike."""
+        """The share of W_cls. All parameters with vocabulary rows are sharded like it."""
         return next(share for share in self.shares if share.member.has_rows)
 
     def moments(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Moments `<name>.exp_avg`, ... and Adam's step by name, of every member that has them. Collective.
+        """Moments `<name>.exp_avg`, ... and Adam steps by name, for each member that has moments. Collective.
 
-        Of the vocabulary's rows: `of_rows.written`. The rest whole, on the first rank alone, a parameter at a time.
+        For vocabulary rows: this rank's `of_rows.written`. Other moments are gathered on the first rank only, one
+        parameter at a time, to bound the memory.
         """
         tensors: dict[str, Tensor] = {}
         for share in self.shares:
@@ -144,7 +148,7 @@ class HeadOptimizer:
         return tensors, {share.member.name: share.steps for share in self.shares if share.moments}
 
     def load_moments(self, tensors: dict[str, Tensor], steps: dict[str, int]) -> None:
-        """Restore what was saved: of the vocabulary's rows those of `of_rows.kept`, the rest whole."""
+        """Restore saved moments: for vocabulary rows the `of_rows.kept` rows, for other parameters all rows."""
         for share in self.shares:
             if (name := share.member.name) in steps and share.rows:
                 found = {key: tensors[f"{name}.{key}"] for key in MOMENTS}
@@ -154,7 +158,7 @@ class HeadOptimizer:
 
 
 def _gathered(share: Share, key: str) -> Tensor | None:
-    """A moment of all ranks, whole and on the host; None but on the first. Collective over the share's group."""
+    """Gather a full moment to the host of the first rank; None on other ranks. Collective over the share's group."""
     whole = torch.empty_like(share.member.parameter)
     share.own(whole).copy_(share.own_moment(key))
     gather_from_owners(share.owned(whole), share.group)
@@ -165,7 +169,7 @@ def _gathered(share: Share, key: str) -> Tensor | None:
 
 
 def _gradient(share: Share) -> Tensor:
-    """The parameter's gradient; zeros where the loss does not depend on it."""
+    """The parameter's gradient; zeros if the loss does not depend on it."""
     parameter = share.member.parameter
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
@@ -173,16 +177,16 @@ def _gradient(share: Share) -> Tensor:
 
 
 def _counted(shares: list[Share], with_rest: bool) -> list[Tensor]:
-    """The parts of the gradients whose squares this rank counts."""
+    """The gradient parts whose squares this rank counts."""
     gradients = [(share, _gradient(share)) for share in shares]
     parts = [part for s, g in gradients for part in (s.own(g), *([s.rest(g)] if with_rest else []))]
     return [part for part in parts if part.numel()]
 
 
 def norm_sq(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The squared norm of them all, [] fp32, on their device.
+    """The squared norm of all gradients together, [] fp32, on their device.
 
-    In blocks on a CPU: torch's own norm of 1e8 fp32 numbers is 1.5 % off, and squaring all at once makes a copy.
+    On a CPU this runs in blocks: torch's norm of 1e8 fp32 values is 1.5 % off, and squaring a full tensor copies it.
     """
     if gradients and gradients[0].is_cuda:
         return torch.stack(torch._foreach_norm(list(gradients), dtype=torch.float32)).square().sum()

@@ -1,4 +1,4 @@
-"""The trainable group of each parameter (groups are the `train:` names of a stage)."""
+"""The trainable group of each parameter. Groups are the names under a stage's `train:`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch import nn
 
 from cqwen_dist.model.lora import is_lora, is_lora_b, is_magnitude
 
-# The groups of the parameters of `Action`; its number head's are in `regression`.
-# All parameters of another part of the heads are in the group of its name.
+# Groups of `Action`'s parameters; its number head is in `regression`. Other heads have a group of their name.
 _ACTION = {
     "cls_weight": "classifier",
     "cls_bias": "classifier",
@@ -26,38 +25,38 @@ class Member:
     name: str
     parameter: nn.Parameter
     group: str
-    kind: str = ""  # with its own optimizer settings within the group: LoRA's `B`, DoRA's `magnitude`
+    kind: str = ""  # a part of the group with separate optimizer settings: LoRA's `B`, DoRA's `magnitude`
 
     @property
     def slot(self) -> str:
-        """Group and kind. Members of a slot share the learning rate, the weight decay and Adam's step."""
+        """Group and kind. Members of a slot share learning rate, weight decay and Adam step."""
         return f"{self.group}.{self.kind}" if self.kind else self.group
 
     @property
     def is_scale(self) -> bool:
-        """Whether it is one of {b_scale, b_noise, C}."""
+        """Whether this is b_scale, b_noise or C."""
         return self.name in ("abduction.scale_net.bias", "action.b_noise", "action.threshold")
 
     @property
     def has_rows(self) -> bool:
-        """Whether a rank has a part of its rows; other parameters of the heads are replicated."""
+        """Whether each rank has a part of the rows; other head parameters are replicated."""
         return has_rows(self.name, self.parameter.shape)
 
     @property
     def spread(self) -> bool:
-        """Whether ranks with equal copies share its moments and its step (`moments`): all that is large."""
+        """Whether ranks with equal copies share moments and step (`moments`). True for all large parameters."""
         return self.has_rows or (self.group == "abduction" and self.parameter.ndim > 1)
 
     @property
     def decays(self) -> bool:
-        """Only matrices have weight decay; not biases, C, b_noise or w_num."""
+        """Whether weight decay applies: to matrices only, not to biases, C, b_noise or w_num."""
         return self.parameter.ndim > 1 and self.group != "embedding"
 
 
 def feature_members(features: nn.Module, separate_b: bool = False) -> list[Member]:
-    """w_num and <NUM>'s row (`embedding`) and the adapters (`lora`); the other features are frozen.
+    """w_num and the <NUM> row (`embedding`) and adapters (`lora`). All other feature parameters are frozen.
 
-    separate_b: the B matrices have their own learning rate (LoRA+).
+    separate_b: give the B matrices a separate learning rate (LoRA+).
     """
     members = []
     for name, parameter in features.named_parameters():
@@ -72,7 +71,8 @@ def feature_members(features: nn.Module, separate_b: bool = False) -> list[Membe
 def head_members(heads: nn.Module, thresholds: str, train_class_bias: bool) -> list[Member]:
     """The trainable parameters of abduction and action.
 
-    b_cls and C are redundant for P: by default only C trains. The wide part is fitted at the start and never trains.
+    P depends on b_cls and C only by their difference, so by default only C trains. The wide part is fitted at the start
+    and never trains.
     """
     fixed = {"action.cls_bias": not train_class_bias, "action.threshold": thresholds == "fixed"}
     members = []
@@ -84,5 +84,5 @@ def head_members(heads: nn.Module, thresholds: str, train_class_bias: bool) -> l
 
 
 def has_rows(name: str, shape: Sequence[int]) -> bool:
-    """Whether a parameter of the heads, or a moment of it, has a row for each word. A scalar C has none."""
+    """Whether a head parameter, or its moment, has one row per word. A scalar C does not."""
     return name.startswith(("action.cls_", "action.threshold")) and len(shape) > 0

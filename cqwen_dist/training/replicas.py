@@ -1,10 +1,10 @@
-"""Finds silent corruption: hashes of what must be equal on all ranks are compared every few steps and before a save.
+"""Finds silent corruption: compares hashes of replicated tensors every few steps and before each save.
 
-Copies of a parameter take equal steps, or are gathered from the rank that took it. So they stay equal to the bit unless
-a bit flips in one rank's memory or a rank left out a collective. The loss hardly shows that. The heads, those of their
-moments that all ranks keep, and the adapters are compared; rows of the vocabulary within their replica group. What one
-rank alone keeps has no second copy. Where a step gathers weights, an earlier flip is gone or in every copy by then: of
-large parameters that train, only a flip since the last step is found (docs/running.md).
+Copies of a parameter take equal steps, or come from the rank that took the step. So they stay equal to the bit, unless
+a bit flips in the memory of one rank or a rank skips a collective. The loss hardly shows that. Compared are the heads,
+their replicated moments and the adapters; vocabulary rows are compared within their replica group. Sharded moments have
+no second copy. When a step gathers weights, it overwrites an earlier flip or spreads it to all copies. So for large
+trained parameters only a flip since the last step is found (docs/running.md).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SPREAD = 0x3C6EF372FE94F82A  # even: an index times it, plus 1, is odd
 
 
 class RanksDiffer(RuntimeError):
-    """Copies differ after a step. again: also after the steps were taken again from a checkpoint."""
+    """Copies differ after a step. again: they also differed after a replay from a checkpoint."""
 
     def __init__(self, text: str, step: int, again: bool) -> None:
         super().__init__(text)
@@ -32,20 +32,20 @@ class RanksDiffer(RuntimeError):
 
 
 class Replicas:
-    """Compares the copies that ranks hold. The same on every rank."""
+    """Compares the copies of replicated tensors. State and results are the same on all ranks."""
 
     def __init__(self, engine: Engine, groups: Groups, every: int) -> None:
-        """every: steps between two comparisons; 0: never."""
+        """every: steps between two comparisons; 0 disables them."""
         self.engine, self.groups = engine, groups
         self.every = every if groups.world_size > 1 else 0
-        self.good = 0  # the last step after which all were equal
-        self._suspect: tuple[int, Tensor] | None = None  # the step where they differed, and its hashes
+        self.good = 0  # the last step with equal copies
+        self._suspect: tuple[int, Tensor] | None = None  # a step with different copies, and the hashes
 
     def check(self, step: int, due: bool = False) -> str:
-        """Compare after every n-th step and where `due`. Collective over the world.
+        """Compare after each n-th step and if `due`. Collective over the world.
 
-        Raises `RanksDiffer` on every rank alike. A step at which the copies differed may be taken again: if they are
-        equal then, this returns a text that names the machine at fault, else "".
+        Raises `RanksDiffer` on all ranks. The trainer may then replay that step. If the copies are equal after the
+        replay, this returns a text that names the faulty machine; otherwise "".
         """
         again = self._suspect is not None and step == self._suspect[0]
         if not self.every or not (due or again or step % self.every == 0):
@@ -70,7 +70,7 @@ class Replicas:
         return f"step {step} was taken again and all ranks agree: it was a passing fault of {machine}"
 
     def _copies(self) -> Iterator[tuple[str, Tensor, int]]:
-        """(name, tensor, kinds): ranks that are equal modulo `kinds` hold copies of each other."""
+        """(name, tensor, kinds): ranks with equal rank % kinds have copies of the same tensor."""
         for member, name, value in self.engine.heads.copies():
             yield name, value, self.groups.vocab_size if member.has_rows else 1
         if self.engine.settings.zero_stage < 3:
@@ -79,7 +79,7 @@ class Replicas:
 
 
 def _odd(values: list[int], kinds: int) -> str:
-    """The ranks whose value differs from the majority of their kind; "" if all are equal."""
+    """The ranks that differ from the majority of their kind; "" if all are equal."""
     for kind in range(kinds):
         ranks = range(kind, len(values), kinds)
         (usual, count), *others = Counter(values[rank] for rank in ranks).most_common()
@@ -92,15 +92,15 @@ def _odd(values: list[int], kinds: int) -> str:
 
 @torch.no_grad()
 def bit_hash(value: Tensor) -> Tensor:
-    """[] int64, on the tensor's device, without synchronisation: a hash of all bits.
+    """A hash of all bits, [] int64 on the tensor's device, without host synchronisation.
 
-    The sum modulo 2^64 of the bit patterns, each times an odd number from its index: one changed bit always changes it,
-    swapping two numbers nearly always.
+    The sum modulo 2^64 of all bit patterns, each times an odd factor from its index. A flipped bit always changes the
+    hash (an odd factor is invertible); swapping two values nearly always does.
     """
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = value.detach().reshape(-1).view(kinds[value.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, len(bits), _BLOCK):
+    for start in range(0, len(bits), _BLOCK):  # in blocks, as the int64 copy is up to eight times as large
         block = bits[start : start + _BLOCK].long()
         place = torch.arange(start, start + len(block), device=bits.device)
         total += (block * (place * _SPREAD + 1)).sum()

@@ -1,4 +1,4 @@
-"""One optimizer step: micro-batches in, the global mean's gradient, the step, its metrics out."""
+"""One optimizer step: takes micro-batches, steps by the gradient of the global mean, returns metrics."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from cqwen_dist.training.documents import documents_of
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.zero.engine import Engine
 
-ACCURACY_EVERY = 10  # steps between values of train/accuracy: it takes two products of all tokens, the loss takes six
+ACCURACY_EVERY = 10  # steps between values of train/accuracy, which costs two GEMMs over all tokens (the loss: six)
 
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Counts over all ranks for one optimizer step, known before it begins."""
+    """Counts over all ranks for one optimizer step, exchanged before its first forward pass."""
 
     words: float  # denominator of L_cls
     numbers: float  # denominator of L_reg
     tokens: int  # input positions, for tokens/s
-    labels: list[list[int]]  # [micro-batch][rank of the vocabulary group]: label positions
-    partial: list[list[int]]  # the same: partial labels
+    labels: list[list[int]]  # label positions by [micro-batch][rank of the vocabulary group]
+    partial: list[list[int]]  # partial labels, likewise
     all_labels: int  # label positions of all ranks and micro-batches
 
 
 @dataclass
 class Stepper:
-    """Takes optimizer steps with an engine. Losses are sums over tokens, divided once, by counts of all ranks."""
+    """Takes optimizer steps with an engine. Losses are sums over tokens, divided once, by global counts."""
 
     engine: Engine
     constraint: Constraint
     loss: LossConfig
     options: LossOptions
-    seed: int  # of dropout and of sampled negatives
+    seed: int  # for dropout and sampled negatives
 
     def __post_init__(self) -> None:
         self.model, self.groups, self.device = self.engine.model, self.engine.groups, self.engine.runtime.device
@@ -52,16 +52,17 @@ class Stepper:
     def __call__(
         self, micro_batches: list[Batch], plan: StagePlan, step: int, cached: list[Tensor] | None = None
     ) -> tuple[dict[str, Any], int]:
-        """One optimizer step; returns its metrics (tensors, not yet read) and the input tokens of all ranks.
+        """Take one optimizer step. Returns its metrics (tensors still on the device) and the global input tokens.
 
-        cached: z [N,H] of each micro-batch's label positions, from a feature cache, without the wide part's columns.
+        cached: z [N,H] of each micro-batch's label positions from a feature cache, without columns of the wide part.
         """
-        torch.manual_seed((self.seed * 1_000_003 + step) * 4099 + self.engine.runtime.rank)  # of dropout
+        # For dropout: other masks on each rank, and the same masks when a resumed run takes this step again
+        torch.manual_seed((self.seed * 1_000_003 + step) * 4099 + self.engine.runtime.rank)
         reg_weight = plan.reg_weight(step, self.loss.reg_weight)
         measures_kl = self.constraint.due(step)
         counts_hits = step % ACCURACY_EVERY == 0 or step == plan.stop - 1
 
-        # Denominators over all ranks
+        # Denominators over all ranks, before any loss: each micro-batch then adds its part of the global mean
         keeps = [batch.learnt for batch in micro_batches]
         counts = self._exchange(micro_batches, keeps)
 
@@ -83,7 +84,7 @@ class Stepper:
             u = self.model.abduction(z)
             terms = self._loss(u, batch_on_device, keep, counts, (step, i), reg_weight)
             loss = terms.loss
-            if measures_kl:
+            if measures_kl:  # times the world size, as the engine averages gradients over the ranks
                 weight = self.groups.world_size / max(counts.all_labels, 1)
                 term = self.constraint.term(u, z.detach() if z_start is None else z_start, weight)
                 loss, kl_sums = loss + term.loss, kl_sums + term.sums
@@ -94,7 +95,7 @@ class Stepper:
             if counts_hits:
                 right += self._accuracy(u, labels)
 
-        # The step, and the metrics' only all-reduce
+        # The step waits for the gradient norm. All metric sums share one all-reduce, for which the host does not wait.
         norm = self.engine.step()
         sums, kl_sums, (hits, seen) = sum_over(torch.cat([sums, kl_sums, right])).split([5, 4, 2])
         metrics = self._metrics(sums, norm, counts, reg_weight)
@@ -108,7 +109,7 @@ class Stepper:
         return metrics, counts.tokens
 
     def _metrics(self, sums: Tensor, norm: float, counts: StepCounts, reg_weight: float) -> dict[str, Any]:
-        """From sums [5] over all ranks: L_cls, L_reg, sum of P, P of <NUM> where it is the label, count of these."""
+        """sums [5] over all ranks: L_cls, L_reg, sum of P, P of <NUM> at <NUM> labels, count of <NUM> labels."""
         cls_sum, reg_sum, prob_sum, p_num, num_labels = sums
         cls_mean = cls_sum / max(counts.words, 1)
         reg_mean = reg_sum / max(counts.numbers, 1)
@@ -125,9 +126,9 @@ class Stepper:
     def _loss(
         self, u: Cauchy, batch: Batch, keep: Tensor, counts: StepCounts, place: tuple[int, int], reg_weight: float
     ) -> LossTerms:
-        """The fused loss of a place (step, micro-batch), weighted so that the ranks' average is the global mean."""
+        """The fused loss at place (step, micro-batch), weighted so that the average over ranks is the global mean."""
         world, i = self.groups.world_size, place[1]
-        at, words = batch.partial.unbind(1)
+        at, words = batch.partial.unbind(1)  # [M] each: position in the flattened batch, word
         return fused_loss(
             self.model.action,
             u,
@@ -145,9 +146,9 @@ class Stepper:
         )
 
     def _options_at(self, place: tuple[int, int]) -> LossOptions:
-        """The loss's options at a place (step, micro-batch), with the words that are drawn there, if any are.
+        """The loss options at place (step, micro-batch), with the sampled words if the loss samples negatives.
 
-        The ranks of a vocabulary group draw the same words, each group its own; a resumed run draws them again.
+        All ranks of a vocabulary group draw the same words; groups draw different ones. A resumed run draws the same.
         """
         if self.loss.sampled_share is None:
             return self.options
@@ -158,7 +159,7 @@ class Stepper:
         return replace(self.options, ovr=replace(self.options.ovr, drawn=drawn.to(self.device)))
 
     def _exchange(self, micro_batches: list[Batch], keeps: list[Tensor]) -> StepCounts:
-        """Counts over all ranks and micro-batches, from the batches on the CPU: one small all-gather per step."""
+        """Exchange counts over all ranks and micro-batches in one small all-gather. Batches are still on the CPU."""
         kept = [keep.numel() for keep in keeps]
         tokens = sum(int(b.attention_mask.sum()) for b in micro_batches)
         words = tokens if self.loss.cls_denominator == "attention" else sum(kept)
@@ -172,25 +173,26 @@ class Stepper:
         return StepCounts(words, numbers, tokens, by_micro_batch[:n], by_micro_batch[n:], all_labels)
 
     def give_up(self, micro_steps: int) -> None:
-        """Take part in the exchange without batches, to tell the other ranks to stop; raises `Stopped`."""
+        """Join the exchange without batches to stop the other ranks. Raises `Stopped`."""
         self._gather([0, 0, 0], [0] * (2 * micro_steps))
 
     def _gather(self, sums: list[int], kept: list[int]) -> Tensor:
-        """[rank, (*sums, told to stop, *kept)] int64 on the CPU.
+        """All-gather to [rank, (*sums, stop flag, *kept)], int64 on the CPU.
 
-        kept: of each micro-batch the label positions, then of each the partial labels. Raises `Stopped` on all ranks
-        where any was told to stop.
+        kept: the number of label positions of each micro-batch, then the number of partial labels of each. Raises
+        `Stopped` on all ranks if any rank received a stop request.
         """
+        # The stop flag travels with the counts: no rank can enter a step that another rank leaves
         stop = self.engine.runtime.stop
         table = torch.tensor([[*sums, stop.reason is not None, *kept]])
-        if self.groups.world_size > 1:  # the one wait for the device beside the norm's
+        if self.groups.world_size > 1:  # the only other host synchronisation of a step; the first is the norm
             table = gather_rows(table[0].to(self.device, non_blocking=True)).cpu()
         stop.act_on(bool(table[:, 3].any()))
         return table
 
     @torch.no_grad()
     def _accuracy(self, u: Cauchy, labels: Tensor) -> Tensor:
-        """[right, seen]: counts of argmax P over a micro-batch's tokens. U [N,C], labels [N]."""
+        """Counts [right, seen] of argmax P over a micro-batch. U [N,C], labels [N]."""
         u_prime = self.model.action.add_noise(Cauchy(u.loc.detach(), u.scale.detach()))
         words = self.model.action.word_part(u_prime).to(self.options.gemm_dtype)
         head = self.model.action.word_head(self.model.config.used_rows)
@@ -198,7 +200,7 @@ class Stepper:
         return torch.stack([(ids == labels).sum().float(), (labels != IGNORE_INDEX).sum().float()])
 
     def _fitting(self, z: Tensor, keep: Tensor) -> Tensor:
-        """Cached features on the device. Raises where their number is wrong: they belong to other samples."""
+        """Cached features on the device. Raises if their number is wrong, as they belong to other samples then."""
         if z.shape[0] != keep.numel():
             raise RuntimeError(f"the feature cache has {z.shape[0]} positions where the batch has {keep.numel()}")
         return z.to(self.device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The training loop: batches in, optimizer steps, evaluations and checkpoints out. Begin with `Trainer.train`."""
+"""The training loop: optimizer steps, evaluations and checkpoints. Start reading at `Trainer.train`."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from cqwen_dist.training.zero.engine import NonFiniteStep
 def train(
     config: Config, callbacks: Sequence[Callback] = (), write_inputs: Callable[[], None] = lambda: None
 ) -> TrainResult:
-    """Train or resume; a run that is done returns at once. Every rank calls it.
+    """Train or resume a run. Returns at once if the run is done. All ranks call it.
 
-    write_inputs: as of `open_session`. Raises `UserError` on every rank where the input is wrong, and `Stopped` where a
-    signal stopped the run, which can be resumed.
+    write_inputs: as in `open_session`. Raises `UserError` on all ranks for wrong input, and `Stopped` if a signal
+    stopped the run; the run can be resumed.
     """
     wait, backend = config.parallel.timeout_min * 60, config.parallel.backend
     with StopFlag().installed() as stop, distributed(wait, stop, backend=backend) as runtime:
@@ -56,7 +56,7 @@ def train_on(
 ) -> dict[str, Any]:
     """`train` in an existing process group; returns the last evaluation's metrics."""
     with open_session(config, runtime, write_inputs) as status:
-        with runtime.stop.interruptible():  # nothing is lost yet
+        with runtime.stop.interruptible():  # no progress yet that a checkpoint should save
             run = build_run(config, runtime)
         called = Callbacks(callbacks if runtime.is_main else (), run.folder, runtime.stop, run.schedule)
         try:
@@ -66,7 +66,7 @@ def train_on(
 
 
 class Trainer:
-    """Trains a run, on one rank, from where it is to its end."""
+    """Trains a run on this rank from its current place to the end."""
 
     def __init__(self, run: Run, status: RunStatus, callbacks: Callbacks) -> None:
         config, runtime = run.config, run.runtime
@@ -78,11 +78,13 @@ class Trainer:
         self.clock = Clock(work_of(config, run.model), runtime.device, run.groups.world_size, config.run.peak_tflops)
 
     def train(self) -> dict[str, Any]:
-        """Start or resume, train to the end; returns the last evaluation's metrics."""
+        """Start or resume, and train to the end. Returns the metrics of the last evaluation."""
         run, stop = self.run, self.run.runtime.stop
+        # Building the run was interruptible: agree on a stop once before the first long collective
         with stop.excusing_lost_ranks():
             stop.agreed(run.runtime.device)
-        alone = run.groups.world_size == 1  # a signal may end the start at once, as no other rank waits for this one
+        alone = run.groups.world_size == 1  # no other rank waits, so a signal may end the start at once
+        # Restore the checkpoint, or calibrate the heads and evaluate step 0
         with stop.interruptible() if alone else nullcontext():
             self.place = begin(run)
         self.saved_step = self.place.step
@@ -91,6 +93,7 @@ class Trainer:
         self.log = open_log(run, self.place, self.callbacks.step)
         self._write_status("running")
         reason = None
+        # The steps. A stop request raises `Stopped` on all ranks before the same step, and all save there.
         try:
             if run.config.train.checkpoint_start and run.resume_from is None:
                 self._move_to(0, evaluated=bool(self.place.figures))
@@ -101,13 +104,14 @@ class Trainer:
         except Stopped:
             self._save_on_stop()
             reason = self.callbacks.agreed()
-            if reason is None:
+            if reason is None:  # a signal: the caller reports it; a callback's stop returns normally
                 raise
-        finally:  # also a run that fails logs every step that it took
+        finally:  # a failed run also logs all of its steps
             run.loaders.close()
             run.saver.close()
             if self.log is not None:
                 self.log.close()
+        # The last checkpoint must be on the disk before status.json names it
         run.saver.wait()
         run.cache.close()
         self.callbacks.checkpoints(self.place.step, self.place.stage, run.saver.whole)
@@ -117,7 +121,7 @@ class Trainer:
         return self.place.figures
 
     def _take_steps(self) -> None:
-        """`_loop`; where the ranks' copies differ, again from the last checkpoint."""
+        """Run `_loop`. If copies differ between ranks, replay from the last checkpoint."""
         while True:
             try:
                 self._loop()
@@ -126,15 +130,15 @@ class Trainer:
                 self._go_back(found)
 
     def _loop(self) -> None:
-        """Every step to the end, or to the end of this command's last stage."""
+        """Take steps to the end of the run, or to the end of this command's last stage."""
         run, step = self.run, self.place.step
-        if (due := self.place.due) is not None:  # the previous command was stopped in this step's evaluation
+        if (due := self.place.due) is not None:  # the previous command stopped during the evaluation of this step
             if self.log is not None:
                 self.log.push(due)
             self._after_step(step, due)
-        entered = -1  # the stage's index
+        entered = -1  # index of the current stage
         while step < run.schedule.total_steps:
-            plan = run.schedule.at(step)
+            plan = run.schedule.at(step)  # asked at each step: an evaluation may end a stage early
             self._move_to(step)
             if plan.index > run.config.last_stage:
                 break  # the next command continues from here
@@ -146,7 +150,7 @@ class Trainer:
             self._after_step(step, record)
 
     def _enter_stage(self, plan: StagePlan, step: int) -> Iterator[list[Batch]]:
-        """Begin or resume a stage at a step; returns its batches."""
+        """Start or resume a stage at a step. Returns its batches."""
         run = self.run
         run.enter_stage(plan, fresh=step == plan.start)
         at_most = "at most " if plan.stage.until is not None else ""
@@ -156,15 +160,15 @@ class Trainer:
             run.progress.say(f"  all of them are warm-up (warmup_steps {plan.stage.warmup_steps}): lr is not reached")
         batches = run.loaders.enter(plan)
         run.cache.enter(plan, step, run.loaders.current)
-        if not self.callbacks.asked:  # if a callback has asked to stop, the stage does not begin
+        if not self.callbacks.asked:  # after a callback's stop request the stage does not start
             self.callbacks.tell("on_stage_start", step, plan.stage.name)
         return batches
 
     def _take_step(self, plan: StagePlan, step: int, batches: Iterator[list[Batch]]) -> dict[str, Any]:
-        """One optimizer step, taken or refused; returns its record."""
+        """Take one optimizer step, or refuse it if it is not finite. Returns its record."""
         run, loader = self.run, self.run.loaders.current
         self.clock.data()
-        cached = run.cache.next()  # it reads the loader's position, which the next line changes
+        cached = run.cache.next()  # before `_next`: it reads the loader's position, which `_next` advances
         micro_batches = self._next(batches)
         self.clock.work(micro_batches)
         run.engine.set_lr(plan, step)
@@ -176,7 +180,7 @@ class Trainer:
             metrics = dict(self.refusals.refuse(error, step + 1, total, plan.stage.name, loader, self._alarm))
             tokens = 0
         record = {"step": step + 1, "stage": plan.stage.name, **metrics}
-        if self.log is not None:
+        if self.log is not None:  # `push` writes the record of the step before, so this step is not waited for
             record |= run.engine.heads.metrics() | run.saver.take()
             record |= self.clock.metrics(tokens, plan.stage.groups, cached is not None)
             before = self.log.push(record, loader.handed_out())
@@ -186,7 +190,7 @@ class Trainer:
         return record
 
     def _next(self, batches: Iterator[list[Batch]]) -> list[Batch]:
-        """The next step's micro-batches. A signal ends the wait for them, and this rank tells the others."""
+        """The micro-batches of the next step. A signal ends the wait, and this rank then tells all others."""
         try:
             with self.run.runtime.stop.interruptible():
                 return next(batches)
@@ -195,7 +199,7 @@ class Trainer:
             raise
 
     def _after_step(self, step: int, record: dict[str, Any]) -> None:
-        """Compare the ranks' copies, evaluate and save, each where it is due."""
+        """Compare copies, evaluate and save, as far as they are due after this step."""
         run, train = self.run, self.run.config.train
         run.runtime.hang.alive()
         plan = run.schedule.at(step - 1)
@@ -203,9 +207,9 @@ class Trainer:
         self._move_to(step)
         at_end = step == plan.stop
         saves = at_end or step % train.checkpoint_every == 0
-        self._check_ranks(step, due=saves)
+        self._check_ranks(step, due=saves)  # before the save: a corrupt copy must not reach a checkpoint
         if at_end or step % train.eval_every == 0:
-            self._move_to(step, due=record)
+            self._move_to(step, due=record)  # if a signal ends the evaluation, a resumed run repeats it
             metrics = self._evaluate(step)
             self._move_to(step, figures=metrics, evaluated=True)
             at_end = run.schedule.observe(step, metrics) or at_end
@@ -214,19 +218,19 @@ class Trainer:
             if not saves:  # the evaluation ended the stage
                 self._check_ranks(step, due=True)
             if self.log is not None:
-                self.log.flush()  # before the checkpoint: a run that resumes from it does not log this step again
+                self.log.flush()  # before the checkpoint, since a run resumed from it does not log this step again
             self._save()
         self.callbacks.checkpoints(step, self.place.stage, run.saver.whole)
         if at_end:
             self.callbacks.tell("on_stage_end", step, self.place.stage)
 
     def _check_ranks(self, step: int, due: bool) -> None:
-        """Compare the ranks' copies where due; raises `RanksDiffer`."""
+        """Compare the copies on all ranks if due. Raises `RanksDiffer`."""
         if passing_fault := self.run.replicas.check(step, due):
             self._alarm(Alarm(step, "ranks-differ", passing_fault))
 
     def _go_back(self, found: RanksDiffer) -> None:
-        """Go back to the last checkpoint after copies differed. Raises `found` the second time, or without one."""
+        """Return to the last checkpoint after copies differed. Raises `found` if there is none, or after a replay."""
         run = self.run
         run.loaders.close()
         run.saver.wait()
@@ -250,7 +254,7 @@ class Trainer:
         metrics = evaluations(step, self.place.stage)
         if self.log is not None:
             self.log.add(metrics)
-            self.log.flush()  # no extra wait: the evaluation has waited for this step
+            self.log.flush()  # no extra synchronisation: the evaluation has waited for this step
         if metrics:
             self.callbacks.tell("on_evaluation", step, self.place.stage, metrics)
         if shown := evaluations.shown(metrics):
@@ -258,7 +262,7 @@ class Trainer:
         return metrics
 
     def _move_to(self, step: int, **fields: Any) -> None:
-        """Set where the run is. fields: of `Place`; without `figures` the last metrics are kept."""
+        """Set the place of the run. fields: fields of `Place`; without `figures` the last metrics are kept."""
         stage = self.run.schedule.at(max(step - 1, 0)).stage.name
         self.place = Place(step, stage, self.run.loaders.state_dict(), **{"figures": self.place.figures, **fields})
 
@@ -267,7 +271,7 @@ class Trainer:
         self.saved_step = self.place.step
 
     def _save_on_stop(self) -> None:
-        self.run.saver.wait()  # if a failed save stopped the run, this raises its error
+        self.run.saver.wait()  # if a failed save stopped the run, its error is raised here
         self.run.progress.say("told to stop: saving")
         if self.log is not None:
             self.log.flush()
@@ -280,8 +284,8 @@ class Trainer:
     def _already_done(self) -> dict[str, Any]:
         run = self.run
         run.progress.say(f"already done: {run.schedule.total_steps} steps in {run.folder}")
-        if run.runtime.is_main and read_status(run.folder)["status"] != "done":  # it was killed before it wrote that
-            MetricsFile(run.folder / METRICS, self.place.step).close()  # drops a line that the kill cut off
+        if run.runtime.is_main and read_status(run.folder)["status"] != "done":  # killed before it wrote the status
+            MetricsFile(run.folder / METRICS, self.place.step).close()  # drops a truncated last line
             self._write_status("done")
         return self.place.figures
 

@@ -1,10 +1,10 @@
-"""One optimizer step of all that trains: features under DeepSpeed ZeRO, heads under their own optimizer.
+"""One optimizer step of the full model: features under DeepSpeed ZeRO, heads under `HeadOptimizer`.
 
-    DeepSpeed engine      frozen backbone, LoRA, w_num, <NUM>'s row    ZeRO 1-3, fp32 or bf16
+    DeepSpeed engine      frozen backbone, LoRA, w_num, <NUM> row      ZeRO 1-3, fp32 or bf16
     HeadOptimizer         abduction, action                            fp32, rows over the vocabulary group
 
-A new stage needs no new engine: parameters of frozen groups need no gradient and have lr 0. While no feature group
-trains, z is computed without a graph and DeepSpeed takes no step.
+All stages share one engine: parameters of frozen groups have no gradient and lr 0. While no feature group trains, z is
+computed without a graph and DeepSpeed takes no step.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from cqwen_dist.training.zero.settings import EngineSettings
 
 
 class NonFiniteStep(RuntimeError):
-    """The gradient norm is not finite: every rank refused the step, no parameter was changed.
+    """The gradient norm is not finite. All ranks refused the step, and no parameter changed.
 
-    ranks: those whose features were not finite.
+    ranks: the ranks with features that are not finite.
     """
 
     def __init__(self, text: str, ranks: list[int] | None = None) -> None:
@@ -45,21 +45,22 @@ class NonFiniteStep(RuntimeError):
 
 
 class UsualNorm:
-    """The norm at which a step's gradient is clipped: a number, or three times the median of this stage's last steps.
+    """The clipping norm: a number, or three times the median norm of the last steps of this stage.
 
-    The loss is a sum over V words divided by scales of 1e-3, so its gradient norm is about 1,000 on a real base. AdamW
-    does not depend on that size; only a step unlike the others is to be clipped. The first `KNOWN` are not.
+    The loss is a sum over V words, divided by scales of 1e-3, so its gradient norm is about 1,000 on a real base. AdamW
+    does not depend on this size, so a fixed limit of 1 would clip each step. Only outliers should be clipped. The first
+    `KNOWN` steps are never clipped.
     """
 
     TIMES, LAST, KNOWN = 3.0, 64, 5
 
     def __init__(self, limit: float | None) -> None:
-        """limit: a number, or None: three times the median."""
+        """limit: a fixed norm; None for three times the median."""
         self.fixed = limit
-        self.seen: list[float] = []  # norms of this stage's last steps: part of a checkpoint
+        self.seen: list[float] = []  # norms of the last steps of this stage; saved in checkpoints
 
     def limit(self) -> float:
-        """The limit of the present step."""
+        """The limit for the next step."""
         if self.fixed is not None:
             return self.fixed
         usual = statistics.median(self.seen) if len(self.seen) >= self.KNOWN else 0.0
@@ -70,12 +71,12 @@ class UsualNorm:
 
 
 def clip_coefficient(over_limit: float) -> float:
-    """What gradients are multiplied by, as DeepSpeed has it. over_limit: their norm divided by its limit."""
+    """The factor of all gradients, by DeepSpeed's formula. over_limit: gradient norm divided by its limit."""
     return min(1.0, 1.0 / (over_limit + 1e-6))
 
 
 class Engine:
-    """Forward, backward and step of the whole model under one gradient norm."""
+    """Forward, backward and step of the full model under one gradient norm."""
 
     def __init__(self, model: CausalQwenModel, settings: EngineSettings, runtime: Runtime, groups: Groups) -> None:
         self.settings, self.runtime, self.groups = settings, runtime, groups
@@ -84,16 +85,16 @@ class Engine:
         members = head_members(heads, settings.thresholds, settings.class_bias)
         self.heads = HeadOptimizer(members, groups, settings.betas, settings.weight_decay, settings.offload)
         self.feature_members = feature_members(model.features, separate_b=settings.lr_ratio_b != 1.0)
-        self.slots = {m.slot: m for m in sorted(self.feature_members, key=lambda m: m.slot)}  # a member of each slot
+        self.slots = {m.slot: m for m in sorted(self.feature_members, key=lambda m: m.slot)}  # one member per slot
         self.names = {m.parameter: m.name for m in self.feature_members}
         trained = sum(m.parameter.numel() for m in self.feature_members)
         self.deepspeed_config = settings.deepspeed(trained)
         self.engine = self._start_deepspeed()
         self.features_train = False
         self._trained = False  # whether a forward pass had gradients
-        self.feature_changes = 0  # counts what changes z: steps that train features, states that are loaded
+        self.feature_changes = 0  # number of changes of z: steps that train features, loaded states
         self._head_norm_sq = torch.zeros((), device=runtime.device)
-        self._norm = math.nan  # the joint norm of the present step, once it is known
+        self._norm = math.nan  # the joint norm of this step; NaN until DeepSpeed asks for it
         self.usual = UsualNorm(settings.max_grad_norm)
         self.clipped = False
         self._finite = torch.ones((), dtype=torch.bool, device=runtime.device)  # this rank's features in this step
@@ -103,9 +104,9 @@ class Engine:
         for slot, member in self.slots.items():
             parameters = [m.parameter for m in self.feature_members if m.slot == slot]
             for p in parameters:
-                p.requires_grad_(True)  # DeepSpeed hooks what needs a gradient when it starts
+                p.requires_grad_(True)  # at its start DeepSpeed hooks the parameters that need a gradient, never later
                 if self.settings.bf16:
-                    p.data = p.data.bfloat16()  # DeepSpeed casts a whole model itself, but no partitioned one
+                    p.data = p.data.bfloat16()  # DeepSpeed casts a normal model itself, but not a partitioned one
             decay = self.settings.weight_decay if member.decays else 0.0
             parameter_groups.append({"params": parameters, "lr": 0.0, "weight_decay": decay})
         join_deepspeed()
@@ -131,12 +132,12 @@ class Engine:
         return engine
 
     def _over_limit(self, feature_norm_sq: Tensor) -> float:
-        """The joint norm of features and heads divided by its limit. Raises as `_finite_norm`."""
+        """The joint norm of features and heads, divided by its limit. Raises as `_finite_norm`."""
         self._norm = self._finite_norm(feature_norm_sq.to(self.runtime.device) + self._head_norm_sq)
         return self._norm / self.usual.limit()
 
     def enter_stage(self, plan: StagePlan, newly_trained: frozenset[str]) -> None:
-        """Set which groups train. Those in `newly_trained` begin with zero moments and clear the usual norm."""
+        """Set the trained groups. Groups in `newly_trained` start with zero moments, and the usual norm is cleared."""
         if newly_trained:
             self.usual.seen = []
         trained = plan.stage.groups
@@ -154,12 +155,12 @@ class Engine:
             group["frozen"] = member.group not in plan.stage.groups
 
     def forward(self, batch: Batch, keep: Tensor) -> Tensor:
-        """z [N,H] of the label positions `keep` [N]; with a graph while a feature group trains and gradients are on."""
+        """z [N,H] at the label positions `keep` [N]. Has a graph if a feature group trains and gradients are on."""
         graph = self.features_train and torch.is_grad_enabled()
         self.engine.train(graph)
         with torch.set_grad_enabled(graph):
             run = self.engine if graph else self.engine.module
-            if graph and not self._trained:
+            if graph and not self._trained:  # the first pass with gradients; ZeRO-3 may have recorded one without
                 forget_trace(self.engine)
                 self._trained = True
             with naming("DeepSpeed's forward"):
@@ -169,11 +170,11 @@ class Engine:
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Accumulate the gradients of one micro-batch; `last` marks the last of the optimizer step."""
-        # times 1, or NaN if the loss is infinite: its gradient may be finite, but the step must be refused
+        # Times 1, or NaN if the loss is infinite. Its gradient may still be finite, but the step must be refused.
         loss = loss * (1.0 + 0.0 * loss.detach())
         if self.features_train:
             self.engine.set_gradient_accumulation_boundary(last)
-            with naming("DeepSpeed's backward"):
+            with naming("DeepSpeed's backward"):  # no division by micro-batches: the loss has global denominators
                 self.engine.backward(loss, scale_wrt_gas=False)
             if self.flat is not None and not last:
                 self.flat.add_up()
@@ -181,12 +182,14 @@ class Engine:
             loss.backward()
 
     def step(self) -> float:
-        """Clip by the joint norm and step; returns that norm. `clipped`: whether it was clipped.
+        """Clip by the joint norm, step, and return the norm. Sets `clipped`.
 
-        Raises `NonFiniteStep` on every rank alike, before any parameter is changed, where the norm is not finite, and
-        `CollectiveError` where a rank is lost. (If that is inside DeepSpeed's own step, or while the heads' new weights
-        are gathered, the others are half updated and end without a checkpoint of that step.)
+        Raises `NonFiniteStep` on all ranks before any parameter changes if the norm is not finite. Raises
+        `CollectiveError` if a rank is lost. (If that happens inside DeepSpeed's step or the all-gather of the heads,
+        the other ranks are half updated, and they end without a checkpoint of this step.)
         """
+        # The order matters. The heads' norm comes first: DeepSpeed asks for the joint norm inside its step
+        # (`_over_limit`). The heads step last: they only step once the joint norm is known to be finite.
         self._norm = math.nan
         self._head_norm_sq = self.heads.reduce_gradients()
         try:
@@ -198,7 +201,7 @@ class Engine:
                     self._finite_norm(torch.tensor(torch.nan))
             else:
                 self._norm = self._finite_norm(self._head_norm_sq)
-        except NonFiniteStep:  # drop the gradients, so that the next step does not see them
+        except NonFiniteStep:  # without this, the next step would add to these gradients
             self.heads.drop_gradients()
             if self.features_train:
                 zero_state.discard_gradients(self.engine)
@@ -212,9 +215,9 @@ class Engine:
         return self._norm
 
     def _finite_norm(self, norm_sq: Tensor) -> float:
-        """The norm, equal on every rank, from its square. Raises `NonFiniteStep` on all ranks where it is not finite.
+        """The square root as a float, equal on all ranks. Raises `NonFiniteStep` on all ranks if it is not finite.
 
-        This is the step's only host synchronisation. Without it a NaN would reach the parameters unnoticed.
+        The host waits for the device here. Without this wait a NaN would reach the parameters unnoticed.
         """
         norm = float(norm_sq.sqrt())
         if not math.isfinite(norm):
@@ -227,7 +230,7 @@ class Engine:
         return norm
 
     def feature_state(self) -> zero_state.FeatureState:
-        """Parameters, moments and Adam steps of the features, whole. Collective over the world."""
+        """Full parameters, moments and Adam steps of the features. Collective over the world."""
         return zero_state.read_state(self.engine, self.names, list(self.slots))
 
     def feature_shapes(self) -> dict[str, torch.Size]:
@@ -235,6 +238,6 @@ class Engine:
         return {m.name: zero_state.whole_shape(m.parameter) for m in self.feature_members}
 
     def load_feature_state(self, state: zero_state.FeatureState) -> None:
-        """Restore what `feature_state` returned."""
+        """Restore a `feature_state`."""
         self.feature_changes += 1
         zero_state.write_state(self.engine, self.names, list(self.slots), state)

@@ -1,14 +1,14 @@
-"""ZeRO-1's and -2's gradients and step over flat buffers, in the place of DeepSpeed's loops over tensors.
+"""Gradients and step of ZeRO-1 and ZeRO-2 over flat buffers. Replaces DeepSpeed's loops over tensors.
 
-An adapter set has hundreds of small tensors (338 in Qwen2.5-0.5B) and some MB. DeepSpeed hooks each of them, copies its
-gradient into a bucket and from there into its partition, flattens that, and steps group by group. Here:
+An adapter set has hundreds of small tensors (338 in Qwen2.5-0.5B) and a few MB. DeepSpeed hooks each tensor, copies its
+gradient into a bucket and then into the partition, flattens the partition, and steps group by group. Here:
 
-    after backward   all gradients into one flat tensor, over the number of ranks; one all-reduce
+    after backward   all gradients in one flat tensor, divided by the number of ranks; one all-reduce
                      (ZeRO-1 after the last micro-batch, ZeRO-2 after each); micro-batches are summed in fp32
     the step         this rank's part in fp32: one norm, one clip, one fused AdamW, rounded into the weights;
-                     one all-gather a parameter group
+                     one all-gather per parameter group
 
-Partition, fp32 masters, moments and what a checkpoint holds stay DeepSpeed's.
+DeepSpeed still has the partition, the fp32 masters, the moments and the checkpoint content.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from cqwen_dist.training.optim import norm_sq
 
 
 def is_flat(optimizer: Any) -> bool:
-    """Whether `FlatStep` serves a DeepSpeed optimizer: stage 1 or 2, its state on the device, buffers without gaps."""
+    """Whether `FlatStep` supports a DeepSpeed optimizer: stage 1 or 2, state on the device, buffers without gaps."""
     if not hasattr(optimizer, "single_partition_of_fp32_groups") or optimizer.cpu_offload:
         return False
     return not any(map(any, getattr(optimizer, "round_robin_bit16_padding", ())))
 
 
 class FlatStep:
-    """Replaces the methods of a DeepSpeed ZeRO-1 or -2 optimizer that reduce gradients, and that step."""
+    """Replaces the methods of a DeepSpeed ZeRO-1 or ZeRO-2 optimizer that reduce gradients and step."""
 
     def __init__(self, optimizer: Any, coefficient: Callable[[Tensor], float]) -> None:
-        """coefficient: from the squared norm of the features' gradients [], over all ranks, to what clips them, at most
-        1; where it raises, no parameter has changed."""
+        """coefficient: maps the squared feature gradient norm [] over all ranks to the clip factor, at most 1. It may
+        raise; no parameter has changed then."""
         self.optimizer, self.coefficient = optimizer, coefficient
         self.group = optimizer.dp_process_group
         self.size, self.rank = self.group.size(), self.group.rank()
-        self.parts: dict[int, Tensor] = {}  # by parameter group: this rank's part of the gradients, fp32
-        self.earlier: Tensor | None = None  # under ZeRO-1 in 16 bits: the sum of the micro-batches till now, fp32
+        self.parts: dict[int, Tensor] = {}  # this rank's part of the gradients by parameter group, fp32
+        self.earlier: Tensor | None = None  # under ZeRO-1 in 16 bits: fp32 sum of the micro-batches so far
         for hook in optimizer._grad_acc_hooks:
             hook.remove()
         optimizer._grad_acc_hooks.clear()
-        optimizer.reduce_gradients = self.collect  # ZeRO-1's, of the last micro-batch
-        optimizer.overlapping_partition_gradients_reduce_epilogue = self.collect  # ZeRO-2's, of every one
+        optimizer.reduce_gradients = self.collect  # ZeRO-1 calls this after the last micro-batch
+        optimizer.overlapping_partition_gradients_reduce_epilogue = self.collect  # ZeRO-2 calls this after each
         optimizer.step = self.step
 
     @torch.no_grad()
     def add_up(self) -> None:
-        """After a micro-batch that is not the last: its gradients in fp32. In 16 bits a small one would be lost."""
+        """Add the gradients of a micro-batch before the last in fp32; a 16-bit sum would lose small gradients."""
         if self.optimizer.partition_gradients or self.optimizer.dtype == torch.float32:
             return
         flat = self._taken().float()
@@ -59,7 +59,7 @@ class FlatStep:
 
     @torch.no_grad()
     def collect(self, pipeline_parallel: bool = False) -> None:
-        """Average all gradients over the ranks; add this rank's part to what it has."""
+        """Average all gradients over the ranks and add this rank's part to `parts`."""
         flat = self._taken()
         if self.earlier is not None:
             flat = flat.copy_(self.earlier.add_(flat))
@@ -77,12 +77,12 @@ class FlatStep:
             self.parts[i] = self.parts[i] + part if i in self.parts else part
 
     def _trained(self) -> list[tuple[int, list[Tensor]]]:
-        """The parameter groups that train, by number."""
+        """(index, parameters) of the parameter groups that train."""
         groups = enumerate(self.optimizer.round_robin_bit16_groups)
         return [(i, group) for i, group in groups if group[0].requires_grad]
 
     def _taken(self) -> Tensor:
-        """The gradients of all that trains, flat, in the weights' dtype; the parameters have none any more."""
+        """Flatten all trained gradients in the weight dtype and clear them on the parameters."""
         parameters = [p for _, group in self._trained() for p in group]
         flat: Tensor = self.optimizer.flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
         for p in parameters:
@@ -91,9 +91,10 @@ class FlatStep:
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One step of the groups that train."""
+        """Step the groups that train."""
         parts, self.parts = self.parts, {}
         optimizer, gradients = self.optimizer, list(parts.values())
+        # All-reduce of one number; `coefficient` adds the heads' norm and raises before any parameter changes
         coefficient = self.coefficient(sum_over(norm_sq(gradients, gradients[0].device), self.group))
         if coefficient < 1.0:
             torch._foreach_mul_(gradients, coefficient)

@@ -1,8 +1,8 @@
-"""Loads a base model under ZeRO-3, module by module, so that no rank holds the whole model.
+"""Loads a base model under ZeRO-3, module by module, so that no rank needs memory for the full model.
 
-The architecture is built without weights. For one module at a time, rank 0 reads the weights from the safetensors
-files, and DeepSpeed broadcasts and partitions them. A rank holds its share and at most one module. The output head is
-not built; its rows are read by range where they are needed.
+The architecture is built without weights. Rank 0 reads one module at a time from the safetensors files, and DeepSpeed
+broadcasts and partitions the weights. So each rank needs memory for its share and one module. The output head is not
+built; its rows are read by range on demand.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from cqwen_dist.training.zero.settings import deepspeed_config
 
 
 def join_deepspeed() -> None:
-    """Let DeepSpeed use the process group that is up, and none that an earlier run of this process left behind."""
-    # The CPU build of DeepSpeed would compile its shared-memory collective for a minute; gloo serves.
+    """Let DeepSpeed use the current process group, not a destroyed one from an earlier run of this process."""
+    # The CPU build of DeepSpeed would compile its shared-memory collective for a minute; gloo is enough.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False)
     groups = deepspeed.utils.groups
     try:
         deepspeed.comm.get_global_rank(groups._WORLD_GROUP, 0)
-    except ValueError:  # torch does not know it (any longer)
+    except ValueError:  # torch has destroyed this group
         groups._WORLD_GROUP = None
 
 
 class WeightFiles:
-    """Tensors of a model's safetensors files by name; slicing a tensor reads it."""
+    """Tensors in the safetensors files of a model, by name. Slicing a tensor reads it from disk."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,21 +57,21 @@ class WeightFiles:
             raise UserError("model.name_or_path", str(folder), f"a folder with {single.name}, or its index and parts")
 
     def slice_of(self, name: str) -> Any:
-        """A tensor that is read by slicing: `[:]`, `[a:b]`. Raises `UserError` where it is missing."""
+        """A lazy tensor; `[:]` or `[a:b]` reads it. Raises `UserError` if it is missing."""
         if name not in self._files:
             raise UserError("model.name_or_path", f"no {name} in {self.folder}", "all weights of the architecture")
         with safe_open(self.folder / self._files[name], framework="pt") as file:
             return file.get_slice(name)
 
     def head(self, base: BaseArchitecture) -> Any:
-        """The output head [V,H], the token table where they are tied."""
+        """The output head [V,H]; with tied weights, the token table."""
         return self.slice_of(base.head if base.head in self._files else base.table)
 
 
 class WithMeanRows:
-    """A file's matrix [V,H] with added rows, each the mean of the file's rows; slicing it reads the file.
+    """A lazy matrix [V,H] with added rows, each the mean of all rows in the file.
 
-    dtype: of the mean (default: the file's).
+    dtype: dtype of the mean (default: that of the file).
     """
 
     def __init__(self, own: Any, rows: int, dtype: torch.dtype | None = None) -> None:
@@ -94,9 +94,9 @@ class WithMeanRows:
 def load_partitioned_base(
     name_or_path: str, config: Config, runtime: Runtime, rows_for: Callable[[int], int] | None = None
 ) -> tuple[PreTrainedModel, Any, Any]:
-    """(base, its output head and its token table as slices of the file). Collective over the world. Raises `UserError`.
+    """Load (base, lazy output head, lazy token table). Collective over the world. Raises `UserError`.
 
-    config: of the run, with ZeRO stage 3. rows_for: as of `load_base`.
+    config: the run's config, with ZeRO stage 3. rows_for: as in `load_base`.
     """
     dtype, code = dtype_of(config.train.precision), config.model.trust_remote_code
     main_rank_first(lambda: base_folder_of(name_or_path))  # one rank downloads it for all
@@ -120,9 +120,9 @@ def load_partitioned_base(
 
 
 def partitioned(shape: Any, config: Config, runtime: Runtime, fill: Callable[[str, Tensor], None]) -> PreTrainedModel:
-    """A base of this architecture without its output head, module by module. Collective over the world.
+    """Build a base of this architecture, without output head, module by module. Collective over the world.
 
-    fill: writes a parameter of this name into a tensor on the device; rank 0's is taken.
+    fill: writes the parameter of a name into a tensor on the device; called on rank 0 only.
     """
     dtype, code = dtype_of(config.train.precision), config.model.trust_remote_code
     settings = deepspeed_config(config, runtime.world_size, 1)
@@ -133,7 +133,7 @@ def partitioned(shape: Any, config: Config, runtime: Runtime, fill: Callable[[st
     for name, module in base.model.named_modules(prefix="model"):
         own = dict(module.named_parameters(recurse=False))
         if own:
-            for key, parameter in own.items():
+            for key, parameter in own.items():  # other ranks pass memory that DeepSpeed's broadcast fills
                 value = torch.empty(parameter.shape, dtype=dtype, device=runtime.device)
                 if runtime.is_main:
                     fill(f"{name}.{key}", value)

@@ -1,4 +1,4 @@
-"""Replaces methods of DeepSpeed's ZeRO optimizers (`tests/training/test_deepspeed_names.py` lists the names)."""
+"""Patches for DeepSpeed's ZeRO optimizers (`tests/training/test_deepspeed_names.py` lists the patched names)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from cqwen_dist.training.optim import norm_sq
 
 
 def patch_norm(optimizer: Any, over_limit: Callable[[Tensor], float]) -> None:
-    """Clip by the joint norm of features and heads where `flat_step` does not serve: ZeRO-3, an offloaded optimizer.
+    """Clip by the joint norm of features and heads. For ZeRO-3 and offloaded optimizers, which `flat_step` cannot do.
 
-    over_limit: from the features' squared norm [], NaN where it is not finite, to the joint norm over its limit. That
-    goes to DeepSpeed as a tensor on the host: DeepSpeed reads it in each step, and would wait for the device.
+    over_limit: maps the squared feature norm [] (NaN if not finite) to the joint norm divided by its limit. DeepSpeed
+    gets the result as a host tensor: it reads the value in each step, and a device tensor would synchronise again.
     """
 
     def joint(norms: list[Any]) -> Tensor:
+        # DeepSpeed reports a norm that is not finite as -1
         found = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in norms])
         return torch.tensor(over_limit(torch.where(found < 0, torch.nan, found).square().sum()))
 
     def norm(gradients: Iterable[Tensor], params: Any, norm_type: float = 2) -> Tensor:
-        """The norm over the ranks of this group's gradients, without a look at each tensor."""
+        """Gradient norm of this group over all ranks. DeepSpeed's version checks each tensor on the host."""
         own = list(gradients)
         return sum_over(norm_sq(own, own[0].device), optimizer.dp_process_group).sqrt()
 
@@ -38,10 +39,10 @@ def patch_norm(optimizer: Any, over_limit: Callable[[Tensor], float]) -> None:
 
 
 def forget_trace(engine: Any) -> None:
-    """Let ZeRO-3 record its order of modules anew; called before the first forward pass with gradients.
+    """Make ZeRO-3 record its module order again. Call before the first forward pass with gradients.
 
-    It records the first pass of all. If that has no backward pass (the start's fits), DeepSpeed finds it wrong in the
-    middle of the first backward pass, and from then on every step gathers all frozen weights once more.
+    ZeRO-3 records the first pass. If that pass has no backward (fits at the start), DeepSpeed finds a mismatch during
+    the first backward pass, and from then on each step gathers all frozen weights twice.
     """
     offload = getattr(engine.optimizer, "parameter_offload", None)
     if offload is not None and not (coordinator := offload.get_param_coordinator()).is_invalid_trace():
@@ -49,9 +50,9 @@ def forget_trace(engine: Any) -> None:
 
 
 def skip_frozen_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Hide the gradients of groups marked `frozen` during the step: DeepSpeed gives zeros, and Adam would step.
+    """Hide the gradients of groups marked `frozen` during the step. DeepSpeed passes zeros, and Adam would still move.
 
-    They are put back afterwards, as DeepSpeed keeps one buffer for them with an offloaded optimizer.
+    They are restored afterwards, since DeepSpeed reuses this gradient buffer for an offloaded optimizer.
     """
     held: list[tuple[Tensor, Tensor | None]] = []
 

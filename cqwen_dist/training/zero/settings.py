@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, derived from the run's config and the user's additions; conflicts are refused."""
+"""The DeepSpeed config, derived from the run's config and the user's additions. Conflicts are refused."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from cqwen_dist.config import Config, UserError
 
-# Settings of ours that the user may change: they concern speed and logging, not results.
+# Derived settings that the user may change: they affect speed and logging, not results.
 TUNABLE = {
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.allgather_bucket_size",
     "steps_per_print",
     "wall_clock_breakdown",
 }
-# Settings that we do not make but that would contradict the config -> what sets them instead.
+# Settings that would contradict the config -> the key to use instead.
 ELSEWHERE = {
     "optimizer": "stages (AdamW with a schedule for each group)",
     "scheduler": "stages",
@@ -27,7 +27,7 @@ ELSEWHERE = {
     "zero_optimization.offload_optimizer": "parallel.offload",
     "zero_optimization.offload_param": "nothing: frozen parameters stay on the device",
 }
-# Settings of ours -> the keys that they follow from.
+# Derived settings -> the config keys that determine them.
 FOLLOWS = {
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
     "train_batch_size": "train.micro_batch_size and the number of ranks",
@@ -41,7 +41,7 @@ FOLLOWS = {
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What `training.zero.engine` takes from a config."""
+    """The config values that `training.zero.engine` uses."""
 
     thresholds: str
     class_bias: bool  # whether it trains
@@ -56,7 +56,7 @@ class EngineSettings:
 
 
 def engine_settings(config: Config, world_size: int) -> EngineSettings:
-    """The engine's settings on so many ranks."""
+    """The engine settings for `world_size` ranks."""
     train = config.train
     return EngineSettings(
         thresholds=train.thresholds,
@@ -73,22 +73,22 @@ def engine_settings(config: Config, world_size: int) -> EngineSettings:
 
 
 def deepspeed_config(config: Config, world_size: int, trained: int) -> dict[str, Any]:
-    """The config for `deepspeed.initialize`. trained: parameters that the engine trains (`feature_parameters`).
+    """The config for `deepspeed.initialize`. trained: number of parameters that the engine trains.
 
-    Raises `UserError` for an addition under `deepspeed:` that contradicts the rest of the config.
+    Raises `UserError` if an addition under `deepspeed:` contradicts the config.
     """
     stage = config.parallel.zero_stage
     bf16 = config.train.precision == "bf16"
     result: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
-        # The trainer accumulates: a step may have fewer micro-batches at the end of an epoch, so it sets the boundary
-        # and scales the loss by global counts.
+        # The trainer accumulates: the last step of an epoch may have fewer micro-batches. So it sets the boundary, and
+        # it scales the loss by global counts.
         "gradient_accumulation_steps": 1,
         "train_batch_size": config.train.micro_batch_size * world_size,
-        "gradient_clipping": 1.0,  # the engine hands it the norm divided by the step's limit
+        "gradient_clipping": 1.0,  # the engine passes the norm divided by this step's limit
         "zero_optimization": {
             "stage": stage,
-            # One bucket for all that trains: DeepSpeed's default of 5e8 numbers takes 1 to 2 GB.
+            # One bucket for all trained parameters: DeepSpeed's default of 5e8 values takes 1 to 2 GB.
             "reduce_bucket_size": trained,
             "allgather_bucket_size": trained,
         },
@@ -97,9 +97,9 @@ def deepspeed_config(config: Config, world_size: int, trained: int) -> dict[str,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
-        "timers": {"throughput": {"enabled": False}},  # it would wait for the device twice a step
+        "timers": {"throughput": {"enabled": False}},  # it would synchronise twice per step
     }
-    if bf16 and stage >= 2:  # in stage 1 DeepSpeed would take an optimizer that cannot join the heads' norm
+    if bf16 and stage >= 2:  # in stage 1 this selects an optimizer that cannot include the heads' norm
         result["data_types"] = {"grad_accum_dtype": "fp32"}
     if config.parallel.offload == "optimizer":
         result["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}

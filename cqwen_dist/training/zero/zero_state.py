@@ -1,8 +1,8 @@
-"""Parameters and moments of a DeepSpeed ZeRO engine, by name and whole, for any stage and number of ranks.
+"""Full parameters and moments of a DeepSpeed ZeRO engine by name, for any stage and number of ranks.
 
-On each rank DeepSpeed holds a group's fp32 masters as one flat tensor, with a piece of each parameter. Its own
-accessors (`safe_get_full_*`) fail before the first step, and for a second parameter group in stages 1 and 2. So the
-pieces are read here from the flat optimizer state. They are small: adapters, w_num, <NUM>'s row.
+On each rank DeepSpeed keeps the fp32 masters of a group as one flat tensor with a piece of each parameter. DeepSpeed's
+accessors (`safe_get_full_*`) fail before the first step, and for a second parameter group in stages 1 and 2. So this
+module reads the pieces from the flat optimizer state. They are small: adapters, w_num, the <NUM> row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cqwen_dist.training.moments import MOMENTS
 
 
 class FeatureState(NamedTuple):
-    """What the engine trains, in whole tensors, fp32, on the CPU."""
+    """State of all parameters that the engine trains, as full fp32 tensors on the CPU."""
 
     parameters: dict[str, Tensor]
     moments: dict[str, Tensor]  # `<name>.exp_avg`, ...
@@ -26,7 +26,7 @@ class FeatureState(NamedTuple):
 
 
 def masters(engine: Any) -> list[tuple[int, list[Any], Tensor]]:
-    """(parameter group index, its parameters, this rank's flat fp32 master) of every flat tensor of the optimizer."""
+    """(parameter group index, parameters, this rank's flat fp32 master) for each flat tensor of the optimizer."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO-3
         group_of, parameters = optimizer.sub_group_to_group_id, optimizer.fp16_groups
@@ -36,13 +36,13 @@ def masters(engine: Any) -> list[tuple[int, list[Any], Tensor]]:
 
 
 def _pieces(engine: Any) -> Iterator[tuple[nn.Parameter, Tensor, slice, slice]]:
-    """Every trainable parameter, the flat master with this rank's piece of it, the piece's place in both (flattened);
-    an empty piece where other ranks hold it."""
+    """(parameter, flat master, piece's slice in the master, piece's slice in the flattened parameter) for each
+    trainable parameter. The slices are empty if other ranks have this parameter."""
     for _, parameters, flat in masters(engine):
         offset = 0
         for p in parameters:
             begin = start = numel = 0
-            if hasattr(p, "ds_tensor"):  # ZeRO-3: every rank has an equal share, the last one padded
+            if hasattr(p, "ds_tensor"):  # ZeRO-3: each rank has an equal share; the last share is padded
                 size = p.partition_numel()
                 begin, start = offset, engine.global_rank * size
                 numel = max(0, min(size, p.ds_numel - start))
@@ -54,13 +54,13 @@ def _pieces(engine: Any) -> Iterator[tuple[nn.Parameter, Tensor, slice, slice]]:
 
 
 def discard_gradients(engine: Any) -> None:
-    """Drop a step's accumulated gradients, as DeepSpeed itself does on an overflow."""
+    """Drop the accumulated gradients of a step, as DeepSpeed does on an overflow."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "_overflow_clean_up"):  # ZeRO-3
         optimizer._overflow_clean_up(optimizer.loss_scale)
         return
     optimizer.zero_grad(set_to_none=True)
-    if optimizer.cpu_offload:  # DeepSpeed would leave a NaN in the masters' gradients and in these buffers
+    if optimizer.cpu_offload:  # a NaN would stay in the masters' gradients and in these buffers
         optimizer.reset_cpu_buffers()
         for master in optimizer.single_partition_of_fp32_groups:
             if master.grad is not None:
@@ -70,12 +70,12 @@ def discard_gradients(engine: Any) -> None:
 
 
 def whole_shape(p: nn.Parameter) -> torch.Size:
-    """The parameter's shape, also where ZeRO-3 has partitioned it."""
+    """The full shape of a parameter, also if ZeRO-3 has partitioned it."""
     return torch.Size(getattr(p, "ds_shape", p.shape))
 
 
 def _state(engine: Any, flat: Tensor) -> dict[str, Any]:
-    """Adam's state of a flat master; zeros and step 0 before the first step."""
+    """Adam state of a flat master; creates zeros and step 0 before the first step."""
     state = engine.optimizer.optimizer.state[flat]
     if not state:
         state["step"] = torch.zeros((), device=flat.device)  # where the fused AdamW reads it
@@ -85,7 +85,7 @@ def _state(engine: Any, flat: Tensor) -> dict[str, Any]:
 
 
 def reset_moments(engine: Any, groups: set[int]) -> None:
-    """Zero moments and Adam's step of these parameter groups, which begin to train."""
+    """Set moments and Adam step of these parameter groups to zero."""
     for group, _, flat in masters(engine):
         if group in groups:
             for value in _state(engine, flat).values():
@@ -93,13 +93,13 @@ def reset_moments(engine: Any, groups: set[int]) -> None:
 
 
 def read_state(engine: Any, names: dict[nn.Parameter, str], slots: Sequence[str]) -> FeatureState:
-    """The whole state. slots: of each parameter group. Collective over the world."""
+    """Gather the full state. slots: the slot of each parameter group. Collective over the world."""
     steps = {slots[group]: int(_state(engine, flat)["step"]) for group, _, flat in masters(engine)}
     state = FeatureState({}, {}, steps)
     pieces = list(_pieces(engine))
     sizes = [whole_shape(p).numel() for p, *_ in pieces]
     for key in (None, *MOMENTS):
-        # Every rank puts its pieces into zeros; the sum over ranks is whole
+        # Each rank writes its pieces into zeros; the all-reduce sum is the full tensor
         buffer = torch.zeros(sum(sizes), device=engine.device)
         for (_, flat, in_flat, in_parameter), whole in zip(pieces, buffer.split(sizes), strict=True):
             source = flat if key is None else _state(engine, flat)[key]
@@ -116,7 +116,7 @@ def read_state(engine: Any, names: dict[nn.Parameter, str], slots: Sequence[str]
 
 @torch.no_grad()
 def write_state(engine: Any, names: dict[nn.Parameter, str], slots: Sequence[str], state: FeatureState) -> None:
-    """Put what `read_state` returned back into this rank's pieces and into the parameters themselves."""
+    """Write a `read_state` result to this rank's pieces and to the parameters."""
     for p, flat, in_flat, in_parameter in _pieces(engine):
         name = names[p]
         value = state.parameters[name]
@@ -129,5 +129,5 @@ def write_state(engine: Any, names: dict[nn.Parameter, str], slots: Sequence[str
         for part, whole in ((flat, value), *((adam[key], state.moments[f"{name}.{key}"]) for key in MOMENTS)):
             part[in_flat].copy_(whole.flatten()[in_parameter])
     for group, _, flat in masters(engine):
-        if slots[group] in state.steps:  # a tensor each: a shared one would step twice
+        if slots[group] in state.steps:  # one tensor per master: Adam would increment a shared one twice
             _state(engine, flat)["step"] = torch.tensor(float(state.steps[slots[group]]), device=flat.device)
