@@ -230,8 +230,7 @@ def build_run(config: Config, runtime: Runtime) -> Run:
     rank, world, folder = runtime.rank, groups.world_size, Path(config.run.dir)
     progress = Progress(0, 0, silent=not runtime.is_main)
     from_main_rank(lambda: finish_renames(folder))
-    # Rank 0 chooses for all ranks; it refuses a damaged checkpoint
-    resume_from, note = from_main_rank(lambda: choose_checkpoint(folder, config.run.resume))
+    resume_from, note = from_main_rank(lambda: choose_checkpoint(folder, config.run.resume))  # refuses a damaged one
     if note:
         progress.say(f"note: {note}")
 
