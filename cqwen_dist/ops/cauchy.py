@@ -1,9 +1,9 @@
 """The Cauchy law in stable closed form.
 
-With ``gap = c - loc`` every probability is an angle: P(X > c) = atan2(scale, gap)/pi and P(X < c) =
-atan2(scale, -gap)/pi. There is no quotient, so both stay right as scale -> 0. The logarithm of the one near 1 is the
-log1p of the other. The seed's form (S0 5.1), 1/2 + atan((loc - c)/scale)/pi, is equal, but loses precision in fp32 once
-|c - loc| is about 1e5 scales.
+With ``gap = c - loc`` each probability is an angle: P(X > c) = atan2(scale, gap)/pi and P(X < c) =
+atan2(scale, -gap)/pi. There is no quotient, so both stay accurate as scale -> 0. The logarithm of a probability near 1
+is computed by log1p from its complement. The seed's form (S0 5.1), 1/2 + atan((loc - c)/scale)/pi, is equal, but loses
+precision in fp32 once |c - loc| is about 1e5 scales.
 
 At scale = 0 the law is a point mass and P(X > c) is 0, 1/2 or 1.
 """
@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-EPS_UNIFORM = 1e-7  # uniforms are kept this far from 0 and 1: torch.rand does return 0 exactly
+EPS_UNIFORM = 1e-7  # uniforms are clamped to this distance from 0 and 1; torch.rand can return exactly 0
 
 
 def prob_above(scale: Tensor, gap: Tensor) -> Tensor:
-    """P(X > c) for X ~ Cauchy(c - gap, scale): atan2(scale, gap)/pi, and 1/2 where both are 0.
+    """P(X > c) for X ~ Cauchy(c - gap, scale): atan2(scale, gap)/pi, and 1/2 if both are 0.
 
-    scale (>= 0) and gap: any floating dtype, broadcast together. Relative precision is kept down to P ~ 1e-38.
+    scale (>= 0) and gap: any floating dtype, broadcast together. Keeps relative precision down to P ~ 1e-38.
     """
     both_zero = (scale == 0) & (gap == 0)
     return torch.where(both_zero, 0.5, torch.atan2(scale, torch.where(both_zero, 1.0, gap)) / math.pi)
@@ -33,11 +33,11 @@ def log_prob_above(scale: Tensor, gap: Tensor) -> Tensor:
     """log P(X > c) for X ~ Cauchy(c - gap, scale), without cancellation on either side.
 
     gap > 0 (P < 1/2): log(atan2(scale, gap)/pi); else log1p(-atan2(scale, -gap)/pi). scale (>= 0) and gap
-    broadcast together. Gradients are finite wherever the value is; -inf where P is exactly 0.
+    broadcast together. Gradients are finite wherever the value is finite; the value is -inf if P is exactly 0.
     """
     rare = gap > 0
     tail = prob_above(scale, torch.where(rare, gap, -gap))  # the smaller of P and 1-P, in [0, 1/2]
-    # A branch gets 1/2 where it is not taken, so that its gradient there is 0 and not 0 * inf.
+    # The unused branch computes log(1/2). With its real input, its gradient could be 0 * inf = NaN.
     log_small = torch.log(torch.where(rare, tail, 0.5))
     log_large = torch.log1p(-torch.where(rare, 0.5, tail))
     return torch.where(rare, log_small, log_large)
@@ -50,15 +50,16 @@ class Cauchy(NamedTuple):
     scale: Tensor
 
     def to(self, where: torch.dtype | torch.device) -> Cauchy:
-        """The same law in another dtype or on another device."""
+        """The same law in a different dtype or on a different device."""
         return Cauchy(self.loc.to(where), self.scale.to(where))
 
     def affine(self, weight: Tensor, bias: Tensor | None = None) -> Cauchy:
-        """The law of W X + b: loc W loc + b, scale |W| scale, bias not in the scale (S0 4, S3 2.4).
+        """The law of W X + b: location W loc + b, scale |W| scale (S0 4, S3 2.4).
 
         weight [K, C] gives [..., K]; weight [C] gives [...]. bias [K] or scalar.
-        Exact for each output by itself; the K outputs are dependent.
+        Exact for each output's marginal law; the K outputs are dependent.
         """
+        # Autocast would round the location to bf16, which is far coarser than the scale
         with torch.autocast(self.loc.device.type, enabled=False):
             if weight.ndim == 1:
                 loc, scale = self.loc @ weight, self.scale @ weight.abs()
@@ -83,24 +84,24 @@ class Cauchy(NamedTuple):
         return prob_above(self.scale, self.loc - c)
 
     def pdf(self, x: Tensor | float) -> Tensor:
-        """Density at x: scale / (pi (scale^2 + (x - loc)^2)), without squaring (no overflow); x broadcasts."""
+        """Density at x: scale / (pi (scale^2 + (x - loc)^2)), computed without squares (no overflow); x broadcasts."""
         radius = torch.hypot(self.scale, x - self.loc)
         return self.scale / radius / radius / math.pi
 
     def nll(self, x: Tensor | float) -> Tensor:
         """-log density at x: log(pi scale) + log(1 + ((x - loc)/scale)^2) (S0 5.2), in nats; x broadcasts.
 
-        Computed as log(pi) - log(scale) + 2 log hypot(scale, x - loc), without a square or a quotient: finite, with
-        finite gradients, for every finite x.
+        Computed as log(pi) - log(scale) + 2 log hypot(scale, x - loc), without squares or quotients. Value and
+        gradients are finite for all finite x.
         """
         return math.log(math.pi) - self.scale.log() + 2.0 * torch.hypot(self.scale, x - self.loc).log()
 
     def crps(self, x: Tensor | float) -> Tensor:
         """Continuous ranked probability score at x: the integral of (F(t) - 1[t >= x])^2 dt, in x's unit; x broadcasts.
 
-        Finite, though a Cauchy has no mean (E|X - x| - E|X - X'|/2, its usual form, is infinity less infinity): the
-        tails of F^2 fall as 1/t^2. With r = (x - loc)/scale and F the standard law, d/dr = 2 F(r) - 1 = 2 atan(r)/pi,
-        and the value at 0 is 2 ln(2)/pi, so
+        The usual form, E|X - x| - E|X - X'|/2, is inf - inf, as a Cauchy has no mean. The integral is finite, as F^2
+        falls like 1/t^2. With r = (x - loc)/scale and the standard law F, its derivative by r is
+        2 F(r) - 1 = 2 atan(r)/pi, and its value at r = 0 is 2 ln(2)/pi, so
 
             crps = scale (2/pi) (r atan(r) - ln(1 + r^2)/2 + ln 2).
 
@@ -113,9 +114,9 @@ class Cauchy(NamedTuple):
         return 2.0 / math.pi * (gap * angle - spread + math.log(2.0) * self.scale)
 
     def quantile(self, p: Tensor | float) -> Tensor:
-        """The x with P(X < x) = p: loc + scale tan(pi (p - 1/2)); p in [0, 1] broadcasts, the ends give -+inf.
+        """The x with P(X < x) = p: loc + scale tan(pi (p - 1/2)). p in [0, 1] broadcasts; the ends give -+inf.
 
-        Within 1/4 of an end the cotangent of the distance to it is used, which keeps its relative precision.
+        Within 1/4 of an end this uses the cotangent of the distance to the end, which keeps relative precision.
         """
         p = torch.as_tensor(p, dtype=self.loc.dtype, device=self.loc.device)
         low = p < 0.5
@@ -126,7 +127,7 @@ class Cauchy(NamedTuple):
         return self.loc + self.scale * torch.where(outer, torch.where(low, -cot, cot), inner)
 
     def sample(self, eps: Tensor) -> Tensor:
-        """Reparameterised draw from uniforms ``eps`` in [0, 1): the quantile at eps, kept 1e-7 from both ends.
+        """Reparameterised draw from uniforms ``eps`` in [0, 1): the quantile at eps, clamped 1e-7 from both ends.
 
         eps: shape of loc (or broadcastable). Differentiable in loc and scale (S4 1.5.3).
         """
@@ -135,12 +136,12 @@ class Cauchy(NamedTuple):
     def kl(self, other: Cauchy, unit: Tensor | float | None = None) -> Tensor:
         """KL divergence to ``other``, in nats, elementwise; symmetric.
 
-        log(((g1+g2)^2 + (m1-m2)^2)/(4 g1 g2)), written as log1p(((g1-g2)^2 + (m1-m2)^2)/(4 g1 g2)) so that
-        close laws keep their relative precision. Both scales > 0.
+        log(((g1+g2)^2 + (m1-m2)^2)/(4 g1 g2)), written as log1p(((g1-g2)^2 + (m1-m2)^2)/(4 g1 g2)) to keep
+        relative precision for close laws. Both scales > 0.
 
-        unit (> 0, broadcasts): the shift is measured in it, log1p((g1-g2)^2/(4 g1 g2) + (m1-m2)^2/(4 unit^2)). This is
-        the exact KL after both scales are multiplied by one factor that makes their geometric mean the unit. It is for
-        laws so narrow that any shift is thousands of scales.
+        unit (> 0, broadcasts): measures the shift in this unit, log1p((g1-g2)^2/(4 g1 g2) + (m1-m2)^2/(4 unit^2)). This
+        is the exact KL after multiplying both scales by one factor that makes their geometric mean equal the unit. Use
+        it for narrow laws, for which any shift is thousands of scales.
         """
         spread = self.scale - other.scale
         shift = self.loc - other.loc

@@ -1,7 +1,7 @@
-"""Matrix products of bf16 whose sums are not rounded to bf16.
+"""Matrix products of bf16 inputs with fp32 results.
 
-A logit near 15 has steps of 1/16 in bf16, and its scale is 1e-3 or less: rounding it would change P of the best word by
-half and more.
+A logit near 15 has steps of 1/16 in bf16, and its scale is 1e-3 or less. Rounding the logit to bf16 would change P of
+the best word by half and more.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """The dtype of the backbone and of the products, by `train.precision`: fp32 or bf16."""
+    """The dtype of backbone and products for `train.precision`: "fp32" or "bf16"."""
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a b^T in fp32 (fp64 for fp64), for a [N, C] and b [n, C] of one dtype; differentiable.
+    """a b^T [N, n] in fp32 (fp64 for fp64) for a [N, C] and b [n, C] of one dtype; differentiable.
 
-    Both are widened to fp32 first, except on a GPU where no gradient is needed. Autocast changes nothing.
+    Converts both to fp32 first, except on a GPU without gradients. Autocast has no effect.
     """
     real = torch.promote_types(a.dtype, torch.float32)
     if a.is_cuda and a.dtype != real and not torch.is_grad_enabled():
@@ -35,7 +35,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def mm_into(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
-    """out = a b, or out += a b. On CUDA out may be fp32 where a and b are bf16: the sum is then never rounded."""
+    """out = a b, or out += a b. On CUDA, out may be fp32 with bf16 inputs; the result is then not rounded to bf16."""
     aten = torch.ops.aten
     writes, adds = _wide_products() if a.is_cuda and a.dtype != out.dtype else (a.is_cuda, a.is_cuda)
     if a.dtype == out.dtype:
@@ -52,9 +52,9 @@ def mm_into(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
 
 @cache
 def _wide_products() -> tuple[bool, bool]:
-    """Whether this torch can, on CUDA, write a bf16 product as fp32, and add it to an fp32 matrix.
+    """Whether this torch, on CUDA, can (write a bf16 product as fp32, add it to an fp32 matrix).
 
-    Tried once. torch before 2.8 can do neither; some later versions need the matrix in bf16 too.
+    Tested once by calling it: torch before 2.8 supports neither, and some later versions need a bf16 matrix to add to.
     """
     a = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
     out = torch.zeros(16, 16, device="cuda")

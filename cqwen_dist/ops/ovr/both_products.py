@@ -1,15 +1,17 @@
-"""loc_S and scale_S of all words for a few tokens, in one pass over W_cls: what decoding reads most.
+"""loc_S and scale_S of all words for a few tokens, in one pass over W_cls.
 
     loc = u W^T        scale = s |W|^T        u, s [N, C], W [v, C] fp32 or bf16; loc, scale [N, v] fp32
 
-Decoding one token is bound by reading W: v C elements, 545 MB in fp32 for V = 151,936 and C = 896. Two products read it
-twice, and |W| would be written and read once more. Here each piece of W is read once and serves both. On a CPU a piece
-is a block that stays in a core's own cache; on CUDA it is a tile of a Triton kernel. Shapes
-are fixed, nothing waits for the host, and a compiler sees one operation.
+Decoding one token is bound by reading W: v C elements, 545 MB in fp32 for V = 151,936 and C = 896. Two products would
+read W twice, and also write and read |W|. Here each piece of W is read once for both products. On a CPU a piece is a
+block that stays in a core's cache; on CUDA it is a tile of a Triton kernel. Shapes are fixed, the host never waits, and
+a compiler sees one operation.
 
-Sums are fp32. With several tokens Triton multiplies on tensor cores, every fp32 split into tf32 parts (`tf32x3`), which
-keeps fp32's error. Tokens and words in bf16 are multiplied as they are, which is exact; as three tf32 products each, 64
-tokens would take longer than reading W.
+Sums are fp32. For two or more tokens Triton uses tensor cores and splits each fp32 value into tf32 parts (`tf32x3`),
+which keeps the error of fp32. bf16 tokens and words are multiplied directly, which is exact. As three tf32 products,
+64 bf16 tokens would take longer than reading W.
+
+Shape letters: N tokens, C causal dimensions, v words, BM x BN x BK a tile of tokens, words and dimensions.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy
 
-BLOCK_BYTES = 1 << 20  # of a block of |W|: it stays in a core's own cache
-# Of the kernel, by the tokens' bytes an element and their most: tokens, words and dimensions of a tile, and warps. The
-# products of a tile need 16 tokens. None spills on sm_90. Wide tiles read the tokens fewer times from L2.
+BLOCK_BYTES = 1 << 20  # size of a block of |W|, which stays in a core's cache
+# Kernel tiles: {bytes per element: {most tokens: (tokens, words, dimensions, warps)}}. Tensor cores need 16 tokens. No
+# tile spills registers on sm_90. Wide tiles read the tokens fewer times from L2.
 TILES = {
     4: {1: (1, 32, 256, 4), 16: (16, 64, 32, 4), 32: (32, 64, 32, 4), 64: (64, 64, 32, 4)},
     2: {1: (1, 16, 512, 4), 16: (16, 64, 64, 4), 32: (32, 64, 64, 4), 64: (64, 128, 64, 8)},
@@ -35,7 +37,7 @@ TILES = {
 
 
 def word_scores(u: Cauchy, weight: Tensor) -> Cauchy:
-    """S of every word without its bias: Cauchy [N, v], fp32 (fp64 for an fp64 weight). No gradient.
+    """S of all words, without bias: Cauchy [N, v], fp32 (fp64 for an fp64 weight). No gradient.
 
     u: U' [N, C]; weight [v, C].
     """
@@ -45,7 +47,7 @@ def word_scores(u: Cauchy, weight: Tensor) -> Cauchy:
 
 
 def abs_blocks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """(slice, |W[slice]|) of all rows. All blocks use one buffer: each is valid until the next."""
+    """(slice, |W[slice]|) for all rows. All blocks share one buffer: each is valid until the next one."""
     rows, real = len(weight), torch.promote_types(weight.dtype, torch.float32)
     step = max(64, BLOCK_BYTES // (4 * max(1, weight.shape[1])))
     if weight.is_cuda:
@@ -63,14 +65,14 @@ def abs_blocks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 def product_into(x: Tensor, block: Tensor, out: Tensor) -> None:
     """out = x block^T for x [N, C], block [n, C]; out [N, n] may be a view."""
-    if len(x) == 1:  # twice as fast as a product with a matrix of one row
+    if len(x) == 1:  # twice as fast as `mm` with one row
         torch.mv(block, x[0], out=out[0])
     else:
         torch.mm(x, block.T, out=out)
 
 
 def both_by_blocks(loc: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
-    """The two products [2, N, v] in torch operations, on any device."""
+    """Both products [2, N, v] as torch operations, on any device."""
     found = _shapes(loc, scale, weight)
     loc, scale = loc.to(found.dtype), scale.to(found.dtype)
     for part, block in abs_blocks(weight):
@@ -80,7 +82,7 @@ def both_by_blocks(loc: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
 
 
 def both_by_triton(loc: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
-    """The two products [2, N, v] by the kernel; tokens in fp32, or in bf16 as the words."""
+    """Both products [2, N, v] by the kernel. Tokens are fp32, or bf16 if the words are bf16."""
     (n, c), rows = loc.shape, len(weight)
     found = _shapes(loc, scale, weight)
     if n and rows:
@@ -89,15 +91,15 @@ def both_by_triton(loc: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
         grid = (-(-rows // words), -(-n // tokens))
         shape = {"N": n, "C": c, "BM": tokens, "BN": words, "BK": width}
         own = loc.contiguous(), scale.contiguous(), weight, found, weight.stride(0), rows
-        with torch.cuda.device_of(weight):  # Triton launches on the current device, wherever the tensors are
-            _kernel()[grid](*own, **shape, num_warps=warps, enable_fp_fusion=True)  # triton 3.10 leaves it off
+        with torch.cuda.device_of(weight):  # Triton launches on the current device, not on that of the tensors
+            _kernel()[grid](*own, **shape, num_warps=warps, enable_fp_fusion=True)  # off by default in Triton 3.10
     return found
 
 
 @cache
 def _kernel() -> Any:
-    """A program makes both products of BM tokens and BN words, over C in steps of BK."""
-    # transformers refuses an exported folder whose code has `import triton` anywhere, on a machine without it
+    """The kernel: each program computes both products for BM tokens and BN words, over C in steps of BK."""
+    # On a machine without triton, transformers refuses exported code with the text `import triton`
     triton, tl = import_module("triton"), import_module("triton.language")
 
     def both(
@@ -126,7 +128,7 @@ def _kernel() -> Any:
             u_at, inside = tokens[:, None] * C + dims[None, :], of_tokens[:, None] & in_c[None, :]
             u = tl.load(loc_ptr + u_at, mask=inside, other=0.0)
             s = tl.load(scale_ptr + u_at, mask=inside, other=0.0)
-            if BM == 1:  # no matrix: tensor cores would not help
+            if BM == 1:  # a single token cannot fill a tensor core
                 loc += tl.sum(w.to(tl.float32) * u, 1)[None, :]
                 scale += tl.sum(tl.abs(w.to(tl.float32)) * s, 1)[None, :]
             else:
@@ -151,7 +153,7 @@ def _shapes(loc: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
 
 
 def _one_operation() -> Any:
-    """`_both` as an operation that a compiler does not look into."""
+    """`_both` as a custom operation, opaque to a compiler."""
     schema = "(Tensor loc, Tensor scale, Tensor weight) -> Tensor"
     operation = torch.library.custom_op("cqwen_dist::both_products", _both, mutates_args=(), schema=schema)
     operation.register_fake(_shapes)

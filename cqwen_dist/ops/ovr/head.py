@@ -1,6 +1,6 @@
-"""Arguments and results of this package's functions: a slice of the word head, the tokens' targets, the sums.
+"""Arguments and results in this package: a slice of the word head, the targets of the tokens, the sums.
 
-Letters: N tokens, C causal dimensions that words see, v words of the slice. U' of the tokens is a `Cauchy` [N, C].
+Shape letters: N tokens, C causal dimensions of the word part, v words of the slice. U' is a `Cauchy` [N, C].
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cqwen_dist.tiles import CHUNK_BYTES
 
 
 def chunk_rows(tokens: int, c: int) -> int:
-    """Words n per chunk, so that neither [tokens, n] nor [n, c] in fp32 takes more than CHUNK_BYTES; at least 64."""
+    """Words n per chunk such that [tokens, n] and [n, c] in fp32 each fit in CHUNK_BYTES; at least 64."""
     return max(64, CHUNK_BYTES // (4 * max(1, tokens, c)))
 
 
@@ -26,13 +26,13 @@ class WordHead(NamedTuple):
     weight: Tensor  # [v, C] W: fp32, bf16 or fp64
     bias: Tensor | None  # [v] b
     threshold: Tensor  # [] or [v] C
-    start: int = 0  # the slice's first word
-    vocab_size: int | None = None  # words of the whole vocabulary, where known
-    used_rows: int | None = None  # words of the whole vocabulary from here on are reserved and left out
+    start: int = 0  # id of the first word
+    vocab_size: int | None = None  # number of words of the full vocabulary, if known
+    used_rows: int | None = None  # ids from this one on are reserved and left out
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, threshold: Tensor | float, *place: int | None) -> WordHead:
-        """As the constructor, whose last three arguments are `place`; the threshold may be a float."""
+        """The constructor, but the threshold may be a float; `place` is (start, vocab_size, used_rows)."""
         if not isinstance(threshold, Tensor):
             real = torch.promote_types(weight.dtype, torch.float32)
             threshold = torch.tensor(threshold, dtype=real, device=weight.device)
@@ -40,47 +40,47 @@ class WordHead(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many of the slice's rows are in use; they are the first."""
+        """Number of rows in use; these are the first rows of the slice."""
         v = self.weight.shape[0]
         return v if self.used_rows is None else max(0, min(v, self.used_rows - self.start))
 
     @property
     def limit(self) -> int | None:
-        """How many words of the whole vocabulary are in use, where known."""
+        """Number of words of the full vocabulary in use, if known."""
         return min((x for x in (self.vocab_size, self.used_rows) if x is not None), default=None)
 
     @property
     def words(self) -> int:
-        """The denominator of a mean over the vocabulary: `limit`, or else the slice's own words."""
+        """Denominator of a mean over the vocabulary: `limit` if known, otherwise the number of words here."""
         return len(self.weight) if self.limit is None else self.limit
 
     @property
     def real(self) -> torch.dtype:
-        """The dtype of elementwise maths and sums: fp32, or fp64 for an fp64 weight."""
+        """Dtype of elementwise maths and sums: fp32, or fp64 for an fp64 weight."""
         return torch.promote_types(self.weight.dtype, torch.float32)
 
     def take(self, rows: slice | Tensor) -> WordHead:
-        """The head of these rows of the slice alone (a slice of them, or indices [m]); differentiable."""
+        """The head of these rows only (a slice, or indices [m]); differentiable."""
         bias = None if self.bias is None else self.bias[rows]
         return WordHead(self.weight[rows], bias, self.threshold[rows] if self.threshold.ndim else self.threshold)
 
     def loc(self, u: Cauchy) -> Tensor:
-        """loc_S [N, v] of U' [N, C], multiplied in the tokens' precision; fp32 (fp64 for fp64)."""
+        """loc_S [N, v] for U' [N, C], multiplied in the precision of U'; result fp32 (fp64 for fp64)."""
         loc = product(u.loc, self.weight.to(u.loc.dtype))
         return loc if self.bias is None else loc + self.bias.to(loc.dtype)
 
     def of_own(self, u: Cauchy) -> tuple[Cauchy, Tensor]:
-        """(S, C - loc_S) [...] of one word for each U' [...,C], whose rows these are; in fp32 (fp64), of rows in the
-        tokens' precision."""
+        """(S, C - loc_S) [...] of one word for each U' [...,C]: row i belongs to U' i. Computed in fp32 (fp64), from
+        rows rounded to the precision of U'."""
         rows, u = self.weight.to(u.loc.dtype).to(self.real), u.to(self.real)
         loc = (u.loc * rows).sum(-1)
         loc = loc if self.bias is None else loc + self.bias.to(self.real)
         return Cauchy(loc, (u.scale * rows.abs()).sum(-1)), self.threshold.to(self.real) - loc
 
     def check(self, u: Cauchy) -> None:
-        """Raises ValueError for a shape and TypeError for a dtype of the head or of U' [N, C] that does not fit.
+        """Raises ValueError for a wrong shape and TypeError for a wrong dtype of the head or of U' [N, C].
 
-        U' and weight are of one dtype, or U' is bf16 and the weight fp32 (a master).
+        U' and weight need one dtype, or bf16 for U' and fp32 for the weight (a master copy).
         """
         if u.loc.ndim != 2 or u.loc.shape != u.scale.shape:
             raise ValueError(f"loc_u, scale_u must be [N, C], found {tuple(u.loc.shape)}, {tuple(u.scale.shape)}")
@@ -98,19 +98,19 @@ class WordHead(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """The tokens' part of the loss: constants without gradient; weights in fp32 (fp64 for fp64)."""
+    """The targets of the tokens: constants without gradient. Weights are fp32 (fp64 for fp64)."""
 
-    row: Tensor  # [N] int64: the label's row in the slice, -1 for none
-    token_weights: Tensor  # [N]: factor of each token in the loss, 0 for one that takes no part
+    row: Tensor  # [N] int64: row of the label in the slice, -1 for none
+    token_weights: Tensor  # [N]: factor per token, 0 for a masked token
     class_weights: Tensor | None  # [v]: factor of both terms of a word
     want_prob_sum: bool
-    slope_limit: float = 0.0  # of |dBCE_ik / dloc_S_ik|, 1/nat, before the two weights; 0: none
+    slope_limit: float = 0.0  # limit of |dBCE_ik / dloc_S_ik| in 1/nat before both weights; 0: none
     skip_labels: bool = False  # leave the entries at `row` out of the loss, the gradients and the sum of P
 
 
 class OvrOutput(NamedTuple):
-    """Sums over the slice's words in use; fp32 (fp64 for fp64)."""
+    """Sums over the words in use; fp32 (fp64 for fp64)."""
 
     loss: Tensor  # scalar, differentiable
-    per_token: Tensor  # [N] detached, without the token's weight; 0 where ignored
-    prob_sum: Tensor | None  # [N] detached: sum of P, on demand
+    per_token: Tensor  # [N] detached, without token weight; 0 for ignored tokens
+    prob_sum: Tensor | None  # [N] detached: sum of P, on request

@@ -1,8 +1,10 @@
-"""The one-vs-rest loss of a slice of words, by whichever implementation.
+"""The one-vs-rest loss of a slice of words, with a choice of implementations.
 
 Score of word k at token i: S_ik ~ Cauchy(loc_i . W_k + b_k, scale_i . |W_k|) (S0 4), and P_ik = P(S_ik > C_k)
-(S0 5.1). The loss of a token is the sum over words of the binary cross entropy of P_ik (S3 2.5.1). A sum has no
-normaliser: slices of the vocabulary add up exactly, whichever rank holds them.
+(S0 5.1). The loss of a token is the sum over words of the binary cross entropy of P_ik (S3 2.5.1). The sum has no
+normaliser, so the losses of vocabulary slices on different ranks simply add up.
+
+Shape letters: N tokens, C causal dimensions, v words of the slice.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from cqwen_dist.ops.ovr.tile import TileMaths, TorchTile
 
 KERNELS = ("triton",)
 IMPLEMENTATIONS = ("auto", "chunked", "reference", *KERNELS)
-HAS_TRITON = find_spec("triton") is not None  # it comes with torch's CUDA builds only
+HAS_TRITON = find_spec("triton") is not None  # part of torch's CUDA builds only
 
 
 @dataclass(frozen=True)
 class OvrOptions:
-    """How the loss is computed; `linear_ovr` says what each option means."""
+    """Options of the loss; `linear_ovr` documents each one."""
 
     class_weights: Tensor | None = None  # [v]
     vocab_reduction: Literal["sum", "mean"] = "sum"
@@ -38,7 +40,7 @@ class OvrOptions:
     ignore_index: int = -100
     want_prob_sum: bool = False
     slope_limit: float = 0.0
-    drawn: Drawn | None = None  # only these words' negatives: an unbiased estimate (`sampled`)
+    drawn: Drawn | None = None  # sampled negatives: an unbiased estimate (`sampled`)
 
 
 PLAIN = OvrOptions()
@@ -47,9 +49,10 @@ PLAIN = OvrOptions()
 def ovr_loss(
     u: Cauchy, head: WordHead, labels: Tensor, token_weights: Tensor | None = None, options: OvrOptions = PLAIN
 ) -> OvrOutput:
-    """`linear_ovr` of U' [N, C] and a slice of the head; labels, token_weights [N]. Raises as it does."""
+    """`linear_ovr` for U' [N, C] and a slice of the head; labels, token_weights [N]. Raises as `linear_ovr`."""
     head.check(u)
     _check(u, head, labels, token_weights, options)
+    # Labels become rows of the slice (-1: a label elsewhere), masks and the vocabulary mean become token weights
     factor = 1.0 if options.vocab_reduction == "sum" else 1.0 / head.words
     valid = labels != options.ignore_index
     inside = valid & (labels >= head.start) & (labels < head.start + head.rows)
@@ -63,7 +66,7 @@ def ovr_loss(
         options.want_prob_sum,
         options.slope_limit,
     )
-    part = head._replace(start=0, used_rows=head.rows)
+    part = head._replace(start=0, used_rows=head.rows)  # from here on rows count from the start of the slice
     full = ovr_reference
     if options.impl != "reference":
         full = partial(ovr_one_pass, maths=_maths(options.impl, part))
@@ -76,7 +79,7 @@ def ovr_loss(
 
 
 def runs_on(impl: str, device: torch.device) -> bool:
-    """Whether an implementation runs on a device: a kernel on CUDA alone, or in Triton's interpreter if asked for."""
+    """Whether an implementation runs on a device. Kernels need CUDA, or Triton's interpreter if it is enabled."""
     return impl not in KERNELS or device.type == "cuda" or bool(os.environ.get("TRITON_INTERPRET"))
 
 
@@ -91,7 +94,7 @@ def _check(u: Cauchy, head: WordHead, labels: Tensor, token_weights: Tensor | No
         raise ValueError(f"vocab_reduction must be 'sum' or 'mean', found {options.vocab_reduction!r}")
     if options.impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, found {options.impl!r}")
-    if labels.device.type != "cpu":  # reading the labels of a GPU would stop the stream; the collator checked them
+    if labels.device.type != "cpu":  # reading labels on a GPU would synchronise; the collator has checked them
         return
     limit = head.limit
     wrong = (labels < 0) if limit is None else (labels < 0) | (labels >= limit)
@@ -102,10 +105,10 @@ def _check(u: Cauchy, head: WordHead, labels: Tensor, token_weights: Tensor | No
 
 
 def _maths(impl: str, head: WordHead) -> TileMaths:
-    """The tile's maths of an implementation. The kernel is fp32 only: fp64 takes the torch operations.
+    """The tile maths of an implementation. The kernel supports fp32 only; fp64 uses torch operations.
 
-    "auto": on an H200 the kernel takes a quarter to a half of the torch operations' time. Raises ValueError where
-    `runs_on` says no.
+    "auto" selects the kernel if possible: on an H200 it takes a quarter to a half of the time of the torch operations.
+    Raises ValueError if `runs_on` is false.
     """
     if not runs_on(impl, head.weight.device):
         raise ValueError(f"impl {impl!r} needs CUDA tensors, found {head.weight.device}")

@@ -1,8 +1,8 @@
 """The OvR loss and its gradients in one pass over tiles, on any device.
 
-The loss is a plain sum over words with no normaliser. So a tile [t tokens x n words] gives its loss *and* its
-gradients at once: two GEMMs make loc and scale, elementwise maths (`tile`) turns them into the two gradients, four
-GEMMs spread those. Nothing of size [N, V] exists and nothing is recomputed in backward.
+The loss is a plain sum over words without a normaliser. So each tile [t tokens x n words] gives its loss *and* its
+gradients at once: two GEMMs compute loc and scale, elementwise maths (`tile`) turns them into two gradients, and four
+GEMMs multiply these on to the inputs. No tensor of size [N, V] exists, and backward recomputes nothing.
 
     x = loc_u, g = scale_u
     for each block of n words:
@@ -12,8 +12,10 @@ GEMMs spread those. Nothing of size [N, V] exists and nothing is recomputed in b
             d_x += D_loc W                          d_g += D_scale |W|
             d_W += D_loc^T x + sign(W) * (D_scale^T g)
 
-Token weights are an input (an upstream gradient per token cannot be known in one pass), so masks and global
-denominators cost nothing.
+Token weights are an input, since one pass cannot know an upstream gradient per token. So masks and global denominators
+are free.
+
+Shape letters: N tokens, C causal dimensions, v words of the slice, t x n a tile of t tokens and n words.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from cqwen_dist.tiles import tile_shape
 
 
 class Needs(NamedTuple):
-    """Which of the differentiable inputs want a gradient."""
+    """Flags: the differentiable inputs that need a gradient."""
 
     loc_u: bool = False
     scale_u: bool = False
@@ -41,18 +43,20 @@ class Needs(NamedTuple):
     threshold: bool = False
 
 
-Gradients = tuple[Tensor | None, ...]  # in the order of `Needs`, in the input's dtype; None where it is not needed
+Gradients = tuple[Tensor | None, ...]  # in the order of `Needs`, in the dtype of each input; None if not needed
 
 
 def visit(u: Cauchy, head: WordHead, targets: Targets, need: Needs, maths: TileMaths) -> tuple[OvrOutput, Gradients]:
-    """The sums and, at upstream gradient 1, the gradients that are needed.
+    """The sums, and the needed gradients for an upstream gradient of 1.
 
-    GEMMs run in U's dtype on a GPU (fp32 accumulation), in fp32 on a CPU; fp64 throughout for fp64. A weight in
-    fp32 is rounded block by block where they want bf16: no copy of it exists, and its gradient stays fp32.
+    GEMMs run in the dtype of U on a GPU (fp32 accumulation) and in fp32 on a CPU; all in fp64 for fp64. For bf16 GEMMs
+    an fp32 weight is rounded block by block: no full copy exists, and its gradient stays fp32.
     """
     work = _Visit(u, head, targets, need, maths)
     tokens, rows = len(u.loc), head.rows
-    with torch.cuda.device_of(u.loc):  # Triton launches on the current device, wherever the tensors are
+    # Words outside, tokens inside: a block of W is converted once, and its gradient is complete after the inner loop.
+    # The gradient of U is summed over all blocks, but [N, C] is small next to W.
+    with torch.cuda.device_of(u.loc):  # Triton launches on the current device, not on that of the tensors
         for v0 in range(0, rows, work.n):
             block = work.open_block(slice(v0, min(rows, v0 + work.n)))
             for i0 in range(0, tokens, work.t):
@@ -62,30 +66,31 @@ def visit(u: Cauchy, head: WordHead, targets: Targets, need: Needs, maths: TileM
 
 
 class _Block(NamedTuple):
-    """n words: their rows in the GEMMs' dtype, and the two parts of their gradient."""
+    """n words: their rows in the dtype of the GEMMs, and the two parts of their gradient."""
 
     words: slice
-    rows: Sequence[Tensor]  # [n, C] W; |W|, or its sign, once all tiles are done
+    rows: Sequence[Tensor]  # [n, C] W; |W|, overwritten by sign(W) after the last tile
     sums: (
         Sequence[Tensor] | None
-    )  # [n, C] D_loc^T x, and at the end the whole gradient; D_scale^T g. None where it is not needed
+    )  # [n, C] D_loc^T x, at the end the full gradient; [n, C] D_scale^T g. None if not needed
 
 
 class _Visit:
-    """The phases of `visit`, with their inputs, the sums they add to, and the buffers that all tiles share."""
+    """The phases of `visit`, with inputs, sums, and buffers shared by all tiles."""
 
     def __init__(self, u: Cauchy, head: WordHead, targets: Targets, need: Needs, maths: TileMaths) -> None:
         self.u, self.head, self.targets, self.need, self.maths = u, head, targets, need, maths
         self.real = real = head.real
         gemm = u.loc.dtype if head.weight.is_cuda else real
 
-        # Inputs, in the dtype they are used in. Bias and threshold act as one offset C - b.
+        # Inputs, in the dtype of their use. Bias and threshold only matter as one offset C - b.
         self.x, self.g = u.loc.detach().to(gemm), u.scale.detach().to(gemm)
         self.offset = head.threshold.detach().to(real).expand(len(head.weight)).contiguous()  # as kernels read it
         if head.bias is not None:
             self.offset = self.offset - head.bias.detach().to(real)
 
-        # Sums, to which the tiles add. d_gap is the gradient of C - b - x W^T, summed over tokens.
+        # Sums, to which the tiles add. d_gap [v] is dloss/dloc_S summed over tokens. The sums per token are fp64, since
+        # a token adds many tiles one after another.
         n, c = self.x.shape
         self.d_u = self.x.new_zeros(2, n, c, dtype=real) if any(need[:2]) else None
         self.d_w = torch.empty_like(head.weight) if need.weight else None
@@ -96,7 +101,7 @@ class _Visit:
         self._make_buffers(gemm)
 
     def _make_buffers(self, gemm: torch.dtype) -> None:
-        """A block's gradient is summed in d_w itself where the weight's dtype is that of the sums."""
+        """Allocate the shared buffers. d_w itself is one of the sums if it has their dtype."""
         head, need, maths, real = self.head, self.need, self.maths, self.real
         n, c = self.x.shape
         self.t, self.n = tile_shape(n, head.rows, c, self.x.device.type, real.itemsize)
@@ -110,7 +115,7 @@ class _Visit:
         self.block_sums = self.x.new_empty(sums, self.n * c, dtype=real)
 
     def open_block(self, words: slice) -> _Block:
-        """W and |W| of a block of words in the GEMMs' dtype, and where its gradient is summed."""
+        """W and |W| of a block of words in the dtype of the GEMMs, and buffers for its gradient."""
         shape = (words.stop - words.start, self.x.shape[1])
         rows = tuple(_cut(self.rows, *shape))
         if len(rows) == 2:
@@ -125,7 +130,7 @@ class _Visit:
         return _Block(words, rows, sums)
 
     def visit_tile(self, block: _Block, some: slice) -> None:
-        """The loss of some tokens against the block with its gradients by the scores, and those spread."""
+        """Add the loss of some tokens on the block's words, and multiply the score gradients on to U and W."""
         words = block.words
         x, shape = self.x[some], (some.stop - some.start, words.stop - words.start)
         tile = Tile(
@@ -148,11 +153,11 @@ class _Visit:
         d = self.maths(tile, any(self.need))
         if self.d_u is not None:
             _spread(d, block.rows, self.d_u[:, some], True)
-        if block.sums is not None:  # the first tile of a block writes
+        if block.sums is not None:  # the first tile writes, all others add: no pass to zero the buffers
             _spread([a.T for a in d], (x, self.g[some]), block.sums, some.start > 0)
 
     def close_block(self, block: _Block) -> None:
-        """d_W = D_loc^T x + sign(W) * (D_scale^T g), into the weight's gradient."""
+        """Finish the weight gradient of a block: d_W = D_loc^T x + sign(W) * (D_scale^T g)."""
         if self.d_w is None or block.sums is None or not len(self.x):
             return
         block.sums[0].addcmul_(torch.sign(block.rows[0], out=block.rows[1]), block.sums[1])
@@ -160,14 +165,14 @@ class _Visit:
             self.d_w[block.words].copy_(block.sums[0])
 
     def sums(self) -> OvrOutput:
-        """The sums of all tiles; only the loss has the token weights in it."""
+        """The sums over all tiles. Only the loss includes the token weights."""
         weights = self.targets.token_weights
         weighted = torch.where(weights != 0, weights * self.per_token, 0.0)
         prob_sum = None if self.prob_sum is None else self.prob_sum.to(self.real)
         return OvrOutput(weighted.sum().to(self.real), self.per_token.to(self.real), prob_sum)
 
     def gradients(self) -> Gradients:
-        """The gradients at upstream 1; zero for the rows that are in no tile."""
+        """The gradients for an upstream gradient of 1; zero for reserved rows."""
         d_bias = d_threshold = None
         bias, threshold = self.head.bias, self.head.threshold
         if self.d_w is not None:
@@ -182,15 +187,15 @@ class _Visit:
 
 
 def _spread(d: Sequence[Tensor], by: Sequence[Tensor], into: Sequence[Tensor] | Tensor, add: bool) -> None:
-    """into_k = d_k by_k, or +=, of location and scale."""
+    """into_k = d_k by_k, or +=, for location and scale."""
     for one, other, out in zip(d, by, into, strict=True):
         mm_into(one, other, out, add)
 
 
 def ovr_one_pass(u: Cauchy, head: WordHead, targets: Targets, maths: TileMaths) -> OvrOutput:
-    """The loss with its gradients made in forward; under no_grad the loss alone. O(N C) and a few tiles of memory.
+    """The loss with gradients computed in forward; under no_grad only the loss. Memory: O(N C) and a few tiles.
 
-    head: its start is 0.
+    head: must have start 0.
     """
     leaves = (*u, head.weight, head.bias, head.threshold)
     if not torch.is_grad_enabled() or not any(leaf is not None and leaf.requires_grad for leaf in leaves):
@@ -199,7 +204,7 @@ def ovr_one_pass(u: Cauchy, head: WordHead, targets: Targets, maths: TileMaths) 
 
 
 class _OnePass(torch.autograd.Function):
-    """forward: loss and gradients. backward: those gradients times the upstream scalar, in place, handed over."""
+    """Forward computes loss and gradients. Backward multiplies these in place by the upstream scalar."""
 
     @staticmethod
     def forward(
@@ -223,13 +228,13 @@ class _OnePass(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        loc_u, scale_u, weight, bias, threshold = ctx.saved_tensors  # raises if the graph was spent and not retained
+        loc_u, scale_u, weight, bias, threshold = ctx.saved_tensors  # raises if the graph was freed
         gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:  # a retained graph, walked again: the first walk handed its tensors over
+        if gradients is None:  # second backward on a retained graph: autograd owns the first gradients, so recompute
             head = WordHead(weight, bias, threshold, used_rows=ctx.used_rows)
             need = Needs(*ctx.needs_input_grad[:5])
             _, gradients = visit(Cauchy(loc_u, scale_u), head, ctx.targets, need, ctx.maths)
-        if upstream.is_cuda or float(upstream) != 1.0:  # on a CPU reading it is cheap, multiplying is not
+        if upstream.is_cuda or float(upstream) != 1.0:  # on a GPU reading the scalar would synchronise, so multiply
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_(upstream)
@@ -237,6 +242,6 @@ class _OnePass(torch.autograd.Function):
 
 
 def _cut(buffers: Tensor, a: int, b: int, multiple: int = 1) -> Tensor:
-    """[count, a, b] out of buffers [count, size]; rows begin at multiples of so many numbers."""
+    """View [count, a, b] of buffers [count, size]; rows start at multiples of `multiple` elements."""
     stride = -(-b // multiple) * multiple
     return buffers[:, : a * stride].unflatten(1, (a, stride))[..., :b]

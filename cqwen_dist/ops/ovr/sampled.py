@@ -1,13 +1,15 @@
-"""The one-vs-rest loss with a part of the negatives: an unbiased estimate of it, and of every gradient.
+"""The one-vs-rest loss with sampled negatives: an unbiased estimate of the loss and all gradients.
 
-The loss of a token is a sum over words (`loss`), so a random part of it, each term divided by the probability that it
-was drawn, has the whole sum as its mean. So have the gradients, which are sums over the same words. Three parts:
+The loss of a token is a sum over words (`loss`). Draw some terms at random and divide each by its probability: the mean
+is the full sum. The same holds for the gradients, which are sums over the same words. There are three parts:
 
-    the label's own word      always, once, by the row of every token
-    the first ids, and <NUM>  always: low ids are the frequent words of a BPE vocabulary, where most of the loss is
-    the rest                  whole tiles of rows; each is drawn with the same probability, and counts 1 / that
+    the label                 always, once per token
+    the first ids, and <NUM>  always: low ids are the frequent words of a BPE vocabulary and have most of the loss
+    other words               tiles of consecutive rows, all drawn with one probability p; each term counts 1 / p
 
-An entry that is a token's label is left out of the drawn rows (`Targets.skip_labels`), so it never counts twice.
+The drawn rows skip the labels (`Targets.skip_labels`), so a label never counts twice.
+
+Shape letters: N tokens, C causal dimensions, a always computed words, m drawn words.
 """
 
 from __future__ import annotations
@@ -23,31 +25,31 @@ from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import OvrOutput, Targets, WordHead
 from cqwen_dist.ops.ovr.reference import bce_of_rows
 
-TILE = 64  # rows
-STRATUM = 16  # neighbouring tiles, of which as nearly as possible the same share is drawn
-FREQUENT = 0.5  # of the words that a share buys: the first ones, which are always computed
+TILE = 64  # rows per tile
+STRATUM = 16  # neighbouring tiles; each stratum gets the same share of drawn tiles, up to rounding
+FREQUENT = 0.5  # fraction of the budget for the first ids, which are always computed
 
 
 class Drawn(NamedTuple):
-    """The rows of a slice whose negatives are computed, in ascending order, none twice."""
+    """The rows of a slice to compute as negatives, ascending and unique."""
 
     always: Tensor  # [a] int64
     some: Tensor  # [m] int64
-    factor: float  # of the terms of `some`: 1 / the probability of being drawn
+    factor: float  # factor of the terms in `some`: 1 / drawing probability
 
     def to(self, device: torch.device) -> Drawn:
-        """The same words on a device."""
+        """Copy to a device."""
         return Drawn(self.always.to(device, non_blocking=True), self.some.to(device, non_blocking=True), self.factor)
 
 
 def draw_words(
     words: int, share: float, key: Sequence[int], special: int = 0, start: int = 0, stop: int | None = None
 ) -> Drawn:
-    """Draw about share * words of the words [0, words), those of a slice [start, stop) as rows of it, on the CPU.
+    """Draw about share * words of the words [0, words). Returns rows of the slice [start, stop), on the CPU.
 
-    key: whole numbers >= 0; the same key draws the same words, whatever the slice is. special: a word that is always
-    computed. The tiles of each stratum are shuffled, the strata put in a row, and every 1/rate-th tile of it is taken,
-    from a random first one on: each tile has exactly the same probability, and each stratum has its share to within
+    key: integers >= 0. The same key draws the same words for all slices, so ranks need no communication. special: a
+    word that is always computed. Tiles are shuffled within each stratum, and systematic sampling takes every 1/rate-th
+    tile from a random start. So all tiles have exactly the same probability, and each stratum gets its share to within
     one tile.
     """
     first = round(FREQUENT * share * words) if share < 1 else words
@@ -70,13 +72,14 @@ def draw_words(
 def ovr_sampled(
     u: Cauchy, head: WordHead, targets: Targets, drawn: Drawn, full: Callable[[Cauchy, WordHead, Targets], OvrOutput]
 ) -> OvrOutput:
-    """The estimate for U' [N, C]; head: its start is 0. full: the loss of all rows of a head, as one computes it.
+    """The estimate for U' [N, C]. head: must have start 0. full: function for the loss of all rows of a head.
 
-    Its prob_sum [N] is an estimate too. The gradients of rows that were not drawn are zeros.
+    prob_sum [N] is an estimate too. The gradients of rows that were not drawn are zero.
     """
     if not head.rows:
         return full(u, head, targets)
     weights = targets.class_weights
+    # The label of each token: exact, in fp32
     every, some, own = _take(head, (drawn.always, drawn.some, targets.row.clamp(min=0)))
     here = targets.row >= 0
     bce = torch.where(here, bce_of_rows(u.to(head.real), own, here, targets.slope_limit), 0.0)
@@ -84,6 +87,7 @@ def ovr_sampled(
     if weights is not None:
         bce = bce * weights[targets.row.clamp(min=0)]
     loss, per_token = (targets.token_weights * bce).sum(), bce.detach()
+    # The negatives: two small heads for the usual loss, the drawn one with its factor in the token weights
     for rows, part, factor in ((drawn.always, every, 1.0), (drawn.some, some, drawn.factor)):
         if not len(rows):
             continue
@@ -100,13 +104,13 @@ def ovr_sampled(
 
 
 def _place(row: Tensor, rows: Tensor) -> Tensor:
-    """Where each of row [N] is among the ascending rows [m], m > 0; -1 where it is not."""
+    """Index of each row [N] in the ascending rows [m], m > 0; -1 if absent."""
     at = torch.searchsorted(rows, row).clamp(max=len(rows) - 1)
     return torch.where(rows[at] == row, at, -1)
 
 
 def _take(head: WordHead, index: tuple[Tensor, Tensor, Tensor]) -> list[WordHead]:
-    """`head.take` of each index, whose gradients meet in one tensor of the parameter's size."""
+    """`head.take` for each index. All gradients are summed in one tensor of the parameter's size."""
 
     def parts(whole: Tensor | None) -> Sequence[Any]:
         if whole is None or not whole.ndim:
@@ -117,9 +121,9 @@ def _take(head: WordHead, index: tuple[Tensor, Tensor, Tensor]) -> list[WordHead
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of a parameter, three times; the labels' in fp32 (fp64), as each is a sum over tokens of its own.
+    """Three gathers of rows of a parameter. Label rows are fp32 (fp64), as their gradients are summed over tokens.
 
-    backward: no atomic additions, so the same bits every time.
+    Backward uses no atomic additions, so its bits are reproducible.
     """
 
     @staticmethod
@@ -135,9 +139,9 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         always, some, labels = ctx.saved_tensors
         width = gradients[2].shape[1:].numel()
-        of_labels = gradients[2].reshape(len(labels), width)  # labels repeat
+        of_labels = gradients[2].reshape(len(labels), width)  # labels repeat: `index_add_` would add atomically
         total = torch.ops.aten.embedding_dense_backward(of_labels, labels, ctx.rows, -1, False)
         for index, gradient in zip((always, some), gradients[:2], strict=True):
-            # rows do not: the order is without meaning
+            # These rows are unique, so the order of additions does not matter
             total.index_add_(0, index, gradient.reshape(len(index), width).to(total.dtype))
         return total.view(ctx.rows, *gradients[2].shape[1:]).to(ctx.dtype), None, None, None

@@ -1,6 +1,8 @@
-"""What decisions and metrics ask of the one-vs-rest head: the best word, P of some words, scores of the labels.
+"""Scores of the one-vs-rest head for decisions and metrics: the best word, P of single words, label scores.
 
-Over chunks of the vocabulary, never [N, v].
+Works on chunks of the vocabulary; no [N, v] tensor exists.
+
+Shape letters: N tokens, C causal dimensions, v words of the slice, n words of a chunk.
 """
 
 from __future__ import annotations
@@ -21,29 +23,28 @@ RankBy = Literal["ovr", "loc"]
 
 
 class OvrScores(NamedTuple):
-    """Scores of a slice of words, fp32 (fp64 for fp64). A label outside the slice has loc_S and log P 0."""
+    """Scores for a slice of words, fp32 (fp64 for fp64). loc_S and log P are 0 for a label outside the slice."""
 
-    log_norm: Tensor  # [N] log sum_k exp(loc_S,k): softmax's normaliser, reserved rows too
+    log_norm: Tensor  # [N] log sum_k exp(loc_S,k): the softmax normaliser, including reserved rows
     label_loc: Tensor  # [N] loc_S of the label
     label_log_p: Tensor  # [N] log P of the label
-    above: Tensor  # [N, t] words in use with P above each of the t thresholds
+    above: Tensor  # [N, t] number of words in use with P above each of t thresholds
 
 
 class TopWord(NamedTuple):
     """The best word of each token."""
 
-    score: Tensor  # [N] fp32: what it was ranked by
-    loc: Tensor  # [N] fp32: its loc_S
-    word: Tensor  # [N] int64, in the whole vocabulary
+    score: Tensor  # [N] fp32: the ranking score
+    loc: Tensor  # [N] fp32: loc_S
+    word: Tensor  # [N] int64, id in the full vocabulary
 
 
 @torch.no_grad()
 def ovr_scores(u: Cauchy, head: WordHead, labels: Tensor, prob_thresholds: Sequence[float] = ()) -> OvrScores:
-    """Scores of U' [N, C] against a slice of the head. No gradient.
+    """Scores of U' [N, C] for a slice of the head. No gradient.
 
-    labels: [N] int64 in the whole vocabulary. prob_thresholds: each in (0, 1); P > p is computed as
-    (loc_S - C) > scale_S tan(pi (p - 1/2)). Words from head.used_rows on are in no label set. Raises as
-    `WordHead.check`.
+    labels: [N] int64, ids in the full vocabulary. prob_thresholds: each in (0, 1); P > p is tested as
+    (loc_S - C) > scale_S tan(pi (p - 1/2)). Words from head.used_rows on are never counted. Raises as `WordHead.check`.
     """
     head.check(u)
     n, v = len(u.loc), len(head.weight)
@@ -65,7 +66,7 @@ def ovr_scores(u: Cauchy, head: WordHead, labels: Tensor, prob_thresholds: Seque
 
 
 def _of_labels(u: Cauchy, head: WordHead, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(loc_S, log P) of each token's own label [N], 0 where the slice has no such word."""
+    """(loc_S, log P) of each token's label [N]; 0 if the label is outside the slice."""
     v = len(head.weight)
     if not v:
         return (torch.zeros(len(labels), dtype=head.real, device=labels.device),) * 2
@@ -76,24 +77,24 @@ def _of_labels(u: Cauchy, head: WordHead, labels: Tensor) -> tuple[Tensor, Tenso
 
 
 def prob_of(u: Cauchy, head: WordHead, words: Tensor) -> Tensor:
-    """P of each token's own word, words [N] int64 (all in the slice): [N], the diagonal of `probs`."""
+    """P [N] of one word per token; words [N] int64, all in the slice."""
     law, gap = head.take(words - head.start).of_own(u)
     return prob_above(law.scale, gap)
 
 
 def _scores(u: Cauchy, head: WordHead) -> tuple[Tensor, Tensor, Tensor]:
-    """(loc_S, scale_S, C - loc_S) [N, n] of all n rows, as `WordHead.loc`."""
+    """(loc_S, scale_S, C - loc_S) [N, n] of all n rows, with the precision of `WordHead.loc`."""
     loc, scale = head.loc(u), product(u.scale, head.weight.to(u.loc.dtype).abs())
     return loc, scale, head.threshold.to(loc.dtype) - loc
 
 
 @torch.no_grad()
 def top_word(u: Cauchy, head: WordHead, rank_by: RankBy = "ovr") -> TopWord:
-    """The best word of each token, U' [N, C], in a slice of the head. No gradient.
+    """The best word of each token for U' [N, C] and a slice of the head. No gradient.
 
-    rank_by "ovr": by the decision strength z = (loc_S - C)/scale_S (S4 3.3.3), which orders words as P does but does
-    not saturate; scale 0 gives -+inf, or 0 where loc_S = C. "loc": by loc_S. Equal scores are ordered by loc_S, then by
-    the lower id. A slice without words gives score -inf, word -1. P of a z is atan2(1, -z)/pi.
+    rank_by "ovr": by the decision strength z = (loc_S - C)/scale_S (S4 3.3.3), which orders words like P but does not
+    saturate; P = atan2(1, -z)/pi. Scale 0 gives -+inf, or 0 if loc_S = C. "loc": by loc_S. Ties are broken by loc_S,
+    then by the lower id. A slice without words gives score -inf and word -1.
     Raises ValueError for an unknown rank_by, and as `WordHead.check`.
     """
     head.check(u)
@@ -115,7 +116,7 @@ def top_word(u: Cauchy, head: WordHead, rank_by: RankBy = "ovr") -> TopWord:
 
 
 def probs(u: Cauchy, head: WordHead) -> Tensor:
-    """P [N, n] of all words of a head of few rows, such as <NUM>'s, at every token.
+    """P [N, n] of all words of a small head, such as the <NUM> row, for each token.
 
     fp32 (fp64 for fp64), differentiable in U', weight, bias and threshold. Raises as `WordHead.check`.
     """

@@ -1,16 +1,18 @@
-"""The tile's maths as one Triton kernel between the GEMMs, for CUDA.
+"""The tile maths as one Triton kernel between the GEMMs, for CUDA.
 
-The six products stay with cuBLAS. The kernel reads loc and scale once and writes both gradients once, in the GEMM's
-dtype. A program owns BM tokens and visits all n words of the tile in steps of BN. So a token's loss is summed in one
-place, in one order: no atomics, the same result every time.
+cuBLAS computes the six products. The kernel reads loc and scale once and writes both gradients once, in the dtype of
+the GEMMs. One program handles BM tokens and loops over all n words of the tile in steps of BN. So the loss of a token
+is summed by one program in a fixed order: no atomics, reproducible bits.
 
     reads   loc, scale [t, n], offset, class weights [n], token weights [t], all fp32; target [t] int64
     writes  d_loc, d_scale [t, n] (fp32 in place, or bf16/fp16)
     adds    per_token [t], prob_sum [t] fp64
 
-Here a select is free, so one angle is enough, the smaller of pi P and pi (1-P), and one logarithm of each kind. atan
-and log1p are polynomials (least squares at Chebyshev nodes, relative error below 1e-8 before rounding): Triton has
-neither, and its interpreter, which checks this kernel on a CPU, has no libdevice.
+A select is free here, so one angle (the smaller of pi P and pi (1-P)) and one logarithm of each kind are enough. atan
+and log1p are polynomials (least squares at Chebyshev nodes, relative error below 1e-8 before rounding). Triton has
+neither, and its interpreter, which tests this kernel on a CPU, has no libdevice.
+
+Shape letters: t tokens and n words of the tile, BM x BN one step of a program.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def _over(a, b):
-    """a / b for b in [2^-126, 2^126]: two instructions, where the general division has ten; error 2 ulp."""
+    """a / b for b in [2^-126, 2^126]: two instructions instead of ten; error 2 ulp."""
     if _INTERPRETED:
         return a / b
     else:
@@ -48,7 +50,7 @@ def _over(a, b):
 
 @triton.jit
 def _log2(a):
-    """log2 a for a > 0 in four instructions, where the general one has twenty; relative error 2^-22 below 1/2."""
+    """log2 a for a > 0 in four instructions instead of twenty; relative error 2^-22 below 1/2."""
     if _INTERPRETED:
         return tl.log2(a)
     else:
@@ -97,17 +99,17 @@ def _entries(
     SLOPE_LIMIT: tl.constexpr,
     SKIP_LABELS: tl.constexpr,
 ):
-    """(log of the entry's probability, with its class weight; P; dloss/dloc; dloss/dscale), [BM, BN] each.
+    """(class weight * log probability, P, dloss/dloc, dloss/dscale), [BM, BN] each.
 
-    The two gradients are undefined without WITH_GRAD. A column with d = FAR adds nothing to any sum.
+    The gradients are undefined without WITH_GRAD. A column with d = FAR adds 0 to all sums.
     """
     s = tl.maximum(s, _MIN_SCALE)
-    if SKIP_LABELS:  # far below C, and no labels any more
+    if SKIP_LABELS:  # turn labels into negatives far below C, which add 0
         d = tl.where(is_label, _FAR, d)
         is_label = is_label & False
     d = tl.where(is_label, -d, d)
     rare = d > 0.0
-    small = _angle(s, tl.abs(d)) * _INV_PI  # the smaller of P and 1-P (of this entry: 1-P and P at a label)
+    small = _angle(s, tl.abs(d)) * _INV_PI  # the smaller of P and 1-P
     term = tl.where(rare, _log1m(small), _log2(small) * _LOG_2)
     p = tl.where(rare != is_label, small, 1.0 - small)
     d_loc, d_scale = d, s
@@ -115,7 +117,7 @@ def _entries(
         rest = tl.where(rare, 1.0 - small, small)
         f = _over(token_weights, (d * d + s * s) * rest + _MIN_DENOMINATOR)
         slope = s * f
-        if SLOPE_LIMIT > 0:  # before the weights
+        if SLOPE_LIMIT > 0:  # the limit is per unit of weight, so it scales with the weights
             most = tl.abs(token_weights) * (SLOPE_LIMIT * 3.141592653589793)
             slope = tl.minimum(tl.maximum(slope, -most), most)
         if HAS_CLASS_WEIGHTS:
@@ -128,7 +130,7 @@ def _entries(
 
 @triton.jit
 def _add(at, value, mask):
-    """Add fp32 values to fp64 ones in memory."""
+    """Add fp32 values to fp64 memory."""
     tl.store(at, tl.load(at, mask=mask, other=0.0) + value.to(tl.float64), mask=mask)
 
 
@@ -146,7 +148,7 @@ def _tile_kernel(
     prob_sum_ptr,  # [t] fp64 added to, if WANT_PROB_SUM
     t,
     n,
-    stride,  # of a row of the four matrices
+    stride,  # row stride of the four matrices
     WITH_GRAD: tl.constexpr,
     HAS_CLASS_WEIGHTS: tl.constexpr,
     WANT_PROB_SUM: tl.constexpr,
@@ -158,7 +160,7 @@ def _tile_kernel(
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     in_rows = rows < t
     target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
-    target = tl.where(target < n, target, -1)  # a label of a later tile is no column here, not even a padded one
+    target = tl.where(target < n, target, -1)  # a label of a later tile must not match a padded column
     token_weights = tl.load(token_weights_ptr + rows, mask=in_rows, other=0.0) * _INV_PI
     loss = tl.zeros([BM], dtype=tl.float32)
     prob = tl.zeros([BM], dtype=tl.float32)
@@ -169,7 +171,7 @@ def _tile_kernel(
         at = rows[:, None].to(tl.int64) * stride + cols[None, :]
         loc = tl.load(loc_ptr + at, mask=inside, other=0.0)
         scale = tl.load(scale_ptr + at, mask=inside, other=1.0)
-        offset = tl.load(offset_ptr + cols, mask=in_cols, other=_FAR)
+        offset = tl.load(offset_ptr + cols, mask=in_cols, other=_FAR)  # padded columns add 0
         w = offset
         if HAS_CLASS_WEIGHTS:
             w = tl.load(class_weights_ptr + cols, mask=in_cols, other=0.0)
@@ -196,13 +198,14 @@ def _tile_kernel(
 
 
 class TritonTile(TileMaths):
-    """The maths by the kernel above, on scores that were multiplied before; fp32 only."""
+    """Runs the kernel above on the scores of a tile; fp32 only."""
 
     buffers, multiple = WORK_BUFFERS["triton"], ROW_NUMBERS
 
     def __call__(self, tile: Tile, with_grad: bool) -> Sequence[Tensor]:
         loc, scale = tile.scores()
         t, n = loc.shape
+        # In fp32 the gradients overwrite the scores: a program has read an entry before it writes it
         d_loc, d_scale = tile.low if len(tile.low) else (scale, loc)
         if t and n:
             _tile_kernel[(triton.cdiv(t, BLOCK_TOKENS),)](
@@ -226,7 +229,7 @@ class TritonTile(TileMaths):
                 SKIP_LABELS=tile.skip_labels,
                 BM=BLOCK_TOKENS,
                 BN=BLOCK_WORDS,
-                enable_fp_fusion=True,  # triton 3.10 leaves it off
+                enable_fp_fusion=True,  # off by default in Triton 3.10
             )
         tile.add_to_gap(d_loc)
         return d_loc, d_scale
