@@ -51,19 +51,15 @@ class NumberHead:
     more_values: Sequence[str] = ()  # names of the values that it has besides the first
     exact = False  # whether `Decision.exact` is given
 
-    def __init__(self, net: Any, config: Any) -> None:
-        """net: the action network, which gets the parameters. config: a `CausalQwenConfig`; None: a plain head's."""
+    def __init__(self, net: Any, config: Any, *rows: int) -> None:
+        """net: the action network, which gets the parameters. config: a `CausalQwenConfig`; None: a plain head's. rows:
+        of W_reg, [C] without."""
         self.net, self.config = net, config
-        net.reg_weight = nn.Parameter(torch.empty(*self.rows, net.causal_hidden_size))
-        net.reg_bias = nn.Parameter(torch.zeros(self.rows))
+        net.reg_weight = nn.Parameter(torch.empty(*rows, net.causal_hidden_size))
+        net.reg_bias = nn.Parameter(torch.zeros(rows))
 
     def add_scores(self) -> None:
         """Give the network the parameters of what the head decides besides values, if it has any."""
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """The shape of W_reg before its last dimension."""
-        return ()
 
     @property
     def target(self) -> TargetTransform:

@@ -42,11 +42,7 @@ class SeveralValues(NumberHead):
 
     def __init__(self, net: Any, config: Any) -> None:
         self.more_values = config.more_values
-        super().__init__(net, config)
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        return (1 + len(self.more_values),)
+        super().__init__(net, config, 1 + len(self.more_values))
 
     def value(self, u_prime: Cauchy) -> Cauchy:
         return u_prime.affine(self.net.reg_weight[0], self.net.reg_bias[0])
@@ -60,14 +56,14 @@ class SeveralValues(NumberHead):
         return Decision(self.value(u_prime), more=Cauchy(more.loc[..., 1:], more.scale[..., 1:]))
 
     def labels(self, batch: Batch, keep: Tensor, weights: Sequence[float] | None = None) -> NumberLabels:
-        values, own_weights = self._every(batch, keep, weights or [1.0] * self.rows[0])
+        values, own_weights = self._every(batch, keep, weights)
         return SeveralLabels(self.target.forward(values), batch.numeric_mask.flatten()[keep], own_weights)
 
-    def _every(self, batch: Batch, keep: Tensor, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
+    def _every(self, batch: Batch, keep: Tensor, weights: Sequence[float] | None = None) -> tuple[Tensor, Tensor]:
         """All values [N,R] in the raw unit, and their weights [N,R]: 0 where a number lacks one."""
-        values = torch.zeros(len(keep), len(weights), dtype=torch.float64, device=keep.device)
+        factor = torch.tensor(weights or [1.0] * (1 + len(self.more_values)), device=keep.device)
+        values = torch.zeros(len(keep), len(factor), dtype=torch.float64, device=keep.device)
         own = torch.zeros(values.shape, device=keep.device)
-        factor = torch.tensor(weights, device=keep.device)
         values[:, 0], own[:, 0] = batch.numeric_labels.flatten()[keep], factor[0]
         places, which = torch.searchsorted(keep, batch.more[:, 0].long()), batch.more[:, 1].long()
         values[places, which], own[places, which] = batch.more[:, 2], factor[which]
@@ -81,7 +77,7 @@ class SeveralValues(NumberHead):
 
     def measure(self, found: Decision, batch: Batch, at: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         assert found.more is not None
-        values, there = self._every(batch, at, [1.0] * self.rows[0])
+        values, there = self._every(batch, at)
         error = (self.target.inverse(found.more.loc.double()) - values[:, 1:]).abs()
         return {}, {f"error {name}": error[there[:, 1 + i] > 0, i] for i, name in enumerate(self.more_values)}
 
@@ -101,11 +97,7 @@ class TypedNumbers(NumberHead):
 
     def __init__(self, net: Any, config: Any) -> None:
         self.types = config.number_types
-        super().__init__(net, config)
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        return (2 * len(self.types),)
+        super().__init__(net, config, 2 * len(self.types))
 
     def values(self, u_prime: Cauchy) -> Cauchy:
         """The value that a number has as each of the types: [...,T]."""
@@ -117,19 +109,14 @@ class TypedNumbers(NumberHead):
 
     def value(self, u_prime: Cauchy) -> Cauchy:
         """That of the likeliest type."""
-        return self._of_type(u_prime, self.likeliest(u_prime))
-
-    def likeliest(self, u_prime: Cauchy) -> Tensor:
-        """The likeliest type: [...] int64."""
-        return _strength(self.type_scores(u_prime)).argmax(-1)
-
-    def _of_type(self, u_prime: Cauchy, kind: Tensor) -> Cauchy:
-        laws, at = self.values(u_prime), kind.unsqueeze(-1)
-        return Cauchy(laws.loc.gather(-1, at)[..., 0], laws.scale.gather(-1, at)[..., 0])
+        return self._likeliest(u_prime).y
 
     def decide(self, u_prime: Cauchy, memory: Tensor) -> Decision:
-        kind = self.likeliest(u_prime)
-        return Decision(self._of_type(u_prime, kind), kind=kind)
+        return self._likeliest(u_prime)
+
+    def _likeliest(self, u_prime: Cauchy) -> Decision:
+        laws, kind = self.values(u_prime), _strength(self.type_scores(u_prime)).argmax(-1)
+        return Decision(Cauchy(*(part.gather(-1, kind.unsqueeze(-1))[..., 0] for part in laws)), kind=kind)
 
     def labels(self, batch: Batch, keep: Tensor, weights: Sequence[float] | None = None) -> NumberLabels:
         own = self.value_labels(batch, keep)
@@ -237,10 +224,10 @@ class WithCopies(NumberHead):
     def loss(self, u_prime: Cauchy, labels: NumberLabels, stop: bool) -> tuple[Tensor, Tensor]:
         """That of `inner`, and the cross entropy of every number before, one against the rest: is the label equal?"""
         assert isinstance(labels, CopyLabels)
-        nll, words = self.inner.loss(u_prime, labels.own, stop)
         known = labels.is_number.unsqueeze(-1) & ~labels.recent.isnan()
         entropy = _one_against_the_rest(self.copy_scores(u_prime), labels.recent == labels.raw.unsqueeze(-1))
-        return nll, words + torch.where(known, entropy, 0.0).sum()
+        nll, others = self.inner.loss(u_prime, labels.own, stop)
+        return nll, others + torch.where(known, entropy, 0.0).sum()
 
     def start(self, coefficients: Tensor, intercept: float) -> None:
         self.inner.start(coefficients, intercept)
