@@ -1,4 +1,4 @@
-"""What a run is: one YAML file, checked before anything is started (floor 0: no torch, reads only)."""
+"""A run's settings: one YAML file, checked before anything starts (floor 0: no torch, reads only)."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ _HOMES = ("reading", "keys", "schema", "training", "data", "base_model")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name at its first use: `cqwen --help` needs no schema, whose import takes as long as all the rest."""
+    """Import a name on first use: `cqwen --help` needs no schema, which takes half of its import time."""
     if name in __all__:
         for home in _HOMES:
             module = import_module(f"{__name__}.{home}")

@@ -1,4 +1,4 @@
-"""The config's sections about the base model: which one, how it is turned causal, how it is pretrained."""
+"""Config sections for the base model: which model, how it becomes causal, how it is pretrained."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRAIN_TOKENIZER = "train"  # model.tokenizer: build one from the data
 
 
 class PretrainConfig(Section):
-    """A short cross-entropy pretraining of a base model that was built from `architecture`; no stage."""
+    """Short cross-entropy pretraining of a base built from `architecture`. This is not a stage."""
 
     steps: Positive = 400
     """Optimizer steps of next-token cross-entropy."""
@@ -28,88 +28,90 @@ class PretrainConfig(Section):
 
 
 class ModelConfig(Section):
-    """The base model and how it is turned causal."""
+    """The base model, and how it becomes causal."""
 
     name_or_path: str | None = None
-    """A base's folder or hub name (docs/bases.md says which); omit when `architecture` describes a model to build."""
+    """Folder or hub name of the base (docs/bases.md lists supported ones). Omit it if `architecture` describes a model
+    to build."""
     architecture: dict[str, Any] | None = None
-    """A transformers config (model_type, hidden_size, ...): built with random weights."""
+    """A transformers config (model_type, hidden_size, ...) for a base with random weights."""
     tokenizer: str | None = None
-    """Tokenizer folder or hub name; default: the model's own; `train`: one built from the data."""
+    """Tokenizer folder or hub name; default: the base's; `train`: train one on the data."""
     pretrain: PretrainConfig | None = None
-    """Pretrain a built base model first; null: do not."""
+    """Pretrain a base built from `architecture`; null: no pretraining."""
     num_token_id: Count | None = None
-    """Row used for <NUM>; default: len(tokenizer), the first reserved row."""
+    """Row of <NUM>; default: len(tokenizer), the first reserved row."""
     causal_size: Positive | None = None
-    """C, the size of U's word part; default: the hidden size H (seed S0). Below H the words' head is the nearest of
-    that rank, and base metrics of the run are those of that head (`cqwen eval` measures the base itself)."""
+    """C, the size of U's word part; default: the hidden size H (seed S0). If it is below H, the word head is the best
+    approximation of that rank, and the run's base metrics belong to that head (`cqwen eval` measures the base
+    model)."""
     number_dims: Count | None = None
-    """Dimensions added to U for numbers alone; default: 8 when start is calibrated, else 0."""
+    """Dimensions of U that are used only for numbers; default: 8 if start is calibrated, else 0."""
     wide: Count = Field(0, multiple_of=4)
-    """Columns of the wide part's tables, 0: none. With it the number's location and the logarithm of its scale have a
-    linear part in the words and numbers so far, fitted in closed forms by the calibrated start (docs/tables.md); 262144
-    suits tables of some thousand rows."""
+    """Columns of the wide part's tables; 0: no wide part. It adds a linear function of the words and numbers so far to
+    a number's location and log scale, fitted in closed form by the calibrated start (docs/tables.md). 262144 suits
+    tables with some thousand rows."""
     wide_from_eval: bool = False
-    """Whether the wide part is also fitted to data.eval. A text of it is then read in evaluations as a training text
-    is, by the fit that left it out, so metrics and recalibrated intervals stay honest."""
+    """Fit the wide part also to data.eval. Evaluation then uses out-of-fold fits for these texts, as training does, so
+    metrics and recalibrated intervals stay unbiased."""
     copies: Annotated[int, Field(ge=0, le=64)] = 0
-    """K: a number may be a copy of one of the last K numbers of its text. Each has a probability of its own, one
-    against the rest. The likeliest is written as it stands, if above 1/2. 8 suits worked solutions; 0: none."""
+    """K: a number can be a copy of one of the last K numbers in its text. Each has a one-vs-rest probability. The
+    likeliest is copied if its probability exceeds 1/2. 8 suits worked solutions; 0: no copies."""
     random_features: Count = 0
-    """Random Fourier features of the wide part: the numbers so far, known by the words before them in their line, act
-    on the next one together and in any smooth way; 6144 suits tables. It needs model.wide."""
+    """Random Fourier features for the wide part: the numbers so far, each identified by the words before it on its
+    line, affect the next number jointly and smoothly. 6144 suits tables. Requires model.wide."""
     abduction: Literal["linear", "two_layer"] | Annotated[str, AfterValidator(import_path)] = "linear"
-    """The network from features to U; two_layer is nonlinear and starts as the linear one; or a class of your own as
+    """Network from features to U. two_layer is nonlinear and initialised to match linear. Or your class as
     package.module:Name (docs/training.md)."""
     number_head: Annotated[str, AfterValidator(import_path)] | None = None
-    """A class of your own that says what a number is, as package.module:Name (docs/training.md); null: the one that
-    data.number_types and data.more_values ask for, or one value a number."""
+    """Your number head class as package.module:Name (docs/training.md); null: chosen by data.number_types and
+    data.more_values, else one value per number."""
     threshold_init: Real | str | None = None
-    """Start of C: a number for every word, or a .safetensors file that holds `threshold` [V]; default: by `start`."""
+    """Initial C: a number for all words, or a .safetensors file with `threshold` [V]; default: set by `start`."""
     gamma_init: Above0 | None = None
-    """Start of U's total scale for words, noise included; default: by `start`."""
+    """Initial total scale of U for words, noise included; default: set by `start`."""
     level_logits: bool = True
-    """Let calibration subtract one vector from every row of W_cls, which changes no softmax, so that P ranks words as
-    the base does; false: W_cls stays the base's head to the bit."""
+    """Calibration subtracts one vector from every row of W_cls. The softmax is unchanged, and P then ranks words like
+    the base does. false: W_cls stays bit-identical to the base's head."""
     reg_gain: Above0 = 1.0
-    """Gain of W_reg's Xavier start (seed S1 5: 0.1 for layers without heritage)."""
+    """Gain of W_reg's Xavier initialisation (seed S1 5: 0.1 for new layers)."""
     scale_activation: Literal["softplus", "exp"] = "softplus"
-    """What keeps scale_U positive (softplus: seeds S0, S3; exp: S1)."""
+    """Function that keeps scale_U positive (softplus: seeds S0, S3; exp: S1)."""
     w_num_scale: NonNegative | None = None
-    """Factor on the start of w_num; 0: no value is read at first; default: when calibrated 0.2, or where <NUM> inherits
-    from digits 0.08 of their rows' norm; 1 in the seed presets (some five points)."""
+    """Factor for the initial w_num; 0: values have no effect at first. Default: 0.2 if calibrated (0.08 of the digit
+    rows' norm if <NUM> inherits from digits), 1 in the seed presets (about five points worse)."""
     value_periods: list[Above0] = Field([])
-    """Periods whose sines and cosines of a value enter the embedding too, each by a row of w_num; [10, 100, 1000] tells
-    three digits apart. Default: none, as in the seeds."""
+    """Also embed sines and cosines of a value with these periods, each with a row of w_num; [10, 100, 1000]
+    distinguishes three digits. Default: none, as in the seeds."""
     b_noise_init: NonNegative | None = None
-    """Start of |b_noise|; default: half of the calibrated scale or of gamma_init, or 0.1 in the seed presets."""
+    """Initial |b_noise|; default: half of the calibrated scale or gamma_init, 0.1 in the seed presets."""
     num_row_init: Literal["digits", "inherit", "mean", "small"] | None = None
-    """Start of <NUM>'s rows. digits: at the input the mean of the digits' rows, at the output a row fitted to where the
-    base would write a numeral; inherit, mean, small: the output's is the reserved row, the mean row, or a small random
-    one. Default: digits when start is calibrated and the base never saw <NUM>, else inherit."""
+    """Initial rows of <NUM>. digits: the input row is the mean of the digit rows, and the output row is fitted to
+    positions where the base would write a numeral. inherit, mean, small: the output row is the reserved row, the
+    mean row, or a small random row. Default: digits if start is calibrated and the base never saw <NUM>, else
+    inherit."""
     num_bias_init: Real = 0.0
-    """Start of <NUM>'s class bias."""
+    """Initial class bias of <NUM>."""
     start_numbers: Count = 0
-    """About how many numbers the calibrated start of the regression is fitted to; default: those of 4,096 tokens, which
-    are few in a table with long rows."""
+    """Approximate number of numbers used to fit the regression's calibrated start; default: those in 4,096 tokens,
+    which are few if table rows are long."""
     gradient_checkpointing: bool = False
-    """Recompute the backbone's activations in backward."""
+    """Recompute the backbone's activations in the backward pass."""
     compile_layers: bool = False
-    """The backbone's layers by torch.compile: a minute more at the start, then faster and smaller on a GPU, most so
-    where a micro-batch is small."""
+    """Compile the backbone's layers with torch.compile. Takes a minute at the start; then training is faster and needs
+    less GPU memory, especially with small micro-batches."""
     attention: Literal["mask", "varlen"] = "mask"
-    """What keeps packed texts apart (data.pack). mask: a mask [T, T] for each row. varlen: each text attends to itself
-    alone, by a variable-length kernel on a GPU (bf16; not yet measured there), text by text elsewhere; equal up to
-    rounding."""
+    """How packed texts are separated (data.pack). mask: a [T, T] mask per row. varlen: a variable-length kernel on a
+    GPU (bf16; not yet measured), text by text elsewhere. Both are equal up to rounding."""
     trust_remote_code: bool = False
-    """Let transformers run code from the model's folder."""
+    """Allow transformers to run code from the model's folder."""
     quantize: Literal["none", "nf4"] = "none"
-    """nf4: the frozen backbone in 4 bits by bitsandbytes (a GPU only; not yet measured on one)."""
+    """nf4: store the frozen backbone in 4 bits with bitsandbytes (GPU only; not yet measured on one)."""
     lora: LoraConfig = LoraConfig()
-    """Adapters of the stages that train `lora`."""
+    """Adapters for stages that train `lora`."""
     warm_start: str | None = None
-    """Begin with the weights of another run, checkpoint, or adapter folder that PEFT saved: the folder; optimizers and
-    stages begin anew."""
+    """Initialise weights from this folder: another run, a checkpoint, or an adapter saved by PEFT. Optimizers and
+    stages start fresh."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

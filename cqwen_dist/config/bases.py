@@ -1,4 +1,4 @@
-"""A base's vocabulary: the row for <NUM>, the words that spell numerals and line breaks."""
+"""A base's vocabulary: the row for <NUM>, and tokens for numerals and line breaks."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Mapping
 
 from cqwen_dist.config.errors import UserError
 
-BLOCK = 64  # rows are added up to the next multiple
+BLOCK = 64  # an extended vocabulary has a multiple of this many rows
 
 
 def numeral_ids(vocabulary: Mapping[str, int]) -> list[int]:
-    """The ids of tokens made of digits, with or without a space before them, ascending.
+    """Ids of tokens that consist of digits, with or without a leading space, ascending.
 
-    Ten in Qwen and SmolLM2, which cut numerals into digits; every group of up to three digits in Llama 3.
+    Ten in Qwen and SmolLM2, which split numerals into digits; every group of up to three digits in Llama 3.
     """
-    words = ((token.lstrip("\u0120\u2581"), i) for token, i in vocabulary.items())  # Ġ ▁: a space
+    words = ((token.lstrip("\u0120\u2581"), i) for token, i in vocabulary.items())  # Ġ and ▁ stand for a space
     return sorted(i for word, i in words if word.isascii() and word.isdigit())
 
 
 def rows_with_number(vocab_size: int, used: int, num_token_id: int) -> int:
-    """Rows of a vocabulary with a row for <NUM>: `vocab_size`, or a block more where words use all rows.
+    """Number of vocabulary rows including <NUM>: `vocab_size`, rounded up to the next block if words use all rows.
 
-    used: rows that the tokenizer uses. Raises `UserError` where <NUM> or the tokenizer does not fit.
+    used: rows used by the tokenizer. Raises `UserError` if <NUM> or the tokenizer does not fit.
     """
     rows = vocab_size
     if used == vocab_size <= num_token_id:
@@ -36,7 +36,7 @@ def rows_with_number(vocab_size: int, used: int, num_token_id: int) -> int:
 
 
 def line_end_ids(vocabulary: Mapping[str, int]) -> list[int]:
-    """The tokens of a vocabulary that hold a line break, as text, as byte-level BPE writes it, or as a byte."""
+    """Tokens with a line break: as text, in byte-level BPE's spelling, or as a byte token."""
     return sorted(
         token_id for token, token_id in vocabulary.items() if {"\n", "\u010a"} & {*token} or token == "<0x0A>"
     )

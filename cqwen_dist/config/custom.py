@@ -1,4 +1,4 @@
-"""Classes of the user, named in a config by their import path, `package.module:Name`."""
+"""User classes, named in a config by import path, `package.module:Name`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 from cqwen_dist.config.errors import Said, UserError
 
 FORM = "a class as package.module:Name"
-TRUST = "CQWEN_TRUST_REMOTE_CODE"  # 1: code that a run or an export names may run here
+TRUST = "CQWEN_TRUST_REMOTE_CODE"  # 1: allow code named by a run or an export
 _PATH = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 
 
 def import_path(value: str) -> str:
-    """Checks the form only. Raises ValueError, as a validator of the schema does."""
+    """Check only the form. Raises ValueError, as schema validators do."""
     if _PATH.fullmatch(value) is None:
         raise ValueError(FORM)
     return value
 
 
 def find_custom(key: str, path: str, outside: str | Path = "") -> Any:
-    """The class that an import path names. Raises `UserError` by key where it cannot be imported.
+    """Import the class at an import path. Raises `UserError` by key if this fails.
 
-    outside: a folder, such as a checkpoint or an export, from which no module is imported, whatever sys.path says.
+    outside: a folder, such as a checkpoint or export, that modules must not come from, even if sys.path contains it.
     """
     form = _PATH.fullmatch(path)
     if form is None:
@@ -35,6 +35,7 @@ def find_custom(key: str, path: str, outside: str | Path = "") -> Any:
     try:
         for n in range(1, len(parts) + 1):
             name = ".".join(parts[:n])
+            # Check where each package lies before importing it: importing runs its code.
             spec = find_spec(name)
             if spec is None:
                 raise ModuleNotFoundError(f"no module {name}")
@@ -45,19 +46,21 @@ def find_custom(key: str, path: str, outside: str | Path = "") -> Any:
         return getattr(module, form[2])
     except UserError:
         raise
-    except Exception as error:  # the import runs the user's code, which may raise anything
+    except Exception as error:  # user code can raise anything
         raise unusable(key, path, error, f"{FORM}, installed or below a folder in PYTHONPATH") from error
 
 
 def find_loaded(key: str, path: str, folder: str | Path, others: str = "") -> Any:
-    """`find_custom` for a loaded folder, whose own code runs only where the user trusts it. others: what else the key
-    may be, for the error. Raises `UserError`."""
+    """`find_custom` for a loaded folder. Imports only if the user trusts named code. Raises `UserError`.
+
+    others: other values allowed for the key, for the error.
+    """
     if os.environ.get(TRUST) != "1":
         raise UserError(key, path, f"{others}{TRUST}=1, which lets a model run code that it names")
     return find_custom(key, path, folder)
 
 
 def unusable(key: str, path: str, error: object, allowed: str) -> UserError:
-    """The error for a class that exists and does not work, with its own error, or that of a check, in one line."""
+    """Error for a class that exists but fails, with its error (or a check's) in one line."""
     kind = f"{type(error).__name__}: " if isinstance(error, Exception) else ""
     return UserError(key, Said(f"{path}: {kind}{' '.join(str(error).split())}"), allowed)

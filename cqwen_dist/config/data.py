@@ -1,4 +1,4 @@
-"""The `data` section: where texts come from, which parts are learnt, how they are cut into samples."""
+"""The `data` section: sources, which parts are learnt, and how texts become samples."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.fields import Above0, Count, Positive, Section, Seed, Share, refused
 
 Sources = str | Annotated[list[str], Field(min_length=1)]
-OTHER = "other"  # the type of numbers that are in no field of number_types
+OTHER = "other"  # type of numbers outside the fields in number_types
 # Keys of `data` that watched texts share.
 _OF_ALL = (
     *("sequence_length", "numbers", "calculator_marks", "max_text_mib", "on_bad_line", "on_nonfinite", "sample_by"),
     "decimal_comma",
 )
 
-# Keys that `data.recipe` sets where the config does not. `cqwen init` writes the same keys.
+# Defaults set by `data.recipe`. `cqwen init` writes the same keys.
 QUESTION_AND_ANSWER = (("question", "answer"), ("prompt", "completion"), ("prompt", "response"), ("input", "output"))
 RECIPES: dict[str, dict[str, str]] = {
     "chat": {"messages_field": "messages"},
@@ -34,27 +34,27 @@ RECIPES: dict[str, dict[str, str]] = {
 
 
 def unescaped(template: str) -> str:
-    """With line ends and tabs where a shell or YAML left two characters."""
+    r"""Replace the two characters \n or \t, left by a shell or YAML, with a line end or tab."""
     return template.replace("\\n", "\n").replace("\\t", "\t")
 
 
-# With fields in braces. Read anew, as a resolved config is, it stays as it is.
+# A template with fields in braces. Validating it again changes nothing, so resolved configs can be reloaded.
 Template = Annotated[str, AfterValidator(unescaped)]
 
 
 def template_fields(template: str | None) -> list[str]:
-    """The names in braces of a template, in order."""
+    """Field names in a template, in order."""
     return [name for _, name, _, _ in string.Formatter().parse(template or "") if name is not None]
 
 
 def filled(template: str, cell: Callable[[str], str]) -> str:
-    """The template with the cell of each field; `str.format` itself reads {a.b} and {2019} otherwise."""
+    """Fill a template with cells. (`str.format` would interpret {a.b} and {2019} differently.)"""
     parts = string.Formatter().parse(template)
     return "".join(text + ("" if name is None else cell(name)) for text, name, _, _ in parts)
 
 
 def can_be_named(column: str) -> bool:
-    """Whether a template can hold a column's name in braces: `*` means all others there."""
+    """Whether a template can refer to a column; there `*` means all other columns."""
     if column.strip() != column or column in ("", "*") or {*column} & {*"{}\\"}:
         return False
     try:
@@ -64,14 +64,14 @@ def can_be_named(column: str) -> bool:
 
 
 def column_lines(columns: Iterable[str]) -> str:
-    """The template of a table's row: a line `column: {column}` for each."""
+    """Template for a table row: a line `column: {column}` per column."""
     return "".join(f"{name}: {{{name}}}\n" for name in columns)
 
 
 def source_files(source: str, key: str) -> list[str]:
-    """The source itself, or the files of a pattern such as `shards/*.jsonl`, sorted.
+    """The source, or the sorted files matching a pattern such as `shards/*.jsonl`.
 
-    Raises `UserError` for a source that is neither bundled, nor of the hub, nor a folder, file or pattern with files.
+    Raises `UserError` for a source that is not bundled, on the hub, a folder, a file, or a pattern that matches files.
     """
     path = Path(source).expanduser()
     folder = Path(source.partition("#")[0]).expanduser()
@@ -86,33 +86,33 @@ def source_files(source: str, key: str) -> list[str]:
 
 
 class NumberPolicy(Section):
-    """Which numerals become `<NUM>`; the full policy is written out in docs/numbers.md."""
+    """Which numerals become `<NUM>`. docs/numbers.md defines the policy."""
 
     signs: bool = True
-    """Take a leading minus into the value where it is a sign; a plus stays text."""
+    """Include a leading minus sign in the value; a plus stays text."""
     thousands: bool = True
     """Read 1,234,567 as one number."""
     scientific: bool = True
     """Read 1.5e-3 as one number."""
     accounting: bool = False
-    """Take brackets directly around a numeral with thousands for a minus: (1,234) is -1234."""
+    """Read parentheses around a numeral with thousands separators as a minus: (1,234) is -1234."""
     leading_zeros: bool = False
-    """Take numerals such as 007 (else they are identifiers: text)."""
+    """Read numerals such as 007 as numbers (otherwise they are identifiers, so text)."""
     dates: bool = False
-    """Take the parts of dates and times (else 2024-01-31, 12:30 stay text)."""
+    """Read parts of dates and times as numbers (otherwise 2024-01-31 and 12:30 stay text)."""
     identifiers: bool = False
-    """Take numerals inside v1.2.3, A4, IPs, phone numbers (else they stay text)."""
+    """Read numerals in v1.2.3, A4, IP addresses and phone numbers as numbers (otherwise they stay text)."""
 
 
 class WatchedTexts(Section):
-    """Texts of another kind, not trained on."""
+    """Other texts that are evaluated but not trained on."""
 
     source: str = Field(min_length=1)
-    """A source as in data.train; small: it is read into memory."""
+    """A source as in data.train. It should be small, because it is read into memory."""
     text_field: str = Field("text", min_length=1)
-    """The field (column) that holds the text."""
+    """Field (column) with the text."""
     text_template: Template | None = None
-    """A format over the fields, instead of text_field."""
+    """Template over the fields; replaces text_field."""
 
     @model_validator(mode="after")
     def _fields(self) -> WatchedTexts:
@@ -121,98 +121,98 @@ class WatchedTexts(Section):
 
 
 class DataConfig(Section):
-    """Where the text comes from."""
+    """Where texts come from and how they are read."""
 
     train: Sources
-    """Source(s): .jsonl, .json, .csv, .tsv, .txt (each also .gz), .parquet, a pattern of such files (shards/*.jsonl), a
-    folder that `datasets` saved or can load, hf:NAME[/CONFIG][#SPLIT], or bundled:NAME."""
+    """Source(s): .jsonl, .json, .csv, .tsv, .txt (also with .gz), .parquet, a file pattern (shards/*.jsonl), a folder
+    that `datasets` saved or can load, hf:NAME[/CONFIG][#SPLIT], or bundled:NAME."""
     eval: Sources | None = None
     """Held-out data; default: eval_fraction of train."""
     eval_fraction: Share = 0.0
-    """Share of train that is held out when `eval` is not given."""
+    """Share of train to hold out if `eval` is not set."""
     watch: dict[Annotated[str, Field(pattern="^[a-z0-9_]+$")], WatchedTexts] = Field({})
-    """Texts of other kinds by name, not trained on: every evaluation logs watch/NAME/accuracy and the base model's own,
-    which shows what a run forgets."""
+    """Other texts by name, evaluated but not trained on. Each evaluation logs watch/NAME/accuracy for the model and its
+    base, which shows forgetting."""
     weights: Annotated[list[Above0], Field(min_length=2)] | None = None
-    """How often each source of train is drawn from; default: the sources one after the other."""
+    """Sampling weight of each source in train; default: read the sources one after another."""
     mix_until: Literal["first", "all"] = "first"
-    """Mixing by weights ends when the first source is used up, or repeats short ones until all."""
+    """Mixing by weights ends when the first source is exhausted, or repeats short sources until all are."""
     mix_seed: Seed = 0
-    """Seed of the draws between weighted sources."""
+    """Seed for drawing from weighted sources."""
     recipe: Literal[tuple(RECIPES)] | None = None  # type: ignore[valid-type]
-    """Sets the keys that read records of this kind, unless they are given (docs/data.md)."""
+    """Sets default keys for this kind of records (docs/data.md)."""
     text_field: str = Field("text", min_length=1)
-    """The field (column) that holds the text."""
+    """Field (column) with the text."""
     text_template: Template | None = None
-    """A format over the fields, such as '{question}\\n{answer}', instead of text_field."""
+    """Template over the fields, such as '{question}\\n{answer}'; replaces text_field."""
     prompt_template: Template | None = None
-    """A format over the fields, in front of the text: read, but not learnt."""
+    """Template over the fields for a prompt before the text. The model reads the prompt but does not learn it."""
     messages_field: str | None = Field(None, min_length=1)
-    """The field that holds a chat, [{role, content}, ...]: written by the tokenizer's chat template, only the
-    assistant's turns are learnt."""
+    """Field with a chat, [{role, content}, ...]. The tokenizer's chat template formats it, and only assistant turns are
+    learnt."""
     message_keys: dict[Literal["role", "content", "tool_calls"], str] = Field({})
-    """What a chat's messages call these keys; {from, value} are known."""
+    """Names for these keys in chat messages; {from, value} are known."""
     roles: dict[str, str] = Field({})
-    """What a chat's roles mean: system, user, assistant or tool; human, gpt and such are known."""
+    """Maps role names to system, user, assistant or tool; human, gpt and similar names are known."""
     tools_field: str = Field("tools", min_length=1)
-    """The field with a chat's tools, if a record has it."""
+    """Optional field with a chat's tools."""
     target_field: str | None = Field(None, min_length=1)
-    """The field of text_template whose number alone the regression learns."""
+    """Field in text_template; the regression learns only this field's number."""
     number_types: Annotated[list[str], Field(max_length=100)] = Field([])
-    """Fields of text_template: the numbers in each are a type of their own, with its own P and its own regression; all
-    others are of the type other (seed S4 4.7.2)."""
+    """Fields in text_template. Each field's numbers form a type with a separate P and regression; all other numbers
+    have type other (seed S4 4.7.2)."""
     more_values: list[str] = Field([])
-    """Fields with further values of target_field's number, such as the upper end of a range; the text does not hold
-    them, a prediction does (seed S4 4.7.1)."""
+    """Fields with additional values for target_field's number, such as a range's upper end. They are not in the text,
+    but they are predicted (seed S4 4.7.1)."""
     labels_field: str | None = Field(None, min_length=1)
-    """The field {word: true or false, ...}: words that can come next after the text, and words that cannot; nothing is
-    known of all others (partial labels); a text without it ends as usual."""
+    """Field {word: true or false, ...} with words that can or cannot come next after the text (partial labels); all
+    other words are unknown. Texts without it end as usual."""
     sample_by: Literal["line", "paragraph", "document"] = "line"
-    """What one text of a .txt file is."""
+    """Unit of a .txt file that becomes a text."""
     sequence_length: Positive = 512
-    """Longest sequence, in tokens."""
+    """Maximum sequence length in tokens."""
     long_texts: Literal["cut", "truncate", "drop"] = "cut"
-    """Texts of more tokens: cut into pieces that are all learnt, only the beginning, or none."""
+    """For texts above sequence_length: cut into pieces and learn them all, truncate to the beginning, or drop."""
     pack: bool = False
-    """Concatenate texts to full sequences, attention kept inside each text."""
+    """Concatenate texts to full sequences; attention stays within each text."""
     group_by_length: bool = False
-    """Put sequences of similar length into one step: less padding, the order less random."""
+    """Put sequences of similar length into the same step: less padding, but a less random order."""
     calculator_marks: Literal["strip", "keep"] = "strip"
-    """GSM8K's <<48/2=24>> marks: removed, or kept as text."""
+    """GSM8K's <<48/2=24>> marks: strip them, or keep them as text."""
     numeric_targets: Literal["all", "last"] = "all"
-    """Which numbers the regression learns: all, or only the last of each text."""
+    """Numbers that the regression learns: all, or only the last in each text."""
     deduplicate: bool = False
-    """Use equal texts once."""
+    """Drop repeated texts."""
     min_tokens: Positive | None = None
-    """Leave out texts of fewer tokens."""
+    """Skip texts with fewer tokens."""
     max_tokens: Positive | None = None
-    """Leave out texts of more tokens."""
+    """Skip texts with more tokens."""
     max_text_mib: Above0 = 16.0
-    """A line or record of more MiB is a bad line."""
+    """Maximum size of a line or record in MiB; a larger one is a bad line."""
     on_bad_line: Literal["error", "skip"] = "error"
-    """A broken line, an empty text, a missing field: stop, or count and skip."""
+    """For a broken line, an empty text or a missing field: stop with an error, or skip and count it."""
     empty_cell: str | None = None
-    """What stands in a template for an empty cell, a null, a NaN or a field that a JSON record lacks, with target_field
-    also for a cell NaN, NA, N/A, None, NULL or the like; default: nothing for an empty cell, and the others are bad
-    lines, as is any in target_field."""
+    """Template text for an empty cell, a null, a NaN or a missing JSON field; with target_field also for a cell NaN,
+    NA, N/A, None, NULL or similar. Default: empty cells become empty text, the others are bad lines. In target_field
+    these are always bad lines."""
     decimal_comma: bool = False
-    """Read 1.234,5 in a cell of CSV files as 1234.5."""
+    """Read 1.234,5 in CSV cells as 1234.5."""
     on_nonfinite: Literal["error", "skip"] = "error"
-    """A number that overflows to infinity: stop, or leave it as text and count it."""
+    """For a number that overflows to infinity: stop with an error, or leave it as text and count it."""
     limit: Positive | None = None
-    """Use only the first so many texts of train."""
+    """Use only this many texts from the start of train."""
     cache_dir: str | None = Field(None, min_length=1)
-    """Folder of prepared data; default: $CQWEN_DATA_CACHE or ~/.cache/cqwen/data, and small files are read into memory
-    instead."""
+    """Folder for prepared data; default: $CQWEN_DATA_CACHE or ~/.cache/cqwen/data for large data, and small files are
+    read into memory."""
     workers: Positive | None = None
-    """Processes that tokenise; default: one a core."""
+    """Number of tokenising processes; default: one per core."""
     prefetch: Count = 2
-    """Steps whose batches are made ahead of time; 0: none."""
+    """Number of steps whose batches are made ahead of time; 0: none."""
     numbers: NumberPolicy = NumberPolicy()
     """Which numerals become <NUM>."""
 
     def of_watched(self, name: str) -> DataConfig:
-        """The config that reads `watch[name]`: numbers and lengths as in the run, whole texts, in order."""
+        """Config for reading `watch[name]`: numbers and lengths as in the run; whole texts, in order."""
         own = self.watch[name]
         kept = {key: getattr(self, key) for key in _OF_ALL}
         return DataConfig(train=own.source, text_field=own.text_field, text_template=own.text_template, **kept)
@@ -274,12 +274,12 @@ class DataConfig(Section):
 
     @property
     def types(self) -> list[str] | None:
-        """The names of the types of number; None without number_types."""
+        """Names of the number types; None without number_types."""
         return [OTHER, *self.number_types] if self.number_types else None
 
 
 def _names(key: str, template: str | None) -> list[str]:
-    """The fields that occur once in a template. Raises as a validator does for a template that fields cannot fill."""
+    """Fields that occur exactly once in a template. Raises a validator error for an invalid template."""
     try:
         fields = template_fields(template)
         formats = any(how or kind for _, _, how, kind in string.Formatter().parse(template or ""))

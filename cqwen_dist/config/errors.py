@@ -1,4 +1,4 @@
-"""The errors that the user can mend."""
+"""Errors that the user can fix."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from contextlib import contextmanager
 
 
 class Said(str):
-    """A `found` made of words, shown without quotes."""
+    """A `found` that is shown without quotes."""
 
 
 class UserError(Exception):
-    """The user's input is wrong: one line that names the key, what was found and what is allowed (exit 2).
+    """Wrong user input: one line with the key, what was found and what is allowed (exit 2).
 
-    `found` is shown as Python would write it, except text that begins with "no " ("no such file") or is `Said`.
+    `found` is shown as repr, except text that starts with "no " ("no such file") or is `Said`. With allowed "", `found`
+    is the complete message.
     """
 
     def __init__(self, key: str, found: object, allowed: str, where: str = "") -> None:
@@ -26,7 +27,7 @@ class UserError(Exception):
 
 
 class DiskError(UserError):
-    """A disk that a run cannot continue on. away: its file system is unreachable and may come back (exit 74)."""
+    """A run cannot continue on this disk. away: its file system is unreachable but may come back (exit 74)."""
 
     def __init__(self, key: str, found: object, allowed: str, where: str = "", away: bool = False) -> None:
         super().__init__(key, found, allowed, where)
@@ -34,13 +35,13 @@ class DiskError(UserError):
 
 
 def reason_of(error: object, most: int = 160) -> str:
-    """An error's message in one line, cut to `most` characters; its type if it has no message."""
+    """An error's message in one line, at most `most` characters; its type if the message is empty."""
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
 @contextmanager
 def writing(key: str, path: object, allowed: str = "a file that can be written") -> Iterator[None]:
-    """Turns an `OSError` while `path` is written into a `UserError` about `key`."""
+    """Converts an `OSError` while writing `path` into a `UserError` for `key`."""
     try:
         yield
     except OSError as error:
@@ -48,7 +49,7 @@ def writing(key: str, path: object, allowed: str = "a file that can be written")
 
 
 def _one_line(text: str) -> str:
-    """One printable line: no line breaks, no control characters, nothing that UTF-8 cannot carry."""
+    """One printable line: no line breaks, control characters or lone surrogates."""
     text = " ".join(text.split())
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
@@ -59,7 +60,7 @@ def _short(value: object, limit: int = 120) -> str:
     else:
         try:
             text = repr(value)
-        except (RecursionError, ValueError):  # nested too deep, or an int of more digits than Python prints
+        except (RecursionError, ValueError):  # nested too deep, or an int with too many digits to print
             text = f"a {type(value).__name__} too large to show"
     text = " ".join(text.split())
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,4 +1,4 @@
-"""The building blocks of the schema: types with bounds, the section, the error of a validator."""
+"""Building blocks for the schema: bounded types, sections, validator errors."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from pydantic_core import PydanticCustomError
 
 
 def no_bool(value: object) -> object:
-    """Python takes True for 1; a config does not."""
+    """Reject booleans, because Python treats True as 1."""
     if isinstance(value, bool):
         raise PydanticCustomError("int_type", "a whole number")
     return value
 
 
-# Strict: neither true nor "3" is a number. A float also takes a whole number.
+# Strict: true and "3" are not numbers. Floats also accept integers.
 Positive = Annotated[int, Field(gt=0, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
-Seed = Annotated[int, Field(ge=0, lt=2**32, strict=True)]  # as numpy's generators take it
+Seed = Annotated[int, Field(ge=0, lt=2**32, strict=True)]  # the range of numpy's generators
 Real = Annotated[float, Field(strict=True)]
 NonNegative = Annotated[float, Field(ge=0, strict=True)]
 Above0 = Annotated[float, Field(gt=0, strict=True)]
 Share = Annotated[float, Field(ge=0, lt=1, strict=True)]
 Unit = Annotated[float, Field(ge=0, le=1, strict=True)]
-# A key of a mapping: JSON writes it as text, so text of digits is taken.
+# A mapping key. JSON keys are text, so digits as text are accepted.
 WordId = Annotated[int, BeforeValidator(no_bool), Field(ge=0)]
 
 
 def refused(key: str, found: object, allowed: str) -> PydanticCustomError:
-    """The error that a validator raises: `key` is relative to its section; reading.py makes it a `UserError`."""
+    """Error raised by validators. `key` is relative to its section; reading.py converts it to a `UserError`."""
     return PydanticCustomError("refused", "{allowed}", {"key": key, "found": found, "allowed": allowed})
 
 
 class Section(BaseModel):
-    """A part of the config: no unknown keys, no NaN or infinity, never changed once read.
+    """Part of the config. No unknown keys, no NaN or infinity; immutable.
 
     The text below a key is its description in the JSON Schema.
     """

@@ -1,4 +1,4 @@
-"""From pydantic's list of errors to one line for the user: the key, the value found, the values allowed."""
+"""Converts pydantic's errors to one line for the user: the key, the value found, the values allowed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cqwen_dist.config.schema import Config, Section
 
 Path = tuple[str, ...]
 
-# pydantic's error types in terms of YAML
+# pydantic's error types in YAML's terms
 _WORDS = {
     "int": "a whole number",
     "float": "a number",
@@ -25,7 +25,7 @@ _WORDS = {
     "dict": "a mapping",
 }
 
-# Names of the same things in transformers, TRL, axolotl and LLaMA-Factory
+# Equivalent keys in transformers, TRL, axolotl and LLaMA-Factory
 ELSEWHERE = {
     "base_model": "model.name_or_path",
     "model_name_or_path": "model.name_or_path",
@@ -62,11 +62,11 @@ ELSEWHERE = {
 
 
 def explain(error: ValidationError, tree: Any) -> tuple[Path, object, str]:
-    """(path, found, allowed) of the most helpful error; `tree` is what was validated."""
+    """Returns (path, found, allowed) for the most helpful error. tree: the validated input."""
     errors = [(_path(item["loc"], tree), item) for item in error.errors(include_url=False)]
-    # A misspelled key is also a missing one: name the misspelling.
+    # A misspelled key also leaves the right key missing: report the misspelling.
     errors.sort(key=lambda pair: pair[1]["type"] not in ("extra_forbidden", "invalid_key"))
-    # Each member of a union fails: the deepest error belongs to the member that was meant.
+    # Every member of a union reports an error: the deepest one belongs to the intended member.
     top = errors[0][0]
     path = max((p for p, _ in errors if p[: len(top)] == top), key=len)
     same = [item for p, item in errors if p == path]
@@ -85,7 +85,7 @@ def explain(error: ValidationError, tree: Any) -> tuple[Path, object, str]:
 
 
 def annotation_at(path: Path) -> Any:
-    """The declared type of the value at a dotted path; None where the schema has none."""
+    """Declared type at a dotted path; None if the schema has none."""
     at: Any = Config
     for part in path:
         members = list(members_of(at))
@@ -103,7 +103,7 @@ def annotation_at(path: Path) -> Any:
 
 
 def members_of(annotation: Any) -> Iterator[Any]:
-    """The members of a union, `Annotated` taken off."""
+    """Members of a union, without `Annotated`."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         yield from members_of(args[0])
@@ -115,7 +115,7 @@ def members_of(annotation: Any) -> Iterator[Any]:
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section a value of this type is (not: a list of sections)."""
+    """The section class in a type (not: a list of sections)."""
     for member in members_of(annotation):
         if isinstance(member, type) and issubclass(member, Section):
             return member
@@ -123,7 +123,7 @@ def section_of(annotation: Any) -> type[Section] | None:
 
 
 def _path(loc: tuple[int | str, ...], tree: Any) -> Path:
-    """pydantic's location without the names of union members in it."""
+    """pydantic's location, without the names of union members."""
     path: list[str] = []
     for part in loc:
         if isinstance(tree, dict):
@@ -158,7 +158,7 @@ def _section_words(annotation: Any) -> str:
 
 
 def _instead(path: Path) -> str:
-    """The keys allowed in place of an unknown one, with the likely one first."""
+    """Suggestion for an unknown key, then the keys of its section."""
     section = section_of(annotation_at(path[:-1]))
     names = list(section.model_fields) if section else []
     meant = [ELSEWHERE[path[-1]]] if path[-1] in ELSEWHERE else difflib.get_close_matches(path[-1], names, n=1)
@@ -168,7 +168,7 @@ def _instead(path: Path) -> str:
 
 
 def _places(section: type[Section], prefix: str) -> Iterator[str]:
-    """Every dotted key of the schema, list items as N."""
+    """Every dotted key in the schema, with N for list indices."""
     for name, field in section.model_fields.items():
         yield f"{prefix}{name}"
         for member in members_of(field.annotation):

@@ -1,4 +1,4 @@
-"""From a YAML file and dotted overrides to a checked `Config`, or to one `UserError` line.
+"""Reads a YAML file and dotted overrides to a checked `Config`, or raises a one-line `UserError`.
 
 Reading imports no torch, uses no network and writes nothing.
 """
@@ -18,19 +18,19 @@ from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.messages import annotation_at, explain, members_of, section_of
 from cqwen_dist.config.schema import Config, Section
 
-# Keys that may differ between the command that began a run and one that continues it.
+# Keys that may change when a run is resumed.
 RESUMABLE = (
     *("run.", "parallel.", "deepspeed.", "model.compile_layers", "train.micro_batch_size", "train.checkpoint_"),
     *("train.eval_every", "train.keep_", "train.best_metric", "train.background_save", "train.max_refused_steps"),
     *("train.check_ranks_every", "train.feature_cache.", "data.cache_dir", "data.workers", "data.prefetch"),
-    # Paths: their contents are compared instead (`checkpoint.resume`).
+    # Paths may change; their contents are compared instead (`checkpoint.resume`).
     *("data.train", "data.eval", "model.name_or_path", "model.tokenizer"),
 )
 _RESUMABLE_OF_A_STAGE = re.compile(r"stages\.\d+\.micro_batch_size")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML config, apply dotted overrides, validate. Raises `UserError`; reads only."""
+    """Read a YAML config, apply dotted overrides, validate. Raises `UserError`. Does not write."""
     try:
         tree, lines = yaml_text.parse(_read(Path(path)))
     except UserError as error:
@@ -43,7 +43,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def given_config(given: Config | Mapping[str, Any] | str | Path, overrides: Mapping[str, Any]) -> Config:
-    """A config given in Python: a file's path, a `Config`, or a dict of plain values and sections such as `Stage`.
+    """Validate a config from Python: a file path, a `Config`, or a dict with plain values and sections such as `Stage`.
 
     overrides: by dotted key. Raises `UserError`.
     """
@@ -56,7 +56,7 @@ def given_config(given: Config | Mapping[str, Any] | str | Path, overrides: Mapp
 
 
 def _plain(value: Any) -> Any:
-    """Sections as dicts, paths as text."""
+    """Convert sections to dicts and paths to text."""
     if isinstance(value, Section):
         return value.model_dump()
     if isinstance(value, os.PathLike):
@@ -67,7 +67,7 @@ def _plain(value: Any) -> Any:
 
 
 def _validated(tree: dict[str, Any], lines: Mapping[Any, int], path: str, overridden: Mapping[Any, str]) -> Config:
-    """lines: of the file `path`, by key; overridden: keys with the overrides that set them."""
+    """lines: line numbers in the file `path` by key; overridden: key -> the override that set it."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -75,7 +75,7 @@ def _validated(tree: dict[str, Any], lines: Mapping[Any, int], path: str, overri
         where = path
         prefixes = [key[:end] for end in range(len(key), 0, -1)]
         replaced = next((overridden[prefix] for prefix in prefixes if prefix in overridden), None)
-        if replaced is not None:  # whatever the file has below it
+        if replaced is not None:  # the override replaced the file's value
             raise UserError(".".join(key), found, allowed, _where(replaced)) from None
         for prefix in prefixes:
             if prefix in lines:
@@ -108,7 +108,7 @@ def _read(path: Path) -> str:
 
 
 def _override(tree: dict[str, Any], text: str, given: tuple[Any, ...] = ()) -> tuple[str, ...]:
-    """Apply one dotted `key=value` to the tree in place; returns the path. given: the value, if not text."""
+    """Apply a dotted `key=value` to the tree in place; returns the path. given: the value, if it is not text."""
     key, equals, raw = text.partition("=")
     raw = raw.lstrip() if key.endswith(" ") else raw
     path = tuple(key.strip().split("."))
@@ -134,7 +134,7 @@ def _override(tree: dict[str, Any], text: str, given: tuple[Any, ...] = ()) -> t
 
 
 def _override_value(path: tuple[str, ...], raw: str, text: str) -> Any:
-    """The value of an override: YAML, but text that the schema wants needs no quotes, and # begins no comment in it."""
+    """Value of an override, as YAML. For text keys, quotes are optional and # does not start a comment."""
     kinds = list(members_of(annotation_at(path)))
     try:
         value, _ = yaml_text.parse(raw)
@@ -153,7 +153,7 @@ def _override_value(path: tuple[str, ...], raw: str, text: str) -> Any:
 
 
 def _default_at(path: tuple[str, ...]) -> dict[str, Any] | list[Any]:
-    """The value that an override changes where the file has none: the schema's list, or an empty section."""
+    """Initial value if an override changes a key that the file lacks: the schema's list, or an empty section."""
     section = section_of(annotation_at(path[:-1]))
     field = None if section is None else section.model_fields.get(path[-1])
     default = None if field is None else field.get_default()
@@ -166,7 +166,7 @@ def _where(text: str) -> str:
 
 
 def changed_keys(old: Config, new: Config, begun: bool = True) -> list[tuple[str, object, object]]:
-    """The dotted keys in which two configs differ; begun: only those that a resumed run may not change."""
+    """Dotted keys that differ between two configs. begun: only keys that a resumed run must not change."""
 
     def flat(value: Any, prefix: str = "") -> dict[str, Any]:
         if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The schema of a run: a key is a type, a default, and one sentence below it."""
+"""The schema of a run: each key has a type, a default, and a one-sentence description below it."""
 
 from __future__ import annotations
 
@@ -17,108 +17,108 @@ from cqwen_dist.config.training import LossConfig, Stage
 
 
 class ParallelConfig(Section):
-    """How the run is spread over ranks."""
+    """How the run is distributed over ranks."""
 
     zero_stage: Annotated[Literal[1, 2, 3], BeforeValidator(no_bool)] = 1
-    """DeepSpeed ZeRO stage of everything but the heads."""
+    """DeepSpeed ZeRO stage for everything except the heads."""
     vocab_group_size: Positive = 1
-    """Ranks that share the vocabulary's rows; 1: every rank holds all."""
+    """Number of ranks that share the vocabulary's rows; 1: every rank holds all rows."""
     offload: Literal["none", "optimizer"] = "none"
-    """Keep optimizer states in host memory, the engine's and the heads', and step there."""
+    """Keep optimizer states, also the heads', in host memory and step there."""
     backend: Literal["auto", "gloo"] = "auto"
-    """auto: NCCL between GPUs, gloo between CPUs; gloo: by way of the host, slow, but ranks may share a GPU."""
+    """auto: NCCL between GPUs, gloo between CPUs. gloo: through the host; slow, but several ranks can share a GPU."""
     timeout_min: Above0 = 30.0
-    """Minutes a rank waits for the others before the run fails."""
+    """Minutes that a rank waits for other ranks before the run fails."""
 
 
 class FeatureCacheConfig(Section):
-    """Stages in which nothing before z trains: z is computed once and stored; the epochs train the heads from it."""
+    """For stages that train nothing before z: compute z once, store it, and train the heads on it."""
 
     mode: Literal["auto", "never", "require"] = "auto"
-    """auto: where it is valid and saves time, or is there already; require: refuse the run where it is not."""
+    """auto: use the cache if valid and worthwhile, or if it exists; require: fail if it is not valid."""
     dir: str | None = Field(None, min_length=1)
-    """Folder that keeps it for other runs; default: in the run's, for its stage."""
+    """Folder for a cache shared by several runs; default: in the run folder, for one stage."""
     max_gib: Above0 | None = None
-    """Largest cache in GiB; default: what the disk has free."""
+    """Maximum cache size in GiB; default: the free disk space."""
 
 
 class TrainConfig(Section):
-    """The optimizer step."""
+    """Optimizer steps, evaluation and checkpoints."""
 
     global_batch_size: Positive = 32
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: Positive = 8
-    """Sequences per rank and forward; accumulation follows."""
+    """Sequences per rank and forward pass; accumulation follows from it."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Backbone and GEMMs; the heads' weights stay fp32."""
+    """Precision of backbone and matrix products; head weights stay fp32."""
     max_grad_norm: Above0 | Literal["usual"] | None = None
-    """Clip of the joint gradient norm: a number (S4 1.5.3: 1), or usual, three times the median of this stage's last 64
-    steps; default: usual when start is calibrated, 1 in the seed presets."""
+    """Maximum joint gradient norm: a number (S4 1.5.3: 1), or usual for three times the median over this stage's last
+    64 steps; default: usual if start is calibrated, 1 in the seed presets."""
     weight_decay: NonNegative = 0.0
-    """AdamW decay of matrices; biases, C and b_noise are never decayed."""
+    """AdamW weight decay for matrices; biases, C and b_noise have none."""
     betas: tuple[Share, Share] = (0.9, 0.999)
     """AdamW betas."""
     seed: Seed = 0
-    """Seed of the initialisation and of the order of samples."""
+    """Seed for initialisation and sample order."""
     max_refused_steps: Positive = 3
-    """Steps in a row that may be refused, because their loss or gradient is not finite, before the run stops; fewer are
-    skipped, and named in alarms.jsonl."""
+    """Number of consecutive steps with a non-finite loss or gradient before the run stops. Fewer are skipped and listed
+    in alarms.jsonl."""
     check_ranks_every: Count = 100
-    """Steps between comparisons of what all ranks must hold equal (`training.replicas`), as every save makes them; 0:
-    never."""
+    """Steps between checks that replicated state is equal on all ranks (`training.replicas`); every save checks it too;
+    0: never."""
     checkpoint_every: Positive = 200
-    """Optimizer steps between checkpoints (also at stage ends)."""
+    """Optimizer steps between checkpoints (also at the end of each stage)."""
     checkpoint_start: bool = False
-    """Also a checkpoint of the start, before any step: a run that is killed soon does not calibrate again."""
+    """Also write a checkpoint before the first step, so that a run killed early does not calibrate again."""
     eval_every: Positive = 200
-    """Optimizer steps between evaluations (also at stage ends)."""
+    """Optimizer steps between evaluations (also at the end of each stage)."""
     keep_checkpoints: Positive = 3
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
     keep_best: Count = 1
-    """Best checkpoints that are kept in addition; 0: none."""
+    """Number of best checkpoints to keep in addition; 0: none."""
     best_metric: str = Field("eval/cls_loss_mean", pattern="^(eval|watch)/.")
-    """Metric of an evaluation at the checkpoint's own step that says which is best: the highest accuracy, precision,
-    recall or f1, the lowest of any other."""
+    """Evaluation metric that ranks checkpoints: highest for accuracy, precision, recall or f1, lowest for all
+    others."""
     keep_every: Count = 0
-    """Keep every checkpoint whose step is a multiple of this; 0: none."""
+    """Also keep checkpoints at multiples of this step; 0: none."""
     background_save: bool = True
-    """Write checkpoints while training continues; false: wait for each."""
+    """Write checkpoints while training continues; false: wait for each one."""
     thresholds: Literal["per-word", "scalar", "fixed"] = "per-word"
-    """How C is learnt."""
+    """How C is trained."""
     train_class_bias: bool = False
-    """Train b_cls too (it moves loc_S; C does not)."""
+    """Also train b_cls (it shifts loc_S; C does not)."""
     feature_cache: FeatureCacheConfig = FeatureCacheConfig()
-    """z of stages that train the heads alone, computed once."""
+    """Cached z for stages that train only the heads."""
 
 
 class RunConfig(Section):
-    """The run's folder, name, and loggers."""
+    """Run folder, name, and loggers."""
 
     dir: str = Field("runs/default", min_length=1)
-    """The run's folder; the same command resumes it."""
+    """Run folder. The same command resumes the run in it."""
     name: str | None = None
-    """Shown in W&B; default: the folder's name."""
+    """Name in W&B; default: the folder's name."""
     resume: Literal["auto", "last-good", "never", "restart"] = "auto"
-    """If the folder holds a checkpoint: auto resumes from it and refuses a damaged one, last-good takes the one before
-    a damaged one, never refuses to resume, restart archives the folder and begins anew."""
+    """If the folder has a checkpoint: auto resumes and rejects a damaged one; last-good replaces a damaged one with the
+    previous one; never rejects resuming; restart archives the folder and starts again."""
     accept: list[Literal["data", "eval", "tokenizer", "base"]] = Field([])
-    """Inputs that may differ from those that the checkpoint was trained with (texts, held-out texts, tokenizer, base);
-    any other that does is refused."""
+    """Inputs that may differ from the checkpoint's (texts, held-out texts, tokenizer, base). Any other changed input is
+    an error."""
     stop_after: str | None = None
-    """A stage after which the command ends without error and the run is paused. A command without this key, or with a
-    later stage, resumes it: so jobs with different resources share a run."""
+    """Stage after which this command ends successfully and the run pauses. A command without this key, or with a later
+    stage, resumes the run, so jobs with different resources can share it."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
-    """Weights & Biases logging."""
+    """Weights & Biases logging mode."""
     wandb_project: str = "cqwen"
     """W&B project."""
     tensorboard: bool = False
-    """Also write TensorBoard events, to DIR/tensorboard (extra package)."""
+    """Also write TensorBoard events to DIR/tensorboard (needs an extra package)."""
     peak_tflops: Above0 | None = None
-    """What one rank's device can do, for perf/mfu; default: the data sheet's dense bf16 peak of common GPUs, else no
-    perf/mfu."""
+    """Peak TFLOPS of one rank's device, for perf/mfu; default: the data sheet's dense bf16 peak for common GPUs,
+    otherwise perf/mfu is omitted."""
 
 
-# Found on SmolLM2-135M (docs/training.md, Rates).
+# Tuned on SmolLM2-135M (docs/training.md, Rates).
 _RATES: dict[Any, float] = {"classifier": 2e-6, "regression": 1e-3, "thresholds": 1e-3, "embedding": 1e-4, "lora": 2e-4}
 DEFAULT_STAGES = [
     Stage(name="heads", train=["heads"], steps=1000, lr_groups=_RATES, warmup_steps=50),
@@ -132,14 +132,14 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     start: Literal["calibrated", "seed", "seed-100"] = "calibrated"
-    """Start of the heads: from data, or the seeds' constants with C = 0 or 100."""
+    """Initialisation of the heads: calibrated on data, or the seeds' constants with C = 0 or 100."""
     loss: LossConfig = LossConfig()
     stages: Annotated[list[Stage], Field(min_length=1)] = DEFAULT_STAGES
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig = TrainConfig()
     run: RunConfig = RunConfig()
     deepspeed: dict[str, Any] = Field({})
-    """Additions to DeepSpeed's configuration; what contradicts the rest is refused by name."""
+    """Additional DeepSpeed settings. Settings that contradict other keys are rejected by name."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -169,7 +169,7 @@ class Config(Section):
         return self
 
     def _check_heads(self) -> None:
-        """Keys with an entry for each value, or for each word, have the right number of entries."""
+        """Check the head options, and the length of keys with an entry per value or word."""
         fitted = self.start == "calibrated" and self.number_dims and ":" not in self.model.abduction
         if self.model.wide and not fitted:
             allowed = "0, or start calibrated, model.number_dims above 0 and model.abduction linear or two_layer"
@@ -188,7 +188,7 @@ class Config(Section):
             )
 
     def _check_lengths(self, index: int, stage: Stage) -> None:
-        """What a stage sets for itself fits the rest."""
+        """Check a stage's settings against the rest of the config."""
         size, micro = self.batch_sizes(stage)
         if size % micro:
             own = "micro_batch_size" if stage.global_batch_size is None else "global_batch_size"
@@ -199,7 +199,7 @@ class Config(Section):
             raise refused(f"stages.{index}.until", Said("it without held-out data"), "data.eval or data.eval_fraction")
 
     def _check_adapters(self) -> None:
-        """Combinations of adapters and a partitioned or quantized base that cannot work."""
+        """Reject combinations of adapters, partitioning and quantization that cannot work."""
         if self.parallel.zero_stage == 3 and self.model.compile_layers:
             allowed = "false under parallel.zero_stage 3 (it gathers weights inside the layers), or 1, 2"
             raise refused("model.compile_layers", True, allowed)
@@ -219,9 +219,7 @@ class Config(Section):
                 raise refused(error.key, error.found, error.allowed) from None
 
     def fit_to(self, model_type: str) -> list[str]:
-        """Raises `UserError` for a key that asks what this kind of base does not support; returns notes on what is
-        experimental with it.
-        """
+        """Raises `UserError` for a key that this base type does not support. Returns notes on experimental features."""
         base, model, targets = architecture(model_type), self.model, self.model.lora.target_modules
         for name in [] if targets == "all-linear" or not self.trains("lora") else targets:
             if name not in base.linears:
@@ -250,13 +248,13 @@ class Config(Section):
         return [(stage.sequence_length or usual, *self.batch_sizes(stage)) for stage in self.stages]
 
     def sequence_lengths(self) -> dict[str, int]:
-        """Every sequence length of the run by its key."""
+        """All sequence lengths by key."""
         named = {f"stages.{i}.sequence_length": stage.sequence_length for i, stage in enumerate(self.stages)}
         return {"data.sequence_length": self.data.sequence_length, **{k: v for k, v in named.items() if v is not None}}
 
     @property
     def last_stage(self) -> int:
-        """Index of the stage after which this command ends."""
+        """Index of the last stage for this command."""
         names = [stage.name for stage in self.stages]
         return len(names) - 1 if self.run.stop_after is None else names.index(self.run.stop_after)
 
@@ -266,50 +264,50 @@ class Config(Section):
 
     @property
     def base_folder(self) -> str:
-        """The base model: the one named, or the folder in the run where the run builds it."""
+        """The named base, or the run's folder for a base that it builds."""
         return self.model.name_or_path or str(Path(self.run.dir) / "base")
 
     @property
     def tokenizer_source(self) -> str:
-        """The tokenizer: the one named, else the base's."""
+        """The named tokenizer, else the base's."""
         named = self.model.tokenizer
         return self.base_folder if named is None or named == TRAIN_TOKENIZER else named
 
     @property
     def tokenizer_key(self) -> str:
-        """The key that names it."""
+        """The key that names the tokenizer."""
         return "model.name_or_path" if self.model.tokenizer is None else "model.tokenizer"
 
     def _by_start(self, given: Any, calibrated: Any, seed: Any) -> Any:
-        """The value of a key; if it is not given, the default of a calibrated start or of the seed presets."""
+        """`given`, or the default for a calibrated start or the seed presets."""
         return given if given is not None else calibrated if self.start == "calibrated" else seed
 
     @property
     def number_dims(self) -> int:
-        """m, the number dimensions added to U, resolved."""
+        """m, the number dimensions added to U, with its default resolved."""
         return self._by_start(self.model.number_dims, 8, 0)
 
     @property
     def w_num_scale(self) -> float | None:
-        """The factor on the start of w_num, resolved; None: from the norm of the digits' rows."""
+        """Factor for the initial w_num, resolved; None: derived from the digit rows' norm."""
         given = self.model.w_num_scale
         return given if self.num_row_init == "digits" else self._by_start(given, 0.2, 1.0)
 
     @property
     def num_row_init(self) -> str:
-        """How <NUM>'s rows start, resolved: a base that this run pretrained has seen <NUM>."""
+        """Initialisation of <NUM>'s rows, resolved. A base pretrained by this run has seen <NUM>."""
         unseen = self.model.architecture is None
         return self._by_start(self.model.num_row_init, "digits" if unseen else "inherit", "inherit")
 
     @property
     def max_grad_norm(self) -> float | None:
-        """The limit of the joint gradient norm, resolved; None: three times the usual one."""
+        """Maximum joint gradient norm, resolved; None: three times its running median."""
         limit = self._by_start(self.train.max_grad_norm, "usual", 1.0)
         return None if limit == "usual" else limit
 
     @property
     def slope_limit(self) -> float:
-        """The limit of the slope of a word's loss, resolved; 0: none."""
+        """Limit for the slope of a word's loss, resolved; 0: no limit."""
         return self._by_start(self.loss.slope_limit, 1.0, 0.0)
 
     @property
@@ -318,12 +316,12 @@ class Config(Section):
         return self._by_start(self.loss.target_transform, "standardise", "none")
 
     def to_yaml(self) -> str:
-        """The config as resolved; loading it again gives an equal config."""
+        """The config with all defaults; loading it gives an equal config."""
         return yaml_text.dump(self.model_dump())
 
 
 def refuse_ranks(vocab_group_size: int, world: int) -> None:
-    """Raises `UserError` where vocabulary groups of a size do not divide `world` ranks."""
+    """Raises `UserError` if the vocabulary group size does not divide `world` ranks."""
     if world % vocab_group_size:
         divisors = ", ".join(str(d) for d in range(1, min(world, 1024) + 1) if world % d == 0)
         ranks = f"the {world} rank{'s' * (world > 1)}"

@@ -1,4 +1,4 @@
-"""The keys of a run that give a model its shape, listed once for all who build, compare and count models."""
+"""Config keys that determine a model's shape, listed once for code that builds, compares and counts models."""
 
 from __future__ import annotations
 

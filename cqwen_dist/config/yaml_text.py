@@ -1,7 +1,7 @@
-"""YAML as a config file uses it: the core schema of YAML 1.2, each key once, no anchors.
+"""YAML for config files: YAML 1.2's core schema, each key once, no anchors.
 
-PyYAML reads YAML 1.1, where `1e-3` is a string, `no` is false, `12:30` is 750 and `010` is 8. Editors, and the JSON
-Schema that they check with, follow 1.2; so does this module. `parse` reads what `dump` writes as the same values.
+PyYAML implements YAML 1.1, where `1e-3` is a string, `no` is false, `12:30` is 750 and `010` is 8. Editors, and the
+JSON Schema that they validate with, follow 1.2; so does this module. `parse` inverts `dump`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Path = tuple[str, ...]
 _TAG = "tag:yaml.org,2002:"
 
 
-# The plain scalars: kind, what it looks like, its first characters, how it is read, what an explicit tag allows.
+# Plain scalars: kind, pattern, possible first characters, parser, and allowed values for an explicit tag.
 _SCALARS: tuple[tuple[str, str, list[str], Callable[[str], Any], str], ...] = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""], lambda text: None, ""),
     (
@@ -47,7 +47,7 @@ _SCALARS: tuple[tuple[str, str, list[str], Callable[[str], Any], str], ...] = (
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values only: mappings, lists, text, numbers, true, false, null."""
+    """Accepts plain values only: mappings, lists, text, numbers, true, false, null."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (as in PyYAML)
     yaml_constructors: ClassVar[dict[str | None, Any]] = {
@@ -66,7 +66,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes exactly the text that `_Loader` would read as something else."""
+    """Quotes exactly the text that `_Loader` would not read as text."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (as in PyYAML)
 
@@ -75,7 +75,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _scalar(read: Callable[[str], Any], allowed: str) -> Callable[[_Loader, yaml.Node], Any]:
-    """A constructor of PyYAML's. It refuses what only an explicit tag, or too many digits, can bring here."""
+    """A PyYAML constructor. Rejects invalid values, which need an explicit tag or too many digits to get here."""
 
     def construct(loader: _Loader, node: yaml.Node) -> Any:
         text = str(loader.construct_scalar(node))  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ for _kind, _pattern, _first, _read, _allowed in _SCALARS:
 
 
 def parse(text: str) -> tuple[Any, dict[Path, int]]:
-    """The values of a YAML text, and the line of every key and list item. Raises `UserError`."""
+    """Values of a YAML text, and the line of each key and list item. Raises `UserError`."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -115,7 +115,7 @@ def parse(text: str) -> tuple[Any, dict[Path, int]]:
 
 
 def _lines(node: yaml.Node, path: Path, lines: dict[Path, int]) -> None:
-    """Note the line of every key and item below a node. Raises `UserError` for a repeated key and for broken text."""
+    """Record the line of every key and item below a node. Raises `UserError` for repeated keys and invalid text."""
     if isinstance(node, yaml.ScalarNode):
         if not is_text(node.value):
             raise UserError("config", node.value, "text without lone surrogates", f"line {node.start_mark.line + 1}")
@@ -139,7 +139,7 @@ def _lines(node: yaml.Node, path: Path, lines: dict[Path, int]) -> None:
 
 
 def is_text(value: str) -> bool:
-    """Whether UTF-8 can hold it: no lone surrogates."""
+    """Whether UTF-8 can encode it, so it has no lone surrogates."""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
@@ -147,13 +147,13 @@ def is_text(value: str) -> bool:
     return True
 
 
-_UNICODE_BREAKS = frozenset("\x85\u2028\u2029")  # line breaks to YAML 1.1
+_UNICODE_BREAKS = frozenset("\x85\u2028\u2029")  # YAML 1.1 treats these as line breaks
 
 
 def dump(value: Any) -> str:
-    """YAML text that `parse` reads back as an equal value."""
+    """YAML text that `parse` reads as an equal value."""
     text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     if _UNICODE_BREAKS.isdisjoint(text):
         return text
-    # PyYAML writes these inside a string as they are, and reads them back as a space: escape all but ASCII
+    # PyYAML writes these characters unescaped and reads them back as a space, so escape everything except ASCII
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=False))

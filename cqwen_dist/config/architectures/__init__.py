@@ -1,4 +1,4 @@
-"""The architectures that can be a base: one file each, and its line in `ARCHITECTURES` (floor 0: data, no torch)."""
+"""Architectures that can be a base: one file each, listed in `ARCHITECTURES` (floor 0: data, no torch)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from cqwen_dist.config.architectures.refused import OTHER, REASONS
 from cqwen_dist.config.errors import Said, UserError
 
 ARCHITECTURES = {each.model_type: each for each in (QWEN2, QWEN3, LLAMA, MISTRAL)}
-USUAL = "qwen2"  # of a model that is built for a benchmark, and where no base is named
-# The linear maps that can have an adapter in any of them
+USUAL = "qwen2"  # for benchmarks, and if no base is named
+# Linear layers that can have an adapter in at least one of them
 LINEARS = tuple(dict.fromkeys(name for each in ARCHITECTURES.values() for name in each.linears))
 
 
 def architecture(model_type: object, key: str = "model_type", where: str = "") -> BaseArchitecture:
-    """The architecture of this `model_type`. Raises `UserError`, with the reason, for one that cannot be a base."""
+    """Look up an architecture. Raises `UserError` with the reason if it cannot be a base."""
     if isinstance(model_type, str) and model_type in ARCHITECTURES:
         return ARCHITECTURES[model_type]
     *names, last = ARCHITECTURES

@@ -1,4 +1,4 @@
-"""What one architecture of transformers is to this package: plain data for model, planner, adapters and export."""
+"""Data about a transformers architecture, for model, planner, adapters and export."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any, Literal, NamedTuple
 
 from cqwen_dist.config.errors import UserError
 
-Bias = bool | str  # always, never, or the key of the model's config that says so
+Bias = bool | str  # True, False, or the key in the model's config that decides
 
 
 class Linear(NamedTuple):
-    """A linear map of a layer. Sizes: hidden H, intermediate I, queries A D, keys K D."""
+    """A linear layer. Sizes: hidden H, intermediate I, queries A D, keys K D."""
 
-    reads: str  # the tensor that it reads; maps that read the same one share what backward keeps of it
-    rows: str  # the size of its input
-    columns: str  # the size of its output
+    reads: str  # its input tensor; layers with the same input share the activation saved for backward
+    rows: str  # input size
+    columns: str  # output size
     bias: Bias = False
 
 
 def llama_block(qkv: Bias = False, o: Bias = False, mlp: Bias = False) -> dict[str, Linear]:
-    """The maps of a layer as Llama has them, in the order of its modules; what decides the biases of each part."""
+    """Linear layers of a Llama block, in module order. Arguments decide the biases of each part."""
     return {
         "q_proj": Linear("attention norm", "hidden", "queries", qkv),
         "k_proj": Linear("attention norm", "hidden", "keys", qkv),
@@ -36,7 +36,7 @@ def llama_block(qkv: Bias = False, o: Bias = False, mlp: Bias = False) -> dict[s
 def public_sizes(
     vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, tied: bool, context: int
 ) -> dict[str, Any]:
-    """The part of a public model's config.json that the planner reads."""
+    """The sizes from a public model's config.json that the planner reads."""
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -51,7 +51,7 @@ def public_sizes(
 
 @dataclass(frozen=True)
 class Support:
-    """Whether something works on an architecture. note: why it does not, or what has not been shown yet."""
+    """Whether a feature works on an architecture. note: why not, or what is still unproven."""
 
     level: Literal["supported", "experimental", "unsupported"] = "supported"
     note: str = ""
@@ -63,7 +63,7 @@ NOT_MEASURED = Support("experimental", "not yet measured on a GPU")
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What works on an architecture, which names only what differs from these defaults."""
+    """Features that work on an architecture. Architectures list only differences from these defaults."""
 
     varlen: Support = Support(
         "experimental", "slower than the mask on an H200 at 1,024 tokens, longer rows not measured"
@@ -71,32 +71,32 @@ class Capabilities:
     compiled_layers: Support = SUPPORTED
     gradient_checkpointing: Support = SUPPORTED
     quantize: Support = NOT_MEASURED
-    zero_3: Support = SUPPORTED  # the loader that partitions one module at a time
-    fused_adapters: Support = SUPPORTED  # unsupported: PEFT's own formula runs
+    zero_3: Support = SUPPORTED  # needs the loader that partitions one module at a time
+    fused_adapters: Support = SUPPORTED  # if unsupported, PEFT's code runs
     merge: Support = SUPPORTED
     plain_export: Support = SUPPORTED
 
 
 @dataclass(frozen=True)
 class BaseArchitecture:
-    """One `model_type` of transformers that can be a base."""
+    """A transformers `model_type` that can be a base."""
 
     model_type: str
-    examples: str  # models that have it, for docs/bases.md
-    defaults: Mapping[str, int]  # what transformers takes for a size that config.json leaves out
-    linears: Mapping[str, Linear]  # of a layer; all of them can have adapters
-    qk_norm: bool = False  # whether q and k are normalised for each head
-    window: int | None = None  # the default of sliding_window; None: attention always sees the whole text
-    spare_rows: bool = True  # whether public models have rows of the vocabulary that no word uses
+    examples: str  # example models, for docs/bases.md
+    defaults: Mapping[str, int]  # transformers' defaults for sizes missing from config.json
+    linears: Mapping[str, Linear]  # linear layers of a block; all can have adapters
+    qk_norm: bool = False  # whether q and k are normalised per head
+    window: int | None = None  # default of sliding_window; None: full attention
+    spare_rows: bool = True  # whether public models have unused vocabulary rows
     public: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # `public_sizes` by hub name
-    layers: str = "layers"  # the list of layers in the transformer
-    table: str = "model.embed_tokens.weight"  # the token table, and the output head, in the weights' files
+    layers: str = "layers"  # attribute with the transformer's layers
+    table: str = "model.embed_tokens.weight"  # names of the token table and output head in weight files
     head: str = "lm_head.weight"
     capabilities: Capabilities = Capabilities()
 
     def require(self, capability: str, key: str, value: object) -> str:
-        """Raises `UserError` where `key: value` asks for what is unsupported here; returns a note on what is
-        experimental, else "".
+        """Raises `UserError` if `key: value` needs an unsupported feature. Returns a note for an experimental one, else
+        "".
         """
         support: Support = getattr(self.capabilities, capability)
         if support.level == "unsupported":

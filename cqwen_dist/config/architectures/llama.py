@@ -1,4 +1,4 @@
-"""Llama and SmolLM. Every linear map may have a bias, and a config without key heads has as many as heads."""
+"""Llama and SmolLM. Linear layers may have biases. Without num_key_value_heads there is one per attention head."""
 
 from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, llama_block, public_sizes
 

@@ -1,8 +1,8 @@
-"""Mistral 7B and NeMo: Llama's layer without biases; attention may see a limited window."""
+"""Mistral 7B and NeMo: Llama's block without biases; attention may use a sliding window."""
 
 from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, llama_block, public_sizes
 
-_WHOLE = {"sliding_window": None}  # later releases attend to the whole text
+_WHOLE = {"sliding_window": None}  # later releases have full attention
 
 MISTRAL = BaseArchitecture(
     model_type="mistral",

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama's layer, with biases of q, k and v."""
+"""Qwen2 and Qwen2.5: Llama's block with biases for q, k and v."""
 
 from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, llama_block, public_sizes
 

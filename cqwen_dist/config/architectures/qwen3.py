@@ -1,4 +1,4 @@
-"""Qwen3 (dense): Llama's layer with norms of q and k, and heads of a size of their own."""
+"""Qwen3 (dense): Llama's block with q and k norms, and an independent head size."""
 
 from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, llama_block, public_sizes
 

@@ -2,7 +2,7 @@
 
 EXPERTS = "it has experts; adapters and the planner expect one linear map in each place"
 NESTED = "its text model is part of a larger one"
-# A part of the `model_type` -> the reason; the first part that occurs counts.
+# Substring of the `model_type` -> reason; the first match counts.
 REASONS = {
     "moe": EXPERTS,
     "mixtral": EXPERTS,
