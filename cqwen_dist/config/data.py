@@ -249,9 +249,9 @@ class DataConfig(Section):
         if self.messages_field is not None:
             for key in ("text_template", "prompt_template", "target_field", "labels_field", "number_types"):
                 if getattr(self, key) not in (None, []):
-                    raise refused(key, Said(f"{key} with messages_field"), "one of the two")
+                    raise refused(key, Said("cannot be combined with data.messages_field"))
         elif self.message_keys or self.roles:
-            raise refused("message_keys" if self.message_keys else "roles", Said("no messages_field"), "both, or none")
+            raise refused("message_keys" if self.message_keys else "roles", Said("needs data.messages_field"))
         return self
 
     @model_validator(mode="after")
@@ -262,14 +262,13 @@ class DataConfig(Section):
             if self.target_field not in text:
                 raise refused("target_field", self.target_field, "a field of data.text_template, in braces there once")
             if self.numeric_targets != "all":
-                raise refused("target_field", self.target_field, "it without numeric_targets: last, which it replaces")
+                raise refused("target_field", Said("cannot be combined with data.numeric_targets: last"))
         for i, name in enumerate(self.number_types):
             if name not in text or name in self.number_types[:i] or name == OTHER:
                 allowed = f"fields of data.text_template, in braces there once, each named once, none {OTHER!r}"
                 raise refused(f"number_types.{i}", name, allowed)
         if self.more_values and (self.target_field is None or self.number_types):
-            allowed = "target_field with it, whose number they belong to, and no number_types"
-            raise refused("more_values", self.more_values, allowed)
+            raise refused("more_values", Said("needs data.target_field, and no data.number_types"))
         return self
 
     @property

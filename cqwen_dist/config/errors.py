@@ -23,7 +23,8 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
-        return _one_line(f"{place}{self.key}: found {_short(self.found)}, allowed: {self.allowed}")
+        said = f"found {_short(self.found)}, allowed: {self.allowed}" if self.allowed else str(self.found)
+        return _one_line(f"{place}{self.key}: {said}")
 
 
 class DiskError(UserError):

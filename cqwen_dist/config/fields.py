@@ -28,9 +28,11 @@ Unit = Annotated[float, Field(ge=0, le=1, strict=True)]
 WordId = Annotated[int, BeforeValidator(no_bool), Field(ge=0)]
 
 
-def refused(key: str, found: object, allowed: str) -> PydanticCustomError:
+def refused(key: str, found: object, allowed: str = "") -> PydanticCustomError:
     """Error raised by validators. `key` is relative to its section; reading.py converts it to a `UserError`."""
-    return PydanticCustomError("refused", "{allowed}", {"key": key, "found": found, "allowed": allowed})
+    return PydanticCustomError(
+        "refused", "{allowed}" if allowed else "{found}", {"key": key, "found": found, "allowed": allowed}
+    )
 
 
 class Section(BaseModel):

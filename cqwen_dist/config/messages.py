@@ -75,7 +75,7 @@ def explain(error: ValidationError, tree: Any) -> tuple[Path, object, str]:
     if kind == "refused":
         return (*path, *first["ctx"]["key"].split(".")), first["ctx"]["found"], first["ctx"]["allowed"]
     if kind == "extra_forbidden":
-        return path, "no such key", _instead(path)
+        return path, Said(f"unknown key{_instead(path)}"), ""
     if kind == "invalid_key":
         return path, first["input"], "a name"
     if kind == "missing":
@@ -163,8 +163,8 @@ def _instead(path: Path) -> str:
     names = list(section.model_fields) if section else []
     meant = [ELSEWHERE[path[-1]]] if path[-1] in ELSEWHERE else difflib.get_close_matches(path[-1], names, n=1)
     meant = meant or [place for place in _places(Config, "") if place.rsplit(".", 1)[-1] == path[-1]]
-    hint = f"did you mean {' or '.join(meant)}? " if meant else ""
-    return f"{hint}one of {', '.join(names)}"
+    hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
+    return f"{hint} (known keys: {', '.join(names)})"
 
 
 def _places(section: type[Section], prefix: str) -> Iterator[str]:

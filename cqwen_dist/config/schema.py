@@ -178,7 +178,7 @@ class Config(Section):
             if getattr(self.model, key) and not self.model.wide:
                 raise refused(f"model.{key}", getattr(self.model, key), "its default, or model.wide above 0")
         if self.model.wide_from_eval and not (self.data.eval or self.data.eval_fraction):
-            raise refused("model.wide_from_eval", Said("it without held-out data"), "data.eval or data.eval_fraction")
+            raise refused("model.wide_from_eval", Said("needs data.eval or data.eval_fraction"))
         if self.loss.value_weights is not None and len(self.loss.value_weights) != 1 + len(self.data.more_values):
             allowed = f"{1 + len(self.data.more_values)} weights, of the number and of each of data.more_values"
             raise refused("loss.value_weights", self.loss.value_weights, allowed)
@@ -196,7 +196,7 @@ class Config(Section):
             allowed = f"global_batch_size ({size}) to be a multiple of micro_batch_size ({micro}) in this stage"
             raise refused(f"stages.{index}.{own}", found, allowed)
         if stage.until is not None and not (self.data.eval or self.data.eval_fraction or self.data.watch):
-            raise refused(f"stages.{index}.until", Said("it without held-out data"), "data.eval or data.eval_fraction")
+            raise refused(f"stages.{index}.until", Said("needs data.eval or data.eval_fraction (or data.watch)"))
 
     def _check_adapters(self) -> None:
         """Reject combinations of adapters, partitioning and quantization that cannot work."""

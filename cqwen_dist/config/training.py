@@ -117,7 +117,7 @@ class LossConfig(Section):
     @model_validator(mode="after")
     def _share_of_sampled(self) -> LossConfig:
         if self.negatives != "sampled" and self.negatives_share is not None:
-            raise refused("negatives_share", self.negatives_share, f"none with negatives: {self.negatives} (sampled)")
+            raise refused("negatives_share", Said("only with loss.negatives: sampled"))
         return self
 
     @property

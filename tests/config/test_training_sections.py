@@ -51,8 +51,8 @@ def test_training_sections_keep_the_given_values(tmp_path: Path) -> None:
         (["model.quantize=nf4", "train.precision=bf16", "parallel.zero_stage=3"], "model.quantize", "partitioned"),
         (["loss.constraint.mode=soft"], "loss.constraint.mode", "'off', 'monitor', 'hinge' or 'dual'"),
         (["loss.class_weights=rare"], "loss.class_weights", "frequency"),
-        (["loss.negatives_share=0.5"], "loss.negatives_share", "none with negatives: full"),
-        (["loss.negatives=used", "loss.negatives_share=0.5"], "loss.negatives_share", "none with negatives: used"),
+        (["loss.negatives_share=0.5"], "loss.negatives_share", "only with loss.negatives: sampled"),
+        (["loss.negatives=used", "loss.negatives_share=0.5"], "loss.negatives_share", "negatives: sampled"),
         (["model.random_features=16"], "model.random_features", "model.wide above 0"),
         (
             [

@@ -83,7 +83,7 @@ def test_a_recipe_sets_only_keys_that_are_not_given() -> None:
     assert (config.prompt_template, config.text_template) == ("{instruction}: ", "{output}")
     assert DataConfig.model_validate(config.model_dump()) == config
     for given, told in (
-        ({"recipe": "chat", "text_template": "{a}"}, "one of the two"),
+        ({"recipe": "chat", "text_template": "{a}"}, "cannot be combined with data.messages_field"),
         ({"recipe": "table"}, "the column whose number is to be written"),
         ({"recipe": "gpt"}, "'chat', 'sharegpt', 'alpaca'"),
     ):

@@ -113,7 +113,7 @@ def test_reads_chats_with_other_keys_and_roles(tmp_path: Path) -> None:
     shown = [{"role": "user", "content": "4?"}, {"role": "assistant", "content": "5", "weight": 0}]
     path.write_text(json.dumps({"messages": [*shown, {"role": "assistant", "content": "4", "weight": 1}]}))
     assert _learnt(path, Chat(), recipe="chat") == ["4<|im_end|>"]
-    with pytest.raises(ValueError, match="both, or none"):
+    with pytest.raises(ValueError, match=r"needs data\.messages_field"):
         DataConfig(train="a", roles={"a": "user"})
 
 
