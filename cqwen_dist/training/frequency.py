@@ -1,4 +1,4 @@
-"""Word frequency: the weights of words in the loss (seed S4 3.4.3), the mean threshold of each band (S0 5.1)."""
+"""Word frequency: class weights in the loss (seed S4 3.4.3), and the mean threshold per frequency band (S0 5.1)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from cqwen_dist.config import LossConfig, UserError
 from cqwen_dist.parallel.collectives import sum_over
 from cqwen_dist.parallel.groups import Groups
 
-# Words by the rank of their count: the first 100, the next 900, ...; then words that never occur.
+# Bands of words by count rank: the first 100, the next 900, ...; the last band has words that never occur.
 BANDS = (100, 1_000, 10_000)
-BAND_NAMES = ("1_100", "101_1000", "1001_10000", "10001_up", "unseen")  # as they end the names of metrics
+BAND_NAMES = ("1_100", "101_1000", "1001_10000", "10001_up", "unseen")  # suffixes of metric names
 
 
 def class_weights(loss: LossConfig, counts: np.ndarray, start: int, rows: int, vocab_size: int) -> Tensor | None:
-    """[rows] w_k of the words [start, start+rows), on the CPU; None where all are 1. Raises `UserError`.
+    """w_k [rows] of the words [start, start+rows), on the CPU; None if all are 1. Raises `UserError`.
 
-    counts [V]: occurrences. By frequency: count^-power, scaled so that the mean over occurrences is 1, then clipped to
-    [1/limit, limit]; words that never occur weigh 1, as they are only ever negatives.
+    counts [V]: occurrences. "frequency" gives count^-power, scaled to a mean of 1 over occurrences and clipped to
+    [1/limit, limit]. Words that never occur have weight 1, as they are negatives only.
     """
     if loss.class_weights is None:
         return None
@@ -39,7 +39,7 @@ def class_weights(loss: LossConfig, counts: np.ndarray, start: int, rows: int, v
 
 
 def band_of(counts: np.ndarray) -> np.ndarray:
-    """[V] int64: the band of each word, an index into `BAND_NAMES`."""
+    """Band of each word [V] int64, an index into `BAND_NAMES`."""
     rank = np.empty(len(counts), dtype=np.int64)
     rank[np.argsort(-counts, kind="stable")] = np.arange(len(counts))
     band = np.searchsorted(BANDS, rank, side="right")
@@ -49,10 +49,10 @@ def band_of(counts: np.ndarray) -> np.ndarray:
 
 @torch.no_grad()
 def mean_thresholds(threshold: Tensor, band: Tensor, groups: Groups) -> dict[str, float]:
-    """dist/C_words_*: the mean threshold of each band that has words; empty for a scalar threshold.
+    """dist/C_words_*: mean threshold of each non-empty band; {} for a scalar threshold.
 
-    A learnable C is expected to fall for frequent words and to rise for rare ones (S0 5.1). threshold [rows] and band
-    [rows] (`band_of`) are this rank's. Collective over the vocabulary group.
+    A learnable C should fall for frequent words and rise for rare words (S0 5.1). threshold [rows] and band [rows]
+    (`band_of`): this rank's rows. Collective over the vocabulary group.
     """
     if threshold.ndim == 0:
         return {}
