@@ -119,7 +119,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Held-out metrics of a run, a checkpoint or an exported folder and its base, like `cqwen eval`.
 
-    Runs in this process; with several ranks, call it on one. data: a source, or rows as for `train`; None: the run's
+    Runs in this process; with multiple ranks, call it on one. data: a source, or rows as for `train`; None: the run's
     held-out texts. base: a model to compare with. label_set, reject_below: see `Decisions`. Raises `UserError`.
     """
     from cqwen_dist.training.evaluation.evaluate_checkpoint import evaluate_checkpoint

@@ -44,7 +44,7 @@ def _with_point(cell: str) -> str:
 
 
 def write_rows(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], out: TextIO) -> None:
-    """Write CSV with a header. No name in it can look like another delimiter; None becomes an empty cell."""
+    """Write CSV with a header. No name in it can look like a second delimiter; None becomes an empty cell."""
     lines, odd = _Lines(out), {*_DELIMITERS[1:]} & {*"".join(columns)}
     csv.writer(lines, lineterminator="\r\n", quoting=csv.QUOTE_ALL if odd else csv.QUOTE_MINIMAL).writerow(columns)
     csv.DictWriter(lines, columns, lineterminator="\r\n").writerows(rows)

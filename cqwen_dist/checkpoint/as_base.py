@@ -86,7 +86,7 @@ def plain_tokenizer(tokenizer: Any, config: Any) -> Any:
     """transformers' tokenizer, with `<NUM>` as a visible token.
 
     config: the `CausalQwenConfig`. If `<NUM>`'s row was added, the plain model lacks it and the tokenizer stays
-    unchanged. Raises RuntimeError if the tokenizer assigns another row to `<NUM>`.
+    unchanged. Raises RuntimeError if the tokenizer assigns a different row to `<NUM>`.
     """
     plain, row = copy.deepcopy(tokenizer), config.num_token_id
     first = max(plain.get_vocab().values()) + 1

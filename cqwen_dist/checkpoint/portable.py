@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from cqwen_dist.config import LoraConfig, NumberPolicy
 
 Name = tuple[str, str]  # one of our modules, and a name that it defines
-Meaning = Name | str  # our definition, or an import statement for another package
+Meaning = Name | str  # our definition, or an import statement for an external package
 Reached = Mapping[Name, Mapping[str, Meaning]]  # definition -> (name in it -> meaning)
 
 CONFIGURATION, MODELING = "configuration_causal_qwen", "modeling_causal_qwen"
@@ -76,6 +76,7 @@ def portable_files(adapters: bool) -> dict[str, str]:
     absent = TRAINING if adapters else TRAINING | ADAPTERS
     reached = {file: _reached(roots, absent) for file, roots in FILES.items()}
     each = [at for found in reached.values() for at in found]
+    # Definitions used by two files, with everything they need, go into the first file; the others import them.
     shared = _reached([*reached[CONFIGURATION], *(at for at in each if each.count(at) > 1)], absent)
     texts = {file: _text(found, shared, absent) for file, found in reached.items() if file != CONFIGURATION}
     return {CONFIGURATION: _text(shared, {}, absent), **texts}

@@ -94,6 +94,7 @@ def _load_rows(folder: Path, ranges: Sequence[tuple[int, int]], names: re.Patter
     for start, stop in ranges:
         for path, match in files:
             first, end = int(match[1]), int(match[2])
+            # Read only the overlap with this file: the saved partition need not match the current one.
             low, high = max(start, first), min(stop, end)
             if low < high:
                 with safe_open(path, framework="pt") as file:

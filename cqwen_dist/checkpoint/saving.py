@@ -146,7 +146,7 @@ class Saver:
         try:
             for step in self._retention.outdated(evaluated(self._run_dir), newest_step):
                 folder = checkpoint_folder(self._run_dir, step)
-                if not folder.is_symlink():  # a user moved it to another disk to keep it
+                if not folder.is_symlink():  # a user moved it to a different disk to keep it
                     shutil.rmtree(put_aside(folder))
         except OSError as error:
             what = f"{error.filename or self._run_dir}: {error.strerror or error}"
@@ -167,6 +167,7 @@ def write_checkpoint(run_dir: Path, state: TrainState, about: About, groups: Gro
             shutil.rmtree(left, ignore_errors=True)
         (partial / adapter.FOLDER).mkdir(parents=True)
 
+    # Three collective steps. If one rank fails, each raises on all ranks, so no rank continues alone.
     _agreed(prepare, partial, side, main_only=True)
     records = _agreed(lambda: _write_files(partial, state, about, groups, side.rank() == 0), partial, side)
     _agreed(lambda: _commit(run_dir, partial, final, records, about), partial, side, main_only=True)
@@ -186,6 +187,7 @@ def _agreed(action: Callable[[], Any], partial: Path, side: ProcessGroup, main_o
         failure, words = error, ("", f"{type(error).__name__}: {error}", False)
         if isinstance(error, (OSError, SafetensorError)):
             words = words_of_disk(error, partial)
+    # Reached even after an error: the other ranks wait in this collective.
     everyone = gather_objects([words, result or {}], side)
     failures = [(rank, words) for rank, (words, _) in enumerate(everyone) if words is not None]
     if failures:
@@ -258,6 +260,7 @@ def _read_back(path: Path, tensors: Tensors) -> None:
             tensor = tensors[name]
             there = file.get_slice(name)[:1] if tensor.ndim else file.get_tensor(name)
             here = tensor[:1] if tensor.ndim else tensor
+            # Compare bytes, because NaN never equals NaN.
             if not torch.equal(there.reshape(-1).view(torch.uint8), here.reshape(-1).view(torch.uint8)):
                 raise RuntimeError(f"{path.name}: {name} was read back with other numbers")
 
@@ -276,6 +279,7 @@ def _commit(run_dir: Path, partial: Path, final: Path, records: dict[str, Any], 
         "versions": versions(),
         "commit": git_commit(),
     }
+    # File names must be durable before the manifest declares the folder complete.
     for folder in (path for path in (partial / adapter.FOLDER, partial) if path.is_dir()):
         sync(folder)
     write_atomically(partial / MANIFEST, json.dumps(manifest, indent=1))

@@ -1,4 +1,4 @@
-"""Verbs that train: here, on several ranks, on a cluster. Heavy imports are inside, so that --help is instant."""
+"""Verbs that train: here, on multiple ranks, on a cluster. Heavy imports are inside, so that --help is instant."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def launch(
     blind: Annotated[bool, typer.Option("--no-preflight", help="Skip the check of the hosts.")] = False,
     dry: Annotated[bool, typer.Option("--dry-run", help="Print command and configs; start nothing.")] = False,
 ) -> None:
-    """Train on several ranks on this machine, or on a hostfile's hosts, with the `deepspeed` launcher."""
+    """Train on multiple ranks on this machine, or on a hostfile's hosts, with the `deepspeed` launcher."""
     if dry:
         from cqwen_dist.cluster.launch import dry_run
 
@@ -56,7 +56,7 @@ def launch(
 
 
 def start_ranks(config: Path, overrides: list[str], ranks: int, **options: Any) -> int:
-    """Train on several ranks; returns the exit code. options: see `cluster.launch.launch`."""
+    """Train on multiple ranks; returns the exit code. options: see `cluster.launch.launch`."""
     from cqwen_dist.cluster.launch import launch as run
 
     outlive()

@@ -1,1 +1,1 @@
-"""Starts runs on one or several machines."""
+"""Starts runs on one or more machines."""

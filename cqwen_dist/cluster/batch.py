@@ -50,6 +50,7 @@ def fruitless_starts(history: list[dict[str, Any]]) -> int:
     count, step = 0, None
     for entry in history:
         if entry["event"] == "start":
+            # A new checkpoint or a new submission (start 0) resets the count.
             fresh = entry["start"] == 0 or entry["step"] != step
             count, step = (1 if fresh else count + 1), entry["step"]
         elif entry["how"] in ("preempted", "cancelled") and entry["asked"] != "USR1":
@@ -153,7 +154,7 @@ def sweep_point(index: int, config: Path, points: Path, overrides: list[str]) ->
 
 
 def _record(run_dir: Path, entry: dict[str, Any]) -> None:
-    """Append a line in a single write, so that lines from several hosts do not mix."""
+    """Append a line in a single write, so that lines from multiple hosts do not mix."""
     path = run_dir / SLURM / HISTORY
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps({"time": round(time.time(), 3), "host": platform.node(), **entry}) + "\n"

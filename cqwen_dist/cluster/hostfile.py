@@ -1,4 +1,4 @@
-"""Ranks on several hosts through the `deepspeed` launcher: pdsh over ssh, one hostfile line per host.
+"""Ranks on multiple hosts through the `deepspeed` launcher: pdsh over ssh, one hostfile line per host.
 
 pdsh passes its arguments to a shell on each host, and no environment. So none of these arguments comes from the user:
 the ranks' order is one encoded word (`cluster.rank`), and their environment is a file in the run folder that only its
@@ -106,6 +106,7 @@ def prepared(
     with ExitStack() as at_end:
         local = Path(at_end.enter_context(TemporaryDirectory()))
         at_end.callback(secret.unlink, missing_ok=True)
+        # Mode 0600 from the first moment, because the environment may contain tokens.
         with os.fdopen(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             json.dump(environment, file)
         hostfile, variables = local / "hostfile", local / "environment"

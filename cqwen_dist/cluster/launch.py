@@ -115,7 +115,7 @@ def _exit_code(code: int, stopped: bool, before: Status, after: Status) -> int:
 
 
 def run_words(words: list[str], ranks: int, hostfile: Path | None, shared: Path, quiet: bool = False) -> int:
-    """Exit code of `cqwen` with these words on several ranks, here or on a hostfile's hosts; 75 after a stop request.
+    """Exit code of `cqwen` with these words on multiple ranks, here or on a hostfile's hosts; 75 after a stop request.
 
     quiet: see `launch`.
     """
@@ -168,7 +168,9 @@ def _run_to_its_end(
         if signals > 1:
             raise KeyboardInterrupt
 
+    # Before the process starts, so that no signal is missed.
     handlers = {number: signal.signal(number, stop) for number in taken()}
+    # A child process inherits the mask: the launcher starts with SIGUSR1 blocked.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     output = sys.stderr if quiet else None
     process = subprocess.Popen(command, env=environment, stdout=output, start_new_session=True, cwd=folder)

@@ -65,7 +65,7 @@ def job_of(job: str) -> dict[str, str] | None:
         return None
     found: dict[str, str] = {}
     for line in done.stdout.split("\n\n")[0].splitlines():
-        # Values of these keys may contain spaces and fill their line; other lines have several key=value words.
+        # Values of these keys may contain spaces and fill their line; other lines have multiple key=value words.
         to_the_end = line.lstrip().startswith(("Comment=", "StdOut=", "WorkDir=", "Command="))
         for word in [line.strip()] if to_the_end else line.split():
             key, _, value = word.partition("=")

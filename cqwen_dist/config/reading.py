@@ -73,6 +73,7 @@ def _validated(tree: dict[str, Any], lines: Mapping[Any, int], path: str, overri
     except ValidationError as error:
         key, found, allowed = explain(error, tree)
         where = path
+        # Name the place that set the value: the override or file line for the longest known prefix of the key.
         prefixes = [key[:end] for end in range(len(key), 0, -1)]
         replaced = next((overridden[prefix] for prefix in prefixes if prefix in overridden), None)
         if replaced is not None:  # the override replaced the file's value
@@ -143,6 +144,7 @@ def _override_value(path: tuple[str, ...], raw: str, text: str) -> Any:
             return raw
         inner = () if error.key == "config" else (error.key,)
         raise UserError(".".join((*path, *inner)), error.found, error.allowed, _where(text)) from None
+    # A text key keeps these parsed values: null, quoted text, and numbers or lists if its type allows them.
     meant = (
         value is None
         or (isinstance(value, str) and raw.lstrip()[:1] in ("'", '"'))

@@ -26,7 +26,7 @@ class ParallelConfig(Section):
     offload: Literal["none", "optimizer"] = "none"
     """Keep optimizer states, also the heads', in host memory and step there."""
     backend: Literal["auto", "gloo"] = "auto"
-    """auto: NCCL between GPUs, gloo between CPUs. gloo: through the host; slow, but several ranks can share a GPU."""
+    """auto: NCCL between GPUs, gloo between CPUs. gloo: through the host; slow, but multiple ranks can share a GPU."""
     timeout_min: Above0 = 30.0
     """Minutes that a rank waits for other ranks before the run fails."""
 
@@ -37,7 +37,7 @@ class FeatureCacheConfig(Section):
     mode: Literal["auto", "never", "require"] = "auto"
     """auto: use the cache if valid and worthwhile, or if it exists; require: fail if it is not valid."""
     dir: str | None = Field(None, min_length=1)
-    """Folder for a cache shared by several runs; default: in the run folder, for one stage."""
+    """Folder for a cache shared by multiple runs; default: in the run folder, for one stage."""
     max_gib: Above0 | None = None
     """Maximum cache size in GiB; default: the free disk space."""
 

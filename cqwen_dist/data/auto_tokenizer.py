@@ -210,7 +210,7 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
 
 
 def _like(kind: Any, source: Any, **own: Any) -> Any:
-    """Build another tokenizer class with the same words, special tokens and chat template."""
+    """Build a different tokenizer class with the same words, special tokens and chat template."""
     kept = {name: getattr(source, name) for name in KEPT}
     special = {**source.special_tokens_map, "extra_special_tokens": source.extra_special_tokens}
     return kind(tokenizer_object=source.backend_tokenizer, **special, **kept, **own)

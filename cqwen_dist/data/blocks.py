@@ -1,4 +1,4 @@
-"""Files split into record blocks, so that several processes can read one file.
+"""Files split into record blocks, so that multiple processes can read one file.
 
 The splitting process does little: it splits JSON lines and text at line ends and takes Parquet's record batches. The
 process that gets a block parses it. Formats that must be parsed to be split are read here, row by row, and become row

@@ -71,6 +71,7 @@ class Chat:
             raise BadLine("no chat", plain, "no noncharacters U+FDD0, U+FDD1")
         marked = self._fill([_marked(message) for message in messages], tools)
         pieces = marked.replace(_CLOSE, _OPEN).split(_OPEN)
+        # The marks must be the only difference: otherwise the spans would be wrong.
         if "".join(pieces) != plain or len(pieces) != 2 * len(own) + 1:
             raise _changed(messages)
         if not all(tool["function"]["name"] in plain for tool in tools or ()):

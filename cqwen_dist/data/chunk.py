@@ -78,7 +78,7 @@ def encode_chunk(texts: Sequence[Text], recipe: Recipe) -> Chunk:
 
 
 def _labels(text: Text, encoder: NumberEncoder) -> list[int]:
-    """Partial labels of a text, encoded as in `SCHEMA`. Raises `UserError` for a word with several tokens."""
+    """Partial labels of a text, encoded as in `SCHEMA`. Raises `UserError` for a word with multiple tokens."""
     found = []
     for (word, holds), reading in zip(text.labels, encoder.read([word for word, _ in text.labels]), strict=True):
         if len(reading.ids) != 1:
@@ -94,6 +94,7 @@ def _targets(rows: list[_Row], flat: np.ndarray, offsets: np.ndarray, recipe: Re
     numbers_at = offsets_of(np.bincount(owner, minlength=len(rows)))
     targets = (places > offsets[owner]).astype(np.int8)
     if recipe.numeric_targets == "last":
+        # Keep a number only if the next one belongs to a different text.
         targets[:-1] *= owner[1:] != owner[:-1]
     for i, row in enumerate(rows):
         mine = slice(numbers_at[i], numbers_at[i + 1])
@@ -102,6 +103,7 @@ def _targets(rows: list[_Row], flat: np.ndarray, offsets: np.ndarray, recipe: Re
         if row.text.target is not None:
             targets[mine] *= _inside(row.segments, row.text.target, recipe.encoder)
         for kind, span in enumerate(row.text.typed, 1):
+            # A product, so numbers that are not learnt stay 0.
             targets[mine] *= np.where(_inside(row.segments, span, recipe.encoder), 1 + kind, 1).astype(np.int8)
         if row.text.more and targets[mine].sum() != 1:
             found, allowed = int(targets[mine].sum()), "one number in data.target_field, with data.more_values"
@@ -161,7 +163,7 @@ def _nested(rows: Sequence[Sequence[float]], dtype: Any) -> pa.ListArray:
     return _lists(np.fromiter(chain.from_iterable(rows), dtype), offsets_of([len(row) for row in rows]))
 
 
-# ------------------------------------------------------------------------------------------------- several processes
+# ------------------------------------------------------------------------------------------------- multiple processes
 
 Done = tuple[Chunk, ReadReport]
 
@@ -187,6 +189,7 @@ def encode_blocks(blocks: Iterator[Block], extract: Extractor, recipe: Recipe, w
         try:
             for block in blocks:
                 waiting.append(pool.submit(_work, block))
+                # Bound the queue, because finished chunks stay in memory until their turn.
                 if len(waiting) > _AHEAD * workers:
                     yield waiting.popleft().result()
             while waiting:
@@ -203,6 +206,7 @@ _of_worker: list[tuple[Extractor, Recipe]] = []  # sent once per worker process,
 
 
 def _start(extract: Extractor, recipe: Recipe) -> None:
+    # The workers already use all cores, so each one tokenises in a single thread.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _of_worker.append((extract, recipe))
 

@@ -66,7 +66,7 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int, num_token_id: int) 
             )
             start = end
         # After a single document the positions continue into the padding: without a restart, transformers uses the
-        # faster plain causal kernels. After packed documents the padding counts as another document.
+        # faster plain causal kernels. After packed documents the padding counts as one more document.
         first = start if len(sample) == 1 else 0
         position_ids[row, start:] = steps[: width - start] + first
     dense = (input_ids, numeric_values, attention_mask, position_ids, labels, numeric_labels, numeric_mask)

@@ -123,6 +123,7 @@ class TextDataset:
         length = f"{self._length}{'-truncated' if self._long == 'truncate' else ''}"
         name = f"{'all' if self._texts is None else hashlib.sha256(self._texts.data).hexdigest()[:12]}-{length}"
         paths = [self._folder / f"packed-{name}-{part}.npy" for part in Rows._fields]
+        # Packed rows are cached as files, so ranks map them instead of packing again.
         if not all(path.is_file() for path in paths):
             rows = pack(sizes, self._length)
             for path, array in zip(paths, rows, strict=True):  # processes may race: all write the same content

@@ -51,6 +51,7 @@ def grouped_order(lengths: np.ndarray, seed: int, epoch: int, batch: int) -> np.
     for begin in range(0, whole * batch, _GROUPED * batch):
         mine = order[begin : min(begin + _GROUPED * batch, whole * batch)]
         mine[:] = mine[np.argsort(-lengths[mine], kind="stable")]
+    # The extra 1 selects a random stream that is independent of the permutation above.
     steps = np.random.RandomState([seed % 2**32, epoch, 1]).permutation(whole)
     return np.concatenate([order[: whole * batch].reshape(whole, batch)[steps].ravel(), order[whole * batch :]])
 
@@ -146,6 +147,7 @@ class Loader:
     def __iter__(self) -> Generator[list[Batch], None, None]:
         with closing(ahead(self._made(), self.prefetch)) as made:
             for epoch, step, batches in made:
+                # Move the position before yielding: the trainer may save its state during this step.
                 self._handed_out = (epoch, step)
                 self.epoch, self.step = self._behind(epoch, step)
                 yield batches

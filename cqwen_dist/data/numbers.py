@@ -174,12 +174,14 @@ class _Scan:
     def _read(self, start: int) -> int:
         """Read a number or skip text at a digit, by the policy's pattern; returns its end."""
         plain = self.plain
+        # The scan stops at digits, so look back for the dot of a numeral such as .5.
         if plain[start - 1 : start] == "." and _opens_decimal(self.text, plain, start - 1):
             start -= 1
         if self._uuids and (end := self._uuid_end(start)):
             return end
         if start >= self._row_end and (row := _ROW.match(plain, start)) is not None:
             self._row_end, self._last_zero = row.end(), plain.rfind(" 0", start, row.end())
+        # Up to the row's last group with a leading 0, plain spaces separate thousands.
         match = (self._row_reader if start < self._last_zero else self._reader).match(plain, start)
         assert match is not None, "every digit begins a number or a text"
         end = match.end()
@@ -232,6 +234,7 @@ def _opens_decimal(text: str, plain: str, dot: int) -> bool:
 def _is_sign(plain: str, minus: int) -> bool:
     """Whether the minus before a numeral is a sign, not an operator or hyphen."""
     before = plain[minus - 1 : minus]
+    # After two minus signs the second is a sign only behind a numeral, as in 5--3.
     if before == "-":
         return plain[minus - 2 : minus - 1].isdecimal()
     if before == "." or _LETTER.match(before):

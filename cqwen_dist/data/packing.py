@@ -31,6 +31,7 @@ def cut(lengths: np.ndarray, texts: np.ndarray | None, length: int, most: int | 
     Each token except a text's first is predicted exactly once; a one-token text has no piece. lengths: [n] int32;
     texts: [n] text indices, None: 0 to n - 1; most: maximum pieces per text, later ones are dropped.
     """
+    # Pieces advance by length - 1: a piece's last label is the first input of the next piece.
     counts = np.maximum(-(-(lengths - 1) // (length - 1)), 0)
     if most is not None:
         counts = np.minimum(counts, most)

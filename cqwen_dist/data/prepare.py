@@ -101,7 +101,7 @@ def data_key(config: DataConfig, tokenizer: NumericalAwareTokenizer, root: Path)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """A folder's manifest. Raises: UserError if it is missing, or if files are missing or have another size."""
+    """A folder's manifest. Raises: UserError if it is missing, or if files are missing or have a wrong size."""
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         wrong = [name for name, size in manifest["files"].items() if (folder / name).stat().st_size != size]

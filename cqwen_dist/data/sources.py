@@ -86,7 +86,7 @@ def read_train(config: DataConfig, report: ReadReport, chat: Chat | None = None)
 def mixed(
     open_source: Callable[[int], Iterator[Text]], weights: list[float], all_of: bool, seed: int
 ) -> Iterator[Text]:
-    """Yield texts from several sources, drawn by weight. Depends only on the seed (MT19937) and the sources.
+    """Yield texts from multiple sources, drawn by weight. Depends only on the seed (MT19937) and the sources.
 
     Ends when a source is exhausted. all_of: ends when every source was exhausted once, and short ones restart. An empty
     source is no longer drawn.
@@ -97,6 +97,7 @@ def mixed(
     given = [0] * len(weights)
     used_up = [False] * len(weights)
     while shares.sum() > 0:
+        # Draw in blocks: one call per text would be slow.
         for i in draw.choice(len(weights), size=_DRAWS, p=shares / shares.sum()):
             text = next(sources[i], None)
             if text is None and given[i]:
@@ -106,6 +107,7 @@ def mixed(
                 sources[i] = open_source(i)
                 text = next(sources[i], None)
             if text is None:
+                # Empty even after reopening: drop the source and draw again from the others.
                 shares[i] = 0.0
                 used_up[i] = True
                 break
@@ -179,5 +181,5 @@ def chunks(texts: Iterable[Text]) -> Iterator[list[Text]]:
 
 
 def as_list(sources: str | list[str]) -> list[str]:
-    """One or several sources as a list."""
+    """One or more sources as a list."""
     return [sources] if isinstance(sources, str) else sources

@@ -59,6 +59,7 @@ def numeric_statistics(parts: Parts, gather: Gather = lambda own: [own]) -> Nume
     count = sum(gather(sum(len(part) for part in parts())))
     if not count:
         return NumericStatistics(0.0, 1.0, 0)
+    # Like np.quantile, interpolate between the two numbers around each quartile's position.
     places = [(count - 1) * quartile for quartile in _QUARTILES]
     number = _of_ranks({rank for place in places for rank in (math.floor(place), math.ceil(place))}, parts, gather)
     pairs = [np.array([number[math.floor(place)], number[math.ceil(place)]]) for place in places]
@@ -87,9 +88,11 @@ def _of_ranks(ranks: set[int], parts: Parts, gather: Gather) -> dict[int, float]
                 heads = keys >> _DIGIT
                 for bits, count in counts.items():
                     count += np.bincount((keys[heads == bits] & _MASK).view(np.int64), minlength=len(count))
+        # All-gather of at most six histograms with 256 counts each, however large the data is.
         everyone = gather(counts)
         for rank, bits in leading.items():
             ends = np.sum([own[bits] for own in everyone], 0).cumsum()
+            # The bin where the cumulative count passes the rank gives the next 8 bits.
             digit = int(np.searchsorted(ends, inside[rank], "right"))
             inside[rank] -= int(ends[digit - 1]) if digit else 0
             leading[rank] = bits << _DIGIT | digit

@@ -46,7 +46,7 @@ class Document(NamedTuple):
     labels: np.ndarray | None = None  # [k] int32: partial labels after the text (`SCHEMA`); None: none
 
 
-# One batch row: a document, or several packed ones.
+# One batch row: a document, or multiple packed ones.
 Sample = tuple[Document, ...]
 
 
@@ -145,6 +145,7 @@ class TokenStore:
 
         texts: [m] ascending; None: all.
         """
+        # One hash per column, so that the result does not depend on batch boundaries.
         parts = [hashlib.sha256() for _ in range(7)]
         for b, batch in enumerate(self._batches):
             if texts is not None:

@@ -106,6 +106,7 @@ class NumericalAwareTokenizer:
             raise UserError(key, f"no folder {name}", "a folder or hub name with a tokenizer")
         folder = Path(name).expanduser()
         try:
+            # AutoTokenizer would return CausalQwenTokenizer, which wraps the tokenizer needed here.
             loader = PreTrainedTokenizerFast if _is_ours(folder) else AutoTokenizer
             tokenizer = loader.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
         except Exception as error:  # the Rust side raises bare `Exception` for a broken tokenizer.json
@@ -170,7 +171,7 @@ class NumericalAwareTokenizer:
         return encoded
 
     def preprocess(self, texts: list[str], padding_side: Literal["right", "left"] = "right") -> dict[str, torch.Tensor]:
-        """Texts to padded tensors (seed S2 2; S0 1.1). Pad on the left for generation from several texts.
+        """Texts to padded tensors (seed S2 2; S0 1.1). Pad on the left for generation from multiple texts.
 
         Returns: input_ids [B,T] int64; numeric_values [B,T] float64, 0 at words; attention_mask [B,T] int64, 0 at
         padding. Raises: UserError for a number that overflows float64.

@@ -69,7 +69,7 @@ class _Writing:
         return None
 
     def next_to_misread_text(self, spans: list[NumberSpan]) -> int | None:
-        """The first number next to a text that is misread as a number; another form may prevent that.
+        """The first number next to a text that is misread as a number; a different form may prevent that.
 
         The text may precede it ("555-123-" and 4567.0) or follow it ("(1,234)" and "x5").
         """

@@ -60,7 +60,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
     If the body raises, `path` stays unchanged and the temporary file is deleted.
     """
-    # A random name: containers on several hosts can have equal process ids, and any rank may write a status.
+    # A random name: containers on multiple hosts can have equal process ids, and any rank may write a status.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         yield partial

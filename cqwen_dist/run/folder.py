@@ -56,6 +56,7 @@ def open_run(
         changes = _changes(config, begun)
         if begun and changes:
             _note_changes(folder, changes, say)
+        # Training has not begun, so a base built from changed keys can simply be rebuilt.
         elif config.model.architecture is not None and any(key.startswith(BUILDS_BASE) for key, *_ in changes):
             shutil.rmtree(config.base_folder, ignore_errors=True)
         write_atomically(folder / CONFIG, config.to_yaml())
@@ -63,7 +64,7 @@ def open_run(
 
 
 def refuse_changes(config: Config) -> None:
-    """Raises `UserError` by key if the run in the folder began with another config. Writes nothing."""
+    """Raises `UserError` by key if the run in the folder began with a different config. Writes nothing."""
     folder = Path(config.run.dir)
     if not _starts_over(config) and has_begun(folder) and (changes := _changes(config)):
         _refuse_past_changes(load_config(folder / CONFIG), changes, folder)
@@ -108,6 +109,7 @@ def _refuse_past_changes(old: Config, changes: list[Change], folder: Path) -> No
         if index < current or words[2] not in LENGTH:
             state = "is over" if index < current else "has begun: only its steps, epochs or until may change"
             raise UserError(key, now, f"{before!r}, as stage {name} {state} (later stages are free)", where)
+        # The current stage may become shorter, but not shorter than the steps it has already taken.
         taken = step - (stops[index - 1] if index else 0)
         if words[2] == "steps" and isinstance(now, int) and now < taken:
             raise UserError(key, now, f"{taken} or more, which stage {name} has taken", where)

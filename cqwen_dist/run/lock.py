@@ -26,12 +26,12 @@ from cqwen_dist.config.errors import Said
 from cqwen_dist.run.files import LOCK, read_object
 
 BEAT_S = 5.0
-PATIENCE_BEATS = 4  # missed heartbeats after which another host counts as dead
+PATIENCE_BEATS = 4  # missed heartbeats after which a host counts as dead
 
 
 @contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Hold the folder's lock. Raises `UserError` naming the holder if another process has it."""
+    """Hold the folder's lock. Raises `UserError` naming the holder if a different process has it."""
     path = run_dir / LOCK
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     known = True  # whether the kernel would report a holder on this machine
@@ -44,6 +44,8 @@ def run_lock(run_dir: Path) -> Iterator[None]:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
             known = False
+        # The kernel granted the lock. But if the file system locks per machine, a process on a different host may hold
+        # it.
         holder = read_object(path)
         if holder and not (known and holder.get("boot") == _boot()) and _is_touched(path):
             raise _refusal(run_dir, holder)
@@ -82,7 +84,7 @@ def _beat(handle: int, ended: threading.Event) -> None:
 
 
 def _is_touched(path: Path) -> bool:
-    """Whether a holder on another host still touches the file. Host clocks differ, so only changes count."""
+    """Whether a holder on a different host still touches the file. Host clocks differ, so only changes count."""
     before = path.stat().st_mtime_ns
     for _ in range(2 * PATIENCE_BEATS):
         time.sleep(BEAT_S / 2)

@@ -83,6 +83,7 @@ class RunStatus:
         now = time.monotonic()
         if self._first_step is None:
             self._first_step, self._began_steps = step, now
+        # Estimate from this start's steps only: earlier starts may have had different hardware.
         done = step - self._first_step
         eta = round((total_steps - step) * (now - self._began_steps) / done, 1) if done else None
         self._fields.update(step=step, total_steps=total_steps, stage=stage, eta_s=eta)
