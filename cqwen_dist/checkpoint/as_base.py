@@ -1,12 +1,11 @@
-"""Convert a CausalQwen to a plain model of its base's class. Its logits are loc_S, so any server can run the compatible
-mode.
+"""Convert a CausalQwen to a plain model of its base's class, whose logits are loc_S (mode compatible).
 
     loc_S = W_cls (W_loc z + b_loc) + b_cls = (W_cls W_loc) z + (W_cls b_loc + b_cls)
 
-The product becomes the output head. The remaining bias has no place in these architectures. The plain model also lacks
-the scales, the thresholds, the regression (so a `<NUM>` has no value) and w_num: numbers are read as `<NUM>` with value
-0. Rows that were added for `<NUM>` are removed. The plain model then has the base's vocabulary and reads numerals as
-digits.
+The product becomes the output head, so any server can run the model. The remaining bias has no place in these
+architectures. The plain model also lacks the scales, the thresholds, the regression (so a `<NUM>` has no value) and
+w_num: numbers are read as `<NUM>` with value 0. Rows that were added for `<NUM>` are removed. The plain model then has
+the base's vocabulary and reads numerals as digits.
 """
 
 from __future__ import annotations

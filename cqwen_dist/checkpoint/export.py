@@ -151,7 +151,7 @@ def run_of(path: str | Path) -> tuple[Config, Path]:
     """Returns (config, checkpoint folder) for a run folder or a checkpoint folder. Raises `UserError`.
 
     run.dir is set to the run's current folder. A run may come from a stranger, so its config alone cannot enable remote
-    code: the environment variable TRUST must agree.
+    code: CQWEN_TRUST_REMOTE_CODE=1 must be set.
     """
     run, folder = resolve_checkpoint(path)
     config = load_config(run / CONFIG, [f"run.dir={json.dumps(str(run))}"])

@@ -166,9 +166,7 @@ def refuse_pickles(folder: Path) -> None:
 
 
 def resolve_checkpoint(path: str | Path) -> tuple[Path, Path]:
-    """Returns (run folder, checkpoint folder) for a run, its `latest`, a checkpoint, or a fit's folder. Raises
-    `UserError`.
-    """
+    """(run folder, checkpoint folder) for a run, its `latest`, a checkpoint, or a fit's folder. Raises `UserError`."""
     path = Path(path)
     if path.name == LATEST and path.is_file():
         path = path.parent

@@ -87,11 +87,10 @@ def hosts_command(hosts: dict[str, int], hostfile: Path, port: int, word: str) -
 def prepared(
     words: list[str], hosts: dict[str, int], environment: dict[str, str], shared: Path, port: int
 ) -> Iterator[tuple[list[str], dict[str, str], Callable[[], None]]]:
-    """Yields the command that starts `cqwen` with these words on all hosts, its environment, and a function that asks
-    the ranks to stop.
+    """Yields the command that starts `cqwen` on all hosts, its environment, and a function that stops the ranks.
 
-    On exit, deletes the launch's files and kills its ranks. shared: a folder visible from every host. Raises
-    `UserError` if this machine cannot launch.
+    On exit, deletes the launch's files and kills its ranks. words: for `cqwen`. shared: a folder visible from every
+    host. Raises `UserError` if this machine cannot launch.
     """
     for tool in ("pdsh", "ssh"):
         if which(tool) is None:
@@ -122,9 +121,7 @@ def prepared(
 
 
 def _signal(name: str, pattern: str, hosts: dict[str, int]) -> None:
-    """Send a signal to this launch's processes on all hosts. pattern: contains the launch's token, does not match
-    itself.
-    """
+    """Signal this launch's processes on all hosts. pattern: contains the launch's token, does not match itself."""
     command = ["pdsh", "-R", "ssh", "-t", "10", "-u", "20", "-w", ",".join(hosts), f"pkill -{name} -f '{pattern}'"]
     with suppress(subprocess.SubprocessError):
         subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)

@@ -133,8 +133,9 @@ def _run_words(
     shared: Path,
     quiet: bool = False,
 ) -> tuple[int, bool]:
-    """Returns (exit code, whether a stop was requested). hosts None: ranks on this machine; environment: for hosts'
-    ranks.
+    """Returns (exit code, whether a stop was requested).
+
+    hosts: None for ranks on this machine; environment: for the hosts' ranks.
     """
     if hosts is None:
         own = {**os.environ, **rank_environment(ranks), LAUNCHER: str(os.getpid())}
@@ -151,8 +152,7 @@ def _run_to_its_end(
     ask: Callable[[], None] | None = None,
     folder: str | None = None,
 ) -> tuple[int, bool]:
-    """Returns (the command's exit code, whether a stop was requested). Every process it started ends before this
-    returns.
+    """Run a command until it and all its processes have ended. Returns (exit code, whether a stop was requested).
 
     The command runs in a separate session, so only this process receives signals. The first signal is forwarded to the
     ranks as SIGUSR1, repeatedly because a rank may still be starting; they stop in order. The launcher in between would

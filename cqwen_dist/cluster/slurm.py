@@ -279,9 +279,7 @@ def waits_for(job: str | None) -> list[str]:
 
 
 def _sbatch(*options: str, script: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run sbatch without the SLURM variables of a surrounding job (such as its CPU binding), which the new job would
-    inherit.
-    """
+    """Run sbatch without a surrounding job's SLURM variables (CPU binding, ...): the new job would inherit them."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in _OF_THE_SITE}
     return subprocess.run(["sbatch", *options], input=script, capture_output=True, text=True, env=own)
 

@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 
 class NumberKey(NamedTuple):
-    """A key that makes the number head another kind (`heads.number_kinds`)."""
+    """A config key that changes the number head's type (`heads.number_kinds`)."""
 
     key: str
-    default: Any  # without it
-    parameters: Callable[[Any, int, int], int]  # (its value, C_w, C) -> how many parameters it adds to a plain head
+    default: Any
+    parameters: Callable[[Any, int, int], int]  # (its value, C_w, C) -> parameters added to a plain head
 
 
-# By the field of `CausalQwenConfig` that a key sets.
+# `CausalQwenConfig` field -> config key.
 NUMBER_KEYS = {
     "number_types": NumberKey("data.number_types", None, lambda types, words, size: (2 * len(types) - 1) * (size + 1)),
     "more_values": NumberKey("data.more_values", None, lambda names, words, size: len(names) * (size + 1)),
-    "number_head": NumberKey("model.number_head", None, lambda name, words, size: 0),  # which says not how many it has
+    "number_head": NumberKey("model.number_head", None, lambda name, words, size: 0),  # its size is unknown here
     "copies": NumberKey("model.copies", 0, lambda count, words, size: count * (words + 2)),
 }
 _MODEL = ("causal_size", "number_dims", "wide", "random_features", "value_periods", "abduction", "scale_activation")
@@ -34,7 +34,7 @@ SHAPE_KEYS = {
 
 
 def model_shape(config: Config) -> dict[str, Any]:
-    """Fields of `CausalQwenConfig` as a run sets them."""
+    """`CausalQwenConfig` fields set by a run's config."""
     return {
         **{name: attrgetter(key)(config) for name, key in SHAPE_KEYS.items()},
         "number_dims": config.number_dims,
@@ -45,7 +45,7 @@ def model_shape(config: Config) -> dict[str, Any]:
 
 
 def number_parameters(config: Config, words: int, size: int) -> int:
-    """How many parameters the number head has, with words dimensions C_w of U's C = size."""
+    """Parameters in the number head, for `words` = C_w word dimensions and `size` = C dimensions of U."""
     shape = model_shape(config)
     more = (key.parameters(shape[name], words, size) for name, key in NUMBER_KEYS.items() if shape[name])
     return size + 1 + sum(more)  # W_reg and b_reg

@@ -232,9 +232,7 @@ class _NumberBackend:
         return getattr(self._settings if own else self._words, name)
 
     def encode_batch(self, rows: Any, add_special_tokens: bool, is_pretokenized: bool) -> list[Encoding]:
-        """Encode rows. A row is a text (with is_pretokenized: its words) or a pair. Raises as
-        `CausalQwenTokenizer._encode_plus`.
-        """
+        """Encode rows: texts (with is_pretokenized: lists of words) or pairs. Raises as `_encode_plus`."""
         found = []
         for row in rows:
             is_pair = isinstance(row, (list, tuple)) and row and not (is_pretokenized and isinstance(row[0], str))

@@ -179,9 +179,7 @@ def _is_learnt(message: Mapping[str, Any]) -> bool:
 
 
 def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Put marks around an assistant message, inside its outer white space (templates trim it), or around its last
-    call's name.
-    """
+    """Mark an assistant message: inside its outer white space, which templates trim, or around its last call's name."""
     if not _is_learnt(message):
         return dict(message)
     if "tool_calls" in message:

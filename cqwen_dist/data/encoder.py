@@ -1,5 +1,4 @@
-"""Texts to ids and numbers, in bulk. Worker processes of `prepare` run this, so it imports neither torch nor
-transformers.
+"""Texts to ids and numbers, in bulk. Runs in the workers of `prepare`, so it imports neither torch nor transformers.
 
 The text between numbers is encoded piece by piece. In bulk, a marker (an added token in a copy of the tokenizer)
 replaces each number. Added tokens split a text before every other step, so one call per text returns the same ids as
@@ -76,9 +75,7 @@ class NumberEncoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the tokenizer settings that affect ids. In its model, null, false and a missing key are the
-        same.
-        """
+        """SHA-256 over the settings that affect ids. In the tokenizer's model, null equals false and a missing key."""
         plan = json.loads(self._backend.to_str())
         parts = {name: plan[name] for name in ("normalizer", "pre_tokenizer", "added_tokens")}
         parts["model"] = {name: value for name, value in plan["model"].items() if value}

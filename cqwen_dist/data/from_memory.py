@@ -24,10 +24,10 @@ ROWS = "records or texts: a list, a generator, a datasets.Dataset (one split), a
 
 
 def records(rows: Any, key: str, text_field: str = "text") -> Iterator[dict[str, Any]]:
-    """Yield each row as a JSON object; a text goes under `text_field`. rows: see `ROWS`. Raises `UserError` with the
-    row.
+    """Yield each row as a JSON object; a text goes under `text_field`. rows: see `ROWS`.
 
-    Floats without a fraction become integers and NaN becomes null, as in tables read from files.
+    Floats without a fraction become integers and NaN becomes null, as in tables read from files. Raises `UserError`
+    with the row's number.
     """
     for number, row in enumerate(as_rows(rows, key), 1):
         try:
@@ -68,10 +68,10 @@ def write_records(rows: Any, path: Path, key: str, text_field: str = "text", kee
 def text_batches(
     texts: Iterable[str], tokenizer: NumericalAwareTokenizer, context: int, tokens: int
 ) -> tuple[list[Batch], dict[str, Any]]:
-    """Collate the first texts like training does. Returns batches and their numbers' unit (a target transform as a
-    dict).
+    """Collate the first texts like training does. Returns batches and the unit of their numbers.
 
-    context: the model's context length in tokens; tokens: approximate number to take. Raises `UserError`.
+    context: the model's context length in tokens; tokens: approximate number to take. The unit is a target transform as
+    a dict. Raises `UserError`.
     """
     size, taken = 0, []
     for number, record in enumerate(records(texts, "texts"), 1):

@@ -49,12 +49,11 @@ class NumericStatistics:
 
 
 def numeric_statistics(parts: Parts, gather: Gather = lambda own: [own]) -> NumericStatistics:
-    """Median and IQR/2 of finite numbers. parts: this rank's numbers, read again in each pass. Collective: all ranks
-    call this.
+    """Median and IQR/2 of finite numbers. Collective: all ranks call this.
 
-    Computed in float64. The median is the mean of the middle two (`torch.median` takes the lower). If more than half of
-    the numbers are equal, the IQR is 0, and half the mean distance from the median replaces it. Constant data has scale
-    1. So scale > 0 always.
+    parts: this rank's numbers, read again in each pass. Computed in float64. The median is the mean of the middle two
+    (`torch.median` takes the lower). If more than half of the numbers are equal, the IQR is 0, and half the mean
+    distance from the median replaces it. Constant data has scale 1. So scale > 0 always.
     """
     count = sum(gather(sum(len(part) for part in parts())))
     if not count:

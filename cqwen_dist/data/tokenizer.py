@@ -237,9 +237,7 @@ def without_prefix(backend: Tokenizer) -> Tokenizer:
 
 
 def _no_prefix(part: dict[str, Any]) -> dict[str, Any] | None:
-    """A normalizer, pre-tokenizer or decoder (JSON) without its effect on a text's start; None if it has no other
-    effect.
-    """
+    """A normalizer, pre-tokenizer or decoder (JSON) that leaves a text's start alone; None if nothing remains of it."""
     kind = part["type"]
     if kind == "Prepend" or (kind == "Strip" and part.get("content") == " " and part.get("start")):
         return None

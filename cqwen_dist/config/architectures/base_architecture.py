@@ -95,9 +95,7 @@ class BaseArchitecture:
     capabilities: Capabilities = Capabilities()
 
     def require(self, capability: str, key: str, value: object) -> str:
-        """Raises `UserError` if `key: value` needs an unsupported feature. Returns a note for an experimental one, else
-        "".
-        """
+        """Note on an experimental feature, else "". Raises `UserError` if `key: value` needs an unsupported one."""
         support: Support = getattr(self.capabilities, capability)
         if support.level == "unsupported":
             allowed = f"another value, or another base than {self.model_type} ({support.note}: docs/bases.md)"
