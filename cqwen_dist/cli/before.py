@@ -16,20 +16,20 @@ _PER_TOKEN = 3  # characters per token, a low estimate so that nearly all texts 
 _HIDDEN = 896  # hidden size of the default base; the learning rate of W_loc, a dense map, depends on it
 _CONFIG = """\
 # Made by `cqwen init`: {name}.
-# Keys that are not here have defaults: cqwen config schema --basic
+# All other keys have defaults: cqwen config schema --basic
 model:
   name_or_path: {base}  # a folder with safetensors, or a hub name
   lora: {{r: 16, alpha: 32}}
 data:
   train: {data}
-  eval_fraction: 0.1  # of the texts, never trained on
+  eval_fraction: 0.1  # share of texts held out for evaluation
   sequence_length: {length}  # tokens; longer texts are cut into pieces (or long_texts: truncate, drop)
 {keys}stages:
-  # First the heads alone (z is computed once and read from disk), then adapters in the backbone, too.
+  # First only the heads (z is computed once and cached on disk), then also adapters in the backbone.
   - name: heads
     train: [heads]
     epochs: 2
-    lr: {rate}  # 0.012 / {hidden}, the hidden size{guess}; the words' own rows at a tenth of it
+    lr: {rate}  # 0.012 / {hidden}, the hidden size{guess}; word rows use a tenth of it
     lr_groups: {{classifier: {tenth}, regression: 1.0e-3, thresholds: 1.0e-3}}
     warmup_steps: 20
   - name: lora
@@ -39,8 +39,8 @@ data:
     lr_groups: {{classifier: {tenth}, regression: 1.0e-3, thresholds: 1.0e-3, embedding: 1.0e-4, lora: 2.0e-4}}
     warmup_steps: 20
 train:
-  global_batch_size: 32  # texts an optimizer step, over all ranks
-  micro_batch_size: 4  # a rank and forward: less memory with less
+  global_batch_size: 32  # texts per optimizer step, over all ranks
+  micro_batch_size: 4  # per rank and forward pass; less needs less memory
   precision: bf16  # on a CPU without AMX fp32 is faster
   eval_every: 50
   checkpoint_every: 100
@@ -75,7 +75,7 @@ def init(
     if first is not None:
         typer.echo("the first text as it will be read:")
         typer.echo("".join(f"    {line}\n" for line in first.text.splitlines()[:12]), nl=False)
-    typer.echo(f"wrote {out}\n  cqwen prepare {out}    # what is in the data; the first text as the model reads it")
+    typer.echo(f"wrote {out}\n  cqwen prepare {out}    # data statistics; the first text as the model reads it")
     typer.echo(f"  cqwen plan {out} --gpus-per-node 1    # does it fit, how long\n  cqwen train {out}")
     if column := recipe.keys.get("target_field"):
         typer.echo(f"or, with steps chosen by the table:\n  cqwen fit {data} --target {column} --base {base}")
