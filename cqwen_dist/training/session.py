@@ -1,4 +1,4 @@
-"""One command's work on a run: the folder is locked, hangs are detected, status.json says how the command ended."""
+"""The session of one command on a run: locks the folder, detects hangs, and records the end in status.json."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from cqwen_dist.training.replicas import RanksDiffer
 from cqwen_dist.training.telemetry.progress import Progress
 from cqwen_dist.training.zero.engine import NonFiniteStep
 
-REASON = 400  # characters of a failure's message in status.json; torch's own may be pages long
+REASON = 400  # most characters of an error message in status.json; torch's messages may have pages
 
 
 @contextmanager
 def open_session(
     config: Config, runtime: Runtime, write_inputs: Callable[[], None] = lambda: None
 ) -> Iterator[RunStatus]:
-    """Open and lock the run's folder for as long as the context lasts. Collective over the world.
+    """Open and lock the run folder for the duration of the context. Collective over the world.
 
-    write_inputs: rank 0 calls it when the folder is known to belong to this run, before anything is read. If the body
-    raises, status.json gets the reason: `preempted` for `Stopped`, else the failure's cause. A disk's failure is raised
-    as `DiskError`.
+    write_inputs: called on rank 0 once the folder is known to belong to this run, before anything is read. If the body
+    raises, status.json gets the reason: `preempted` for `Stopped`, otherwise the cause of the failure. Disk failures
+    are raised as `DiskError`.
     """
     folder = Path(config.run.dir)
     with ExitStack() as held:
@@ -61,7 +61,7 @@ def open_session(
 
 
 def _end(folder: Path, runtime: Runtime, error: Exception) -> None:
-    """Write the failure to status.json: `fatal` if it needs a fix first, `running` if another try may succeed."""
+    """Write the failure to status.json: `fatal` if it needs a fix, `running` if a retry may succeed."""
     cause = cause_of(error)
     if cause.passing and not runtime.is_main:
         return
@@ -72,7 +72,7 @@ def _end(folder: Path, runtime: Runtime, error: Exception) -> None:
 
 
 class Cause(NamedTuple):
-    """A class of failures. passing: the same command may succeed, perhaps on other nodes; else a fix comes first."""
+    """A class of failures. passing: a retry may succeed, perhaps on different nodes; otherwise a fix is needed."""
 
     name: str
     passing: bool
@@ -100,7 +100,7 @@ def cause_of(error: BaseException) -> Cause:
 
 
 def _as_disk_error(error: Exception, folder: Path) -> DiskError | None:
-    """A disk's failure as a `DiskError`, in one line; None for other failures."""
+    """Convert a disk failure to a one-line `DiskError`; None for other failures."""
     if not isinstance(error, SafetensorError) and not (isinstance(error, OSError) and error.errno in REFUSED + AWAY):
         return None
     place, message, away = words_of_disk(error, folder)

@@ -1,8 +1,8 @@
-"""Where a run begins: its latest checkpoint restored, or a new start (the base measured, the heads calibrated).
+"""The start of a run: restores the latest checkpoint, or starts anew (measures the base, calibrates the heads).
 
-A warm start (`model.warm_start`) takes only the weights of another run or checkpoint, or adapters that PEFT saved.
-Optimizers, stages and the data's order begin anew. Its heads keep the units that they were trained in (the target
-transform's median and scale, b_noise's own rate) and are not calibrated.
+A warm start (`model.warm_start`) only takes the weights of a run or checkpoint, or adapters saved by PEFT. Optimizers,
+stages and data order start from scratch. The heads keep the units of their training (median and scale of the target
+transform, rate unit of b_noise) and are not calibrated.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from cqwen_dist.training.state import Place, head_shapes, load_heads, restore, r
 from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
 from cqwen_dist.training.telemetry.metrics import MetricsLog
 
-CALIBRATION_TOKENS = 512  # of all ranks together
+CALIBRATION_TOKENS = 512  # over all ranks
 WARM = "model.warm_start"
-# A field of a model's shape -> the key that sets it.
+# Field of a model's shape -> config key that sets it.
 _SHAPE = {**SHAPE_KEYS, "num_token_id": "model.num_token_id", "vocab_size": WARM, "hidden_size": WARM}
 
 
 def begin(run: Run) -> Place:
-    """Bring a newly built run to the place where it continues. Collective over the world. Raises `UserError`."""
+    """Bring a newly built run to its first or resumed step. Collective over the world. Raises `UserError`."""
     if run.resume_from is None:
         return _make_start(run)
     place = restore(run, run.resume_from)
-    if place.figures:  # what is ahead may have changed since the start
+    if place.figures:  # later stages may have changed in the config
         refuse_unknown_metrics(run.config, place.figures)
     run.progress.say(f"resumed from {run.resume_from}")
     return place
 
 
 def open_log(run: Run, place: Place, on_record: Callable[[Mapping[str, Any]], None]) -> MetricsLog | None:
-    """The main rank's metrics log, with alarms. Drops metrics that were logged after the place."""
+    """The metrics log with alarms; None except on rank 0. Drops metrics that were logged after `place`."""
     if not run.runtime.is_main:
         return None
     config, loss = run.config, run.config.loss
@@ -80,7 +80,7 @@ def open_log(run: Run, place: Place, on_record: Callable[[Mapping[str, Any]], No
 
 
 def _make_start(run: Run) -> Place:
-    """Measure the base, load or calibrate the heads, evaluate; write start.json."""
+    """Measure the base, load or calibrate the heads, evaluate, and write start.json."""
     config, say = run.config, run.progress.say
     for line in (*run.datasets.lines(), *_notes(config, run.model.config.vocab_size)):
         say(line)
@@ -88,12 +88,12 @@ def _make_start(run: Run) -> Place:
 
     threshold = read_threshold(config.model.threshold_init, run.model.config.vocab_size, row_range(run.model))
 
-    # The base's own metrics, before training changes anything
+    # Metrics of the base model: now or never, since training changes it
     run.evaluations.measure_base()
     if run.evaluations.base_accuracy is not None:
         start["base_accuracy"] = run.evaluations.base_accuracy
 
-    # The heads: from a warm start, calibrated, or the seeds' constants
+    # The heads: from a warm start, calibrated, or with the constants of the seeds
     has_heads = False
     if config.model.warm_start is not None:
         source, has_heads = _load_warm_start(run, config.model.warm_start)
@@ -108,11 +108,11 @@ def _make_start(run: Run) -> Place:
         override_start(run.model, threshold, config.model.gamma_init, config.model.b_noise_init)
         run.engine.heads.noise_unit = float(run.model.action.b_noise.abs().median()) or 1.0
 
-    # The first evaluation; its metrics must include those that the config names
+    # The first evaluation; an unknown metric name in the config is refused here, not after the first stage
     metrics = run.evaluations(0, "")
     refuse_unknown_metrics(config, metrics)
 
-    # The start that KL is measured against
+    # The reference for KL: the model as it is now
     if config.loss.constraint.mode != "off":
         run.constraint.begin(run.engine.feature_state()[0], run.calibration_batches(CALIBRATION_TOKENS))
         main_rank_first(lambda: run.constraint.save(run.folder / START_TENSORS))
@@ -123,7 +123,7 @@ def _make_start(run: Run) -> Place:
 
 
 def read_threshold(given: float | str | None, vocab_size: int, rows: tuple[int, int]) -> float | Tensor | None:
-    """`model.threshold_init`: a number, or this rank's rows of a file's `threshold` [V]. Raises `UserError`."""
+    """`model.threshold_init`: a number, or this rank's rows of `threshold` [V] in a file. Raises `UserError`."""
     if not isinstance(given, str):
         return given
     key, allowed = "model.threshold_init", f"a safetensors file with `threshold` [{vocab_size}], finite numbers"
@@ -138,9 +138,9 @@ def read_threshold(given: float | str | None, vocab_size: int, rows: tuple[int, 
 
 
 def _calibrate(run: Run) -> dict[str, Any]:
-    """Calibrate the heads (`model.calibration`); returns the result as a dict.
+    """Calibrate the heads (`model.calibration`). Returns the result as a dict.
 
-    Where the first stage reads z from a cache, the cache is made here, and the fits read it too.
+    If the first stage uses a feature cache, it is built here, and the fits also read z from it.
     """
     loader = run.calibration_loader(LEVEL_TOKENS, run.config.model.start_numbers)
     held_out = run.evaluations.held_out if run.config.model.wide_from_eval else None
@@ -164,7 +164,7 @@ def _calibrate(run: Run) -> dict[str, Any]:
 
 
 def _described(found: Calibration) -> list[str]:
-    """A calibration in lines for people."""
+    """Lines for the user that describe a calibration."""
     lines = [
         f"calibrated start: C {found.threshold:.3g}, gamma {found.gamma:.3g}, loss "
         f"{found.loss:.3f} (the seeds' start: {found.seed_loss:,.1f}), accuracy of argmax P "
@@ -183,7 +183,7 @@ def _described(found: Calibration) -> list[str]:
 
 
 def _notes(config: Config, vocab_size: int) -> list[str]:
-    """Warnings about settings that are allowed and known to disappoint."""
+    """Warnings about settings that are valid but known to work badly."""
     notes = []
     if config.start == "seed-100":
         notes.append("C = 100 begins and often ends at the uniform solution: a low loss, and no word learnt")
@@ -195,15 +195,15 @@ def _notes(config: Config, vocab_size: int) -> list[str]:
 
 
 def _load_warm_start(run: Run, given: str) -> tuple[Path, bool]:
-    """Load the weights that `model.warm_start` names; returns where they were and whether the heads are among them.
+    """Load the weights of `model.warm_start`. Returns (their folder, whether they include the heads).
 
-    Collective. Raises `UserError` by key where they do not fit, and for a pickle.
+    Collective. Raises `UserError` if they do not fit, and for pickle files.
     """
     config, engine, path = run.config, run.engine, Path(given).expanduser()
     if not path.is_dir() and path.name != LATEST:
         raise UserError(WARM, str(path), "the folder of a run, of a checkpoint, or of an adapter that PEFT saved")
 
-    # Adapters alone, or a checkpoint's adapters, w_num, <NUM>'s row and heads (this rank's rows)
+    # Only adapters, or adapters, w_num, <NUM> row and heads (this rank's rows) of a checkpoint
     heads: dict[str, Tensor] = {}
     state: dict[str, Any] = {}
     if (path / adapter.CONFIG).is_file():
@@ -214,7 +214,7 @@ def _load_warm_start(run: Run, given: str) -> tuple[Path, bool]:
         saved = load_checkpoint(path, row_range(run.model), [])
         features, heads, state = saved.features, {**saved.heads, **saved.rows}, saved.state
 
-    # What does not fit is refused before anything is loaded
+    # Check everything before loading anything: a refused start must leave the model unchanged
     if adapter.to_peft(features) and not config.trains("lora"):
         allowed = "weights without adapters, as no stage trains lora (`cqwen export --merge` folds them into a base)"
         raise UserError(WARM, Said(f"adapters in {path}"), allowed)
@@ -232,8 +232,8 @@ def _load_warm_start(run: Run, given: str) -> tuple[Path, bool]:
 
 
 def _refuse_shape(config: Config, ours: Any, saved: dict[str, Any], source: Path) -> None:
-    """Raises `UserError` by key where a model of another shape was saved."""
-    theirs = type(ours).from_dict(saved)  # what an older version did not save has its default
+    """Raises `UserError` if the saved model has a different shape."""
+    theirs = type(ours).from_dict(saved)  # fields that an older version did not save get their defaults
     for name, key in _SHAPE.items():
         if getattr(ours, name) != getattr(theirs, name):
             raise UserError(key, getattr(ours, name), f"{getattr(theirs, name)!r}, as in {source}")
@@ -242,5 +242,5 @@ def _refuse_shape(config: Config, ours: Any, saved: dict[str, Any], source: Path
         raise UserError("loss.target_transform", config.target_transform, f"{unit!r}, as in {source}")
     if ours.lora is not None and saved["lora"] is not None:
         for name, value in saved["lora"].items():
-            if name not in ("dropout", "lr_ratio") and ours.lora.get(name) != value:  # these two are of training
+            if name not in ("dropout", "lr_ratio") and ours.lora.get(name) != value:  # these two only affect training
                 raise UserError(f"model.lora.{name}", ours.lora.get(name), f"{value!r}, as in {source}")

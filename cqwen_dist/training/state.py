@@ -1,4 +1,4 @@
-"""A run's state, to and from a checkpoint: where the run is, and all that trains, in whole tensors and rows."""
+"""Saves and restores the state of a run: its place, and all trained parameters with their moments."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ from cqwen_dist.training.zero.zero_state import FeatureState
 
 @dataclass
 class Place:
-    """Where a run is, as saved in a checkpoint. The same on every rank."""
+    """The place of a run, as saved in a checkpoint. Equal on all ranks."""
 
     step: int = 0
     stage: str = ""
-    loader: dict[str, int] = field(default_factory=dict)  # where the next step's samples come from
+    loader: dict[str, int] = field(default_factory=dict)  # data position of the next step
     figures: dict[str, Any] = field(default_factory=dict)  # metrics of the last evaluation
-    due: dict[str, Any] | None = None  # the record of `step`, where its evaluation was cut short; may hold tensors
-    evaluated: bool = False  # whether the metrics are of `step`
-    exchanged: list[str] = field(default_factory=list)  # inputs that were exchanged since (`run.accept`)
+    due: dict[str, Any] | None = None  # the record of `step` if its evaluation was interrupted; may contain tensors
+    evaluated: bool = False  # whether the metrics belong to `step`
+    exchanged: list[str] = field(default_factory=list)  # inputs that have changed since (`run.accept`)
 
 
 def save(run: Run, place: Place) -> None:
-    """Save a checkpoint of all that trains and of where the run is. Collective over the world."""
+    """Save a checkpoint with all trained state and the place. Collective over the world."""
     evaluated = place.figures if place.evaluated else {}
     about = About(place.step, place.stage, evaluated, run.config.model_dump(mode="json"), run.config.base_folder)
     run.saver.save(lambda: _collect(run, place), about)
 
 
 def restore(run: Run, folder: Path) -> Place:
-    """Restore what `save` saved, on any ranks; returns where the run continues. Raises `UserError`."""
+    """Restore a checkpoint, saved on any number of ranks. Returns the place. Raises `UserError`."""
+    # Each rank reads the moments of the rows that it steps now; the ranks of the save do not matter
     first = run.model.action.vocab_start
     kept = [(first + start, first + stop) for start, stop in run.engine.heads.of_rows.kept]
     found = load_checkpoint(folder, row_range(run.model), kept)
@@ -53,7 +54,7 @@ def restore(run: Run, folder: Path) -> Place:
     _restore(run.engine, found, folder)
     place = Place(**{key: state[key] for key in vars(Place()) if key in state})
     place.exchanged = exchanged
-    if "eval" in exchanged:  # what was measured on the texts before is not compared with these
+    if "eval" in exchanged:  # metrics on the old held-out texts are not comparable
         state |= {"base": {}, "schedule": {**state["schedule"], "best": None, "waited": 0}}
     factors = place.figures.pop(CALIBRATION, None)
     run.schedule.load_state_dict(state["schedule"], place.step)
@@ -66,12 +67,12 @@ def restore(run: Run, folder: Path) -> Place:
 
 
 def row_range(model: CausalQwenModel) -> tuple[int, int]:
-    """[start, stop) of the vocabulary's rows that this rank holds."""
+    """[start, stop) of this rank's vocabulary rows."""
     return model.action.vocab_start, model.action.vocab_start + model.action.rows
 
 
 def _collect(run: Run, place: Place) -> TrainState:
-    """All that trains and where the run is, ready to be saved. Collective."""
+    """Collect the state to save. Collective over the world."""
     engine = run.engine
     features = engine.feature_state()
     moments, steps = engine.heads.moments()
@@ -104,20 +105,21 @@ def _collect(run: Run, place: Place) -> TrainState:
 
 
 def _split(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(replicated, with rows): parameters of the heads, or moments of them."""
+    """Split head parameters or moments into (replicated, with vocabulary rows)."""
     rows = {name: tensor for name, tensor in tensors.items() if has_rows(name, tensor.shape)}
     return {name: tensor for name, tensor in tensors.items() if name not in rows}, rows
 
 
 def _restore(engine: Engine, found: TrainState, source: Path) -> None:
-    """Put a checkpoint's tensors, saved on any ranks, back into the engine. source: where it was read, for errors."""
+    """Load the tensors of a checkpoint into the engine. source: folder of the checkpoint, for errors."""
     state, shapes = found.state, engine.feature_shapes()
     features = FeatureState(found.features, found.feature_moments, state["feature_steps"])
     heads, moments = {**found.heads, **found.rows}, {**found.head_moments, **found.row_moments}
-    if state["model"]["lora"] is None:  # a stage that trains adapters was appended since: they begin now
+    if state["model"]["lora"] is None:  # a stage with adapters was appended later: they start now
         for saved, present in zip(features[:2], engine.feature_state()[:2], strict=True):
             saved.update({name: value for name, value in present.items() if is_lora(name)})
     stepped = {name: shape for name, shape in head_shapes(engine).items() if name in state["head_steps"]}
+    # Check all names and shapes before loading any: a refused checkpoint must leave the engine unchanged
     refuse_strange(heads, head_shapes(engine), source)
     kept = sum(stop - start for start, stop in engine.heads.of_rows.kept)
     held = {name: torch.Size((kept, *shape[1:])) if has_rows(name, shape) else shape for name, shape in stepped.items()}
@@ -131,7 +133,7 @@ def _restore(engine: Engine, found: TrainState, source: Path) -> None:
 
 @torch.no_grad()
 def load_heads(engine: Engine, values: dict[str, Tensor], state: dict[str, Any]) -> None:
-    """Copy a checkpoint's heads into the model, with the units that they were trained in. state: of state.json."""
+    """Copy the heads of a checkpoint into the model, with the units of their training. state: from state.json."""
     tensors, model, saved = head_tensors(engine), engine.model, state["model"]
     for name, value in values.items():
         tensors[name].copy_(value)
@@ -145,11 +147,11 @@ def _moments_of(shapes: dict[str, torch.Size]) -> dict[str, torch.Size]:
 
 
 def head_tensors(engine: Engine) -> dict[str, Tensor]:
-    """Every parameter of the heads by name, frozen ones too (a calibrated C may be fixed)."""
+    """All parameters of the heads by name, including frozen ones (a calibrated C may be fixed)."""
     parts = engine.model.heads.items()
     return {f"{part}.{name}": p for part, module in parts for name, p in module.named_parameters()}
 
 
 def head_shapes(engine: Engine) -> dict[str, torch.Size]:
-    """Shapes of the heads' parameters on this rank by name; a rank may have no rows."""
+    """Shapes of the head parameters on this rank by name, without empty ones; a rank may have no rows."""
     return {name: tensor.shape for name, tensor in head_tensors(engine).items() if tensor.numel()}

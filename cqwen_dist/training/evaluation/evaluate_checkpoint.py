@@ -1,4 +1,4 @@
-"""`cqwen eval`: the training run's evaluation, of a checkpoint or an exported folder, in one process."""
+"""`cqwen eval`: evaluates a checkpoint or an exported folder in one process, like the training run."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def evaluate_checkpoint(
     base: str | None = None,
     decisions: Decisions | None = None,
 ) -> dict[str, float]:
-    """The metrics of `training.evaluation.evaluator` on `data` (default: the run's own held-out texts).
+    """The metrics of `training.evaluation.evaluator` on `data` (default: the run's held-out texts).
 
-    They include the base model's own on the same texts: of the run's base, or of `base`. An exported folder knows no
-    run: `data` is required, its field is `text`, and there is no baseline, and no base model unless `base` names one.
-    On other data than the run's own, the interval factors saved with the model are tried too. Raises `UserError`.
+    Includes metrics of the base model on the same texts: `base`, or the run's base. For an exported folder, `data` is
+    required with the field `text`, there is no baseline, and a base model only if `base` is given. If `data` is given,
+    the interval factors saved with the model are tested too. Raises `UserError`.
     """
     run, own_base, baseline = _run_of(path, data)
     dtype = dtype_of(run.train.precision)
@@ -52,7 +52,7 @@ def evaluate_checkpoint(
     with distributed(alone=True) as runtime:
         inner = model.model.to(runtime.device)
         if data is None and inner.wide is not None and run.model.wide_from_eval:
-            inner.wide.train()  # each text is read by the fit that left it out
+            inner.wide.train()  # each text uses the fit that left this text out
         batches = EvalLoader(dataset, rank=0, world=1, micro_batch_size=micro_batch_size)
         evaluator = Evaluator(
             inner,
@@ -77,7 +77,7 @@ def evaluate_checkpoint(
 
 
 def _run_of(path: Path, data: str | None) -> tuple[Config, str | None, float | None]:
-    """(config, base model, median of the training numbers) of a run; an exported folder has a default config alone."""
+    """(config, base model, median of the training numbers) of a run; only a default config for an exported folder."""
     if is_exported(path):
         if data is None:
             raise UserError("--data", "no value", "a JSONL file or bundled:NAME (an exported folder holds no data)")
@@ -91,7 +91,7 @@ def _run_of(path: Path, data: str | None) -> tuple[Config, str | None, float | N
 
 
 def _dataset(config: DataConfig, data: str | None, tokenizer: NumericalAwareTokenizer) -> TextDataset:
-    """`data`, or the run's held-out texts. Raises `UserError` where there are none."""
+    """`data`, or the run's held-out texts. Raises `UserError` if there are no texts."""
     if data is None:
         dataset = load_datasets(config, tokenizer).eval
     else:
@@ -106,11 +106,11 @@ def _dataset(config: DataConfig, data: str | None, tokenizer: NumericalAwareToke
 def measure_base(
     base: Any, batches: Iterable[Batch], name: str, num_token_id: int, numerals: Sequence[int] = ()
 ) -> dict[str, float]:
-    """The base model's own top-1 and perplexity on the same ids, values of numbers unseen, at every label position.
+    """Top-1 and perplexity of the base model at all label positions, from ids only, without values of numbers.
 
-    base: a causal language model of transformers with its own head, all V rows. numerals: the tokens that it spells
-    numerals with, if it never saw <NUM>: it reads their mean there, and any of them is right where a number is next,
-    as at a run's start. Raises `UserError` where a label is not in its vocabulary.
+    base: a causal language model of transformers with its output head, all V rows. numerals: tokens with which it
+    spells numerals, if it never saw <NUM>. Their mean embedding replaces <NUM> in the input, and at a number label each
+    of them is right, as at the start of a run. Raises `UserError` if a label is not in its vocabulary.
     """
     base.eval()
     head, table = base.get_output_embeddings(), base.get_input_embeddings().weight

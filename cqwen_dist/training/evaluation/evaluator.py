@@ -1,13 +1,13 @@
-"""Held-out metrics, all by deterministic inference (seed S3 section 5).
+"""Held-out metrics, all from deterministic inference (seed S3 section 5).
 
-eval/accuracy          argmax P over every labelled position       eval/base_accuracy     the base model's own top-1
-eval/perplexity        of softmax(loc_S)                           eval/base_perplexity   the base model's own
-eval/perplexity_ovr    of P_k / sum P                              eval/num_*             telling <NUM> from words
-eval/accuracy_words_*                                              by the label's frequency (`frequency.BAND_NAMES`)
-dist/C_words_*                                                     mean threshold, by the same bands
-eval/reg_*, coverage_*, width_*, crps                              the numbers (`number_metrics`)
-eval/type_accuracy, ...                                            the number head's own (`NumberHead.metrics`)
-eval/multilabel_*, eval/reject_*                                   on request: sets of words, saying "I don't know"
+eval/accuracy          argmax P at all labelled positions          eval/base_accuracy     top-1 of the base model
+eval/perplexity        softmax(loc_S)                              eval/base_perplexity   the same of the base model
+eval/perplexity_ovr    P_k / sum P                                 eval/num_*             <NUM> versus words
+eval/accuracy_words_*                                              by label frequency (`frequency.BAND_NAMES`)
+dist/C_words_*                                                     mean threshold by the same bands
+eval/reg_*, coverage_*, width_*, crps                              numbers (`number_metrics`)
+eval/type_accuracy, ...                                            metrics of the number head (`NumberHead.metrics`)
+eval/multilabel_*, eval/reject_*                                   on request: sets of words, abstaining
 dist/U_*               over all tokens and dimensions (`Spread`)   dist/ovr_prob_sum_*    1 is calibrated
 """
 
@@ -42,14 +42,14 @@ from cqwen_dist.training.evaluation.number_metrics import Numbers, number_metric
 from cqwen_dist.training.evaluation.spread import Spread
 from cqwen_dist.training.frequency import BAND_NAMES, band_of, mean_thresholds
 
-PROBED = 48  # tokens whose U is compared from evaluation to evaluation
+PROBED = 48  # number of tokens whose U is compared between evaluations
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """Optional ways to predict (seed S4 3.3.2, 3.3.3, 3.5.3), each a probability in (0, 1), None for none.
+    """Optional decision rules (seed S4 3.3.2, 3.3.3, 3.5.3). Each is a probability in (0, 1), or None for off.
 
-    label_set: predict every word with P above it. reject_below: abstain where the best word's P is below it.
+    label_set: predict all words with a larger P. reject_below: abstain if P of the best word is smaller.
     """
 
     label_set: float | None = None
@@ -58,10 +58,10 @@ class Decisions:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a report draws in addition to the metrics.
+    """Data for a report's charts, in addition to the metrics.
 
-    numbers: the drawing of `number_metrics`, None without numbers. labels [n] and probe [n,C]: this rank's first few
-    held-out tokens and their U, on the CPU.
+    numbers: the drawing of `number_metrics`; None without numbers. labels [n] and probe [n,C]: the first held-out
+    tokens of this rank and their U, on the CPU.
     """
 
     numbers: dict[str, Any] | None
@@ -71,36 +71,36 @@ class Evaluation:
 
 @dataclass
 class Evaluator:
-    """Evaluates one model on one held-out set. Collective over the world: every rank takes part."""
+    """Evaluates a model on a held-out set. Collective over the world."""
 
     model: CausalQwenModel
     features: Callable[..., Tensor]  # (batch on the device, keep [N]) -> z [N,H]
-    batches: Iterable[Batch]  # iterated at each evaluation
+    batches: Iterable[Batch]  # iterated in each evaluation
     groups: Groups
     _: KW_ONLY
-    baseline_value: float | None  # the training numbers' median, raw unit
-    used_rows: int | None = None  # the word loss leaves out words from here on
+    baseline_value: float | None  # median of the training numbers, raw unit
+    used_rows: int | None = None  # the word loss leaves out words from this row on
     gemm_dtype: torch.dtype = torch.float32
     word_counts: np.ndarray | None = None  # [V] occurrences in training, for metrics by frequency
     decisions: Decisions = field(default_factory=Decisions)
-    known: Intervals = field(default_factory=Intervals)  # with factors measured before, to be tried on this data
-    kept: Callable[[int, Batch, Tensor], Tensor] | None = None  # `features` of the i-th batch, from memory if known
-    numerals: Sequence[int] = ()  # the base spells numerals with these tokens: any of them counts as <NUM> for it
+    known: Intervals = field(default_factory=Intervals)  # saved interval factors, to be tested on this data
+    kept: Callable[[int, Batch, Tensor], Tensor] | None = None  # `features` of the i-th batch, kept in memory
+    numerals: Sequence[int] = ()  # tokens with which the base spells numerals: each counts as <NUM> for the base
     progress: Callable[[str, int, int], None] = lambda what, done, of: None  # (what, batch, number of batches)
 
     def __post_init__(self) -> None:
-        self.base: dict[str, float] = {}  # the base model's own metrics; every evaluation repeats them
-        self.factors: Intervals | None = None  # of the last evaluation
+        self.base: dict[str, float] = {}  # metrics of the base model; all evaluations include them
+        self.factors: Intervals | None = None  # interval factors of the last evaluation
         self.last: Evaluation | None = None
         self.device = self.model.action.cls_weight.device
         self.band = None if self.word_counts is None else torch.from_numpy(band_of(self.word_counts)).to(self.device)
 
     @torch.no_grad()
     def measure_base(self) -> dict[str, float]:
-        """The base model's own top-1 and perplexity: values unseen, adapters off, the heads as inherited.
+        """Top-1 and perplexity of the base model: without values, without adapters, with the inherited head.
 
-        Where a number is next, a digit counts as <NUM>, with the probability of all digits and <NUM> together. Call it
-        before training only.
+        At a number any digit counts as <NUM>, with the total probability of all digits and <NUM>. Call this only before
+        training.
         """
         action = self.model.action
         rows, bias = rows_of(action, list(self.numerals), self.groups)
@@ -120,16 +120,16 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
-        """All metrics, equal on every rank; `factors` and `last` hold the rest."""
+        """All metrics, equal on all ranks. Also sets `factors` and `last`."""
         sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
         banded = torch.zeros(2, len(BAND_NAMES), dtype=torch.float64, device=self.device)
         lists: dict[str, list[Tensor]] = defaultdict(list)
-        generator = torch.Generator(self.device).manual_seed(0)  # the same individuals at every evaluation
+        generator = torch.Generator(self.device).manual_seed(0)  # the same individuals in each evaluation
         probe: tuple[Tensor, Cauchy] | None = None
         spreads = {"U_loc": Spread(self.device), "U_scale": Spread(self.device)}
         texts, numbers = 0, None
 
-        # This rank's batches: sums over tokens, and lists of what needs a median
+        # This rank's batches: sums over tokens, and lists of values for medians
         for i, batch, keep in self._batches():
             labels = batch.labels.flatten()[keep]
             z = self.features(batch, keep) if self.kept is None else self.kept(i, batch, keep)
@@ -144,7 +144,7 @@ class Evaluator:
             spreads["U_loc"].add(u.loc)
             spreads["U_scale"].add(u.scale)
 
-        # The same of all ranks
+        # All ranks: one gather for the lists, one all-reduce for the sums
         gathered = _gather({name: torch.cat(parts).double().cpu().numpy() for name, parts in lists.items()}, texts)
         names = sorted(sums)
         packed = sum_over(torch.cat([torch.stack([sums[name] for name in names]), banded.flatten()]))
@@ -170,7 +170,7 @@ class Evaluator:
         return metrics
 
     def _add_words(self, u_prime: Cauchy, labels: Tensor, sums: dict[str, Tensor], banded: Tensor) -> Tensor:
-        """Add a batch's words to the sums; returns each token's sum of P [N]."""
+        """Add the words of a batch to the sums. Returns the sum of P per token [N]."""
         num_id = self.model.config.num_token_id
         words = self._words(u_prime, labels)
         scores = self._scores(u_prime, labels)
@@ -190,7 +190,7 @@ class Evaluator:
             sums["set_empty"] += (size == 0).sum()
             sums["set_hit"] += (scores.label_log_p > math.log(self.decisions.label_set)).sum()
         if self.decisions.reject_below is not None:
-            # P of the decision strength z is atan2(1, -z)/pi, so P >= p where z >= tan(pi (p - 1/2))
+            # P = atan2(1, -z)/pi for decision strength z, so P >= p is z >= tan(pi (p - 1/2))
             answered = strength >= math.tan(math.pi * (self.decisions.reject_below - 0.5))
             sums["answered"] += answered.sum()
             sums["answered_right"] += (answered & right).sum()
@@ -208,9 +208,9 @@ class Evaluator:
         sums: dict[str, Tensor],
         lists: dict[str, list[Tensor]],
     ) -> None:
-        """Add a batch's numbers to the lists: truth (raw unit), Y, text, and what the number head measures besides.
+        """Add the numbers of a batch to the lists: truth (raw unit), Y, text index, and metrics of the number head.
 
-        texts: the number of texts in the batches before.
+        texts: number of texts in earlier batches.
         """
         head, is_number = self.model.action.number_head, batch.numeric_mask.flatten()[keep]
         at, own = keep[is_number], Cauchy(u_prime.loc[is_number], u_prime.scale[is_number])
@@ -225,7 +225,7 @@ class Evaluator:
             sums[name] += part
 
     def _causal_prob_sum(self, u: Cauchy, labels: Tensor, generator: torch.Generator) -> Tensor:
-        """Each token's sum of P [N] for one individual drawn from its U, with noise alone as its scale."""
+        """Sum of P per token [N] for one individual drawn from U, with only the noise as scale."""
         individual = u.sample(torch.rand(u.loc.shape, generator=generator, device=self.device))
         causal = Cauchy(individual, self.model.action.b_noise.abs().expand_as(individual))
         return self._words(causal, labels).prob_sum
@@ -283,9 +283,8 @@ def base_metrics(
 ) -> dict[str, float]:
     """Top-1 and perplexity of a base that spells numerals with the tokens `spelt` [d]; d may be 0.
 
-    Where <NUM> is next, any of these tokens is right, with the probability of all of them and <NUM> together.
-    scored: of each batch (best word [N], scores of the labels, labels [N], logits of `spelt` [N,d]). Collective over
-    the world.
+    If the label is <NUM>, each of these tokens is right, and their probabilities add to that of <NUM>. scored: (best
+    word [N], label scores, labels [N], logits of `spelt` [N,d]) for each batch. Collective over the world.
     """
     sums = torch.zeros(3, dtype=torch.float64, device=spelt.device)
     for best, scores, labels, digits in scored:
@@ -304,9 +303,9 @@ def base_metrics(
 def best_word(
     model: CausalQwenModel, u_prime: Cauchy, groups: Groups, gemm_dtype: torch.dtype, rank_by: RankBy
 ) -> TopWord:
-    """The best word of each token, for U' [N,C]. Collective over the vocabulary group.
+    """The best word of each token for U' [N,C]. Collective over the vocabulary group.
 
-    rank_by: "ovr", by P, score z = (loc_S - C)/scale_S, over the rows that the tokenizer uses; "loc", by loc_S, all.
+    rank_by: "ovr" ranks used rows by P, with score z = (loc_S - C)/scale_S; "loc" ranks all rows by loc_S.
     """
     action = model.action
     head = action.word_head(model.config.used_rows if rank_by == "ovr" else None)
@@ -314,7 +313,7 @@ def best_word(
 
 
 def _gather(mine: dict[str, np.ndarray], texts: int) -> dict[str, np.ndarray]:
-    """The lists of all ranks joined (a median needs all values), with texts numbered over all ranks; one exchange."""
+    """Join the lists of all ranks in one gather (a median needs all values); text numbers become global."""
     everyone = gather_objects((mine, texts))
     first = np.cumsum([0, *(count for _, count in everyone)])
     for (lists, _), offset in zip(everyone, first, strict=False):
@@ -323,10 +322,10 @@ def _gather(mine: dict[str, np.ndarray], texts: int) -> dict[str, np.ndarray]:
 
 
 def perplexity(surprise: float) -> float:
-    """exp of a mean surprise in nats; infinite where no float holds it."""
+    """exp of a mean surprise in nats; inf on overflow."""
     return math.exp(surprise) if surprise < 709.0 else math.inf
 
 
 def _median(values: np.ndarray) -> float:
-    """The median of any number of values (torch.quantile refuses more than 16 million); nan of none."""
+    """The median of any number of values (torch.quantile allows only 16 million); nan for an empty list."""
     return float(np.median(values)) if len(values) else math.nan

@@ -1,12 +1,12 @@
-"""Metrics of predicted numbers: errors in the raw unit, intervals, CRPS, and what a report draws.
+"""Metrics of predicted numbers: errors in the raw unit, intervals, CRPS, and chart data for a report.
 
-Intervals are recalibrated by split conformal prediction (Vovk; Lei et al. 2018), as those of a Cauchy that is fitted to
-light-tailed residuals are too wide. The held-out numbers give the scores r_i = |t_i - loc_i| / scale_i, in the target's
-unit, in which Y is Cauchy. Let q be the ceil((n+1) level)-th smallest score. Then loc +- q scale contains a new number
-of the same kind with probability >= level, whatever the model. The factor of a level is q over the Cauchy's own
-half-width: an interval is loc +- factor tan(pi level/2) scale, and raw intervals have factor 1. The target's unit is
-monotone in the raw one, so the ends can be mapped back. A checkpoint gets the factors of all held-out numbers. Coverage
-is measured by halves of the texts, each with the factors of the other half.
+Intervals of a Cauchy that is fitted to light-tailed residuals are too wide. Split conformal prediction (Vovk; Lei et
+al. 2018) recalibrates them. The held-out numbers give scores r_i = |t_i - loc_i| / scale_i, in the target's unit, in
+which Y is Cauchy. Let q be the ceil((n+1) level)-th smallest score. Then loc +- q scale contains a new exchangeable
+number with probability >= level, for any model. The factor of a level is q divided by the half-width of the Cauchy: an
+interval is loc +- factor tan(pi level/2) scale, and raw intervals have factor 1. The target's unit is monotone in the
+raw unit, so the ends can be mapped back. A checkpoint stores the factors from all held-out numbers. Coverage is
+measured on halves of the texts, each with the factors of the other half.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.ops.cauchy import Cauchy
 
 CALIBRATION = "calibration"  # key of the factors in a checkpoint's metrics
-RAW = Intervals()  # the Cauchy's own
-DRAWN = 1000  # numbers in a report's drawing, at most
+RAW = Intervals()  # intervals of the Cauchy law
+DRAWN = 1000  # most numbers in a chart
 PIT_BINS = 20
 CURVE = tuple(round(0.05 * i, 2) for i in range(1, 20))  # levels of the coverage plot
 
 
 def for_calibration(texts: np.ndarray) -> np.ndarray:
-    """[n] bool: the half to which held-out texts [n] int (numbered in the data's order) belong.
+    """The half [n] bool of held-out texts [n] int (numbered in data order).
 
-    The top bit of a golden-ratio hash of the number: about half, evenly spread, the same on any number of ranks. By
-    text, as the numbers of one text are not independent. Not by parity, as data may alternate.
+    The top bit of a golden-ratio hash of the text number: even halves, independent of the number of ranks. Numbers of
+    one text are dependent, so a text is never split. Parity would fail for data that alternates.
     """
     return (texts.astype(np.uint64) * np.uint64(2654435769) & np.uint64(0xFFFFFFFF)) >> np.uint64(31) == 1
 
@@ -42,7 +42,7 @@ def for_calibration(texts: np.ndarray) -> np.ndarray:
 def interval_factors(scores: np.ndarray, levels: tuple[float, ...] = LEVELS) -> Intervals:
     """Factors from scores [n] = |t - loc| / scale, >= 0.
 
-    A level that n numbers cannot guarantee (ceil((n+1) level) > n) is left out.
+    Leaves out levels that n numbers cannot guarantee (ceil((n+1) level) > n).
     """
     ordered, found = np.sort(scores), {}
     for level in levels:
@@ -54,13 +54,13 @@ def interval_factors(scores: np.ndarray, levels: tuple[float, ...] = LEVELS) -> 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Held-out numbers, all float64 [M] in the data's order: the truth in the raw unit, Y in the target's, the text."""
+    """Held-out numbers, float64 [M] in data order: truth in the raw unit, Y in the target's unit, text number."""
 
     true: np.ndarray
     loc: np.ndarray
     scale: np.ndarray
-    text: np.ndarray  # int64: the number of the text (packed row) in the held-out data
-    exact: np.ndarray | None = None  # bool: loc is a value that the head decided to all its digits, not Y's own
+    text: np.ndarray  # int64: number of the text (packed row) in the held-out data
+    exact: np.ndarray | None = None  # bool: loc is an exact value chosen by the head, not the location of Y
 
     def __len__(self) -> int:
         return len(self.true)
@@ -68,7 +68,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class NumberMetrics:
-    """metrics: by name; factors: of the intervals; drawing: plain values for a report."""
+    """metrics by name, interval factors, and plain chart data for a report."""
 
     metrics: dict[str, float]
     factors: Intervals
@@ -80,15 +80,15 @@ def number_metrics(
 ) -> NumberMetrics:
     """All metrics of M >= 1 numbers. baseline: a constant prediction, raw unit.
 
-    known: factors that were measured elsewhere (saved with the run), to be tried on these numbers.
+    known: saved factors from other data, to be tested on these numbers.
 
-    eval/coverage_50, _90, _95        share inside the Cauchy's own interval, of all numbers
-    eval/coverage_90_conformal, ...   the same, recalibrated: each half with the factors of the other
-    eval/coverage_90_known, ...       with the known factors, of all numbers
-    Recalibration is by and of the numbers that are not `exact`: the errors of exact ones are 0 or anything.
-    eval/width_90, _90_conformal      median width of those intervals, raw unit
+    eval/coverage_50, _90, _95        fraction of all numbers inside the raw interval
+    eval/coverage_90_conformal, ...   recalibrated, each half with the factors of the other half
+    eval/coverage_90_known, ...       fraction of all numbers with the known factors
+    eval/width_90, _90_conformal      median width of these intervals, raw unit
     eval/crps                         mean CRPS, raw unit (`Cauchy.crps`); eval/crps_target: in the target's unit
-    A transform that is not linear has eval/crps_target only: a log-Cauchy's CRPS is infinite.
+    Recalibration leaves out `exact` numbers, whose errors are 0 or arbitrary. With a nonlinear transform there is only
+    eval/crps_target, as the CRPS of a log-Cauchy is infinite.
     """
     y = Cauchy(torch.from_numpy(numbers.loc), torch.from_numpy(numbers.scale))
     goal = target.forward(torch.from_numpy(numbers.true)).double()
@@ -115,7 +115,7 @@ def number_metrics(
     if len(inside[0.9]):
         metrics["eval/conformal_numbers"] = float(len(inside[0.9]))
 
-    # A report's drawing
+    # Chart data for a report
     drawn = {"true": numbers.true, "predicted": target.inverse(y.loc), "low": low, "high": high}
     some = np.unique(np.linspace(0, len(numbers) - 1, min(DRAWN, len(numbers))).astype(np.int64))
     drawing = {
@@ -134,7 +134,7 @@ def number_metrics(
 def _errors(
     numbers: Numbers, y: Cauchy, goal: torch.Tensor, target: TargetTransform, baseline: float | None
 ) -> dict[str, float]:
-    """The metrics of errors. y, goal: in the target's unit."""
+    """Error metrics. y, goal: in the target's unit."""
     error = np.abs(target.inverse(y.loc).numpy() - numbers.true)
     crps = y.crps(goal)
     metrics = {
@@ -153,9 +153,9 @@ def _errors(
 
 
 def _inside(scores: np.ndarray, first: np.ndarray, level: float) -> np.ndarray:
-    """Whether each score is within the interval of the other half's factors. first [n] bool: the halves.
+    """Whether each score is inside the interval with the factors of the other half. first [n] bool: the halves.
 
-    A half is left out if the other one cannot guarantee the level.
+    Leaves out a half if the other half cannot guarantee the level.
     """
     found = [np.zeros(0, bool)]
     for own in (first, ~first):

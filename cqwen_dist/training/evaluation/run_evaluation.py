@@ -1,12 +1,12 @@
-"""A run's evaluations: its held-out texts, and watched texts of other kinds, on which it does not train.
+"""The evaluations of a run: held-out texts, and watched texts of other kinds that are never trained on.
 
-watch/NAME/accuracy       argmax P over every labelled position of `data.watch.NAME`
-watch/NAME/base_accuracy  the base model's own top-1 on them; perplexity, base_perplexity and cls_loss_mean likewise
+watch/NAME/accuracy       argmax P at all labelled positions of `data.watch.NAME`
+watch/NAME/base_accuracy  top-1 of the base model on them; likewise perplexity, base_perplexity and cls_loss_mean
 
-RUN/evaluations has what a report draws, written by rank 0: of the evaluation before training and of each stage's last
+Rank 0 writes chart data to RUN/evaluations, for the evaluation before training and the last one of each stage:
 
 step-00000150.json        {"step", "stage", "numbers": the drawing of `number_metrics`, "tokens": [...]}
-probe_start.safetensors   U of the first few held-out tokens before training, which later ones are compared with
+probe_start.safetensors   U of the first held-out tokens before training, for comparison with later ones
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def read_watched(config: DataConfig, tokenizer: NumericalAwareTokenizer) -> dict
 
 
 class Evaluations:
-    """Evaluates a run at its start and during training. Collective over the world."""
+    """Evaluates a run before and during training. Collective over the world."""
 
     def __init__(
         self,
@@ -53,24 +53,24 @@ class Evaluations:
         run_dir: Path | None,
         tokenizer: NumericalAwareTokenizer,
     ) -> None:
-        """held_out: None without such texts. watched: by name. run_dir: None on all ranks but the main one."""
+        """held_out: None without held-out texts. watched: evaluators by name. run_dir: None except on rank 0."""
         self.held_out, self.watched = held_out, watched
         self.folder = None if run_dir is None else run_dir / EVALUATIONS
         self.tokenizer = tokenizer
 
     @property
     def base_accuracy(self) -> float | None:
-        """The base model's own top-1 on the held-out texts."""
+        """Top-1 of the base model on the held-out texts."""
         return None if self.held_out is None else self.held_out.base.get("eval/base_accuracy")
 
     def measure_base(self) -> None:
-        """Measure the base model's own metrics; only before training."""
+        """Measure the base model. Only before training."""
         for evaluator in (self.held_out, *self.watched.values()):
             if evaluator is not None:
                 evaluator.measure_base()
 
     def __call__(self, step: int, stage: str) -> dict[str, Any]:
-        """The metrics after `step`, equal on every rank; stores what a report draws."""
+        """The metrics after `step`, equal on all ranks. Also stores chart data for a report."""
         metrics: dict[str, Any] = {}
         for name, evaluator in self.watched.items():
             found = evaluator()
@@ -82,7 +82,7 @@ class Evaluations:
         return metrics
 
     def shown(self, metrics: dict[str, Any]) -> str:
-        """The main metrics in one line for people; empty where nothing is evaluated."""
+        """The main metrics in one line for the user; empty without evaluators."""
         parts = []
         if self.held_out is not None:
             base = f" (base {metrics['eval/base_accuracy']:.1%})" if "eval/base_accuracy" in metrics else ""
@@ -115,11 +115,11 @@ class Evaluations:
                 other.unlink()
 
     def _tokens(self, found: Evaluation, start: Cauchy) -> list[dict[str, Any]]:
-        """For each probed token: the word that follows, how far U has moved, how wide it is."""
+        """For each probed token: the next word, the shift of U, and its change of scale."""
         if not len(found.labels) or start.loc.shape != found.probe.loc.shape:
             return []
         kl = found.probe.kl(start).mean(1)
-        # pooled over dimensions: number dimensions have no spread of their own before training
+        # Pooled over dimensions, since number dimensions have no spread before training
         spread = start.loc.var(0).mean().sqrt().clamp(min=1e-12) if len(start.loc) > 1 else torch.ones(())
         shift = (found.probe.loc - start.loc).square().mean(1).sqrt() / spread
         widened = (found.probe.scale.log() - start.scale.log()).median(1).values
@@ -130,17 +130,17 @@ class Evaluations:
     # ------------------------------------------------------------------------------------ checkpoint
 
     def factors(self) -> dict[str, Any]:
-        """The last evaluation's interval factors, for a checkpoint's metrics; empty without."""
+        """Interval factors of the last evaluation for the metrics in a checkpoint; {} without factors."""
         known = None if self.held_out is None else self.held_out.factors
         return {} if known is None else {CALIBRATION: known.to_dict()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The base's metrics, which cannot be measured again once training has begun."""
+        """Metrics of the base model, which cannot be measured again after training has started."""
         watched = {name: evaluator.base for name, evaluator in self.watched.items()}
         return {"base": {} if self.held_out is None else self.held_out.base, "watch": watched}
 
     def load_state_dict(self, state: dict[str, Any], factors: dict[str, Any] | None) -> None:
-        """Restore what `state_dict` and `factors` returned."""
+        """Restore `state_dict` and `factors`."""
         for name, base in state.get("watch", {}).items():
             self.watched[name].base = base
         if self.held_out is not None:

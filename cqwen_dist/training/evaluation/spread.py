@@ -1,4 +1,4 @@
-"""Mean, deviation and quartiles of more values than memory holds, from any batches and ranks."""
+"""Mean, deviation and quartiles of more values than fit into memory, over batches and ranks."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from torch import Tensor
 
 from cqwen_dist.parallel.collectives import sum_over
 
-_CUT = 14  # low bits of an fp32 that its bin forgets: a bin is at most 2^-9 of its values wide
+_CUT = 14  # low bits of an fp32 that are dropped for the bin: a bin is at most 2^-9 wide relative to its values
 _BINS = 1 << (32 - _CUT)
-_AT_ONCE = 1 << 20  # values: bounds what `add` holds
+_AT_ONCE = 1 << 20  # values per block: bounds the memory of `add`
 
 
 class Spread:
-    """A histogram over the bit patterns of fp32: count, sum and sum of squares of each bin, 6 MiB on the device.
+    """A histogram over fp32 bit patterns: count, sum and sum of squares per bin, 6 MiB on the device.
 
-    Mean and deviation are exact. A quartile is taken from its bin's moments as if the values were uniform around the
-    bin's mean: exact where a bin's values are equal, otherwise with a relative error below 0.3 %.
+    Mean and deviation are exact. Quartiles assume a uniform law within a bin, with the bin's mean and deviation. They
+    are exact if all values of the bin are equal; otherwise the relative error is below 0.3 %.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(3, _BINS, dtype=torch.float64, device=device)  # counts below 2^53 are exact
 
     def add(self, values: Tensor) -> None:
-        """values: fp32 of any shape. Does not wait for the device."""
+        """Add values, fp32 of any shape, without host synchronisation."""
         for part in values.detach().float().flatten().split(_AT_ONCE):
             bits = part.view(torch.int32)
-            above = (part - (bits >> _CUT << _CUT).view(torch.float32)).double()  # the bin's edge: an exact difference
-            place = (torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> _CUT) + _BINS // 2  # in the order of the floats
+            above = (part - (bits >> _CUT << _CUT).view(torch.float32)).double()  # exact distance from the edge
+            place = (torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> _CUT) + _BINS // 2  # ordered like the floats
             for row, what in zip(self._sums, (torch.ones_like(above), above, above.square()), strict=True):
                 row.index_add_(0, place, what)
 
     def summary(self) -> dict[str, float]:
-        """mean, median, std, iqr (S3 5.4) of all ranks' values; empty below two. Collective over the world; once."""
+        """mean, median, std, iqr (S3 5.4) over all ranks; {} for fewer than two values. Collective. Call it once."""
         count, above, squares = sum_over(self._sums).cpu().numpy()
         used = np.flatnonzero(count)
         n, total = count[used], int(count.sum())
@@ -42,14 +42,16 @@ class Spread:
         order = (used - _BINS // 2).astype(np.int32) << _CUT
         bits = np.where(order < 0, order ^ np.int32(0x7FFFFFFF), order) >> _CUT << _CUT
         edge = bits.view(np.float32).astype(np.float64)
-        first, second = above[used] / n, squares[used] / n  # of a bin's values less its edge
+        first, second = above[used] / n, squares[used] / n  # moments relative to the bin edge
         mean = float(((edge + first) * n).sum() / total)
         off = edge - mean
         std = float(np.sqrt(((off * off + 2 * off * first + second) * n).sum() / (total - 1)))
-        half = np.sqrt(3 * np.maximum(second - first * first, 0.0))  # of the even law with a bin's own deviation
+        half = np.sqrt(
+            3 * np.maximum(second - first * first, 0.0)
+        )  # half-width of the uniform law with the bin's deviation
         before = np.cumsum(n) - n
 
-        # Each quartile lies between two ranks, as numpy's does: their values first, then the point between them
+        # Like numpy, interpolate each quartile between the values of two ranks
         at = (total - 1) * np.array([0.25, 0.5, 0.75])
         ranks = np.stack([np.floor(at), np.ceil(at)])
         bins = np.searchsorted(before, ranks, side="right") - 1
