@@ -67,6 +67,7 @@ def train(
 
         accepted = {KEYS[name] for name in checked.run.accept}
         for key, rows in held.items():
+            # A resumed run must train on the same rows, unless run.accept names them.
             keep = has_begun(Path(checked.run.dir)) and key not in accepted
             write_records(rows, Path(overrides[key]), key, checked.data.text_field, keep)
 

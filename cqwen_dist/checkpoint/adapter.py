@@ -84,6 +84,7 @@ def refuse_lora_changes(folder: Path, lora: LoraConfig) -> None:
     if kind != "LORA":
         raise UserError("peft_type", kind, "LORA", str(folder / CONFIG))
     wanted = peft_config(lora)
+    # Older PEFT versions do not write these keys.
     saved = {"use_rslora": False, "use_dora": False, **saved}
     names = {"alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}  # PEFT's names that differ from ours
     for key in ("r", "alpha", "rslora", "dora", "target_modules"):

@@ -107,6 +107,7 @@ def choose_checkpoint(run_dir: Path, resume: str = "auto") -> tuple[Path | None,
         named = run_dir / read_small(run_dir / LATEST).strip()
     except (OSError, ValueError):
         named = run_dir
+    # A kill before the first `latest` was written leaves a complete checkpoint without it.
     if named.parent != run_dir / CHECKPOINTS:  # no `latest`, or it names no checkpoint
         if not known:
             return None, ""

@@ -93,6 +93,7 @@ def judge(run_dir: Path, logs: Path, phase: str, code: int, asked: str, max_rest
     _record(run_dir, {"event": "end", "how": how, "reason": reason, "asked": asked, "code": code, "step": step})
     if how in ("done", "cancelled", "fatal"):
         return {"done": "done", "cancelled": "stopped", "fatal": "failed"}[how], reason
+    # Exponential back-off between requeues while no new checkpoint appears.
     tries = 0 if step != started["step"] else fruitless_starts(read_history(run_dir))
     if tries > max_restarts:
         return "failed", reason

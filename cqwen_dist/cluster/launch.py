@@ -94,6 +94,7 @@ def launch(
     if is_done(config):
         (sys.stderr if quiet else sys.stdout).write(f"already done: {run_dir}\n")
         return 0
+    # Compare the status before and after: the launcher's exit code does not tell how the run ended.
     before, shared = read_status(run_dir), run_dir.absolute()
     start = partial(_run_words, ranks=ranks, hosts=hosts, environment=environment, shared=shared)
     if hosts and look_first and (red := start(["doctor", "--quick", "--folder", str(shared)])[0]):

@@ -194,6 +194,7 @@ def plan_jobs(
     split = split_stages(config, resources, by_stage)
     run_dir = Path(config.run.dir).absolute()
     folder = next(new for n in count(1) if not (new := run_dir / SLURM / f"submit-{n}").exists())
+    # Check every job's ranks and DeepSpeed settings now: an error should not wait for the queue.
     trained = feature_parameters(config, read_architecture(config))
     name = options.pop("name", None) or f"cqwen-{run_dir.name}"
     jobs = []

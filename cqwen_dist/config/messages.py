@@ -69,6 +69,7 @@ def explain(error: ValidationError, tree: Any) -> tuple[Path, object, str]:
     # Every member of a union reports an error: the deepest one belongs to the intended member.
     top = errors[0][0]
     path = max((p for p, _ in errors if p[: len(top)] == top), key=len)
+    # A union reports one error per member at the same path: their allowed values are joined with "or".
     same = [item for p, item in errors if p == path]
     first = same[0]
     kind = first["type"]

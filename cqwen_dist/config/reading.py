@@ -177,6 +177,7 @@ def changed_keys(old: Config, new: Config, begun: bool = True) -> list[tuple[str
             return {k: v for key, item in value.items() for k, v in flat(item, f"{prefix}{key}.").items()}
         return {prefix[:-1]: value}
 
+    # Compare resolved configs, so that writing out a default is no change.
     a, b = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
     free = [k for k in {**a, **b} if k.startswith(RESUMABLE) or _RESUMABLE_OF_A_STAGE.fullmatch(k)]
     keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and not (begun and k in free)]

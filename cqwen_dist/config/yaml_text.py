@@ -130,6 +130,7 @@ def _lines(node: yaml.Node, path: Path, lines: dict[Path, int]) -> None:
                 name = ".".join(path) or "config"
                 raise UserError(name, Said("a list or mapping as a key"), "plain names", f"line {line}")
             _lines(key, path, lines)
+            # PyYAML would silently keep the last of two equal keys.
             here = (*path, str(key.value))
             if here in lines:
                 twice = "it twice" if lines[here] == line else f"it in lines {lines[here]} and {line}"

@@ -170,6 +170,7 @@ class _Build:
             "files": {path.name: path.stat().st_size for path in sorted(self.folder.iterdir())},
         }
         (self.folder / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
+        # Flush everything before the folder gets its final name, so that a power loss leaves no damaged data under it.
         for path in self.folder.iterdir():
             sync(path)
 

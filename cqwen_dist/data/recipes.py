@@ -72,6 +72,7 @@ def _of_fields(records: list[Any], source: str) -> tuple[str, dict[str, Any]]:
         held = {name: [record[name] for record in records if record[name] not in (None, "", [])] for name in shared}
         return [name for name, cells in held.items() if cells and all(map(kind, cells))]
 
+    # From the most specific kind of record to the least: a table with a text column is also a list of texts.
     if chats := all_are(_is_chat):
         return "chats", {"messages_field": chats[0]}
     if prompts := _of_prompts({*shared}, any("input" in record for record in records)):

@@ -203,6 +203,7 @@ def _refuse_unread(text: str, place: tuple[int, int], name: str, policy: NumberP
     """Raises: BadLine if the target, alone or in the text, does not read as its number."""
     start, end = place
     cell = text[start:end]
+    # Read the cell twice, alone and in the text: neighbouring characters can change what is a number.
     found, exact = [span.value for span in find_numbers(cell, policy)], as_number(cell)
     there = [span.value for span in find_numbers(text, policy) if start <= span.start and span.end <= end]
     if has_decimal_comma(cell) and len(found) != 1:

@@ -111,6 +111,7 @@ def write_numbers(pieces: Sequence[str | float], policy: NumberPolicy = DEFAULT_
     while True:
         text = "".join(writing.written())
         spans = find_numbers(text, policy)
+        # Read the text back and change one form at a time. Each number has finitely many forms, so this ends.
         wrong = writing.misread(spans)
         if wrong is None:
             wrong = writing.next_to_misread_text(spans)

@@ -141,6 +141,7 @@ def file_record(path: Path) -> dict[str, Any]:
 def known_digest(path: Path, memo: Path) -> str:
     """A file's SHA-256, cached in folder `memo` until the file's size or modification time changes."""
     stat = path.stat()
+    # The inode detects a replaced file with the same size and time.
     is_now = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
     entry = memo / hashlib.sha256(is_now.encode()).hexdigest()[:24]
     if entry.is_file():

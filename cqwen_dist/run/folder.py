@@ -98,6 +98,7 @@ def _refuse_past_changes(old: Config, changes: list[Change], folder: Path) -> No
     step, stops = _progress(folder)
     current = next((i for i, stop in enumerate(stops) if step <= stop), len(stops) - 1) if step else -1
     for key, before, now in changes:
+        # Outside the stages every listed key is fixed; within them it depends on the stage's progress.
         words = key.split(".")
         if words[0] != "stages":
             allowed = f"{before!r}, with which the run in {folder} began (or another run.dir; model.warm_start={folder}"

@@ -54,6 +54,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(me).encode(), 0)
         if not known:  # another process may have written the file at the same time
+            # Wait for a competing write to appear: the last writer's token wins.
             time.sleep(BEAT_S / 5)
             if (holder := read_object(path)).get("token") != me["token"]:
                 raise _refusal(run_dir, holder)
