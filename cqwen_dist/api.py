@@ -10,7 +10,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from cqwen_dist.config import Config, DataConfig, Stage, UserError, given_config
+from cqwen_dist.config.data import DataConfig
+from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.reading import given_config
+from cqwen_dist.config.schema import Config
+from cqwen_dist.config.training import Stage
 from cqwen_dist.parallel.collectives import Stopped
 from cqwen_dist.training.callbacks import Callback, CallbackError, Moment, TrainResult
 

@@ -13,7 +13,7 @@ from pydantic_core import to_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cqwen_dist.config import Config
+    from cqwen_dist.config.schema import Config
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file (YAML).")]
 Overrides = Annotated[
@@ -26,7 +26,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document on s
 
 def load(config: Path, overrides: list[str] | None) -> Config:
     """Load the config from a verb's arguments. Raises `UserError`."""
-    from cqwen_dist.config import load_config
+    from cqwen_dist.config.reading import load_config
 
     return load_config(config, overrides or [])
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cqwen_dist.checkpoint.manifest import refuse_pickles
-from cqwen_dist.config import LoraConfig, UserError
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.training import LoraConfig
 from cqwen_dist.model.lora import ADAPTER, is_lora, peft_config
 
 FOLDER = "adapter"

@@ -18,9 +18,8 @@ from tokenizers import AddedToken
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from cqwen_dist.config import UserError
 from cqwen_dist.config.architectures import architecture
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.model import CausalQwenForCausalLM
 

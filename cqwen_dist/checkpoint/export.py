@@ -30,10 +30,11 @@ from cqwen_dist.checkpoint.model_card import model_card, public_name
 from cqwen_dist.checkpoint.portable import write_code
 from cqwen_dist.checkpoint.resume import TrainState, base_digest, load_checkpoint, refuse_exchanged
 from cqwen_dist.checkpoint.tensors import refuse_strange
-from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.custom import TRUST
-from cqwen_dist.config.errors import Said, reason_of
+from cqwen_dist.config.errors import Said, UserError, reason_of
+from cqwen_dist.config.reading import load_config
+from cqwen_dist.config.schema import Config
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.tokenizer import POLICY_FILE, NumericalAwareTokenizer

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cqwen_dist.config import UserError
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.run.files import BEST, CHECKPOINTS, CONFIG, LATEST, MANIFEST, file_record, read_object, read_small, sync
 
 FORMAT = 2

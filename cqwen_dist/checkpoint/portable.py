@@ -19,7 +19,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from cqwen_dist.config import LoraConfig, NumberPolicy
+from cqwen_dist.config.data import NumberPolicy
+from cqwen_dist.config.training import LoraConfig
 
 Name = tuple[str, str]  # one of our modules, and a name that it defines
 Meaning = Name | str  # our definition, or an import statement for an external package

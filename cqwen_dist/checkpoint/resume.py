@@ -36,8 +36,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cqwen_dist.checkpoint import adapter
-from cqwen_dist.config import UserError
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.run.files import STATE, known_digest
 
 Tensors = dict[str, Tensor]

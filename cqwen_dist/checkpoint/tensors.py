@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from cqwen_dist.config import UserError
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.errors import Said, UserError
 
 
 def refuse_strange(

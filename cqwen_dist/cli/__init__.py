@@ -18,8 +18,7 @@ import typer
 from cqwen_dist import __version__
 from cqwen_dist.cli import before, look, runs, use
 from cqwen_dist.cli.streams import guard, outlive
-from cqwen_dist.config import UserError
-from cqwen_dist.config.errors import DiskError, Said
+from cqwen_dist.config.errors import DiskError, Said, UserError
 from cqwen_dist.wings import from_wing
 
 OTHER_RANKS_WAIT_S = 20.0

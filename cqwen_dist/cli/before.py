@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cqwen_dist.config import UserError
-from cqwen_dist.config.errors import writing
+from cqwen_dist.config.errors import UserError, writing
 from cqwen_dist.console import AsJson, ConfigFile, Overrides, load, quiet_libraries
 
 _PER_TOKEN = 3  # characters per token, a low estimate so that nearly all texts fit
@@ -56,7 +55,7 @@ def init(
     out: Annotated[Path, typer.Option(help="Config file to write.")] = Path("run.yaml"),
 ) -> None:
     """Look at your data, write a commented config for it, and check both."""
-    from cqwen_dist.config import load_config
+    from cqwen_dist.config.reading import load_config
     from cqwen_dist.data.recipes import recognise
     from cqwen_dist.data.records import ReadReport
     from cqwen_dist.data.sources import read_texts
@@ -116,7 +115,7 @@ def config_schema(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown tables instead.")] = False,
 ) -> None:
     """JSON Schema of a config file, for completion in editors."""
-    from cqwen_dist.config import json_schema
+    from cqwen_dist.config.keys import json_schema
 
     schema = json_schema(basic)
     if markdown:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.console import AsJson, Checkpoint, Run, print_document, quiet_libraries
 
 

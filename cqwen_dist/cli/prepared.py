@@ -17,7 +17,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from cqwen_dist.config import Config
+from cqwen_dist.config.schema import Config
 from cqwen_dist.console import plain_console, print_json
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import Datasets, open_prepared, tokenizer_of

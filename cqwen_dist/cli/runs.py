@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from cqwen_dist.cli.streams import outlive
-from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.console import ConfigFile, Overrides, load, print_json
 
 LEAST_FILES = 256

@@ -8,8 +8,7 @@ import os
 import sys
 from typing import Any
 
-from cqwen_dist.config import UserError
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.errors import Said, UserError
 
 
 class Stream(io.TextIOWrapper):

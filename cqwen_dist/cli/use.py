@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cqwen_dist.config import UserError
-from cqwen_dist.config.errors import writing
+from cqwen_dist.config.errors import UserError, writing
 from cqwen_dist.console import AsJson, Checkpoint, print_document, print_json, quiet_libraries
 
 if TYPE_CHECKING:

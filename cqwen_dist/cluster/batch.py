@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.cluster.launch import preflight
-from cqwen_dist.config import UserError, load_config
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.reading import load_config
 from cqwen_dist.run.files import HISTORY, LATEST, SLURM, STATUS, read_lines, read_object
 from cqwen_dist.run.status import read_status
 

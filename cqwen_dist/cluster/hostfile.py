@@ -22,8 +22,7 @@ from shutil import which
 from tempfile import TemporaryDirectory
 
 from cqwen_dist.cluster.rank import MODULE, Order
-from cqwen_dist.config import UserError
-from cqwen_dist.config.errors import writing
+from cqwen_dist.config.errors import UserError, writing
 
 # Environment variables that the ranks get: these names, and names with these prefixes.
 PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_HOME", "OMP_NUM_THREADS", "MKL_NUM_THREADS")

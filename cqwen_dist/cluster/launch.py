@@ -15,7 +15,10 @@ from typing import Any
 
 from cqwen_dist.cluster.hostfile import hosts_command, prepared, read_environment, read_hostfile
 from cqwen_dist.cluster.rank import Order, rank_environment
-from cqwen_dist.config import Config, UserError, load_config, refuse_ranks, source_files
+from cqwen_dist.config.data import source_files
+from cqwen_dist.config.errors import UserError, refuse_ranks
+from cqwen_dist.config.reading import load_config
+from cqwen_dist.config.schema import Config
 from cqwen_dist.parallel.hang import stacks_of
 from cqwen_dist.parallel.launcher import LAUNCHER, free_port, taken
 from cqwen_dist.run.folder import is_done, refuse_changes

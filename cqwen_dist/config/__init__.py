@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.errors import UserError, refuse_ranks
 
 if TYPE_CHECKING:
     from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig, PretrainConfig
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         ParallelConfig,
         RunConfig,
         TrainConfig,
-        refuse_ranks,
     )
     from cqwen_dist.config.training import JUDGED, ConstraintConfig, LoraConfig, LossConfig, Ramp, Stage, Until, rises
 

@@ -65,3 +65,11 @@ def _short(value: object, limit: int = 120) -> str:
             text = f"a {type(value).__name__} too large to show"
     text = " ".join(text.split())
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def refuse_ranks(vocab_group_size: int, world: int) -> None:
+    """Raises `UserError` if the vocabulary group size does not divide `world` ranks."""
+    if world % vocab_group_size:
+        divisors = ", ".join(str(d) for d in range(1, min(world, 1024) + 1) if world % d == 0)
+        ranks = f"the {world} rank{'s' * (world > 1)}"
+        raise UserError("parallel.vocab_group_size", vocab_group_size, f"a divisor of {ranks}: {divisors}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,7 @@ from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.fields import Above0, Count, NonNegative, Positive, Section, Seed, Share, no_bool, refused
+from cqwen_dist.config.shape import NUMBER_KEYS, SHAPE_KEYS
 from cqwen_dist.config.training import LossConfig, Stage
 
 
@@ -315,14 +317,23 @@ class Config(Section):
         """The regression's unit, resolved."""
         return self._by_start(self.loss.target_transform, "standardise", "none")
 
+    @property
+    def model_shape(self) -> dict[str, Any]:
+        """The fields of `CausalQwenConfig` that this run sets."""
+        return {
+            **{name: attrgetter(key)(self) for name, key in SHAPE_KEYS.items()},
+            "number_dims": self.number_dims,
+            "number_types": self.data.types,
+            "more_values": self.data.more_values or None,
+            "scalar_threshold": self.train.thresholds == "scalar",
+        }
+
+    def number_parameters(self, words: int, size: int) -> int:
+        """The number of parameters of the number head, if C_w = words and C = size."""
+        shape = self.model_shape
+        more = (key.parameters(shape[name], words, size) for name, key in NUMBER_KEYS.items() if shape[name])
+        return size + 1 + sum(more)  # W_reg and b_reg
+
     def to_yaml(self) -> str:
         """The config with all defaults; loading it gives an equal config."""
         return yaml_text.dump(self.model_dump())
-
-
-def refuse_ranks(vocab_group_size: int, world: int) -> None:
-    """Raises `UserError` if the vocabulary group size does not divide `world` ranks."""
-    if world % vocab_group_size:
-        divisors = ", ".join(str(d) for d in range(1, min(world, 1024) + 1) if world % d == 0)
-        ranks = f"the {world} rank{'s' * (world > 1)}"
-        raise UserError("parallel.vocab_group_size", vocab_group_size, f"a divisor of {ranks}: {divisors}")

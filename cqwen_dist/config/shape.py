@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from cqwen_dist.config.schema import Config
+from typing import Any, NamedTuple
 
 
 class NumberKey(NamedTuple):
@@ -31,21 +27,3 @@ SHAPE_KEYS = {
     "scalar_threshold": "train.thresholds",
     **{name: key.key for name, key in NUMBER_KEYS.items()},
 }
-
-
-def model_shape(config: Config) -> dict[str, Any]:
-    """`CausalQwenConfig` fields set by a run's config."""
-    return {
-        **{name: attrgetter(key)(config) for name, key in SHAPE_KEYS.items()},
-        "number_dims": config.number_dims,
-        "number_types": config.data.types,
-        "more_values": config.data.more_values or None,
-        "scalar_threshold": config.train.thresholds == "scalar",
-    }
-
-
-def number_parameters(config: Config, words: int, size: int) -> int:
-    """Parameters in the number head, for `words` = C_w word dimensions and `size` = C dimensions of U."""
-    shape = model_shape(config)
-    more = (key.parameters(shape[name], words, size) for name, key in NUMBER_KEYS.items() if shape[name])
-    return size + 1 + sum(more)  # W_reg and b_reg

@@ -12,7 +12,8 @@ from tokenizers import Encoding, Tokenizer
 from tokenizers.models import BPE
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
-from cqwen_dist.config import NumberPolicy, UserError
+from cqwen_dist.config.data import NumberPolicy
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.chat import CHATML
 from cqwen_dist.data.encoder import NumberEncoder
 from cqwen_dist.data.tokenizer import PLACEHOLDER, POLICY_FILE, DigitTokenizer, NumericalAwareTokenizer, read_policy

@@ -20,8 +20,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from cqwen_dist.config import DataConfig, UserError, source_files
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.data import DataConfig, source_files
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.cells import BadLine, Literal
 from cqwen_dist.data.records import Block, Row, Text, needed_columns, too_long
 from cqwen_dist.data.tables import of_datasets, of_parquet

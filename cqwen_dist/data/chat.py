@@ -17,8 +17,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from cqwen_dist.config import UserError
-from cqwen_dist.config.errors import Said, reason_of
+from cqwen_dist.config.errors import Said, UserError, reason_of
 from cqwen_dist.data.cells import BadLine
 
 # Qwen's format, for a tokenizer without a template.

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.encoder import NumberEncoder, Reading
 from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.records import Block, Extractor, ReadReport, Text

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.config.data import DataConfig
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.chunk import Chunk, Recipe, encode_chunk
 from cqwen_dist.data.packing import Pieces, Rows, cut, pack
 from cqwen_dist.data.records import Text

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Encoding, Tokenizer
 from tokenizers.normalizers import NFC
 
-from cqwen_dist.config import NumberPolicy, UserError
+from cqwen_dist.config.data import NumberPolicy
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.ascii_words import AsciiWords
 from cqwen_dist.data.numbers import find_numbers
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config import DataConfig, UserError
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.data import DataConfig
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.dataset import tokenise
 from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.records import Text

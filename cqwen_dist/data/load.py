@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cqwen_dist.config import TRAIN_TOKENIZER, Config, DataConfig, UserError, source_files
+from cqwen_dist.config.base_model import TRAIN_TOKENIZER
+from cqwen_dist.config.data import DataConfig, source_files
+from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.schema import Config
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.dataset import DataReport, TextDataset, tokenise
 from cqwen_dist.data.prepare import parts_of, prepare, read_manifest

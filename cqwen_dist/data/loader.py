@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.collate import collate
 from cqwen_dist.data.dataset import TextDataset
 

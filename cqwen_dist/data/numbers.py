@@ -22,7 +22,7 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from cqwen_dist.config import NumberPolicy
+from cqwen_dist.config.data import NumberPolicy
 
 DEFAULT_POLICY = NumberPolicy()
 

@@ -28,8 +28,8 @@ import numpy as np
 import pyarrow as pa
 from filelock import FileLock
 
-from cqwen_dist.config import DataConfig, UserError, source_files
-from cqwen_dist.config.errors import reason_of, writing
+from cqwen_dist.config.data import DataConfig, source_files
+from cqwen_dist.config.errors import UserError, reason_of, writing
 from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.chunk import encode_blocks

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from cqwen_dist.config import DataConfig, UserError
-from cqwen_dist.config.data import QUESTION_AND_ANSWER, RECIPES, can_be_named, column_lines
+from cqwen_dist.config.data import QUESTION_AND_ANSWER, RECIPES, DataConfig, can_be_named, column_lines
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.cells import BadLine, as_number, is_missing
 from cqwen_dist.data.records import Text

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from cqwen_dist.config import DataConfig, NumberPolicy
-from cqwen_dist.config.data import filled, template_fields
+from cqwen_dist.config.data import DataConfig, NumberPolicy, filled, template_fields
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.cells import BadLine, as_number, as_text, is_empty, is_missing
 from cqwen_dist.data.chat import Chat, Spans

@@ -15,7 +15,7 @@ from transformers import BatchEncoding, DataCollatorForSeq2Seq
 from trl import SFTTrainer
 
 from cqwen_dist.batch import IGNORE_INDEX
-from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 
 _WORDS = 1 << 32  # smaller ids are words: as float64 bits they would be 0 or below 3e-314

@@ -12,7 +12,8 @@ from functools import partial
 
 import numpy as np
 
-from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.config.data import DataConfig
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.cells import BadLine
 from cqwen_dist.data.chat import Chat

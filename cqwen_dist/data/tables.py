@@ -9,8 +9,8 @@ from typing import Any
 
 import pyarrow
 
-from cqwen_dist.config import DataConfig, UserError
-from cqwen_dist.config.errors import reason_of
+from cqwen_dist.config.data import DataConfig
+from cqwen_dist.config.errors import UserError, reason_of
 from cqwen_dist.data.cells import BadLine, shortened
 from cqwen_dist.data.records import Block, Row, needed_columns
 

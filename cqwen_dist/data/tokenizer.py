@@ -21,9 +21,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cqwen_dist.batch import pad_rows
-from cqwen_dist.config import NumberPolicy, UserError
 from cqwen_dist.config.bases import line_end_ids, numeral_ids, rows_with_number
-from cqwen_dist.config.errors import reason_of
+from cqwen_dist.config.data import NumberPolicy
+from cqwen_dist.config.errors import UserError, reason_of
 from cqwen_dist.data.ascii_words import QWEN2_PATTERN
 from cqwen_dist.data.encoder import NumberEncoder, split
 from cqwen_dist.data.write_numbers import write_numbers

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from decimal import Decimal
 
-from cqwen_dist.config import NumberPolicy
+from cqwen_dist.config.data import NumberPolicy
 from cqwen_dist.data.numbers import DEFAULT_POLICY, NumberSpan, find_numbers
 
 

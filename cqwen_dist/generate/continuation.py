@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Padded, pad_rows
-from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, NumberRecord, check_digits
 from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, reader, text_of
 

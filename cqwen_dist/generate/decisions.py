@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Padded
-from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.continuation import padded
 from cqwen_dist.generate.generation_settings import check_prompt
 from cqwen_dist.generate.modes import prob_words

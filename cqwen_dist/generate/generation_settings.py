@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.modes import MODES, find_mode
 from cqwen_dist.generate.numbers import Digits, check_digits
 

@@ -15,7 +15,7 @@ from transformers.generation import LogitsProcessorList, MaxTimeCriteria, Stoppi
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
-from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.generation_settings import check_temperature
 from cqwen_dist.generate.generator import Watch
 from cqwen_dist.generate.modes import find_mode

@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.ops.cauchy import Cauchy, prob_above
 from cqwen_dist.ops.ovr.best import RowSizes, all_scores, best_word, strongest
 

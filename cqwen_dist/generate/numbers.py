@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.heads.intervals import LEVELS, Intervals
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.ops.cauchy import Cauchy

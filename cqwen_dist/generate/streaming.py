@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers
 
 

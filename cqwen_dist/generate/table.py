@@ -10,9 +10,8 @@ from typing import Any, TextIO
 
 from torch import Tensor
 
-from cqwen_dist.config import DataConfig, UserError
-from cqwen_dist.config.data import column_lines, filled, unescaped
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.data import DataConfig, column_lines, filled, unescaped
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.delimited import MISSING, write_rows
 from cqwen_dist.generate.continuation import generate_batch
 from cqwen_dist.generate.decisions import choose

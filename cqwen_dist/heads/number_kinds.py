@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config import UserError
 from cqwen_dist.config.custom import unusable
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.heads.number_head import Decision, NumberHead, NumberLabels
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.regression import number_nll

@@ -15,10 +15,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
-from cqwen_dist.config import UserError
 from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.bases import rows_with_number
-from cqwen_dist.config.errors import Said, reason_of
+from cqwen_dist.config.errors import Said, UserError, reason_of
 
 
 class FeatureExtractionNetwork(nn.Module):

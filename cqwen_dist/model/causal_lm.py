@@ -12,7 +12,7 @@ from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTra
 from transformers.utils import ModelOutput, logging
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
-from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.generator import Watch, generate
 from cqwen_dist.generate.hugging_face import CausalQwenGeneration, as_rows, translate
 from cqwen_dist.generate.offloaded import at_hand

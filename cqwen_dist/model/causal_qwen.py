@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config import LoraConfig, UserError
 from cqwen_dist.config.custom import find_custom, find_loaded
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.shape import NUMBER_KEYS
+from cqwen_dist.config.training import LoraConfig
 from cqwen_dist.generate.offloaded import at_hand
 from cqwen_dist.heads.abduction import abduction_named, loaded_abduction, make_abduction
 from cqwen_dist.heads.action import ActionNetwork

@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from cqwen_dist.config import UserError
 from cqwen_dist.config.architectures import USUAL
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.shape import NUMBER_KEYS
 from cqwen_dist.heads.targets import TargetTransform
 

@@ -10,9 +10,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config import UserError
 from cqwen_dist.config.bases import line_end_ids, numeral_ids
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.from_memory import text_batches
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.backbone import base_tokenizer, load_base, rows_with_number_for, tokenizer_rows

@@ -10,7 +10,8 @@ from peft import inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from cqwen_dist.config import LoraConfig, UserError
+from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.training import LoraConfig
 
 ADAPTER = "default"
 

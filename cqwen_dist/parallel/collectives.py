@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import UserError
 
 T = TypeVar("T")
 

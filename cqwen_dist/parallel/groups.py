@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from cqwen_dist.config import refuse_ranks
+from cqwen_dist.config.errors import refuse_ranks
 from cqwen_dist.parallel.collectives import from_main_rank
 from cqwen_dist.parallel.staged import StagedGroup
 

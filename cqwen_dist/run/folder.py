@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cqwen_dist.config import Config, UserError, changed_keys, load_config
-from cqwen_dist.config.errors import writing
+from cqwen_dist.config.errors import UserError, writing
+from cqwen_dist.config.reading import changed_keys, load_config
+from cqwen_dist.config.schema import Config
 from cqwen_dist.run.files import (
     ARCHIVED,
     CHANGES,

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cqwen_dist.config import Config, UserError
 from cqwen_dist.config.architectures import ARCHITECTURES, BaseArchitecture, architecture
 from cqwen_dist.config.bases import rows_with_number
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.schema import Config
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import UserError
 
 GB, TERA = 1e9, 1e12
 # Dense bf16 peaks in TFLOP/s, from the makers' data sheets, by what a device calls itself. The longest match wins.

@@ -7,8 +7,9 @@ B sequences of T tokens in a micro-batch, N = B T; w bytes of a backbone number.
 
 from __future__ import annotations
 
-from cqwen_dist.config import Config, Stage, refuse_ranks
-from cqwen_dist.config.shape import number_parameters
+from cqwen_dist.config.errors import refuse_ranks
+from cqwen_dist.config.schema import Config
+from cqwen_dist.config.training import Stage
 from cqwen_dist.sizes.architecture import Architecture
 
 FP32 = 4
@@ -63,7 +64,7 @@ class Sizes:
         self.rows = ceil_div(base.vocab, self.group)  # v, of the rank that has most
         c, h = self.causal, base.hidden
         # numbers of the heads' parts that every rank holds whole
-        regression = number_parameters(config, self.words, c)
+        regression = config.number_parameters(self.words, c)
         self.whole_heads = {"abduction": 2 * (c * h + c), "regression": regression, "noise": c}
         features = config.model.random_features
         numbers = WIDE_NAMES * (WIDE_PER_NAME + 2 * WIDE_TABLES) + features * (WIDE_NAMES + 1 + WIDE_TABLES)

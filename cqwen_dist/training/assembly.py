@@ -18,9 +18,10 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.manifest import Retention, choose_checkpoint, finish_renames
 from cqwen_dist.checkpoint.resume import base_digest
 from cqwen_dist.checkpoint.saving import Saver
-from cqwen_dist.config import Config, UserError, rises
 from cqwen_dist.config.custom import find_custom
-from cqwen_dist.config.shape import model_shape
+from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.schema import Config
+from cqwen_dist.config.training import rises
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader, Loader
@@ -191,7 +192,7 @@ def build_training(
         target=target,
         lora=config.model.lora.model_dump() if config.trains("lora") else None,
         **config.model.model_dump(include=_START_KEYS),
-        **model_shape(config),
+        **config.model_shape,
     )
     run_layers_as(model.transformer, config.model)
     engine = Engine(model, engine_settings(config, groups.world_size), runtime, groups)

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from cqwen_dist.config import TRAIN_TOKENIZER, Config, PretrainConfig, UserError
+from cqwen_dist.config.base_model import TRAIN_TOKENIZER, PretrainConfig
+from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.schema import Config
 from cqwen_dist.data.dataset import TextDataset, tokenise
 from cqwen_dist.data.loader import Loader
 from cqwen_dist.data.records import ReadReport

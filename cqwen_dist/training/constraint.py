@@ -29,7 +29,8 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.tensors import refuse_strange
-from cqwen_dist.config import ConstraintConfig, UserError
+from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.training import ConstraintConfig
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.lora import adapters_disabled, is_lora_b
 from cqwen_dist.ops.cauchy import Cauchy

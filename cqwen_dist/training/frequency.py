@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cqwen_dist.config import LossConfig, UserError
+from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.training import LossConfig
 from cqwen_dist.parallel.collectives import sum_over
 from cqwen_dist.parallel.groups import Groups
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError
 
-from cqwen_dist.config import Config, UserError
-from cqwen_dist.config.errors import DiskError, Said, reason_of
+from cqwen_dist.config.errors import DiskError, Said, UserError, reason_of
+from cqwen_dist.config.schema import Config
 from cqwen_dist.parallel.collectives import Stopped, is_communication, main_rank_first
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.files import AWAY, REFUSED, words_of_disk

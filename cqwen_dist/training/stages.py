@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from cqwen_dist.config import JUDGED, Config, Ramp, Stage, UserError
+from cqwen_dist.config.training import Ramp, Stage
 
 # Learning rate of b_scale, b_noise and C. Training moves b_scale by about 10 units: 1e5 Adam steps at 1e-4, but only a
 # thousand at 1e-2.
@@ -69,17 +69,6 @@ class StagePlan:
         if weight.shape == "cosine":
             way = 0.5 * (1.0 - math.cos(math.pi * way))
         return weight.start + (weight.end - weight.start) * way
-
-
-def refuse_unknown_metrics(config: Config, metrics: Mapping[str, Any]) -> None:
-    """Raises `UserError` if the config names a metric that an evaluation does not have."""
-    named = {f"stages.{i}.until.metric": s.until.metric for i, s in enumerate(config.stages) if s.until is not None}
-    if config.train.keep_best and metrics:
-        named["train.best_metric"] = config.train.best_metric
-    for key, metric in named.items():
-        if metric not in metrics:
-            known = ", ".join(sorted(name for name in metrics if name.startswith(JUDGED)))
-            raise UserError(key, metric, f"a metric of an evaluation: {known}")
 
 
 def _asked(stage: Stage) -> list[Any]:

@@ -21,9 +21,10 @@ from cqwen_dist.checkpoint import adapter
 from cqwen_dist.checkpoint.manifest import resolve_checkpoint
 from cqwen_dist.checkpoint.resume import KEYS, load_checkpoint, refuse_exchanged
 from cqwen_dist.checkpoint.tensors import refuse_strange
-from cqwen_dist.config import Config, UserError
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.schema import Config
 from cqwen_dist.config.shape import SHAPE_KEYS
+from cqwen_dist.config.training import JUDGED
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.calibration import LEVEL_TOKENS, Calibration, calibrate
 from cqwen_dist.model.initialise import override_start
@@ -31,7 +32,6 @@ from cqwen_dist.parallel.collectives import main_rank_first
 from cqwen_dist.run.environment import write_environment
 from cqwen_dist.run.files import LATEST, START, START_TENSORS, write_atomically
 from cqwen_dist.training.assembly import Run
-from cqwen_dist.training.stages import refuse_unknown_metrics
 from cqwen_dist.training.state import Place, head_shapes, load_heads, restore, row_range
 from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
 from cqwen_dist.training.telemetry.metrics import MetricsLog
@@ -244,3 +244,14 @@ def _refuse_shape(config: Config, ours: Any, saved: dict[str, Any], source: Path
         for name, value in saved["lora"].items():
             if name not in ("dropout", "lr_ratio") and ours.lora.get(name) != value:  # these two only affect training
                 raise UserError(f"model.lora.{name}", ours.lora.get(name), f"{value!r}, as in {source}")
+
+
+def refuse_unknown_metrics(config: Config, metrics: Mapping[str, Any]) -> None:
+    """Raises `UserError` by key where the config names a metric that is not among an evaluation's."""
+    named = {f"stages.{i}.until.metric": s.until.metric for i, s in enumerate(config.stages) if s.until is not None}
+    if config.train.keep_best and metrics:
+        named["train.best_metric"] = config.train.best_metric
+    for key, metric in named.items():
+        if metric not in metrics:
+            known = ", ".join(sorted(name for name in metrics if name.startswith(JUDGED)))
+            raise UserError(key, metric, f"a metric of an evaluation: {known}")

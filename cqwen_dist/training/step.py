@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
-from cqwen_dist.config import LossConfig
+from cqwen_dist.config.training import LossConfig
 from cqwen_dist.heads.fused_loss import LossOptions, LossTerms, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.sampled import draw_words

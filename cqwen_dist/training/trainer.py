@@ -9,7 +9,7 @@ from typing import Any
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
-from cqwen_dist.config import Config
+from cqwen_dist.config.schema import Config
 from cqwen_dist.parallel.collectives import Stopped, from_main_rank
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.parallel.stop import StopFlag

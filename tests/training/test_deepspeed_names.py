@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from cqwen_dist.parallel.runtime import distributed
-from cqwen_dist.training.zero.partitioned_base import join_deepspeed
+from cqwen_dist.training.zero.patches import join_deepspeed
 
 ZERO = Path(__file__).parents[2] / "cqwen_dist" / "training" / "zero"
 ZERO_1_2 = "runtime/zero/stage_1_and_2.py:DeepSpeedZeroOptimizer"

@@ -13,7 +13,6 @@ from support.runs import losses, metrics, train_run, write_config
 from cqwen_dist.api import predict
 from cqwen_dist.checkpoint.export import export, load_trained
 from cqwen_dist.config import UserError, load_config
-from cqwen_dist.config.shape import model_shape
 from cqwen_dist.data.collate import collate
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.generate.continuation import continue_text
@@ -112,7 +111,7 @@ def test_number_types_of_a_table_are_learnt(tmp_path: Path, kind: str, cache: bo
     """The items hold numbers too ("2 salts"), packing moves everything, and a prepared folder gives the same."""
     more = {"data__cache_dir": str(tmp_path / "cache"), "data__workers": 1} if cache else {}
     config = load_config(configured(tmp_path, kind, data__eval_fraction=0.0, **more))
-    model, tokenizer = tiny_pair(**model_shape(config), target={"name": "none"})
+    model, tokenizer = tiny_pair(**config.model_shape, target={"name": "none"})
     dataset = load_datasets(config.data, tokenizer).train
     ids = {"pad_token_id": 0, "num_token_id": tokenizer.num_token_id}
     batch = collate([dataset[i] for i in range(len(dataset))], **ids)

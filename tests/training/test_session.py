@@ -19,7 +19,7 @@ from cqwen_dist.training import session
 from cqwen_dist.training.callbacks import CallbackError
 from cqwen_dist.training.replicas import RanksDiffer
 from cqwen_dist.training.session import cause_of, open_session
-from cqwen_dist.training.stages import refuse_unknown_metrics
+from cqwen_dist.training.start import refuse_unknown_metrics
 from cqwen_dist.training.state import Place
 
 FIGURES = {"eval/cls_loss_mean": 1.0, "eval/accuracy": 0.5, "dist/U_loc_mean": 0.0}

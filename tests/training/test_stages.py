@@ -6,7 +6,8 @@ import pytest
 
 from cqwen_dist.config import Config, DataConfig, ModelConfig, Stage, UserError
 from cqwen_dist.config.training import GROUPS, HEADS
-from cqwen_dist.training.stages import DEFAULT_SCALES_LR, Schedule, StagePlan, refuse_unknown_metrics
+from cqwen_dist.training.stages import DEFAULT_SCALES_LR, Schedule, StagePlan
+from cqwen_dist.training.start import refuse_unknown_metrics
 
 
 def plan_of(steps: int = 11, start: int = 5, **options: object) -> StagePlan:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.export import is_exported, load_trained, run_of
-from cqwen_dist.config import Config, DataConfig, UserError
+from cqwen_dist.config.data import DataConfig
+from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.schema import Config
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.dataset import TextDataset, tokenise
 from cqwen_dist.data.load import load_datasets

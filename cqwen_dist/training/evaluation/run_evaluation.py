@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.config.data import DataConfig
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.dataset import TextDataset, tokenise
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config import FeatureCacheConfig, UserError
+from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.schema import FeatureCacheConfig
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import EvalLoader, Loader, share
 from cqwen_dist.parallel.collectives import gather_objects

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cqwen_dist.config import RunConfig, UserError
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.schema import RunConfig
 from cqwen_dist.run.files import ALARMS, METRICS, TENSORBOARD, WANDB_ID, read_lines, write_atomically
 from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
 

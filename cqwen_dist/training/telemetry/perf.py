@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config import Config
+from cqwen_dist.config.schema import Config
 from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.sizes.flops import Work, of_stage
 from cqwen_dist.sizes.machine import peak_tflops

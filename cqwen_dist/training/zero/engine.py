@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.parallel.collectives import gather_objects, naming
 from cqwen_dist.parallel.groups import Groups, limit_wait
@@ -28,9 +30,23 @@ from cqwen_dist.training.parameter_groups import feature_members, head_members
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.zero import zero_state
 from cqwen_dist.training.zero.flat_step import FlatStep, is_flat
-from cqwen_dist.training.zero.partitioned_base import join_deepspeed
-from cqwen_dist.training.zero.patches import forget_trace, patch_norm, skip_frozen_groups
-from cqwen_dist.training.zero.settings import EngineSettings
+from cqwen_dist.training.zero.patches import forget_trace, join_deepspeed, patch_norm, skip_frozen_groups
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The config values that `training.zero.engine` uses."""
+
+    thresholds: str
+    class_bias: bool  # whether it trains
+    betas: tuple[float, float]
+    weight_decay: float
+    lr_ratio_b: float  # the rate of the adapters' B matrices, as a multiple of A's
+    max_grad_norm: float | None
+    bf16: bool
+    zero_stage: int
+    offload: bool  # whether optimizer states are on the host
+    deepspeed: Callable[[int], dict[str, Any]]  # number of parameters that the engine trains -> DeepSpeed's config
 
 
 class NonFiniteStep(RuntimeError):

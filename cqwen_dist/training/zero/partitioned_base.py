@@ -21,25 +21,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from cqwen_dist.config import Config, UserError
 from cqwen_dist.config.architectures import ARCHITECTURES, BaseArchitecture
+from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.schema import Config
 from cqwen_dist.model.backbone import base_config, base_folder_of, mean_row, record_added_rows
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import main_rank_first, naming
 from cqwen_dist.parallel.runtime import Runtime
+from cqwen_dist.training.zero.patches import join_deepspeed
 from cqwen_dist.training.zero.settings import deepspeed_config
-
-
-def join_deepspeed() -> None:
-    """Let DeepSpeed use the current process group, not a destroyed one from an earlier run of this process."""
-    # The CPU build of DeepSpeed would compile its shared-memory collective for a minute; gloo is enough.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_init_required=False)
-    groups = deepspeed.utils.groups
-    try:
-        deepspeed.comm.get_global_rank(groups._WORLD_GROUP, 0)
-    except ValueError:  # torch has destroyed this group
-        groups._WORLD_GROUP = None
 
 
 class WeightFiles:

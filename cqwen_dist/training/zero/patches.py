@@ -1,15 +1,31 @@
-"""Patches for DeepSpeed's ZeRO optimizers (`tests/training/test_deepspeed_names.py` lists the patched names)."""
+"""Joins DeepSpeed to the run's process group, and replaces methods of its ZeRO optimizers.
+
+`tests/training/test_deepspeed_names.py` lists the names of DeepSpeed that are used here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import deepspeed
 import torch
 from torch import Tensor
 
 from cqwen_dist.parallel.collectives import sum_over
 from cqwen_dist.training.optim import norm_sq
+
+
+def join_deepspeed() -> None:
+    """Let DeepSpeed use the current process group, not a destroyed one from an earlier run of this process."""
+    # The CPU build of DeepSpeed would compile its shared-memory collective for a minute; gloo is enough.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_init_required=False)
+    groups = deepspeed.utils.groups
+    try:
+        deepspeed.comm.get_global_rank(groups._WORLD_GROUP, 0)
+    except ValueError:  # torch has destroyed this group
+        groups._WORLD_GROUP = None
 
 
 def patch_norm(optimizer: Any, over_limit: Callable[[Tensor], float]) -> None:

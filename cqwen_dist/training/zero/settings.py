@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from cqwen_dist.config import Config, UserError
+from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.schema import Config
+from cqwen_dist.training.zero.engine import EngineSettings
 
 # Derived settings that the user may change: they affect speed and logging, not results.
 TUNABLE = {
@@ -37,22 +37,6 @@ FOLLOWS = {
     "zero_optimization.offload_optimizer.device": "parallel.offload",
     "bf16.enabled": "train.precision",
 }
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """The config values that `training.zero.engine` uses."""
-
-    thresholds: str
-    class_bias: bool  # whether it trains
-    betas: tuple[float, float]
-    weight_decay: float
-    lr_ratio_b: float  # the rate of the adapters' B matrices, as a multiple of A's
-    max_grad_norm: float | None
-    bf16: bool
-    zero_stage: int
-    offload: bool  # whether optimizer states are on the host
-    deepspeed: Callable[[int], dict[str, Any]]  # number of parameters that the engine trains -> DeepSpeed's config
 
 
 def engine_settings(config: Config, world_size: int) -> EngineSettings:
