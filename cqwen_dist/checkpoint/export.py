@@ -301,9 +301,6 @@ def _about(path: Path) -> dict[str, Any]:
     }
 
 
-# ---- merging, another dtype, and what they change ----
-
-
 def _merged_and_cast(model: CausalQwenForCausalLM, merge: bool, dtype: str | None) -> dict[str, Any]:
     """Merge adapters and cast the backbone as requested; returns model card entries, with the changes by rounding."""
     if dtype == "fp32":
