@@ -56,7 +56,7 @@ soak: setup ## runs struck at drawn moments and gone on with (SOAK=200 SOAK_SEED
 
 # Tests that need a GPU and neither its speed, its memory nor several programs: on its stand-in (tests/support/stand_in_gpu.py)
 STOOD_IN := tests/checkpoint tests/generate tests/matrix tests/model tests/ops/test_ovr_best.py tests/training \
-  tests/parallel/test_staged.py --deselect tests/parallel/test_staged.py::test_a_launched_run_of_two_ranks_on_one_gpu_equals_one
+  tests/parallel/test_staged.py
 test-stand-in: setup ## tests that need a CUDA device, and commands that use one, on a stand-in for it
 	$(BIN)/pytest --stand-in-gpu -m gpu $(STOOD_IN)
 	$(BIN)/pytest --stand-in-gpu tests/tools/report/test_use.py tests/tables/test_fit.py

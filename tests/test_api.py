@@ -92,7 +92,7 @@ def of(one_rank: Path, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any
     tree = yaml.safe_load((one_rank.parent / "config.yaml").read_text())
     rows = [json.loads(line) for line in Path(tree["data"].pop("train")).read_text().splitlines()]
     tree["stages"] = [Stage(**stage) for stage in tree["stages"]]
-    tree["train"] = TrainConfig(**tree["train"], background_save=False)
+    tree["train"] = TrainConfig(**tree["train"])
     tree["run"] = {"dir": folder / "run"}
     return tree, rows
 

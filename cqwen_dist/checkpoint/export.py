@@ -155,7 +155,7 @@ def run_of(path: str | Path) -> tuple[Config, Path]:
     code: CQWEN_TRUST_REMOTE_CODE=1 must be set.
     """
     run, folder = resolve_checkpoint(path)
-    config = load_config(run / CONFIG, [f"run.dir={json.dumps(str(run))}"])
+    config = load_config(run / CONFIG, [f"run.dir={json.dumps(str(run))}"], saved=True)
     if config.model.trust_remote_code and os.environ.get(TRUST) != "1":
         raise UserError("model.trust_remote_code", True, f"false, or {TRUST}=1 in the environment", str(run / CONFIG))
     return config, folder

@@ -187,15 +187,13 @@ def resolve_checkpoint(path: str | Path) -> tuple[Path, Path]:
 
 @dataclass(frozen=True)
 class Retention:
-    """Keep the newest, the best by an evaluation metric, and every n-th step.
+    """Keep the newest, and the best by an evaluation metric.
 
-    every: 0 to disable. metric: measured at the checkpoint's step. The newest is always kept, because it was just
-    written and verified.
+    metric: measured at the checkpoint's step. The newest is always kept, because it was just written and verified.
     """
 
     newest: int = 3
     best: int = 0
-    every: int = 0
     metric: str = "eval/cls_loss_mean"
     higher: bool = False  # whether a higher metric is better
 
@@ -206,7 +204,6 @@ class Retention:
         """
         steps = sorted(step for step in metrics if step <= newest_step)
         kept = {*steps[-max(self.newest, 1) :], newest_step}
-        kept |= {step for step in steps if self.every and step % self.every == 0}
         kept |= set(self.best_of({step: metrics[step] for step in steps}))
         return [step for step in steps if step not in kept]
 

@@ -70,9 +70,6 @@ class ModelConfig(Section):
     """Initial C: a number for all words, or a .safetensors file with `threshold` [V]; default: set by `start`."""
     gamma_init: Above0 | None = None
     """Initial total scale of U for words, noise included; default: set by `start`."""
-    level_logits: bool = True
-    """Calibration subtracts one vector from every row of W_cls. The softmax is unchanged, and P then ranks words like
-    the base does. false: W_cls stays bit-identical to the base's head."""
     reg_gain: Above0 = 1.0
     """Gain of W_reg's Xavier initialisation (seed S1 5: 0.1 for new layers)."""
     scale_activation: Literal["softplus", "exp"] = "softplus"

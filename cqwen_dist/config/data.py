@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.config.fields import Above0, Count, Positive, Section, Seed, Share, refused
+from cqwen_dist.config.fields import Above0, Positive, Section, Share, refused
 
 Sources = str | Annotated[list[str], Field(min_length=1)]
 OTHER = "other"  # type of numbers outside the fields in number_types
 # Keys of `data` that watched texts share.
 _OF_ALL = (
-    *("sequence_length", "numbers", "calculator_marks", "max_text_mib", "on_bad_line", "on_nonfinite", "sample_by"),
+    *("sequence_length", "numbers", "calculator_marks", "on_bad_line", "on_nonfinite", "sample_by"),
     "decimal_comma",
 )
 
@@ -137,8 +137,6 @@ class DataConfig(Section):
     """Sampling weight of each source in train; default: read the sources one after another."""
     mix_until: Literal["first", "all"] = "first"
     """Mixing by weights ends when the first source is exhausted, or repeats short sources until all are."""
-    mix_seed: Seed = 0
-    """Seed for drawing from weighted sources."""
     recipe: Literal[tuple(RECIPES)] | None = None  # type: ignore[valid-type]
     """Sets default keys for this kind of records (docs/data.md)."""
     text_field: str = Field("text", min_length=1)
@@ -154,8 +152,6 @@ class DataConfig(Section):
     """Names for these keys in chat messages; {from, value} are known."""
     roles: dict[str, str] = Field({})
     """Maps role names to system, user, assistant or tool; human, gpt and similar names are known."""
-    tools_field: str = Field("tools", min_length=1)
-    """Optional field with a chat's tools."""
     target_field: str | None = Field(None, min_length=1)
     """Field in text_template; the regression learns only this field's number."""
     number_types: Annotated[list[str], Field(max_length=100)] = Field([])
@@ -187,10 +183,8 @@ class DataConfig(Section):
     """Skip texts with fewer tokens."""
     max_tokens: Positive | None = None
     """Skip texts with more tokens."""
-    max_text_mib: Above0 = 16.0
-    """Maximum size of a line or record in MiB; a larger one is a bad line."""
     on_bad_line: Literal["error", "skip"] = "error"
-    """For a broken line, an empty text or a missing field: stop with an error, or skip and count it."""
+    """For a broken line, a text that is empty or above 16 MiB, or a missing field: stop, or skip and count."""
     empty_cell: str | None = None
     """Template text for an empty cell, a null, a NaN or a missing JSON field; with target_field also for a cell NaN,
     NA, N/A, None, NULL or similar. Default: empty cells become empty text, the others are bad lines. In target_field
@@ -206,8 +200,6 @@ class DataConfig(Section):
     read into memory."""
     workers: Positive | None = None
     """Number of tokenising processes; default: one per core."""
-    prefetch: Count = 2
-    """Number of steps whose batches are made ahead of time; 0: none."""
     numbers: NumberPolicy = NumberPolicy()
     """Which numerals become <NUM>."""
 

@@ -15,22 +15,25 @@ from pydantic import ValidationError
 
 from cqwen_dist.config import yaml_text
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.config.messages import annotation_at, explain, members_of, section_of
+from cqwen_dist.config.messages import annotation_at, explain, forget_removed, members_of, section_of
 from cqwen_dist.config.schema import Config, Section
 
 # Keys that may change when a run is resumed.
 RESUMABLE = (
     *("run.", "parallel.", "deepspeed.", "model.compile_layers", "train.micro_batch_size", "train.checkpoint_"),
-    *("train.eval_every", "train.keep_", "train.best_metric", "train.background_save", "train.max_refused_steps"),
-    *("train.check_ranks_every", "train.feature_cache.", "data.cache_dir", "data.workers", "data.prefetch"),
+    *("train.eval_every", "train.keep_", "train.best_metric"),
+    *("train.feature_cache.", "data.cache_dir", "data.workers"),
     # Paths may change; their contents are compared instead (`checkpoint.resume`).
     *("data.train", "data.eval", "model.name_or_path", "model.tokenizer"),
 )
 _RESUMABLE_OF_A_STAGE = re.compile(r"stages\.\d+\.micro_batch_size")
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML config, apply dotted overrides, validate. Raises `UserError`. Does not write."""
+def load_config(path: str | Path, overrides: Sequence[str] = (), saved: bool = False) -> Config:
+    """Read a YAML config, apply dotted overrides, validate. Raises `UserError`. Does not write.
+
+    saved: written by a run, perhaps of an earlier version. Removed keys are ignored if they have their default.
+    """
     try:
         tree, lines = yaml_text.parse(_read(Path(path)))
     except UserError as error:
@@ -39,6 +42,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not isinstance(tree, dict):
         found = "no content" if tree is None else tree
         raise UserError("config", found, f"a mapping with {', '.join(Config.model_fields)}", str(path))
+    if saved:
+        forget_removed(tree)
     return _validated(tree, lines, str(path), {_override(tree, text): text for text in overrides})
 
 

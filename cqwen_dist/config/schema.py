@@ -13,7 +13,7 @@ from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.config.fields import Above0, Count, NonNegative, Positive, Section, Seed, Share, no_bool, refused
+from cqwen_dist.config.fields import Above0, Count, NonNegative, Positive, Section, Seed, no_bool, refused
 from cqwen_dist.config.shape import NUMBER_KEYS, SHAPE_KEYS
 from cqwen_dist.config.training import LossConfig, Stage
 
@@ -27,8 +27,6 @@ class ParallelConfig(Section):
     """Number of ranks that share the vocabulary's rows; 1: every rank holds all rows."""
     offload: Literal["none", "optimizer"] = "none"
     """Keep optimizer states, also the heads', in host memory and step there."""
-    backend: Literal["auto", "gloo"] = "auto"
-    """auto: NCCL between GPUs, gloo between CPUs. gloo: through the host; slow, but multiple ranks can share a GPU."""
     timeout_min: Above0 = 30.0
     """Minutes that a rank waits for other ranks before the run fails."""
 
@@ -40,8 +38,6 @@ class FeatureCacheConfig(Section):
     """auto: use the cache if valid and worthwhile, or if it exists; require: fail if it is not valid."""
     dir: str | None = Field(None, min_length=1)
     """Folder for a cache shared by multiple runs; default: in the run folder, for one stage."""
-    max_gib: Above0 | None = None
-    """Maximum cache size in GiB; default: the free disk space."""
 
 
 class TrainConfig(Section):
@@ -58,16 +54,8 @@ class TrainConfig(Section):
     64 steps; default: usual if start is calibrated, 1 in the seed presets."""
     weight_decay: NonNegative = 0.0
     """AdamW weight decay for matrices; biases, C and b_noise have none."""
-    betas: tuple[Share, Share] = (0.9, 0.999)
-    """AdamW betas."""
     seed: Seed = 0
     """Seed for initialisation and sample order."""
-    max_refused_steps: Positive = 3
-    """Number of consecutive steps with a non-finite loss or gradient before the run stops. Fewer are skipped and listed
-    in alarms.jsonl."""
-    check_ranks_every: Count = 100
-    """Steps between checks that replicated state is equal on all ranks (`training.replicas`); every save checks it too;
-    0: never."""
     checkpoint_every: Positive = 200
     """Optimizer steps between checkpoints (also at the end of each stage)."""
     checkpoint_start: bool = False
@@ -81,10 +69,6 @@ class TrainConfig(Section):
     best_metric: str = Field("eval/cls_loss_mean", pattern="^(eval|watch)/.")
     """Evaluation metric that ranks checkpoints: highest for accuracy, precision, recall or f1, lowest for all
     others."""
-    keep_every: Count = 0
-    """Also keep checkpoints at multiples of this step; 0: none."""
-    background_save: bool = True
-    """Write checkpoints while training continues; false: wait for each one."""
     thresholds: Literal["per-word", "scalar", "fixed"] = "per-word"
     """How C is trained."""
     train_class_bias: bool = False
@@ -110,14 +94,9 @@ class RunConfig(Section):
     """Stage after which this command ends successfully and the run pauses. A command without this key, or with a later
     stage, resumes the run, so jobs with different resources can share it."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
-    """Weights & Biases logging mode."""
-    wandb_project: str = "cqwen"
-    """W&B project."""
+    """Weights & Biases logging mode; the project is WANDB_PROJECT, or cqwen."""
     tensorboard: bool = False
     """Also write TensorBoard events to DIR/tensorboard (needs an extra package)."""
-    peak_tflops: Above0 | None = None
-    """Peak TFLOPS of one rank's device, for perf/mfu; default: the data sheet's dense bf16 peak for common GPUs,
-    otherwise perf/mfu is omitted."""
 
 
 # Tuned on SmolLM2-135M (docs/training.md, Rates).

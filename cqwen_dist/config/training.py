@@ -48,27 +48,19 @@ class LoraConfig(Section):
     """Scale by alpha / sqrt(r) instead (rank-stabilised LoRA)."""
     dora: bool = False
     """Learn each weight's magnitude separately from its direction (DoRA)."""
-    lr_ratio: Above0 = 1.0
-    """LoRA+: learning rate of B as a multiple of A's."""
 
 
 class ConstraintConfig(Section):
     """KL(U || U at the start) against forgetting (seed S3 2.3): mean over dimensions and tokens, in nats."""
 
     mode: Annotated[Literal["off", "monitor", "hinge", "dual"], BeforeValidator(_off)] = "monitor"
-    """off; monitor: only report; hinge: add beta times each token's excess over eps; dual: a multiplier, updated every
-    step, keeps the mean at or below eps."""
+    """off; monitor: report every 10 steps; hinge: add 10 times each token's excess over eps; dual: a multiplier,
+    updated every step, keeps the mean at or below eps."""
     eps: Above0 = 0.1
     """Bound on KL, in nats per dimension."""
-    beta: Above0 = 10.0
-    """Weight of the hinge; for dual, the multiplier's initial value."""
     unit: Above0 | Literal["spread", "scale"] = "spread"
     """Unit for shifts of U's location: spread, the deviation over tokens at the start for each dimension; scale, the
     scale of U (the literal KL); or a number."""
-    rate: Share = 0.1
-    """For dual: step size of the multiplier's logarithm."""
-    every: Positive = 10
-    """For monitor: steps between measurements. Once features have trained, each needs a second forward pass."""
 
 
 class LossConfig(Section):
@@ -85,12 +77,8 @@ class LossConfig(Section):
     value_weights: list[NonNegative] | None = None
     """Weights w_i for the NLL of the number and of each value in data.more_values (S4 4.7.1); default: 1 each."""
     class_weights: dict[WordId, NonNegative] | Literal["frequency"] | None = None
-    """Weights by word id (others have weight 1); or frequency: count^-power, with mean 1 over the training words,
-    limited by class_weight_limit."""
-    class_weight_power: Unit = 0.5
-    """Exponent for class_weights: frequency; 0 weights all words equally."""
-    class_weight_limit: Annotated[float, Field(ge=1, strict=True)] = 10.0
-    """For class_weights: frequency: maximum weight; its inverse is the minimum."""
+    """Weights by word id (others have weight 1); or frequency: count^-0.5, with mean 1 over the training words,
+    between 0.1 and 10."""
     target_transform: Literal["standardise", "none", "signed_log", "standardise_log"] | None = None
     """Unit of the regression: standardise by median and IQR/2, none (raw), signed_log, or standardise_log (logarithms
     by median and IQR/2, for numbers of many magnitudes). Default: standardise if calibrated, none in the seed
@@ -101,11 +89,8 @@ class LossConfig(Section):
     """Reduction over words. mean divides L_cls by the number of words V (or of used words), so reg_weight counts V
     times more (use reg_weight / V for the balance of sum). For V in the ten thousands, W_cls's gradients fall below
     AdamW's eps of 1e-8."""
-    negatives: Literal["full", "used", "sampled"] = "full"
-    """full: all V_full rows. used: only used rows and <NUM>. sampled: a random subset in each training step, an
-    unbiased estimate of full's loss and gradients (evaluation uses all rows)."""
-    negatives_share: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
-    """For negatives: sampled: share of rows per step; default: 0.25."""
+    negatives: Literal["full", "used"] = "full"
+    """full: all V_full rows. used: only used rows and <NUM>."""
     slope_limit: NonNegative | None = None
     """Limit for the gradient of a word's loss with respect to loc_S, in 1/nat; 0: no limit; default: 1 if start is
     calibrated, 0 in the seed presets."""
@@ -113,17 +98,6 @@ class LossConfig(Section):
     """Implementation of the one-vs-rest loss; auto: triton on CUDA, else chunked."""
     constraint: ConstraintConfig = ConstraintConfig()
     """Limit on how far U moves from its start."""
-
-    @model_validator(mode="after")
-    def _share_of_sampled(self) -> LossConfig:
-        if self.negatives != "sampled" and self.negatives_share is not None:
-            raise refused("negatives_share", Said("only with loss.negatives: sampled"))
-        return self
-
-    @property
-    def sampled_share(self) -> float | None:
-        """`negatives_share`, resolved; None if every step computes all rows."""
-        return None if self.negatives != "sampled" else self.negatives_share or 0.25
 
 
 class Ramp(Section):
@@ -145,24 +119,16 @@ class Until(Section):
     max_steps: Positive
     """Maximum steps of the stage; the learning rate decays over them."""
     metric: str = "eval/cls_loss_mean"
-    """Evaluation metric to watch: eval/..., watch/..."""
-    better: Literal["lower", "higher"] | None = None
-    """Direction of improvement; default: higher for accuracy, precision, recall, f1, else lower."""
+    """Evaluation metric to watch: eval/..., watch/... Higher is better for accuracy, precision, recall, f1; lower for
+    all others."""
     patience: Positive = 3
     """Consecutive evaluations without improvement before the stage ends."""
-    min_delta: NonNegative = 0.0
-    """Minimum change that counts as an improvement."""
 
     @model_validator(mode="after")
     def _held_out(self) -> Until:
         if not self.metric.startswith(JUDGED):
             raise refused("metric", self.metric, "a metric of an evaluation, such as eval/cls_loss_mean")
         return self
-
-    @property
-    def higher_is_better(self) -> bool:
-        """`better`, or its default by the metric's name."""
-        return rises(self.metric) if self.better is None else self.better == "higher"
 
 
 class Stage(Section):

@@ -23,7 +23,7 @@ from typing import Any
 from cqwen_dist.config.data import DataConfig, source_files
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.cells import BadLine, Literal
-from cqwen_dist.data.records import Block, Row, Text, needed_columns, too_long
+from cqwen_dist.data.records import MAX_TEXT, Block, Row, Text, needed_columns, too_long
 from cqwen_dist.data.tables import of_datasets, of_parquet
 from cqwen_dist.delimited import delimiter_of, read_cells
 from cqwen_dist.wings import from_wing
@@ -117,20 +117,19 @@ class _Lines:
 
     def __init__(self, file: io.BufferedReader | gzip.GzipFile, path: Path, config: DataConfig) -> None:
         self.file, self.path, self.config, self.number = file, path, config, 0
-        self.limit = int(config.max_text_mib * 2**20)
 
     def __iter__(self) -> Iterator[bytes | BadLine]:
         try:
-            while line := self.file.readline(self.limit + 1):
+            while line := self.file.readline(MAX_TEXT + 1):
                 self.number += 1
                 size = len(line)
-                if size <= self.limit or line.endswith(b"\n"):
+                if size <= MAX_TEXT or line.endswith(b"\n"):
                     yield line
                     continue
                 while line and not line.endswith(b"\n"):
-                    line = self.file.readline(self.limit)
+                    line = self.file.readline(MAX_TEXT)
                     size += len(line)
-                yield too_long(size, self.config)
+                yield too_long(size)
         except _BROKEN_GZIP as error:
             self.number += 1
             yield _no_whole_file(error)
@@ -230,9 +229,9 @@ def _of_text(lines: _Lines, config: DataConfig) -> Iterator[Row]:
         try:
             text = "" if line is None else _decoded(line)
             size += len(text)
-            if size > lines.limit:
+            if size > MAX_TEXT:
                 held, size = [], 0
-                raise too_long(lines.limit, config)
+                raise too_long(MAX_TEXT)
         except BadLine as bad:
             yield lines.where, bad
             continue
@@ -275,8 +274,8 @@ def _of_array(lines: _Lines) -> Iterator[Row]:
         except (ValueError, RecursionError) as error:
             if done and _END_OF_ARRAY.fullmatch(text, at):
                 return
-            if done or len(text) - at > lines.limit:
-                allowed = f"a list of records of at most {lines.config.max_text_mib:g} MiB"
+            if done or len(text) - at > MAX_TEXT:
+                allowed = f"a list of records of at most {MAX_TEXT / 2**20:g} MiB"
                 reason = getattr(error, "msg", error)
                 raise refusal(
                     "broken JSON", text[at : at + 60], f"{allowed} ({reason})", getattr(error, "pos", at)
@@ -298,7 +297,7 @@ def _of_array(lines: _Lines) -> Iterator[Row]:
 
 
 def _of_csv(lines: _Lines, tabs: bool) -> Iterator[Row]:
-    csv.field_size_limit(max(lines.limit, 2**17))
+    csv.field_size_limit(MAX_TEXT)
     texts = map(_decoded, lines)
     try:
         header = next((text for text in texts if text.strip()), "")

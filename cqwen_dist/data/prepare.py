@@ -48,7 +48,7 @@ _DIGESTS = "digests.sqlite"  # digests of earlier texts, to find duplicates; del
 _OF_SAMPLES = {
     *("train", "eval", "watch", "recipe"),
     *("sequence_length", "long_texts", "pack", "group_by_length"),
-    *("cache_dir", "workers", "prefetch"),
+    *("cache_dir", "workers"),
 }
 
 # Called with the number of texts and tokens so far.

@@ -65,6 +65,8 @@ Row = tuple[str, "Mapping[str, Any] | BadLine | Text"]
 Block = Callable[[], Iterable[Row]]
 # A text, its learnt spans, and the spans of the located fields.
 _Composed = tuple[str, "Spans | None", dict[str, tuple[int, int]]]
+MAX_TEXT = 16 * 2**20  # bytes of a line or record; one with more is a bad line
+_TOOLS = "tools"  # the field with a chat's tools, if a record has it
 _OTHERS = "*"  # in a template: all named fields that the config does not mention, one line each
 
 
@@ -85,7 +87,7 @@ def needed_columns(config: DataConfig, columns: Sequence[str]) -> list[str]:
     missing = next((name for name in names if name not in columns and name != _OTHERS), None)
     if missing is not None:
         raise BadLine("missing field", list(columns), f"a table with the column {missing!r}")
-    optional = {config.tools_field} if config.messages_field is not None else set()
+    optional = {_TOOLS} if config.messages_field is not None else set()
     return [name for name in columns if name and (_OTHERS in names or name in names or name in optional)]
 
 
@@ -108,8 +110,8 @@ class Extractor:
             size = len(text) if text.isascii() else len(text.encode("utf-8"))
         except UnicodeEncodeError as error:
             raise BadLine("not Unicode text", text[error.start : error.end], "no lone surrogates") from None
-        if size > int(config.max_text_mib * 2**20):
-            raise too_long(size, config)
+        if size > MAX_TEXT:
+            raise too_long(size)
         return Text(
             text,
             where,
@@ -124,7 +126,7 @@ class Extractor:
         config = self.config
         try:
             messages = messages_of(_field(record, str(config.messages_field)), self._keys, config.roles)
-            return *self.chat(messages, tools_of(record.get(config.tools_field))), {}
+            return *self.chat(messages, tools_of(record.get(_TOOLS))), {}
         except RecursionError:
             raise BadLine("no chat", Said("values nested too deep"), "a few levels") from None
 
@@ -223,7 +225,7 @@ def _labels(found: Any) -> tuple[tuple[str, bool], ...]:
     return tuple((word, holds) for word, holds in known.items() if holds is not None)
 
 
-def too_long(size: int, config: DataConfig) -> BadLine:
+def too_long(size: int) -> BadLine:
     """Error for a line or text above the size limit."""
     found = f"no text of at most that: {size / 2**20:,.1f} MiB or more"
-    return BadLine("text too long", found, f"at most {config.max_text_mib:g} MiB (data.max_text_mib)")
+    return BadLine("text too long", found, f"at most {MAX_TEXT / 2**20:g} MiB")

@@ -77,22 +77,20 @@ def read_train(config: DataConfig, report: ReadReport, chat: Chat | None = None)
     if config.weights is None:
         texts = (text for i in range(len(sources)) for text in open_source(i))
     else:
-        texts = mixed(open_source, config.weights, config.mix_until == "all", config.mix_seed)
+        texts = mixed(open_source, config.weights, config.mix_until == "all")
     for number, text in enumerate(texts, 1):
         yield text
         if number == config.limit:
             return
 
 
-def mixed(
-    open_source: Callable[[int], Iterator[Text]], weights: list[float], all_of: bool, seed: int
-) -> Iterator[Text]:
-    """Yield texts from multiple sources, drawn by weight. Depends only on the seed (MT19937) and the sources.
+def mixed(open_source: Callable[[int], Iterator[Text]], weights: list[float], all_of: bool) -> Iterator[Text]:
+    """Yield texts from multiple sources, drawn by weight. Depends only on the sources (MT19937, seed 0).
 
     Ends when a source is exhausted. all_of: ends when every source was exhausted once, and short ones restart. An empty
     source is no longer drawn.
     """
-    draw = np.random.RandomState(seed)
+    draw = np.random.RandomState(0)
     shares = np.array(weights) / sum(weights)
     sources = [open_source(i) for i in range(len(weights))]
     given = [0] * len(weights)

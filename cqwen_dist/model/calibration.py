@@ -87,7 +87,6 @@ def calibrate(
     used_rows: int | None = None,
     fit_batches: Iterable[Batch] | None = None,
     wide_batches: Iterable[Batch] = (),
-    level: bool = True,
     numerals: Sequence[int] = (),
     progress: Progress = lambda what, done, of: None,
 ) -> Calibration:
@@ -97,11 +96,10 @@ def calibrate(
     choose (C, gamma). fit_batches: rows and regression are fitted to them (None: to `batches`). wide_batches: further
     ones, whose numbers the wide part alone is fitted to. features: default the model's own; the engine's under ZeRO.
     fit_features: of fit_batches, one after another (None: `features`).
-    level: whether to level the rows. numerals: the tokens that spell numerals, where <NUM>'s row is to inherit from
-    them. Without both no row of W_cls changes. progress: called equally often on every rank; it may raise to end the
-    calibration. b_noise_init: as `set_scales`; the total may then be larger than the best gamma, and the report is of
-    the total. Collective over the world: every rank brings the same number of batches, and ends with the same values.
-    Raises ValueError where no rank holds a label.
+    numerals: the tokens that spell numerals, where <NUM>'s row is to inherit from them. progress: called equally often
+    on every rank; it may raise to end the calibration. b_noise_init: as `set_scales`; the total may then be larger than
+    the best gamma, and the report is of the total. Collective over the world: every rank brings the same number of
+    batches, and ends with the same values. Raises ValueError where no rank holds a label.
     """
     start = _Start(model, groups, features or model.kept_features, tuple(numerals), progress)
 
@@ -119,7 +117,7 @@ def calibrate(
     seed: dict[str, Any] = {"seed_loss": seed_loss, "seed_accuracy": logits.mean(seed_best == logits.labels)}
 
     # Rows, (C, gamma), regression
-    rows = start.fit_rows(fit, logits, level)
+    rows = start.fit_rows(fit, logits)
     progress("C and gamma", 0, 1)
     histogram = logits.histogram()
     threshold, gamma = groups.agreed(lambda: best_threshold_and_gamma(histogram))
@@ -207,20 +205,17 @@ class _Start:
             parts.append(vocab_parallel_scores(law, head, labels, self.groups.vocab).log_norm)
         return torch.cat(parts)
 
-    def fit_rows(self, fit: _Positions, logits: StartLogits, level: bool) -> dict[str, Any]:
-        """Fit <NUM>'s row and level all rows, where asked for; `Calibration`'s fields of it."""
-        levelled = share = 0.0
-        if level or self.numerals:
-            own = self.word_loc(fit.z)
-            loc, log_norm, labels = self.of_all_ranks(own, self.normalisers(own), fit.labels)
+    def fit_rows(self, fit: _Positions, logits: StartLogits) -> dict[str, Any]:
+        """Fit <NUM>'s row, where asked for, and level all rows; `Calibration`'s fields of it."""
+        own, share = self.word_loc(fit.z), 0.0
+        loc, log_norm, labels = self.of_all_ranks(own, self.normalisers(own), fit.labels)
         if self.numerals:
             self.progress("<NUM>'s row", 0, 1)
             share = fit_numeral_rows(self.model, loc, log_norm, labels, self.numerals, self.groups)
             logits.redo([*self.numerals, self.model.config.num_token_id])
-        if level:
-            self.progress("levelling", 0, 1)
-            levelled, v = level_logits(self.model.action, loc, log_norm, self.groups)
-            logits.take(v)
+        self.progress("levelling", 0, 1)
+        levelled, v = level_logits(self.model.action, loc, log_norm, self.groups)
+        logits.take(v)
         return {"levelled": levelled, "num_row_told": share}
 
     def wide_numbers(self, fit: _Positions, batches: Iterable[Batch]) -> tuple[list[TextBefore], list[TextNumber]]:

@@ -74,7 +74,7 @@ class CausalQwenConfig(PretrainedConfig):
         self.scale_floor = scale_floor
         self.scalar_threshold = scalar_threshold
         self.target = target or asdict(TargetTransform())
-        self.lora = lora
+        self.lora = lora and {key: value for key, value in lora.items() if key != "lr_ratio"}  # 0.1.0 saved it too
         self.calibration = calibration
         for name, key in NUMBER_KEYS.items():
             setattr(self, name, kwargs.pop(name, key.default))

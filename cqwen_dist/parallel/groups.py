@@ -22,7 +22,6 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from cqwen_dist.config.errors import refuse_ranks
 from cqwen_dist.parallel.collectives import from_main_rank
-from cqwen_dist.parallel.staged import StagedGroup
 
 T = TypeVar("T")
 
@@ -91,4 +90,4 @@ def side_group(timeout_s: float | None = None) -> ProcessGroup:
 
 def limit_wait(group: ProcessGroup, seconds: float) -> None:
     """Set the timeout of a group that DeepSpeed made."""
-    _set_pg_timeout(timedelta(seconds=seconds), group.inner if isinstance(group, StagedGroup) else group)
+    _set_pg_timeout(timedelta(seconds=seconds), group)

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.parallel import staged
 from cqwen_dist.parallel.hang import HangWatch
 from cqwen_dist.parallel.launcher import free_port
 from cqwen_dist.parallel.stop import StopFlag
@@ -61,18 +60,18 @@ def launched(env: Mapping[str, str]) -> bool:
     return any(all(name in env for name in names) for names in _LAUNCHERS)
 
 
-def pick_device(local_rank: int, backend: str = "auto") -> torch.device:
+def pick_device(local_rank: int) -> torch.device:
     """This rank's GPU, or the CPU without a GPU (or with DS_ACCELERATOR=cpu).
 
-    With the backend "gloo", ranks may share a GPU. Under SLURM each task may see a single GPU, so the index wraps.
-    Raises `UserError` for more ranks than GPUs under other launchers: NCCL does not let two ranks share a GPU.
+    Under SLURM each task may see a single GPU, so the index wraps. Raises `UserError` for more ranks than GPUs under
+    other launchers: NCCL does not let two ranks share a GPU.
     """
     if not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR") == "cpu":
         return torch.device("cpu")
     found = torch.cuda.device_count()
-    if local_rank >= found and "LOCAL_RANK" in os.environ and backend != "gloo":
+    if local_rank >= found and "LOCAL_RANK" in os.environ:
         ranks = f"a rank {local_rank + 1} on a machine with {found} GPU"
-        raise UserError("--ranks", ranks, f"at most {found}, or DS_ACCELERATOR=cpu, or parallel.backend=gloo (slow)")
+        raise UserError("--ranks", ranks, f"at most {found}, or DS_ACCELERATOR=cpu")
     return torch.device("cuda", local_rank % found)
 
 
@@ -84,18 +83,16 @@ def seed_everything(seed: int) -> None:
 
 
 @contextmanager
-def distributed(
-    timeout_s: float = 1800.0, stop: StopFlag | None = None, alone: bool = False, backend: str = "auto"
-) -> Iterator[Runtime]:
-    """Start the process group, yield the `Runtime`, destroy the group. If a group exists already, use it.
+def distributed(timeout_s: float = 1800.0, stop: StopFlag | None = None, alone: bool = False) -> Iterator[Runtime]:
+    """Start the process group (gloo on CPUs, nccl on GPUs), yield the `Runtime`, destroy the group. If a group exists
+    already, use it.
 
-    backend (`parallel.backend`): "auto" is gloo on CPUs and nccl on GPUs; "gloo" copies GPU tensors through the host.
     stop: the flag that signals set, if installed. alone: a group of one rank, even under a launcher. A single process
     also gets a group, so that all runs use the same code. The group is always destroyed, since gloo may abort at exit
     otherwise.
     """
     rank, world, local_rank = find_ranks(os.environ)
-    device = pick_device(local_rank, backend)
+    device = pick_device(local_rank)
     if dist.is_initialized():
         if alone and dist.get_world_size() > 1:
             found = f"a process group of {dist.get_world_size()} that is up"
@@ -108,7 +105,7 @@ def distributed(
     if alone:
         rank, world = 0, 1
     limit = timedelta(seconds=timeout_s)
-    chosen = "gloo" if device.type == "cpu" else staged.BACKEND if backend == "gloo" else "nccl"
+    chosen = "gloo" if device.type == "cpu" else "nccl"
     place = local_rank if device.index is None else device.index  # DeepSpeed takes LOCAL_RANK for the GPU's number
     hook = sys.excepthook
     with nullcontext(dist.HashStore()) if alone else _meeting_place(rank, world, place, limit) as store:

@@ -68,7 +68,7 @@ def refuse_changes(config: Config) -> None:
     """Raises `UserError` by key if the run in the folder began with a different config. Writes nothing."""
     folder = Path(config.run.dir)
     if not _starts_over(config) and has_begun(folder) and (changes := _changes(config)):
-        _refuse_past_changes(load_config(folder / CONFIG), changes, folder)
+        _refuse_past_changes(load_config(folder / CONFIG, saved=True), changes, folder)
 
 
 def is_done(config: Config) -> bool:
@@ -91,7 +91,7 @@ def _starts_over(config: Config) -> bool:
 def _changes(config: Config, begun: bool = True) -> list[Change]:
     """Differences from the config in the run folder; empty if there is none."""
     known = Path(config.run.dir) / CONFIG
-    return changed_keys(load_config(known), config, begun) if known.is_file() else []
+    return changed_keys(load_config(known, saved=True), config, begun) if known.is_file() else []
 
 
 def _refuse_past_changes(old: Config, changes: list[Change], folder: Path) -> None:

@@ -104,7 +104,7 @@ def of_stage(s: Sizes) -> Work:
         hidden=s.base.hidden,
         causal=s.causal,
         words=s.words,
-        vocab=s.base.vocab * (s.config.loss.sampled_share or 1.0),
+        vocab=s.base.vocab,
     )
 
 

@@ -87,7 +87,7 @@ def prepare(request: FitRequest, folder: Path, say: Callable[[str], None]) -> Pr
             found = Said(f"a fit of {file.name} as it was before")
             raise UserError("--out", found, f"the same table, or a folder that does not exist yet, not {folder}")
     table, parts = read_parts(folder / "table")
-    template = template_of(load_config(folder / CONFIG).data, [])
+    template = template_of(load_config(folder / CONFIG, saved=True).data, [])
     return Prepared(table, parts, prompts_of(template, table.columns, table.rows, EMPTY))
 
 

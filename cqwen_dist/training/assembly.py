@@ -198,7 +198,7 @@ def build_training(
     engine = Engine(model, engine_settings(config, groups.world_size), runtime, groups)
     constraint = Constraint(model, config.loss.constraint, engine.forward)
     stepper = Stepper(engine, constraint, config.loss, _loss_options(config, model, words), config.train.seed)
-    replicas = Replicas(engine, groups, config.train.check_ranks_every)
+    replicas = Replicas(engine, groups)
     schedule = Schedule(config.stages, steps_per_epoch)
     return Training(config, runtime, groups, model, engine, constraint, stepper, replicas, schedule, words)
 
@@ -245,7 +245,7 @@ def build_run(config: Config, runtime: Runtime) -> Run:
             raise UserError(key, length, f"at most {context}, the base model's context")
     datasets = load_datasets(config.data, tokenizer, main_rank_first)
     statistics = datasets.train.statistics(rank, world, gather_objects)
-    loaders = StageLoaders(datasets.train, config.batch_shapes(), rank, world, config.train.seed, config.data.prefetch)
+    loaders = StageLoaders(datasets.train, config.batch_shapes(), rank, world, config.train.seed)
     words = Words(
         tokenizer.num_token_id,
         used_rows=max(tokenizer.text_size, tokenizer.num_token_id + 1),
@@ -285,8 +285,7 @@ def _saver(config: Config, groups: Groups, runtime: Runtime, progress: Progress)
     return Saver(
         Path(config.run.dir),
         groups,
-        Retention(train.keep_checkpoints, train.keep_best, train.keep_every, metric, higher=rises(metric)),
-        background=train.background_save,
+        Retention(train.keep_checkpoints, train.keep_best, metric, higher=rises(metric)),
         timeout_s=runtime.timeout_s,
         on_failure=runtime.stop.ask,  # a failed save stops the run at the next step
         say=progress.say,

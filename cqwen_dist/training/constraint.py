@@ -1,18 +1,18 @@
 """KL(U || U at the start) against forgetting (seed S3 2.3): monitored, or constrained.
 
-    U at the start = abduction of the base features by the start's weights, in all stages (adapters off, w_num and <NUM>
-                     row of the start); a run that starts with trained adapters has KL > 0 from the first step
-    KL of a token  = mean over C dimensions of the closed form for two Cauchy laws (`ops.cauchy.Cauchy.kl`)
+    U at the start = the start's abduction of the base's features, in every stage (adapters off, w_num and <NUM>'s row
+                     of the start); a run that begins with trained adapters has a KL from its first step on
+    KL of a token  = the mean over the C dimensions of the closed form of two Cauchys (`ops.cauchy.Cauchy.kl`)
 
-Cost: until a feature group trains, z equals the start's z, and the start's U costs two GEMMs [N,H]x[H,C]; the loss
-costs six [N,C]x[C,V]. Later, the start's features need a second forward pass of the backbone without gradient.
+Cost: until a feature group has trained, z is the start's z, and the start's U takes two products [N,H]x[H,C]; the loss
+takes six [N,C]x[C,V]. After that the start's features take a second forward pass of the backbone without gradient.
 
-`hinge` adds beta times the excess over eps of each token, which decomposes over ranks and micro-batches. `dual` adds
-weight * KL with weight = multiplier * (KL / eps)^4. The power is near 0 far below eps, and near eps it reacts at the
-next step. An integral controller would react too late, as KL starts at 0 and rises within a few steps. The power uses
-the KL of the previous step, so the term is linear in the tokens and decomposes like `hinge`. After each step the log of
-the multiplier moves by rate times the relative distance of the global mean KL from its target, faster up than down.
-Both factors are tensors, so no step waits for them.
+`hinge` adds BETA times each token's excess over eps, which decomposes over ranks and micro-batches. `dual` adds
+weight * KL with weight = multiplier * (KL / eps)^4. The power is nearly 0 far below eps and reacts at the next step
+near eps; an integral alone reacts too late, as KL is 0 at the start and rises within some steps. The power takes the KL
+of the step before, so the term is linear in the tokens and decomposes as `hinge` does. After each step the multiplier's
+logarithm moves by a tenth of the relative distance of the global mean from its aim, faster up than down. Both factors
+are tensors, and no step waits for them.
 """
 
 from __future__ import annotations
@@ -37,27 +37,30 @@ from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.collectives import sum_over
 from cqwen_dist.run.files import let_read, written_whole
 
+BETA = 10.0  # the weight of the hinge; in `dual`, where the multiplier begins
+EVERY = 10  # steps between two looks of `monitor`; once features have trained, one costs a second forward pass
 AIM = 0.8  # of eps: the multiplier's target; below 1, since batch means scatter
-_STEEPNESS = 4  # the exponent in (KL/eps)^4,
-_ANSWER = (1e-3, 16.0)  # which is clamped to this range
-_FALL = 0.2  # largest fall of the multiplier per step: KL is 0 at the start and will rise
-_LEAST = 1e-2  # lower bound of the multiplier, as a fraction of beta
+_STEEPNESS = 4  # the power in (KL/eps)^4,
+_ANSWER = (1e-3, 16.0)  # clamped to this range
+_FALL = 0.2  # the multiplier falls at most this fast: KL is 0 at the start and will rise
+_RATE = 0.1  # how fast the multiplier's logarithm moves, a step
+_LEAST = 1e-2  # of BETA: the multiplier's lower bound
 
 
 class ConstraintTerm(NamedTuple):
-    """One micro-batch. loss: weighted scalar to add. sums [4]: KL, drift, tokens over eps, unweighted loss."""
+    """For one micro-batch. loss: weighted scalar to add. sums [4]: KL, drift, tokens over eps, the unweighted loss."""
 
     loss: Tensor
     sums: Tensor
 
 
 class Constraint:
-    """The U of the start, and the distance of the current U from it. Equal on all ranks."""
+    """The start's U, and the distance of the present U from it. The same on every rank."""
 
     def __init__(
         self, model: CausalQwenModel, config: ConstraintConfig, features: Callable[[Batch, Tensor], Tensor]
     ) -> None:
-        """features: forward pass of the engine, (batch on the device, keep [N]) -> z [N,H]."""
+        """features: the engine's forward pass, (batch on the device, keep [N]) -> z [N,H]."""
         self.model, self.config, self._features = model, config, features
         self.device = model.action.cls_weight.device
         self.features_moved = False  # whether embedding or lora has ever trained
@@ -66,16 +69,16 @@ class Constraint:
         self._w_num = torch.ones(model.features.embedding.w_num_shape, device=self.device)
         self._num_row = torch.ones(model.config.hidden_size, device=self.device)
         self._spread = torch.ones(model.config.causal_hidden_size, device=self.device)
-        self.multiplier = torch.tensor(config.beta, device=self.device)
+        self.multiplier = torch.tensor(BETA, device=self.device)
         self._answer = torch.tensor(_ANSWER[0], device=self.device)
 
     @torch.no_grad()
     def begin(self, features: dict[str, Tensor], batches: Iterable[Batch]) -> None:
-        """Use the current model as the start. Collective over the world.
+        """Take the present model as the start. Collective over the world.
 
-        features: full parameters of the engine by name. batches: this rank's share of sample texts, used to measure the
-        spread of U's location: the standard deviation over tokens with the mean scale added in quadrature. The scale
-        keeps the spread above 0 in dimensions without variation (number dimensions).
+        features: the engine's parameters by name, whole. batches: this rank's share of some texts. They give the
+        spread of U's location: its standard deviation over tokens, with the mean scale added in quadrature, so that a
+        dimension in which nothing varies (a number dimension) is measured in its own scale.
         """
         self._abduction = _frozen_copy(self.model)
         self._w_num.copy_(features["embedding.w_num"])
@@ -94,26 +97,26 @@ class Constraint:
         self._spread.copy_((variance + mean_scale.square()).sqrt())
 
     def _tensors(self) -> dict[str, Tensor]:
-        """The tensors of the start by their names in the file."""
+        """The tensors that are the start, by their names in its file."""
         abduction = {f"abduction.{name}": value for name, value in self._abduction.state_dict().items()}
         return {**abduction, "w_num": self._w_num, "num_row": self._num_row, "spread": self._spread}
 
     def save(self, path: Path) -> None:
-        """Write the start to a file. One rank calls this."""
+        """Write the start; one rank calls it."""
         tensors = {**self._tensors(), "adapted": torch.tensor(self._adapted)}
         with written_whole(path) as partial:
             save_file({name: value.cpu().contiguous() for name, value in tensors.items()}, partial)
             let_read(partial)
 
     def load(self, path: Path, state: dict[str, Any]) -> None:
-        """Restore a saved file and a `state_dict`. Raises `UserError` for a file that does not fit."""
+        """Restore what `save` wrote and `state_dict` returned. Raises `UserError` for a strange file."""
         try:
             tensors = load_file(path)
             adapted = tensors.pop("adapted").reshape(())
         except (OSError, SafetensorError, KeyError, RuntimeError) as error:
             allowed = "the file that the run's start left there (or loss.constraint.mode=off in a new run)"
             raise UserError("loss.constraint", str(path), f"{allowed}: {error}") from None
-        self._abduction = _frozen_copy(self.model)  # also copies the scale floor, which is not a tensor
+        self._abduction = _frozen_copy(self.model)  # its scale floor is no tensor
         own = self._tensors()
         refuse_strange(tensors, {name: value.shape for name, value in own.items()}, path, key="loss.constraint")
         for name, value in own.items():
@@ -123,27 +126,27 @@ class Constraint:
         self._answer.fill_(state["answer"])
 
     def state_dict(self) -> dict[str, float]:
-        """The state that changes in training, for a checkpoint."""
+        """What changes in training, for a checkpoint."""
         return {"multiplier": float(self.multiplier), "answer": float(self._answer)}
 
     def due(self, step: int) -> bool:
         """Whether KL is measured at this step."""
-        return step % self.config.every == 0 if self.config.mode == "monitor" else self.config.mode != "off"
+        return step % EVERY == 0 if self.config.mode == "monitor" else self.config.mode != "off"
 
     @property
     def second_pass(self) -> bool:
-        """Whether the start's z may differ from z, and needs a second forward pass."""
+        """Whether the start's z differs from z and must be computed."""
         return self.features_moved or self._adapted
 
     @torch.no_grad()
     def start_features(self, batch: Batch, keep: Tensor) -> Tensor:
-        """z [N,H] with the parameters of the start. Collective if the engine's forward pass is."""
+        """z [N,H] as it was at the start. Collective where the engine's forward is."""
         embedding = self.model.features.embedding.using(self._w_num, self._num_row)
         with adapters_disabled(self.model.transformer), embedding:
             return self._features(batch, keep)
 
     def term(self, u: Cauchy, z_start: Tensor, weight: float) -> ConstraintTerm:
-        """u: current U [N,C]. z_start [N,H]. weight: number of ranks divided by the global number of tokens."""
+        """u [N,C] now, z_start [N,H]; weight: what the engine divides by, over the global number of tokens."""
         held = self.config.mode in ("hinge", "dual")
         named = self.config.unit
         unit = self._spread if named == "spread" else None if named == "scale" else float(named)
@@ -153,7 +156,7 @@ class Constraint:
             kl = u.kl(before, unit).mean(-1)
             excess = (kl - self.config.eps).clamp(min=0.0)
             if self.config.mode == "hinge":
-                penalty = self.config.beta * excess.sum()
+                penalty = BETA * excess.sum()
             else:
                 penalty = self.multiplier * self._answer * kl.sum() if held else torch.zeros((), device=self.device)
         with torch.no_grad():
@@ -164,7 +167,7 @@ class Constraint:
 
     @torch.no_grad()
     def after_step(self, sums: Tensor, tokens: int) -> dict[str, Tensor]:
-        """Metrics of the step from sums [4] over all ranks. `dual` updates the multiplier. No host synchronisation."""
+        """The step's metrics from sums [4] over all ranks; `dual` updates the multiplier. No host synchronisation."""
         kl, drift, over, loss = sums / max(tokens, 1)
         metrics = {"train/kl": kl, "train/kl_drift": drift, "train/kl_over_eps": over}
         if self.config.mode in ("hinge", "dual"):
@@ -172,7 +175,7 @@ class Constraint:
         if self.config.mode == "dual":
             metrics["train/kl_multiplier"] = (self.multiplier * self._answer).clone()
             off = (kl / (AIM * self.config.eps) - 1.0).clamp(-_FALL, 1.0)
-            self.multiplier.mul_(torch.exp(self.config.rate * off)).clamp_(min=_LEAST * self.config.beta)
+            self.multiplier.mul_(torch.exp(_RATE * off)).clamp_(min=_LEAST * BETA)
             self._answer.copy_((kl / self.config.eps).pow(_STEEPNESS).clamp(*_ANSWER))
         return metrics
 

@@ -1,4 +1,4 @@
-"""Word frequency: class weights in the loss (seed S4 3.4.3), and the mean threshold per frequency band (S0 5.1)."""
+"""Word frequency: the weights of words in the loss (seed S4 3.4.3), the mean threshold of each band (S0 5.1)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from cqwen_dist.config.training import LossConfig
 from cqwen_dist.parallel.collectives import sum_over
 from cqwen_dist.parallel.groups import Groups
 
-# Bands of words by count rank: the first 100, the next 900, ...; the last band has words that never occur.
+# Words by the rank of their count: the first 100, the next 900, ...; then words that never occur.
 BANDS = (100, 1_000, 10_000)
-BAND_NAMES = ("1_100", "101_1000", "1001_10000", "10001_up", "unseen")  # suffixes of metric names
+LIMIT = 10.0  # of the weights of words
+BAND_NAMES = ("1_100", "101_1000", "1001_10000", "10001_up", "unseen")  # as they end the names of metrics
 
 
 def class_weights(loss: LossConfig, counts: np.ndarray, start: int, rows: int, vocab_size: int) -> Tensor | None:
-    """w_k [rows] of the words [start, start+rows), on the CPU; None if all are 1. Raises `UserError`.
+    """[rows] w_k of the words [start, start+rows), on the CPU; None where all are 1. Raises `UserError`.
 
-    counts [V]: occurrences. "frequency" gives count^-power, scaled to a mean of 1 over occurrences and clipped to
-    [1/limit, limit]. Words that never occur have weight 1, as they are negatives only.
+    counts [V]: occurrences. By frequency: count^-0.5, scaled so that the mean over occurrences is 1, then clipped to
+    [1/LIMIT, LIMIT]; words that never occur weigh 1, as they are only ever negatives.
     """
     if loss.class_weights is None:
         return None
@@ -28,9 +29,9 @@ def class_weights(loss: LossConfig, counts: np.ndarray, start: int, rows: int, v
     if loss.class_weights == "frequency":
         seen = counts > 0
         occurring = counts[seen].astype(np.float64)
-        raw = occurring**-loss.class_weight_power
+        raw = occurring**-0.5
         raw *= occurring.sum() / (occurring * raw).sum()
-        weights[seen] = raw.clip(1.0 / loss.class_weight_limit, loss.class_weight_limit)
+        weights[seen] = raw.clip(1.0 / LIMIT, LIMIT)
     else:
         for word, weight in loss.class_weights.items():
             if word >= vocab_size:
@@ -40,7 +41,7 @@ def class_weights(loss: LossConfig, counts: np.ndarray, start: int, rows: int, v
 
 
 def band_of(counts: np.ndarray) -> np.ndarray:
-    """Band of each word [V] int64, an index into `BAND_NAMES`."""
+    """[V] int64: the band of each word, an index into `BAND_NAMES`."""
     rank = np.empty(len(counts), dtype=np.int64)
     rank[np.argsort(-counts, kind="stable")] = np.arange(len(counts))
     band = np.searchsorted(BANDS, rank, side="right")
@@ -50,10 +51,10 @@ def band_of(counts: np.ndarray) -> np.ndarray:
 
 @torch.no_grad()
 def mean_thresholds(threshold: Tensor, band: Tensor, groups: Groups) -> dict[str, float]:
-    """dist/C_words_*: mean threshold of each non-empty band; {} for a scalar threshold.
+    """dist/C_words_*: the mean threshold of each band that has words; empty for a scalar threshold.
 
-    A learnable C should fall for frequent words and rise for rare words (S0 5.1). threshold [rows] and band [rows]
-    (`band_of`): this rank's rows. Collective over the vocabulary group.
+    A learnable C is expected to fall for frequent words and to rise for rare ones (S0 5.1). threshold [rows] and band
+    [rows] (`band_of`) are this rank's. Collective over the vocabulary group.
     """
     if threshold.ndim == 0:
         return {}

@@ -19,7 +19,7 @@ from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.training.parameter_groups import Member
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-EPS = 1e-8
+BETAS, EPS = (0.9, 0.999), 1e-8
 HOST_BLOCK = 1 << 22  # values per host step of an offloaded parameter: bounds the pinned memory
 
 
@@ -87,7 +87,7 @@ class Share:
         self.steps, self.moments = 0, {}
 
     @torch.no_grad()
-    def step(self, coefficient: float, betas: tuple[float, float], weight_decay: float) -> None:
+    def step(self, coefficient: float, weight_decay: float) -> None:
         """AdamW on the kept rows, with the gradient times `coefficient` (at most 1). Other rows do not change yet."""
         # Moments are made at the first step: groups that never train take no memory
         if not self.moments:
@@ -110,8 +110,8 @@ class Share:
                     [torch.full((), float(self.steps), device=self.place)],  # fresh: fused AdamW increments it in place
                     fused=True,  # one pass and no temporary of W_cls's size
                     amsgrad=False,
-                    beta1=betas[0],
-                    beta2=betas[1],
+                    beta1=BETAS[0],
+                    beta2=BETAS[1],
                     lr=self.lr,
                     weight_decay=weight_decay,
                     eps=EPS,

@@ -32,13 +32,12 @@ class HeadOptimizer:
         self,
         members: list[Member],
         groups: Groups,
-        betas: tuple[float, float],
         weight_decay: float,
         offload: bool = False,
     ) -> None:
         """offload: keep moments on the host and step there."""
         self.members, self.groups = members, groups
-        self.betas, self.weight_decay = betas, weight_decay
+        self.weight_decay = weight_decay
         self.shares = [Share(member, groups, offload) for member in members]
         # A step of 1e-2 in b_scale changes the scale by 1 %, since a softplus follows (exponential in this range). In
         # b_noise the same step would be 700 times the calibrated scale. So its rate is relative to this unit.
@@ -106,7 +105,7 @@ class HeadOptimizer:
         """Scale gradients by the clip coefficient, step, and gather the new weights. Collective."""
         stepped = [share for share in self.shares if share.member.parameter.grad is not None]
         for share in stepped:
-            share.step(coefficient, self.betas, self.weight_decay if share.member.decays else 0.0)
+            share.step(coefficient, self.weight_decay if share.member.decays else 0.0)
             share.member.parameter.grad = None
         for share in stepped:
             if share.each:

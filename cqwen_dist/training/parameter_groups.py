@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from cqwen_dist.model.lora import is_lora, is_lora_b, is_magnitude
+from cqwen_dist.model.lora import is_lora, is_magnitude
 
 # Groups of `Action`'s parameters; its number head is in `regression`. Other heads have a group of their name.
 _ACTION = {
@@ -25,7 +25,7 @@ class Member:
     name: str
     parameter: nn.Parameter
     group: str
-    kind: str = ""  # a part of the group with separate optimizer settings: LoRA's `B`, DoRA's `magnitude`
+    kind: str = ""  # a part of the group with separate optimizer settings: DoRA's `magnitude`
 
     @property
     def slot(self) -> str:
@@ -53,18 +53,14 @@ class Member:
         return self.parameter.ndim > 1 and self.group != "embedding"
 
 
-def feature_members(features: nn.Module, separate_b: bool = False) -> list[Member]:
-    """w_num and the <NUM> row (`embedding`) and adapters (`lora`). All other feature parameters are frozen.
-
-    separate_b: give the B matrices a separate learning rate (LoRA+).
-    """
+def feature_members(features: nn.Module) -> list[Member]:
+    """w_num and the <NUM> row (`embedding`) and adapters (`lora`). All other feature parameters are frozen."""
     members = []
     for name, parameter in features.named_parameters():
         if name in ("embedding.w_num", "embedding.num_row"):
             members.append(Member(name, parameter, "embedding"))
         elif is_lora(name):
-            kind = "magnitude" if is_magnitude(name) else "B" if separate_b and is_lora_b(name) else ""
-            members.append(Member(name, parameter, "lora", kind))
+            members.append(Member(name, parameter, "lora", "magnitude" if is_magnitude(name) else ""))
     return members
 
 

@@ -34,21 +34,21 @@ class RanksDiffer(RuntimeError):
 class Replicas:
     """Compares the copies of replicated tensors. State and results are the same on all ranks."""
 
-    def __init__(self, engine: Engine, groups: Groups, every: int) -> None:
-        """every: steps between two comparisons; 0 disables them."""
+    EVERY = 100  # steps between two comparisons
+
+    def __init__(self, engine: Engine, groups: Groups) -> None:
         self.engine, self.groups = engine, groups
-        self.every = every if groups.world_size > 1 else 0
         self.good = 0  # the last step with equal copies
         self._suspect: tuple[int, Tensor] | None = None  # a step with different copies, and the hashes
 
     def check(self, step: int, due: bool = False) -> str:
-        """Compare after each n-th step and if `due`. Collective over the world.
+        """Compare every `EVERY` steps and if `due`. Collective over the world.
 
         Raises `RanksDiffer` on all ranks. The trainer may then replay that step. If the copies are equal after the
         replay, this returns a text that names the faulty machine; otherwise "".
         """
         again = self._suspect is not None and step == self._suspect[0]
-        if not self.every or not (due or again or step % self.every == 0):
+        if self.groups.world_size == 1 or not (due or again or step % self.EVERY == 0):
             return ""
         copies = list(self._copies())
         device = self.engine.runtime.device  # the heads' moments may be on the host

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from cqwen_dist.config.training import Ramp, Stage
+from cqwen_dist.config.training import Ramp, Stage, rises
 
 # Learning rate of b_scale, b_noise and C. Training moves b_scale by about 10 units: 1e5 Adam steps at 1e-4, but only a
 # thousand at 1e-2.
@@ -72,14 +72,14 @@ class StagePlan:
 
 
 def _asked(stage: Stage) -> list[Any]:
-    """The length of a stage in the config."""
-    return [stage.steps, stage.epochs, stage.until and stage.until.model_dump(mode="json")]
+    """The length of a stage in the config, with the keys that checkpoints of 0.1.0 have."""
+    until = stage.until and {"better": None, "min_delta": 0.0, **stage.until.model_dump(mode="json")}
+    return [stage.steps, stage.epochs, until]
 
 
-def _judged(asked: list[Any]) -> tuple[Any, ...]:
-    """The metric that ends a stage, and its better direction; empty if the number of steps ends it."""
-    until = asked[2]
-    return () if until is None else (until["metric"], until["better"])
+def _judged(asked: list[Any]) -> str | None:
+    """The metric that ends a stage; None if the number of steps ends it."""
+    return asked[2] and asked[2]["metric"]
 
 
 class Schedule:
@@ -117,8 +117,8 @@ class Schedule:
         if until is None:
             return False
         value = float(metrics[until.metric])
-        gain = math.inf if self._best is None else (value - self._best) * (1 if until.higher_is_better else -1)
-        if not math.isnan(value) and gain > until.min_delta:
+        gain = math.inf if self._best is None else (value - self._best) * (1 if rises(until.metric) else -1)
+        if not math.isnan(value) and gain > 0:
             self._best, self._waited = value, 0
         else:
             self._waited += 1

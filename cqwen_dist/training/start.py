@@ -154,7 +154,6 @@ def _calibrate(run: Run) -> dict[str, Any]:
         fit_features=run.cache.reader(run.schedule.at(0), run.loaders.current, loader),
         fit_batches=next(iter(loader)),
         wide_batches=() if held_out is None else held_out.batches,
-        level=run.config.model.level_logits,
         numerals=run.words.numerals,
         progress=run.at,
     )
@@ -240,9 +239,9 @@ def _refuse_shape(config: Config, ours: Any, saved: dict[str, Any], source: Path
     unit = TargetTransform(**saved["target"]).name
     if unit != config.target_transform:
         raise UserError("loss.target_transform", config.target_transform, f"{unit!r}, as in {source}")
-    if ours.lora is not None and saved["lora"] is not None:
-        for name, value in saved["lora"].items():
-            if name not in ("dropout", "lr_ratio") and ours.lora.get(name) != value:  # these two only affect training
+    if ours.lora is not None and theirs.lora is not None:
+        for name, value in theirs.lora.items():
+            if name != "dropout" and ours.lora.get(name) != value:  # it only affects training
                 raise UserError(f"model.lora.{name}", ours.lora.get(name), f"{value!r}, as in {source}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config.training import LossConfig
 from cqwen_dist.heads.fused_loss import LossOptions, LossTerms, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr.sampled import draw_words
 from cqwen_dist.ops.regression import counts_text
 from cqwen_dist.parallel.collectives import gather_rows, sum_over
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_best
@@ -44,7 +43,7 @@ class Stepper:
     constraint: Constraint
     loss: LossConfig
     options: LossOptions
-    seed: int  # for dropout and sampled negatives
+    seed: int  # for dropout
 
     def __post_init__(self) -> None:
         self.model, self.groups, self.device = self.engine.model, self.engine.groups, self.engine.runtime.device
@@ -82,7 +81,7 @@ class Stepper:
                 else:
                     z = self.model.wide_behind(self._fitting(cached[i], keep), batch_on_device, keep)
             u = self.model.abduction(z)
-            terms = self._loss(u, batch_on_device, keep, counts, (step, i), reg_weight)
+            terms = self._loss(u, batch_on_device, keep, counts, i, reg_weight)
             loss = terms.loss
             if measures_kl:  # times the world size, as the engine averages gradients over the ranks
                 weight = self.groups.world_size / max(counts.all_labels, 1)
@@ -123,11 +122,9 @@ class Stepper:
             "train/clipped": float(self.engine.clipped),
         }
 
-    def _loss(
-        self, u: Cauchy, batch: Batch, keep: Tensor, counts: StepCounts, place: tuple[int, int], reg_weight: float
-    ) -> LossTerms:
-        """The fused loss at place (step, micro-batch), weighted so that the average over ranks is the global mean."""
-        world, i = self.groups.world_size, place[1]
+    def _loss(self, u: Cauchy, batch: Batch, keep: Tensor, counts: StepCounts, i: int, reg_weight: float) -> LossTerms:
+        """The fused loss of micro-batch i, weighted so that the average over ranks is the global mean."""
+        world = self.groups.world_size
         at, words = batch.partial.unbind(1)  # [M] each: position in the flattened batch, word
         return fused_loss(
             self.model.action,
@@ -138,25 +135,12 @@ class Stepper:
                 partial=torch.stack([torch.searchsorted(keep, at.contiguous()), words], 1),
                 partial_counts=counts.partial[i],
             ),
-            self._options_at(place),
+            self.options,
             token_weight=world / max(counts.words, 1),
             number_weight=reg_weight * world / max(counts.numbers, 1),
             group=self.groups.vocab,
             token_counts=counts.labels[i],
         )
-
-    def _options_at(self, place: tuple[int, int]) -> LossOptions:
-        """The loss options at place (step, micro-batch), with the sampled words if the loss samples negatives.
-
-        All ranks of a vocabulary group draw the same words; groups draw different ones. A resumed run draws the same.
-        """
-        if self.loss.sampled_share is None:
-            return self.options
-        action, config = self.model.action, self.model.config
-        key = (self.seed, *place, self.groups.replica_rank)
-        own = action.vocab_start, action.vocab_start + action.rows
-        drawn = draw_words(config.vocab_size, self.loss.sampled_share, key, config.num_token_id, *own)
-        return replace(self.options, ovr=replace(self.options.ovr, drawn=drawn.to(self.device)))
 
     def _exchange(self, micro_batches: list[Batch], keeps: list[Tensor]) -> StepCounts:
         """Exchange counts over all ranks and micro-batches in one small all-gather. Batches are still on the CPU."""

@@ -36,8 +36,7 @@ def train(
     write_inputs: as in `open_session`. Raises `UserError` on all ranks for wrong input, and `Stopped` if a signal
     stopped the run; the run can be resumed.
     """
-    wait, backend = config.parallel.timeout_min * 60, config.parallel.backend
-    with StopFlag().installed() as stop, distributed(wait, stop, backend=backend) as runtime:
+    with StopFlag().installed() as stop, distributed(config.parallel.timeout_min * 60, stop) as runtime:
         metrics = train_on(config, runtime, callbacks, write_inputs)
         folder = Path(config.run.dir)
         ended = from_main_rank(lambda: read_status(folder))
@@ -74,8 +73,8 @@ class Trainer:
         self.place = Place()
         self.saved_step = 0
         self.log: MetricsLog | None = None  # of rank 0
-        self.refusals = Refusals(config.train.max_refused_steps)
-        self.clock = Clock(work_of(config, run.model), runtime.device, run.groups.world_size, config.run.peak_tflops)
+        self.refusals = Refusals()
+        self.clock = Clock(work_of(config, run.model), runtime.device, run.groups.world_size)
 
     def train(self) -> dict[str, Any]:
         """Start or resume, and train to the end. Returns the metrics of the last evaluation."""

@@ -32,7 +32,6 @@ from experiments.claims.texts import Sizes
 from experiments.learn.answers import whole_texts
 
 WARM_UP = 5
-BETAS = (0.9, 0.999)
 
 
 class Ask(NamedTuple):
@@ -148,7 +147,7 @@ def train_heads(
     stage = Stage(name="heads", train=train, steps=steps, lr=rate, lr_groups=groups, warmup_steps=WARM_UP)
     plan = StagePlan(stage, 0, 0, steps)
     members = head_members(nn.ModuleDict(model.heads), "per-word", False)
-    optimizer = HeadOptimizer(members, ALONE, BETAS, weight_decay=0.0)
+    optimizer = HeadOptimizer(members, ALONE, weight_decay=0.0)
     optimizer.noise_unit = float(model.action.b_noise.detach().abs().median()) or 1.0
     model.requires_grad_(False)
     optimizer.enter_stage(plan, plan.stage.groups)

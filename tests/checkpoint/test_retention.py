@@ -20,13 +20,11 @@ def kept(rule: Retention, found: dict[int, dict[str, float]]) -> list[int]:
     return sorted(set(found) - set(rule.outdated(found, newest)))
 
 
-def test_keeps_the_newest_the_best_and_every_nth() -> None:
+def test_keeps_the_newest_and_the_best() -> None:
     found = figures(3.0, 1.0, None, 2.0, 2.5, 2.6)
     assert kept(Retention(newest=2), found) == [50, 60]
     assert kept(Retention(newest=1, best=2), found) == [20, 40, 60]
     assert kept(Retention(newest=1, best=1, higher=True), found) == [10, 60]
-    assert kept(Retention(newest=1, every=30), found) == [30, 60]
-    assert kept(Retention(newest=2, best=1, every=40), found) == [20, 40, 50, 60]
 
 
 def test_ties_keep_the_later_checkpoint_and_nan_is_never_best() -> None:
@@ -42,12 +40,9 @@ def test_checkpoints_beyond_the_current_step_do_not_count() -> None:
     st.dictionaries(st.integers(1, 50), st.one_of(st.none(), st.floats()), min_size=1),
     st.integers(0, 3),
     st.integers(0, 3),
-    st.integers(0, 9),
 )
-def test_the_checkpoint_just_written_is_kept(
-    found: dict[int, float | None], newest: int, best: int, every: int
-) -> None:
+def test_the_checkpoint_just_written_is_kept(found: dict[int, float | None], newest: int, best: int) -> None:
     known = {step: {} if loss is None else {LOSS: loss} for step, loss in found.items()}
-    rule = Retention(newest=newest, best=best, every=every)
+    rule = Retention(newest=newest, best=best)
     for step in known:
         assert step not in rule.outdated(known, step)

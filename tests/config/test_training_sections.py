@@ -30,7 +30,6 @@ def test_training_sections_keep_the_given_values(tmp_path: Path) -> None:
     assert config.loss.constraint.unit == 0.5
     assert isinstance(config.stages[0].reg_weight, Ramp)
     assert config.stages[0].until is not None
-    assert not config.stages[0].until.higher_is_better
     again = tmp_path / "again.yaml"
     again.write_text(config.to_yaml())
     assert load_config(again) == config
@@ -51,8 +50,6 @@ def test_training_sections_keep_the_given_values(tmp_path: Path) -> None:
         (["model.quantize=nf4", "train.precision=bf16", "parallel.zero_stage=3"], "model.quantize", "partitioned"),
         (["loss.constraint.mode=soft"], "loss.constraint.mode", "'off', 'monitor', 'hinge' or 'dual'"),
         (["loss.class_weights=rare"], "loss.class_weights", "frequency"),
-        (["loss.negatives_share=0.5"], "loss.negatives_share", "only with loss.negatives: sampled"),
-        (["loss.negatives=used", "loss.negatives_share=0.5"], "loss.negatives_share", "negatives: sampled"),
         (["model.random_features=16"], "model.random_features", "model.wide above 0"),
         (
             [
@@ -65,23 +62,13 @@ def test_training_sections_keep_the_given_values(tmp_path: Path) -> None:
             "model.wide_from_eval",
             "data.eval or data.eval_fraction",
         ),
-        (["loss.negatives=some"], "loss.negatives", "'full', 'used' or 'sampled'"),
-        *(
-            (["loss.negatives=sampled", f"loss.negatives_share={share}"], "loss.negatives_share", says)
-            for share, says in (("0", "greater than 0"), ("-0.5", "greater"), ("1.5", "less than or equal to 1"))
-        ),
+        (["loss.negatives=sampled"], "loss.negatives", "'full' or 'used'"),
     ],
 )
 def test_wrong_training_settings_are_refused_by_key(tmp_path: Path, overrides: list[str], key: str, says: str) -> None:
     with pytest.raises(UserError, match=says) as refusal:
         load(tmp_path, *overrides)
     assert refusal.value.key == key
-
-
-def test_sampled_share_defaults_to_a_quarter(tmp_path: Path) -> None:
-    assert load(tmp_path).loss.sampled_share is None
-    assert load(tmp_path, "loss.negatives=sampled").loss.sampled_share == 0.25
-    assert load(tmp_path, "loss.negatives=sampled", "loss.negatives_share=1").loss.sampled_share == 1.0
 
 
 def test_a_resumed_run_may_change_only_resumable_keys(tmp_path: Path) -> None:

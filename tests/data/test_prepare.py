@@ -112,7 +112,6 @@ def test_the_cache_key_depends_on_contents_and_settings_that_change_tokens(
         "long_texts": "truncate",
         "pack": True,
         "workers": 1,
-        "prefetch": 0,
         "group_by_length": True,
     }
     assert prepare(config.model_copy(update=cut), tokenizer) == first

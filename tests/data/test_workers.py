@@ -44,7 +44,7 @@ def _corpus(folder: Path) -> dict[str, Path]:
     lines = [json.dumps(row).encode() + b"\n" for row in rows]
     for i, bad in enumerate(BAD * 4):
         lines.insert(13 * i, bad)
-    lines.insert(100, b'{"text": "' + b"x" * 5000 + b'"}\n')
+    lines.insert(100, b'{"text": "' + b"x" * 17_000_000 + b'"}\n')
     paths = {ending: folder / f"a.{ending}" for ending in ("jsonl", "jsonl.gz", "csv", "txt", "parquet", "json")}
     paths["jsonl"].write_bytes(b"".join(lines))
     paths["jsonl.gz"].write_bytes(gzip.compress(b"".join(lines))[:-40])  # ends too early
@@ -64,7 +64,7 @@ def test_any_number_of_workers_prepares_the_same_bytes(
 ) -> None:
     paths = {name: str(path) for name, path in _corpus(tmp_path).items()}
     every: dict[str, Any] = {
-        "train": list(paths.values()), "max_text_mib": 0.002, "on_bad_line": "skip", "on_nonfinite": "skip"
+        "train": list(paths.values()), "on_bad_line": "skip", "on_nonfinite": "skip"
     }  # fmt: skip
     cases = [
         (
@@ -102,7 +102,7 @@ def test_any_number_of_workers_prepares_the_same_bytes(
 
 def test_blocks_contain_whole_lines_with_their_position(tmp_path: Path, small_blocks: None) -> None:
     paths = _corpus(tmp_path)
-    config = DataConfig(train="a", max_text_mib=0.002)
+    config = DataConfig(train="a")
     for name, path in paths.items():
         cut = list(blocks(str(path), config, "data.train"))
         rows: list[Row] = [row for block in cut for row in block()]

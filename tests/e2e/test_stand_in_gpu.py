@@ -25,7 +25,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "model__wide_from_eval": True,
         "train__checkpoint_start": True,
     },
-    "sampled": {"loss__negatives": "sampled", "loss__negatives_share": 0.5, "parallel__offload": "optimizer"},
+    "offload": {"parallel__offload": "optimizer"},
     "constraint": {"loss__constraint": {"mode": "hinge", "eps": 0.05}, "parallel__zero_stage": 2},
     "zero 3": {"parallel__zero_stage": 3},
 }

@@ -40,7 +40,7 @@ def one_step(vocab: int, hidden: int, tokens: int) -> dict[str, Any]:
     action = ActionNetwork(hidden, vocab, vocab_start=start, rows=stop - start)
     heads = nn.ModuleDict({"action": action})
     heads.requires_grad_(False)
-    optimizer = HeadOptimizer(head_members(heads, "per-word", False), groups, (0.9, 0.999), 0.0)
+    optimizer = HeadOptimizer(head_members(heads, "per-word", False), groups, 0.0)
     plan = Schedule([Stage(name="heads", train=["heads"], steps=1)], 1).at(0)
     optimizer.enter_stage(plan, frozenset())
     optimizer.set_lr(plan, 0)

@@ -124,7 +124,7 @@ def test_ranks_equal_one_process_over_the_whole_matrix(
 def test_collectives_by_way_of_the_host_train_the_same(
     pool: Pool, case: Case, oracles: dict[str, Trained], bf16_spread: dict[str, Found]
 ) -> None:
-    """DeepSpeed's ZeRO 1-3 and the heads over `parallel.staged`, every tensor copied to and fro."""
+    """DeepSpeed's ZeRO 1-3 and the heads over `support.staged`, every tensor copied to and fro."""
     check(pool, case, oracles, bf16_spread, "cpu")
 
 

@@ -9,7 +9,7 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.config import LoraConfig, UserError
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.model.causal_qwen import CausalQwenModel
-from cqwen_dist.model.lora import adapters_disabled, inject_lora, is_lora, is_lora_b, is_magnitude, merge_lora
+from cqwen_dist.model.lora import adapters_disabled, inject_lora, is_lora, is_magnitude, merge_lora
 from cqwen_dist.training.parameter_groups import feature_members
 
 FAMILY = {
@@ -74,12 +74,11 @@ def test_every_part_of_an_adapter_trains_and_merging_keeps_the_outputs(options: 
     move(model)
     before = z_of(model, batch)
     before.square().mean().backward()
-    named = {m.name: m for m in feature_members(model.features, separate_b=True) if m.group == "lora"}
+    named = {m.name: m for m in feature_members(model.features) if m.group == "lora"}
     assert all(m.parameter.grad is not None and m.parameter.grad.any() for m in named.values())
     kinds = {m.kind for m in named.values()}
-    assert kinds == ({"", "B", "magnitude"} if options.get("dora") else {"", "B"})
+    assert kinds == ({"", "magnitude"} if options.get("dora") else {""})
     for name, member in named.items():
-        assert (member.kind == "B") == is_lora_b(name)
         assert (member.kind == "magnitude") == is_magnitude(name) == (member.parameter.ndim == 1)
     merge_lora(model.transformer)
     assert not any(is_lora(name) for name, _ in model.named_parameters())

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.heads.targets import TargetTransform
+from cqwen_dist.model import calibration
 from cqwen_dist.model.calibration import Calibration, calibrate
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.initialise import VALUE_SHARE, start_regression
@@ -183,15 +184,19 @@ def test_without_numbers_the_row_is_fitted_to_the_bases_mass_of_digits() -> None
 def test_without_numerals_no_row_is_fitted() -> None:
     model = turned(num_row_init="inherit", numerals=(), w_num_scale=0.2)
     before = model.action.cls_weight.detach().clone()
-    report = calibrate(model, [batch_of(0)], level=False)
-    assert torch.equal(model.action.cls_weight, before)
+    report = calibrate(model, [batch_of(0)])
+    v = before[0] - model.action.cls_weight.detach()[0]
+    torch.testing.assert_close(model.action.cls_weight.detach(), before - v)
     assert report.num_row_told == 0
 
 
-def test_fitting_rows_keeps_all_other_rows_to_the_bit() -> None:
+def test_fitting_rows_changes_no_other_row(monkeypatch: pytest.MonkeyPatch) -> None:
     model = turned()
     before = model.action.cls_weight.detach().clone()
-    report = calibrate(model, [batch_of(s) for s in range(3)], level=False, max_tokens=900, numerals=DIGITS)
+    monkeypatch.setattr(
+        calibration, "level_logits", lambda action, loc, log_norm, groups: (0.0, loc.new_zeros(loc.shape[1]))
+    )
+    report = calibrate(model, [batch_of(s) for s in range(3)], max_tokens=900, numerals=DIGITS)
     others = torch.tensor([k for k in range(VOCAB) if k not in (*DIGITS, NUM)])
     assert torch.equal(model.action.cls_weight[others], before[others])
     taken = before[DIGITS] - model.action.cls_weight.detach()[DIGITS]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from support.rounding import install_if_asked
-from test_ovr import assert_as_exact, assert_as_exact_as_the_materialised, gradients, problem
-from test_ovr_sampled import computed
+from test_ovr import assert_as_exact_as_the_materialised, gradients, problem
 
 from cqwen_dist import tiles
 from cqwen_dist.ops.cauchy import log_prob_above
 from cqwen_dist.ops.ovr import linear_ovr
-from cqwen_dist.ops.ovr.sampled import draw_words
 from cqwen_dist.ops.ovr.tile import Tile
 from cqwen_dist.ops.ovr.triton import TritonTile
 
@@ -102,20 +98,8 @@ def low_precision_outputs() -> None:
     )
 
 
-def some_of_the_negatives() -> None:
-    """Labels that are left out of the drawn rows: the same draw by the torch operations."""
-    leaves, labels = problem(9, 33, 700, gamma=0.05)
-    for options in ({}, {"class_weights": torch.rand(700), "slope_limit": 0.3}):
-        for key in range(2):
-            drawn = draw_words(700, 0.4, [key])
-            labels[:4] = torch.cat([drawn.always[:2], drawn.some[:2]])
-            plain = partial(computed, labels=labels, drawn=drawn, impl="reference", **options)
-            assert_as_exact(plain, leaves, computed(leaves, labels, drawn, impl="triton", **options))
-
-
 if __name__ == "__main__":
     install_if_asked()
-    some_of_the_negatives()
     entry_by_entry()
     low_precision_outputs()
     whole_losses()

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import Pool
-from support.runs import cqwen, losses, write_config
+from support.staged import StagedGroup
 
-from cqwen_dist.config import UserError
 from cqwen_dist.parallel.collectives import all_gather_into, barrier, gather_objects, reduce_scatter_into, sum_over
 from cqwen_dist.parallel.groups import build_groups, limit_wait
-from cqwen_dist.parallel.runtime import pick_device
-from cqwen_dist.parallel.staged import StagedGroup
 
 WORLD = 4
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none here")
@@ -89,30 +85,3 @@ def of_deepspeed(kind: str) -> None:
 @KIND
 def test_collectives_of_deepspeed_by_way_of_the_host(pool: Pool, kind: str) -> None:
     pool(of_deepspeed, WORLD, kind, staged=kind)
-
-
-def test_ranks_share_a_gpu_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(UserError, match=r"rank 2 on a machine with 1 GPU.*parallel\.backend=gloo"):
-        pick_device(1)
-    assert pick_device(1, "gloo") == torch.device("cuda", 0)
-
-
-@pytest.mark.gpu
-@ON_GPU
-def test_a_launched_run_of_two_ranks_on_one_gpu_equals_one(tmp_path: Path) -> None:
-    """Under the launcher, in ZeRO-3 with a shared vocabulary; TF32 is off, sums come in another order."""
-    config = write_config(tmp_path)
-    spread = [
-        "parallel.backend=gloo",
-        "parallel.zero_stage=3",
-        "parallel.vocab_group_size=2",
-        f"run.dir={tmp_path}/two",
-    ]
-    for ranks, more in ((1, []), (2, spread)):
-        done = cqwen("launch", config, "--ranks", ranks, *more, DS_ACCELERATOR="cuda")
-        assert done.returncode == 0, done.stderr[-3000:]
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "run"), rel=1e-4)

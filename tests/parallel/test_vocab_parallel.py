@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,14 +23,11 @@ from cqwen_dist.heads.fused_loss import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.heads.number_head import NumberLabels
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr import OvrOptions, WordHead, linear_ovr, sampled
-from cqwen_dist.ops.ovr.loss import ovr_loss
-from cqwen_dist.ops.ovr.sampled import draw_words
+from cqwen_dist.ops.ovr import OvrOptions, WordHead, linear_ovr
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, scatter_sum_tokens, sum_partials
 from cqwen_dist.parallel.vocab_parallel import (
     vocab_parallel_best,
-    vocab_parallel_loss,
     vocab_parallel_ovr,
     vocab_range,
 )
@@ -177,41 +173,6 @@ def losses_with(groups: Groups, scalar: bool, options: dict[str, Any]) -> None:
 @IN_GROUPS
 def test_options_of_the_loss(pool: Pool, world: int, group: int, scalar: bool, options: dict[str, Any]) -> None:
     pool(with_groups, world, losses_with, group, scalar, options)
-
-
-def sampled_words(groups: Groups, v: int, tokens: int) -> None:
-    """The same words drawn: each rank computes those of its range, some ranks none; together they are one process's."""
-    rank, ranks = dist.get_rank(), members(groups)
-    problem, (v0, v1) = Problem(v, counts_of(tokens)), vocab_range(v, groups.vocab_rank, groups.vocab_size)
-    every, own, rows = problem.tokens(ranks), problem.tokens([rank]), slice(v0, v1)
-    for key in range(4):
-        with patch.object(sampled, "TILE", 2):
-            whole_draw, own_draw = (draw_words(v, 0.5, [key], v - 2, *place) for place in ((0, v), (v0, v1)))
-        whole = leaves(problem.loc[every], problem.scale[every], problem.weight, problem.bias, problem.threshold)
-        mine = leaves(problem.loc[own], problem.scale[own], *(t.detach()[rows] for t in whole[2:]))
-        options = OvrOptions(problem.class_weights, want_prob_sum=True, slope_limit=0.3, drawn=whole_draw)
-        place = problem.labels[every], problem.token_weights[every]
-        expected = ovr_loss(Cauchy(*whole[:2]), WordHead(*whole[2:], 0, v), *place, options)
-        expected.loss.backward()
-        options = OvrOptions(problem.class_weights[rows], slope_limit=0.3, drawn=own_draw)
-        part = WordHead(*mine[2:], v0, v)
-        place = problem.labels[own], problem.token_weights[own]
-        out = vocab_parallel_loss(Cauchy(*mine[:2]), part, *place, options, groups.vocab, v - 2)
-        (out.loss + 0.0 * out.p_num.sum()).backward()
-        inside = slice(own.start - every.start, own.stop - every.start)
-        assert_close(out.loss, expected.loss, 1e-5, "loss")
-        assert_close(out.per_token, expected.per_token[inside], 1e-5, "per_token")
-        assert_close(out.prob_sum, expected.prob_sum[inside], 1e-5, "prob_sum")
-        for i, (found, wanted, at) in enumerate(zip(mine, whole, [inside] * 2 + [rows] * 3, strict=True)):
-            error = (found.grad - wanted.grad[at]).abs()
-            size = float(wanted.grad.abs().max()) if wanted.grad.numel() else 0.0
-            assert float(error.max() if error.numel() else 0.0) <= 1e-5 * size, f"gradient {i}"
-
-
-@pytest.mark.parametrize(("v", "tokens"), [(13, 0), (3, 1)], ids=["13 words", "3 words, one rank has all tokens"])
-@IN_GROUPS
-def test_sampled_words_equal_one_process(pool: Pool, world: int, group: int, v: int, tokens: int) -> None:
-    pool(with_groups, world, sampled_words, group, v, tokens)
 
 
 def one_trainable(groups: Groups, trainable: int) -> None:

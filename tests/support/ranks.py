@@ -158,7 +158,7 @@ def run_ranks(
 ) -> list[Any]:
     """fn(*args) on `world` fresh ranks with the process group up; what each returns, by rank.
 
-    staged: "cuda": all ranks on one GPU, their collectives by way of the host (`parallel.staged`); "cpu": the same
+    staged: "cuda": all ranks on one GPU, their collectives by way of the host (`support.staged`); "cpu": the same
     copies to and fro, of tensors on the CPU. lost: a rank of which nothing is heard (None); the others do not wait
     for each other then.
 
@@ -247,7 +247,7 @@ def _rank(
 def _backend(staged: str) -> str:
     if not staged:
         return "gloo"
-    from cqwen_dist.parallel import staged as module
+    from support import staged as module
 
     if staged == "cuda":
         torch.cuda.set_device(0)

@@ -119,7 +119,7 @@ class Told:
 
 
 def test_refused_steps_are_skipped_up_to_the_limit() -> None:
-    refusals, told = Refusals(3), Told()
+    refusals, told = Refusals(), Told()
     suspected, error = NonFiniteStep("nan", [0, 2]), NonFiniteStep("nan")
     assert refusals.refuse(suspected, 5, 100, "lora", told, told.alarm) == {"train/refused": 1.0}
     (alarm,) = told.alarms
@@ -132,7 +132,7 @@ def test_refused_steps_are_skipped_up_to_the_limit() -> None:
     with pytest.raises(NonFiniteStep, match=r"step 10, stage lora: nan; samples of the step: 0, 1, .*3 in a row"):
         refusals.refuse(error, 10, 100, "lora", told, told.alarm)
     with pytest.raises(NonFiniteStep, match="the run's last"):
-        Refusals(3).refuse(error, 100, 100, "lora", told, told.alarm)
+        Refusals().refuse(error, 100, 100, "lora", told, told.alarm)
 
 
 def test_the_noise_gradient_is_summed_over_all_ranks(one_rank: Path, two_ranks: Path) -> None:

@@ -1,7 +1,6 @@
 """z computed once: the losses of the run that computes it anew, by any ranks, and why there is none where there is."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -180,16 +179,11 @@ def test_resuming_in_a_stages_last_epoch_uses_the_existing_cache(uncached: Path,
 
 def test_mode_required_is_refused_with_the_reason_where_impossible(uncached: Path, tmp_path: Path) -> None:
     config = config_in(tmp_path)
-    for options, reason in [
-        ([], "stages.1: embedding and lora train in this stage, so z is another at every step"),
-        (["train.feature_cache.max_gib=1e-6"], "stages.0: it takes .* GiB, train.feature_cache.max_gib is 1e-06"),
-    ]:
-        run = tmp_path / str(len(options))
-        done = cqwen_forked("train", config, f"run.dir={run}", "train.feature_cache.mode=require", *options)
-        assert done.returncode == 2, done.stderr
-        said = " ".join(done.stderr.split())
-        assert "train.feature_cache.mode: found 'require', allowed: auto" in said
-        assert re.search(reason, said), said
+    done = cqwen_forked("train", config, f"run.dir={tmp_path / 'run'}", "train.feature_cache.mode=require")
+    assert done.returncode == 2, done.stderr
+    said = " ".join(done.stderr.split())
+    assert "train.feature_cache.mode: found 'require', allowed: auto" in said
+    assert "stages.1: embedding and lora train in this stage, so z is another at every step" in said
 
 
 def test_mode_auto_says_why_there_is_no_cache(uncached: Path, tmp_path: Path) -> None:

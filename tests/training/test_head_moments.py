@@ -63,7 +63,7 @@ def rows_of(shape: Shape, groups: Groups) -> slice:
 
 
 def begun(shape: Shape, groups: Groups, offload: bool = False) -> HeadOptimizer:
-    optimizer = HeadOptimizer(heads_of(shape, rows_of(shape, groups)), groups, BETAS, DECAY, offload)
+    optimizer = HeadOptimizer(heads_of(shape, rows_of(shape, groups)), groups, DECAY, offload)
     optimizer.enter_stage(PLAN, PLAN.stage.groups)
     optimizer.set_lr(PLAN, 0)
     return optimizer
@@ -115,7 +115,9 @@ def saved(optimizer: HeadOptimizer, shape: Shape, run: str) -> None:
     state = TrainState(
         {}, {}, {}, heads, {}, rows, (first, first), (first + start, first + stop), {"head_steps": steps}
     )
-    Saver(Path(run), optimizer.groups, Retention(), background=False).save(lambda: state, About(1, "all"))
+    saver = Saver(Path(run), optimizer.groups, Retention())
+    saver.save(lambda: state, About(1, "all"))
+    saver.wait()
 
 
 def of_rank(shape: Shape, group: int, run: str) -> dict[str, Any]:
@@ -236,7 +238,7 @@ def test_a_step_on_the_host_equals_the_gpus() -> None:
             members = heads_of(shape, slice(None))
             for m in members:
                 m.parameter.data = m.parameter.data.cuda()
-            optimizer = HeadOptimizer(members, ALONE, BETAS, DECAY, offload)
+            optimizer = HeadOptimizer(members, ALONE, DECAY, offload)
             optimizer.enter_stage(PLAN, PLAN.stage.groups)
             optimizer.set_lr(PLAN, 0)
             for step in range(STEPS):

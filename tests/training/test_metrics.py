@@ -107,8 +107,9 @@ def test_wandb_online_resumes_the_same_run(tmp_path: Path, monkeypatch: pytest.M
     asked: list[dict[str, object]] = []
     runs = [Recorded(), Recorded()]
     monkeypatch.setattr(wandb, "init", lambda **options: (asked.append(options), runs[len(asked) - 1])[1])
+    monkeypatch.setenv("WANDB_PROJECT", "tea")
     for step in (0, 1):
-        log = MetricsLog(tmp_path, RunConfig(dir=str(tmp_path), wandb="online", wandb_project="tea"), {"a": 1}, step)
+        log = MetricsLog(tmp_path, RunConfig(dir=str(tmp_path), wandb="online"), {"a": 1}, step)
         log.push({"step": step + 1, "stage": "heads", "train/total_loss": torch.tensor(0.5)})
         log.alarm(Alarm(step + 1, "loss-spike", "text"))
         log.close()

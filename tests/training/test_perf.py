@@ -55,12 +55,6 @@ def test_counted_parameters_equal_the_models() -> None:
         assert (work.hidden, work.causal, work.vocab) == (model.config.hidden_size, *model.action.reg_weight.shape, 101)
 
 
-def test_only_computed_words_count_with_sampled_negatives() -> None:
-    model = tiny_model(number_dims=0)
-    every, some = counted(model), counted(model, loss={"negatives": "sampled", "negatives_share": 0.5})
-    assert some == replace(every, vocab=every.vocab / 2)
-
-
 def test_frozen_matrices_count_without_weight_gradients() -> None:
     plain, adapted = (counted(tiny_model(lora=lora), lora) for lora in (None, {"r": 2, "alpha": 4}))
     assert adapted.matrices == plain.matrices
@@ -73,7 +67,8 @@ def test_the_clock_separates_waiting_from_working(monkeypatch: pytest.MonkeyPatc
     times = iter((0.0, 100.0, 100.05, 100.15))  # made, asked for data, has it, done
     monkeypatch.setattr(perf, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     model = tiny_model()
-    clock = Clock(counted(model), CPU, world=2, peak=0.5)
+    monkeypatch.setattr(perf, "device_peak", lambda device: 0.5)
+    clock = Clock(counted(model), CPU, world=2)
     batch = random_batch(4, 24)
     clock.data()
     clock.work([batch])
@@ -91,7 +86,7 @@ def test_the_clock_separates_waiting_from_working(monkeypatch: pytest.MonkeyPatc
 
 def test_mfu_is_logged_only_for_a_known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_peak(CPU) is None
-    clock = Clock(counted(tiny_model()), CPU, 1, None)
+    clock = Clock(counted(tiny_model()), CPU, 1)
     clock.work([random_batch()])
     assert "perf/mfu" not in clock.metrics(10, frozenset())
     for name, peak in (

@@ -139,9 +139,7 @@ class HandLoop:
         self.model, self.unit = model, state.state["noise_unit"]
         self.members: list[Member] = [*feature_members(model.features), *head_members(heads, "per-word", False)]
         model.requires_grad_(False)
-        self.adamw = torch.optim.AdamW(
-            [{"params": [m.parameter], "weight_decay": 0.0} for m in self.members], betas=config.train.betas
-        )
+        self.adamw = torch.optim.AdamW([{"params": [m.parameter], "weight_decay": 0.0} for m in self.members])
         moments = {**state.feature_moments, **state.head_moments, **state.row_moments}
         for m in self.members:
             count = state.state["head_steps"].get(m.name, state.state["feature_steps"].get(m.group))
@@ -232,8 +230,8 @@ OPTIONS = {
         *("loss.vocab_reduction=mean", "loss.target_transform=signed_log", "train.train_class_bias=true"),
         "model.architecture.vocab_size=401",
     ],
-    "DoRA, LoRA+, weights by frequency, KL held, a stage of its own length": [
-        *("model.lora.dora=true", "model.lora.rslora=true", "model.lora.lr_ratio=4.0", "train.weight_decay=0.1"),
+    "DoRA, weights by frequency, KL held, a stage of its own length": [
+        *("model.lora.dora=true", "model.lora.rslora=true", "train.weight_decay=0.1"),
         *("loss.class_weights=frequency", "loss.constraint.mode=dual", "loss.constraint.eps=0.001"),
         *("stages.1.sequence_length=16", "stages.1.global_batch_size=6", "stages.1.micro_batch_size=3"),
         *("stages.1.reg_weight={start: 0.2, end: 1.0}", "parallel.zero_stage=2"),

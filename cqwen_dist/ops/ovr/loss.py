@@ -22,7 +22,6 @@ from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import OvrOutput, Targets, WordHead
 from cqwen_dist.ops.ovr.one_pass import ovr_one_pass
 from cqwen_dist.ops.ovr.reference import ovr_reference
-from cqwen_dist.ops.ovr.sampled import Drawn, ovr_sampled
 from cqwen_dist.ops.ovr.tile import TileMaths, TorchTile
 
 KERNELS = ("triton",)
@@ -40,7 +39,6 @@ class OvrOptions:
     ignore_index: int = -100
     want_prob_sum: bool = False
     slope_limit: float = 0.0
-    drawn: Drawn | None = None  # sampled negatives: an unbiased estimate (`sampled`)
 
 
 PLAIN = OvrOptions()
@@ -71,10 +69,7 @@ def ovr_loss(
     if options.impl != "reference":
         full = partial(ovr_one_pass, maths=_maths(options.impl, part))
     with torch.autocast(u.loc.device.type, enabled=False):
-        if options.drawn is None:
-            loss, per_token, prob_sum = full(u, part, targets)
-        else:
-            loss, per_token, prob_sum = ovr_sampled(u, part, targets, options.drawn, full)
+        loss, per_token, prob_sum = full(u, part, targets)
     return OvrOutput(loss, torch.where(valid, per_token * factor, 0.0), prob_sum)
 
 

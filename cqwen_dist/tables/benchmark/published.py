@@ -170,7 +170,7 @@ class Benchmark:
         values, parts = made.table.values(), made.parts
         truth = values[parts.test]
         quantiles = _predicted(folder / "predicted.csv")
-        by_log = load_config(folder / CONFIG).loss.target_transform == "standardise_log"
+        by_log = load_config(folder / CONFIG, saved=True).loss.target_transform == "standardise_log"
         found = {name: {**of, "crps": of["mae"]} for name, of in results.items()}
         found[OURS] = Predicted.cauchy(quantiles, truth, by_log).scores(truth)
         if law := natural_boosting(made.table, np.sort(np.concatenate([parts.train, parts.valid])), parts.test):
@@ -217,7 +217,7 @@ class Benchmark:
         """What heads on z read of a set's prompts, in the precision that `cqwen fit` chose in the folder of a split."""
         from cqwen_dist.tables.benchmark.adapted_base import KeptZ
 
-        precision = load_config(folder / CONFIG).train.precision
+        precision = load_config(folder / CONFIG, saved=True).train.precision
         return KeptZ(self.base, precision, self.out / name / "z.safetensors", self.say)
 
     def prepared(self, folder: Path) -> Prepared:

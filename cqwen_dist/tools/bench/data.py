@@ -52,7 +52,7 @@ def run(data: DataConfig, tokenizer: Any, rounds: int, repeat: int, workers: lis
     if not texts:
         raise UserError("data.train", "no usable text", "one text or more")
     memory: dict[str, dict[str, float]] = {}
-    kept = {key: getattr(data, key) for key in ("numbers", "numeric_targets", "on_nonfinite", "max_text_mib")}
+    kept = {key: getattr(data, key) for key in ("numbers", "numeric_targets", "on_nonfinite")}
     with tempfile.TemporaryDirectory(prefix="cqwen-bench-") as folder:
 
         def plain() -> None:

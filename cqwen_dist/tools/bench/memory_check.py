@@ -67,7 +67,6 @@ PACKED = {"data.pack": True}
 CHECKPOINTING = {"model.gradient_checkpointing": True}
 ZERO_2, ZERO_3 = {"parallel.zero_stage": 2}, {"parallel.zero_stage": 3}
 WITHIN = PACKED | {"model.attention": "varlen"}  # each text attends to itself alone
-SAMPLED = {"loss.negatives": "sampled"}
 KL_HELD = {"loss.constraint.mode": "dual"}
 # A 72B model by its proportions, an eighth as wide: a layer has 0.88 of the numbers that ZeRO-3 keeps gathered.
 LIKE_72B = {
@@ -122,8 +121,6 @@ def _on_cpu() -> list[Case]:
         case("a large vocabulary", vocab_size=40_000),
         case("a large vocabulary, accumulation", {"train.global_batch_size": 8}, vocab_size=40_000),
         case("a large vocabulary, heads, bf16", BF16, HEADS, vocab_size=40_000),
-        case("a large vocabulary, sampled", SAMPLED, vocab_size=40_000),
-        case("a large vocabulary, sampled, heads", SAMPLED, HEADS, vocab_size=40_000),
         *(case(kind, model_type=kind, head_dim=32) for kind in NORMED),
         *(case(f"{kind}, bf16", BF16, model_type=kind, head_dim=32) for kind in NORMED),
         case("ZeRO-2", ZERO_2),

@@ -21,6 +21,7 @@ from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, seed_everything
 from cqwen_dist.training.assembly import Base, Training, Words, build_training
+from cqwen_dist.training.constraint import EVERY
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.step import ACCURACY_EVERY
 from cqwen_dist.training.zero.partitioned_base import partitioned
@@ -53,7 +54,7 @@ class Rig(Training):
 
         looking: also measure KL and accuracy. cached: z of the label positions, by micro-batch.
         """
-        every = self.config.loss.constraint.every * ACCURACY_EVERY
+        every = EVERY * ACCURACY_EVERY
         return self.stepper(micro_batches, plan, every if looking else every + 1, cached)[0]
 
 

@@ -47,7 +47,7 @@ WARM_UP = 3  # steps
 def measure(config: Config, *, gpu: str, **how: Any) -> dict[str, Any] | None:
     """`run` in its own process group or the launcher's. Returns None on every rank but the first."""
     architecture = read_architecture(config)
-    with distributed(config.parallel.timeout_min * 60, backend=config.parallel.backend) as runtime:
+    with distributed(config.parallel.timeout_min * 60) as runtime:
         known = machine(gpu or "cpu", "ib400")
         peak: float | None = known.peak(dtype_of(config.train.precision).itemsize)
         if runtime.device.type == "cuda" and not gpu:

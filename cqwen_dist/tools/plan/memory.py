@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil
 from typing import Literal
 
 from cqwen_dist.sizes.stage_sizes import FP32, MAX_LIVE, Sizes, ceil_div
@@ -18,7 +17,6 @@ from cqwen_dist.tools.plan import activations
 GIB, MIB = 2**30, 2**20
 ADAM_MOMENTS = 2 * FP32
 REFERENCE_TENSORS = 9
-LABEL_TENSORS = 4  # [g N, C] in fp32: of sampled negatives, the labels' rows and what their backward needs
 CHUNKS = 5  # of `tiles.CHUNK_BYTES`, alive at once while the accuracy is computed
 # fp32 tensors [N, C] of KL(U || U at the start), with those that its backward needs.
 KL_TENSORS = 8
@@ -76,9 +74,8 @@ def outside_tensors(s: Sizes, tensors: int) -> Iterator[Part]:
         yield Part("process", PROCESS, "Python, torch and their libraries")
         return
     yield Part("CUDA context", CONTEXT, "driver, loaded kernels")
-    over_nccl = s.world > 1 and s.config.parallel.backend == "auto"
-    groups = (1 + (s.group > 1) + (1 < s.group < s.world) + 1) if over_nccl else 0
-    if groups:
+    if s.world > 1:
+        groups = 1 + (s.group > 1) + (1 < s.group < s.world) + 1
         yield Part("communication buffers", groups * NCCL, f"NCCL, {groups} communicators")
     share = FRAGMENTATION[s.kind]
     yield Part("fragmentation", round(share * tensors), f"{share:.0%} of the tensors: what the allocator cannot use")
@@ -201,15 +198,10 @@ def _loss(s: Sizes) -> Iterator[Part]:
     gap = FP32 * s.rows * (1 + bool(s.trainable & {"thresholds"} or s.config.train.train_class_bias))
     yield Part("gradients of U", need_u * 2 * n * c * (FP32 + (s.width if s.width < FP32 else 0)), "two [g N, C]")
     yield Part("gradients of the rows", rows + gap, "fp32, made in forward")
-    share = s.config.loss.sampled_share
-    computed = s.rows if share is None else ceil(share * s.rows)
-    if share is not None:
-        size = (1 + ("classifier" in s.trainable)) * computed * c * FP32 + LABEL_TENSORS * n * c * FP32
-        yield Part("drawn rows", size, f"{computed:,} rows, the rows of the labels, their gradients")
     if s.loss_impl == "reference":
-        yield Part("loss tiles", REFERENCE_TENSORS * n * computed * FP32, f"{REFERENCE_TENSORS} tensors [g N, v]")
+        yield Part("loss tiles", REFERENCE_TENSORS * n * s.rows * FP32, f"{REFERENCE_TENSORS} tensors [g N, v]")
         return
-    t, words = tile_shape(n, computed, c, s.kind)
+    t, words = tile_shape(n, s.rows, c, s.kind)
     low = s.width < FP32 and s.kind == "cuda"
     tiles = t * words * FP32 * WORK_BUFFERS[s.loss_impl] + low * 2 * t * words * s.width
     blocks = words * c * ((2 * s.width if low else FP32) + FP32 * ("classifier" in s.trainable))

@@ -268,7 +268,7 @@ def _speed(run: RunData) -> Iterator[Finding]:
     if len(waits) >= 5 and sum(waits) > 0.1 * sum(seconds):
         yield warn(
             f"{sum(waits) / sum(seconds):.0%} of the time went into waiting for data",
-            f"Make more batches ahead (data.prefetch is {run.config.data.prefetch}), or use a faster disk.",
+            "Prepare the data once (`cqwen prepare`), or use a faster disk.",
         )
     refused = len(run.raw.get("train/refused", []))
     if refused:

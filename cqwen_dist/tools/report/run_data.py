@@ -70,7 +70,7 @@ def read_run(folder: Path) -> RunData:
     """Read a run's folder. Raises `UserError` for any other folder."""
     if not (folder / files.CONFIG).is_file():
         raise UserError("RUN", str(folder), "a run's folder (it holds config.yaml and metrics.jsonl)")
-    config = load_config(folder / files.CONFIG, [f"run.dir={json.dumps(str(folder))}"])
+    config = load_config(folder / files.CONFIG, [f"run.dir={json.dumps(str(folder))}"], saved=True)
     start = read_object(folder / files.START)
     values: Values = {}
     for name, value in (start.get("eval") or {}).items():

@@ -1,12 +1,12 @@
-"""Feature cache: while only the heads train, z is read from disk instead of computed.
+"""Epochs on the heads only: where nothing before z trains, z is read from disk instead of computed.
 
-A stage without `embedding` and `lora` runs the features without a graph and in eval mode. So z of a sample is the same
-in each epoch, even with dropout. The key of a cache includes everything that z depends on (`FeatureCache._key`).
+A stage without `embedding` and `lora` runs the features without a graph and in eval mode, so z of a sample is the same
+in every epoch, whatever dropout is set. A cache's key holds all that z depends on (`FeatureCache._key`).
 
-Building a cache costs one pass over the data. Mode `auto` builds one only if the stage has more than one epoch left and
-the disk has room. An existing cache is always used, so resuming changes nothing. Losses equal those without a cache, up
-to the rounding of different batch shapes. The cache has no columns of the wide part: the start is fitted to cached z
-before these exist.
+A cache costs one pass over the data. Mode `auto` makes one only where the stage has more than that left and the disk
+has room; one that is there is read, so a run that goes on in a stage's last epoch takes the steps that it would have
+taken. Losses equal those of the run without it, up to the rounding of other batch shapes. The wide part's columns
+are not in it: the start is fitted to z from the cache, before they are known.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from cqwen_dist.training.zero.engine import Engine
 
 @dataclass
 class FeatureCache:
-    """Decides for each stage, builds or opens the cache, and reads z of the next step."""
+    """Decides for each stage, makes or opens the cache, and reads z of the next step."""
 
     settings: FeatureCacheConfig
     run_folder: Path
     runtime: Runtime
     engine: Engine
-    features: Callable[[Batch, Tensor], Tensor]  # computes z at the label positions of a batch
-    depends: Mapping[str, Any]  # further parts of the key: digests and model keys that z depends on
+    features: Callable[[Batch, Tensor], Tensor]  # z of a batch's label positions, outside of steps
+    depends: Mapping[str, Any]  # what z depends on beside texts and trained features: digests, keys of the model
     progress: Progress
 
     def __post_init__(self) -> None:
@@ -66,19 +66,17 @@ class FeatureCache:
         self._shards: FeatureShards | None = None
 
     def enter(self, plan: StagePlan, step: int, loader: Loader) -> None:
-        """Start or resume a stage, with a cache if possible. Collective over the world.
+        """Begin or resume a stage, with a cache where possible. Collective over the world.
 
-        Raises `UserError` if a cache is required and impossible.
+        Raises `UserError` by key where a cache is required and impossible.
         """
         self._loader = loader
         self._shards = None if self.settings.mode == "never" else self._shards_of(plan, step, loader, self.progress.say)
         self._delete_others(None if self._shards is None else self._shards.folder)
 
     def reader(self, plan: StagePlan, loader: Loader, other: Loader) -> Callable[[Batch, Tensor], Tensor] | None:
-        """A function that returns z [N,H] of the batches of `other`'s first step, in order; None without a cache.
-
-        Builds the cache of a stage before it starts; loader: the loader of this stage. Collective over the world.
-        Raises as `enter`.
+        """What gives z [N,H] of the batches of `other`'s first step, in order, from the cache of a stage that has not
+        begun, made now; None: it will have none. Collective over the world. loader: the stage's. Raises as `enter`.
         """
         if self.settings.mode == "never" or other.dataset is not loader.dataset:
             return None
@@ -97,7 +95,7 @@ class FeatureCache:
     def _shards_of(
         self, plan: StagePlan, step: int, loader: Loader, say: Callable[[str], None]
     ) -> FeatureShards | None:
-        """The cache of a stage from a step on. Without a cache prints the reason and returns None."""
+        """The cache of a stage from a step on; None, with the reason, where there is none."""
         left = (plan.stop - step) / loader.steps_per_epoch
         try:
             if trained := sorted(plan.stage.groups & {"embedding", "lora"}):
@@ -114,7 +112,7 @@ class FeatureCache:
             return None
 
     def next(self) -> list[Tensor] | None:
-        """z [N,H] on the CPU for each micro-batch of the loader's next step; None without a cache."""
+        """z [N,H] (CPU) of each micro-batch of the loader's next step; None without a cache."""
         if self._shards is None or self._loader is None:
             return None
         loader = self._loader
@@ -122,12 +120,12 @@ class FeatureCache:
         return [self._shards.read(mine[k * size : (k + 1) * size]) for k in range(loader.micro_steps)]
 
     def close(self) -> None:
-        """Delete the caches in the run folder at the end of the run."""
+        """End the run: delete the caches in its folder."""
         self._shards = None
         self._delete_others(None)
 
     def _delete_others(self, kept: Path | None) -> None:
-        """Delete caches of other stages in the run folder. A folder named by the user may serve other runs."""
+        """Delete other stages' caches in the run's own folder. A folder that the user names may serve other runs."""
         own = self.settings.dir is None and self.folder.is_dir() and not self.folder.is_symlink()
         if not self.runtime.is_main or not own:
             return
@@ -139,7 +137,7 @@ class FeatureCache:
                 self.folder.rmdir()
 
     def _open_or_build(self, loader: Loader, not_worth: str) -> FeatureShards:
-        """Open the cache or build it. not_worth: reason against building, or ""; an existing cache is always used."""
+        """not_worth: why none is made, or empty; one that is there is read all the same."""
         dataset, rank, world = loader.dataset, self.runtime.rank, self.runtime.world_size
         assert isinstance(dataset, TextDataset)
         hidden = self.engine.model.config.hidden_size
@@ -164,16 +162,13 @@ class FeatureCache:
         return found
 
     def _refuse_size(self, size: int) -> None:
-        """Raises `CacheRefused` if the cache is too large. size: upper bound in bytes."""
-        limit = self.settings.max_gib
-        if limit is not None and size > limit * 2**30:
-            raise CacheRefused(f"it takes {size / 2**30:.3g} GiB, train.feature_cache.max_gib is {limit:g}")
+        """size: bytes, at most."""
         free = min(gather_objects(free_bytes(self.folder)))
         if size * ROOM > free:
             raise CacheRefused(f"it takes {size / 2**30:.3g} GiB, {self.folder} has {free / 2**30:.3g} GiB free")
 
     def _key(self, dataset: TextDataset) -> dict[str, Any]:
-        """Everything that z depends on. Collective over the world."""
+        """All that z depends on. Collective over the world."""
         trained, _, _ = self.engine.feature_state()
         weights = hashlib.sha256()
         for name, value in sorted(trained.items()):

@@ -25,6 +25,7 @@ from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.parallel.collectives import gather_objects, naming
 from cqwen_dist.parallel.groups import Groups, limit_wait
 from cqwen_dist.parallel.runtime import Runtime
+from cqwen_dist.training.moments import BETAS
 from cqwen_dist.training.optim import HeadOptimizer
 from cqwen_dist.training.parameter_groups import feature_members, head_members
 from cqwen_dist.training.stages import StagePlan
@@ -39,9 +40,7 @@ class EngineSettings:
 
     thresholds: str
     class_bias: bool  # whether it trains
-    betas: tuple[float, float]
     weight_decay: float
-    lr_ratio_b: float  # the rate of the adapters' B matrices, as a multiple of A's
     max_grad_norm: float | None
     bf16: bool
     zero_stage: int
@@ -99,8 +98,8 @@ class Engine:
         self.model = model.to(runtime.device).requires_grad_(False)
         heads = nn.ModuleDict(model.heads)
         members = head_members(heads, settings.thresholds, settings.class_bias)
-        self.heads = HeadOptimizer(members, groups, settings.betas, settings.weight_decay, settings.offload)
-        self.feature_members = feature_members(model.features, separate_b=settings.lr_ratio_b != 1.0)
+        self.heads = HeadOptimizer(members, groups, settings.weight_decay, settings.offload)
+        self.feature_members = feature_members(model.features)
         self.slots = {m.slot: m for m in sorted(self.feature_members, key=lambda m: m.slot)}  # one member per slot
         self.names = {m.parameter: m.name for m in self.feature_members}
         trained = sum(m.parameter.numel() for m in self.feature_members)
@@ -126,7 +125,7 @@ class Engine:
             decay = self.settings.weight_decay if member.decays else 0.0
             parameter_groups.append({"params": parameters, "lr": 0.0, "weight_decay": decay})
         join_deepspeed()
-        optimizer = torch.optim.AdamW(parameter_groups, betas=self.settings.betas, fused=True)
+        optimizer = torch.optim.AdamW(parameter_groups, betas=BETAS, fused=True)
         skip_frozen_groups(optimizer)
         with naming("DeepSpeed's start"):
             engine, *_ = deepspeed.initialize(
@@ -167,7 +166,7 @@ class Engine:
     def set_lr(self, plan: StagePlan, step: int) -> None:
         self.heads.set_lr(plan, step)
         for member, group in zip(self.slots.values(), self.engine.optimizer.param_groups, strict=True):
-            group["lr"] = plan.lr(member.group, False, step) * (self.settings.lr_ratio_b if member.kind == "B" else 1.0)
+            group["lr"] = plan.lr(member.group, False, step)
             group["frozen"] = member.group not in plan.stage.groups
 
     def forward(self, batch: Batch, keep: Tensor) -> Tensor:

@@ -45,9 +45,7 @@ def engine_settings(config: Config, world_size: int) -> EngineSettings:
     return EngineSettings(
         thresholds=train.thresholds,
         class_bias=train.train_class_bias,
-        betas=train.betas,
         weight_decay=train.weight_decay,
-        lr_ratio_b=config.model.lora.lr_ratio,
         max_grad_norm=config.max_grad_norm,
         bf16=train.precision == "bf16",
         zero_stage=config.parallel.zero_stage,

@@ -19,7 +19,6 @@ from cqwen_dist.sizes.machine import MACHINES, machine, peak_tflops
 from cqwen_dist.sizes.stage_sizes import Sizes, stage_sizes
 from cqwen_dist.tools.plan import command, plan
 from cqwen_dist.tools.plan.cost import stage_cost
-from cqwen_dist.tools.plan.memory import phases
 from cqwen_dist.tools.plan.search import layouts, scaling, search, with_layout
 from cqwen_dist.tools.plan.show import render
 
@@ -66,14 +65,6 @@ def test_operations_of_the_heads_by_hand():
         each = flops(s)
         assert each.word_head == 12 * 3584 * 152_064  # six products
         assert each.abduction == 2 * 2 * 3592 * 3584 * (3 if s.graph else 2)
-
-
-def test_sampled_negatives_save_work_and_hold_a_copy_of_their_rows():
-    full, some = (sizes(config(loss=loss))[0] for loss in ({}, {"negatives": "sampled", "negatives_share": 0.125}))
-    assert flops(some).word_head == flops(full).word_head / 8
-    assert flops(some).abduction == flops(full).abduction
-    drawn = {part.name: part.bytes for part in phases(some)["the loss"]}["drawn rows"]
-    assert drawn > 2 * 0.125 * some.rows * some.words * 4
 
 
 def test_recomputed_operations_do_not_count_as_useful():

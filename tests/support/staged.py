@@ -1,4 +1,4 @@
-"""gloo collectives of GPU tensors, copied through the host. Ranks may share a GPU. Slow, and only on request.
+"""gloo collectives of GPU tensors, copied through the host, so that the ranks of a test may share a GPU.
 
 gloo supports GPU memory in some collectives only; its coalesced all-gather would read a device address as a host
 address. So each collective here copies its tensors to the host, runs to completion, and copies the result back. CPU
@@ -40,6 +40,14 @@ class StagedGroup(dist.ProcessGroup):
         kind = dist.ProcessGroup.BackendType.GLOO
         self.inner._set_default_backend(kind)
         self.inner._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size, timeout))
+
+    # As torch asks for them to set a timeout
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self.inner._get_backend(device)
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks of the group."""
