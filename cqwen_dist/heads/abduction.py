@@ -18,12 +18,12 @@ from cqwen_dist.ops.cauchy import Cauchy
 class AbductionNetwork(nn.Module):
     """loc_U = W_loc z + b_loc; scale_U = act(W_scale z + b_scale) + floor, element-wise (S0 3, S3 2.3).
 
-    Starts as U ~ Cauchy(z, gamma_init): W_loc = I (zero below, where C > H), b_loc = 0, W_scale = 0 and b_scale the
-    inverse activation of gamma_init (S3 4 step 2; gamma_init is the scale itself, not the bias). The floor is added,
-    as a clamp would end the gradient.
+    The initial law is U ~ Cauchy(z, gamma_init): W_loc = I (zero rows below if C > H), b_loc = 0, W_scale = 0, and
+    b_scale the inverse activation of gamma_init (S3 4 step 2; gamma_init is the scale, not the bias). The floor is
+    added; a clamp would have no gradient below it.
 
-    Weights are fp32. Features in bf16 are multiplied in bf16; the biases are added in fp32, as b_scale near -9 would
-    have steps of 6 % in bf16.
+    Weights are fp32. bf16 features are multiplied in bf16. Biases are added in fp32: a bf16 b_scale near -9 would have
+    steps of 6 %.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class AbductionNetwork(nn.Module):
 
     @torch.no_grad()
     def reset(self, gamma_init: float = 1.3133) -> None:
-        """The identity start; where C is not H, in the shared dimensions (S1 3.1)."""
+        """Reset to the identity; if C differs from H, in the shared dimensions (S1 3.1)."""
         nn.init.eye_(self.loc_net.weight)
         nn.init.zeros_(self.loc_net.bias)
         nn.init.zeros_(self.scale_net.weight)
@@ -56,7 +56,7 @@ class AbductionNetwork(nn.Module):
 
     @torch.no_grad()
     def set_scale(self, gamma: float, start: int = 0, stop: int | None = None) -> None:
-        """Set b_scale of dimensions [start, stop) so that scale_U = gamma where W_scale z = 0.
+        """Set b_scale of dimensions [start, stop) such that scale_U = gamma if W_scale z = 0.
 
         Raises ValueError unless gamma is above the floor.
         """
@@ -82,7 +82,7 @@ class AbductionNetwork(nn.Module):
         return F.pad(dims, (self.loc_net.out_features - self.number_dims, 0))
 
     def bent(self, z: Tensor) -> Tensor:
-        """What both maps read instead of z [..., H]: here z itself."""
+        """The input of both linear maps for z [..., H]: here z unchanged."""
         return z
 
     @staticmethod
@@ -136,7 +136,7 @@ def loaded_abduction(name: str, folder: str | Path) -> Callable[..., Abduction]:
 
 
 def make_abduction(network: Callable[..., Abduction], name: str, hidden: int, size: int, **options: Any) -> Any:
-    """The network H -> C. One of the user's own is tried on a few features. Raises `UserError` where it fails."""
+    """Create the network H -> C. A custom network is tested on a few features. Raises `UserError` if it fails."""
     if name in ABDUCTIONS:
         return network(hidden, size, **options)
     allowed = f"Name({hidden}, {size}, scale_activation=, scale_floor=) as docs/training.md describes it"
@@ -151,13 +151,13 @@ def make_abduction(network: Callable[..., Abduction], name: str, hidden: int, si
         for part, values in (("loc", loc), ("scale", scale)):
             if values.shape != (2, 3, size) or values.dtype != torch.float32:
                 raise ValueError(f"its {part} of features [2, 3, {hidden}] is {values.dtype} {list(values.shape)}")
-    except Exception as error:  # whatever the user's class does
+    except Exception as error:  # user code may raise anything
         raise unusable(KEY, name, error, allowed) from error
     return made
 
 
 def inverse_activation(value: float, activation: str) -> float:
-    """The x with act(x) = value > 0; softplus: log(expm1(value)) written so that small and large values survive."""
+    """The x with act(x) = value > 0. Softplus: log(expm1(value)), in a form that is stable for all values."""
     if activation == "exp":
         return math.log(value)
     return value + math.log(-math.expm1(-value))

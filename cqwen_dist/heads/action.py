@@ -1,4 +1,4 @@
-"""Module 4: from the individual to decisions, a score for every word and a value (seed S0 section 4)."""
+"""Module 4: from the individual to decisions, a score for each word and a value (seed S0 section 4)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cqwen_dist.ops.ovr import WordHead
 
 
 class ActionNetwork(nn.Module):
-    """U' = U + noise; S_k = W_cls,k U' + b_cls,k for every word and Y = W_reg U' + b_reg, in closed form.
+    """U' = U + noise; S_k = W_cls,k U' + b_cls,k for each word and Y = W_reg U' + b_reg, in closed form.
 
         U' ~ Cauchy(loc_U, scale_U + |b_noise|)
         S_k ~ Cauchy(W_cls,k loc + b_cls,k, |W_cls,k| scale)      Y ~ Cauchy(W_reg loc + b_reg, |W_reg| scale)
@@ -55,44 +55,44 @@ class ActionNetwork(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Xavier for both weights (S3 4 step 4); `inherit_head` overwrites the classifier's."""
+        """Xavier for both weights (S3 4 step 4); `inherit_head` overwrites the classifier weight."""
         self.number_head.reset()
         with torch.random.fork_rng(devices=[]):  # later draws must not depend on the number of rows here
             nn.init.normal_(self.cls_weight, std=self.cls_weight.shape[1] ** -0.5)
 
     @property
     def rows(self) -> int:
-        """Words this module holds."""
+        """Number of words in this module."""
         return self.cls_weight.shape[0]
 
     def add_noise(self, u: Cauchy) -> Cauchy:
-        """U' of U: independent scales add (S0 4 step 1). [..., C]."""
+        """U' [..., C] from U: scales of independent Cauchy variables add (S0 4 step 1)."""
         return Cauchy(u.loc, u.scale + self.b_noise.abs())
 
     def word_part(self, u: Cauchy) -> Cauchy:
-        """U or U' [..., C] without the number dimensions, [..., word_size]: the part that words see.
+        """The word part [..., word_size] of U or U' [..., C], without number dimensions.
 
-        Words must not see number dimensions: their scale is of order 1, the words' is 1e-5 to 1e-3, so one optimizer
-        step of W_cls on them would multiply every word's scale_S.
+        Number dimensions have a scale of order 1, word dimensions of 1e-5 to 1e-3. If W_cls had columns for number
+        dimensions, one optimizer step on them would multiply scale_S of all words.
         """
         return Cauchy(u.loc[..., : self.word_size], u.scale[..., : self.word_size])
 
     def word_head(self, used_rows: int | None = None) -> WordHead:
-        """This module's rows of words: W_cls, b_cls, C. used_rows: words from here on are left out."""
+        """W_cls, b_cls and C of this module's words. used_rows: leave out words from this row on."""
         return WordHead(self.cls_weight, self.cls_bias, self.threshold, self.vocab_start, self.vocab_size, used_rows)
 
     def row_norms(self) -> Tensor:
-        """||W_cls,k||_1 of each word of this module, [rows]: scale_S,k where every dimension of U' has scale 1."""
+        """||W_cls,k||_1 [rows] of this module's words: scale_S,k if all dimensions of U' have scale 1."""
         return self.cls_weight.abs().sum(1)
 
     def scores(self, u_prime: Cauchy) -> Cauchy:
-        """S of U' [..., C]: Cauchy [..., rows], materialised, so for one position, small models and tests."""
+        """S [..., rows] of U' [..., C], materialised: for single positions, small models and tests."""
         return self.word_part(u_prime).affine(self.cls_weight, self.cls_bias)
 
     def forward(self, loc_U: Tensor, scale_U: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """loc_U, scale_U [..., C] -> loc_S, scale_S [..., rows], loc_Y, scale_Y [...] (the seeds' S2 3.4).
 
-        Materialises [..., rows]; training never comes here (see `heads.fused_loss`).
+        Materialises [..., rows]; training uses `heads.fused_loss` instead.
         """
         u_prime = self.add_noise(Cauchy(loc_U, scale_U))
         scores, value = self.scores(u_prime), self.number_head.value(u_prime)

@@ -1,6 +1,6 @@
-"""Module 5 as training takes it: the loss of label positions from U, without scores [B,T,V] (seed S0 5.3).
+"""Module 5 as used in training: the loss at label positions from U, without scores [B,T,V] (seed S0 5.3).
 
-The vocabulary may be spread over ranks. Labels are already shifted. `heads.seed_losses` has the seeds' own modules.
+The vocabulary may be sharded over ranks. Labels are already shifted. `heads.seed_losses` has the seeds' modules.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from cqwen_dist.parallel.vocab_parallel import VocabParallelOutput, vocab_parall
 
 
 def gate_named(name: str, outside: str | Path = "") -> Gate:
-    """A name of `GATES`, or an import path, whose class is made without arguments and tried. Raises `UserError`.
+    """The gate of a name in `GATES`, or of an import path (a class is called without arguments). Raises `UserError`.
 
-    outside: as `config.custom.find_custom`.
+    A custom gate is tested on three positions. outside: as in `config.custom.find_custom`.
     """
     if name in GATES:
         return GATES[name]
@@ -35,39 +35,39 @@ def gate_named(name: str, outside: str | Path = "") -> Gate:
         factor = gate(torch.tensor([True, False, True]), p_num, 0.0)
         if factor.shape != p_num.shape or factor.dtype != p_num.dtype:
             raise ValueError(f"it gave {factor.dtype} {list(factor.shape)} for P(<NUM>) torch.float32 [3]")
-    except Exception as error:  # whatever the user's class does
+    except Exception as error:  # user code may raise anything
         raise unusable(key, name, error, "a gate (num_mask [N], p_num [N], alpha) -> [N]: docs/training.md") from error
     return gate
 
 
 @dataclass(frozen=True)
 class TokenLabels:
-    """What N positions learn."""
+    """The labels of N positions."""
 
-    words: Tensor  # [N] int64, in the whole vocabulary
-    numbers: NumberLabels  # of the action network's number head
-    partial: Tensor | None = None  # [M,2] int64: a place among the N with word IGNORE_INDEX; w, or ~w for "not w"
-    partial_counts: list[int] | None = None  # M of every rank of the vocabulary group
+    words: Tensor  # [N] int64, ids in the full vocabulary
+    numbers: NumberLabels  # labels of the number head
+    partial: Tensor | None = None  # [M,2] int64: (index of a position with word IGNORE_INDEX, w or ~w for "not w")
+    partial_counts: list[int] | None = None  # M of each rank of the vocabulary group
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The loss of a run: the gate of the numbers, and how the words' part is computed."""
+    """The loss options of a run: the gate of the numbers, and the computation of the word loss."""
 
     num_token_id: int
     alpha: float = 0.0
-    gate: str | Gate = "alpha"  # a name of `GATES`, or one of the user's own
-    gate_grad: str = "stop"  # "full": the gate's probabilities give gradient
-    gemm_dtype: torch.dtype = torch.float32  # of the products, and of tokens in communication; the rows stay fp32
-    used_rows: int | None = None  # words from here on are left out of the loss
+    gate: str | Gate = "alpha"  # a name of `GATES`, or a function
+    gate_grad: str = "stop"  # "full": gradients flow through the gate's probabilities
+    gemm_dtype: torch.dtype = torch.float32  # dtype of GEMMs and communicated tokens; the rows stay fp32
+    used_rows: int | None = None  # leave out words from this row on
     ovr: OvrOptions = PLAIN
 
 
 @dataclass(frozen=True)
 class LossTerms:
-    """What one micro-batch contributes: the scalar to differentiate, and sums (no means) of this rank's tokens."""
+    """The result for one micro-batch: the scalar to differentiate, and sums (not means) over this rank's tokens."""
 
-    loss: Tensor  # scalar: of the whole vocabulary group's words plus this rank's numbers, weighted
+    loss: Tensor  # scalar, weighted: word loss of the vocabulary group plus number loss of this rank
     cls_sum: Tensor  # [] detached, unweighted
     reg_sum: Tensor  # [] detached, gated, unweighted
     prob_sum: Tensor  # [N] detached: sum of P over the vocabulary
@@ -84,14 +84,14 @@ def fused_loss(
     group: ProcessGroup | None = None,
     token_counts: list[int] | None = None,
 ) -> LossTerms:
-    """The loss of N label positions (S0 5.3), no [N,V] ever formed.
+    """The loss of N label positions (S0 5.3). No [N,V] tensor exists.
 
-    u: U [N,C] of this rank's tokens; N may be 0. token_weight, number_weight: reciprocals of the global counts, times
-    whatever the engine divides by. group: the vocabulary group, None where this rank holds the whole vocabulary.
-    token_counts: N of every rank of the group, where they are known. Collective over `group`, forward and backward.
-    Raises as `linear_ovr`.
+    u: U [N,C] of this rank's tokens; N may be 0. token_weight, number_weight: reciprocals of global counts, times the
+    divisor of the engine. group: the vocabulary group; None if this rank has the full vocabulary. token_counts: N of
+    each rank of the group, if known. Collective over `group` in forward and backward. Raises as `linear_ovr`.
     """
     u_prime = action.add_noise(u)
+    # Words: all tokens of the group on this rank's rows. Only here U and P of <NUM> cross ranks.
     out = vocab_parallel_loss(
         action.word_part(u_prime).to(options.gemm_dtype),
         action.word_head(options.used_rows),
@@ -104,11 +104,12 @@ def fused_loss(
     )
     assert out.p_num is not None
     words, cls_sum = _with_partial(action, u_prime, labels, options, token_weight, group, out)
+    # Numbers: local to this rank, since W_reg is replicated. The gate weights each NLL by P of <NUM>.
     stop = options.gate_grad == "stop"
     p_num = out.p_num.detach() if stop else out.p_num
     nll, decided = action.number_head.loss(u_prime, labels.numbers, stop)
     gates = gate_of(options.gate)(labels.numbers.is_number, p_num, options.alpha)
-    reg_sum = (gates * nll).sum()  # without a number it is 0 and still in the graph
+    reg_sum = (gates * nll).sum()  # 0 without numbers, but in the graph: all ranks need gradients for W_reg
     return LossTerms(
         loss=words + token_weight * decided + number_weight * reg_sum,
         cls_sum=cls_sum + decided.detach(),
@@ -127,7 +128,8 @@ def _with_partial(
     group: ProcessGroup | None,
     out: VocabParallelOutput,
 ) -> tuple[Tensor, Tensor]:
-    """The words' loss and sum of `out`, plus those of partial labels where any rank of the group has some."""
+    """Loss and sum of the words in `out`, plus those of partial labels if any rank of the group has some."""
+    # The test must not depend on this rank's labels: the call below is collective
     if labels.partial is None or not any(counts := labels.partial_counts or [len(labels.partial)]):
         return out.loss, out.per_token.sum()
     place, words = labels.partial.unbind(1)

@@ -1,7 +1,7 @@
-"""The width of an interval around a predicted number: a Cauchy's own quantiles, or those times a measured factor.
+"""Widths of intervals around predicted numbers: quantiles of the Cauchy law, times measured factors if any.
 
 A Cauchy fitted to light-tailed errors is too wide at 90 %; `number_metrics` measures the factor on held-out numbers. A
-run keeps the factors with its metrics, an exported folder in `calibration.json`:
+run stores the factors with its metrics, an exported folder in `calibration.json`:
 {"levels": {"0.5": f, "0.9": f, "0.95": f}, "n": n}.
 """
 
@@ -20,9 +20,9 @@ LEVELS = (0.5, 0.9, 0.95)
 
 @dataclass(frozen=True)
 class Intervals:
-    """Half-widths of central intervals in scales of Y: the Cauchy's own, times a factor where one was measured.
+    """Half-widths of central intervals in scales of Y: quantiles of the Cauchy law times the measured factors.
 
-    factors: level -> factor. n: the held-out numbers they were measured on; 0 without any.
+    factors: level -> factor; other levels have factor 1. n: number of held-out numbers behind the factors.
     """
 
     factors: Mapping[float, float] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Intervals:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any] | None) -> Intervals:
-        """From `to_dict`'s; None: without factors. Raises ValueError for anything else and for values out of range."""
+        """From the result of `to_dict`; None gives no factors. Raises ValueError for wrong types or values."""
         if data is None:
             return cls()
         try:
@@ -54,6 +54,6 @@ class Intervals:
 
 
 def read_intervals(folder: Path) -> Intervals:
-    """From a folder's `calibration.json`; without factors if there is none. Raises ValueError for a broken file."""
+    """Read `calibration.json` of a folder; no factors without a file. Raises ValueError for a broken file."""
     path = folder / FILE
     return Intervals.from_dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else Intervals()

@@ -1,6 +1,6 @@
-"""Module 5 as the seeds write it (S2 section 4): losses of materialised scores [B,T,V].
+"""Module 5 as in the seeds (S2 section 4): losses of materialised scores [B,T,V].
 
-They suit small models, and tests compare `heads.fused_loss` with them. Labels are already shifted.
+For small models, and for tests of `heads.fused_loss`. Labels are already shifted.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class OvrClassificationLoss(nn.Module):
         return bce.sum(-1) * valid, valid
 
     def prob_of(self, loc_S: Tensor, scale_S: Tensor, word: int) -> Tensor:
-        """P of one word [B,T] out of materialised scores."""
+        """P of one word [B,T] from materialised scores."""
         threshold = self.threshold[word] if self.threshold.ndim else self.threshold
         return Cauchy(loc_S[..., word].float(), scale_S[..., word].float()).sf(threshold)
 
 
 class RegressionLoss(nn.Module):
-    """Cauchy negative log likelihood per position, no gate, no mask (S0 5.2, S2 4.2)."""
+    """Cauchy negative log likelihood per position, without gate and mask (S0 5.2, S2 4.2)."""
 
     def forward(self, loc_Y: Tensor, scale_Y: Tensor, true_numeric_values: Tensor) -> Tensor:
         """[B,T] each -> [B,T], in nats."""
@@ -61,12 +61,12 @@ class RegressionLoss(nn.Module):
 class CausalQwenLoss(nn.Module):
     """Gate, masks and separate denominators (S0 5.3, S2 4.3).
 
-    It departs from S2 twice: P_NUM enters the gate without gradient unless gate_grad is "full" (with a gradient and
-    alpha = 0 the loss pays for not predicting <NUM>), and positions whose label is ignored are in neither denominator.
-    The soft gate, which counts text positions too, divides by all that are valid.
+    Two differences from S2: P_NUM enters the gate without gradient unless gate_grad is "full" (with a gradient and
+    alpha = 0 the loss rewards not predicting <NUM>), and ignored positions are in neither denominator. The soft gate
+    also counts text positions and divides by all valid positions.
 
-    Several values a position (S4 4.7.1): loc_Y, scale_Y and numeric_values [B,T,R], with value_weights [R]. A value of
-    one of several types (S4 4.7.2): loc_Y, scale_Y [B,T,R], and forward is given types and p_type.
+    R values per position (S4 4.7.1): loc_Y, scale_Y and numeric_values [B,T,R], with value_weights [R]. One value with
+    R types (S4 4.7.2): loc_Y, scale_Y [B,T,R], and forward takes types and p_type.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class CausalQwenLoss(nn.Module):
         types: Tensor | None = None,
         p_type: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """loc_S, scale_S [B,T,V]; the rest [B,T]; numeric_values are the labels' values. -> (scalar, metrics).
+        """loc_S, scale_S [B,T,V], all others [B,T]; numeric_values: values of the labels. Returns (scalar, metrics).
 
-        types [B,T] int64 (-1: no type), p_type [B,T,R]: the type of each label's value, and P of every type, which
-        gives gradient as P_NUM does (gate_grad).
+        types [B,T] int64 (-1: no type): type of each label's value. p_type [B,T,R]: P of each type; its gradient
+        follows gate_grad.
         """
         cls_loss, valid = self.ovr_loss(loc_S, scale_S, labels)
         cls_mask = valid & attention_mask.bool()

@@ -1,7 +1,7 @@
-"""The unit of the regression: how raw numbers become targets of the loss, and predictions numbers again.
+"""The unit of the regression: maps raw numbers to targets of the loss, and predictions back to numbers.
 
-The loss sees targets; every metric and every generated number is in the raw unit. Values are stored in float64 and
-enter the loss as fp32 targets (bf16 is exact only to 256).
+The loss uses targets; metrics and generated numbers are in the raw unit. Values are stored in float64 and enter the
+loss as fp32 targets (bf16 is exact only up to 256).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 NAMES = ("standardise", "none", "signed_log", "standardise_log")
-# Targets are clamped here: far beyond any use, and r = target / scale still squares its logarithm in fp32.
+# Targets are clamped to this limit: far beyond any use, and still safe in the fp32 loss.
 TARGET_LIMIT = 1e30
 # expm1 of more than this is infinite in float64.
 _LOG_LIMIT = 709.0
@@ -27,7 +27,7 @@ class TargetTransform:
     - ``none``: t = v (the seeds).
     - ``signed_log``: t = sign(v) ln(1 + |v|), as at the input (seed S0 1.3); median and scale are not used.
     - ``standardise_log``: t = (sign(v) ln(1 + |v|) - median) / scale, with median and IQR/2 of the logarithms: for
-      numbers of very different sizes, so that each error counts relative to its own size.
+      numbers of very different sizes, so that errors count relative to the number.
 
     Raises ValueError for an unknown name, a median that is not finite, or a scale that is not finite and > 0.
     """
@@ -63,25 +63,25 @@ class TargetTransform:
 
     @property
     def linear(self) -> bool:
-        """Whether a scale has a meaning in the raw unit (`inverse_scale` works)."""
+        """Whether scales can be converted to the raw unit (`inverse_scale`)."""
         return self.name in ("standardise", "none")
 
     @property
     def _unit(self) -> tuple[float, float]:
-        """Median and scale, where the transform uses them."""
+        """(median, scale) if the transform uses them, otherwise (0, 1)."""
         return (self.median, self.scale) if self.name.startswith("standardise") else (0.0, 1.0)
 
     def inverse_scale(self, scales: torch.Tensor) -> torch.Tensor:
         """Scales of targets to scales in the raw unit.
 
         Args: scales [...] of any float dtype. Returns: [...] float64.
-        Raises: ValueError for logarithms: the raw distribution is no Cauchy; map quantiles by `inverse` instead.
+        Raises: ValueError for logarithms, as the raw law is not a Cauchy; map quantiles by `inverse` instead.
         """
         if not self.linear:
             raise ValueError(f"{self.name} is not linear: a scale has no raw unit; map quantiles by inverse()")
         return scales.double() * self._unit[1]
 
     def log_derivative(self, values: torch.Tensor) -> torch.Tensor:
-        """ln dt/dv at raw values [...], float64: what turns a density of targets into one of raw numbers."""
+        """ln dt/dv at raw values [...], float64. Converts a log density of targets to one of raw numbers."""
         raw = values.double()
         return -math.log(self._unit[1]) - (torch.zeros_like(raw) if self.linear else raw.abs().log1p())

@@ -1,6 +1,6 @@
-"""The sizes of a base model and its number of parameters, without building it.
+"""Sizes and parameter counts of a base model, without building it.
 
-H hidden, I intermediate, A attention heads, K key-value heads, D head size, L layers, V vocabulary.
+Letters: H hidden, I intermediate, A attention heads, K key-value heads, D head size, L layers, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cqwen_dist.config.schema import Config
 
 @dataclass(frozen=True)
 class Architecture:
-    """The sizes that decide parameters and activations."""
+    """The sizes that determine parameters and activations."""
 
     model_type: str
     vocab: int
@@ -29,17 +29,17 @@ class Architecture:
     kv_heads: int
     head_dim: int
     tied: bool
-    biases: frozenset[str]  # keys of the config that give linear maps a bias
-    window: int | None  # how far attention looks back; None: not limited
+    biases: frozenset[str]  # config keys that give linear maps a bias
+    window: int | None  # attention window; None: unlimited
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> Architecture:
-        """From a transformers config. Raises `UserError` for what cannot be a base."""
+        """From a transformers config. Raises `UserError` for a model that cannot be a base."""
         kind = architecture(found.get("model_type"), "model.architecture.model_type")
         defaults = kind.defaults
         size = {key: _size(found, key, default) for key, default in defaults.items() if key != "num_key_value_heads"}
         heads = size["num_attention_heads"]
-        # null means as many as heads; so does a missing key without a default
+        # null means the number of attention heads, and so does a missing key without a default
         kv_heads = heads if "num_key_value_heads" in found else defaults.get("num_key_value_heads", heads)
         return cls(
             model_type=kind.model_type,
@@ -57,12 +57,12 @@ class Architecture:
 
     @property
     def kind(self) -> BaseArchitecture:
-        """What the architecture's own file says."""
+        """The entry in `config.architectures`."""
         return ARCHITECTURES[self.model_type]
 
     @property
     def linears(self) -> dict[str, tuple[int, int, bool]]:
-        """Every linear map of a layer by name: (in, out, has a bias)."""
+        """The linear maps of a layer by name: (in, out, has a bias)."""
         size = self._sizes
         return {
             name: (size[m.rows], size[m.columns], m.bias is True or m.bias in self.biases)
@@ -71,18 +71,18 @@ class Architecture:
 
     @property
     def read_widths(self) -> dict[str, int]:
-        """The width of each tensor that linear maps of a layer read."""
+        """The width of each input tensor of the linear maps of a layer."""
         return {m.reads: self._sizes[m.rows] for m in self.kind.linears.values()}
 
     @property
     def _sizes(self) -> dict[str, int]:
-        """The sizes that an architecture names for its linear maps."""
+        """The sizes by the names that architectures use for linear maps."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {"hidden": self.hidden, "intermediate": self.intermediate, "queries": queries, "keys": keys}
 
     @property
     def layer_parameters(self) -> int:
-        """One layer: its linear maps, two norms, and norms of q and k where it has them."""
+        """One layer: linear maps, two norms, and norms of q and k if it has them."""
         linear = sum(rows * columns + bias * columns for rows, columns, bias in self.linears.values())
         return linear + 2 * self.hidden + 2 * self.head_dim * self.kind.qk_norm
 
@@ -98,11 +98,11 @@ class Architecture:
 
     @property
     def base_parameters(self) -> int:
-        """The whole base model as transformers builds it; a tied head counts once."""
+        """The base model as transformers builds it; a tied head counts once."""
         return self.backbone_parameters + (1 if self.tied else 2) * self.embedding_parameters
 
     def lora_parameters(self, r: int, target_modules: list[str] | str, dora: bool = False) -> int:
-        """Adapters of rank r: r (in + out) for each target, and with DoRA its out magnitudes."""
+        """Adapters of rank r: r (in + out) for each target, and out magnitudes with DoRA."""
         names = list(self.linears) if target_modules == "all-linear" else list(target_modules)
         sizes = (self.linears[name] for name in dict.fromkeys(names))
         return self.layers * sum(r * (columns + rows) + dora * rows for columns, rows, _ in sizes)
@@ -118,9 +118,9 @@ def _size(found: dict[str, Any], key: str, default: int) -> int:
 
 
 def read_architecture(config: Config) -> dict[str, Any]:
-    """The transformers config of the run's base model, its vocabulary with the rows for <NUM>. Raises `UserError`.
+    """The transformers config of the run's base model, with added rows for <NUM>. Raises `UserError`.
 
-    It comes from model.architecture, from config.json in the model's folder, or from a public model's name.
+    Read from model.architecture, from config.json in the model folder, or from a table of public models.
     """
     if config.model.architecture is not None:
         return config.model.architecture
@@ -137,7 +137,7 @@ def read_architecture(config: Config) -> dict[str, Any]:
 
 
 def known_architecture(name: str) -> dict[str, Any] | None:
-    """The transformers config of a public base model (its -Instruct sibling's is the same), or None."""
+    """The transformers config of a public base model or its -Instruct version; None if unknown."""
     for kind in ARCHITECTURES.values():
         sizes = kind.public.get(name) or kind.public.get(name.removesuffix("-Instruct"))
         if sizes is not None:
@@ -146,7 +146,7 @@ def known_architecture(name: str) -> dict[str, Any] | None:
 
 
 def _rows_in_use(file: Path) -> int | None:
-    """Rows that a tokenizer uses; None without a readable file."""
+    """Number of rows that a tokenizer uses; None without a readable file."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         words = found["model"]["vocab"]
@@ -180,7 +180,7 @@ def _read(config: Config) -> dict[str, Any]:
 
 
 def feature_parameters(config: Config, architecture: dict[str, Any]) -> int:
-    """The number of parameters that the engine trains (adapters, w_num, <NUM>'s row), without building the model."""
+    """Number of parameters that the engine trains (adapters, w_num, <NUM> row), without building the model."""
     base = Architecture.of(architecture)
     lora = config.model.lora
     adapters = base.lora_parameters(lora.r, lora.target_modules, lora.dora) if config.trains("lora") else 0

@@ -1,9 +1,8 @@
-"""Floating-point operations a token, by part: a product of [N, a] and [a, b] is 2 N a b.
+"""Floating-point operations per token, by part. A product of [N, a] and [a, b] has 2 N a b operations.
 
-A plan and a run (`telemetry.perf`) make `Work` from a config. Useful operations are those of the formulas: causal
-attention looks at half of [T, T]. What is computed again (gradient checkpointing; the scores, in attention's backward),
-or made between packed texts and hidden by a mask, is counted separately. MFU is useful operations over the hardware's
-peak.
+The planner and a run (`telemetry.perf`) create `Work` from a config. Useful operations follow from the formulas; causal
+attention has half of [T, T]. Recomputed operations (gradient checkpointing, attention scores in backward) and masked
+scores between packed texts are counted separately. MFU is useful FLOP/s divided by the hardware peak.
 """
 
 from __future__ import annotations
@@ -15,50 +14,50 @@ from cqwen_dist.sizes.stage_sizes import Sizes, masked
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations of one token: the useful ones by part, and those that are done again."""
+    """Operations per token: useful operations by part, and recomputed operations."""
 
     backbone_forward: float
     backbone_backward: float
     abduction: float
     word_head: float
     recomputed: float
-    between_texts: float = 0.0  # scores that a mask of packed rows makes and hides, forward
+    between_texts: float = 0.0  # masked scores between packed texts, forward
 
     @property
     def backbone(self) -> float:
-        """Operations of the backbone, for every token."""
+        """Operations of the backbone for each token."""
         return self.backbone_forward + self.backbone_backward
 
     @property
     def heads(self) -> float:
-        """Operations of the heads, for a token with a label."""
+        """Operations of the heads for each token with a label."""
         return self.abduction + self.word_head
 
     @property
     def useful(self) -> float:
-        """All operations except those that are done again."""
+        """All operations except recomputed ones."""
         return self.backbone + self.heads
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a model's operations depend on."""
+    """The sizes that determine the operations of a model."""
 
-    matrices: int  # entries of all layers' frozen matrices
+    matrices: int  # entries of the frozen matrices of all layers
     adapters: int  # entries of LoRA
     layers: int
     attention: int  # A D, attention heads times their size
     hidden: int  # H
     causal: int  # C
-    words: int  # C_w, the dimensions of U that words see
-    vocab: float  # V, or its share that a step computes
+    words: int  # C_w, dimensions of the word part of U
+    vocab: float  # V, times the sampled share
 
     def forward(self, length: float) -> float:
-        """One pass through the backbone of a token among `length`, adapters included."""
+        """Forward pass of the backbone for a token in a text of `length` tokens, including adapters."""
         return 2.0 * (self.matrices + self.adapters) + self.scores(length)
 
     def scores(self, length: float) -> float:
-        """Attention's scores and their use, of all layers: the half of [T, T] that a token may see."""
+        """Attention scores and their product with v in all layers, for the causal half of [T, T]."""
         return 2.0 * self.layers * self.attention * length
 
     def flops(
@@ -70,12 +69,12 @@ class Work:
         checkpointing: bool = False,
         row: float | None = None,
     ) -> Flops:
-        """Operations of a token in a stage that trains the groups `trained`.
+        """Operations per token in a stage that trains the groups `trained`.
 
-        length: tokens of its text (of several: the sum of their squares over their sum); cached: z was computed before;
-        checkpointing: activations are computed again; row: tokens of a row whose every score a mask makes.
-        Backward: frozen matrices pass gradients on (one product each), adapters that train also learn (two), both
-        factors of attention's products have a gradient.
+        length: text length in tokens (for different lengths: sum of squares over sum); cached: z comes from a cache;
+        checkpointing: activations are recomputed; row: tokens per row if a mask is used for packed texts.
+        Backward: one product per frozen matrix, two per trained adapter, and two per attention product, as both factors
+        have a gradient.
         """
         graph = bool(trained & {"embedding", "lora"})
         forward, scores = self.forward(length), self.scores(length)
@@ -94,7 +93,7 @@ class Work:
 
 
 def of_stage(s: Sizes) -> Work:
-    """The work of a stage, from its sizes."""
+    """The work of a stage."""
     lora = s.config.model.lora
     return Work(
         matrices=s.base.layers * sum(rows * columns for rows, columns, _ in s.base.linears.values()),
@@ -109,18 +108,18 @@ def of_stage(s: Sizes) -> Work:
 
 
 def flops(s: Sizes) -> Flops:
-    """Operations of one token in this stage."""
+    """Operations per token in this stage."""
     row = s.length if masked(s) else None
     return of_stage(s).flops(s.attended, s.trainable, cached=s.cached, checkpointing=s.checkpointing, row=row)
 
 
 def softmax_head_ratio(s: Sizes) -> float:
-    """Tokens/s that operations predict for this stage over those of the same backbone with a trained softmax head."""
+    """Predicted tokens/s of this stage relative to the same backbone with a trained softmax head, by operations."""
     each = flops(s)
     return (each.backbone + 6 * s.base.hidden * s.base.vocab) / each.useful
 
 
 def cache_ratio(s: Sizes) -> float:
-    """Tokens/s that operations predict with z from the cache over those with the backbone's forward pass."""
+    """Predicted tokens/s with z from a cache relative to computing z, by operations."""
     heads = flops(s).heads
     return (of_stage(s).forward(s.attended) + heads) / heads

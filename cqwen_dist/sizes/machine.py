@@ -1,4 +1,4 @@
-"""What a machine sustains: rates of a GPU, of the links between GPUs. Stated, or measured by `cqwen bench step`."""
+"""Sustained rates of a GPU and of the links between GPUs: from data sheets, or measured by `cqwen bench step`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from cqwen_dist.config.errors import UserError
 
 GB, TERA = 1e9, 1e12
-# Dense bf16 peaks in TFLOP/s, from the makers' data sheets, by what a device calls itself. The longest match wins.
+# Dense bf16 peaks in TFLOP/s from data sheets, by device name. The longest match wins.
 PEAK_TFLOPS = {
     **dict.fromkeys(("A100", "A800"), 312.0),
     **dict.fromkeys(("H100", "H200", "H800", "GH200"), 989.0),
@@ -27,30 +27,30 @@ PEAK_TFLOPS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of one rank. Products reach `efficiency` of the peak; the rest is bound by memory."""
+    """Rates of one rank. Products reach `efficiency` of the peak; other operations are bound by memory."""
 
     name: str
-    bf16: float  # flop/s, the maker's dense peak
+    bf16: float  # flop/s, dense peak from the data sheet
     fp32: float  # flop/s, likewise (TF32 not used)
     memory: float  # bytes/s
     inside: float  # bytes/s that a rank sends within its node
     gib: float = 80.0  # memory
-    between: float = 50 * GB  # bytes/s that a rank sends to another node
-    latency_inside: float = 10e-6  # s of a collective, for each of its rounds
+    between: float = 50 * GB  # bytes/s that a rank sends to other nodes
+    latency_inside: float = 10e-6  # seconds per round of a collective
     latency_between: float = 20e-6
-    efficiency: float = 0.70  # of the peak, in large products
-    head_efficiency: float = 0.58  # in the word head's, whose sums are fp32
-    memory_efficiency: float = 0.75  # of the bandwidth, in elementwise passes
+    efficiency: float = 0.70  # fraction of the peak in large products
+    head_efficiency: float = 0.58  # the same for the word head with its fp32 sums
+    memory_efficiency: float = 0.75  # fraction of the bandwidth in elementwise passes
     host: float = 20 * GB  # bytes/s to host memory, and of AdamW there
-    calibrated: str = ""  # where measured rates came from
-    factors: dict[str, float] = field(default_factory=dict)  # measured seconds over those of the roofline, by part
+    calibrated: str = ""  # source of measured rates
+    factors: dict[str, float] = field(default_factory=dict)  # measured / roofline seconds by part
 
     def peak(self, width: int) -> float:
-        """flop/s in the precision whose numbers have `width` bytes."""
+        """Peak flop/s for numbers of `width` bytes."""
         return self.bf16 if width == 2 else self.fp32
 
     def factor(self, part: str) -> float:
-        """How much slower than the roofline a part was measured."""
+        """Measured time of a part divided by its roofline time."""
         return self.factors.get(part, 1.0)
 
 
@@ -69,13 +69,13 @@ INTERCONNECTS = {"ib400": 50 * GB, "ib200": 25 * GB, "eth100": 12.5 * GB, "eth25
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """The peak of a GPU by its driver's name for it; None for an unknown GPU."""
-    known = [key for key in PEAK_TFLOPS if re.search(rf"\b{key}\b", device_name)]  # an L40 is no L4
+    """The peak of a GPU by its driver name; None for an unknown GPU."""
+    known = [key for key in PEAK_TFLOPS if re.search(rf"\b{key}\b", device_name)]  # "L4" must not match an L40
     return PEAK_TFLOPS[max(known, key=len)] if known else None
 
 
 def machine(name: str, interconnect: str, calibration: Path | None = None) -> Machine:
-    """A machine by name, with its links. calibration: a document of `cqwen bench step --json` with measured factors.
+    """A machine by name, with its links. calibration: output of `cqwen bench step --json`, with measured factors.
 
     Raises `UserError`.
     """
@@ -96,7 +96,7 @@ def machine(name: str, interconnect: str, calibration: Path | None = None) -> Ma
 
 
 def describe(found: Machine) -> dict[str, Any]:
-    """The rates as a person reads them."""
+    """The rates in readable units."""
     return {
         "gpu": found.name,
         "bf16_tflops": found.bf16 / TERA,

@@ -1,8 +1,8 @@
-"""The numbers that every part of a plan shares: one stage of a run on one rank.
+"""Sizes shared by all parts of a plan: one stage of a run on one rank.
 
-H hidden, I intermediate, A attention heads, K key-value heads, D head size, L layers; C causal dimension (word part
-C_w, number dimensions m), V vocabulary, v rows of it on a rank, g ranks of a vocabulary group, R ranks of the world;
-B sequences of T tokens in a micro-batch, N = B T; w bytes of a backbone number.
+Letters: H hidden, I intermediate, A attention heads, K key-value heads, D head size, L layers; C causal dimensions
+(word part C_w, number dimensions m), V vocabulary, v rows per rank, g ranks of a vocabulary group, R ranks of the
+world; B sequences of T tokens in a micro-batch, N = B T; w bytes per backbone value.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from cqwen_dist.sizes.architecture import Architecture
 
 FP32 = 4
 FASTEST = {"cpu": "chunked", "cuda": "triton"}  # loss.impl auto
-# DeepSpeed's ZeRO-3 defaults: what stays gathered, and which parameters are never partitioned.
+# DeepSpeed's ZeRO-3 defaults: most parameters that stay gathered, and size below which they are never partitioned.
 MAX_LIVE, PERSISTENT_BELOW = 1_000_000_000, 100_000
-# The wide part's tables, and the numbers that it knows by name (`model.wide`; a test counts the real one)
+# Tables and named numbers of the wide part (`model.wide`; a test compares them with the real model)
 WIDE_TABLES, WIDE_NAMES, WIDE_PER_NAME = 16, 128, 7
 
 
 class Sizes:
     """A stage of a config on the rank with the most work.
 
-    kind: cuda or cpu. sequences: of an epoch; None: not known. text: tokens of a packed text: sum of squares over sum;
-    None: all of a row.
+    kind: cuda or cpu. sequences: number of sequences per epoch; None: unknown. text: length of packed texts (sum of
+    squares over sum); None: a full row.
     """
 
     def __init__(
@@ -39,37 +39,37 @@ class Sizes:
     ) -> None:
         self.config, self.base, self.world, self.kind, self.stage = config, base, world, kind, stage
         self.sequences_in_data = sequences
-        # the batch
+        # The batch
         self.global_batch, micro_batch = config.batch_sizes(stage)
-        share = ceil_div(self.global_batch, world)  # sequences of a step on this rank
-        self.accumulation = ceil_div(share, micro_batch)  # micro-batches a step
+        share = ceil_div(self.global_batch, world)  # sequences per step on this rank
+        self.accumulation = ceil_div(share, micro_batch)  # micro-batches per step
         self.length = stage.sequence_length or config.data.sequence_length  # T
         self.tokens = min(micro_batch, share) * self.length  # N
         self.attended = min(text or self.length, self.length) if config.data.pack else float(self.length)
-        self.step_tokens = self.global_batch * self.length  # of all ranks in an optimizer step
-        # what trains; the engine is never rebuilt, so what a group that trained in any stage holds stays
+        self.step_tokens = self.global_batch * self.length  # tokens of all ranks per optimizer step
+        # The trained groups. The engine is never rebuilt, so memory of a group that trains in any stage is permanent
         self.trainable = stage.groups
         self.ever_trainable = frozenset[str]().union(*(each.groups for each in config.stages))
         until_now = config.stages[: 1 + [each.name for each in config.stages].index(stage.name)]
-        self.reached = frozenset[str]().union(*(each.groups for each in until_now))  # Adam has moments of these
+        self.reached = frozenset[str]().union(*(each.groups for each in until_now))  # groups with Adam moments
         self.graph = bool(self.trainable & {"embedding", "lora"})  # whether gradients run through the backbone
         self.checkpointing = config.model.gradient_checkpointing
-        # the backbone, the heads, the layout
+        # The backbone, the heads, the layout
         self.width = 2 if config.train.precision == "bf16" else FP32  # w
         self.words = config.model.causal_size or base.hidden  # C_w
         self.causal = self.words + config.number_dims  # C
         self.zero = config.parallel.zero_stage
         self.group = config.parallel.vocab_group_size  # g
         self.loss_impl = FASTEST[kind] if config.loss.impl == "auto" else config.loss.impl
-        self.rows = ceil_div(base.vocab, self.group)  # v, of the rank that has most
+        self.rows = ceil_div(base.vocab, self.group)  # v, largest over the ranks
         c, h = self.causal, base.hidden
-        # numbers of the heads' parts that every rank holds whole
+        # Sizes of replicated parts of the heads
         regression = config.number_parameters(self.words, c)
         self.whole_heads = {"abduction": 2 * (c * h + c), "regression": regression, "noise": c}
         features = config.model.random_features
         numbers = WIDE_NAMES * (WIDE_PER_NAME + 2 * WIDE_TABLES) + features * (WIDE_NAMES + 1 + WIDE_TABLES)
         self.wide_part = (WIDE_TABLES * config.model.wide + base.vocab + numbers) * bool(config.model.wide)
-        # linear maps with an adapter; trained numbers in DeepSpeed's engine by part, always the embedding's two vectors
+        # Linear maps with an adapter, and parameters of DeepSpeed's engine by part, always with w_num and the <NUM> row
         lora, self.adapters = config.model.lora, frozenset[str]()
         self.engine_parameters = {"embedding of numbers": 2 * base.hidden}
         if "lora" in self.ever_trainable:
@@ -84,7 +84,7 @@ class Sizes:
 
     @property
     def steps(self) -> int | None:
-        """Optimizer steps of the stage (at most, with `until`); None where that depends on data of unknown size."""
+        """Optimizer steps of the stage (maximum with `until`); None if they depend on data of unknown size."""
         if self.stage.steps is not None:
             return self.stage.steps
         if self.stage.until is not None:
@@ -95,9 +95,9 @@ class Sizes:
 
     @property
     def cached(self) -> bool:
-        """Whether z comes from the feature cache: nothing before it trains, and the stage is longer than one pass.
+        """Whether z comes from the feature cache: no feature group trains, and the stage is longer than one epoch.
 
-        In auto mode a stage given in steps, over data of unknown size, is counted as computing it.
+        In auto mode, a stage given in steps over data of unknown size counts as uncached.
         """
         mode = self.config.train.feature_cache.mode
         if self.graph or mode == "never":
@@ -109,7 +109,7 @@ class Sizes:
         return self.sequences_in_data is not None and (self.steps or 0) * self.global_batch > self.sequences_in_data
 
     def row_columns(self, groups: frozenset[str]) -> list[int]:
-        """Columns of each tensor with a row for each word, where `groups` are trainable."""
+        """Columns of each trained tensor with one row per word."""
         train, found = self.config.train, []
         if "classifier" in groups:
             found.append(self.words)
@@ -120,19 +120,19 @@ class Sizes:
         return found
 
     def row_numbers(self, groups: frozenset[str]) -> int:
-        """Trained numbers of this rank's rows, where `groups` are trainable."""
+        """Number of trained values in this rank's rows."""
         return self.rows * sum(self.row_columns(groups))
 
     def matrices(self, groups: frozenset[str]) -> list[tuple[int, int]]:
-        """(rows, columns) of what every rank holds whole and steps a part of, where `groups` are trainable."""
+        """(rows, columns) of trained replicated matrices, whose step is sharded."""
         return [(self.causal, self.base.hidden)] * 2 if "abduction" in groups else []
 
     def vectors(self, groups: frozenset[str]) -> int:
-        """Trained numbers of the heads that every rank holds and steps whole, where `groups` are trainable."""
+        """Number of trained replicated values of the heads whose step is not sharded."""
         return self.whole_head(groups) - sum(rows * columns for rows, columns in self.matrices(groups))
 
     def stepped_head(self, groups: frozenset[str]) -> int:
-        """Numbers of the heads that a rank steps and has moments of (`training.moments`), where `groups` trained."""
+        """Number of head values that a rank steps and has moments for (`training.moments`)."""
 
         def kept(rows: int, ranks: int) -> int:
             return rows // ranks + rows % ranks
@@ -142,20 +142,20 @@ class Sizes:
         return matrices + self.vectors(groups) + rows
 
     def whole_head(self, groups: frozenset[str]) -> int:
-        """Trained numbers of the heads that every rank holds whole, where `groups` are trainable."""
+        """Number of trained replicated values of the heads."""
         scalar = self.config.train.thresholds == "scalar" and "thresholds" in groups
         return sum(size for name, size in self.whole_heads.items() if name in groups) + scalar
 
     def head(self, groups: frozenset[str]) -> int:
-        """Trained numbers of the heads, over all ranks, where `groups` are trainable."""
+        """Number of trained values of the heads over all ranks."""
         return sum(self.row_columns(groups)) * self.base.vocab + self.whole_head(groups)
 
     def over(self, stage: int) -> int:
-        """Over how many ranks ZeRO spreads what it shards from `stage` on."""
+        """Number of ranks over which ZeRO shards state that it shards from `stage` on."""
         return self.world if self.zero >= stage else 1
 
     def zero_setting(self, key: str, default: int) -> int:
-        """A stage-3 setting, the user's or DeepSpeed's default."""
+        """A stage-3 setting: the user's, or DeepSpeed's default."""
         section = self.config.deepspeed.get("zero_optimization", {})
         value = section.get(key, default) if isinstance(section, dict) else default
         return int(value)
@@ -170,14 +170,14 @@ def stage_sizes(
     sequences: int | None = None,
     text: float | None = None,
 ) -> list[Sizes]:
-    """One for every stage; arguments as `Sizes`. Raises `UserError` where ranks and vocabulary groups do not fit."""
+    """The `Sizes` of each stage; arguments as in `Sizes`. Raises `UserError` if vocabulary groups do not fit."""
     refuse_ranks(config.parallel.vocab_group_size, world)
     return [Sizes(config, base, world, kind, stage, sequences, text) for stage in config.stages]
 
 
 def masked(s: Sizes) -> bool:
-    """Whether attention has a mask: packed documents, a limited window. Plain causal attention needs none, and with
-    `model.attention: varlen` only a window does, where no kernel knows of it."""
+    """Whether attention uses a mask: for packed documents or a limited window. Plain causal attention needs none. With
+    `model.attention: varlen` only a window needs a mask, if no kernel supports it."""
     if s.config.data.pack and s.config.model.attention == "mask":
         return True
     kernel = s.config.model.attention == "varlen" and s.kind == "cuda" and s.width < FP32
