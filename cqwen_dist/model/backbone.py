@@ -1,4 +1,4 @@
-"""Module 2: the base's transformer, fed with embeddings (seed S0 section 2); loading and building base models."""
+"""Module 2: the transformer of the base, fed with embeddings (seed S0 section 2); loads and builds base models."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from cqwen_dist.config.errors import Said, UserError, reason_of
 
 
 class FeatureExtractionNetwork(nn.Module):
-    """z = Transformer(e): the base's own transformer, fed with `inputs_embeds`.
+    """z = Transformer(e): the transformer of the base, fed with `inputs_embeds`.
 
-    Its token table is part of `NumericalAwareEmbedding`.
+    The token table belongs to `NumericalAwareEmbedding`.
     """
 
     def __init__(self, qwen_model: PreTrainedModel) -> None:
-        """qwen_model: a transformer, or a causal model, whose transformer is kept (S2 3.2)."""
+        """qwen_model: a transformer, or a causal model, of which only the transformer is kept (S2 3.2)."""
         super().__init__()
         self.transformer = qwen_model.base_model
         self._cache = cache_name(self.transformer)
@@ -43,11 +43,11 @@ class FeatureExtractionNetwork(nn.Module):
     ) -> Tensor:
         """embeddings [B,T,H], attention_mask [B,T] -> z [B,T,H], the last hidden state after the final norm.
 
-        past_key_values: a transformers cache, extended in place. texts: the batch's `Texts`, for a transformer that
-        attends inside each (`model.varlen`).
+        past_key_values: a transformers cache, extended in place. texts: the `Texts` of the batch, for attention within
+        each text (`model.varlen`).
         """
         within = {} if texts is None else {"texts": texts}
-        if texts is not None:  # a mask of four dimensions is taken as it is, so none is made
+        if texts is not None:  # transformers passes on a 4-dimensional mask, so it does not build one
             attention_mask = embeddings.new_empty(0, 0, 0, 0)
         return self.transformer(
             inputs_embeds=embeddings,
@@ -60,16 +60,16 @@ class FeatureExtractionNetwork(nn.Module):
 
 
 def cache_name(transformer: nn.Module) -> str:
-    """The argument that takes a transformers model's cache: past_key_values, which 5.24 renamed and warns of since."""
+    """Name of the cache argument of a transformers model: past_key_values, renamed to cache in 5.24."""
     return "cache" if "cache" in inspect.signature(transformer.forward).parameters else "past_key_values"
 
 
 @contextmanager
 def seen_inside(transformer: nn.Module, **asked: Any) -> Iterator[dict[str, Any]]:
-    """Inside, a call of the transformer writes the outputs that are asked for into the dict.
+    """Inside, calls of the transformer write the requested outputs into the dict.
 
-    With output_hidden_states: hidden_states, [B,T,H] each (the embeddings, then each layer's; the last is z). With
-    output_attentions: attentions, [B,heads,T,T] of each layer.
+    output_hidden_states gives hidden_states, [B,T,H] each (embeddings, then each layer; the last is z).
+    output_attentions gives attentions, [B,heads,T,T] for each layer.
     """
     seen: dict[str, Any] = {}
     hooks = (
@@ -91,10 +91,10 @@ def load_base(
     device: torch.device | None = None,
     rows_for: Callable[[int], int] | None = None,
 ) -> PreTrainedModel:
-    """A causal model of one of `ARCHITECTURES` by folder or hub name, safetensors only. Raises `UserError`.
+    """Load a causal model of `ARCHITECTURES` by folder or hub name, safetensors only. Raises `UserError`.
 
-    quantize: `model.quantize`, as `quantized_loading`. rows_for: the rows that its vocabulary has -> those that it
-    needs (a tokenizer's own `rows_for`); missing rows are added.
+    quantize: `model.quantize`, as in `quantized_loading`. rows_for: maps the number of vocabulary rows to the required
+    number (`rows_for` of a tokenizer); missing rows are added.
     """
     loading = quantized_loading(quantize, device or torch.device("cpu"))
     config = base_config(name_or_path, trust_remote_code)
@@ -113,17 +113,17 @@ def load_base(
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise base_refusal(name_or_path, error) from None
     base, found = loaded
-    if missing := sorted(found["missing_keys"]):  # transformers would draw it at random
+    if missing := sorted(found["missing_keys"]):  # transformers would initialise them randomly
         raise UserError("model.name_or_path", f"no {missing[0]} in {name_or_path}", "all weights of the architecture")
     if loading:
-        base.model.is_loaded_in_4bit = True  # PEFT looks here, as adapters go on the transformer alone
-        del base.config.quantization_config  # it describes this run's memory, not the model that is exported
+        base.model.is_loaded_in_4bit = True  # PEFT reads the flag here, since adapters only go on the transformer
+        del base.config.quantization_config  # it describes the memory of this run, not the exported model
     add_rows(base, rows)
     return base
 
 
 def base_config(name_or_path: str, trust_remote_code: bool = False) -> Any:
-    """transformers' config of a base, by folder or hub name. Raises `UserError`, also for what cannot be a base."""
+    """The transformers config of a base, by folder or hub name. Raises `UserError`, also for unsupported models."""
     path = _local_folder(name_or_path) or name_or_path
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -134,11 +134,11 @@ def base_config(name_or_path: str, trust_remote_code: bool = False) -> Any:
 
 
 def quantized_loading(kind: str, device: torch.device) -> dict[str, Any]:
-    """Keywords for `from_pretrained` of a frozen base in 4 bits (QLoRA): bitsandbytes' NF4. None for "none".
+    """Keywords for `from_pretrained` of a frozen base in 4 bits (QLoRA, NF4 of bitsandbytes). Empty for "none".
 
-    The backbone's linear maps hold 4 bits a weight and are multiplied in bf16. Adapters, w_num, the heads and the
-    output head that W_cls is copied from are not quantized. z is the quantized base's from the first step on, also in
-    calibration and `eval/base_accuracy`. Not yet measured on a GPU. Raises `UserError` without a GPU or bitsandbytes.
+    Linear maps of the backbone have 4 bits per weight and are multiplied in bf16. Adapters, w_num, the heads and the
+    output head (the source of W_cls) are not quantized. Calibration and `eval/base_accuracy` also use z of the
+    quantized base. Not yet measured on a GPU. Raises `UserError` without a GPU or bitsandbytes.
     """
     if kind == "none":
         return {}
@@ -157,12 +157,12 @@ def quantized_loading(kind: str, device: torch.device) -> dict[str, Any]:
 
 
 def tokenizer_rows(tokenizer: Any) -> int | None:
-    """The rows that a tokenizer of transformers uses, as `data.tokenizer` counts them; None without one."""
+    """Number of rows that a transformers tokenizer uses, counted like `data.tokenizer`; None without a tokenizer."""
     return None if tokenizer is None else max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
 def base_tokenizer(name_or_path: str) -> Any:
-    """transformers' tokenizer of a model's folder or hub name; None where it has none."""
+    """The transformers tokenizer of a model folder or hub name; None if there is none."""
     folder = Path(name_or_path).expanduser()
     # transformers builds an empty tokenizer from a folder without these files.
     if folder.is_dir() and not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
@@ -184,10 +184,11 @@ def rows_with_number_for(used: int | None, num_token_id: int | None) -> Callable
 
 @torch.no_grad()
 def add_rows(base: PreTrainedModel, rows: int) -> None:
-    """Append rows to a causal model's vocabulary, in place, until it has `rows`. Each is the mean of the base's rows.
+    """Append rows to the vocabulary of a causal model, in place, up to `rows`. Each is the mean of the base's rows.
 
-    In the output head an added word gets the mean of all logits, so at most 1/V of the softmax (Jensen). Zero rows
-    would give it logit 0, perhaps the largest, and scale 0. The config records how many rows were added.
+    In the output head the logit of an added word is the mean of all logits, so it gets at most 1/V of the softmax
+    (Jensen). Zero rows would give logit 0, perhaps the largest, and scale 0. The config records the number of added
+    rows.
     """
     table: Any = base.get_input_embeddings()
     head: Any = base.get_output_embeddings()
@@ -205,14 +206,14 @@ def add_rows(base: PreTrainedModel, rows: int) -> None:
 
 
 def mean_row(matrix: Any, rows: int, dtype: torch.dtype | None = None) -> Tensor:
-    """The mean of the rows of [rows,H], a tensor or a file's slice, in float64, after rounding to `dtype`."""
+    """Mean row of a matrix [rows,H] (a tensor or a lazy file slice), in float64, after rounding to `dtype`."""
     parts = (matrix[first : min(first + 8192, rows)] for first in range(0, rows, 8192))
     total: Tensor = sum((part.to(dtype or part.dtype).double().sum(0) for part in parts), torch.tensor(0.0))
     return total / rows
 
 
 def record_added_rows(config: Any, rows: int) -> None:
-    """Write the new number of rows, and how many of them were added, into a base's config."""
+    """Write the new number of rows and the number of added rows into a base config."""
     config.added_rows = rows - config.vocab_size
     config.vocab_size = rows
 
@@ -232,7 +233,7 @@ def build_base(settings: dict[str, Any], seed: int) -> PreTrainedModel:
 
 
 def base_folder_of(name_or_path: str) -> Path:
-    """The folder of a base model's files, downloaded where needed. Raises `UserError`."""
+    """The folder with the files of a base model; downloads them if needed. Raises `UserError`."""
     if (folder := _local_folder(name_or_path)) is not None:
         return folder
     try:
@@ -242,7 +243,7 @@ def base_folder_of(name_or_path: str) -> Path:
 
 
 def _local_folder(name_or_path: str) -> Path | None:
-    """The folder that is meant, if none of a hub is. Raises `UserError`."""
+    """The local folder of this name; None for a hub name. Raises `UserError`."""
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir() and not name_or_path.startswith((".", "/", "~")):
         return None
@@ -252,5 +253,5 @@ def _local_folder(name_or_path: str) -> Path | None:
 
 
 def base_refusal(name_or_path: str, error: Exception) -> UserError:
-    """The error of a base model that does not load, in one line."""
+    """A one-line error for a base model that does not load."""
     return UserError("model.name_or_path", name_or_path, f"a model that loads ({reason_of(error)})")

@@ -1,16 +1,16 @@
-"""The calibrated start: closed forms on some tokens of the training data move the base's knowledge into the heads.
+"""The calibrated start: closed-form fits on sample tokens transfer the base's knowledge to the heads.
 
 The steps, in this order (docs/training.md has measurements):
 
-1. fit <NUM>'s row of W_cls, and lower the rows of the tokens that spell numerals (`levelling.fit_numeral_rows`);
+1. fit the <NUM> row of W_cls, and lower the rows of numeral tokens (`levelling.fit_numeral_rows`);
 2. level all rows: subtract one vector, so that logits approximate log-probabilities (`levelling.level_logits`);
 3. choose (C, gamma), the threshold and the total scale of U', of least OvR loss;
 4. fit the wide part, where there is one (`wide_start`);
 5. start W_reg, b_reg and U's number dimensions: a robust ridge regression, or the median where that is no better.
 
-With the seeds' constants argmax P is not argmax loc_S and the loss begins in the thousands (seeds S3 section 4, S1).
-There are two word-head products: one for the normalisers, one for the logits of the search, which stay in memory. A run
-writes its choice to start.json; a resumed run does not choose again.
+With the seeds' constants argmax P differs from argmax loc_S, and the loss starts in the thousands (seeds S3 section 4,
+S1). There are two word-head products: one for the normalisers, one for the logits of the search, which stay in memory.
+A run writes the result to start.json; a resumed run does not calibrate again.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from cqwen_dist.parallel.groups import ALONE, Groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_scores
 
-# What a ridge on z behind a wide part must gain, in standard errors: 60 pairs of ridge and shrinkage are tried, and
-# what is left of a fold knows the other folds' numbers. On 85 wines and fewer, one was not enough: R2 fell from 0.48
-# to 0.12.
+# Required gain of a ridge on z on top of a wide part, in standard errors: 60 pairs of ridge and shrinkage are tried,
+# and held-out residuals leak the targets of other folds. For 85 or fewer wines, one standard error was not enough: R2
+# fell from 0.48 to 0.12.
 SURE = 3.0
 LITTLE_NOISE = 0.05  # its share of a number's scale where the individual's own differs from text to text
 LEVEL_TOKENS = 4096  # of all ranks, about: the fits decompose a matrix of them
@@ -103,7 +103,7 @@ def calibrate(
     """
     start = _Start(model, groups, features or model.kept_features, tuple(numerals), progress)
 
-    # Features, and the logits of the base's own rows
+    # Features, and logits of the base's rows before any row changes
     search = start.positions(batches, "features", max_tokens)
     fit = search
     if fit_batches is not None:
@@ -116,7 +116,7 @@ def calibrate(
     seed_loss, seed_best, _ = logits.at(0.0, SEED_GAMMA + SEED_NOISE)
     seed: dict[str, Any] = {"seed_loss": seed_loss, "seed_accuracy": logits.mean(seed_best == logits.labels)}
 
-    # Rows, (C, gamma), regression
+    # Rows first: the search for (C, gamma) uses the levelled logits, and the regression the final scales
     rows = start.fit_rows(fit, logits)
     progress("C and gamma", 0, 1)
     histogram = logits.histogram()
@@ -144,7 +144,7 @@ class _Positions(NamedTuple):
 
 @dataclass(frozen=True)
 class _Start:
-    """The steps of `calibrate`, with the arguments that several of them need."""
+    """The steps of `calibrate`, with their shared arguments."""
 
     model: CausalQwenModel
     groups: Groups
@@ -155,9 +155,9 @@ class _Start:
     def positions(
         self, batches: Iterable[Batch], what: str, most: int | None = None, features: Features | None = None
     ) -> _Positions:
-        """One forward pass over the batches; the first `most` positions.
+        """One forward pass over the batches; keeps the first `most` positions.
 
-        With groups no rank leaves out a batch: features may need the other ranks (ZeRO-3).
+        With groups, no rank may skip a batch: the forward pass may be collective (ZeRO-3).
         """
         batches, features = list(batches), features or self.features
         none = torch.zeros(0, device=self.model.action.cls_weight.device)

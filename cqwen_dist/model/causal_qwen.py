@@ -55,7 +55,7 @@ def classes_of(config: CausalQwenConfig, loaded: str | None = None) -> tuple[Any
 
 
 class FeatureStack(nn.Module):
-    """Modules 1 and 2: ids and values to features. In training DeepSpeed holds them, but not the heads."""
+    """Modules 1 and 2: ids and values to features. In training DeepSpeed wraps this module, but not the heads."""
 
     def __init__(self, embedding: NumericalAwareEmbedding, backbone: FeatureExtractionNetwork) -> None:
         super().__init__()
@@ -73,9 +73,10 @@ class FeatureStack(nn.Module):
         inputs_embeds: Tensor | None = None,
         texts: Any = None,
     ) -> Tensor:
-        """[B,T] each -> z [B,T,H]; with keep [N] (indices into the flattened B*T) only those, [N,H].
+        """[B,T] each -> z [B,T,H]; with keep [N] (indices into the flattened B*T) only these positions, [N,H].
 
-        inputs_embeds [B,T,H]: instead of input_ids (`NumericalAwareEmbedding`). texts: as `FeatureExtractionNetwork`'s.
+        inputs_embeds [B,T,H]: used instead of input_ids (`NumericalAwareEmbedding`). texts: as in
+        `FeatureExtractionNetwork`.
         """
         embeddings = self.embedding(input_ids, numeric_values, inputs_embeds)
         z = self.backbone(
@@ -115,7 +116,7 @@ class CausalQwenModel(nn.Module):
         self.config = config
         abduction, number_head = classes or classes_of(config, config.name_or_path or "")
         transformer: Any = base.model
-        table, transformer.embed_tokens = transformer.embed_tokens, None  # module 1 holds the table
+        table, transformer.embed_tokens = transformer.embed_tokens, None  # module 1 has the table
         size, hidden = config.causal_hidden_size, config.hidden_size
         embedding = NumericalAwareEmbedding(table, hidden, config.num_token_id, w_num_scale, config.value_periods)
         self.features = FeatureStack(embedding, FeatureExtractionNetwork(transformer))
@@ -144,7 +145,7 @@ class CausalQwenModel(nn.Module):
             inject_lora(transformer, LoraConfig(**config.lora))
 
     def _of_base(self, name: str, causal_hidden_size: int | None) -> None:
-        """The constructor for a base model's name."""
+        """The constructor for the name of a base model."""
         used = tokenizer_rows(base_tokenizer(name))
         base = load_base(name, torch.float32, rows_for=rows_with_number_for(used, used))
         head = base.get_output_embeddings()
@@ -210,12 +211,12 @@ class CausalQwenModel(nn.Module):
 
     @property
     def transformer(self) -> nn.Module:
-        """The base's transformer, with its adapters."""
+        """The transformer of the base, with adapters."""
         return self.features.backbone.transformer
 
     @property
     def heads(self) -> dict[str, nn.Module]:
-        """Everything behind the features, by name."""
+        """All modules after the features, by name."""
         return {name: part for name in ("abduction", "action", "wide") if (part := getattr(self, name)) is not None}
 
     @property
@@ -274,12 +275,13 @@ class CausalQwenModel(nn.Module):
         attention_mask: Tensor | None = None,
         **context: Any,
     ) -> Cauchy:
-        """U of every position [B,T,C]. context: position_ids, past_key_values, keep, inputs_embeds."""
+        """U at all positions [B,T,C]. context: position_ids, past_key_values, keep, inputs_embeds."""
         if numeric_values is None:
             at = context["inputs_embeds"][..., 0] if input_ids is None else input_ids
             numeric_values = torch.zeros(at.shape, dtype=torch.float64, device=at.device)
         features = self.features(input_ids, numeric_values, attention_mask, **context)
-        with torch.autocast(features.device.type, enabled=False):  # everything behind z is in fp32, whoever asks for it
+        # Modules after z need fp32, also under a caller's autocast
+        with torch.autocast(features.device.type, enabled=False):
             features = self.with_wide(features, input_ids, numeric_values, attention_mask, **context)
             with at_hand(self.abduction):
                 return self.abduction(features)
@@ -289,7 +291,7 @@ class CausalQwenModel(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """[B,T] each -> loc_S, scale_S [B,T,V], loc_Y, scale_Y [B,T] (S2 section 5), all fp32.
 
-        Y is in the target's unit. Materialises [B,T,V]; training never comes here.
+        Y is in the target's unit. Materialises [B,T,V]; training uses `heads.fused_loss` instead.
         """
         u = self.infer(input_ids, numeric_values, attention_mask)
         return self.action(u.loc, u.scale)

@@ -1,4 +1,4 @@
-"""Module 1: a token's embedding plus its number (seed S0 section 1)."""
+"""Module 1: token embedding plus number (seed S0 section 1)."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch import Tensor, nn
 
 
 def phi(values: Tensor) -> Tensor:
-    """sign(v) ln(1+|v|) (S0 1.3), in float64, returned as fp32; phi(0) = 0 exactly."""
+    """sign(v) ln(1+|v|) (S0 1.3), computed in float64, returned as fp32; phi(0) = 0 exactly."""
     wide = values.double()
     return (wide.sign() * wide.abs().log1p()).float()
 
 
 def value_features(values: Tensor, periods: Sequence[float] = ()) -> list[Tensor]:
-    """phi(v), and cos(2 pi v/p) - 1 and sin(2 pi v/p) of each period p: 1+2K tensors of v's shape, fp32, 0 at v = 0.
+    """phi(v), then cos(2 pi v/p) - 1 and sin(2 pi v/p) for each of K periods p: 1+2K fp32 tensors, 0 at v = 0.
 
-    With the periods 10, 100, ... they tell v's digits apart (FoNE, arXiv 2502.09741). Computed in float64.
+    With periods 10, 100, ... they encode the digits of v (FoNE, arXiv 2502.09741). Computed in float64.
     """
     angles = [values.double() * (2 * math.pi / p) for p in periods]
     return [phi(values), *(turn for angle in angles for turn in ((angle.cos() - 1).float(), angle.sin().float()))]
 
 
 class NumericalAwareEmbedding(nn.Module):
-    """e_i = embed(x_i) + phi(v_i) w_num at every position, no branch (S0 1.3).
+    """e_i = embed(x_i) + phi(v_i) w_num at each position, without a branch (S0 1.3).
 
-    phi(0) = 0, so text positions are exactly the token embedding. The table stays frozen (it may be tied to the base's
-    output head). `<NUM>`'s row is trained as the difference `num_row` from its inherited row.
+    phi(0) = 0, so text positions equal the token embedding exactly. The table stays frozen, as it may be tied to the
+    base's output head. So the `<NUM>` row is trained as the difference `num_row` from its inherited row.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class NumericalAwareEmbedding(nn.Module):
         w_num_scale: float = 1.0,
         periods: Sequence[float] = (),
     ) -> None:
-        """w_num [H] starts as N(0, 1/H) per entry (std 1/sqrt(H), S3 4 step 1) times w_num_scale. periods: with K of
-        them w_num is [1+2K,H] and the value enters by `value_features`."""
+        """w_num [H] starts as N(0, 1/H) per entry (std 1/sqrt(H), S3 4 step 1) times w_num_scale. With K periods w_num
+        is [1+2K,H] and multiplies `value_features`."""
         super().__init__()
         self.token_embedding = token_embedding
         self.num_token_id = num_token_id
@@ -53,7 +53,7 @@ class NumericalAwareEmbedding(nn.Module):
 
     @contextmanager
     def using(self, w_num: Tensor, num_row: Tensor) -> Iterator[None]:
-        """Inside, these replace the parameters (by their values at the start, for instance)."""
+        """Inside, these tensors replace the parameters (for instance, by their values at the start)."""
         self._instead = (w_num, num_row)
         try:
             yield
@@ -63,7 +63,7 @@ class NumericalAwareEmbedding(nn.Module):
     def forward(self, input_ids: Tensor | None, numeric_values: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
         """input_ids [B,T] int64, numeric_values [B,T] (0 at text) -> [B,T,H] in the table's dtype.
 
-        inputs_embeds [B,T,H]: instead of ids; phi(v) w_num is added, but not `num_row`, as <NUM>'s places are unknown.
+        inputs_embeds [B,T,H]: used instead of ids. Then `num_row` is not added, as the <NUM> positions are unknown.
         """
         base = self.token_embedding(input_ids) if inputs_embeds is None else inputs_embeds
         w_num, num_row = (self.w_num, self.num_row) if self._instead is None else self._instead

@@ -1,8 +1,8 @@
-"""The start of the heads: rows and scales, by preset or from data (seeds S3 section 4, S1).
+"""Initial values of the heads: rows and scales, by preset or from data (seeds S3 section 4, S1).
 
-At every start loc_S = W_Qwen z: softmax(loc_S) is the base's own distribution on text without numbers. The starts
-differ in (C, gamma), the threshold and the total scale of U'. The presets have the seeds' constants; the calibrated
-start (`model.calibration`) chooses the two from data.
+At each start loc_S = W_Qwen z, so softmax(loc_S) is the distribution of the base on text without numbers. The starts
+differ in threshold C and total scale gamma of U'. Presets use the seeds' constants; the calibrated start
+(`model.calibration`) chooses both from data.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.embedding import NumericalAwareEmbedding
 
 SEED_GAMMA = math.log1p(math.e)  # softplus(1.0) = 1.3133 (S3 4 step 2)
-SEED_NOISE = 0.1  # not the seeds' 0: |b| has no gradient at 0, so b_noise would never train
+SEED_NOISE = 0.1  # not 0 as in the seeds: |b| has no gradient at 0, so b_noise would never train
 # |w_num| relative to the mean norm of the digits' rows. On SmolLM2 (GSM8K) the base's accuracy changes by less than
 # 0.2 points for 0 to 0.08; 0.2 costs 0.3 points.
 VALUE_SHARE = 0.08
@@ -76,14 +76,14 @@ def inherit_head(
 
     action.number_head.inherit(reg_gain)
 
-    # <NUM>'s row, on the rank that holds it
+    # The <NUM> row, on the rank that has it
     row = config.num_token_id - action.vocab_start
     if 0 <= row < action.rows:
         if num_row_init == "mean":
             mean = weight[:].float().mean(0)
             action.cls_weight[row, :shared] = mean if words >= hidden else (mean.double() @ top).to(action.cls_weight)
         elif num_row_init == "small":
-            # a row of zeros would make scale_S 0, P 0 or 1 and the loss's gradient infinite
+            # A zero row would give scale_S 0, P 0 or 1, and an infinite gradient
             with torch.random.fork_rng(devices=[]):  # only this rank draws
                 torch.nn.init.normal_(action.cls_weight[row, :shared], std=0.1 * float(weight[:].float().std()))
         action.cls_bias[row] += num_bias_init
@@ -91,10 +91,10 @@ def inherit_head(
 
 @torch.no_grad()
 def inherit_numeral_row(embedding: NumericalAwareEmbedding, table: Any, numerals: Sequence[int]) -> float:
-    """Make <NUM>'s row at the input the mean of the rows of the tokens that the base spells numerals with.
+    """Set the <NUM> input row to the mean row of the tokens with which the base spells numerals.
 
-    table [V,H]: the base's token table, a tensor or a file's slice. `num_row` becomes the difference of that mean from
-    the table's own row of <NUM>. Returns the mean norm of the tokens' rows.
+    table [V,H]: the base's token table, a tensor or a lazy file slice. `num_row` becomes this mean minus the table row
+    of <NUM>. Returns the mean norm of the numeral rows.
     """
     num = embedding.num_token_id
     assert num is not None
@@ -106,10 +106,10 @@ def inherit_numeral_row(embedding: NumericalAwareEmbedding, table: Any, numerals
 
 @torch.no_grad()
 def set_scales(heads: Heads, gamma: float, b_noise: float | None) -> float:
-    """Give U' the total scale gamma on word dimensions; returns the total that is set.
+    """Set the total scale of U' on word dimensions to gamma. Returns the actual total.
 
-    Half of it is |b_noise| and half scale_U. With b_noise given, scale_U is the rest of gamma, but at least half of
-    gamma: the total may then be larger.
+    By default |b_noise| and scale_U are gamma/2 each. If b_noise is given, scale_U is max(gamma - b_noise, gamma/2), so
+    the total may be larger than gamma.
     """
     noise = gamma / 2 if b_noise is None else b_noise
     return _set_parts(heads, max(gamma - noise, gamma / 2), noise)
@@ -127,9 +127,10 @@ def _set_parts(heads: Heads, scale: float, noise: float) -> float:
 
 @torch.no_grad()
 def set_number_scale(heads: Heads, scale: float, noise: float = NOISE) -> None:
-    """Give U' this total scale on number dimensions, `noise` of it noise. It is scale_Y where W_reg sees no words.
+    """Set the total scale of U' on number dimensions; `noise` is the fraction of b_noise in it. If W_reg is 0 on words,
+    this is scale_Y.
 
-    scale_U is at least twice its floor: numbers that a regression tells exactly leave none.
+    scale_U is at least twice the floor, as an exact regression would leave a scale of 0.
     """
     if dims := heads.config.number_dims:
         heads.abduction.set_scale(max((1 - noise) * scale, 2 * heads.abduction.scale_floor), -dims)

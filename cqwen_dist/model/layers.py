@@ -1,9 +1,9 @@
-"""How the layers of a base run while it trains: what they keep, how adapters and attention are computed.
+"""Training setup of the base's layers: gradient checkpointing, fused adapters, attention, compilation.
 
-A linear map with an adapter is matrix products alone: y = x W^T + b + s (dropout(x) A^T) B^T. PEFT's module multiplies
-by s and adds in kernels of their own, and autograd has more of them in backward. Here both are part of a product
-(`addmm`): 3 kernels forward and 5 backward instead of 5 and 7, for seven maps a layer. Nothing is rounded to bf16
-between the product and the sum.
+A linear map with an adapter only needs matrix products: y = x W^T + b + s (dropout(x) A^T) B^T. PEFT's module uses
+separate kernels to multiply by s and to add, with more of them in backward. Here both are part of a product (`addmm`):
+3 kernels forward and 5 backward instead of 5 and 7, for seven maps per layer. There is no rounding to bf16 between
+product and sum.
 
     forward    h = s x A^T         y = x W^T + b,  y += h B^T
     backward   e = g B             dB = g^T h      dA = s e^T x      dx = g W,  dx += s e A
@@ -25,7 +25,7 @@ from cqwen_dist.model.varlen import attend_within_texts
 
 
 def run_layers_as(transformer: Any, asked: ModelConfig) -> None:
-    """Set a transformer's layers up for training, in place; names of modules and parameters stay."""
+    """Set up the layers of a transformer for training, in place. Names of modules and parameters do not change."""
     base = architecture(transformer.config.model_type)
     if asked.gradient_checkpointing:
         transformer.gradient_checkpointing_enable({"use_reentrant": False})
@@ -38,21 +38,21 @@ def run_layers_as(transformer: Any, asked: ModelConfig) -> None:
 
 
 def compile_layers(layers: nn.Module, **options: Any) -> None:
-    """Compile each of a transformer's layers in place by itself; options: torch.compile's.
+    """Compile each layer of a transformer in place; options: those of torch.compile.
 
-    The layers share their code, so it is compiled once: for each of gradients or none, adapters on or off, a mask or
-    none, and at first for new shapes. What DeepSpeed and PEFT put around the layers is not touched.
+    The layers share their code, so it is compiled once per variant: with or without gradients, adapters and mask, and
+    at first for new shapes. Wrappers of DeepSpeed and PEFT around the layers are not affected.
     """
-    # At its default of 8 kinds, dynamo gives the layers up for good and runs them uncompiled.
+    # With the default limit of 8 variants, dynamo would give up and run the layers uncompiled
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     for layer in layers.children():
         layer.compile(**options)
 
 
 def fuse_adapters(transformer: nn.Module) -> None:
-    """Let plain adapters on plain linear maps run that way, in place; DoRA and 4-bit maps stay PEFT's.
+    """Use fused products for plain adapters on plain linear maps, in place. DoRA and 4-bit maps keep PEFT's code.
 
-    Modules, parameters and their names stay. Compiled layers take PEFT's formula: there its kernels are fused anyway.
+    Modules, parameters and names do not change. Compiled layers use PEFT's formula, which the compiler fuses anyway.
     """
     for module in transformer.modules():
         if type(module) is PeftLinear and type(module.get_base_layer()) is nn.Linear and not module.lora_variant:
@@ -60,7 +60,7 @@ def fuse_adapters(transformer: nn.Module) -> None:
 
 
 class FusedLinear(PeftLinear):
-    """PEFT's linear map with one plain adapter, trained on a frozen base; whatever else it is asked for, PEFT does."""
+    """PEFT's linear map with one plain adapter on a frozen base. All other cases are left to PEFT."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x [..., in] -> [..., out]."""
@@ -78,7 +78,7 @@ class FusedLinear(PeftLinear):
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """x [..., in]; seen [..., in]: x after dropout, None where that is x itself; W [out, in], A [r, in], B [out, r]."""
+    """x [..., in]; seen [..., in]: x after dropout, None without dropout; W [out, in], A [r, in], B [out, r]."""
 
     @staticmethod
     def forward(
@@ -118,5 +118,5 @@ class _AdaptedProduct(torch.autograd.Function):
 
 
 def _scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """scale left @ right, in one kernel."""
+    """scale * (left @ right) in one kernel."""
     return left.new_empty(left.shape[0], right.shape[1]).addmm_(left, right, beta=0, alpha=scale)

@@ -1,14 +1,14 @@
-"""Rows of W_cls that are fitted before training: all of them (levelling), <NUM>'s, and those that spell numerals.
+"""Fits rows of W_cls before training: all rows (levelling), the <NUM> row, and rows of numeral tokens.
 
-Levelling. Softmax ignores a constant added to all logits of a token. One-vs-rest does not: one threshold C separates
-the next word from all others at every token, while a base's logits shift from token to token with their normaliser
-log sum_k exp loc_S,k. Let v be the vector whose product v . loc_U predicts that normaliser best. Rows W_k - v then give
-logits near log-probabilities: the same softmax, and P ranks words nearly as the base does. The rows' norms become more
-equal too, and with them scale_S,k = sum_c |W_kc| scale_U,c.
+Levelling. Softmax ignores a constant added to all logits of a token; one-vs-rest does not. One threshold C must
+separate the next word from all others at each token, but the logits of a base shift from token to token with their
+normaliser log sum_k exp loc_S,k. Let v be the vector for which v . loc_U predicts the normaliser best. The rows W_k - v
+give logits near log-probabilities, with the same softmax, so P ranks words nearly like the base. The row norms also
+become more equal, and so does scale_S,k = sum_c |W_kc| scale_U,c.
 
-Numerals. A base that never saw <NUM> still knows where a numeral comes: most of the probability is on the tokens that
-spell numerals. <NUM>'s row is fitted to the logarithm of their sum, raised to the normaliser where a number follows and
-held `APART` below it elsewhere. Their own rows lose `APART` where a number follows.
+Numerals. A base that never saw <NUM> still predicts numerals: there most of the probability is on tokens that spell
+numerals. The <NUM> row is fitted to the log of their total, raised to the normaliser if a number follows, and at most
+the normaliser minus `APART` otherwise. The rows of these tokens lose `APART` if a number follows.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from cqwen_dist.model.ridge import ridge_by_leave_one_out
 from cqwen_dist.parallel.groups import ALONE, Groups
 from cqwen_dist.parallel.mappings import sum_partials
 
-# Nats. On SmolLM2 and GSM8K 4 to 10 change <NUM>'s F1 by less than 0.01; less lets digits compete, more costs words.
+# In nats. On SmolLM2 with GSM8K, 4 to 10 change the F1 of <NUM> by less than 0.01. Smaller values let digits compete
+# with <NUM>; larger values cost accuracy on words.
 APART = 6.0
 
 
 @torch.no_grad()
 def level_logits(action: ActionNetwork, loc: Tensor, log_norm: Tensor, groups: Groups = ALONE) -> tuple[float, Tensor]:
-    """Subtract v [C_w], the ridge regression of log_norm on loc, from every row of W_cls; returns (share, v).
+    """Subtract v [C_w], the ridge regression of log_norm on loc, from all rows of W_cls. Returns (share, v).
 
-    loc [n,C_w], log_norm [n]: loc_U and the normalisers of all ranks' tokens, the same on every rank (n may be 0).
-    share: how much of the normaliser's variance v predicts on tokens left out. At 0 or less the rows stay and v is 0.
+    loc [n,C_w], log_norm [n]: loc_U and normalisers of the tokens of all ranks, equal on all ranks (n may be 0).
+    share: fraction of the normaliser's variance that v predicts on held-out tokens. If it is not positive, the rows do
+    not change and v is 0.
     """
 
     def fit() -> tuple[Tensor, float]:
         v, share = ridge_by_leave_one_out(loc.double(), log_norm.double())
         return v.cpu(), share
 
-    v, share = groups.agreed(fit)  # two machines may round apart
+    v, share = groups.agreed(fit)  # from rank 0: machines may round differently, and the rows must stay equal
     if share <= 0:
         return 0.0, torch.zeros_like(v)
     action.cls_weight.sub_(v.to(action.cls_weight))
@@ -56,11 +58,11 @@ def fit_numeral_rows(
     numerals: Sequence[int],
     groups: Groups = ALONE,
 ) -> float:
-    """Fit <NUM>'s row of W_cls to the base's numerals, and lower the numerals' rows where a number follows.
+    """Fit the <NUM> row of W_cls to the base's numerals, and lower the numeral rows if a number follows.
 
-    loc, log_norm: as in `level_logits`, of the rows before this call. labels [n]. numerals: the tokens that the base
-    spells numerals with. Returns the share of the target's variance that the row explains on tokens left out. No bias
-    is fitted, as a plain export has none.
+    loc, log_norm: as in `level_logits`, for the rows before this call. labels [n]. numerals: tokens with which the base
+    spells numerals. Returns the fraction of the target's variance that the row explains on held-out tokens. There is no
+    bias, as plain exports do not have one.
     """
     action, num = heads.action, heads.config.num_token_id
     rows, bias = rows_of(action, numerals, groups)
@@ -91,7 +93,7 @@ def fit_numeral_rows(
 
 @torch.no_grad()
 def rows_of(action: ActionNetwork, words: Sequence[int], groups: Groups = ALONE) -> tuple[Tensor, Tensor]:
-    """(rows of W_cls [k,C_w], b_cls [k]) of some words, on every rank, whichever of the group holds them."""
+    """(rows of W_cls [k,C_w], b_cls [k]) of k words on all ranks, by one all-reduce over the vocabulary group."""
     at = torch.tensor(words, dtype=torch.int64, device=action.cls_weight.device) - action.vocab_start
     here = (at >= 0) & (at < action.rows)
     rows = action.cls_weight.new_zeros(len(words), action.word_size + 1)

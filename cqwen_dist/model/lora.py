@@ -1,4 +1,4 @@
-"""PEFT's adapters on the backbone: injected once, before training begins, with B = 0, so the base is unchanged."""
+"""PEFT adapters on the backbone: injected once before training, with B = 0, so the base does not change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ADAPTER = "default"
 
 
 def peft_config(config: LoraConfig) -> PeftLoraConfig:
-    """Our config as PEFT's."""
+    """Convert our config to PEFT's."""
     return PeftLoraConfig(
         r=config.r,
         lora_alpha=config.alpha,
@@ -29,9 +29,9 @@ def peft_config(config: LoraConfig) -> PeftLoraConfig:
 
 
 def inject_lora(transformer: nn.Module, config: LoraConfig) -> None:
-    """Add adapters in place. Raises `UserError` where no module has one of the names, or DoRA's weights are not whole.
+    """Add adapters in place. Raises `UserError` if a target name is unknown, or for DoRA on partitioned weights.
 
-    The model's outputs stay the same to the bit: B = 0, and DoRA's magnitude equals the norm that it divides by.
+    The outputs of the model stay equal to the bit: B = 0, and DoRA's magnitude equals the norm that it divides by.
     """
     if config.dora and any(hasattr(p, "ds_id") for p in transformer.parameters()):
         raise UserError("model.lora.dora", True, "false where ZeRO-3 partitions the base: its norms need whole weights")
@@ -45,26 +45,26 @@ def inject_lora(transformer: nn.Module, config: LoraConfig) -> None:
 
 
 def is_lora(name: str) -> bool:
-    """Whether a parameter's name is an adapter's."""
+    """Whether a parameter name belongs to an adapter."""
     return ".lora_" in name
 
 
 def is_lora_b(name: str) -> bool:
-    """Whether it is a B matrix, which LoRA+ gives a rate of its own."""
+    """Whether this is a B matrix, which has a separate learning rate in LoRA+."""
     return ".lora_B." in name or ".lora_embedding_B." in name
 
 
 def is_magnitude(name: str) -> bool:
-    """Whether it is DoRA's magnitude, a vector: no weight decay."""
+    """Whether this is a DoRA magnitude, a vector without weight decay."""
     return ".lora_magnitude_vector." in name
 
 
 @contextmanager
 def adapters_disabled(transformer: nn.Module) -> Iterator[None]:
-    """Inside, every adapter is bypassed: the base's own outputs."""
+    """Inside, all adapters are bypassed, which gives the outputs of the base."""
     layers = [m for m in transformer.modules() if isinstance(m, BaseTunerLayer)]
     for layer in layers:
-        layer._disable_adapters = True  # PEFT's own switch, enable_adapters, also toggles requires_grad
+        layer._disable_adapters = True  # PEFT's enable_adapters would also toggle requires_grad
     try:
         yield
     finally:
@@ -73,7 +73,7 @@ def adapters_disabled(transformer: nn.Module) -> Iterator[None]:
 
 
 def merge_lora(transformer: nn.Module) -> None:
-    """Fold every adapter into its layer and remove it, in place."""
+    """Merge all adapters into their layers and remove them, in place."""
     for name, module in list(transformer.named_modules()):
         if isinstance(module, BaseTunerLayer):
             module.merge()

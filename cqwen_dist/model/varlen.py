@@ -1,15 +1,14 @@
-"""Attention of packed texts without a mask: each text attends to itself alone (`model.attention: varlen`).
+"""Attention within packed texts, without a mask (`model.attention: varlen`).
 
-A mask [T,T] of packed rows makes every score of a row, also between texts, repeats k and v for all query heads, and
-keeps the row of the mask for every token. Here the texts of a batch lie one behind another, [B T, heads, D], and
+With a mask [T,T], packed rows compute all scores, also between texts, repeat k and v for all query heads, and store the
+mask. Here the texts of a batch are concatenated, [B T, heads, D], and use
 
     all of one length (no row is packed)   torch's causal attention over all texts at once
     CUDA, bf16 or fp16, D at most 256      one call of a variable-length kernel: torch's own, or flash-attn's
-    elsewhere                              torch's causal attention, text by text
+    otherwise                              torch's causal attention, text by text
 
-The backbone's attention is registered with transformers under `NAME`, which stays out of every saved config. A call
-without `texts` (generation, exports, a base as it is) gets the mask that it always got. The kernel is not yet measured
-on a GPU.
+The attention function is registered with transformers under `NAME`, which is not part of saved configs. Calls without
+`texts` (generation, exports, a plain base) get the usual mask. The kernel is not yet measured on a GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Kernel = Callable[..., Tensor]
 
 
 def attend_within_texts(transformer: Any) -> None:
-    """Let calls of a base's transformer that name their batch's `Texts` attend inside each of them."""
+    """Let calls of a transformer with `texts` attend within each text."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     transformer.set_attn_implementation(NAME)
@@ -65,11 +64,11 @@ def _attention(
     return out.unflatten(0, (len(query), -1)), None
 
 
-@torch.compiler.disable  # lengths are of this batch alone: compiled code would be made anew for each
+@torch.compiler.disable  # text lengths differ between batches: each would be compiled again
 def _within(q: Tensor, k: Tensor, v: Tensor, texts: Texts, scale: float, dropout: float, window: int | None) -> Tensor:
     """q [N,heads,D], k and v [N,kv_heads,D] of N = B T positions -> [N,heads,D].
 
-    window: a token sees so many tokens, itself among them; None: all of its text before it.
+    window: number of tokens that a token sees, including itself; None: all earlier tokens of the text.
     """
     window = window if window is not None and window < texts.longest else None
     if window is None and len(q) == len(texts.lengths) * texts.longest:
