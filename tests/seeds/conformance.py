@@ -17,8 +17,8 @@ PAGE, DECISIONS, ROWS = (
 )
 HEAD = """# The seeds, row by row
 
-What CausalQwen's author asks for in five documents (S0 to S4, see CONTRIBUTING.md), the files that do it, the tests
-that check it, and the decision if this project departs from it. `make conformance` writes this page from
+The requirements in five documents by CausalQwen's author (S0 to S4, see CONTRIBUTING.md), with the files that implement
+them, the tests that check them, and a decision for each departure. `make conformance` writes this page from
 `tests/seeds/rows.yaml`. The suite fails for a row without a test or a decision, and for a test that does not exist.
 
 | # | asked | seed | lives in | tests | decisions |
@@ -56,7 +56,7 @@ def page() -> str:
     lines = []
     for number, row in rows().items():
         lives = ", ".join(f"`{lives_at(place).relative_to(ROOT)}`" for place in row["lives"])
-        tests = "<br>".join(f"`{there[t]}` {t.split('::')[1]}" for t in row.get("tests", []))
+        tests = "<br>".join(f"`{there[t]}::{t.split('::')[1]}`" for t in row.get("tests", []))
         links = ", ".join(
             f"[{d}](decisions.md#{re.sub(r'[^a-z0-9_ -]', '', f'{d}: {titles[d]}'.lower()).replace(' ', '-')})"
             for d in row.get("decisions", [])
