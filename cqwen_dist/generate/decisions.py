@@ -1,7 +1,7 @@
-"""Decisions without writing text: which words hold, which option to choose, if any, and how well a text continues.
+"""Decisions without generating text: sets of words, a choice between options, and scores of continuations.
 
-One-vs-rest asks of every word by itself whether it holds, P_k = P(S_k > C_k). So several words may hold at once (seed
-S4 3.3.2), or none (3.3.1: "I do not know"), and a threshold means the same whatever the other words are.
+One-vs-rest decides separately for each word whether it holds, P_k = P(S_k > C_k). So two or more words may hold (seed
+S4 3.3.2), or no word (3.3.1: "I do not know"), and the meaning of a threshold does not depend on the other words.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def multi_label(
     words: Sequence[int] | None = None,
     decision_threshold: float | None = None,
 ) -> list[list[Holding]]:
-    """Every word whose P is above prob_threshold after each prompt, best first (S4 3.5.3); there may be none.
+    """All words with P above prob_threshold after each prompt, best first (S4 3.5.3); the list may be empty.
 
-    model: a `CausalQwenForCausalLM`. words: ids to ask (default: all in use). decision_threshold: C of every word
-    (default: the model's own). Raises `UserError`.
+    model: a `CausalQwenForCausalLM`. words: candidate ids (default: all in use). decision_threshold: C of all words
+    (default: the model's C). Raises `UserError`.
     """
     if decision_threshold is not None and not math.isfinite(decision_threshold):
         raise UserError("decision_threshold", decision_threshold, "a finite number")

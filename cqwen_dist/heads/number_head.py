@@ -1,10 +1,10 @@
-"""The number head: everything that a model learns, says and is measured by where the next token is a number.
+"""The number head: labels, law, loss, decision, start and metrics of numbers.
 
-The plain head stands here, and the interface of all. `heads.number_kinds` has the other kinds, and which one a model's
-config asks for; nothing else in the package asks it.
+This module has the interface and the plain head. `heads.number_kinds` has the other kinds, and selects one by the
+model's config; no other module makes this choice.
 
-Letters: N positions, M of them numbers, C dimensions of U, R values, K numbers in memory. Values are float64 in the raw
-unit; laws and labels are fp32 in the target's unit (`CausalQwenConfig.target`).
+Letters: N positions, M numbers, C dimensions of U, R values, K numbers in memory. Values are float64 in the raw unit;
+laws and labels are fp32 in the target's unit (`CausalQwenConfig.target`).
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ COPY_NOISE = 0.3  # the ridge regression of the start fits S_j to -1 and 1
 
 @dataclass(frozen=True)
 class NumberLabels:
-    """What the numbers at N positions are. A kind that learns more has a subclass of this."""
+    """The number labels of N positions. Kinds with more labels use a subclass."""
 
-    values: Tensor  # [N] fp32, the target's unit; of 0 at text
-    is_number: Tensor  # [N] bool: the value is learnt
+    values: Tensor  # [N] fp32, the target's unit; the target of 0 at text
+    is_number: Tensor  # [N] bool: the value is a label
 
 
 class Decision(NamedTuple):
-    """What a head says of the next number at some positions [...]. Generation and evaluation read this alone."""
+    """The head's prediction of the next number at positions [...]. Generation and evaluation only use this."""
 
-    y: Cauchy  # its law
-    exact: Tensor | None = None  # [...] float64: the value to all its digits; NaN where it is Y's location
-    kind: Tensor | None = None  # [...] int64: its type, an index of `NumberHead.types`
-    more: Cauchy | None = None  # [...,R-1]: the laws of `NumberHead.more_values`
+    y: Cauchy  # law of the number
+    exact: Tensor | None = None  # [...] float64: an exact value; NaN if the value is the location of Y
+    kind: Tensor | None = None  # [...] int64: type, an index of `NumberHead.types`
+    more: Cauchy | None = None  # [...,R-1]: laws of `NumberHead.more_values`
 
 
 class NumberHead:
-    """One value a number, and the base of the other kinds.
+    """One value per number; base class of the other kinds.
 
-    Its parameters belong to the action network: checkpoints and exports have them as action.reg_weight and so on.
+    The parameters belong to the action network: in checkpoints and exports they are action.reg_weight and so on.
     """
 
     types: Sequence[str] = ()  # names of the types of a number
@@ -59,7 +59,7 @@ class NumberHead:
         net.reg_bias = nn.Parameter(torch.zeros(rows))
 
     def add_scores(self) -> None:
-        """Give the network the parameters of what the head decides besides values, if it has any."""
+        """Create the parameters for decisions other than values, if the head has any."""
 
     @property
     def target(self) -> TargetTransform:
@@ -68,17 +68,17 @@ class NumberHead:
     # ------------------------------------------------------------------------------- law and decision
 
     def value(self, u_prime: Cauchy) -> Cauchy:
-        """Y of U' [...,C]: the law [...] of the number as far as it is computed, not copied."""
+        """The law Y [...] of a computed (not copied) number, from U' [...,C]."""
         return u_prime.affine(self.net.reg_weight, self.net.reg_bias)
 
     def decide(self, u_prime: Cauchy, memory: Tensor) -> Decision:
-        """What to say of the next number; memory [...,K]: as `memory` gives it."""
+        """The prediction of the next number; memory [...,K]: from `memory`."""
         return Decision(self.value(u_prime))
 
     def memory(self, is_number: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-        """What the head knows at each position of the numbers so far, [B,T,K] float64; a plain head nothing, K = 0.
+        """Memory of earlier numbers at each position, [B,T,K] float64. A plain head has K = 0.
 
-        is_number, values [B,T]; positions [B,T]: 0 where a text begins, and at padding before it.
+        is_number, values [B,T]; positions [B,T]: 0 at the start of a text and at padding before it.
         """
         return values.new_zeros(*values.shape, 0)
 
@@ -88,24 +88,24 @@ class NumberHead:
         return self.memory(is_number, batch.numeric_values, batch.position_ids).flatten(0, 1)[keep]
 
     def remember(self, memory: Tensor, value: Tensor, is_number: Tensor) -> None:
-        """Bring the memory [B,K] up to date, in place, with a value [B] where a number was written."""
+        """Update the memory [B,K] in place with the values [B] of rows that wrote a number."""
 
     # --------------------------------------------------------------------------------- labels and loss
 
     def labels(self, batch: Batch, keep: Tensor, weights: Sequence[float] | None = None) -> NumberLabels:
-        """What is learnt at the positions `keep` [N] of a batch. weights: of the values (`loss.value_weights`)."""
+        """The labels at positions `keep` [N] of a batch. weights: weights of the values (`loss.value_weights`)."""
         return self.value_labels(batch, keep)
 
     def value_labels(self, batch: Batch, keep: Tensor) -> NumberLabels:
-        """The same where numbers come as one value each, as Hugging Face's labels do: without types, without more."""
+        """Labels with one value per number, without types or additional values, as for Hugging Face's labels."""
         values = batch.numeric_labels.flatten()[keep]
         return NumberLabels(self.target.forward(values), batch.numeric_mask.flatten()[keep])
 
     def loss(self, u_prime: Cauchy, labels: NumberLabels, stop: bool) -> tuple[Tensor, Tensor]:
-        """(NLL of the numbers [N], sum of cross entropies []) of U' [N,C].
+        """(NLL of the numbers [N], sum of cross entropies []) for U' [N,C].
 
-        The gate and the masks come later, so the NLL is finite at text too. The cross entropies are of decisions that
-        the head makes besides, one against the rest, and belong to L_cls. stop: probabilities weigh without gradient.
+        The caller applies gate and masks, so the NLL is also finite at text. The one-vs-rest cross entropies of other
+        decisions of the head belong to L_cls. stop: no gradient through probabilities that weight a loss.
         """
         nll = self.value(u_prime).nll(labels.values)
         return nll, nll.new_zeros(())
@@ -114,13 +114,13 @@ class NumberHead:
 
     @torch.no_grad()
     def reset(self, columns: int | None = None) -> None:
-        """Xavier for each row of W_reg by itself (S3 4 step 4), or for its first columns."""
+        """Xavier for each row of W_reg separately (S3 4 step 4), or for its first columns."""
         for row in self.net.reg_weight.view(-1, 1, self.net.causal_hidden_size):
             nn.init.xavier_uniform_(row[:, :columns])
 
     @torch.no_grad()
     def inherit(self, gain: float) -> None:
-        """The start before any data: Xavier times `gain` for the word part, a mean of the number dimensions."""
+        """Initial W_reg without data: Xavier times `gain` on the word part, a mean over the number dimensions."""
         words, weight = self.net.word_size, self.net.reg_weight
         if dims := weight.shape[-1] - words:
             self.reset(words)
@@ -129,13 +129,13 @@ class NumberHead:
 
     @torch.no_grad()
     def centre(self, value: Tensor | float) -> None:
-        """Begin around this value, in the target's unit."""
+        """Set the initial value, in the target's unit."""
         self.net.reg_bias.fill_(value)
 
     @torch.no_grad()
     def start(self, coefficients: Tensor, intercept: float) -> None:
-        """Make the value a fit of the data: through the number dimensions, where W_loc has the coefficients, or without
-        these by W_reg = coefficients [C]. Several rows start equal."""
+        """Start from a fit of the data: through the number dimensions, if W_loc has the coefficients, otherwise by
+        W_reg = coefficients [C]. All rows start equal."""
         words, weight = self.net.word_size, self.net.reg_weight
         self.centre(intercept)
         if dims := weight.shape[-1] - words:
@@ -145,9 +145,9 @@ class NumberHead:
             weight.copy_(coefficients.expand_as(weight))
 
     def score_targets(self, values: Tensor, memory: Tensor) -> Tensor:
-        """[n,K] float64: what linear maps of U's word part are fitted to, of n numbers of the data with their memory.
+        """Regression targets [n,K] float64 for scores of n numbers with their memory. A plain head has K = 0.
 
-        `start_scores` then receives the fits. A plain head has none, K = 0.
+        Linear maps of U's word part are fitted to these targets and passed to `start_scores`.
         """
         return memory.new_zeros(len(values), 0)
 
@@ -157,10 +157,10 @@ class NumberHead:
     # ------------------------------------------------------------------------------------------ metrics
 
     def measure(self, found: Decision, batch: Batch, at: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(sums, lists) of an evaluation's batch for `metrics`. found: decided at the numbers' positions `at` [M]."""
+        """(sums, lists) of an evaluation batch for `metrics`. found: the predictions at number positions `at` [M]."""
         return {}, {}
 
     def metrics(self, sums: Mapping[str, float], lists: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """The head's own metrics by name. sums and lists: of `measure`, over all batches and ranks; among the lists is
-        `exact` [M], which numbers were decided exactly."""
+        """Metrics of the head by name. sums and lists: from `measure`, over all batches and ranks; lists also has
+        `exact` [M], whether a number was predicted exactly."""
         return {}

@@ -1,7 +1,7 @@
-"""The kinds of number head besides the plain one, and which of them a model's config asks for.
+"""All kinds of number head except the plain one, and the choice of a kind by the model's config.
 
-kind             asked for by         a number is
-NumberHead       nothing              the location of one law, Y = W_reg U' + b_reg
+kind             config               a number is
+NumberHead       default              the location of one law, Y = W_reg U' + b_reg
 SeveralValues    `data.more_values`   the first of R values, each with a law of its own (seed S4 4.7.1)
 TypedNumbers     `data.number_types`  the value of the likeliest of T types (S4 4.7.2)
 WithCopies       `model.copies`       one of the last K numbers of its text, or else what the kind that it holds says
@@ -38,7 +38,7 @@ class SeveralLabels(NumberLabels):
 
 
 class SeveralValues(NumberHead):
-    """R values a number, W_reg [R,C]. Each law is exact by itself; together they depend."""
+    """R values per number, W_reg [R,C]. Each marginal law is exact; the values are dependent."""
 
     def __init__(self, net: Any, config: Any) -> None:
         self.more_values = config.more_values
@@ -48,7 +48,7 @@ class SeveralValues(NumberHead):
         return u_prime.affine(self.net.reg_weight[0], self.net.reg_bias[0])
 
     def values(self, u_prime: Cauchy) -> Cauchy:
-        """All of them: [...,R]."""
+        """The laws of all values: [...,R]."""
         return u_prime.affine(self.net.reg_weight, self.net.reg_bias)
 
     def decide(self, u_prime: Cauchy, memory: Tensor) -> Decision:
@@ -60,7 +60,7 @@ class SeveralValues(NumberHead):
         return SeveralLabels(self.target.forward(values), batch.numeric_mask.flatten()[keep], own_weights)
 
     def _every(self, batch: Batch, keep: Tensor, weights: Sequence[float] | None = None) -> tuple[Tensor, Tensor]:
-        """All values [N,R] in the raw unit, and their weights [N,R]: 0 where a number lacks one."""
+        """All values [N,R] in the raw unit, and their weights [N,R]: 0 for a missing value."""
         factor = torch.tensor(weights or [1.0] * (1 + len(self.more_values)), device=keep.device)
         values = torch.zeros(len(keep), len(factor), dtype=torch.float64, device=keep.device)
         own = torch.zeros(values.shape, device=keep.device)
@@ -82,7 +82,7 @@ class SeveralValues(NumberHead):
         return {}, {f"error {name}": error[there[:, 1 + i] > 0, i] for i, name in enumerate(self.more_values)}
 
     def metrics(self, sums: Mapping[str, float], lists: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """eval/mdae_NAME: median absolute error of a further value, raw unit; NaN where there was none."""
+        """eval/mdae_NAME: median absolute error of an additional value, raw unit; NaN without such values."""
         errors = {name: lists[f"error {name}"] for name in self.more_values}
         return {f"eval/mdae_{name}": float(np.median(each)) if len(each) else np.nan for name, each in errors.items()}
 
@@ -93,14 +93,14 @@ class TypedLabels(NumberLabels):
 
 
 class TypedNumbers(NumberHead):
-    """T types, W_reg [2T,C]: the value of each type, then each type's score S_t. P_t = P(S_t > 0), as P of a word."""
+    """T types, W_reg [2T,C]: the value of each type, then the score S_t of each type. P_t = P(S_t > 0)."""
 
     def __init__(self, net: Any, config: Any) -> None:
         self.types = config.number_types
         super().__init__(net, config, 2 * len(self.types))
 
     def values(self, u_prime: Cauchy) -> Cauchy:
-        """The value that a number has as each of the types: [...,T]."""
+        """The law of the value for each type: [...,T]."""
         return u_prime.affine(self.net.reg_weight[: len(self.types)], self.net.reg_bias[: len(self.types)])
 
     def type_scores(self, u_prime: Cauchy) -> Cauchy:
@@ -108,7 +108,7 @@ class TypedNumbers(NumberHead):
         return u_prime.affine(self.net.reg_weight[len(self.types) :], self.net.reg_bias[len(self.types) :])
 
     def value(self, u_prime: Cauchy) -> Cauchy:
-        """That of the likeliest type."""
+        """The law for the likeliest type."""
         return self._likeliest(u_prime).y
 
     def decide(self, u_prime: Cauchy, memory: Tensor) -> Decision:
@@ -126,7 +126,7 @@ class TypedNumbers(NumberHead):
         return TypedLabels(own.values, own.is_number, types)
 
     def loss(self, u_prime: Cauchy, labels: NumberLabels, stop: bool) -> tuple[Tensor, Tensor]:
-        """The NLL under the true type's law times P_t, and the cross entropy of every type, one against the rest."""
+        """The NLL under the law of the true type times P_t, and the one-vs-rest cross entropy of all types."""
         if not isinstance(labels, TypedLabels):
             return super().loss(u_prime, labels, stop)
         nll = self.values(u_prime).nll(labels.values.unsqueeze(-1))
@@ -194,14 +194,14 @@ class WithCopies(NumberHead):
         return own._replace(y=Cauchy(loc, own.y.scale), exact=found)
 
     def memory(self, is_number: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-        """The last K numbers of each position's text, itself among them, latest first; NaN where there are fewer."""
+        """The last K numbers of the text at each position, including the position, latest first; NaN if fewer."""
         count = self.config.copies
         if not values.numel():
             return values.new_zeros(*values.shape, count)
         back = torch.arange(count, device=values.device)
         number = is_number.flatten()
-        before = is_number.long().cumsum(1)  # of the row, up to here
-        begun = torch.where(positions == 0, before - is_number.long(), 0).cummax(1).values  # of them in earlier texts
+        before = is_number.long().cumsum(1)  # numbers of the row up to here
+        begun = torch.where(positions == 0, before - is_number.long(), 0).cummax(1).values  # in earlier packed texts
         known = (before - begun).unsqueeze(-1) > back
         rank = (number.long().cumsum(0).view_as(before) - 1).unsqueeze(-1) - back
         listed = values.flatten().gather(0, number.long().argsort(descending=True, stable=True))
@@ -222,7 +222,7 @@ class WithCopies(NumberHead):
         return CopyLabels(own.values, own.is_number, own, self.memory_at(batch, keep), raw)
 
     def loss(self, u_prime: Cauchy, labels: NumberLabels, stop: bool) -> tuple[Tensor, Tensor]:
-        """That of `inner`, and the cross entropy of every number before, one against the rest: is the label equal?"""
+        """The loss of `inner`, plus one-vs-rest cross entropies for "the label equals this earlier number"."""
         assert isinstance(labels, CopyLabels)
         known = labels.is_number.unsqueeze(-1) & ~labels.recent.isnan()
         entropy = _one_against_the_rest(self.copy_scores(u_prime), labels.recent == labels.raw.unsqueeze(-1))
@@ -233,7 +233,7 @@ class WithCopies(NumberHead):
         self.inner.start(coefficients, intercept)
 
     def score_targets(self, values: Tensor, memory: Tensor) -> Tensor:
-        """1 where the value is that number, -1 where not."""
+        """1 if the value equals the remembered number, otherwise -1."""
         return (memory == values.unsqueeze(-1)).double() * 2 - 1
 
     @torch.no_grad()
@@ -248,7 +248,7 @@ class WithCopies(NumberHead):
         return {**sums, "copied_right": right}, lists
 
     def metrics(self, sums: Mapping[str, float], lists: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """eval/copied: share of the numbers that are copied; eval/copy_accuracy: share of these that are right."""
+        """eval/copied: fraction of numbers that are copied; eval/copy_accuracy: fraction of correct copies."""
         copied = lists["exact"]
         return {
             **self.inner.metrics(sums, lists),
@@ -257,14 +257,14 @@ class WithCopies(NumberHead):
         }
 
 
-# The field of a model's config that asks for a head -> the head. At most one of the fields may be set.
+# Config field -> the head that it selects. At most one of the fields may be set.
 NUMBER_KINDS: dict[str, type[NumberHead]] = {"number_types": TypedNumbers, "more_values": SeveralValues}
 
 
 def number_head_of(net: Any, config: Any, own: Callable[..., Any] | None = None) -> NumberHead:
-    """The head that a model's config asks for; its parameters go into the action network `net`. Raises `UserError`.
+    """The head for a model's config; its parameters go into the action network `net`. Raises `UserError`.
 
-    own: the user's class that the config names as `number_head`.
+    own: the custom class that the config names as `number_head`.
     """
     asked = [field for field in ("number_head", *NUMBER_KINDS) if getattr(config, field, None)]
     if len(asked) > 1:
@@ -279,17 +279,17 @@ def number_head_of(net: Any, config: Any, own: Callable[..., Any] | None = None)
         found: NumberHead = own(net, config)
         if not callable(getattr(found, "decide", None)):
             raise TypeError("it is no NumberHead")
-    except Exception as error:  # whatever the user's class does
+    except Exception as error:  # user code may raise anything
         allowed = "a subclass of cqwen_dist.heads.number_head.NumberHead (docs/training.md)"
         raise unusable("model.number_head", config.number_head, error, allowed) from error
     return found
 
 
 def _strength(scores: Cauchy) -> Tensor:
-    """The decision strength of S > 0, which has the order of P. An individual without noise has scale 0."""
+    """Decision strength of S > 0, ordered like P. The clamp is for individuals without noise, whose scale is 0."""
     return scores.loc / scores.scale.clamp(min=1e-30)
 
 
 def _one_against_the_rest(scores: Cauchy, true: Tensor) -> Tensor:
-    """The cross entropy of each decision S > 0 by itself."""
+    """The cross entropy of each decision S > 0."""
     return -torch.where(true, scores.log_sf(0.0), scores.log_cdf(0.0))

@@ -1,8 +1,8 @@
-"""The search for (C, gamma) of the calibrated start: logits are computed once, and a histogram of them gives the loss.
+"""The search for (C, gamma) of the calibrated start. Logits are computed once, and their histogram gives the loss.
 
-At the start scale_S,k = gamma ||W_k||_1 at every token. So the OvR loss of any (C, gamma) is a sum over pairs
-(loc_S, ||W_k||_1). Labels enter it one by one, all others as counts of cells. Only here [tokens, rows] is held in
-memory, for about a thousand tokens a rank.
+At the start scale_S,k = gamma ||W_k||_1 for all tokens. So the OvR loss for any (C, gamma) is a sum over pairs
+(loc_S, ||W_k||_1). Labels enter individually, negatives as histogram counts. Only this module stores [tokens, rows],
+for about a thousand tokens per rank.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, sum_partials
 from cqwen_dist.parallel.vocab_parallel import own_part
 
-LOC_CELLS = 8192  # over the range of all logits: some hundredths of a nat
-NORM_CELLS = 24  # between the least and the largest norm, by their logarithm
-STEPS, LEAST_STEP = 48, 1e-3  # of the search: at most so many, and it ends below this share of the logits' range
+LOC_CELLS = 8192  # over the range of all logits: a few hundredths of a nat each
+NORM_CELLS = 24  # logarithmic cells from the smallest to the largest norm
+STEPS, LEAST_STEP = 48, 1e-3  # most steps of the search, and its smallest step relative to the range of the logits
 
 
 class Histogram(NamedTuple):
-    """The pairs of all words in use and all tokens, and those of the labels. The same on every rank; float64, CPU."""
+    """The pairs of all used words and tokens, and of the labels. Equal on all ranks; float64 on the CPU."""
 
     loc: Tensor  # [cells] middle of each
     norm: Tensor  # [cells]
@@ -40,7 +40,7 @@ class Histogram(NamedTuple):
     spread: float  # mean top logit minus it
 
     def loss(self, threshold: float, gamma: float) -> float:
-        """Mean OvR loss of a token."""
+        """Mean OvR loss per token."""
         rest = -log_prob_above(gamma * self.norm, self.loc - threshold)
         scale, gap = gamma * self.label_norm, threshold - self.label_loc
         labels = log_prob_above(scale, -gap) - log_prob_above(scale, gap)
@@ -49,7 +49,7 @@ class Histogram(NamedTuple):
 
 
 class StartLogits:
-    """loc_S [n, rows] of this rank's rows for the n tokens of its vocabulary group, kept while the start is chosen."""
+    """loc_S [n, rows] of this rank's rows for the n tokens of its vocabulary group, kept during the search."""
 
     def __init__(
         self, action: ActionNetwork, loc: Tensor, labels: Tensor, groups: Groups, used_rows: int | None
@@ -67,7 +67,7 @@ class StartLogits:
             self.logits[:, rows] = product(self.loc, action.cls_weight[rows]) + action.cls_bias[rows]
 
     def take(self, v: Tensor) -> None:
-        """Update the logits after v [C_w] was subtracted from every row."""
+        """Update the logits after v [C_w] was subtracted from all rows."""
         self.logits -= (self.loc @ v.to(self.loc))[:, None]
 
     def redo(self, words: Sequence[int]) -> None:
