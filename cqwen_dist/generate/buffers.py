@@ -1,6 +1,7 @@
-"""The tensors of one generation, in fixed shapes, and the memory that a model keeps between two generations.
+"""The tensors of one generation, in fixed shapes, and memory that a model keeps between generations.
 
-Letters: B rows, T prompt positions, T' positions of prompt and continuation, C causal dimension, K numbers in memory.
+Shape letters: B rows, T prompt positions, T' positions of prompt and continuation, C causal dimensions, K numbers in
+memory.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ from transformers.cache_utils import Cache, StaticLayer
 from cqwen_dist.generate.numbers import POWERS, GeneratedNumbers, empty_numbers
 from cqwen_dist.heads.intervals import Intervals
 
-ROOM = 64  # a static cache holds a multiple of so many positions: texts of similar lengths share one, and its graphs
+ROOM = 64  # size step of a static cache in positions: texts of similar lengths share a cache and its CUDA graphs
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """What a step reads and writes. A step of fixed shapes writes at `at`, which is on the device, and moves it on."""
+    """The tensors that a step reads and writes. The write position `at` is a device tensor, so shapes stay fixed."""
 
-    ids: Tensor  # [B,T'] int64; padding where nothing is written yet
+    ids: Tensor  # [B,T'] int64; padding at unwritten positions
     numbers: GeneratedNumbers  # [B,T'] each
-    mask: Tensor  # [B,T'] bool: no padding of the prompt; later positions are hidden by causality
+    mask: Tensor  # [B,T'] bool: False at the prompt's padding; causality hides later positions
     positions: Tensor  # [B,T'] int64
-    memory: Tensor  # [B,K] float64: what the number head knows of the numbers so far
+    memory: Tensor  # [B,K] float64: memory of the number head for the numbers so far
     done: Tensor  # [B] bool: rows that have ended
-    lengths: Tensor  # [B] int64: tokens that were written, an end among them
-    at: Tensor  # [1] int64: the position to be written
+    lengths: Tensor  # [B] int64: number of written tokens, including an end token
+    at: Tensor  # [1] int64: the next position to write
     powers: Tensor  # `POWERS`
-    cache: Any = None  # the transformer's
+    cache: Any = None  # key-value cache of the transformer
 
     @classmethod
     def of(cls, model: Any, ids: Tensor, values: Tensor | None, mask: Tensor | None, room: int, pad: int) -> Buffers:
-        """For a prompt [B,T] each, as `generate` takes it, and T' = room; without a cache."""
+        """Buffers for a prompt [B,T] with T' = room positions, without a cache. Arguments as in `generate`."""
         config, device, (b, prompt) = model.config, ids.device, ids.shape
         all_ids = torch.full((b, room), pad, dtype=torch.int64, device=device)
         all_ids[:, :prompt] = ids
@@ -57,12 +58,12 @@ class Buffers:
         return cls(all_ids, numbers, real, positions, memory, none, zero, at, POWERS.to(device))
 
     def tensors(self) -> list[Tensor]:
-        """All of them but the cache's."""
+        """All tensors except those of the cache."""
         own = [*vars(self).values(), *vars(self.numbers).values(), *(self.numbers.more or ())]
         return [each for each in own if isinstance(each, Tensor)]
 
     def inside(self, kept: Buffers) -> Buffers:
-        """These contents in the memory of `kept`, which has the same shapes."""
+        """Copy these contents into the memory of `kept`, which has the same shapes."""
         for memory, own in zip(kept.tensors(), self.tensors(), strict=True):
             memory.copy_(own)
         found: dict[str, Any] = {name: each for name, each in vars(kept.numbers).items() if isinstance(each, Tensor)}
@@ -76,18 +77,18 @@ class Buffers:
 
 @dataclass
 class Kept:
-    """What a model keeps after a generation with a static cache, for the next one of the same shape: the buffers, whose
-    addresses a CUDA graph needs again, and the compiled steps. A copy of the model begins with nothing."""
+    """State that a model keeps after a generation with a static cache, for the next one of the same shape: buffers,
+    whose addresses are fixed in CUDA graphs, and compiled steps. A copy of the model starts without it."""
 
     buffers: Buffers | None = None
     dtype: torch.dtype | None = None
-    ahead: dict[int, Tensor] = field(default_factory=dict)  # by width: random numbers of a step, drawn before it
+    ahead: dict[int, Tensor] = field(default_factory=dict)  # random numbers of a step by width, drawn before the step
     near: Tensor | None = None  # W_cls in bf16
-    steps: dict[object, Callable[..., Any]] = field(default_factory=dict)  # by the settings that they are made for
+    steps: dict[object, Callable[..., Any]] = field(default_factory=dict)  # compiled steps by settings
 
     @classmethod
     def of(cls, model: Any) -> Kept:
-        """That of this model."""
+        """The kept state of this model; created on first use."""
         if not isinstance(getattr(model, "kept_decoding", None), cls):
             model.kept_decoding = cls()
         found: Kept = model.kept_decoding
@@ -100,10 +101,10 @@ class Kept:
         return Kept, ()
 
     def take(self, new: Buffers, layers: int, dtype: torch.dtype) -> Buffers:
-        """The contents of `new` in memory that stays, with an empty static cache for so many layers, in this dtype.
+        """Move `new` into persistent memory, with an empty static cache for `layers` layers in this dtype.
 
-        Layers with a sliding window keep all positions too, and the mask hides those outside: transformers' own layer
-        for them counts positions on the host, so every step would be compiled anew.
+        Layers with a sliding window also keep all positions, and the mask hides those outside the window. The sliding
+        window layer of transformers counts positions on the host, which would recompile each step.
         """
         if self.buffers is None or (self.buffers.shape, self.dtype) != (new.shape, dtype):
             self.dtype = dtype
@@ -119,14 +120,14 @@ class Kept:
         return new.inside(self.buffers)
 
     def random(self, rows: int, width: int, device: torch.device) -> Tensor:
-        """Memory [rows,width] fp32 for a step's random numbers."""
+        """Memory [rows,width] fp32 for the random numbers of a step."""
         if width not in self.ahead:
             self.ahead[width] = torch.empty(rows, width, device=device)
             stay(self.ahead[width])
         return self.ahead[width]
 
     def copied(self, weight: Tensor) -> Tensor:
-        """weight in bf16: copied at every call, as it may have been trained since the last one."""
+        """weight in bf16. Copied at each call, as training may have changed the weight."""
         if self.near is None or (self.near.shape, self.near.device) != (weight.shape, weight.device):
             self.near = torch.empty_like(weight, dtype=torch.bfloat16)
             stay(self.near)
@@ -134,6 +135,6 @@ class Kept:
 
 
 def stay(*tensors: Tensor) -> None:
-    """Tell torch that these tensors' addresses do not change: a CUDA graph then reads and writes them in place."""
+    """Mark the addresses of these tensors as static, so that a CUDA graph reads and writes them in place."""
     for tensor in tensors:
         mark_static_address(tensor)

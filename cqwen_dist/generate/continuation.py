@@ -1,4 +1,4 @@
-"""Text in, text out: generation as the command line and the quickstart use it."""
+"""Text to text generation, as used by the command line and the quickstart."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, reader, tex
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """A token that the model wrote."""
+    """A generated token."""
 
     id: int
     p: float  # P of this word
-    p_num: float  # P of <NUM> at its position
+    p_num: float  # P of <NUM> at this position
     number: NumberRecord | None = None
 
 
 @dataclass(frozen=True)
 class Written:
-    """A prompt's continuation."""
+    """The continuation of a prompt."""
 
     prompt: str
     text: str
     tokens: list[TokenRecord]  # without the end token
-    end: str  # why it ended: eos, stop or length
+    end: str  # reason of the end: eos, stop or length
 
     @property
     def numbers(self) -> list[NumberRecord]:
@@ -46,16 +46,16 @@ class Written:
 
 
 def end_ids(model: Any, tokenizer: Tokenizer) -> list[int]:
-    """The ids that end a text: the tokenizer's, and those of the model's generation config, as of a chat's turns."""
+    """The end token ids of the tokenizer and of the model's generation config (such as the end of a chat turn)."""
     own = model.generation_config.eos_token_id
     found = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
     return [id_ for id_ in dict.fromkeys(found) if id_ is not None]
 
 
 def padded(model: Any, tokenizer: Tokenizer, rows: Sequence[tuple[list[int], list[float]]]) -> Padded:
-    """(ids, values) of texts as one batch, padded on the left. Raises `UserError` for no text or one without tokens.
+    """Pad texts (ids, values) on the left into one batch. Raises `UserError` for no text or a text without tokens.
 
-    Its device is that of the model's first weights that accelerate has not offloaded.
+    The batch is on the device of the model's first weight that accelerate has not offloaded.
     """
     if not rows or any(not ids for ids, _ in rows):
         raise UserError("prompt", "no tokens", "some text")
@@ -66,9 +66,9 @@ def padded(model: Any, tokenizer: Tokenizer, rows: Sequence[tuple[list[int], lis
 def generate_batch(
     model: Any, tokenizer: Tokenizer, prompts: Sequence[str], **options: Any
 ) -> tuple[Tensor, GeneratedNumbers, int]:
-    """Continue prompts as one batch: ids [B,T'], their numbers, and the prompts' width T.
+    """Continue prompts as one batch. Returns (ids [B,T'], their numbers, prompt width T).
 
-    model: a `CausalQwenForCausalLM`. options: of its `generate`. Raises `UserError`.
+    model: a `CausalQwenForCausalLM`. options: for its `generate`. Raises `UserError`.
     """
     tokenizer = reader(tokenizer)
     batch = padded(model, tokenizer, [tokenizer.encode(prompt) for prompt in prompts])
@@ -76,7 +76,7 @@ def generate_batch(
         batch.ids,
         batch.values,
         return_numbers=True,
-        return_dict_in_generate=False,  # whatever the model's own generation config says
+        return_dict_in_generate=False,  # overrides the model's generation config
         attention_mask=batch.mask,
         eos_token_id=end_ids(model, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
@@ -101,9 +101,9 @@ def continue_text(
 ) -> list[Written]:
     """Continue prompts as one left-padded batch.
 
-    model: a `CausalQwenForCausalLM`. digits: of the numbers in the text (`generate.numbers.shown`). stop: strings that
-    end a text; the text then ends with one. on_text: called with the text as it comes, for one prompt. options: others
-    of the model's `generate`. Raises `UserError` for an empty prompt and for what `generate` refuses.
+    model: a `CausalQwenForCausalLM`. digits: digits of numbers in the text (`generate.numbers.shown`). stop: strings
+    that end a text; the text includes them. on_text: called with new text, for a single prompt. options: for the
+    model's `generate`. Raises `UserError` for an empty prompt and as `generate`.
     """
     check_digits(digits)
     tokenizer = reader(tokenizer)
@@ -118,7 +118,7 @@ def continue_text(
     ids, numbers, width = generate_batch(model, tokenizer, prompts, **options)
     written = []
     for row, prompt in enumerate(prompts):
-        length = int(numbers.p_word[row, width:].isfinite().sum())  # what follows is padding
+        length = int(numbers.p_word[row, width:].isfinite().sum())  # the remaining positions are padding
         end, reason = width + length, "length"
         if length and int(ids[row, end - 1]) in ends:
             end, reason = end - 1, "eos"
@@ -136,7 +136,7 @@ def continue_text(
 
 @dataclass(frozen=True)
 class Diversity:
-    """How different n texts are. distance: the mean over pairs of 1 - shared words / all words."""
+    """Diversity of n texts. distance: mean over pairs of 1 - shared words / all words."""
 
     n: int
     distinct: int
@@ -144,7 +144,7 @@ class Diversity:
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> Diversity:
-        """Words are separated by blanks and counted once (Jaccard); the distance of fewer than two texts is 0."""
+        """Words are separated by blanks and counted once (Jaccard). Fewer than two texts have distance 0."""
         bags = [set(text.split()) for text in texts]
         pairs = [1 - len(a & b) / max(len(a | b), 1) for a, b in combinations(bags, 2)]
         return cls(len(texts), len(set(texts)), sum(pairs) / max(len(pairs), 1))
@@ -153,10 +153,10 @@ class Diversity:
 def counterfactuals(
     model: Any, tokenizer: Tokenizer, prompt: str, count: int, mode: str = "individual", **options: Any
 ) -> list[Written]:
-    """The same prompt under `count` individuals (seed S3 3.4.1), or under as many noises (mode "noise", 3.4.2).
+    """Continue one prompt for `count` individuals (seed S3 3.4.1), or for `count` noise draws (mode "noise", 3.4.2).
 
-    With the same seed and count, the i-th individual is the same for every prompt (`treatments`).
-    options: of `continue_text`. Raises `UserError`.
+    With the same seed and count, the i-th individual is the same for all prompts (`treatments`).
+    options: for `continue_text`. Raises `UserError`.
     """
     if mode not in ("individual", "noise"):
         raise UserError("mode", mode, "individual, noise")
@@ -167,11 +167,11 @@ def counterfactuals(
 
 @dataclass(frozen=True)
 class Individual:
-    """One individual under several treatments t, each of them a prompt: what is written, and Y(t) (seed S3 1)."""
+    """One individual under different treatments t, one prompt per treatment: the texts, and Y(t) (seed S3 1)."""
 
     texts: list[str]
-    values: list[float | None]  # the first number of each text; None: it has none
-    differences: list[float | None]  # Y(t) - Y(t of the first prompt); None: one of them is missing
+    values: list[float | None]  # first number of each text; None without a number
+    differences: list[float | None]  # Y(t) - Y(first t); None if one is missing
 
 
 def treatments(
@@ -184,11 +184,11 @@ def treatments(
     seed: int | None = None,
     **options: Any,
 ) -> list[Individual]:
-    """The same `count` individuals under each of the prompts.
+    """Continue each prompt for the same `count` individuals.
 
-    An individual is its eps [C], uniform. It is at the same quantiles of the law of U under every prompt,
-    u(t) = loc_U(t) + scale_U(t) tan(pi (eps - 1/2)) (S3 3.4.1). Mode "noise" keeps the noise instead. seed:
-    None draws one for all prompts. options: of `continue_text`. Raises `UserError`.
+    An individual is a uniform eps [C]. It has the same quantiles of U for all prompts:
+    u(t) = loc_U(t) + scale_U(t) tan(pi (eps - 1/2)) (S3 3.4.1). Mode "noise" fixes the noise instead. seed: None draws
+    one seed for all prompts. options: for `continue_text`. Raises `UserError`.
     """
     seed = int(torch.randint(1 << 62, ())) if seed is None else seed
     worlds = [counterfactuals(model, tokenizer, prompt, count, mode, seed=seed, **options) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""The settings of one call of `generate`, and the checks of these settings and of the prompt."""
+"""Settings of a `generate` call, with checks of settings and prompt."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from cqwen_dist.generate.numbers import Digits, check_digits
 class Settings:
     """The keywords of `generate.generator.generate` after the prompt.
 
-    Raises `UserError` for an unknown mode, values out of range, and a temperature in a mode that has none.
+    Raises `UserError` for an unknown mode, values out of range, and a temperature in a mode without temperature.
     """
 
     mode: str = "standard"  # a name of `generate.modes.MODES`
     max_new_tokens: int = 64  # the end of the model's context also ends a text
-    eos_token_id: int | Sequence[int] | None = None  # one id or several that end a row; None: the base's own; []: none
-    pad_token_id: int | None = None  # fills a row that has ended; None: the base's own, else the first eos, else 0
-    # For `compatible` only: whether to sample, and (ids [B,t], logits [B,V]) -> logits, which has the temperature.
+    eos_token_id: int | Sequence[int] | None = None  # end token ids; None: the ids of the base; []: no end
+    pad_token_id: int | None = None  # fills ended rows; None: the id of the base, or the first eos, or 0
+    # For `compatible` only: whether to sample, and (ids [B,t], logits [B,V]) -> logits, including the temperature.
     do_sample: bool = False
     logits_processor: Callable[[Tensor, Tensor], Tensor] | None = None
-    # In modes that draw an individual or the noise: multiplies the scale of the draw (1: as inferred, 0: no draw).
+    # In modes that draw an individual or the noise: factor of the scale in draws (1: the inferred law, 0: no draw).
     temperature: float | None = None
-    decode_rule: Literal["ovr", "loc"] | None = None  # ranks words by P or by loc_S; None: the mode's own rule
-    eps_truncation: float = 0.0  # drawn uniforms stay this far from 0 and 1, which cuts off a Cauchy's far tails
-    # Where draws come from: one of the two, or torch's global state. Rows draw independently.
+    decode_rule: Literal["ovr", "loc"] | None = None  # ranks words by P or by loc_S; None: the default of the mode
+    eps_truncation: float = 0.0  # clamps uniforms to this distance from 0 and 1, which cuts the far tails
+    # Source of random numbers: one of the two, or torch's global state. Rows draw independently.
     generator: torch.Generator | None = None
     seed: int | None = None
     use_cache: bool = True
-    # "static": steps of fixed shapes, compiled on CUDA; "dynamic" or None: the cache grows
+    # "static": steps of fixed shapes, compiled on CUDA; "dynamic" or None: a growing cache
     cache_implementation: Literal["dynamic", "static"] | None = None
-    compile_config: Any = None  # transformers' CompileConfig, for a static cache; given, it also compiles on a CPU
+    compile_config: Any = None  # transformers' CompileConfig for a static cache; if given, it also compiles on a CPU
     disable_compile: bool = False
-    number_first: bool = False  # the first word is <NUM>, whatever words are likelier
-    digits: Digits | None = None  # of written numbers (`generate.numbers.shown`), as the model reads them; None: all
-    # Words from this row on are never written, except in `compatible`. None: the config's; spare rows have no token.
+    number_first: bool = False  # force <NUM> as the first word
+    digits: Digits | None = None  # digits of written and fed back numbers (`generate.numbers.shown`); None: all
+    # Words from this row on are never written, except in `compatible`. None: the config's value.
     used_rows: int | None = None
 
     def __post_init__(self) -> None:
@@ -80,20 +80,20 @@ class Settings:
         return self.cache_implementation == "static"
 
     def generator_on(self, device: torch.device) -> torch.Generator | None:
-        """The source of draws; None: torch's global state."""
+        """The random generator; None for torch's global state."""
         return self.generator if self.seed is None else torch.Generator(device).manual_seed(self.seed)
 
     def ends(self, base: Any) -> list[int]:
-        """The ids that end a row. base: the base model's config."""
+        """The end token ids. base: config of the base model."""
         ids = base.eos_token_id if self.eos_token_id is None else self.eos_token_id
         if ids is None:
             return []
         return [ids] if isinstance(ids, int) else list(ids)
 
     def padding(self, base: Any) -> int:
-        """The id that fills a row after its end. base: the base model's config; old ones say -1 for none.
+        """The id that fills ended rows. base: config of the base model; old configs use -1 for none.
 
-        Raises `UserError` for an id that is no row's.
+        Raises `UserError` for an id outside of the vocabulary.
         """
         candidates = (self.pad_token_id, base.pad_token_id, *self.ends(base))
         found = next((int(token) for token in candidates if token is not None and token >= 0), 0)
@@ -103,13 +103,13 @@ class Settings:
 
 
 def check_temperature(temperature: float | None) -> None:
-    """Raises `UserError` unless it is None, or finite and at least 0."""
+    """Raises `UserError` unless the temperature is None, or finite and at least 0."""
     if temperature is not None and not 0.0 <= temperature < math.inf:
         raise UserError("temperature", temperature, "a number >= 0 (0: greedy)")
 
 
 def check_prompt(model: Any, ids: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
-    """Raises as `generate` says. model: a `CausalQwenModel`."""
+    """Check a prompt; raises as documented in `generate`. model: a `CausalQwenModel`."""
     v, context = model.action.vocab_size, model.config.base_config.max_position_embeddings
     if model.action.cls_weight.shape[0] != v:
         raise ValueError(f"the head holds {model.action.cls_weight.shape[0]} of {v} words here: gather it first")
@@ -132,7 +132,7 @@ def check_prompt(model: Any, ids: Tensor, values: Tensor | None, mask: Tensor | 
 
 
 def _check_padding(real: Tensor) -> None:
-    """real [B,T] bool: every row has a token, and its padding is on the left."""
+    """Check that each row of real [B,T] bool has a token and all padding on the left."""
     if not bool(real.any(1).all()):
         raise UserError("prompt", "no tokens", "at least one token in every row")
     if bool((real[:, 1:] < real[:, :-1]).any()):

@@ -1,7 +1,7 @@
 """The autoregressive loop (seed S3 figure 4.2): words and numbers, one position at a time, for a left-padded batch.
 
-A generated number goes back in as (<NUM>, its value as written), a word as (word, 0), so ids and values stay aligned.
-Letters: B rows, T prompt positions, T' positions at the end, C causal dimension, V vocabulary.
+A generated number is fed back as (<NUM>, its written value), a word as (word, 0), so ids and values stay aligned.
+Shape letters: B rows, T prompt positions, T' positions at the end, C causal dimensions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.best import A_FEW, row_sizes
 from cqwen_dist.ops.ovr.scores import prob_of
 
-# Called after every step with the ids [B,t] and their numbers; returns the rows that end here [B] bool, or None.
+# Called after each step with the ids [B,t] and their numbers. Returns the rows to end [B] bool, or None.
 Watch = Callable[[Tensor, GeneratedNumbers], Tensor | None]
 
 
@@ -42,17 +42,17 @@ def generate(
 
     model: a `CausalQwenModel`.
     input_ids [B,T] int64; numeric_values [B,T], raw unit, 0 at text (default: all text); attention_mask [B,T], 0 at
-        the padding, which is on the left.
-    watch: called after every step with all that is written; may end rows.
-    settings: the fields of `generate.generation_settings.Settings`, such as mode, max_new_tokens, temperature, seed.
+        padding, which must be on the left.
+    watch: called after each step with everything written so far; may end rows.
+    settings: fields of `generate.generation_settings.Settings`, such as mode, max_new_tokens, temperature, seed.
 
-    Returns prompt + continuation [B,T'] int64 and their `GeneratedNumbers`. Raises `UserError` for what `Settings`
-    refuses, an empty prompt, one longer than the context, ids out of the vocabulary, values that are not finite, and
-    padding that is not on the left; ValueError if this process holds only a part of the head.
+    Returns prompt + continuation [B,T'] int64 and their `GeneratedNumbers`. Raises `UserError` for invalid settings, an
+    empty prompt, a prompt longer than the context, ids outside the vocabulary, values that are not finite, and padding
+    on the right; ValueError if this process has only a part of the head.
     """
     chosen = Settings(**settings)
     check_prompt(model, input_ids, numeric_values, attention_mask)
-    # what torch.inference_mode makes can be written in it alone, and a static cache's memory stays
+    # Inference-mode tensors cannot be modified later, and the static cache outlives this call
     with torch.inference_mode(False), torch.no_grad(), at_hand(model.action):
         text = _Continuation(model, chosen, input_ids, numeric_values, attention_mask)
         now, over = text.now, Ending(text.now.done, at_once=bool(watch))
@@ -66,7 +66,7 @@ def generate(
 
 
 class _Continuation:
-    """Prompts and continuations, and how the mode chooses. A step reads and writes `now`."""
+    """The state of one generation. A step reads and writes the buffers in `now`."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class _Continuation:
         self.ends, self.digits, self.number_first = settings.ends(base), settings.digits, settings.number_first
         self.prompt = self.end = prompt
         self.total = min(prompt + settings.max_new_tokens, max(prompt, base.max_position_embeddings))
-        # where no row is padded, transformers needs no mask and does not look, which the host would wait for
+        # Without padding no mask is passed on: transformers would read a mask on the host in each step
         self.padded = attention_mask is not None and not bool(attention_mask.all())
         self.static, self.use_cache = settings.static, settings.use_cache
         room = -(-self.total // ROOM) * ROOM if self.static else self.total
@@ -101,10 +101,10 @@ class _Continuation:
             self.steps = CompiledSteps.of(self.kept, settings, self.padded, model, input_ids.device)
 
     def options_of(self, settings: Settings) -> Options:
-        """How the mode chooses a word."""
+        """The options of the mode's `choose`."""
         config, mode, weight = self.model.config, self.mode, self.action.cls_weight
         rank_by = settings.decode_rule or mode.rank_by
-        # what is made once for all steps pays off where there are several
+        # Row norms and the bf16 copy read all of W_cls, which only pays off over two or more steps
         several = mode.choose is best and rank_by == "ovr" and self.total > self.prompt + 1
         fixed = self.static or weight.is_cuda
         return Options(
@@ -119,13 +119,13 @@ class _Continuation:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The backbone's: that of its token table, as w_num beside it stays fp32."""
+        """The dtype of the backbone, read from its token table, since w_num stays fp32."""
         found: torch.dtype = self.model.features.embedding.token_embedding.weight.dtype
         return found
 
     def near(self) -> Tensor | None:
-        """W_cls in bf16 for a shortlist; None where it would save nothing, where the model is in fp32 throughout, and
-        where every scale is 0."""
+        """W_cls in bf16 for a shortlist. None if W_cls is not fp32, if the backbone is fp32 (the user wants full
+        precision), or if all scales are 0, as infinite z have no order."""
         weight = self.action.cls_weight
         if weight.dtype != torch.float32 or self.dtype.itemsize != 2:
             return None
@@ -136,37 +136,37 @@ class _Continuation:
         return weight.bfloat16() if self.kept is None else self.kept.copied(weight)
 
     def step(self) -> None:
-        """Choose the next token of every row and write it; a row that has ended gets padding."""
-        if self.end == self.prompt or not self.use_cache:  # everything is read
+        """Choose and write the next token of each row; a row that has ended gets padding."""
+        if self.end == self.prompt or not self.use_cache:  # the first step reads the prompt, in a shape of its length
             u_prime = self.infer(torch.arange(self.end, device=self.now.at.device), self.now.mask[:, : self.end])
             self.write(u_prime, self.choose(u_prime))
         else:
             if self.kept is not None:
                 self.draw_ahead(self.kept)
-            torch.compiler.cudagraph_mark_step_begin()  # what the last step returned is not needed any more
+            torch.compiler.cudagraph_mark_step_begin()  # the CUDA graph may overwrite the outputs of the last step
             if self.steps is None:
                 whole_step(self)
             elif self.options.processors is None:
                 self.steps(whole_step, self)
-            else:  # processors are Hugging Face's own or the user's: they see ids of a length that grows
+            else:  # processors run uncompiled between two compiled halves: they see ids of growing length
                 u_prime = self.steps(first_half, self)
                 self.steps(second_half, self, u_prime, self.choose(u_prime))
         self.end += 1
 
     def draw_ahead(self, kept: Kept) -> None:
-        """Draw what the next step needs: a compiled step cannot draw from a generator."""
+        """Draw the random numbers of the next step: a compiled step cannot draw from a generator."""
         found = self.mode.random(self.action, self.options)
         if found is not None:
             law, width = found
             self.draws.draw_ahead(kept.random(len(self.now.ids), width, self.action.cls_weight.device), law)
 
     def infer_next(self) -> Cauchy:
-        """`infer` of the last column alone, by the cache. Columns of the mask that are not written yet are True, as the
-        last of them must be, which says that this column is none of padding; causality hides them."""
+        """`infer` for the last column, using the cache. With a static cache the mask covers all columns: unwritten
+        columns stay True, and the causal mask hides them."""
         return self.infer(self.now.at - 1, self.now.mask if self.static else self.now.mask[:, : self.end])
 
     def infer(self, columns: Tensor, mask: Tensor) -> Cauchy:
-        """U' [B,C] at the last of these columns [w], which are new to the cache; on the head's device."""
+        """U' [B,C] at the last of these columns [w], which are not in the cache yet; on the device of the head."""
         now = self.now
         ids, values, positions = (
             each.index_select(1, columns) for each in (now.ids, now.numbers.values, now.positions)
@@ -182,7 +182,7 @@ class _Continuation:
         return self.mode.law(self.action, u.to(self.action.cls_weight.device), self.draws)
 
     def choose(self, u_prime: Cauchy) -> Tensor:
-        """A word for every row [B], on the head's device."""
+        """The next word of each row [B], on the device of the head."""
         if self.number_first and self.end == self.prompt:
             return torch.full_like(self.now.lengths, self.num_token_id, device=u_prime.loc.device)
         ids = self.now.ids if self.options.processors is None else self.now.ids[:, : self.end]
@@ -190,7 +190,8 @@ class _Continuation:
         return self.mode.choose(self.action, seen, self.draws, self.options, ids.to(seen.loc.device))
 
     def write(self, u_prime: Cauchy, word: Tensor) -> None:
-        """Write each row's word [B], or its number, with what is known of it; move on."""
+        """Write the word [B] or number of each row with its probabilities and laws, and advance `at`."""
+        # Everything is computed for all rows and masked: a branch on device values would synchronise
         action, now, numbers, device = self.action, self.now, self.now.numbers, self.now.ids.device
         seen, head = action.word_part(u_prime).to(action.cls_weight.dtype), action.word_head()
         p_num = prob_of(seen, head, torch.full_like(word, self.num_token_id)).double().to(device)
@@ -227,11 +228,11 @@ class _Continuation:
         now.at.add_(1)
 
     def put(self, buffer: Tensor, found: Tensor) -> None:
-        """Write found [B,...] into the new column of a buffer [B,T',...]."""
+        """Write found [B,...] into the current column of a buffer [B,T',...]."""
         buffer.index_copy_(1, self.now.at, found.unsqueeze(1))
 
     def shown(self, value: Tensor, y: Cauchy) -> Tensor:
-        """The values [B] with the digits that are written (`GeneratedNumbers.written`)."""
+        """The values [B], rounded to the written digits (`GeneratedNumbers.written`)."""
         spread = torch.zeros_like(value)
         if self.digits == "auto":
             low, high = number_interval(y, self.target, self.now.numbers.intervals, 0.5)
@@ -240,25 +241,25 @@ class _Continuation:
         return rounded(value, spread, self.digits, self.now.powers)
 
     def result(self) -> tuple[Tensor, GeneratedNumbers]:
-        """Prompt and continuation, up to the end of the longest row."""
+        """Prompt and continuation, cut to the longest row."""
         end = self.prompt + int(self.now.lengths.max())
         ids, numbers = self.now.ids[:, :end], self.now.numbers.until(end)
         if self.kept is None:
             return ids, numbers
-        return ids.clone(), numbers.clone()  # the next generation writes into the same memory
+        return ids.clone(), numbers.clone()  # the next generation reuses this memory
 
 
 def whole_step(text: _Continuation) -> None:
-    """A step that reads the last column alone."""
+    """A step after the first: reads only the last column."""
     u_prime = text.infer_next()
     text.write(u_prime, text.choose(u_prime))
 
 
 def first_half(text: _Continuation) -> Cauchy:
-    """A step up to the choice of the word."""
+    """The part of a step before the choice of a word."""
     return text.infer_next()
 
 
 def second_half(text: _Continuation, u_prime: Cauchy, word: Tensor) -> None:
-    """The rest of that step."""
+    """The part of a step after the choice of a word."""
     text.write(u_prime, word)

@@ -1,4 +1,4 @@
-"""Hugging Face's generation options translated to ours: configs, processors, criteria, streamers, stop strings."""
+"""Translates Hugging Face's generation options: configs, processors, criteria, streamers, stop strings."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from cqwen_dist.generate.numbers import MOST_DIGITS, GeneratedNumbers
 from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, ends_at
 from cqwen_dist.heads.intervals import LEVELS
 
-# As in `Settings`.
+# Passed on to `Settings` unchanged.
 PASSED_ON = ("decode_rule", "digits", "eps_truncation", "generator", "number_first", "seed", "used_rows")
 PLAIN = ("eos_token_id", "pad_token_id", "use_cache", "cache_implementation", "compile_config", "disable_compile")
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
 LENGTH = ("max_new_tokens", "max_length", "max_time", "stop_strings", "num_return_sequences", "return_dict_in_generate")
-# Hugging Face makes a processor of the logits of each of these. Only `compatible` has logits.
+# Hugging Face turns each of these into a logits processor. Only `compatible` has logits.
 OF_LOGITS = (
     *("bad_words_ids", "begin_suppress_tokens", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty"),
     *("forced_eos_token_id", "min_length", "min_new_tokens", "min_p", "no_repeat_ngram_size", "remove_invalid_values"),
     *("renormalize_logits", "repetition_penalty", "sequence_bias", "suppress_tokens", "top_h", "typical_p"),
 )
-# Accepted at this value, without effect. transformers puts the last two into every config that it makes for a model.
+# Accepted with this value only, without effect. transformers puts the last two into each config that it derives.
 NEUTRAL = {
     "num_beams": 1,
     "guidance_scale": 1.0,
@@ -48,10 +48,10 @@ REAL = ("temperature", "top_p", "eps_truncation", "max_time")
 
 @dataclass
 class CausalQwenGeneration(ModelOutput):
-    """The output with return_dict_in_generate: sequences [B,T'] int64, prompt + continuation, and their numbers.
+    """The output with return_dict_in_generate: sequences [B,T'] int64 (prompt + continuation) and their numbers.
 
-    For callers that hand on tensors only: the numbers' values [B,T'] and the ends of their intervals
-    [B,T',levels,2] (`GeneratedNumbers.interval` at `LEVELS`), both float64.
+    For callers that only pass on tensors: numeric_values [B,T'] and numeric_intervals [B,T',levels,2]
+    (`GeneratedNumbers.interval` at `LEVELS`), both float64.
     """
 
     sequences: Tensor | None = None
@@ -67,7 +67,7 @@ class CausalQwenGeneration(ModelOutput):
 
 
 def as_rows(device: torch.device, ids: Any, values: Any, mask: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A prompt as tensors [B,T]. Without return_tensors a tokenizer gives lists, for one text or for several.
+    """A prompt as tensors [B,T]. Accepts lists, which a tokenizer returns without return_tensors.
 
     Raises `UserError` for rows of different lengths.
     """
@@ -96,13 +96,13 @@ def translate(
     tokenizer: Tokenizer | None,
     given: dict[str, Any],
 ) -> tuple[dict[str, Any], int, bool]:
-    """Translate a call of `CausalQwenForCausalLM.generate`: the keywords of `generate.generator.generate`, the rows for
-    each prompt, and whether to return a `CausalQwenGeneration`.
+    """Translate a call of `CausalQwenForCausalLM.generate`. Returns (keywords for `generate.generator.generate`, rows
+    per prompt, whether to return a `CausalQwenGeneration`).
 
-    Options in `given` come first, then the call's generation_config where it differs from the model's own (servers hand
-    in a copy of the model's), then the model's own. The modes of this package, all but `compatible`, take only lengths
-    and ends from the model's own config: its temperature was chosen for softmax. A generation config may also hold the
-    mode. Raises `UserError` for options that are unknown or that the mode does not have.
+    Priority: `given`, then generation_config where it differs from the model's (servers pass a copy of the model's),
+    then the model's generation config. All modes except `compatible` only use lengths and end tokens from the model's
+    config, as its temperature is meant for softmax. A generation config may also set the mode. Raises `UserError` for
+    options that are unknown or not supported by the mode.
     """
     own = _set(model.generation_config)
     asked = _set(generation_config, own) | given
@@ -129,9 +129,10 @@ def translate(
 
 
 def _mask_of(model: Any, ids: Tensor, merged: dict[str, Any]) -> Tensor | None:
-    """Where a prompt has no padding at its ends [B,T], for which transformers looks where no mask is given; None: all.
+    """A mask [B,T] that is 0 at pad tokens at both ends, as transformers derives it without a given mask; None: all 1.
 
-    A token that also ends a text may be text: rows that begin with it, where others do not, are warned of.
+    If the pad token is also an end token, it may be text. Then there is no mask, only a warning if some rows start with
+    it.
     """
     base = model.config.base_config
     pad, ends = merged.get("pad_token_id", base.pad_token_id), merged.get("eos_token_id", base.eos_token_id)
@@ -147,7 +148,7 @@ def _mask_of(model: Any, ids: Tensor, merged: dict[str, Any]) -> Tensor | None:
 
 
 def _set(config: GenerationConfig | None, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The options that a generation config sets and that differ from those in `known`."""
+    """The options of a generation config that are set and differ from `known`."""
     if config is None:
         return {}
     recorded = ("transformers_version", "bos_token_id")
@@ -156,7 +157,7 @@ def _set(config: GenerationConfig | None, known: Mapping[str, Any] | None = None
 
 
 def _merged(own: dict[str, Any], asked: dict[str, Any], mode: str) -> dict[str, Any]:
-    """The options that the call gives, and the model's own options that the mode uses. Raises `UserError`."""
+    """Merge the options of the call with the model's options that the mode uses. Raises `UserError`."""
     asked = {name: value for name, value in asked.items() if name not in NEUTRAL or value != NEUTRAL[name]}
     asked.pop("mode", None)
     compatible = mode == "compatible"
@@ -176,7 +177,7 @@ def _merged(own: dict[str, Any], asked: dict[str, Any], mode: str) -> dict[str, 
 
 
 def _check_kind(name: str, value: Any) -> None:
-    """Raises `UserError` for what is no number where one belongs, and for no sequence at all."""
+    """Raises `UserError` for a value of the wrong type, or fewer than one return sequence."""
     if name in WHOLE and not isinstance(value, Integral):
         raise UserError(name, value, "a whole number")
     if name in REAL and not isinstance(value, Real):
@@ -188,9 +189,9 @@ def _check_kind(name: str, value: Any) -> None:
 def _sampling(
     model: Any, ids: Tensor, mask: Tensor | None, merged: dict[str, Any], own: Sequence[Any]
 ) -> dict[str, Any]:
-    """Hugging Face's own list of processors and warpers, in its order, and whether to sample.
+    """Hugging Face's processors and warpers, in Hugging Face's order, and whether to sample.
 
-    do_sample defaults to True if temperature, top_k, top_p, seed or generator is given, else to False.
+    do_sample defaults to True if temperature, top_k, top_p, seed or generator is given, otherwise to False.
     """
     temperature = merged.get("temperature")
     check_temperature(temperature)
@@ -228,7 +229,7 @@ def _watch(
     streamer: BaseStreamer | None,
     tokenizer: Tokenizer | None,
 ) -> list[Watch]:
-    """Stopping criteria, stop strings and the streamer as functions that `generate` calls after every step."""
+    """Stopping criteria, stop strings and the streamer as `watch` functions, called after each step."""
     watch: list[Watch] = []
     prompt = ids.shape[1]
     ends = StoppingCriteriaList(criteria or ())

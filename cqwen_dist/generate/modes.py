@@ -1,20 +1,20 @@
-"""The modes of generation. Each decides the next word and number by two functions.
+"""The modes of generation. Two functions decide the next word and number.
 
-    law(action, U, draws)                      -> U', the action network's input: parts of it are drawn, or stay laws
+    law(action, U, draws)                      -> U', input of the action network: parts are drawn, others stay laws
     choose(action, U', draws, options, ids)    -> the word of each row; the number is the location of Y(U')
 
     mode        law of U'                                  word
     standard    Cauchy(loc, scale + |b|)                   argmax P                        S3 3.1
     compatible  the same                                   softmax(loc_S) over all of V    S3 3.3
     ovr         the same                                   drawn from P / sum P            S3 3.3, last paragraph
-    causal      Cauchy(u, |b|), u drawn at every step      argmax P                        S3 3.2
+    causal      Cauchy(u, |b|), u drawn in each step       argmax P                        S3 3.2
     individual  Cauchy(u, |b|), u from one eps_seed        argmax P                        S3 3.4.1
     noise       Cauchy(loc + |b| eps, scale), one eps      argmax P                        S3 3.4.2
-    sample      the point u, drawn at every step           argmax S(u)                     S4 2.4.2
+    sample      the point u, drawn in each step            argmax S(u)                     S4 2.4.2
 
-b is b_noise. Draws use `temperature` times the scale (1: as inferred; 0: the location itself); in compatible the
-temperature is one of Hugging Face's processors. Letters: B rows, C causal dimension, V vocabulary. All tensors belong
-to one position: [B,C], at most [B,V]. action: a `heads.action.ActionNetwork` with all V rows on this device.
+b is b_noise. Draws use `temperature` times the scale (1: the inferred law; 0: its location). In compatible the
+temperature is one of Hugging Face's processors. Shape letters: B rows, C causal dimensions, V vocabulary. All tensors
+belong to one position: [B,C], at most [B,V]. action: a `heads.action.ActionNetwork` with all V rows on this device.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Draws:
     """The randomness of one generation."""
 
     generator: torch.Generator | None = None  # None: torch's global state
-    temperature: float = 1.0  # multiplies the scale that is drawn from
-    eps_truncation: float = 0.0  # uniforms stay this far from 0 and 1, which cuts off a Cauchy's far tails
+    temperature: float = 1.0  # factor of the scale in draws
+    eps_truncation: float = 0.0  # clamps uniforms to this distance from 0 and 1, which cuts the far tails
     # [B,C] uniforms or [B,n] exponentials of one step, drawn before it: a compiled step cannot draw from a generator.
     ahead: Tensor | None = field(default=None, repr=False)
     _kept: Tensor | None = field(default=None, repr=False)
 
     def from_law(self, law: Cauchy, once: bool) -> Tensor:
-        """loc + temperature scale tan(pi (eps - 1/2)), [B,C]. once: the first call draws eps, and it stays."""
+        """Draw loc + temperature scale tan(pi (eps - 1/2)), [B,C]. once: later calls reuse the first eps."""
         eps = self._kept if self.ahead is None else self.ahead
         if eps is None:
             eps = self.fill(torch.empty_like(law.loc), Tensor.uniform_)
@@ -53,22 +53,22 @@ class Draws:
         return Cauchy(law.loc, law.scale * self.temperature).sample(eps)
 
     def pick(self, weights: Tensor) -> Tensor:
-        """One index for each row [B], in proportion to weights [B,n] (>= 0, not all 0).
+        """Draw one index per row [B] with probability proportional to weights [B,n] (>= 0, not all 0).
 
-        As torch.multinomial, to the draw, without its checks, for which the host waits: the first of exponential
-        clocks that run at these rates.
+        Gives the same draws as torch.multinomial, without its checks, which synchronise. The first of exponential
+        clocks with these rates is such a draw.
         """
         clocks = self.fill(torch.empty_like(weights), Tensor.exponential_) if self.ahead is None else self.ahead
         return (weights / clocks).argmax(-1)
 
     def fill(self, memory: Tensor, law: Callable[..., Tensor]) -> Tensor:
-        """memory, filled with draws; law: Tensor.uniform_ or Tensor.exponential_."""
+        """Fill memory with draws. law: Tensor.uniform_ or Tensor.exponential_."""
         if self.generator is None or self.generator.device == memory.device:
             return law(memory, generator=self.generator)
         return memory.copy_(law(torch.empty_like(memory, device=self.generator.device), generator=self.generator))
 
     def draw_ahead(self, memory: Tensor, law: Callable[..., Tensor]) -> None:
-        """Draw a step's random numbers before it, into memory, in the order in which the step would."""
+        """Draw the random numbers of a step into memory before the step, in the same order as the step."""
         if self._kept is None:
             self.ahead = self.fill(memory, law)
         elif self.ahead is None:
@@ -77,29 +77,29 @@ class Draws:
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of a choice."""
+    """Options of `choose`."""
 
     used_rows: int  # words from this row on are never chosen, except in `compatible`
     rank_by: Literal["ovr", "loc"] = "ovr"
     do_sample: bool = True  # for `compatible`
     # For `compatible`: (ids [B,t], logits [B,V]) -> logits.
     processors: Callable[[Tensor, Tensor], Tensor] | None = None
-    added_from: int | None = None  # for `compatible`: rows from this one on are not the base's, and never chosen
-    sizes: RowSizes | None = None  # of the rows of W_cls: `best_word` needs fewer scales by them; None: all of them
-    near: Tensor | None = None  # W_cls in bf16, of which `best_word` makes a shortlist
+    added_from: int | None = None  # for `compatible`: rows from this one on were added to the base; never chosen
+    sizes: RowSizes | None = None  # row norms of W_cls, with which `best_word` needs fewer scales; None: all scales
+    near: Tensor | None = None  # W_cls in bf16, for the shortlist of `best_word`
 
 
 def best(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
-    """argmax P [B], ties decided by loc_S; with rank_by "loc" argmax loc_S."""
+    """argmax P [B], ties go to the larger loc_S; with rank_by "loc" argmax loc_S."""
     u, head = u_prime.to(action.cls_weight.dtype), action.word_head(options.used_rows)
     if options.rank_by == "ovr":
         return best_word(u, head, options.sizes, options.near)
     used = head.take(slice(0, head.rows))
-    return (all_scores(u, used)[1].loc if u.loc.is_cuda else used.loc(u)).argmax(1)  # there |W| costs nothing
+    return (all_scores(u, used)[1].loc if u.loc.is_cuda else used.loc(u)).argmax(1)  # on CUDA |W| is free
 
 
 def softmax_sample(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
-    """A draw from softmax(loc_S) after the processors, or its argmax without do_sample: [B]."""
+    """A draw [B] from softmax(loc_S) after the processors; its argmax without do_sample."""
     logits = action.word_head().loc(u_prime.to(action.cls_weight.dtype)).float()
     if options.added_from is not None:
         logits[:, options.added_from :] = -math.inf
@@ -109,7 +109,7 @@ def softmax_sample(action: Any, u_prime: Cauchy, draws: Draws, options: Options,
 
 
 def ovr_sample(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
-    """A draw among the words in use with probability P / sum P; the best word where every P is 0: [B]."""
+    """A draw [B] among the words in use with probability P / sum P; the best word if all P are 0."""
     gap, scores = _used(action, u_prime, options.used_rows)
     p = prob_above(scores.scale, gap)
     none = p.sum(-1) == 0
@@ -117,7 +117,7 @@ def ovr_sample(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids
 
 
 def prob_words(action: Any, u_prime: Cauchy, used_rows: int, threshold: float | None = None) -> Tensor:
-    """P of every word in use [B,used_rows], fp32. threshold replaces the model's own C."""
+    """P [B,used_rows] of all words in use, fp32. threshold replaces the model's C."""
     gap, scores = _used(action, u_prime, used_rows)
     return prob_above(scores.scale, gap if threshold is None else threshold - scores.loc)
 
@@ -130,26 +130,26 @@ def _used(action: Any, u_prime: Cauchy, used_rows: int) -> tuple[Tensor, Cauchy]
 
 @dataclass(frozen=True)
 class Mode:
-    """What is drawn before a decision, how a word is chosen, and how `best` ranks words by default."""
+    """A mode: the drawn part, the choice of a word, and the default ranking of `best`."""
 
     choose: Callable[[Any, Cauchy, Draws, Options, Tensor], Tensor]
-    drawn: Literal["individual", "noise"] | None = None  # the other one of the two stays a law; None: both do
-    once: bool = False  # the same quantiles at every step; else it is drawn anew
+    drawn: Literal["individual", "noise"] | None = None  # the drawn part; the other part stays a law. None: neither
+    once: bool = False  # reuse the same quantiles in each step instead of drawing again
     noise: bool = True  # False: an individual without noise, the point u
     rank_by: Literal["ovr", "loc"] = "ovr"
 
     @property
     def has_temperature(self) -> bool:
-        """Whether a temperature changes the result: of the logits, or of the law that is drawn from."""
+        """Whether a temperature changes the result."""
         return self.choose is softmax_sample or self.drawn is not None
 
     @property
     def draws(self) -> bool | None:
-        """Whether it draws; None: as do_sample says."""
+        """Whether the mode draws; None: do_sample decides."""
         return None if self.choose is softmax_sample else self.drawn is not None or self.choose is ovr_sample
 
     def random(self, action: Any, options: Options) -> tuple[Callable[..., Tensor], int] | None:
-        """What a step draws for a row: the law, as `Draws.fill` takes it, and how many numbers; None: nothing."""
+        """Random numbers per row and step: (law for `Draws.fill`, count); None if a step draws no numbers."""
         if self.drawn is not None:
             return Tensor.uniform_, action.b_noise.numel()
         if self.choose is ovr_sample:
@@ -159,7 +159,7 @@ class Mode:
         return None
 
     def law(self, action: Any, u: Cauchy, draws: Draws) -> Cauchy:
-        """U' by U, [B,C] each."""
+        """U' from U, both [B,C]."""
         if self.drawn is None:
             return Cauchy(*action.add_noise(u))
         zero = torch.zeros_like(u.loc)

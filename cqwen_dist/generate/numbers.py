@@ -1,6 +1,6 @@
-"""The numbers of a generation: their values, their uncertainty, and the digits that are written.
+"""The numbers of a generation: values, uncertainty, and written digits.
 
-Letters: B rows, T' positions of prompt and continuation.
+Shape letters: B rows, T' positions of prompt and continuation.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from cqwen_dist.heads.intervals import LEVELS, Intervals
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.ops.cauchy import Cauchy
 
-MOST_DIGITS = 17  # of a float64: all of it
+MOST_DIGITS = 17  # enough for any float64
 TENS = 308  # the largest power of ten of a float64
 POWERS = torch.tensor([float(f"1e{k}") for k in range(-TENS, TENS + 1)], dtype=torch.float64, device="cpu")
 Digits = int | Literal["auto"]
 
 
 def number_interval(y: Cauchy, target: TargetTransform, intervals: Intervals, level: float) -> tuple[Tensor, Tensor]:
-    """The ends (low, high) [...] float64, raw unit, of the central interval of Y (in the target's unit) at a level.
+    """Ends (low, high) [...] float64, raw unit, of the central interval at a level; y is in the target's unit.
 
-    loc -+ half-width x scale, recalibrated if `intervals` has factors, through the inverse of the target transform
-    (which is monotone, so the ends stay quantiles). Raises ValueError unless 0 < level < 1.
+    loc -+ half-width x scale, recalibrated if `intervals` has factors, mapped by the inverse target transform, which is
+    monotone. Raises ValueError unless 0 < level < 1.
     """
     reach = intervals.half_width(level) * y.scale.double()
     return target.inverse(y.loc.double() - reach), target.inverse(y.loc.double() + reach)
@@ -38,19 +38,19 @@ def number_interval(y: Cauchy, target: TargetTransform, intervals: Intervals, le
 class GeneratedNumbers:
     """The numbers of prompt and continuation, aligned with the ids."""
 
-    values: Tensor  # [B,T'] float64, raw unit, as the model reads them; 0 at text
+    values: Tensor  # [B,T'] float64, raw unit, as fed back to the model; 0 at text
     generated: Tensor  # [B,T'] bool: the model wrote a number here
-    loc: Tensor  # [B,T'] float64, location of Y in the target's unit; 0 where not generated
-    scale: Tensor  # [B,T'] float64, its scale; 0 where not generated
+    loc: Tensor  # [B,T'] float64, location of Y in the target's unit; 0 if not generated
+    scale: Tensor  # [B,T'] float64, scale of Y; 0 if not generated
     p_num: Tensor  # [B,T'] float64, P of <NUM> at the position; nan in the prompt and after the end
     p_word: Tensor  # [B,T'] float64, P of the written word; nan as p_num
     target: TargetTransform
     intervals: Intervals = field(default_factory=Intervals)
-    types: Sequence[str] = ()  # names of the types of number
-    kinds: Tensor | None = None  # [B,T'] int64: the type of each generated number
-    more_values: Sequence[str] = ()  # names of further values
-    more: Cauchy | None = None  # [B,T',R-1] float64: their laws in the target's unit, where generated
-    copied: Tensor | None = None  # [B,T'] bool: the number is one of those before it, with all its digits
+    types: Sequence[str] = ()  # names of number types
+    kinds: Tensor | None = None  # [B,T'] int64: type of each generated number
+    more_values: Sequence[str] = ()  # names of additional values
+    more: Cauchy | None = None  # [B,T',R-1] float64: laws of additional values in the target's unit, if generated
+    copied: Tensor | None = None  # [B,T'] bool: copy of an earlier number, with all its digits
 
     def until(self, end: int) -> GeneratedNumbers:
         """The first `end` positions, as views."""
@@ -59,17 +59,17 @@ class GeneratedNumbers:
         return replace(self, **cut, more=more)
 
     def clone(self) -> GeneratedNumbers:
-        """The same in memory of its own."""
+        """A copy in new memory."""
         own: dict[str, Any] = {name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **own, more=None if self.more is None else Cauchy(*(part.clone() for part in self.more)))
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """(low, high), each [B,T'] float64 in the raw unit, as `number_interval`; nan where not generated."""
+        """(low, high), each [B,T'] float64 in the raw unit, by `number_interval`; nan if not generated."""
         low, high = number_interval(Cauchy(self.loc, self.scale), self.target, self.intervals, level)
         return low.where(self.generated, math.nan), high.where(self.generated, math.nan)
 
     def written(self, row: int, position: int, digits: Digits = "auto") -> float:
-        """The value in the text (`shown`). A prompt's number has no spread; a copied one stands as it is."""
+        """The value in the text (`shown`). A prompt number has no spread; a copied number is not rounded."""
         if self.is_copy(row, position):
             return float(self.values[row, position])
         spread = 0.0
@@ -79,7 +79,7 @@ class GeneratedNumbers:
         return shown(float(self.values[row, position]), spread, digits)
 
     def record(self, row: int, position: int, digits: Digits = "auto") -> NumberRecord | None:
-        """The record of a number that the model wrote; None at any other position."""
+        """The record of a generated number; None at other positions."""
         if not bool(self.generated[row, position]):
             return None
         copy = self.is_copy(row, position)
@@ -99,12 +99,12 @@ class GeneratedNumbers:
         )
 
     def records(self, row: int = 0, digits: Digits = "auto") -> list[NumberRecord]:
-        """The records of a row's generated numbers, in their order."""
+        """The records of all generated numbers of a row, in order."""
         found = (self.record(row, position, digits) for position in range(self.values.shape[1]))
         return [each for each in found if each is not None]
 
     def is_copy(self, row: int, position: int) -> bool:
-        """Whether the number is one of those before it."""
+        """Whether the number is a copy of an earlier one."""
         return self.copied is not None and bool(self.copied[row, position])
 
     def _law(self, row: int, position: int) -> Cauchy:
@@ -117,7 +117,7 @@ class GeneratedNumbers:
 
 @dataclass(frozen=True)
 class FurtherValue:
-    """A further value of a number (S4 4.7.1), raw unit. Its intervals are the Cauchy's own, never recalibrated."""
+    """An additional value of a number (S4 4.7.1), raw unit. Its intervals are never recalibrated."""
 
     value: float
     intervals: dict[str, tuple[float, float]]
@@ -125,18 +125,18 @@ class FurtherValue:
 
 @dataclass(frozen=True)
 class NumberRecord:
-    """A number that the model wrote, in the raw unit."""
+    """A generated number, in the raw unit."""
 
     value: float  # loc_Y
-    written: float  # the value in the text, which the model reads
+    written: float  # the value in the text, as fed back to the model
     intervals: dict[str, tuple[float, float]]  # level -> (low, high)
     p_num: float  # P(<NUM>) at the position
     type: str | None = None  # the likeliest type, if the model has types
-    more: dict[str, FurtherValue] = field(default_factory=dict)  # further values by name
-    copied: bool = False  # it is one of the numbers before it, and the intervals are around that one
+    more: dict[str, FurtherValue] = field(default_factory=dict)  # additional values by name
+    copied: bool = False  # copy of an earlier number
 
     def __str__(self) -> str:
-        """The written value and its 90 % interval, with the digits that its uncertainty leaves."""
+        """The written value and its 90 % interval, rounded by the uncertainty."""
         low, high = self.intervals["0.5"]
         ends = (shown(end, (high - low) / 2) for end in self.intervals["0.9"])
         return "{:.15g}, with 90 % between {:.15g} and {:.15g}".format(self.written, *ends)
@@ -145,10 +145,9 @@ class NumberRecord:
 def shown(value: float, spread: float, digits: Digits = "auto") -> float:
     """A value rounded to its meaningful digits.
 
-    digits "auto": down to the second digit of `spread` (half the 50 % interval, raw unit), as measurements are written.
-    The value's first digit always stays: a spread that is larger keeps no other. All digits stay where the spread is 0.
-    A number: this many significant digits.
-    Raises `UserError` for digits below 1 or above 17, a float64's.
+    digits "auto": down to the second digit of `spread` (half the 50 % interval, raw unit), as for measurements. The
+    first digit is always kept, even for a larger spread. A spread of 0 keeps all digits.
+    digits as a number: this many significant digits. Raises `UserError` below 1 or above 17.
     """
     if digits != "auto":
         check_digits(digits)
@@ -157,11 +156,11 @@ def shown(value: float, spread: float, digits: Digits = "auto") -> float:
 
 
 def rounded(values: Tensor, spreads: Tensor, digits: Digits, powers: Tensor) -> Tensor:
-    """`shown` of values and spreads [...] float64, where they are: in a loop on a GPU the host need not read them.
+    """`shown` for values and spreads [...] float64 on their device, without host synchronisation.
 
-    powers: `POWERS` there. What Python's "g" format writes, read again (up to 15 digits and 1e+-22; beyond, to a unit
-    in the last place): a whole number of units, which are a power of ten. The product or quotient of two exact numbers
-    is the float64 nearest to the text.
+    powers: `POWERS` on this device. The result equals the float of Python's "g" format (up to 15 digits and 1e+-22;
+    beyond, within a unit in the last place): an integer times a power of ten. If both are exact, one product or
+    quotient gives the float64 nearest to the text.
     """
     first = _power_below(values, powers)
     if digits == "auto":
@@ -174,7 +173,7 @@ def rounded(values: Tensor, spreads: Tensor, digits: Digits, powers: Tensor) -> 
     unit = first - kept + 1
     up, down = (powers[exponent.clamp(0, TENS) + TENS] for exponent in (-unit, unit))
     units = values * up / down
-    # A half that is exact here may come from rounding: which side is values * up of units * down really on?
+    # An exact half here may be a rounding artefact: decide by the exact sign of values * up - units * down
     side = (values * up - units * down) + (_rounded_off(values, up) - _rounded_off(units, down))
     half = (units - units.floor() == 0.5) & (side.abs() > 0)
     found = torch.where(half, units + side.sign() / 2, units.round()) * down / up
@@ -183,15 +182,15 @@ def rounded(values: Tensor, spreads: Tensor, digits: Digits, powers: Tensor) -> 
 
 
 def _rounded_off(a: Tensor, b: Tensor) -> Tensor:
-    """a b - fl(a b) of float64, exact (Dekker 1971, "A floating-point technique for extending the available precision",
-    with Veltkamp's splitting); nan or inf where the splitting overflows."""
+    """a b - fl(a b) for float64, exactly (Dekker 1971, "A floating-point technique for extending the available
+    precision", with Veltkamp's splitting); nan or inf if the splitting overflows."""
     (a1, a2), (b1, b2) = ((x * 134217729.0 - (x * 134217729.0 - x), x) for x in (a, b))
     a2, b2 = a2 - a1, b2 - b1
     return ((a1 * b1 - a * b) + a1 * b2 + a2 * b1) + a2 * b2
 
 
 def _power_below(x: Tensor, powers: Tensor) -> Tensor:
-    """The largest k with 10^k <= |x|, at least -TENS - 1: exact, as a logarithm is not."""
+    """The largest k with 10^k <= |x|, at least -TENS - 1. Exact; a logarithm would not be."""
     return torch.bucketize(x.abs(), powers, right=True) - TENS - 1
 
 
@@ -202,7 +201,7 @@ def check_digits(digits: Digits) -> None:
 
 
 def empty_numbers(values: Tensor, head: Any, intervals: Intervals) -> GeneratedNumbers:
-    """Buffers for a generation; values [B,T'] hold the prompt's. head: the model's `NumberHead`."""
+    """Buffers for a generation; values [B,T'] has the prompt's values. head: the model's `NumberHead`."""
     return GeneratedNumbers(
         values,
         generated=torch.zeros_like(values, dtype=torch.bool),

@@ -12,9 +12,9 @@ from transformers.utils import is_accelerate_available
 
 @contextmanager
 def at_hand(module: nn.Module) -> Iterator[None]:
-    """Inside, weights that accelerate offloads to a disk or the CPU are on the module's own device."""
+    """Inside, weights that accelerate has offloaded to a disk or the CPU are on the device of the module."""
     with ExitStack() as stack:
-        if not torch.compiler.is_compiling() and is_accelerate_available():  # else nothing is offloaded
+        if not torch.compiler.is_compiling() and is_accelerate_available():  # otherwise no weight is offloaded
             from accelerate.utils import align_module_device
 
             for part in module.modules():

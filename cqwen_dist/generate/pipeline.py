@@ -13,11 +13,11 @@ from cqwen_dist.heads.intervals import LEVELS
 
 
 class CausalQwenTextGeneration(TextGenerationPipeline):
-    """`pipeline("text-generation", ...)` of a CausalQwen; for every other model it makes transformers' own pipeline.
+    """`pipeline("text-generation", ...)` for a CausalQwen. For other models it creates the standard pipeline.
 
-    transformers' own gives the model ids without values, and decodes ids without values. This one keeps them together.
-    Numbers have the digits that their uncertainty leaves, unless it is called with `digits`. Each record also has
-    `numbers`: the value and the intervals by level of every number that was written.
+    The standard pipeline passes and decodes ids without values; this one keeps values with ids. Numbers are rounded by
+    their uncertainty, unless `digits` is given. Each record also has `numbers`: value and intervals by level of each
+    generated number.
     """
 
     # transformers' default is sampling at temperature 0.7; mode standard has no temperature
@@ -35,7 +35,7 @@ class CausalQwenTextGeneration(TextGenerationPipeline):
         return super()._forward(model_inputs, **options)
 
     def postprocess(self, model_outputs: Any, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
-        """A record for each text, as from transformers' own."""
+        """One record per text, as in the standard pipeline."""
         start = model_outputs["input_ids"].shape[-1]
         rows = [model_outputs.pop(name)[0] for name in ("generated_sequence", "numeric_values", "numeric_intervals")]
         records, tokenizer = [], self.tokenizer
@@ -56,5 +56,5 @@ class CausalQwenTextGeneration(TextGenerationPipeline):
 
 
 def register_pipeline() -> None:
-    """Make `pipeline("text-generation", ...)` know CausalQwen."""
+    """Register CausalQwen for `pipeline("text-generation", ...)`."""
     PIPELINE_REGISTRY.supported_tasks["text-generation"]["impl"] = CausalQwenTextGeneration

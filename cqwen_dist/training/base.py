@@ -1,4 +1,4 @@
-"""The base model of a run: an existing one, or a small one, built from the config once and kept in the run's folder."""
+"""The base model of a run: an existing one, or a small one that is built from the config once, in the run folder."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def load_tokenizer(config: Config) -> NumericalAwareTokenizer:
 
 
 def build_run_base(config: Config, say: Callable[[str], None], device: torch.device) -> None:
-    """Build (and pretrain) the base of a config with `architecture`, unless the run's folder has it.
+    """Build (and pretrain) the base of a config with `architecture`, unless the run folder has it.
 
-    Call it in one process. The folder appears as a whole. Deterministic on a CPU. Raises `UserError`.
+    Call it in one process. The folder appears atomically. Deterministic on a CPU. Raises `UserError`.
     """
     architecture = config.model.architecture
     folder = Path(config.base_folder)
@@ -63,16 +63,16 @@ def build_run_base(config: Config, say: Callable[[str], None], device: torch.dev
         dataset = tokenise(texts, tokenizer, config.data)
         _pretrain(base.to(device), dataset, config.model.pretrain, config.train.seed, say)
         base.cpu()
-    base.config.eos_token_id = base.generation_config.eos_token_id = tokenizer.eos_token_id  # where generation ends
+    base.config.eos_token_id = base.generation_config.eos_token_id = tokenizer.eos_token_id  # ends generation
     base.save_pretrained(partial)
     let_read(partial)
     partial.rename(folder)
 
 
 def _pretrain(base: Any, dataset: TextDataset, plan: PretrainConfig, seed: int, say: Callable[[str], None]) -> None:
-    """Next-token cross-entropy on ids only, in place, on the base's device; bf16 autocast on CUDA.
+    """Train in place by next-token cross-entropy on ids, on the base's device; bf16 autocast on CUDA.
 
-    base: a causal language model of transformers, fp32. The values of numbers are not seen.
+    base: a causal language model of transformers in fp32. Values of numbers are not used.
     """
     device = next(base.parameters()).device
     size = plan.batch_size

@@ -48,19 +48,19 @@ _LEAST = 1e-2  # of BETA: the multiplier's lower bound
 
 
 class ConstraintTerm(NamedTuple):
-    """For one micro-batch. loss: weighted scalar to add. sums [4]: KL, drift, tokens over eps, the unweighted loss."""
+    """One micro-batch. loss: weighted scalar to add. sums [4]: KL, drift, tokens over eps, unweighted loss."""
 
     loss: Tensor
     sums: Tensor
 
 
 class Constraint:
-    """The start's U, and the distance of the present U from it. The same on every rank."""
+    """The U of the start, and the distance of the current U from it. Equal on all ranks."""
 
     def __init__(
         self, model: CausalQwenModel, config: ConstraintConfig, features: Callable[[Batch, Tensor], Tensor]
     ) -> None:
-        """features: the engine's forward pass, (batch on the device, keep [N]) -> z [N,H]."""
+        """features: forward pass of the engine, (batch on the device, keep [N]) -> z [N,H]."""
         self.model, self.config, self._features = model, config, features
         self.device = model.action.cls_weight.device
         self.features_moved = False  # whether embedding or lora has ever trained
@@ -74,11 +74,11 @@ class Constraint:
 
     @torch.no_grad()
     def begin(self, features: dict[str, Tensor], batches: Iterable[Batch]) -> None:
-        """Take the present model as the start. Collective over the world.
+        """Use the current model as the start. Collective over the world.
 
-        features: the engine's parameters by name, whole. batches: this rank's share of some texts. They give the
-        spread of U's location: its standard deviation over tokens, with the mean scale added in quadrature, so that a
-        dimension in which nothing varies (a number dimension) is measured in its own scale.
+        features: full parameters of the engine by name. batches: this rank's share of sample texts, used to measure the
+        spread of U's location: the standard deviation over tokens with the mean scale added in quadrature. The scale
+        keeps the spread above 0 in dimensions without variation (number dimensions).
         """
         self._abduction = _frozen_copy(self.model)
         self._w_num.copy_(features["embedding.w_num"])
@@ -97,26 +97,26 @@ class Constraint:
         self._spread.copy_((variance + mean_scale.square()).sqrt())
 
     def _tensors(self) -> dict[str, Tensor]:
-        """The tensors that are the start, by their names in its file."""
+        """The tensors of the start by their names in the file."""
         abduction = {f"abduction.{name}": value for name, value in self._abduction.state_dict().items()}
         return {**abduction, "w_num": self._w_num, "num_row": self._num_row, "spread": self._spread}
 
     def save(self, path: Path) -> None:
-        """Write the start; one rank calls it."""
+        """Write the start to a file. One rank calls this."""
         tensors = {**self._tensors(), "adapted": torch.tensor(self._adapted)}
         with written_whole(path) as partial:
             save_file({name: value.cpu().contiguous() for name, value in tensors.items()}, partial)
             let_read(partial)
 
     def load(self, path: Path, state: dict[str, Any]) -> None:
-        """Restore what `save` wrote and `state_dict` returned. Raises `UserError` for a strange file."""
+        """Restore a saved file and a `state_dict`. Raises `UserError` for a file that does not fit."""
         try:
             tensors = load_file(path)
             adapted = tensors.pop("adapted").reshape(())
         except (OSError, SafetensorError, KeyError, RuntimeError) as error:
             allowed = "the file that the run's start left there (or loss.constraint.mode=off in a new run)"
             raise UserError("loss.constraint", str(path), f"{allowed}: {error}") from None
-        self._abduction = _frozen_copy(self.model)  # its scale floor is no tensor
+        self._abduction = _frozen_copy(self.model)  # also copies the scale floor, which is not a tensor
         own = self._tensors()
         refuse_strange(tensors, {name: value.shape for name, value in own.items()}, path, key="loss.constraint")
         for name, value in own.items():
@@ -126,7 +126,7 @@ class Constraint:
         self._answer.fill_(state["answer"])
 
     def state_dict(self) -> dict[str, float]:
-        """What changes in training, for a checkpoint."""
+        """The state that changes in training, for a checkpoint."""
         return {"multiplier": float(self.multiplier), "answer": float(self._answer)}
 
     def due(self, step: int) -> bool:
@@ -135,18 +135,18 @@ class Constraint:
 
     @property
     def second_pass(self) -> bool:
-        """Whether the start's z differs from z and must be computed."""
+        """Whether the start's z may differ from z, and needs a second forward pass."""
         return self.features_moved or self._adapted
 
     @torch.no_grad()
     def start_features(self, batch: Batch, keep: Tensor) -> Tensor:
-        """z [N,H] as it was at the start. Collective where the engine's forward is."""
+        """z [N,H] with the parameters of the start. Collective if the engine's forward pass is."""
         embedding = self.model.features.embedding.using(self._w_num, self._num_row)
         with adapters_disabled(self.model.transformer), embedding:
             return self._features(batch, keep)
 
     def term(self, u: Cauchy, z_start: Tensor, weight: float) -> ConstraintTerm:
-        """u [N,C] now, z_start [N,H]; weight: what the engine divides by, over the global number of tokens."""
+        """u: current U [N,C]. z_start [N,H]. weight: number of ranks divided by the global number of tokens."""
         held = self.config.mode in ("hinge", "dual")
         named = self.config.unit
         unit = self._spread if named == "spread" else None if named == "scale" else float(named)
@@ -167,7 +167,7 @@ class Constraint:
 
     @torch.no_grad()
     def after_step(self, sums: Tensor, tokens: int) -> dict[str, Tensor]:
-        """The step's metrics from sums [4] over all ranks; `dual` updates the multiplier. No host synchronisation."""
+        """Metrics of the step from sums [4] over all ranks. `dual` updates the multiplier. No host synchronisation."""
         kl, drift, over, loss = sums / max(tokens, 1)
         metrics = {"train/kl": kl, "train/kl_drift": drift, "train/kl_over_eps": over}
         if self.config.mode in ("hinge", "dual"):

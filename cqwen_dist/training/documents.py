@@ -1,7 +1,7 @@
-"""Tells transformers, from the host's copy of a batch, whether a row holds several documents.
+"""Answers transformers' question whether rows are packed from the CPU copy of the batch.
 
-transformers asks the positions on the device (`masking_utils.find_packed_sequence_indices`), and the host waits for the
-answer in each forward pass.
+transformers reads the positions on the device (`masking_utils.find_packed_sequence_indices`), which synchronises in
+each forward pass.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ ASKS = "find_packed_sequence_indices"
 
 @contextmanager
 def documents_of(texts: Texts, rows: int) -> Iterator[None]:
-    """Inside, forward passes are of a batch with these texts in so many rows."""
+    """Use inside: forward passes of one batch with these texts in `rows` rows."""
     packed = len(texts.lengths) > rows
 
     def documents(positions: Tensor) -> Tensor | None:
-        """The number of each position's document in its row [B,T]; None where rows hold one each."""
+        """Document index of each position within its row [B,T]; None if each row has one document."""
         if not packed:
             return None
         return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=1) != 1).cumsum(1)

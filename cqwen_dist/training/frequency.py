@@ -1,4 +1,4 @@
-"""Word frequency: the weights of words in the loss (seed S4 3.4.3), the mean threshold of each band (S0 5.1)."""
+"""Word frequency: class weights in the loss (seed S4 3.4.3), and the mean threshold per frequency band (S0 5.1)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def class_weights(loss: LossConfig, counts: np.ndarray, start: int, rows: int, v
 
 
 def band_of(counts: np.ndarray) -> np.ndarray:
-    """[V] int64: the band of each word, an index into `BAND_NAMES`."""
+    """Band of each word [V] int64, an index into `BAND_NAMES`."""
     rank = np.empty(len(counts), dtype=np.int64)
     rank[np.argsort(-counts, kind="stable")] = np.arange(len(counts))
     band = np.searchsorted(BANDS, rank, side="right")
@@ -51,10 +51,10 @@ def band_of(counts: np.ndarray) -> np.ndarray:
 
 @torch.no_grad()
 def mean_thresholds(threshold: Tensor, band: Tensor, groups: Groups) -> dict[str, float]:
-    """dist/C_words_*: the mean threshold of each band that has words; empty for a scalar threshold.
+    """dist/C_words_*: mean threshold of each non-empty band; {} for a scalar threshold.
 
-    A learnable C is expected to fall for frequent words and to rise for rare ones (S0 5.1). threshold [rows] and band
-    [rows] (`band_of`) are this rank's. Collective over the vocabulary group.
+    A learnable C should fall for frequent words and rise for rare words (S0 5.1). threshold [rows] and band [rows]
+    (`band_of`): this rank's rows. Collective over the vocabulary group.
     """
     if threshold.ndim == 0:
         return {}

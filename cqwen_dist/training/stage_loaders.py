@@ -1,7 +1,7 @@
 """The training batches of a run whose stages may differ in sequence length and batch size.
 
-Consecutive stages of equal batch size and sequence length share a position in the data; any other stage begins a new
-epoch. A position is {epoch, step}, the same on any number of ranks.
+Consecutive stages with equal batch size and sequence length continue at the same data position; any other stage starts
+a new epoch. A position is {epoch, step} and does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class StageLoaders:
 
     @property
     def current(self) -> Loader:
-        """The loader of the stage that was entered last."""
+        """The loader of the current stage."""
         return self._loaders[self._index]
 
     def enter(self, plan: StagePlan) -> Iterator[list[Batch]]:
-        """The batches of a stage, from where the stage before stopped, or from a new epoch."""
+        """The batches of a stage: continues where the previous stage stopped, or starts a new epoch."""
         before, now = self.current, self._loaders[plan.index]
         self._index = plan.index
         if now is not before:
@@ -67,15 +67,15 @@ class StageLoaders:
             self._batches.close()
 
     def state_dict(self) -> dict[str, int]:
-        """The position of the current stage's next step in the data."""
+        """The data position of the next step."""
         return {"stage": self._index, **self.current.state_dict()}
 
     def load_state_dict(self, state: dict[str, int], other_texts: bool = False) -> None:
-        """Restore what `state_dict` returned. other_texts: the data has been exchanged, so a new epoch begins."""
+        """Restore a `state_dict`. other_texts: the data has changed, so start a new epoch."""
         self._index = state["stage"]
         self.current.load_state_dict(_next_epoch(state) if other_texts else state)
 
 
 def _next_epoch(state: dict[str, int]) -> dict[str, int]:
-    """The start of the first epoch that has not begun at this position."""
+    """Position of the first epoch that has not started at this position."""
     return {"epoch": state["epoch"] + (state["step"] > 0), "step": 0}

@@ -1,12 +1,12 @@
-"""Epochs on the heads only: where nothing before z trains, z is read from disk instead of computed.
+"""Feature cache: while only the heads train, z is read from disk instead of computed.
 
-A stage without `embedding` and `lora` runs the features without a graph and in eval mode, so z of a sample is the same
-in every epoch, whatever dropout is set. A cache's key holds all that z depends on (`FeatureCache._key`).
+A stage without `embedding` and `lora` runs the features without a graph and in eval mode. So z of a sample is the same
+in each epoch, even with dropout. The key of a cache includes everything that z depends on (`FeatureCache._key`).
 
-A cache costs one pass over the data. Mode `auto` makes one only where the stage has more than that left and the disk
-has room; one that is there is read, so a run that goes on in a stage's last epoch takes the steps that it would have
-taken. Losses equal those of the run without it, up to the rounding of other batch shapes. The wide part's columns
-are not in it: the start is fitted to z from the cache, before they are known.
+Building a cache costs one pass over the data. Mode `auto` builds one only if the stage has more than one epoch left and
+the disk has room. An existing cache is always used, so resuming changes nothing. Losses equal those without a cache, up
+to the rounding of different batch shapes. The cache has no columns of the wide part: the start is fitted to cached z
+before these exist.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from cqwen_dist.training.zero.engine import Engine
 
 @dataclass
 class FeatureCache:
-    """Decides for each stage, makes or opens the cache, and reads z of the next step."""
+    """Decides for each stage, builds or opens the cache, and reads z of the next step."""
 
     settings: FeatureCacheConfig
     run_folder: Path
     runtime: Runtime
     engine: Engine
-    features: Callable[[Batch, Tensor], Tensor]  # z of a batch's label positions, outside of steps
-    depends: Mapping[str, Any]  # what z depends on beside texts and trained features: digests, keys of the model
+    features: Callable[[Batch, Tensor], Tensor]  # computes z at the label positions of a batch
+    depends: Mapping[str, Any]  # further parts of the key: digests and model keys that z depends on
     progress: Progress
 
     def __post_init__(self) -> None:
@@ -66,17 +66,19 @@ class FeatureCache:
         self._shards: FeatureShards | None = None
 
     def enter(self, plan: StagePlan, step: int, loader: Loader) -> None:
-        """Begin or resume a stage, with a cache where possible. Collective over the world.
+        """Start or resume a stage, with a cache if possible. Collective over the world.
 
-        Raises `UserError` by key where a cache is required and impossible.
+        Raises `UserError` if a cache is required and impossible.
         """
         self._loader = loader
         self._shards = None if self.settings.mode == "never" else self._shards_of(plan, step, loader, self.progress.say)
         self._delete_others(None if self._shards is None else self._shards.folder)
 
     def reader(self, plan: StagePlan, loader: Loader, other: Loader) -> Callable[[Batch, Tensor], Tensor] | None:
-        """What gives z [N,H] of the batches of `other`'s first step, in order, from the cache of a stage that has not
-        begun, made now; None: it will have none. Collective over the world. loader: the stage's. Raises as `enter`.
+        """A function that returns z [N,H] of the batches of `other`'s first step, in order; None without a cache.
+
+        Builds the cache of a stage before it starts; loader: the loader of this stage. Collective over the world.
+        Raises as `enter`.
         """
         if self.settings.mode == "never" or other.dataset is not loader.dataset:
             return None
@@ -95,7 +97,7 @@ class FeatureCache:
     def _shards_of(
         self, plan: StagePlan, step: int, loader: Loader, say: Callable[[str], None]
     ) -> FeatureShards | None:
-        """The cache of a stage from a step on; None, with the reason, where there is none."""
+        """The cache of a stage from a step on. Without a cache prints the reason and returns None."""
         left = (plan.stop - step) / loader.steps_per_epoch
         try:
             if trained := sorted(plan.stage.groups & {"embedding", "lora"}):
@@ -112,7 +114,7 @@ class FeatureCache:
             return None
 
     def next(self) -> list[Tensor] | None:
-        """z [N,H] (CPU) of each micro-batch of the loader's next step; None without a cache."""
+        """z [N,H] on the CPU for each micro-batch of the loader's next step; None without a cache."""
         if self._shards is None or self._loader is None:
             return None
         loader = self._loader
@@ -120,12 +122,12 @@ class FeatureCache:
         return [self._shards.read(mine[k * size : (k + 1) * size]) for k in range(loader.micro_steps)]
 
     def close(self) -> None:
-        """End the run: delete the caches in its folder."""
+        """Delete the caches in the run folder at the end of the run."""
         self._shards = None
         self._delete_others(None)
 
     def _delete_others(self, kept: Path | None) -> None:
-        """Delete other stages' caches in the run's own folder. A folder that the user names may serve other runs."""
+        """Delete caches of other stages in the run folder. A folder named by the user may serve other runs."""
         own = self.settings.dir is None and self.folder.is_dir() and not self.folder.is_symlink()
         if not self.runtime.is_main or not own:
             return
@@ -137,7 +139,7 @@ class FeatureCache:
                 self.folder.rmdir()
 
     def _open_or_build(self, loader: Loader, not_worth: str) -> FeatureShards:
-        """not_worth: why none is made, or empty; one that is there is read all the same."""
+        """Open the cache or build it. not_worth: reason against building, or ""; an existing cache is always used."""
         dataset, rank, world = loader.dataset, self.runtime.rank, self.runtime.world_size
         assert isinstance(dataset, TextDataset)
         hidden = self.engine.model.config.hidden_size
@@ -162,13 +164,13 @@ class FeatureCache:
         return found
 
     def _refuse_size(self, size: int) -> None:
-        """size: bytes, at most."""
+        """Raises `CacheRefused` if the cache is too large. size: upper bound in bytes."""
         free = min(gather_objects(free_bytes(self.folder)))
         if size * ROOM > free:
             raise CacheRefused(f"it takes {size / 2**30:.3g} GiB, {self.folder} has {free / 2**30:.3g} GiB free")
 
     def _key(self, dataset: TextDataset) -> dict[str, Any]:
-        """All that z depends on. Collective over the world."""
+        """Everything that z depends on. Collective over the world."""
         trained, _, _ = self.engine.feature_state()
         weights = hashlib.sha256()
         for name, value in sorted(trained.items()):

@@ -1,11 +1,11 @@
-"""z of every label position of a data set on disk: written once by all ranks, read by any rank by sample number.
+"""z at all label positions of a data set on disk. All ranks write it once; any rank reads it by sample number.
 
-    KEY/                          the folder's name is a digest of all that z depends on
-      z-00000000-00000250.arrow   z of samples [0, 250): a row per sample, [tokens,H] in the run's dtype as bytes
-      manifest.json               the key itself, every file with size and SHA-256; written last
+    KEY/                          the folder name is a digest of everything that z depends on
+      z-00000000-00000250.arrow   z of samples [0, 250): one row per sample, [tokens,H] in the run's dtype as bytes
+      manifest.json               the key, and size and SHA-256 of each file; written last
 
-The order of samples is global and the same on any number of ranks. A sample is not always read by the rank that wrote
-it, so files are memory-mapped and read by sample. A folder without a manifest is no cache.
+The sample order is global and does not depend on the number of ranks. The rank that reads a sample may not be the one
+that wrote it, so files are memory-mapped and read by sample. A folder without a manifest is incomplete.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.files import MANIFEST, file_record, key_digest, read_object, sync, write_atomically
 
 SCHEMA = pa.schema([("z", pa.large_binary())])
-ROOM = 1.02  # of a cache's size that the disk must have free
+ROOM = 1.02  # required free disk space, as a multiple of the cache size
 
 
 class CacheRefused(Exception):
-    """Why there is no cache, in one sentence; the same on every rank."""
+    """The reason why there is no cache, in one sentence; the same on all ranks."""
 
 
 def is_cache(folder: Path) -> bool:
-    """Whether a folder is a cache, complete or partial: its name is the digest of its key."""
+    """Whether a folder is a complete or partial cache: its name must be the digest of its key."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     if re.fullmatch(r"\.[0-9a-f]{24}\.[0-9]+\.partial", folder.name):
@@ -52,10 +52,10 @@ class FeatureShards:
     def __init__(self, folder: Path, hidden: int, dtype: torch.dtype) -> None:
         self.folder, self.hidden, self.dtype = folder, hidden, dtype
         files = [pa.ipc.open_file(pa.memory_map(str(path))) for path in sorted(folder.glob("z-*.arrow"))]
-        self._z = pa.concat_tables([file.read_all() for file in files])["z"]  # not copied; a row per sample
+        self._z = pa.concat_tables([file.read_all() for file in files])["z"]  # not copied; one row per sample
 
     def read(self, samples: list[int]) -> Tensor:
-        """z [N,H] of these samples' label positions, in order, on the CPU in the run's dtype."""
+        """z [N,H] at the label positions of these samples, in order, on the CPU in the run's dtype."""
         parts = [np.frombuffer(self._z[sample].as_buffer(), np.uint8) for sample in samples]
         rows = np.concatenate([np.empty(0, np.uint8), *parts]).reshape(-1, self.hidden * self.dtype.itemsize)
         return torch.from_numpy(rows).view(self.dtype)
@@ -64,9 +64,9 @@ class FeatureShards:
 def open_shards(
     folder: Path, key: dict[str, Any], hidden: int, dtype: torch.dtype, runtime: Runtime
 ) -> FeatureShards | None:
-    """The cache of this key, or None where any rank finds it missing or damaged.
+    """The cache of this key; None if any rank finds it missing or damaged.
 
-    Collective over the world: one rank verifies each file's checksum.
+    Collective over the world: the ranks share the work of verifying checksums.
     """
     manifest = read_object(folder / MANIFEST)
     try:
@@ -88,13 +88,13 @@ def build_shards(
     runtime: Runtime,
     show: Callable[[int], None],
 ) -> None:
-    """Write the cache of a key, complete or not at all. Collective over the world.
+    """Write the cache of a key atomically. Collective over the world.
 
-    batches: this rank's `samples` in order, as many batches on every rank (with padding). features: z of a batch's
-    label positions. show: called with the number of samples done. Raises `CacheRefused` on every rank if a disk
-    fails or z is not finite, and what `features` raises.
+    batches: this rank's `samples` in order; all ranks have the same number of batches (padded). features: computes z at
+    the label positions of a batch. show: called with the number of finished samples. Raises `CacheRefused` on all ranks
+    if a disk fails or z is not finite, and passes on errors of `features`.
     """
-    first_rank = gather_objects(os.getpid())[0]  # another run may make the same cache
+    first_rank = gather_objects(os.getpid())[0]  # two runs may build the same cache at the same time
     partial = folder.with_name(f".{folder.name}.{first_rank}.partial")
     try:
         files = _write_shards(partial, batches, samples, features, runtime, show)
@@ -117,7 +117,7 @@ def _write_shards(
     runtime: Runtime,
     show: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Every rank writes its own file; returns size and checksum of all ranks' files by name."""
+    """Each rank writes one file. Returns size and checksum of all files by name."""
     _together(lambda: partial.mkdir(parents=True) if runtime.is_main else None)
     path = partial / f"z-{samples.start:08d}-{samples.stop:08d}.arrow"
     writer = _together(lambda: pa.ipc.new_file(str(path), SCHEMA), f"rank {runtime.rank} does not see {partial}: ")
@@ -127,11 +127,11 @@ def _write_shards(
             mask = batch.learnt_mask
             keep = batch.learnt.to(runtime.device)
             z = features(batch.to(runtime.device), keep).cpu().contiguous()
-            rows = min(mask.shape[0], len(samples) - done)  # rows of padding are no samples
+            rows = min(mask.shape[0], len(samples) - done)  # the last rows may be padding
             done += rows
             if trouble or not bool(z.isfinite().all()):
                 trouble = trouble or f"z of the samples before {samples.start + done} is not finite"
-                continue  # the other ranks' forward passes need this one
+                continue  # keep computing: under ZeRO-3 the forward passes are collective
             pieces = z.view(torch.uint8).split(mask.sum(1)[:rows].tolist())
             column = pa.array([piece.numpy().tobytes() for piece in pieces], SCHEMA.field("z").type)
             try:
@@ -144,7 +144,7 @@ def _write_shards(
         try:
             writer.close()
         finally:
-            if trouble:  # the first cause
+            if trouble:  # the first error
                 raise OSError(trouble)
         sync(path)
 
@@ -153,7 +153,7 @@ def _write_shards(
 
 
 def _together(action: Callable[[], Any], what: str = "") -> Any:
-    """The action's result on this rank. Raises `CacheRefused` on every rank if any rank's action raises OSError."""
+    """Run an action on each rank. Raises `CacheRefused` on all ranks if it raises OSError on any rank."""
     result, trouble = None, ""
     try:
         result = action()

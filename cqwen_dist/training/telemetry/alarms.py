@@ -1,6 +1,6 @@
-"""Alarms for people: a run whose loss looks good though it does not learn, and refused steps.
+"""Alarms for the user: runs that do not learn although the loss looks good, and refused steps.
 
-Rank 0 checks every record when its values are on the host, so no step waits. An alarm is raised once, and again only
+Rank 0 checks each record once its values are on the host, so no step waits. An alarm is raised once, and again only
 after its cause has disappeared.
 """
 
@@ -21,7 +21,7 @@ SHOWN_SAMPLES = 64
 
 @dataclass(frozen=True)
 class Alarm:
-    """One finding: the step, kind (a short name), a text for people, and the samples of that step if known."""
+    """One alarm: the step, a short name, a text for the user, and the samples of the step if known."""
 
     step: int
     kind: str
@@ -33,19 +33,19 @@ class Alarm:
 class Alarms:
     """Watches the records of a run."""
 
-    words: int | None  # summed over in the loss; None where its level means nothing (class weights)
-    factor: float = 1.0  # from the loss to the sum over words (vocab_reduction: mean divides)
-    base_accuracy: float | None = None  # the base's own top-1, if known
+    words: int | None  # number of words in the loss; None with class weights, which change the level of the loss
+    factor: float = 1.0  # converts the loss to a sum over words (vocab_reduction: mean divides)
+    base_accuracy: float | None = None  # top-1 of the base model, if known
     _: KW_ONLY
-    calibrated: bool = True  # how the run began
-    gate_pays: bool = False  # the gate passes gradients to P of <NUM>
+    calibrated: bool = True  # whether the run started with `start: calibrated`
+    gate_pays: bool = False  # whether the gate passes gradients to P of <NUM>
 
-    TRAP_LOOKS = 3  # values of train/accuracy in a row, if the base knows words
-    UNTAUGHT_LOOKS = 30  # if it knows none: then training begins at the uniform solution
-    UNTAUGHT = 0.1  # top-1 of a base below which it knows none
-    DEAD_STEPS = 20  # steps in a row without a gradient
-    UNLEARNT_STEPS = 100  # steps with <NUM> labels in a row at which P_NUM stays near 0
-    HISTORY = 64  # losses that a spike is compared with
+    TRAP_LOOKS = 3  # consecutive values of train/accuracy, for a pretrained base
+    UNTAUGHT_LOOKS = 30  # the same for an untrained base, whose training starts at the uniform solution
+    UNTAUGHT = 0.1  # a base with a lower top-1 counts as untrained
+    DEAD_STEPS = 20  # consecutive steps without a gradient
+    UNLEARNT_STEPS = 100  # consecutive steps with <NUM> labels and P of <NUM> near 0
+    HISTORY = 64  # number of losses to compare a spike with
     LEAST_HISTORY = 20
     SPIKE = 10.0  # robust deviations
 
@@ -62,8 +62,8 @@ class Alarms:
         self._losses: deque[float] = deque(maxlen=self.HISTORY)
 
     def look(self, record: Mapping[str, Any], samples: Sequence[int] = ()) -> list[Alarm]:
-        """Alarms of one step's plain values. samples: of the step, over all ranks."""
-        if record.get("stage") != self._stage:  # lambda, batch or length may differ, and with them the loss
+        """Alarms from the plain values of one step. samples: the samples of the step on all ranks."""
+        if record.get("stage") != self._stage:  # lambda, batch size or length may differ, and so may the loss
             self._stage = record.get("stage")
             self._losses.clear()
         found = {
@@ -81,7 +81,7 @@ class Alarms:
         return alarms
 
     def _uniform_trap(self, record: Mapping[str, Any]) -> tuple[bool, str]:
-        """P = 1/V for all words has the loss 1 + ln V and sum P = 1: it looks trained and knows no word."""
+        """P = 1/V for all words has loss 1 + ln V and sum P = 1. It looks trained, but has learned no words."""
         names = ("train/accuracy", "train/cls_loss_mean", "train/prob_sum_mean")
         accuracy, loss, prob_sum = (record.get(name) for name in names)
         if self.uniform is None or accuracy is None or loss is None or prob_sum is None:
@@ -95,7 +95,7 @@ class Alarms:
         )
 
     def _way_out(self) -> str:
-        """How to leave the uniform solution: it depends on how the run began."""
+        """Advice on leaving the uniform solution; it depends on the start of the run."""
         if self.untaught:
             return (
                 f"its base knows no words either (top-1 {self.base_accuracy:.1%}); begin again from a pretrained one "
@@ -111,7 +111,7 @@ class Alarms:
         self._p_num = p_num if self._p_num is None else 0.9 * self._p_num + 0.1 * p_num
         self._best_p_num = max(self._best_p_num, self._p_num)
         self._accuracy = record.get("train/accuracy", self._accuracy)
-        # it may also never rise: words are learnt and <NUM> is not
+        # It may also never rise: the words are learned, but <NUM> is not
         self._unlearnt = self._unlearnt + 1 if self._p_num < 0.02 and self._accuracy > max(0.1, self.poor) else 0
         fell = self._p_num < 0.1 * self._best_p_num and self._best_p_num > 0.05
         how = f"fell from {self._best_p_num:.2g}: numbers are being unlearnt"
@@ -179,5 +179,5 @@ class Refusals:
         return {"train/refused": 1.0}
 
     def taken(self) -> None:
-        """Note that a step was taken."""
+        """Record that a step was taken."""
         self.in_a_row = 0

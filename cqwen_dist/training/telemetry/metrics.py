@@ -1,10 +1,10 @@
-"""The metrics of a run on rank 0: read late, checked for alarms, written to a JSONL file, W&B and TensorBoard.
+"""The metrics of a run on rank 0: checked for alarms, and written to a JSONL file, W&B and TensorBoard.
 
-A step's metrics are read when the next step has begun. Until then they are one vector of tensors that is copied while
-the device works: no step waits for its own loss.
+The metrics of a step are read after the next step has started. In the meantime one tensor with all values is copied
+while the device works: no step waits for its loss.
 
-A record is one optimizer step's plain values: `step`, `stage`, `train/...`, and where due `eval/...`, `dist/...`,
-`perf/...`. After a resume every writer continues; steps that are taken again are not written twice.
+A record has the plain values of one optimizer step: `step`, `stage`, `train/...`, and if due `eval/...`, `dist/...`,
+`perf/...`. After a resume all writers continue; replayed steps are not written twice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cqwen_dist.config.schema import RunConfig
 from cqwen_dist.run.files import ALARMS, METRICS, TENSORBOARD, WANDB_ID, read_lines, write_atomically
 from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
 
-# The names of seed S1 (6.1) for metrics of S3 (5).
+# Names in seed S1 (6.1) for metrics of S3 (5).
 ALIASES = {
     "total_loss": "train/total_loss",
     "ovr_prob_sum": "train/prob_sum_mean",
@@ -36,10 +36,10 @@ ALIASES = {
 
 
 class MetricsFile:
-    """A JSONL file: one flushed line per optimizer step, each step once, also after a resume."""
+    """A JSONL file with one flushed line per optimizer step; each step occurs once, also after a resume."""
 
     def __init__(self, path: Path, step: int) -> None:
-        """Open for appending; drops lines of steps after `step`, the checkpoint's: these steps are taken again."""
+        """Open for appending. Drops lines after `step`, the step of the checkpoint, as these steps are repeated."""
         if path.is_file():
             whole = [record for record in read_lines(path) if isinstance(record.get("step"), int)]
             kept = [record for record in whole if 0 < record["step"] <= step]
@@ -56,15 +56,15 @@ class MetricsFile:
 
 
 def _plain(value: Any) -> Any:
-    """null for infinity and NaN, which JSON does not have."""
+    """None for infinity and NaN, which JSON does not support."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class WandbWriter:
-    """Weights & Biases, online or offline; a resumed run continues under the id in its folder."""
+    """Weights & Biases, online or offline. A resumed run continues under the id in its folder."""
 
     def __init__(self, run_dir: Path, run: RunConfig, config: dict[str, Any]) -> None:
-        """Raises `UserError` where W&B cannot be reached or does not know the user."""
+        """Raises `UserError` if W&B cannot be reached or does not know the user."""
         import wandb
 
         id_file = run_dir / WANDB_ID
@@ -120,7 +120,8 @@ class TensorBoardWriter:
 
 
 def _copying(record: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-    """Start to copy a record's tensors to the host. The result waits for them and returns plain values."""
+    """Start copying the tensors of a record to the host. Returns a function that waits and returns plain values."""
+    # One packed copy in pinned memory: an asynchronous copy per metric would cost one launch each
     names = [name for name, value in record.items() if isinstance(value, Tensor)]
     packed = torch.stack([record[name].detach().float() for name in names]) if names else torch.zeros(0)
     arrived = None
@@ -138,7 +139,7 @@ def _copying(record: dict[str, Any]) -> Callable[[], dict[str, Any]]:
 
 
 class MetricsLog:
-    """Rank 0's writers. `push` takes a step's metrics, tensors among them, and writes those of the step before."""
+    """The writers of rank 0. `push` takes the metrics of a step, as tensors, and writes the previous step."""
 
     def __init__(
         self,
@@ -150,9 +151,10 @@ class MetricsLog:
         say: Callable[[str], None] = lambda text: None,
         on_record: Callable[[Mapping[str, Any]], None] = lambda record: None,
     ) -> None:
-        """step: of the checkpoint to resume from. config: shown in W&B. say: prints alarms. on_record: gets records.
+        """step: step of the checkpoint to resume from. config: shown in W&B. say: prints alarms. on_record: called with
+        each record.
 
-        metrics.jsonl is always written, W&B and TensorBoard if `run` says so.
+        metrics.jsonl is always written; W&B and TensorBoard depend on `run`.
         """
         self._file, self._alarm_file = MetricsFile(run_dir / METRICS, step), MetricsFile(run_dir / ALARMS, step)
         self._loggers: list[WandbWriter | TensorBoardWriter] = []
@@ -166,24 +168,24 @@ class MetricsLog:
         self._samples: Sequence[int] = ()
 
     def push(self, record: dict[str, Any], samples: Sequence[int] = ()) -> dict[str, Any] | None:
-        """Queue one step's record; writes and returns the record before it. samples: of the step, for an alarm."""
+        """Queue the record of a step; write and return the previous one. samples: samples of the step, for alarms."""
         before = self.flush()
         self._record, self._pending, self._samples = record, _copying(record), samples
         return before
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Add plain numbers (an evaluation's) to the step last pushed."""
+        """Add plain numbers (of an evaluation) to the last pushed step."""
         self._record.update(metrics)
 
     def alarm(self, alarm: Alarm) -> None:
-        """Send an alarm to its file, every logger and the console."""
+        """Send an alarm to its file, all loggers and the console."""
         self._alarm_file.write(asdict(alarm))
         for logger in self._loggers:
             logger.alarm(alarm.kind, alarm.text)
         self._say(f"alarm {alarm.kind}: {alarm.text}")
 
     def flush(self) -> dict[str, Any] | None:
-        """Write what is queued."""
+        """Write the queued record and return it."""
         if self._pending is None:
             return None
         record, self._pending = self._pending(), None

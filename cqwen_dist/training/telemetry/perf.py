@@ -1,6 +1,6 @@
-"""A run's speed: tokens/s, seconds per step, waiting for data, FLOP/s relative to the device's peak, peak memory.
+"""Speed of a run: tokens/s, seconds per step, wait for data, FLOP/s relative to the peak, peak memory.
 
-Nothing synchronises here: a step waits for its gradient norm anyway, so only the optimizer's last kernels are missed.
+No synchronisation here: a step waits for its gradient norm anyway, so the times only miss the last optimizer kernels.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from cqwen_dist.sizes.stage_sizes import Sizes
 
 
 def device_peak(device: torch.device) -> float | None:
-    """Peak in TFLOP/s of a known GPU; None for others and for CPUs."""
+    """Peak in TFLOP/s of a known GPU; None for unknown GPUs and CPUs."""
     return peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def work_of(config: Config, model: Any) -> Work:
-    """What the operations of a run's `CausalQwenModel` depend on, as its plan counts them."""
+    """The operation count of a run's `CausalQwenModel`, as the planner computes it."""
     base = Architecture.of(model.transformer.config.to_dict())
     return of_stage(Sizes(config, base, world=1, kind="cpu", stage=config.stages[0]))
 
 
 class Clock:
-    """Times the steps of this rank: call `data` when a step asks for its batches, `work` when it has them."""
+    """Times the steps of this rank: call `data` when a step asks for its batches, and `work` when they are here."""
 
     def __init__(self, work: Work, device: torch.device, world: int) -> None:
         self.of, self.device, self.world = work, device, world
@@ -41,19 +41,19 @@ class Clock:
         self._shape = (0, 0)
 
     def data(self) -> None:
-        """A step begins and asks for its batches."""
+        """Call when a step starts and asks for its batches."""
         self._began = time.perf_counter()
 
     def work(self, micro_batches: Sequence[Batch]) -> None:
-        """The batches, still on the CPU, are here."""
+        """Call when the batches are here, still on the CPU."""
         self._ready = time.perf_counter()
         texts = sum(int(batch.attention_mask[batch.position_ids == 0].sum()) for batch in micro_batches)
         self._shape = (texts, sum(int(batch.label_mask.sum()) for batch in micro_batches))
 
     def metrics(self, tokens: int, groups: frozenset[str], cached: bool = False) -> dict[str, float]:
-        """perf/... of the last step. tokens: of all ranks. groups: those that train. cached: z was read from a cache.
+        """perf/... of the last step. tokens: over all ranks. groups: trained groups. cached: z came from a cache.
 
-        The FLOPs are this rank's share of the useful ones, with attention at the mean length of a text.
+        FLOPs are this rank's share of the useful FLOPs, with attention at the mean text length.
         """
         seconds = max(time.perf_counter() - self._began, 1e-9)
         texts, labels = self._shape
@@ -73,7 +73,7 @@ class Clock:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """This rank's peak so far: of the allocator on a GPU, of resident memory on a CPU."""
+    """Peak memory of this rank so far: allocator on a GPU, resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux

@@ -1,4 +1,4 @@
-"""A run on the console of rank 0: a live bar on a terminal, elsewhere a line from time to time."""
+"""Console output of rank 0: a live bar on a terminal, otherwise a line from time to time."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from rich.progress import Progress as Bars
 from rich.text import Text
 
 _STYLES = {r"^note:": "yellow", r"^alarm\b": "bold red", r"^.* step \d+/\d+": "bold"}
-_SHOWN = {  # of a step's record
+_SHOWN = {  # metrics of a step
     "train/total_loss": "loss {:.4f}",
     "train/lr": "lr {:.2g}",
     "train/grad_norm": "gradient {:.2g}",
     "perf/peak_memory_gib": "{:.1f} GiB",
 }
-SPARSER = 0.01  # the least time between two lines, as a share of the time so far: a run has some hundred lines
+SPARSER = 0.01  # least time between two lines relative to the elapsed time: a few hundred lines per run
 
 
 class Progress:
-    """Shows where the run is, its speed, and the time left."""
+    """Shows step, speed and remaining time of a run."""
 
     def __init__(self, total_steps: int, start_step: int, every_s: float = 5.0, silent: bool = False) -> None:
-        """every_s: least seconds between two lines. silent: print nothing (on the other ranks)."""
+        """every_s: least seconds between two lines. silent: print no output (on other ranks)."""
         self.console = Console(highlight=False, markup=False, emoji=False, quiet=silent)
         self.every_s = every_s
         self._part, self._part_began = "", 0.0
@@ -34,13 +34,13 @@ class Progress:
         self.begin(total_steps, start_step)
 
     def begin(self, total_steps: int, start_step: int) -> None:
-        """Begin training; speed is measured from here."""
+        """Start of training: measure the speed from here."""
         self.total, self.start = total_steps, start_step
         self._began = self._shown = time.monotonic()
         self._tokens = 0
 
     def step(self, step: int, stage: str, tokens: int, record: Mapping[str, Any], force: bool = False) -> float:
-        """Show a finished step. record: metrics on the host, of this step or the one before. force: print a line.
+        """Show a finished step. record: host metrics of this step or the previous one. force: print a line.
 
         Returns tokens/s since `begin`.
         """
@@ -58,9 +58,9 @@ class Progress:
         return rate
 
     def part(self, what: str, done: int, of: int) -> None:
-        """Show the progress of work before or between steps, with its time left."""
+        """Show progress and remaining time of work before or between steps."""
         now = time.monotonic()
-        if what != self._part or not done:  # the same part may begin again
+        if what != self._part or not done:  # the same part may start again
             self._part, self._part_began = what, now
         left = f"  {_duration((of - done) * (now - self._part_began) / done)} left" if 0 < done < of else ""
         self._bar(what, done, of, left)
@@ -69,7 +69,7 @@ class Progress:
             self.say(f"  {what}" + (f" {done}/{of}" if of > 1 else "") + left)
 
     def say(self, text: str) -> None:
-        """Print a line; its beginning decides the style. It has no markup, as names may contain square brackets."""
+        """Print a line; its prefix decides the style. No markup, as names may contain square brackets."""
         line = Text(text)
         for start, style in _STYLES.items():
             line.highlight_regex(start, style)
