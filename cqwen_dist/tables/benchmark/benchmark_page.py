@@ -1,4 +1,4 @@
-"""What `cqwen bench numbers` found, for people: tables as Markdown, a picture of the laws."""
+"""Shows the results of `cqwen bench numbers` as Markdown tables and a chart of the error laws."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from cqwen_dist.tables.benchmark.predicted_laws import HELD, LAWS
 from cqwen_dist.tables.benchmark.published import PROTOCOLS
 from cqwen_dist.tables.fitting import OURS
 
-# The models beside ours, by what their names hold
+# A substring of a competitor's name decides its kind. The empty one matches every name, so it is tried last.
 KINDS = {"best head on z": ", on z", "best with adapters": ", LoRA", "best without a language model": ""}
 
 
 def page(document: dict[str, Any]) -> str:
-    """Markdown: all sets in short, a table of each, medians over its splits, and one of the laws."""
+    """Markdown: a summary of all data sets, one table per set with medians over its splits, and the error laws."""
     lines = [
         f"Measured {document['date']} on {document['machine']}; base {Path(document['base']).name}, "
         f"{document['minutes']:g} minutes a fit; judged by "
@@ -52,7 +52,7 @@ def page(document: dict[str, Any]) -> str:
 
 
 def _in_short(sets: dict[str, list[dict[str, dict[str, float]]]]) -> list[str]:
-    """A table: a line a set, the mean absolute error and CRPS of ours beside the least of the others'."""
+    """A table with one line per data set: our mean absolute error and CRPS next to the best competitor's."""
     heads = ["splits", f"MAE: {OURS}", *KINDS, "CRPS: " + OURS, "of all others", f"90 % of {OURS} holds"]
     lines = [f"| | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
     for name, splits in sets.items():
@@ -73,7 +73,7 @@ def _in_short(sets: dict[str, list[dict[str, dict[str, float]]]]) -> list[str]:
 
 
 def laws_picture(document: dict[str, Any]) -> str:
-    """An SVG document: of each set, the share of errors in each law's central intervals, by their level."""
+    """An SVG with one chart per data set: the share of errors inside each law's central intervals, by level."""
     charts = [
         line_chart(
             name,

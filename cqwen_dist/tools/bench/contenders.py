@@ -1,8 +1,8 @@
-"""Contenders of a benchmark in processes of their own: they warm up together, then each is timed alone.
+"""Runs benchmark contenders in separate processes: they warm up in parallel and are timed one by one.
 
-Compiling takes minutes and needs the CPU, timing takes seconds and needs the whole GPU. So the contenders of a group
-compile and warm up at the same time, and each one is measured after all others are ready and idle. A contender that
-fails, hangs or runs out of memory costs its own row and nothing else.
+Compiling takes minutes and needs the CPU. Timing takes seconds and needs an idle GPU. So the contenders of a group
+compile and warm up at the same time, and timing starts when all are ready. A contender that fails, hangs or runs out
+of memory loses only its row in the table.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-Work = Callable[[], Iterator[Any]]  # yields once when it is warm, then its result, a JSON-ready value
+Work = Callable[[], Iterator[Any]]  # yields once when warm, then yields a JSON-ready result
 
 
 class Contender:
-    """One work in a forked process, the leader of a process group that ends as a whole.
+    """A work in a forked process, which leads a process group so that `end` also kills its children.
 
-    The parent must not have used CUDA: a forked process cannot.
+    The parent must not have used CUDA: a forked process cannot initialise it again.
     """
 
     def __init__(self, name: str, work: Work, log: Path) -> None:
@@ -35,7 +35,7 @@ class Contender:
         theirs.close()
 
     def next(self, seconds: float) -> Any:
-        """The next value that the work yields, within so many seconds; None after it failed, `failed` says why."""
+        """The next value from the work; None if it failed or took more than `seconds`, with the reason in `failed`."""
         if not self.failed:
             try:
                 if self.pipe.poll(max(0.0, seconds)):
@@ -56,9 +56,9 @@ class Contender:
         self.pipe.send("go")
 
     def end(self) -> None:
-        """Kill the process and everything that it started."""
+        """Kill the process and its children."""
         if self.process.pid is not None:
-            for kill in (os.killpg, os.kill):  # a process killed before it led a group is killed by its own number
+            for kill in (os.killpg, os.kill):  # before the child has called setsid, no group exists: kill it by pid
                 try:
                     kill(self.process.pid, signal.SIGKILL)
                 except ProcessLookupError:
@@ -69,9 +69,10 @@ class Contender:
 def take_turns(
     works: Mapping[str, Work], log: Path, warm_s: float, timed_s: float, left: Callable[[], float]
 ) -> Iterator[tuple[str, Any, str]]:
-    """(name, result, "") or (name, None, why there is none) of each work, in order.
+    """Yields (name, result, "") or (name, None, reason of the failure) for each work, in order.
 
-    warm_s, timed_s: limits of warming up (all together) and of measuring (each). left: seconds until all must end.
+    warm_s: the limit for the common warm-up. timed_s: the limit for each measurement. left: returns the seconds that
+    remain for everything.
     """
     contenders = [Contender(name, work, log) for name, work in works.items()]
     try:
@@ -83,7 +84,7 @@ def take_turns(
             if not contender.failed:
                 contender.go()
                 result = contender.next(min(timed_s, left()))
-                contender.end()  # frees its memory on the GPU before the next one is timed
+                contender.end()  # free its GPU memory before the next one is timed
             yield contender.name, result, contender.failed
     finally:
         for contender in contenders:
@@ -91,7 +92,7 @@ def take_turns(
 
 
 def _serve(work: Work, pipe: Connection, log: Path) -> None:
-    """Run in the child: its output goes to the log, its values to the parent."""
+    """Runs `work` in the child, with its output in the log, and sends its values to the parent."""
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with log.open("a") as out:
@@ -108,8 +109,8 @@ def _serve(work: Work, pipe: Connection, log: Path) -> None:
             import traceback
 
             traceback.print_exc()
-            sys.stdout.flush()  # the parent ends this process as soon as it hears why
+            sys.stdout.flush()  # flush first: the parent kills this process as soon as it receives the reason
             lines = str(error).strip().splitlines() or [""]
             pipe.send(("failed", f"{type(error).__name__}: {lines[0][:200]}"))
         sys.stdout.flush()
-    os._exit(0)  # no clean-up of what the parent had: threads, GPU contexts, temporary folders
+    os._exit(0)  # skip exit handlers: they would clean up the parent's threads, GPU contexts and temporary folders

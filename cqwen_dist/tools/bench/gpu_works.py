@@ -1,4 +1,4 @@
-"""The works of ``cqwen bench gpu``: each warms up, yields, measures, and yields a JSON-ready result."""
+"""The works for ``cqwen bench gpu``: each warms up, yields, measures, and yields a JSON-ready result."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import torch
 
 from cqwen_dist.tools.bench.contenders import Work
 
-TOLERANCE = 4e-3  # of a gradient's relative error: entries in bf16 are rounded to 2^-9
+TOLERANCE = 4e-3  # relative gradient error; bf16 entries are rounded to 2^-9 = 2e-3
 
 
 class Size(NamedTuple):
-    """How large everything is: on a GPU, or in a rehearsal on a CPU."""
+    """The problem sizes: for a GPU, or for a trial run on a CPU."""
 
     tokens: int
     hiddens: tuple[int, int]
     vocab: int
-    odd: tuple[int, int]  # tokens and words of the check against float64: multiples of no tile
+    odd: tuple[int, int]  # tokens and words in the float64 check; not multiples of any tile size
     rounds: int
-    square: int  # of the product that shows the card's peak
+    square: int  # side of the square matrices whose product measures the peak rate
     copy_bytes: int
-    layers: int | None  # of the backbones; None: as the config says
-    rows: int  # sequences of a micro-batch
-    length: int  # tokens of a sequence
-    batches: tuple[int, int]  # prompts that are decoded at once
+    layers: int | None  # backbone layers; None keeps the config's number
+    rows: int  # sequences per micro-batch
+    length: int  # tokens per sequence
+    batches: tuple[int, int]  # prompts decoded at once
     new_tokens: int
 
 
@@ -37,7 +37,7 @@ TOY = Size(48, (32, 64), 259, (37, 131), 2, 128, 1 << 20, 2, 2, 32, (1, 2), 4)
 
 
 def machine(size: Size) -> Work:
-    """Versions, the card, its copy bandwidth and its bf16 product."""
+    """Library versions, the device name, its copy bandwidth and its bf16 matrix product rate."""
 
     def work() -> Iterator[Any]:
         import transformers
@@ -67,7 +67,10 @@ def machine(size: Size) -> Work:
 
 
 def loss(name: str, size: Size, hidden: int, tokens: int | None = None) -> Work:
-    """A contender of the loss: first its error against float64, where it is ours; then its time, by kernel."""
+    """A loss implementation: checks ours against float64 first, then measures time, memory and kernels.
+
+    Raises `ArithmeticError` if an error is above `TOLERANCE`.
+    """
 
     def work() -> Iterator[Any]:
         from cqwen_dist.tools.bench.loss import OURS, Problem, contenders, make_problem, one_step
@@ -81,6 +84,7 @@ def loss(name: str, size: Size, hidden: int, tokens: int | None = None) -> Work:
             for c in (128 if device.type == "cuda" else 24, hidden):
                 odd = make_problem(size.odd[0], c, size.odd[1], torch.bfloat16, device, spread=True)
                 errors |= {f"{what}, C={c}": error for what, error in _errors(odd, make).items()}
+        # `not <=` rather than `>`, so that a NaN counts as wrong.
         wrong = {what: error for what, error in errors.items() if not error <= TOLERANCE}
         if wrong:
             raise ArithmeticError(f"wrong against float64: {wrong}")
@@ -108,7 +112,7 @@ def loss(name: str, size: Size, hidden: int, tokens: int | None = None) -> Work:
 
 
 def ours(config: str, size: Size, **changes: Any) -> Work:
-    """A training step of the config's last stage, by part. changes: dotted config keys."""
+    """Our training step in the config's last stage, by part. changes: dotted config keys."""
 
     def work() -> Iterator[Any]:
         from cqwen_dist.parallel.runtime import distributed
@@ -161,7 +165,7 @@ def peer(config: str, size: Size, *, liger: bool, **changes: Any) -> Work:
 
 
 def decoding(name: str, size: Size, batch: int, cache: str) -> Work:
-    """Tokens a second of a mode, or of Hugging Face's generate on the same base."""
+    """Tokens/s in one of our generation modes, or with Hugging Face's generate on the same base model."""
 
     def work() -> Iterator[Any]:
         from cqwen_dist.tools.bench.generate import prepared
@@ -180,7 +184,7 @@ def decoding(name: str, size: Size, batch: int, cache: str) -> Work:
 
 
 def packing(kind: str, size: Size, folder: Path) -> Work:
-    """Real tokens a second of padded texts, of packed rows with a mask, or without one."""
+    """Tokens/s without padding, for padded texts, packed rows with a mask, or packed rows without one."""
 
     def work() -> Iterator[Any]:
         from cqwen_dist.config import load_config
@@ -208,7 +212,7 @@ def packing(kind: str, size: Size, folder: Path) -> Work:
 
 
 def memory(case: str) -> Work:
-    """Measured and planned peak memory of a case of `cqwen bench memory`."""
+    """Measured and planned peak memory for one `cqwen bench memory` case."""
 
     def work() -> Iterator[Any]:
         from cqwen_dist.parallel.runtime import distributed
@@ -241,7 +245,7 @@ def _config(name: str) -> Path:
 
 
 def _trained(name: str, size: Size, changes: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """(the config with its last stage alone, at this size; its architecture)."""
+    """(the config reduced to its last stage and this size, its architecture)."""
     from cqwen_dist.config import load_config
     from cqwen_dist.sizes.architecture import read_architecture
 
@@ -263,7 +267,7 @@ def _trained(name: str, size: Size, changes: dict[str, Any]) -> tuple[Any, dict[
 
 
 def _errors(problem: Any, make: Callable[[Any], Callable[[], object]]) -> dict[str, float]:
-    """Relative errors of the loss and the four gradients against the plain formula in float64."""
+    """Relative errors in the loss and the four gradients against the plain formula in float64."""
     from cqwen_dist.tools.bench.loss import stable_loss
 
     exact = type(problem)(*(leaf.detach().double().requires_grad_() for leaf in problem[:4]), problem.labels)
@@ -282,7 +286,7 @@ def _errors(problem: Any, make: Callable[[Any], Callable[[], object]]) -> dict[s
 
 
 def _by_kind(step: Callable[[], object]) -> dict[str, float]:
-    """Milliseconds of one step's kernels: ours, matrix products, the rest."""
+    """GPU milliseconds in one step, split into our kernels, matrix products and other kernels."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as traced:
@@ -298,7 +302,7 @@ def _by_kind(step: Callable[[], object]) -> dict[str, float]:
 
 
 def _pages(folder: Path, name: str) -> Path:
-    """FOLDER/NAME.jsonl: the paragraphs of this project's pages, real texts of very different lengths."""
+    """Writes the paragraphs in this project's docs to FOLDER/NAME.jsonl: real texts with very different lengths."""
     root = Path(__file__).parents[2]
     pages = next((found for d in (root, root.parent) if (found := sorted((d / "docs").rglob("*.md")))), [])
     texts = [text for page in pages for text in page.read_text(encoding="utf-8").split("\n\n") if text.strip()]

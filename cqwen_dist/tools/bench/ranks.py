@@ -1,8 +1,8 @@
-"""``cqwen bench ranks``: steps on the ranks of a launcher, layout by layout, beside what the plan says of them.
+"""``cqwen bench ranks``: measures training steps on the ranks of a launcher and compares them with the plan.
 
-For each ZeRO stage, on random weights: bytes that this rank's collectives carry in a step (counted, and by
-`plan.comm`), the most that torch's allocator gave out on any rank (measured, and by `plan.memory`), tokens a second.
-And what a link carries in each collective, by size.
+For each ZeRO stage, on random weights, it reports the collective bytes per step on this rank (counted, and predicted
+by `plan.comm`), the peak of torch's allocator over all ranks (measured, and predicted by `plan.memory`) and tokens/s.
+It also reports the link bandwidth in each collective by message size.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from cqwen_dist.tools.site.measure import OPERATIONS, bus_bandwidth, collective_
 from cqwen_dist.tools.site.traffic import Traffic
 
 WARM, TIMED = 2, 5  # steps
-LARGEST_GROUP = 8  # ranks that share the vocabulary: those of a machine, usually
-TINY = 64  # bytes for each rank: counts of a step, norms and flags, which the plan leaves out
-MESSAGES_MIB = (1, 16, 64, 256)  # whole buffers; on CPUs without the last
+LARGEST_GROUP = 8  # ranks that share the vocabulary, usually the GPUs in one machine
+TINY = 64  # bytes per rank; counts, norms and flags are smaller, and the plan leaves them out
+MESSAGES_MIB = (1, 16, 64, 256)  # full buffer sizes; CPUs skip the last
 
 
 def layouts(world: int) -> list[tuple[int, int]]:
-    """(ZeRO stage, vocabulary group) of so many ranks; stage 3 last, as it changes torch for the whole process."""
+    """(ZeRO stage, vocabulary group) pairs to measure. Stage 3 is last because it patches torch for good."""
     if world == 1:
         return [(1, 1)]
     group = max(size for size in range(1, min(world, LARGEST_GROUP) + 1) if world % size == 0)
@@ -38,9 +38,10 @@ def layouts(world: int) -> list[tuple[int, int]]:
 
 
 def measure_ranks() -> dict[str, Any] | None:
-    """The document, on rank 0; None on the others. Collective over the ranks of a launcher."""
+    """Returns the results on rank 0 and None on the other ranks. Collective: every rank of the launcher calls it."""
     traffic = Traffic(time.perf_counter)
-    with distributed() as runtime, traffic.watching():  # around all: DeepSpeed keeps the functions that it finds first
+    # Watch from the start: DeepSpeed keeps the collectives that it finds first.
+    with distributed() as runtime, traffic.watching():
         gpu = runtime.device.type == "cuda"
         found: dict[str, Any] = {"ranks": runtime.world_size, "device": device_name(runtime.device)}
         found["layouts"] = [_layout(runtime, traffic, *at, gpu) for at in layouts(runtime.world_size)]
@@ -50,7 +51,7 @@ def measure_ranks() -> dict[str, Any] | None:
 
 
 def _bandwidths(runtime: Runtime, operation: str, gpu: bool) -> dict[str, float]:
-    """GiB a second of a link by MiB of the buffer."""
+    """Link bandwidth in GiB/s, keyed by the buffer size in MiB."""
     world, sizes = runtime.world_size, [mib * 2**20 for mib in MESSAGES_MIB[: None if gpu else -1]]
     seconds = collective_seconds(sizes, runtime.device, world, operation)
     return {str(n // 2**20): bus_bandwidth(n, s, world, operation) / 2**30 for n, s in seconds.items()}
@@ -86,7 +87,7 @@ def _layout(runtime: Runtime, traffic: Traffic, zero: int, group: int, gpu: bool
 
 
 def _seconds(runtime: Runtime, traffic: Traffic, config: Config, architecture: dict[str, Any]) -> float:
-    """The median of a step on this rank; `traffic` holds the messages of one."""
+    """Median seconds of a step on this rank. Afterwards `traffic` contains the messages from one step."""
     rig = build_rig(config, architecture, runtime)
     plan = rig.enter(0)
     batches = rig.batches(plan)
@@ -99,7 +100,7 @@ def _seconds(runtime: Runtime, traffic: Traffic, config: Config, architecture: d
 
 
 def lines(found: dict[str, Any]) -> str:
-    """`measure_ranks`'s document for a terminal."""
+    """The results of `measure_ranks` as text for a terminal."""
     out = [f"{found['ranks']} ranks, {found['device']}"]
     for row in found["layouts"]:
         out.append(

@@ -1,4 +1,4 @@
-"""What the benchmarks share about time: seconds of one piece of work, their spread, the device's name."""
+"""Timing for the benchmarks: wall-clock seconds, rounds of measurements, their spread, the device name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Wall-clock seconds of `work`, until the device has finished it."""
+    """Wall-clock seconds until the device has finished `work`."""
     wait_for(device)
     began = time.perf_counter()
     work()
@@ -27,11 +27,12 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 def in_turn(
     contenders: Mapping[K, Callable[[], T]], rounds: int, failed: dict[K, str] | None = None
 ) -> dict[K, list[T]]:
-    """What each contender measures in each round. All are measured in a round before the next one begins.
+    """Runs every contender once per round and returns the measurements by contender.
 
-    failed: where given, a contender that raises is left out, and its error goes there: the others' figures stay.
+    failed: if given, a contender that raises is dropped and its error is stored here; the other contenders continue.
     """
     found: dict[K, list[T]] = {name: [] for name in contenders}
+    # Rounds are the outer loop, so a slow change of the machine (heat, other load) hits all contenders alike.
     for _ in range(rounds):
         for name in list(found):
             try:
@@ -45,21 +46,21 @@ def in_turn(
 
 
 def said(error: Exception) -> str:
-    """An error in one line, for a cell of a table."""
+    """An error on one line, for a table cell."""
     return f"{type(error).__name__}: {reason_of(error, 200)}"
 
 
 def wait_for(device: torch.device) -> None:
-    """Until the device has finished what it was given."""
+    """Blocks until the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and largest value."""
+    """Median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the CPU with its number of threads."""
+    """The GPU name, or the CPU with the number of threads."""
     return torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"

@@ -1,4 +1,4 @@
-"""What the metrics of a run mean, in sentences: the seeds' rules (S3 5.3, 5.4, S1 6.1, 6.2) and some of our own."""
+"""Rules that explain a run's metrics in sentences: those of S3 5.3, 5.4 and S1 6.1, 6.2, and additional ones."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from cqwen_dist.tools.report.run_data import RunData
 
 LEVELS = ("bad", "warn", "note", "good")  # the worst first
 
-FEW_WORDS = 0.2  # accuracy; a pretrained model has 0.3 to 0.7 on texts of a kind that it knows
+FEW_WORDS = 0.2  # accuracy; a pretrained model reaches 0.3 to 0.7 on familiar kinds of text
 SUM, SUM_OF_ONE = "dist/ovr_prob_sum_median_standard", "dist/ovr_prob_sum_median_causal"
-USEFUL = 0.9  # of the median error of always predicting the median; above it, numbers are hardly learned
+# The model has learned numbers if its median error is below this fraction of the error of always predicting the median.
+USEFUL = 0.9
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about a run: how good it is (level), a headline, what it means or what to do."""
+    """A finding about a run: its level, a headline, and its meaning or a remedy."""
 
     level: str
     title: str
@@ -32,7 +33,7 @@ bad, warn, note, good = (partial(Finding, level) for level in LEVELS)
 
 
 def diagnose(run: RunData) -> list[Finding]:
-    """All findings, the worst first."""
+    """All findings, worst first."""
     found: list[Finding] = []
     for rule, *metrics in RULES:
         if run.last.keys() >= set(metrics):
@@ -41,12 +42,12 @@ def diagnose(run: RunData) -> list[Finding]:
 
 
 def _knows_words(run: RunData) -> bool:
-    """Whether enough words are right for any other finding about words to be good."""
+    """Whether the model predicts enough words right; if not, no other finding about words may be good."""
     return run.last.get("eval/accuracy", 1.0) >= FEW_WORDS
 
 
 def _knows_numbers(run: RunData) -> bool:
-    """Whether its numbers are clearly better than always predicting the training median."""
+    """Whether the model predicts numbers clearly better than always predicting the training median."""
     return run.last.get("eval/reg_mdae", 0.0) < USEFUL * run.last.get("eval/baseline_mdae", math.inf)
 
 
@@ -95,7 +96,7 @@ def _forgotten(run: RunData) -> Iterator[Finding]:
 
 
 def _against_forgetting(run: RunData) -> str:
-    """Advice that this run has not followed yet."""
+    """Advice against forgetting that this run does not follow yet."""
     trained = [group for group in ("classifier", "thresholds") if run.config.trains(group)]
     if not trained:
         return "Lower the rates (lr_groups), train for fewer steps, or mix such texts into data.train."
@@ -106,7 +107,8 @@ def _against_forgetting(run: RunData) -> str:
 def _overfit(run: RunData) -> Iterator[Finding]:
     losses = run.raw.get("eval/cls_loss_mean", [])
     if len(losses) >= 4 and losses[-1] > 1.05 * min(losses) and min(losses) > 0:
-        steps = run.curves["eval/cls_loss_mean"].x  # fewer than losses in a long run: of the stretch in which it lies
+        # A long run's curve has one point per stretch, so fewer points than `losses`: map the index onto it.
+        steps = run.curves["eval/cls_loss_mean"].x
         at = steps[losses.index(min(losses)) * len(steps) // len(losses)]
         yield warn(
             "The held-out word loss was lower before",
@@ -116,7 +118,7 @@ def _overfit(run: RunData) -> Iterator[Finding]:
 
 
 def _convergence(run: RunData) -> Iterator[Finding]:
-    """S1 6.2: if a loss does not fall, look at the statistics and at the regression's first predictions."""
+    """S1 6.2: if a loss does not fall, check the data statistics and the first regression predictions."""
     known, errors = run.start.get("statistics") or {}, run.raw.get("eval/reg_mdae", [])
     first = f"{errors[0]:.4g}" if errors else "unknown"
     check = {
@@ -184,6 +186,7 @@ def _raw_intervals(run: RunData, raw: float) -> Iterator[Finding]:
 def _recalibrated_intervals(run: RunData, conformal: float, count: float) -> Iterator[Finding]:
     if count < 1:
         return
+    # Coverage of 0.9 on `count` numbers has variance 0.9 * 0.1 / count; 2.576 standard deviations cover 99 %.
     reach = 2.576 * math.sqrt(0.09 / count)
     inside = abs(conformal - 0.9) <= reach
     if _knows_numbers(run) or not inside:  # guessed numbers need wide intervals, which hold easily
@@ -200,10 +203,11 @@ def _distributions(run: RunData) -> Iterator[Finding]:
         ("U_scale", "scales", "the model is much less sure of some tokens or dimensions"),
     ):
         if name == "U_scale" and run.config.number_dims:
-            continue  # skewed by design: of order 1 in number dimensions, of order 1e-3 in the others
+            continue  # skewed by design: about 1 in number dimensions, about 1e-3 in the others
         mean, median, std, iqr = (run.last.get(f"dist/{name}_{k}") for k in ("mean", "median", "std", "iqr"))
         if mean is None or median is None or std is None or not iqr:
             continue
+        # A normal law's interquartile range is 1.349 standard deviations, so `tails` is 1 for a normal law.
         skew, tails = (mean - median) / iqr, std / (iqr / 1.349)
         if abs(skew) > 0.5:
             yield note(
@@ -275,7 +279,7 @@ def _speed(run: RunData) -> Iterator[Finding]:
         yield warn(f"{refused} steps were refused", "Their loss or gradient was not finite; see the alarms.")
 
 
-# Each rule with the metrics whose last values it gets; without one of them it says nothing.
+# Each rule is followed by its metrics. It is called with their last values, and skipped if one is missing.
 RULES: tuple[tuple[Any, ...], ...] = (
     (_alarms,),
     (_words, "eval/accuracy", "eval/base_accuracy"),
