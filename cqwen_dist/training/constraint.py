@@ -1,18 +1,18 @@
 """KL(U || U at the start) against forgetting (seed S3 2.3): monitored, or constrained.
 
-    U at the start = the start's abduction of the base's features, in every stage (adapters off, w_num and <NUM>'s row
-                     of the start); a run that begins with trained adapters has a KL from its first step on
-    KL of a token  = the mean over the C dimensions of the closed form of two Cauchys (`ops.cauchy.Cauchy.kl`)
+    U at the start = abduction of the base features by the start's weights, in all stages (adapters off, w_num and <NUM>
+                     row of the start); a run that starts with trained adapters has KL > 0 from the first step
+    KL of a token  = mean over C dimensions of the closed form for two Cauchy laws (`ops.cauchy.Cauchy.kl`)
 
-Cost: until a feature group has trained, z is the start's z, and the start's U takes two products [N,H]x[H,C]; the loss
-takes six [N,C]x[C,V]. After that the start's features take a second forward pass of the backbone without gradient.
+Cost: until a feature group trains, z equals the start's z, and the start's U costs two GEMMs [N,H]x[H,C]; the loss
+costs six [N,C]x[C,V]. Later, the start's features need a second forward pass of the backbone without gradient.
 
-`hinge` adds BETA times each token's excess over eps, which decomposes over ranks and micro-batches. `dual` adds
-weight * KL with weight = multiplier * (KL / eps)^4. The power is nearly 0 far below eps and reacts at the next step
-near eps; an integral alone reacts too late, as KL is 0 at the start and rises within some steps. The power takes the KL
-of the step before, so the term is linear in the tokens and decomposes as `hinge` does. After each step the multiplier's
-logarithm moves by a tenth of the relative distance of the global mean from its aim, faster up than down. Both factors
-are tensors, and no step waits for them.
+`hinge` adds BETA times the excess over eps of each token, which decomposes over ranks and micro-batches. `dual` adds
+weight * KL with weight = multiplier * (KL / eps)^4. The power is near 0 far below eps, and near eps it reacts at the
+next step. An integral controller would react too late, as KL starts at 0 and rises within a few steps. The power uses
+the KL of the previous step, so the term is linear in the tokens and decomposes like `hinge`. After each step the log of
+the multiplier moves by a tenth of the relative distance of the global mean KL from its target, faster up than down.
+Both factors are tensors, so no step waits for them.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ BAND_NAMES = ("1_100", "101_1000", "1001_10000", "10001_up", "unseen")  # as the
 
 
 def class_weights(loss: LossConfig, counts: np.ndarray, start: int, rows: int, vocab_size: int) -> Tensor | None:
-    """[rows] w_k of the words [start, start+rows), on the CPU; None where all are 1. Raises `UserError`.
+    """w_k [rows] of the words [start, start+rows), on the CPU; None if all are 1. Raises `UserError`.
 
-    counts [V]: occurrences. By frequency: count^-0.5, scaled so that the mean over occurrences is 1, then clipped to
-    [1/LIMIT, LIMIT]; words that never occur weigh 1, as they are only ever negatives.
+    counts [V]: occurrences. "frequency" gives count^-0.5, scaled to a mean of 1 over occurrences and clipped to
+    [1/LIMIT, LIMIT]. Words that never occur have weight 1, as they are negatives only.
     """
     if loss.class_weights is None:
         return None

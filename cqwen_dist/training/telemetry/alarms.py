@@ -151,7 +151,7 @@ class Alarms:
 
 
 class Refusals:
-    """Allows fewer than `LIMIT` steps in a row whose loss or gradient is not finite. The same on every rank."""
+    """Tolerates fewer than `LIMIT` consecutive steps with a loss or gradient that is not finite. Equal on all ranks."""
 
     LIMIT = 3
 
@@ -161,10 +161,10 @@ class Refusals:
     def refuse(
         self, error: NonFiniteStep, step: int, total: int, stage: str, loader: Loader, alarm: Callable[[Alarm], None]
     ) -> dict[str, float]:
-        """Note a refused step (no parameter was changed), with an alarm that names its samples; returns its metrics.
+        """Record a refused step, which changed no parameter, and raise an alarm with its samples. Returns its metrics.
 
-        step: counted from 1, of `total`. loader: of its samples. alarm: takes the alarm. Raises `NonFiniteStep` at the
-        `LIMIT`-th in a row, and at the run's last step.
+        step: counted from 1 to `total`. loader: has the samples. alarm: receives the alarm. Raises `NonFiniteStep` at
+        the `LIMIT`-th consecutive refusal, and at the last step of the run.
         """
         self.in_a_row += 1
         samples, suspects = loader.handed_out(), loader.handed_out(error.ranks)
