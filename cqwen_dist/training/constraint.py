@@ -37,14 +37,14 @@ from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.collectives import sum_over
 from cqwen_dist.run.files import let_read, written_whole
 
-BETA = 10.0  # the weight of the hinge; in `dual`, where the multiplier begins
-EVERY = 10  # steps between two looks of `monitor`; once features have trained, one costs a second forward pass
+BETA = 10.0  # weight of the hinge; initial multiplier of `dual`
+EVERY = 10  # steps between measurements of `monitor`; once features have trained, each needs a second forward pass
 AIM = 0.8  # of eps: the multiplier's target; below 1, since batch means scatter
-_STEEPNESS = 4  # the power in (KL/eps)^4,
-_ANSWER = (1e-3, 16.0)  # clamped to this range
-_FALL = 0.2  # the multiplier falls at most this fast: KL is 0 at the start and will rise
-_RATE = 0.1  # how fast the multiplier's logarithm moves, a step
-_LEAST = 1e-2  # of BETA: the multiplier's lower bound
+_STEEPNESS = 4  # the exponent in (KL/eps)^4,
+_ANSWER = (1e-3, 16.0)  # which is clamped to this range
+_FALL = 0.2  # largest fall of the multiplier per step: KL is 0 at the start and will rise
+_RATE = 0.1  # step size of the multiplier's logarithm
+_LEAST = 1e-2  # lower bound of the multiplier, as a fraction of BETA
 
 
 class ConstraintTerm(NamedTuple):

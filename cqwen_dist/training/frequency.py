@@ -11,10 +11,10 @@ from cqwen_dist.config.training import LossConfig
 from cqwen_dist.parallel.collectives import sum_over
 from cqwen_dist.parallel.groups import Groups
 
-# Words by the rank of their count: the first 100, the next 900, ...; then words that never occur.
+# Bands of words by count rank: the first 100, the next 900, ...; the last band has words that never occur.
 BANDS = (100, 1_000, 10_000)
 LIMIT = 10.0  # of the weights of words
-BAND_NAMES = ("1_100", "101_1000", "1001_10000", "10001_up", "unseen")  # as they end the names of metrics
+BAND_NAMES = ("1_100", "101_1000", "1001_10000", "10001_up", "unseen")  # suffixes of metric names
 
 
 def class_weights(loss: LossConfig, counts: np.ndarray, start: int, rows: int, vocab_size: int) -> Tensor | None:
