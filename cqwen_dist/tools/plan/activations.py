@@ -1,6 +1,7 @@
-"""What autograd keeps of the backbone, and what forward and backward hold in addition; docs/planner.md derives it.
+"""Activation memory: backbone tensors saved for backward, and temporary tensors in forward and backward.
 
-All in bytes of one micro-batch on one rank. Letters: `sizes.stage_sizes`.
+All results are bytes for one micro-batch on one rank. docs/planner.md derives them; `sizes.stage_sizes` defines the
+letters.
 """
 
 from __future__ import annotations
@@ -16,32 +17,32 @@ def by_text(s: Sizes) -> bool:
 
 
 def layer_saved(s: Sizes) -> int:
-    """Kept of one layer between forward and backward, with trainable or frozen adapters."""
+    """Bytes saved in one layer between forward and backward, with trainable or frozen adapters."""
     a, w = s.base, s.width
     h, i, q, kv = a.hidden, a.intermediate, a.heads * a.head_dim, a.kv_heads * a.head_dim
     compiled = s.config.model.compile_layers
-    # both norms: their input in fp32 (compiled: as it came), and 1 / rms
+    # Both norms save their input in fp32 (compiled: in its dtype), and 1 / rms.
     each = 2 * ((w if compiled else FP32) * h + FP32)
     if masked(s):
         each += w * (4 * q)  # q and k with positions, v, output; k and v repeated for every head
-        each += (a.heads * FP32) + s.length * w  # log-sum-exp; the mask as numbers, one row a token
+        each += (a.heads * FP32) + s.length * w  # log-sum-exp; the mask as floats, one row per token
     elif s.kind == "cuda" and w == FP32 and q != kv:
-        # no fused kernel takes fp32 with fewer key heads: the plain formula keeps its scores, one row a token and head
+        # No fused kernel supports fp32 with fewer key heads, so the plain formula saves a score row per token and head.
         each += w * 4 * q + a.heads * s.length * w
     else:
         each += w * (2 * q + 2 * kv) + a.heads * FP32
     if a.kind.qk_norm:
         each += FP32 * (q + kv) + FP32 * (a.heads + a.kv_heads)  # the norms of q and k
     if by_text(s) and "attention" in _adapted(s) and "lora" in s.trainable:
-        each += w * q  # the texts' outputs put together, beside each of them
-    each += w * (2 if compiled else 3) * i  # gate, up, and act(gate), which compiled code makes again
+        each += w * q  # the concatenated output, in addition to the output for each text
+    each += w * (2 if compiled else 3) * i  # gate, up, and act(gate), which compiled code recomputes
     return s.tokens * (each + _adapters_saved(s))
 
 
 def _adapters_saved(s: Sizes) -> int:
-    """Bytes a token that the adapters of a layer add: inputs of A while it learns, its output, dropout's mask.
+    """Bytes per token that the adapters in a layer add: inputs and outputs of A while it trains, and dropout masks.
 
-    ZeRO-3's linear map keeps its input whether its weight learns or not, in place of the gathered weight.
+    The linear map under ZeRO-3 saves its input even if the weight is frozen, instead of the gathered weight.
     """
     lora, w = s.config.model.lora, s.width
     mask = (BOOL if s.kind == "cuda" else w) if lora.dropout else 0
@@ -50,25 +51,25 @@ def _adapters_saved(s: Sizes) -> int:
     for name in s.adapters:
         rows, columns, _ = s.base.linears[name]
         total += rows * mask
-        if lora.dora:  # the product that the magnitude scales, and the base's own
+        if lora.dora:  # the product that the magnitude scales, and the base output
             total += w * 2 * columns
         if learns:
             total += w * lora.r
             if lora.dropout:
-                total += w * rows  # each adapter drops for itself
+                total += w * rows  # each adapter has a separate dropout, so adapters cannot share the saved input
             else:
                 inputs.add(s.base.kind.linears[name].reads)
-    # attention's output is kept anyway
+    # The attention output is saved anyway.
     return total + w * sum(s.base.read_widths[tensor] for tensor in inputs - {"attention"})
 
 
 def _adapted(s: Sizes) -> set[str]:
-    """The tensors of a layer that maps with an adapter read."""
+    """The layer tensors that adapted linear maps read."""
     return {s.base.kind.linears[name].reads for name in s.adapters}
 
 
 def saved(s: Sizes) -> int:
-    """Kept of the whole backbone at the end of forward: layers (or their inputs), the last norm, positions, mask."""
+    """Bytes saved in the backbone at the end of forward: layers (or their inputs), last norm, positions, mask."""
     a, w, n = s.base, s.width, s.tokens
     layers = a.layers * (n * w * a.hidden if s.checkpointing else layer_saved(s))
     ends = n * (FP32 * a.hidden + FP32) + n * 2 * w * a.head_dim
@@ -77,12 +78,12 @@ def saved(s: Sizes) -> int:
 
 
 def batch(s: Sizes) -> int:
-    """The micro-batch itself: ids, positions, labels, the label positions; values; masks."""
+    """Bytes of the micro-batch: ids, positions, labels, label positions, values, masks."""
     return s.tokens * (4 * INT64 + 2 * 8 + 2 * BOOL)
 
 
 def layer_backward(s: Sizes) -> int:
-    """Held in addition, at most, while the last layer is differentiated: gradients of its widest part."""
+    """Peak temporary bytes in backward through the last layer: the gradients of its widest tensors."""
     a, w, n = s.base, s.width, s.tokens
     wide = 2 if "activation" in _adapted(s) and "lora" in s.trainable else 3
     recomputed = layer_saved(s) if s.checkpointing else 0
@@ -90,6 +91,6 @@ def layer_backward(s: Sizes) -> int:
 
 
 def layer_forward(s: Sizes) -> int:
-    """Held at most by one layer where nothing is kept for backward."""
+    """Peak temporary bytes in one layer if nothing is saved for backward."""
     a, w, n = s.base, s.width, s.tokens
     return n * w * (3 * a.hidden + 3 * a.intermediate) + n * 2 * w * a.head_dim + batch(s)

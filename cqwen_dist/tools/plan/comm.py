@@ -1,7 +1,7 @@
-"""Communication of one optimizer step in bytes: the one place where every message is written out.
+"""Lists every message in one optimizer step, with its bytes.
 
-docs/planner.md lists the messages. Not counted: the trainer's few numbers a step (counts, metrics, at times the best
-words of some tokens).
+docs/planner.md describes the messages. The trainer's few numbers per step (counts, metrics, sometimes the best words
+for some tokens) are not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GroupName = Literal["world", "vocabulary", "replica"]
 
 @dataclass(frozen=True)
 class Message:
-    """One collective of one rank: `bytes` of its whole buffer (gathered, or before it is scattered)."""
+    """One collective on one rank. bytes: the full buffer, gathered or before it is scattered."""
 
     operation: Operation
     group: GroupName
@@ -28,13 +28,13 @@ class Message:
 
     @property
     def wire_bytes(self) -> float:
-        """What a rank sends (and receives) in a ring."""
+        """Bytes that a rank sends (and receives) in a ring."""
         rounds = 2 if self.operation == "all-reduce" else 1
         return rounds * self.bytes * (self.ranks - 1) / self.ranks
 
 
 def bytes_sent(messages: Sequence[Message]) -> int:
-    """Bytes that one rank sends for all these messages."""
+    """Total bytes that one rank sends for these messages."""
     return round(sum(message.wire_bytes for message in messages))
 
 
@@ -51,12 +51,12 @@ def head_messages(
     full_gate_grad: bool = False,
     gloo: bool = False,
 ) -> list[Message]:
-    """The messages of one rank in one optimizer step: those of the micro-batches in order, then those of the step.
+    """The head messages on one rank in one optimizer step: first for each micro-batch in order, then for the step.
 
-    tokens: label positions by [micro-batch][rank of the vocabulary group]. columns: C. gemm_bytes: width of a number of
-    loc_u (2 in bf16). rows: v. row_columns: of each trained tensor with a row a word (W_cls C, thresholds 1, ...).
-    matrices: (rows, columns) of the abduction's, if it trains. vectors: other trained numbers that every rank holds.
-    gloo: on a CPU, gradients are all-reduced where NCCL scatters them (`collectives.sum_to_owners`).
+    tokens: label positions by [micro-batch][rank in the vocabulary group]. columns: C. gemm_bytes: bytes per number in
+    loc_u (2 in bf16). rows: v. row_columns: columns of each trained tensor with one row per word (W_cls C, thresholds
+    1, ...). matrices: (rows, columns) of the abduction matrices, if trained. vectors: other trained numbers, replicated
+    on every rank. gloo: on a CPU, gradients are all-reduced instead of scattered (`collectives.sum_to_owners`).
     """
     group = len(tokens[0])
     replicas = world // group
@@ -67,6 +67,7 @@ def head_messages(
             found.append(Message(operation, name, ranks, size))
 
     for counts in tokens:
+        # The ranks in a group pad to the longest micro-batch. They exchange loc_u, scale_u, label ids and weights.
         padded = group * max(counts)
         for width in (columns * gemm_bytes, columns * gemm_bytes, INT64, FP32):
             send("all-gather", "vocabulary", group, padded * width)
@@ -92,7 +93,7 @@ def head_messages(
 
 
 def stage_head_messages(s: Sizes, group: int) -> list[Message]:
-    """`head_messages` of a stage with vocabulary groups of `group` ranks, where every position has a label."""
+    """`head_messages` for a stage with vocabulary groups of `group` ranks, if every position has a label."""
     return head_messages(
         [[s.tokens] * group] * s.accumulation,
         world=s.world,
@@ -108,12 +109,12 @@ def stage_head_messages(s: Sizes, group: int) -> list[Message]:
 
 
 def step_messages(s: Sizes) -> list[Message]:
-    """Everything that a rank sends in one optimizer step of a stage."""
+    """All messages on one rank in one optimizer step."""
     return stage_head_messages(s, s.group) + feature_messages(s)
 
 
 def feature_messages(s: Sizes) -> list[Message]:
-    """What the engine sends in one optimizer step of a stage (nothing while no feature trains, under ZeRO 1 and 2)."""
+    """The engine messages in one optimizer step. ZeRO 1 and 2 send nothing while no feature trains."""
     if s.world == 1 or (not s.graph and s.zero < 3):
         return []
     found: list[Message] = []
@@ -138,12 +139,11 @@ def feature_messages(s: Sizes) -> list[Message]:
 
 
 def _zero3_numbers(s: Sizes) -> tuple[int, int]:
-    """Numbers that ZeRO-3 gathers in a micro-batch; and those of the small parameters, which it keeps whole and gathers
-    again after each step.
+    """(numbers that ZeRO-3 gathers per micro-batch, numbers in small parameters that it gathers once per step).
 
-    A micro-batch gathers the ends once. It gathers the layers once where all of them may stay gathered, else for
-    forward, for backward, and for what checkpointing computes again. Biases and norms count as smaller than any
-    threshold but 0.
+    A micro-batch gathers the embedding and the last norm once. It gathers the layers once if all of them may stay
+    gathered, else separately for forward, backward, and recomputation under checkpointing. Biases and norms count as
+    smaller than any threshold except 0.
     """
     a, below = s.base, s.zero_setting("stage3_param_persistence_threshold", PERSISTENT_BELOW)
 
@@ -162,5 +162,5 @@ def _zero3_numbers(s: Sizes) -> tuple[int, int]:
     if a.backbone_parameters + a.embedding_parameters + s.trained_features <= window:
         return ends + a.layers * (frozen * (1 + again) + adapters), persistent
     passes = 1 + s.graph + again
-    numbers = partitioned([], 2 * a.hidden) * s.graph  # w_num and <NUM>'s row, for backward
+    numbers = partitioned([], 2 * a.hidden) * s.graph  # w_num and the <NUM> row, gathered again for backward
     return ends + numbers + a.layers * passes * (frozen + adapters), persistent

@@ -1,4 +1,4 @@
-"""`cqwen plan`: the plan, and by its options the search, the scaling and the written config."""
+"""`cqwen plan`: the plan and, with options, the layout search, the scaling table and a written config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cqwen_dist.tools.plan.search import FittingLayout, of_layout, scaling, sear
 from cqwen_dist.tools.plan.show import head_lines, render, render_scaling
 
 WHAT_MAY_FIT = "more ranks, more memory, shorter texts, or bf16 where it is fp32"
-COUNTED_BYTES = 2**30  # a file of texts larger than this is not counted through
+COUNTED_BYTES = 2**30  # texts in larger files are not counted, as that would take too long
 
 
 def run(
@@ -36,9 +36,9 @@ def run(
     scale: bool = False,
     write: Path | None = None,
 ) -> tuple[dict[str, Any], RenderableType]:
-    """The plan with what else was asked for: as plain values for JSON, and for a terminal. Raises `UserError`.
+    """Returns the plan and the requested extras, as plain values for JSON and as tables for a terminal.
 
-    write: the config with the best layout that was found, or as it is where nothing was searched.
+    write: a new file for the config, with the best layout if `searching`, else unchanged. Raises `UserError`.
     """
     known = machine(gpu or ("h100" if gpus_per_node else "cpu"), interconnect, calibration)
     architecture = read_architecture(config)
@@ -69,7 +69,7 @@ def run(
 def _planned(
     config: Config, searching: bool, options: dict[str, Any]
 ) -> tuple[Plan, list[FittingLayout], list[RenderableType]]:
-    """(the plan, the layouts that a search found, a note): the best layout's plan where only another layout can run."""
+    """(plan, layouts found, notes). If the config's layout cannot run, the plan is that for the best layout found."""
     try:
         planned, refused = plan(config, **options), None
     except UserError as error:
@@ -86,7 +86,7 @@ def _planned(
 
 
 def write_config(path: Path, config: Config, planned: Plan, command: str) -> None:
-    """The config as resolved, with the plan's summary as comments above. Raises `UserError` where there is a file."""
+    """Writes the resolved config below a summary of the plan in comments. Raises `UserError` if the file exists."""
     head = "".join(f"# {line}\n" for line in head_lines(planned, command))
     try:
         with path.open("x", encoding="utf-8") as file:
@@ -98,8 +98,10 @@ def write_config(path: Path, config: Config, planned: Plan, command: str) -> Non
 
 
 def count_sequences(config: Config) -> int | None:
-    """Texts in an epoch: the lines of data.train. None for packed texts, and for files that are missing, large, or not
-    of one text a line."""
+    """Counts the texts in an epoch: the lines in data.train, without held-out texts.
+
+    Returns None for packed texts, and for files that are missing, large, or in a format without one text per line.
+    """
     data = config.data
     if data.pack:
         return None

@@ -1,9 +1,9 @@
-"""How long a step takes, by part: a roofline over stated (or measured) rates; and how long the schedule takes.
+"""Estimates the seconds of a step by part, with a roofline over stated or measured rates, and the hours of each stage.
 
-Products take operations / (peak x efficiency). Everything between them is bound by memory: bytes / (bandwidth x
-memory efficiency). Kernels are launched one by one, so a micro-batch takes at least `LAUNCH` for each. Communication
-is a ring over the slowest link that it crosses. docs/planner.md derives the terms; `--calibrate` scales each part by
-what `cqwen bench step` measured.
+Matrix products take operations / (peak x efficiency). Other kernels are bound by memory: bytes / (bandwidth x memory
+efficiency). Kernels are launched one by one, so a micro-batch takes at least `LAUNCH` per kernel. Communication is a
+ring over the slowest link between the ranks. docs/planner.md derives the terms. `--calibrate` scales each part by the
+measurements from `cqwen bench step`.
 """
 
 from __future__ import annotations
@@ -16,45 +16,47 @@ from cqwen_dist.sizes.machine import Machine
 from cqwen_dist.sizes.stage_sizes import FP32, Sizes
 from cqwen_dist.tools.plan.comm import Message, bytes_sent, feature_messages, step_messages
 
-# Measured on an H200 (docs/planner.md). LAUNCH: s to start a kernel from transformers' and PEFT's Python. TENSOR: s a
-# trained tensor costs DeepSpeed in a step. Kernels of a layer's forward, of an adapter in it, of a compiled layer;
-# backward takes twice as long to start (compiled: as long). COMPILED_PASSES: share of elementwise passes left.
+# Measured on an H200 (docs/planner.md). LAUNCH: seconds to start a kernel from Python. TENSOR: seconds per trained
+# tensor in DeepSpeed's optimizer loop. KERNELS, COMPILED_KERNELS, ADAPTER_KERNELS: kernels in the forward pass of a
+# layer, a compiled layer, an adapter. Backward takes twice as long to start (compiled: equally long).
+# COMPILED_PASSES: the share of elementwise memory traffic that remains in compiled layers.
 LAUNCH, TENSOR = 16e-6, 20e-6
 KERNELS, COMPILED_KERNELS = 60, 60
-ADAPTER_KERNELS = {1: 2, 2: 2, 3: 6}  # by ZeRO stage: products alone, PEFT's (`model.layers`)
+ADAPTER_KERNELS = {1: 2, 2: 2, 3: 6}  # by ZeRO stage; ZeRO-3 runs PEFT's slower adapter code (`model.layers`)
 COMPILED_PASSES = 0.4
-# Bytes read and written for a (token, word) outside products; fused (not measured): 4, and the maths' time as bytes.
+# Bytes read and written per (token, word) pair outside the products. The fused value is an estimate, not measured:
+# 4 bytes, plus the arithmetic expressed as bytes.
 PASSES = {"triton": 16, "chunked": 160, "reference": 200}
-ADAMW = 28 + 8 + 8  # bytes a trained number: AdamW in one pass, clipping, the norm
+ADAMW = 28 + 8 + 8  # bytes per trained number: AdamW in one pass, clipping, the gradient norm
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """A stage: its step, its length, its total."""
+    """The cost of a stage."""
 
     stage: str
-    time: dict[str, float]  # seconds of one optimizer step of one rank, by part
-    tokens: int  # of all ranks, a step
-    steps: int | None  # None: the data's size is not known
+    time: dict[str, float]  # seconds per optimizer step on one rank, by part
+    tokens: int  # per step, over all ranks
+    steps: int | None  # None: the data size is unknown
     flops_per_token: Flops
     mfu: float
-    bytes_sent: int  # by a rank, a step
+    bytes_sent: int  # per rank and step
     collectives: int
     bound: str  # the part that takes longest
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole step."""
+        """Seconds per step."""
         return sum(self.time.values())
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second, of all ranks."""
+        """Tokens/s over all ranks."""
         return self.tokens / self.seconds
 
     @property
     def hours(self) -> float | None:
-        """Hours of the stage; evaluations and checkpoints are not counted."""
+        """Hours of the stage, without evaluations and checkpoints."""
         return None if self.steps is None else self.steps * self.seconds / 3600
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,7 +79,7 @@ def stage_cost(s: Sizes, m: Machine, ranks_per_node: int) -> StageCost:
     time = {part: s.accumulation * seconds for part, seconds in micro_batch_times(s, m).items()}
     exposed = time.pop("exposed_launches")
     communication = sum(message_time(message, s, m, ranks_per_node) for message in messages)
-    if s.zero == 3:  # ZeRO-3 gathers while layers compute: a step waits only for what takes longer than they do
+    if s.zero == 3:  # ZeRO-3 gathers while layers compute, so a step waits only for the excess
         gathers = [x for x in feature_messages(s) if x.operation == "all-gather"]
         overlapped = sum(message_time(x, s, m, ranks_per_node) for x in gathers)
         communication -= min(overlapped, time["backbone_forward"] + time["backbone_backward"])
@@ -97,20 +99,22 @@ def stage_cost(s: Sizes, m: Machine, ranks_per_node: int) -> StageCost:
 
 
 def micro_batch_times(s: Sizes, m: Machine) -> dict[str, float]:
-    """Seconds of one micro-batch on one rank, by part. exposed_launches: what starting kernels adds."""
+    """Seconds per micro-batch on one rank, by part. exposed_launches: launch time that no computation hides."""
     each, n = flops(s), s.tokens
     rate, memory = m.peak(s.width) * m.efficiency, m.memory * m.memory_efficiency
     compiled = s.config.model.compile_layers
     passes = layer_bytes(s) * (COMPILED_PASSES if compiled else 1)
     between = each.between_texts
     forward = n * ((each.backbone_forward + between) / rate + (0 if s.cached else passes / memory))
-    again = s.graph * (2.5 + s.checkpointing)  # both factors' gradients, the scores again, the layer again
+    # Attention backward: gradients of both factors in both products (2), recomputed scores (0.5), the layer again.
+    again = s.graph * (2.5 + s.checkpointing)
     backward = n * ((each.backbone_backward + each.recomputed + again * between) / rate)
     backward += n * s.graph * (2 + s.checkpointing) * passes / memory
     words = s.base.vocab * PASSES[s.loss_impl] + 15 * s.causal * FP32
     operations = each.word_head + each.abduction
     heads = n * (operations / (m.peak(s.width) * m.head_efficiency) + words / memory)
     exposed = 0.0
+    # Measured times already include the launches, so only stated rates need this term.
     if s.kind == "cuda" and not m.calibrated:
         layer = COMPILED_KERNELS if compiled else KERNELS + ADAPTER_KERNELS[s.zero] * len(s.adapters)
         start = LAUNCH * s.base.layers * layer
@@ -121,8 +125,10 @@ def micro_batch_times(s: Sizes, m: Machine) -> dict[str, float]:
 
 
 def layer_bytes(s: Sizes) -> float:
-    """Bytes that the elementwise passes of all layers read and write for a token in forward: norms, residuals,
-    rotations, the activation, and the adapters."""
+    """Bytes that elementwise kernels read and write per token in forward, over all layers.
+
+    These are the norms, residuals, rotations, the activation, and the adapters.
+    """
     a, w = s.base, s.width
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     each = 2 * 32 * a.hidden + 6 * w * a.hidden + 10 * w * (q + kv) + 5 * w * a.intermediate
@@ -135,11 +141,12 @@ def layer_bytes(s: Sizes) -> float:
 
 
 def optimizer_time(s: Sizes, m: Machine) -> float:
-    """Seconds of AdamW for the heads and this rank's share of the features, with the norm and the clip."""
+    """Seconds of AdamW, gradient norm and clipping for the heads and this rank's share of the features."""
     heads = s.stepped_head(s.trainable)
     features = s.trained_features * s.graph / s.over(1)
     offloaded = s.config.parallel.offload == "optimizer"
-    looped = s.kind == "cuda" and s.graph and (s.zero == 3 or offloaded)  # DeepSpeed's own step; else `zero.flat_step`
+    # DeepSpeed's step loops over the tensors in Python. `zero.flat_step` updates one flat buffer instead.
+    looped = s.kind == "cuda" and s.graph and (s.zero == 3 or offloaded)
     tensors = 2 * s.base.layers * len(s.adapters) * TENSOR * looped
     here = 0.0 if offloaded else ADAMW * (heads + features) / (m.memory * m.memory_efficiency)
     host = (features * (ADAMW + 2 * s.width) + heads * (ADAMW + 3 * FP32)) / m.host if offloaded else 0.0
@@ -147,7 +154,7 @@ def optimizer_time(s: Sizes, m: Machine) -> float:
 
 
 def message_time(message: Message, s: Sizes, m: Machine, ranks_per_node: int) -> float:
-    """Seconds of one collective: a ring over the slowest link that its group crosses."""
+    """Seconds of one collective: a ring over the slowest link in the group."""
     crosses = (s.group if message.group == "vocabulary" else s.world) > ranks_per_node
     rate, latency = (m.between, m.latency_between) if crosses else (m.inside, m.latency_inside)
     rounds = (2 if message.operation == "all-reduce" else 1) * max(1, (message.ranks - 1).bit_length())

@@ -1,4 +1,4 @@
-"""A plan: whether the run fits, what it needs, what it sends, and what it costs."""
+"""Plans a run: whether it fits, and its memory, communication and duration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_TENSORS = ("process", "CUDA context", "communication buffers", "fragmentatio
 
 @dataclass(frozen=True)
 class Plan:
-    """The needs of one rank, and the costs of the run."""
+    """The memory of one rank, and the costs of the run."""
 
     nodes: int
     gpus_per_node: int
@@ -30,13 +30,13 @@ class Plan:
     accumulation: int
     base_parameters: int
     trainable_parameters: int
-    head_bytes_sent: int  # by a rank for the heads in an optimizer step
-    head_bytes_sent_unsharded: int  # the same with the whole head on every rank
-    stage: str  # with the largest need
-    moment: str  # the phase of its step with the largest need
+    head_bytes_sent: int  # per rank and optimizer step, for the heads
+    head_bytes_sent_unsharded: int  # the same if every rank has the full head
+    stage: str  # the stage where memory peaks
+    moment: str  # the phase of a step where memory peaks
     parts: tuple[Part, ...]
     advice: str
-    checkpoint_bytes: int  # of one checkpoint on disk
+    checkpoint_bytes: int  # size of one checkpoint on disk
     stages: tuple[StageCost, ...]
     machine: Machine
     global_batch_size: int
@@ -44,38 +44,38 @@ class Plan:
 
     @property
     def tensor_gib(self) -> float:
-        """The peak of torch's allocator, without the context, libraries' buffers and fragmentation."""
+        """The peak in torch's allocator, without context, library buffers and fragmentation."""
         return tensor_bytes(part for part in self.parts if part.name not in NOT_TENSORS) / GIB
 
     @property
     def hours(self) -> float | None:
-        """The run's hours; None where a stage is given in epochs over data of unknown size."""
+        """The run's hours; None if a stage is given in epochs and the data size is unknown."""
         found = [stage.hours for stage in self.stages]
         return None if None in found else sum(hours for hours in found if hours is not None)
 
     @property
     def gpu_hours(self) -> float | None:
-        """Hours times ranks; None where the hours are not known."""
+        """Hours times ranks; None if the hours are unknown."""
         return None if self.hours is None else self.hours * self.world
 
     @property
     def slowest(self) -> StageCost:
-        """The stage with the fewest tokens/s: what layouts are compared by."""
+        """The stage with the lowest tokens/s. Layouts are compared by this stage."""
         return min(self.stages, key=lambda stage: stage.tokens_per_s)
 
     @property
     def device_gib(self) -> float:
-        """Memory of one rank's device."""
+        """Device memory per rank."""
         return tensor_bytes(self.parts) / GIB
 
     @property
     def host_gib(self) -> float:
-        """Host memory of one rank."""
+        """Host memory per rank."""
         return sum(part.bytes for part in self.parts if part.place == "host") / GIB
 
     @property
     def fits(self) -> bool:
-        """Whether a rank's parts stay within its memory."""
+        """Whether the parts fit into the device memory."""
         return self.device_gib <= self.gpu_memory_gib
 
     @property
@@ -105,7 +105,7 @@ class Plan:
 
 
 def worst(sizes: list[Sizes]) -> tuple[Sizes, str, tuple[Part, ...]]:
-    """The stage and the phase in which a rank's tensors take most memory, and the parts held then."""
+    """The stage and phase where a rank's tensors need most memory, and the parts in that phase."""
     found: list[tuple[Sizes, str, tuple[Part, ...]]] = []
     for each in sizes:
         always = tuple(memory.kept(each))
@@ -120,12 +120,12 @@ def largest(parts: Iterable[Part]) -> Part:
 
 
 def allocated_bytes(sizes: list[Sizes]) -> int:
-    """The peak of torch's allocator over these stages, with the maths libraries' workspaces on a GPU."""
+    """The peak in torch's allocator over these stages, on a GPU including the maths library workspaces."""
     return tensor_bytes(worst(sizes)[2]) + memory.WORKSPACE * (sizes[0].kind == "cuda")
 
 
 def tensor_bytes(parts: Iterable[Part]) -> int:
-    """The sum of the parts on the device."""
+    """The total size of the device parts."""
     return sum(part.bytes for part in parts if part.place == "device")
 
 
@@ -140,11 +140,11 @@ def plan(
     sequences: int | None = None,
     text: float | None = None,
 ) -> Plan:
-    """Memory of one rank (the largest one), and what the run costs. `gpus_per_node` 0 means one CPU rank a node.
+    """Plans the memory of the largest rank and the costs of the run. `gpus_per_node` 0 means one CPU rank per node.
 
-    `architecture` is the base's transformers config (`read_architecture`); machine: rates, and the memory where none is
-    given (default an H100, or a CPU); sequences: in an epoch of the data, where that is known; text: as of `Sizes`.
-    Raises `UserError`.
+    architecture: the base model's transformers config (`read_architecture`).
+    machine: rates, and the memory if `gpu_memory_gib` is None; default: an H100, or a CPU.
+    sequences: sequences per epoch, if known. text: as in `Sizes`. Raises `UserError`.
     """
     if nodes < 1:
         raise UserError("--nodes", nodes, "at least 1")
@@ -183,16 +183,16 @@ def plan(
 
 
 def _trained(s: Sizes) -> int:
-    """Numbers that any stage trains, over all ranks."""
+    """The number of parameters that any stage trains, over all ranks."""
     embedding = 0 if "embedding" in s.ever_trainable else s.engine_parameters["embedding of numbers"]
     return s.head(s.ever_trainable) + s.trained_features - embedding
 
 
 def checkpoint_bytes(s: Sizes) -> int:
-    """Bytes of a checkpoint of the last stage, in fp32.
+    """Bytes of an fp32 checkpoint in the last stage.
 
-    It holds adapters and embedding with two moments, all heads and the wide part, and moments of the heads that have
-    trained. It does not hold the frozen backbone.
+    A checkpoint contains the adapters and the embedding with two moments, all heads, the wide part, and the moments for
+    trained heads. The frozen backbone is not saved.
     """
     v = s.base.vocab
     heads = sum(s.whole_heads.values()) + v * s.words + v + (1 if s.config.train.thresholds == "scalar" else v)
@@ -201,7 +201,7 @@ def checkpoint_bytes(s: Sizes) -> int:
 
 
 def _advice(s: Sizes, parts: tuple[Part, ...]) -> str:
-    """What to change first, by the largest part."""
+    """The first setting to change, given the largest part."""
     config = s.config
     outside = sum(part.bytes for part in parts if part.name in NOT_TENSORS)
     if 2 * outside > tensor_bytes(parts):

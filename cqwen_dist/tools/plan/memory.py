@@ -1,7 +1,7 @@
-"""How many bytes each rank needs, part by part, in the phases of a step that may need most.
+"""Bytes per rank, part by part, in the phases of a step where memory may peak.
 
-Exact counts: what a rank always holds (weights, masters, Adam's moments), what autograd keeps, what the fused loss
-allocates. docs/planner.md derives every term. Letters: `sizes.stage_sizes`.
+The counts are exact: permanent tensors (weights, masters, Adam moments), tensors saved for backward, and buffers in the
+fused loss. docs/planner.md derives every term. `sizes.stage_sizes` defines the letters.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from cqwen_dist.tools.plan import activations
 GIB, MIB = 2**30, 2**20
 ADAM_MOMENTS = 2 * FP32
 REFERENCE_TENSORS = 9
-CHUNKS = 5  # of `tiles.CHUNK_BYTES`, alive at once while the accuracy is computed
-# fp32 tensors [N, C] of KL(U || U at the start), with those that its backward needs.
+CHUNKS = 5  # live buffers with `tiles.CHUNK_BYTES` each while the accuracy is computed
+# fp32 tensors [N, C] for KL(U || U at the start), including its backward.
 KL_TENSORS = 8
-# Memory outside tensors. GPU: the context with its loaded kernels, NCCL's buffers of one communicator, the maths
-# libraries' workspaces (in torch's allocator), and what the allocator cannot use. CPU: the process with its libraries.
+# Memory outside tensors. GPU: the CUDA context with loaded kernels, NCCL buffers per communicator, maths library
+# workspaces (in torch's allocator), and fragmentation. CPU: the Python process with its libraries.
 CONTEXT, NCCL, WORKSPACE, PROCESS = 600 * MIB, 160 * MIB, 64 * MIB, 900 * MIB
-NF4_BYTES = 0.5 + 4 / 64  # 4 bits, an fp32 scale for every 64
+NF4_BYTES = 0.5 + 4 / 64  # 4 bits per weight, and an fp32 scale per 64 weights
 FRAGMENTATION = {"cuda": 0.04, "cpu": 0.0}
 
 
 @dataclass(frozen=True)
 class Part:
-    """One user of memory on a rank."""
+    """A named amount of memory on a rank, and how it is computed."""
 
     name: str
     bytes: int
@@ -38,14 +38,14 @@ class Part:
 
 
 def kept(s: Sizes) -> Iterator[Part]:
-    """What a stage always holds: weights, masters, Adam's moments. Parts may be empty."""
+    """The permanent memory in a stage: weights, masters, Adam moments. Parts may be empty."""
     yield from _frozen(s)
     yield from _engine(s)
     yield from _heads(s)
 
 
 def phases(s: Sizes) -> dict[str, tuple[Part, ...]]:
-    """The phases of a step that may need most, and what each holds in addition to `kept`. Parts may be empty."""
+    """The phases of a step where memory may peak, each with its parts in addition to `kept`. Parts may be empty."""
     gradients, apart = _head_gradients(s) + _feature_gradients(s), _kept_apart(s)
     before = (_head_gradients(s) + (apart or _feature_gradients(s))) * (s.accumulation > 1)
     earlier = Part("accumulated gradients", before, "of earlier micro-batches")
@@ -62,14 +62,14 @@ def phases(s: Sizes) -> dict[str, tuple[Part, ...]]:
         layer = Part("one layer's backward", activations.layer_backward(s), "gradients of its widest tensors")
         own = Part("gradients", gradients + apart, "fp32; features of this micro-batch in the weights' dtype")
         found["backward of the last layer"] = (held[0], held[2], own, layer)
-    else:  # also where z is cached: this forward pass makes the cache
+    else:  # also with cached z: the forward pass that fills the cache needs this memory
         layer = Part("activations", activations.layer_forward(s), "one layer: no gradient runs through the backbone")
         found["forward"] = (earlier, layer, _gathered(s, True))
     return found
 
 
 def outside_tensors(s: Sizes, tensors: int) -> Iterator[Part]:
-    """What a rank needs beyond its `tensors` bytes of tensors."""
+    """The memory that a rank needs in addition to its `tensors` bytes of tensors."""
     if s.kind == "cpu":
         yield Part("process", PROCESS, "Python, torch and their libraries")
         return
@@ -97,12 +97,12 @@ def _frozen(s: Sizes) -> Iterator[Part]:
 
 
 def _engine(s: Sizes) -> Iterator[Part]:
-    """Weights; fp32 masters and Adam's moments of this rank's share."""
+    """The weights, and this rank's share of the fp32 masters and Adam moments."""
     for name, count in s.engine_parameters.items():
         trained = ADAM_MOMENTS if s.engine_group(name) in s.reached else 0
         whole = count if s.zero < 3 or s.over(3) == 1 else ceil_div(count, s.over(3))
         yield Part(f"{name}: weights", whole * s.width, f"{count:,} x {s.width} bytes")
-        if s.zero == 3:  # one flat buffer of gradients for good
+        if s.zero == 3:  # ZeRO-3 allocates one flat gradient buffer and never frees it
             yield Part(f"{name}: gradients", ceil_div(count, s.world) * s.width + count * s.width, "ZeRO-3's buffers")
         yield Part(
             f"{name}: optimizer",
@@ -113,7 +113,7 @@ def _engine(s: Sizes) -> Iterator[Part]:
 
 
 def _heads(s: Sizes) -> Iterator[Part]:
-    """The heads are outside the engine, in fp32, with their own AdamW: its moments over the ranks with equal copies."""
+    """The fp32 heads, which a separate AdamW trains outside the engine. Ranks with equal copies share its moments."""
     v, words = s.rows, s.words
     for name, count in s.whole_heads.items():
         yield Part(name, count * FP32, f"{count:,} x 4 bytes")
@@ -142,10 +142,10 @@ def _activations(s: Sizes) -> Part:
 
 
 def _gathered(s: Sizes, held: bool) -> Part:
-    """Whole weights in forward, and up to backward where they are held for it.
+    """Weights that ZeRO-3 has gathered in forward. held: whether it keeps them until backward.
 
-    ZeRO-3 fetches ahead until its limit is reached or passed by a part of a matrix. Without a backward pass (also that
-    of the look at the constraint) it drops each weight after its use. After backward it holds none.
+    ZeRO-3 prefetches until its limit is reached, and the last matrix may exceed it. Without a backward pass (also in
+    the look at the constraint) it releases each weight after use. After backward no weight stays gathered.
     """
     live = s.zero_setting("stage3_max_live_parameters", MAX_LIVE)
     largest = max(rows * columns for rows, columns, _ in s.base.linears.values())
@@ -155,18 +155,20 @@ def _gathered(s: Sizes, held: bool) -> Part:
 
 
 def _head_gradients(s: Sizes) -> int:
-    """Bytes of the gradients of the heads' parameters after a micro-batch."""
+    """Bytes of the head gradients after a micro-batch."""
     return FP32 * (s.row_numbers(s.trainable) + s.whole_head(s.trainable))
 
 
 def _feature_gradients(s: Sizes) -> int:
-    """Bytes of the engine's gradients in backward."""
+    """Bytes of the engine gradients during backward."""
     return s.trained_features * s.width * (s.graph and s.zero < 3)
 
 
 def _kept_apart(s: Sizes) -> int:
-    """Bytes of the engine's gradients of earlier micro-batches in fp32 (`zero.flat_step`): ZeRO-2's share, and in 16
-    bits all of ZeRO-1's. Others are added to in place."""
+    """Bytes of the separate fp32 buffer that accumulates engine gradients over micro-batches (`zero.flat_step`).
+
+    ZeRO-2 accumulates this rank's share, ZeRO-1 in 16 bits everything. Other settings accumulate in place.
+    """
     if not s.graph or s.accumulation == 1 or s.zero == 3:
         return 0
     if s.zero == 2:
@@ -175,14 +177,14 @@ def _kept_apart(s: Sizes) -> int:
 
 
 def _features_and_u(s: Sizes, forward: bool) -> int:
-    """Bytes of z, U, U' and what their backward needs. forward: while the loss is computed, with U's own scale."""
+    """Bytes of z, U, U' and the tensors for their backward. forward: while the loss is computed, with the U scale."""
     n, c, w = s.tokens, s.causal, s.width
     differentiated = s.graph or "abduction" in s.trainable
     tensors = 2 + differentiated + forward  # loc, scale with noise; before softplus; scale
     size = n * w * s.base.hidden + tensors * n * c * FP32
     if w < FP32:
-        size += 2 * n * s.words * w  # what the products take
-        size += 2 * w * c * s.base.hidden * s.graph  # the two matrices, rounded, kept for the gradient of z
+        size += 2 * n * s.words * w  # loc and scale, rounded for the matrix products
+        size += 2 * w * c * s.base.hidden * s.graph  # the two rounded matrices, kept for the gradient of z
     if s.group > 1:
         size += s.group * n * (2 * s.words * w + 12)
     if s.config.loss.constraint.mode != "off" and s.reached & {"embedding", "lora"}:
@@ -216,7 +218,7 @@ def _heads_backward(s: Sizes, looking: bool = False) -> Iterator[Part]:
     yield Part("features and U", _features_and_u(s, False), "what their backward needs")
     yield Part("gradients", _head_gradients(s), "rows, abduction, regression")
     wide = 2 * s.group * n * s.words * s.width + 3 * n * c * FP32 + (2 * n * c * s.width if s.width < FP32 else 0)
-    if looking:  # after the loss, before any gradient moves on
+    if looking:  # after the loss, before any gradient is propagated further
         wide = 2 * s.group * n * s.words * s.width
     yield Part("gradients of U", wide, "as they came, as they are added up, through softplus")
     if looking or s.config.loss.constraint.mode in ("hinge", "dual"):
@@ -224,10 +226,10 @@ def _heads_backward(s: Sizes, looking: bool = False) -> Iterator[Part]:
 
 
 def _best_words(s: Sizes) -> Part:
-    """What computing the accuracy of a micro-batch takes."""
+    """The memory for computing the accuracy on a micro-batch."""
     n, w, group = s.tokens * s.group, s.width, s.group > 1
     words = min(s.rows, max(64, CHUNK_BYTES // (FP32 * max(1, n, s.words))))
-    held = s.tokens * (s.base.hidden * w + s.causal * FP32 * 4) + group * 2 * n * s.words * w  # own; the group's
+    held = s.tokens * (s.base.hidden * w + s.causal * FP32 * 4) + group * 2 * n * s.words * w  # rank; group
     held += words * s.words * FP32 * (1 + (w < FP32))
     return Part("best words", CHUNKS * n * words * FP32 + held, f"{CHUNKS} chunks [{n}, {words:,}]")
 
@@ -235,7 +237,8 @@ def _best_words(s: Sizes) -> Part:
 def _step_gradients(s: Sizes) -> Part:
     rows = s.rows % (s.world // s.group) * sum(s.row_columns(s.trainable))
     whole = s.vectors(s.trainable) + sum(rows % s.world * columns for rows, columns in s.matrices(s.trainable))
-    summed = FP32 * max(rows, whole) if s.world > 1 else 0  # in one piece: what is not spread
+    # Vectors, and remainders that the ranks cannot share evenly, are flattened for a single all-reduce.
+    summed = FP32 * max(rows, whole) if s.world > 1 else 0
     features = 0 if not s.graph else s.trained_features * s.width + ceil_div(s.trained_features * FP32, s.over(1))
     return Part(
         "gradients", _head_gradients(s) + features + summed, "all of them, and those that are summed, in one piece"

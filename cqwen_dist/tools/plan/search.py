@@ -1,8 +1,8 @@
-"""Which layout to take: every combination that fits, by tokens/s, with its reasons; and how layouts scale.
+"""Searches the layout with the highest tokens/s, with reasons for the choice, and predicts how layouts scale.
 
-Tried: micro-batch (powers of two up to a rank's share), ZeRO stage, vocabulary group (1 and every divisor of the ranks
-up to a node's, and the config's own), gradient checkpointing, offload. What a run *means* (its global batch, its
-lengths, its losses) is not touched.
+The search tries the micro-batch size (powers of two up to a rank's share), the ZeRO stage, the vocabulary group (the
+config's value and every divisor of the ranks per node), gradient checkpointing and offload. The meaning of a run
+(global batch, lengths, losses) never changes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from cqwen_dist.config import Config, UserError
 from cqwen_dist.sizes.stage_sizes import ceil_div
 from cqwen_dist.tools.plan.make import Plan, plan
 
-SIMPLER_WITHIN = 0.01  # a plainer layout is taken before one that is faster by less
+SIMPLER_WITHIN = 0.01  # a plainer layout is preferred if it is slower by less than this share
 MAX_GROUP = 64
-MOST = 5  # layouts found
+MOST = 5  # layouts to return
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 NODE = 8
 # ZeRO stage, vocabulary group (the node's ranks at most; 64: several nodes)
@@ -45,29 +45,29 @@ class Layout:
 
     @property
     def plainness(self) -> tuple[bool, bool, int, int]:
-        """Less is plainer: nothing on the host, nothing computed twice, a lower ZeRO stage, a smaller group."""
+        """A sort key, plainest first: no offload, no recomputation, a lower ZeRO stage, a smaller group."""
         return (self.offload != "none", self.gradient_checkpointing, self.zero_stage, self.vocab_group_size)
 
     def to_overrides(self) -> list[str]:
-        """As overrides of the command line."""
+        """The layout as command-line overrides."""
         return [f"{SECTION[key]}.{key}={str(value).lower()}" for key, value in asdict(self).items()]
 
 
 @dataclass(frozen=True)
 class FittingLayout:
-    """A layout that fits, and its plan."""
+    """A layout that fits into memory, and its plan."""
 
     layout: Layout
     plan: Plan
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second of all ranks, in the slowest stage."""
+        """Tokens/s over all ranks in the slowest stage."""
         return self.plan.slowest.tokens_per_s
 
     @property
     def why(self) -> str:
-        """The part that takes longest, and what each choice of the layout does."""
+        """The slowest part of a step, and the effect of each setting."""
         layout, planned = self.layout, self.plan
         parts = [f"bound by {planned.slowest.bound}"]
         if layout.vocab_group_size > 1:
@@ -100,11 +100,11 @@ class FittingLayout:
 
 
 def search(config: Config, **options: Any) -> list[FittingLayout]:
-    """The best layouts that fit, at most MOST, the best first; none where nothing fits.
+    """Returns at most MOST layouts that fit, best first; an empty list if nothing fits.
 
-    There is one of each plainness, sorted by tokens/s; a difference within SIMPLER_WITHIN counts as none. Of equally
-    fast micro-batches it takes the one that needs least memory; of equally fast layouts the plainest is first.
-    options: those of `plan`. Raises `UserError` as `plan` does.
+    Layouts with equal plainness differ only in the micro-batch size: the one with the lowest memory is kept among the
+    fastest. The results are sorted by tokens/s. Speeds within SIMPLER_WITHIN of the best count as equal, and the
+    plainest comes first. options: those of `plan`. Raises `UserError` like `plan`.
     """
     ranks_per_node = max(1, options["gpus_per_node"])
     kinds: dict[tuple[Any, ...], list[FittingLayout]] = {}
@@ -124,24 +124,24 @@ def search(config: Config, **options: Any) -> list[FittingLayout]:
 
 
 def of_layout(error: UserError) -> bool:
-    """Whether what a plan refused may be otherwise in another layout."""
+    """Whether a different layout might avoid this error."""
     return error.key.startswith(("train.micro", "parallel.", "model.lora.dora", "model.quantize"))
 
 
 def _near(found: list[FittingLayout]) -> list[FittingLayout]:
-    """Those within SIMPLER_WITHIN of the fastest."""
+    """The layouts within SIMPLER_WITHIN of the fastest one."""
     top = max((each.tokens_per_s for each in found), default=0.0)
     return [each for each in found if each.tokens_per_s >= top * (1 - SIMPLER_WITHIN)]
 
 
 def layouts(config: Config, world: int, ranks_per_node: int) -> Iterator[Layout]:
-    """Every layout that is tried."""
+    """All layouts to try."""
     batch, own = config.train.global_batch_size, config.train.micro_batch_size
     share = ceil_div(batch, world)
     sizes = sorted({own, *(2**k for k in range(share.bit_length()) if 2**k <= share)})
     groups = {g for g in range(1, min(MAX_GROUP, ranks_per_node) + 1) if world % g == 0 and ranks_per_node % g == 0}
     adapters = config.trains("lora")
-    compiled = config.model.compile_layers and config.model.attention == "varlen"  # then nothing is recomputed
+    compiled = config.model.compile_layers and config.model.attention == "varlen"  # excludes checkpointing
     combinations = product(
         [size for size in sizes if batch % size == 0],
         (1, 2, 3) if world > 1 else (1,),
@@ -153,7 +153,7 @@ def layouts(config: Config, world: int, ranks_per_node: int) -> Iterator[Layout]
 
 
 def with_layout(config: Config, layout: Layout) -> Config:
-    """The config with a layout's five keys. Nothing is validated again: only these keys change, to allowed values."""
+    """The config with the five layout keys replaced. No validation is needed, as the values are allowed ones."""
     for key, value in asdict(layout).items():
         section = getattr(config, SECTION[key]).model_copy(update={key: value})
         config = config.model_copy(update={SECTION[key]: section})
@@ -165,7 +165,7 @@ def with_layout(config: Config, layout: Layout) -> Config:
 
 @dataclass(frozen=True)
 class Point:
-    """One number of ranks in one layout."""
+    """The prediction for one layout on a number of ranks."""
 
     ranks: int
     zero_stage: int
@@ -178,9 +178,9 @@ class Point:
 
 
 def scaling(config: Config, **options: Any) -> list[Point]:
-    """Every layout at every number of ranks; 8 to a node.
+    """Plans every layout for every number of ranks, with 8 ranks per node.
 
-    options: those of `plan` but for nodes and GPUs. Raises `UserError` as `plan` does.
+    options: those of `plan` except nodes and GPUs. Raises `UserError` like `plan`.
     """
     alone = _planned(config, 1, 1, 1, options).slowest.tokens_per_s
     found = []
@@ -195,7 +195,7 @@ def scaling(config: Config, **options: Any) -> list[Point]:
 
 
 def _planned(config: Config, ranks: int, zero: int, group: int, options: dict[str, Any]) -> Plan:
-    """The plan of a layout with one micro-batch a step on every rank."""
+    """The plan for a layout with one micro-batch per step on every rank."""
     batch = config.train.micro_batch_size * ranks
     own = {"global_batch_size": None, "micro_batch_size": None}
     grown = config.model_copy(

@@ -1,4 +1,4 @@
-"""A plan as tables for the console, and as the lines that head a config file."""
+"""Shows a plan as console tables, and as the comment lines above a written config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cqwen_dist.tools.plan.search import LAYOUTS, NODE, RANKS, SIMPLER_WITHIN, F
 
 
 def render(plan: Plan, choices: Sequence[FittingLayout] = ()) -> Group:
-    """What `rich` prints: a line of facts, memory by part, time by stage, the verdict, better layouts."""
+    """Tables for `rich`: a line of facts, memory by part, time by stage, the verdict, better layouts."""
     ranks = f"{plan.world} rank{'s' * (plan.world > 1)} on {plan.nodes} node{'s' * (plan.nodes > 1)}"
     facts = (
         f"{ranks}; base {plan.base_parameters:,} parameters, trained {plan.trainable_parameters:,}; "
@@ -38,7 +38,7 @@ def _memory(plan: Plan) -> Table:
     title = f"Memory of one rank (stage {plan.stage}, {plan.moment})"
     table = Table("part", Column(unit, justify="right"), "how", title=title, title_justify="left")
     for part in plan.parts:
-        how = Text(part.how + (" (host)" if part.place == "host" else ""))  # brackets are meant
+        how = Text(part.how + (" (host)" if part.place == "host" else ""))  # in a str, brackets are markup
         amount = part.bytes / each
         table.add_row(part.name, f"{amount:.3f}" if amount >= 0.0005 else "<0.001", how)
     table.add_section()
@@ -55,7 +55,7 @@ def _size(count: float) -> str:
 
 
 def _stages(plan: Plan) -> Table:
-    """A row a metric, a column a stage: few stages fit any terminal."""
+    """One row per metric and one column per stage, as a run has few stages and terminals are narrow."""
     how = "measured rates" if plan.machine.calibrated else "stated rates"
     table = Table("stage", title=f"One optimizer step on {plan.machine.name} ({how})", title_justify="left")
     shown = {"backbone_forward": "forward", "backbone_backward": "backward", "exposed_launches": "starting kernels"}
@@ -90,9 +90,9 @@ def _duration(hours: float) -> str:
 
 
 def _choices(plan: Plan, choices: Sequence[FittingLayout]) -> list[RenderableType]:
-    """A row a layout, narrow enough for 80 columns; below, the reasons for each, and the first as overrides.
+    """One row per layout within 80 columns, then the reasons for each layout, and the overrides for the first.
 
-    gain: tokens/s against the config's own layout.
+    gain: tokens/s compared with the layout in the config.
     """
     title = f"Layouts that fit, fastest first (within {SIMPLER_WITHIN:.0%}: plainest, least memory)"
     numbers = [Column(name, justify="right") for name in ("", "micro", "ZeRO", "group", "recompute")]
@@ -111,7 +111,7 @@ def _choices(plan: Plan, choices: Sequence[FittingLayout]) -> list[RenderableTyp
 
 
 def render_scaling(points: Sequence[Point]) -> Table:
-    """Efficiency by number of ranks (rows) and layout (columns). points: as `scaling` gives them."""
+    """Efficiency by number of ranks (rows) and layout (columns). points: the result of `scaling`."""
     title = "Weak scaling: tokens/s a GPU against one GPU (and communication's share of the step)"
     names = ("GPUs", *(f"ZeRO-{zero}, group {group}" for zero, group in LAYOUTS))
     table = Table(*(Column(name, justify="right") for name in names), title=title, title_justify="left")
@@ -128,7 +128,7 @@ def render_scaling(points: Sequence[Point]) -> Table:
 
 
 def head_lines(plan: Plan, command: str) -> list[str]:
-    """The head of a config file: the command, memory, time. A test makes them again and compares."""
+    """The lines above a written config: command, memory, time. A test regenerates and compares them."""
     lines = [command, f"{plan.reason} ({plan.stage}: {plan.moment})"]
     for stage in plan.stages:
         lines.append(
