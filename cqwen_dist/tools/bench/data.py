@@ -1,9 +1,9 @@
-"""`cqwen bench data`: `cqwen prepare` compared with the plain tokenizer on the same text, and by number of workers.
+"""`cqwen bench data`: compares `cqwen prepare` with the plain tokenizer on the same text, and by number of workers.
 
-The plain tokenizer is called as its users call it (`tokenizer(texts)["input_ids"]`, 1,000 texts a call) and neither
-reads nor writes a file. Preparing includes reading, finding numbers, Arrow and writing. Ratios are of CPU seconds,
-children included, which a busy machine hardly changes; several workers are compared by the wall clock of a quiet
-machine, on ten times the text. The main process's share is what more workers cannot shorten.
+The plain tokenizer is called as `tokenizer(texts)["input_ids"]` with 1,000 texts per call. It neither reads nor writes
+files. `cqwen prepare` also reads files, finds numbers, and builds and writes Arrow tables. Ratios use CPU seconds
+including children, which other load on the machine hardly changes. Numbers of workers are compared by wall-clock time
+on ten times the text, which needs a quiet machine. More workers cannot shorten the main process's share.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from cqwen_dist.data.sources import read_train
 from cqwen_dist.tools.bench.memory import MemoryWatch
 from cqwen_dist.tools.bench.timing import in_turn
 
-LONG = 10  # times the text, to compare memory and numbers of workers
+LONG = 10  # copies of the text for the comparison of memory and numbers of workers
 
 
 class Seconds(NamedTuple):
-    """Of one piece of work."""
+    """Seconds for one piece of work."""
 
     main: float  # CPU time of this process
     workers: float  # CPU time of its children
@@ -47,7 +47,7 @@ class Seconds(NamedTuple):
 
 
 def run(data: DataConfig, tokenizer: Any, rounds: int, repeat: int, workers: list[int]) -> dict[str, Any]:
-    """Time all contenders in turn, round by round. Raises: UserError for data that cannot be read, or is empty."""
+    """Time all contenders in turn, round by round. Raises `UserError` for unreadable or empty data."""
     texts = [text.text for text in read_train(data, ReadReport(), Chat(tokenizer.tokenizer))] * repeat
     if not texts:
         raise UserError("data.train", "no usable text", "one text or more")
@@ -80,7 +80,7 @@ def run(data: DataConfig, tokenizer: Any, rounds: int, repeat: int, workers: lis
 
 
 def _rows(contenders: dict[str, Callable[[], None]], rounds: int) -> list[dict[str, Any]]:
-    """Medians of each contender, timed in turn, and medians of its ratios to the first one within a round."""
+    """Median seconds for each contender, timed in turn, and the median ratio to the first contender per round."""
 
     def timed(work: Callable[[], None]) -> Seconds:
         before = _clock()
@@ -107,13 +107,13 @@ def _rows(contenders: dict[str, Callable[[], None]], rounds: int) -> list[dict[s
 
 
 def _clock() -> Seconds:
-    """CPU time of this process and of its children that have ended, and the wall clock."""
+    """CPU time of this process and its finished children, and the wall clock."""
     main, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return Seconds(main.ru_utime + main.ru_stime, children.ru_utime + children.ru_stime, time.monotonic())
 
 
 def table(found: dict[str, Any]) -> Group:
-    """`run`'s result for a terminal."""
+    """The result of `run` for a terminal."""
     columns = ("CPU s", "workers'", "wall s", "CPU", "wall, first = 1")
     keys = ("main_cpu_s", "workers_cpu_s", "wall_s", "cpu_ratio", "wall_ratio")
     shown = Table("", *columns, box=None, pad_edge=False)

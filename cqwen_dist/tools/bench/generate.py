@@ -1,10 +1,10 @@
-"""``cqwen bench generate``: tokens/s of every mode and of Hugging Face's generate on the same base, timed in turn.
+"""``cqwen bench generate``: tokens/s in every mode, compared with Hugging Face's generate on the same base model.
 
-Both have the same cache: one that grows, or a static one, whose steps both compile on CUDA (on a CPU on demand).
-Weights are random, as speed depends on shapes, with one exception: on a CPU, mode `standard` computes few scales if P
-separates words well, and all of them if not (`ops.ovr.best`). Row "standard" has equal scales, as a calibrated start
-has; row "standard, all scales" is the worst case. The heads are fp32 whatever the backbone's dtype. With one in bf16,
-on CUDA or with a static cache, the modes with argmax P read a copy of W_cls in bf16.
+Both use the same cache: dynamic, or static with compiled steps on CUDA (on a CPU if requested). Weights are random, as
+speed depends only on shapes, with one exception: on a CPU, mode `standard` computes few scales if P separates words
+well, else all of them (`ops.ovr.best`). Row "standard" has equal scales, like a calibrated start. Row "standard, all
+scales" is the worst case. The heads are always fp32. With a bf16 backbone, on CUDA or with a static cache, the modes
+with argmax P use a bf16 copy of W_cls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cqwen_dist.tools.bench.timing import device_name, in_turn, seconds_of
 
 MODES = ("standard", "compatible", "ovr", "causal", "individual", "noise", "sample")
 THEIRS = "Hugging Face"
-# By device: prompts in a batch, new tokens, the backbone's precision
+# By device: prompts per batch, new tokens, backbone precision
 SHAPES = {"cpu": ((1, 4), 8, "fp32"), "cuda": ((1, 8, 64), 128, "bf16")}
 
 
@@ -46,9 +46,9 @@ def run(
     modes: Sequence[str] = MODES,
     compile_on_cpu: bool = False,
 ) -> dict[str, Any]:
-    """Medians over rounds, and each mode's ratio to Hugging Face with the same cache within a round.
+    """Medians over rounds, and the ratio of each mode to Hugging Face with the same cache in the same round.
 
-    batches, new_tokens, precision: default by device, `SHAPES`.
+    batches, new_tokens, precision: the defaults depend on the device (`SHAPES`).
     """
     own = SHAPES[torch.device(device).type]
     batches, new_tokens, precision = batches or own[0], new_tokens or own[1], precision or own[2]
@@ -80,7 +80,7 @@ def prepared(
     layers: int = 24,
     vocab: int = 151_936,
 ) -> Callable[[], Any]:
-    """One contender by itself, with prompts of 32 tokens: what generates once."""
+    """A function that generates once with one contender, from prompts of 32 tokens."""
     base = _base(hidden, layers, vocab, device, SHAPES[device.type][2])
     model = _causal(base, vocab)
     modes = () if name == THEIRS else (name,)
@@ -93,7 +93,7 @@ def _prompts(batch: int, length: int, vocab: int) -> Tensor:
 
 
 def _base(hidden: int, layers: int, vocab: int, device: torch.device, precision: str) -> Any:
-    """A Qwen2 of this shape with random weights."""
+    """A Qwen2 model with this shape and random weights."""
     base: Any = build_base(
         {
             "model_type": USUAL,
@@ -112,9 +112,9 @@ def _base(hidden: int, layers: int, vocab: int, device: torch.device, precision:
 
 
 def _timed(works: Mapping[tuple[str, str], Callable[[], float]], rounds: int, tokens: int) -> Iterator[dict[str, Any]]:
-    """A row for each (cache, contender). works: seconds of so many tokens. One that fails says why."""
+    """Yields a row per (cache, contender); a failed contender's row contains the reason. works: return seconds."""
     failed: dict[tuple[str, str], str] = {}
-    warm = in_turn(works, 2, failed)  # compiles, and records CUDA graphs
+    warm = in_turn(works, 2, failed)  # warm-up: compile and record CUDA graphs
     times = in_turn({key: works[key] for key in warm}, rounds, failed)
     for cache, name in works:
         row: dict[str, Any] = {"cache": cache, "contender": name}
@@ -131,7 +131,7 @@ def _timed(works: Mapping[tuple[str, str], Callable[[], float]], rounds: int, to
 def _contenders(
     base: Any, model: CausalQwenForCausalLM, modes: Sequence[str], cache: str, new_tokens: int, compile_on_cpu: bool
 ) -> dict[str, Callable[[Tensor], Any]]:
-    """Hugging Face and the modes with one cache, by name: functions of ids [B,T]."""
+    """Hugging Face's generate and our modes with one cache: {name: function of ids [B,T]}."""
     options: dict[str, Any] = {"cache_implementation": cache, "max_new_tokens": new_tokens}
     if cache == "static" and compile_on_cpu:
         options["compile_config"] = CompileConfig()
@@ -148,7 +148,7 @@ def _contenders(
 
 
 def _causal(base: Any, vocab: int) -> CausalQwenForCausalLM:
-    """A CausalQwen of the same weights: the transformer is shared, the heads are copies."""
+    """A CausalQwen with the same weights. The transformer is shared, the heads are copies."""
     shell = copy.copy(base)
     shell._modules = dict(base._modules)
     shell.model = copy.copy(base.model)
@@ -165,13 +165,13 @@ def _causal(base: Any, vocab: int) -> CausalQwenForCausalLM:
 def _generate(model: CausalQwenForCausalLM, mode: str, b_noise: Tensor, options: dict[str, Any], ids: Tensor) -> None:
     """Generate with this b_noise [C]."""
     model.model.action.b_noise.copy_(b_noise)
-    # the others draw, or do not, by themselves
+    # Other modes draw their noise themselves, or use none.
     greedy: dict[str, Any] = {"do_sample": False} if mode == "compatible" else {}
     model.generate(ids, mode=mode, seed=0, eos_token_id=[], **greedy, **options)
 
 
 def table(result: dict[str, Any]) -> Table:
-    """`run`'s result for a terminal."""
+    """The result of `run` for a terminal."""
     steps = "static steps compiled" if result["compiled"] else "nothing compiled"
     place = f"{result['device']}, backbone in {result['precision']}, {steps}"
     title = f"tokens/s of all modes and of Hugging Face's generate, {result['shape']}, {place}"

@@ -1,10 +1,10 @@
-"""``cqwen bench gpu``: what this project measures on one GPU, as a table, within a given time, on a bare machine.
+"""``cqwen bench gpu``: runs this project's GPU measurements within a time budget and writes them as a table.
 
-Rows come in groups, the most valuable first. The contenders of a group compile and warm up together, each in its own
-process, and are then timed one after another (`contenders`). A group that would not end in the time left is skipped.
-What was measured is written after every row, so a run that is killed keeps its rows.
+Rows are grouped, most valuable group first. The contenders in a group compile and warm up together in separate
+processes and are then timed one by one (`contenders`). A group is skipped if it would exceed the remaining time.
+Results are written after every row, so a killed run keeps its rows.
 
-OUT holds three files: results.json, table.md, log.txt (what the contenders printed).
+OUT contains results.json, table.md, and log.txt with the contenders' output.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WHEELS = "python -m pip install --no-index --no-deps --target SITE WHEELS/*.whl,
 
 
 class Group(NamedTuple):
-    """Contenders that warm up together; seconds are limits, all of them together `estimate_s` on one H200."""
+    """Contenders that warm up together, with time limits in seconds. estimate_s: the expected total on one H200."""
 
     name: str
     works: dict[str, Work]
@@ -40,7 +40,7 @@ class Group(NamedTuple):
 
 
 def part_one(rehearsed: bool) -> Iterator[Group]:
-    """The card, the loss, the training step."""
+    """The groups for the device, the loss and the training step."""
     from cqwen_dist.tools.bench import gpu_works as works
 
     size = works.TOY if rehearsed else works.GPU
@@ -49,7 +49,7 @@ def part_one(rehearsed: bool) -> Iterator[Group]:
     for hidden in size.hiddens:
         found = {name: works.loss(name, size, hidden) for name in names}
         yield Group(f"loss, H={hidden}", found, 60, 90)
-    tokens = size.tokens * 6 // 7 - 20  # no power of two, as a batch's label positions are none
+    tokens = size.tokens * 6 // 7 - 20  # not a power of two, like the number of label positions in a batch
     odd = {name: works.loss(name, size, size.hiddens[0], tokens) for name in ("floor", "triton")}
     yield Group(f"loss, H={size.hiddens[0]}, {tokens:,} tokens", odd, 25, 60)
     half = "qwen2.5-0.5b"
@@ -67,7 +67,7 @@ def part_one(rehearsed: bool) -> Iterator[Group]:
 
 
 def part_two(rehearsed: bool, out: Path) -> Iterator[Group]:
-    """Decoding, packing, memory."""
+    """The groups for decoding, packing and memory."""
     from cqwen_dist.tools.bench import gpu_works as works
     from cqwen_dist.tools.bench.generate import THEIRS
     from cqwen_dist.tools.bench.packed import MASK, PADDED, VARLEN
@@ -89,14 +89,14 @@ def part_two(rehearsed: bool, out: Path) -> Iterator[Group]:
 
 
 class Results:
-    """The rows so far, written after each one."""
+    """The rows so far, written to files after each row."""
 
     def __init__(self, out: Path, command: str) -> None:
         self.out, self.command = out, command
         self.rows: list[dict[str, Any]] = []
 
     def add(self, group: str, name: str, result: Any, failed: str) -> None:
-        """One contender's result, or why it has none."""
+        """Adds a contender's result, or the reason of its failure."""
         self.rows.append({"group": group, "name": name, "result": result, "failed": failed})
         write_atomically(self.out / "results.json", json.dumps({"command": self.command, "rows": self.rows}, indent=1))
         write_atomically(self.out / "table.md", self.table())
@@ -111,14 +111,14 @@ class Results:
 
 
 def said(result: Any) -> str:
-    """A result in one cell: its numbers by name."""
+    """A result as text for one table cell: its numbers by name."""
     if isinstance(result, list):
         return _packing(result)
     return "; ".join(cell for key, value in result.items() if (cell := _cell(key, value)))
 
 
 def _cell(key: str, value: Any) -> str:
-    """A number, a text, the largest error, the median step, the parts of a step; nothing for the rest."""
+    """A number, a text, the largest error, the median step, or the parts of a step; "" for other values."""
     if isinstance(value, dict):
         if key in ("kernels_ms", "parts_s"):
             return f"{key} " + ", ".join(f"{name} {part:.4g}" for name, part in value.items())
@@ -131,7 +131,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def _packing(steps: list[dict[str, Any]]) -> str:
-    """Real tokens a second of the median step and of its backbone."""
+    """Real tokens/s for the median step and for its backbone part."""
     tokens, positions = steps[0]["tokens"], steps[0]["positions"]
     whole = median(sum(step["seconds"].values()) for step in steps)
     backbone = median(
@@ -141,13 +141,13 @@ def _packing(steps: list[dict[str, Any]]) -> str:
 
 
 def run(out: Path, budget_s: float, parts: tuple[int, ...] = (1, 2), rehearse: bool = False, only: str = "") -> str:
-    """Measure what fits into budget_s seconds; returns the table. only: groups whose name contains it.
+    """Runs the groups that fit into budget_s seconds and returns the table. only: a substring of the group names.
 
-    rehearse: everything at toy size on a CPU, kernels in Triton's interpreter. Raises `UserError` where there is no
-    GPU or a package is missing.
+    rehearse: run at toy size on a CPU, with kernels in Triton's interpreter. Raises `UserError` if no GPU is found or
+    a package is missing.
     """
     began = time.monotonic()
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU must not start CUDA before the forks
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # do not initialise CUDA before the forks
     if rehearse:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu"}
     missing = [name for name in NEEDED if find_spec(name) is None]

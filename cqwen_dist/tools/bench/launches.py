@@ -1,12 +1,11 @@
-"""What a step asks of the device, counted without one: operations launched, and places where the host waits.
+"""Counts the launched operations and host waits in a step, also without a GPU.
 
-Eager PyTorch launches a kernel or a few for each operation that it dispatches; views and allocations launch nothing. So
-the number of dispatched operations tells how long the host is busy (16 us each on an H200's machine,
-docs/log/2026-11-20.md), and can be counted on a CPU. The host waits where it reads a number, a shape that depends on
-values, or a copy that is not `non_blocking`. A CPU run is read as if the batches that are given were on the host and
-all else on a device.
+Eager PyTorch launches one or a few kernels per dispatched operation. Views and allocations launch no kernel. So the
+number of dispatched operations determines the host time (16 us each on an H200 machine, docs/log/2026-11-20.md), and
+it can be counted on a CPU. The host waits when it reads a number or a value-dependent shape, or copies without
+`non_blocking`. A CPU run is treated as if the given batches were on the host and all other tensors on a device.
 
-Operations inside a compiled region are not those of its kernels: there the profiler counts (`parts.device_counts`).
+Compiled regions launch fewer kernels than operations. For them use the profiler (`parts.device_counts`).
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-# Operations of aten's that allocate, or only name a tensor anew; views say so themselves.
+# aten operations that only allocate or alias a tensor. Views are recognised by `is_view`.
 _NO_KERNEL = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_reshape_alias", "_unsafe_view"),
     *("detach", "detach_", "alias", "lift_fresh", "set_", "resize_", "record_stream", "is_pinned", "_pin_memory"),
 }
-# Operations whose result's shape, or the result itself, the host has to know.
+# Operations that return a value to the host, or a shape that depends on values.
 _READS = {
     *("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2", "unique_dim"),
     *("unique_consecutive", "unique_dim_consecutive", "bincount"),
 }
-# Lines that run for tensors on a CPU alone, and what they read is at hand there: the end of a file's name, a function.
+# (file suffix, function) of code that runs only for CPU tensors, where reading a value does not block.
 _CPU_ALONE = {("ovr/loss.py", "_check"), ("ovr/one_pass.py", "backward")}
 _READING_METHODS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 
 
 class Launches(TorchDispatchMode):
-    """Inside it, operations and waits are counted, by part of the step.
+    """Counts operations and waits by part of the step while it is active.
 
-    host: tensors that are on the host although they look like the device's (on a CPU everything does).
+    host: tensors to treat as host tensors. In a CPU run all others count as device tensors.
     """
 
     def __init__(self, host: Iterable[Tensor] = ()) -> None:
@@ -56,13 +55,13 @@ class Launches(TorchDispatchMode):
             self.on_host(tensor)
 
     def end(self, part: str) -> None:
-        """What was counted since the last call belongs to `part`."""
+        """Assigns the counts since the last call to `part`."""
         for found, now in zip((self.operations, self.waits), self._now, strict=True):
             found.setdefault(part, Counter()).update(now)
             now.clear()
 
     def on_host(self, tensor: Tensor) -> None:
-        """From now on, the tensor is on the host."""
+        """Treats the tensor as a host tensor from now on."""
         self._host[tensor] = True
 
     def on_device(self, tensor: Tensor) -> bool:
@@ -71,7 +70,7 @@ class Launches(TorchDispatchMode):
         )
 
     def move(self, tensor: Tensor, to_host: bool) -> Tensor:
-        """On a CPU run: the tensor's copy on the other side."""
+        """Simulates a transfer in a CPU run: a copy that counts as a host or device tensor."""
         copy = tensor.detach().clone() if not tensor.requires_grad else tensor.clone()
         if to_host:
             self.on_host(copy)
@@ -80,13 +79,13 @@ class Launches(TorchDispatchMode):
         return copy
 
     def wait(self, what: str) -> None:
-        """The host waits here."""
+        """Records a host wait at the current code location."""
         place = _place()
         if not any(f"{file}:" in place and place.endswith(f" {name}") for file, name in _CPU_ALONE):
             self._now[1][f"{what} at {place}"] += 1
 
     def totals(self) -> dict[str, dict[str, int]]:
-        """{"operations": {part: how many}, "waits": ...}."""
+        """{"operations": {part: count}, "waits": {part: count}}."""
         found = {"operations": self.operations, "waits": self.waits}
         return {name: {part: counts.total() for part, counts in parts.items()} for name, parts in found.items()}
 
@@ -110,7 +109,7 @@ class Launches(TorchDispatchMode):
 
 
 class _Moves(TorchFunctionMode):
-    """Sees what moves between host and device, which on a CPU run nothing below would show."""
+    """Intercepts transfers between host and device, which in a CPU run dispatch no operation."""
 
     def __init__(self, launches: Launches) -> None:
         super().__init__()
@@ -136,7 +135,7 @@ class _Moves(TorchFunctionMode):
         return result
 
     def _to_device(self, moved: Tensor, source: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
-        """The result of `source.to(device)`, on the device also in a CPU run."""
+        """The result of `source.to(device)`, which counts as a device tensor also in a CPU run."""
         if torch.cuda.is_available() or self.launches.on_device(source):
             return moved
         if not kwargs.get("non_blocking"):
@@ -145,17 +144,17 @@ class _Moves(TorchFunctionMode):
 
 
 def _is_new(func: Any, args: Sequence[Any]) -> bool:
-    """Whether a function makes a tensor out of Python's numbers alone, on the host where no device is named."""
+    """Whether a function creates a tensor from Python numbers, so on the host unless a device is given."""
     return getattr(torch, getattr(func, "__name__", ""), None) is func and not any(
         isinstance(leaf, Tensor) for leaf in tree_leaves(args)
     )
 
 
 def _reads(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the host has to know what an operation finds."""
+    """Whether the host needs the result of an operation."""
     if name in ("index", "index_put", "index_put_"):
         return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-    if name == "repeat_interleave":  # the overload of counts alone: the others call it
+    if name == "repeat_interleave":  # only the overload with counts: the others call it
         return len(args) == 1 and kwargs.get("output_size") is None
     return name in _READS
 
@@ -171,7 +170,7 @@ def _place() -> str:
 
 @contextmanager
 def counting(host: Iterable[Tensor] = ()) -> Iterator[Launches]:
-    """Inside, what this thread and its backward passes launch is counted."""
+    """Counts the launches from this thread and its backward passes inside the context."""
     launches, accelerator = Launches(host), get_accelerator()
     accelerator.synchronize = lambda device_index=None: launches.wait("synchronize")  # DeepSpeed's name for it
     try:

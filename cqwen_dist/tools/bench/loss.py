@@ -1,17 +1,17 @@
-"""``cqwen bench loss``: what the one-vs-rest loss costs, compared with its floor and with other heads.
+"""``cqwen bench loss``: time and memory of the one-vs-rest loss, compared with a lower bound and with other heads.
 
-Each contender does one forward and one backward pass, with gradients of all its inputs:
+Each contender does one forward and one backward pass, with gradients for all inputs:
 
 this        ``linear_ovr``
-chunked, triton  ``linear_ovr`` by that implementation, on a GPU
-floor       the six matrix products alone, in the tiles of `this`: no implementation of this loss can be faster
-seed        the seeds' formula as written (S0 5.1: arctan, one-hot, eps = 1e-7), materialised, by autograd
-stable      the stable formulas, materialised, by autograd
+chunked, triton  ``linear_ovr`` with that implementation, on a GPU
+floor       only the six matrix products, in the same tiles as `this`: no implementation of this loss can be faster
+seed        the formula in S0 5.1 as written (arctan, one-hot, eps = 1e-7), materialised, with autograd
+stable      the stable formulas, materialised, with autograd
 softmax     an ordinary head, materialised: one product and cross entropy
-liger, cce  an ordinary head by Liger-Kernel and by ml-cross-entropy, where installed (CUDA)
-torch       an ordinary head by torch's own linear_cross_entropy (2.13)
+liger, cce  an ordinary head with Liger-Kernel and ml-cross-entropy, if installed (CUDA)
+torch       an ordinary head with torch's linear_cross_entropy (2.13)
 
-All are timed in turn, round by round. A ratio is taken within a round; "best" compares the fastest rounds.
+All contenders are timed in turn, round by round. A ratio is taken within a round; "best" compares the fastest rounds.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from cqwen_dist.tiles import tile_shape
 from cqwen_dist.tools.bench.memory import peak_growth_bytes
 from cqwen_dist.tools.bench.timing import device_name, in_turn, seconds_of, spread
 
-PLAIN_COPIES = {"seed": 9, "stable": 14, "softmax": 4}  # live [N, V] fp32 tensors of the materialising contenders
+PLAIN_COPIES = {"seed": 9, "stable": 14, "softmax": 4}  # live [N, V] fp32 tensors in the materialising contenders
 OURS = ("this", "chunked", "triton")  # implementations of this loss
-ON_CUDA = ("triton", "chunked", "liger", "cce")  # contenders that run nowhere else; "this" is chunked on a CPU
+ON_CUDA = ("triton", "chunked", "liger", "cce")  # contenders that need CUDA; on a CPU, "this" is chunked
 MIB = 1 << 20
 
 
 class Problem(NamedTuple):
-    """One benchmark's inputs: loc_u, scale_u [N, H], weight [V, H] in the dtype; threshold [V] fp32; labels [N]."""
+    """The inputs: loc_u, scale_u [N, H], weight [V, H] in the chosen dtype; threshold [V] fp32; labels [N]."""
 
     loc_u: Tensor
     scale_u: Tensor
@@ -66,14 +66,13 @@ def run(
     only: list[str] | None = None,
     plain_limit_gib: float = 8.0,
 ) -> dict[str, Any]:
-    """Time and peak extra memory of all contenders, or of the floor and ``only`` those named.
+    """Measures time and peak extra memory for all contenders, or for the floor and those in ``only``.
 
-    dtype: fp32 or bf16. device: cpu, cuda, or auto (cuda if available). impl: as for ``linear_ovr``. A materialising
-    contender that would hold more than plain_limit_gib is skipped and named. Returns a JSON-ready dict: the shape,
-    ``rows`` (name, seconds median/min/max, ratio_to_floor median/min/max/best, extra_mib beyond inputs and gradients
-    or None, tokens_per_second), ``skipped`` (name: reason).
-    Raises ValueError for an unknown dtype, device, impl or contender, and where the floor itself fails; another
-    contender that fails is skipped and named.
+    dtype: fp32 or bf16. device: cpu, cuda, or auto (cuda if available). impl: as in ``linear_ovr``. A materialising
+    contender that would need more than plain_limit_gib is skipped. Returns a JSON-ready dict: the shape, ``rows``
+    (name, seconds median/min/max, ratio_to_floor median/min/max/best, extra_mib beyond inputs and gradients or None,
+    tokens_per_second), ``skipped`` (name: reason). A contender that fails is skipped.
+    Raises ValueError for an unknown dtype, device, impl or contender, and if the floor fails.
     """
     place = _checked(dtype, device, impl)
     problem = make_problem(tokens, hidden, vocab, dtype_of(dtype), place)
@@ -113,7 +112,7 @@ def run(
 
 
 def _checked(dtype: str, device: str, impl: str) -> torch.device:
-    """Check the words and return the device; the command line checks the sizes. Raises ValueError."""
+    """Validate the names and return the device. The command line validates the sizes. Raises ValueError."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, found {impl!r}")
     if dtype not in ("fp32", "bf16"):
@@ -128,7 +127,7 @@ def _checked(dtype: str, device: str, impl: str) -> torch.device:
 def _steps(
     problem: Problem, impl: str, only: list[str] | None, plain_limit_gib: float
 ) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
-    """(a step of each contender that can run, reasons why others cannot). Raises ValueError for an unknown name."""
+    """({name: step} for contenders that can run, {name: reason} if not). Raises ValueError for an unknown name."""
     makers = contenders(impl)
     names = list(makers) if only is None else ["floor", *(name for name in only if name != "floor")]
     unknown = [name for name in names if name not in makers]
@@ -151,7 +150,7 @@ def _steps(
 
 
 def table(result: dict[str, Any]) -> Table:
-    """``run``'s result for a terminal."""
+    """The result of `run` for a terminal."""
     shape = f"N={result['tokens']:,} H={result['hidden']:,} V={result['vocab']:,} {result['dtype']}"
     names = ("seconds (min-max)", "x floor (min-max)", "best", "extra memory", "tokens/s")
     columns = (Column(name, justify="right") for name in names)
@@ -173,7 +172,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def contenders(impl: str) -> dict[str, Callable[[Problem], Callable[[], object]]]:
-    """Name -> function from the problem to a step, forward and backward. It raises ImportError if not installed."""
+    """Name -> function that builds a step (forward and backward) for a problem. It raises ImportError if missing."""
     return {
         "floor": _floor,
         "this": partial(_ours, impl=impl),
@@ -189,7 +188,7 @@ def contenders(impl: str) -> dict[str, Callable[[Problem], Callable[[], object]]
 
 
 def one_step(step: Callable[[], object], problem: Problem) -> Callable[[], object]:
-    """A contender's step on cleared gradients, as a training has them."""
+    """A step that first clears the gradients, as in training."""
 
     def cleared() -> object:
         problem.clear()
@@ -199,7 +198,7 @@ def one_step(step: Callable[[], object], problem: Problem) -> Callable[[], objec
 
 
 def stable_loss(p: Problem) -> Tensor:
-    """The plain formula, materialised: the oracle of the others where the problem is in float64."""
+    """The plain formula, materialised. With a float64 problem it is the reference for the other contenders."""
     return linear_ovr(p.loc_u, p.scale_u, p.weight, None, p.threshold, p.labels, impl="reference").loss
 
 
@@ -213,7 +212,7 @@ def _ours(p: Problem, impl: str) -> Callable[[], Tensor]:
 
 
 def _floor(p: Problem) -> Callable[[], object]:
-    """Two products forward and four for the gradients, tile by tile, into buffers of the sizes they need."""
+    """Two products in forward and four for the gradients, tile by tile, into preallocated buffers."""
     x, g, w = (leaf.detach() for leaf in p[:3])
     t, n = tile_shape(x.shape[0], w.shape[0], w.shape[1], x.device.type)
 
@@ -236,7 +235,7 @@ def _floor(p: Problem) -> Callable[[], object]:
 
 
 def _seed_formula(p: Problem) -> Tensor:
-    """S0 5.1 as written: P = 1/2 + arctan((loc - C)/scale)/pi, eps = 1e-7, a one-hot of the labels; summed."""
+    """S0 5.1 as written: P = 1/2 + arctan((loc - C)/scale)/pi, eps = 1e-7, one-hot labels; summed."""
     eps = 1e-7
     loc = (p.loc_u @ p.weight.T).float()
     scale = (p.scale_u @ p.weight.abs().T).float()
@@ -269,9 +268,9 @@ def _torch(p: Problem) -> Callable[[], object]:
 def make_problem(
     tokens: int, hidden: int, vocab: int, dtype: torch.dtype, device: torch.device, spread: bool = False
 ) -> Problem:
-    """Random inputs with a trained head's magnitudes: rows of std 0.0156, C = 15, scale_U = 1e-3.
+    """Random inputs with the magnitudes in a trained head: row std 0.0156, C = 15, scale_U = 1e-3.
 
-    spread: as a check of errors needs them: scores on both sides of C = 0, scales of every size.
+    spread: inputs for an error check: scores on both sides of C = 0, and scales over several orders of magnitude.
     """
     make = torch.Generator(device).manual_seed(0)
     loc_u = torch.randn(tokens, hidden, device=device, generator=make).to(dtype)
@@ -289,7 +288,7 @@ def make_problem(
 
 
 def _extra_mib(step: Callable[[], object], p: Problem, device: torch.device) -> float | None:
-    """Peak growth of one step minus its gradients, which stay."""
+    """Peak memory growth in one step, without the gradients, which outlive the step."""
     p.clear()
     growth = peak_growth_bytes(step, device)
     gradients = sum(leaf.grad.nbytes for leaf in p[:4] if leaf.grad is not None)

@@ -1,4 +1,4 @@
-"""Peak memory of a piece of work, on a CUDA device or of this process; of a process and its children (Linux)."""
+"""Measures peak memory: of a piece of work on CUDA or in this process, or of a process and its children (Linux)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 
 
 def peak_growth_bytes(work: Callable[[], object], device: torch.device) -> int | None:
-    """Most bytes that ``work`` held at once beyond what was held before it.
+    """Peak bytes during ``work`` minus the bytes allocated before it.
 
-    CUDA: from torch's allocator. CPU: from the process's resident high-water mark, so scratch space inside the
-    maths library counts too; Linux only, None elsewhere.
+    CUDA: from torch's allocator. CPU: from the resident high-water mark, so scratch space inside the maths library
+    counts too; Linux only, None elsewhere.
     """
     gc.collect()
     if device.type == "cuda":
@@ -38,9 +38,9 @@ def peak_growth_bytes(work: Callable[[], object], device: torch.device) -> int |
 
 
 class MemoryWatch:
-    """While it is open, the peak anonymous memory (RssAnon) of a process and of everything it started.
+    """Tracks the peak anonymous memory (RssAnon) of a process and its descendants while open.
 
-    Memory is read 20 times a second, new processes are looked for twice a second. `peaks` {pid: MiB}, the root's first.
+    It samples memory 20 times per second and looks for new processes twice per second. peaks: {pid: MiB}, root first.
     """
 
     def __init__(self, root: int) -> None:
@@ -59,12 +59,12 @@ class MemoryWatch:
 
     @property
     def root_mib(self) -> float:
-        """The first process's peak."""
+        """The peak of the root process."""
         return self.peaks[self.root]
 
     @property
     def worker_mib(self) -> list[float]:
-        """The others' peaks, largest first."""
+        """The peaks of the descendants, largest first."""
         return sorted((mib for pid, mib in self.peaks.items() if pid != self.root), reverse=True)
 
     def _watch(self) -> None:
@@ -80,7 +80,7 @@ class MemoryWatch:
 
 
 def _anonymous_mib(pid: int) -> float:
-    """RssAnon of a process in MiB; 0 for one that has ended."""
+    """RssAnon of a process in MiB; 0 if it has ended."""
     try:
         return _status_bytes(pid, "RssAnon") / 2**20
     except OSError:
@@ -88,7 +88,7 @@ def _anonymous_mib(pid: int) -> float:
 
 
 def _status_bytes(pid: int | str, field: str) -> int:
-    """A field of /proc/PID/status in bytes. Raises OSError without it."""
+    """A field in /proc/PID/status in bytes. Raises OSError if it is missing."""
     for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
@@ -96,7 +96,7 @@ def _status_bytes(pid: int | str, field: str) -> int:
 
 
 def _descendants(root: int) -> list[int]:
-    """The processes that it started, and those that they started."""
+    """The children of `root`, and their children."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:

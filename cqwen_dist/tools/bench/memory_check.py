@@ -1,11 +1,11 @@
 """``cqwen bench memory``: measured and planned peak memory of real training steps, over many configurations.
 
-Each case builds the model and its engine, enters every stage and takes steps; the last step of a stage also measures
-the accuracy and the constraint. Measured is the most that torch's allocator gave out at once: on CUDA from its
-statistics, on a CPU from its total at each allocation that the profiler records. Planned are the tensors of
-`cqwen plan`, without context and fragmentation.
+Each case builds the model and its engine, enters every stage and takes steps. The last step in a stage also measures
+the accuracy and the constraint. The measured value is the peak in torch's allocator: on CUDA from the allocator
+statistics, on a CPU from the totals that the profiler records at each allocation. The planned value is the tensor
+memory in `cqwen plan`, without context and fragmentation.
 
-With a world, this process is rank 0 of so many, of which the others do not exist (`site.fake_world`).
+With --world, this process is rank 0 in a fake world (`site.fake_world`).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from cqwen_dist.tools.plan.make import allocated_bytes, worst
 from cqwen_dist.tools.plan.memory import MIB
 from cqwen_dist.tools.site.fake_world import one_of
 
-STEPS = 2  # plain ones, before the one that measures accuracy and constraint
+STEPS = 2  # plain steps, before the step that measures accuracy and constraint
 
 
 class Case(NamedTuple):
-    """A configuration by its differences: dotted config keys in `changes`, trainable groups by stage in `trains`."""
+    """A configuration. changes: dotted config keys. trains: the trainable groups in each stage."""
 
     name: str
     architecture: dict[str, Any]
@@ -59,16 +59,16 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
-NORMED = [kind for kind, base in ARCHITECTURES.items() if base.qk_norm]  # their norms of q and k take memory too
+NORMED = [kind for kind, base in ARCHITECTURES.items() if base.qk_norm]  # q and k norms need memory too
 ALL, NO_LORA, HEADS = ["heads", "embedding", "lora"], ["heads", "embedding"], ["heads"]
 BF16 = {"train.precision": "bf16"}
 QV = {"model.lora.target_modules": ["q_proj", "v_proj"]}
 PACKED = {"data.pack": True}
 CHECKPOINTING = {"model.gradient_checkpointing": True}
 ZERO_2, ZERO_3 = {"parallel.zero_stage": 2}, {"parallel.zero_stage": 3}
-WITHIN = PACKED | {"model.attention": "varlen"}  # each text attends to itself alone
+WITHIN = PACKED | {"model.attention": "varlen"}  # each text attends only to itself
 KL_HELD = {"loss.constraint.mode": "dual"}
-# A 72B model by its proportions, an eighth as wide: a layer has 0.88 of the numbers that ZeRO-3 keeps gathered.
+# A 72B model's proportions at an eighth of its width. A layer has 0.88 of the numbers that ZeRO-3 may keep gathered.
 LIKE_72B = {
     **SMALL,
     "vocab_size": 19_008,
@@ -85,11 +85,11 @@ LIVE_LIKE_72B = {
         "stage3_param_persistence_threshold": 1560,
     }
 }
-OWN_CONFIGS = ("7b", "14b", "32b", "72b")  # what a GPU measures in a world
+OWN_CONFIGS = ("7b", "14b", "32b", "72b")  # measured on a GPU with --world
 
 
 def cases(kind: str) -> list[Case]:
-    """What a device of this kind tries: small models on a CPU, models of real width on a GPU."""
+    """The cases for a kind of device: small models on a CPU, full-width models on a GPU."""
     return _on_gpu() if kind == "cuda" else _on_cpu()
 
 
@@ -132,7 +132,7 @@ def _on_cpu() -> list[Case]:
         case("no constraint", {"loss.constraint.mode": "off"}),
         case("scalar C, seeds' start", {"train.thresholds": "scalar", "start": "seed"}),
         case("heads, then all", None, HEADS, ALL),
-        case("ZeRO-3", ZERO_3),  # last: it changes torch's linear map for the whole process
+        case("ZeRO-3", ZERO_3),  # last, because DeepSpeed then patches torch's linear map for the process
         case("ZeRO-3, q and v", ZERO_3 | QV),
     ]
 
@@ -175,9 +175,9 @@ def _on_gpu() -> list[Case]:
 
 
 def _in_world(world: int) -> list[Case]:
-    """Small models in vocabulary groups of up to 8, two sequences a rank.
+    """Small models in vocabulary groups of up to 8, with two sequences per rank.
 
-    Two layers in a large world: of each weight, the profiler keeps an event for every rank's slice.
+    A large world uses two layers, because the profiler records an event per weight and rank.
     """
     layers = {"num_hidden_layers": 2} if world > 256 else {}
 
@@ -198,12 +198,12 @@ def _in_world(world: int) -> list[Case]:
 
 
 def _batch(length: int, micro: int) -> dict[str, Any]:
-    """One micro-batch of so many sequences."""
+    """The changes for one micro-batch with `micro` sequences."""
     return {"data.sequence_length": length, "train.micro_batch_size": micro, "train.global_batch_size": micro}
 
 
 def config_of(case: Case) -> Config:
-    """The case's config."""
+    """The config for a case."""
     document = {
         "model": {"architecture": case.architecture},
         "data": {"train": "unused", "sequence_length": 256},
@@ -219,7 +219,7 @@ def config_of(case: Case) -> Config:
 def measure(
     config: Config, architecture: dict[str, Any], runtime: Runtime, groups: Groups | None = None
 ) -> dict[str, Any]:
-    """{measured_mib, predicted_mib, ratio, stage, moment} of a config. Collective over the world."""
+    """Returns {measured_mib, predicted_mib, ratio, stage, moment} for a config. Collective over the world."""
 
     def build() -> Callable[[], None]:
         rig = build_rig(config, architecture, runtime, groups)
@@ -247,14 +247,14 @@ def measure(
 
 
 def measure_all(only: list[str]) -> tuple[list[dict[str, Any]], str]:
-    """(the cases whose name contains one of `only`, or all cases; the device's name)."""
+    """(rows for the cases whose name contains one of `only`, or for all cases; the device name)."""
     with distributed() as runtime:
         chosen = [(case.name, config_of(case), case.architecture) for case in cases(runtime.device.type)]
         return _measured(chosen, runtime, only), device_name(runtime.device)
 
 
 def measure_world(world: int, configs: list[Path], only: list[str]) -> tuple[list[dict[str, Any]], str]:
-    """As `measure_all`, of rank 0 of so many: of these configs, or of those that this kind of device tries."""
+    """Like `measure_all`, but as rank 0 in a fake world. configs: if empty, the default cases for the device."""
     with one_of(world) as runtime:
         gpu, chosen = runtime.device.type == "cuda", []
         if gpu and not configs:
@@ -278,7 +278,7 @@ def _measured(
             row: dict[str, Any] = {"name": name}
             try:
                 row |= measure(config, architecture, runtime)
-            except RuntimeError as error:  # as a device without the memory: the other rows stay
+            except RuntimeError as error:  # for example out of memory: keep the other rows
                 row["skipped"] = said(error)
             rows.append(row)
             print(name, row.get("skipped") or f"{row['ratio']:.3f} of measured", sep=": ", file=sys.stderr)
@@ -286,7 +286,7 @@ def _measured(
 
 
 def peak_of(build: Callable[[], Callable[[], None]], device: torch.device) -> int:
-    """Peak bytes in torch's allocator during the work that `build` returns, counting what `build` itself allocated."""
+    """Peak allocator bytes during the work that `build` returns, including the bytes that `build` allocated."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -303,6 +303,7 @@ def peak_of(build: Callable[[], Callable[[], None]], device: torch.device) -> in
             work()
     assert traced.profiler is not None
     events = list(_with_children(traced.profiler.kineto_results.experimental_event_tree()))
+    # The peak counts only while the work runs; `before` is the total just before the first recorded allocation.
     began = min(event.start_time_ns for event in events if event.name == "the work")
     memory = sorted((e for e in events if e.name == "[memory]"), key=lambda e: e.start_time_ns)
     before = memory[0].extra_fields.total_allocated - memory[0].extra_fields.alloc_size
@@ -310,17 +311,17 @@ def peak_of(build: Callable[[], Callable[[], None]], device: torch.device) -> in
 
 
 def _count_all_threads() -> None:
-    """Let the total that torch keeps on a CPU follow every thread, from now on.
+    """Make torch's CPU memory total include every thread from now on.
 
-    The profiler records this thread alone. Gloo's threads free tensors of collectives too, more of them on a busy
-    machine. The switch is a variable of torch's C++ library.
+    The profiler records only this thread, but Gloo threads also free tensors from collectives, and more of them on a
+    busy machine. torch exposes the switch only as a C++ variable.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
     ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
 
 
 def _with_children(events: list[Any]) -> Iterator[Any]:
-    """The profiler's events and all below them."""
+    """Yields the profiler events and all their descendants."""
     left = list(events)
     while left:
         event = left.pop()
@@ -329,7 +330,7 @@ def _with_children(events: list[Any]) -> Iterator[Any]:
 
 
 def table(rows: list[dict[str, Any]], device: str) -> Table:
-    """`measure_all`'s result for a terminal."""
+    """The result of `measure_all` as a table for a terminal."""
     numbers = (Column(name, justify="right") for name in ("measured MiB", "planned MiB", "planned / measured"))
     title = f"Peak memory of training steps, {device}"
     out = Table("configuration", *numbers, "most at", title=title, title_justify="left")

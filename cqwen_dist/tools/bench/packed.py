@@ -1,10 +1,10 @@
-"""`cqwen bench packed`: real texts padded, packed with a mask, and packed without one, in real tokens a second.
+"""`cqwen bench packed`: real texts padded, packed with a mask, and packed without one, compared by real tokens/s.
 
-A padded position costs the backbone what a real one costs, and the heads nothing. So packing is as cheap as it can be
-where the backbone's seconds a real token fall as the positions do: the measured ratio stands beside this one. Rows are
-packed out of the whole data, as in a run, so they hold texts of similar lengths; padded texts are drawn at random.
-Weights are random. Seconds are CPU time on a CPU, which other jobs change little. Ratios are medians over rounds in
-which all take turns.
+A padded position costs the backbone as much as a real token, and costs the heads no time. So the ideal gain from
+packing is the ratio of positions per real token, and the table shows it next to the measured ratio. Rows are packed
+from the full data set, as in a run, so a row contains texts with similar lengths. Padded texts are drawn at random.
+Weights are random. On a CPU, seconds are CPU time, which other jobs hardly change. Ratios are medians over rounds in
+which all contenders take turns.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PADDED, MASK, VARLEN = "padded", "packed, mask", "packed, varlen"
 
 
 class Busy(Marks):
-    """Marks whose timestamps on a CPU are this process's own seconds."""
+    """Marks that use CPU time as timestamps on a CPU."""
 
     def now(self) -> Any:
         """A timestamp, taken without waiting for the device."""
@@ -50,9 +50,9 @@ class Busy(Marks):
 
 
 def measure(config: Config, tokenizer: NumericalAwareTokenizer, rounds: int) -> dict[str, Any]:
-    """Steps of the config's last stage on one micro-batch of packed rows, and on about as many tokens of padded texts.
+    """Times steps in the last stage on a micro-batch of packed rows, and on padded texts with about as many tokens.
 
-    Returns a JSON-ready document. Raises: UserError for data that cannot be read.
+    Returns a JSON-ready document. Raises `UserError` for unreadable data.
     """
     made = _batches(config, tokenizer)
     with _rig(config, tokenizer) as (rig, plan):
@@ -67,7 +67,7 @@ def measure(config: Config, tokenizer: NumericalAwareTokenizer, rounds: int) -> 
 
 
 def one_kind(config: Config, tokenizer: NumericalAwareTokenizer, kind: str) -> Iterator[dict[str, Any]]:
-    """One contender by itself: seconds by part and real tokens of one step after another."""
+    """Runs one contender and yields the seconds by part and the real tokens of each step."""
     batches = _batches(config, tokenizer)[kind]
     shape = {
         "tokens": sum(int(batch.attention_mask.sum()) for batch in batches),
@@ -79,7 +79,7 @@ def one_kind(config: Config, tokenizer: NumericalAwareTokenizer, kind: str) -> I
 
 
 def _batches(config: Config, tokenizer: NumericalAwareTokenizer) -> dict[str, list[Batch]]:
-    """One step's micro-batches of each contender."""
+    """The micro-batches for one step, by contender."""
     own = config.stages[-1]
     micro = config.batch_sizes(own)[1]
     length = own.sequence_length or config.data.sequence_length
@@ -93,7 +93,7 @@ def _batches(config: Config, tokenizer: NumericalAwareTokenizer) -> dict[str, li
 
 @contextmanager
 def _rig(config: Config, tokenizer: NumericalAwareTokenizer) -> Iterator[tuple[Rig, StagePlan]]:
-    """A training with random weights, in its last stage."""
+    """A rig with random weights in the last stage."""
     architecture = read_architecture(config)
     architecture = {**architecture, "vocab_size": tokenizer.rows_for(int(architecture["vocab_size"]))}
     with distributed(config.parallel.timeout_min * 60) as runtime:
@@ -104,7 +104,7 @@ def _rig(config: Config, tokenizer: NumericalAwareTokenizer) -> Iterator[tuple[R
 def texts_of(dataset: TextDataset, count: int, length: int, seed: int) -> tuple[list[Sample], list[Sample]]:
     """(`count` packed rows of at most `length` tokens, texts with about as many tokens), both drawn at random.
 
-    dataset: of single texts. Fewer rows where the data has no more.
+    dataset: single texts. Returns fewer rows if the data has no more.
     """
     lengths = dataset.lengths()
     found = pack(lengths, length)
@@ -117,7 +117,7 @@ def texts_of(dataset: TextDataset, count: int, length: int, seed: int) -> tuple[
 
 
 def _seconds(rig: Rig, plan: StagePlan, kind: str, batches: Sequence[Batch]) -> dict[str, float]:
-    """Seconds of one step, by part."""
+    """Seconds per part in one step."""
     if kind == VARLEN:
         attend_within_texts(rig.model.transformer)
     else:
@@ -131,7 +131,7 @@ def _seconds(rig: Rig, plan: StagePlan, kind: str, batches: Sequence[Batch]) -> 
 
 
 def _rows(found: dict[str, list[dict[str, float]]], made: dict[str, list[Batch]]) -> Iterator[dict[str, Any]]:
-    """A row of the table for each contender; the first round, a warm-up, is not counted."""
+    """Yields a table row per contender. The first round is a warm-up and is not counted."""
     tokens = {kind: sum(int(batch.attention_mask.sum()) for batch in batches) for kind, batches in made.items()}
     filled = {kind: tokens[kind] / sum(batch.input_ids.numel() for batch in made[kind]) for kind in made}
     whole, backbone = (
@@ -159,7 +159,7 @@ def _rows(found: dict[str, list[dict[str, float]]], made: dict[str, list[Batch]]
 
 
 def table(result: dict[str, Any]) -> Group:
-    """``measure``'s result for a terminal."""
+    """The result of `measure` for a terminal."""
     title = f"Packed rows and padded texts, {result['precision']}, {result['device']}"
     names = ("texts", "micro-batches", "filled", "tokens/s", "backbone", "over padded", "by padding", "of it")
     out = Table("", *(Column(name, justify="right") for name in names), title=title, title_justify="left")

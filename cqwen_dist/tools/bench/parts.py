@@ -1,6 +1,6 @@
-"""Where the time of a training step goes: timestamps between its parts, and a torch profiler trace of a few steps.
+"""Measures the parts of a training step with timestamps, and traces a few steps with torch's profiler.
 
-Timestamps are CUDA events, which do not wait, or the clock.
+Timestamps are CUDA events, which do not synchronise, or clock readings on a CPU.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from cqwen_dist.tools.bench.rig import Rig
 
 STEPS = 2
 ROWS = 40
-# The profiler's names of calls that make the host wait for the device.
+# Profiler names of the calls that block the host until the device is done.
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 
 
 class Marks:
-    """Timestamps of a step in order, each with the name of the part that ends there."""
+    """The timestamps in a step, each with the name of the part that ends there."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
         self.found: list[tuple[str, Any]] = []
 
     def now(self) -> Any:
-        """A timestamp, taken without waiting for the device."""
+        """A timestamp, taken without synchronising with the device."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -41,11 +41,11 @@ class Marks:
         return event
 
     def end(self, part: str) -> None:
-        """`part` ends now; it began when the previous one ended."""
+        """Records the end of `part`, which started at the end of the previous part."""
         self.found.append((part, self.now()))
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of every part since the first mark. Waits for the device."""
+        """Seconds per part since the first mark. Synchronises with the device."""
         if self.cuda:
             torch.cuda.synchronize()
         total: dict[str, float] = {}
@@ -61,14 +61,17 @@ def between(before: Any, after: Any) -> float:
 
 
 class Ends(Protocol):
-    """What is told where the parts of a step end: `Marks`, or `launches.Launches`."""
+    """Receives the end of each part: `Marks` or `launches.Launches`."""
 
     def end(self, part: str) -> None: ...
 
 
 @contextmanager
 def marked(rig: Rig, marks: Ends) -> Iterator[None]:
-    """Inside, the rig's steps leave marks. `data` is the time before the first forward pass, `rest` what remains."""
+    """Makes the rig's steps call `marks.end` after each part.
+
+    `data` is the time before the first forward pass. `rest` is the time that belongs to no named part.
+    """
     engine, stepper = rig.engine, rig.stepper
     forward, backward, step, loss = engine.forward, engine.backward, engine.step, stepper._loss
     begun = [False]
@@ -83,7 +86,7 @@ def marked(rig: Rig, marks: Ends) -> Iterator[None]:
         return z
 
     def marked_loss(*args: Any, **options: Any) -> Any:
-        if not begun[0]:  # z was given, so no forward pass began the step
+        if not begun[0]:  # with cached z, no forward pass has ended the part `data`
             marks.end("data")
             begun[0] = True
         return loss(*args, **options)
@@ -111,9 +114,9 @@ def marked(rig: Rig, marks: Ends) -> Iterator[None]:
 
 
 def device_counts(step: Callable[[], object]) -> dict[str, float]:
-    """{kernels, host_waits, busy_s} of one step on CUDA, as the profiler counts them, compiled regions among them.
+    """Profiles one step on CUDA and returns {kernels, host_waits, busy_s}, including compiled regions.
 
-    busy_s: seconds of all kernels; a step that takes longer waits for the host's launches.
+    busy_s: total kernel seconds. If the step takes longer, the device waits for kernel launches.
     """
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
         step()
@@ -123,12 +126,12 @@ def device_counts(step: Callable[[], object]) -> dict[str, float]:
 
 
 def _kernel_us(event: Any) -> float:
-    """Microseconds of a kernel; an operation that launched it has the same time once more."""
+    """Microseconds of a kernel event, 0 for other events: an operation repeats the time of the kernels it launched."""
     return event.self_device_time_total if event.device_type == DeviceType.CUDA else 0.0
 
 
 def _counts(averages: Any, steps: int) -> dict[str, float]:
-    """Launches and waits a step; the last wait was our own."""
+    """Launches and waits per step, without the final wait from the benchmark."""
     waits = sum(event.count for event in averages if event.key in WAITS)
     kernels = sum(event.count for event in averages if event.key in LAUNCHES)
     return {"kernels": kernels / steps, "host_waits": max(0, waits - 1) / steps}
@@ -137,8 +140,8 @@ def _counts(averages: Any, steps: int) -> dict[str, float]:
 def profile_steps(step: Callable[[], object], folder: Path, device: torch.device) -> dict[str, Any]:
     """Trace `STEPS` steps into `folder`: trace.json.gz (chrome://tracing, Perfetto) and table.txt.
 
-    Returns {trace, table, host_waits, kernels, device_s, top}: the two files; waits for the device, kernel launches and
-    busy seconds per step; the first rows of the table.
+    Returns {trace, table, host_waits, kernels, device_s, top}: the two files, the waits, kernel launches and busy
+    seconds per step, and the first table rows.
     """
     folder.mkdir(parents=True, exist_ok=True)
     cuda = device.type == "cuda"

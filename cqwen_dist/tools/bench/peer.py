@@ -1,7 +1,7 @@
-"""The same backbone trained with Hugging Face + PEFT: a trained softmax head, cross entropy, torch's fused AdamW.
+"""Trains the same backbone with Hugging Face + PEFT: a trained softmax head, cross entropy, torch's fused AdamW.
 
-With `liger`, norms, rotation, activation and linear cross entropy are Liger-Kernel's. Adapters and head are in the
-backbone's precision, in which our products run too.
+With `liger`, Liger-Kernel provides the norms, rotation, activation and linear cross entropy. Adapters and head use the
+precision of the backbone, like our matrix products.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from cqwen_dist.config import Config
 from cqwen_dist.model.lora import peft_config
 from cqwen_dist.ops.products import dtype_of
 
-PeerStep = Callable[..., None]  # (CPU micro-batches, end): one optimizer step; `end` hears where its parts end
+PeerStep = Callable[..., None]  # (CPU micro-batches, end): one optimizer step, which calls `end` after each part
 
 
 def peer_step(
     config: Config, architecture: dict[str, Any], device: torch.device, liger: bool = False, compiled: bool = False
 ) -> PeerStep:
-    """A function that takes one optimizer step. compiled: the whole model, as Hugging Face's `torch_compile` does.
+    """Returns a function that takes one optimizer step.
 
-    Raises ImportError without Liger.
+    compiled: compile the full model, like Hugging Face's `torch_compile`. Raises ImportError if Liger is missing.
     """
     dtype = dtype_of(config.train.precision)
     settings = AutoConfig.for_model(**{**architecture, "tie_word_embeddings": False})

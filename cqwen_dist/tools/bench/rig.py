@@ -1,7 +1,6 @@
-"""A training step by itself: the real engine and stepper on random batches of the config's shapes, without a run.
+"""Runs training steps outside a run: the real engine and stepper on random batches with the config's shapes.
 
-Engine and stepper are assembled as `cqwen train` assembles them. Weights are random: they change neither the time nor
-the memory of a step.
+Engine and stepper are assembled as in `cqwen train`. Weights are random, which affects neither time nor memory.
 """
 
 from __future__ import annotations
@@ -26,33 +25,33 @@ from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.step import ACCURACY_EVERY
 from cqwen_dist.training.zero.partitioned_base import partitioned
 
-NUMBER_SHARE = 0.125  # of the tokens are <NUM>, as in GSM8K
-DOCUMENTS = (0.1, 0.2, 0.3, 0.4)  # texts of a packed row, by their share of it
-SPREAD = 0.02  # of the random weights
+NUMBER_SHARE = 0.125  # share of <NUM> tokens, as in GSM8K
+DOCUMENTS = (0.1, 0.2, 0.3, 0.4)  # lengths of the texts in a packed row, as shares of the row
+SPREAD = 0.02  # standard deviation of the random weights
 
 
 @dataclass(frozen=True)
 class Rig(Training):
-    """A training with random batches of the config's shapes."""
+    """A training with random batches."""
 
     def enter(self, stage: int) -> StagePlan:
-        """Enter a stage at its beginning: its trainable groups and their rates."""
+        """Enter a stage at its start, with its trainable groups and rates."""
         plan = self.schedule.plans[stage]
         self.enter_stage(plan, fresh=True)
         self.engine.set_lr(plan, plan.start)
         return plan
 
     def batches(self, plan: StagePlan, seed: int = 0) -> list[Batch]:
-        """This rank's micro-batches of one optimizer step, on the CPU: full sequences with labels everywhere."""
+        """This rank's CPU micro-batches for one optimizer step: full sequences with labels everywhere."""
         number = self.engine.model.config.num_token_id
         return random_batches(self.config, plan.stage, number, seed, self.runtime.rank, self.groups.world_size)
 
     def step(
         self, micro_batches: list[Batch], plan: StagePlan, looking: bool = False, cached: list[Tensor] | None = None
     ) -> dict[str, Any]:
-        """One optimizer step of a stage; returns its metrics on the device.
+        """Take one optimizer step and return its metrics on the device.
 
-        looking: also measure KL and accuracy. cached: z of the label positions, by micro-batch.
+        looking: also measure KL and accuracy. cached: z at the label positions, by micro-batch.
         """
         every = EVERY * ACCURACY_EVERY
         return self.stepper(micro_batches, plan, every if looking else every + 1, cached)[0]
@@ -61,9 +60,9 @@ class Rig(Training):
 def random_batches(
     config: Config, stage: Stage, number: int, seed: int = 0, rank: int = 0, world: int = 1
 ) -> list[Batch]:
-    """A rank's micro-batches of one optimizer step of a stage, on the CPU: full sequences with labels everywhere.
+    """A rank's CPU micro-batches for one optimizer step: full sequences with labels everywhere.
 
-    number: the id of <NUM>, the last row.
+    number: the <NUM> token id, which is the last row.
     """
     whole, micro = config.batch_sizes(stage)
     share = max(1, whole // world)
@@ -102,9 +101,9 @@ def build_rig(
     groups: Groups | None = None,
     num_token_id: int | None = None,
 ) -> Rig:
-    """A model of `architecture` with random weights, its engine and its stepper. Collective over the world.
+    """Builds a model with random weights, its engine and its stepper. Collective over the world.
 
-    num_token_id: default: the last row. Raises `UserError` if the config and the number of ranks do not fit.
+    num_token_id: the last row by default. Raises `UserError` if the config does not fit the number of ranks.
     """
     seed_everything(config.train.seed)
     groups = groups or build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
@@ -120,7 +119,7 @@ def build_rig(
 
 
 class _RandomRows:
-    """An output head [V,H] of which only the rows that are asked for are drawn, on the CPU."""
+    """An output head [V,H] that draws only the requested rows, on the CPU."""
 
     def __init__(self, rows: int, hidden: int, dtype: torch.dtype) -> None:
         self.shape = torch.Size((rows, hidden))
@@ -133,7 +132,7 @@ class _RandomRows:
 
 @torch.no_grad()
 def _draw(name: str, value: Tensor) -> None:
-    """A parameter of a random base: norms are 1, the others small."""
+    """Initialises a parameter in place: norms to 1, others to small random values."""
     if name.endswith("norm.weight"):
         value.fill_(1.0)
     else:
@@ -141,10 +140,10 @@ def _draw(name: str, value: Tensor) -> None:
 
 
 def _base(config: Config, architecture: dict[str, Any], runtime: Runtime) -> Base:
-    """Random weights on the run's device; under ZeRO-3 drawn and partitioned module by module: none is ever whole."""
+    """Random weights on the device. Under ZeRO-3 they are drawn and partitioned module by module, to save memory."""
     settings, dtype = AutoConfig.for_model(**architecture), dtype_of(config.train.precision)
     if config.parallel.zero_stage == 3:
         head = _RandomRows(settings.vocab_size, settings.hidden_size, dtype)
         return Base(partitioned(settings, config, runtime, _draw), head)
-    with runtime.device:  # draws the weights of a large model where they are used
+    with runtime.device:  # draw on the device, as drawing a large model on the CPU is slow
         return Base(AutoModelForCausalLM.from_config(settings, dtype=dtype))

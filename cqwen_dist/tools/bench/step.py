@@ -1,10 +1,10 @@
-"""``cqwen bench step``: the whole training step by part, compared with HF + PEFT on the same backbone.
+"""``cqwen bench step``: times a full training step by part and compares it with HF + PEFT on the same backbone.
 
-Every stage of the config is run at its shapes with random weights. A row has tokens/s, MFU (useful operations over the
-device's peak), seconds by part, bytes sent, measured and planned peak memory, and how many operations it launches by
-part. A stage that trains heads alone is run twice: with the backbone, and with z given as from the feature cache.
-Measured ratios are shown with those that the numbers of operations predict (`sizes.flops`). With `both`, ours and the
-peers are measured eager and compiled, and every pair has its ratio.
+Every stage in the config runs at its shapes with random weights. A row contains tokens/s, MFU (useful operations over
+the device peak), seconds by part, bytes sent, measured and planned peak memory, and launched operations by part.
+A stage that trains only heads runs twice: with the backbone, and with z as if from the feature cache. Measured ratios
+are shown next to the ratios predicted from operation counts (`sizes.flops`). With `both`, our step and the peers are
+measured eager and compiled, and each pair gets a ratio.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from cqwen_dist.tools.plan.memory import GIB
 from cqwen_dist.tools.site.traffic import Traffic, Transfer
 from cqwen_dist.training.stages import StagePlan
 
-PEERS = {"hf+peft": False, "hf+peft+liger": True}  # whether Liger's kernels are in it
-COMPILED = ", compiled"  # behind the name of a row
+PEERS = {"hf+peft": False, "hf+peft+liger": True}  # name -> whether it uses Liger kernels
+COMPILED = ", compiled"  # suffix to a row name
 WARM_UP = 3  # steps
 
 
 def measure(config: Config, *, gpu: str, **how: Any) -> dict[str, Any] | None:
-    """`run` in its own process group or the launcher's. Returns None on every rank but the first."""
+    """Calls `run` in the launcher's process group, or in a new one. Returns None on every rank except the first."""
     architecture = read_architecture(config)
     with distributed(config.parallel.timeout_min * 60) as runtime:
         known = machine(gpu or "cpu", "ib400")
@@ -73,21 +73,21 @@ def run(
 ) -> dict[str, Any]:
     """Measure every stage of the config. Collective over the world; returns a JSON-ready document on every rank.
 
-    machine: the calibration compares with its stated rates. peak: flop/s for MFU, None: not known. both: eager and
-    compiled; else as `model.compile_layers` says. Raises `UserError` if config and ranks do not fit.
+    machine: its stated rates are the reference for the calibration. peak: flop/s for MFU, None if unknown. both: run
+    eager and compiled; else `model.compile_layers` decides. Raises `UserError` if the config does not fit the ranks.
     """
     device = runtime.device
     timer, traffic = Timer(device, peak, rounds), Traffic(Marks(device).now)
     rows: list[dict[str, Any]] = []
     profiles: list[dict[str, Any]] = []
     kinds = (False, True) if both and config.parallel.zero_stage < 3 else (config.model.compile_layers,)
-    with traffic.watching():  # around all: DeepSpeed keeps the functions that it finds first
+    with traffic.watching():  # before any engine exists: DeepSpeed keeps the collectives that it finds first
         for compiled in kinds:
             own = config.model_copy(update={"model": config.model.model_copy(update={"compile_layers": compiled})})
             try:
                 found, batches, sizes = _ours(timer, own, architecture, runtime, traffic, profile, profiles)
                 rows += [row | {"name": row["name"] + COMPILED * (both and compiled)} for row in found]
-            except RuntimeError as error:  # of the compiler: the eager rows and the peers' stay
+            except RuntimeError as error:  # from the compiler: keep the eager and peer rows
                 if not (both and compiled and rows):
                     raise
                 rows.append({"name": f"all stages{COMPILED}", "skipped": said(error), "trainable": []})
@@ -119,7 +119,7 @@ def _peers(
     sizes: list[Sizes],
     ours: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Rows of the peers, compiled or not, each against ours of the same kind in the last stage that trains adapters."""
+    """Peer rows, each compared with our row in the last stage that trains adapters, eager or compiled alike."""
     rows: list[dict[str, Any]] = []
     last = next((s for s in reversed(sizes) if "lora" in s.trainable), None)
     if last is None:
@@ -143,7 +143,7 @@ def _ours(
     profile: Path | None,
     profiles: list[dict[str, Any]],
 ) -> tuple[list[dict[str, Any]], list[Batch], list[Sizes]]:
-    """A row or two for each stage, the last stage's batches, and the sizes of all. Adds to `profiles`."""
+    """(one or two rows per stage, the batches in the last stage, the sizes of all stages). Adds to `profiles`."""
     device, rows = runtime.device, []
     sizes = sizes_of(config, architecture, device, runtime.world_size)
     before = _allocated(device)
@@ -162,13 +162,13 @@ def _ours(
 
 
 def sizes_of(config: Config, architecture: dict[str, Any], device: torch.device, world: int = 1) -> list[Sizes]:
-    """The sizes of every stage, with the texts of the rig's packed rows."""
+    """The sizes of every stage, for packed rows as in the rig."""
     text = config.data.sequence_length * sum(share**2 for share in DOCUMENTS)
     return stage_sizes(config, Architecture.of(architecture), world=world, kind=device.type, text=text)
 
 
 def _launches(rig: Rig, plan: StagePlan, batches: list[Batch]) -> dict[str, Any]:
-    """What a step launches and where it waits: the operations by part, unless compiled; on CUDA the kernels."""
+    """Launches and host waits in a step: operations by part unless compiled, and kernels on CUDA."""
     step = partial(rig.step, batches, plan)
     kernels = device_counts(step) if rig.runtime.device.type == "cuda" else {}
     if rig.config.model.compile_layers:
@@ -181,16 +181,16 @@ def _launches(rig: Rig, plan: StagePlan, batches: list[Batch]) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class Timer:
-    """Times contenders alike."""
+    """Times every contender in the same way."""
 
     device: torch.device
     peak: float | None
     rounds: int
 
     def row(self, name: str, step: Callable[[], object], s: Sizes, saved: float = 0.0) -> dict[str, Any]:
-        """A row with the step's times. Collective: all ranks begin each round together. Peak memory is counted anew.
+        """Times a step and returns its row. Resets the peak memory. Collective: all ranks start each round together.
 
-        saved: operations of a token that this contender does not do.
+        saved: operations per token that this contender avoids.
         """
         for _ in range(WARM_UP):
             step()
@@ -215,12 +215,12 @@ class Timer:
 def _stage(
     timer: Timer, rig: Rig, plan: StagePlan, batches: list[Batch], s: Sizes, traffic: Traffic, before: int
 ) -> dict[str, Any]:
-    """One stage as it is trained. before: bytes that were allocated before the rig was built."""
+    """The row for one stage with the backbone. before: bytes allocated before the rig was built."""
     device, rounds = timer.device, timer.rounds
     row = timer.row(s.stage.name, partial(rig.step, batches, plan), s)
     rig.step(batches, plan, looking=True)
     peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else None
-    # Marks and counted messages cost time, so the parts are measured in rounds of their own.
+    # Marks and message counting cost time, so the parts are measured in separate rounds.
     parts: dict[str, list[float]] = {}
     marks = Marks(device)
     communication = 0.0
@@ -233,7 +233,7 @@ def _stage(
             marks.end("rest")
             for name, seconds in marks.seconds().items():
                 parts.setdefault(name, []).append(seconds)
-            messages, pairs = traffic.take()  # marks.seconds() waited for the device
+            messages, pairs = traffic.take()  # safe now: marks.seconds() has synchronised
             communication += sum(between(*pair) for pair in pairs) / rounds
     traffic.on = False
     return row | {
@@ -248,7 +248,7 @@ def _stage(
 
 
 def stage_parts(timer: Timer, rig: Rig, plan: StagePlan, batches: list[Batch], s: Sizes, before: int) -> dict[str, Any]:
-    """One stage of one rank as it is trained, with its parts, memory, kernels and waits of the host."""
+    """The row for one stage on one rank, with parts, memory, kernels and host waits."""
     row = _stage(timer, rig, plan, batches, s, Traffic(Marks(timer.device).now), before)
     return row | (device_counts(partial(rig.step, batches, plan)) if timer.device.type == "cuda" else {})
 
@@ -256,7 +256,7 @@ def stage_parts(timer: Timer, rig: Rig, plan: StagePlan, batches: list[Batch], s
 def _cached(
     timer: Timer, rig: Rig, plan: StagePlan, batches: list[Batch], s: Sizes, computed: dict[str, Any]
 ) -> dict[str, Any]:
-    """The same stage with z given, as the feature cache gives it: on the host, in the backbone's precision."""
+    """The same stage with z as if from the feature cache: on the host, in the precision of the backbone."""
     device, dtype = timer.device, dtype_of(rig.config.train.precision)
     z = [torch.randn(int(batch.label_mask.sum()), s.base.hidden).to(dtype) for batch in batches]
     if device.type == "cuda":
@@ -278,8 +278,7 @@ def _cached(
 def _peer(
     timer: Timer, name: str, build: Callable[[], PeerStep], batches: list[Batch], s: Sizes, ours: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """A peer's row, compared with `ours`, the last stage that trains adapters, if there is one. A peer that cannot run
-    says why."""
+    """A peer row, compared with our row `ours` if given. If the peer cannot run, the row contains the reason."""
     cuda = timer.device.type == "cuda"
     if "liger" in name and not cuda:
         return {"name": name, "skipped": "needs CUDA", "trainable": []}
@@ -307,7 +306,7 @@ def _peer(
 
 
 def _factors(rows: list[dict[str, Any]], sizes: list[Sizes], machine: Machine, world: int) -> dict[str, float]:
-    """Measured over planned seconds, by part, of the stage with the most trainable groups."""
+    """Measured over planned seconds, by part, in the stage with the most trainable groups."""
     index = max(range(len(sizes)), key=lambda i: (sizes[i].graph, len(sizes[i].trainable)))
     s = sizes[index]
     row = next(row for row in rows if row["name"] == s.stage.name)

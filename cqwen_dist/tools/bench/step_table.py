@@ -1,4 +1,4 @@
-"""The document of `bench.step` for a terminal: times by part, operations launched by part, ratios."""
+"""Shows the results from `bench.step` in a terminal: times by part, launched operations by part, ratios."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
 
-# Columns of the table -> parts of a step.
+# Table column -> parts of a step.
 SHARES = {
     "data": "data",
     "forward": "backbone_forward",
@@ -20,7 +20,7 @@ SHARES = {
 
 
 def table(result: dict[str, Any]) -> Group:
-    """``run``'s result for a terminal."""
+    """The result of `run` for a terminal."""
     shape = f"{result['micro_batch_size']} x {result['sequence_length']} tokens a micro-batch, {result['precision']}"
     columns = (Column(name, justify="right") for name in ("s (min-max)", "tokens/s", "MFU", *SHARES, "GiB"))
     title = f"Training step, {shape}, {result['world']} x {result['device']}"
@@ -59,7 +59,7 @@ def table(result: dict[str, Any]) -> Group:
 
 
 def _launch_table(rows: list[dict[str, Any]]) -> Table:
-    """Operations of a step by part; kernels and waits as the profiler counts them on CUDA."""
+    """Operations per step by part, and on CUDA the kernels and waits from the profiler."""
     parts = [part for part in (*SHARES.values(), "rest") if part != "communication"]
     names = (*(part.removeprefix("backbone_") for part in parts), "all", "waits", "kernels")
     columns = (Column(name, justify="right") for name in names)
