@@ -1,6 +1,6 @@
-"""What a person would use without a language model, on the same rows, each with its own defaults.
+"""Standard baselines without a language model on the same rows, with their default settings.
 
-They are scikit-learn's; CatBoost and NGBoost come along where they are installed.
+They are from scikit-learn. CatBoost and NGBoost are added if installed.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 ALPHAS = np.logspace(-3, 4, 15)
 MANY = 4096  # rows
-CATEGORIES = 255  # of a column, at most, as HistGradientBoosting allows
+CATEGORIES = 255  # the maximum per column in HistGradientBoosting
 
 
 def baselines(
     table: Table, train: np.ndarray, test: np.ndarray, texts: Sequence[str]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, predictions [m] of the test rows). texts: every row as one text, the target not in it."""
+    """Yields (name, predictions [m] for the test rows). texts: every row as one text, without the target."""
     y = table.values()[train]
     yield "always the median", np.full(len(test), np.median(y))
     numbers = _numbers(table)
     prepared = _prepared(numbers, train)
     if table.numeric:
         yield "ridge, numeric columns", _ridge(prepared[train], y, prepared[test])
-    if any(re.search(r"\w\w", texts[row]) for row in train):  # scikit-learn's words are of two letters or more
+    if any(re.search(r"\w\w", texts[row]) for row in train):  # scikit-learn's words have at least two letters
         words = _words(table, prepared, train, texts)
         yield "ridge, TF-IDF and one-hot", _ridge(words[train], y, words[test])
         pairs = _tf_idf(train, texts, longest=2)
@@ -43,25 +43,25 @@ def baselines(
 
 
 def natural_boosting(table: Table, train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Means and standard deviations [m] of the test rows by NGBoost's normal law; None where it is not installed."""
+    """Means and standard deviations [m] for the test rows from NGBoost's normal law; None if not installed."""
     if not find_spec("ngboost"):
         return None
     from ngboost import NGBRegressor
 
     x, _ = _columns(table, _prepared(_numbers(table), train), train)
-    x = np.nan_to_num(x, nan=-1.0)  # a text that training never had
+    x = np.nan_to_num(x, nan=-1.0)  # a text that is not in the training rows
     law = NGBRegressor(verbose=False, random_state=0).fit(x[train], table.values()[train]).pred_dist(x[test])
     return law.params["loc"], law.params["scale"]
 
 
 def _numbers(table: Table) -> np.ndarray:
-    """The numeric columns [n, columns], NaN where a cell is empty."""
+    """The numeric columns [n, columns], with NaN for empty cells."""
     rows = [[float(row[name] or "nan") for name in table.numeric] for row in table.rows]
     return np.array(rows, dtype=np.float64).reshape(len(rows), len(table.numeric))
 
 
 def _prepared(numbers: np.ndarray, train: np.ndarray) -> np.ndarray:
-    """Standardised, an empty cell the median, with a column that says so; all by the training rows."""
+    """Standardises, and fills empty cells with the median plus an indicator column, all from the training rows."""
     from sklearn.impute import SimpleImputer
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -73,7 +73,10 @@ def _prepared(numbers: np.ndarray, train: np.ndarray) -> np.ndarray:
 
 
 def _ridge(x: np.ndarray | csr_matrix, y: np.ndarray, x_test: np.ndarray | csr_matrix) -> np.ndarray:
-    """Its strength by leaving out each row; of many rows a third, as the former needs an array [rows, rows]."""
+    """Ridge regression with the strength from leave-one-out, or 3 folds for many rows.
+
+    Leave-one-out needs an array [rows, rows].
+    """
     from sklearn.linear_model import RidgeCV
     from sklearn.model_selection import KFold
 
@@ -82,14 +85,14 @@ def _ridge(x: np.ndarray | csr_matrix, y: np.ndarray, x_test: np.ndarray | csr_m
 
 
 def _tf_idf(train: np.ndarray, texts: Sequence[str], longest: int = 1) -> csr_matrix:
-    """Sparse [n, words]: each row's words, and sequences of up to `longest` words, by TF-IDF."""
+    """Sparse [n, words]: TF-IDF for words and sequences of up to `longest` words."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     return TfidfVectorizer(ngram_range=(1, longest)).fit([texts[i] for i in train]).transform(texts)
 
 
 def _words(table: Table, numbers: np.ndarray, train: np.ndarray, texts: Sequence[str]) -> csr_matrix:
-    """Sparse [n, words + cells + numbers]: the text's words by TF-IDF, each cell of a text column one-hot."""
+    """Sparse [n, words + cells + numbers]: TF-IDF for words, one-hot cells for text columns, and the numbers."""
     from scipy.sparse import csr_matrix, hstack
     from sklearn.feature_extraction import DictVectorizer
 
@@ -99,7 +102,7 @@ def _words(table: Table, numbers: np.ndarray, train: np.ndarray, texts: Sequence
 
 
 def _boosted(table: Table, numbers: np.ndarray, train: np.ndarray, test: np.ndarray) -> np.ndarray:
-    """HistGradientBoosting on numbers and categories; of a column of more than 255 texts each is a number."""
+    """HistGradientBoosting on numbers and categories. A column with more than 255 texts is treated as numeric."""
     from sklearn.ensemble import HistGradientBoostingRegressor
 
     x, texts = _columns(table, numbers, train)
@@ -109,8 +112,10 @@ def _boosted(table: Table, numbers: np.ndarray, train: np.ndarray, test: np.ndar
 
 
 def _columns(table: Table, numbers: np.ndarray, train: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """x [n, columns], each text of training a number, other texts NaN, then the numbers; how many texts a column has,
-    0 of numbers."""
+    """(x [n, columns], the number of texts per column, 0 for numeric ones).
+
+    x has the text columns first, with an ordinal per training text and NaN for unknown texts.
+    """
     from sklearn.preprocessing import OrdinalEncoder
 
     texts = [0] * numbers.shape[1]
@@ -122,7 +127,7 @@ def _columns(table: Table, numbers: np.ndarray, train: np.ndarray) -> tuple[np.n
 
 
 def _cells(table: Table) -> np.ndarray:
-    """The columns of text [n, columns], of objects."""
+    """The text columns [n, columns] as an object array."""
     named = [name for name in table.columns if name not in table.numeric]
     rows = [[row[name] for name in named] for row in table.rows]
     return np.array(rows, dtype=object).reshape(len(rows), len(named))

@@ -1,4 +1,4 @@
-"""What `cqwen fit` chooses by the table, the base and the machine, and the config that says so."""
+"""Chooses settings for `cqwen fit` from the table, the base model and the machine, and writes the config."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import numpy as np
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import reason_of
 
-RANDOM_FEATURES = 6144  # 2,048, of four draws: concrete's mean error is 5 % larger, and differs by 9 % between draws
-WIDE, WIDE_FOR_MANY = 2**18, 2**20  # 8,000 wines have 100,000 n-grams; in 2^18 columns they share: R2 0.853, not 0.858
+RANDOM_FEATURES = 6144  # with 2,048, the error on concrete is 5 % larger and varies by 9 % over four draws
+WIDE, WIDE_FOR_MANY = 2**18, 2**20  # 8,000 wines have 100,000 n-grams: collisions in 2^18 cost R2 0.853, not 0.858
 MANY = 4096  # rows
-LONGEST = 1024  # tokens; longer rows are left out of training
+LONGEST = 1024  # tokens; training skips longer rows
 ROWS_TIMED = 8
-CLEARLY = 0.05  # nats a number
-SECONDS_A_STEP = 0.6  # of the heads alone, on two CPU cores
-EVALUATIONS = 4  # while training
+CLEARLY = 0.05  # nats per number
+SECONDS_A_STEP = 0.6  # for a heads-only step on two CPU cores
+EVALUATIONS = 4  # during training
 CONFIG = """\
 # Made by `cqwen fit`. Train it (again, or on with other settings): cqwen train {config}
 model:
@@ -75,7 +75,7 @@ LORA = """\
 
 
 class Pace(NamedTuple):
-    """Seconds a row: forward alone, forward and backward; the faster precision of the two; the base's hidden size."""
+    """Seconds per row for forward, and for forward plus backward, in the faster precision; the base's hidden size."""
 
     forward: float
     both: float
@@ -84,7 +84,7 @@ class Pace(NamedTuple):
 
 
 def context_of(base: str) -> int:
-    """The most tokens that the base reads. Raises `UserError` for a base that is none."""
+    """The base model's maximum context in tokens. Raises `UserError` if `base` is not a model."""
     from transformers import AutoConfig
 
     try:
@@ -94,7 +94,7 @@ def context_of(base: str) -> int:
 
 
 def measure_pace(base: str, tokens: int) -> Pace:
-    """Time the base on a few rows of so many tokens, in fp32 and bf16. Raises `UserError` for a base that is none."""
+    """Time the base on a few rows in fp32 and bf16. tokens: per row. Raises `UserError` if `base` is not a model."""
     import torch
     from transformers import AutoModel
 
@@ -123,7 +123,7 @@ def measure_pace(base: str, tokens: int) -> Pace:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What was chosen. epochs of the LoRA stage: 0: the time does not allow any."""
+    """The chosen settings. epochs: in the LoRA stage; 0 if there is no time for it."""
 
     transform: str
     length: int
@@ -136,8 +136,11 @@ class Chosen:
 def choose(
     values: np.ndarray, tokens: np.ndarray, valid: int, test: int, pace: Pace, minutes: float, longest: int = LONGEST
 ) -> Chosen:
-    """values [n]: the training rows' targets; tokens [n]: their lengths; valid, test: numbers of rows to watch and to
-    judge by; minutes: for the whole command, about; longest: tokens of a row, at most."""
+    """Chooses settings that fit the time.
+
+    values [n]: the training targets. tokens [n]: the row lengths. valid, test: row counts. minutes: approximate time
+    for the full command. longest: maximum tokens per row.
+    """
     n = len(values)
     length = 64
     while length < tokens.max() + 8 and length < longest:
@@ -145,32 +148,35 @@ def choose(
     length = min(length, longest)
     batch = 16 if n >= 400 else 8
     heads = min(max(2 * n // batch, 100), 500)
-    features = (n + 3 * valid + test) * pace.forward  # once each; evaluations also without values, and they score words
-    evaluations = 1.5 * (EVALUATIONS + 1) * valid * pace.forward  # where adapters train, each needs z anew
-    epoch = 1.4 * n * pace.both  # with the heads' own work
-    left = 60 * minutes * 0.9 - features - heads * SECONDS_A_STEP - 60  # the rest: start, predictions
+    # z is computed once per row; evaluations also compute it without values, and score words.
+    features = (n + 3 * valid + test) * pace.forward
+    evaluations = 1.5 * (EVALUATIONS + 1) * valid * pace.forward  # trained adapters invalidate cached z
+    epoch = 1.4 * n * pace.both  # 1.4: including the heads
+    left = 60 * minutes * 0.9 - features - heads * SECONDS_A_STEP - 60  # 60 s and 10 %: start and predictions
     epochs = min(max((left - evaluations) / epoch, 0.0), 8.0)
     epochs = math.floor(4 * epochs) / 4  # quarters
     return Chosen(best_transform(values), length, batch, heads, epochs, epochs * epoch / 60)
 
 
 def best_transform(values: np.ndarray) -> str:
-    """standardise, or standardise_log where the logarithms' own Cauchy law, by median and IQR/2 (seed S1 2), makes
-    the values clearly more likely."""
+    """Returns "standardise", or "standardise_log" if a Cauchy law on the logarithms is clearly more likely.
+
+    The laws are fitted by median and IQR/2 (S1 2).
+    """
     logs = np.sign(values) * np.log1p(np.abs(values))
     plain, by_log = _likelihood(values), _likelihood(logs) - np.log1p(np.abs(values)).mean()
     return "standardise_log" if by_log > plain + CLEARLY and (values > 0).all() else "standardise"
 
 
 def _likelihood(values: np.ndarray) -> float:
-    """Mean log density of a Cauchy law at its own sample."""
+    """Mean log density of the sample under a Cauchy law fitted to it."""
     low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
     scale = max((high - low) / 2, 1e-12 * max(1.0, abs(middle)))
     return float(-np.log(math.pi * scale * (1 + ((values - middle) / scale) ** 2)).mean())
 
 
 def config_text(folder: Path, base: str, choice: Chosen, pace: Pace, rows: int, seed: int, **data: str) -> str:
-    """The config as YAML, with comments. data: prompt, text, target, as `data.prompt_template` and so on."""
+    """The config as YAML with comments. data: prompt, text and target, for `data.prompt_template` and so on."""
     rate = 0.012 / pace.hidden
     lora = ""
     steps = choice.heads_steps

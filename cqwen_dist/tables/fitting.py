@@ -1,11 +1,11 @@
-"""`cqwen fit`: from a table to a run that predicts one of its columns, judged on rows it never saw.
+"""`cqwen fit`: trains a model that predicts one table column, and evaluates it on held-out rows.
 
-FOLDER/request.json                  what was asked for; the same command goes on in the same folder
+FOLDER/request.json                  the arguments; the same command continues in the same folder
 FOLDER/table/{train,valid,test}.csv  the rows, as text
 FOLDER/fit.yaml, run/                an ordinary config and its run
 FOLDER/predicted.csv                 the test rows with predictions and intervals
-FOLDER/fit.json, fit.svg             the comparison, and a picture of it
-FOLDER/best                          the checkpoint that it predicts with: the folder serves as a model
+FOLDER/fit.json, fit.svg             the comparison with baselines, and a chart
+FOLDER/best                          the checkpoint for predictions, so the folder works as a model
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from cqwen_dist.tables.baselines import baselines
 from cqwen_dist.tables.choices import LONGEST, choose, config_text, context_of, measure_pace
 from cqwen_dist.tables.rows import Parts, Table, by_length, held_out_rows, read_parts, read_table, split
 
-EMPTY = "unknown"  # what stands for an empty cell
+EMPTY = "unknown"  # replaces an empty cell
 OURS = "CausalQwen"
-TOLD = 256  # rows between two lines of progress
-DIGITS = 7  # of a prediction, behind those that all targets share: as many as fp32 has
+TOLD = 256  # rows between two progress lines
+DIGITS = 7  # digits of a prediction after those common to all targets: the precision of fp32
 REQUEST, CONFIG = "request.json", "fit.yaml"
-OF_FILE = "file"  # in request.json: size and SHA-256 of the table
+OF_FILE = "file"  # key in request.json for the size and SHA-256 of the table
 
 
 @dataclass(frozen=True)
 class FitRequest:
-    """What `cqwen fit` is asked for.
+    """The arguments of `cqwen fit`.
 
-    template: the prompt, columns in braces; None: a line a column. test_rows: judge by so many at most; None: by all.
+    template: the prompt, with columns in braces; None: one line per column. test_rows: the maximum number of test rows;
+    None: all.
     """
 
     table: str
@@ -60,7 +61,7 @@ class FitRequest:
 
 
 class Prepared(NamedTuple):
-    """The table as the folder holds it, its parts, and every row's prompt."""
+    """The table in the folder, its parts, and the prompt for every row."""
 
     table: Table
     parts: Parts
@@ -68,7 +69,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(request: FitRequest, folder: Path, say: Callable[[str], None]) -> Prepared:
-    """Read and split the table and write fit.yaml, unless the folder holds both already. Raises `UserError`."""
+    """Read and split the table and write fit.yaml, unless the folder already has them. Raises `UserError`."""
     asked, file = folder / REQUEST, Path(request.table).expanduser()
     now = file_record(file) if file.is_file() else None
     if not asked.is_file():
@@ -92,14 +93,14 @@ def prepare(request: FitRequest, folder: Path, say: Callable[[str], None]) -> Pr
 
 
 def request_of(folder: Path) -> tuple[FitRequest, dict[str, Any] | None]:
-    """The request of a fit's folder, and its table's size and digest, if it was there."""
+    """(the request in a fit folder, the size and digest of its table if recorded)."""
     held = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
     of_file = held.pop(OF_FILE, None)
     return FitRequest(**held), of_file
 
 
 def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], None]) -> None:
-    """Choose by table, base and machine; write the parts and the config into `draft`, which becomes `folder`."""
+    """Choose the settings, and write the parts and the config into `draft`, which is later renamed to `folder`."""
     table = read_table(request.table, request.target, request.text_columns)
     if request.split is not None and table.lost:
         found = Said(f"{table.lost:,} rows without a {table.target}, which would shift the others' numbers")
@@ -118,7 +119,7 @@ def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], 
     lengths, read = np.zeros(len(prompts), np.int64), np.concatenate(parts)
     lengths[read] = [len(ids) for ids, _ in tokenizer.encode_batch([prompts[row] for row in read])]
     context = context_of(request.base)
-    judged = parts.test[lengths[parts.test] < context]  # the number has a place there too
+    judged = parts.test[lengths[parts.test] < context]  # `<`: the number needs a position too
     if unread := len(parts.test) - len(judged):
         say(f"note: {unread:,} rows of {context:,} tokens or more, all that the base reads, are not judged")
     parts = Parts(by_length(parts.train, lengths), by_length(parts.valid, lengths), judged)
@@ -144,7 +145,7 @@ def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], 
 
 
 def judge(folder: Path, made: Prepared, say: Callable[[str], None]) -> dict[str, Any]:
-    """Predict the test rows with the run and with the baselines; write predicted.csv, fit.json, fit.svg."""
+    """Predict the test rows with the run and the baselines, and write predicted.csv, fit.json, fit.svg."""
     table, parts = made.table, made.parts
     truth = table.values()[parts.test]
     checkpoint = best_checkpoint(folder / "run")
@@ -153,7 +154,7 @@ def judge(folder: Path, made: Prepared, say: Callable[[str], None]) -> dict[str,
     found = np.array([row["predicted"] for row in own])
     ends = np.array([[row["low_90"], row["high_90"]] for row in own])
     results = {OURS: {**errors(found, truth), **intervals(ends, truth)}}
-    learnt = np.sort(np.concatenate([parts.train, parts.valid]))  # they need no rows to watch
+    learnt = np.sort(np.concatenate([parts.train, parts.valid]))  # baselines need no validation rows
     for name, predicted in baselines(table, learnt, parts.test, made.prompts):
         results[name] = errors(predicted, truth)
     examples = [
@@ -170,13 +171,13 @@ def judge(folder: Path, made: Prepared, say: Callable[[str], None]) -> dict[str,
 
 
 def best_checkpoint(run: Path) -> Path:
-    """The checkpoint of least eval/crps_target on the rows for evaluation; of equals the latest."""
+    """The checkpoint with the lowest eval/crps_target on the validation rows; the latest of equal ones."""
     best = Retention(best=1, metric="eval/crps_target").best_of(evaluated(run))
     return checkpoint_folder(run, best[0]) if best else run
 
 
 def errors(predicted: np.ndarray, truth: np.ndarray) -> dict[str, float]:
-    """MAE, RMSE, median absolute error, R2 of predictions [n]."""
+    """MAE, RMSE, median absolute error and R2 for predictions [n]."""
     error = predicted - truth
     total = float(np.square(truth - truth.mean()).sum())
     return {
@@ -188,13 +189,13 @@ def errors(predicted: np.ndarray, truth: np.ndarray) -> dict[str, float]:
 
 
 def intervals(ends: np.ndarray, truth: np.ndarray) -> dict[str, float]:
-    """The share of 90 % intervals [n,2] that hold their truth, and their median width."""
+    """The share of 90 % intervals [n,2] that contain the truth, and their median width."""
     inside = (ends[:, 0] <= truth) & (truth <= ends[:, 1])
     return {"coverage_90": float(inside.mean()), "width_90": float(np.median(ends[:, 1] - ends[:, 0]))}
 
 
 def _predict(folder: Path, checkpoint: Path, made: Prepared, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """The test rows with their new columns (`generate.table.NUMBER_COLUMNS`), as predicted.csv has them."""
+    """Writes predicted.csv and returns its rows: the test rows with the columns `generate.table.NUMBER_COLUMNS`."""
     from cqwen_dist.checkpoint.export import load_trained
 
     model, tokenizer = load_trained(checkpoint, "auto")

@@ -1,4 +1,4 @@
-"""A table as `cqwen fit` sees it: cells as text, which columns hold numbers, and three parts of its rows."""
+"""The table in `cqwen fit`: cells as text, the numeric columns, and the split into three parts."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ Row = dict[str, str]
 
 
 class Table(NamedTuple):
-    """Cells as text, "" where empty; columns: all but the target, in the file's order; numeric: those of numbers."""
+    """A table with cells as text, "" if empty. columns: all except the target, in file order. numeric: with numbers."""
 
     columns: list[str]
     numeric: list[str]
     rows: list[Row]
     target: str
-    notes: list[str]  # what was left out, for people
-    lost: int = 0  # rows without a target, left out
+    notes: list[str]  # messages about skipped data
+    lost: int = 0  # skipped rows without a target
 
     def values(self) -> np.ndarray:
-        """The target's numbers [n], float64."""
+        """The target values [n], float64."""
         return np.array([float(row[self.target]) for row in self.rows])
 
 
 def read_table(source: str, target: str, wanted: Sequence[str] = ()) -> Table:
-    """A CSV, Parquet or JSONL table with the columns `wanted` (default: all that a template can name) and a target.
+    """Reads the columns `wanted` (default: all that a template can name) and a target from CSV, Parquet or JSONL.
 
-    Rows without a target are left out; a note counts them. Raises `UserError`: no such column, a target that is no
-    number or always the same, fewer than `LEAST_ROWS` rows.
+    Rows without a target are skipped, and a note counts them. Raises `UserError` for a missing column, a target that is
+    not numeric or constant, or fewer than `LEAST_ROWS` rows.
     """
     records = records_in(source)
     names = columns_of(records)
@@ -70,7 +70,7 @@ def _notes(lost: int, target: str, unnamed: Sequence[str]) -> list[str]:
 
 
 def _refuse_targets(rows: Sequence[Row], target: str, source: str) -> None:
-    """Raises `UserError` for targets that are no numbers, too few, or all the same."""
+    """Raises `UserError` for targets that are not numbers, too few, or all equal."""
     for number, row in enumerate(rows, 1):
         if row[target] and as_number(row[target]) is None:
             allowed = f"numbers in the column {target}, such as 1234.5"
@@ -85,27 +85,27 @@ def _refuse_targets(rows: Sequence[Row], target: str, source: str) -> None:
 
 
 def write_rows(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """A CSV file with a header."""
+    """Writes a CSV file with a header."""
     with path.open("w", encoding="utf-8", newline="") as file:
         write_csv(columns, rows, file)
 
 
 class Parts(NamedTuple):
-    """Row numbers of the three parts."""
+    """Row indices in the three parts."""
 
     train: np.ndarray
-    valid: np.ndarray  # watch training and recalibrate intervals
+    valid: np.ndarray  # for evaluation during training and for recalibrating intervals
     test: np.ndarray
 
     def write(self, folder: Path, table: Table) -> None:
-        """A CSV of each part, its header first, the target last."""
+        """Writes a CSV file per part, with a header and the target as the last column."""
         folder.mkdir(parents=True)
         for name, chosen in zip(self._fields, self, strict=True):
             write_rows(folder / f"{name}.csv", [*table.columns, table.target], (table.rows[row] for row in chosen))
 
 
 def read_parts(folder: Path) -> tuple[Table, Parts]:
-    """What `Parts.write` wrote: the rows of train, valid and test in this order. Raises `UserError`."""
+    """Reads the files from `Parts.write`: the rows in train, valid and test in this order. Raises `UserError`."""
     rows: list[Row] = []
     ends = [0]
     for name in Parts._fields:
@@ -119,9 +119,9 @@ def read_parts(folder: Path) -> tuple[Table, Parts]:
 def split(
     rows: int, seed: int, test_fraction: float, test: Sequence[int] | None = None, most: int | None = None
 ) -> Parts:
-    """Rows drawn by seed. test: the numbers of the test rows, counted from 0, instead of a share of all.
+    """Draws the parts by seed. test: 0-based indices of the test rows, instead of a fraction.
 
-    most: judge by so many test rows at most, also drawn; the other ones belong to no part.
+    most: the maximum number of test rows, also drawn; the remaining test rows belong to no part.
     """
     order = np.random.default_rng(seed).permutation(rows)
     if test is None:
@@ -130,23 +130,23 @@ def split(
     else:
         chosen = np.isin(order, test)
         held, rest = order[chosen], order[~chosen]
-    # A third; of few rows more, for intervals to be worth something: the wide part is fitted to these rows as well
+    # A third is for validation. Small tables use a larger share, so that the intervals are reliable. No data is lost:
+    # the wide part is fitted to these rows too.
     valid = min(max(round(len(rest) / 3), min(ENOUGH_VALID, round(2 * len(rest) / 3))), MOST_VALID)
     return Parts(np.sort(rest[valid:]), np.sort(rest[:valid]), np.sort(held[:most]))
 
 
 def by_length(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """rows [m], of each `BLOCK` the longest first: batches in the table's order hold little padding then, and the first
-    rows are any rows. lengths [n]: tokens of every row."""
+    """Sorts rows [m] by length, longest first, within blocks of `BLOCK` rows. lengths [n]: tokens per row.
+
+    Batches then need little padding, and the first rows are still a random sample.
+    """
     blocks = np.split(rows, range(BLOCK, len(rows), BLOCK))
     return np.concatenate([block[np.argsort(-lengths[block], kind="stable")] for block in blocks])
 
 
 def held_out_rows(given: str, rows: int) -> list[int]:
-    """The numbers of the test rows, counted from 0, of FILE.json, or of FILE.json#N where it lists several splits.
-
-    Raises `UserError`.
-    """
+    """The 0-based test row indices in FILE.json, or in FILE.json#N if it lists several splits. Raises `UserError`."""
     name, _, number = given.partition("#")
     allowed = f"a JSON list of row numbers from 0 to {rows - 1}, of some and not nearly all; or FILE#N of several lists"
     try:
@@ -163,18 +163,18 @@ def held_out_rows(given: str, rows: int) -> list[int]:
 
 
 def _of_numbers(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    """The columns whose cells are numbers or empty, and not all empty."""
+    """The columns that contain only numbers and empty cells, and at least one number."""
     cells = {name: [row[name] for row in rows if row[name]] for name in columns}
     return [name for name, filled in cells.items() if filled and all(as_number(cell) is not None for cell in filled)]
 
 
 def _as_text(cell: Any) -> str:
-    """As a template writes it; nothing where it is empty."""
+    """The cell as a template writes it, "" if empty."""
     return "" if is_missing(cell) else any_text(cell).strip()
 
 
 def _as_read(number: str) -> str:
-    """A numeral that training reads as the same number: 13812345678, as a telephone number, is 13812345678.0."""
+    """A numeral that training reads as this number: "13812345678.0", as 13812345678 looks like a telephone number."""
     value = float(number)
     return number if [span.value for span in find_numbers(number)] == [value] else repr(value)
 

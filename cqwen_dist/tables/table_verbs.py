@@ -50,7 +50,7 @@ def fit(
 
 
 def _train_fit(folder: Path, as_json: bool) -> None:
-    """As `cqwen train` or, where this machine has several GPUs, `cqwen launch` does. Raises what they raise."""
+    """Trains like `cqwen train`, or like `cqwen launch` on a machine with several GPUs. Raises their errors."""
     import torch
 
     from cqwen_dist.cli.runs import start_ranks, train

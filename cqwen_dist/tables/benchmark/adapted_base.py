@@ -1,4 +1,4 @@
-"""Features of a base, frozen or with adapters that learn together with a head: what a benchmark's heads stand on."""
+"""Features from a base model for the benchmark heads: frozen, or with adapters that train together with a head."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from cqwen_dist.run.files import written_whole
 from cqwen_dist.tables.benchmark.competitors import READ, Stored
 from cqwen_dist.training.parameter_groups import feature_members
 
-LORA = LoraConfig(r=16, alpha=32)  # as `cqwen fit` has it
+LORA = LoraConfig(r=16, alpha=32)  # as in `cqwen fit`
 RATES, BATCH = (2e-4, 1e-3, 5e-3), 16
-TOLD = 16 * READ  # rows that are told of and written at once
+TOLD = 16 * READ  # rows between two progress lines, which are also saved together
 Row = tuple[list[int], list[float]]  # ids, values
 
 
 def products_in(precision: str, device: torch.device) -> torch.autocast:
-    """Matrix products of fp32 weights in bf16, or as they are."""
+    """A context for matrix products with fp32 weights, in bf16 or in fp32."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
 class StartingBase:
-    """A base as `cqwen fit` begins with it: numbers enter as numbers, adapters change nothing yet.
+    """A base model as at the start of `cqwen fit`: it reads numbers as values, and its adapters have no effect yet.
 
-    Adapters, w_num and <NUM>'s row may learn (`parameters`); the base's own weights do not.
+    parameters: the trainable ones, which are the adapters, w_num and the <NUM> row. All other weights are frozen.
     """
 
     def __init__(self, base: str, precision: str = "fp32") -> None:
-        """base: a model's folder or hub name. precision: of matrix products, fp32 or bf16. Raises `UserError`."""
-        torch.manual_seed(0)  # w_num and the adapters
+        """base: a model folder or hub name. precision: fp32 or bf16 matrix products. Raises `UserError`."""
+        torch.manual_seed(0)  # for w_num and the adapters
         self.tokenizer = NumericalAwareTokenizer.from_pretrained(base)
         model = CausalQwenModel.from_base_model(
             load_base(base, torch.float32, rows_for=self.tokenizer.rows_for),
@@ -59,7 +59,7 @@ class StartingBase:
             parameter.requires_grad_()
 
     def encode(self, prompts: Sequence[str]) -> list[Row]:
-        """Each prompt as `z` reads it."""
+        """Tokenises the prompts for `z`."""
         return [*self.tokenizer.encode_batch(prompts)]
 
     def z(self, rows: Sequence[Row]) -> Tensor:
@@ -70,10 +70,10 @@ class StartingBase:
 
 
 class KeptZ:
-    """z at the last token of prompts by a `StartingBase`, once for all splits of a table: kept in a file."""
+    """z at the last token of each prompt from a `StartingBase`, cached in a file for all splits of a table."""
 
     def __init__(self, base: str, precision: str, file: Path, say: Callable[[str], None]) -> None:
-        """base, precision: as `StartingBase`'s."""
+        """base, precision: as in `StartingBase`."""
         self.name, self.precision, self.file, self.say = base, precision, file, say
 
     @cached_property
@@ -90,6 +90,7 @@ class KeptZ:
             kept = dict(zip(map(bytes, found["keys"].numpy()), found["z"], strict=True))
         unread = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in kept}
         new = dict(zip(unread, self.base.encode([*unread.values()]), strict=True)) if unread else {}
+        # Sort by length, so that a batch needs little padding.
         order = sorted(new, key=lambda key: len(new[key][0]))
         for first in range(0, len(order), TOLD):
             self.say(f"  the base's z: {first:,} of {len(order):,} rows")
@@ -98,31 +99,32 @@ class KeptZ:
                 with torch.no_grad():
                     kept |= zip(some, self.base.z([new[key] for key in some]), strict=True)
             packed = torch.from_numpy(np.frombuffer(b"".join(kept), np.uint8).copy()).view(len(kept), -1)
-            with written_whole(self.file) as draft:  # a table may take an hour
+            with written_whole(self.file) as draft:  # save often, as a table may take an hour
                 save_file({"keys": packed, "z": torch.stack(list(kept.values()))}, draft)
         return torch.stack([kept[key] for key in keys])
 
 
 class Adapted:
-    """z at the last token of prompts, by a base whose adapters learn; standardised as `still` is.
+    """z at the last token of each prompt from a base with trainable adapters, standardised like `still`.
 
-    still: z at the start, by what it is on the rows to learn from.
+    still: z before training, standardised by the training rows.
     """
 
     rates, batch = RATES, BATCH
 
     def __init__(self, base: StartingBase, prompts: Sequence[str], z: Tensor, train: np.ndarray, epochs: int) -> None:
-        """z [n,H]: of the prompts at the start. train: indices of the rows to learn from."""
+        """z [n,H]: z of the prompts before training. train: indices of the training rows."""
         self.epochs, self.width, self._base, self._rows = epochs, base.width, base, base.encode(prompts)
         self._start = [parameter.detach().clone() for parameter in base.parameters]
-        self.still = Stored(z, train, floor=0.01 * float(z.square().mean().sqrt()))  # what is constant may move later
+        # The floor keeps dimensions that are constant now, and may move in training, from being blown up.
+        self.still = Stored(z, train, floor=0.01 * float(z.square().mean().sqrt()))
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """x [m,H] of rows [m], with gradients."""
+        """x [m,H] for rows [m], with gradients."""
         return (self._base.z([self._rows[row] for row in rows.tolist()]) - self.still.centre) / self.still.unit
 
     def begin(self) -> list[nn.Parameter]:
-        """What learns, as it was at the start."""
+        """Resets the trainable parameters to their start and returns them."""
         with torch.no_grad():
             for parameter, value in zip(self._base.parameters, self._start, strict=True):
                 parameter.copy_(value)

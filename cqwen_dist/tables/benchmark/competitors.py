@@ -1,7 +1,7 @@
-"""Heads that a benchmark compares: squared error, quantiles, and digits one after another.
+"""Competing heads in the benchmark: squared error, quantiles, and digit by digit.
 
-An `Arm` is a head's shape, its loss, and how its outputs are read. It learns from `Features`: those of a base that
-stays as it is (`Stored`), or of a base with adapters, which learn with it (`adapted`).
+An `Arm` defines a head's shape, its loss, and the meaning of its outputs. It trains on `Features`: fixed ones from a
+frozen base (`Stored`), or those from a base with adapters that train together with the head (`adapted_base.Adapted`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from cqwen_dist.tables.benchmark.predicted_laws import QUANTILES, Predicted
 
 T = TypeVar("T")
-HeadOf = Callable[[np.ndarray], nn.Module]  # the head that has learnt from these rows
+HeadOf = Callable[[np.ndarray], nn.Module]  # training rows -> the trained head
 HIDDEN = 256
-READ = 32  # rows at once, without gradients
-DIGITS, SAMPLES = 3, 64  # of a value between the least and the greatest; as regress-lm samples
+READ = 32  # batch size without gradients
+DIGITS, SAMPLES = 3, 64  # digits between the smallest and the largest value; samples as in regress-lm
 
 
 class Features(Protocol):
-    """x [m,H] fp32 of rows, by their indices [m]. rates, epochs (one up to these), batch: of a training."""
+    """Returns x [m,H] fp32 for row indices [m]. rates, epochs (a maximum), batch: settings to try in training."""
 
     rates: Sequence[float]
     epochs: int
@@ -36,17 +36,17 @@ class Features(Protocol):
     def __call__(self, rows: Tensor) -> Tensor: ...
 
     def begin(self) -> list[nn.Parameter]:
-        """What learns with a head, as it was at the start."""
+        """Resets the parameters that train together with a head, and returns them."""
         ...
 
 
 class Stored:
-    """z [n,H] that does not change, standardised by the rows to learn from."""
+    """Fixed z [n,H], standardised by the training rows."""
 
     rates, epochs, batch = (1e-4, 1e-3, 1e-2), 50, 64
 
     def __init__(self, z: Tensor, train: np.ndarray, floor: float = 1e-6) -> None:
-        """z [n,H] fp32; train: indices of the rows to learn from; floor: the least unit."""
+        """z [n,H] fp32; train: indices of the training rows; floor: the minimum standard deviation."""
         self.centre, self.unit = z[train].mean(0), z[train].std(0).clamp(min=floor)
         self.x = (z - self.centre) / self.unit
         self.width = z.shape[1]
@@ -59,20 +59,20 @@ class Stored:
 
 
 class Arm(NamedTuple):
-    """goal [n]: what the head learns of each row. outputs: of the head. further: its inputs beside x.
+    """goal [n]: the training target of each row. outputs: the head's width. further: additional inputs after x.
 
-    read: the laws of rows [m] from the head, their x [m,H], and the head's loss on rows that it did not learn.
+    read: (head, x [m,H], rows [m], validation loss) -> the predicted laws for these rows.
     """
 
     goal: Tensor
     outputs: int
     further: int
-    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]  # (head, x [m,H], its goals [m]) -> scalar
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]  # (head, x [m,H], goals [m]) -> scalar
     read: Callable[[nn.Module, Tensor, np.ndarray, float], Predicted]
 
 
 def squared_error(y: np.ndarray, train: np.ndarray) -> Arm:
-    """Means of normal laws; their spread is the error on the rows for evaluation. y [n]; train: as `Stored`."""
+    """Predicts the means of normal laws, with the validation error as spread. y [n]; train: as in `Stored`."""
     goal, centre, unit = _standardised(y, train)
 
     def read(head: nn.Module, x: Tensor, rows: np.ndarray, lost: float) -> Predicted:
@@ -82,7 +82,7 @@ def squared_error(y: np.ndarray, train: np.ndarray) -> Arm:
 
 
 def pinball(y: np.ndarray, train: np.ndarray) -> Arm:
-    """Quantiles, ascending. y [n]; train: as `Stored`."""
+    """Predicts quantiles, sorted afterwards so that they do not cross. y [n]; train: as in `Stored`."""
     at = torch.tensor(QUANTILES)
     goal, centre, unit = _standardised(y, train)
 
@@ -97,10 +97,10 @@ def pinball(y: np.ndarray, train: np.ndarray) -> Arm:
 
 
 def digits(y: np.ndarray, train: np.ndarray) -> Arm:
-    """Values sampled digit by digit (Song and Bahri 2025, "Decoding-based Regression"). y [n]; train: as `Stored`.
+    """Samples values digit by digit (Song and Bahri 2025, "Decoding-based Regression"). y [n]; train: as in `Stored`.
 
-    A value between the least and the greatest is written by `DIGITS` decimal digits. The head reads x and the digits
-    before this one; later digits are -1.
+    `DIGITS` decimal digits encode a value's position between the smallest and largest training value. The head reads x
+    and the earlier digits; digits that are not yet known are -1.
     """
     low, high = float(y[train].min()), float(y[train].max())
     most = 10**DIGITS - 1
@@ -137,16 +137,16 @@ ARMS = {"squared error": squared_error, "quantiles": pinball, "digits, median of
 
 
 def _standardised(y: np.ndarray, train: np.ndarray) -> tuple[Tensor, float, float]:
-    """(Values by mean and standard deviation of the rows to learn from, fp32; these two)."""
+    """(standardised values in fp32, mean, standard deviation), with the last two from the training rows."""
     centre, unit = float(y[train].mean()), float(y[train].std()) or 1.0
     return torch.from_numpy((y - centre) / unit).float(), centre, unit
 
 
 def learnt(arm: Arm, stages: Sequence[Features], train: np.ndarray, valid: np.ndarray, test: np.ndarray) -> Predicted:
-    """The law of each test row by a head of two layers, which learns on one of the features after the other.
+    """Trains a head with two layers on each of the `stages` in turn, and predicts the law of each test row.
 
-    train, valid: indices of the rows to learn from, and to choose rates and epochs by, which are then learnt from too.
-    A stage that makes the head worse is left out.
+    train: indices of the training rows. valid: rows that choose rates and epochs; the final head trains on both. A
+    stage that makes the head worse is skipped.
     """
 
     def fresh(rows: np.ndarray) -> nn.Module:
@@ -168,7 +168,7 @@ def learnt(arm: Arm, stages: Sequence[Features], train: np.ndarray, valid: np.nd
 def _further(
     arm: Arm, features: Features, head_of: HeadOf, train: np.ndarray, valid: np.ndarray
 ) -> tuple[HeadOf, float]:
-    """(rows -> the head that head_of gives for them, trained on these features, its loss on `valid`), as `best`."""
+    """Continues training the heads from `head_of` on these features; returns the same pair as `best`."""
 
     def epochs(rate: float, rows: np.ndarray) -> Iterator[nn.Module]:
         head = head_of(rows)
@@ -187,16 +187,16 @@ def _further(
 
 
 def _read(features: Features, rows: np.ndarray) -> Tensor:
-    """x [m,H] of rows [m]."""
+    """x [m,H] for rows [m], computed in batches."""
     return torch.cat([features(some) for some in torch.from_numpy(rows).split(READ)])
 
 
 def best(
     epochs: Callable[[float, np.ndarray], Iterator[T]], lost: Callable[[T], float], rates: Sequence[float], train: Any
 ) -> tuple[Callable[[np.ndarray], T], float]:
-    """(What trains on rows at the best rate, for the best number of epochs; the loss by which these are the best).
+    """Finds the best rate and number of epochs; returns (a function that trains so on given rows, the best loss).
 
-    epochs: (rate, rows) -> what was trained, epoch by epoch; lost: its loss on rows that it did not learn from.
+    epochs: (rate, rows) -> yields the trained model after each epoch. lost: its validation loss.
     """
     found = (math.inf, rates[0], 0)
     for rate in rates:

@@ -1,4 +1,4 @@
-"""Numbers written as text by the base itself, with adapters: as language models predict numbers without ours."""
+"""A competitor that writes numbers as text: the base model with adapters, without our number head."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from cqwen_dist.model.lora import inject_lora, is_lora
 from cqwen_dist.tables.benchmark.adapted_base import BATCH, LORA, RATES, products_in
 from cqwen_dist.tables.benchmark.competitors import READ, best
 
-WHOLE, ROUNDED = 7, 4  # digits of a whole number and of another one, at most
-NO_NODE = 2**62  # after every node
+WHOLE, ROUNDED = 7, 4  # maximum significant digits in integers and in other numbers
+NO_NODE = 2**62  # padding, which must sort after every node
 
 
 class DigitText:
-    """A base with adapters that learns to write a row's number after its prompt, all numerals as their digits."""
+    """A base with adapters that learns to write a row's number after its prompt, with all numerals as digit tokens."""
 
     def __init__(self, base: str, prompts: Sequence[str], y: np.ndarray, epochs: int, precision: str = "fp32") -> None:
-        """base, precision: as `StartingBase`'s. y [n]: the number of each prompt. Raises `UserError`."""
-        torch.manual_seed(0)  # the adapters
+        """base, precision: as in `StartingBase`. y [n]: the number for each prompt. Raises `UserError`."""
+        torch.manual_seed(0)  # for the adapters
         self.epochs, self._precision = epochs, precision
         self.tokenizer = DigitTokenizer.from_pretrained(base)
         self.model = load_base(base, torch.float32).eval().requires_grad_(False)
@@ -43,7 +43,7 @@ class DigitText:
         self._answers = [[*self.tokenizer.encode(text)[0], self._end] for text in texts]
 
     def learn(self, train: np.ndarray, valid: np.ndarray) -> None:
-        """Train the adapters. train, valid: as `heads.learnt`."""
+        """Train the adapters. train, valid: as in `competitors.learnt`."""
 
         def lost(_: None) -> float:
             return float(np.mean([float(self._loss(some)) for some in _split(valid)]))
@@ -52,7 +52,7 @@ class DigitText:
         trained(np.concatenate([train, valid]))
 
     def write(self, rows: np.ndarray, copies: int) -> np.ndarray:
-        """Numbers [m,copies] of rows [m], sampled, or a single one greedily; NaN where the text is no number."""
+        """Numbers [m,copies] for rows [m], sampled, or greedy if copies is 1; NaN if a text is not a number."""
         torch.manual_seed(0)
         with torch.no_grad(), products_in(self._precision, self._device):
             return np.concatenate([self._write(some, copies) for some in _split(rows, READ // 8)])
@@ -71,7 +71,7 @@ class DigitText:
             yield
 
     def _loss(self, rows: np.ndarray) -> Tensor:
-        """Mean cross-entropy of the answers' tokens and the end's."""
+        """Mean cross-entropy over the answer tokens, including the end token."""
         prompts, answers = ([of[row] for row in rows] for of in (self._prompts, self._answers))
         batch = self._batch([p + a for p, a in zip(prompts, answers, strict=True)])
         labels = torch.full_like(batch["input_ids"], IGNORE_INDEX)
@@ -85,20 +85,21 @@ class DigitText:
         return np.array([[self._number(ids) for ids in of_row] for of_row in texts.tolist()])
 
     def _texts(self, rows: np.ndarray, copies: int) -> Tensor:
-        """Ids [m,copies,words] of what rows [m] are answered, the end's and what follows it too.
+        """Token ids [m,copies,words] of the answers for rows [m], including end tokens.
 
-        A prompt is read once, and so is what several copies of it have begun with, a node. Nodes stand side by side in
-        one cache, and each sees its prompt and the nodes before it.
+        The model reads a prompt once, and reads each prefix that several copies share once. A shared prefix is a node.
+        All nodes of a row share a cache, and the mask lets a node see its prompt and its ancestors.
         """
         batch = self._batch([self._prompts[row] for row in rows])
         found = self.model(**batch, use_cache=True, logits_to_keep=1)
         cache = {cache_name(self.model): found[cache_name(self.model)]}
         logits, seen = found.logits, batch["attention_mask"].bool()[:, None]  # [m,nodes,V], [m,nodes,columns]
-        at = nodes = torch.zeros(len(rows), copies, dtype=torch.int64, device=self._device)  # at: each copy's node
+        at = nodes = torch.zeros(len(rows), copies, dtype=torch.int64, device=self._device)  # at: the node of each copy
         words: list[Tensor] = []
         vocabulary = logits.shape[-1]
         for place in range(seen.shape[-1], seen.shape[-1] + max(map(len, self._answers))):
             if words:
+                # Give every node a new cache column. It sees itself and the columns that its parent sees.
                 own = torch.eye(nodes.shape[1], dtype=torch.bool, device=self._device).expand(len(rows), -1, -1)
                 parents = (nodes // vocabulary)[..., None].expand(-1, -1, seen.shape[-1])
                 seen = torch.cat([seen.gather(1, parents), own], -1)
@@ -106,7 +107,8 @@ class DigitText:
                 logits = self.model(input_ids=ids, attention_mask=seen[:, None], position_ids=places, **cache).logits
             drawn = _drawn(logits.float().softmax(-1), at) if copies > 1 else logits.argmax(-1)
             words.append(drawn if not words else drawn.where(words[-1] != self._end, self._end))
-            went_on = (at * vocabulary + words[-1]).where(words[-1] != self._end, self._end)  # all that ended: one node
+            # A node id combines the parent and the last word; all finished copies share one node.
+            went_on = (at * vocabulary + words[-1]).where(words[-1] != self._end, self._end)
             nodes = pad_sequence([torch.unique(of_row) for of_row in went_on], batch_first=True, padding_value=NO_NODE)
             at, nodes = torch.searchsorted(nodes, went_on), nodes.where(nodes != NO_NODE, self._end)
         return torch.stack(words, -1)
@@ -124,7 +126,10 @@ class DigitText:
 
 
 def _drawn(p: Tensor, at: Tensor) -> Tensor:
-    """A word for each copy [m,copies] by p [m,nodes,V] at its node: torch.multinomial draws V exponentials for each."""
+    """Draws a word for each copy [m,copies] from p [m,nodes,V] at its node.
+
+    It inverts the cumulative distribution, as torch.multinomial would draw V exponentials per copy.
+    """
     below = p.cumsum(-1)
     total = below[..., -1].gather(1, at)
     of_nodes = torch.searchsorted(

@@ -1,4 +1,4 @@
-"""How predicted laws of numbers are scored, every model's alike."""
+"""Scores predicted distributions ("laws") of numbers, in the same way for every model."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ HELD = [i / 20 for i in range(1, 20)]  # levels of central intervals
 
 @dataclass(frozen=True)
 class Predicted:
-    """A model's laws of n numbers: quantiles [n,7] at `QUANTILES`, and log_density [n] of what came true, if known."""
+    """Predicted laws for n numbers: quantiles [n,7] at `QUANTILES`, and if available log_density [n] at the truth."""
 
     quantiles: np.ndarray
     log_density: np.ndarray | None = None
 
     @classmethod
     def normal(cls, middle: np.ndarray, spread: np.ndarray | float, truth: np.ndarray) -> Predicted:
-        """Of normal laws: middle [n], spread [n] or one for all, truth [n]."""
+        """From normal laws. middle [n]; spread [n] or a scalar; truth [n]."""
         from scipy.stats import norm
 
         wide = np.broadcast_to(spread, middle.shape)
@@ -34,9 +34,9 @@ class Predicted:
 
     @classmethod
     def cauchy(cls, quantiles: np.ndarray, truth: np.ndarray, by_log: bool) -> Predicted:
-        """Of Cauchy laws that have the median and the quartiles of quantiles [n,7], written with few digits; truth [n].
+        """From Cauchy laws, recovered from the median and quartiles in quantiles [n,7]; truth [n].
 
-        by_log: the laws are those of sign(v) ln(1 + |v|).
+        The quantiles may be rounded. by_log: sign(v) ln(1 + |v|) has the Cauchy law, not v.
         """
         from scipy.stats import cauchy
 
@@ -44,14 +44,16 @@ class Predicted:
             return np.sign(values) * np.log1p(np.abs(values)) if by_log else values
 
         low, middle, high = (unit(quantiles[:, QUANTILES.index(at)]) for at in (0.25, 0.5, 0.75))
+        # Rounding can make the quartiles equal, so the scale needs a floor.
         scale = np.maximum((high - low) / 2, 1e-6 * np.abs(middle).clip(min=1e-6))
         density = cauchy.logpdf(unit(truth), middle, scale)
         return cls(quantiles, density - np.log1p(np.abs(truth)) if by_log else density)
 
     def scores(self, truth: np.ndarray) -> dict[str, float]:
-        """Scores by truth [n]; without an interval where every law is a point.
+        """Scores for truth [n], without interval scores if every law is a point.
 
-        crps: 2 int pinball(level) d level, each quantile for the levels next to it; of a point the absolute error.
+        crps: 2 int pinball(level) d level, where each quantile stands for the nearest levels; for a point, the absolute
+        error.
         """
         middle = self.quantiles[:, len(LEVELS)]
         levels = np.array(QUANTILES)
@@ -72,9 +74,9 @@ class Predicted:
 
 
 def laws(error: np.ndarray) -> dict[str, dict[str, Any]]:
-    """Each law's mean log likelihood of the errors [n], and the shares of them in its central intervals at `HELD`.
+    """For each law, the mean log likelihood of the errors [n] and their share in its central intervals at `HELD`.
 
-    It is fitted to one half and measured on the other, and the other way round.
+    Each law is fitted to one half of the errors and measured on the other half, then vice versa.
     """
     from scipy import stats
 
@@ -100,9 +102,9 @@ def laws(error: np.ndarray) -> dict[str, dict[str, Any]]:
 
 
 class QuantileGrid:
-    """A law without a form: a sample's quantiles at 5, 10, ..., 95 %, uniform between two, exponential beyond the ends.
+    """A nonparametric law: sample quantiles at 5, 10, ..., 95 %, uniform between them, with exponential tails.
 
-    Its tails have the sample's mean excess. Distances are at least a thousandth of the whole grid's.
+    The tails have the mean excess in the sample. Distances are at least a thousandth of the grid's width.
     """
 
     at = np.arange(1, 20) / 20
@@ -115,7 +117,7 @@ class QuantileGrid:
         self.tails = [float(max(excess[excess > 0].sum() / max((excess > 0).sum(), 1), least)) for excess in beyond]
 
     def ppf(self, share: float) -> float:
-        """The quantile at a share in (0, 1)."""
+        """The quantile at `share` in (0, 1)."""
         edge, (low, high) = self.at[0], self.tails
         if share < edge:
             return float(self.grid[0] + low * np.log(share / edge))
@@ -124,7 +126,7 @@ class QuantileGrid:
         return float(np.interp(share, self.at, self.grid))
 
     def logpdf(self, x: np.ndarray) -> np.ndarray:
-        """Log density of x [n]."""
+        """Log density at x [n]."""
         edge, (low, high) = self.at[0], self.tails
         between = np.log(np.diff(self.at) / np.diff(self.grid))
         inside = between[np.clip(np.searchsorted(self.grid, x, "right") - 1, 0, len(between) - 1)]

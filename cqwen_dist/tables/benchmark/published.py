@@ -1,11 +1,11 @@
 """`cqwen bench numbers`: `cqwen fit` on tables with published splits, compared with heads on the same features.
 
-OUT/SET/table.csv, splits.json        the table; the test rows of each split
-OUT/SET/z.safetensors                 the frozen base's z of every row that a split has read, by the row's digest
-OUT/SET/split-K/                      a folder of `cqwen fit`, and numbers.json: the results of every model
-OUT/numbers.json                      all of them
+OUT/SET/table.csv, splits.json        the table; the test rows in each split
+OUT/SET/z.safetensors                 cached z from the frozen base, by the digest of the row
+OUT/SET/split-K/                      a `cqwen fit` folder, and numbers.json with the results for every model
+OUT/numbers.json                      all results
 
-The same command goes on where it was stopped.
+The same command continues after an interruption.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ ADDITIONS = 4000
 
 @dataclass(frozen=True)
 class Protocol:
-    """A table and how it is split."""
+    """A table and its split."""
 
     file: str  # in the data folder
     target: str = "target"
-    columns: str = ""  # of a file without a header
-    published: float | None = None  # RMSE
-    learnt: int | None = None  # training rows; default: four of five
+    columns: str = ""  # column names for a file without a header
+    published: float | None = None  # published RMSE
+    learnt: int | None = None  # training rows; default: 80 %
 
 
 _WINE_PL = Protocol("tables/wine_pl.parquet", "price")
 PROTOCOLS = {
-    # RMSE of Monte Carlo dropout, 20 splits (github.com/yaringal/DropoutUncertaintyExps, 100x epochs, one layer)
+    # RMSE: Monte Carlo dropout, 20 splits (github.com/yaringal/DropoutUncertaintyExps, 100x epochs, one layer)
     "concrete": Protocol(
         "uci/concrete.csv",
         columns="cement,slag,fly ash,water,superplasticizer,coarse aggregate,fine aggregate,age",
@@ -86,8 +86,11 @@ PROTOCOLS = {
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark. out: the folder of its files. heads: compare with heads trained on z too; lora_epochs: and with such
-    heads and adapters, so many epochs at most; 0: not. test_rows: judge by so many at most; None: by all."""
+    """A benchmark with its files in `out`.
+
+    heads: also compare with heads trained on z. lora_epochs: also train these heads together with adapters for at most
+    this number of epochs; 0 disables it. test_rows: the maximum number of test rows per split; None for all.
+    """
 
     data: Path
     out: Path
@@ -99,7 +102,7 @@ class Benchmark:
     say: Callable[[str], None]
 
     def run(self, names: Sequence[str], splits: int) -> dict[str, Any]:
-        """The first splits of sets (none: of all); those without a file are left out by name. Raises `UserError`."""
+        """Runs the first splits of the named sets, or of all; skips sets without a file. Raises `UserError`."""
         if odd := [name for name in names if name not in PROTOCOLS]:
             raise UserError("--only", odd[0], f"out of {', '.join(PROTOCOLS)}")
         found: dict[str, list[dict[str, Any]]] = {}
@@ -116,7 +119,7 @@ class Benchmark:
         return self.document(found)
 
     def document(self, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-        """What numbers.json holds."""
+        """The content of numbers.json."""
         commit = (git_commit(Path(__file__).parent) or "")[:7] or "no commit"
         return {
             "date": date.today().isoformat(),
@@ -131,7 +134,7 @@ class Benchmark:
         }
 
     def one_split(self, name: str, split: int) -> dict[str, Any]:
-        """{"results": {model: its scores}, "errors": ours [m]}; read from numbers.json as far as it has them."""
+        """{"results": {model: scores}, "errors": our errors [m]}. Results that numbers.json already has are reused."""
         made = self.out / name / f"split-{split}"
         done = made / "numbers.json"
         if done.is_file():
@@ -143,11 +146,11 @@ class Benchmark:
         if self.lora_epochs:
             for arm, scores in self.adapted(name, split, found["results"]):
                 found["results"][arm] = scores
-                write_atomically(done, json.dumps(found))  # an arm may take an hour
+                write_atomically(done, json.dumps(found))  # save after each arm, as one may take an hour
         return found
 
     def fitted(self, name: str, split: int, made: Path) -> dict[str, Any]:
-        """`one_split`'s result by `cqwen fit` in the folder `made`. Raises `UserError`."""
+        """Runs `cqwen fit` in the folder `made` and returns the result for `one_split`. Raises `UserError`."""
         folder = self.out / name
         command = [sys.executable, "-m", "cqwen_dist", "fit", str(folder / "table.csv")]
         command += ["--target", PROTOCOLS[name].target, "--base", self.base, "--minutes", f"{self.minutes:g}"]
@@ -165,7 +168,7 @@ class Benchmark:
         return found
 
     def scores(self, name: str, folder: Path, results: dict[str, dict[str, float]]) -> dict[str, Any]:
-        """`one_split`'s result, from the folder that `cqwen fit` wrote."""
+        """The result for `one_split`, read from a `cqwen fit` folder."""
         made = self.prepared(folder)
         values, parts = made.table.values(), made.parts
         truth = values[parts.test]
@@ -185,7 +188,7 @@ class Benchmark:
     def adapted(
         self, name: str, split: int, known: dict[str, dict[str, float]]
     ) -> Iterator[tuple[str, dict[str, float]]]:
-        """(title, scores) of what learns with adapters in a split's folder, one after another, but for those known."""
+        """Trains the competitors with adapters in a split's folder and yields (title, scores), skipping those known."""
         from cqwen_dist.tables.benchmark.adapted_base import Adapted
         from cqwen_dist.tables.benchmark.competitors import ARMS, SAMPLES
         from cqwen_dist.tables.benchmark.digits_as_text import DigitText
@@ -214,19 +217,19 @@ class Benchmark:
             yield titles[way], {**scores, "seconds": time.perf_counter() - start}
 
     def z(self, name: str, folder: Path) -> KeptZ:
-        """What heads on z read of a set's prompts, in the precision that `cqwen fit` chose in the folder of a split."""
+        """The cached z for a data set, in the precision that `cqwen fit` chose in `folder`."""
         from cqwen_dist.tables.benchmark.adapted_base import KeptZ
 
         precision = load_config(folder / CONFIG, saved=True).train.precision
         return KeptZ(self.base, precision, self.out / name / "z.safetensors", self.say)
 
     def prepared(self, folder: Path) -> Prepared:
-        """What `cqwen fit` read into its folder."""
+        """The prepared table in a `cqwen fit` folder."""
         return prepare(request_of(folder)[0], folder, self.say)
 
 
 def _predicted(file: Path) -> np.ndarray:
-    """Quantiles [m,7] of predicted.csv, at `QUANTILES`."""
+    """The quantiles [m,7] in predicted.csv, at `QUANTILES`."""
     lows, highs = [f"low_{100 * level:g}" for level in reversed(LEVELS)], [f"high_{100 * level:g}" for level in LEVELS]
     with file.open(encoding="utf-8", newline="") as opened:
         rows = list(csv.DictReader(opened))
@@ -234,7 +237,7 @@ def _predicted(file: Path) -> np.ndarray:
 
 
 def _write_table(name: str, protocol: Protocol, data: Path, folder: Path) -> None:
-    """table.csv with a header, and splits.json: lists of test rows, published ones or drawn by the split's number."""
+    """Writes table.csv, and splits.json with lists of test rows: published ones, or drawn with the split number."""
     folder.mkdir(parents=True, exist_ok=True)
     columns = [*filter(None, protocol.columns.split(",")), protocol.target]
     rows: list[dict[str, Any]]
@@ -262,14 +265,14 @@ def _write_table(name: str, protocol: Protocol, data: Path, folder: Path) -> Non
 
 
 def _sums(sign: int) -> Iterator[dict[str, int]]:
-    """Additions or subtractions of numbers of up to six digits (FoNE, arXiv 2502.09741)."""
+    """Yields additions or subtractions of numbers with up to six digits (FoNE, arXiv 2502.09741)."""
     draw = np.random.default_rng(0)
     for a, b in draw.integers(0, 1_000_000, (ADDITIONS, 2)).tolist():
         yield {"a": a, "b": b, "target": a + sign * b}
 
 
 def _arms(stages: Sequence[Any], made: Prepared, titles: Mapping[str, str]) -> Iterator[tuple[str, dict[str, float]]]:
-    """(title, scores on the test rows) of arms, by their names. stages: as `heads.learnt`."""
+    """Trains arms and yields (title, test scores). titles: by arm name. stages: as in `competitors.learnt`."""
     from cqwen_dist.tables.benchmark.competitors import ARMS, learnt
 
     y, parts = made.table.values(), made.parts
