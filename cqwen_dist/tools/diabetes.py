@@ -1,8 +1,8 @@
 """scikit-learn's diabetes study as sentences: 442 patients, ten measurements, the progression a year later.
 
-Efron, Hastie, Johnstone and Tibshirani, "Least Angle Regression" (2004), in the recorded units; the study does not say
-which sexes its codes 1 and 2 are. The weight class in words follows from the body mass index before it. The progression
-score is the last number of each text. 342 patients train, 100 are held out; the split is one fixed permutation.
+Source: Efron, Hastie, Johnstone and Tibshirani, "Least Angle Regression" (2004), in the recorded units. The study does
+not say which sexes the codes 1 and 2 mean. The weight class in words is derived from the body mass index. Each text
+ends with the progression score. A fixed permutation splits the patients into 342 for training and 100 held out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from cqwen_dist.data.cells import as_text
 
 _TRAIN = 342
-# The World Health Organization's, by body mass index
+# World Health Organization classes: (upper limit of the body mass index, name)
 _WEIGHT_CLASSES = ((18.5, "underweight"), (25.0, "normal"), (30.0, "overweight"), (float("inf"), "obese"))
 _SENTENCE = (
     "A patient of sex {}, age {}, body mass index {} {}, mean blood pressure {}. "
@@ -26,7 +26,7 @@ _SENTENCE = (
 
 
 class DiabetesTable(NamedTuple):
-    """The same split as numbers: x [n,10] float64 in the study's order, y [n] float64."""
+    """The same split as numbers: x [n,10] float64 in the order of the study, y [n] float64."""
 
     x_train: np.ndarray
     y_train: np.ndarray
@@ -36,7 +36,7 @@ class DiabetesTable(NamedTuple):
 
 @lru_cache(maxsize=1)
 def diabetes_table() -> DiabetesTable:
-    """Measurements and progression of the 342 training and 100 held-out patients, unscaled."""
+    """Unscaled measurements and progression for the 342 training and 100 held-out patients."""
     from sklearn.datasets import load_diabetes
 
     study = load_diabetes(scaled=False)
@@ -46,7 +46,7 @@ def diabetes_table() -> DiabetesTable:
 
 
 def diabetes_texts(part: str) -> list[str]:
-    """The patients of a part, train or test, one text each, in the order of `diabetes_table`."""
+    """One text per patient in a part (train or test), in the order of `diabetes_table`."""
     table = diabetes_table()
     x, y = (table.x_train, table.y_train) if part == "train" else (table.x_test, table.y_test)
     texts = []
@@ -59,7 +59,7 @@ def diabetes_texts(part: str) -> list[str]:
 
 
 class Baselines(NamedTuple):
-    """Held-out median absolute errors of what a statistician would try first, in the progression score's unit."""
+    """Held-out median absolute errors of simple baselines, in units of the progression score."""
 
     median: float
     ridge: float
@@ -67,7 +67,7 @@ class Baselines(NamedTuple):
 
 @lru_cache(maxsize=1)
 def baselines() -> Baselines:
-    """Always the training median, and a cross-validated ridge regression on the same ten measurements."""
+    """Baselines: the training median, and a cross-validated ridge regression on the ten measurements."""
     from sklearn.linear_model import RidgeCV
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler

@@ -1,4 +1,4 @@
-"""The charts and the table of metrics of a report: those of page/charts.yaml, and those of each `data.watch`."""
+"""The charts and the metrics table in a report, from page/charts.yaml and for each `data.watch` entry."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def _described() -> dict[str, Any]:
 
 
 def watched_names(metrics: Iterable[str]) -> list[str]:
-    """The names of `data.watch` among the metrics of a run."""
+    """The `data.watch` names in a run's metrics."""
     return sorted({name.split("/")[1] for name in metrics if name.startswith("watch/")})
 
 
 def sections(metrics: Collection[str]) -> list[tuple[str, str, list[dict[str, Any]]]]:
-    """(key, title, charts) of every section with charts of these metrics. The page's script reads the charts."""
+    """(key, title, charts) for every section that has charts for these metrics. The page script reads them."""
     watched = [
         {
             "title": f"Kept: {name}",
@@ -50,7 +50,7 @@ def _chart(section: str, curves: dict[str, str], at: dict[float, str] | None = N
 
 
 def compared_metrics(metrics: Iterable[str]) -> list[dict[str, Any]]:
-    """The rows of the table of last metrics, as `metrics` in page/charts.yaml describes them."""
+    """The rows in the table of final metrics, from `metrics` in page/charts.yaml."""
     watched = [
         {
             "name": f"watch/{name}/accuracy",

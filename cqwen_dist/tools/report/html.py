@@ -1,4 +1,4 @@
-"""`cqwen report`: one or several runs in one HTML file that needs no network and no library."""
+"""`cqwen report`: shows one or more runs in a self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from cqwen_dist.tools.report.run_data import RunData, read_run
 
 
 def write_report(folders: Sequence[Path], out: Path, samples: int = 0) -> Path:
-    """Read the runs and write the page atomically. samples: how many held-out texts each run's model continues.
+    """Read the runs and write the page atomically. samples: number of held-out texts that each model continues.
 
-    Raises `UserError` for a folder that is no run, and if samples cannot be made.
+    Raises `UserError` if a folder is not a run, or if sampling is impossible.
     """
     runs = [read_run(folder) for folder in folders]
     if samples:
@@ -43,7 +43,7 @@ def write_report(folders: Sequence[Path], out: Path, samples: int = 0) -> Path:
 def leave_report(run: Path) -> None:
     """On rank 0, write report.html into the run's folder and print a line about it.
 
-    An error here is only noted, as the run itself is done. A run that stopped before its first step has no report.
+    An error is only printed, as the run has already finished. A run without steps gets no report.
     """
     if os.environ.get("RANK", "0") != "0":
         return
@@ -59,7 +59,7 @@ def leave_report(run: Path) -> None:
 
 
 def render(runs: Sequence[RunData]) -> str:
-    """The page. Runs that share a name are shown under their folders."""
+    """The HTML page. Runs with equal names are shown by folder."""
     names = [run.name for run in runs]
     runs = [replace(run, name=str(run.folder)) if names.count(run.name) > 1 else run for run in runs]
     metrics = {name for run in runs for name in run.curves}
@@ -87,7 +87,7 @@ def render(runs: Sequence[RunData]) -> str:
 
 
 def _drawn(run: RunData) -> dict[str, Any]:
-    """What the page's script draws of a run."""
+    """The data on a run for the page script."""
     return {
         "name": run.name,
         "stages": [asdict(stage) for stage in run.stages],
@@ -119,7 +119,7 @@ def _status(run: RunData) -> str:
 
 
 def made_of(run: RunData) -> list[tuple[str, str]]:
-    """(label, text) for the base model, the data and the machine of a run."""
+    """(label, text) for the run's base model, data and machine."""
     model, found = run.config.model, run.environment
     base = model.name_or_path or ""
     if model.architecture is not None:
@@ -137,7 +137,7 @@ def made_of(run: RunData) -> list[tuple[str, str]]:
 
 
 def _glance(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Rows of the table of last metrics: each metric, below it those to compare it with."""
+    """Rows in the table of final metrics: each metric, followed by the metrics to compare it with."""
     rows = []
     for metric in compared_metrics({name for run in runs for name in run.last}):
         rows.append({**metric, "values": [run.last.get(metric["name"]) for run in runs]})
@@ -151,7 +151,7 @@ def _glance(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 
 def _cells(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """A text for each run; the best value is marked, unless all are equal."""
+    """The cell for each run. The best value is marked unless all are equal."""
     known = {value for value in row["values"] if value is not None}
     pick = {"larger": max, "smaller": min}.get(row.get("best") or "")
     best = pick(known) if pick is not None and len(known) > 1 else None
@@ -162,7 +162,7 @@ def _cells(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main_metrics(run: RunData) -> list[dict[str, str]]:
-    """The main metrics of a run, each with the metrics to compare it with: label, value, compared."""
+    """The main metrics in a run as {label, value, compared}, where `compared` is text with related metrics."""
     tiles = []
     for metric in compared_metrics([]):
         if metric.get("tile") and metric["name"] in run.last:

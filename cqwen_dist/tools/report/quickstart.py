@@ -23,7 +23,7 @@ from cqwen_dist.training.evaluation.number_metrics import CALIBRATION
 
 
 def show(config_path: Path, overrides: Sequence[str], console: Console) -> dict[str, Any]:
-    """Export, generate for held-out patients and print what was learned. Returns the metrics."""
+    """Export, generate for held-out patients and print the results. Returns the metrics."""
     config = load_config(config_path, list(overrides))
     run = Path(config.run.dir)
     checkpoint = latest_checkpoint(run)

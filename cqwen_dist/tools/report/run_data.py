@@ -1,4 +1,4 @@
-"""What a report reads from a run's folder: metrics, thinned to what a screen shows, and the other files."""
+"""Reads a run folder for a report: the metrics, thinned to screen resolution, and the other files."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from cqwen_dist.run.files import read_lines, read_object
 from cqwen_dist.tools.report.charts import RIDGE
 from cqwen_dist.training.stages import StagePlan
 
-POINTS = 400  # of a curve; a longer one becomes medians over so many stretches, with a band from minimum to maximum
+POINTS = 400  # points per curve; a longer one becomes medians over stretches, with a band from minimum to maximum
 
-Values = dict[str, tuple[list[float], list[float]]]  # metric -> its steps and values
+Values = dict[str, tuple[list[float], list[float]]]  # metric -> (steps, values)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric over steps. low, high: minimum and maximum of the steps that a point stands for, if several."""
+    """One metric over steps. low, high: minimum and maximum per point, if a point summarises more than one step."""
 
     x: list[float]
     y: list[float]
@@ -34,7 +34,7 @@ class Curve:
 
 @dataclass
 class Stretch:
-    """A stage's steps, (start, stop]."""
+    """The steps in a stage, (start, stop]."""
 
     name: str
     start: int
@@ -43,7 +43,7 @@ class Stretch:
 
 @dataclass
 class RunData:
-    """What a run's folder holds. A file that does not exist gives an empty value."""
+    """The content of a run folder. A missing file gives an empty value."""
 
     name: str
     folder: Path
@@ -62,12 +62,12 @@ class RunData:
 
     @property
     def steps(self) -> int:
-        """The last step that was logged."""
+        """The last logged step."""
         return self.stages[-1].stop if self.stages else 0
 
 
 def read_run(folder: Path) -> RunData:
-    """Read a run's folder. Raises `UserError` for any other folder."""
+    """Read a run folder. Raises `UserError` if it is not one."""
     if not (folder / files.CONFIG).is_file():
         raise UserError("RUN", str(folder), "a run's folder (it holds config.yaml and metrics.jsonl)")
     config = load_config(folder / files.CONFIG, [f"run.dir={json.dumps(str(folder))}"], saved=True)
@@ -100,7 +100,7 @@ def read_run(folder: Path) -> RunData:
 
 
 def _read_metrics(path: Path, values: Values) -> list[Stretch]:
-    """Add every metric to `values`; return the stages."""
+    """Add every metric to `values` and return the stages."""
     stages: list[Stretch] = []
     for record in _lines(path):
         step, stage = record.get("step", 0), str(record.get("stage", ""))
@@ -114,7 +114,7 @@ def _read_metrics(path: Path, values: Values) -> list[Stretch]:
 
 
 def _add_rates(values: Values, stages: Sequence[Stage], taken: Sequence[Stretch]) -> None:
-    """Add the learning rate of each trainable group, computed from the stage's rate, which is logged."""
+    """Add the learning rate for each trainable group, computed from the logged stage rate."""
     by_name = {stage.name: StagePlan(stage, 0, 0, 1) for stage in stages}
     for step, rate in zip(*values.get("train/lr", ([], [])), strict=True):
         name = next((stretch.name for stretch in taken if stretch.start < step <= stretch.stop), "")
@@ -136,7 +136,7 @@ def _add(values: Values, name: str, step: float, value: Any) -> None:
 
 
 def _curve(x: list[float], y: list[float]) -> Curve:
-    """A metric's curve, thinned to at most POINTS points."""
+    """The curve, thinned to at most POINTS points."""
     if len(x) <= POINTS:
         return Curve(x, [_short(v) for v in y])
     edges = [round(i * len(x) / POINTS) for i in range(POINTS + 1)]
@@ -154,5 +154,5 @@ def _short(value: float) -> float:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file, without lines that a kill cut off or whose step is no integer."""
+    """The objects in a JSONL file. Skips truncated lines, and lines whose step is not an integer."""
     return (record for record in read_lines(path) if isinstance(record.get("step", 0), int))

@@ -1,4 +1,4 @@
-"""`cqwen report --samples N`: held-out texts, continued by a run's oldest kept and its newest checkpoint."""
+"""`cqwen report --samples N`: continues held-out texts with a run's oldest and newest checkpoints."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from cqwen_dist.config import Config, UserError
 if TYPE_CHECKING:
     from cqwen_dist.data.store import Document
 
-LONGEST = 48  # tokens of a continuation
+LONGEST = 48  # maximum tokens in a continuation
 
 
 def sample_texts(folder: Path, config: Config, count: int) -> list[dict[str, Any]]:
-    """`count` held-out texts, evenly drawn: {prompt, truth, written: [{step, text, numbers: [(value, low, high)]}]}.
+    """`count` held-out texts, evenly spaced: {prompt, truth, written: [{step, text, numbers: [(value, low, high)]}]}.
 
-    Every number has its 90 % interval, recalibrated if the checkpoint has the factors. Loads the model on this
-    process's device. Raises `UserError` if nothing was held out or no checkpoint is kept.
+    Every number has a 90 % interval, recalibrated if the checkpoint has the factors. Loads the model on the default
+    device. Raises `UserError` if there are no held-out texts or no checkpoints.
     """
     from cqwen_dist.checkpoint.export import load_trained
     from cqwen_dist.checkpoint.manifest import list_checkpoints
@@ -33,7 +33,7 @@ def sample_texts(folder: Path, config: Config, count: int) -> list[dict[str, Any
     for checkpoint in dict.fromkeys((kept[0], kept[-1])):
         model, tokenizer = load_trained(checkpoint, "auto")
         if config.model.wide_from_eval:
-            model.model.wide.train()  # each text is read by the fit that left it out
+            model.model.wide.train()  # use the out-of-fold fits, as the wide part was fitted to these texts
         if not samples:
             held_out = load_datasets(config.data, tokenizer).eval
             if held_out is None or not len(held_out):
@@ -44,7 +44,7 @@ def sample_texts(folder: Path, config: Config, count: int) -> list[dict[str, Any
                 ids = ids[:-1] if ids[-1] == tokenizer.eos_token_id and at < len(ids) - 1 else ids
                 texts = (tokenizer.decode(ids[:at], values[:at]), tokenizer.decode(ids[at:], values[at : len(ids)]))
                 samples.append({"prompt": texts[0], "truth": texts[1], "length": len(ids) - at, "written": []})
-        for sample in samples:  # one by one: in a batch, the longest would decide the memory
+        for sample in samples:  # one by one: in a batch, the longest text would determine the memory
             new = min(sample["length"], LONGEST)
             (found,) = continue_text(model, tokenizer, [sample["prompt"]], max_new_tokens=new)
             numbers = [(number.value, *number.intervals["0.9"]) for number in found.numbers]
@@ -54,7 +54,7 @@ def sample_texts(folder: Path, config: Config, count: int) -> list[dict[str, Any
 
 
 def cut(document: Document) -> int:
-    """Where the prompt ends: before the first label after a prompt, before the only target, else in the middle."""
+    """The index where the prompt ends: before the first label, before the only target, or in the middle."""
     if document.learnt is not None and not document.learnt[0]:
         return max(int(document.learnt.argmax()), 1)
     if document.targets.sum() == 1:

@@ -1,7 +1,7 @@
-"""`cqwen accept`: whether this site's ranks do what the project claims, measured there, as one table.
+"""`cqwen accept`: tests on this site whether several ranks behave as the project claims, and shows one table.
 
-One small run is trained by one rank and by all, in every layout of ZeRO and vocabulary groups; then one is killed and
-gone on with. `cqwen bench ranks` counts messages, memory and speed.
+It trains a small run with one rank and with all ranks, in every layout of ZeRO stages and vocabulary groups. Then it
+kills a run and resumes it. `cqwen bench ranks` measures messages, memory and speed.
 
 FOLDER/config.yaml, RUN/     the runs
 FOLDER/ranks-N.json          `cqwen bench ranks` on N ranks
@@ -33,9 +33,9 @@ from cqwen_dist.run.files import LATEST, METRICS, write_atomically
 from cqwen_dist.run.status import read_status
 from cqwen_dist.tools.site.measure import said_bandwidths
 
-STEPS, COMPARED = 60, 10  # of a run; of these compared over layouts, as rounding grows from step to step
-CLOSE = 1e-3  # relative, fp32: sums in another order; 2e-5 is usual on CPUs, and a GPU may multiply in TF32
-MEMORY = 0.10  # by which planned memory may differ from measured
+STEPS, COMPARED = 60, 10  # steps per run; steps to compare between layouts, few because rounding errors grow
+CLOSE = 1e-3  # relative fp32 tolerance for a different summation order: usually 2e-5 on CPUs, but a GPU may use TF32
+MEMORY = 0.10  # relative tolerance between planned and measured memory
 KILL_WAIT_S = 600.0
 RUN: dict[str, Any] = {
     "model": {
@@ -61,7 +61,7 @@ RUN: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. passed: None where there is nothing to pass."""
+    """A table row. passed: None if the row is only information."""
 
     what: str
     found: str
@@ -71,7 +71,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Site:
-    """Where it is tried: on so many ranks of this machine, or on a hostfile's hosts, which all see the folder."""
+    """The ranks to test, on this machine or on the hosts in a hostfile, and a folder that all hosts share."""
 
     ranks: int
     hostfile: Path | None
@@ -79,7 +79,7 @@ class Site:
     say: Callable[[str], None]
 
     def accept(self) -> dict[str, Any]:
-        """{"ranks", "rows", "passed"}, also written as accept.json. Raises `UserError`, and `Stopped` by a signal."""
+        """Runs all tests, and returns and writes accept.json. Raises `UserError`, and `Stopped` after a signal."""
         if self.folder.exists() and any(self.folder.iterdir()):
             raise UserError("--folder", str(self.folder), "a folder that is empty or does not exist yet")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ class Site:
         return found
 
     def steps(self, ranks: int) -> dict[str, Any]:
-        """What `cqwen bench ranks` finds on so many ranks; one rank is of this machine."""
+        """The results from `cqwen bench ranks`. A single rank always runs on this machine."""
         out = self.folder / f"ranks-{ranks}.json"
         self.say(f"steps on {ranks} ranks")
         words = ["bench", "ranks", "--out", str(out)]
@@ -103,14 +103,14 @@ class Site:
         return dict(json.loads(out.read_text(encoding="utf-8")))
 
     def train(self, name: str, ranks: int, *overrides: str) -> tuple[int, Path]:
-        """(exit code, folder) of a run; one of the same name goes on."""
+        """Trains a run, or resumes it if the name exists. Returns (exit code, folder)."""
         run = self.folder / name
         hosts = self.hostfile if ranks > 1 else None
         options = [f"run.dir={run}", *overrides]
         return _not_stopped(launch(self.folder / "config.yaml", options, ranks, True, hosts, look_first=False)), run
 
     def equality(self, layouts: list[dict[str, Any]]) -> list[Row]:
-        """Losses and gradient norms of the same run by one rank and by all, a row a layout."""
+        """Compares losses and gradient norms between one rank and all ranks, with one row per layout."""
         self.say("the same run on one rank")
         code, alone = self.train("alone", 1)
         if code:
@@ -131,7 +131,7 @@ class Site:
         return rows
 
     def killed(self) -> Row:
-        """A run whose rank 0 is killed after its first checkpoint, and that the same command goes on with."""
+        """Kills rank 0 after its first checkpoint, resumes with the same command, and compares all losses."""
         what, allowed = "killed and gone on with", f"all {STEPS} losses equal to the bit"
         self.say("a run that is killed and gone on with")
         whole, run = self.folder / "zero-1", self.folder / "killed"
@@ -158,14 +158,14 @@ class Site:
 
 
 def _not_stopped(code: int) -> int:
-    """The exit code of ranks. Raises `Stopped` where a signal stopped them: what comes next is not begun."""
+    """Returns the exit code of the ranks. Raises `Stopped` after a signal, so that no further test starts."""
     if code == STOPPED:
         raise Stopped("the ranks were")
     return code
 
 
 def of_steps(alone: dict[str, Any], together: dict[str, Any]) -> list[Row]:
-    """Messages, memory and speed of `cqwen bench ranks`, on one rank and on all."""
+    """The rows for messages, memory and speed, from `cqwen bench ranks` on one rank and on all."""
     rows, ranks = [], together["ranks"]
     for row in together["layouts"]:
         layout = f"ZeRO-{row['zero_stage']}, vocabulary group {row['vocab_group_size']}"
@@ -184,7 +184,7 @@ def of_steps(alone: dict[str, Any], together: dict[str, Any]) -> list[Row]:
 
 
 def figures(run: Path) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step of a run so far."""
+    """(loss, gradient norm) for each logged step in a run."""
     try:
         lines = (run / METRICS).read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -194,7 +194,7 @@ def figures(run: Path) -> list[tuple[float, float]]:
 
 
 def _differences(some: list[tuple[float, float]], others: list[tuple[float, float]]) -> list[float]:
-    """Relative differences of the first `COMPARED` steps; infinite where there are fewer."""
+    """Relative differences in the first `COMPARED` steps; infinite if there are fewer steps."""
     if min(len(some), len(others)) < COMPARED:
         return [float("inf")]
     pairs = zip(some[:COMPARED], others[:COMPARED], strict=True)
@@ -202,7 +202,7 @@ def _differences(some: list[tuple[float, float]], others: list[tuple[float, floa
 
 
 def table(found: dict[str, Any]) -> Table:
-    """`Site.accept`'s document for a terminal."""
+    """The result of `Site.accept` as a table for a terminal."""
     title = f"{found['ranks']} ranks, {found['device']}"
     out = Table("", "found", "allowed", "", title=title, title_justify="left")
     verdicts = {True: "passed", False: "FAILED", None: ""}

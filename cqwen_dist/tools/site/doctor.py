@@ -1,7 +1,7 @@
-"""Facts and measurements of a machine, or of every node of a job, and red lines for faults, with their remedy.
+"""`cqwen doctor`: examines a machine or every node in a job, and reports faults with their remedies.
 
-Each node collects its facts alone; then the ranks compare and measure together. Only `findings` decides what is a
-fault. Preflights run the quick part: no DeepSpeed import, two message sizes.
+Each node collects its facts separately. Then the ranks compare them and measure together. Only `findings` decides
+whether a fact is a fault. A preflight runs the quick part: no DeepSpeed import, two message sizes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WAIT_FOR_FILE_S = 30.0
 
 
 def examine(folder: Path, quick: bool = False) -> dict[str, Any] | None:
-    """The document, on rank 0; None on the others. Collective under a launcher; alone without one."""
+    """Returns the results on rank 0 and None on other ranks. Collective under a launcher."""
     from cqwen_dist.parallel.collectives import gather_objects
     from cqwen_dist.parallel.runtime import distributed
     from cqwen_dist.tools.site.measure import bus_bandwidth, clock_spread, collective_seconds
@@ -72,12 +72,12 @@ def examine(folder: Path, quick: bool = False) -> dict[str, Any] | None:
 
 
 def _shared(folder: Path, host: str, main: bool) -> dict[str, Any]:
-    """Seconds until all hosts see a file of the first rank, and the hosts that never do. Collective."""
+    """Seconds until all hosts see a file from rank 0, and the hosts that never see it. Collective."""
     from cqwen_dist.parallel.collectives import barrier, gather_objects
 
     token = folder / f".cqwen-doctor-{gather_objects(secrets.token_hex(4))[0]}"
     if main:
-        token.touch(exist_ok=False)  # fails on an existing link instead of following it
+        token.touch(exist_ok=False)  # security: fails if a link exists, instead of following it
     barrier()
     seen = gather_objects((host, _seconds_until(token)))
     if main:
@@ -89,9 +89,9 @@ def _shared(folder: Path, host: str, main: bool) -> dict[str, Any]:
 
 
 def join_srun() -> None:
-    """Under srun, where no address is set, let the ranks meet on the step's first host.
+    """Under srun without a master address, use the first host in the job step for the rendezvous.
 
-    The batch script itself is no step: SLURM's variables there describe ranks that do not exist, and are removed.
+    The batch script is not a job step: its SLURM variables describe ranks that do not exist, so they are removed.
     """
     if "MASTER_ADDR" in os.environ or "SLURM_PROCID" not in os.environ:
         return
@@ -105,7 +105,7 @@ def join_srun() -> None:
 
 
 def node_facts(folder: Path, quick: bool) -> dict[str, Any]:
-    """The facts of this process's machine."""
+    """Collects the facts about this machine."""
     import torch
 
     gpus = []
@@ -138,7 +138,7 @@ def node_facts(folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def findings(document: dict[str, Any]) -> list[dict[str, str]]:
-    """The red lines: where, what the fault is, and the remedy."""
+    """The faults, each with its host and remedy."""
     nodes, together = document["nodes"], document["together"]
     red: list[tuple[str, str, str]] = []
     for node in nodes:
@@ -155,7 +155,7 @@ def findings(document: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _wrong_alone(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(a fault of a node by itself, the remedy)."""
+    """Yields (fault, remedy) for faults in a single node."""
     if node["driver"] and not node["gpus"] and node["environment"].get("DS_ACCELERATOR") != "cpu":
         remedy = "torch for this driver's CUDA version; in a SLURM job also --gpus-per-node, without which it gets none"
         yield "an NVIDIA driver, and torch sees no GPU", remedy
@@ -176,7 +176,7 @@ def _wrong_alone(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _unlike(node: dict[str, Any], first: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(a difference of a node from the first, the remedy)."""
+    """Yields (difference, remedy) for differences between a node and the first one."""
     pairs = {key: (node[key], first[key]) for key in ("python", "commit", "cuda", "nccl")}
     for name, version in node["packages"].items():
         other = first["packages"].get(name)
@@ -194,7 +194,7 @@ def _unlike(node: dict[str, Any], first: dict[str, Any]) -> Iterator[tuple[str, 
 
 
 def page(document: dict[str, Any]) -> Group:
-    """Nodes in columns, what they measured together, red lines last."""
+    """Nodes in columns, then the common measurements, then the faults."""
     nodes, together = document["nodes"], document["together"]
     table = Table("", *(node["host"] for node in nodes), box=None, pad_edge=False)
     packages = dict.fromkeys(name for node in nodes for name in node["packages"])
@@ -218,7 +218,7 @@ def page(document: dict[str, Any]) -> Group:
 
 
 def _column(node: dict[str, Any], packages: Iterable[str]) -> dict[str, str]:
-    """A node's column: row -> text."""
+    """The table column for a node: {row: text}."""
     ports, tools, folder = node["interconnect"]["infiniband"], node["tools"], node["folder"]
     return {
         "python": node["python"],
@@ -274,7 +274,7 @@ def _unresolved(hosts: list[str]) -> list[str]:
 
 
 def _try_folder(folder: Path) -> dict[str, Any]:
-    """Seconds to write a small file durably (write, fsync, rename) and to read it: medians of five."""
+    """Median seconds over five tries to write a small file durably (write, fsync, rename) and to read it."""
     mine = folder / f".cqwen-doctor-{platform.node()}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -287,7 +287,7 @@ def _try_folder(folder: Path) -> dict[str, Any]:
 
 
 def _seconds_until(path: Path) -> float | None:
-    """Seconds until a file of another host appears here; None: longer than WAIT_FOR_FILE_S."""
+    """Seconds until a file from a remote host appears here; None if it takes longer than WAIT_FOR_FILE_S."""
     began = time.monotonic()
     while not path.exists():
         if time.monotonic() - began > WAIT_FOR_FILE_S:
@@ -304,11 +304,11 @@ def _free_gib(path: Path) -> float | None:
 
 
 def _interconnect() -> dict[str, Any]:
-    """Links between GPUs as nvidia-smi draws them, and InfiniBand or RoCE ports with their state and rate."""
+    """GPU links from nvidia-smi, and InfiniBand or RoCE ports with state and rate."""
     try:
         done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20, check=True)
         topology = done.stdout.partition("\nLegend")[0].strip()
-    except (OSError, subprocess.SubprocessError):  # no such tool, or no answer
+    except (OSError, subprocess.SubprocessError):  # the tool is missing or does not answer
         topology = ""
     ports = []
     for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
@@ -321,7 +321,7 @@ def _interconnect() -> dict[str, Any]:
 
 
 def _operators() -> dict[str, str]:
-    """DeepSpeed's compiled operators: installed, can be built here when needed, or not here."""
+    """The state of DeepSpeed's compiled operators: installed, can be built when needed, or unavailable."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if has_gpu() else "cpu")
     try:
         import deepspeed.ops

@@ -1,8 +1,8 @@
-"""One rank of a world that does not exist, over torch's fake process group: what it allocates, without the others.
+"""Simulates one rank in a large world over torch's fake process group, to measure its memory.
 
-Every tensor that a rank allocates is real, on the real device. A collective moves nothing: an all-reduce or broadcast
-leaves its tensor as it is, an all-gather repeats this rank's part, a reduce-scatter keeps this rank's part of its own
-input. Numbers are therefore meaningless but finite, so no step is refused, and what is allocated depends on no number.
+The rank allocates real tensors on the real device. Collectives transfer no data: an all-reduce or broadcast leaves its
+tensor unchanged, an all-gather repeats this rank's part, and a reduce-scatter returns this rank's part from its input.
+So values are meaningless but finite. No step is refused, and allocations do not depend on values.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 from cqwen_dist.config import UserError
 from cqwen_dist.parallel.runtime import Runtime, find_ranks, pick_device
 
-LARGEST = 4096  # ranks: each vocabulary group of the world is made here, though only one is used
+LARGEST = 4096  # ranks; this process creates every vocabulary group in the world, which takes time
 
 
 def _own_part(mine: Tensor, parts: Tensor, *_: Any, group: Any = None, **__: Any) -> None:
-    """A reduce-scatter; the fake group of torch 2.11 leaves its output unwritten, where a NaN may lie."""
+    """A replacement for reduce-scatter, because torch 2.11's fake group leaves the output uninitialised (maybe NaN)."""
     mine.copy_(parts.view(dist.get_world_size(group), *mine.shape)[dist.get_rank(group)])
 
 
 @contextmanager
 def one_of(world: int) -> Iterator[Runtime]:
-    """Yield rank 0, the one with most rows, of so many ranks. Raises `UserError` under a launcher."""
+    """Yield the runtime for rank 0, which has the most rows, out of `world` ranks. Raises `UserError` in a launcher."""
     if not 2 <= world <= LARGEST:
         raise UserError("--world", world, f"2 to {LARGEST}")
     if dist.is_initialized() or find_ranks(os.environ)[1] > 1:

@@ -1,4 +1,4 @@
-"""Measurements of all ranks together: the network between them, and how far their clocks differ."""
+"""Measurements on all ranks together: network speed and clock differences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _scatter(values: Tensor, world: int) -> None:
     reduce_scatter_into(torch.empty_like(values.chunk(world)[0]), values)
 
 
-# Operation -> (over a whole buffer on the world's ranks, how often a ring carries (n-1)/n of the buffer).
+# Operation -> (function on a full buffer, number of times a ring carries (n-1)/n of the buffer).
 OPERATIONS: dict[str, tuple[Callable[[Tensor, int], object], int]] = {
     "all-reduce": (lambda values, _: sum_over(values), 2),
     "all-gather": (_gather, 1),
@@ -32,7 +32,7 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor, int], object], int]] = {
 def collective_seconds(
     sizes: Sequence[int], device: torch.device, world: int, operation: str = "all-reduce"
 ) -> dict[int, float]:
-    """Bytes of the whole buffer -> seconds over the world's ranks, the slowest rank's median. Collective."""
+    """{bytes in the full buffer: median seconds on the slowest rank}. Collective."""
     found, run = {}, OPERATIONS[operation][0]
     for size in sizes:
         values = torch.zeros(world * max(1, size // (4 * world)), device=device)
@@ -44,24 +44,24 @@ def collective_seconds(
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times.append(time.perf_counter() - began)
-        found[size] = max(gather_objects(sorted(times[1:])[ROUNDS // 2]))  # the first round connects
+        found[size] = max(gather_objects(sorted(times[1:])[ROUNDS // 2]))  # the first round opens connections
     return found
 
 
 def bus_bandwidth(size: int, seconds: float, world: int, operation: str = "all-reduce") -> float:
-    """Bytes a second that each rank's link carries in a ring: (n-1)/n of the buffer, twice in an all-reduce."""
+    """Bytes/s on each rank's link in a ring, which carries (n-1)/n of the buffer, twice in an all-reduce."""
     return OPERATIONS[operation][1] * (world - 1) / world * size / seconds
 
 
 def said_bandwidths(by_mib: dict[str, float]) -> str:
-    """Bandwidths of an operation, by MiB of the buffer, in one line."""
+    """One line of text with the bandwidths of an operation by buffer size in MiB."""
     return "GiB/s a link: " + ", ".join(f"{speed:.2f} of {mib} MiB" for mib, speed in by_mib.items())
 
 
 def clock_spread() -> float:
-    """Seconds by which the ranks' clocks differ at most, read right after a barrier; the least of several rounds.
+    """The largest difference between the ranks' clocks in seconds, read after a barrier; the minimum over rounds.
 
-    An upper bound, as it contains the barrier's own time. Collective.
+    It is an upper bound, as it includes the time to leave the barrier. Collective.
     """
     best = float("inf")
     for _ in range(CLOCK_READINGS):

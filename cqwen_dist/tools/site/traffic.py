@@ -1,4 +1,4 @@
-"""Counts the collectives of a process, in bytes and time, for benchmarks and tests."""
+"""Counts collectives in a process, with bytes and times, for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-# Collectives as torch names them.
+# Function names in torch.distributed.
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast", "all_gather_object")
 
 
 class Transfer(NamedTuple):
-    """One collective: torch's name, its group's description (`world`: all ranks), ranks, bytes of the whole buffer."""
+    """One collective: torch's name, the group's description (`world`: all ranks), ranks, bytes in the full buffer."""
 
     operation: str
     group: str
@@ -23,24 +23,24 @@ class Transfer(NamedTuple):
 
 
 class Traffic:
-    """Counts while `on`. It takes a timestamp before and after each collective, and waits for nothing."""
+    """Counts collectives while `on`, with a timestamp before and after each. It never synchronises."""
 
     def __init__(self, now: Callable[[], Any]) -> None:
-        """now: a timestamp in the caller's own unit, such as a CUDA event."""
+        """now: returns a timestamp of any type, for example a CUDA event."""
         self.now = now
         self.on = False
         self._messages: list[Transfer] = []
         self._times: list[tuple[Any, Any]] = []
 
     def take(self) -> tuple[list[Transfer], list[tuple[Any, Any]]]:
-        """(collectives since the last call, timestamps before and after each)."""
+        """Returns and clears (collectives, timestamps before and after each)."""
         found = self._messages, self._times
         self._messages, self._times = [], []
         return found
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, torch's collectives are wrapped. Enter it before DeepSpeed starts, which keeps the first it finds."""
+        """Wraps torch's collectives. Enter it before DeepSpeed starts, which keeps the functions it finds first."""
         originals = {name: getattr(dist, name) for name in COLLECTIVES}
         for name, original in originals.items():
             setattr(dist, name, self._watched(name, original))
@@ -56,6 +56,7 @@ class Traffic:
                 return original(*args, **options)
             group = options.get("group")
             label = "world" if group is None or group == dist.group.WORLD else group.group_desc
+            # The full buffer is the largest tensor: the output in an all-gather, the input in a reduce-scatter.
             size = max((x.nbytes for x in (*args, *options.values()) if isinstance(x, Tensor)), default=0)
             self._messages.append(Transfer(name, label, dist.get_world_size(group), size))
             before = self.now()
