@@ -99,8 +99,8 @@ def pinball(y: np.ndarray, train: np.ndarray) -> Arm:
 def digits(y: np.ndarray, train: np.ndarray) -> Arm:
     """Samples values digit by digit (Song and Bahri 2025, "Decoding-based Regression"). y [n]; train: as in `Stored`.
 
-    `DIGITS` decimal digits encode a value's position between the smallest and largest training value. The head reads x
-    and the earlier digits; digits that are not yet known are -1.
+    `DIGITS` decimal digits encode a value's position between the smallest and largest training value. The inputs are x
+    and the earlier digits, with -1 for later digits.
     """
     low, high = float(y[train].min()), float(y[train].max())
     most = 10**DIGITS - 1

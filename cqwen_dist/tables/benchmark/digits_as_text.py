@@ -87,7 +87,7 @@ class DigitText:
     def _texts(self, rows: np.ndarray, copies: int) -> Tensor:
         """Token ids [m,copies,words] of the answers for rows [m], including end tokens.
 
-        The model reads a prompt once, and reads each prefix that several copies share once. A shared prefix is a node.
+        The model processes each prompt once, and each prefix that copies share once. A shared prefix is a node.
         All nodes of a row share a cache, and the mask lets a node see its prompt and its ancestors.
         """
         batch = self._batch([self._prompts[row] for row in rows])

@@ -2,8 +2,8 @@
 
 The plain tokenizer is called as `tokenizer(texts)["input_ids"]` with 1,000 texts per call. It neither reads nor writes
 files. `cqwen prepare` also reads files, finds numbers, and builds and writes Arrow tables. Ratios use CPU seconds
-including children, which other load on the machine hardly changes. Numbers of workers are compared by wall-clock time
-on ten times the text, which needs a quiet machine. More workers cannot shorten the main process's share.
+including children, which other load on the machine hardly changes. Worker counts are compared by wall-clock time on ten
+times the text, which needs a quiet machine. More workers cannot shorten the main process's share.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cqwen_dist.data.sources import read_train
 from cqwen_dist.tools.bench.memory import MemoryWatch
 from cqwen_dist.tools.bench.timing import in_turn
 
-LONG = 10  # copies of the text for the comparison of memory and numbers of workers
+LONG = 10  # copies of the text, to compare memory and worker counts
 
 
 class Seconds(NamedTuple):

@@ -42,7 +42,7 @@ _READING_METHODS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 class Launches(TorchDispatchMode):
     """Counts operations and waits by part of the step while it is active.
 
-    host: tensors to treat as host tensors. In a CPU run all others count as device tensors.
+    host: tensors to treat as host tensors. In a CPU run all other tensors count as device tensors.
     """
 
     def __init__(self, host: Iterable[Tensor] = ()) -> None:
@@ -154,7 +154,7 @@ def _reads(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the host needs the result of an operation."""
     if name in ("index", "index_put", "index_put_"):
         return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-    if name == "repeat_interleave":  # only the overload with counts: the others call it
+    if name == "repeat_interleave":  # only the overload with counts, which the remaining overloads call
         return len(args) == 1 and kwargs.get("output_size") is None
     return name in _READS
 

@@ -21,7 +21,7 @@ MAX_GROUP = 64
 MOST = 5  # layouts to return
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 NODE = 8
-# ZeRO stage, vocabulary group (the node's ranks at most; 64: several nodes)
+# (ZeRO stage, vocabulary group). A group is limited to the ranks in a node, but 64 spans nodes.
 LAYOUTS = ((1, 1), (1, NODE), (3, 1), (3, NODE), (3, 64))
 # The keys that the search may choose, each with its section.
 SECTION = {
