@@ -1,4 +1,4 @@
-"""The verbs of tables: `cqwen fit` and `cqwen bench numbers`. Heavy imports inside, so that --help is instant."""
+"""The verbs for tables: `cqwen fit` and `cqwen bench numbers`. Imports are local, so that --help stays fast."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def fit(
     table: Annotated[str, typer.Argument(metavar="FILE", help="A table: .csv, .tsv, .parquet or .jsonl.")],
     target: Annotated[str, typer.Option(help="The column of numbers to predict.")],
     base: Annotated[str, typer.Option(help="A model's folder or hub name.")] = "HuggingFaceTB/SmolLM2-135M",
-    text_columns: Annotated[list[str] | None, typer.Option(help="Read these columns alone; repeat it.")] = None,
-    template: Annotated[str | None, typer.Option(help="The prompt of a row, columns in braces; default: all.")] = None,
-    test_fraction: Annotated[float, typer.Option(help="Share of the rows to judge by.")] = 0.2,
+    text_columns: Annotated[list[str] | None, typer.Option(help="Read only this column; may be repeated.")] = None,
+    template: Annotated[str | None, typer.Option(help="The prompt, with columns in braces; default: all.")] = None,
+    test_fraction: Annotated[float, typer.Option(help="Share of test rows.")] = 0.2,
     split: Annotated[str | None, typer.Option(help="JSON file of 0-based test-row indices: FILE.json[#N].")] = None,
-    test_rows: Annotated[int | None, typer.Option(min=2, help="Judge by so many of them at most, drawn.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the split and of training.")] = 0,
-    minutes: Annotated[float, typer.Option(help="About how long it may take on this machine.")] = 20.0,
+    test_rows: Annotated[int | None, typer.Option(min=2, help="Maximum number of test rows, drawn at random.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed for the split and for training.")] = 0,
+    minutes: Annotated[float, typer.Option(help="Approximate time limit on this machine.")] = 20.0,
     out: Annotated[Path | None, typer.Option(help="Folder to write; default: fits/FILE-TARGET.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -84,20 +84,20 @@ def _show_fit(folder: Path, found: dict[str, Any]) -> None:
 
 
 def numbers(
-    only: Annotated[list[str] | None, typer.Option(help="Only this set; may be repeated.")] = None,
-    data: Annotated[Path, typer.Option(help="Folder of the sets' files (docs/numbers-benchmark.md).")] = Path("data"),
+    only: Annotated[list[str] | None, typer.Option(help="Only this data set; may be repeated.")] = None,
+    data: Annotated[Path, typer.Option(help="Folder with the data files (docs/numbers-benchmark.md).")] = Path("data"),
     base: Annotated[str, typer.Option(help="A model's folder or hub name.")] = "HuggingFaceTB/SmolLM2-135M",
-    splits: Annotated[int, typer.Option(min=1, max=20, help="Splits of each set.")] = 3,
-    minutes: Annotated[float, typer.Option(help="Of each fit, about.")] = 10.0,
-    heads: Annotated[bool, typer.Option(help="Also heads of squared error and of quantiles on the same z.")] = True,
+    splits: Annotated[int, typer.Option(min=1, max=20, help="Splits per data set.")] = 3,
+    minutes: Annotated[float, typer.Option(help="Approximate minutes per fit.")] = 10.0,
+    heads: Annotated[bool, typer.Option(help="Also train competing heads on the same z.")] = True,
     lora_epochs: Annotated[
-        int, typer.Option(min=0, help="Also these heads learnt with LoRA, so many epochs at most; 0: not.")
+        int, typer.Option(min=0, help="Also train these heads with LoRA for at most this many epochs; 0: no.")
     ] = 0,
     test_rows: Annotated[
-        int | None, typer.Option(min=2, help="Judge by so many test rows of a split at most, drawn.")
+        int | None, typer.Option(min=2, help="Maximum number of test rows per split, drawn at random.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder to write; the same command goes on there.")] = Path("bench-numbers"),
-    table: Annotated[Path | None, typer.Option(help="Write the tables here, as Markdown, and NAME-laws.svg.")] = None,
+    out: Annotated[Path, typer.Option(help="Output folder; the same command continues there.")] = Path("bench-numbers"),
+    table: Annotated[Path | None, typer.Option(help="Write tables to this Markdown file, and NAME-laws.svg.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """`cqwen fit` on published tables and splits, compared with other heads and with models that read no language."""

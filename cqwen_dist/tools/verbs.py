@@ -1,4 +1,4 @@
-"""The verbs that need the planner, the site's checks or the report. Heavy imports inside, so that --help is instant."""
+"""The verbs that use the planner, the site checks or the report. Imports are local, so that --help stays fast."""
 
 from __future__ import annotations
 
@@ -31,21 +31,23 @@ def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(help="Ranks on each machine; 0: one CPU rank each.")] = 1,
-    gpu_memory_gib: Annotated[float | None, typer.Option(help="Memory of one GPU; default: that of --gpu.")] = None,
+    gpus_per_node: Annotated[int, typer.Option(help="Ranks per machine; 0: one CPU rank per machine.")] = 1,
+    gpu_memory_gib: Annotated[float | None, typer.Option(help="Memory per GPU; default: as in --gpu.")] = None,
     gpu: Annotated[str, typer.Option(help="Rates of this GPU: h200, h100 (default), a100, l40s, cpu.")] = "",
-    interconnect: Annotated[str, typer.Option(help="Between machines, a rank: ib400, ib200, eth100, ...")] = "ib400",
-    calibrate: Annotated[Path | None, typer.Option(help="Measured rates: `bench step --json`'s document.")] = None,
-    sequences: Annotated[int | None, typer.Option(min=1, help="Texts in an epoch; default: counted if cheap.")] = None,
+    interconnect: Annotated[
+        str, typer.Option(help="Network between machines, per rank: ib400, ib200, eth100, ...")
+    ] = "ib400",
+    calibrate: Annotated[Path | None, typer.Option(help="Measured rates: output of `bench step --json`.")] = None,
+    sequences: Annotated[int | None, typer.Option(min=1, help="Texts per epoch; default: counted if cheap.")] = None,
     text_tokens: Annotated[
-        float | None, typer.Option(min=1, help="Tokens of a packed text (data.pack); default: all of its row.")
+        float | None, typer.Option(min=1, help="Tokens per packed text (data.pack); default: one text per row.")
     ] = None,
     search: Annotated[bool, typer.Option("--search", help="Try every layout; print the best and why.")] = False,
     scale: Annotated[bool, typer.Option("--scale", help="Efficiency from 1 to 1,024 GPUs by layout.")] = False,
-    write: Annotated[Path | None, typer.Option(help="Write the config (with --search: of the best layout).")] = None,
+    write: Annotated[Path | None, typer.Option(help="Write the config (with --search: the best layout).")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Before a run: does it fit, how long does it take, which layout is best. No torch, no weights."""
+    """Predict whether a run fits, how long it takes, and which layout is best. Needs no torch and no weights."""
     from cqwen_dist.tools.plan.command import run
 
     document, shown = run(
@@ -66,14 +68,14 @@ def plan(
 
 
 def doctor(
-    folder: Annotated[Path, typer.Option(help="The runs' folder: measured, compared on all nodes.")] = Path("runs"),
-    ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine; measure between them.")] = 1,
-    hostfile: Annotated[Path | None, typer.Option(help="Examine all hosts of this file, over ssh.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="As a preflight does: no operators, two sizes.")] = False,
+    folder: Annotated[Path, typer.Option(help="The run folder, tested on all nodes.")] = Path("runs"),
+    ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine, to measure between.")] = 1,
+    hostfile: Annotated[Path | None, typer.Option(help="Examine all hosts in this file, over ssh.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only preflight checks: no operators, two sizes.")] = False,
     as_json: AsJson = False,
     out: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """What this machine has and lacks; under srun, --ranks or --hostfile all machines and their network."""
+    """Examine this machine; under srun, --ranks or --hostfile all machines and their network."""
     folder = folder.absolute()
     if folder.exists() and not folder.is_dir():
         raise UserError("--folder", str(folder), "a folder, or one that can be made")
@@ -107,11 +109,11 @@ def doctor(
 
 def accept(
     ranks: Annotated[int, typer.Option(min=2, help="Processes on this machine.")] = 2,
-    gpus: Annotated[int | None, typer.Option(min=2, help="As --ranks, each with a GPU of this machine.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=2, help="Like --ranks, with one local GPU per rank.")] = None,
     hostfile: Annotated[
         Path | None, typer.Option(help="Lines `host slots=N`: use these hosts, over ssh, instead of --ranks.")
     ] = None,
-    folder: Annotated[Path, typer.Option(help="A new folder, which every host sees.")] = Path("accept"),
+    folder: Annotated[Path, typer.Option(help="A new folder that all hosts share.")] = Path("accept"),
     as_json: AsJson = False,
 ) -> None:
     """Check this site: do N ranks match one rank, do traffic and memory match the plan, does a killed run resume?"""
@@ -140,12 +142,12 @@ def accept(
 def quickstart(
     overrides: Overrides = None,
     ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 2,
-    config: Annotated[Path, typer.Option(help="The quickstart's config.")] = SHIPPED / "quickstart.yaml",
+    config: Annotated[Path, typer.Option(help="The quickstart config.")] = SHIPPED / "quickstart.yaml",
     as_json: AsJson = False,
 ) -> None:
     """Everything once on real data, offline: train both stages, export, generate, compare with ridge regression.
 
-    It runs on the CPU, which is fast enough for this small model; with DS_ACCELERATOR=cuda on one GPU for each rank.
+    It runs on the CPU, which is fast enough for this small model, or with DS_ACCELERATOR=cuda on one GPU per rank.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from cqwen_dist.cluster.launch import launch as run
@@ -166,8 +168,8 @@ def quickstart(
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of runs to compare.")],
-    out: Annotated[Path | None, typer.Option(help="The page; default: RUN/report.html, or here for several.")] = None,
-    samples: Annotated[int, typer.Option(min=0, help="Held-out texts, continued by oldest and newest checkpoint.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Output file; default: RUN/report.html, or ./report.html.")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Held-out texts that the checkpoints continue.")] = 0,
 ) -> None:
     """Curves, calibration, predictions and a diagnosis of runs in one self-contained HTML page."""
     if samples:

@@ -1,4 +1,4 @@
-"""The verbs that measure on this machine. Heavy imports inside, so that --help is instant."""
+"""The verbs that measure on this machine. Imports are local, so that --help stays fast."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from cqwen_dist.console import AsJson, ConfigFile, Overrides, load, print_docume
 def data(
     config: ConfigFile,
     overrides: Overrides = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Counted rounds of each.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Counted rounds per contender.")] = 3,
     repeat: Annotated[int, typer.Option(min=1, help="Repeat the text this many times.")] = 1,
     workers: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Worker processes; may be repeated. Default: 1, and one for each core."),
+        typer.Option(min=1, help="Worker processes; may be repeated. Default: 1, and one per core."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time and memory of `cqwen prepare`, compared with the plain tokenizer, and with several workers."""
+    """Time and memory of `cqwen prepare` by number of workers, compared with the plain tokenizer."""
     checked = load(config, overrides)
     quiet_libraries()
     from cqwen_dist.data.load import tokenizer_of
@@ -66,9 +66,7 @@ def step(
     peers: Annotated[bool, typer.Option(help="Also HF + PEFT with a trained softmax head, and with Liger.")] = True,
     both: Annotated[bool, typer.Option("--both", help="Ours and the peers eager and compiled, like for like.")] = False,
     profile: Annotated[Path | None, typer.Option(help="Folder for a profiler trace and a table.")] = None,
-    gpu: Annotated[
-        str, typer.Option(help="MFU refers to this GPU's peak: h200, h100, ...; default: the one here.")
-    ] = "",
+    gpu: Annotated[str, typer.Option(help="GPU whose peak defines MFU: h200, h100, ...; default: the local one.")] = "",
     as_json: AsJson = False,
 ) -> None:
     """A training step by part at a config's shapes, compared with HF + PEFT; `plan --calibrate` reads its --json."""
@@ -88,7 +86,7 @@ def packed(
     rounds: Annotated[int, typer.Option(help="Counted steps of each contender.", min=1)] = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Real texts packed with a mask and without one, compared with texts padded, in real tokens a second."""
+    """Real texts packed with or without a mask, compared with padded texts by real tokens/s."""
     checked = load(config, overrides)
     quiet_libraries()
     from cqwen_dist.data.load import tokenizer_of
@@ -105,12 +103,10 @@ def memory(
         ),
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Only configurations whose name contains this.")] = None,
-    world: Annotated[
-        int | None, typer.Option(help="As rank 0 of so many ranks, of which the others do not exist.")
-    ] = None,
+    world: Annotated[int | None, typer.Option(help="Measure rank 0 in a simulated world with this many ranks.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Peak memory of real training steps for many configurations, compared with `cqwen plan`."""
+    """Peak memory in real training steps over a list of configurations, compared with `cqwen plan`."""
     quiet_libraries()
     from cqwen_dist.tools.bench.memory_check import measure_all, measure_world, table
 
@@ -121,10 +117,10 @@ def memory(
 
 
 def ranks(
-    out: Annotated[Path | None, typer.Option(help="Write the document here too.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the results to this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Steps on the ranks of a launcher: messages and memory compared with the plan, tokens a second."""
+    """Training steps on the ranks of a launcher: messages and memory compared with the plan, and tokens/s."""
     quiet_libraries()
     from cqwen_dist.run.files import write_atomically
     from cqwen_dist.tools.bench.ranks import lines, measure_ranks
@@ -138,20 +134,20 @@ def ranks(
 
 
 def generate(
-    hidden: Annotated[int, typer.Option(min=1, help="H; the default shape is Qwen2.5-0.5B's.")] = 896,
+    hidden: Annotated[int, typer.Option(min=1, help="H; the default shape is Qwen2.5-0.5B.")] = 896,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the backbone.")] = 24,
     vocab: Annotated[int, typer.Option(min=1, help="V, words.")] = 151_936,
-    batch: Annotated[list[int] | None, typer.Option(help="Prompts in a batch; may be repeated.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Prompts per batch; may be repeated.")] = None,
     new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to generate.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds of each contender.")] = 3,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default cuda where there is one.")] = None,
-    precision: Annotated[str | None, typer.Option(help="Of the backbone, fp32 or bf16; default bf16 on cuda.")] = None,
-    cache: Annotated[list[str] | None, typer.Option(help="dynamic or static; default both.")] = None,
-    mode: Annotated[list[str] | None, typer.Option(help="A mode; may be repeated; default all.")] = None,
-    compile_on_cpu: Annotated[bool, typer.Option("--compile-on-cpu", help="Compile static steps there too.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if available.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Backbone precision: fp32 or bf16 (default on cuda).")] = None,
+    cache: Annotated[list[str] | None, typer.Option(help="dynamic or static; default: both.")] = None,
+    mode: Annotated[list[str] | None, typer.Option(help="A mode; may be repeated; default: all.")] = None,
+    compile_on_cpu: Annotated[bool, typer.Option("--compile-on-cpu", help="Also compile static steps.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tokens a second of the modes, compared with Hugging Face's generate on the same base, random weights."""
+    """Tokens/s in each mode, compared with Hugging Face's generate on the same base model with random weights."""
     quiet_libraries()
     import torch
 
@@ -182,10 +178,10 @@ def generate(
 
 def gpu(
     out: Annotated[Path, typer.Option(help="Folder for results.json, table.md and log.txt.")] = Path("runs/gpu-table"),
-    budget: Annotated[float, typer.Option(min=1, help="Seconds; groups of rows that do not fit are skipped.")] = 1200,
+    budget: Annotated[float, typer.Option(min=1, help="Seconds; groups of rows beyond the budget are skipped.")] = 1200,
     part: Annotated[int | None, typer.Option(min=1, max=2, help="1: loss and step; 2: decoding, memory.")] = None,
     only: Annotated[str, typer.Option(help="Only groups of rows whose name contains this.")] = "",
-    rehearse: Annotated[bool, typer.Option("--rehearse", help="The whole at toy size on a CPU.")] = False,
+    rehearse: Annotated[bool, typer.Option("--rehearse", help="Run everything at toy size on a CPU.")] = False,
 ) -> None:
     """Loss, step, decoding, packing and memory on one GPU, the most valuable rows first, within a time budget."""
     from cqwen_dist.tools.bench.gpu import run
