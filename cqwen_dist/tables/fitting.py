@@ -61,7 +61,7 @@ class FitRequest:
 
 
 class Prepared(NamedTuple):
-    """The table in the folder, its parts, and the prompt for every row."""
+    """The table in the folder, the parts, and the prompt for every row."""
 
     table: Table
     parts: Parts
@@ -93,7 +93,7 @@ def prepare(request: FitRequest, folder: Path, say: Callable[[str], None]) -> Pr
 
 
 def request_of(folder: Path) -> tuple[FitRequest, dict[str, Any] | None]:
-    """(the request in a fit folder, the size and digest of its table if recorded)."""
+    """(the request in a fit folder, the size and digest of the table if recorded)."""
     held = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
     of_file = held.pop(OF_FILE, None)
     return FitRequest(**held), of_file
@@ -195,7 +195,7 @@ def intervals(ends: np.ndarray, truth: np.ndarray) -> dict[str, float]:
 
 
 def _predict(folder: Path, checkpoint: Path, made: Prepared, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Writes predicted.csv and returns its rows: the test rows with the columns `generate.table.NUMBER_COLUMNS`."""
+    """Writes predicted.csv and returns the rows: the test rows with the columns `generate.table.NUMBER_COLUMNS`."""
     from cqwen_dist.checkpoint.export import load_trained
 
     model, tokenizer = load_trained(checkpoint, "auto")

@@ -146,7 +146,7 @@ def by_length(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def held_out_rows(given: str, rows: int) -> list[int]:
-    """The 0-based test row indices in FILE.json, or in FILE.json#N if it lists several splits. Raises `UserError`."""
+    """The 0-based test row indices in FILE.json, or in FILE.json#N if it has a list of splits. Raises `UserError`."""
     name, _, number = given.partition("#")
     allowed = f"a JSON list of row numbers from 0 to {rows - 1}, of some and not nearly all; or FILE#N of several lists"
     try:
@@ -174,7 +174,7 @@ def _as_text(cell: Any) -> str:
 
 
 def _as_read(number: str) -> str:
-    """A numeral that training reads as this number: "13812345678.0", as 13812345678 looks like a telephone number."""
+    """A numeral that training parses as this number: "13812345678.0", as 13812345678 looks like a telephone number."""
     value = float(number)
     return number if [span.value for span in find_numbers(number)] == [value] else repr(value)
 

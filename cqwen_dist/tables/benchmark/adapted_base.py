@@ -33,7 +33,7 @@ def products_in(precision: str, device: torch.device) -> torch.autocast:
 
 
 class StartingBase:
-    """A base model as at the start of `cqwen fit`: it reads numbers as values, and its adapters have no effect yet.
+    """A base model as at the start of `cqwen fit`: numbers enter as values, and the adapters have no effect yet.
 
     parameters: the trainable ones, which are the adapters, w_num and the <NUM> row. All other weights are frozen.
     """

@@ -18,7 +18,7 @@ KINDS = {"best head on z": ", on z", "best with adapters": ", LoRA", "best witho
 
 
 def page(document: dict[str, Any]) -> str:
-    """Markdown: a summary of all data sets, one table per set with medians over its splits, and the error laws."""
+    """Markdown: a summary of all data sets, one table per set with medians over the splits, and the error laws."""
     lines = [
         f"Measured {document['date']} on {document['machine']}; base {Path(document['base']).name}, "
         f"{document['minutes']:g} minutes a fit; judged by "

@@ -196,7 +196,7 @@ def best(
 ) -> tuple[Callable[[np.ndarray], T], float]:
     """Finds the best rate and number of epochs; returns (a function that trains so on given rows, the best loss).
 
-    epochs: (rate, rows) -> yields the trained model after each epoch. lost: its validation loss.
+    epochs: (rate, rows) -> yields the trained model after each epoch. lost: the validation loss of a model.
     """
     found = (math.inf, rates[0], 0)
     for rate in rates:

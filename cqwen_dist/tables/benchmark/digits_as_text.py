@@ -88,7 +88,7 @@ class DigitText:
         """Token ids [m,copies,words] of the answers for rows [m], including end tokens.
 
         The model processes each prompt once, and each prefix that copies share once. A shared prefix is a node.
-        All nodes of a row share a cache, and the mask lets a node see its prompt and its ancestors.
+        All nodes of a row share a cache, and the mask lets a node see the prompt and all ancestors.
         """
         batch = self._batch([self._prompts[row] for row in rows])
         found = self.model(**batch, use_cache=True, logits_to_keep=1)
@@ -126,7 +126,7 @@ class DigitText:
 
 
 def _drawn(p: Tensor, at: Tensor) -> Tensor:
-    """Draws a word for each copy [m,copies] from p [m,nodes,V] at its node.
+    """Draws a word for each copy [m,copies] from p [m,nodes,V] at the copy's node.
 
     It inverts the cumulative distribution, as torch.multinomial would draw V exponentials per copy.
     """

@@ -44,7 +44,7 @@ ADDITIONS = 4000
 
 @dataclass(frozen=True)
 class Protocol:
-    """A table and its split."""
+    """A table, and how to split it."""
 
     file: str  # in the data folder
     target: str = "target"
@@ -86,7 +86,7 @@ PROTOCOLS = {
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark with its files in `out`.
+    """A benchmark that writes to the folder `out`.
 
     heads: also compare with heads trained on z. lora_epochs: also train these heads together with adapters for at most
     this number of epochs; 0 disables it. test_rows: the maximum number of test rows per split; None for all.

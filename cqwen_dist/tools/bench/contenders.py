@@ -2,7 +2,7 @@
 
 Compiling takes minutes and needs the CPU. Timing takes seconds and needs an idle GPU. So the contenders of a group
 compile and warm up at the same time, and timing starts when all are ready. A contender that fails, hangs or runs out
-of memory loses only its row in the table.
+of memory loses only a row in the table.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Contender:
         self.pipe.send("go")
 
     def end(self) -> None:
-        """Kill the process and its children."""
+        """Kill the process and all children."""
         if self.process.pid is not None:
             for kill in (os.killpg, os.kill):  # before the child has called setsid, no group exists: kill it by pid
                 try:
@@ -84,7 +84,7 @@ def take_turns(
             if not contender.failed:
                 contender.go()
                 result = contender.next(min(timed_s, left()))
-                contender.end()  # free its GPU memory before the next one is timed
+                contender.end()  # free GPU memory before the next one is timed
             yield contender.name, result, contender.failed
     finally:
         for contender in contenders:
@@ -92,7 +92,7 @@ def take_turns(
 
 
 def _serve(work: Work, pipe: Connection, log: Path) -> None:
-    """Runs `work` in the child, with its output in the log, and sends its values to the parent."""
+    """Runs `work` in the child, with output to the log, and sends the values to the parent."""
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with log.open("a") as out:

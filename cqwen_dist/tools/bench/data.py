@@ -37,7 +37,7 @@ class Seconds(NamedTuple):
     """Seconds for one piece of work."""
 
     main: float  # CPU time of this process
-    workers: float  # CPU time of its children
+    workers: float  # CPU time of child processes
     wall: float
 
     @property
@@ -107,7 +107,7 @@ def _rows(contenders: dict[str, Callable[[], None]], rounds: int) -> list[dict[s
 
 
 def _clock() -> Seconds:
-    """CPU time of this process and its finished children, and the wall clock."""
+    """CPU time of this process and of finished children, and the wall clock."""
     main, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return Seconds(main.ru_utime + main.ru_stime, children.ru_utime + children.ru_stime, time.monotonic())
 

@@ -2,7 +2,7 @@
 
 Rows are grouped, most valuable group first. The contenders in a group compile and warm up together in separate
 processes and are then timed one by one (`contenders`). A group is skipped if it would exceed the remaining time.
-Results are written after every row, so a killed run keeps its rows.
+Results are written after every row, so a killed run loses no rows.
 
 OUT contains results.json, table.md, and log.txt with the contenders' output.
 """
@@ -96,7 +96,7 @@ class Results:
         self.rows: list[dict[str, Any]] = []
 
     def add(self, group: str, name: str, result: Any, failed: str) -> None:
-        """Adds a contender's result, or the reason of its failure."""
+        """Adds a contender's result, or the reason of the failure."""
         self.rows.append({"group": group, "name": name, "result": result, "failed": failed})
         write_atomically(self.out / "results.json", json.dumps({"command": self.command, "rows": self.rows}, indent=1))
         write_atomically(self.out / "table.md", self.table())
@@ -111,7 +111,7 @@ class Results:
 
 
 def said(result: Any) -> str:
-    """A result as text for one table cell: its numbers by name."""
+    """A result as text for one table cell: numbers by name."""
     if isinstance(result, list):
         return _packing(result)
     return "; ".join(cell for key, value in result.items() if (cell := _cell(key, value)))
@@ -131,7 +131,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def _packing(steps: list[dict[str, Any]]) -> str:
-    """Real tokens/s for the median step and for its backbone part."""
+    """Real tokens/s for the median step and for the backbone part."""
     tokens, positions = steps[0]["tokens"], steps[0]["positions"]
     whole = median(sum(step["seconds"].values()) for step in steps)
     backbone = median(

@@ -37,7 +37,7 @@ TOY = Size(48, (32, 64), 259, (37, 131), 2, 128, 1 << 20, 2, 2, 32, (1, 2), 4)
 
 
 def machine(size: Size) -> Work:
-    """Library versions, the device name, its copy bandwidth and its bf16 matrix product rate."""
+    """Library versions, the device name, copy bandwidth and bf16 matrix product rate."""
 
     def work() -> Iterator[Any]:
         import transformers

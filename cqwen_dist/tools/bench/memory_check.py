@@ -1,6 +1,6 @@
 """``cqwen bench memory``: measured and planned peak memory of real training steps, over many configurations.
 
-Each case builds the model and its engine, enters every stage and takes steps. The last step in a stage also measures
+Each case builds a model and an engine, enters every stage and takes steps. The last step in a stage also measures
 the accuracy and the constraint. The measured value is the peak in torch's allocator: on CUDA from the allocator
 statistics, on a CPU from the totals that the profiler records at each allocation. The planned value is the tensor
 memory in `cqwen plan`, without context and fragmentation.

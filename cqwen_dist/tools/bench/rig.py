@@ -35,7 +35,7 @@ class Rig(Training):
     """A training with random batches."""
 
     def enter(self, stage: int) -> StagePlan:
-        """Enter a stage at its start, with its trainable groups and rates."""
+        """Enter a stage at the start and return the plan with trainable groups and rates."""
         plan = self.schedule.plans[stage]
         self.enter_stage(plan, fresh=True)
         self.engine.set_lr(plan, plan.start)
@@ -49,7 +49,7 @@ class Rig(Training):
     def step(
         self, micro_batches: list[Batch], plan: StagePlan, looking: bool = False, cached: list[Tensor] | None = None
     ) -> dict[str, Any]:
-        """Take one optimizer step and return its metrics on the device.
+        """Take one optimizer step and return the metrics on the device.
 
         looking: also measure KL and accuracy. cached: z at the label positions, by micro-batch.
         """
@@ -101,7 +101,7 @@ def build_rig(
     groups: Groups | None = None,
     num_token_id: int | None = None,
 ) -> Rig:
-    """Builds a model with random weights, its engine and its stepper. Collective over the world.
+    """Builds a model with random weights, an engine and a stepper. Collective over the world.
 
     num_token_id: the last row by default. Raises `UserError` if the config does not fit the number of ranks.
     """

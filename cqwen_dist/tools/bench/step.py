@@ -73,7 +73,7 @@ def run(
 ) -> dict[str, Any]:
     """Measure every stage of the config. Collective over the world; returns a JSON-ready document on every rank.
 
-    machine: its stated rates are the reference for the calibration. peak: flop/s for MFU, None if unknown. both: run
+    machine: the stated rates are the reference for the calibration. peak: flop/s for MFU, None if unknown. both: run
     eager and compiled; else `model.compile_layers` decides. Raises `UserError` if the config does not fit the ranks.
     """
     device = runtime.device
@@ -188,7 +188,7 @@ class Timer:
     rounds: int
 
     def row(self, name: str, step: Callable[[], object], s: Sizes, saved: float = 0.0) -> dict[str, Any]:
-        """Times a step and returns its row. Resets the peak memory. Collective: all ranks start each round together.
+        """Times a step and returns a row. Resets the peak memory. Collective: all ranks start each round together.
 
         saved: operations per token that this contender avoids.
         """

@@ -29,7 +29,7 @@ def in_turn(
 ) -> dict[K, list[T]]:
     """Runs every contender once per round and returns the measurements by contender.
 
-    failed: if given, a contender that raises is dropped and its error is stored here; the other contenders continue.
+    failed: if given, a contender that raises is dropped and the error is stored here; the other contenders continue.
     """
     found: dict[K, list[T]] = {name: [] for name in contenders}
     # Rounds are the outer loop, so a slow change of the machine (heat, other load) hits all contenders alike.
@@ -51,7 +51,7 @@ def said(error: Exception) -> str:
 
 
 def wait_for(device: torch.device) -> None:
-    """Blocks until the device has finished its queued work."""
+    """Blocks until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

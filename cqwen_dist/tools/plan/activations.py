@@ -21,7 +21,7 @@ def layer_saved(s: Sizes) -> int:
     a, w = s.base, s.width
     h, i, q, kv = a.hidden, a.intermediate, a.heads * a.head_dim, a.kv_heads * a.head_dim
     compiled = s.config.model.compile_layers
-    # Both norms save their input in fp32 (compiled: in its dtype), and 1 / rms.
+    # Both norms save their input in fp32 (compiled: in the input dtype), and 1 / rms.
     each = 2 * ((w if compiled else FP32) * h + FP32)
     if masked(s):
         each += w * (4 * q)  # q and k with positions, v, output; k and v repeated for every head

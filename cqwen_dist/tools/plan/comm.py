@@ -1,4 +1,4 @@
-"""Lists every message in one optimizer step, with its bytes.
+"""Lists every message in one optimizer step, with sizes in bytes.
 
 docs/planner.md describes the messages. The trainer's few numbers per step (counts, metrics, sometimes the best words
 for some tokens) are not counted.

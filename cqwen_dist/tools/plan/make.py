@@ -1,4 +1,4 @@
-"""Plans a run: whether it fits, and its memory, communication and duration."""
+"""Plans a run: whether it fits, and the memory, communication and duration."""
 
 from __future__ import annotations
 

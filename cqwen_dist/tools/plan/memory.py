@@ -21,7 +21,7 @@ CHUNKS = 5  # live buffers with `tiles.CHUNK_BYTES` each while the accuracy is c
 # fp32 tensors [N, C] for KL(U || U at the start), including its backward.
 KL_TENSORS = 8
 # Memory outside tensors. GPU: the CUDA context with loaded kernels, NCCL buffers per communicator, maths library
-# workspaces (in torch's allocator), and fragmentation. CPU: the Python process with its libraries.
+# workspaces (in torch's allocator), and fragmentation. CPU: the Python process with libraries.
 CONTEXT, NCCL, WORKSPACE, PROCESS = 600 * MIB, 160 * MIB, 64 * MIB, 900 * MIB
 NF4_BYTES = 0.5 + 4 / 64  # 4 bits per weight, and an fp32 scale per 64 weights
 FRAGMENTATION = {"cuda": 0.04, "cpu": 0.0}
@@ -45,7 +45,7 @@ def kept(s: Sizes) -> Iterator[Part]:
 
 
 def phases(s: Sizes) -> dict[str, tuple[Part, ...]]:
-    """The phases of a step where memory may peak, each with its parts in addition to `kept`. Parts may be empty."""
+    """The phases of a step where memory may peak, each with the parts in addition to `kept`. Parts may be empty."""
     gradients, apart = _head_gradients(s) + _feature_gradients(s), _kept_apart(s)
     before = (_head_gradients(s) + (apart or _feature_gradients(s))) * (s.accumulation > 1)
     earlier = Part("accumulated gradients", before, "of earlier micro-batches")

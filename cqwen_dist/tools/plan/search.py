@@ -23,7 +23,7 @@ RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 NODE = 8
 # (ZeRO stage, vocabulary group). A group is limited to the ranks in a node, but 64 spans nodes.
 LAYOUTS = ((1, 1), (1, NODE), (3, 1), (3, NODE), (3, 64))
-# The keys that the search may choose, each with its section.
+# The keys that the search may choose, each with the config section.
 SECTION = {
     "micro_batch_size": "train",
     "zero_stage": "parallel",
@@ -55,7 +55,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class FittingLayout:
-    """A layout that fits into memory, and its plan."""
+    """A layout that fits into memory, and the plan for it."""
 
     layout: Layout
     plan: Plan

@@ -22,7 +22,7 @@ USEFUL = 0.9
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about a run: its level, a headline, and its meaning or a remedy."""
+    """A finding about a run: level, headline, and the meaning or a remedy."""
 
     level: str
     title: str
@@ -203,7 +203,7 @@ def _distributions(run: RunData) -> Iterator[Finding]:
         ("U_scale", "scales", "the model is much less sure of some tokens or dimensions"),
     ):
         if name == "U_scale" and run.config.number_dims:
-            continue  # skewed by design: about 1 in number dimensions, about 1e-3 in the others
+            continue  # skewed by design: about 1 in number dimensions, about 1e-3 elsewhere
         mean, median, std, iqr = (run.last.get(f"dist/{name}_{k}") for k in ("mean", "median", "std", "iqr"))
         if mean is None or median is None or std is None or not iqr:
             continue

@@ -1,4 +1,4 @@
-"""`cqwen accept`: tests on this site whether several ranks behave as the project claims, and shows one table.
+"""`cqwen accept`: tests on this site whether ranks behave as the project claims, and shows one table.
 
 It trains a small run with one rank and with all ranks, in every layout of ZeRO stages and vocabulary groups. Then it
 kills a run and resumes it. `cqwen bench ranks` measures messages, memory and speed.
@@ -131,7 +131,7 @@ class Site:
         return rows
 
     def killed(self) -> Row:
-        """Kills rank 0 after its first checkpoint, resumes with the same command, and compares all losses."""
+        """Kills rank 0 after the first checkpoint, resumes with the same command, and compares all losses."""
         what, allowed = "killed and gone on with", f"all {STEPS} losses equal to the bit"
         self.say("a run that is killed and gone on with")
         whole, run = self.folder / "zero-1", self.folder / "killed"

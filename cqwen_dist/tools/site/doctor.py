@@ -1,6 +1,6 @@
 """`cqwen doctor`: examines a machine or every node in a job, and reports faults with their remedies.
 
-Each node collects its facts separately. Then the ranks compare them and measure together. Only `findings` decides
+Each node collects facts separately. Then the ranks compare them and measure together. Only `findings` decides
 whether a fact is a fault. A preflight runs the quick part: no DeepSpeed import, two message sizes.
 """
 
@@ -138,7 +138,7 @@ def node_facts(folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def findings(document: dict[str, Any]) -> list[dict[str, str]]:
-    """The faults, each with its host and remedy."""
+    """The faults, each with host and remedy."""
     nodes, together = document["nodes"], document["together"]
     red: list[tuple[str, str, str]] = []
     for node in nodes:

@@ -1,7 +1,7 @@
-"""Simulates one rank in a large world over torch's fake process group, to measure its memory.
+"""Simulates one rank in a large world over torch's fake process group, to measure memory.
 
 The rank allocates real tensors on the real device. Collectives transfer no data: an all-reduce or broadcast leaves its
-tensor unchanged, an all-gather repeats this rank's part, and a reduce-scatter returns this rank's part from its input.
+tensor unchanged, an all-gather repeats this rank's part, and a reduce-scatter returns this rank's part of the input.
 So values are meaningless but finite. No step is refused, and allocations do not depend on values.
 """
 
