@@ -11,7 +11,7 @@ from support.tiny import HIDDEN, tiny_model
 from torch import nn
 
 from cqwen_dist.config import load_config
-from cqwen_dist.config.shape import NUMBER_KEYS, SHAPE_KEYS, model_shape, number_parameters
+from cqwen_dist.config.shape import NUMBER_KEYS, SHAPE_KEYS
 from cqwen_dist.training.parameter_groups import head_members
 
 TYPES = {"data__text_template": "{a} {b}", "data__number_types": ["a", "b"]}
@@ -25,17 +25,17 @@ VALUES = {"data__text_template": "{a} {b}", "data__target_field": "a", "data__mo
 )
 def test_the_planner_counts_the_number_heads_parameters(tmp_path: Path, keys: dict[str, Any]) -> None:
     config = load_config(write_config(tmp_path, **keys))
-    model = tiny_model(**model_shape(config))
+    model = tiny_model(**config.model_shape)
     own = [
         m.parameter.numel()
         for m in head_members(nn.ModuleDict(model.heads), "per-word", False)
         if m.group == "regression"
     ]
-    assert sum(own) == number_parameters(config, HIDDEN, HIDDEN + config.number_dims)
+    assert sum(own) == config.number_parameters(HIDDEN, HIDDEN + config.number_dims)
 
 
 def test_every_shape_key_is_a_key_of_the_config_and_a_field_of_the_model(tmp_path: Path) -> None:
     config, shape = load_config(write_config(tmp_path)), tiny_model().config
-    assert set(model_shape(config)) == set(SHAPE_KEYS) >= set(NUMBER_KEYS)
+    assert set(config.model_shape) == set(SHAPE_KEYS) >= set(NUMBER_KEYS)
     for field in SHAPE_KEYS:
         assert hasattr(shape, field), field
