@@ -17,17 +17,24 @@ PLACES = {
     "fit": "tables.table_verbs:fit",
     "bench numbers": "tables.table_verbs:numbers",
     "a run's page": "tools.report.html:leave_report",
+    "model.wide": "tables.wide.wide_part:WidePart",
+    "start of model.wide": "tables.wide.wide_start:WideStart",
+    "size of model.wide": "tables.wide.wide_size:wide_numbers",
     "bundled:diabetes": "tools.diabetes:diabetes_texts",
 }
+EXTRAS = {"scipy": "tables"}  # libraries that a wing needs and the core does not: the extra package that has each
 
 
 def from_wing(name: str) -> Any:
-    """The object named in `PLACES`. Raises `UserError` if its wing is not installed."""
+    """The object named in `PLACES`. Raises `UserError` if its wing, or a library of its extra, is not installed."""
     module, _, attribute = f"{__package__}.{PLACES[name]}".partition(":")
     try:
         return getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name):  # a library is missing, not the wing
-            raise
-        wing = ".".join(module.split(".")[:2])
-        raise UserError(name, Said(f"no {wing} here"), "an installation of cqwen_dist with this folder") from None
+        missing, wing = error.name or "", ".".join(module.split(".")[:2])
+        if missing and module.startswith(missing):
+            raise UserError(name, Said(f"no {wing} here"), "an installation of cqwen_dist with this folder") from None
+        if missing.partition(".")[0] in EXTRAS:
+            extra = EXTRAS[missing.partition(".")[0]]
+            raise UserError(name, Said(f"no {missing} here"), f"pip install 'cqwen-dist[{extra}]'") from None
+        raise

@@ -52,11 +52,6 @@ FLOORS = {
 WINGS = ("tools", "tables")  # the core never imports them: `wings.py` names what it takes from them, as text
 BY_NAME = {"config/__init__.py", "config/custom.py", "wings.py"}  # files that import modules by names they are given
 STATISTICS = ("scipy", "sklearn")  # for the wings alone
-STATISTICS_USED = {  # exceptions, each with its reason
-    **dict.fromkeys(
-        (f"model/wide_{file}.py" for file in ("rows", "spread", "start")), "the wide part has yet to leave the core"
-    )
-}
 # What a file imports, directly or not, is what its reader may have to read: (files, lines) at most. They may only fall,
 # to 55 files and 7,500 lines for a step, to 100 and 14,500 for the trainer.
 CLOSURES = {"training/step.py": (67, 8300), "training/trainer.py": (141, 20400)}
@@ -161,9 +156,8 @@ def habit_faults(path: Path, source: str) -> list[str]:
             modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             if any(module.split(".")[0] in UNSAFE_MODULES for module in modules):
                 reason = "unpickling runs code; use safetensors or JSON"
-            name = path.relative_to(ROOT / PACKAGE).as_posix()
             statistics = any(module.split(".")[0] in STATISTICS for module in modules)
-            if statistics and not wing_of(part) and name not in STATISTICS_USED:
+            if statistics and not wing_of(part):
                 reason = "the core trains without scikit-learn and scipy: only the wings compare with other methods"
             if any(module.split(".")[0] == EXPERIMENTS for module in modules):
                 reason = "the package works without its experiments; only they import it"

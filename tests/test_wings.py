@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.runs import command_environment
+from support.tiny import tiny_model
 
 from cqwen_dist import api
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
+from cqwen_dist.heads.beside import Beside
 from cqwen_dist.wings import PLACES, from_wing
 
 WITHOUT = """
@@ -59,6 +63,34 @@ def test_a_run_ends_without_its_page(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.delitem(sys.modules, "cqwen_dist.tools.report.html", raising=False)
     api._leave_page(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_with_a_wide_part_needs_the_wing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Beside, "__subclasses__", list)
+    monkeypatch.setitem(sys.modules, "cqwen_dist.tables", None)
+    monkeypatch.delitem(sys.modules, "cqwen_dist.tables.wide", raising=False)
+    monkeypatch.delitem(sys.modules, "cqwen_dist.tables.wide.wide_part", raising=False)
+    with pytest.raises(UserError, match=r"model\.wide: found no cqwen_dist\.tables here"):
+        tiny_model(wide=64, number_dims=2)
+    tiny_model(number_dims=2)
+
+
+def test_a_wide_part_is_read_without_scipy_and_fitted_with_it() -> None:
+    """In a process of its own, in which scipy cannot be imported."""
+    code = """
+import sys
+from support.tiny import random_batch, tiny_model
+from cqwen_dist.model.calibration import calibrate
+model, batch = tiny_model(wide=64, number_dims=2), random_batch()
+model.kept_features(batch, batch.kept)
+sys.modules["scipy"] = sys.modules["scipy.linalg"] = None
+calibrate(model, [batch])
+"""
+    paths = f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    environment = command_environment(PYTHONPATH=paths)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    wanted = r"UserError: start of model\.wide: found no scipy\S* here, allowed: pip install 'cqwen-dist\[tables\]'"
+    assert re.search(wanted, done.stderr), done.stderr
 
 
 def test_bundled_data_of_a_missing_wing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,7 +245,7 @@ def _write_all_but_weights(
     """Write tokenizer, code, calibration, and the adapters for `PeftModel.from_pretrained`. base: its public name."""
     config = model.config
     CausalQwenTokenizer.of(tokenizer).save_pretrained(folder)
-    write_code(folder, adapters=config.lora is not None)
+    write_code(folder, adapters=config.lora is not None, beside=model.model.beside)
     if config.calibration is not None:
         _write_json(folder / CALIBRATION, config.calibration)
     if config.lora is not None:

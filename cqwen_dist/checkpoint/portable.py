@@ -46,6 +46,9 @@ TRAINING = {
     "CausalQwenModel._of_base",
     "CausalQwenModel.from_base_model",
     "CausalQwenModel.kept_features",
+    "CausalQwenModel.with_beside",
+    "Beside.begin",
+    "from_wing",
 }
 ADAPTERS = {"inject_lora", "merge_lora"}  # without adapters these raise too, so the code does not need peft
 # Pydantic config models, written as dataclasses.
@@ -55,12 +58,14 @@ ROOT = Path(__file__).parents[2]  # contains `cqwen_dist`
 HEAD = "# Written by `cqwen export` out of the modules of cqwen_dist that are named below (Apache License 2.0)."
 
 
-def write_code(folder: Path, adapters: bool) -> None:
+def write_code(folder: Path, adapters: bool, beside: object) -> None:
     """Write the files into an exported folder, and add their names (`auto_map`) to its configs.
 
-    adapters: whether the model has any; the code then imports peft.
+    adapters: whether the model has any; the code then imports peft. beside: what stands beside its z (`heads.beside`),
+    or None; the code of its class goes along.
     """
-    for name, text in portable_files(adapters).items():
+    kind = type(beside)
+    for name, text in portable_files(adapters, () if beside is None else ((kind.__module__, kind.__name__),)).items():
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
     model = f"{MODELING}.CausalQwenForCausalLM"
     config = {"AutoConfig": f"{CONFIGURATION}.CausalQwenConfig", "AutoModel": model, "AutoModelForCausalLM": model}
@@ -72,10 +77,14 @@ def write_code(folder: Path, adapters: bool) -> None:
 
 
 @cache
-def portable_files(adapters: bool) -> dict[str, str]:
-    """File name without .py -> text. Raises ValueError for a name that would change its meaning."""
+def portable_files(adapters: bool, more: tuple[Name, ...] = ()) -> dict[str, str]:
+    """File name without .py -> text. Raises ValueError for a name that would change its meaning.
+
+    more: further classes of the model's file.
+    """
     absent = TRAINING if adapters else TRAINING | ADAPTERS
-    reached = {file: _reached(roots, absent) for file, roots in FILES.items()}
+    files = {**FILES, MODELING: [*FILES[MODELING], *more]}
+    reached = {file: _reached(roots, absent) for file, roots in files.items()}
     each = [at for found in reached.values() for at in found]
     # Definitions used by two files, with everything they need, go into the first file; the others import them.
     shared = _reached([*reached[CONFIGURATION], *(at for at in each if each.count(at) > 1)], absent)

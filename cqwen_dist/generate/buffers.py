@@ -116,7 +116,7 @@ class Kept:
             stay(*self.buffers.tensors())
             return self.buffers
         self.buffers.cache.reset()
-        self.buffers.cache.wide_state = None
+        self.buffers.cache.beside_state = None
         return new.inside(self.buffers)
 
     def random(self, rows: int, width: int, device: torch.device) -> Tensor:

@@ -36,8 +36,8 @@ class AbductionNetwork(nn.Module):
         scale_floor: float = 1e-6,
         number_dims: int = 0,
     ) -> None:
-        """number_dims: the last dimensions of U, whose law also depends on columns behind the features' (`model.wide`):
-        the first two are added to its location, the exponential of the third is a factor of its scale."""
+        """number_dims: the last dimensions of U, whose law also depends on the columns behind z (`heads.beside`): the
+        first two are added to its location, the exponential of the third is a factor of its scale."""
         super().__init__()
         self.number_dims = number_dims
         self.loc_net = nn.Linear(hidden_size, causal_hidden_size)
@@ -67,13 +67,13 @@ class AbductionNetwork(nn.Module):
     def forward(self, features: Tensor) -> Cauchy:
         """features [..., H or more] in any float dtype -> Cauchy(loc [..., C], scale [..., C]) in fp32."""
         hidden = self.loc_net.in_features
-        z, wide = self.bent(features[..., :hidden]), features[..., hidden:]
+        z, beside = self.bent(features[..., :hidden]), features[..., hidden:]
         loc = self._linear(z, self.loc_net)
         raw = self._linear(z, self.scale_net)
         positive = F.softplus(raw) if self.scale_activation == "softplus" else raw.exp()
-        if wide.shape[-1]:
-            loc = loc + self._on_numbers(wide[..., :2].float().sum(-1))
-            positive = positive * self._on_numbers(wide[..., 2].float()).exp()
+        if beside.shape[-1]:
+            loc = loc + self._on_numbers(beside[..., :2].float().sum(-1))
+            positive = positive * self._on_numbers(beside[..., 2].float()).exp()
         return Cauchy(loc, positive + self.scale_floor)
 
     def _on_numbers(self, x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ The steps, in this order (docs/training.md has measurements):
 1. fit the <NUM> row of W_cls, and lower the rows of numeral tokens (`levelling.fit_numeral_rows`);
 2. level all rows: subtract one vector, so that logits approximate log-probabilities (`levelling.level_logits`);
 3. choose (C, gamma), the threshold and the total scale of U', of least OvR loss;
-4. fit the wide part, where there is one (`wide_start`);
+4. fit what stands beside z, where anything does (`heads.beside`);
 5. start W_reg, b_reg and U's number dimensions: a robust ridge regression, or the median where that is no better.
 
 With the seeds' constants argmax P differs from argmax loc_S, and the loss starts in the thousands (seeds S3 section 4,
@@ -24,29 +24,28 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
+from cqwen_dist.heads.beside import BESIDE, BesideStart, beside_start
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.initialise import NOISE, SEED_GAMMA, SEED_NOISE, set_scales, start_regression
 from cqwen_dist.model.levelling import fit_numeral_rows, level_logits
 from cqwen_dist.model.ridge import FOLDS, ridge_by_leave_one_out, robust_ridge
 from cqwen_dist.model.start_search import StartLogits, best_threshold_and_gamma
-from cqwen_dist.model.wide_rows import TextBefore, texts_before
-from cqwen_dist.model.wide_start import fit_wide
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.groups import ALONE, Groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_scores
 
-# Required gain of a ridge on z on top of a wide part, in standard errors: 60 pairs of ridge and shrinkage are tried,
-# and held-out residuals leak the targets of other folds. For 85 or fewer wines, one standard error was not enough: R2
-# fell from 0.48 to 0.12.
+# Required gain of a ridge on z on top of a part beside it, in standard errors: 60 pairs of ridge and shrinkage are
+# tried, and held-out residuals leak the targets of other folds. For 85 or fewer wines, one standard error was not
+# enough: R2 fell from 0.48 to 0.12.
 SURE = 3.0
 LITTLE_NOISE = 0.05  # its share of a number's scale where the individual's own differs from text to text
 LEVEL_TOKENS = 4096  # of all ranks, about: the fits decompose a matrix of them
-NUMBERS = 12_288  # of all ranks, at most: the wide part's kernel has as many rows and columns, 1.2 GB
+NUMBERS = 12_288  # of all ranks, at most: the kernel of what stands beside z has as many rows and columns, 1.2 GB
 NORM_TOKENS = 256  # a rank's, between two looks at whether to go on
 Progress = Callable[[str, int, int], None]  # (what is being done, units done, units in all)
-TextNumber = tuple[TextBefore, float]  # a number in the raw unit that the wide part alone learns, after its text
+TextNumber = tuple[Any, float]  # a number in the raw unit that the part beside z alone learns, after its text
 Features = Callable[[Batch, Tensor], Tensor]  # (batch, label positions [N]) -> z [N,H]
 
 
@@ -86,22 +85,23 @@ def calibrate(
     max_tokens: int = 1024,
     used_rows: int | None = None,
     fit_batches: Iterable[Batch] | None = None,
-    wide_batches: Iterable[Batch] = (),
+    beside_batches: Iterable[Batch] = (),
     numerals: Sequence[int] = (),
     progress: Progress = lambda what, done, of: None,
 ) -> Calibration:
     """Fit the rows, choose (C, gamma) and start the regression; the model is changed in place.
 
     batches: this rank's share, as the training collator yields them; the first max_tokens label positions of each rank
-    choose (C, gamma). fit_batches: rows and regression are fitted to them (None: to `batches`). wide_batches: further
-    ones, whose numbers the wide part alone is fitted to. features: default the model's own; the engine's under ZeRO.
-    fit_features: of fit_batches, one after another (None: `features`).
+    choose (C, gamma). fit_batches: rows and regression are fitted to them (None: to `batches`). beside_batches:
+    further ones, whose numbers only what stands beside z is fitted to. features: default the model's own; the engine's
+    under ZeRO. fit_features: of fit_batches, one after another (None: `features`).
     numerals: the tokens that spell numerals, where <NUM>'s row is to inherit from them. progress: called equally often
     on every rank; it may raise to end the calibration. b_noise_init: as `set_scales`; the total may then be larger than
     the best gamma, and the report is of the total. Collective over the world: every rank brings the same number of
     batches, and ends with the same values. Raises ValueError where no rank holds a label.
     """
-    start = _Start(model, groups, features or model.kept_features, tuple(numerals), progress)
+    beside = None if model.beside is None else beside_start(model.beside, model.config)
+    start = _Start(model, groups, features or model.kept_features, tuple(numerals), beside, progress)
 
     # Features, and logits of the base's rows before any row changes
     search = start.positions(batches, "features", max_tokens)
@@ -124,7 +124,7 @@ def calibrate(
     progress("numbers", 0, 1)  # it may raise, and nothing has to be undone before the constants are set
     gamma = set_scales(model, gamma, b_noise_init)
     model.action.threshold.fill_(threshold)
-    regression = start.fit_regression(fit, wide_batches)
+    regression = start.fit_regression(fit, beside_batches)
 
     found = start.measured(logits, base_best, threshold, gamma)
     return Calibration(threshold=threshold, gamma=gamma, **seed, **rows, **regression, **found)
@@ -138,7 +138,7 @@ class _Positions(NamedTuple):
     learnt: Tensor  # [N] bool: whether a value is learnt
     values: Tensor  # [N] float64
     folds: Tensor  # [N] int64: the row's fold
-    texts: list[TextBefore]  # before each value that is learnt; empty without a wide part
+    texts: list[Any]  # before each value that is learnt, for what stands beside z
     memory: Tensor  # [N,K] float64: what the number head knows of the numbers before
 
 
@@ -150,6 +150,7 @@ class _Start:
     groups: Groups
     features: Features
     numerals: tuple[int, ...]
+    beside: BesideStart | None
     progress: Progress
 
     def positions(
@@ -165,7 +166,7 @@ class _Start:
         head = self.model.action.number_head
         no_memory = head.memory(none.bool(), none.double(), none.long())
         parts: list[tuple[Tensor, ...]] = [(no_z, none.long(), none.bool(), none.double(), none.long(), no_memory)]
-        texts: list[TextBefore] = []
+        texts: list[Any] = []
         for i, batch in enumerate(batches):
             self.progress(what, i, len(batches))
             kept, batch = batch.kept.to(none.device), batch.to(none.device)
@@ -173,8 +174,8 @@ class _Start:
             folds = _fold_of_row(batch).repeat_interleave(batch.labels.shape[1])
             per_position = (batch.labels, batch.numeric_mask, batch.numeric_labels, folds)
             parts.append((z, *(part.flatten()[kept] for part in per_position), head.memory_at(batch, kept)))
-            if self.model.wide is not None:
-                texts += texts_before(self.model.wide, batch, kept[batch.numeric_mask.flatten()[kept]])
+            if self.beside is not None:
+                texts += self.beside.texts_before(batch, kept[batch.numeric_mask.flatten()[kept]])
             if self.groups is ALONE and most is not None and sum(len(labels) for _, labels, *_ in parts) >= most:
                 break
         z, labels, learnt, values, folds, memory = (torch.cat(column)[:most] for column in zip(*parts, strict=True))
@@ -218,40 +219,40 @@ class _Start:
         logits.take(v)
         return {"levelled": levelled, "num_row_told": share}
 
-    def wide_numbers(self, fit: _Positions, batches: Iterable[Batch]) -> tuple[list[TextBefore], list[TextNumber]]:
+    def beside_numbers(self, fit: _Positions, batches: Iterable[Batch]) -> tuple[list[Any], list[TextNumber]]:
         """All ranks' texts before the numbers of `fit`, and the numbers of the batches."""
-        wide, world = self.model.wide, self.groups.world
+        world = self.groups.world
         further: list[TextNumber] = []
-        if wide is None:
+        if self.beside is None:
             return [], further
         for batch in batches:
             batch = batch.to(fit.z.device)
             at = batch.numeric_mask.flatten().nonzero()[:, 0]
             values = batch.numeric_labels.flatten()[at].tolist()
-            further += zip(texts_before(wide, batch, at), values, strict=True)
+            further += zip(self.beside.texts_before(batch, at), values, strict=True)
         of_ranks = [(fit.texts, further)] if world is None else gather_objects((fit.texts, further), world)
         return [text for texts, _ in of_ranks for text in texts], [one for _, more in of_ranks for one in more]
 
-    def fit_regression(self, fit: _Positions, wide_batches: Iterable[Batch]) -> dict[str, Any]:
-        """Start the wide part, W_reg, b_reg and U's number dimensions; `Calibration`'s fields of it."""
-        target, wide = self.model.target, self.model.wide
+    def fit_regression(self, fit: _Positions, beside_batches: Iterable[Batch]) -> dict[str, Any]:
+        """Start what stands beside z, W_reg, b_reg and U's number dimensions; `Calibration`'s fields of it."""
+        target = self.model.target
         x = fit.z[:, : self.model.config.hidden_size] if self.model.config.number_dims else self.word_loc(fit.z)
         parts = x, fit.values, fit.folds
         x, values, folds = self.of_all_ranks(*(part[fit.learnt] for part in parts), most=NUMBERS)
         if not len(values):
             return {"numbers": 0, "reg_mdae": None, "reg_median_mdae": None}
-        texts, further = self.wide_numbers(fit, wide_batches)
+        texts, further = self.beside_numbers(fit, beside_batches)
 
         def tell(done: int, of: int) -> None:
             if self.groups.world_size == 1:  # progress is collective: other ranks only wait for this one
-                self.progress("the wide part", done, of)
+                self.progress("what stands beside z", done, of)
 
         def ridge() -> tuple[dict[str, Tensor], tuple[Tensor, float, float, float], float, float]:
-            targets, config = target.forward(values).double(), self.model.config
+            targets = target.forward(values).double()
             before = [*texts[: len(values)], *(text for text, _ in further)]
             raw = torch.cat([values, values.new_tensor([value for _, value in further])])
             every = target.forward(raw).double()
-            read = None if wide is None else fit_wide(before, every, config.wide, config.random_features, tell)
+            read = None if self.beside is None else self.beside.fit(before, every, tell)
             h = torch.zeros_like(targets)
             if read is None:
                 g, tables, own_folds, shift = h, {}, folds, 0.0
@@ -260,7 +261,7 @@ class _Start:
                 left = every - read.left_out.to(every)
                 g, h = (part[: len(values)].to(targets) for part in (read.left_out, read.spread))
                 tables = read.tables
-                own_folds = folds.new_tensor([text.fold for text in before[: len(values)]])
+                own_folds = folds.new_tensor(read.folds[: len(values)])
                 shift = float(left.median() - left[: len(values)].median())
             found = robust_ridge(x, targets - g, own_folds, 0.0 if read is None else SURE)
             error = (target.inverse(found.left_out + shift + g) - values).abs().median()
@@ -275,7 +276,7 @@ class _Start:
         self.fit_scores(fit)
         tables, law, error, of_median = self.groups.agreed(ridge)
         for name, table in tables.items():
-            self.model.get_parameter(f"wide.{name}").copy_(table)
+            self.model.get_parameter(f"{BESIDE}.{name}").copy_(table)
         start_regression(self.model, *law)
         return {"numbers": len(values), "reg_mdae": error, "reg_median_mdae": of_median}
 

@@ -18,6 +18,7 @@ from cqwen_dist.generate.hugging_face import CausalQwenGeneration, as_rows, tran
 from cqwen_dist.generate.offloaded import at_hand
 from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.heads.action import ActionNetwork
+from cqwen_dist.heads.beside import BESIDE
 from cqwen_dist.heads.fused_loss import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.model.backbone import seen_inside
 from cqwen_dist.model.causal_qwen import CausalQwenModel
@@ -73,7 +74,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         "AbductionNetwork",
         "ActionNetwork",
     ]
-    _keep_in_fp32_modules_strict = {"abduction", "action", "wide", "w_num", "num_row"}  # noqa: RUF012  transformers' name
+    _keep_in_fp32_modules_strict = {"abduction", "action", BESIDE, "w_num", "num_row"}  # noqa: RUF012  transformers' name
 
     def __init__(self, config: CausalQwenConfig, model: CausalQwenModel | None = None) -> None:
         super().__init__(config)

@@ -22,6 +22,7 @@ from cqwen_dist.config.training import LoraConfig
 from cqwen_dist.generate.offloaded import at_hand
 from cqwen_dist.heads.abduction import abduction_named, loaded_abduction, make_abduction
 from cqwen_dist.heads.action import ActionNetwork
+from cqwen_dist.heads.beside import BESIDE, Beside, make_beside
 from cqwen_dist.heads.number_kinds import NUMBER_KINDS
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.backbone import (
@@ -31,12 +32,11 @@ from cqwen_dist.model.backbone import (
     rows_with_number_for,
     tokenizer_rows,
 )
-from cqwen_dist.model.configuration import BESIDE_Z, CausalQwenConfig
+from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.embedding import NumericalAwareEmbedding
 from cqwen_dist.model.initialise import VALUE_SHARE, apply_preset, inherit_head, inherit_numeral_row
 from cqwen_dist.model.lora import inject_lora
 from cqwen_dist.model.varlen import attends_within_texts
-from cqwen_dist.model.wide import WidePart, columns_beside_z
 from cqwen_dist.ops.cauchy import Cauchy
 
 SHAPE = {*signature(CausalQwenConfig).parameters, *NUMBER_KEYS, *NUMBER_KINDS} - {"base", "num_token_id", "kwargs"}
@@ -127,10 +127,9 @@ class CausalQwenModel(nn.Module):
             size,
             scale_activation=config.scale_activation,
             scale_floor=config.scale_floor,
-            **({"number_dims": config.number_dims} if config.wide else {}),
+            **({"number_dims": config.number_dims} if config.beside else {}),
         )
-        shape = config.wide, config.num_token_id, config.vocab_size, config.random_features
-        self.wide = WidePart(*shape) if config.wide else None
+        self.add_module(BESIDE, make_beside(config))
         self.action = ActionNetwork(
             size,
             config.vocab_size,
@@ -180,8 +179,8 @@ class CausalQwenModel(nn.Module):
         head, table: the output head's weight and the token table where `base` does not hold them whole
         (`training.zero.partitioned_base`). num_row_init, num_bias_init: of <NUM>'s row, as `inherit_head`; "digits":
         at the input it is the mean row of `numerals`, at the output `calibration` fits it. w_num_scale: None gives
-        w_num VALUE_SHARE of the mean norm of these rows. reg_gain: of W_reg's Xavier start. line_ends: tokens that end
-        a line (`model.wide`). shape: further fields of `CausalQwenConfig`. Raises `UserError`, also for an unknown
+        w_num VALUE_SHARE of the mean norm of these rows. reg_gain: of W_reg's Xavier start. line_ends: as
+        `Beside.begin`. shape: further fields of `CausalQwenConfig`. Raises `UserError`, also for an unknown
         argument.
         """
         if unknown := [name for name in shape if name not in SHAPE]:
@@ -205,8 +204,8 @@ class CausalQwenModel(nn.Module):
                 model.features.embedding.w_num.data.mul_(VALUE_SHARE * norm)
         inherit_head(model, weight, bias, num_row_init=num_row_init, num_bias_init=num_bias_init, reg_gain=reg_gain)
         apply_preset(model, start, b_noise_init)
-        if model.wide is not None:
-            model.wide.line_end.data[list(line_ends)] = 1.0
+        if model.beside is not None:
+            model.beside.begin(line_ends)
         return model
 
     @property
@@ -217,7 +216,13 @@ class CausalQwenModel(nn.Module):
     @property
     def heads(self) -> dict[str, nn.Module]:
         """All modules after the features, by name."""
-        return {name: part for name in ("abduction", "action", "wide") if (part := getattr(self, name)) is not None}
+        return {name: part for name in ("abduction", "action", BESIDE) if (part := getattr(self, name)) is not None}
+
+    @property
+    def beside(self) -> Beside | None:
+        """What stands beside z, if anything does."""
+        part: Beside | None = getattr(self, BESIDE)
+        return part
 
     @property
     def target(self) -> TargetTransform:
@@ -234,39 +239,13 @@ class CausalQwenModel(nn.Module):
         run = self.features if features is None else features
         texts = batch.texts if attends_within_texts(self.transformer) else None
         z = run(batch.input_ids, batch.numeric_values, None, batch.position_ids, keep=keep, texts=texts)
-        return self.wide_behind(z, batch, keep)
+        return self.with_beside(z, batch, keep)
 
-    def wide_behind(self, z: Tensor, batch: Batch, keep: Tensor) -> Tensor:
-        """`with_wide` of z [N,H] at the positions `keep` of a training batch."""
-        return self.with_wide(z, batch.input_ids, batch.numeric_values, position_ids=batch.position_ids, keep=keep)
-
-    def with_wide(
-        self,
-        z: Tensor,
-        input_ids: Tensor | None,
-        numeric_values: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        keep: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-    ) -> Tensor:
-        """z of `FeatureStack` with the wide part's g and h behind it, [...,H+BESIDE_Z]; without a wide part z itself.
-
-        A cache keeps what the tokens that follow need. Raises `UserError` for a cache that this model did not fill.
-        """
-        if self.wide is None:
+    def with_beside(self, z: Tensor, batch: Batch, keep: Tensor) -> Tensor:
+        """`Beside.behind` of z [N,H] at the positions `keep` of a training batch; without such a part z itself."""
+        if self.beside is None:
             return z
-        if input_ids is None:  # without ids nothing is known of words
-            return torch.cat([z, z.new_zeros(*z.shape[:-1], BESIDE_Z)], -1)
-        state = getattr(past_key_values, "wide_state", None)
-        if past_key_values is not None and state is None and past_key_values.get_seq_length() > input_ids.shape[1]:
-            raise UserError("past_key_values", "a cache without the wide part's state", "one that this model filled")
-        found, state = self.wide(input_ids, numeric_values, position_ids, attention_mask, state, keep)
-        if past_key_values is not None:
-            past_key_values.wide_state = state.inside(getattr(past_key_values, "wide_memory", None))
-            past_key_values.wide_memory = past_key_values.wide_state
-        return torch.cat([z, columns_beside_z(found.to(z.device), z.dtype)], -1)
+        return self.beside.behind(z, batch.input_ids, batch.numeric_values, None, batch.position_ids, keep=keep)
 
     def infer(
         self,
@@ -282,7 +261,8 @@ class CausalQwenModel(nn.Module):
         features = self.features(input_ids, numeric_values, attention_mask, **context)
         # Modules after z need fp32, also under a caller's autocast
         with torch.autocast(features.device.type, enabled=False):
-            features = self.with_wide(features, input_ids, numeric_values, attention_mask, **context)
+            if self.beside is not None:
+                features = self.beside.behind(features, input_ids, numeric_values, attention_mask, **context)
             with at_hand(self.abduction):
                 return self.abduction(features)
 

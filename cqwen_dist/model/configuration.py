@@ -14,9 +14,9 @@ from transformers import AutoConfig, PretrainedConfig
 from cqwen_dist.config.architectures import USUAL
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.shape import NUMBER_KEYS
+from cqwen_dist.heads.beside import BESIDE_Z
 from cqwen_dist.heads.targets import TargetTransform
 
-BESIDE_Z = 3  # the wide part's columns behind z: g rounded to z's dtype, the rest of it, and h
 OF_BASE = ("max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")
 
 
@@ -25,9 +25,8 @@ class CausalQwenConfig(PretrainedConfig):
 
     base: the base model's own config, as a dict, and `added_rows` in it, if any. num_token_id: the row used for
     <NUM>. used_rows: words from here on are spare and never written (default num_token_id + 1). causal_size: C without
-    the number dimensions (default H). number_dims: m. wide: columns of the wide part's tables (`model.wide`; it needs
-    number dimensions), 0: none; random_features: how many it has (`model.random_features`). value_periods: as
-    `model.value_periods`. abduction: a name of `ABDUCTIONS`. scalar_threshold: one C for all words.
+    the number dimensions (default H). number_dims: m. wide, random_features, value_periods: as in a run's section
+    `model`; wide needs number dimensions. abduction: a name of `ABDUCTIONS`. scalar_threshold: one C for all words.
     target: the regression's unit (`TargetTransform.to_dict`). kwargs: among others what the number head's kind goes by
     (`NUMBER_KEYS`).
     lora: adapters present in the backbone (`LoraConfig` as a dict), or None. calibration: of the intervals, on held-out
@@ -120,9 +119,14 @@ class CausalQwenConfig(PretrainedConfig):
         return AutoConfig.for_model(**self.base)
 
     @property
+    def beside(self) -> bool:
+        """Whether anything stands beside z (`heads.beside`)."""
+        return self.wide > 0
+
+    @property
     def feature_size(self) -> int:
-        """Columns of what the abduction reads: H, and behind it those of the wide part."""
-        return int(self.hidden_size + (BESIDE_Z if self.wide else 0))
+        """Columns of what the abduction reads: H, and behind it those of what stands beside z."""
+        return int(self.hidden_size + (BESIDE_Z if self.beside else 0))
 
     @property
     def causal_hidden_size(self) -> int:

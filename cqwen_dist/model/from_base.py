@@ -36,8 +36,7 @@ def turned_causal(
     if start == "calibrated" and options.setdefault("num_row_init", "digits") == "digits":
         options.setdefault("numerals", numeral_ids(vocabulary))
         options.setdefault("w_num_scale", None if options["numerals"] else 0.2)
-    if options.get("wide"):
-        options.setdefault("line_ends", line_end_ids(vocabulary))
+    options.setdefault("line_ends", line_end_ids(vocabulary))
     rows_for = rows_with_number_for(used, used if num_token_id is None else num_token_id)
     base = load_base(name_or_path, options.pop("dtype", torch.float32), rows_for=rows_for)
     if num_token_id is None:

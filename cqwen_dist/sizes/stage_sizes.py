@@ -16,8 +16,6 @@ FP32 = 4
 FASTEST = {"cpu": "chunked", "cuda": "triton"}  # loss.impl auto
 # DeepSpeed's ZeRO-3 defaults: most parameters that stay gathered, and size below which they are never partitioned.
 MAX_LIVE, PERSISTENT_BELOW = 1_000_000_000, 100_000
-# Tables and named numbers of the wide part (`model.wide`; a test compares them with the real model)
-WIDE_TABLES, WIDE_NAMES, WIDE_PER_NAME = 16, 128, 7
 
 
 class Sizes:
@@ -66,9 +64,6 @@ class Sizes:
         # Sizes of replicated parts of the heads
         regression = config.number_parameters(self.words, c)
         self.whole_heads = {"abduction": 2 * (c * h + c), "regression": regression, "noise": c}
-        features = config.model.random_features
-        numbers = WIDE_NAMES * (WIDE_PER_NAME + 2 * WIDE_TABLES) + features * (WIDE_NAMES + 1 + WIDE_TABLES)
-        self.wide_part = (WIDE_TABLES * config.model.wide + base.vocab + numbers) * bool(config.model.wide)
         # Linear maps with an adapter, and parameters of DeepSpeed's engine by part, always with w_num and the <NUM> row
         lora, self.adapters = config.model.lora, frozenset[str]()
         self.engine_parameters = {"embedding of numbers": 2 * base.hidden}

@@ -108,14 +108,14 @@ class Training:
         self.runtime.stop.agreed(self.runtime.device)
 
     def forward_held_out(self, batch: Batch, keep: Tensor) -> Tensor:
-        """`forward` for texts that the wide part was not fitted to. It runs in eval mode for them."""
-        if self.model.wide is None:
+        """`forward` for texts that what stands beside z was not fitted to. It runs in eval mode for them."""
+        if self.model.beside is None:
             return self.forward(batch, keep)
-        self.model.wide.eval()
+        self.model.beside.eval()
         try:
             return self.forward(batch, keep)
         finally:
-            self.model.wide.train()
+            self.model.beside.train()
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def build_run(config: Config, runtime: Runtime) -> Run:
         used_rows=max(tokenizer.text_size, tokenizer.num_token_id + 1),
         counts=datasets.train.word_counts(base.model.config.vocab_size),
         numerals=tokenizer.numeral_ids if config.num_row_init == "digits" else (),
-        line_ends=tokenizer.line_end_ids if config.model.wide else (),
+        line_ends=tokenizer.line_end_ids,
     )
     inputs = {
         "data": datasets.train.digest(),
@@ -322,7 +322,7 @@ def _evaluations(
             progress=progress.part,
         )
 
-    # If the wide part was also fitted to the held-out texts, treat them like training texts
+    # If what stands beside z was also fitted to the held-out texts, treat them like training texts
     own = training.forward if config.model.wide_from_eval else training.forward_held_out
     return Evaluations(
         None if held_out is None else evaluator(held_out, own, words.counts),

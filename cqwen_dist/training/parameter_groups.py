@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from cqwen_dist.heads.beside import BESIDE
 from cqwen_dist.model.lora import is_lora, is_magnitude
 
 # Groups of `Action`'s parameters; its number head is in `regression`. Other heads have a group of their name.
@@ -67,14 +68,14 @@ def feature_members(features: nn.Module) -> list[Member]:
 def head_members(heads: nn.Module, thresholds: str, train_class_bias: bool) -> list[Member]:
     """The trainable parameters of abduction and action.
 
-    P depends on b_cls and C only by their difference, so by default only C trains. The wide part is fitted at the start
-    and never trains.
+    P depends on b_cls and C only by their difference, so by default only C trains. What stands beside z is
+    fitted at the start and never trains.
     """
     fixed = {"action.cls_bias": not train_class_bias, "action.threshold": thresholds == "fixed"}
     members = []
     for name, parameter in heads.named_parameters():
         part, _, own_name = name.partition(".")
-        if part != "wide" and not fixed.get(name):
+        if part != BESIDE and not fixed.get(name):
             members.append(Member(name, parameter, _ACTION.get(own_name, "regression") if part == "action" else part))
     return members
 

@@ -153,7 +153,7 @@ def _calibrate(run: Run) -> dict[str, Any]:
         used_rows=run.stepper.options.used_rows,
         fit_features=run.cache.reader(run.schedule.at(0), run.loaders.current, loader),
         fit_batches=next(iter(loader)),
-        wide_batches=() if held_out is None else held_out.batches,
+        beside_batches=() if held_out is None else held_out.batches,
         numerals=run.words.numerals,
         progress=run.at,
     )

@@ -53,7 +53,7 @@ class Stepper:
     ) -> tuple[dict[str, Any], int]:
         """Take one optimizer step. Returns its metrics (tensors still on the device) and the global input tokens.
 
-        cached: z [N,H] of each micro-batch's label positions from a feature cache, without columns of the wide part.
+        cached: z [N,H] of each micro-batch's label positions from a feature cache, without the columns beside it.
         """
         # For dropout: other masks on each rank, and the same masks when a resumed run takes this step again
         torch.manual_seed((self.seed * 1_000_003 + step) * 4099 + self.engine.runtime.rank)
@@ -79,7 +79,7 @@ class Stepper:
                 if cached is None:
                     z = self.engine.forward(batch_on_device, keep)
                 else:
-                    z = self.model.wide_behind(self._fitting(cached[i], keep), batch_on_device, keep)
+                    z = self.model.with_beside(self._fitting(cached[i], keep), batch_on_device, keep)
             u = self.model.abduction(z)
             terms = self._loss(u, batch_on_device, keep, counts, i, reg_weight)
             loss = terms.loss

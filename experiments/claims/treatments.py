@@ -91,11 +91,11 @@ class Reader:
 
     def honest(self, people: People) -> Law:
         """The law of people that were learnt from, each by the wide part's fit without it."""
-        self.model.model.wide.train()
+        self.model.model.beside.train()
         try:
             return self.law(people, people.dose[:, None])
         finally:
-            self.model.model.wide.eval()
+            self.model.model.beside.eval()
 
 
 def fitted(ask: Ask, learnt: People, others: People) -> Reader:

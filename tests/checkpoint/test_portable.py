@@ -68,12 +68,17 @@ def test_exported_code_gives_the_packages_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_exported_code_imports_only_transformers_dependencies_and_peft(tmp_path: Path, adapters: bool) -> None:
+@pytest.mark.parametrize("more", [(), (("cqwen_dist.tables.wide.wide_part", "WidePart"),)], ids=["plain", "wide"])
+def test_exported_code_imports_only_transformers_dependencies_and_peft(
+    tmp_path: Path, adapters: bool, more: tuple[portable.Name, ...]
+) -> None:
     needed = importlib.metadata.requires("transformers") or []
     names = {re.split(r"[^\w-]", need)[0].replace("-", "_") for need in needed if "extra ==" not in need}
     allowed = {*sys.stdlib_module_names, *names, "torch", "transformers", *(["peft"] if adapters else [])}
     imported = set()
-    for name, text in portable.portable_files(adapters).items():
+    texts = portable.portable_files(adapters, more)
+    assert ("class WidePart" in texts[portable.MODELING]) == bool(more)
+    for name, text in texts.items():
         (tmp_path / f"{name}.py").write_text(text)
         imported |= set(get_imports(tmp_path / f"{name}.py"))  # what transformers asks for before it loads them
         assert re.search(r"^\s*(import|from) cqwen_dist", text, re.M) is None

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from model.test_wide import batch_of
 from support.numerics import assert_close
 from support.ranks import run_ranks
 from support.tiny import NUM, random_batch, tiny_causal_lm, tiny_model
+from tables.test_wide import batch_of
 
 from cqwen_dist.heads.number_head import NumberLabels
 from cqwen_dist.heads.number_kinds import CopyLabels

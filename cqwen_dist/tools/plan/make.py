@@ -196,7 +196,7 @@ def checkpoint_bytes(s: Sizes) -> int:
     """
     v = s.base.vocab
     heads = sum(s.whole_heads.values()) + v * s.words + v + (1 if s.config.train.thresholds == "scalar" else v)
-    heads += s.wide_part
+    heads += memory.wide_part(s)
     return (s.trained_features + heads) * FP32 + (s.trained_features + s.head(s.ever_trainable)) * ADAM_MOMENTS
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 from cqwen_dist.sizes.stage_sizes import FP32, MAX_LIVE, Sizes, ceil_div
 from cqwen_dist.tiles import CHUNK_BYTES, WORK_BUFFERS, tile_shape
 from cqwen_dist.tools.plan import activations
+from cqwen_dist.wings import from_wing
 
 GIB, MIB = 2**30, 2**20
 ADAM_MOMENTS = 2 * FP32
@@ -112,6 +113,12 @@ def _engine(s: Sizes) -> Iterator[Part]:
         )
 
 
+def wide_part(s: Sizes) -> int:
+    """Numbers of the wide part."""
+    model = s.config.model
+    return from_wing("size of model.wide")(model, s.base.vocab) if model.wide else 0
+
+
 def _heads(s: Sizes) -> Iterator[Part]:
     """The fp32 heads, which a separate AdamW trains outside the engine. Ranks with equal copies share its moments."""
     v, words = s.rows, s.words
@@ -120,7 +127,8 @@ def _heads(s: Sizes) -> Iterator[Part]:
     spread = f", over {s.group} ranks" if s.group > 1 else ""
     yield Part("W_cls", v * words * FP32, f"v C = {v:,} x {words:,}, 4 bytes{spread}")
     yield Part("b_cls and C", (v + (v if s.config.train.thresholds != "scalar" else 1)) * FP32, "fp32")
-    yield Part("wide part (frozen)", s.wide_part * FP32, f"{s.wide_part:,} x 4 bytes, whole on every rank")
+    wide = wide_part(s)
+    yield Part("wide part (frozen)", wide * FP32, f"{wide:,} x 4 bytes, whole on every rank")
     stepped = s.stepped_head(s.reached)
     yield Part(
         "moments of the heads",

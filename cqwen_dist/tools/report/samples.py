@@ -33,7 +33,7 @@ def sample_texts(folder: Path, config: Config, count: int) -> list[dict[str, Any
     for checkpoint in dict.fromkeys((kept[0], kept[-1])):
         model, tokenizer = load_trained(checkpoint, "auto")
         if config.model.wide_from_eval:
-            model.model.wide.train()  # use the out-of-fold fits, as the wide part was fitted to these texts
+            model.model.beside.train()  # use the out-of-fold fits, as the wide part was fitted to these texts
         if not samples:
             held_out = load_datasets(config.data, tokenizer).eval
             if held_out is None or not len(held_out):

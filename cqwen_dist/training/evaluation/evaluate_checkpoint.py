@@ -53,8 +53,8 @@ def evaluate_checkpoint(
     dataset = _dataset(run.data, data, tokenizer)
     with distributed(alone=True) as runtime:
         inner = model.model.to(runtime.device)
-        if data is None and inner.wide is not None and run.model.wide_from_eval:
-            inner.wide.train()  # each text uses the fit that left this text out
+        if data is None and inner.beside is not None and run.model.wide_from_eval:
+            inner.beside.train()  # each text uses the fit that left this text out
         batches = EvalLoader(dataset, rank=0, world=1, micro_batch_size=micro_batch_size)
         evaluator = Evaluator(
             inner,

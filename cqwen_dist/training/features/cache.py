@@ -5,8 +5,8 @@ in each epoch, even with dropout. The key of a cache includes everything that z 
 
 Building a cache costs one pass over the data. Mode `auto` builds one only if the stage has more than one epoch left and
 the disk has room. An existing cache is always used, so resuming changes nothing. Losses equal those without a cache, up
-to the rounding of different batch shapes. The cache has no columns of the wide part: the start is fitted to cached z
-before these exist.
+to the rounding of different batch shapes. The cache has no columns beside z: the start is fitted to cached z before
+these exist.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class FeatureCache:
 
         def read(batch: Batch, keep: Tensor) -> Tensor:
             z = shards.read(next(samples)).to(keep.device)[torch.isin(batch.learnt, keep)]
-            return self.engine.model.wide_behind(z, batch, keep)
+            return self.engine.model.with_beside(z, batch, keep)
 
         return read
 

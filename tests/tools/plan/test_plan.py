@@ -124,7 +124,7 @@ def test_the_count_of_adapters_equals_pefts():
 def test_the_size_of_the_wide_part_equals_the_models(features):
     import torch
 
-    from cqwen_dist.model.wide import WidePart
+    from cqwen_dist.tables.wide.wide_part import WidePart
 
     with torch.device("meta"):
         real = WidePart(4096, num_token_id=999, vocab_size=1000, random_features=features)

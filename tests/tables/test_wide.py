@@ -9,11 +9,13 @@ from support.tiny import NUM, VOCAB, random_batch, tiny_causal_lm, tiny_model
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import UserError
-from cqwen_dist.model import wide_start
+from cqwen_dist.heads.beside import columns_beside_z
 from cqwen_dist.model.calibration import calibrate
-from cqwen_dist.model.wide import FOLDS, GRAMS, WidePart, columns_beside_z
-from cqwen_dist.model.wide_rows import NamedRows, counts_of, hashed_rows, kernel_of, texts_before
-from cqwen_dist.model.wide_start import (
+from cqwen_dist.tables.wide import wide_start
+from cqwen_dist.tables.wide.wide_part import GRAMS, WidePart
+from cqwen_dist.tables.wide.wide_rows import NamedRows, counts_of, hashed_rows, kernel_of, texts_before
+from cqwen_dist.tables.wide.wide_size import FOLDS
+from cqwen_dist.tables.wide.wide_start import (
     RIDGES,
     _Found,
     _Targets,
@@ -226,7 +228,7 @@ def test_calibration_fits_the_wide_part_and_words_ignore_it():
 
 
 def test_evaluation_texts_are_fitted_and_read_without_their_fold():
-    """wide_batches: on 40 texts alone little is known of 30 words; with 160 more that the wide part alone learns, new
+    """beside_batches: on 40 texts alone little is known of 30 words; with 160 more that the wide part alone learns, new
     texts are read better, and the 160 themselves no better than new ones in training mode."""
     shape = {"start": "calibrated", "number_dims": 2, "wide": BUCKETS}
     few, more = tiny_model(**shape), tiny_model(**shape)
@@ -234,7 +236,7 @@ def test_evaluation_texts_are_fitted_and_read_without_their_fold():
     y = truth_of(ids, values)
     batches = [batch_of(ids[at : at + 40], values[at : at + 40], y[at : at + 40]) for at in range(0, 200, 40)]
     calibrate(few, batches[:1])
-    calibrate(more, batches[:1], wide_batches=batches[1:])
+    calibrate(more, batches[:1], beside_batches=batches[1:])
 
     new, new_values = texts(400, seed=9)
     truth = truth_of(new, new_values) - y.median()

@@ -3,16 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from model.test_wide import BUCKETS, batch_of
 from support.numerics import assert_close
 from support.tiny import NUM, VOCAB, tiny_model
+from tables.test_wide import BUCKETS, batch_of
 
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.embedding import phi
-from cqwen_dist.model.named_numbers import FAR, NamedNumbers, bytes_of
-from cqwen_dist.model.wide import FOLDS, WidePart
-from cqwen_dist.model.wide_rows import WIDTHS, NamedRows, texts_before
-from cqwen_dist.model.wide_start import fit_wide
+from cqwen_dist.tables.wide.named_numbers import FAR, NamedNumbers, bytes_of
+from cqwen_dist.tables.wide.wide_part import WidePart
+from cqwen_dist.tables.wide.wide_rows import WIDTHS, NamedRows, texts_before
+from cqwen_dist.tables.wide.wide_size import FOLDS
+from cqwen_dist.tables.wide.wide_start import fit_wide
 
 COUNT = 512
 LINES = [3, 4, NUM, 0, 5, 6, NUM, 0, 7]  # two named numbers, and what is to be said of them

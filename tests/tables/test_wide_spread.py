@@ -5,17 +5,18 @@ import math
 import numpy as np
 import pytest
 import torch
-from model.test_wide import BUCKETS, batch_of, texts
 from sklearn.linear_model import Ridge
 from support.numerics import assert_close
 from support.tiny import NUM, VOCAB, tiny_model
+from tables.test_wide import BUCKETS, batch_of, texts
 
 from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.model.calibration import calibrate
-from cqwen_dist.model.wide import FOLDS, MOST, WidePart
-from cqwen_dist.model.wide_rows import texts_before
-from cqwen_dist.model.wide_spread import RIDGES, fit_spread
-from cqwen_dist.model.wide_start import fit_wide
+from cqwen_dist.tables.wide.wide_part import MOST, WidePart
+from cqwen_dist.tables.wide.wide_rows import texts_before
+from cqwen_dist.tables.wide.wide_size import FOLDS
+from cqwen_dist.tables.wide.wide_spread import RIDGES, fit_spread
+from cqwen_dist.tables.wide.wide_start import fit_wide
 
 WORD = 30  # where it stands, errors are FACTOR times as large
 FACTOR = 6.0

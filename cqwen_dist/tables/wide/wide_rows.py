@@ -1,9 +1,9 @@
-"""The rows F that the wide part's ridge regression reads (`model.wide_start`), in parts, each of mean square 1 a row:
+"""The rows F that the wide part's ridge regression reads (`wide_start`), in parts, each of mean square 1 a row:
 
 - words: an n-gram that m of n texts hold weighs its idf, ln((1+n)/(1+m)) + 1
 - lines, in the same way
 - numbers by their names, phi of their values and these themselves, centred, brought to variance 1 and limited
-- random features of these numbers together (`model.named_numbers`)
+- random features of these numbers together (`named_numbers`)
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from scipy.sparse import csr_matrix, diags
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.model.named_numbers import FAR, NAMES, bytes_of
-from cqwen_dist.model.wide import FOLDS, WidePart, fold_of, lines_begin
+from cqwen_dist.tables.wide.named_numbers import FAR, bytes_of
+from cqwen_dist.tables.wide.wide_part import WidePart, fold_of, lines_begin
+from cqwen_dist.tables.wide.wide_size import FOLDS, NAMES
 
 COMMON = 0.05  # share of texts that hold a name, for it to be read
 MOST = 1e30  # of a value, so that its square is finite

@@ -2,7 +2,7 @@
 
 With far more n-grams than numbers it is solved in the numbers' own space: with rows f_i of weighted entries,
 K = F F^T and targets t, the table without fold k is F^T a with (K_rest + ridge diag(1/weights)) a = t_rest. F has parts
-(`model.wide_rows`), each with a weight of its own. What is left is explained in the same way (`model.wide_spread`). All
+(`wide_rows`), each with a weight of its own. What is left is explained in the same way (`wide_spread`). All
 in float64 on the CPU.
 """
 
@@ -20,10 +20,21 @@ import torch
 from scipy.linalg import inv, solve
 from torch import Tensor
 
+from cqwen_dist.batch import Batch
+from cqwen_dist.heads.beside import BesideFit
 from cqwen_dist.model.ridge import SHARES, around_median
-from cqwen_dist.model.wide import FOLDS
-from cqwen_dist.model.wide_rows import WIDTHS, NamedRows, RandomRows, TextBefore, hashed_rows, kernel_of
-from cqwen_dist.model.wide_spread import fit_spread
+from cqwen_dist.tables.wide.wide_part import WidePart
+from cqwen_dist.tables.wide.wide_rows import (
+    WIDTHS,
+    NamedRows,
+    RandomRows,
+    TextBefore,
+    hashed_rows,
+    kernel_of,
+    texts_before,
+)
+from cqwen_dist.tables.wide.wide_size import FOLDS
+from cqwen_dist.tables.wide.wide_spread import fit_spread
 
 REACH = 2.0  # of errors that count in full, in median errors
 LIMIT = 6.0  # of targets around the median, in half interquartile ranges: 3 loses R2 on wine prices, none loses MAE
@@ -41,15 +52,18 @@ JUDGES = (0, 1)  # folds by which the ridge is chosen anew
 LEAST = 4 * FOLDS
 
 
-class WideFit(NamedTuple):
-    """The wide part's tables by name, fp32; of each number, by the tables without its fold, g and h [n] float64.
+@dataclass(frozen=True)
+class WideStart:
+    """The wide part's `BesideStart`."""
 
-    g is up to a constant: what reads it has an intercept.
-    """
+    part: WidePart
+    config: Any  # a `CausalQwenConfig`
 
-    tables: dict[str, Tensor]
-    left_out: Tensor
-    spread: Tensor
+    def texts_before(self, batch: Batch, at: Tensor) -> list[TextBefore]:
+        return texts_before(self.part, batch, at)
+
+    def fit(self, texts: list[TextBefore], targets: Tensor, progress: Callable[[int, int], None]) -> BesideFit | None:
+        return fit_wide(texts, targets, self.config.wide, self.config.random_features, progress)
 
 
 _Kernels = tuple[np.ndarray, np.ndarray, np.ndarray]  # of words, lines, numbers; [n,n] each
@@ -155,7 +169,7 @@ def fit_wide(
     columns: int,
     random_features: int = 0,
     progress: Callable[[int, int], None] = lambda done, of: None,
-) -> WideFit | None:
+) -> BesideFit | None:
     """Fit the tables to targets [n], in the regression's unit; None where g predicts no better than the median.
 
     Targets are clamped and weighted as `ridge.robust_ridge` does; on all numbers then by what a first fit leaves. The
@@ -202,8 +216,9 @@ def fit_wide(
     tables |= named.tables(weight * (both @ x), of_values * (both @ raw))
     if features is not None:
         tables |= features.tables(times * (both @ features.x))
-    return WideFit(
+    return BesideFit(
         {name: torch.from_numpy(np.ascontiguousarray(table, np.float32)) for name, table in tables.items()},
+        folds.tolist(),
         torch.from_numpy(left_out * unit),
         torch.from_numpy(spread.left_out),
     )

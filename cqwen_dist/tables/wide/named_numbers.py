@@ -8,7 +8,7 @@ The values themselves, x', are for sums: a total is linear in its parts, not in 
 A number's name is the words before it in its line. Names that few texts hold do not count, nor does a name that the
 text lacks: x_k = x'_k = 0, as at the mean. The sum, of random Fourier features, makes a ridge regression one with a
 kernel (Rahimi and Recht 2007, "Random Features for Large-Scale Kernel Machines"). All is set by the calibrated start
-(`model.wide_start`) and never trained.
+(`wide_start`) and never trained.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-NAMES = 128
+from cqwen_dist.tables.wide.wide_size import NAMES
+
 FAR = 4.0  # standard deviations: a year of 0 among years of which all are near 2000 must not decide alone
 KEYS = 2**24  # hashes of names
 _BOUND = 1e6  # of one number's x: sums of a text stay finite

@@ -15,7 +15,8 @@ import numpy as np
 from scipy.linalg import solve
 
 from cqwen_dist.model.ridge import SHARES
-from cqwen_dist.model.wide import FOLDS, MOST
+from cqwen_dist.tables.wide.wide_part import MOST
+from cqwen_dist.tables.wide.wide_size import FOLDS
 
 RIDGES = np.logspace(-1, 3, 9)  # in units of the mean of K's diagonal: logarithms of single errors are mostly noise
 LEAST = 0.05  # of an error, in median errors: the logarithm of 0 says nothing

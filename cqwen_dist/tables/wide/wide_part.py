@@ -6,12 +6,12 @@ ridge regression on the words and the values themselves. At position i of a text
 part infers from z
 
     g_i = sum over j <= i: w[each n-gram that ends at j] + where j ends a line: w[the line]
-          + q_i, of the numbers by their names (`model.named_numbers`)
+          + q_i, of the numbers by their names (`named_numbers`)
 
 and to the logarithm of that law's scale an h_i of the same form, with weights of its own: some texts tell more of their
 number than others. In a table's prompt a line is a cell behind its column's name, so it is a category. In n-grams and
 lines a number stands as its value, to four digits. They are hashed into columns of a table w (Weinberger et al. 2009),
-which is fitted in closed form at the start (`model.wide_start`) and never trained.
+which is fitted in closed form at the start (`wide_start`) and never trained.
 
 There are FOLDS such tables of each kind. Each text so far belongs to one fold, by its own hash. In training mode it is
 read with the tables that were fitted without that fold: so g errs on training texts as on new ones, and what is trained
@@ -20,18 +20,19 @@ behind it learns from honest residuals. In eval mode the mean of all tables read
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cqwen_dist.heads.beside import Beside
 from cqwen_dist.model.embedding import phi
-from cqwen_dist.model.named_numbers import KEYS, NamedNumbers
+from cqwen_dist.tables.wide.named_numbers import KEYS, NamedNumbers
+from cqwen_dist.tables.wide.wide_size import FOLDS, KINDS
 
-FOLDS = 8
 GRAMS = 3  # n-grams of 1, 2 and 3 tokens
-KINDS = 2  # of tables: location, log scale
 MOST = 2.0  # of |h|: new words and values must not make a number certain, or all numbers possible
 _NOTHING = -1  # the symbol before a text
 _MULTIPLIER, _INCREMENT = -7046029254386353131, 1442695040888963407  # odd; from splitmix64 and PCG
@@ -61,15 +62,9 @@ class WideState(NamedTuple):
     line: Tensor  # [B] hash of the line that has not ended
     numbers: Tensor  # [2*NAMES,B] by name
 
-    def inside(self, memory: WideState | None) -> WideState:
-        """The same in the memory of an earlier state; steps of fixed shapes read it where it was."""
-        if memory is None:
-            return self
-        return WideState(*(old.copy_(new) for old, new in zip(memory, self, strict=True)))
 
-
-class WidePart(nn.Module):
-    """g and h of ids and values. All tables are 0 until the start is calibrated: g = h = 0."""
+class WidePart(Beside):
+    """`Beside` by tables. All are 0 until the start is calibrated: g = h = 0."""
 
     def __init__(self, columns: int, num_token_id: int, vocab_size: int, random_features: int = 0) -> None:
         """columns: of each table. random_features: 0 for none."""
@@ -78,6 +73,15 @@ class WidePart(nn.Module):
         self.weight = nn.Parameter(torch.zeros(KINDS * FOLDS, columns), requires_grad=False)
         self.line_end = nn.Parameter(torch.zeros(vocab_size), requires_grad=False)  # 1: the token ends a line
         self.numbers = NamedNumbers(KINDS * FOLDS, random_features)
+
+    @classmethod
+    def of(cls, config: Any) -> WidePart:
+        """As `Beside.of`."""
+        return cls(config.wide, config.num_token_id, config.vocab_size, config.random_features)
+
+    def begin(self, line_ends: Sequence[int]) -> None:
+        """As `Beside.begin`."""
+        self.line_end.data[list(line_ends)] = 1.0
 
     def forward(
         self,
@@ -88,11 +92,7 @@ class WidePart(nn.Module):
         state: WideState | None = None,
         keep: Tensor | None = None,
     ) -> tuple[Tensor, WideState]:
-        """ids [B,T], values [B,T] (raw unit, 0 at text) -> g and h [2,B,T] fp32, and the state behind them.
-
-        positions [B,T]: a text begins where they are 0 (default: at the first token, or with `state` before it).
-        mask [B, T or more]: 0 at padding; the last T count. keep [N], indices into B*T: g and h of these alone, [2,N].
-        """
+        """As `Beside.forward`."""
         found = self.entries(ids, values, positions, mask, state)
         own = (self.weight[:, found.columns] * found.counts).sum(-1).double()
         sums = _since(own, found.begin, None if state is None else state.sums)
@@ -161,13 +161,6 @@ def lines_begin(columns: int) -> int:
 def fold_of(text: Tensor) -> Tensor:
     """The fold, in [0, FOLDS), of a text by the sum of its positions' hashes."""
     return (_mixed(text) >> 40) % FOLDS
-
-
-def columns_beside_z(found: Tensor, dtype: torch.dtype) -> Tensor:
-    """g and h [2,...] fp32 -> [...,3] in dtype: two columns whose sum is g, to 16 bits in bf16, and h."""
-    g, h = found
-    rounded = g.to(dtype)
-    return torch.stack([rounded, (g - rounded.float()).to(dtype), h.to(dtype)], -1)
 
 
 def _symbols_before(symbols: Tensor, state: WideState | None) -> Tensor:

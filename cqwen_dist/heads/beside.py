@@ -1,0 +1,128 @@
+"""What stands beside z: a part of the model that reads the ids and values of a text themselves.
+
+At each position it gives a g and an h for the next number. The abduction network adds g to the location of U's number
+dimensions and h to the logarithm of their scale; the word dimensions do not change. The calibrated start fits the part
+in closed form, and no step trains it.
+
+This interface is all that the core knows of such a part. There is one, the wide part (`tables/wide`); `wings` names it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.config.errors import UserError
+from cqwen_dist.wings import from_wing
+
+BESIDE = "wide"  # the part's name in the model, so in checkpoints; in a config the field with its size, 0 for no part
+BESIDE_Z = 3  # columns behind z: g rounded to z's dtype, the rest of it, and h
+
+
+class BesideFit(NamedTuple):
+    """A fit to n numbers. g is up to a constant: what reads it has an intercept."""
+
+    tables: dict[str, Tensor]  # the part's parameters by name, fp32
+    folds: Sequence[int]  # [n]: of each number's text
+    left_out: Tensor  # [n] float64: g of each number, by the fit without its fold
+    spread: Tensor  # [n] float64: h in the same way
+
+
+class BesideStart(Protocol):
+    """Fits a part; made with (the part, its `CausalQwenConfig`)."""
+
+    def texts_before(self, batch: Batch, at: Tensor) -> list[Any]:
+        """What `fit` needs of the texts before numbers; the ranks gather it. at [N]: the positions that the numbers
+        follow, indices into the flattened [B,T]."""
+
+    def fit(self, texts: list[Any], targets: Tensor, progress: Callable[[int, int], None]) -> BesideFit | None:
+        """Fit targets [n], in the regression's unit, to the texts before them; None where the median is as good."""
+
+
+class Beside(nn.Module):
+    """The interface. In training mode a text that the part was fitted to is read by the fit that left it out."""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, config: Any) -> Beside:
+        """The part that a `CausalQwenConfig` asks for. Until it is fitted, g = h = 0."""
+
+    @abstractmethod
+    def begin(self, line_ends: Sequence[int]) -> None:
+        """Take what a new model knows of its vocabulary: the tokens that end a line."""
+
+    @abstractmethod
+    def forward(
+        self,
+        ids: Tensor,
+        values: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        state: Any = None,
+        keep: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """ids [B,T], values [B,T] (raw unit, 0 at text) -> g and h [2,B,T] fp32, and the state behind them.
+
+        positions [B,T]: a text begins where they are 0 (default: at the first token, or with `state` before it).
+        mask [B, T or more]: 0 at padding; the last T count. keep [N], indices into B*T: g and h of these alone, [2,N].
+        """
+
+    def behind(
+        self,
+        z: Tensor,
+        input_ids: Tensor | None,
+        numeric_values: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        keep: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """z of `FeatureStack`, given the same arguments, with g and h behind it: [...,H+BESIDE_Z].
+
+        A cache keeps what the tokens that follow need. Raises `UserError` for a cache that this model did not fill.
+        """
+        if input_ids is None:  # without ids nothing is known of words
+            return torch.cat([z, z.new_zeros(*z.shape[:-1], BESIDE_Z)], -1)
+        cache = past_key_values
+        state = getattr(cache, "beside_state", None)
+        if cache is not None and state is None and cache.get_seq_length() > input_ids.shape[1]:
+            wrong = f"a cache without the {BESIDE} part's state"
+            raise UserError("past_key_values", wrong, "one that this model filled")
+        found, state = self(input_ids, numeric_values, position_ids, attention_mask, state, keep)
+        if cache is not None:
+            # In the memory of the first state: steps of fixed shapes read it where it was
+            if (memory := getattr(cache, "beside_memory", None)) is None:
+                cache.beside_memory = memory = state
+            else:
+                for old, new in zip(memory, state, strict=True):
+                    old.copy_(new)
+            cache.beside_state = memory
+        return torch.cat([z, columns_beside_z(found.to(z.device), z.dtype)], -1)
+
+
+def make_beside(config: Any) -> Beside | None:
+    """The part that a `CausalQwenConfig` asks for, or None. Raises `UserError` where its folder is not installed."""
+    if not getattr(config, BESIDE):
+        return None
+    known = Beside.__subclasses__()  # the code in an exported folder has the class beside this one
+    kind: type[Beside] = known[0] if known else from_wing(f"model.{BESIDE}")
+    return kind.of(config)
+
+
+def beside_start(part: Beside, config: Any) -> BesideStart:
+    """What fits the part. Raises `UserError` where it or scipy is not installed."""
+    start: BesideStart = from_wing(f"start of model.{BESIDE}")(part, config)
+    return start
+
+
+def columns_beside_z(found: Tensor, dtype: torch.dtype) -> Tensor:
+    """g and h [2,...] fp32 -> [...,3] in dtype: two columns whose sum is g, to 16 bits in bf16, and h."""
+    g, h = found
+    rounded = g.to(dtype)
+    return torch.stack([rounded, (g - rounded.float()).to(dtype), h.to(dtype)], -1)

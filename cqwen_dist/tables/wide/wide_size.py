@@ -1,0 +1,17 @@
+"""The size of the wide part, for those who count without torch."""
+
+from __future__ import annotations
+
+from cqwen_dist.config.base_model import ModelConfig
+
+FOLDS = 8
+KINDS = 2  # of tables: location, log scale
+NAMES = 128  # of numbers
+BYTES = 3  # of a name's key
+
+
+def wide_numbers(model: ModelConfig, vocab: int) -> int:
+    """How many numbers the wide part of a config holds, on a base with so many words (a test counts the real one)."""
+    tables, features = KINDS * FOLDS, model.random_features
+    named = NAMES * (BYTES + 4 + 2 * tables) + features * (NAMES + 1 + tables)  # 4: centre and slope of phi and value
+    return tables * model.wide + vocab + named
