@@ -296,7 +296,6 @@ class Config(Section):
         """The regression's unit, resolved."""
         return self._by_start(self.loss.target_transform, "standardise", "none")
 
-    @property
     def model_shape(self) -> dict[str, Any]:
         """The fields of `CausalQwenConfig` that this run sets."""
         return {
@@ -309,7 +308,7 @@ class Config(Section):
 
     def number_parameters(self, words: int, size: int) -> int:
         """The number of parameters of the number head, if C_w = words and C = size."""
-        shape = self.model_shape
+        shape = self.model_shape()
         more = (key.parameters(shape[name], words, size) for name, key in NUMBER_KEYS.items() if shape[name])
         return size + 1 + sum(more)  # W_reg and b_reg
 

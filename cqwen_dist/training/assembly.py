@@ -192,7 +192,7 @@ def build_training(
         target=target,
         lora=config.model.lora.model_dump() if config.trains("lora") else None,
         **config.model.model_dump(include=_START_KEYS),
-        **config.model_shape,
+        **config.model_shape(),
     )
     run_layers_as(model.transformer, config.model)
     engine = Engine(model, engine_settings(config, groups.world_size), runtime, groups)

@@ -47,7 +47,9 @@ def test_a_varlen_run_resumes_to_the_bit_and_exports_a_standard_attention(masked
     run, copy = tmp_path / "run", tmp_path / "copy"
     config, own = masked.parent / "config.yaml", "model.attention=varlen"
     said = run_ranks(_train_and_say, 1, str(config), [own, f"run.dir={run}"])[0]
-    assert "note: model.attention: varlen with qwen2 is experimental: not yet measured on a GPU" in said
+    assert any(
+        line.startswith("note: model.attention: varlen with qwen2 is experimental: slower than") for line in said
+    )
     set_back(run, copy, 3)
     train_run(config, own, f"run.dir={copy}")
     assert losses(copy) == losses(run)

@@ -23,7 +23,6 @@ def test_prepared_data_trains_to_the_same_figures(one_rank: Path, two_ranks: Pat
         train__checkpoint_every=1,
         train__keep_checkpoints=9,
         data__cache_dir=str(tmp_path / "cache"),
-        data__prefetch=3,
     )
     train_run(config, world=world)
     assert _figures(tmp_path / "run") == _figures(known)

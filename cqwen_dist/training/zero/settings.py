@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
-from cqwen_dist.training.zero.engine import EngineSettings
+
+if TYPE_CHECKING:
+    from cqwen_dist.training.zero.engine import EngineSettings
 
 # Derived settings that the user may change: they affect speed and logging, not results.
 TUNABLE = {
@@ -41,6 +43,8 @@ FOLLOWS = {
 
 def engine_settings(config: Config, world_size: int) -> EngineSettings:
     """The engine settings for `world_size` ranks."""
+    from cqwen_dist.training.zero.engine import EngineSettings  # here: the launcher must not import DeepSpeed
+
     train = config.train
     return EngineSettings(
         thresholds=train.thresholds,
