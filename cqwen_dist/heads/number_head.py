@@ -21,8 +21,6 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.ops.cauchy import Cauchy
 
-COPY_NOISE = 0.3  # the ridge regression of the start fits S_j to -1 and 1
-
 
 @dataclass(frozen=True)
 class NumberLabels:
