@@ -9,4 +9,4 @@ fi
 config=$1 ranks=$2
 shift 2
 [ -e /dev/nvidia0 ] || export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"
-exec deepspeed --num_accelerators "$ranks" --no_local_rank --module cqwen_dist train "$config" "$@"
+exec deepspeed --num_accelerators "$ranks" --module cqwen_dist train "$config" "$@"

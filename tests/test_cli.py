@@ -89,6 +89,21 @@ def test_unknown_verbs_and_options_are_refused(refused: Callable[..., str], word
     assert refused(*words).startswith(f"error: {said}")
 
 
+@pytest.mark.parametrize("words", [["--local_rank=1"], ["--local-rank", "1"]])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_launchers_local_rank_is_accepted_and_checked(
+    cqwen: Command, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, words: list[str], after: bool
+) -> None:
+    """`deepspeed --module cqwen_dist train run.yaml` puts it in front of the verb."""
+    line = ["config", "validate", "configs/quickstart.yaml", *words] if after else [*words, "config", "schema"]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert cqwen(*line)[0] == 0
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert "--local_rank: found '1', allowed: 0, as LOCAL_RANK has it" in refused(*line)
+    monkeypatch.delenv("LOCAL_RANK")
+    assert "no such option: --local" in refused(*line)
+
+
 def test_refuses_a_folder_that_is_not_a_run(refused: Callable[..., str], cqwen: Command, tmp_path: Path) -> None:
     for verb in (["status"], ["report"], ["checkpoint", "list"], ["checkpoint", "verify"]):
         for path in (tmp_path, tmp_path / "none"):

@@ -10,7 +10,7 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
 import typer
@@ -95,7 +95,7 @@ def main() -> None:
     """Run a verb; turn the user's mistakes into one line and exit code 2."""
     guard()
     try:
-        code = app(standalone_mode=False)
+        code = app(_without_local_rank(sys.argv[1:], os.environ), standalone_mode=False)
         sys.stdout.flush()  # while an error can still be reported
         sys.exit(code)
     except (UserError, OSError) as met:
@@ -117,6 +117,23 @@ def main() -> None:
         sys.exit(1)
     finally:
         outlive()  # Python flushes again at exit, after errors were reported
+
+
+def _without_local_rank(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """A command's words without the `--local_rank=N` that `deepspeed` puts in front of them.
+
+    LOCAL_RANK decides, and a different number is refused with `UserError`. Without a launcher the words stay as they
+    are: for a person there is no such option.
+    """
+    local, kept, left = env.get("LOCAL_RANK"), [], list(words)
+    while left:
+        word = left.pop(0)
+        name, equals, value = word.partition("=")
+        if local is None or name not in ("--local_rank", "--local-rank"):
+            kept.append(word)
+        elif (given := value if equals else left.pop(0) if left else "no value") != local:
+            raise UserError("--local_rank", given, f"{local}, as LOCAL_RANK has it")
+    return kept
 
 
 def refused_by_system(error: OSError) -> UserError | None:

@@ -22,8 +22,7 @@ def starter(name: str) -> list[object]:
         "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", 2, *TRAIN],
         "cqwen launch": [sys.executable, "-m", "cqwen_dist", "launch", "--ranks", 2],
         "deepspeed": [
-            *(BIN / "deepspeed", "--num_accelerators", 2, "--master_port", free_port(), "--no_local_rank"),
-            *("--module", *TRAIN[1:]),
+            *(BIN / "deepspeed", "--num_accelerators", 2, "--master_port", free_port(), "--module", *TRAIN[1:]),
         ],
         "accelerate": [BIN / "accelerate", "launch", "--multi_gpu", "--main_process_port", 0, *ONE_MACHINE, *TRAIN],
     }
@@ -54,6 +53,18 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("cqwen launch", 
 @pytest.mark.parametrize("name", ["torchrun", *SLOW])
 def test_every_launcher_gives_the_same_weights(name: str, two_ranks: Path, tmp_path: Path) -> None:
     ended(begun([*starter(name), two_ranks.parent / "config.yaml", f"run.dir={tmp_path / 'run'}"]))
+    assert weights(tmp_path / "run") == weights(two_ranks)
+
+
+@pytest.mark.slow
+def test_deepspeed_without_ssh_starts_the_same_run_on_two_hosts(two_ranks: Path, tmp_path: Path) -> None:
+    """Its line is typed on each host. Both hosts are this machine here."""
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    command = [BIN / "deepspeed", "--hostfile", hostfile, "--no_ssh", "--master_addr", "127.0.0.1"]
+    command += ["--master_port", free_port()]
+    words = ["--module", *TRAIN[1:], two_ranks.parent / "config.yaml", f"run.dir={tmp_path / 'run'}"]
+    ended(*(begun([*command, "--node_rank", host, *words]) for host in range(2)))
     assert weights(tmp_path / "run") == weights(two_ranks)
 
 
