@@ -96,4 +96,5 @@ class ActionNetwork(nn.Module):
         """
         u_prime = self.add_noise(Cauchy(loc_U, scale_U))
         scores, value = self.scores(u_prime), self.number_head.value(u_prime)
+        scores.loc.threshold = self.threshold  # type: ignore[attr-defined]  # a loss with another C warns
         return scores.loc, scores.scale, value.loc, value.scale

@@ -10,19 +10,20 @@ import torch
 from torch import Tensor, nn
 
 
-def phi(values: Tensor) -> Tensor:
-    """sign(v) ln(1+|v|) (S0 1.3), computed in float64, returned as fp32; phi(0) = 0 exactly."""
+def phi(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """sign(v) ln(1+|v|) (S0 1.3), computed in float64, rounded to dtype; phi(0) = 0 exactly."""
     wide = values.double()
-    return (wide.sign() * wide.abs().log1p()).float()
+    return (wide.sign() * wide.abs().log1p()).to(dtype)
 
 
-def value_features(values: Tensor, periods: Sequence[float] = ()) -> list[Tensor]:
-    """phi(v), then cos(2 pi v/p) - 1 and sin(2 pi v/p) for each of K periods p: 1+2K fp32 tensors, 0 at v = 0.
+def value_features(values: Tensor, periods: Sequence[float] = (), dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """phi(v), then cos(2 pi v/p) - 1 and sin(2 pi v/p) for each of K periods p: 1+2K tensors of dtype, 0 at v = 0.
 
     With periods 10, 100, ... they encode the digits of v (FoNE, arXiv 2502.09741). Computed in float64.
     """
     angles = [values.double() * (2 * math.pi / p) for p in periods]
-    return [phi(values), *(turn for angle in angles for turn in ((angle.cos() - 1).float(), angle.sin().float()))]
+    turns = (turn.to(dtype) for angle in angles for turn in (angle.cos() - 1, angle.sin()))
+    return [phi(values, dtype), *turns]
 
 
 class NumericalAwareEmbedding(nn.Module):
@@ -67,10 +68,11 @@ class NumericalAwareEmbedding(nn.Module):
         """
         base = self.token_embedding(input_ids) if inputs_embeds is None else inputs_embeds
         w_num, num_row = (self.w_num, self.num_row) if self._instead is None else self._instead
-        features, rows = value_features(numeric_values, self.periods), w_num.float().view(-1, w_num.shape[-1])
+        dtype = torch.promote_types(w_num.dtype, torch.float32)
+        features, rows = value_features(numeric_values, self.periods, dtype), w_num.to(dtype).view(-1, w_num.shape[-1])
         number = features[0].unsqueeze(-1) * rows[0]
         for feature, row in zip(features[1:], rows[1:], strict=True):
             number = number + feature.unsqueeze(-1) * row
         if self.num_token_id is not None and input_ids is not None:
-            number = number + (input_ids == self.num_token_id).unsqueeze(-1) * num_row.float()
-        return (base.float() + number).to(base.dtype)
+            number = number + (input_ids == self.num_token_id).unsqueeze(-1) * num_row.to(dtype)
+        return (base.to(dtype) + number).to(base.dtype)

@@ -96,8 +96,7 @@ def copy_loss(model: CausalQwenModel, batch: Batch) -> Tensor:
 def train_plainly(kind: str) -> Trained:
     """STEPS steps over the stages of `kind`, equally long."""
     model = fresh_model(kind).train()
-    loss_fn = CausalQwenLoss(VOCAB, NUM, gate_grad=gate_grad_of(kind))
-    loss_fn.ovr_loss.threshold = model.action.threshold
+    loss_fn = CausalQwenLoss(VOCAB, NUM, model.action.threshold, gate_grad=gate_grad_of(kind))
     trained = {name: p for name, p in model.named_parameters() if group_of(name)}
     start = {name: p.detach().clone() for name, p in trained.items()}
     scales = ("abduction.scale_net.bias", "action.b_noise", "action.threshold")

@@ -415,8 +415,7 @@ def test_hugging_face_labels_give_the_seeds_loss(numbers: bool) -> None:
     model.zero_grad()
 
     goals = model.model.target.forward(values[:, 1:])
-    oracle = CausalQwenLoss(VOCAB, NUM)
-    oracle.ovr_loss.threshold = model.model.action.threshold
+    oracle = CausalQwenLoss(VOCAB, NUM, model.model.action.threshold)
     scores = [t[:, :-1] for t in model.model(ids, values, mask)]
     expected, _ = oracle(*scores, labels[:, 1:], goals, torch.ones_like(labels[:, 1:]))
     expected.backward()
@@ -439,8 +438,8 @@ def test_padding_is_never_learnt(side: str) -> None:
     found = model(ids, values, mask.long(), labels=ids).loss
     assert_close(model(ids, values, mask, labels=ids.masked_fill(~mask, -100)).loss, found, 1e-6, "-100")
 
-    oracle, sums = CausalQwenLoss(VOCAB, NUM), torch.zeros(4, dtype=torch.float64)
-    oracle.ovr_loss.threshold = model.model.action.threshold
+    oracle = CausalQwenLoss(VOCAB, NUM, model.model.action.threshold)
+    sums = torch.zeros(4, dtype=torch.float64)
     for row in range(len(ids)):
         text, v = ids[row : row + 1, mask[row]], values[row : row + 1, mask[row]]
         scores = [t[:, :-1] for t in model.model(text, v)]
