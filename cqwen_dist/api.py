@@ -76,7 +76,7 @@ def train(
             write_records(rows, Path(overrides[key]), key, checked.data.text_field, keep)
 
     quiet_libraries()
-    from cqwen_dist.training.trainer import train as run
+    from cqwen_dist.training.train import train as run
 
     folder = Path(checked.run.dir)
     try:

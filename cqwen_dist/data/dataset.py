@@ -16,7 +16,7 @@ from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.chunk import Chunk, Recipe, encode_chunk
 from cqwen_dist.data.packing import Pieces, Rows, cut, pack
-from cqwen_dist.data.records import Text
+from cqwen_dist.data.records import ReadReport, Text
 from cqwen_dist.data.sources import chunks
 from cqwen_dist.data.statistics import Gather, NumericStatistics, numeric_statistics
 from cqwen_dist.data.store import Sample, TokenStore
@@ -247,3 +247,17 @@ def count(report: DataReport, store: TokenStore, texts: np.ndarray | None, overf
     report.overflows = int(store.column("overflows")[own].sum(dtype=np.int64))
     report.left = int(store.column("left")[own].sum(dtype=np.int64))
     report.first_overflow = next((place for row, place in overflows if texts is None or row in texts), "")
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """Training data, held-out data (None: no evaluation) and the reading report."""
+
+    train: TextDataset
+    eval: TextDataset | None
+    reading: ReadReport
+
+    def lines(self) -> list[str]:
+        """All reports, formatted for people."""
+        held_out = self.eval.report.lines("eval") if self.eval is not None else []
+        return [*self.reading.lines(), *self.train.report.lines("train"), *held_out]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from cqwen_dist.config.data import DataConfig, source_files
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
 from cqwen_dist.data.chat import Chat
-from cqwen_dist.data.dataset import DataReport, TextDataset, tokenise
+from cqwen_dist.data.dataset import DataReport, Datasets, TextDataset, tokenise
 from cqwen_dist.data.prepare import parts_of, prepare, read_manifest
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import as_list, read_split
@@ -20,20 +19,6 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 
 # Files up to this total size in bytes are read into memory (unless data.cache_dir is set).
 IN_MEMORY = 32 << 20
-
-
-@dataclass(frozen=True)
-class Datasets:
-    """Training data, held-out data (None: no evaluation) and the reading report."""
-
-    train: TextDataset
-    eval: TextDataset | None
-    reading: ReadReport
-
-    def lines(self) -> list[str]:
-        """All reports, formatted for people."""
-        held_out = self.eval.report.lines("eval") if self.eval is not None else []
-        return [*self.reading.lines(), *self.train.report.lines("train"), *held_out]
 
 
 def load_datasets(

@@ -6,15 +6,13 @@ The trainer, the benchmark rig and the tests all use these functions, so they me
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.manifest import Retention, choose_checkpoint, finish_renames
 from cqwen_dist.checkpoint.resume import base_digest
 from cqwen_dist.checkpoint.saving import Saver
@@ -23,8 +21,8 @@ from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
 from cqwen_dist.config.training import rises
 from cqwen_dist.data.dataset import TextDataset
-from cqwen_dist.data.load import Datasets, load_datasets
-from cqwen_dist.data.loader import EvalLoader, Loader
+from cqwen_dist.data.load import load_datasets
+from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.statistics import NumericStatistics
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.heads.abduction import abduction_named
@@ -48,8 +46,9 @@ from cqwen_dist.training.features.cache import FeatureCache
 from cqwen_dist.training.features.kept import ROOM, KeptFeatures
 from cqwen_dist.training.frequency import class_weights
 from cqwen_dist.training.replicas import Replicas
+from cqwen_dist.training.run_parts import Base, Run, Training, Words
 from cqwen_dist.training.stage_loaders import StageLoaders
-from cqwen_dist.training.stages import Schedule, StagePlan
+from cqwen_dist.training.stages import Schedule
 from cqwen_dist.training.step import Stepper
 from cqwen_dist.training.telemetry.progress import Progress
 from cqwen_dist.training.zero.engine import Engine
@@ -57,108 +56,6 @@ from cqwen_dist.training.zero.partitioned_base import load_partitioned_base
 from cqwen_dist.training.zero.settings import engine_settings
 
 _START_KEYS = {"b_noise_init", "num_bias_init", "reg_gain"}  # keys of the section `model`, passed on unchanged
-
-
-class Base(NamedTuple):
-    """A base model. head, table: lazy output head and token table, if ZeRO-3 has partitioned the model."""
-
-    model: Any
-    head: Any = None
-    table: Any = None
-
-
-class Words(NamedTuple):
-    """Facts about the vocabulary, from the tokenizer and the data."""
-
-    num_token_id: int
-    used_rows: int  # the tokenizer uses only rows below this one
-    counts: np.ndarray  # [V]: occurrences in the training data
-    numerals: Sequence[int] = ()  # tokens with which the base spells numerals
-    line_ends: Sequence[int] = ()  # tokens that end a line
-
-
-@dataclass(frozen=True)
-class Training:
-    """The parts that take optimizer steps on this rank."""
-
-    config: Config
-    runtime: Runtime
-    groups: Groups
-    model: CausalQwenModel
-    engine: Engine
-    constraint: Constraint
-    stepper: Stepper
-    replicas: Replicas
-    schedule: Schedule
-    words: Words
-
-    def enter_stage(self, plan: StagePlan, fresh: bool) -> None:
-        """Set the trained groups. fresh: the stage starts (not resumed), so newly trained groups get zero moments."""
-        self.engine.enter_stage(plan, self.schedule.newly_trained(plan) if fresh else frozenset())
-        self.constraint.features_moved = self.schedule.features_trained_by(plan)
-
-    def forward(self, batch: Batch, keep: Tensor) -> Tensor:
-        """z at the label positions `keep`, outside of steps. Raises `Stopped` as `check_stop` does."""
-        self.check_stop()
-        return self.engine.forward(batch, keep)
-
-    def check_stop(self) -> None:
-        """Raises `Stopped` on all ranks if any rank received a stop request. Collective over the world."""
-        self.runtime.hang.alive()
-        self.runtime.stop.agreed(self.runtime.device)
-
-    def forward_held_out(self, batch: Batch, keep: Tensor) -> Tensor:
-        """`forward` for texts that what stands beside z was not fitted to. It runs in eval mode for them."""
-        if self.model.beside is None:
-            return self.forward(batch, keep)
-        self.model.beside.eval()
-        try:
-            return self.forward(batch, keep)
-        finally:
-            self.model.beside.train()
-
-
-@dataclass(frozen=True)
-class Run(Training):
-    """A run on this rank, ready for `training.start` and `training.trainer`."""
-
-    folder: Path
-    resume_from: Path | None  # checkpoint folder
-    datasets: Datasets
-    statistics: NumericStatistics
-    inputs: dict[str, str]  # digests of data, tokenizer and base (`checkpoint.resume`)
-    loaders: StageLoaders
-    cache: FeatureCache
-    evaluations: Evaluations
-    saver: Saver
-    progress: Progress
-
-    def at(self, what: str, done: int, of: int) -> None:
-        """Show progress during the start. Raises `Stopped` as `check_stop` does."""
-        self.check_stop()
-        self.progress.part(what, done, of)
-
-    def calibration_loader(self, tokens: int, numbers: int = 0) -> Loader:
-        """A loader whose first step has this rank's share of the calibration texts.
-
-        Over all ranks these texts have about `tokens` tokens and at least about `numbers` numbers. They are the same
-        for any number of ranks.
-        """
-        report = self.datasets.train.report
-        share = max(tokens / report.tokens, numbers / max(self.statistics.count, 1))
-        samples = min(max(1, round(share * report.sequences)), report.sequences)
-        return Loader(
-            self.datasets.train,
-            rank=self.runtime.rank,
-            world=self.groups.world_size,
-            global_batch_size=samples,
-            micro_batch_size=self.config.train.micro_batch_size,
-            seed=self.config.train.seed,
-        )
-
-    def calibration_batches(self, tokens: int) -> list[Batch]:
-        """The batches of the first step of `calibration_loader`."""
-        return next(iter(self.calibration_loader(tokens)))
 
 
 def build_training(

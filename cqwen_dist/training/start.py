@@ -31,7 +31,7 @@ from cqwen_dist.model.initialise import override_start
 from cqwen_dist.parallel.collectives import main_rank_first
 from cqwen_dist.run.environment import write_environment
 from cqwen_dist.run.files import LATEST, START, START_TENSORS, write_atomically
-from cqwen_dist.training.assembly import Run
+from cqwen_dist.training.run_parts import Run
 from cqwen_dist.training.state import Place, head_shapes, load_heads, restore, row_range
 from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
 from cqwen_dist.training.telemetry.metrics import MetricsLog
@@ -119,7 +119,7 @@ def _make_start(run: Run) -> Place:
     if run.runtime.is_main:
         write_environment(run.folder, run.groups.world_size, {"deepspeed_config": run.engine.deepspeed_config})
         write_atomically(run.folder / START, json.dumps({**start, "eval": metrics}, indent=1))
-    return Place(figures=metrics)
+    return Place(0, run.schedule.at(0).stage.name, run.loaders.state_dict(), metrics, evaluated=bool(metrics))
 
 
 def read_threshold(given: float | str | None, vocab_size: int, rows: tuple[int, int]) -> float | Tensor | None:

@@ -15,10 +15,10 @@ from cqwen_dist.checkpoint.tensors import refuse_strange
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.lora import is_lora
 from cqwen_dist.run.files import START_TENSORS
-from cqwen_dist.training.assembly import Run
 from cqwen_dist.training.evaluation.number_metrics import CALIBRATION
 from cqwen_dist.training.moments import MOMENTS
 from cqwen_dist.training.parameter_groups import has_rows
+from cqwen_dist.training.run_parts import Run
 from cqwen_dist.training.zero.engine import Engine
 from cqwen_dist.training.zero.zero_state import FeatureState
 

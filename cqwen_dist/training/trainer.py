@@ -2,110 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
-from cqwen_dist.config.schema import Config
 from cqwen_dist.parallel.collectives import Stopped, from_main_rank
-from cqwen_dist.parallel.runtime import Runtime, distributed
-from cqwen_dist.parallel.stop import StopFlag
-from cqwen_dist.run.files import CHECKPOINTS, METRICS
-from cqwen_dist.run.status import RunStatus, read_status
-from cqwen_dist.training.assembly import Run, build_run
-from cqwen_dist.training.callbacks import Callback, Callbacks, TrainResult
+from cqwen_dist.run.status import RunStatus
+from cqwen_dist.training.callbacks import Callbacks
 from cqwen_dist.training.replicas import RanksDiffer
-from cqwen_dist.training.session import open_session
+from cqwen_dist.training.run_parts import Run
 from cqwen_dist.training.stages import StagePlan
-from cqwen_dist.training.start import begin, open_log
 from cqwen_dist.training.state import Place, restore, save
 from cqwen_dist.training.telemetry.alarms import Alarm, Refusals
-from cqwen_dist.training.telemetry.metrics import MetricsFile, MetricsLog
-from cqwen_dist.training.telemetry.perf import Clock, work_of
+from cqwen_dist.training.telemetry.metrics import MetricsLog
+from cqwen_dist.training.telemetry.perf import Clock
 from cqwen_dist.training.zero.engine import NonFiniteStep
-
-
-def train(
-    config: Config, callbacks: Sequence[Callback] = (), write_inputs: Callable[[], None] = lambda: None
-) -> TrainResult:
-    """Train or resume a run. Returns at once if the run is done. All ranks call it.
-
-    write_inputs: as in `open_session`. Raises `UserError` on all ranks for wrong input, and `Stopped` if a signal
-    stopped the run; the run can be resumed.
-    """
-    with StopFlag().installed() as stop, distributed(config.parallel.timeout_min * 60, stop) as runtime:
-        metrics = train_on(config, runtime, callbacks, write_inputs)
-        folder = Path(config.run.dir)
-        ended = from_main_rank(lambda: read_status(folder))
-    newest = ended.get("checkpoint")
-    checkpoint = None if newest is None else folder / CHECKPOINTS / newest
-    metrics = {name: float(value) for name, value in metrics.items()}
-    step, reason = ended.get("step", 0), ended.get("reason")
-    return TrainResult(folder, ended["status"], step, metrics, checkpoint, reason, runtime.rank)
-
-
-def train_on(
-    config: Config,
-    runtime: Runtime,
-    callbacks: Sequence[Callback] = (),
-    write_inputs: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
-    """`train` in an existing process group; returns the last evaluation's metrics."""
-    with open_session(config, runtime, write_inputs) as status:
-        with runtime.stop.interruptible():  # no progress yet that a checkpoint should save
-            run = build_run(config, runtime)
-        called = Callbacks(callbacks if runtime.is_main else (), run.folder, runtime.stop, run.schedule)
-        try:
-            return Trainer(run, status, called).train()
-        finally:
-            run.progress.close()
 
 
 class Trainer:
     """Trains a run on this rank from its current place to the end."""
 
-    def __init__(self, run: Run, status: RunStatus, callbacks: Callbacks) -> None:
-        config, runtime = run.config, run.runtime
-        self.run, self.status, self.callbacks = run, status, callbacks
-        self.place = Place()
-        self.saved_step = 0
-        self.log: MetricsLog | None = None  # of rank 0
+    def __init__(
+        self,
+        run: Run,
+        status: RunStatus,
+        callbacks: Callbacks,
+        place: Place,
+        clock: Clock,
+        open_log: Callable[[Place], MetricsLog | None],
+    ) -> None:
+        """place: where the run starts or continues. open_log: opens the log at a place; None except on rank 0."""
+        self.run, self.status, self.callbacks, self.place, self.clock = run, status, callbacks, place, clock
+        self.saved_step = place.step
         self.refusals = Refusals()
-        self.clock = Clock(work_of(config, run.model), runtime.device, run.groups.world_size)
+        self._open_log = open_log
+        self.log = open_log(place)
 
     def train(self) -> dict[str, Any]:
-        """Start or resume, and train to the end. Returns the metrics of the last evaluation."""
-        run, stop = self.run, self.run.runtime.stop
-        # Building the run was interruptible: agree on a stop once before the first long collective
-        with stop.excusing_lost_ranks():
-            stop.agreed(run.runtime.device)
-        alone = run.groups.world_size == 1  # no other rank waits, so a signal may end the start at once
-        # Restore the checkpoint, or calibrate the heads and evaluate step 0
-        with stop.interruptible() if alone else nullcontext():
-            self.place = begin(run)
-        self.saved_step = self.place.step
-        if self.place.step >= run.schedule.total_steps and self.place.due is None:
-            return self._already_done()
-        self.log = open_log(run, self.place, self.callbacks.step)
-        self._write_status("running")
-        reason = None
-        # The steps. A stop request raises `Stopped` on all ranks before the same step, and all save there.
+        """Train to the end of the run, or of this command's last stage. Returns the metrics of the last evaluation."""
+        run, reason = self.run, None
         try:
             if run.config.train.checkpoint_start and run.resume_from is None:
-                self._move_to(0, evaluated=bool(self.place.figures))
                 self._save()
             if self.place.step == 0 and self.place.figures:
                 self.callbacks.tell("on_evaluation", 0, self.place.stage, self.place.figures)
-            self._take_steps()
+            while True:
+                try:
+                    self._take_steps()
+                    break
+                except RanksDiffer as found:
+                    self._go_back(found)
+        # All ranks raise it before the same step, and all save there
         except Stopped:
             self._save_on_stop()
             reason = self.callbacks.agreed()
             if reason is None:  # a signal: the caller reports it; a callback's stop returns normally
                 raise
-        finally:  # a failed run also logs all of its steps
+        # A failed run also logs all of its steps
+        finally:
             run.loaders.close()
             run.saver.close()
             if self.log is not None:
@@ -120,33 +75,56 @@ class Trainer:
         return self.place.figures
 
     def _take_steps(self) -> None:
-        """Run `_loop`. If copies differ between ranks, replay from the last checkpoint."""
-        while True:
-            try:
-                self._loop()
-                return
-            except RanksDiffer as found:
-                self._go_back(found)
-
-    def _loop(self) -> None:
-        """Take steps to the end of the run, or to the end of this command's last stage."""
-        run, step = self.run, self.place.step
-        if (due := self.place.due) is not None:  # the previous command stopped during the evaluation of this step
-            if self.log is not None:
-                self.log.push(due)
-            self._after_step(step, due)
+        """Take steps to the end of the run, or of this command's last stage. All ranks see the same order of events."""
+        run, every = self.run, self.run.config.train
+        due = self.place.due  # the record of a step whose evaluation a signal ended: only the evaluation is repeated
+        step = self.place.step - (due is not None)
         entered = -1  # index of the current stage
         while step < run.schedule.total_steps:
             plan = run.schedule.at(step)  # asked at each step: an evaluation may end a stage early
-            self._move_to(step)
-            if plan.index > run.config.last_stage:
-                break  # the next command continues from here
-            if plan.index != entered:
-                batches = self._enter_stage(plan, step)
-                entered = plan.index
-            record = self._take_step(plan, step, batches)
+            if due is None:
+                # A stage starts or is resumed; the next command continues after this command's last stage
+                if plan.index > run.config.last_stage:
+                    return
+                if plan.index != entered:
+                    batches = self._enter_stage(plan, step)
+                    entered = plan.index
+                # Batches, optimizer step, record
+                record = self._take_step(plan, step, batches)
+            else:
+                record, due = due, None
+                if self.log is not None:
+                    self.log.push(record)
             step += 1
-            self._after_step(step, record)
+
+            # The place after the step: here a stop request saves
+            run.runtime.hang.alive()
+            self.status.at(step, run.schedule.total_steps, plan.stage.name, run.saver.newest)
+            self.place = Place(step, plan.stage.name, run.loaders.state_dict(), self.place.figures)
+            at_end = step == plan.stop
+            saves = at_end or step % every.checkpoint_every == 0
+
+            # Compare copies before the save: a corrupt copy must not reach a checkpoint
+            self._check_ranks(step, due=saves)
+
+            # Evaluate. If a signal ends the evaluation, the place has the record, and a resumed run repeats it.
+            if at_end or step % every.eval_every == 0:
+                self.place.due = record
+                self.place.figures = metrics = self._evaluate(step)
+                self.place.due, self.place.evaluated = None, True
+                at_end = run.schedule.observe(step, metrics) or at_end
+                run.progress.total = run.schedule.total_steps
+
+            # Save. The log is written first: a run resumed from this checkpoint does not log this step again.
+            if saves or at_end:
+                if not saves:  # the evaluation ended the stage
+                    self._check_ranks(step, due=True)
+                if self.log is not None:
+                    self.log.flush()
+                self._save()
+            self.callbacks.checkpoints(step, plan.stage.name, run.saver.whole)
+            if at_end:
+                self.callbacks.tell("on_stage_end", step, plan.stage.name)
 
     def _enter_stage(self, plan: StagePlan, step: int) -> Iterator[list[Batch]]:
         """Start or resume a stage at a step. Returns its batches."""
@@ -197,32 +175,6 @@ class Trainer:
             self.run.stepper.give_up(self.run.loaders.current.micro_steps)
             raise
 
-    def _after_step(self, step: int, record: dict[str, Any]) -> None:
-        """Compare copies, evaluate and save, as far as they are due after this step."""
-        run, train = self.run, self.run.config.train
-        run.runtime.hang.alive()
-        plan = run.schedule.at(step - 1)
-        self.status.at(step, run.schedule.total_steps, plan.stage.name, run.saver.newest)
-        self._move_to(step)
-        at_end = step == plan.stop
-        saves = at_end or step % train.checkpoint_every == 0
-        self._check_ranks(step, due=saves)  # before the save: a corrupt copy must not reach a checkpoint
-        if at_end or step % train.eval_every == 0:
-            self._move_to(step, due=record)  # if a signal ends the evaluation, a resumed run repeats it
-            metrics = self._evaluate(step)
-            self._move_to(step, figures=metrics, evaluated=True)
-            at_end = run.schedule.observe(step, metrics) or at_end
-            run.progress.total = run.schedule.total_steps
-        if saves or at_end:
-            if not saves:  # the evaluation ended the stage
-                self._check_ranks(step, due=True)
-            if self.log is not None:
-                self.log.flush()  # before the checkpoint, since a run resumed from it does not log this step again
-            self._save()
-        self.callbacks.checkpoints(step, self.place.stage, run.saver.whole)
-        if at_end:
-            self.callbacks.tell("on_stage_end", step, self.place.stage)
-
     def _check_ranks(self, step: int, due: bool) -> None:
         """Compare the copies on all ranks if due. Raises `RanksDiffer`."""
         if passing_fault := self.run.replicas.check(step, due):
@@ -240,7 +192,7 @@ class Trainer:
             self.log.close()
         self.place = restore(run, folder)
         self.saved_step = self.place.step
-        self.log = open_log(run, self.place, self.callbacks.step)
+        self.log = self._open_log(self.place)
         text = f"after step {found.step}: {found}; the steps after {self.place.step} are taken again"
         self._alarm(Alarm(self.place.step, "ranks-differ", text))
 
@@ -260,11 +212,6 @@ class Trainer:
             self.run.progress.say(f"  evaluation at step {step}: {shown}")
         return metrics
 
-    def _move_to(self, step: int, **fields: Any) -> None:
-        """Set the place of the run. fields: fields of `Place`; without `figures` the last metrics are kept."""
-        stage = self.run.schedule.at(max(step - 1, 0)).stage.name
-        self.place = Place(step, stage, self.run.loaders.state_dict(), **{"figures": self.place.figures, **fields})
-
     def _save(self) -> None:
         save(self.run, self.place)
         self.saved_step = self.place.step
@@ -279,16 +226,3 @@ class Trainer:
             self._save()
         self.run.saver.wait()
         self.status.write(checkpoint=self.run.saver.newest)
-
-    def _already_done(self) -> dict[str, Any]:
-        run = self.run
-        run.progress.say(f"already done: {run.schedule.total_steps} steps in {run.folder}")
-        if run.runtime.is_main and read_status(run.folder)["status"] != "done":  # killed before it wrote the status
-            MetricsFile(run.folder / METRICS, self.place.step).close()  # drops a truncated last line
-            self._write_status("done")
-        return self.place.figures
-
-    def _write_status(self, status: str) -> None:
-        schedule, step = self.run.schedule, self.place.step
-        self.status.at(step, schedule.total_steps, schedule.at(step).stage.name)
-        self.status.write(status=status)

@@ -13,7 +13,7 @@ from cqwen_dist.checkpoint.export import load_trained
 from cqwen_dist.checkpoint.manifest import list_checkpoints
 from cqwen_dist.config import Config
 from cqwen_dist.parallel.runtime import Runtime
-from cqwen_dist.training.trainer import train_on
+from cqwen_dist.training.train import train_on
 from experiments.learn.answers import (
     Predictions,
     answer_batches,

@@ -59,7 +59,7 @@ def test_time_from_sbatch_to_the_first_step(cluster: Cluster, tmp_path: Path) ->
             seen.append(time.monotonic() - began)
         time.sleep(0.01)
     began_bare = time.monotonic()
-    cluster.slurm("srun", "-N2", sys.executable, "-c", "import cqwen_dist.training.trainer, deepspeed")
+    cluster.slurm("srun", "-N2", sys.executable, "-c", "import cqwen_dist.training.train, deepspeed")
     bare = time.monotonic() - began_bare
     print(f"\n  {began - before:6.2f} s  cqwen submit itself")
     for (name, spent), at, last in zip(MARKS, seen, [0.0, *seen], strict=False):

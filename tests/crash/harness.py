@@ -33,14 +33,14 @@ POINTS: dict[str, tuple[str, str, int, float]] = {
     "step": ("cqwen_dist.training.step:Stepper", "__call__", 9, 40.0),
     "save": ("cqwen_dist.checkpoint.saving:Saver", "_write", 5, 60.0),
     "boundary": ("cqwen_dist.training.trainer:Trainer", "_enter_stage", 2, 20.0),
-    "evaluation": ("cqwen_dist.training.assembly:Training", "forward", 9, 20.0),
+    "evaluation": ("cqwen_dist.training.run_parts:Training", "forward", 9, 20.0),
 }
 WAIT = "data"  # a wait for a batch that does not come
 ELSEWHERE = {
     WAIT: ("cqwen_dist.training.trainer:Trainer", "_next", 9, 20.0),
     "figures": ("cqwen_dist.training.trainer:Trainer", "_evaluate", 4, 20.0),
     "setup": ("cqwen_dist.training.stage_loaders:StageLoaders", "__init__", 1, 0.0),
-    "start": ("cqwen_dist.training.assembly:Run", "at", 9, 20.0),
+    "start": ("cqwen_dist.training.run_parts:Run", "at", 9, 20.0),
     "prune": ("cqwen_dist.checkpoint.saving:Saver", "_prune", 4, 10.0),
     "prepare": ("cqwen_dist.data.prepare:_Build", "_write", 1, 30.0),
 }
@@ -144,7 +144,7 @@ def _rank(
 
     from cqwen_dist.config import load_config
     from cqwen_dist.parallel.collectives import Stopped
-    from cqwen_dist.training.trainer import train
+    from cqwen_dist.training.train import train
 
     os.environ.clear()
     os.environ.update(environment)

@@ -15,7 +15,7 @@ from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.model import causal_qwen
-from cqwen_dist.training.trainer import train_on
+from cqwen_dist.training.train import train_on
 
 
 @pytest.mark.parametrize("start", ["seed", "seed-100"])

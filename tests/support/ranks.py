@@ -33,7 +33,7 @@ LIMIT_S = 400.0  # for what takes seconds where nothing else runs; pytest's own 
 # Two thirds of a tiny run are imports: DeepSpeed decorates an optimizer with torch.compile, which imports inductor.
 PRELOADED = [
     "torch.distributed",
-    "cqwen_dist.training.trainer",
+    "cqwen_dist.training.train",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "pandas",
     "peft",

@@ -101,7 +101,7 @@ def as_rank() -> Any:
 
 
 def _train(config: str, overrides: list[str]) -> dict[str, Any]:
-    from cqwen_dist.training.trainer import train_on
+    from cqwen_dist.training.train import train_on
 
     return train_on(load_config(config, overrides), as_rank())
 

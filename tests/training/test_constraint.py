@@ -148,7 +148,7 @@ MODES = {
 
 
 def _three(config: str) -> None:
-    from cqwen_dist.training.trainer import train_on
+    from cqwen_dist.training.train import train_on
 
     constraint.EVERY = 1
     for name, options in MODES.items():

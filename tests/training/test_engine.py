@@ -70,7 +70,7 @@ def test_the_seen_norms_round_trip_through_json() -> None:
 
 def _train_clipping_half(config: str, overrides: list[str]) -> dict[str, Any]:
     """A run that takes a step of more than the usual norm for unlike the others: about every second one."""
-    from cqwen_dist.training.trainer import train_on
+    from cqwen_dist.training.train import train_on
 
     UsualNorm.TIMES = 1.0
     return train_on(load_config(config, overrides), as_rank())

@@ -17,7 +17,7 @@ from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.files import file_record, key_digest
 from cqwen_dist.training.features.cache import FeatureCache
 from cqwen_dist.training.features.shards import FeatureShards
-from cqwen_dist.training.trainer import train_on
+from cqwen_dist.training.train import train_on
 from cqwen_dist.training.zero.engine import Engine
 
 WIDTH = 16  # of z

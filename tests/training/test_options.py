@@ -93,7 +93,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float] |
 
 
 def _train_all(config: Path) -> dict[str, list[float] | str]:
-    from cqwen_dist.training.trainer import train_on
+    from cqwen_dist.training.train import train_on
 
     found: dict[str, list[float] | str] = {}
     for number, options in enumerate(["", *CHANGES, *SAME]):

@@ -11,7 +11,7 @@ from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.config import load_config
 from cqwen_dist.model import varlen
 from cqwen_dist.training.telemetry.progress import Progress
-from cqwen_dist.training.trainer import train_on
+from cqwen_dist.training.train import train_on
 
 FAR = "parallel.zero_stage=3", "parallel.vocab_group_size=2", "model.gradient_checkpointing=true"
 

@@ -16,7 +16,8 @@ from cqwen_dist.checkpoint.manifest import latest_checkpoint
 from cqwen_dist.config import load_config
 from cqwen_dist.run.status import read_status
 from cqwen_dist.training.replicas import RanksDiffer, bit_hash
-from cqwen_dist.training.trainer import Trainer, train_on
+from cqwen_dist.training.train import train_on
+from cqwen_dist.training.trainer import Trainer
 
 
 def test_one_flipped_bit_or_swapped_values_change_the_hash() -> None:

@@ -19,8 +19,9 @@ from cqwen_dist.config import Config, Stage
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, seed_everything
-from cqwen_dist.training.assembly import Base, Training, Words, build_training
+from cqwen_dist.training.assembly import build_training
 from cqwen_dist.training.constraint import EVERY
+from cqwen_dist.training.run_parts import Base, Training, Words
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.step import ACCURACY_EVERY
 from cqwen_dist.training.zero.partitioned_base import partitioned

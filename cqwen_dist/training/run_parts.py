@@ -1,0 +1,132 @@
+"""The parts of a run on this rank, as values: what `training.assembly` builds, and start, loop and checkpoints use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.checkpoint.saving import Saver
+from cqwen_dist.config.schema import Config
+from cqwen_dist.data.dataset import Datasets
+from cqwen_dist.data.loader import Loader
+from cqwen_dist.data.statistics import NumericStatistics
+from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.parallel.groups import Groups
+from cqwen_dist.parallel.runtime import Runtime
+from cqwen_dist.training.constraint import Constraint
+from cqwen_dist.training.evaluation.run_evaluation import Evaluations
+from cqwen_dist.training.features.cache import FeatureCache
+from cqwen_dist.training.replicas import Replicas
+from cqwen_dist.training.stage_loaders import StageLoaders
+from cqwen_dist.training.stages import Schedule, StagePlan
+from cqwen_dist.training.step import Stepper
+from cqwen_dist.training.telemetry.progress import Progress
+from cqwen_dist.training.zero.engine import Engine
+
+
+class Base(NamedTuple):
+    """A base model. head, table: lazy output head and token table, if ZeRO-3 has partitioned the model."""
+
+    model: Any
+    head: Any = None
+    table: Any = None
+
+
+class Words(NamedTuple):
+    """Facts about the vocabulary, from the tokenizer and the data."""
+
+    num_token_id: int
+    used_rows: int  # the tokenizer uses only rows below this one
+    counts: np.ndarray  # [V]: occurrences in the training data
+    numerals: Sequence[int] = ()  # tokens with which the base spells numerals
+    line_ends: Sequence[int] = ()  # tokens that end a line
+
+
+@dataclass(frozen=True)
+class Training:
+    """The parts that take optimizer steps on this rank."""
+
+    config: Config
+    runtime: Runtime
+    groups: Groups
+    model: CausalQwenModel
+    engine: Engine
+    constraint: Constraint
+    stepper: Stepper
+    replicas: Replicas
+    schedule: Schedule
+    words: Words
+
+    def enter_stage(self, plan: StagePlan, fresh: bool) -> None:
+        """Set the trained groups. fresh: the stage starts (not resumed), so newly trained groups get zero moments."""
+        self.engine.enter_stage(plan, self.schedule.newly_trained(plan) if fresh else frozenset())
+        self.constraint.features_moved = self.schedule.features_trained_by(plan)
+
+    def forward(self, batch: Batch, keep: Tensor) -> Tensor:
+        """z at the label positions `keep`, outside of steps. Raises `Stopped` as `check_stop` does."""
+        self.check_stop()
+        return self.engine.forward(batch, keep)
+
+    def check_stop(self) -> None:
+        """Raises `Stopped` on all ranks if any rank received a stop request. Collective over the world."""
+        self.runtime.hang.alive()
+        self.runtime.stop.agreed(self.runtime.device)
+
+    def forward_held_out(self, batch: Batch, keep: Tensor) -> Tensor:
+        """`forward` for texts that what stands beside z was not fitted to. It runs in eval mode for them."""
+        if self.model.beside is None:
+            return self.forward(batch, keep)
+        self.model.beside.eval()
+        try:
+            return self.forward(batch, keep)
+        finally:
+            self.model.beside.train()
+
+
+@dataclass(frozen=True)
+class Run(Training):
+    """A run on this rank, ready for `training.start` and `training.trainer`."""
+
+    folder: Path
+    resume_from: Path | None  # checkpoint folder
+    datasets: Datasets
+    statistics: NumericStatistics
+    inputs: dict[str, str]  # digests of data, tokenizer and base (`checkpoint.resume`)
+    loaders: StageLoaders
+    cache: FeatureCache
+    evaluations: Evaluations
+    saver: Saver
+    progress: Progress
+
+    def at(self, what: str, done: int, of: int) -> None:
+        """Show progress during the start. Raises `Stopped` as `check_stop` does."""
+        self.check_stop()
+        self.progress.part(what, done, of)
+
+    def calibration_loader(self, tokens: int, numbers: int = 0) -> Loader:
+        """A loader whose first step has this rank's share of the calibration texts.
+
+        Over all ranks these texts have about `tokens` tokens and at least about `numbers` numbers. They are the same
+        for any number of ranks.
+        """
+        report = self.datasets.train.report
+        share = max(tokens / report.tokens, numbers / max(self.statistics.count, 1))
+        samples = min(max(1, round(share * report.sequences)), report.sequences)
+        return Loader(
+            self.datasets.train,
+            rank=self.runtime.rank,
+            world=self.groups.world_size,
+            global_batch_size=samples,
+            micro_batch_size=self.config.train.micro_batch_size,
+            seed=self.config.train.seed,
+        )
+
+    def calibration_batches(self, tokens: int) -> list[Batch]:
+        """The batches of the first step of `calibration_loader`."""
+        return next(iter(self.calibration_loader(tokens)))

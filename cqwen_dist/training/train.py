@@ -1,0 +1,82 @@
+"""One training command from start to end: opens the run, builds it, starts or resumes it, and trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cqwen_dist.config.schema import Config
+from cqwen_dist.parallel.collectives import from_main_rank
+from cqwen_dist.parallel.runtime import Runtime, distributed
+from cqwen_dist.parallel.stop import StopFlag
+from cqwen_dist.run.files import CHECKPOINTS, METRICS
+from cqwen_dist.run.status import read_status
+from cqwen_dist.training.assembly import build_run
+from cqwen_dist.training.callbacks import Callback, Callbacks, TrainResult
+from cqwen_dist.training.session import open_session
+from cqwen_dist.training.start import begin, open_log
+from cqwen_dist.training.telemetry.metrics import MetricsFile
+from cqwen_dist.training.telemetry.perf import Clock, work_of
+from cqwen_dist.training.trainer import Trainer
+
+
+def train(
+    config: Config, callbacks: Sequence[Callback] = (), write_inputs: Callable[[], None] = lambda: None
+) -> TrainResult:
+    """Train or resume a run. Returns at once if the run is done. All ranks call it.
+
+    write_inputs: as in `open_session`. Raises `UserError` on all ranks for wrong input, and `Stopped` if a signal
+    stopped the run; the run can be resumed.
+    """
+    with StopFlag().installed() as stop, distributed(config.parallel.timeout_min * 60, stop) as runtime:
+        metrics = train_on(config, runtime, callbacks, write_inputs)
+        folder = Path(config.run.dir)
+        ended = from_main_rank(lambda: read_status(folder))
+    newest = ended.get("checkpoint")
+    checkpoint = None if newest is None else folder / CHECKPOINTS / newest
+    metrics = {name: float(value) for name, value in metrics.items()}
+    step, reason = ended.get("step", 0), ended.get("reason")
+    return TrainResult(folder, ended["status"], step, metrics, checkpoint, reason, runtime.rank)
+
+
+def train_on(
+    config: Config,
+    runtime: Runtime,
+    callbacks: Sequence[Callback] = (),
+    write_inputs: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """`train` in an existing process group; returns the last evaluation's metrics."""
+    stop = runtime.stop
+    with open_session(config, runtime, write_inputs) as status:
+        # Read the data, load the base. A signal ends this at once: there is no progress to save yet.
+        with stop.interruptible():
+            run = build_run(config, runtime)
+        called = Callbacks(callbacks if runtime.is_main else (), run.folder, stop, run.schedule)
+        try:
+            # Agree on a stop once before the first long collective
+            with stop.excusing_lost_ranks():
+                stop.agreed(runtime.device)
+            # Restore the checkpoint, or calibrate the heads and evaluate step 0. If no other rank waits, a signal may
+            # end this at once.
+            with stop.interruptible() if run.groups.world_size == 1 else nullcontext():
+                place = begin(run)
+            total = run.schedule.total_steps
+            if place.step >= total and place.due is None:
+                run.progress.say(f"already done: {total} steps in {run.folder}")
+                # A kill may have come before the last status
+                if runtime.is_main and read_status(run.folder)["status"] != "done":
+                    MetricsFile(run.folder / METRICS, place.step).close()  # drops a truncated last line
+                    status.at(place.step, total, run.schedule.at(place.step).stage.name)
+                    status.write(status="done")
+                return place.figures
+            # The steps
+            clock = Clock(work_of(config, run.model), runtime.device, run.groups.world_size)
+            trainer = Trainer(run, status, called, place, clock, partial(open_log, run, on_record=called.step))
+            status.at(place.step, total, run.schedule.at(place.step).stage.name)
+            status.write(status="running")
+            return trainer.train()
+        finally:
+            run.progress.close()
