@@ -23,6 +23,16 @@ def import_path(value: str) -> str:
     return value
 
 
+def source_of(value: str | None) -> Path | None:
+    """The file of the module that an import path names; None for another value, or without such a file."""
+    form = _PATH.fullmatch(value or "")
+    try:
+        spec = find_spec(form[1]) if form else None
+    except Exception:  # a parent package may raise anything; `find_custom` reports it
+        return None
+    return Path(spec.origin) if spec is not None and spec.origin and Path(spec.origin).is_file() else None
+
+
 def find_custom(key: str, path: str, outside: str | Path = "") -> Any:
     """Import the class at an import path. Raises `UserError` by key if this fails.
 

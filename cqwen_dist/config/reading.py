@@ -172,16 +172,17 @@ def _where(text: str) -> str:
     return f"override {text}" if len(text) <= 80 else f"override {text[:77]}..."
 
 
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings and lists as one dict by dotted key."""
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    if isinstance(value, dict):
+        return {k: v for key, item in value.items() for k, v in flat(item, f"{prefix}{key}.").items()}
+    return {prefix[:-1]: value}
+
+
 def changed_keys(old: Config, new: Config, begun: bool = True) -> list[tuple[str, object, object]]:
     """Dotted keys that differ between two configs. begun: only keys that a resumed run must not change."""
-
-    def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-        if isinstance(value, list):
-            value = dict(enumerate(value))
-        if isinstance(value, dict):
-            return {k: v for key, item in value.items() for k, v in flat(item, f"{prefix}{key}.").items()}
-        return {prefix[:-1]: value}
-
     # Compare resolved configs, so that writing out a default is no change.
     a, b = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
     free = [k for k in {**a, **b} if k.startswith(RESUMABLE) or _RESUMABLE_OF_A_STAGE.fullmatch(k)]

@@ -5,29 +5,27 @@ The trainer, the benchmark rig and the tests all use these functions, so they me
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cqwen_dist.checkpoint.manifest import Retention, choose_checkpoint, finish_renames
-from cqwen_dist.checkpoint.resume import base_digest
+from cqwen_dist.checkpoint.resume import KEYS
 from cqwen_dist.checkpoint.saving import Saver
 from cqwen_dist.config.custom import find_custom
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
 from cqwen_dist.config.training import rises
 from cqwen_dist.data.dataset import TextDataset
-from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.statistics import NumericStatistics
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.heads.abduction import abduction_named
 from cqwen_dist.heads.fused_loss import LossOptions, gate_named
-from cqwen_dist.model.backbone import base_config, base_folder_of, load_base
+from cqwen_dist.model.backbone import base_config, load_base
 from cqwen_dist.model.calibration import Features
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.layers import run_layers_as
@@ -37,14 +35,14 @@ from cqwen_dist.parallel.collectives import from_main_rank, gather_objects, main
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, seed_everything
 from cqwen_dist.parallel.vocab_parallel import vocab_range
-from cqwen_dist.run.files import DIGESTS
-from cqwen_dist.training.base import build_run_base, load_tokenizer
+from cqwen_dist.training.base import build_run_base
 from cqwen_dist.training.constraint import Constraint
 from cqwen_dist.training.evaluation.evaluator import Evaluator
-from cqwen_dist.training.evaluation.run_evaluation import Evaluations, read_watched
+from cqwen_dist.training.evaluation.run_evaluation import Evaluations
 from cqwen_dist.training.features.cache import FeatureCache
 from cqwen_dist.training.features.kept import ROOM, KeptFeatures
 from cqwen_dist.training.frequency import class_weights
+from cqwen_dist.training.inputs import read_texts, read_tokenizer
 from cqwen_dist.training.replicas import Replicas
 from cqwen_dist.training.run_parts import Base, Run, Training, Words
 from cqwen_dist.training.stage_loaders import StageLoaders
@@ -135,12 +133,14 @@ def build_run(config: Config, runtime: Runtime) -> Run:
     main_rank_first(lambda: build_run_base(config, progress.say, runtime.device))
     for note in config.fit_to(base_config(config.base_folder, config.model.trust_remote_code).model_type):
         progress.say(f"note: {note}")
-    base, tokenizer = _load_base(config, runtime)
+    # Before anything that depends on them: under ZeRO-3 even loading the base is a collective
+    tokenizer, weights = read_tokenizer(config, resume_from)
+    base = _load_base(config, runtime, tokenizer.rows_for)
     context = base.model.config.max_position_embeddings
     for key, length in config.sequence_lengths().items():
         if length > context:
             raise UserError(key, length, f"at most {context}, the base model's context")
-    datasets = load_datasets(config.data, tokenizer, main_rank_first)
+    (datasets, watched), samples = read_texts(config.data, tokenizer)
     statistics = datasets.train.statistics(rank, world, gather_objects)
     loaders = StageLoaders(datasets.train, config.batch_shapes(), rank, world, config.train.seed)
     words = Words(
@@ -150,12 +150,7 @@ def build_run(config: Config, runtime: Runtime) -> Run:
         numerals=tokenizer.numeral_ids if config.num_row_init == "digits" else (),
         line_ends=tokenizer.line_end_ids,
     )
-    inputs = {
-        "data": datasets.train.digest(),
-        "eval": "" if datasets.eval is None else datasets.eval.digest(),
-        "tokenizer": tokenizer.digest(),
-        "base": from_main_rank(lambda: base_digest(base_folder_of(config.base_folder), folder / DIGESTS)),
-    }
+    inputs = {name: (weights | samples)[key] for name, key in KEYS.items()}
     of_z = {name: inputs[name] for name in ("base", "tokenizer")}
     of_z |= config.model.model_dump(include={"quantize", "value_periods"})
     target = asdict(statistics.transform(config.target_transform))
@@ -171,7 +166,7 @@ def build_run(config: Config, runtime: Runtime) -> Run:
         cache=FeatureCache(
             config.train.feature_cache, folder, runtime, training.engine, training.forward, of_z, progress
         ),
-        evaluations=_evaluations(training, datasets.eval, tokenizer, statistics, progress),
+        evaluations=_evaluations(training, datasets.eval, watched, tokenizer, statistics, progress),
         saver=_saver(config, groups, runtime, progress),
         progress=progress,
     )
@@ -192,6 +187,7 @@ def _saver(config: Config, groups: Groups, runtime: Runtime, progress: Progress)
 def _evaluations(
     training: Training,
     held_out: TextDataset | None,
+    watched: Mapping[str, TextDataset],
     tokenizer: NumericalAwareTokenizer,
     statistics: NumericStatistics,
     progress: Progress,
@@ -223,23 +219,15 @@ def _evaluations(
     own = training.forward if config.model.wide_from_eval else training.forward_held_out
     return Evaluations(
         None if held_out is None else evaluator(held_out, own, words.counts),
-        {
-            name: evaluator(dataset, training.forward_held_out)
-            for name, dataset in read_watched(config.data, tokenizer).items()
-        },
+        {name: evaluator(dataset, training.forward_held_out) for name, dataset in watched.items()},
         Path(config.run.dir) if runtime.is_main else None,
         tokenizer,
     )
 
 
-def _load_base(config: Config, runtime: Runtime) -> tuple[Base, NumericalAwareTokenizer]:
-    """The base model (partitioned under ZeRO-3) and the tokenizer, which is read after the base is downloaded."""
+def _load_base(config: Config, runtime: Runtime, rows_for: Callable[[int], int]) -> Base:
+    """The base model, partitioned under ZeRO-3."""
     name, dtype, model = config.base_folder, dtype_of(config.train.precision), config.model
-    tokenizer = cache(lambda: load_tokenizer(config))
-
-    def rows_for(rows: int) -> int:
-        return tokenizer().rows_for(rows)
-
     if config.parallel.zero_stage == 3:
-        return Base(*load_partitioned_base(name, config, runtime, rows_for)), tokenizer()
-    return Base(load_base(name, dtype, model.trust_remote_code, model.quantize, runtime.device, rows_for)), tokenizer()
+        return Base(*load_partitioned_base(name, config, runtime, rows_for))
+    return Base(load_base(name, dtype, model.trust_remote_code, model.quantize, runtime.device, rows_for))

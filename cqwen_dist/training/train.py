@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.config.schema import Config
+from cqwen_dist.parallel.agreement import agree
 from cqwen_dist.parallel.collectives import from_main_rank
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.parallel.stop import StopFlag
@@ -16,6 +17,7 @@ from cqwen_dist.run.files import CHECKPOINTS, METRICS
 from cqwen_dist.run.status import read_status
 from cqwen_dist.training.assembly import build_run
 from cqwen_dist.training.callbacks import Callback, Callbacks, TrainResult
+from cqwen_dist.training.inputs import config_facts
 from cqwen_dist.training.session import open_session
 from cqwen_dist.training.start import begin, open_log
 from cqwen_dist.training.telemetry.metrics import MetricsFile
@@ -50,6 +52,7 @@ def train_on(
 ) -> dict[str, Any]:
     """`train` in an existing process group; returns the last evaluation's metrics."""
     stop = runtime.stop
+    agree(lambda: (None, config_facts(config)))  # before the run folder: its path is one of the facts
     with open_session(config, runtime, write_inputs) as status:
         # Read the data, load the base. A signal ends this at once: there is no progress to save yet.
         with stop.interruptible():

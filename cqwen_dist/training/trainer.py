@@ -7,6 +7,7 @@ from typing import Any
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
+from cqwen_dist.parallel.agreement import agree
 from cqwen_dist.parallel.collectives import Stopped, from_main_rank
 from cqwen_dist.run.status import RunStatus
 from cqwen_dist.training.callbacks import Callbacks
@@ -136,6 +137,9 @@ class Trainer:
         if plan.steps <= plan.stage.warmup_steps:
             run.progress.say(f"  all of them are warm-up (warmup_steps {plan.stage.warmup_steps}): lr is not reached")
         batches = run.loaders.enter(plan)
+        now = {f"stages.{plan.index}": f"{plan.stage!r} {plan.start} {plan.stop}", "step": str(step)}
+        now["data.train"] = run.datasets.train.digest()
+        agree(lambda: (None, now))
         run.cache.enter(plan, step, run.loaders.current)
         if not self.callbacks.asked:  # after a callback's stop request the stage does not start
             self.callbacks.tell("on_stage_start", step, plan.stage.name)

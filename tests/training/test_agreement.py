@@ -1,0 +1,191 @@
+"""Ranks whose config, data, weights or code differ are refused on every rank, by key, rank and host."""
+
+import json
+import platform
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from support.runs import VOCAB, as_rank, write_config, write_texts
+
+import cqwen_dist.training.inputs as inputs
+from cqwen_dist.config import Config, UserError, load_config
+from cqwen_dist.config.reading import flat, given_config
+from cqwen_dist.parallel.agreement import agree
+from cqwen_dist.run.status import read_status
+from cqwen_dist.training.inputs import config_facts
+from cqwen_dist.training.train import train_on
+
+HOST = platform.node()
+
+
+def _refusal(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _train_here(configs: list[str], overrides: list[str]) -> str:
+    """`train_on` with this rank's config file."""
+    return _refusal(lambda: train_on(load_config(configs[dist.get_rank()], overrides), as_rank()))
+
+
+def _compare(configs: list[dict[str, Any]]) -> str:
+    config = Config.model_validate(configs[dist.get_rank()])
+    return _refusal(lambda: agree(lambda: (None, config_facts(config))))
+
+
+def _changed(value: object) -> list[object]:
+    """Other values of the same type."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, (int, float)):
+        return [value + 1, value * 2, value / 2, value + 1e-6]
+    return [f"{value}x"] if isinstance(value, str) else [1, 0.5, "x"]
+
+
+def _neighbours(config: Config) -> list[tuple[str, Config]]:
+    """Valid configs that differ from this one in one key, whatever the key."""
+    found = []
+    for key, value in flat(config.model_dump(mode="json")).items():
+        for other in _changed(value):
+            try:
+                changed = given_config(config, {key: other})
+            except UserError:
+                continue
+            if changed != config:
+                found.append((key, changed))
+                break
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_each_of_twenty_drawn_keys_is_refused_on_all_ranks(pool: Any, tmp_path: Path, world: int) -> None:
+    config = load_config(write_config(tmp_path))
+    neighbours = _neighbours(config)
+    sections = {key.partition(".")[0] for key, _ in neighbours}
+    assert sections >= {"model", "data", "loss", "stages", "train", "parallel", "run"}, "every section of the config"
+    for key, changed in random.Random(world).sample(neighbours, 20):
+        one = random.Random(key).randrange(world)
+        given = [(changed if rank == one else config).model_dump(mode="json") for rank in range(world)]
+        said = pool(_compare, world, given)
+        assert len(set(said)) == 1, "the same line on every rank"
+        # rank 0 is what the others are compared with, so its own difference is told as that of rank 1
+        assert f"rank {one or 1} ({HOST})" in said[0]
+        assert key in said[0] or "more keys differ" in said[0], said[0]
+
+
+def test_equal_configs_agree(pool: Any, tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path)).model_dump(mode="json")
+    assert pool(_compare, 3, [config] * 3) == [""] * 3
+
+
+def _other_data(folder: Path, how: str) -> Path:
+    """The texts of `write_config`, changed."""
+    lines = (folder / "texts.jsonl").read_text().splitlines()
+    if how == "equal length":
+        text = json.loads(lines[0])["text"]
+        lines[0] = json.dumps({"text": text.translate(str.maketrans("123456789", "234567891"))})
+    elif how == "other length":
+        lines = lines[:-7]
+    path = folder / "other.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def _two_copies(tmp_path: Path, **overrides: Any) -> tuple[Path, Path]:
+    """Two config files with one content, and data of their own at a path that each rank resolves by itself."""
+    first, second = tmp_path / "one", tmp_path / "two"
+    for folder in (first, second):
+        folder.mkdir()
+        write_config(folder, data__train="texts.jsonl", run__dir=str(tmp_path / "run"), **overrides)
+    return first, second
+
+
+def _train_apart(folders: list[str], overrides: list[str]) -> str:
+    """`train_on` in this rank's own working directory, as if each host had a disk of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folders[dist.get_rank()])
+        return _refusal(lambda: train_on(load_config("config.yaml", overrides), as_rank()))
+
+
+@pytest.mark.parametrize("how", ["equal length", "other length", "missing"])
+def test_other_texts_on_one_rank_are_refused(pool: Any, tmp_path: Path, how: str) -> None:
+    first, second = _two_copies(tmp_path)
+    if how == "missing":
+        (second / "texts.jsonl").unlink()
+    else:
+        _other_data(second, how).replace(second / "texts.jsonl")
+    said = pool(_train_apart, 2, [str(first), str(second)], [])
+    assert len(set(said)) == 1
+    assert "data.train" in said[0]
+    assert f"rank 1 on {HOST}" in said[0] if how == "missing" else f"rank 1 ({HOST})" in said[0]
+    assert read_status(tmp_path / "run")["status"] == "fatal", "so that SLURM does not requeue it"
+    assert not (tmp_path / "run" / "metrics.jsonl").exists(), "no step was taken"
+
+
+def test_other_watched_texts_and_other_thresholds_are_refused(pool: Any, tmp_path: Path) -> None:
+    first, second = _two_copies(tmp_path, data__watch={"kept": {"source": "kept.jsonl"}})
+    for n, folder in enumerate((first, second)):
+        write_texts(folder / "kept.jsonl", 6, seed=n)
+        save_file({"threshold": torch.full((VOCAB,), float(n))}, folder / "C.safetensors")
+    said = pool(_train_apart, 2, [str(first), str(second)], [])
+    assert said[0].startswith("data.watch.kept: ")
+    shutil.copy(first / "kept.jsonl", second / "kept.jsonl")
+    changes = ["model.threshold_init=C.safetensors", "train.thresholds=per-word", "run.resume=restart"]
+    assert "model.threshold_init" in pool(_train_apart, 2, [str(first), str(second)], changes)[0]
+
+
+def test_other_code_or_another_version_is_refused(pool: Any, tmp_path: Path) -> None:
+    config = str(write_config(tmp_path))
+    for what in ("versions", "source_of"):
+        said = pool(_compare_with_other, 2, config, what)
+        assert len(set(said)) == 1
+        assert said[0].startswith({"versions": "package torch", "source_of": "model.abduction (code)"}[what])
+
+
+def _compare_with_other(config: str, what: str) -> str:
+    other = {"versions": lambda: {"torch": f"2.{dist.get_rank()}"}, "source_of": _own_source}[what]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inputs, what, other)
+        return _refusal(lambda: agree(lambda: (None, config_facts(load_config(config)))))
+
+
+def _own_source(value: str | None) -> Path:
+    return Path(json.__file__ if dist.get_rank() else random.__file__)
+
+
+def test_a_stale_checkpoint_is_refused_when_a_run_resumes(pool: Any, two_ranks: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "one", tmp_path / "two"
+    for folder in (first, second):
+        shutil.copytree(two_ranks.parent, folder)
+    manifest = second / "run" / (second / "run" / "latest").read_text().strip() / "manifest.json"
+    manifest.write_text(manifest.read_text() + " ")
+    given = ["run.dir=run", "data.train=texts.jsonl"]
+    said = pool(_train_apart, 2, [str(first), str(second)], given)
+    assert said[0].startswith("run.resume: ")
+    assert f"rank 1 ({HOST})" in said[0]
+
+
+def _fail_on_last(world: int) -> str:
+    def read() -> tuple[None, dict[str, str]]:
+        if dist.get_rank() == world - 1:
+            raise PermissionError(13, "Permission denied", "/locked")
+        return None, {"data.train": "x"}
+
+    return _refusal(lambda: agree(read))
+
+
+def test_a_rank_that_cannot_read_ends_all_of_them(pool: Any) -> None:
+    said = pool(_fail_on_last, 3, 3)
+    assert len(set(said)) == 1
+    assert said[0].startswith(f"rank 2 on {HOST}: inputs: ")
+    assert "Permission denied" in said[0]
