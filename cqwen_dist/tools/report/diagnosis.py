@@ -202,8 +202,6 @@ def _distributions(run: RunData) -> Iterator[Finding]:
         ("U_loc", "locations", "single tokens have representations of their own"),
         ("U_scale", "scales", "the model is much less sure of some tokens or dimensions"),
     ):
-        if name == "U_scale" and run.config.number_dims:
-            continue  # skewed by design: about 1 in number dimensions, about 1e-3 elsewhere
         mean, median, std, iqr = (run.last.get(f"dist/{name}_{k}") for k in ("mean", "median", "std", "iqr"))
         if mean is None or median is None or std is None or not iqr:
             continue

@@ -8,7 +8,8 @@ dist/C_words_*                                                     mean threshol
 eval/reg_*, coverage_*, width_*, crps                              numbers (`number_metrics`)
 eval/type_accuracy, ...                                            metrics of the number head (`NumberHead.metrics`)
 eval/multilabel_*, eval/reject_*                                   on request: sets of words, abstaining
-dist/U_*               over all tokens and dimensions (`Spread`)   dist/ovr_prob_sum_*    1 is calibrated
+dist/U_loc_*, _scale_* over all tokens and the words' dimensions   dist/ovr_prob_sum_*    1 is calibrated
+dist/U_number_*        the same over the number dimensions, if any (`Spread`)
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from cqwen_dist.parallel.vocab_parallel import (
     vocab_parallel_scores,
 )
 from cqwen_dist.training.evaluation.number_metrics import Numbers, number_metrics
-from cqwen_dist.training.evaluation.spread import Spread
+from cqwen_dist.training.evaluation.spread import SpreadsOfU
 from cqwen_dist.training.frequency import BAND_NAMES, band_of, mean_thresholds
 
 PROBED = 48  # number of tokens whose U is compared between evaluations
@@ -126,7 +127,8 @@ class Evaluator:
         lists: dict[str, list[Tensor]] = defaultdict(list)
         generator = torch.Generator(self.device).manual_seed(0)  # the same individuals in each evaluation
         probe: tuple[Tensor, Cauchy] | None = None
-        spreads = {"U_loc": Spread(self.device), "U_scale": Spread(self.device)}
+        action = self.model.action
+        individual = SpreadsOfU(action.word_size, action.causal_hidden_size, self.device)
         texts, numbers = 0, None
 
         # This rank's batches: sums over tokens, and lists of values for medians
@@ -134,23 +136,21 @@ class Evaluator:
             labels = batch.labels.flatten()[keep]
             z = self.features(batch, keep) if self.kept is None else self.kept(i, batch, keep)
             u = self.model.abduction(z)
-            u_prime = self.model.action.add_noise(u)
+            u_prime = action.add_noise(u)
             if probe is None and len(labels):
                 probe = labels[:PROBED].cpu(), Cauchy(u.loc[:PROBED].cpu(), u.scale[:PROBED].cpu())
             lists["prob_sum"].append(self._add_words(u_prime, labels, sums, banded))
             self._add_numbers(u_prime, batch, keep, texts, sums, lists)
             texts += int(batch.attention_mask.any(1).sum())
             lists["prob_sum_causal"].append(self._causal_prob_sum(u, labels, generator))
-            spreads["U_loc"].add(u.loc)
-            spreads["U_scale"].add(u.scale)
+            individual.add(u)
 
         # All ranks: one gather for the lists, one all-reduce for the sums
         gathered = _gather({name: torch.cat(parts).double().cpu().numpy() for name, parts in lists.items()}, texts)
         names = sorted(sums)
         packed = sum_over(torch.cat([torch.stack([sums[name] for name in names]), banded.flatten()]))
         metrics = self._word_metrics(dict(zip(names, packed.tolist(), strict=False)), gathered)
-        for name, spread in spreads.items():
-            metrics.update({f"dist/{name}_{k}": v for k, v in spread.summary().items()})
+        metrics |= individual.summary()
 
         # The numbers, and words by frequency
         if len(gathered["true"]):
@@ -162,7 +162,6 @@ class Evaluator:
         if self.band is not None:
             bands = zip(BAND_NAMES, *packed[len(names) :].view(2, -1).tolist(), strict=True)
             metrics.update({f"eval/accuracy_words_{name}": h / n for name, h, n in bands if n})
-            action = self.model.action
             own = self.band[action.vocab_start : action.vocab_start + action.rows]
             metrics.update(mean_thresholds(action.threshold, own, self.groups))
         none = torch.zeros(0)

@@ -96,6 +96,12 @@ def test_each_rule_gives_only_its_sentence(changes: dict, raw: dict, title: str)
     assert said(changes, **raw) == [title]
 
 
+def test_the_scales_are_judged_with_number_dimensions_too() -> None:
+    with_dims = {"start": "calibrated", "model": {**BASE, "number_dims": 8}}
+    titles = [f.title for f in findings({"dist/U_scale_std": 9.0}, config=with_dims) if f.level != "good"]
+    assert titles == ["The scales of U have heavy tails"]
+
+
 def test_nothing_is_called_good_when_words_are_bad() -> None:
     poor = {"eval/accuracy": 0.011, "eval/base_accuracy": 0.011, "watch/code/accuracy": 0.01}
     found = findings({**poor, "watch/code/base_accuracy": 0.01})
