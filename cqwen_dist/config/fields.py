@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -13,6 +14,17 @@ def no_bool(value: object) -> object:
     if isinstance(value, bool):
         raise PydanticCustomError("int_type", "a whole number")
     return value
+
+
+def unless(reasons: Mapping[object, str]) -> BeforeValidator:
+    """Rejects these values, each with its reason, before the type lists what it allows."""
+
+    def check(value: object) -> object:
+        if isinstance(value, (str, int)) and not isinstance(value, bool) and value in reasons:
+            raise PydanticCustomError("explained", reasons[value])
+        return value
+
+    return BeforeValidator(check)
 
 
 # Strict: true and "3" are not numbers. Floats also accept integers.

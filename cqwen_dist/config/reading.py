@@ -14,6 +14,7 @@ from typing import Any, get_origin
 from pydantic import ValidationError
 
 from cqwen_dist.config import yaml_text
+from cqwen_dist.config.deepspeed_section import translate
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.messages import annotation_at, explain, forget_removed, members_of, section_of
 from cqwen_dist.config.schema import Config, Section
@@ -74,9 +75,13 @@ def _plain(value: Any) -> Any:
 def _validated(tree: dict[str, Any], lines: Mapping[Any, int], path: str, overridden: Mapping[Any, str]) -> Config:
     """lines: line numbers in the file `path` by key; overridden: key -> the override that set it."""
     try:
+        translate(tree)
         return Config.model_validate(tree)
-    except ValidationError as error:
-        key, found, allowed = explain(error, tree)
+    except (ValidationError, UserError) as error:
+        if isinstance(error, UserError):
+            key, found, allowed = tuple(error.key.split(".")), error.found, error.allowed
+        else:
+            key, found, allowed = explain(error, tree)
         where = path
         # Name the place that set the value: the override or file line for the longest known prefix of the key.
         prefixes = [key[:end] for end in range(len(key), 0, -1)]

@@ -13,15 +13,18 @@ from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.config.fields import Above0, Count, NonNegative, Positive, Section, Seed, no_bool, refused
+from cqwen_dist.config.fields import Above0, Count, NonNegative, Positive, Section, Seed, no_bool, refused, unless
 from cqwen_dist.config.shape import NUMBER_KEYS, SHAPE_KEYS
 from cqwen_dist.config.training import LossConfig, Stage
+
+NO_FP16 = "fp16 needs a loss scale, which the heads outside DeepSpeed do not have; bf16 has the range of fp32"
+NO_STAGE_0 = "1 takes the same steps with less memory; 0 has no place where the heads' gradients enter DeepSpeed's norm"
 
 
 class ParallelConfig(Section):
     """How the run is distributed over ranks."""
 
-    zero_stage: Annotated[Literal[1, 2, 3], BeforeValidator(no_bool)] = 1
+    zero_stage: Annotated[Literal[1, 2, 3], BeforeValidator(no_bool), unless({0: f"1, 2 or 3 ({NO_STAGE_0})"})] = 1
     """DeepSpeed ZeRO stage for everything except the heads."""
     vocab_group_size: Positive = 1
     """Number of ranks that share the vocabulary's rows; 1: every rank holds all rows."""
@@ -47,7 +50,7 @@ class TrainConfig(Section):
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: Positive = 8
     """Sequences per rank and forward pass; accumulation follows from it."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Annotated[Literal["fp32", "bf16"], unless({"fp16": f"fp32 or bf16 ({NO_FP16})"})] = "fp32"
     """Precision of backbone and matrix products; head weights stay fp32."""
     max_grad_norm: Above0 | Literal["usual"] | None = None
     """Maximum joint gradient norm: a number (S4 1.5.3: 1), or usual for three times the median over this stage's last
@@ -119,8 +122,9 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig = TrainConfig()
     run: RunConfig = RunConfig()
-    deepspeed: dict[str, Any] = Field({})
-    """Additional DeepSpeed settings. Settings that contradict other keys are rejected by name."""
+    deepspeed: dict[str, Any] = Field({}, json_schema_extra={"type": ["object", "string"]})
+    """Additional DeepSpeed settings, or the path of a JSON file with them. Settings that contradict other keys are
+    rejected by name."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:

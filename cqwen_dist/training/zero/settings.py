@@ -18,26 +18,11 @@ TUNABLE = {
     "steps_per_print",
     "wall_clock_breakdown",
 }
-# Settings that would contradict the config -> the key to use instead.
-ELSEWHERE = {
-    "optimizer": "stages (AdamW with a schedule for each group)",
-    "scheduler": "stages",
-    "fp16": "train.precision: fp32 or bf16",
-    "amp": "train.precision: fp32 or bf16",
-    "torch_autocast": "train.precision: fp32 or bf16",
-    "data_types": "nothing: it follows from train.precision and parallel.zero_stage",
-    "zero_optimization.offload_optimizer": "parallel.offload",
-    "zero_optimization.offload_param": "nothing: frozen parameters stay on the device",
-}
 # Derived settings -> the config keys that determine them.
 FOLLOWS = {
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
     "train_batch_size": "train.micro_batch_size and the number of ranks",
     "gradient_accumulation_steps": "train.global_batch_size; the trainer accumulates itself",
-    "gradient_clipping": "train.max_grad_norm",
-    "zero_optimization.stage": "parallel.zero_stage",
-    "zero_optimization.offload_optimizer.device": "parallel.offload",
-    "bf16.enabled": "train.precision",
 }
 
 
@@ -99,8 +84,6 @@ def _merge(ours: dict[str, Any], added: dict[str, Any], above: str) -> dict[str,
         mine = ours.get(key)
         if isinstance(mine, dict) and isinstance(value, dict):
             merged[key] = _merge(mine, value, f"{path}.")
-        elif key not in ours and path in ELSEWHERE:
-            raise UserError(f"deepspeed.{path}", value, f"this to be left to {ELSEWHERE[path]}")
         elif key in ours and path not in TUNABLE and value != mine:
             reason = f" (it follows from {FOLLOWS[path]})" if path in FOLLOWS else ""
             raise UserError(f"deepspeed.{path}", value, f"{mine!r}{reason}")

@@ -1,0 +1,124 @@
+"""The section `deepspeed`: a file, Hugging Face's "auto", keys that move to ours, keys that are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+
+from cqwen_dist.config import Config, UserError
+from cqwen_dist.config.deepspeed_section import MOVED, known_keys
+from cqwen_dist.config.messages import _places
+from cqwen_dist.config.reading import given_config
+
+# As transformers' documentation has it for ZeRO-3.
+STOCK = """{
+  "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
+  "bf16": {"enabled": "auto"},
+  "optimizer": {
+    "type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+  },
+  "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_num_steps": "auto"}},
+  "zero_optimization": {
+    "stage": 3,
+    "offload_optimizer": {"device": "cpu", "pin_memory": true},
+    "offload_param": {"device": "none", "pin_memory": true},
+    "overlap_comm": true,
+    "sub_group_size": 1e9,
+    "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_gather_16bit_weights_on_model_save": true
+  },
+  "gradient_accumulation_steps": "auto",
+  "gradient_clipping": 0.5,
+  "steps_per_print": 2000,
+  "train_batch_size": "auto",
+  "train_micro_batch_size_per_gpu": 4,
+  "wall_clock_breakdown": false
+}"""
+
+
+def config(deepspeed: Any, **sections: Any) -> Config:
+    given = {"model": {"name_or_path": "x"}, "data": {"train": "a"}, "deepspeed": deepspeed, **sections}
+    return given_config(given, {})
+
+
+def test_a_stock_hugging_face_file_is_translated(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(STOCK)
+    found = config(str(file), train={"weight_decay": 0.1})
+    assert (found.parallel.zero_stage, found.parallel.offload) == (3, "optimizer")
+    assert (found.train.micro_batch_size, found.train.max_grad_norm, found.train.weight_decay) == (4, 0.5, 0.1)
+    assert (found.train.precision, found.train.global_batch_size) == ("fp32", 32)
+    assert found.deepspeed == {
+        "zero_optimization": {
+            "offload_optimizer": {"pin_memory": True},
+            "overlap_comm": True,
+            "sub_group_size": 1e9,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "steps_per_print": 2000,
+        "wall_clock_breakdown": False,
+    }
+    assert given_config(found, {}) == found, "a resolved config is translated again on resuming"
+
+
+def test_our_key_may_say_the_same_and_nothing_else() -> None:
+    stage = {"zero_optimization": {"stage": 2}}
+    assert config(stage, parallel={"zero_stage": 2}).parallel.zero_stage == 2
+    with pytest.raises(UserError, match=r"deepspeed.zero_optimization.stage: found 2, allowed: .*zero_stage says .1."):
+        config(stage, parallel={"zero_stage": 1})
+    assert config({"bf16": {"enabled": True}}).train.precision == "bf16"
+    assert {key for key, _ in MOVED.values()} <= set(_places(Config, ""))
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"zero_optimisation": {}}, "zero_optimisation: DeepSpeed has no such key; did you mean zero_optimization"),
+        ({"zero_optimization": {"overlap_com": True}}, "overlap_com: .* did you mean overlap_comm"),
+        ({"zero_optimization": {"offload_optimizer": {"pin": 1}}}, r"offload_optimizer\.pin: DeepSpeed has no"),
+        ({"overlap_comm": True}, "did you mean zero_optimization.overlap_comm"),
+        ({"optimizer": {"type": "Lamb"}}, "deepspeed.optimizer.type: found 'Lamb', allowed: AdamW"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}, "optimizer.params.lr: .*stages.N.lr"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}, "stages.N.schedule"),
+        ({"fp16": {"enabled": True}}, "deepspeed.fp16.enabled: found True, .*loss scale.*bf16"),
+        ({"zero_optimization": {"stage": 0}}, "parallel.zero_stage: found 0, allowed: 1, 2 or 3 .1 takes the same"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param.device: .*each forward pass"),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, "data_types.grad_accum_dtype: .*zero_stage"),
+        ("none.json", "deepspeed: found 'none.json', allowed: a mapping, or a JSON file with one .No such file"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name_with_the_reason(section: Any, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        config(section)
+
+
+def test_fp16_is_refused_with_what_to_take_instead() -> None:
+    with pytest.raises(UserError, match=r"train.precision: found 'fp16', allowed: fp32 or bf16 .*loss scale"):
+        config({}, train={"precision": "fp16"})
+
+
+@pytest.mark.parametrize(
+    ("section", "model"),
+    [
+        ("zero_optimization", DeepSpeedZeroConfig),
+        ("zero_optimization.offload_optimizer", DeepSpeedZeroOffloadOptimizerConfig),
+        ("bf16", DeepSpeedBF16Config),
+        ("fp16", DeepSpeedFP16Config),
+    ],
+)
+def test_the_known_keys_are_those_of_the_installed_deepspeed(section: str, model: Any) -> None:
+    fields = {name for key, field in model.model_fields.items() for name in (key, field.alias) if name}
+    assert known_keys()[section] == fields
+
+
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps([1]))
+    with pytest.raises(UserError, match=r"deepspeed: found \[1\], allowed: a mapping in .*ds.json"):
+        config(str(tmp_path / "ds.json"))
