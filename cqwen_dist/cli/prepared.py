@@ -138,7 +138,8 @@ def drawn(found: dict[str, Any]) -> RenderableType:
         "  beyond float64": "{overflows:,}",
         "texts left out: too short, too long": "{too_short:,}, {too_long:,}",
         "long texts truncated, dropped": "{truncated:,}, {dropped:,}",
-        "  tokens that are lost": "{lost:,}",
+        "  tokens that are lost, of them to learn": "{lost:,}, {lost_learnt:,}",
+        "pieces left out: nothing in them is learnt": "{unlearnt:,}",
         "median of the targets": "{median}",
         "IQR/2 of the targets": "{iqr_half}",
     }

@@ -339,10 +339,10 @@ def _columns(row: list[str], where: str) -> list[str]:
     return columns
 
 
-def _cells(row: dict[str, str], needed: list[str], delimiter: str, config: DataConfig) -> dict[str, str]:
-    """The needed cells. Raises: BadLine for a decimal comma without data.decimal_comma."""
+def _cells(row: dict[str, str], needed: list[str], delimiter: str, config: DataConfig) -> dict[str, str | None]:
+    """The needed cells; all others are None. Raises: BadLine for a decimal comma without data.decimal_comma."""
     found, wrong = read_cells({name: row[name] for name in needed}, delimiter, config.decimal_comma)
     if wrong is not None:
         allowed = f"a decimal point in the column {wrong!r}, or data.decimal_comma: true"
         raise BadLine("decimal comma", found[wrong], allowed)
-    return found
+    return dict.fromkeys(row) | found

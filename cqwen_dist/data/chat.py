@@ -7,12 +7,16 @@ start (or at the message) and ends after the end-of-turn token. Without the nonc
 Templates write tool calls in different formats. There the noncharacters surround the last call's name. The learnt span
 runs from the start of generation to the end of the turn.
 
+Some templates change a message: they split a thought from the answer at `</think>`, or want null beside tool calls. A
+template of this kind gets the message in its own form (`_wordings`). What it does not write is counted.
+
 Templates that print today's date get a fixed date, so that texts do not change from day to day.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -32,6 +36,7 @@ _FIXED_DATE = (
     + "".join(f"|replace('{part}', '{value}')" for part, value in _DATE.items())
     + " }}{% endmacro %}{{ '' }}"  # jinja would trim a line end directly after the macro
 )
+_THOUGHT, _THOUGHT_END = "reasoning_content", "</think>"
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # noncharacters: Unicode never assigns them, so texts do not use them
 
 Spans = tuple[tuple[int, int], ...]
@@ -54,35 +59,48 @@ class Chat:
 
     def __call__(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
-    ) -> tuple[str, Spans]:
-        """Render a chat; returns the text and its learnt spans.
+    ) -> tuple[str, Spans, tuple[str, ...]]:
+        """Render a chat; returns the text, its learnt spans, and what of the chat is not learnt or not written.
 
         Args: messages, tools: from `cqwen_dist.data.turns`. Raises: BadLine; UserError for a broken template or one
         that does not write tool calls.
         """
         own = [i for i, message in enumerate(messages) if _is_learnt(message)]
         if not own:
-            raise BadLine(
-                "no chat", [message["role"] for message in messages], "a turn of the assistant, not of weight 0"
-            )
-        plain = self._fill(messages, tools)
-        if _OPEN in plain or _CLOSE in plain:
-            raise BadLine("no chat", plain, "no noncharacters U+FDD0, U+FDD1")
-        marked = self._fill([_marked(message) for message in messages], tools)
-        pieces = marked.replace(_CLOSE, _OPEN).split(_OPEN)
-        # The marks must be the only difference: otherwise the spans would be wrong.
-        if "".join(pieces) != plain or len(pieces) != 2 * len(own) + 1:
-            raise _changed(messages)
+            roles = [message["role"] for message in messages]
+            raise BadLine("no chat", roles, "a turn of the assistant, not of weight 0 and not of train: false")
+        messages, plain, pieces = self._rendered(messages, tools, 2 * len(own) + 1)
         if not all(tool["function"]["name"] in plain for tool in tools or ()):
             raise _unwritten("tools")
         ends = list(accumulate(map(len, pieces)))
         spans = zip(ends[:-1:2], ends[1::2], strict=True)  # every second piece is between two marks
-        return plain, tuple(
+        learnt = tuple(
             self._turn_of_calls(plain, messages[:i], tools, end)
             if "tool_calls" in messages[i]
             else (self._begin(plain, start), self._end_of_turn(plain, end))
             for i, (start, end) in zip(own, spans, strict=True)
         )
+        return plain, learnt, tuple(_unused(messages, plain))
+
+    def _rendered(
+        self, messages: Sequence[dict[str, Any]], tools: Any, count: int
+    ) -> tuple[Sequence[dict[str, Any]], str, list[str]]:
+        """Returns the messages as the template takes them, the text, and its `count` pieces between the marks."""
+        refused: UserError | BadLine = _changed(messages)
+        for said in _wordings(messages):
+            try:
+                plain = self._fill(said, tools)
+                marked = self._fill([_marked(message) for message in said], tools)
+            except BadLine as bad:  # in the chat's own form this is the reason; another form may suit the template
+                refused = bad if said is messages else refused
+                continue
+            if _OPEN in plain or _CLOSE in plain:
+                raise BadLine("no chat", plain, "no noncharacters U+FDD0, U+FDD1")
+            pieces = marked.replace(_CLOSE, _OPEN).split(_OPEN)
+            # The marks must be the only difference: otherwise the spans would be wrong.
+            if "".join(pieces) == plain and len(pieces) == count:
+                return said, plain, pieces
+        raise refused
 
     def question(self, text: str) -> str:
         """Prompt for a single user message. Raises `UserError`."""
@@ -125,7 +143,7 @@ class Chat:
         """Span of a turn with tool calls. at: end of its last call's name."""
         prompt = self._fill(before, tools, add_generation_prompt=True)
         turn_end = self._turn_end(tools)
-        last = before[-1]["content"].strip() if before else ""
+        last = str(before[-1]["content"] or "").strip() if before else ""
         between = prompt.rpartition(last)[2] if last else ""
         start, end = -1, text.find(turn_end, at)
         if text.startswith(prompt):
@@ -173,8 +191,46 @@ def _unwritten(what: str) -> UserError:
 
 
 def _is_learnt(message: Mapping[str, Any]) -> bool:
-    """Whether the assistant wrote it and OpenAI's `weight` is not 0."""
-    return message["role"] == "assistant" and message.get("weight") != 0
+    """Whether the assistant wrote it, and neither OpenAI's `weight` nor Axolotl's `train` excludes it."""
+    return message["role"] == "assistant" and message.get("weight") != 0 and message.get("train", True) is not False
+
+
+def _wordings(messages: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict[str, Any]]]:
+    """The messages as given, then in the other forms that templates ask for."""
+    yield messages
+    if any(_THOUGHT_END in str(message["content"]) for message in messages if message["role"] == "assistant"):
+        yield [_with_thought_apart(message) for message in messages]
+    if any("tool_calls" in message and not message["content"] for message in messages):
+        yield [
+            message if message["content"] or "tool_calls" not in message else {**message, "content": None}
+            for message in messages
+        ]
+
+
+def _with_thought_apart(message: dict[str, Any]) -> dict[str, Any]:
+    """A thought before the answer in its own key, cut where Qwen3's template cuts."""
+    thought, mark, answer = str(message["content"]).rpartition(_THOUGHT_END)
+    if message["role"] != "assistant" or not mark:
+        return message
+    return {**message, _THOUGHT: thought.rpartition("<think>")[2].strip("\n"), "content": answer.lstrip("\n")}
+
+
+def _unused(messages: Sequence[Mapping[str, Any]], plain: str) -> Iterator[str]:
+    """Kinds of parts that teach nothing, once for each part. plain: the rendered chat."""
+    for message in messages:
+        role = message["role"]
+        if role == "assistant" and not _is_learnt(message):
+            yield "turn of the assistant that is read, not learnt (weight: 0 or train: false)"
+        if not _is_written(message.get(_THOUGHT), plain):
+            yield "thought that the chat template does not write"
+        if not _is_written(message["content"], plain):
+            yield f"turn of the {role} that the chat template does not write"
+
+
+def _is_written(said: object, plain: str) -> bool:
+    """Whether a message is in the chat's text, as it is or as a JSON string."""
+    core = str(said or "").strip()
+    return core in plain or json.dumps(core, ensure_ascii=False)[1:-1] in plain
 
 
 def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,7 +241,7 @@ def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
         *calls, last = message["tool_calls"]
         function = {**last["function"], "name": f"{_OPEN}{last['function']['name']}{_CLOSE}"}
         return {**message, "tool_calls": [*calls, {**last, "function": function}]}
-    content = message["content"]
+    content = message["content"] or ""
     core = content.strip()
     start = len(content) - len(content.lstrip())
     return {**message, "content": f"{content[:start]}{_OPEN}{core}{_CLOSE}{content[start + len(core) :]}"}

@@ -43,6 +43,8 @@ class DataReport:
     truncated: int = 0  # texts longer than sequence_length; the first sequence_length tokens are used
     dropped: int = 0  # skipped texts longer than sequence_length
     lost: int = 0  # unused tokens of truncated and dropped texts
+    lost_learnt: int = 0  # those of them that would have been learnt
+    unlearnt: int = 0  # pieces left out, since no token in them is learnt
 
     def lines(self, name: str) -> list[str]:
         """Format the counts for people."""
@@ -56,7 +58,12 @@ class DataReport:
         for how, count in (("truncated", self.truncated), ("left out", self.dropped)):
             if count:
                 which = f"{count:,} of {self.texts:,} texts, longer than data.sequence_length"
-                lines.append(f"{name}: {which}, {how}: {self.lost:,} tokens fewer (data.long_texts)")
+                fewer = f"{self.lost:,} tokens fewer"
+                fewer += "" if self.lost_learnt == self.lost else f", {self.lost_learnt:,} of them to learn"
+                lines.append(f"{name}: {which}, {how}: {fewer} (data.long_texts)")
+        if self.unlearnt:
+            of = f"{self.unlearnt:,} of {self.unlearnt + self.documents:,} pieces left out"
+            lines.append(f"{name}: {of}, as no token in them is learnt (data.sequence_length)")
         if self.overflows:
             lines.append(f"{name}: {self.overflows:,} numbers overflow and stay text, first {self.first_overflow}")
         for why, count in (("too short", self.too_short), ("too long", self.too_long)):
@@ -113,9 +120,25 @@ class TextDataset:
         self.report.truncated = count if self._long == "truncate" else 0
         self.report.lost = 0 if self._long == "cut" else tokens - self.report.truncated * length
         most = 1 if self._long == "truncate" else None
-        self._pieces: Pieces = cut(self.text_lengths(), self._texts, length, most)
+        self._pieces = self._that_teach(cut(self.text_lengths(), self._texts, length, most))
         self._rows: Rows | None = self._packed() if self._pack else None
         self.report.documents, self.report.sequences = len(self._pieces.text), len(self)
+
+    def _that_teach(self, pieces: Pieces) -> Pieces:
+        """The pieces with a learnt token; others would make steps without a label. Raises: UserError if none has."""
+        learnt = self._store.learnt_tokens(*pieces)
+        stays = learnt > 0
+        self.report.unlearnt = int((~stays).sum())
+        self.report.lost_learnt = 0
+        if self._long != "cut":
+            every = np.arange(len(self._store)) if self._given is None else self._given
+            sizes = self._store.lengths[every]
+            whole = self._store.learnt_tokens(every, np.zeros_like(sizes), sizes)
+            self.report.lost_learnt = int(whole.sum() - learnt.sum())
+        if self.report.unlearnt and not stays.any():
+            allowed = "more: prompts fill every piece of that length, so no token is learnt"
+            raise UserError("data.sequence_length", self._length, allowed)
+        return Pieces(*(part[stays] for part in pieces)) if self.report.unlearnt else pieces
 
     def _packed(self) -> Rows:
         sizes = self._pieces.end - self._pieces.start
@@ -148,6 +171,7 @@ class TextDataset:
         found.update(b"all" if self._kept is None else self._kept.data)
         found.update(f"{self._length} {self._rows is not None}".encode())
         found.update(b"truncate" if self._long == "truncate" else b"")
+        found.update(b"pieces that teach" if self.report.unlearnt else b"")
         if self._rows is not None:
             found.update(np.ascontiguousarray(self._rows.pieces).data)
         return found.hexdigest()

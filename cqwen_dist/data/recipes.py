@@ -60,7 +60,7 @@ def _records(source: str, key: str, **keys: Any) -> Iterator[Any]:
         for where, record in block():
             if isinstance(record, BadLine):
                 raise UserError(record.kind, record.found, record.allowed, where)
-            yield record
+            yield {name: cell for name, cell in record.items() if name} if isinstance(record, Mapping) else record
 
 
 def _of_fields(records: list[Any], source: str) -> tuple[str, dict[str, Any]]:

@@ -34,6 +34,7 @@ class Text(NamedTuple):
     labels: tuple[tuple[str, bool], ...] = ()  # words, and whether each comes next after the text (seed S4 3.3.1)
     typed: Spans = ()  # numbers in the first span have type 1, in the second type 2, ...
     more: tuple[float, ...] = ()  # additional values of the target
+    unused: tuple[str, ...] = ()  # what of the record is not learnt, one for each field, turn or thought
 
 
 @dataclass
@@ -44,6 +45,7 @@ class ReadReport:
     duplicates: int = 0  # skipped repeated texts
     skipped: dict[str, int] = field(default_factory=dict)  # kind of bad line -> count
     first: dict[str, str] = field(default_factory=dict)  # kind of bad line -> place of the first
+    unused: dict[str, int] = field(default_factory=dict)  # kind of part that teaches nothing -> count
 
     def add(self, other: ReadReport) -> None:
         """Add a later report."""
@@ -52,19 +54,28 @@ class ReadReport:
         for kind, count in other.skipped.items():
             self.skipped[kind] = self.skipped.get(kind, 0) + count
             self.first.setdefault(kind, other.first[kind])
+        for kind, count in other.unused.items():
+            self.unused[kind] = self.unused.get(kind, 0) + count
 
     def lines(self) -> list[str]:
-        """One line per kind of bad line; empty if there are none."""
+        """One line per kind of bad line and of unused part, one for all unread fields; empty if there are none."""
         lines = [f"skipped: {count:,} x {kind}, first at {self.first[kind]}" for kind, count in self.skipped.items()]
-        return [*lines, f"left out: {self.duplicates:,} equal texts"] if self.duplicates else lines
+        lines += [f"left out: {self.duplicates:,} equal texts"] if self.duplicates else []
+        fields = {kind.removeprefix(_FIELD): count for kind, count in self.unused.items() if kind.startswith(_FIELD)}
+        lines += [f"not used: {count:,} x {kind}" for kind, count in self.unused.items() if not kind.startswith(_FIELD)]
+        if fields:
+            named = ", ".join(f"{name} ({count:,} records)" for name, count in [*fields.items()][:_NAMED])
+            lines.append(f"not read: {named}" + (f" and {len(fields) - _NAMED:,} more" * (len(fields) > _NAMED)))
+        return lines
 
 
 # A place with a record, an error, or a finished text.
 Row = tuple[str, "Mapping[str, Any] | BadLine | Text"]
 # Returns rows, in any process (so it is picklable): a partial of a module function, or `partial(list, rows)`.
 Block = Callable[[], Iterable[Row]]
-# A text, its learnt spans, and the spans of the located fields.
-_Composed = tuple[str, "Spans | None", dict[str, tuple[int, int]]]
+# A text, its learnt spans, the spans of the located fields, and what is not learnt.
+_Composed = tuple[str, "Spans | None", dict[str, tuple[int, int]], tuple[str, ...]]
+_FIELD, _NAMED = "field ", 8  # the kind of an unread field, before its name; fields named in a report
 MAX_TEXT = 16 * 2**20  # bytes of a line or record; one with more is a bad line
 _TOOLS = "tools"  # the field with a chat's tools, if a record has it
 _OTHERS = "*"  # in a template: all named fields that the config does not mention, one line each
@@ -98,6 +109,7 @@ class Extractor:
         self.config, self.chat = config, chat
         self._template, self._prompt = config.text_template, config.prompt_template
         self._named = frozenset(named_fields(config))
+        self._known: dict[tuple[str, ...], list[str]] = {}  # the fields of a record -> the unread ones
         fields = {name for name in (config.target_field, *config.number_types) if name is not None}
         self._keys = {str(ours): theirs for ours, theirs in config.message_keys.items()}
         # Fields whose position in the text is needed, in template order.
@@ -105,7 +117,8 @@ class Extractor:
 
     def __call__(self, record: Mapping[str, Any], where: str) -> Text:
         config = self.config
-        text, learnt, spans = self._chat(record) if config.messages_field is not None else self._plain(record)
+        of_chat = config.messages_field is not None
+        text, learnt, spans, unused = self._chat(record) if of_chat else self._plain(record)
         try:
             size = len(text) if text.isascii() else len(text.encode("utf-8"))
         except UnicodeEncodeError as error:
@@ -120,13 +133,24 @@ class Extractor:
             _labels(None if config.labels_field is None else record.get(config.labels_field)),
             tuple(spans[name] for name in config.number_types),
             tuple(_number(record, name) for name in config.more_values),
+            (*unused, *self._unread(tuple(record))),
         )
+
+    def _unread(self, fields: tuple[str, ...]) -> list[str]:
+        """The kinds of the record's fields that no key of the config names."""
+        if fields not in self._known:
+            read = self._named | ({_TOOLS} if self.config.messages_field is not None else set())
+            starred = _OTHERS in self._named
+            odd = [name for name in fields if name not in read and (not name or not starred)]
+            self._known[fields] = [f"{_FIELD}{name or 'without a name'}" for name in odd]
+        return self._known[fields]
 
     def _chat(self, record: Mapping[str, Any]) -> _Composed:
         config = self.config
         try:
             messages = messages_of(_field(record, str(config.messages_field)), self._keys, config.roles)
-            return *self.chat(messages, tools_of(record.get(_TOOLS))), {}
+            text, learnt, unused = self.chat(messages, tools_of(record.get(_TOOLS)))
+            return text, learnt, {}, unused
         except RecursionError:
             raise BadLine("no chat", Said("values nested too deep"), "a few levels") from None
 
@@ -142,10 +166,10 @@ class Extractor:
         if not text.strip():
             raise BadLine("empty text", text, "a text that is not empty")
         if self._prompt is None:
-            return text, None, spans
+            return text, None, spans, ()
         prompt = self._fill(self._prompt, record)
         moved = {name: (start + len(prompt), end + len(prompt)) for name, (start, end) in spans.items()}
-        return prompt + text, ((len(prompt), len(prompt) + len(text)),), moved
+        return prompt + text, ((len(prompt), len(prompt) + len(text)),), moved, ()
 
     def _fill_located(self, template: str, record: Mapping[str, Any]) -> tuple[str, dict[str, tuple[int, int]]]:
         """Fill the template; also returns the span of each located field in the NFC text."""

@@ -52,6 +52,9 @@ def read_block(block: Block, extract: Extractor, report: ReadReport) -> Iterator
             raise UserError(error.key, error.found, error.allowed, where) from None
         else:
             report.read += 1
+            if text is not record:  # a text read before was counted then
+                for kind in text.unused:
+                    report.unused[kind] = report.unused.get(kind, 0) + 1
             yield text
 
 

@@ -121,6 +121,27 @@ class TokenStore:
             labels if len(labels) and end == len(whole) else None,  # labels follow the text's last piece
         )
 
+    def learnt_tokens(self, text: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """[P] tokens that pieces of texts teach: those that are learnt, without the first, which nothing predicts.
+
+        text [P]: ascending indices; start, end [P]: the pieces' tokens.
+        """
+        found = np.maximum(end - start - 1, 0).astype(np.int64)
+        for b, view in enumerate(self._views):
+            low, high = np.searchsorted(text, self._first[b : b + 2])
+            if low == high or not len(view.unlearnt.values):
+                continue
+            # Pair every piece with every unlearnt range of its text, and subtract the tokens that they share.
+            rows = text[low:high] - self._first[b]
+            at = view.unlearnt.at // 2
+            counts = np.diff(at)[rows]
+            piece = low + np.repeat(np.arange(high - low), counts)
+            mark = np.arange(len(piece)) - np.repeat(counts.cumsum() - counts, counts) + np.repeat(at[rows], counts)
+            begin, stop = view.unlearnt.values[2 * mark], view.unlearnt.values[2 * mark + 1]
+            shared = np.minimum(stop, end[piece]) - np.maximum(begin, start[piece] + 1)
+            found -= np.bincount(piece, np.maximum(shared, 0), len(found)).astype(np.int64)
+        return found
+
     def column(self, name: str) -> np.ndarray:
         """An integer column over all texts [n]."""
         return np.concatenate([np.zeros(0, np.int32), *(b.column(name).to_numpy() for b in self._batches)])

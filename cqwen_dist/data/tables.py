@@ -25,8 +25,9 @@ def of_parquet(path: Path, config: DataConfig, rows: int) -> Iterator[Block]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             fields = needed_columns(config, file.schema_arrow.names)
+            unread = dict.fromkeys(name for name in file.schema_arrow.names if name not in fields)
             for batch in file.iter_batches(batch_size=rows, columns=fields, use_threads=False):
-                yield partial(_table_rows, str(path), number, batch)
+                yield partial(_table_rows, str(path), number, batch, unread)
                 number += batch.num_rows
     except BadLine as bad:
         yield partial(list, [(str(path), bad)])
@@ -34,7 +35,8 @@ def of_parquet(path: Path, config: DataConfig, rows: int) -> Iterator[Block]:
         yield partial(list, [(f"{path}:{number}", _broken_table(error))])
 
 
-def _table_rows(name: str, first: int, batch: pyarrow.RecordBatch) -> Iterator[Row]:
+def _table_rows(name: str, first: int, batch: pyarrow.RecordBatch, unread: dict[str, None]) -> Iterator[Row]:
+    """Rows of a batch. unread: the names of columns that were not read, so that they can be counted."""
     try:
         records = batch.to_pylist()
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
@@ -42,7 +44,7 @@ def _table_rows(name: str, first: int, batch: pyarrow.RecordBatch) -> Iterator[R
         return
     singles = [field.name for field in batch.schema if str(field.type) in _SINGLE]
     for number, record in enumerate(records, first):
-        yield f"{name}:{number}", record | {column: shortened(record[column]) for column in singles}
+        yield f"{name}:{number}", record | {column: shortened(record[column]) for column in singles} | unread
 
 
 def _broken_table(error: Exception) -> BadLine:
@@ -59,11 +61,14 @@ def of_datasets(source: str, config: DataConfig, key: str) -> Iterator[Row]:
     name, _, split = source.partition("#")
     try:
         data = _opened(source, name, split or "train", key)
+        unread: dict[str, None] = {}
         if data.column_names is not None:
-            data = data.select_columns(needed_columns(config, data.column_names))
+            fields = needed_columns(config, data.column_names)
+            unread = dict.fromkeys(name for name in data.column_names if name not in fields)
+            data = data.select_columns(fields)
         singles = [name for name, kind in (data.features or {}).items() if getattr(kind, "dtype", "") in _SINGLE]
         for number, record in enumerate(data, 1):
-            yield f"{source}:{number}", record | {column: shortened(record[column]) for column in singles}
+            yield f"{source}:{number}", record | {column: shortened(record[column]) for column in singles} | unread
     except BadLine as bad:
         yield source, bad
     except UserError:

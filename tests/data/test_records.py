@@ -123,7 +123,7 @@ def test_the_assistants_turns_alone_are_learnt(
         with pytest.raises((UserError, BadLine)):
             chat(CHAT)
         return
-    text, spans = chat(CHAT)
+    text, spans, _ = chat(CHAT)
     assert [text[start:end] for start, end in spans] == learnt
     assert "What is 2 and 3?" in text
     own = NumericalAwareTokenizer(inner)
