@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.utils import is_accelerate_available
 
 from cqwen_dist.config.custom import find_custom, find_loaded, unusable
 from cqwen_dist.ops.cauchy import Cauchy
@@ -161,3 +163,15 @@ def inverse_activation(value: float, activation: str) -> float:
     if activation == "exp":
         return math.log(value)
     return value + math.log(-math.expm1(-value))
+
+
+@contextmanager
+def at_hand(module: nn.Module) -> Iterator[None]:
+    """Inside, weights that accelerate has offloaded to a disk or the CPU are on the device of the module."""
+    with ExitStack() as stack:
+        if not torch.compiler.is_compiling() and is_accelerate_available():  # otherwise no weight is offloaded
+            from accelerate.utils import align_module_device
+
+            for part in module.modules():
+                stack.enter_context(align_module_device(part))
+        yield

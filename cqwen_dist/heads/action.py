@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cqwen_dist.heads.number_kinds import number_head_of
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr import WordHead
+from cqwen_dist.ops.ovr.head import WordHead
 
 
 class ActionNetwork(nn.Module):

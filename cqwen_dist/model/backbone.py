@@ -19,6 +19,8 @@ from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.bases import rows_with_number
 from cqwen_dist.config.errors import Said, UserError, reason_of
 
+WITHIN_TEXTS = "cqwen_varlen"  # the name under which `model.varlen` registers its attention with transformers
+
 
 class FeatureExtractionNetwork(nn.Module):
     """z = Transformer(e): the transformer of the base, fed with `inputs_embeds`.
@@ -57,6 +59,11 @@ class FeatureExtractionNetwork(nn.Module):
             **{self._cache: past_key_values},
             **within,
         ).last_hidden_state
+
+
+def attends_within_texts(transformer: Any) -> bool:
+    """Whether `varlen.attend_within_texts` was called for it."""
+    return bool(transformer.config._attn_implementation == WITHIN_TEXTS)
 
 
 def cache_name(transformer: nn.Module) -> str:

@@ -15,8 +15,7 @@ from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.generator import Watch, generate
 from cqwen_dist.generate.hugging_face import CausalQwenGeneration, as_rows, translate
-from cqwen_dist.generate.offloaded import at_hand
-from cqwen_dist.heads.abduction import AbductionNetwork
+from cqwen_dist.heads.abduction import AbductionNetwork, at_hand
 from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.heads.beside import BESIDE
 from cqwen_dist.heads.fused_loss import LossOptions, TokenLabels, fused_loss

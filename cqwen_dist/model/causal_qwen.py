@@ -19,14 +19,14 @@ from cqwen_dist.config.custom import find_custom, find_loaded
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.shape import NUMBER_KEYS
 from cqwen_dist.config.training import LoraConfig
-from cqwen_dist.generate.offloaded import at_hand
-from cqwen_dist.heads.abduction import abduction_named, loaded_abduction, make_abduction
+from cqwen_dist.heads.abduction import abduction_named, at_hand, loaded_abduction, make_abduction
 from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.heads.beside import BESIDE, Beside, make_beside
 from cqwen_dist.heads.number_kinds import NUMBER_KINDS
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.backbone import (
     FeatureExtractionNetwork,
+    attends_within_texts,
     base_tokenizer,
     load_base,
     rows_with_number_for,
@@ -36,7 +36,6 @@ from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.embedding import NumericalAwareEmbedding
 from cqwen_dist.model.initialise import VALUE_SHARE, apply_preset, inherit_head, inherit_numeral_row
 from cqwen_dist.model.lora import inject_lora
-from cqwen_dist.model.varlen import attends_within_texts
 from cqwen_dist.ops.cauchy import Cauchy
 
 SHAPE = {*signature(CausalQwenConfig).parameters, *NUMBER_KEYS, *NUMBER_KINDS} - {"base", "num_token_id", "kwargs"}

@@ -7,8 +7,8 @@ mask. Here the texts of a batch are concatenated, [B T, heads, D], and use
     CUDA, bf16 or fp16, D at most 256      one call of a variable-length kernel: torch's own, or flash-attn's
     otherwise                              torch's causal attention, text by text
 
-The attention function is registered with transformers under `NAME`, which is not part of saved configs. Calls without
-`texts` (generation, exports, a plain base) get the usual mask. The kernel is not yet measured on a GPU.
+The attention function is registered with transformers under `WITHIN_TEXTS`, which is not part of saved configs. Calls
+without `texts` (generation, exports, a plain base) get the usual mask. The kernel is not yet measured on a GPU.
 """
 
 from __future__ import annotations
@@ -27,21 +27,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from cqwen_dist.batch import Texts
+from cqwen_dist.model.backbone import WITHIN_TEXTS
 
-NAME = "cqwen_varlen"
 Kernel = Callable[..., Tensor]
 
 
 def attend_within_texts(transformer: Any) -> None:
     """Let calls of a transformer with `texts` attend within each text."""
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    transformer.set_attn_implementation(NAME)
-
-
-def attends_within_texts(transformer: Any) -> bool:
-    """Whether `attend_within_texts` was called."""
-    return bool(transformer.config._attn_implementation == NAME)
+    AttentionInterface.register(WITHIN_TEXTS, _attention)
+    AttentionMaskInterface.register(WITHIN_TEXTS, sdpa_mask)
+    transformer.set_attn_implementation(WITHIN_TEXTS)
 
 
 def _attention(

@@ -30,6 +30,9 @@ class CollectiveError(RuntimeError):
 class Stopped(BaseException):
     """A rank received a stop request (`parallel.stop`). This is not a failure; only `train` may catch it."""
 
+    def __init__(self, reason: str | None = None) -> None:
+        super().__init__(reason or "another rank was told to stop")
+
 
 def is_communication(error: BaseException) -> bool:
     """Whether an error means that a different rank was lost. Recognises DeepSpeed's errors too."""

@@ -42,6 +42,11 @@ class Groups:
         return 1 if self.world is None else self.world.size()
 
     @property
+    def rank(self) -> int:
+        """Index of this rank in the world."""
+        return 0 if self.world is None else self.world.rank()
+
+    @property
     def vocab_rank(self) -> int:
         """Index of this rank's range of rows."""
         return 0 if self.vocab is None else self.vocab.rank()

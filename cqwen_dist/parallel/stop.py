@@ -96,9 +96,5 @@ class StopFlag:
     def agreed(self, device: torch.device) -> None:
         """Raise `Stopped` on all ranks if any rank received a stop request. Collective over the world."""
         stops = torch.tensor([self.reason is not None], device=device, dtype=torch.int32)
-        self.act_on(bool(sum_over(stops).item()))
-
-    def act_on(self, anyone: bool) -> None:
-        """Raise `Stopped` if `anyone`: a rank received a stop request."""
-        if anyone:
-            raise Stopped(self.reason or "another rank was told to stop")
+        if bool(sum_over(stops).item()):
+            raise Stopped(self.reason)

@@ -90,9 +90,10 @@ def build_training(
         **config.model_shape(),
     )
     run_layers_as(model.transformer, config.model)
-    engine = Engine(model, engine_settings(config, groups.world_size), runtime, groups)
+    engine = Engine(model, engine_settings(config, groups.world_size), runtime.device, groups, runtime.timeout_s)
     constraint = Constraint(model, config.loss.constraint, engine.forward)
-    stepper = Stepper(engine, constraint, config.loss, _loss_options(config, model, words), config.train.seed)
+    options = _loss_options(config, model, words)
+    stepper = Stepper(engine, constraint, config.loss, options, config.train.seed, lambda: runtime.stop.reason)
     replicas = Replicas(engine, groups)
     schedule = Schedule(config.stages, steps_per_epoch)
     return Training(config, runtime, groups, model, engine, constraint, stepper, replicas, schedule, words)

@@ -19,23 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.checkpoint.tensors import refuse_strange
-from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.training import ConstraintConfig
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.lora import adapters_disabled, is_lora_b
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.collectives import sum_over
-from cqwen_dist.run.files import let_read, written_whole
 
 BETA = 10.0  # weight of the hinge; initial multiplier of `dual`
 EVERY = 10  # steps between measurements of `monitor`; once features have trained, each needs a second forward pass
@@ -64,7 +58,7 @@ class Constraint:
         self.model, self.config, self._features = model, config, features
         self.device = model.action.cls_weight.device
         self.features_moved = False  # whether embedding or lora has ever trained
-        self._adapted = False  # whether the run began with trained adapters
+        self.adapted = False  # whether the run began with trained adapters
         self._abduction = _frozen_copy(model)
         self._w_num = torch.ones(model.features.embedding.w_num_shape, device=self.device)
         self._num_row = torch.ones(model.config.hidden_size, device=self.device)
@@ -83,7 +77,7 @@ class Constraint:
         self._abduction = _frozen_copy(self.model)
         self._w_num.copy_(features["embedding.w_num"])
         self._num_row.copy_(features["embedding.num_row"])
-        self._adapted = any(bool(value.any()) for name, value in features.items() if is_lora_b(name))
+        self.adapted = any(bool(value.any()) for name, value in features.items() if is_lora_b(name))
         size = self.model.config.causal_hidden_size
         laws = [torch.zeros(2, 0, size, device=self.device)]
         for batch in batches:
@@ -96,32 +90,17 @@ class Constraint:
         variance = sum_over((loc - mean).square().sum(0)) / tokens.clamp(min=1)
         self._spread.copy_((variance + mean_scale.square()).sqrt())
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """The tensors of the start by their names in the file."""
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the start by their names in its file."""
         abduction = {f"abduction.{name}": value for name, value in self._abduction.state_dict().items()}
         return {**abduction, "w_num": self._w_num, "num_row": self._num_row, "spread": self._spread}
 
-    def save(self, path: Path) -> None:
-        """Write the start to a file. One rank calls this."""
-        tensors = {**self._tensors(), "adapted": torch.tensor(self._adapted)}
-        with written_whole(path) as partial:
-            save_file({name: value.cpu().contiguous() for name, value in tensors.items()}, partial)
-            let_read(partial)
-
-    def load(self, path: Path, state: dict[str, Any]) -> None:
-        """Restore a saved file and a `state_dict`. Raises `UserError` for a file that does not fit."""
-        try:
-            tensors = load_file(path)
-            adapted = tensors.pop("adapted").reshape(())
-        except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-            allowed = "the file that the run's start left there (or loss.constraint.mode=off in a new run)"
-            raise UserError("loss.constraint", str(path), f"{allowed}: {error}") from None
+    def load(self, tensors: dict[str, Tensor], adapted: bool, state: dict[str, Any]) -> None:
+        """Restore `tensors`, `adapted` and a `state_dict`."""
         self._abduction = _frozen_copy(self.model)  # also copies the scale floor, which is not a tensor
-        own = self._tensors()
-        refuse_strange(tensors, {name: value.shape for name, value in own.items()}, path, key="loss.constraint")
-        for name, value in own.items():
+        for name, value in self.tensors().items():
             value.copy_(tensors[name])
-        self._adapted = bool(adapted)
+        self.adapted = adapted
         self.multiplier.fill_(state["multiplier"])
         self._answer.fill_(state["answer"])
 
@@ -136,7 +115,7 @@ class Constraint:
     @property
     def second_pass(self) -> bool:
         """Whether the start's z may differ from z, and needs a second forward pass."""
-        return self.features_moved or self._adapted
+        return self.features_moved or self.adapted
 
     @torch.no_grad()
     def start_features(self, batch: Batch, keep: Tensor) -> Tensor:

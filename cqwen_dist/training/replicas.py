@@ -51,7 +51,7 @@ class Replicas:
         if self.groups.world_size == 1 or not (due or again or step % self.EVERY == 0):
             return ""
         copies = list(self._copies())
-        device = self.engine.runtime.device  # the heads' moments may be on the host
+        device = self.engine.device  # the heads' moments may be on the host
         hashes = gather_rows(
             torch.stack([bit_hash(value).to(device) for _, value, _ in copies])
         ).cpu()  # [world, tensors]

@@ -32,7 +32,7 @@ from cqwen_dist.parallel.collectives import main_rank_first
 from cqwen_dist.run.environment import write_environment
 from cqwen_dist.run.files import LATEST, START, START_TENSORS, write_atomically
 from cqwen_dist.training.run_parts import Run
-from cqwen_dist.training.state import Place, head_shapes, load_heads, restore, row_range
+from cqwen_dist.training.state import Place, head_shapes, load_heads, restore, row_range, save_start
 from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
 from cqwen_dist.training.telemetry.metrics import MetricsLog
 
@@ -115,7 +115,7 @@ def _make_start(run: Run) -> Place:
     # The reference for KL: the model as it is now
     if config.loss.constraint.mode != "off":
         run.constraint.begin(run.engine.feature_state()[0], run.calibration_batches(CALIBRATION_TOKENS))
-        main_rank_first(lambda: run.constraint.save(run.folder / START_TENSORS))
+        main_rank_first(lambda: save_start(run.constraint, run.folder / START_TENSORS))
     if run.runtime.is_main:
         write_environment(run.folder, run.groups.world_size, {"deepspeed_config": run.engine.deepspeed_config})
         write_atomically(run.folder / START, json.dumps({**start, "eval": metrics}, indent=1))

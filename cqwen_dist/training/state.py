@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, refuse_exchanged
 from cqwen_dist.checkpoint.saving import About
 from cqwen_dist.checkpoint.tensors import refuse_strange
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.lora import is_lora
-from cqwen_dist.run.files import START_TENSORS
+from cqwen_dist.run.files import START_TENSORS, let_read, written_whole
+from cqwen_dist.training.constraint import Constraint
 from cqwen_dist.training.evaluation.number_metrics import CALIBRATION
 from cqwen_dist.training.moments import MOMENTS
 from cqwen_dist.training.parameter_groups import has_rows
@@ -59,11 +63,32 @@ def restore(run: Run, folder: Path) -> Place:
     factors = place.figures.pop(CALIBRATION, None)
     run.schedule.load_state_dict(state["schedule"], place.step)
     if run.config.loss.constraint.mode != "off":
-        run.constraint.load(run.folder / START_TENSORS, state["constraint"])
+        load_start(run.constraint, run.folder / START_TENSORS, state["constraint"])
     run.engine.usual.seen = list(state.get("norms", []))
     run.loaders.load_state_dict(state["loader"], "data" in exchanged)
     run.evaluations.load_state_dict(state, factors)
     return place
+
+
+def save_start(constraint: Constraint, path: Path) -> None:
+    """Write the start that the constraint compares with. One rank calls this."""
+    tensors = {**constraint.tensors(), "adapted": torch.tensor(constraint.adapted)}
+    with written_whole(path) as partial:
+        save_file({name: value.cpu().contiguous() for name, value in tensors.items()}, partial)
+        let_read(partial)
+
+
+def load_start(constraint: Constraint, path: Path, state: dict[str, Any]) -> None:
+    """Restore what `save_start` wrote, and the `state_dict`. Raises `UserError` if the file does not fit."""
+    try:
+        tensors = load_file(path)
+        adapted = tensors.pop("adapted").reshape(())
+    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+        allowed = "the file that the run's start left there (or loss.constraint.mode=off in a new run)"
+        raise UserError("loss.constraint", str(path), f"{allowed}: {error}") from None
+    shapes = {name: value.shape for name, value in constraint.tensors().items()}
+    refuse_strange(tensors, shapes, path, key="loss.constraint")
+    constraint.load(tensors, bool(adapted), state)
 
 
 def row_range(model: CausalQwenModel) -> tuple[int, int]:

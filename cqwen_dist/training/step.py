@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import masking_utils
 
-from cqwen_dist.batch import IGNORE_INDEX, Batch
+from cqwen_dist.batch import IGNORE_INDEX, Batch, Texts
 from cqwen_dist.config.training import LossConfig
 from cqwen_dist.heads.fused_loss import LossOptions, LossTerms, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.regression import counts_text
-from cqwen_dist.parallel.collectives import gather_rows, sum_over
+from cqwen_dist.parallel.collectives import Stopped, gather_rows, sum_over
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_best
 from cqwen_dist.training.constraint import Constraint
-from cqwen_dist.training.documents import documents_of
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.zero.engine import Engine
 
 ACCURACY_EVERY = 10  # steps between values of train/accuracy, which costs two GEMMs over all tokens (the loss: six)
+_ASKS = "find_packed_sequence_indices"  # of transformers' `masking_utils`
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,10 @@ class Stepper:
     loss: LossConfig
     options: LossOptions
     seed: int  # for dropout
+    stop_reason: Callable[[], str | None] = lambda: None  # why this rank is to stop; None: it is not
 
     def __post_init__(self) -> None:
-        self.model, self.groups, self.device = self.engine.model, self.engine.groups, self.engine.runtime.device
+        self.model, self.groups, self.device = self.engine.model, self.engine.groups, self.engine.device
 
     def __call__(
         self, micro_batches: list[Batch], plan: StagePlan, step: int, cached: list[Tensor] | None = None
@@ -56,7 +60,7 @@ class Stepper:
         cached: z [N,H] of each micro-batch's label positions from a feature cache, without the columns beside it.
         """
         # For dropout: other masks on each rank, and the same masks when a resumed run takes this step again
-        torch.manual_seed((self.seed * 1_000_003 + step) * 4099 + self.engine.runtime.rank)
+        torch.manual_seed((self.seed * 1_000_003 + step) * 4099 + self.groups.rank)
         reg_weight = plan.reg_weight(step, self.loss.reg_weight)
         measures_kl = self.constraint.due(step)
         counts_hits = step % ACCURACY_EVERY == 0 or step == plan.stop - 1
@@ -149,7 +153,7 @@ class Stepper:
         words = tokens if self.loss.cls_denominator == "attention" else sum(kept)
         numbers = sum(kept) if counts_text(self.options.gate) else sum(int(b.numeric_mask.sum()) for b in micro_batches)
         table = self._gather([words, numbers, tokens], [*kept, *(len(b.partial) for b in micro_batches)])
-        first = self.engine.runtime.rank - self.groups.vocab_rank  # vocabulary groups are consecutive ranks
+        first = self.groups.rank - self.groups.vocab_rank  # vocabulary groups are consecutive ranks
         by_micro_batch = table[first : first + self.groups.vocab_size, 4:].T.tolist()
         n = len(kept)
         words, numbers, tokens = table[:, :3].sum(0).tolist()
@@ -167,11 +171,12 @@ class Stepper:
         `Stopped` on all ranks if any rank received a stop request.
         """
         # The stop flag travels with the counts: no rank can enter a step that another rank leaves
-        stop = self.engine.runtime.stop
-        table = torch.tensor([[*sums, stop.reason is not None, *kept]])
+        reason = self.stop_reason()
+        table = torch.tensor([[*sums, reason is not None, *kept]])
         if self.groups.world_size > 1:  # the only other host synchronisation of a step; the first is the norm
             table = gather_rows(table[0].to(self.device, non_blocking=True)).cpu()
-        stop.act_on(bool(table[:, 3].any()))
+        if bool(table[:, 3].any()):
+            raise Stopped(reason)
         return table
 
     @torch.no_grad()
@@ -188,3 +193,25 @@ class Stepper:
         if z.shape[0] != keep.numel():
             raise RuntimeError(f"the feature cache has {z.shape[0]} positions where the batch has {keep.numel()}")
         return z.to(self.device, non_blocking=True)
+
+
+@contextmanager
+def documents_of(texts: Texts, rows: int) -> Iterator[None]:
+    """Inside, answer transformers' question whether rows are packed from the CPU copy of the batch, with `rows` rows.
+
+    transformers reads the positions on the device, which synchronises in each forward pass.
+    """
+    packed = len(texts.lengths) > rows
+
+    def documents(positions: Tensor) -> Tensor | None:
+        """Document index of each position within its row [B,T]; None if each row has one document."""
+        if not packed:
+            return None
+        return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=1) != 1).cumsum(1)
+
+    asked = getattr(masking_utils, _ASKS, None)
+    setattr(masking_utils, _ASKS, documents)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, _ASKS, asked)

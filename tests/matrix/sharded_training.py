@@ -129,7 +129,7 @@ def begin(case: Case, groups: Groups, timeout_s: float | None = None) -> Engine:
     fuse_adapters(model.transformer)
     if case.checkpointing:
         model.transformer.gradient_checkpointing_enable({"use_reentrant": False})
-    return Engine(model, engine_settings(config_of(case), groups.world_size), runtime, groups)
+    return Engine(model, engine_settings(config_of(case), groups.world_size), runtime.device, groups, runtime.timeout_s)
 
 
 def enter(engine: Engine, schedule: Schedule, step: int) -> None:
@@ -152,7 +152,7 @@ def forward_and_backward(case: Case, groups: Groups, engine: Engine, step: int, 
     whole = step_batch(step)
     words, numbers = int(whole.label_mask.sum()), int(whole.numeric_mask.sum())
     counts = token_counts(case, groups, step)
-    model, device = engine.model, engine.runtime.device
+    model, device = engine.model, engine.device
     total = torch.zeros((), device=device)
     for i, own in enumerate(shares(case, step, dist.get_rank())):
         batch = own.to(device)

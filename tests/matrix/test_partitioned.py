@@ -68,7 +68,7 @@ def train_from_files(folder: str, case: Case, oracle: Trained) -> tuple[Any, Fou
     """The case's training from files, and how far it is from the oracle's."""
     groups, config = build_groups(case.group), config_of(case)
     model, runtime, sizes = load(folder, case, groups)
-    engine = Engine(model, engine_settings(config, groups.world_size), runtime, groups)
+    engine = Engine(model, engine_settings(config, groups.world_size), runtime.device, groups, runtime.timeout_s)
     found = distance(case, groups, take_steps(case, groups, engine), oracle)
     return sizes, found
 
@@ -94,7 +94,9 @@ def features(folder: str, case: Case) -> Any:
     """z of a batch by the partitioned model, on rank 0's word."""
     groups = build_groups(1)
     model, runtime, _ = load(folder, case, groups)
-    engine = Engine(model, engine_settings(config_of(case), groups.world_size), runtime, groups)
+    engine = Engine(
+        model, engine_settings(config_of(case), groups.world_size), runtime.device, groups, runtime.timeout_s
+    )
     batch = step_batch(0)
     with torch.no_grad():
         z = engine.forward(batch, batch.label_mask.flatten().nonzero()[:, 0])

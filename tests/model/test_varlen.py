@@ -160,8 +160,8 @@ def test_text_boundaries_follow_from_positions() -> None:
 def test_the_saved_config_does_not_name_varlen(tmp_path) -> None:
     model = model_of("qwen2", within=True)
     model.transformer.config.save_pretrained(tmp_path)  # type: ignore[union-attr, operator]
-    assert varlen.NAME not in (tmp_path / "config.json").read_text()
-    assert varlen.NAME not in str(model.config.to_dict())
+    assert varlen.WITHIN_TEXTS not in (tmp_path / "config.json").read_text()
+    assert varlen.WITHIN_TEXTS not in str(model.config.to_dict())
 
 
 # ---- the kernels ----

@@ -11,7 +11,7 @@ from transformers import masking_utils
 from transformers.masking_utils import find_packed_sequence_indices
 
 from cqwen_dist.batch import Texts
-from cqwen_dist.training.documents import documents_of
+from cqwen_dist.training.step import documents_of
 
 
 @pytest.mark.parametrize("period", [99, 8, 5, 1])

@@ -56,4 +56,4 @@ def test_a_varlen_run_resumes_to_the_bit_and_exports_a_standard_attention(masked
     name = "heads.safetensors"
     assert len({(checkpoint_folder(folder, 6) / name).read_bytes() for folder in (run, copy)}) == 1
     out = export(run, tmp_path / "out", merge=True)
-    assert not [file for file in out.rglob("*.json") if varlen.NAME in file.read_text()]
+    assert not [file for file in out.rglob("*.json") if varlen.WITHIN_TEXTS in file.read_text()]

@@ -23,6 +23,7 @@ from cqwen_dist.config.training import ConstraintConfig
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.run.files import file_record
 from cqwen_dist.training.constraint import Constraint
+from cqwen_dist.training.state import load_start, save_start
 
 ROWS = "rows-00000000-00000291"
 Change = Callable[[dict[str, Tensor]], object]
@@ -96,13 +97,13 @@ def test_a_constraints_start_with_missing_tensors_is_refused(tmp_path: Path, cha
     tensors["adapted"] = torch.tensor(True)
     path = tmp_path / "start.safetensors"
     save_file(tensors, path)
-    constraint.load(path, constraint.state_dict())
-    constraint.save(path)
+    load_start(constraint, path, constraint.state_dict())
+    save_start(constraint, path)
     tensors = load_file(path)
     change(tensors)
     save_file({key: value.contiguous() for key, value in tensors.items()}, path)
     with pytest.raises(UserError, match=re.escape(f"loss.constraint: found {said}")):
-        constraint.load(path, constraint.state_dict())
+        load_start(constraint, path, constraint.state_dict())
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -24,7 +24,6 @@ from cqwen_dist.config.errors import UserError
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.parallel.collectives import gather_objects, naming
 from cqwen_dist.parallel.groups import Groups, limit_wait
-from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.training.moments import BETAS
 from cqwen_dist.training.optim import HeadOptimizer
 from cqwen_dist.training.parameter_groups import feature_members, head_members
@@ -93,9 +92,17 @@ def clip_coefficient(over_limit: float) -> float:
 class Engine:
     """Forward, backward and step of the full model under one gradient norm."""
 
-    def __init__(self, model: CausalQwenModel, settings: EngineSettings, runtime: Runtime, groups: Groups) -> None:
-        self.settings, self.runtime, self.groups = settings, runtime, groups
-        self.model = model.to(runtime.device).requires_grad_(False)
+    def __init__(
+        self,
+        model: CausalQwenModel,
+        settings: EngineSettings,
+        device: torch.device,
+        groups: Groups,
+        timeout_s: float | None = None,
+    ) -> None:
+        """timeout_s: of DeepSpeed's collectives; None: torch's default."""
+        self.settings, self.device, self.groups = settings, device, groups
+        self.model = model.to(device).requires_grad_(False)
         heads = nn.ModuleDict(model.heads)
         members = head_members(heads, settings.thresholds, settings.class_bias)
         self.heads = HeadOptimizer(members, groups, settings.weight_decay, settings.offload)
@@ -104,17 +111,17 @@ class Engine:
         self.names = {m.parameter: m.name for m in self.feature_members}
         trained = sum(m.parameter.numel() for m in self.feature_members)
         self.deepspeed_config = settings.deepspeed(trained)
-        self.engine = self._start_deepspeed()
+        self.engine = self._start_deepspeed(timeout_s)
         self.features_train = False
         self._trained = False  # whether a forward pass had gradients
         self.feature_changes = 0  # number of changes of z: steps that train features, loaded states
-        self._head_norm_sq = torch.zeros((), device=runtime.device)
+        self._head_norm_sq = torch.zeros((), device=device)
         self._norm = math.nan  # the joint norm of this step; NaN until DeepSpeed asks for it
         self.usual = UsualNorm(settings.max_grad_norm)
         self.clipped = False
-        self._finite = torch.ones((), dtype=torch.bool, device=runtime.device)  # this rank's features in this step
+        self._finite = torch.ones((), dtype=torch.bool, device=device)  # this rank's features in this step
 
-    def _start_deepspeed(self) -> Any:
+    def _start_deepspeed(self, timeout_s: float | None) -> Any:
         parameter_groups = []
         for slot, member in self.slots.items():
             parameters = [m.parameter for m in self.feature_members if m.slot == slot]
@@ -131,8 +138,8 @@ class Engine:
             engine, *_ = deepspeed.initialize(
                 model=self.model.features, optimizer=optimizer, config=self.deepspeed_config, dist_init_required=False
             )
-        if self.runtime.timeout_s is not None:
-            limit_wait(engine.optimizer.dp_process_group, self.runtime.timeout_s)
+        if timeout_s is not None:
+            limit_wait(engine.optimizer.dp_process_group, timeout_s)
         if not hasattr(engine.optimizer, "get_grad_norm_direct"):
             raise UserError(
                 "parallel.zero_stage",
@@ -148,7 +155,7 @@ class Engine:
 
     def _over_limit(self, feature_norm_sq: Tensor) -> float:
         """The joint norm of features and heads, divided by its limit. Raises as `_finite_norm`."""
-        self._norm = self._finite_norm(feature_norm_sq.to(self.runtime.device) + self._head_norm_sq)
+        self._norm = self._finite_norm(feature_norm_sq.to(self.device) + self._head_norm_sq)
         return self._norm / self.usual.limit()
 
     def enter_stage(self, plan: StagePlan, newly_trained: frozenset[str]) -> None:
