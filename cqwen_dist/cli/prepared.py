@@ -19,8 +19,8 @@ from rich.text import Text
 
 from cqwen_dist.config.schema import Config
 from cqwen_dist.console import plain_console, print_json
-from cqwen_dist.data.dataset import Datasets, TextDataset
-from cqwen_dist.data.load import open_prepared, tokenizer_of
+from cqwen_dist.data.dataset import TextDataset
+from cqwen_dist.data.load import Datasets, open_prepared, tokenizer_of
 from cqwen_dist.data.prepare import prepare
 from cqwen_dist.data.store import Document
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer

@@ -14,9 +14,9 @@ from typing import Any
 from cqwen_dist.batch import Batch
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.data.dataset import tokenise
 from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.records import Text
+from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.run.files import file_record, written_whole
 

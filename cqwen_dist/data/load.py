@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,29 @@ from cqwen_dist.config.data import DataConfig, source_files
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
 from cqwen_dist.data.chat import Chat
-from cqwen_dist.data.dataset import DataReport, Datasets, TextDataset, tokenise
+from cqwen_dist.data.dataset import DataReport, TextDataset
 from cqwen_dist.data.prepare import parts_of, prepare, read_manifest
 from cqwen_dist.data.records import ReadReport
-from cqwen_dist.data.sources import as_list, read_split
+from cqwen_dist.data.sources import as_list, read_split, read_texts
+from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 
 # Files up to this total size in bytes are read into memory (unless data.cache_dir is set).
 IN_MEMORY = 32 << 20
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """Training data, held-out data (None: no evaluation) and the reading report."""
+
+    train: TextDataset
+    eval: TextDataset | None
+    reading: ReadReport
+
+    def lines(self) -> list[str]:
+        """All reports, formatted for people."""
+        held_out = self.eval.report.lines("eval") if self.eval is not None else []
+        return [*self.reading.lines(), *self.train.report.lines("train"), *held_out]
 
 
 def load_datasets(
@@ -42,6 +58,17 @@ def load_datasets(
         return found
     first(lambda: prepare(config, tokenizer))
     return open_prepared(prepare(config, tokenizer), config, tokenizer)
+
+
+def read_watched(config: DataConfig, tokenizer: NumericalAwareTokenizer) -> dict[str, TextDataset]:
+    """The texts of `data.watch` by name, in memory. Raises `UserError`."""
+    found = {}
+    for name in config.watch:
+        key, own = f"data.watch.{name}.source", config.of_watched(name)
+        found[name] = tokenise(read_texts(str(own.train), own, ReadReport(), key), tokenizer, own)
+        if not found[name].report.texts:
+            raise UserError(key, "no usable text", "one text or more", str(own.train))
+    return found
 
 
 def is_prepared(config: DataConfig) -> bool:

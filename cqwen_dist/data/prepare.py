@@ -33,10 +33,11 @@ from cqwen_dist.config.errors import UserError, reason_of, writing
 from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.chunk import encode_blocks
-from cqwen_dist.data.dataset import DataReport, Tokeniser, count
+from cqwen_dist.data.dataset import DataReport
 from cqwen_dist.data.records import Block, Extractor, ReadReport
 from cqwen_dist.data.sources import as_list, first_of_digests, held_out, read_texts, train_blocks
 from cqwen_dist.data.store import SCHEMA, TokenStore
+from cqwen_dist.data.tokenise import Tokeniser, count
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.run.files import key_digest, known_digest, sync
 

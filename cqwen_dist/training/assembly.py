@@ -160,7 +160,8 @@ def build_run(config: Config, runtime: Runtime) -> Run:
         **vars(training),
         folder=folder,
         resume_from=resume_from,
-        datasets=datasets,
+        texts=datasets.train,
+        reports=datasets.lines(),
         statistics=statistics,
         loaders=loaders,
         inputs=inputs,
@@ -222,7 +223,7 @@ def _evaluations(
         None if held_out is None else evaluator(held_out, own, words.counts),
         {name: evaluator(dataset, training.forward_held_out) for name, dataset in watched.items()},
         Path(config.run.dir) if runtime.is_main else None,
-        tokenizer,
+        tokenizer.decode,
     )
 
 

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from cqwen_dist.config.base_model import TRAIN_TOKENIZER, PretrainConfig
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
-from cqwen_dist.data.dataset import TextDataset, tokenise
+from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import Loader
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_split
+from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.model.backbone import build_base
 from cqwen_dist.run.files import let_read

@@ -19,7 +19,7 @@ from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.reading import flat
 from cqwen_dist.config.schema import Config
 from cqwen_dist.data.dataset import TextDataset
-from cqwen_dist.data.load import Datasets, is_prepared, load_datasets
+from cqwen_dist.data.load import Datasets, is_prepared, load_datasets, read_watched
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.backbone import base_folder_of
 from cqwen_dist.parallel.agreement import UNSEEN, Facts, agree, first_of_host
@@ -27,7 +27,6 @@ from cqwen_dist.parallel.collectives import main_rank_first
 from cqwen_dist.run.environment import versions
 from cqwen_dist.run.files import DIGESTS, MANIFEST, file_record
 from cqwen_dist.training.base import load_tokenizer
-from cqwen_dist.training.evaluation.run_evaluation import read_watched
 
 
 class RunTexts(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.saving import Saver
 from cqwen_dist.config.schema import Config
-from cqwen_dist.data.dataset import Datasets
+from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import Loader
 from cqwen_dist.data.statistics import NumericStatistics
 from cqwen_dist.model.causal_qwen import CausalQwenModel
@@ -95,7 +95,8 @@ class Run(Training):
 
     folder: Path
     resume_from: Path | None  # checkpoint folder
-    datasets: Datasets
+    texts: TextDataset  # training texts
+    reports: list[str]  # on the data, for people
     statistics: NumericStatistics
     inputs: dict[str, str]  # digests of data, tokenizer and base (`checkpoint.resume`)
     loaders: StageLoaders
@@ -115,11 +116,11 @@ class Run(Training):
         Over all ranks these texts have about `tokens` tokens and at least about `numbers` numbers. They are the same
         for any number of ranks.
         """
-        report = self.datasets.train.report
+        report = self.texts.report
         share = max(tokens / report.tokens, numbers / max(self.statistics.count, 1))
         samples = min(max(1, round(share * report.sequences)), report.sequences)
         return Loader(
-            self.datasets.train,
+            self.texts,
             rank=self.runtime.rank,
             world=self.groups.world_size,
             global_batch_size=samples,

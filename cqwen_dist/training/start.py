@@ -82,7 +82,7 @@ def open_log(run: Run, place: Place, on_record: Callable[[Mapping[str, Any]], No
 def _make_start(run: Run) -> Place:
     """Measure the base, load or calibrate the heads, evaluate, and write start.json."""
     config, say = run.config, run.progress.say
-    for line in (*run.datasets.lines(), *_notes(config, run.model.config.vocab_size)):
+    for line in (*run.reports, *_notes(config, run.model.config.vocab_size)):
         say(line)
     start: dict[str, Any] = {"start": config.start, "statistics": asdict(run.statistics)}
 

@@ -138,7 +138,7 @@ class Trainer:
             run.progress.say(f"  all of them are warm-up (warmup_steps {plan.stage.warmup_steps}): lr is not reached")
         batches = run.loaders.enter(plan)
         now = {f"stages.{plan.index}": f"{plan.stage!r} {plan.start} {plan.stop}", "step": str(step)}
-        now["data.train"] = run.datasets.train.digest()
+        now["data.train"] = run.texts.digest()
         agree(lambda: (None, now))
         run.cache.enter(plan, step, run.loaders.current)
         if not self.callbacks.asked:  # after a callback's stop request the stage does not start

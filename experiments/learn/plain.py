@@ -18,11 +18,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import DataConfig
-from cqwen_dist.data.dataset import tokenise
 from cqwen_dist.data.loader import Loader
 from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
+from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.parallel.runtime import Runtime, seed_everything

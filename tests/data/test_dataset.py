@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from support.shared import shared_path
 
 from cqwen_dist.config import DataConfig, UserError
-from cqwen_dist.data.dataset import TextDataset, tokenise
+from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.packing import _pack
 from cqwen_dist.data.records import Text
 from cqwen_dist.data.statistics import numeric_statistics
+from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.tools.diabetes import diabetes_texts
 

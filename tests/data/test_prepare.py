@@ -16,8 +16,8 @@ from support.ranks import run_ranks
 
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data import load
-from cqwen_dist.data.dataset import Datasets, TextDataset
-from cqwen_dist.data.load import load_datasets, open_prepared
+from cqwen_dist.data.dataset import TextDataset
+from cqwen_dist.data.load import Datasets, load_datasets, open_prepared
 from cqwen_dist.data.loader import Loader
 from cqwen_dist.data.prepare import prepare
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer

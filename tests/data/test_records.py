@@ -20,10 +20,11 @@ from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.cells import BadLine
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.collate import collate
-from cqwen_dist.data.dataset import TextDataset, tokenise
+from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts, read_train
+from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.model import CausalQwenModel
 from cqwen_dist.tools.diabetes import diabetes_texts

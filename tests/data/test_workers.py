@@ -19,9 +19,9 @@ from cqwen_dist.data.blocks import Row, blocks
 from cqwen_dist.data.cells import BadLine
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.chunk import encode_blocks
-from cqwen_dist.data.dataset import Tokeniser
 from cqwen_dist.data.prepare import prepare, read_manifest
 from cqwen_dist.data.records import Extractor
+from cqwen_dist.data.tokenise import Tokeniser
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.tools.diabetes import diabetes_texts
 

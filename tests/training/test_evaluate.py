@@ -17,8 +17,7 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.export import load_trained
 from cqwen_dist.config import load_config
 from cqwen_dist.data.collate import collate
-from cqwen_dist.data.dataset import Datasets
-from cqwen_dist.data.load import load_datasets
+from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.parallel.groups import build_groups

@@ -15,11 +15,12 @@ from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
 from cqwen_dist.data.chat import Chat
-from cqwen_dist.data.dataset import TextDataset, tokenise
+from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
+from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.model.backbone import load_base

@@ -12,18 +12,13 @@ probe_start.safetensors   U of the first held-out tokens before training, for co
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from cqwen_dist.config.data import DataConfig
-from cqwen_dist.config.errors import UserError
-from cqwen_dist.data.dataset import TextDataset, tokenise
-from cqwen_dist.data.records import ReadReport
-from cqwen_dist.data.sources import read_texts
-from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.run.files import EVALUATIONS, PROBE, let_read, write_atomically, written_whole
@@ -31,17 +26,6 @@ from cqwen_dist.training.evaluation.evaluator import Evaluation, Evaluator
 from cqwen_dist.training.evaluation.number_metrics import CALIBRATION
 
 WATCHED = ("accuracy", "base_accuracy", "perplexity", "base_perplexity", "cls_loss_mean")
-
-
-def read_watched(config: DataConfig, tokenizer: NumericalAwareTokenizer) -> dict[str, TextDataset]:
-    """The texts of `data.watch` by name, in memory. Raises `UserError`."""
-    found = {}
-    for name in config.watch:
-        key, own = f"data.watch.{name}.source", config.of_watched(name)
-        found[name] = tokenise(read_texts(str(own.train), own, ReadReport(), key), tokenizer, own)
-        if not found[name].report.texts:
-            raise UserError(key, "no usable text", "one text or more", str(own.train))
-    return found
 
 
 class Evaluations:
@@ -52,12 +36,13 @@ class Evaluations:
         held_out: Evaluator | None,
         watched: dict[str, Evaluator],
         run_dir: Path | None,
-        tokenizer: NumericalAwareTokenizer,
+        decode: Callable[[list[int]], str],
     ) -> None:
-        """held_out: None without held-out texts. watched: evaluators by name. run_dir: None except on rank 0."""
+        """held_out: None without held-out texts. watched: evaluators by name. run_dir: None except on rank 0. decode:
+        from ids to text."""
         self.held_out, self.watched = held_out, watched
         self.folder = None if run_dir is None else run_dir / EVALUATIONS
-        self.tokenizer = tokenizer
+        self.decode = decode
 
     @property
     def base_accuracy(self) -> float | None:
@@ -125,8 +110,9 @@ class Evaluations:
         shift = (found.probe.loc - start.loc).square().mean(1).sqrt() / spread
         widened = (found.probe.scale.log() - start.scale.log()).median(1).values
         rows = zip(found.labels.tolist(), kl.tolist(), shift.tolist(), widened.exp().tolist(), strict=True)
-        word = self.tokenizer.decode
-        return [{"word": word([i]), "kl": _short(k), "shift": _short(s), "scale": _short(w)} for i, k, s, w in rows]
+        return [
+            {"word": self.decode([i]), "kl": _short(k), "shift": _short(s), "scale": _short(w)} for i, k, s, w in rows
+        ]
 
     # ------------------------------------------------------------------------------------ checkpoint
 
