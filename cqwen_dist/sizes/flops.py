@@ -1,15 +1,13 @@
 """Floating-point operations per token, by part. A product of [N, a] and [a, b] has 2 N a b operations.
 
-The planner and a run (`telemetry.perf`) create `Work` from a config. Useful operations follow from the formulas; causal
-attention has half of [T, T]. Recomputed operations (gradient checkpointing, attention scores in backward) and masked
-scores between packed texts are counted separately. MFU is useful FLOP/s divided by the hardware peak.
+The planner and a run create `Work` from a config (`stage_sizes.work_of`). Useful operations follow from the formulas;
+causal attention has half of [T, T]. Recomputed operations (gradient checkpointing, attention scores in backward) and
+masked scores between packed texts are counted separately. MFU is useful FLOP/s divided by the hardware peak.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from cqwen_dist.sizes.stage_sizes import Sizes, masked
 
 
 @dataclass(frozen=True)
@@ -90,36 +88,3 @@ class Work:
             recomputed=graph * (scores / 2 + checkpointing * forward),
             between_texts=0.0 if cached or row is None else 2 * self.scores(row) - scores,
         )
-
-
-def of_stage(s: Sizes) -> Work:
-    """The work of a stage."""
-    lora = s.config.model.lora
-    return Work(
-        matrices=s.base.layers * sum(rows * columns for rows, columns, _ in s.base.linears.values()),
-        adapters=s.base.lora_parameters(lora.r, lora.target_modules) if "lora" in s.ever_trainable else 0,
-        layers=s.base.layers,
-        attention=s.base.heads * s.base.head_dim,
-        hidden=s.base.hidden,
-        causal=s.causal,
-        words=s.words,
-        vocab=s.base.vocab,
-    )
-
-
-def flops(s: Sizes) -> Flops:
-    """Operations per token in this stage."""
-    row = s.length if masked(s) else None
-    return of_stage(s).flops(s.attended, s.trainable, cached=s.cached, checkpointing=s.checkpointing, row=row)
-
-
-def softmax_head_ratio(s: Sizes) -> float:
-    """Predicted tokens/s of this stage relative to the same backbone with a trained softmax head, by operations."""
-    each = flops(s)
-    return (each.backbone + 6 * s.base.hidden * s.base.vocab) / each.useful
-
-
-def cache_ratio(s: Sizes) -> float:
-    """Predicted tokens/s with z from a cache relative to computing z, by operations."""
-    heads = flops(s).heads
-    return (of_stage(s).forward(s.attended) + heads) / heads

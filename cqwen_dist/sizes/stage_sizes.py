@@ -11,6 +11,7 @@ from cqwen_dist.config.errors import refuse_ranks
 from cqwen_dist.config.schema import Config
 from cqwen_dist.config.training import Stage
 from cqwen_dist.sizes.architecture import Architecture
+from cqwen_dist.sizes.flops import Flops, Work
 
 FP32 = 4
 FASTEST = {"cpu": "chunked", "cuda": "triton"}  # loss.impl auto
@@ -182,3 +183,36 @@ def masked(s: Sizes) -> bool:
 def ceil_div(count: int, parts: int) -> int:
     """The largest of `parts` even shares of a count."""
     return -(-count // parts)
+
+
+def work_of(s: Sizes) -> Work:
+    """The work of a stage."""
+    lora = s.config.model.lora
+    return Work(
+        matrices=s.base.layers * sum(rows * columns for rows, columns, _ in s.base.linears.values()),
+        adapters=s.base.lora_parameters(lora.r, lora.target_modules) if "lora" in s.ever_trainable else 0,
+        layers=s.base.layers,
+        attention=s.base.heads * s.base.head_dim,
+        hidden=s.base.hidden,
+        causal=s.causal,
+        words=s.words,
+        vocab=s.base.vocab,
+    )
+
+
+def flops(s: Sizes) -> Flops:
+    """Operations per token in this stage."""
+    row = s.length if masked(s) else None
+    return work_of(s).flops(s.attended, s.trainable, cached=s.cached, checkpointing=s.checkpointing, row=row)
+
+
+def softmax_head_ratio(s: Sizes) -> float:
+    """Predicted tokens/s of this stage relative to the same backbone with a trained softmax head, by operations."""
+    each = flops(s)
+    return (each.backbone + 6 * s.base.hidden * s.base.vocab) / each.useful
+
+
+def cache_ratio(s: Sizes) -> float:
+    """Predicted tokens/s with z from a cache relative to computing z, by operations."""
+    heads = flops(s).heads
+    return (work_of(s).forward(s.attended) + heads) / heads

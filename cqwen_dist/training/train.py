@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cqwen_dist.config.schema import Config
 from cqwen_dist.parallel.agreement import agree
 from cqwen_dist.parallel.collectives import from_main_rank
@@ -15,13 +17,17 @@ from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.parallel.stop import StopFlag
 from cqwen_dist.run.files import CHECKPOINTS, METRICS
 from cqwen_dist.run.status import read_status
+from cqwen_dist.sizes.architecture import Architecture
+from cqwen_dist.sizes.flops import Work
+from cqwen_dist.sizes.machine import peak_tflops
+from cqwen_dist.sizes.stage_sizes import Sizes, work_of
 from cqwen_dist.training.assembly import build_run
 from cqwen_dist.training.callbacks import Callback, Callbacks, TrainResult
 from cqwen_dist.training.inputs import config_facts
 from cqwen_dist.training.session import open_session
 from cqwen_dist.training.start import begin, open_log
 from cqwen_dist.training.telemetry.metrics import MetricsFile
-from cqwen_dist.training.telemetry.perf import Clock, work_of
+from cqwen_dist.training.telemetry.perf import Clock
 from cqwen_dist.training.trainer import Trainer
 
 
@@ -76,10 +82,21 @@ def train_on(
                     status.write(status="done")
                 return place.figures
             # The steps
-            clock = Clock(work_of(config, run.model), runtime.device, run.groups.world_size)
+            clock = Clock(work_in(config, run.model), runtime.device, run.groups.world_size, peak_of(runtime.device))
             trainer = Trainer(run, status, called, place, clock, partial(open_log, run, on_record=called.step))
             status.at(place.step, total, run.schedule.at(place.step).stage.name)
             status.write(status="running")
             return trainer.train()
         finally:
             run.progress.close()
+
+
+def peak_of(device: torch.device) -> float | None:
+    """Peak in TFLOP/s of a known GPU; None for unknown GPUs and CPUs."""
+    return peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def work_in(config: Config, model: Any) -> Work:
+    """The operation count of a run's `CausalQwenModel`, as the planner computes it."""
+    base = Architecture.of(model.transformer.config.to_dict())
+    return work_of(Sizes(config, base, world=1, kind="cpu", stage=config.stages[0]))

@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from cqwen_dist.config import Config
 from cqwen_dist.sizes.flops import Work
 from cqwen_dist.training.telemetry import perf
-from cqwen_dist.training.telemetry.perf import Clock, device_peak, work_of
+from cqwen_dist.training.telemetry.perf import Clock
+from cqwen_dist.training.train import peak_of, work_in
 
 CPU = torch.device("cpu")
 
@@ -22,7 +23,7 @@ def counted(model: Any, lora: dict[str, Any] | None = None, **config: Any) -> Wo
     stage = {"name": "all", "train": ["heads", "embedding", *["lora"] * (lora is not None)], "steps": 1}
     given = {"name_or_path": "x", "lora": lora or {}, "number_dims": 0}
     data = {"train": "x", "sequence_length": 64}
-    return work_of(Config.model_validate({"model": given, "data": data, "stages": [stage], **config}), model)
+    return work_in(Config.model_validate({"model": given, "data": data, "stages": [stage], **config}), model)
 
 
 @pytest.mark.parametrize("gradients", [True, False])
@@ -67,8 +68,7 @@ def test_the_clock_separates_waiting_from_working(monkeypatch: pytest.MonkeyPatc
     times = iter((0.0, 100.0, 100.05, 100.15))  # made, asked for data, has it, done
     monkeypatch.setattr(perf, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     model = tiny_model()
-    monkeypatch.setattr(perf, "device_peak", lambda device: 0.5)
-    clock = Clock(counted(model), CPU, world=2)
+    clock = Clock(counted(model), CPU, world=2, peak=0.5)
     batch = random_batch(4, 24)
     clock.data()
     clock.work([batch])
@@ -85,7 +85,7 @@ def test_the_clock_separates_waiting_from_working(monkeypatch: pytest.MonkeyPatc
 
 
 def test_mfu_is_logged_only_for_a_known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert device_peak(CPU) is None
+    assert peak_of(CPU) is None
     clock = Clock(counted(tiny_model()), CPU, 1)
     clock.work([random_batch()])
     assert "perf/mfu" not in clock.metrics(10, frozenset())
@@ -96,4 +96,4 @@ def test_mfu_is_logged_only_for_a_known_peak(monkeypatch: pytest.MonkeyPatch) ->
         ("X", None),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
-        assert device_peak(torch.device("cuda")) == peak, name
+        assert peak_of(torch.device("cuda")) == peak, name

@@ -25,9 +25,8 @@ from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import barrier
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.sizes.architecture import Architecture, read_architecture
-from cqwen_dist.sizes.flops import cache_ratio, flops, softmax_head_ratio
 from cqwen_dist.sizes.machine import MACHINES, TERA, Machine, machine, peak_tflops
-from cqwen_dist.sizes.stage_sizes import Sizes, stage_sizes
+from cqwen_dist.sizes.stage_sizes import Sizes, cache_ratio, flops, softmax_head_ratio, stage_sizes
 from cqwen_dist.tools.bench.launches import counting
 from cqwen_dist.tools.bench.parts import Marks, between, device_counts, marked, profile_steps
 from cqwen_dist.tools.bench.peer import PeerStep, peer_step

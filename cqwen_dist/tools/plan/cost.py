@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cqwen_dist.sizes.flops import Flops, flops
+from cqwen_dist.sizes.flops import Flops
 from cqwen_dist.sizes.machine import Machine
-from cqwen_dist.sizes.stage_sizes import FP32, Sizes
+from cqwen_dist.sizes.stage_sizes import FP32, Sizes, flops
 from cqwen_dist.tools.plan.comm import Message, bytes_sent, feature_messages, step_messages
 
 # Measured on an H200 (docs/planner.md). LAUNCH: seconds to start a kernel from Python. TENSOR: seconds per trained

@@ -8,35 +8,19 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config.schema import Config
-from cqwen_dist.sizes.architecture import Architecture
-from cqwen_dist.sizes.flops import Work, of_stage
-from cqwen_dist.sizes.machine import peak_tflops
-from cqwen_dist.sizes.stage_sizes import Sizes
-
-
-def device_peak(device: torch.device) -> float | None:
-    """Peak in TFLOP/s of a known GPU; None for unknown GPUs and CPUs."""
-    return peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-
-def work_of(config: Config, model: Any) -> Work:
-    """The operation count of a run's `CausalQwenModel`, as the planner computes it."""
-    base = Architecture.of(model.transformer.config.to_dict())
-    return of_stage(Sizes(config, base, world=1, kind="cpu", stage=config.stages[0]))
+from cqwen_dist.sizes.flops import Work
 
 
 class Clock:
     """Times the steps of this rank: call `data` when a step asks for its batches, and `work` when they are here."""
 
-    def __init__(self, work: Work, device: torch.device, world: int) -> None:
-        self.of, self.device, self.world = work, device, world
-        self.peak = device_peak(device)
+    def __init__(self, work: Work, device: torch.device, world: int, peak: float | None = None) -> None:
+        """peak: of the device, in TFLOP/s; None: unknown."""
+        self.of, self.device, self.world, self.peak = work, device, world, peak
         self._began = self._ready = time.perf_counter()
         self._shape = (0, 0)
 

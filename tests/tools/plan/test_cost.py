@@ -14,9 +14,8 @@ from rich.console import Console
 
 from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.sizes.architecture import Architecture, known_architecture
-from cqwen_dist.sizes.flops import cache_ratio, flops, of_stage, softmax_head_ratio
 from cqwen_dist.sizes.machine import MACHINES, machine, peak_tflops
-from cqwen_dist.sizes.stage_sizes import Sizes, stage_sizes
+from cqwen_dist.sizes.stage_sizes import Sizes, cache_ratio, flops, softmax_head_ratio, stage_sizes, work_of
 from cqwen_dist.tools.plan import command, plan
 from cqwen_dist.tools.plan.cost import stage_cost
 from cqwen_dist.tools.plan.search import layouts, scaling, search, with_layout
@@ -94,7 +93,7 @@ def test_attention_cost_of_packed_texts_depends_on_their_lengths():
     scores = 24 * 2 * 14 * 64  # twice A D in each of 24 layers: half of [n, n], for q k and for p v
     assert flops(mask).useful == flops(within).useful
     forward = sum(n * scores * n for n in texts) / sum(texts)
-    work = of_stage(within)
+    work = work_of(within)
     assert flops(within).backbone_forward == pytest.approx(2 * (work.matrices + work.adapters) + forward)
     assert flops(within).between_texts == 0
     assert flops(mask).between_texts == pytest.approx(2 * scores * 1024 - forward)
