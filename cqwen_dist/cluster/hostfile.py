@@ -24,9 +24,17 @@ from tempfile import TemporaryDirectory
 from cqwen_dist.cluster.rank import MODULE, Order
 from cqwen_dist.config.errors import UserError, writing
 
-# Environment variables that the ranks get: these names, and names with these prefixes.
+# Environment variables that the ranks get: these names, names with these prefixes, and proxies.
 PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_HOME", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-PREFIXES = ("TORCH_", "NCCL_", "GLOO_", "UCX_", "DS_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "CQWEN_")
+PREFIXES = ("TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "NCCL_", "GLOO_", "UCX_", "DS_", "CQWEN_")
+PREFIXES += ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_")
+PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy")  # also in capitals
+# A value is in quotes, or ends before a comment. A token may contain # and quotes.
+_VARIABLE = re.compile(
+    r"""\s*(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*"""
+    r"""(?:(?P<quote>["'])(?P<quoted>.*)(?P=quote)|(?P<plain>[^"'\s].*?)?)(?:\s+\#.*|\s*)""",
+    re.ASCII,
+)
 # DeepSpeed would pass these to the remote shell, with quoting that is not ours.
 _NOT_FOR_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "DS_ENV_FILE")
 
@@ -50,17 +58,18 @@ def read_hostfile(path: Path) -> dict[str, int]:
 def read_environment(path: Path | None) -> dict[str, str]:
     """The ranks' environment: this process's variables to pass on, then NAME=VALUE lines from the file.
 
+    `export`, quotes around a value and a comment after it are left out. Names such as $HOME stay.
     path: default: DeepSpeed's `.deepspeed_env` in this folder or the home folder, if present. Raises `UserError`.
     """
     environment = {k: v for k, v in os.environ.items() if k in PASSED_ON or k.startswith(PREFIXES)}
+    environment |= {k: v for k, v in os.environ.items() if k.lower() in PROXIES}
     if path is None:
         usual = (Path(".deepspeed_env"), Path.home() / ".deepspeed_env")
         path = next((file for file in usual if file.is_file()), None)
     for where, line in [] if path is None else _lines(path, "--env-file"):
-        name, equals, value = line.partition("=")
-        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name.strip(), re.ASCII):
-            raise UserError("--env-file", line, "NAME=VALUE", where)
-        environment[name.strip()] = value.strip()
+        if (found := _VARIABLE.fullmatch(line)) is None:
+            raise UserError("--env-file", line, "NAME=VALUE, the value with two quotes around it or none", where)
+        environment[found["name"]] = found["quoted"] or found["plain"] or ""
     return environment
 
 

@@ -31,8 +31,8 @@ from cqwen_dist.run.folder import is_done
 from cqwen_dist.sizes.architecture import feature_parameters, read_architecture
 from cqwen_dist.training.zero.settings import deepspeed_config
 
-_GPUS = re.compile(r"--gres=.*gpu|--gpus|-G")  # sbatch options that request GPUs
-_TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
+_GPUS = re.compile(r"--gres[= ].*gpu|--gpus|-G")  # sbatch options that request GPUs
+_TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Resources:
     qos: str | None = None
     constraint: str | None = None
     exclude: str | None = None
-    time: str | None = None  # sbatch format: minutes, H:M:S, D-H:M:S
+    time: str | None = None  # sbatch format: minutes, H:M:S, D-H:M:S, UNLIMITED
     options: tuple[str, ...] = ()  # more sbatch options, one #SBATCH line each
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class Resources:
             if value is not None and value < least:
                 raise UserError(f"--{name.replace('_', '-')}", value, f"{least} or more")
         if self.time is not None and not _TIME.fullmatch(self.time):
-            raise UserError("--time", self.time, "minutes, H:M:S or D-H:M:S")
+            raise UserError("--time", self.time, "minutes, H:M:S, D-H:M:S or UNLIMITED")
         for option in self.options:
             if not option.startswith("-"):
                 raise UserError("--sbatch", option, "an option of sbatch, such as --mem=0")
@@ -297,5 +297,6 @@ def _quoted(text: str) -> str:
 
 
 def _option(text: str) -> str:
-    name, equals, value = text.partition("=")
-    return f"{name}={_quoted(value)}" if equals else _quoted(text)
+    """An option with its value, as `--name=value` or in two words."""
+    name, between, value = re.fullmatch(r"(\S+?)(?:(=|\s+)(.*))?", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    return name if between is None else f"{name}{between[0]}{_quoted(value)}"

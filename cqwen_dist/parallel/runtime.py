@@ -1,7 +1,8 @@
 """The rank of this process, read from the launcher's environment, and the run's process group.
 
 Supported launchers: `deepspeed` and `torchrun` (RANK, WORLD_SIZE, LOCAL_RANK), SLURM's srun (SLURM_PROCID,
-SLURM_NTASKS, SLURM_LOCALID), or none (one process).
+SLURM_NTASKS, SLURM_LOCALID), or none (one process). A shell in an interactive SLURM job has srun's variables too; it
+is one process, or is refused if that cannot be told.
 """
 
 from __future__ import annotations
@@ -48,16 +49,21 @@ class Runtime:
 
 def find_ranks(env: Mapping[str, str]) -> tuple[int, int, int]:
     """(rank, world size, local rank) from a launcher's environment; (0, 1, 0) without one."""
-    for names in _LAUNCHERS:
-        if all(name in env for name in names):
-            rank, world, local = (int(env[name]) for name in names)
-            return rank, world, local
+    if names := _launcher(env):
+        rank, world, local = (int(env[name]) for name in names)
+        return rank, world, local
     return 0, 1, 0
 
 
 def launched(env: Mapping[str, str]) -> bool:
     """Whether a launcher started this process. The launcher then derives its exit code from all ranks."""
-    return any(all(name in env for name in names) for names in _LAUNCHERS)
+    return _launcher(env) is not None
+
+
+def _launcher(env: Mapping[str, str]) -> tuple[str, str, str] | None:
+    # In the shell of salloc, SLURM_NTASKS counts the tasks that `srun` would start. The shell's own step has one.
+    in_salloc = env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS")) != env.get("SLURM_NTASKS")
+    return next((n for n in _LAUNCHERS[: 1 if in_salloc else 2] if all(name in env for name in n)), None)
 
 
 def pick_device(local_rank: int) -> torch.device:
@@ -139,7 +145,10 @@ def _meeting_place(rank: int, world: int, local_rank: int, timeout: timedelta) -
     own = "MASTER_ADDR" not in os.environ
     if own:
         if world > 1:
-            raise RuntimeError(f"{world} ranks but no MASTER_ADDR in the environment: start them with `cqwen launch`")
+            allowed = (
+                "in a shell of SLURM, cqwen launch --ranks N, or `unset SLURM_NTASKS` for one process; MASTER_ADDR=HOST"
+            )
+            raise UserError("ranks", f"no MASTER_ADDR, but {world} ranks in the environment", f"{allowed} under srun")
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(free_port())
     for name, value in zip(_LAUNCHERS[0], (rank, world, local_rank), strict=True):
         os.environ[name] = str(value)

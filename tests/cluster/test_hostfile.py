@@ -55,9 +55,40 @@ def test_the_environment_has_the_named_variables_and_the_files_lines(
     assert (found["NCCL_DEBUG"], found["MINE"]) == ("WARN", 'a\'; echo $(id) = "b"')
     assert "SOMETHING_ELSE" not in found
     assert found["PATH"] == os.environ["PATH"]
-    file.write_text("export A=1\n")
-    with pytest.raises(UserError, match=r"line 1: --env-file: found 'export A=1', allowed: NAME=VALUE"):
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ('A="eth0"', "eth0"),
+        ("A='two words'  # why", "two words"),
+        ("export A=/data/hf", "/data/hf"),
+        ("  export\tA = 1 ", "1"),
+        ("A=x # a comment", "x"),
+        ("A=hf_a#b'c", "hf_a#b'c"),
+        ("A=", ""),
+        ('A=""', ""),
+        ("A=^lo,docker0=x", "^lo,docker0=x"),
+    ],
+)
+def test_a_variables_file_is_read_as_shells_and_containers_write_it(tmp_path: Path, line: str, value: str) -> None:
+    file = tmp_path / "variables"
+    file.write_text(f"# theirs\n\n{line}\n")
+    assert read_environment(file)["A"] == value
+
+
+@pytest.mark.parametrize("line", ["A", 'A="eth0', "export", "2A=1", "A-B=1", "setenv A 1"])
+def test_a_line_that_sets_no_variable_is_refused(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "variables"
+    file.write_text(f"B=1\n{line}\n")
+    with pytest.raises(UserError, match=r"line 2: --env-file: .*, allowed: NAME=VALUE"):
         read_environment(file)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "HTTPS_PROXY", "no_proxy", "TRITON_CACHE_DIR"])
+def test_the_launching_shells_settings_reach_the_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "set")
+    assert read_environment(None)[name] == "set"
 
 
 def test_the_remote_shell_interprets_no_user_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

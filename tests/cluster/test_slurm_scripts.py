@@ -123,6 +123,7 @@ def test_an_option_is_quoted_as_sbatch_reads_it(value: str) -> None:
         (lambda: replace(PLAIN, resources=Resources(partition="a\nb")), "printable"),
         (lambda: Resources(options=("mem=0",)), "--sbatch: found 'mem=0'"),
         (lambda: Resources(options=("--gres=gpu:a100:8",)), "allowed: with --gpus-per-node too"),
+        (lambda: Resources(options=("--gres gpu:8",)), "allowed: with --gpus-per-node too"),
         (lambda: replace(PLAIN, setup=("a\n#SBATCH --nodes=9",)), "printable"),
         (lambda: replace(PLAIN, name="a\nb"), "printable"),
         (lambda: replace(PLAIN, run_dir=Path("/r\\s")), "without backslashes"),
@@ -138,6 +139,11 @@ def test_refuses_options_that_make_no_valid_job(make: object, said: str) -> None
     assert said in str(refused.value)
 
 
+@pytest.mark.parametrize("time", ["90", "1-12", "0-1:30:00", "UNLIMITED", "infinite"])
+def test_a_time_limit_is_written_as_sbatch_takes_it(time: str) -> None:
+    assert f"--time={time}" in replace(PLAIN, resources=Resources(time=time)).directives()
+
+
 def test_a_stage_may_ask_for_other_resources() -> None:
     name, needs = read_stage_option("heads:nodes=1,gpus-per-node=2,partition=small", PLAIN.resources)
     assert name == "heads"
@@ -148,8 +154,10 @@ def test_a_stage_may_ask_for_other_resources() -> None:
 
 def test_gpus_are_requested_as_gpus_per_node_or_gres() -> None:
     """A typed one, or --gres alone, in place of --gpus-per-node, which some sites refuse; a rank for each as before."""
-    needs = Resources(nodes=2, gpus_per_node=8, options=("--gres=gpu:a100:8",))
-    lines = render(replace(PLAIN, resources=needs)).splitlines()
-    assert [line for line in lines if "gpu" in line and line.startswith("#SBATCH")] == ["#SBATCH --gres=gpu:a100:8"]
+    for option in ("--gres=gpu:a100:8", "--gres gpu:8", "-G 16"):
+        needs = Resources(nodes=2, gpus_per_node=8, options=(option,))
+        lines = render(replace(PLAIN, resources=needs)).splitlines()
+        asked = [line for line in lines if line.startswith("#SBATCH") and ("gpu" in line or " -G" in line)]
+        assert asked == [f"#SBATCH {option}"]
     assert "ranks=8" in lines
     assert "export DS_ACCELERATOR=cpu" not in lines

@@ -37,6 +37,9 @@ def test_finds_the_rank_under_every_launcher() -> None:
     assert find_ranks(slurm) == (5, 16, 2)
     assert find_ranks({**slurm, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == (0, 1, 0)
     assert find_ranks({"RANK": "3"}) == (0, 1, 0)  # half a launcher is none
+    in_salloc = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    assert find_ranks(in_salloc) == (0, 1, 0)  # its shell is one process; srun's tasks would be eight
+    assert find_ranks({**in_salloc, "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == (3, 8, 1)
 
 
 def test_one_process_gets_a_group_of_one_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,11 +61,19 @@ def test_one_process_gets_a_group_of_one_and_leaves_no_trace(monkeypatch: pytest
         assert sys.excepthook is hook  # torch's would name rank 0 in every later traceback
 
 
-def test_many_ranks_without_a_master_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("DS_ACCELERATOR", "cpu")):
+@pytest.mark.parametrize(
+    "names", [("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")]
+)
+def test_many_ranks_without_a_master_are_refused_in_one_line(
+    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell inside `srun --pty` or a batch script has SLURM_NTASKS=8, and the seven others do not exist."""
+    for name, value in zip((*names, "DS_ACCELERATOR"), ("0", "8", "0", "cpu"), strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(RuntimeError, match="no MASTER_ADDR"), distributed():
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
+    said = r"no MASTER_ADDR, but 8 ranks.* cqwen launch --ranks N, or `unset SLURM_NTASKS`"
+    with pytest.raises(UserError, match=said), distributed():
         pass
 
 

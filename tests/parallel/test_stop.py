@@ -129,6 +129,7 @@ def test_ranks_signalled_a_little_apart_all_stop(where: str) -> None:
         ({"RANK": "0"}, False),
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, True),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}, True),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}, False),
     ],
 )
 def test_whether_a_launcher_reads_the_exit_code(environment: dict[str, str], answer: bool) -> None:
