@@ -5,7 +5,8 @@ A mistake that the user can correct is a one-line `UserError`. Only `train` impo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -161,17 +162,19 @@ def predict(
     decimal_comma: bool = False,
     batch_size: int = 16,
     device: str = "auto",
+    say: Callable[[str], None] = warnings.warn,
 ) -> list[dict[str, Any]]:
     """Predict the next number for each row of a table, like `cqwen predict`.
 
     Returns the rows with new columns `predicted`, `low_50` to `high_95` and `p_num` (`generate.table.NUMBER_COLUMNS`);
     None if the model writes no number. model: a folder, or the result of `load`. rows: a CSV, Parquet or JSONL file, a
     DataFrame, or a list of dicts. template: prompt for a row, with columns in braces; None: the run's prompt, with its
-    data.empty_cell. options: choose one of these texts instead (columns `chosen`, `p OPTION`). For the other arguments
-    see `cqwen predict --help`. Raises `UserError`; for a wrong template before the model is loaded.
+    data.empty_cell. options: choose one of these texts instead (columns `chosen`, `p OPTION`). A row that cannot
+    be read (an empty cell, more text than the context) has None in all new columns; `say` gets their count. For the
+    other arguments see `cqwen predict --help`. Raises `UserError`; for a wrong template before the model is loaded.
     """
     from cqwen_dist.checkpoint.export import load_trained
-    from cqwen_dist.generate.table import predict_rows, prompts_of
+    from cqwen_dist.generate.table import Unread, predict_rows, prompts_of
 
     columns, table = _table_of(rows, decimal_comma)
     if not table:
@@ -182,9 +185,10 @@ def predict(
     if template is None:
         template, own = _learnt_template(model, columns)
         empty = own if empty is None else empty
-    prompts = prompts_of(template, columns, _cells_of(table, isinstance(rows, (str, Path)), learnt), empty)
+    unread: Unread = {}
+    prompts = prompts_of(template, columns, _cells_of(table, isinstance(rows, (str, Path)), learnt), empty, unread)
     found, tokenizer = model if isinstance(model, tuple) else load_trained(_folder(model), device)
-    return list(
+    predicted = list(
         predict_rows(
             found,
             tokenizer,
@@ -192,11 +196,15 @@ def predict(
             prompts,
             options=options,
             reject_below=reject_below,
+            unread=unread,
             batch_size=batch_size,
             digits=digits,
             within=within,
         )
     )
+    if unread:
+        say(f"{len(unread):,} of {len(table):,} rows have no prediction, such as {unread[min(unread)]}")
+    return predicted
 
 
 def _table_of(rows: Any, decimal_comma: bool) -> tuple[list[str], list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
     from cqwen_dist.config.schema import Config
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file (YAML).")]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file (YAML), or a run folder.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="key=value", help="Overrides by dotted key, such as stages.0.steps=3.")
 ]
@@ -29,6 +30,11 @@ def load(config: Path, overrides: list[str] | None) -> Config:
     from cqwen_dist.config.reading import load_config
 
     return load_config(config, overrides or [])
+
+
+def slug(text: str) -> str:
+    """A name for a file or folder that needs no quotes in a shell."""
+    return re.sub(r"[^\w.-]+", "-", text).strip("-") or "unnamed"
 
 
 def print_document(document: Any, as_json: bool, shown: Callable[[Any], Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from cqwen_dist.config.errors import UserError, writing
-from cqwen_dist.console import AsJson, ConfigFile, Overrides, load, quiet_libraries
+from cqwen_dist.console import AsJson, ConfigFile, Overrides, load, quiet_libraries, slug
 
 _PER_TOKEN = 3  # characters per token, a low estimate so that nearly all texts fit
 _HIDDEN = 896  # hidden size of the default base; the learning rate of W_loc, a dense map, depends on it
@@ -100,7 +100,7 @@ def _config(data: str, base: str, recipe: Any, out: Path) -> str:
         hidden=hidden,
         guess="" if path.is_dir() else " of Qwen2.5-0.5B (put your base's)",
         tenth=f"{0.0012 / hidden:.1e}",
-        run=json.dumps(f"runs/{out.stem}"),
+        run=f"runs/{slug(out.stem)}",
     )
 
 

@@ -42,6 +42,7 @@ def prepare_and_show(config: Config, workers: int | None, as_json: bool) -> None
     datasets = open_prepared(folder, data, tokenizer)
     found = summary(datasets, data.sequence_length)
     found["first_text"] = as_read(datasets.train[0][0], tokenizer) if len(datasets.train) else ""
+    found["around"] = around(tokenizer, chats=data.messages_field is not None)
     found["folder"], found["seconds"] = str(folder), round(time.monotonic() - began, 2)
     (folder / SUMMARY).write_text(json.dumps(found, indent=1), encoding="utf-8")
     console = plain_console(record=True, width=100, stderr=as_json)
@@ -61,6 +62,13 @@ def summary(datasets: Datasets, sequence_length: int) -> dict[str, Any]:
         "skipped": datasets.reading.lines(),
         **{name: _of(dataset, sequence_length) for name, dataset in parts.items()},
     }
+
+
+def around(tokenizer: NumericalAwareTokenizer, chats: bool) -> str:
+    """What comes before and after each text, in words."""
+    begin = f"with {tokenizer.decode(tokenizer.begin)}" if tokenizer.begin else "without a token of the tokenizer's own"
+    begin = "as the chat template writes it" if chats else begin
+    return f"a text begins {begin} and ends with {tokenizer.decode([tokenizer.eos_token_id or 0])}"
 
 
 def as_read(document: Document, tokenizer: NumericalAwareTokenizer) -> str:
@@ -158,6 +166,7 @@ def drawn(found: dict[str, Any]) -> RenderableType:
         "",
         "the first text as the model reads it: numbers as <NUM value>, learnt text between [[ and ]]",
         Text("".join(f"    {line}\n" for line in found["first_text"].split("\n"))),
+        Text(found["around"]),
     )
 
 

@@ -32,7 +32,10 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     try:
         run(checked)
     except Stopped:  # a launcher treats any code except 0 as a failure; status.json has `preempted`
-        raise typer.Exit(0 if launched(os.environ) else 75) from None
+        if launched(os.environ):
+            raise typer.Exit from None
+        typer.echo(f"to go on: {resuming(Path(checked.run.dir))}", err=True)
+        raise typer.Exit(75) from None
 
 
 def launch(
@@ -50,9 +53,18 @@ def launch(
 
         print_json(dry_run(config, overrides or [], ranks, hostfile))
         return
-    raise typer.Exit(
-        start_ranks(config, overrides or [], ranks, hostfile=hostfile, env_file=env_file, look_first=not blind)
-    )
+    code = start_ranks(config, overrides or [], ranks, hostfile=hostfile, env_file=env_file, look_first=not blind)
+    if code == 75:
+        options = {"--ranks": ranks, "--hostfile": hostfile, "--env-file": env_file}
+        given = [f"{name} {shlex.quote(str(value))}" for name, value in options.items() if value not in (None, 1)]
+        folder = Path(load(config, overrides).run.dir)
+        typer.echo(f"to go on: {' '.join([resuming(folder, 'launch'), *given])}", err=True)
+    raise typer.Exit(code)
+
+
+def resuming(folder: Path, verb: str = "train") -> str:
+    """The command that resumes a run, overrides included."""
+    return f"cqwen {verb} {shlex.quote(str(folder))}"
 
 
 def start_ranks(config: Path, overrides: list[str], ranks: int, **options: Any) -> int:

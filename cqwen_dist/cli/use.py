@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,9 +66,17 @@ def generate(
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "decode_rule": decode_rule}
     given["cache_implementation"] = cache_implementation
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    options |= {"max_new_tokens": max_new_tokens, "seed": seed, "digits": _digits(digits), "stop": stop or ()}
+    options |= {
+        "begin": not chat,
+        "max_new_tokens": max_new_tokens,
+        "seed": seed,
+        "digits": _digits(digits),
+        "stop": stop or (),
+    }
     if above is not None:
-        print_document(_words_above(model, tokenizer, prompt, above, decision_threshold), as_json, _lines_of_words)
+        print_document(
+            _words_above(model, tokenizer, prompt, not chat, above, decision_threshold), as_json, _lines_of_words
+        )
     elif drawn is None:
         if stream:
             typer.echo(prompt[0], nl=False)
@@ -161,13 +170,13 @@ def _print_treatments(found: list[Individual], prompts: list[str], mode: str, as
 
 
 def _words_above(
-    model: Any, tokenizer: Any, prompts: list[str], above: float, decision_threshold: float | None
+    model: Any, tokenizer: Any, prompts: list[str], begin: bool, above: float, decision_threshold: float | None
 ) -> dict[str, Any]:
     """The document for --above: every word with P above it, for each prompt."""
     from cqwen_dist.generate.continuation import padded
     from cqwen_dist.generate.decisions import multi_label
 
-    batch = padded(model, tokenizer, [tokenizer.encode(prompt) for prompt in prompts])
+    batch = padded(model, tokenizer, [tokenizer.encode(prompt, begin) for prompt in prompts])
     found = multi_label(model, batch, above, None, decision_threshold)
     outputs = [
         {"prompt": prompt, "words": [{"text": tokenizer.decode([word.id]), **asdict(word)} for word in words]}
@@ -223,11 +232,12 @@ def predict(
         decimal_comma=decimal_comma,
         batch_size=batch_size,
         device=device,
+        say=partial(typer.echo, err=True),
     )
     if out is None:
         write_table(rows, sys.stdout)
         return
-    with writing("--out", out), written_whole(out) as partial, partial.open("w", encoding="utf-8", newline="") as file:
+    with writing("--out", out), written_whole(out) as draft, draft.open("w", encoding="utf-8", newline="") as file:
         write_table(rows, file)
     typer.echo(f"{len(rows)} rows to {out}")
 

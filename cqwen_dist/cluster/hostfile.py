@@ -26,18 +26,10 @@ from cqwen_dist.config.errors import UserError, writing
 
 # Environment variables that the ranks get: these names, names with these prefixes, and proxies.
 PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_HOME", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-PREFIXES: tuple[str, ...] = (
-    "TORCH_",
-    "TORCHINDUCTOR_",
-    "PYTORCH_",
-    "TRITON_",
-    "NCCL_",
-    "GLOO_",
-    "UCX_",
-    "DS_",
-    "CQWEN_",
+PREFIXES = (
+    *("TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "NCCL_", "GLOO_", "UCX_", "DS_", "CQWEN_"),
+    *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_"),
 )
-PREFIXES += ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_")
 PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy")  # also in capitals
 # A value is in quotes, or ends before a comment. A token may contain # and quotes.
 _VARIABLE = re.compile(

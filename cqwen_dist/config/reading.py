@@ -27,14 +27,20 @@ RESUMABLE = (
     # Paths may change; their contents are compared instead (`checkpoint.resume`).
     *("data.train", "data.eval", "model.name_or_path", "model.tokenizer"),
 )
+_OF_A_RUN = "config.yaml"  # in a run folder, as resolved
+_OF_A_COMMAND = ("resume", "accept", "stop_after")  # keys of `run` that a run folder's next command does not take over
 _RESUMABLE_OF_A_STAGE = re.compile(r"stages\.\d+\.micro_batch_size")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), saved: bool = False) -> Config:
     """Read a YAML config, apply dotted overrides, validate. Raises `UserError`. Does not write.
 
+    path: a file, or a run folder, which has the config of its last command, overrides included.
     saved: written by a run, perhaps of an earlier version. Removed keys are ignored if they have their default.
     """
+    folder = Path(path)
+    if of_a_run := (folder / _OF_A_RUN).is_file():
+        path, saved = folder / _OF_A_RUN, True
     try:
         tree, lines = yaml_text.parse(_read(Path(path)))
     except UserError as error:
@@ -45,6 +51,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), saved: bool = F
         raise UserError("config", found, f"a mapping with {', '.join(Config.model_fields)}", str(path))
     if saved:
         forget_removed(tree)
+    if of_a_run:  # it may have been moved
+        kept = {key: value for key, value in tree.get("run", {}).items() if key not in _OF_A_COMMAND}
+        tree["run"] = {**kept, "dir": str(folder)}
     return _validated(tree, lines, str(path), {_override(tree, text): text for text in overrides})
 
 
@@ -107,7 +116,7 @@ def _read(path: Path) -> str:
     except FileNotFoundError:
         raise UserError("config", Said("no such file"), "the path of a YAML file") from None
     except IsADirectoryError:
-        raise UserError("config", Said("a folder"), "the path of a YAML file") from None
+        raise UserError("config", Said("a folder"), "the path of a YAML file, or a run folder") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError("config", Said(reason), "the path of a readable YAML file") from None

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from tokenizers import Encoding, Tokenizer
 from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from cqwen_dist.config.data import NumberPolicy
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.chat import CHATML
-from cqwen_dist.data.encoder import NumberEncoder
 from cqwen_dist.data.tokenizer import PLACEHOLDER, POLICY_FILE, DigitTokenizer, NumericalAwareTokenizer, read_policy
 
 KEPT = ("chat_template", "clean_up_tokenization_spaces", "model_max_length", "name_or_path", "truncation_side")
@@ -49,7 +49,7 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
     ) -> None:
         super().__init__(*args, **given)
         if policy_file is not None:
-            row, its = read_policy(policy_file)
+            row, its = read_policy(policy_file, self if num_token_id is None else None)
             num_token_id, policy = row if num_token_id is None else num_token_id, policy or its
         self.pad_token = self.pad_token or self.eos_token  # padding is masked, so any token works
         kind = NumericalAwareTokenizer if read_numbers else DigitTokenizer
@@ -129,16 +129,16 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
         return int(super()._add_tokens(new_tokens, special_tokens))
 
     def num_special_tokens_to_add(self, pair: bool = False) -> int:
-        """0: models are trained on texts without special tokens."""
-        return 0
+        """Tokens that come before a text, or before two: models are trained so."""
+        return len(self.reader.begin)
 
     # ---- reading ----
 
     def _encode_plus(self, text: Any, *args: Any, **given: Any) -> BatchEncoding:
         """Implements `__call__` and `encode`: transformers' fields plus numeric_values (float64, 0 at words).
 
-        Never adds special tokens; add_special_tokens has no effect. Raises: UserError for a number that overflows
-        float64, and for options that read special tokens as words; ValueError as transformers does.
+        add_special_tokens: put `reader.begin` before a text, unless the text has it. Raises: UserError for a number
+        that overflows float64, and for options that read special tokens as words; ValueError as transformers does.
         """
         for odd in ("split_special_tokens", "sanitize_control_tokens"):
             if given.get(odd):
@@ -148,7 +148,7 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
         # transformers calls `_tokenizer` to truncate, pad and return overflowing windows. A shallow copy with a backend
         # that reads numbers keeps all of that, and keeps concurrent calls apart.
         reading = copy.copy(self)
-        reading._tokenizer = backend = _NumberBackend(self._tokenizer, self.reader.encoder)
+        reading._tokenizer = backend = _NumberBackend(self._tokenizer, self.reader)
         encoded = super(CausalQwenTokenizer, reading)._encode_plus(text, *args, **given)
         tokens = [zip(e.ids, e.tokens, strict=True) for e in encoded.encodings or []]
         numbers = [[backend.values[t] if i == self.num_token_id else 0.0 for i, t in row] for row in tokens]
@@ -223,9 +223,13 @@ class _NumberBackend:
     values: numeral -> value, filled while reading.
     """
 
-    def __init__(self, words: Any, encoder: NumberEncoder) -> None:
+    def __init__(self, words: Any, reader: NumericalAwareTokenizer) -> None:
         self.values: dict[str, float] = {}
-        self._words, self._encoder, self._settings = words, encoder, Tokenizer(BPE())
+        self._words, self._reader, self._settings = words, reader, Tokenizer(BPE())
+        if reader.begin:
+            names = [(str(words.id_to_token(row)), row) for row in reader.begin]
+            start = " ".join(name for name, _ in names)
+            self._settings.post_processor = TemplateProcessing(f"{start} $A", f"{start} $A $B:1", names)
 
     def __getattr__(self, name: str) -> Any:
         # Padding and truncation belong to this call: the shared Rust tokenizer must keep its settings.
@@ -237,8 +241,10 @@ class _NumberBackend:
         found = []
         for row in rows:
             is_pair = isinstance(row, (list, tuple)) and row and not (is_pretokenized and isinstance(row[0], str))
-            parts: Any = map(self._read, row if is_pair else [row])
-            found.append(self._settings.post_process(*parts))
+            parts: Any = [*map(self._read, row if is_pair else [row])]
+            begun = tuple(parts[0].ids[: len(self._reader.begin)]) == self._reader.begin
+            pair = parts[1] if is_pair else None
+            found.append(self._settings.post_process(parts[0], pair, add_special_tokens and not begun))
         if (padding := self._settings.padding) is not None and padding["length"] is None:
             wide = max(map(len, found))
             token = {name: padding[name] for name in ("direction", "pad_id", "pad_type_id", "pad_token")}
@@ -251,7 +257,7 @@ class _NumberBackend:
         words = [text] if isinstance(text, str) else text
         if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
             raise ValueError(f"text input must be of type `str`, or lists of them, and not {type(text).__name__}")
-        encoding, values, overflows = self._encoder.encoding(words)
+        encoding, values, overflows = self._reader.encoder.encoding(words)
         if overflows:
             raise UserError("number", overflows[0], "numbers that float64 holds")
         self.values.update(values)

@@ -7,6 +7,7 @@ neither torch nor transformers.
 from __future__ import annotations
 
 import os
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -33,7 +34,9 @@ class Recipe(NamedTuple):
     """Settings that turn a text into a row. Pickled for worker processes."""
 
     encoder: NumberEncoder
-    end: int  # id of the end token, appended to each text
+    begin: tuple[int, ...]  # ids before each text that does not begin with them
+    end: int  # id of the end token, appended to each text that does not end with it
+    end_text: str | None  # the same token in a text; None if the letters are read as words
     numeric_targets: str
 
 
@@ -54,12 +57,12 @@ class _Row(NamedTuple):
 
 
 def encode_chunk(texts: Sequence[Text], recipe: Recipe) -> Chunk:
-    """Tokenise texts and append an end token to each. A number at position 0 is no target: nothing predicts it."""
+    """Tokenise texts, from `begin` to one end token. A number at position 0 is no target: nothing predicts it."""
     encoder = recipe.encoder
-    rows = _read(texts, encoder)
-    ids = [b"".join([reading.ids for reading in row.readings]) for row in rows]  # int32 bytes, without the end token
-    offsets = offsets_of([len(own) // 4 + 1 for own in ids])
-    flat = np.frombuffer(np.int32(recipe.end).tobytes().join([*ids, b""]), np.int32)
+    rows = _read(texts, recipe)
+    ids = [b"".join([reading.ids for reading in row.readings]) for row in rows]  # int32 bytes
+    offsets = offsets_of([len(own) // 4 for own in ids])
+    flat = np.frombuffer(b"".join(ids), np.int32)
     numbers = np.fromiter(chain.from_iterable(r.numbers for row in rows for r in row.readings), np.float64)
     numbers_at, targets = _targets(rows, flat, offsets, recipe)
     overflows = [(i, row.text.where, word) for i, row in enumerate(rows) for r in row.readings for word in r.overflows]
@@ -111,13 +114,19 @@ def _targets(rows: list[_Row], flat: np.ndarray, offsets: np.ndarray, recipe: Re
     return numbers_at, targets
 
 
-def _read(texts: Sequence[Text], encoder: NumberEncoder) -> list[_Row]:
-    """Encode all segments of all texts in one call."""
+def _read(texts: Sequence[Text], recipe: Recipe) -> list[_Row]:
+    """Encode all segments of all texts in one call. The first has the beginning, the last the end token."""
     segments = [_segments(text) for text in texts]
-    readings = iter(encoder.read([segment for own in segments for segment, _ in own]))
+    readings = iter(recipe.encoder.read([segment for own in segments for segment, _ in own]))
+    begin = array("i", recipe.begin)
     rows = []
     for text, own in zip(texts, segments, strict=True):
         found = list(islice(readings, len(own)))
+        if found[0].ids[: len(begin)] != begin:
+            found[0] = found[0]._replace(ids=begin + found[0].ids)
+        # Chat templates write the end token themselves, often with a line end after it.
+        if recipe.end_text is None or not text.text.rstrip().endswith(recipe.end_text):
+            found[-1] = found[-1]._replace(ids=found[-1].ids + array("i", [recipe.end]))
         rows.append(_Row(text, own, found, _unlearnt(text, own, found)))
     return rows
 
@@ -135,11 +144,10 @@ def _segments(text: Text) -> list[tuple[str, bool]]:
 
 
 def _unlearnt(text: Text, segments: list[tuple[str, bool]], readings: list[Reading]) -> list[int]:
-    """Token ranges that are not learnt, as start, end, start, end, ... The end token belongs to the last segment."""
+    """Token ranges that are not learnt, as start, end, start, end, ..."""
     if text.learnt is None:
         return []
     ends = list(accumulate([len(reading.ids) for reading in readings], initial=0))
-    ends[-1] += 1
     return [end for i, (_, learnt) in enumerate(segments) if not learnt for end in ends[i : i + 2]]
 
 

@@ -26,7 +26,7 @@ class DataReport:
     texts: int = 0
     documents: int = 0  # text pieces, each at most sequence_length long
     sequences: int = 0  # samples: documents, or packed rows
-    tokens: int = 0  # end tokens included
+    tokens: int = 0  # tokens around a text included
     numbers: int = 0
     targets: int = 0  # numbers whose value the regression learns
     overflows: int = 0  # numbers too large for float64; they stay text

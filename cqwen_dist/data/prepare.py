@@ -93,7 +93,7 @@ def data_key(config: DataConfig, tokenizer: NumericalAwareTokenizer, root: Path)
         "tokenizer": tokenizer.encoder.fingerprint,
         "chat": [chat.template, chat.tool_template] if config.messages_field else None,
         "num_token_id": tokenizer.num_token_id,
-        "end": tokenizer.eos_token_id,
+        "around": [tokenizer.begin, tokenizer.eos_token_id],
         "policy": None if policy is None else policy.model_dump(),
         "data": config.model_dump(mode="json", exclude=_OF_SAMPLES),
         "train": [_content(source, config, root, "data.train") for source in as_list(config.train)],

@@ -27,7 +27,9 @@ class Tokeniser:
         end = tokenizer.eos_token_id
         if end is None:
             raise UserError("model.tokenizer", "no end token", "a tokenizer with eos_token")
-        self.recipe = Recipe(tokenizer.encoder, end, config.numeric_targets)
+        begin = () if config.messages_field else tokenizer.begin  # a chat begins as its template begins it
+        added = tokenizer.tokenizer.added_tokens_decoder.get(end)
+        self.recipe = Recipe(tokenizer.encoder, begin, end, added and str(added), config.numeric_targets)
         self._least, self._most = config.min_tokens or 0, config.max_tokens or 2**62
         self._refuse = config.on_nonfinite == "error"
         self.rows = 0

@@ -4,6 +4,9 @@ Text between numbers is tokenised piece by piece, spaces included: "costs 5 doll
 Qwen's pre-tokenizer splits around digits in the same way. <NUM> is the first row without a word. A Qwen2.5 vocabulary
 has spare rows (V is 151,936 or 152,064, the tokenizer uses 151,665). If there is none (most Llamas), rows are added
 (`model.backbone.add_rows`). `cqwen_dist.batch` explains the shape letters.
+
+A text begins as the base tokenizer begins it: with <s> in Llama and Mistral, with nothing in Qwen. It ends with one end
+token. A chat begins as its template begins it. Everything that reads a text asks `begin` and `eos_token_id` here.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from cqwen_dist.batch import pad_rows
 from cqwen_dist.config.bases import line_end_ids, numeral_ids, rows_with_number
 from cqwen_dist.config.data import NumberPolicy
-from cqwen_dist.config.errors import UserError, reason_of
+from cqwen_dist.config.errors import Said, UserError, reason_of
 from cqwen_dist.data.ascii_words import QWEN2_PATTERN
 from cqwen_dist.data.encoder import NumberEncoder, split
 from cqwen_dist.data.write_numbers import write_numbers
@@ -70,18 +73,20 @@ class NumericalAwareTokenizer:
         vocabulary = tokenizer.get_vocab()
         self.text_size: int = max(len(tokenizer), 1 + max(vocabulary.values()))  # K: rows used by words
         self.num_token_id: int = self.text_size if num_token_id is None else num_token_id
+        self.begin, end = _around(tokenizer)
+        self._end = end[-1] if end else tokenizer.eos_token_id
         # If <NUM> is a token in the tokenizer, the same letters in a text must not become it.
-        literal: str | None = None
+        self.literal: str | None = None
         if self.num_token_id < self.text_size:
             added = tokenizer.added_tokens_decoder
             if self.num_token_id not in added or self.num_token_id in (self.eos_token_id, self.pad_token_id):
                 allowed = f"a reserved row, {self.text_size} or above, or an added token of its own"
                 raise UserError("model.num_token_id", self.num_token_id, allowed)
-            literal = str(added[self.num_token_id])
+            self.literal = str(added[self.num_token_id])
         if vocab_size is not None:
             self.rows_for(vocab_size)
         self.encoder = NumberEncoder(
-            self._backend, self.num_token_id, self.policy if self.reads_numbers else None, literal
+            self._backend, self.num_token_id, self.policy if self.reads_numbers else None, self.literal
         )
 
     def rows_for(self, vocab_size: int) -> int:
@@ -114,7 +119,7 @@ class NumericalAwareTokenizer:
             raise UserError(key, name, allowed) from None
         saved = folder / POLICY_FILE
         if saved.is_file():
-            row, its = read_policy(saved)
+            row, its = read_policy(saved, tokenizer if num_token_id is None else None)
             num_token_id, policy = row if num_token_id is None else num_token_id, policy or its
         return cls(tokenizer, num_token_id, vocab_size, policy)
 
@@ -124,8 +129,9 @@ class NumericalAwareTokenizer:
         self.write_policy(folder)
 
     def write_policy(self, folder: str | Path) -> Path:
-        """Write only `number_policy.json`."""
-        path, data = Path(folder) / POLICY_FILE, {"num_token_id": self.num_token_id, "policy": self.policy.model_dump()}
+        """Write only `number_policy.json`. token: what the tokenizer has in <NUM>'s row; null: nothing."""
+        path, data = Path(folder) / POLICY_FILE, {"num_token_id": self.num_token_id, "token": self.literal}
+        data["policy"] = self.policy.model_dump()
         path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         return path
 
@@ -136,13 +142,13 @@ class NumericalAwareTokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """End-of-document token; None if the tokenizer has none."""
-        return self.tokenizer.eos_token_id
+        """End-of-document token: the one that the tokenizer writes after a text, else its eos_token; None without."""
+        return self._end
 
     @property
     def pad_token_id(self) -> int:
         """Padding token: the pad token, else the end token, else 0 (padding is masked, so any id works)."""
-        known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        known = (self.tokenizer.pad_token_id, self.eos_token_id, 0)
         return next(token_id for token_id in known if token_id is not None)
 
     @cached_property
@@ -155,17 +161,22 @@ class NumericalAwareTokenizer:
         """Tokens with a line break (`config.bases.line_end_ids`)."""
         return line_end_ids(self.tokenizer.get_vocab())
 
-    def encode(self, text: str) -> Encoded:
-        """Encode a text without special tokens. Raises: UserError for a number that overflows float64."""
-        return self.encode_batch([text])[0]
+    def encode(self, text: str, begin: bool = True) -> Encoded:
+        """Encode a text, with `begin` before it unless the text has it. Raises: UserError for an overflowing number.
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
+        begin: False for a text that continues another, and for a chat.
+        """
+        return self.encode_batch([text], begin)[0]
+
+    def encode_batch(self, texts: Sequence[str], begin: bool = True) -> list[Encoded]:
         """`encode` for many texts at once."""
         encoded = []
+        first = list(self.begin) if begin else []
         for reading in self.encoder.read(texts):
             if reading.overflows:
                 raise UserError("number", reading.overflows[0], "numbers that float64 holds")
             ids, numbers = reading.ids.tolist(), iter(reading.numbers)
+            ids = ids if ids[: len(first)] == first else first + ids
             values = [next(numbers) if token == self.num_token_id else 0.0 for token in ids]
             encoded.append(Encoded(ids, values))
         return encoded
@@ -211,13 +222,33 @@ class DigitTokenizer(NumericalAwareTokenizer):
     reads_numbers = False
 
 
-def read_policy(path: str | Path) -> tuple[int, NumberPolicy]:
-    """Contents of `number_policy.json`. Raises: UserError."""
+def _around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(ids before, ids after) a text, as the tokenizer's own post-processor writes them."""
+    plain, whole = (tokenizer.backend_tokenizer.encode("a", add_special_tokens=own).ids for own in (False, True))
+    if not plain:  # a vocabulary without the letter
+        return (), ()
+    at = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+    return tuple(whole[:at]), tuple(whole[at + len(plain) :])
+
+
+def read_policy(path: str | Path, tokenizer: Any = None) -> tuple[int, NumberPolicy]:
+    """Contents of `number_policy.json`. Raises: UserError.
+
+    tokenizer: it has to have the same token in <NUM>'s row as when the file was written. A token that was added since
+    then would share the row with <NUM>.
+    """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        return int(data["num_token_id"]), NumberPolicy(**data["policy"])
+        row, policy = int(data["num_token_id"]), NumberPolicy(**data["policy"])
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(POLICY_FILE, reason_of(error), "the file as save_pretrained wrote it", str(path)) from None
+    now = None if tokenizer is None else tokenizer.added_tokens_decoder.get(row)
+    # Files of earlier versions do not name the token. They got a special one if they were told to.
+    if now is not None and (data["token"] != str(now) if "token" in data else not now.special):
+        found = Said(f"row {row} for <NUM>, which is the token {now} now")
+        allowed = f"the tokenizer without that token, or model.num_token_id: {1 + max(tokenizer.get_vocab().values())}"
+        raise UserError("num_token_id", found, f"{allowed} (<NUM> then starts anew there)", str(path))
+    return row, policy
 
 
 def without_prefix(backend: Tokenizer) -> Tokenizer:

@@ -64,14 +64,15 @@ def padded(model: Any, tokenizer: Tokenizer, rows: Sequence[tuple[list[int], lis
 
 
 def generate_batch(
-    model: Any, tokenizer: Tokenizer, prompts: Sequence[str], **options: Any
+    model: Any, tokenizer: Tokenizer, prompts: Sequence[str], begin: bool = True, **options: Any
 ) -> tuple[Tensor, GeneratedNumbers, int]:
     """Continue prompts as one batch. Returns (ids [B,T'], their numbers, prompt width T).
 
-    model: a `CausalQwenForCausalLM`. options: for its `generate`. Raises `UserError`.
+    model: a `CausalQwenForCausalLM`. begin: False for chats, which begin as their template writes them.
+    options: for its `generate`. Raises `UserError`.
     """
     tokenizer = reader(tokenizer)
-    batch = padded(model, tokenizer, [tokenizer.encode(prompt) for prompt in prompts])
+    batch = padded(model, tokenizer, [tokenizer.encode(prompt, begin) for prompt in prompts])
     ids, numbers = model.generate(
         batch.ids,
         batch.values,
@@ -102,8 +103,8 @@ def continue_text(
     """Continue prompts as one left-padded batch.
 
     model: a `CausalQwenForCausalLM`. digits: digits of numbers in the text (`generate.numbers.shown`). stop: strings
-    that end a text; the text includes them. on_text: called with new text, for a single prompt. options: for the
-    model's `generate`. Raises `UserError` for an empty prompt and as `generate`.
+    that end a text; the text includes them. on_text: called with new text, for a single prompt. options: for
+    `generate_batch`. Raises `UserError` for an empty prompt and as `generate`.
     """
     check_digits(digits)
     tokenizer = reader(tokenizer)

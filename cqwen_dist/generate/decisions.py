@@ -100,7 +100,7 @@ def choose(
         raise UserError("reject_below", reject_below, "0 to 1")
     if len(set(options)) < max(1, len(options)):
         raise UserError("options", list(options), "different texts, one at least")
-    if len({tuple(reader(tokenizer).encode(option)[0]) for option in options}) < len(options):
+    if len({tuple(reader(tokenizer).encode(option, begin=False)[0]) for option in options}) < len(options):
         raise UserError("options", list(options), "texts of different words (P of a number is not that of its value)")
     result = []
     for prompt in prompts:
@@ -129,7 +129,7 @@ def score(model: Any, tokenizer: Tokenizer, prompt: str, continuations: Sequence
     if not before_ids:
         raise UserError("prompt", "no tokens", "some text")
     # Prompt and continuation are encoded apart, so that a continuation cannot change how the prompt is tokenized.
-    encoded = [tokenizer.encode(text) for text in continuations]
+    encoded = [tokenizer.encode(text, begin=False) for text in continuations]
     lengths = [len(ids) for ids, _ in encoded]
     if not lengths or not all(lengths):
         raise UserError("continuation", "no tokens", "some text")

@@ -19,6 +19,8 @@ from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, check_digits, 
 from cqwen_dist.generate.streaming import Tokenizer, reader
 from cqwen_dist.heads.intervals import LEVELS
 
+Unread = dict[int, UserError]  # why a row, counted from 0, has no prediction
+
 NUMBER_COLUMNS = ("predicted", *(f"{end}_{level * 100:g}" for level in LEVELS for end in ("low", "high")), "p_num")
 CHOICE = "chosen"
 SORTED = 8  # batches
@@ -34,23 +36,40 @@ def number_columns(model: Any) -> list[str]:
 
 
 def prompts_of(
-    template: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]], empty: str | None = None
+    template: str,
+    columns: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    empty: str | None = None,
+    unread: Unread | None = None,
 ) -> list[str]:
     """The template, such as "age {age}, bmi {bmi}: score", filled with the cells of each row; None is an empty cell.
 
-    empty: the text for an empty cell or a word for it (`MISSING`), as data.empty_cell in training. Raises `UserError`
-    for a name that is no column, a template without columns, and an empty cell without `empty`.
+    empty: the text for an empty cell or a word for it (`MISSING`), as data.empty_cell in training. unread: gets the
+    error of each row that has no prompt; without it, the first is raised. Raises `UserError` for a name that is no
+    column, a template without columns, and an empty cell without `empty`.
     """
     template = unescaped(template)
     _check_template(template, columns)
-    prompts = [filled(template, partial(_cell, row, number, empty)) for number, row in enumerate(rows, 1)]
-    for number, prompt in enumerate(prompts, 1):
+    prompts = []
+    for number, row in enumerate(rows, 1):
         try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            wrong = prompt[error.start : error.end]
-            raise UserError("FILE", wrong, "Unicode text without lone surrogates", f"record {number}") from None
+            prompts.append(_prompt(template, row, number, empty))
+        except UserError as error:
+            if unread is None:
+                raise
+            unread[number - 1] = error
+            prompts.append("")
     return prompts
+
+
+def _prompt(template: str, row: Mapping[str, Any], number: int, empty: str | None) -> str:
+    prompt = filled(template, partial(_cell, row, number, empty))
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        wrong = prompt[error.start : error.end]
+        raise UserError("FILE", wrong, "Unicode text without lone surrogates", f"record {number}") from None
+    return prompt
 
 
 def _check_template(template: str, columns: Sequence[str]) -> None:
@@ -113,16 +132,7 @@ def predict_numbers(
         found: dict[int, dict[str, float | str | None]] = {}
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
-            try:
-                written = generate_batch(model, tokenizer, [some[row] for row in rows], mode="standard", **options)
-                if len(written[0][0]) == (width := written[2]):
-                    allowed = f"at most {width - 1}: the number has a place in the model's context too"
-                    raise UserError("prompt", f"{width} tokens", allowed)
-            except UserError as error:
-                if error.key != "prompt":
-                    raise
-                odd = max(rows, key=lambda row: len(reader(tokenizer).encode(some[row])[0]))  # the longest
-                raise UserError("FILE", error.found, error.allowed, f"record {first + odd + 1}") from None
+            written = generate_batch(model, tokenizer, [some[row] for row in rows], mode="standard", **options)
             found |= zip(rows, _cells_of(columns, *written, digits), strict=True)
         yield from (found[row] for row in range(len(some)))
 
@@ -168,9 +178,10 @@ def predict_rows(
     *,
     options: Sequence[str] = (),
     reject_below: float = 0.0,
+    unread: Unread | None = None,
     **settings: Any,
 ) -> Iterator[dict[str, Any]]:
-    """The rows with their new columns. prompts: one for each row (`prompts_of`).
+    """The rows with their new columns. prompts, unread: of `prompts_of`; an unread row's new cells are None.
 
     options: choose one of these texts for each row instead (columns `p OPTION` and `chosen`, which is None if no option
     reaches reject_below). settings: of `predict_numbers`. Raises `UserError`, also if the table already has one of the
@@ -180,13 +191,40 @@ def predict_rows(
     taken = [name for name in added if rows and name in rows[0]]
     if taken:
         raise UserError("FILE", f"a column {taken[0]}", "other names than the new columns'")
+    without = _without_prediction(model, tokenizer, prompts, options, unread)
+    prompts = [prompt for row, prompt in enumerate(prompts) if row not in without]
     found: Iterator[dict[str, Any]]
     if options:
         chosen = choose(model, tokenizer, prompts, options, reject_below)
         found = ({CHOICE: c.option, **{f"p {o}": float(f"{p:.6g}") for o, p in c.p.items()}} for c in chosen)
     else:
         found = predict_numbers(model, tokenizer, prompts, **settings)
-    return ({**row, **new} for row, new in zip(rows, found, strict=True))
+    none = dict.fromkeys(added)
+    return ({**row, **(none if number in without else next(found))} for number, row in enumerate(rows))
+
+
+def _without_prediction(
+    model: Any, tokenizer: Tokenizer, prompts: Sequence[str], options: Sequence[str], unread: Unread | None
+) -> Unread:
+    """`unread` with what the model cannot read. Raises `UserError`: the first, without `unread` or with no row left."""
+    words, found = reader(tokenizer), {} if unread is None else unread
+    after = max((len(words.encode(option, begin=False)[0]) for option in options), default=1)
+    room = model.config.base_config.max_position_embeddings - after
+    for row, prompt in enumerate(prompts):
+        if row in found:
+            continue
+        where = f"record {row + 1}"
+        try:
+            if not 0 < (length := len(words.encode(prompt)[0])) <= room:
+                allowed = f"1 to {room}: what comes next has a place in the model's context too"
+                found[row] = UserError("FILE", f"{length} tokens", allowed, where)
+        except UserError as error:
+            found[row] = UserError("FILE", error.found, error.allowed, where)
+        if unread is None and row in found:
+            raise found[row]
+    if found and len(found) == len(prompts):
+        raise next(iter(found.values()))
+    return found
 
 
 def write_table(rows: Sequence[Mapping[str, Any]], out: TextIO) -> None:

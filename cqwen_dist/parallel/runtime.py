@@ -1,8 +1,7 @@
 """The rank of this process, read from the launcher's environment, and the run's process group.
 
 Supported launchers: `deepspeed` and `torchrun` (RANK, WORLD_SIZE, LOCAL_RANK), SLURM's srun (SLURM_PROCID,
-SLURM_NTASKS, SLURM_LOCALID), or none (one process). A shell in an interactive SLURM job has srun's variables too; it
-is one process, or is refused if that cannot be told.
+SLURM_NTASKS, SLURM_LOCALID), or none (one process).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Opens a run folder: a new one, or one to resume. On resume only some config keys may differ.
 
 Keys of finished stages are fixed. A stage has begun when the newest checkpoint contains one of its steps. The current
-stage may change its length. Later stages may change every key, and stages may be appended. Keys that only affect how to
-compute may always change (`config.reading.RESUMABLE`).
+stage may change its length and its rates. Later stages may change every key, and stages may be appended. Keys that only
+affect how to compute may always change (`config.reading.RESUMABLE`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from cqwen_dist.run.status import read_status
 
 BUILDS_BASE = ("model.", "data.", "train.seed")  # keys that affect the base built from model.architecture
 LENGTH = ("steps", "epochs", "until")  # keys that set a stage's length
+RATES = ("lr", "lr_groups", "min_lr_ratio")  # keys that a later step reads anew
 Change = tuple[str, object, object]  # key, before, now
 
 
@@ -108,9 +109,10 @@ def _refuse_past_changes(old: Config, changes: list[Change], folder: Path) -> No
         if index > current:
             continue
         name = old.stages[index].name
-        if index < current or words[2] not in LENGTH:
-            state = "is over" if index < current else "has begun: only its steps, epochs or until may change"
-            raise UserError(key, now, f"{before!r}, as stage {name} {state} (later stages are free)", where)
+        if index < current or words[2] not in LENGTH + RATES:
+            state = f"has begun: only its {', '.join(LENGTH + RATES)} may change"
+            allowed = f"{before!r}, as stage {name} {'is over' if index < current else state} (later stages are free, "
+            raise UserError(key, now, f"{allowed}and another run.dir with model.warm_start={folder})", where)
         # The current stage may become shorter, but not shorter than the steps it has already taken.
         taken = step - (stops[index - 1] if index else 0)
         if words[2] == "steps" and isinstance(now, int) and now < taken:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from cqwen_dist.config import UserError
-from cqwen_dist.console import AsJson, plain_console, print_document, print_json, quiet_libraries
+from cqwen_dist.console import AsJson, plain_console, print_document, print_json, quiet_libraries, slug
 
 
 def fit(
@@ -33,7 +33,7 @@ def fit(
         raise UserError("--test-fraction", test_fraction, "a share above 0 and below 0.9")
     if not minutes > 0:
         raise UserError("--minutes", minutes, "more than 0")
-    folder = out or Path("fits") / f"{Path(table.partition('#')[0]).name.split('.')[0]}-{target}".replace("/", "-")
+    folder = out or Path("fits") / slug(f"{Path(table.partition('#')[0]).name.split('.')[0]}-{target}")
     quiet_libraries()
     from cqwen_dist.tables.fitting import FitRequest, judge, prepare
 

@@ -17,7 +17,7 @@ from cqwen_dist.config import UserError
 from cqwen_dist.data.recipes import records_in
 from cqwen_dist.generate.continuation import continue_text
 from cqwen_dist.generate.decisions import choose
-from cqwen_dist.generate.table import NUMBER_COLUMNS, predict_numbers, prompts_of, write_table
+from cqwen_dist.generate.table import NUMBER_COLUMNS, predict_numbers, predict_rows, prompts_of, write_table
 
 TABLE = 'item,amount,note\ntea,3.5,"a, b"\nmilk,12,\n"rice ""x""",-4,{z}\n'
 TEMPLATE = "{item} costs {amount} and bread costs"
@@ -96,10 +96,27 @@ def test_a_prediction_is_the_first_generated_number(pair, table: Path) -> None:
 def test_prompts_leave_room_for_a_number_in_the_context(pair) -> None:
     room = pair[0].config.base_config.max_position_embeddings
     texts = {len(pair[1].encode("a" * n)[0]): "a" * n for n in range(1, 9 * room)}
-    (found,) = predict_numbers(*pair, [texts[room - 1]], within=0)
+    (found,) = predict_rows(*pair, [{}], [texts[room - 1]], within=0)
     assert found["predicted"] is not None
-    with pytest.raises(UserError, match=f"record 2: FILE: found '{room} tokens', allowed: at most {room - 1}"):
-        list(predict_numbers(*pair, ["tea", texts[room]], within=0))
+    with pytest.raises(UserError, match=f"record 2: FILE: found '{room} tokens', allowed: 1 to {room - 1}"):
+        list(predict_rows(*pair, [{}, {}], ["tea", texts[room]], within=0))
+
+
+def test_rows_that_cannot_be_read_have_empty_cells_and_are_counted(pair) -> None:
+    """Too long, an empty cell, a number beyond float64, no text at all, a lone surrogate: the others are predicted."""
+    texts = ["tea", "long " * 500, "", "1e999", "\ud800", "coffee 5"]
+    rows = [{"a": text} for text in texts]
+    said: list[str] = []
+    found = predict(pair, rows, "{a}", say=said.append)
+    assert [row["p_num"] is not None for row in found] == [True, False, False, False, False, True]
+    assert all(row[name] is None for row in found[1:5] for name in NUMBER_COLUMNS)
+    (alone,) = predict(pair, rows[:1], "{a}")
+    assert {**alone, "p_num": 0} == pytest.approx({**found[0], "p_num": 0})
+    assert said[0].startswith("4 of 6 rows have no prediction, such as record 2: FILE: found '2500 tokens', allowed: ")
+    chosen = predict(pair, rows, "{a}", options=[" and", " for"], say=said.append)
+    assert [row["chosen"] is not None for row in chosen] == [True, False, False, False, False, True]
+    with pytest.raises(UserError, match="record 1 with an empty cell"):
+        predict(pair, rows[2:5], "{a}")
 
 
 def test_escaped_line_ends_in_a_template_equal_those_of_training() -> None:

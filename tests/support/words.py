@@ -10,7 +10,7 @@ class Words:
     eos_token_id: int | None = 5
     pad_token_id = 0
 
-    def encode(self, text: str) -> tuple[list[int], list[float]]:
+    def encode(self, text: str, begin: bool = True) -> tuple[list[int], list[float]]:
         words = text.split()
         ids = [int(w[1:]) if w.startswith("w") else NUM for w in words]
         return ids, [0.0 if w.startswith("w") else float(w) for w in words]

@@ -74,7 +74,12 @@ def test_an_appended_stage_with_an_unknown_metric_is_refused_before_any_step(one
     [
         (5, ["stages.0.lr=1"], r"stages\.0\.lr: found 1\.0, allowed: 0\.01, as stage heads is over"),
         (5, ["stages.0.steps=9"], r"stages\.0\.steps: found 9, allowed: 3, as stage heads is over"),
-        (5, ["stages.1.lr=1"], r"stages\.1\.lr: .*stage lora has begun: only its steps, epochs or until may change"),
+        (
+            5,
+            ["stages.1.schedule=linear"],
+            r"stages\.1\.schedule: .*lora has begun: only its steps, .*lr, .* may change",
+        ),
+        (5, ["stages.1.warmup_steps=9"], r"stages\.1\.warmup_steps: .*another run\.dir with model\.warm_start=.*/run"),
         (5, ["stages.1.steps=1"], r"stages\.1\.steps: found 1, allowed: 2 or more, which stage lora has taken"),
         (3, ["loss.reg_weight=7"], r"loss\.reg_weight: .*model\.warm_start=.*/run takes its weights along"),
     ],
@@ -85,6 +90,31 @@ def test_settings_of_past_stages_may_not_change(
     config = set_back(one_rank, tmp_path / "run", step)
     with pytest.raises(UserError, match=said):
         refuse_changes(load_config(config, [f"run.dir={tmp_path / 'run'}", *changes]))
+
+
+def test_the_rates_of_a_running_stage_may_change_and_are_recorded(one_rank: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = set_back(one_rank, run, 5)
+    train_run(config, f"run.dir={run}", "stages.1.lr=1e-5", "stages.1.min_lr_ratio=0.5")
+    (line,) = (run / "changes.jsonl").read_text().splitlines()
+    assert [(key, now) for key, _, now in json.loads(line)["changes"]] == [
+        ("stages.1.lr", 1e-5),
+        ("stages.1.min_lr_ratio", 0.5),
+    ]
+    assert [record["step"] for record in metrics(run)] == list(range(1, 7))
+
+
+def test_a_run_folder_resumes_with_the_overrides_of_its_last_command(one_rank: Path, tmp_path: Path) -> None:
+    run = tmp_path / "moved run"
+    config = set_back(one_rank, tmp_path / "run", 5)
+    train_run(config, f"run.dir={tmp_path / 'run'}", "train.eval_every=6", "run.accept=[data]", "run.stop_after=heads")
+    (tmp_path / "run").rename(run)
+    again = load_config(run)
+    assert (again.run.dir, again.train.eval_every) == (str(run), 6)
+    assert (again.run.accept, again.run.stop_after, again.run.resume) == ([], None, "auto")
+    refuse_changes(again)
+    train_run(run)
+    assert [record["step"] for record in metrics(run)] == list(range(1, 7))
 
 
 def test_starting_over_archives_the_old_run_once(

@@ -40,7 +40,7 @@ class DigitText:
         self._end = self.tokenizer.encode("\n")[0][0] if end is None else end
         self._prompts = [self.tokenizer.encode(prompt)[0] for prompt in prompts]
         texts = [f"{value:.{WHOLE if float(value).is_integer() else ROUNDED}g}" for value in y]
-        self._answers = [[*self.tokenizer.encode(text)[0], self._end] for text in texts]
+        self._answers = [[*self.tokenizer.encode(text, begin=False)[0], self._end] for text in texts]
 
     def learn(self, train: np.ndarray, valid: np.ndarray) -> None:
         """Train the adapters. train, valid: as in `competitors.learnt`."""
