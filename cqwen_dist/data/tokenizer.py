@@ -130,8 +130,8 @@ class NumericalAwareTokenizer:
 
     def write_policy(self, folder: str | Path) -> Path:
         """Write only `number_policy.json`. token: what the tokenizer has in <NUM>'s row; null: nothing."""
-        path, data = Path(folder) / POLICY_FILE, {"num_token_id": self.num_token_id, "token": self.literal}
-        data["policy"] = self.policy.model_dump()
+        path = Path(folder) / POLICY_FILE
+        data = {"num_token_id": self.num_token_id, "token": self.literal, "policy": self.policy.model_dump()}
         path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         return path
 
