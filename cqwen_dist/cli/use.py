@@ -64,19 +64,13 @@ def generate(
     model, tokenizer = load_trained(checkpoint, device)
     prompt = [Chat(tokenizer.tokenizer).question(message) for message in prompt] if chat else prompt
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "decode_rule": decode_rule}
-    given["cache_implementation"] = cache_implementation
+    given |= {"cache_implementation": cache_implementation, "begin": not chat}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    options |= {
-        "begin": not chat,
-        "max_new_tokens": max_new_tokens,
-        "seed": seed,
-        "digits": _digits(digits),
-        "stop": stop or (),
-    }
+    options |= {"max_new_tokens": max_new_tokens, "seed": seed, "digits": _digits(digits), "stop": stop or ()}
     if above is not None:
-        print_document(
-            _words_above(model, tokenizer, prompt, not chat, above, decision_threshold), as_json, _lines_of_words
-        )
+        encoded = [tokenizer.encode(text, begin=not chat) for text in prompt]
+        document = _words_above(model, tokenizer, prompt, encoded, above, decision_threshold)
+        print_document(document, as_json, _lines_of_words)
     elif drawn is None:
         if stream:
             typer.echo(prompt[0], nl=False)
@@ -170,13 +164,13 @@ def _print_treatments(found: list[Individual], prompts: list[str], mode: str, as
 
 
 def _words_above(
-    model: Any, tokenizer: Any, prompts: list[str], begin: bool, above: float, decision_threshold: float | None
+    model: Any, tokenizer: Any, prompts: list[str], encoded: list[Any], above: float, decision_threshold: float | None
 ) -> dict[str, Any]:
     """The document for --above: every word with P above it, for each prompt."""
     from cqwen_dist.generate.continuation import padded
     from cqwen_dist.generate.decisions import multi_label
 
-    batch = padded(model, tokenizer, [tokenizer.encode(prompt, begin) for prompt in prompts])
+    batch = padded(model, tokenizer, encoded)
     found = multi_label(model, batch, above, None, decision_threshold)
     outputs = [
         {"prompt": prompt, "words": [{"text": tokenizer.decode([word.id]), **asdict(word)} for word in words]}
