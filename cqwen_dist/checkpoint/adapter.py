@@ -55,6 +55,8 @@ def write_config(folder: Path, lora: dict[str, Any], base: str | None) -> None:
     config.task_type = "CAUSAL_LM"
     config.inference_mode = True
     config.base_model_name_or_path = base
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)  # a set's order differs between processes
     config.save_pretrained(str(folder))
 
 

@@ -35,6 +35,14 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return manifest if whole else None
 
 
+def refuse_newer(folder: Path) -> None:
+    """Raises `UserError` for a checkpoint in a newer format: its content is whole, but this version cannot judge it."""
+    written = read_object(folder / MANIFEST).get("format")
+    if isinstance(written, int) and written > FORMAT:
+        found = Said(f"a checkpoint that a newer cqwen_dist wrote (format {written}; this version reads {FORMAT})")
+        raise UserError("checkpoint", found, "this run with that version, or another run.dir", str(folder))
+
+
 def verify(folder: Path) -> list[str]:
     """Problems with a checkpoint, one line per file. Empty if it is good."""
     manifest = read_manifest(folder)
@@ -102,6 +110,8 @@ def choose_checkpoint(run_dir: Path, resume: str = "auto") -> tuple[Path | None,
     the previous one; `never` rejects any resumption. Raises `UserError`.
     """
     known = list_checkpoints(run_dir)
+    for folder in sorted((run_dir / CHECKPOINTS).glob("step-*")):
+        refuse_newer(folder)  # also beside `latest`: training on would replace it
     try:
         named = run_dir / read_small(run_dir / LATEST).strip()
     except (OSError, ValueError):
@@ -171,7 +181,11 @@ def resolve_checkpoint(path: str | Path) -> tuple[Path, Path]:
     if path.name == LATEST and path.is_file():
         path = path.parent
     if (best := path / BEST).is_file():
-        path = path / read_small(best).strip()
+        named = path / read_small(best).strip()
+        if not named.resolve().is_relative_to(path.resolve()):
+            raise UserError("checkpoint", Said(f"a path outside of the folder: {named}"), "one inside", str(best))
+        path = named
+    refuse_newer(path)
     if read_manifest(path) is not None:
         if problems := verify(path):
             raise UserError("checkpoint", Said(problems[0]), "a whole checkpoint", str(path))

@@ -19,23 +19,24 @@ LEAST_FILES = 256
 
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train in this process, or as one of a launcher's ranks. Resumes a stopped run."""
-    from cqwen_dist.parallel.launcher import end_with_launcher
+    from cqwen_dist.parallel.launcher import end_with_launcher, holding_signals
 
     outlive()
     end_with_launcher()
     _open_enough_files()
     checked = load(config, overrides)
-    from cqwen_dist.api import train as run
-    from cqwen_dist.parallel.collectives import Stopped
-    from cqwen_dist.parallel.runtime import launched
+    with holding_signals():
+        from cqwen_dist.api import train as run
+        from cqwen_dist.parallel.collectives import Stopped
+        from cqwen_dist.parallel.runtime import launched
 
-    try:
-        run(checked)
-    except Stopped:  # a launcher treats any code except 0 as a failure; status.json has `preempted`
-        if launched(os.environ):
-            raise typer.Exit from None
-        typer.echo(f"to go on: {resuming(Path(checked.run.dir))}", err=True)
-        raise typer.Exit(75) from None
+        try:
+            run(checked)
+        except Stopped:  # a launcher treats any code except 0 as a failure; status.json has `preempted`
+            if launched(os.environ):
+                raise typer.Exit from None
+            typer.echo(f"to go on: {resuming(Path(checked.run.dir))}", err=True)
+            raise typer.Exit(75) from None
 
 
 def launch(

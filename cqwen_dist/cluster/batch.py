@@ -26,7 +26,7 @@ from typing import Any
 from cqwen_dist.cluster.launch import preflight
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.reading import load_config
-from cqwen_dist.run.files import HISTORY, LATEST, SLURM, STATUS, read_lines, read_object
+from cqwen_dist.run.files import HISTORY, LATEST, SLURM, STATUS, not_followed, read_lines, read_object
 from cqwen_dist.run.status import read_status
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 10, 600
@@ -38,7 +38,9 @@ def read_history(run_dir: Path) -> list[dict[str, Any]]:
 
     step: step of the newest checkpoint.
     """
-    return list(read_lines(run_dir / SLURM / HISTORY))
+    kinds = {"start": ("time", "job", "start", "step", "nodes"), "end": ("time", "how", "reason", "asked", "step")}
+    found = read_lines(run_dir / SLURM / HISTORY)
+    return [entry for entry in found if all(key in entry for key in kinds.get(str(entry.get("event")), ("event ",)))]
 
 
 def fruitless_starts(history: list[dict[str, Any]]) -> int:
@@ -159,7 +161,7 @@ def _record(run_dir: Path, entry: dict[str, Any]) -> None:
     path = run_dir / SLURM / HISTORY
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps({"time": round(time.time(), 3), "host": platform.node(), **entry}) + "\n"
-    with path.open("ab", buffering=0) as file:
+    with open(path, "ab", buffering=0, opener=not_followed) as file:
         file.write(line.encode())
 
 

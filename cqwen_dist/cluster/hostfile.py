@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 
 from cqwen_dist.cluster.rank import MODULE, Order
 from cqwen_dist.config.errors import UserError, writing
+from cqwen_dist.run.files import read_small
 
 # Environment variables that the ranks get: these names, names with these prefixes, and proxies.
 PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_HOME", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -78,7 +79,7 @@ def read_environment(path: Path | None) -> dict[str, str]:
 def _lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
     """(place, text) for each line except empty lines and comments. Raises `UserError`."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_small(path).splitlines()
     except (OSError, ValueError) as error:
         raise UserError(option, str(path), f"a readable file ({getattr(error, 'strerror', error)})") from None
     numbered = ((f"{path}, line {number}", line) for number, line in enumerate(lines, 1))

@@ -112,6 +112,8 @@ def _validated(tree: dict[str, Any], lines: Mapping[Any, int], path: str, overri
 
 def _read(path: Path) -> str:
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UserError("config", Said("a pipe or device"), "the path of a YAML file")  # reading might never end
         data = path.read_bytes()
     except FileNotFoundError:
         raise UserError("config", Said("no such file"), "the path of a YAML file") from None

@@ -3,20 +3,23 @@
 A collective's timeout ends the waiting ranks. It does not end the rank that hangs, and does not show where it hangs. So
 each rank reports progress. After 0.9 timeouts without progress, a rank writes the stacks of all threads to
 `stacks/rank-N.txt` in the run folder and exits with code 1, before the collective's timeout ends any rank. The clock is
-the C thread of `faulthandler`: it also fires during a call that never returns or keeps the GIL.
+the C thread of `faulthandler`: it also fires during a call that never returns or keeps the GIL. Just before, a Python
+thread says so, because under srun or torchrun nothing else would.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from cqwen_dist.run.files import STACKS
+from cqwen_dist.run.files import STACKS, not_followed
 
 SHARE = 0.9  # of the collective timeout
+TOLD = 0.97  # of that time: when the rank says that it will end
 
 
 class HangWatch:
@@ -28,22 +31,37 @@ class HangWatch:
         self._last = 0.0
 
     @contextmanager
-    def watching(self, run_dir: Path, rank: int, timeout_s: float | None) -> Iterator[None]:
-        """Inside, `alive` must be called at least every 0.9 timeouts, counted from its first call. None: no watch."""
+    def watching(
+        self, run_dir: Path, rank: int, timeout_s: float | None, say: Callable[[str], object] = lambda text: None
+    ) -> Iterator[None]:
+        """Inside, `alive` must be called at least every 0.9 timeouts, counted from its first call. None: no watch.
+
+        say: told that the rank hangs, just before it ends.
+        """
         if timeout_s is None:
             yield
             return
         path = run_dir / STACKS / f"rank-{rank}.txt"
         path.parent.mkdir(exist_ok=True)
-        with path.open("w", encoding="utf-8") as file:
+        with open(path, "w", encoding="utf-8", opener=not_followed) as file, ExitStack() as held:
             try:
                 self._file, self._seconds, self._last = file, SHARE * timeout_s, 0.0
+                ended = threading.Event()
+                held.callback(ended.set)
+                text = f"rank {rank} has made no progress for {TOLD * self._seconds:.0f} s and ends; stacks: {path}"
+                threading.Thread(target=self._tell, args=(ended, say, text), name="hang", daemon=True).start()
                 yield
             finally:  # also if a signal stops the run: the C thread would still end the process
                 faulthandler.cancel_dump_traceback_later()
                 self._seconds = 0.0
                 if not path.stat().st_size:
                     path.unlink()
+
+    def _tell(self, ended: threading.Event, say: Callable[[str], object], text: str) -> None:
+        while not ended.wait((1 - TOLD) / 2 * self._seconds):
+            if self._last and time.monotonic() - self._last > TOLD * self._seconds:
+                say(text)
+                return
 
     def alive(self) -> None:
         """Report progress and restart the clock. Cheap: it resets the clock at most a hundred times per timeout."""

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 LAUNCHER = "CQWEN_LAUNCHER"  # process id of `cqwen launch`, for the ranks on its machine
 LAST_S = 600.0  # seconds for the last checkpoint; then the process is killed
@@ -39,6 +40,24 @@ def free_port() -> int:
 def taken() -> tuple[signal.Signals, ...]:
     """The signals to handle: all of SIGNALS, without SIGHUP under `nohup`."""
     return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def holding_signals() -> Iterator[None]:
+    """For a process that only trains: stop signals wait until the trainer listens, and do nothing after it has ended.
+
+    Otherwise one during the imports, or a repeated one while the last page is written, would end the process with its
+    own code instead of 75. Ctrl-C acts as always.
+    """
+    held = [number for number in taken() if number != signal.SIGINT]
+    for number in held:
+        signal.signal(number, lambda number, frame: None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, held)  # `StopFlag.installed` unblocks them
+    try:
+        yield
+    finally:
+        for number in held:
+            signal.signal(number, signal.SIG_IGN)  # stays while Python shuts down, which resets its own handlers
 
 
 def end_with_launcher() -> None:

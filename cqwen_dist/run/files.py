@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -14,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.errors import Said, UserError
 
 CONFIG = "config.yaml"  # as resolved
 ENVIRONMENT = "environment.json"  # packages, machine, commit, ranks
@@ -76,13 +78,20 @@ def written_whole(path: Path) -> Iterator[Path]:
 def appearing(out: Path, key: str) -> Iterator[Path]:
     """Yields a temporary folder that is renamed to `out` on success and deleted after an error.
 
-    Raises `UserError` for `key` if the folder cannot be created.
+    Deletes the temporary folders of processes that were killed: the kernel has released their locks. Raises `UserError`
+    for `key` if the folder cannot be created.
     """
     partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
     try:
         partial.mkdir(parents=True)
     except OSError as error:
         raise UserError(key, str(out), f"a folder that can be made ({error.strerror})") from None
+    handle = os.open(partial, os.O_RDONLY)
+    with suppress(OSError):  # a file system without locks: its leftovers stay
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        for left in out.parent.glob(f".{glob.escape(out.name)}.{8 * '[0-9a-f]'}.partial"):
+            if left != partial:
+                _delete_unlocked(left)
     try:
         yield partial
         if out.exists():
@@ -90,13 +99,50 @@ def appearing(out: Path, key: str) -> Iterator[Path]:
         let_read(partial)
         partial.rename(out)
     finally:
+        os.close(handle)
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _delete_unlocked(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        with suppress(BlockingIOError):  # its process lives
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(handle)
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a small file. Readers see the complete old or new version, even after a power loss."""
     with written_whole(path) as partial, partial.open("x", encoding="utf-8") as file:
         file.write(text)
+
+
+def not_followed(path: str, flags: int) -> int:
+    """An `opener` for `open`: a link is refused, since a run folder may come from a stranger. Raises `UserError`."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise _link(Path(path)) from None
+
+
+def refuse_links(folder: Path) -> None:
+    """Raises `UserError` if an entry of a run folder, or of a subfolder that runs write into, is a link.
+
+    Writing through it would truncate or delete somebody else's file. Checkpoints may be links: a user may move one to
+    another disk.
+    """
+    for entry in [folder, *(folder / name for name in (STACKS, SLURM, EVALUATIONS, DIGESTS))]:
+        for found in entry.iterdir() if entry.is_dir() else ():
+            if found.is_symlink() and found != folder / SLURM / LATEST:  # ours, to the newest logs
+                raise _link(found)
+
+
+def _link(path: Path) -> UserError:
+    return UserError("run.dir", Said(f"{path} is a link"), "a run folder with files of its own; remove the link")
 
 
 def read_small(path: Path) -> str:
@@ -110,7 +156,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """JSON object from a file; {} if the file is missing or contains no object."""
     try:
         found = json.loads(read_small(path))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # nested deeper than Python's stack
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -123,7 +169,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             try:
                 found = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(found, dict):
                 yield found

@@ -26,8 +26,10 @@ from cqwen_dist.run.files import (
     SLURM,
     START,
     STATE,
+    not_followed,
     read_object,
     read_small,
+    refuse_links,
     write_atomically,
 )
 from cqwen_dist.run.status import read_status
@@ -51,6 +53,7 @@ def open_run(
     refuse_changes(config)
     with writing("run.dir", folder, "a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)
+        refuse_links(folder)
         before_writing()
         if _starts_over(config):
             _archive(folder, say)
@@ -130,7 +133,7 @@ def _progress(folder: Path) -> tuple[int, list[int]]:
 
 def _note_changes(folder: Path, changes: list[Change], say: Callable[[str], None]) -> None:
     entry = {"time": round(time.time(), 3), "changes": [list(change) for change in changes]}
-    with (folder / CHANGES).open("a", encoding="utf-8") as file:
+    with open(folder / CHANGES, "a", encoding="utf-8", opener=not_followed) as file:
         file.write(json.dumps(entry) + "\n")
     for key, before, now in changes:
         say(f"changed: {key}: {before!r} -> {now!r}")

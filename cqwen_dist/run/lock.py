@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.run.files import LOCK, read_object
+from cqwen_dist.run.files import LOCK, not_followed, read_object
 
 BEAT_S = 5.0
 PATIENCE_BEATS = 4  # missed heartbeats after which a host counts as dead
@@ -32,7 +32,7 @@ PATIENCE_BEATS = 4  # missed heartbeats after which a host counts as dead
 def run_lock(run_dir: Path) -> Iterator[None]:
     """Hold the folder's lock. Raises `UserError` naming the holder if a different process has it."""
     path = run_dir / LOCK
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    handle = not_followed(str(path), os.O_RDWR | os.O_CREAT)
     known = True  # whether the kernel would report a holder on this machine
     try:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -45,9 +46,15 @@ def open_session(
             write_inputs()
 
         main_rank_first(hold)
-        held.enter_context(runtime.hang.watching(folder, runtime.rank, runtime.timeout_s))
+        status = RunStatus(folder, runtime.is_main)
+
+        def tell(text: str) -> None:
+            sys.stderr.write(f"{text}\n")
+            status.write(reason=text)  # with the step, which is otherwise written every few seconds
+
+        held.enter_context(runtime.hang.watching(folder, runtime.rank, runtime.timeout_s, tell))
         try:
-            yield RunStatus(folder, runtime.is_main)
+            yield status
         except Stopped as stopped:
             if runtime.is_main:
                 end_status(folder, "preempted", f"told to stop: {stopped}")

@@ -160,7 +160,7 @@ def test_without_any_valid_checkpoint_the_error_says_so(tmp_path: Path) -> None:
         latest_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 99, "files": {}}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 1, "files": {}}'])
 def test_a_folder_with_an_unreadable_manifest_is_not_a_checkpoint(tmp_path: Path, content: str) -> None:
     folder = make_checkpoint(tmp_path, 3)
     (folder / "manifest.json").write_text(content)

@@ -73,3 +73,33 @@ def test_the_flat_steps_norms_and_weights_equal_deepspeeds(precision: str, zero:
         assert quick == pytest.approx(own, rel=1e-5)  # a sum of some thousand squares each, in other orders
         assert found["moved"] > 0
         assert found["same"]
+
+
+def gathered_frozen_weights() -> tuple[int, int]:
+    """(elements of frozen parameters that are still whole after a step, elements of all frozen ones) under ZeRO-3."""
+    from cqwen_dist.tools.bench.rig import build_rig
+
+    runtime = as_rank()
+    config = Config.model_validate(
+        {
+            "model": {"architecture": TINY, "gradient_checkpointing": True},
+            "data": {"train": "unused", "sequence_length": 16},
+            "stages": [{"name": "all", "train": ["heads", "embedding", "lora"], "steps": 5}],
+            "parallel": {"zero_stage": 3},
+            "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+            "train": {"micro_batch_size": 2, "global_batch_size": 2 * runtime.world_size},
+        }
+    )
+    rig = build_rig(config, TINY, runtime)
+    plan = rig.enter(0)
+    rig.step(rig.batches(plan), plan)
+    frozen = [p for p in rig.engine.engine.module.parameters() if not p.requires_grad and hasattr(p, "ds_status")]
+    whole = sum(p.ds_numel for p in frozen if p.ds_status.name == "AVAILABLE")
+    return whole, sum(p.ds_numel for p in frozen)
+
+
+def test_under_zero_3_with_checkpointed_layers_no_frozen_weight_stays_gathered() -> None:
+    """Versions of DeepSpeed before 0.19.3 keep all of them, so the largest bases run out of memory."""
+    for whole, frozen in run_ranks(gathered_frozen_weights, 2):
+        assert whole == 0
+        assert frozen > 1000

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.run.files import EVALUATIONS, PROBE, let_read, write_atomically, written_whole
+from cqwen_dist.run.files import EVALUATIONS, PROBE, let_read, read_object, write_atomically, written_whole
 from cqwen_dist.training.evaluation.evaluator import Evaluation, Evaluator
 from cqwen_dist.training.evaluation.number_metrics import CALIBRATION
 
@@ -95,9 +95,9 @@ class Evaluations:
         tokens = self._tokens(found, Cauchy(**load_file(start)))
         content = {"step": step, "stage": stage, "numbers": found.numbers, "tokens": tokens}
         write_atomically(folder / f"step-{step:08d}.json", json.dumps(content, ensure_ascii=False))
-        for other in folder.glob("step-*.json"):
+        for other in folder.glob("step-" + 8 * "[0-9]" + ".json"):
             at = int(other.stem.removeprefix("step-"))
-            if at > step or (0 < at < step and json.loads(other.read_text(encoding="utf-8"))["stage"] == stage):
+            if at > step or (0 < at < step and read_object(other).get("stage") == stage):
                 other.unlink()
 
     def _tokens(self, found: Evaluation, start: Cauchy) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.schema import RunConfig
-from cqwen_dist.run.files import ALARMS, METRICS, TENSORBOARD, WANDB_ID, read_lines, write_atomically
+from cqwen_dist.run.files import ALARMS, METRICS, TENSORBOARD, WANDB_ID, not_followed, read_lines, write_atomically
 from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
 
 # Names in seed S1 (6.1) for metrics of S3 (5).
@@ -44,7 +44,7 @@ class MetricsFile:
             whole = [record for record in read_lines(path) if isinstance(record.get("step"), int)]
             kept = [record for record in whole if 0 < record["step"] <= step]
             write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
-        self._file = path.open("a", encoding="utf-8")
+        self._file = open(path, "a", encoding="utf-8", opener=not_followed)  # noqa: SIM115 (kept open)
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._file.write(json.dumps({name: _plain(value) for name, value in record.items()}) + "\n")

@@ -1,0 +1,173 @@
+"""A run folder may be a stranger's: links, newer or broken files, paths that lead out of it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runs import command_environment, cqwen_forked, write_config
+
+from cqwen_dist.checkpoint.manifest import choose_checkpoint, resolve_checkpoint
+from cqwen_dist.cluster.batch import read_history
+from cqwen_dist.cluster.hostfile import read_hostfile
+from cqwen_dist.config import UserError, load_config
+from cqwen_dist.parallel.hang import HangWatch
+from cqwen_dist.run.files import appearing, read_lines, read_object
+from cqwen_dist.run.folder import open_run
+from cqwen_dist.run.lock import run_lock
+from cqwen_dist.training.telemetry.metrics import MetricsFile
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("name", ["lock", "changes.jsonl", "metrics.jsonl", "stacks", "stacks/rank-0.txt",
+                                  "slurm/history.jsonl", "evaluations/x.json", "status.json", "wandb_id", "tensorboard",
+                                  "checkpoints", "digests"])  # fmt: skip
+def test_a_link_in_a_run_folder_is_refused_and_its_target_stays(tmp_path: Path, name: str) -> None:
+    config = load_config(write_config(tmp_path))
+    run = Path(config.run.dir)
+    link = run / name
+    link.parent.mkdir(parents=True)
+    precious = tmp_path / "precious"
+    if "." in name or name in ("lock", "wandb_id"):
+        precious.write_text("kept")
+    else:
+        precious.mkdir()
+        (precious / "rank-0.txt").write_text("kept")
+    link.symlink_to(precious)
+    with pytest.raises(UserError, match="is a link, allowed: a run folder with files of its own"):
+        open_run(config)
+    kept = precious if precious.is_file() else precious / "rank-0.txt"
+    assert kept.read_text() == "kept"
+
+
+def _lock(run: Path) -> None:
+    with run_lock(run):
+        pass
+
+
+def _watch(run: Path) -> None:
+    (run / "stacks").mkdir()
+    (run / "lock").rename(run / "stacks" / "rank-0.txt")
+    with HangWatch().watching(run, 0, 60.0):
+        pass
+
+
+def _log(run: Path) -> None:
+    (run / "lock").rename(run / "metrics.jsonl")
+    MetricsFile(run / "metrics.jsonl", 0)
+
+
+@pytest.mark.parametrize("write", [_lock, _watch, _log])
+def test_a_link_made_while_a_run_is_open_is_not_followed(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "lock").symlink_to(precious)
+    with suppress(UserError):
+        write(run)
+    assert precious.read_text() == "kept"
+
+
+def test_a_checkpoint_of_a_newer_version_is_named_and_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / "step-00000004"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(json.dumps({"format": 3, "step": 4, "files": {}}))
+    for resume in ("auto", "last-good", "never"):
+        with pytest.raises(UserError, match=r"a newer cqwen_dist wrote \(format 3; this version reads 2\)"):
+            choose_checkpoint(tmp_path, resume)
+    with pytest.raises(UserError, match="a newer cqwen_dist"):
+        resolve_checkpoint(folder)
+
+
+@pytest.mark.parametrize("named", ["../../elsewhere", "/elsewhere", "a/../../b"])
+def test_best_names_no_path_outside_of_its_folder(tmp_path: Path, named: str) -> None:
+    (tmp_path / "fit").mkdir()
+    (tmp_path / "fit" / "best").write_text(named)
+    with pytest.raises(UserError, match="a path outside of the folder"):
+        resolve_checkpoint(tmp_path / "fit")
+
+
+def test_json_nested_deeper_than_the_stack_counts_as_unreadable(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    path.write_text(DEEP)
+    assert read_object(path) == {}
+    path.write_text(f'{DEEP}\n{{"step": 1}}\n')
+    assert list(read_lines(path)) == [{"step": 1}]
+
+
+def test_history_lines_without_their_fields_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / "slurm").mkdir()
+    whole = {"event": "end", "time": 1.0, "how": "lost", "reason": "", "asked": "no", "step": 0}
+    lines: list[Any] = [whole, {"event": "end"}, {"event": "start", "job": "1"}, {"event": []}, {"how": "done"}, 3]
+    (tmp_path / "slurm" / "history.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert read_history(tmp_path) == [whole]
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match="a pipe or device, allowed: the path of a YAML file"):
+        load_config(pipe)
+    with pytest.raises(UserError, match="--hostfile: found"):
+        read_hostfile(pipe)
+
+
+def test_what_a_killed_export_left_is_deleted_and_a_running_one_stays(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    dead = tmp_path / ".out.0123abcd.partial"
+    dead.mkdir()
+    (dead / "weights").write_text("15 GB")
+    other = tmp_path / ".out.mine.partial"  # no name of ours
+    other.mkdir()
+    with appearing(out, "OUT") as at_work, appearing(tmp_path / "out", "OUT"):
+        assert at_work.is_dir()
+        assert not dead.exists()
+    assert other.is_dir()
+
+
+def test_a_hang_is_told_before_the_rank_ends(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from cqwen_dist.parallel.hang import HangWatch\n"
+        "watch = HangWatch()\n"
+        "with watch.watching(Path(sys.argv[1]), 3, 2.0, lambda text: print(text, file=sys.stderr, flush=True)):\n"
+        "    watch.alive()\n    time.sleep(60)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("rank 3 has made no progress for 2 s and ends; stacks: ")
+    assert (
+        "time.sleep" in (tmp_path / "stacks" / "rank-3.txt").read_text()
+        or "<string>" in (tmp_path / "stacks" / "rank-3.txt").read_text()
+    )
+
+
+def test_a_storm_of_signals_ends_a_run_with_75(tmp_path: Path) -> None:
+    config = write_config(tmp_path, stages__0__steps=100_000)
+    command = [sys.executable, "-m", "cqwen_dist", "train", str(config)]
+    process = subprocess.Popen(command, env=command_environment(), stdout=subprocess.DEVNULL)
+    deadline, status = time.monotonic() + 120, tmp_path / "run" / "status.json"
+    storm = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
+    while process.poll() is None and time.monotonic() < deadline:
+        if read_object(status).get("step", 0) > 3:
+            for number in storm:
+                process.send_signal(number)
+        time.sleep(0.02)
+    assert process.wait(5) == 75
+
+
+def test_checkpoint_verbs_on_a_folder_that_is_gone(tmp_path: Path) -> None:
+    for verb in (["status"], ["checkpoint", "list"], ["eval"], ["report"]):
+        done = cqwen_forked(*verb, tmp_path / "gone")
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.startswith("error: ")
+        assert done.stderr.count("\n") == 1
