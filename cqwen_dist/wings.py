@@ -11,8 +11,9 @@ from typing import Any
 from cqwen_dist.config.errors import Said, UserError
 
 _BENCH = ("data", "loss", "step", "packed", "memory", "ranks", "generate", "gpu")
+_TOOLS = ("plan", "doctor", "accept", "quickstart", "submit", "status", "report")
 PLACES = {
-    **{verb: f"tools.verbs:{verb}" for verb in ("plan", "doctor", "accept", "quickstart", "report")},
+    **{verb: f"tools.verbs:{verb}" for verb in _TOOLS},
     **{f"bench {verb}": f"tools.bench.bench_verbs:{verb}" for verb in _BENCH},
     "fit": "tables.table_verbs:fit",
     "bench numbers": "tables.table_verbs:numbers",

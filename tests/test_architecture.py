@@ -42,6 +42,7 @@ FLOORS = {
     "tools/diabetes": 11,
     "tools/plan": 11,
     "tools/site": 11,
+    "tools/slurm": 11,
     "tables": 11,
     "tools/bench": 12,
     "tools/report": 12,

@@ -35,8 +35,8 @@ BEFORE, TRAIN, LOOK, USE, MEASURE = "Before a run", "Train", "Look at a run", "U
 # A verb is a function, or the name of a wing's function (`wings.PLACES`).
 VERBS: dict[str, tuple[Callable[..., None] | str, ...]] = {
     BEFORE: (before.init, "plan", before.prepare, "doctor", "accept"),
-    TRAIN: ("quickstart", "fit", runs.train, runs.launch, runs.submit),
-    LOOK: (look.status, "report", look.evaluate),
+    TRAIN: ("quickstart", "fit", runs.train, runs.launch, "submit"),
+    LOOK: ("status", "report", look.evaluate),
     USE: (use.generate, use.predict, use.export),
 }
 _BENCH = ("data", "loss", "step", "packed", "memory", "ranks", "generate", "numbers", "gpu")

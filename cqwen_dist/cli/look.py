@@ -1,4 +1,4 @@
-"""Verbs that inspect a run: status, eval, checkpoint. Heavy imports are inside, so that --help is instant."""
+"""Verbs that inspect a run: eval, checkpoint. Heavy imports are inside, so that --help is instant."""
 
 from __future__ import annotations
 
@@ -33,16 +33,6 @@ def evaluate(
         micro_batch_size=micro_batch_size,
     )
     print_document(metrics, as_json, lambda _: "\n".join(f"{name:40} {value:.6g}" for name, value in metrics.items()))
-
-
-def status(
-    run: Annotated[str, typer.Argument(metavar="RUN|JOB", help="A run's folder, or the id of a SLURM job.")],
-    as_json: AsJson = False,
-) -> None:
-    """Show a run's step, time left, last checkpoint, restarts and their reasons."""
-    from cqwen_dist.cluster.run_status import lines, look
-
-    print_document(look(run), as_json, lambda document: "\n".join(lines(document)))
 
 
 def checkpoint_list(run: Run) -> None:

@@ -1,9 +1,10 @@
-"""The verbs that use the planner, the site checks or the report. Imports are local, so that --help stays fast."""
+"""Verbs that use the planner, the site checks, SLURM or the report. Imports are local, so that --help stays fast."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -186,3 +187,66 @@ def report(
         for finding in diagnose(read_run(run)):
             where = f"{run}: " if len(runs) > 1 else ""
             typer.echo(f"  {finding.level:4}  {where}{finding.title}. {finding.text}")
+
+
+def submit(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option(help="Number of machines.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs (and ranks) per machine; 0: CPU ranks.")] = 0,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks per machine; default: one per GPU, or 1.")] = None,
+    stage: Annotated[list[str] | None, typer.Option(help="Separate job for a stage: heads:nodes=1,time=60.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Partition; default: the cluster's default.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account to charge.")] = None,
+    qos: Annotated[str | None, typer.Option(help="Quality of service.")] = None,
+    constraint: Annotated[str | None, typer.Option(help="Required node features.")] = None,
+    exclude: Annotated[str | None, typer.Option(help="Nodes to exclude.")] = None,
+    limit: Annotated[str | None, typer.Option("--time", help="Time limit: 90 (minutes) or 1-12:00:00.")] = None,
+    sbatch: Annotated[list[str] | None, typer.Option(help="Another sbatch option, such as --mem=0.")] = None,
+    setup: Annotated[list[str] | None, typer.Option(help="Bash line to run first, such as module load.")] = None,
+    venv: Annotated[str | None, typer.Option(help="Virtual environment to activate; default: this Python.")] = None,
+    container: Annotated[str | None, typer.Option(help="Container image for Python.")] = None,
+    container_command: Annotated[str, typer.Option(help="Command that runs Python in it.")] = "apptainer exec --nv",
+    name: Annotated[str | None, typer.Option(help="Job name; default: cqwen- and the run folder's name.")] = None,
+    warn_s: Annotated[int, typer.Option(help="Seconds before the time limit to save and stop.")] = 180,
+    max_restarts: Annotated[int, typer.Option(help="Consecutive requeues without a new checkpoint.")] = 5,
+    blind: Annotated[bool, typer.Option("--no-preflight", help="Skip the check of the nodes.")] = False,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Print the script; submit and write nothing.")] = False,
+) -> None:
+    """Queue the run on SLURM: render a script, let SLURM check it, submit; print how to follow, stop and resume."""
+    from cqwen_dist.tools.slurm.submission import (
+        Resources,
+        advice,
+        check_jobs,
+        plan_jobs,
+        render,
+        submit_jobs,
+        waits_for,
+    )
+
+    asked = Resources(
+        nodes, gpus_per_node, ranks_per_node, partition, account, qos, constraint, exclude, limit, tuple(sbatch or [])
+    )
+    python = {"venv": venv, "container": container, "container_command": container_command, "setup": tuple(setup or [])}
+    options = {"name": name, "warn_s": warn_s, "max_restarts": max_restarts, "preflight": not blind}
+    checked, jobs = plan_jobs(config, overrides or [], asked, stage or [], **python, **options)
+    if not dry:
+        for line in advice(jobs, submit_jobs(checked, jobs)):
+            typer.echo(line)
+        return
+    for words in check_jobs(jobs) or ["not checked by SLURM: there is no sbatch here, or nothing that answers it"]:
+        typer.echo(words, err=True)
+    for index, job in enumerate(jobs):
+        typer.echo(render(job), nl=False)
+        wait = waits_for(f"<id of job {index}>" if index else None)
+        typer.echo(f"{job.script}\n{' '.join(['sbatch', *wait, shlex.quote(str(job.script))])}", err=True)
+
+
+def status(
+    run: Annotated[str, typer.Argument(metavar="RUN|JOB", help="A run's folder, or the id of a SLURM job.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show a run's step, time left, last checkpoint, restarts and their reasons."""
+    from cqwen_dist.tools.slurm.run_status import lines, look
+
+    print_document(look(run), as_json, lambda document: "\n".join(lines(document)))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cqwen_dist.cluster.run_status import lines, look
 from cqwen_dist.config import UserError
 from cqwen_dist.run.status import write_status
+from cqwen_dist.tools.slurm.run_status import lines, look
 
 
 @pytest.fixture

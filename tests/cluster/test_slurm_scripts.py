@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cqwen_dist.cluster.slurm import Job, Resources, _quoted, _template, read_stage_option, render
 from cqwen_dist.config import UserError
+from cqwen_dist.tools.slurm.submission import Job, Resources, _quoted, _template, read_stage_option, render
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -67,7 +67,7 @@ def test_the_shipped_scripts_equal_the_rendered_ones(kind: str) -> None:
     directives += ["--signal=B:USR1@180", "--open-mode=append", "--exclusive", "--requeue"]
     rendered = _template().render(job=None, shipped=kind, directives=directives)
     assert (ROOT / "slurm" / f"{kind}.sbatch").read_text() == rendered, (
-        "slurm/*.sbatch come from cqwen_dist/cluster/job.sbatch.j2: write what is rendered here into them"
+        "slurm/*.sbatch come from cqwen_dist/tools/slurm/job.sbatch.j2: write what is rendered here into them"
     )
 
 

@@ -12,9 +12,9 @@ import pytest
 from support.runs import command_environment, write_config
 
 from cqwen_dist.cli import main
-from cqwen_dist.cluster.slurm import Resources, plan_jobs, split_stages
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.run.status import write_status
+from cqwen_dist.tools.slurm.submission import Resources, plan_jobs, split_stages
 
 ROOT = Path(__file__).parents[2]
 SBATCH = """#!/bin/bash

@@ -1,6 +1,6 @@
 """Runs as SLURM jobs: rendered to a readable script, checked by SLURM, submitted.
 
-The script (cluster/job.sbatch.j2) does the work; `slurm/*.sbatch` contain the same text for users who call sbatch
+The script (job.sbatch.j2) does the work; `slurm/*.sbatch` contain the same text for users who call sbatch
 directly. If stages need different resources, the run becomes a chain of jobs, one per group of stages. Each job waits
 for the previous one (`afterok`: a requeued job keeps its id).
 """
@@ -140,7 +140,7 @@ def _template() -> Any:
     )
     environment.filters["sh"] = shlex.quote
     environment.filters["words"] = lambda text: " ".join(shlex.quote(word) for word in shlex.split(text))
-    text = files("cqwen_dist.cluster").joinpath("job.sbatch.j2").read_text(encoding="utf-8")
+    text = files("cqwen_dist.tools.slurm").joinpath("job.sbatch.j2").read_text(encoding="utf-8")
     return environment.from_string(text)
 
 
