@@ -71,6 +71,8 @@ def open_log(run: Run, place: Place, on_record: Callable[[Mapping[str, Any]], No
     log = MetricsLog(
         run.folder, config.run, config.model_dump(mode="json"), logged, alarms, run.progress.say, on_record
     )
+    if logged == 0 and place.figures:
+        log.start(run.schedule.at(0).stage.name, place.figures)
     if place.exchanged:
         names = ", ".join(KEYS[name] for name in place.exchanged)
         log.alarm(

@@ -36,7 +36,6 @@ def our_arm(options: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
     run = Path(config.run.dir)
     shutil.rmtree(run, ignore_errors=True)
     train_on(config, runtime)
-    start = json.loads((run / "start.json").read_text(encoding="utf-8"))
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     trained, tokenizer = load_trained(list_checkpoints(run)[-1])
     model = trained.model.to(runtime.device)
@@ -47,7 +46,7 @@ def our_arm(options: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
     result = {
         "words": measured_words(causal_scorer(model), options["held_out"], tokenizer, options["base"]),
         "numbers": number_metrics(Predictions(*(column[some] for column in every)), options["median"], repeated),
-        "evaluations": [start["eval"], *(record for record in records if "eval/accuracy" in record)],
+        "evaluations": [record for record in records if "eval/accuracy" in record],
     }
     shutil.rmtree(run, ignore_errors=True)
     return result

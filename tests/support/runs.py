@@ -119,8 +119,9 @@ def set_back(run: Path, copy: Path, step: int) -> Path:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """The objects of metrics.jsonl."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    """The objects of metrics.jsonl, without the start's (step 0)."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if record["step"]]
 
 
 def losses(run: Path) -> list[float]:

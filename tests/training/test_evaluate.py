@@ -132,6 +132,14 @@ def _individual(number_dims: int) -> dict[str, float]:
     return Evaluator(model, model.kept_features, [tiny.random_batch(1)], build_groups(1), baseline_value=1.0)()
 
 
+def test_a_runs_metrics_begin_with_the_evaluation_of_the_start(one_rank: Path) -> None:
+    first = json.loads((one_rank / "metrics.jsonl").read_text().splitlines()[0])
+    start = json.loads((one_rank / "start.json").read_text())["eval"]
+    assert first["step"] == 0
+    assert {name: first[name] for name in start} == start
+    assert {"eval/accuracy", "dist/U_scale_mean", "units_mean_scale"} <= first.keys()
+
+
 LAWS = {
     "spread": lambda g: torch.randn(501, 7, generator=g) * 3 - 1,
     "heavy": lambda g: torch.tan(3.1 * (torch.rand(501, 7, generator=g) - 0.5)),

@@ -125,6 +125,32 @@ def test_wandb_online_resumes_the_same_run(tmp_path: Path, monkeypatch: pytest.M
     assert runs[0].logged[-1] == (-1, {}), "finished"
 
 
+def test_the_start_is_step_0_everywhere_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S1 6.1 watches the start; a run that begins again from step 0, or goes on from step 2, has it once."""
+    import wandb
+
+    seen = Recorded()
+    monkeypatch.setattr(wandb, "init", lambda **_: seen)
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for step in (0, 0, 2):
+        log = MetricsLog(tmp_path, RunConfig(dir=str(tmp_path), wandb="online", tensorboard=True), {}, step)
+        if step == 0:
+            log.start("heads", {"eval/accuracy": 0.5, "dist/U_scale_mean": 3.0})
+        log.push({"step": step + 1, "stage": "heads"})
+        log.push({"step": step + 2, "stage": "heads"})
+        log.close()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [0, 1, 2, 3, 4]
+    assert (records[0]["eval/accuracy"], records[0]["units_mean_scale"], records[0]["stage"]) == (0.5, 3.0, "heads")
+    assert seen.logged[0][0] == 0
+    assert seen.logged[0][1]["eval/accuracy"] == 0.5
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("eval/accuracy")] == [(0, 0.5)]
+
+
 def test_a_wandb_login_failure_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 

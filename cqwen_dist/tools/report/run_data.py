@@ -73,8 +73,6 @@ def read_run(folder: Path) -> RunData:
     config = load_config(folder / files.CONFIG, [f"run.dir={json.dumps(str(folder))}"], saved=True)
     start = read_object(folder / files.START)
     values: Values = {}
-    for name, value in (start.get("eval") or {}).items():
-        _add(values, name, 0, value)
     stages = _read_metrics(folder / files.METRICS, values)
     _add_rates(values, config.stages, stages)
     if config.data.eval == "bundled:diabetes/test" and "eval/baseline_mdae" in values:
@@ -105,7 +103,7 @@ def _read_metrics(path: Path, values: Values) -> list[Stretch]:
     for record in _lines(path):
         step, stage = record.get("step", 0), str(record.get("stage", ""))
         if not stages or stages[-1].name != stage:
-            stages.append(Stretch(stage, step - 1, step))
+            stages.append(Stretch(stage, max(step - 1, 0), step))
         stages[-1].stop = step
         for name, value in record.items():
             if "/" in name:

@@ -190,7 +190,8 @@ def figures(run: Path) -> list[tuple[float, float]]:
     except OSError:
         return []
     records = [json.loads(line) for line in lines if line.endswith("}")]
-    return [(record["train/total_loss"], record["train/grad_norm"]) for record in records]
+    steps = (record for record in records if "train/total_loss" in record)  # not the start
+    return [(record["train/total_loss"], record["train/grad_norm"]) for record in steps]
 
 
 def _differences(some: list[tuple[float, float]], others: list[tuple[float, float]]) -> list[float]:

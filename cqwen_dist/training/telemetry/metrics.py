@@ -4,7 +4,8 @@ The metrics of a step are read after the next step has started. In the meantime 
 while the device works: no step waits for its loss.
 
 A record has the plain values of one optimizer step: `step`, `stage`, `train/...`, and if due `eval/...`, `dist/...`,
-`perf/...`. After a resume all writers continue; replayed steps are not written twice.
+`perf/...`. The record of step 0 is the evaluation of the start (S1 6.1). After a resume all writers continue; replayed
+steps are not written twice.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ class MetricsFile:
     """A JSONL file with one flushed line per optimizer step; each step occurs once, also after a resume."""
 
     def __init__(self, path: Path, step: int) -> None:
-        """Open for appending. Drops lines after `step`, the step of the checkpoint, as these steps are repeated."""
+        """Open for appending. Drops lines after `step`, the step of the checkpoint, as these steps are repeated. At
+        step 0 this drops all lines: the start is written again too."""
         if path.is_file():
             whole = [record for record in read_lines(path) if isinstance(record.get("step"), int)]
-            kept = [record for record in whole if 0 < record["step"] <= step]
+            kept = [record for record in whole if step and record["step"] <= step]
             write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = open(path, "a", encoding="utf-8", opener=not_followed)  # noqa: SIM115 (kept open)
 
@@ -105,7 +107,8 @@ class TensorBoardWriter:
         except ImportError:
             allowed = "false, or the package: pip install 'cqwen-dist[tensorboard]'"
             raise UserError("run.tensorboard", True, allowed) from None
-        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if folder.is_dir() else None)
+        purge_step = (step + 1 if step else 0) if folder.is_dir() else None
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
 
     def write(self, record: Mapping[str, Any]) -> None:
         for name, value in record.items():
@@ -167,6 +170,10 @@ class MetricsLog:
         self._pending: Callable[[], dict[str, Any]] | None = None
         self._samples: Sequence[int] = ()
 
+    def start(self, stage: str, metrics: Mapping[str, Any]) -> None:
+        """Write the evaluation of the start as the record of step 0. stage: the first one."""
+        self._write({"step": 0, "stage": stage, **metrics})
+
     def push(self, record: dict[str, Any], samples: Sequence[int] = ()) -> dict[str, Any] | None:
         """Queue the record of a step; write and return the previous one. samples: samples of the step, for alarms."""
         before = self.flush()
@@ -189,13 +196,16 @@ class MetricsLog:
         if self._pending is None:
             return None
         record, self._pending = self._pending(), None
-        record.update({alias: record[name] for alias, name in ALIASES.items() if name in record})
-        for writer in (self._file, *self._loggers):
-            writer.write(record)
+        self._write(record)
         self._on_record(record)
         for alarm in () if self._alarms is None else self._alarms.look(record, self._samples):
             self.alarm(alarm)
         return record
+
+    def _write(self, record: dict[str, Any]) -> None:
+        record.update({alias: record[name] for alias, name in ALIASES.items() if name in record})
+        for writer in (self._file, *self._loggers):
+            writer.write(record)
 
     def close(self) -> None:
         self.flush()
