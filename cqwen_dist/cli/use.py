@@ -32,10 +32,10 @@ def generate(
     individuals: Annotated[int | None, typer.Option(help="Continue each prompt under this many individuals.")] = None,
     noises: Annotated[int | None, typer.Option(help="Continue each prompt under this many noises.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="Divides logits in mode compatible; multiplies scales in random modes.")
+        float | None, typer.Option(help="Divides logits in compatible, log P in ovr; multiplies scales in other modes.")
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Only in mode compatible.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Only in mode compatible.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Only in modes compatible and ovr.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Only in modes compatible and ovr.")] = None,
     decode_rule: Annotated[str | None, typer.Option(help="Rank words by ovr (P) or loc (loc_S).")] = None,
     digits: DigitsOption = "auto",
     stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; may be repeated.")] = None,

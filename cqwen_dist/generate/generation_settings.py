@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.generate.modes import MODES, find_mode
+from cqwen_dist.generate.modes import MODES, Mode, find_mode
 from cqwen_dist.generate.numbers import Digits, check_digits
 
 
@@ -26,8 +26,9 @@ class Settings:
     max_new_tokens: int = 64  # the end of the model's context also ends a text
     eos_token_id: int | Sequence[int] | None = None  # end token ids; None: the ids of the base; []: no end
     pad_token_id: int | None = None  # fills ended rows; None: the id of the base, or the first eos, or 0
-    # For `compatible` only: whether to sample, and (ids [B,t], logits [B,V]) -> logits, including the temperature.
-    do_sample: bool = False
+    # For `compatible` and `ovr`: whether to sample (None: only `ovr`), and (ids [B,t], logits [B,V]) -> logits, which
+    # includes the temperature.
+    do_sample: bool | None = None
     logits_processor: Callable[[Tensor, Tensor], Tensor] | None = None
     # In modes that draw an individual or the noise: factor of the scale in draws (1: the inferred law, 0: no draw).
     temperature: float | None = None
@@ -52,10 +53,7 @@ class Settings:
             raise UserError("eps_truncation", self.eps_truncation, "0 or more, below 0.5")
         if self.max_new_tokens < 0:
             raise UserError("max_new_tokens", self.max_new_tokens, "0 or more")
-        check_temperature(self.temperature)
-        if self.temperature not in (None, 1.0) and not mode.has_temperature:
-            having = ", ".join(name for name, other in MODES.items() if other.has_temperature)
-            raise UserError("temperature", self.temperature, f"none in mode {self.mode}, or a mode out of {having}")
+        self._check_temperature(mode)
         if self.decode_rule not in (None, "ovr", "loc"):
             raise UserError("decode_rule", self.decode_rule, "ovr, loc")
         if self.digits is not None:
@@ -67,6 +65,14 @@ class Settings:
             raise UserError("seed", self.seed, "a seed or a generator, not both")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise UserError("seed", self.seed, "a number of 64 bits")
+
+    def _check_temperature(self, mode: Mode) -> None:
+        check_temperature(self.temperature)
+        if self.temperature in (None, 1.0) or mode.drawn is not None:
+            return
+        having = ", ".join(name for name, other in MODES.items() if other.draws is not False)
+        elsewhere = f"none in mode {self.mode}, or a mode out of {having}"
+        raise UserError("temperature", self.temperature, "in logits_processor" if mode.has_logits else elsewhere)
 
     def _check_cache(self) -> None:
         if self.cache_implementation not in (None, "dynamic", "static"):

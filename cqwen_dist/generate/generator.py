@@ -110,7 +110,7 @@ class _Continuation:
         return Options(
             used_rows=int(config.used_rows) if settings.used_rows is None else settings.used_rows,
             rank_by=rank_by,
-            do_sample=settings.do_sample,
+            do_sample=bool(mode.draws if settings.do_sample is None else settings.do_sample),
             processors=settings.logits_processor,
             added_from=int(config.used_rows) if config.added_rows else None,
             sizes=row_sizes(weight) if several and not fixed and len(self.now.ids) <= A_FEW else None,

@@ -28,7 +28,8 @@ PASSED_ON = ("decode_rule", "digits", "eps_truncation", "generator", "number_fir
 PLAIN = ("eos_token_id", "pad_token_id", "use_cache", "cache_implementation", "compile_config", "disable_compile")
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
 LENGTH = ("max_new_tokens", "max_length", "max_time", "stop_strings", "num_return_sequences", "return_dict_in_generate")
-# Hugging Face turns each of these into a logits processor. Only `compatible` has logits.
+WARPERS = ("temperature", "top_k", "top_p")
+# Hugging Face turns each of these into a logits processor of loc_S, in `compatible`.
 OF_LOGITS = (
     *("bad_words_ids", "begin_suppress_tokens", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty"),
     *("forced_eos_token_id", "min_length", "min_new_tokens", "min_p", "no_repeat_ngram_size", "remove_invalid_values"),
@@ -41,7 +42,11 @@ NEUTRAL = {
     "output_attentions": False,
     "output_hidden_states": False,
 }
-COMPATIBLE_ALONE = "nothing but in mode compatible"
+# The modes that take an option, where not all do.
+ONLY_IN = {
+    **dict.fromkeys((*OF_LOGITS, "logits_processor"), ("compatible",)),
+    **dict.fromkeys(("top_k", "top_p"), ("compatible", "ovr")),
+}
 WHOLE = ("max_new_tokens", "max_length", "num_return_sequences", "top_k", "seed", "used_rows")
 REAL = ("temperature", "top_p", "eps_truncation", "max_time")
 
@@ -117,15 +122,31 @@ def translate(
         options["max_new_tokens"] = int(merged["max_new_tokens"])
     elif merged.get("max_length") is not None:
         options["max_new_tokens"] = max(0, int(merged["max_length"]) - ids.shape[1])
-    if mode == "compatible":
-        longest = min(ids.shape[1] + options["max_new_tokens"], model.config.base_config.max_position_embeddings)
-        options |= _sampling(model, ids, mask, {**merged, "max_length": longest}, logits_processor or ())
-    elif logits_processor:
-        raise UserError("logits_processor", "", COMPATIBLE_ALONE)
-    else:
-        options["temperature"] = merged.get("temperature")
+    options |= _draws(
+        model, ids, mask, mode, {**merged, "max_length": options["max_new_tokens"]}, logits_processor or ()
+    )
     options["watch"] = _watch(ids, merged, stopping_criteria, streamer, tokenizer)
     return options, int(merged.get("num_return_sequences") or 1), bool(merged.get("return_dict_in_generate"))
+
+
+def _draws(
+    model: Any, ids: Tensor, mask: Tensor | None, mode: str, merged: dict[str, Any], own: Sequence[Any]
+) -> dict[str, Any]:
+    """What changes the draws of a mode. own: processors of logits. Raises `UserError`."""
+    if own and mode != "compatible":
+        raise UserError("logits_processor", "", _only_in("logits_processor"))
+    if mode == "compatible":
+        longest = min(ids.shape[1] + merged["max_length"], model.config.base_config.max_position_embeddings)
+        return _sampling(model, ids, mask, {**merged, "max_length": longest}, own)
+    if mode != "ovr":
+        return {"temperature": merged.get("temperature")}
+    warped = {name: merged[name] for name in WARPERS if merged.get(name) is not None}
+    # top_k 0: transformers may have a default
+    return _sampling(model, ids, mask, {"do_sample": True, "top_k": 0, **warped}, ()) if warped else {}
+
+
+def _only_in(name: str) -> str:
+    return f"nothing but in mode {' or '.join(ONLY_IN[name])}"
 
 
 def _mask_of(model: Any, ids: Tensor, merged: dict[str, Any]) -> Tensor | None:
@@ -160,19 +181,18 @@ def _merged(own: dict[str, Any], asked: dict[str, Any], mode: str) -> dict[str, 
     """Merge the options of the call with the model's options that the mode uses. Raises `UserError`."""
     asked = {name: value for name, value in asked.items() if name not in NEUTRAL or value != NEUTRAL[name]}
     asked.pop("mode", None)
-    compatible = mode == "compatible"
     known = (*PASSED_ON, *PLAIN, *SAMPLING, *LENGTH, *OF_LOGITS)
     for name, value in asked.items():
         if name not in known:
             raise UserError(name, value, f"options out of {', '.join(sorted(known))}")
-        if not compatible and name in (*OF_LOGITS, "top_k", "top_p"):
-            raise UserError(name, value, COMPATIBLE_ALONE)
+        if mode not in ONLY_IN.get(name, (mode,)):
+            raise UserError(name, value, _only_in(name))
         if value is not None:
             _check_kind(name, value)
     draws = find_mode(mode).draws
     if draws is not None and asked.get("do_sample") not in (None, draws):
         raise UserError("do_sample", asked["do_sample"], f"{draws}, as mode {mode} draws {'' if draws else 'nothing'}")
-    kept = (*PLAIN, *LENGTH, *SAMPLING, *OF_LOGITS) if compatible else (*PLAIN, *LENGTH)
+    kept = (*PLAIN, *LENGTH, *SAMPLING, *OF_LOGITS) if mode == "compatible" else (*PLAIN, *LENGTH)
     return {**{name: value for name, value in own.items() if name in kept}, **asked}
 
 
@@ -200,7 +220,7 @@ def _sampling(
         raise UserError("top_p", top_p, "above 0, at most 1")
     if top_k is not None and top_k < 0:
         raise UserError("top_k", top_k, "0 (all words) or more")
-    implied = any(merged.get(name) is not None for name in ("temperature", "top_k", "top_p", "seed", "generator"))
+    implied = any(merged.get(name) is not None for name in (*WARPERS, "seed", "generator"))
     sampling = bool(merged.get("do_sample", implied)) and temperature != 0.0
     ends = merged.get("eos_token_id", model.config.base_config.eos_token_id)
     settings = {n: merged[n] for n in (*OF_LOGITS, *SAMPLING, "pad_token_id", "max_length") if n in merged}

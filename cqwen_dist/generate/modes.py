@@ -12,9 +12,10 @@
     noise       Cauchy(loc + |b| eps, scale), one eps      argmax P                        S3 3.4.2
     sample      the point u, drawn in each step            argmax S(u)                     S4 2.4.2
 
-b is b_noise. Draws use `temperature` times the scale (1: the inferred law; 0: its location). In compatible the
-temperature is one of Hugging Face's processors. Shape letters: B rows, C causal dimensions, V vocabulary. All tensors
-belong to one position: [B,C], at most [B,V]. action: a `heads.action.ActionNetwork` with all V rows on this device.
+b is b_noise. Draws use `temperature` times the scale (1: the inferred law; 0: its location). In compatible and ovr the
+temperature is one of Hugging Face's processors: of loc_S, or of log P, whose softmax is P / sum P. Shape letters: B
+rows, C causal dimensions, V vocabulary. All tensors belong to one position: [B,C], at most [B,V]. action: a
+`heads.action.ActionNetwork` with all V rows on this device.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.ops.cauchy import Cauchy, prob_above
+from cqwen_dist.ops.cauchy import Cauchy, log_prob_above, prob_above
 from cqwen_dist.ops.ovr.best import RowSizes, all_scores, best_word, strongest
 
 
@@ -81,8 +82,8 @@ class Options:
 
     used_rows: int  # words from this row on are never chosen, except in `compatible`
     rank_by: Literal["ovr", "loc"] = "ovr"
-    do_sample: bool = True  # for `compatible`
-    # For `compatible`: (ids [B,t], logits [B,V]) -> logits.
+    do_sample: bool = True  # for `compatible` and `ovr`
+    # For `compatible` and `ovr`: (ids [B,t], logits [B,V]) -> logits.
     processors: Callable[[Tensor, Tensor], Tensor] | None = None
     added_from: int | None = None  # for `compatible`: rows from this one on were added to the base; never chosen
     sizes: RowSizes | None = None  # row norms of W_cls, with which `best_word` needs fewer scales; None: all scales
@@ -109,10 +110,15 @@ def softmax_sample(action: Any, u_prime: Cauchy, draws: Draws, options: Options,
 
 
 def ovr_sample(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
-    """A draw [B] among the words in use with probability P / sum P; the best word if all P are 0."""
+    """A draw [B] among the words in use with probability P / sum P, after the processors of log P; without do_sample,
+    or if all P are 0, the best word."""
     gap, scores = _used(action, u_prime, options.used_rows)
+    if not options.do_sample:
+        return strongest(gap, scores)
     p = prob_above(scores.scale, gap)
     none = p.sum(-1) == 0
+    if options.processors is not None:
+        p = options.processors(ids, log_prob_above(scores.scale, gap)).softmax(-1).nan_to_num()
     return torch.where(none, strongest(gap, scores), draws.pick(p + none[:, None]))
 
 
@@ -139,9 +145,9 @@ class Mode:
     rank_by: Literal["ovr", "loc"] = "ovr"
 
     @property
-    def has_temperature(self) -> bool:
-        """Whether a temperature changes the result."""
-        return self.choose is softmax_sample or self.drawn is not None
+    def has_logits(self) -> bool:
+        """Whether words are drawn from a softmax, which Hugging Face's processors change."""
+        return self.choose in (softmax_sample, ovr_sample)
 
     @property
     def draws(self) -> bool | None:
@@ -152,11 +158,10 @@ class Mode:
         """Random numbers per row and step: (law for `Draws.fill`, count); None if a step draws no numbers."""
         if self.drawn is not None:
             return Tensor.uniform_, action.b_noise.numel()
-        if self.choose is ovr_sample:
-            return Tensor.exponential_, action.word_head(options.used_rows).rows
-        if self.choose is softmax_sample and options.do_sample and options.processors is None:
-            return Tensor.exponential_, action.cls_weight.shape[0]
-        return None
+        if not self.has_logits or not options.do_sample or options.processors is not None:
+            return None
+        rows = None if self.choose is softmax_sample else options.used_rows
+        return Tensor.exponential_, action.word_head(rows).rows
 
     def law(self, action: Any, u: Cauchy, draws: Draws) -> Cauchy:
         """U' from U, both [B,C]."""

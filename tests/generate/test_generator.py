@@ -297,7 +297,7 @@ def test_wrong_options_are_user_errors(model) -> None:
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": 0.5}, "temperature: found 0.5, allowed: none in mode standard"),
-        ({"mode": "ovr", "temperature": 0.0}, "temperature: found 0.0, allowed: none in mode ovr"),
+        ({"mode": "ovr", "temperature": 0.0}, "temperature: found 0.0, allowed: in logits_processor"),
         ({"decode_rule": "best"}, "decode_rule"),
         ({"seed": 1, "generator": torch.Generator()}, "seed"),
         ({"seed": 2**64}, "seed: found 18446744073709551616, allowed: a number of 64 bits"),

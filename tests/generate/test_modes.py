@@ -167,24 +167,49 @@ def test_p_of_every_word_is_the_closed_form(action: ActionNetwork, u: Cauchy) ->
     assert_close(prob_words(action, law, VOCAB), action.scores(law).sf(action.threshold), 1e-5, "P")
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 10, 1.0), (1.3, 0, 0.8)])
+WARPED = pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 10, 1.0), (1.3, 0, 0.8), (0.5, 20, 0.9)]
+)
+
+
+def warped(p: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """p^(1/T) / sum, of its top_k words, of these the first that reach top_p: by the definitions, in float64."""
+    p, order = (p.double() ** (1 / temperature)).sort(descending=True)
+    if top_k:
+        p[top_k:] = 0
+    p = p / p.sum()
+    p[p.cumsum(-1) - p >= top_p] = 0
+    return torch.zeros_like(p).scatter(0, order, p)
+
+
+def warpers(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList:
+    found = [TemperatureLogitsWarper(temperature)]
+    found += [TopKLogitsWarper(top_k)] if top_k else []
+    return LogitsProcessorList([*found, TopPLogitsWarper(top_p)])
+
+
+@WARPED
 def test_mode_compatible_samples_from_the_softmax(
     action: ActionNetwork, u: Cauchy, temperature: float, top_k: int, top_p: float
 ) -> None:
     law = action.add_noise(u)
-    logits = action.scores(law).loc[0].double() / temperature
-    p, order = logits.softmax(-1).sort(descending=True)
-    keep = torch.ones(VOCAB, dtype=torch.bool)
-    if top_k:
-        keep = torch.arange(VOCAB) < top_k
-    if top_p < 1:
-        keep = p.cumsum(-1) - p < top_p
-    expected = torch.zeros(VOCAB, dtype=torch.float64).scatter(0, order, p * keep)
-    warpers = [TopKLogitsWarper(top_k)] if top_k else [TopPLogitsWarper(top_p)]
-    processors = LogitsProcessorList([TemperatureLogitsWarper(temperature), *warpers])
-    options = Options(VOCAB, processors=processors)
+    expected = warped(action.scores(law).loc[0].double().softmax(-1), temperature, top_k, top_p)
+    options = Options(VOCAB, processors=warpers(temperature, top_k, top_p))
     chosen = MODES["compatible"].choose(action, many(law), draws(), options, NONE)
-    assert int(chosen.unique().numel()) <= int(keep.sum())
+    assert not bool((expected[chosen] == 0).any())
+    assert chi_square(chosen, expected) > 1e-3
+
+
+@WARPED
+def test_mode_ovr_samples_from_warped_p_over_its_sum(
+    action: ActionNetwork, u: Cauchy, temperature: float, top_k: int, top_p: float
+) -> None:
+    """S3 3.3, last paragraph: P / sum P takes the place of the softmax, with the same top-k, top-p and temperature."""
+    law = action.add_noise(u)
+    expected = warped(action.scores(law).sf(action.threshold)[0, :NUM], temperature, top_k, top_p)
+    options = Options(NUM, processors=warpers(temperature, top_k, top_p))
+    chosen = MODES["ovr"].choose(action, many(law), draws(), options, NONE)
+    assert not bool((expected[chosen] == 0).any())
     assert chi_square(chosen, expected) > 1e-3
 
 

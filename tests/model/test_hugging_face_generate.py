@@ -154,6 +154,25 @@ def test_length_options_copies_and_outputs() -> None:
     assert model.generate(ids, max_new_tokens=3, max_time=0.0).shape == (2, 6)  # it ends after the step it is in
 
 
+def test_mode_ovr_takes_top_k_top_p_and_temperature() -> None:
+    """One word is left by top_k 1, a small top_p or temperature 0: the best by P. Else a warmer draw differs."""
+    model, ids = tiny_causal_lm(), random_ids(2, 5)
+    with torch.no_grad():
+        model.model.action.threshold.fill_(3.0)
+
+    def written(**options: Any) -> list[list[int]]:
+        return model.generate(ids, mode="ovr", seed=3, max_new_tokens=8, **options).tolist()
+
+    best = model.generate(ids, max_new_tokens=8).tolist()
+    for options in ({"top_k": 1}, {"top_p": 1e-6}, {"temperature": 0.0}, {"temperature": 1e-3}):
+        assert written(**options) == best, options
+    assert written() != best
+    assert written(temperature=1.0) == written(top_k=0) == written(top_p=1.0) == written(), "no default is left"
+    assert written(temperature=0.2) != written()
+    static = {"cache_implementation": "static", "disable_compile": True}
+    assert written(temperature=0.5, top_k=20, **static) == written(temperature=0.5, top_k=20)
+
+
 def test_unsupported_generate_options_are_refused() -> None:
     model, ids = tiny_causal_lm(), random_ids(1, 3)
     assert model.generate(ids, num_beams=1, max_new_tokens=1).shape == (1, 4)
@@ -161,7 +180,9 @@ def test_unsupported_generate_options_are_refused() -> None:
         ({"num_beams": 4}, "num_beams: found 4, allowed: options out of"),
         ({"colour": "red"}, "colour: found 'red'"),
         ({"top_p": 0.5}, "top_p: .*compatible"),
-        ({"mode": "causal", "top_k": 5}, "top_k: found 5, allowed: nothing but in mode compatible"),
+        ({"mode": "causal", "top_k": 5}, "top_k: found 5, allowed: nothing but in mode compatible or ovr"),
+        ({"mode": "ovr", "top_p": 1.5}, r"top_p: found 1\.5"),
+        ({"mode": "ovr", "temperature": -1.0}, r"temperature: found -1\.0"),
         ({"mode": "compatible", "top_p": 1.5, "do_sample": True}, r"top_p: found 1\.5"),
         ({"mode": "compatible", "top_p": 0.0}, r"top_p: found 0\.0"),
         ({"mode": "compatible", "top_k": -1}, "top_k: found -1"),

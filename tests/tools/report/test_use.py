@@ -140,7 +140,11 @@ def test_export_writes_other_forms(cqwen: Callable[..., Ran], tmp_path: Path) ->
         ("generate", ["--prompt", "x", "--digits", "many"], "--digits: found 'many'"),
         ("generate", ["--prompt", "x", "--digits", "99"], "digits: found 99"),
         ("generate", ["--prompt", "x", "--digits", "9" * 5000], "--digits: found '999"),
-        ("generate", ["--prompt", "x", "--top-p", 0.5], "top_p: found 0.5, allowed: nothing but in mode compatible"),
+        (
+            "generate",
+            ["--prompt", "x", "--top-p", 0.5],
+            "top_p: found 0.5, allowed: nothing but in mode compatible or ovr",
+        ),
         ("generate", ["--prompt", "x", "--decode-rule", "best"], "decode_rule: found 'best', allowed: ovr, loc"),
         ("generate", ["--prompt", "x", "--device", "moon"], "--device: found 'moon'"),
         ("generate", ["--prompt", "x", "--device", "meta"], "--device: found 'meta'"),
