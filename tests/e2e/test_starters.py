@@ -1,39 +1,35 @@
 """`cqwen train` under every starter of ranks: the weights of two ranks are the same, whoever starts them."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.runs import command_environment
+from support.runs import command_environment, weights
 
-from cqwen_dist.checkpoint.manifest import checkpoint_folder
+from cqwen_dist.cluster.hostfile import read_hostfile
 from cqwen_dist.parallel.launcher import free_port
-from cqwen_dist.run.files import file_record
 
 BIN = Path(sys.executable).parent
+LAUNCH = Path(__file__).parents[2] / "launch"
 TRAIN = ["-m", "cqwen_dist", "train"]
-ONE_MACHINE = ["--num_machines", "1", "--num_processes", "2", "--mixed_precision", "no", "--dynamo_backend", "no"]
 
 
-def starter(name: str) -> list[object]:
-    """The words in front of a config; accelerate's --multi_gpu starts ranks without a GPU, too (its --cpu: one)."""
+def command_line(name: str, *words: object) -> list[object]:
+    """The line that starts two ranks. words: a config and its overrides."""
+    config, *changes = words
     known: dict[str, list[object]] = {
-        "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", 2, *TRAIN],
-        "cqwen launch": [sys.executable, "-m", "cqwen_dist", "launch", "--ranks", 2],
-        "deepspeed": [
-            *(BIN / "deepspeed", "--num_accelerators", 2, "--master_port", free_port(), "--module", *TRAIN[1:]),
+        "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", 2, *TRAIN, *words],
+        "cqwen launch": [sys.executable, "-m", "cqwen_dist", "launch", "--ranks", 2, *words],
+        "launch/local.sh": [LAUNCH / "local.sh", config, 2, *changes],
+        "launch/train.py": [BIN / "deepspeed", "--num_accelerators", 2, LAUNCH / "train.py", *words],
+        "launch/accelerate.yaml": [
+            *(BIN / "accelerate", "launch", "--config_file", LAUNCH / "accelerate.yaml", "--main_process_port", 0),
+            *(*TRAIN, *words),
         ],
-        "accelerate": [BIN / "accelerate", "launch", "--multi_gpu", "--main_process_port", 0, *ONE_MACHINE, *TRAIN],
     }
     return known[name]
-
-
-def weights(run: Path) -> dict[str, str]:
-    """Digests of the last checkpoint's tensors, moments among them."""
-    found = {path.name: file_record(path)["sha256"] for path in checkpoint_folder(run, 6).glob("*.safetensors")}
-    assert len(found) >= 6
-    return found
 
 
 def ended(*processes: subprocess.Popen[str]) -> None:
@@ -42,30 +38,41 @@ def ended(*processes: subprocess.Popen[str]) -> None:
         assert process.returncode == 0, out[-3000:]
 
 
+PATH = os.pathsep.join([str(BIN), os.environ["PATH"]])  # scripts look for `deepspeed` there
+
+
 def begun(command: list[object], **environment: str) -> subprocess.Popen[str]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(list(map(str, command)), env=command_environment(**environment), **pipes)  # type: ignore[call-overload, no-any-return]
+    return subprocess.Popen(list(map(str, command)), env={**command_environment(**environment), "PATH": PATH}, **pipes)  # type: ignore[call-overload, no-any-return]
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("cqwen launch", "deepspeed", "accelerate")]
+SLOW = ("cqwen launch", "launch/local.sh", "launch/train.py", "launch/accelerate.yaml")
 
 
-@pytest.mark.parametrize("name", ["torchrun", *SLOW])
+@pytest.mark.parametrize("name", ["torchrun", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_every_launcher_gives_the_same_weights(name: str, two_ranks: Path, tmp_path: Path) -> None:
-    ended(begun([*starter(name), two_ranks.parent / "config.yaml", f"run.dir={tmp_path / 'run'}"]))
+    ended(begun(command_line(name, two_ranks.parent / "config.yaml", f"run.dir={tmp_path / 'run'}")))
     assert weights(tmp_path / "run") == weights(two_ranks)
 
 
 @pytest.mark.slow
-def test_deepspeed_without_ssh_starts_the_same_run_on_two_hosts(two_ranks: Path, tmp_path: Path) -> None:
-    """Its line is typed on each host. Both hosts are this machine here."""
+def test_two_hosts_without_ssh_give_the_same_weights(two_ranks: Path, tmp_path: Path) -> None:
+    """launch/nodes.sh is called on each host. Both hosts are this machine here."""
     hostfile = tmp_path / "hosts"
     hostfile.write_text("localhost slots=1\n127.0.0.1 slots=1\n")
-    command = [BIN / "deepspeed", "--hostfile", hostfile, "--no_ssh", "--master_addr", "127.0.0.1"]
-    command += ["--master_port", free_port()]
-    words = ["--module", *TRAIN[1:], two_ranks.parent / "config.yaml", f"run.dir={tmp_path / 'run'}"]
-    ended(*(begun([*command, "--node_rank", host, *words]) for host in range(2)))
+    words = [two_ranks.parent / "config.yaml", hostfile]
+    port, change = str(free_port()), f"run.dir={tmp_path / 'run'}"
+    hosts = [begun([LAUNCH / "nodes.sh", *words, rank, "127.0.0.1", change], MASTER_PORT=port) for rank in range(2)]
+    ended(*hosts)
     assert weights(tmp_path / "run") == weights(two_ranks)
+
+
+def test_the_sample_hostfile_is_one() -> None:
+    assert read_hostfile(LAUNCH / "hostfile.example") == {"node1": 8, "node2": 8}
+
+
+def test_the_script_that_calls_train_is_short() -> None:
+    assert len((LAUNCH / "train.py").read_text().splitlines()) <= 20
 
 
 @pytest.mark.slow

