@@ -45,6 +45,7 @@ train:
   checkpoint_every: 100
 run:
   dir: {run}
+  # wandb: online  # curves in Weights & Biases; offline on nodes without a network, then `wandb sync`
 """
 
 

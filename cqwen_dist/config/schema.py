@@ -6,7 +6,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from cqwen_dist.config import yaml_text
 from cqwen_dist.config.architectures import architecture
@@ -98,6 +98,14 @@ class RunConfig(Section):
     stage, resumes the run, so jobs with different resources can share it."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Weights & Biases logging mode; the project is WANDB_PROJECT, or cqwen."""
+    wandb_entity: str | None = Field(None, min_length=1)
+    """User or team in W&B; default: WANDB_ENTITY, or the login's."""
+    wandb_group: str | None = Field(None, min_length=1)
+    """Group of runs in W&B, such as the points of a sweep; default: WANDB_RUN_GROUP."""
+    wandb_tags: list[str] = Field([])
+    """Tags in W&B."""
+    wandb_notes: str | None = None
+    """Notes in W&B, Markdown."""
     tensorboard: bool = False
     """Also write TensorBoard events to DIR/tensorboard (needs an extra package)."""
 
@@ -122,7 +130,9 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig = TrainConfig()
     run: RunConfig = RunConfig()
-    deepspeed: dict[str, Any] = Field({}, json_schema_extra={"type": ["object", "string"]})
+    deepspeed: Annotated[dict[str, Any], WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]})] = Field(
+        {}
+    )
     """Additional DeepSpeed settings, or the path of a JSON file with them. Settings that contradict other keys are
     rejected by name."""
 

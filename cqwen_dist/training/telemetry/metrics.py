@@ -76,6 +76,10 @@ class WandbWriter:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "cqwen"),
                 name=run.name or run_dir.name,
+                entity=run.wandb_entity,
+                group=run.wandb_group,
+                tags=run.wandb_tags or None,
+                notes=run.wandb_notes,
                 id=id_file.read_text(encoding="utf-8").strip(),
                 resume="allow",
                 mode=run.wandb,
