@@ -20,16 +20,21 @@ if TYPE_CHECKING:
         predict,
         train,
     )
+    from cqwen_dist.model import CausalQwenModel
 
 __version__ = "0.1.0"
 __all__ = ["Callback", "CallbackError", "Config", "Moment", "Stage", "Stopped", "TrainResult", "UserError"]
-__all__ += ["evaluate", "load", "predict", "train"]
+__all__ += ["CausalQwenModel", "evaluate", "load", "predict", "train"]
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that `import cqwen_dist` does not import torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "CausalQwenModel":
+        from cqwen_dist.model import CausalQwenModel
+
+        return CausalQwenModel
     from cqwen_dist import api
 
     return getattr(api, name)

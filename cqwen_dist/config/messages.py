@@ -25,8 +25,20 @@ _WORDS = {
     "dict": "a mapping",
 }
 
-# Equivalent keys in transformers, TRL, axolotl and LLaMA-Factory
+# The seeds' names, then equivalent keys in transformers, TRL, axolotl and LLaMA-Factory
 ELSEWHERE = {
+    "qwen_model_path": "model.name_or_path",
+    "causal_hidden_size": "model.causal_size",
+    "causal_dim": "model.causal_size",
+    "C_ovr": "model.threshold_init",
+    "ovr_threshold_init": "model.threshold_init",
+    "learnable_threshold": "train.thresholds",
+    "gamma_0": "model.gamma_init",
+    "sigma_init": "model.gamma_init",
+    "b_noise": "model.b_noise_init",
+    "lambda": "loss.reg_weight",
+    "epsilon": "loss.constraint.eps",
+    "max_norm": "train.max_grad_norm",
     "base_model": "model.name_or_path",
     "model_name_or_path": "model.name_or_path",
     "lora_r": "model.lora.r",

@@ -1,5 +1,7 @@
 """The model, by the seeds' names (S2). Importing this registers the Hugging Face Auto classes."""
 
+from typing import Any
+
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from cqwen_dist.heads.abduction import AbductionNetwork
@@ -23,3 +25,14 @@ __all__ = [
     "FeatureExtractionNetwork",
     "NumericalAwareEmbedding",
 ]
+# S2's other classes. A run does not need them, so they are imported on first use.
+__all__ += ["CausalQwenLoss", "NumericalAwareTokenizer", "OvrClassificationLoss", "RegressionLoss"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from cqwen_dist.data import tokenizer
+    from cqwen_dist.heads import seed_losses
+
+    return getattr(tokenizer if name == "NumericalAwareTokenizer" else seed_losses, name)

@@ -38,6 +38,14 @@ UNKNOWN = [
     ("modl=1", "modl", "; did you mean model? (known keys: model, data,"),
     ("lr=1", "lr", "; did you mean model.pretrain.lr or stages.N.lr? (known keys: model,"),
     ("data={trian: x}", "data.trian", "; did you mean train? (known keys: train,"),
+    ("loss.lambda=1", "loss.lambda", "; did you mean loss.reg_weight? (known keys: alpha,"),
+    ("model.C_ovr=100", "model.C_ovr", "; did you mean model.threshold_init? (known keys: name_or_path,"),
+    ("learnable_threshold=true", "learnable_threshold", "; did you mean train.thresholds? (known keys: model,"),
+    (
+        "model.qwen_model_path=x",
+        "model.qwen_model_path",
+        "; did you mean model.name_or_path? (known keys: name_or_path,",
+    ),
     ("train.learning_rate=1", "train.learning_rate", "; did you mean stages.N.lr? (known keys: global_batch_size,"),
 ]
 
