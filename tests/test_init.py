@@ -1,6 +1,7 @@
 """`cqwen init`: somebody's data in, a config that trains on it out; what lies in the wheel."""
 
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -64,8 +65,51 @@ def test_a_table_with_empty_cells_trains_with_the_config_that_init_wrote(one_ran
     texts = [text.text for text in read_texts(config.data.train, config.data, ReadReport())]
     assert "city: unknown\nscore: 3.25\n" in texts
     assert len(texts) == 15, "a row without the number to be learnt teaches nothing"
-    train_run(out, f"run.dir={tmp_path / 'run'}", "train.precision=fp32")
-    assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+    train_run(out, f"run.dir={tmp_path / 'run'}", "train.precision=fp32", "stages.0.epochs=1", "stages.1.epochs=1")
+    assert {record["stage"] for record in metrics(tmp_path / "run")} == {"heads", "lora"}
+
+
+TURN = "What do {} teas cost? They cost {} and we have coffee."
+SMALL = {
+    "chats.jsonl": "".join(
+        json.dumps({"messages": [{**CHAT[0], "content": f"{i} and {i % 7}?"}, {**CHAT[1], "content": f"{i + i % 7}"}]})
+        + "\n"
+        for i in range(150)
+    ),
+    "table.csv": "tea,coffee,the price\n" + "".join(f"{i % 9},{i % 7},{2 * (i % 9) + i % 7}\n" for i in range(40)),
+    "text.txt": " ".join(TURN.format(i, 3 * i) for i in range(40)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("chats.jsonl", "150 texts, about 2. tokens in the median: 102 steps of 8 in each stage"),
+        ("table.csv", "40 texts, about .. tokens in the median: 108 steps of 4 in each stage"),
+        (
+            "text.txt",
+            "1 text, about .* steps of .* in each stage .*; 64 tokens at most; too few texts to hold",
+        ),
+    ],
+)
+def test_the_defaults_for_little_data_learn_and_reach_their_rate(
+    one_rank: Path, tmp_path: Path, name: str, said: str
+) -> None:
+    data, out, run = tmp_path / name, tmp_path / "run.yaml", tmp_path / "run"
+    data.write_text(SMALL[name], encoding="utf-8")
+    done = cqwen_forked("init", "--data", data, "--base", one_rank / "base", "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert re.search(said, done.stdout), done.stdout
+    checked = cqwen_forked("config", "validate", out)
+    assert checked.stderr == f"{out}: valid\n", "nothing is noted"
+    train_run(out, f"run.dir={run}", "train.precision=fp32", "model.lora.r=2")
+    for stage in load_config(out).stages:
+        records = [record for record in metrics(run) if record["stage"] == stage.name]
+        loss = [record["train/total_loss"] for record in records]
+        tenth = len(loss) // 10
+        assert sum(loss[-tenth:]) < sum(loss[:tenth])
+        assert max(record["train/lr"] for record in records) == pytest.approx(stage.lr)
+        assert len(records) > 5 * stage.warmup_steps
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,6 @@ import typer
 from cqwen_dist.config.errors import UserError, writing
 from cqwen_dist.console import AsJson, ConfigFile, Overrides, load, quiet_libraries, slug
 
-_PER_TOKEN = 3  # characters per token, a low estimate so that nearly all texts fit
 _HIDDEN = 896  # hidden size of the default base; the learning rate of W_loc, a dense map, depends on it
 _CONFIG = """\
 # Made by `cqwen init`: {name}.
@@ -21,28 +21,28 @@ model:
   lora: {{r: 16, alpha: 32}}
 data:
   train: {data}
-  eval_fraction: 0.1  # share of texts held out for evaluation
+  eval_fraction: {held_out}  # share of texts held out for evaluation
   sequence_length: {length}  # tokens; longer texts are cut into pieces (or long_texts: truncate, drop)
 {keys}stages:
   # First only the heads (z is computed once and cached on disk), then also adapters in the backbone.
   - name: heads
     train: [heads]
-    epochs: 2
+    epochs: {epochs}  # {steps} steps
     lr: {rate}  # 0.012 / {hidden}, the hidden size{guess}; word rows use a tenth of it
     lr_groups: {{classifier: {tenth}, regression: 1.0e-3, thresholds: 1.0e-3}}
-    warmup_steps: 20
+    warmup_steps: {warmup}
   - name: lora
     train: [heads, embedding, lora]
-    epochs: 2
+    epochs: {epochs}
     lr: {rate}
     lr_groups: {{classifier: {tenth}, regression: 1.0e-3, thresholds: 1.0e-3, embedding: 1.0e-4, lora: 2.0e-4}}
-    warmup_steps: 20
+    warmup_steps: {warmup}
 train:
-  global_batch_size: 32  # texts per optimizer step, over all ranks
-  micro_batch_size: 4  # per rank and forward pass; less needs less memory
+  global_batch_size: {batch}  # texts per optimizer step, over all ranks
+  micro_batch_size: {micro}  # per rank and forward pass; less needs less memory
   precision: bf16  # on a CPU without AMX fp32 is faster
-  eval_every: 50
-  checkpoint_every: 100
+  eval_every: {every}
+  checkpoint_every: {save_every}
 run:
   dir: {run}
   # wandb: online  # curves in Weights & Biases; offline on nodes without a network, then `wandb sync`
@@ -56,7 +56,9 @@ def init(
     out: Annotated[Path, typer.Option(help="Config file to write.")] = Path("run.yaml"),
 ) -> None:
     """Look at your data, write a commented config for it, and check both."""
+    from cqwen_dist.config.data import DataConfig
     from cqwen_dist.config.reading import load_config
+    from cqwen_dist.data.amount import amount_of, suited
     from cqwen_dist.data.recipes import recognise
     from cqwen_dist.data.records import ReadReport
     from cqwen_dist.data.sources import read_texts
@@ -64,51 +66,98 @@ def init(
 
     if out.exists():
         raise UserError("--out", str(out), "a file that does not exist yet")
-    recipe = recognise(data, target)
-    text = _config(data, base, recipe, out)
+    recipe, facts = recognise(data, target), _facts_of(base)
+    amount = amount_of(DataConfig(train=data, **recipe.keys), Path(base).expanduser())
+    suits = suited(amount, facts.get("max_position_embeddings"))
+    text = _config(data, base, facts, recipe, suits, out)
     with writing("--out", out), written_whole(out) as partial:
         partial.write_text(text, encoding="utf-8")
         checked = load_config(partial)
         shown = "messages_field" not in recipe.keys  # a chat needs the tokenizer's template
         first = next(read_texts(data, checked.data, ReadReport(), "--data"), None) if shown else None
     typer.echo(f"{data}: {recipe.name}")
+    if amount.error is not None:
+        typer.echo(f"note: {amount.error}", err=True)
+    typer.echo(f"{amount.words()}: {suits.words()}")
     if first is not None:
         typer.echo("the first text as it will be read:")
-        typer.echo("".join(f"    {line}\n" for line in first.text.splitlines()[:12]), nl=False)
+        typer.echo("".join(f"    {line[:200]}\n" for line in first.text.splitlines()[:12]), nl=False)
     typer.echo(f"wrote {out}\n  cqwen prepare {out}    # data statistics; the first text as the model reads it")
     typer.echo(f"  cqwen plan {out} --gpus-per-node 1    # does it fit, how long\n  cqwen train {out}")
     if column := recipe.keys.get("target_field"):
-        typer.echo(f"or, with steps chosen by the table:\n  cqwen fit {data} --target {column} --base {base}")
+        words = map(shlex.quote, (data, "--target", column, "--base", base))
+        typer.echo(f"or, with steps chosen by the table:\n  cqwen fit {' '.join(words)}")
 
 
-def _config(data: str, base: str, recipe: Any, out: Path) -> str:
-    path, hidden = Path(base).expanduser(), _HIDDEN
-    if path.is_dir():
-        try:
-            hidden = int(json.loads((path / "config.json").read_text(encoding="utf-8"))["hidden_size"])
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError("--base", base, f"a folder with a config.json of a model ({error})") from None
-    length = 64
-    while length * _PER_TOKEN < recipe.length and length < 2048:
-        length *= 2
+def _facts_of(base: str) -> dict[str, Any]:
+    """The base's config.json; a public model's sizes; {} for another name. Raises `UserError`."""
+    from cqwen_dist.sizes.architecture import known_architecture
+
+    path = Path(base).expanduser()
+    if not path.is_dir():
+        return known_architecture(base) or {}
+    try:
+        found: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return {**found, "hidden_size": int(found["hidden_size"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError("--base", base, f"a folder with a config.json of a model ({error})") from None
+
+
+def _config(data: str, base: str, facts: dict[str, Any], recipe: Any, suits: Any, out: Path) -> str:
+    hidden = facts.get("hidden_size", _HIDDEN)
     return _CONFIG.format(
         name=json.dumps(recipe.name)[1:-1],
         base=json.dumps(base),
         data=json.dumps(data, ensure_ascii=False),
-        length=length,
+        length=suits.length,
+        held_out=0.1 if suits.held_out else 0.0,
+        epochs=suits.epochs,
+        steps=("" if suits.complete else "at least ") + str(suits.steps),
+        warmup=suits.warmup,
+        batch=suits.batch,
+        micro=min(suits.batch, 4),
+        every=suits.every,
+        save_every=2 * suits.every,
         keys="".join(f"  {key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in recipe.keys.items()),
         rate=f"{0.012 / hidden:.1e}",
         hidden=hidden,
-        guess="" if path.is_dir() else " of Qwen2.5-0.5B (put your base's)",
+        guess="" if facts else " of Qwen2.5-0.5B (put your base's)",
         tenth=f"{0.0012 / hidden:.1e}",
         run=f"runs/{slug(out.stem)}",
     )
 
 
 def config_validate(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Check a config and print it with all defaults."""
-    typer.echo(load(config, overrides).to_yaml(), nl=False)
+    """Check a config, also against its data and base where they are here, and print it with all defaults."""
+    checked = load(config, overrides)
+    typer.echo(checked.to_yaml(), nl=False)
+    for note in _check_inputs(checked):
+        typer.echo(f"note: {note}", err=True)
     typer.echo(f"{config}: valid", err=True)
+
+
+def _check_inputs(config: Any) -> list[str]:
+    """What could not be checked, and stages that do not reach their rate. Raises `UserError`."""
+    from cqwen_dist.config.data import source_files
+    from cqwen_dist.data.amount import amount_of, never_warm
+    from cqwen_dist.data.sources import as_list
+    from cqwen_dist.sizes.architecture import read_architecture
+
+    name, notes = config.model.name_or_path, []
+    if name is None or Path(name).expanduser().is_dir():
+        config.fit_context(read_architecture(config))
+    else:
+        notes.append(f"model.name_or_path: {name} is no folder here, so the base is not checked")
+    try:
+        files = [file for source in as_list(config.data.train) for file in source_files(source, "data.train")]
+    except UserError as error:
+        return [*notes, f"{error.key}: {error.found} here, so the data is not checked"]
+    if any(file.startswith("hf:") for file in files):
+        return [*notes, "data.train is on a hub, so the data is not checked"]
+    amount = amount_of(config.data, Path(config.base_folder).expanduser())
+    if amount.error is not None:
+        raise amount.error
+    return [*notes, *never_warm(amount, config)]
 
 
 def config_schema(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -153,10 +154,10 @@ class Config(Section):
                 allowed = "a group that learns (train.thresholds is fixed), or train.thresholds per-word or scalar"
                 raise refused(f"stages.{index}.train", stage.train, allowed)
             self._check_lengths(index, stage)
-        context = (self.model.architecture or {}).get("max_position_embeddings")
-        for key, length in self.sequence_lengths().items():
-            if isinstance(context, int) and length > context:
-                raise refused(key, length, f"at most {context}, model.architecture.max_position_embeddings")
+        try:
+            self.fit_context(self.model.architecture or {})
+        except UserError as error:
+            raise refused(error.key, error.found, error.allowed) from None
         if self.run.stop_after not in (None, *names):
             raise refused("run.stop_after", self.run.stop_after, f"a stage: {', '.join(names)}")
         self._check_heads()
@@ -212,6 +213,13 @@ class Config(Section):
                 self.fit_to(str(self.model.architecture["model_type"]))
             except UserError as error:
                 raise refused(error.key, error.found, error.allowed) from None
+
+    def fit_context(self, architecture: Mapping[str, Any]) -> None:
+        """Raises `UserError` for a sequence length above the base's context. architecture: its transformers config."""
+        context = architecture.get("max_position_embeddings")
+        for key, length in self.sequence_lengths().items():
+            if isinstance(context, int) and length > context:
+                raise UserError(key, length, f"at most {context}, the base's context")
 
     def fit_to(self, model_type: str) -> list[str]:
         """Raises `UserError` for a key that this base type does not support. Returns notes on experimental features."""

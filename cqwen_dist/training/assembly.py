@@ -137,10 +137,7 @@ def build_run(config: Config, runtime: Runtime) -> Run:
     # Before anything that depends on them: under ZeRO-3 even loading the base is a collective
     tokenizer, weights = read_tokenizer(config, resume_from)
     base = _load_base(config, runtime, tokenizer.rows_for)
-    context = base.model.config.max_position_embeddings
-    for key, length in config.sequence_lengths().items():
-        if length > context:
-            raise UserError(key, length, f"at most {context}, the base model's context")
+    config.fit_context(base.model.config.to_dict())
     (datasets, watched), samples = read_texts(config.data, tokenizer)
     statistics = datasets.train.statistics(rank, world, gather_objects)
     loaders = StageLoaders(datasets.train, config.batch_shapes(), rank, world, config.train.seed)

@@ -77,7 +77,7 @@ WRONG = [
     (
         "model: {architecture: {model_type: qwen2, max_position_embeddings: 64}}\n"
         "data: {train: a, sequence_length: 65}",
-        "FILE, line 2: data.sequence_length: found 65, allowed: at most 64, model.architecture.max_position_embeddings",
+        "FILE, line 2: data.sequence_length: found 65, allowed: at most 64, the base's context",
     ),
     (BASE + "stages: 5", "FILE, line 3: stages: found 5, allowed: a list"),
     (BASE + "stages: []", "FILE, line 3: stages: found [], allowed: at least 1 item"),

@@ -1,0 +1,116 @@
+"""How much there is to learn from, and settings that suit it. Reads the first texts, and no torch."""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+
+from cqwen_dist.config.data import DataConfig
+from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.schema import Config
+from cqwen_dist.data.encoder import NumberEncoder
+from cqwen_dist.data.records import ReadReport
+from cqwen_dist.data.sources import read_train
+
+MOST = 2000  # texts to look at: more of them change no setting
+_BYTES = 3  # of a token, a low estimate, so that nearly all texts fit
+_STEPS = 100  # of a stage, at least, where few texts allow it: fewer move the heads little
+_EPOCHS = (2, 30)
+_WARMUP = 20  # steps at most
+_LENGTHS = (64, 2048)  # shortest and longest sequence_length
+_TO_HOLD_OUT = 10  # texts: a tenth of fewer is none
+
+
+class Amount(NamedTuple):
+    """The tokens of each text, about; whether these are all texts; what stopped the reading, if anything did."""
+
+    lengths: list[int]
+    complete: bool
+    error: UserError | None = None
+
+    def words(self) -> str:
+        """How many texts of what length."""
+        n = len(self.lengths)
+        count = f"{n:,}{'' if self.complete or self.error else ' or more'} text{'s' * (n != 1)}"
+        return f"{count}, about {sorted(self.lengths)[len(self.lengths) // 2]:,} tokens in the median"
+
+    def pieces(self, length: int) -> int:
+        """Sequences of at most `length` tokens: long texts are cut."""
+        return sum(math.ceil(max(n, 1) / length) for n in self.lengths)
+
+
+class Suited(NamedTuple):
+    """Settings that suit an amount. steps: of a stage, at least if the amount is not complete."""
+
+    complete: bool
+    length: int
+    held_out: bool
+    batch: int
+    epochs: int
+    steps: int
+    warmup: int
+    every: int  # steps between evaluations
+
+    def words(self) -> str:
+        """What was chosen."""
+        at_least = "" if self.complete else "at least "
+        return (
+            f"{at_least}{self.steps} steps of {self.batch} in each stage ({self.epochs} epochs), {self.warmup} of them "
+            f"warm-up; {self.length} tokens at most{'' if self.held_out else '; too few texts to hold some out'}"
+        )
+
+
+def amount_of(config: DataConfig, base: Path | None = None) -> Amount:
+    """Look at the first `MOST` texts of data.train. base: a folder with a tokenizer, to count tokens; else estimated.
+
+    An error in a text ends the look; `Amount` has it.
+    """
+    texts: list[str] = []
+    error = None
+    try:
+        texts.extend(text.text for text in islice(read_train(config, ReadReport()), MOST))
+    except UserError as met:
+        error = met
+    file = None if base is None else base / "tokenizer.json"
+    if file is not None and file.is_file():
+        words = Tokenizer.from_file(str(file))
+        read = NumberEncoder(words, words.get_vocab_size(), config.numbers).read(texts)
+        lengths = [len(reading.ids) + 2 for reading in read]  # tokens before and after the text
+    else:
+        lengths = [math.ceil(len(text.encode(errors="replace")) / _BYTES) + 2 for text in texts]
+    return Amount(lengths, error is None and len(texts) < MOST, error)
+
+
+def suited(amount: Amount, context: int | None) -> Suited:
+    """Settings with which a run learns. context: tokens that the base reads; None: unknown."""
+    most = sorted(amount.lengths)[min(len(amount.lengths) - 1, int(0.95 * len(amount.lengths)))]
+    length = _LENGTHS[0]
+    while length < min(most, _LENGTHS[1]):
+        length *= 2
+    length = min(length, context or length)
+    held_out = len(amount.lengths) >= _TO_HOLD_OUT
+    pieces = max(1, round(amount.pieces(length) * (0.9 if held_out else 1.0)))
+    # A power of two with 16 steps in an epoch, where that is 4 to 32 texts.
+    batch = min(2 ** max(int(math.log2(pieces / 16)) if pieces >= 16 else 0, 2), 32, 2 ** int(math.log2(pieces)))
+    epoch = math.ceil(pieces / batch)
+    epochs = min(max(math.ceil(_STEPS / epoch), _EPOCHS[0]), _EPOCHS[1])
+    steps = epoch * epochs
+    warmup, every = min(max(steps // 10, 1), _WARMUP), min(max(steps // 4, 5), 50)
+    return Suited(amount.complete, length, held_out, batch, epochs, steps, warmup, every)
+
+
+def never_warm(amount: Amount, config: Config) -> list[str]:
+    """Stages of which every step is warm-up, in words."""
+    found = []
+    share = 1.0 if config.data.eval is not None else 1.0 - config.data.eval_fraction
+    for index, (stage, (length, batch, _)) in enumerate(zip(config.stages, config.batch_shapes(), strict=True)):
+        epoch = math.ceil(amount.pieces(length) * share / batch)
+        steps = stage.steps or (round(stage.epochs * epoch) if stage.epochs and amount.complete else 0)
+        if 0 < steps <= stage.warmup_steps:
+            warm = f"stages.{index}.warmup_steps is {stage.warmup_steps}"
+            found.append(f"stage {stage.name} has about {steps} steps, all of them warm-up: {warm}, lr is not reached")
+    return found

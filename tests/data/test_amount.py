@@ -1,0 +1,75 @@
+"""Settings for an amount of data, and a config against its data and base."""
+
+from pathlib import Path
+
+import pytest
+from support.runs import cqwen_forked
+
+from cqwen_dist.config import Config, DataConfig
+from cqwen_dist.data.amount import MOST, Amount, amount_of, never_warm, suited
+
+
+@pytest.mark.parametrize(
+    ("texts", "tokens", "context", "expected"),  # length, held out, batch, epochs, warm-up
+    [
+        (1, 9, None, (64, False, 1, 30, 3)),
+        (1, 5000, 512, (512, False, 4, 30, 9)),
+        (9, 30, None, (64, False, 4, 30, 9)),
+        (40, 30, None, (64, True, 4, 12, 10)),
+        (150, 100, None, (128, True, 8, 6, 10)),
+        (150, 100, 64, (64, True, 16, 6, 10)),
+        (1000, 700, 32_768, (1024, True, 32, 4, 11)),
+        (MOST, 5000, None, (2048, True, 32, 2, 20)),
+    ],
+)
+def test_settings_suit_the_amount_and_the_base(
+    texts: int, tokens: int, context: int | None, expected: tuple[object, ...]
+) -> None:
+    found = suited(Amount([tokens] * texts, texts < MOST), context)
+    assert (found.length, found.held_out, found.batch, found.epochs, found.warmup) == expected
+    assert found.warmup < found.steps / 5
+    assert found.batch % min(found.batch, 4) == 0
+
+
+def test_a_base_counts_tokens_and_without_one_bytes_do(one_rank: Path, tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"text": "价格是99.9元"}\n{"text": "tea"}\n{"text": null}\n', encoding="utf-8")
+    exact, guess = amount_of(DataConfig(train=str(path)), one_rank / "base"), amount_of(DataConfig(train=str(path)))
+    assert guess.lengths == [2 + 6, 2 + 1]
+    assert exact.lengths[1] <= 2 + 3
+    assert not exact.complete
+    assert "t.jsonl:3" in str(exact.error), "what cannot be read ends the look and is told"
+
+
+def config(**sections: object) -> Config:
+    stages = [{"name": "a", "train": ["heads"], "epochs": 2, "warmup_steps": 9}]
+    return Config.model_validate({"model": {"name_or_path": "x"}, "data": {"train": "t"}, "stages": stages, **sections})
+
+
+def test_stages_that_are_all_warm_up_are_named() -> None:
+    few, many = Amount([9] * 128, True), Amount([9] * 256, True)
+    (line,) = never_warm(few, config())
+    assert line.startswith("stage a has about 8 steps, all of them warm-up: stages.0.warmup_steps is 9")
+    assert never_warm(many, config()) == never_warm(few._replace(complete=False), config()) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "said"),
+    [
+        ("data.sequence_length=65", 2, "data.sequence_length: found 65, allowed: at most 64, the base's context"),
+        ("stages.1.sequence_length=80", 2, "stages.1.sequence_length: found 80, allowed: at most 64"),
+        ("stages.0.warmup_steps=300", 0, "note: stage heads has about 3 steps, all of them warm-up"),
+        ("data.train=nowhere.jsonl", 0, "note: data.train: no file nowhere.jsonl here, so the data is not checked"),
+        ("data.text_field=body", 2, "missing field"),
+        ("model.name_or_path=org/model", 0, "note: model.name_or_path: org/model is no folder here"),
+    ],
+)
+def test_validate_checks_against_the_data_and_the_base(one_rank: Path, override: str, code: int, said: str) -> None:
+    base = [
+        "model.architecture=null",
+        "model.pretrain=null",
+        "model.tokenizer=null",
+        f"model.name_or_path={one_rank}/base",
+    ]
+    done = cqwen_forked("config", "validate", one_rank / "config.yaml", *base, override)
+    assert (done.returncode, said in " ".join(done.stderr.split())) == (code, True), done.stderr
