@@ -140,6 +140,15 @@ def test_train_equals_cqwen_train_to_the_bit(one_rank: Path, ran: Any) -> None:
         train(tree, rows, overrides={"stages.0.lr": 0.5})
 
 
+def test_a_checkpoint_saved_at_a_stop_has_the_metrics_of_its_step(one_rank: Path, tmp_path: Path) -> None:
+    tree, rows = of(one_rank, tmp_path)
+    every = {"train.checkpoint_every": 100, "train.eval_every": 2}
+    stopped = train(tree, rows, callbacks=[Recorder(stop_at=2)], overrides=every)
+    assert stopped.checkpoint is not None
+    manifest = json.loads((stopped.checkpoint / "manifest.json").read_text())
+    assert (manifest["step"], manifest["figures"]["eval/accuracy"]) == (2, stopped.metrics["eval/accuracy"])
+
+
 def test_predict_equals_cqwen_predict(ran: Any, tmp_path: Path) -> None:
     run = ran[0]
     table = [{"item": "tea", "amount": 3.5}, {"item": "milk", "amount": 12.0}, {"item": "rice", "amount": -4.25}]
