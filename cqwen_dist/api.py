@@ -107,7 +107,7 @@ def load(model: TrainResult | str | Path, device: str = "auto") -> tuple[CausalQ
 
     device: "cpu", "cuda", "cuda:1", ... or "auto". Raises `UserError`.
     """
-    from cqwen_dist.checkpoint.export import load_trained
+    from cqwen_dist.checkpoint.trained import load_trained
     from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 
     found, tokenizer = load_trained(_folder(model), device)
@@ -138,7 +138,7 @@ def evaluate(
     if data is None or isinstance(data, (str, Path)):
         source = None if data is None else str(data)
         return evaluate_checkpoint(_folder(model), source, micro_batch_size, base=base, decisions=decisions)
-    from cqwen_dist.checkpoint.export import is_exported, run_of
+    from cqwen_dist.checkpoint.trained import is_exported, run_of
     from cqwen_dist.data.from_memory import write_records
 
     folder = _folder(model)
@@ -173,7 +173,7 @@ def predict(
     be read (an empty cell, more text than the context) has None in all new columns; `say` gets their count. For the
     other arguments see `cqwen predict --help`. Raises `UserError`; for a wrong template before the model is loaded.
     """
-    from cqwen_dist.checkpoint.export import load_trained
+    from cqwen_dist.checkpoint.trained import load_trained
     from cqwen_dist.generate.table import Unread, predict_rows, prompts_of
 
     columns, table = _table_of(rows, decimal_comma)
@@ -236,7 +236,7 @@ def _cells_of(table: list[Any], of_file: bool, learnt: bool) -> list[dict[str, s
 
 def _learnt_template(model: Any, columns: Sequence[str]) -> tuple[str, str | None]:
     """The run's prompt for a row, and its text for empty cells. Raises `UserError`."""
-    from cqwen_dist.checkpoint.export import is_exported, run_of
+    from cqwen_dist.checkpoint.trained import is_exported, run_of
     from cqwen_dist.config.data import template_fields
     from cqwen_dist.generate.table import template_of
 

@@ -41,6 +41,7 @@ FLOORS = {
     # the wings, which may import all of the core
     "tools/diabetes": 11,
     "tools/plan": 11,
+    "tools/export": 11,
     "tools/site": 11,
     "tools/slurm": 11,
     "tables": 11,
@@ -322,11 +323,11 @@ def test_the_size_and_name_checks_find_violations():
     assert not list(complex_functions("a.py", branches.replace("    if x: x += 1\n", "", 1)))
     method = "class A:\n    def f(self, x):\n" + "        if x: x += 1\n" * 15
     assert list(complex_functions("a.py", method)) == ["a.py f: too complex (16)"]
-    assert list(long_functions("a.py", "def f():\n" + "    x = 1\n" * 60)) == ["a.py f: too long (61)"]
-    assert not list(long_functions("a.py", "def f():\n" + "    x = 1\n" * 59))
+    assert list(long_functions("a.py", "def f():\n" + "    x = 1\n" * 80)) == ["a.py f: too long (81)"]
+    assert not list(long_functions("a.py", "def f():\n" + "    x = 1\n" * 79))
     kernel = "@triton.jit(x=1)\ndef f(\n" + "".join(f"    a{i},\n" for i in range(9)) + "):\n"
-    assert list(long_functions("a.py", kernel + "    x = 1\n" * 61)) == ["a.py f: too long (61)"]
-    assert not list(long_functions("a.py", kernel + "    x = 1\n" * 60))
+    assert list(long_functions("a.py", kernel + "    x = 1\n" * 81)) == ["a.py f: too long (81)"]
+    assert not list(long_functions("a.py", kernel + "    x = 1\n" * 80))
     assert list(long_files({"a.py": "x\n" * 351, "b.py": "x\n" * 350}, 350)) == ["a.py: too long (351)"]
     assert list(repeated_names({"a/x.py": "", "b/x.py": "", "b/y.py": ""})) == ["file x: a/x.py, b/x.py"]
     classes = {"a.py": "class A: ...\nclass _B: ...", "b.py": "class A: ...\nclass _B: ..."}

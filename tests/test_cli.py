@@ -12,8 +12,8 @@ import torch
 from support.runs import VOCAB, cqwen_forked, write_config, write_texts
 from transformers import AutoTokenizer, BertConfig
 
-from cqwen_dist.checkpoint.export import load_trained
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
+from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.cli import main
 from cqwen_dist.config import load_config
 from cqwen_dist.console import print_json

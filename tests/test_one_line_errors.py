@@ -14,7 +14,6 @@ from support.exported import tiny_pair, write_folder
 from support.runs import cqwen, cqwen_forked
 
 from cqwen_dist import cli
-from cqwen_dist.checkpoint.export import export
 from cqwen_dist.checkpoint.manifest import latest_checkpoint, read_manifest
 from cqwen_dist.cli import runs
 from cqwen_dist.config import DataConfig, UserError, load_config
@@ -23,6 +22,7 @@ from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.status import read_status
+from cqwen_dist.tools.export.export import export
 from cqwen_dist.tools.report.run_data import read_run
 from cqwen_dist.training.session import open_session
 

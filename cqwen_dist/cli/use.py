@@ -1,4 +1,4 @@
-"""Verbs that use a trained model: generate, predict, export. Heavy imports are inside, so that --help is instant."""
+"""Verbs that use a trained model: generate, predict. Heavy imports are inside, so that --help is instant."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def generate(
         raise UserError("--decision-threshold", decision_threshold, "with --above")
     _check_together(mode, kind, drawn is not None, above, alone=stream, several=len(prompt) > 1 or as_json)
     quiet_libraries()
-    from cqwen_dist.checkpoint.export import load_trained
+    from cqwen_dist.checkpoint.trained import load_trained
     from cqwen_dist.data.chat import Chat
     from cqwen_dist.generate.continuation import continue_text, counterfactuals, treatments
 
@@ -234,31 +234,6 @@ def predict(
     with writing("--out", out), written_whole(out) as draft, draft.open("w", encoding="utf-8", newline="") as file:
         write_table(rows, file)
     typer.echo(f"{len(rows)} rows to {out}")
-
-
-def export(
-    checkpoint: Checkpoint,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="New or empty folder.")],
-    merge: Annotated[bool, typer.Option("--merge", help="Fold the adapters into the backbone.")] = False,
-    dtype: Annotated[str, typer.Option(help="Backbone dtype, fp32 or bf16; default: as trained. Heads: fp32.")] = "",
-    as_base: Annotated[
-        bool, typer.Option("--as-base", "--as-qwen2", help="Write a plain model of the base's class: logits are loc_S.")
-    ] = False,
-    drop_bias: Annotated[bool, typer.Option("--drop-bias", help="With --as-base: omit the bias.")] = False,
-    shard_size: Annotated[str, typer.Option(help="Maximum file size, such as 5GB.")] = "5GB",
-) -> None:
-    """Write a folder for from_pretrained, with a model card. The folder is verified before it appears."""
-    if drop_bias and not as_base:
-        raise UserError("--drop-bias", True, "with --as-base")
-    quiet_libraries()
-    from cqwen_dist.checkpoint.export import export as write
-
-    folder = write(
-        checkpoint, out, merge, dtype=dtype or None, as_base=as_base, drop_bias=drop_bias, shard_size=shard_size
-    )
-    typer.echo(f"exported to {folder}")
-    if as_base:
-        typer.echo("It is a plain language model and writes no numbers: it writes <NUM> in their place.", err=True)
 
 
 def _digits(text: str) -> Any:

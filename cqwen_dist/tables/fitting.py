@@ -196,7 +196,7 @@ def intervals(ends: np.ndarray, truth: np.ndarray) -> dict[str, float]:
 
 def _predict(folder: Path, checkpoint: Path, made: Prepared, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """Writes predicted.csv and returns the rows: the test rows with the columns `generate.table.NUMBER_COLUMNS`."""
-    from cqwen_dist.checkpoint.export import load_trained
+    from cqwen_dist.checkpoint.trained import load_trained
 
     model, tokenizer = load_trained(checkpoint, "auto")
     say(f"predicting {len(made.parts.test):,} rows with {checkpoint}, the best on the rows for evaluation")

@@ -1,4 +1,4 @@
-"""Verbs that use the planner, the site checks, SLURM or the report. Imports are local, so that --help stays fast."""
+"""Verbs of the tools: planner, site checks, SLURM, report, exports. Imports are local, so that --help stays fast."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import writing
 from cqwen_dist.console import (
     AsJson,
+    Checkpoint,
     ConfigFile,
     Overrides,
     load,
@@ -250,3 +251,28 @@ def status(
     from cqwen_dist.tools.slurm.run_status import lines, look
 
     print_document(look(run), as_json, lambda document: "\n".join(lines(document)))
+
+
+def export(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New or empty folder.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Fold the adapters into the backbone.")] = False,
+    dtype: Annotated[str, typer.Option(help="Backbone dtype, fp32 or bf16; default: as trained. Heads: fp32.")] = "",
+    as_base: Annotated[
+        bool, typer.Option("--as-base", "--as-qwen2", help="Write a plain model of the base's class: logits are loc_S.")
+    ] = False,
+    drop_bias: Annotated[bool, typer.Option("--drop-bias", help="With --as-base: omit the bias.")] = False,
+    shard_size: Annotated[str, typer.Option(help="Maximum file size, such as 5GB.")] = "5GB",
+) -> None:
+    """Write a folder for from_pretrained, with a model card. The folder is verified before it appears."""
+    if drop_bias and not as_base:
+        raise UserError("--drop-bias", True, "with --as-base")
+    quiet_libraries()
+    from cqwen_dist.tools.export.export import export as write
+
+    folder = write(
+        checkpoint, out, merge, dtype=dtype or None, as_base=as_base, drop_bias=drop_bias, shard_size=shard_size
+    )
+    typer.echo(f"exported to {folder}")
+    if as_base:
+        typer.echo("It is a plain language model and writes no numbers: it writes <NUM> in their place.", err=True)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from cqwen_dist import train
-from cqwen_dist.checkpoint.export import load_trained
+from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import load_config
 from cqwen_dist.generate.continuation import padded
 from cqwen_dist.generate.line_chart import line_chart

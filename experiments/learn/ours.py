@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from cqwen_dist.checkpoint.export import load_trained
 from cqwen_dist.checkpoint.manifest import list_checkpoints
+from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import Config
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.training.train import train_on

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from support.runs import command_environment, train_run, write_config
 
 from cqwen_dist.checkpoint import adapter
-from cqwen_dist.checkpoint.export import load_trained
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
 from cqwen_dist.checkpoint.resume import load_checkpoint
+from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import LoraConfig, UserError
 
 IDS = list(range(20))

@@ -15,12 +15,12 @@ from peft.tuners.lora import Linear as PeftLinear
 from support.exported import tiny_pair, write_folder
 from support.tiny import tiny_base, tiny_model
 
-from cqwen_dist.checkpoint.export import export
 from cqwen_dist.config import Config, LoraConfig, UserError
 from cqwen_dist.config.architectures import ARCHITECTURES, LINEARS, USUAL, architecture
 from cqwen_dist.config.architectures.base_architecture import Capabilities, Linear, Support
 from cqwen_dist.model.layers import FusedLinear, run_layers_as
 from cqwen_dist.sizes.architecture import Architecture
+from cqwen_dist.tools.export.export import export
 
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / "cqwen_dist" / "config" / "architectures"

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from support.runs import cqwen_forked, losses, train_run
 
-from cqwen_dist.checkpoint.export import load_trained
+from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.config.messages import REMOVED
 

@@ -225,7 +225,7 @@ def _prepare(config: str, run: str, out: str) -> None:
 
 
 def _export(config: str, run: str, out: str) -> None:
-    from cqwen_dist.checkpoint.export import export
+    from cqwen_dist.tools.export.export import export
 
     export(run, out)
 

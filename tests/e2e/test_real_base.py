@@ -11,12 +11,13 @@ from support.runs import train_run
 from support.shared import real_base, shared_path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cqwen_dist.checkpoint.export import export, load_trained
+from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import Config
 from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer
 from cqwen_dist.model import CausalQwenForCausalLM
 from cqwen_dist.sizes.architecture import Architecture, read_architecture
+from cqwen_dist.tools.export.export import export
 
 TEXTS = [
     "Tom has 1234 apples in 3 bags, and sells them at $0.5 each.\n\n  12 o'clock, don't be late!",

@@ -24,7 +24,7 @@ from support.runs import losses, train_run, write_config
 from support.tiny import NUM, VOCAB, tiny_base
 from torch import nn
 
-from cqwen_dist.checkpoint.export import load_trained
+from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import UserError
 from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.data.tokenizer import train_tokenizer

@@ -12,13 +12,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from cqwen_dist.checkpoint.export import export, load_trained
+from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import UserError
 from cqwen_dist.config.bases import rows_with_number
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.model.backbone import load_base
+from cqwen_dist.tools.export.export import export
 
 ROWS = 128  # the next multiple of 64 above V = 101
 KINDS = [("llama", True), ("llama", False), ("mistral", False), ("qwen2", True)]

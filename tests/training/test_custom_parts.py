@@ -15,11 +15,12 @@ from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
 import cqwen_dist.auto  # noqa: F401
-from cqwen_dist.checkpoint.export import export, load_trained
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.checkpoint.resume import load_checkpoint
+from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.heads.fused_loss import gate_named
+from cqwen_dist.tools.export.export import export
 
 TRUST = "CQWEN_TRUST_REMOTE_CODE"
 PARTS = {"model__abduction": "support.custom_parts:Bent", "loss__gate": "support.custom_parts:HalfGate"}

@@ -14,7 +14,7 @@ from support.runs import VOCAB, cqwen_forked, metrics, train_run, write_config
 from transformers import AutoModelForCausalLM
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.checkpoint.export import load_trained
+from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import load_config
 from cqwen_dist.data.collate import collate
 from cqwen_dist.data.load import Datasets, load_datasets

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.runs import cqwen_forked, losses, metrics, set_back, train_run, write_texts
 
-from cqwen_dist.checkpoint.export import load_trained
+from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import UserError
 
 

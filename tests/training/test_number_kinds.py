@@ -11,12 +11,13 @@ from support.numerics import assert_close
 from support.runs import losses, metrics, train_run, write_config
 
 from cqwen_dist.api import predict
-from cqwen_dist.checkpoint.export import export, load_trained
+from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.data.collate import collate
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.generate.continuation import continue_text
 from cqwen_dist.generate.table import NUMBER_COLUMNS, number_columns
+from cqwen_dist.tools.export.export import export
 
 KINDS = {
     "types": {

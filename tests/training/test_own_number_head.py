@@ -12,10 +12,11 @@ from support import custom_parts
 from support.runs import losses, metrics, train_run, write_config
 from support.tiny import tiny_model
 
-from cqwen_dist.checkpoint.export import export, load_trained
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.checkpoint.resume import load_checkpoint
+from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import UserError
+from cqwen_dist.tools.export.export import export
 
 TRUST = "CQWEN_TRUST_REMOTE_CODE"
 HEAD = "support.custom_parts:WholeNumbers"

@@ -6,10 +6,10 @@ import pytest
 from support.ranks import run_ranks
 from support.runs import as_rank, losses, metrics, set_back, train_run, write_config
 
-from cqwen_dist.checkpoint.export import export
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.config import load_config
 from cqwen_dist.model import varlen
+from cqwen_dist.tools.export.export import export
 from cqwen_dist.training.telemetry.progress import Progress
 from cqwen_dist.training.train import train_on
 

@@ -11,9 +11,9 @@ from support.runs import VOCAB, losses, metrics, train_run, write_config, write_
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.checkpoint.export import assemble, load_trained, run_of
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint
+from cqwen_dist.checkpoint.trained import assemble, load_trained, run_of
 from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.loader import Loader

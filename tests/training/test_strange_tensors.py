@@ -16,8 +16,8 @@ from support.runs import cqwen_forked, set_back
 from support.tiny import HIDDEN, tiny_base, tiny_model
 from torch import Tensor
 
-from cqwen_dist.checkpoint.export import load_trained
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
+from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import UserError
 from cqwen_dist.config.training import ConstraintConfig
 from cqwen_dist.model.backbone import load_base

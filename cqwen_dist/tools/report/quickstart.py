@@ -11,12 +11,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cqwen_dist.checkpoint.export import export, load_trained
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
+from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import load_config
 from cqwen_dist.generate.continuation import continue_text
 from cqwen_dist.run.files import STATE
 from cqwen_dist.tools.diabetes import baselines, diabetes_texts
+from cqwen_dist.tools.export.export import export
 from cqwen_dist.tools.report.html import main_metrics
 from cqwen_dist.tools.report.run_data import read_run
 from cqwen_dist.training.evaluation.number_metrics import CALIBRATION

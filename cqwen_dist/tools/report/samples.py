@@ -21,8 +21,8 @@ def sample_texts(folder: Path, config: Config, count: int) -> list[dict[str, Any
     Every number has a 90 % interval, recalibrated if the checkpoint has the factors. Loads the model on the default
     device. Raises `UserError` if there are no held-out texts or no checkpoints.
     """
-    from cqwen_dist.checkpoint.export import load_trained
     from cqwen_dist.checkpoint.manifest import list_checkpoints
+    from cqwen_dist.checkpoint.trained import load_trained
     from cqwen_dist.data.load import load_datasets
     from cqwen_dist.generate.continuation import continue_text
 

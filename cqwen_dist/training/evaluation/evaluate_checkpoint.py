@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.checkpoint.export import is_exported, load_trained, run_of
+from cqwen_dist.checkpoint.trained import is_exported, load_trained, run_of
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config

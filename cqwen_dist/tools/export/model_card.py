@@ -48,7 +48,7 @@ def model_card(name: str, config: Any, about: Mapping[str, Any], plain: str | No
         "vocabulary, width of U": None if plain else f"{config.vocab_size}, {config.causal_hidden_size}",
         "unit of the numbers' head": None if plain else config.target,
     }
-    text = files("cqwen_dist.checkpoint").joinpath("model_card.md.j2").read_text(encoding="utf-8")
+    text = files("cqwen_dist.tools.export").joinpath("model_card.md.j2").read_text(encoding="utf-8")
     template = Template(text, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     intervals, modes = Intervals.from_dict(config.calibration), ", ".join(MODES)
     known = {"name": name, "config": config, "about": about, "plain": plain, "facts": facts, "intervals": intervals}

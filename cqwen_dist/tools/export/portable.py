@@ -54,7 +54,7 @@ ADAPTERS = {"inject_lora", "merge_lora"}  # without adapters these raise too, so
 # Pydantic config models, written as dataclasses.
 SECTIONS: dict[str, type[BaseModel]] = {"NumberPolicy": NumberPolicy, "LoraConfig": LoraConfig}
 WIDTH = 120
-ROOT = Path(__file__).parents[2]  # contains `cqwen_dist`
+ROOT = Path(__file__).parents[3]  # contains `cqwen_dist`
 HEAD = "# Written by `cqwen export` out of the modules of cqwen_dist that are named below (Apache License 2.0)."
 
 

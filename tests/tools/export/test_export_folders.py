@@ -25,14 +25,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cqwen_dist.auto  # noqa: F401  registers
-from cqwen_dist.checkpoint import export as export_module
-from cqwen_dist.checkpoint.export import export, load_trained, run_of
+from cqwen_dist.checkpoint.trained import load_trained, run_of
 from cqwen_dist.config import UserError
 from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.continuation import continue_text
 from cqwen_dist.model import CausalQwenForCausalLM
+from cqwen_dist.tools.export import export as export_module
+from cqwen_dist.tools.export.export import export
 
 LORA = {"r": 3, "alpha": 6, "dropout": 0.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 TEXT = "tea costs 3.5 and milk costs"

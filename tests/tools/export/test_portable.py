@@ -18,10 +18,10 @@ from support.runs import command_environment
 from transformers.dynamic_module_utils import get_imports
 
 import cqwen_dist.auto  # noqa: F401  registers
-from cqwen_dist.checkpoint import portable
-from cqwen_dist.checkpoint.export import export
 from cqwen_dist.config import NumberPolicy
 from cqwen_dist.generate.modes import MODES as ALL_MODES
+from cqwen_dist.tools.export import portable
+from cqwen_dist.tools.export.export import export
 
 LORA = {"r": 3, "alpha": 6, "dropout": 0.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 

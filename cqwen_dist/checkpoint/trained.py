@@ -1,0 +1,162 @@
+"""Loads a trained model: from a run, a checkpoint, or a folder that `cqwen export` or `save_pretrained` wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from cqwen_dist.checkpoint.manifest import resolve_checkpoint
+from cqwen_dist.checkpoint.resume import TrainState, base_digest, load_checkpoint, refuse_exchanged
+from cqwen_dist.checkpoint.tensors import refuse_strange
+from cqwen_dist.config.custom import TRUST
+from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.reading import load_config
+from cqwen_dist.config.schema import Config
+from cqwen_dist.data.chat import Chat
+from cqwen_dist.data.tokenizer import POLICY_FILE, NumericalAwareTokenizer
+from cqwen_dist.generate.continuation import end_ids
+from cqwen_dist.heads.intervals import FILE as CALIBRATION
+from cqwen_dist.heads.intervals import read_intervals
+from cqwen_dist.model import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel
+from cqwen_dist.model.backbone import base_folder_of, load_base
+from cqwen_dist.model.causal_qwen import classes_of
+from cqwen_dist.model.lora import is_lora
+from cqwen_dist.ops.products import dtype_of
+from cqwen_dist.run.files import CONFIG, DIGESTS, read_object
+
+EMBEDDING = ("embedding.w_num", "embedding.num_row")  # the embedding's trained parameters
+
+
+def is_exported(path: Path) -> bool:
+    """Whether a folder contains a CausalQwen saved by `export` or `save_pretrained`."""
+    return read_object(path / "config.json").get("model_type") == CausalQwenConfig.model_type
+
+
+def load_trained(
+    path: str | Path, device: str = "cpu", max_memory: dict[int | str, str] | None = None
+) -> tuple[CausalQwenForCausalLM, NumericalAwareTokenizer]:
+    """Load model (eval mode) and tokenizer from a run folder, a checkpoint folder or an exported folder.
+
+    device: "cpu", "cuda", "cuda:1", ... or "auto": a GPU if there is one. "auto" spreads an exported folder over all
+    GPUs, and over the CPU if they are too small (accelerate's device_map). max_memory: limit per device for "auto",
+    such as {0: "20GB", "cpu": "60GB"}. Raises `UserError` for other folders and damaged ones.
+    """
+    path = Path(path)
+    if is_exported(path):
+        place = _place(device)
+        spread = device == "auto" and (place != "cpu" or max_memory is not None)
+        device_map = ("auto" if spread else place) if spread or place != "cpu" else None
+        model = load_exported(path, device_map=device_map, max_memory=max_memory)
+        model.config.calibration = _intervals(path) or model.config.calibration
+        tokenizer = NumericalAwareTokenizer.from_pretrained(path, vocab_size=model.config.vocab_size)
+        if tokenizer.num_token_id != (row := model.config.num_token_id):
+            raise UserError(f"{POLICY_FILE}: num_token_id", tokenizer.num_token_id, f"{row}, as in config.json")
+        return model.eval(), tokenizer
+    config, folder = run_of(path)
+    state = load_checkpoint(folder, (0, 2**62), [])
+    saved = state.state["model"]
+    base = base_digest(base_folder_of(config.base_folder), Path(config.run.dir) / DIGESTS)
+    tokenizer = NumericalAwareTokenizer.from_pretrained(
+        config.tokenizer_source, saved["num_token_id"], saved["vocab_size"], config.data.numbers
+    )
+    known = {"tokenizer": tokenizer.digest(), "base": base}
+    refuse_exchanged(state.state.get("inputs", {}), known, config.run.accept, folder)
+    model = assemble(state, config, folder)
+    model.config.calibration = (state.state.get("figures") or {}).get("calibration") or _intervals(folder)
+    if config.data.messages_field is not None:
+        _let_turns_end(model, tokenizer)
+    return model.to(_place(device)).eval(), tokenizer  # type: ignore[arg-type]  # transformers wraps `to`
+
+
+def _let_turns_end(model: CausalQwenForCausalLM, tokenizer: NumericalAwareTokenizer) -> None:
+    """Stop generation at the assistant's end-of-turn token too: chats do not teach a base's `<|endoftext|>`."""
+    rows = {str(token): row for row, token in tokenizer.tokenizer.added_tokens_decoder.items()}
+    row, known = rows.get(Chat(tokenizer.tokenizer).turn_end), end_ids(model, tokenizer)
+    if row is not None and row not in known:
+        model.generation_config.eos_token_id = [*known, row]
+
+
+def load_exported(folder: Path, **options: Any) -> CausalQwenForCausalLM:
+    """Load an exported model and check that its files contain every tensor. Raises `UserError`."""
+    whole = "every tensor of the model that its config.json describes, as `cqwen export` writes them"
+    try:
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (a safetensors handle, not a dict)
+                    if (kind := tensors.get_slice(name).get_dtype()) not in ("F32", "BF16", "F16"):
+                        raise UserError("CHECKPOINT", Said(f"{name} of {kind}"), "F32, BF16 or F16", str(file))
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        loaded: Any = CausalQwenForCausalLM.from_pretrained(folder, **options)
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # transformers raises many kinds of error for damaged files
+        raise UserError("CHECKPOINT", Said(f"{type(error).__name__}: {error}"), whole, str(folder)) from None
+    model: CausalQwenForCausalLM = loaded[0]
+    faults = {"missing_keys": "no {}", "mismatched_keys": "another shape of {}", "unexpected_keys": "{}"}
+    for kind, fault in faults.items():
+        if odd := sorted(map(str, loaded[1][kind])):
+            raise UserError("CHECKPOINT", Said(fault.format(odd[0])), whole, str(folder))
+    return model
+
+
+def _place(device: str) -> str:
+    """Device name for torch. Raises `UserError` if this machine lacks the device."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=device).item()  # item() fails on the meta device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0].split(" device type at start")[0]
+        allowed = "auto, cpu, or a CUDA device that is there" + (f" ({reason})" if len(reason) <= 80 else "")
+        raise UserError("--device", device, allowed) from None
+    return device
+
+
+def _intervals(folder: Path) -> dict[str, Any] | None:
+    """Content of the folder's `calibration.json`, or None. Raises `UserError` for a broken file."""
+    try:
+        found = read_intervals(folder)
+    except ValueError as error:
+        raise UserError(CALIBRATION, Said(str(error)), "levels and n as evaluations write them", str(folder)) from None
+    return found.to_dict() if found.factors else None
+
+
+def run_of(path: str | Path) -> tuple[Config, Path]:
+    """Returns (config, checkpoint folder) for a run folder or a checkpoint folder. Raises `UserError`.
+
+    run.dir is set to the run's current folder. A run may come from a stranger, so its config alone cannot enable remote
+    code: CQWEN_TRUST_REMOTE_CODE=1 must be set.
+    """
+    run, folder = resolve_checkpoint(path)
+    config = load_config(run / CONFIG, [f"run.dir={json.dumps(str(run))}"], saved=True)
+    if config.model.trust_remote_code and os.environ.get(TRUST) != "1":
+        raise UserError("model.trust_remote_code", True, f"false, or {TRUST}=1 in the environment", str(run / CONFIG))
+    return config, folder
+
+
+def assemble(state: TrainState, config: Config, source: object = "") -> CausalQwenForCausalLM:
+    """Build the model of an unsharded checkpoint: the run's base model with all trained tensors. source: for errors.
+
+    Raises `UserError` unless tensor names, shapes and dtypes match the parameters.
+    """
+    saved = {k: v for k, v in state.state["model"].items() if k not in ("model_type", "transformers_version")}
+    dtype, trust = dtype_of(config.train.precision), config.model.trust_remote_code
+    shape = CausalQwenConfig(**saved)
+    base = load_base(config.base_folder, dtype, trust, rows_for=lambda _: int(shape.vocab_size))
+    model = CausalQwenModel(shape, base=base, classes=classes_of(shape, config.run.dir))
+    parameters = {n: p for n, p in model.features.named_parameters() if n in EMBEDDING or is_lora(n)}
+    parameters |= torch.nn.ModuleDict(model.heads).named_parameters()  # the base provides all others
+    found = {**state.features, **state.heads, **state.rows}
+    refuse_strange(found, {name: parameter.shape for name, parameter in parameters.items()}, source)
+    with torch.no_grad():
+        for name, value in found.items():
+            parameters[name].copy_(value)
+    causal = CausalQwenForCausalLM(shape, model)
+    if base.generation_config is not None:
+        causal.generation_config = base.generation_config
+    return causal
