@@ -282,7 +282,7 @@ def test_the_server_example_of_the_docs_answers_with_text_and_numbers(
     model, folder = folder_of(tmp_path)
     space: dict[str, Any] = {"__name__": "page"}
     out = export(folder, tmp_path / "out")
-    run_snippet(Path(__file__).parents[2] / "docs" / "serving.md", "out/gsm8k", out, capsys, space)
+    run_snippet(Path(__file__).parents[3] / "docs" / "serving.md", "out/gsm8k", out, capsys, space)
     with HTTPServer(("127.0.0.1", 0), space["Handler"]) as server:
 
         def asked(**body: Any) -> Any:

@@ -52,7 +52,7 @@ def test_exported_code_gives_the_packages_answers(tmp_path: Path) -> None:
         export(merged, tmp_path / "merged", merge=True),
         export(write_folder(tmp_path / "b", *other), tmp_path / "adapters"),
     ]
-    out, script = tmp_path / "answers.pt", Path(__file__).parents[1] / "support" / "answers.py"
+    out, script = tmp_path / "answers.pt", Path(__file__).parents[2] / "support" / "answers.py"
     environment = command_environment(HF_MODULES_CACHE=str(tmp_path / "modules"))
     command = [sys.executable, str(script), str(out), *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
