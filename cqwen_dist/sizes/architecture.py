@@ -14,6 +14,7 @@ from cqwen_dist.config.architectures import ARCHITECTURES, BaseArchitecture, arc
 from cqwen_dist.config.bases import rows_with_number
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.schema import Config
+from cqwen_dist.sizes.flops import Work
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,12 @@ class Architecture:
         names = list(self.linears) if target_modules == "all-linear" else list(target_modules)
         sizes = (self.linears[name] for name in dict.fromkeys(names))
         return self.layers * sum(r * (columns + rows) + dora * rows for columns, rows, _ in sizes)
+
+    def work(self, adapters: int, words: int, causal: int) -> Work:
+        """Operations of a model on this base with so many adapter parameters. words: C_w. causal: C."""
+        matrices = self.layers * sum(rows * columns for rows, columns, _ in self.linears.values())
+        attention = self.heads * self.head_dim
+        return Work(matrices, adapters, self.layers, attention, self.hidden, causal, words, self.vocab)
 
 
 def _size(found: dict[str, Any], key: str, default: int) -> int:

@@ -1,13 +1,27 @@
 """Floating-point operations per token, by part. A product of [N, a] and [a, b] has 2 N a b operations.
 
-The planner and a run create `Work` from a config (`stage_sizes.work_of`). Useful operations follow from the formulas;
+The planner and a run create `Work` by `Architecture.work`. Useful operations follow from the formulas;
 causal attention has half of [T, T]. Recomputed operations (gradient checkpointing, attention scores in backward) and
 masked scores between packed texts are counted separately. MFU is useful FLOP/s divided by the hardware peak.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+# Dense bf16 peaks in TFLOP/s from data sheets, by device name. The longest match wins.
+PEAK_TFLOPS = {
+    **dict.fromkeys(("A100", "A800"), 312.0),
+    **dict.fromkeys(("H100", "H200", "H800", "GH200"), 989.0),
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "A10G": 70.0,
+    "A40": 150.0,
+}
 
 
 @dataclass(frozen=True)
@@ -88,3 +102,9 @@ class Work:
             recomputed=graph * (scores / 2 + checkpointing * forward),
             between_texts=0.0 if cached or row is None else 2 * self.scores(row) - scores,
         )
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """The peak of a GPU by its driver name; None for an unknown GPU."""
+    known = [key for key in PEAK_TFLOPS if re.search(rf"\b{key}\b", device_name)]  # "L4" must not match an L40
+    return PEAK_TFLOPS[max(known, key=len)] if known else None

@@ -18,9 +18,7 @@ from cqwen_dist.parallel.stop import StopFlag
 from cqwen_dist.run.files import CHECKPOINTS, METRICS
 from cqwen_dist.run.status import read_status
 from cqwen_dist.sizes.architecture import Architecture
-from cqwen_dist.sizes.flops import Work
-from cqwen_dist.sizes.machine import peak_tflops
-from cqwen_dist.sizes.stage_sizes import Sizes, work_of
+from cqwen_dist.sizes.flops import Work, peak_tflops
 from cqwen_dist.training.assembly import build_run
 from cqwen_dist.training.callbacks import Callback, Callbacks, TrainResult
 from cqwen_dist.training.inputs import config_facts
@@ -98,5 +96,6 @@ def peak_of(device: torch.device) -> float | None:
 
 def work_in(config: Config, model: Any) -> Work:
     """The operation count of a run's `CausalQwenModel`, as the planner computes it."""
-    base = Architecture.of(model.transformer.config.to_dict())
-    return work_of(Sizes(config, base, world=1, kind="cpu", stage=config.stages[0]))
+    base, lora = Architecture.of(model.transformer.config.to_dict()), config.model.lora
+    adapters = base.lora_parameters(lora.r, lora.target_modules) if config.trains("lora") else 0
+    return base.work(adapters, model.config.causal_size, model.config.causal_hidden_size)

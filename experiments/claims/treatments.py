@@ -24,11 +24,11 @@ from cqwen_dist import train
 from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import load_config
 from cqwen_dist.generate.continuation import padded
-from cqwen_dist.generate.line_chart import line_chart
 from cqwen_dist.generate.table import prompts_of, template_of
 from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.run.files import write_atomically
 from cqwen_dist.tables.fitting import CONFIG, EMPTY, FitRequest, best_checkpoint, prepare
+from cqwen_dist.tables.line_chart import line_chart
 from cqwen_dist.tables.rows import write_rows
 from experiments.claims.effects import Law, least_squares, same_quantile, scale_of_errors, true_form
 from experiments.claims.measures import Claim, by_tenths, cell, rank_correlation

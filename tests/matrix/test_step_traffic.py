@@ -14,8 +14,8 @@ from support.runs import as_rank
 
 from cqwen_dist.config import Config
 from cqwen_dist.sizes.architecture import Architecture
-from cqwen_dist.sizes.stage_sizes import stage_sizes
 from cqwen_dist.tools.plan.comm import step_messages
+from cqwen_dist.tools.plan.stage_sizes import stage_sizes
 from cqwen_dist.tools.site.traffic import Traffic
 
 SIZES: dict[str, Any] = {

@@ -232,7 +232,8 @@ def _device() -> torch.device:
 
 
 def _peak(device: torch.device) -> float | None:
-    from cqwen_dist.sizes.machine import TERA, peak_tflops
+    from cqwen_dist.sizes.flops import peak_tflops
+    from cqwen_dist.tools.plan.machine import TERA
 
     peak = peak_tflops(torch.cuda.get_device_name()) if device.type == "cuda" else None
     return None if peak is None else peak * TERA

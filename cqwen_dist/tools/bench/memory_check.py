@@ -29,12 +29,12 @@ from cqwen_dist.config.reading import given_config
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.sizes.architecture import Architecture, known_architecture, read_architecture
-from cqwen_dist.sizes.stage_sizes import stage_sizes
 from cqwen_dist.tools.bench.memory import peak_growth_bytes
 from cqwen_dist.tools.bench.rig import build_rig
 from cqwen_dist.tools.bench.timing import device_name, said
 from cqwen_dist.tools.plan.make import allocated_bytes, worst
 from cqwen_dist.tools.plan.memory import MIB
+from cqwen_dist.tools.plan.stage_sizes import stage_sizes
 from cqwen_dist.tools.site.fake_world import one_of
 
 STEPS = 2  # plain steps, before the step that measures accuracy and constraint

@@ -15,11 +15,11 @@ from cqwen_dist.config import Config
 from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.sizes.architecture import Architecture, known_architecture
-from cqwen_dist.sizes.stage_sizes import stage_sizes
 from cqwen_dist.tools.bench.memory_check import ALL, BF16, SMALL, Case, config_of, measure
 from cqwen_dist.tools.bench.rig import build_rig
 from cqwen_dist.tools.bench.timing import device_name, seconds_of
 from cqwen_dist.tools.plan.comm import step_messages
+from cqwen_dist.tools.plan.stage_sizes import stage_sizes
 from cqwen_dist.tools.site.measure import OPERATIONS, bus_bandwidth, collective_seconds, said_bandwidths
 from cqwen_dist.tools.site.traffic import Traffic
 

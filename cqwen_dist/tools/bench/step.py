@@ -25,16 +25,17 @@ from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import barrier
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.sizes.architecture import Architecture, read_architecture
-from cqwen_dist.sizes.machine import MACHINES, TERA, Machine, machine, peak_tflops
-from cqwen_dist.sizes.stage_sizes import Sizes, cache_ratio, flops, softmax_head_ratio, stage_sizes
+from cqwen_dist.sizes.flops import peak_tflops
 from cqwen_dist.tools.bench.launches import counting
 from cqwen_dist.tools.bench.parts import Marks, between, device_counts, marked, profile_steps
 from cqwen_dist.tools.bench.peer import PeerStep, peer_step
 from cqwen_dist.tools.bench.rig import DOCUMENTS, Rig, build_rig
 from cqwen_dist.tools.bench.timing import device_name, said, seconds_of, spread, wait_for
 from cqwen_dist.tools.plan.cost import stage_cost
+from cqwen_dist.tools.plan.machine import MACHINES, TERA, Machine, machine
 from cqwen_dist.tools.plan.make import allocated_bytes
 from cqwen_dist.tools.plan.memory import GIB
+from cqwen_dist.tools.plan.stage_sizes import Sizes, cache_ratio, flops, softmax_head_ratio, stage_sizes
 from cqwen_dist.tools.site.traffic import Traffic, Transfer
 from cqwen_dist.training.stages import StagePlan
 

@@ -6,7 +6,7 @@ letters.
 
 from __future__ import annotations
 
-from cqwen_dist.sizes.stage_sizes import FP32, Sizes, masked
+from cqwen_dist.tools.plan.stage_sizes import FP32, Sizes, masked
 
 INT64, BOOL = 8, 1
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cqwen_dist.sizes.stage_sizes import FP32, MAX_LIVE, PERSISTENT_BELOW, Sizes, ceil_div
+from cqwen_dist.tools.plan.stage_sizes import FP32, MAX_LIVE, PERSISTENT_BELOW, Sizes, ceil_div
 
 INT64 = 8
 Operation = Literal["all-gather", "reduce-scatter", "all-reduce"]

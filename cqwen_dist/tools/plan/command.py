@@ -12,7 +12,7 @@ from rich.text import Text
 from cqwen_dist.config import Config, UserError, source_files
 from cqwen_dist.config.errors import Said
 from cqwen_dist.sizes.architecture import read_architecture
-from cqwen_dist.sizes.machine import machine
+from cqwen_dist.tools.plan.machine import machine
 from cqwen_dist.tools.plan.make import Plan, plan
 from cqwen_dist.tools.plan.search import FittingLayout, of_layout, scaling, search, with_layout
 from cqwen_dist.tools.plan.show import head_lines, render, render_scaling

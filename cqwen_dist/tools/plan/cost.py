@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cqwen_dist.sizes.flops import Flops
-from cqwen_dist.sizes.machine import Machine
-from cqwen_dist.sizes.stage_sizes import FP32, Sizes, flops
 from cqwen_dist.tools.plan.comm import Message, bytes_sent, feature_messages, step_messages
+from cqwen_dist.tools.plan.machine import Machine
+from cqwen_dist.tools.plan.stage_sizes import FP32, Sizes, flops
 
 # Measured on an H200 (docs/planner.md). LAUNCH: seconds to start a kernel from Python. TENSOR: seconds per trained
 # tensor in DeepSpeed's optimizer loop. KERNELS, COMPILED_KERNELS, ADAPTER_KERNELS: kernels in the forward pass of a

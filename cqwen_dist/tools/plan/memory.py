@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from cqwen_dist.sizes.stage_sizes import FP32, MAX_LIVE, Sizes, ceil_div
 from cqwen_dist.tiles import CHUNK_BYTES, WORK_BUFFERS, tile_shape
 from cqwen_dist.tools.plan import activations
+from cqwen_dist.tools.plan.stage_sizes import FP32, MAX_LIVE, Sizes, ceil_div
 from cqwen_dist.wings import from_wing
 
 GIB, MIB = 2**30, 2**20

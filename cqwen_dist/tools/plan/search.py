@@ -13,8 +13,8 @@ from itertools import product
 from typing import Any
 
 from cqwen_dist.config import Config, UserError
-from cqwen_dist.sizes.stage_sizes import ceil_div
 from cqwen_dist.tools.plan.make import Plan, plan
+from cqwen_dist.tools.plan.stage_sizes import ceil_div
 
 SIMPLER_WITHIN = 0.01  # a plainer layout is preferred if it is slower by less than this share
 MAX_GROUP = 64

@@ -28,8 +28,8 @@ TINY: dict[str, Any] = {
 
 def bench(folder: str) -> dict[str, Any]:
 
-    from cqwen_dist.sizes.machine import MACHINES
     from cqwen_dist.tools.bench.step import run
+    from cqwen_dist.tools.plan.machine import MACHINES
 
     config = Config.model_validate(
         {
@@ -83,7 +83,7 @@ def test_launches_are_counted_by_part(result):
 
 
 def test_the_planner_can_be_calibrated_with_the_benchmark(result, tmp_path):
-    from cqwen_dist.sizes.machine import machine
+    from cqwen_dist.tools.plan.machine import machine
 
     file = tmp_path / "bench.json"
     file.write_text(json.dumps(result))
@@ -114,10 +114,10 @@ def test_a_failing_compiler_leaves_the_eager_and_peer_figures(monkeypatch):
     import torch
 
     from cqwen_dist.parallel.runtime import Runtime
-    from cqwen_dist.sizes.machine import MACHINES
-    from cqwen_dist.sizes.stage_sizes import stage_sizes
     from cqwen_dist.tools.bench import step
     from cqwen_dist.tools.bench.step_table import table
+    from cqwen_dist.tools.plan.machine import MACHINES
+    from cqwen_dist.tools.plan.stage_sizes import stage_sizes
 
     config = config_of(Case("", TINY, {}, [["heads", "lora"]]))
     sizes = stage_sizes(config, step.Architecture.of(TINY), world=1, kind="cpu")

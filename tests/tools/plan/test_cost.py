@@ -14,12 +14,13 @@ from rich.console import Console
 
 from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.sizes.architecture import Architecture, known_architecture
-from cqwen_dist.sizes.machine import MACHINES, machine, peak_tflops
-from cqwen_dist.sizes.stage_sizes import Sizes, cache_ratio, flops, softmax_head_ratio, stage_sizes, work_of
+from cqwen_dist.sizes.flops import peak_tflops
 from cqwen_dist.tools.plan import command, plan
 from cqwen_dist.tools.plan.cost import stage_cost
+from cqwen_dist.tools.plan.machine import MACHINES, machine
 from cqwen_dist.tools.plan.search import layouts, scaling, search, with_layout
 from cqwen_dist.tools.plan.show import render
+from cqwen_dist.tools.plan.stage_sizes import Sizes, cache_ratio, flops, softmax_head_ratio, stage_sizes, work_of
 
 ALL = {"name": "all", "train": ["heads", "embedding", "lora"], "steps": 100}
 HEADS = {"name": "heads", "train": ["heads"], "steps": 100}

@@ -18,12 +18,12 @@ from cqwen_dist.checkpoint.manifest import latest_checkpoint
 from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.sizes.architecture import Architecture, read_architecture
-from cqwen_dist.sizes.stage_sizes import stage_sizes
 from cqwen_dist.tiles import tile_shape
 from cqwen_dist.tools.plan import Plan, activations, command, plan, render
 from cqwen_dist.tools.plan.command import count_sequences
 from cqwen_dist.tools.plan.make import checkpoint_bytes
 from cqwen_dist.tools.plan.memory import GIB
+from cqwen_dist.tools.plan.stage_sizes import stage_sizes
 
 SMALL: dict[str, Any] = {
     "model_type": "qwen2",

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cqwen_dist.config.errors import UserError
+from cqwen_dist.sizes.flops import PEAK_TFLOPS
 
 GB, TERA = 1e9, 1e12
-# Dense bf16 peaks in TFLOP/s from data sheets, by device name. The longest match wins.
-PEAK_TFLOPS = {
-    **dict.fromkeys(("A100", "A800"), 312.0),
-    **dict.fromkeys(("H100", "H200", "H800", "GH200"), 989.0),
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "L40S": 362.0,
-    "L40": 181.0,
-    "L4": 121.0,
-    "A10G": 70.0,
-    "A40": 150.0,
-}
 
 
 @dataclass(frozen=True)
@@ -66,12 +54,6 @@ MACHINES = {
 }
 # Bytes/s that each rank may send between nodes.
 INTERCONNECTS = {"ib400": 50 * GB, "ib200": 25 * GB, "eth100": 12.5 * GB, "eth25": 3.125 * GB, "eth10": 1.25 * GB}
-
-
-def peak_tflops(device_name: str) -> float | None:
-    """The peak of a GPU by its driver name; None for an unknown GPU."""
-    known = [key for key in PEAK_TFLOPS if re.search(rf"\b{key}\b", device_name)]  # "L4" must not match an L40
-    return PEAK_TFLOPS[max(known, key=len)] if known else None
 
 
 def machine(name: str, interconnect: str, calibration: Path | None = None) -> Machine:

@@ -188,16 +188,8 @@ def ceil_div(count: int, parts: int) -> int:
 def work_of(s: Sizes) -> Work:
     """The work of a stage."""
     lora = s.config.model.lora
-    return Work(
-        matrices=s.base.layers * sum(rows * columns for rows, columns, _ in s.base.linears.values()),
-        adapters=s.base.lora_parameters(lora.r, lora.target_modules) if "lora" in s.ever_trainable else 0,
-        layers=s.base.layers,
-        attention=s.base.heads * s.base.head_dim,
-        hidden=s.base.hidden,
-        causal=s.causal,
-        words=s.words,
-        vocab=s.base.vocab,
-    )
+    adapters = s.base.lora_parameters(lora.r, lora.target_modules) if "lora" in s.ever_trainable else 0
+    return s.base.work(adapters, s.words, s.causal)
 
 
 def flops(s: Sizes) -> Flops:
