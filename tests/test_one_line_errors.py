@@ -52,7 +52,7 @@ from cqwen_dist.training.session import open_session
 def test_errors_of_the_operating_system_are_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, code: int, said: str
 ) -> None:
-    def verb(**_: object) -> None:
+    def verb(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(cli, "app", verb)
