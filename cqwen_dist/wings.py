@@ -11,7 +11,7 @@ from typing import Any
 from cqwen_dist.config.errors import Said, UserError
 
 _BENCH = ("data", "loss", "step", "packed", "memory", "ranks", "generate", "gpu")
-_TOOLS = ("plan", "doctor", "accept", "quickstart", "submit", "status", "report", "export")
+_TOOLS = ("plan", "doctor", "accept", "quickstart", "submit", "status", "report", "explain", "export")
 PLACES = {
     **{verb: f"tools.verbs:{verb}" for verb in _TOOLS},
     **{f"bench {verb}": f"tools.bench.bench_verbs:{verb}" for verb in _BENCH},

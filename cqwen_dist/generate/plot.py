@@ -27,7 +27,7 @@ def interval_plot(title: str, marks: Sequence[Mark], note: str) -> str:
         low, high = low - 1.0, high + 1.0
 
     def x(value: float) -> float:
-        return LEFT + _share(value, low, high) * (WIDTH - LEFT - RIGHT)
+        return LEFT + share(value, low, high) * (WIDTH - LEFT - RIGHT)
 
     lines = []
     for i, mark in enumerate(marks):
@@ -60,7 +60,7 @@ def scatter_plot(title: str, points: Sequence[tuple[float, float, float, float]]
     low, high = (low, high) if high > low else (low - 1.0, high + 1.0)
 
     def at(x: float, y: float) -> tuple[float, float]:
-        return left + size * _share(x, low, high), top + size - size * _share(y, low, high)
+        return left + size * share(x, low, high), top + size - size * share(y, low, high)
 
     faint = min(1.0, max(0.15, 60 / max(len(points), 1)))
     lines = [
@@ -83,7 +83,7 @@ def scatter_plot(title: str, points: Sequence[tuple[float, float, float, float]]
     return drawing(title, left + size + 30, top + size + 60, lines)
 
 
-def _share(value: float, low: float, high: float) -> float:
+def share(value: float, low: float, high: float) -> float:
     """Where between low and high a value is, 0 to 1; values outside are at the edge."""
     return (min(max(value, low), high) - low) / (high - low)
 

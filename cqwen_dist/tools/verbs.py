@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -188,6 +189,34 @@ def report(
         for finding in diagnose(read_run(run)):
             where = f"{run}: " if len(runs) > 1 else ""
             typer.echo(f"  {finding.level:4}  {where}{finding.title}. {finding.text}")
+
+
+def explain(
+    checkpoint: Checkpoint,
+    prompt: Annotated[list[str], typer.Option(help="Text whose next word is explained; repeatable.")],
+    chat: Annotated[bool, typer.Option("--chat", help="Use the chat template: prompts are user messages.")] = False,
+    dims: Annotated[int, typer.Option(min=1, help="How many of U's dimensions to name.")] = 8,
+    individuals: Annotated[int, typer.Option(min=0, help="Also draw this many individuals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="SVG file: the prompt's individuals, projected.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda:N, or auto.")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Show which dimensions of U decide the word after a prompt, and what other individuals choose."""
+    if plot is not None and len(prompt) > 1:
+        raise UserError("--plot", str(plot), "with one prompt")
+    quiet_libraries()
+    from cqwen_dist.checkpoint.trained import load_trained
+    from cqwen_dist.data.chat import Chat
+    from cqwen_dist.tools.report.why import picture, tables, why
+
+    model, tokenizer = load_trained(checkpoint, device)
+    texts = [Chat(tokenizer.tokenizer).question(message) for message in prompt] if chat else prompt
+    found = [why(model, tokenizer, text, None, dims, individuals, seed, not chat) for text in texts]
+    if plot is not None:
+        with writing("--plot", plot):
+            plot.write_text(picture(found[0]), encoding="utf-8")
+    print_document({"outputs": [asdict(each) for each in found]}, as_json, lambda _: tables(found))
 
 
 def submit(

@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from cqwen_dist.data.store import Document
 
 LONGEST = 48  # maximum tokens in a continuation
+INDIVIDUALS = 8  # drawn for each map
 
 
 def sample_texts(folder: Path, config: Config, count: int) -> list[dict[str, Any]]:
-    """`count` held-out texts, evenly spaced: {prompt, truth, written: [{step, text, numbers: [(value, low, high)]}]}.
+    """`count` held-out texts, evenly spaced: {prompt, truth, written: [{step, text, numbers: [(value, low, high)]}],
+    why, map}. `why` explains the newest checkpoint's next word, and `map` is its SVG.
 
     Every number has a 90 % interval, recalibrated if the checkpoint has the factors. Loads the model on the default
     device. Raises `UserError` if there are no held-out texts or no checkpoints.
@@ -25,6 +27,7 @@ def sample_texts(folder: Path, config: Config, count: int) -> list[dict[str, Any
     from cqwen_dist.checkpoint.trained import load_trained
     from cqwen_dist.data.load import load_datasets
     from cqwen_dist.generate.continuation import continue_text
+    from cqwen_dist.tools.report.why import picture, why
 
     kept = list_checkpoints(folder)
     if not kept:
@@ -50,6 +53,8 @@ def sample_texts(folder: Path, config: Config, count: int) -> list[dict[str, Any
             numbers = [(number.value, *number.intervals["0.9"]) for number in found.numbers]
             step = int(checkpoint.name.rpartition("-")[2])
             sample["written"].append({"step": step, "text": found.text, "numbers": numbers})
+            sample["why"] = why(model, tokenizer, sample["prompt"], individuals=INDIVIDUALS)
+            sample["map"] = picture(sample["why"])
     return samples
 
 

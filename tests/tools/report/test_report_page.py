@@ -250,6 +250,7 @@ def test_samples_are_continuations_of_held_out_texts(one: Path, one_rank: Path, 
     for prompt, truth, written in found:
         assert prompt + truth in known
         assert re.findall(r"<b>Step (\d+)</b>", written) == ["1", "6"]
+    assert text.count("How U decides the word after the prompt") == text.count("principal components") == 2
     assert '<section id="samples">' not in one.read_text(), "they are made where they are asked for"
 
 
