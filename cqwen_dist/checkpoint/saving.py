@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 
 from cqwen_dist.checkpoint import adapter
 from cqwen_dist.checkpoint.manifest import FORMAT, Retention, checkpoint_folder, evaluated, leftovers, put_aside
+from cqwen_dist.checkpoint.mirror import Mirror
 from cqwen_dist.checkpoint.resume import ROWS, Tensors, TrainState
 from cqwen_dist.config.errors import DiskError, Said
 from cqwen_dist.model.lora import is_lora
@@ -63,6 +64,7 @@ class Saver:
         timeout_s: float | None = None,
         on_failure: Callable[[str], None] = lambda reason: None,
         say: Callable[[str], None] = lambda note: None,
+        mirror: Mirror | None = None,
     ) -> None:
         """background: False writes before `save` returns. on_failure: called as soon as a background save fails; `wait`
         raises the error. say: receives notes about problems that are not failures.
@@ -71,6 +73,7 @@ class Saver:
         self._background, self._on_failure, self._say = background, on_failure, say
         # The thread's collectives need a separate group: on the main group they would interleave with training's.
         self._side = side_group(timeout_s)
+        self._mirror = mirror  # of rank 0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.whole: list[str] = []  # names of complete checkpoints, in order
@@ -109,6 +112,12 @@ class Saver:
             error, self._error = self._error, None
             raise error
 
+    def settle(self) -> None:
+        """`wait`, then wait for the mirror, at the end of a command."""
+        self.wait()
+        if self._mirror is not None:
+            self._mirror.wait()
+
     def close(self, seconds: float = 60.0) -> None:
         """After the run has failed: let a save in progress finish. Raises nothing."""
         if self._thread is not None:
@@ -136,6 +145,8 @@ class Saver:
             self.whole.append(write_checkpoint(self._run_dir, state, about, self._groups, self._side).name)
             if self._side.rank() == 0:
                 self._prune(about.step)
+                if self._mirror is not None:
+                    self._mirror.push(self.whole[-1])
             self._seconds["perf/save_s"] = time.monotonic() - began
         except BaseException as error:  # `wait` raises it
             self._error = error

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from cqwen_dist.checkpoint.manifest import Retention, choose_checkpoint, finish_renames
+from cqwen_dist.checkpoint.mirror import mirror_of
 from cqwen_dist.checkpoint.resume import KEYS
 from cqwen_dist.checkpoint.saving import Saver
 from cqwen_dist.config.custom import find_custom
@@ -180,6 +181,7 @@ def _saver(config: Config, groups: Groups, runtime: Runtime, progress: Progress)
         timeout_s=runtime.timeout_s,
         on_failure=runtime.stop.ask,  # a failed save stops the run at the next step
         say=progress.say,
+        mirror=mirror_of(config.run, progress.say) if runtime.is_main else None,
     )
 
 

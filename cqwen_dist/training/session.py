@@ -11,12 +11,13 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError
 
+from cqwen_dist.checkpoint.mirror import mirror_of
 from cqwen_dist.config.errors import DiskError, Said, UserError, reason_of
 from cqwen_dist.config.schema import Config
 from cqwen_dist.parallel.collectives import Stopped, is_communication, main_rank_first
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.files import AWAY, REFUSED, words_of_disk
-from cqwen_dist.run.folder import open_run
+from cqwen_dist.run.folder import open_run, refuse_changes
 from cqwen_dist.run.lock import run_lock
 from cqwen_dist.run.status import RunStatus, end_status
 from cqwen_dist.training.callbacks import CallbackError
@@ -42,7 +43,15 @@ def open_session(
 
         def hold() -> None:
             say = Progress(0, 0).say
-            open_run(config, lambda: held.enter_context(run_lock(folder)), say)
+
+            def lock() -> None:
+                held.enter_context(run_lock(folder))
+                mirror = None if config.run.resume == "restart" else mirror_of(config.run, say)
+                if mirror is not None and (name := mirror.fetch()) is not None:
+                    say(f"note: {name} is fetched from {config.run.mirror}")
+                    refuse_changes(config)  # compared again, now with the config that was fetched
+
+            open_run(config, lock, say)
             write_inputs()
 
         main_rank_first(hold)

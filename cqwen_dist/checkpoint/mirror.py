@@ -1,0 +1,183 @@
+"""A copy of a run in an object store (`run.mirror`), for machines whose disk does not outlive them.
+
+    URL/checkpoints/step-00000200/...   a checkpoint; its manifest is written last and deleted first
+    URL/config.yaml, start.json, ...    what else a resume reads, as of the newest checkpoint
+
+Rank 0 uploads each complete checkpoint in the background. A checkpoint in the store counts only if its manifest is
+there and every file has the digest in it, so a kill between any two writes loses at most the newest one. Any store of
+`fsspec` will do (s3://, gs://, az://, file://); credentials come from the environment.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from cqwen_dist.checkpoint.manifest import list_checkpoints, read_manifest, verify
+from cqwen_dist.config.errors import Said, UserError, reason_of
+from cqwen_dist.config.schema import RunConfig
+from cqwen_dist.run.files import (
+    ALARMS,
+    CHANGES,
+    CHECKPOINTS,
+    CONFIG,
+    LATEST,
+    MANIFEST,
+    METRICS,
+    START,
+    START_TENSORS,
+    WANDB_ID,
+    sync,
+    write_atomically,
+)
+
+KEY = "run.mirror"
+BESIDE = (CONFIG, START, START_TENSORS, CHANGES, METRICS, ALARMS, WANDB_ID)  # files that a resume reads or continues
+FOLDERS = ("base", "data")  # built or written once, before the first step
+
+
+def mirror_of(config: RunConfig, say: Callable[[str], None]) -> Mirror | None:
+    """The mirror of a run, if it has one. Raises `UserError`."""
+    return None if config.mirror is None else Mirror(config.mirror, Path(config.dir), say)
+
+
+class Mirror:
+    """The store of one run. Raises `UserError` for a URL that no installed package serves."""
+
+    def __init__(self, url: str, run_dir: Path, say: Callable[[str], None] = lambda text: None) -> None:
+        import fsspec  # with the packages of the stores
+
+        try:
+            self._store, root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise UserError(KEY, url, f"a URL that fsspec can open ({reason_of(error)})") from None
+        self._store.auto_mkdir = True  # of a local folder; object stores have none
+        self._root, self._run_dir, self._say = root.rstrip("/"), run_dir, say
+        self._news = threading.Condition()
+        self._due: str | None = None  # name of the newest checkpoint that is not uploaded yet
+        self._thread: threading.Thread | None = None
+
+    # --------------------------------------------------------------------------------- uploading
+
+    def push(self, name: str) -> None:
+        """Upload a complete checkpoint in the background. One that is not begun yet gives way to a newer one."""
+        with self._news:
+            self._due = name
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+                self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the uploads in progress. Raises nothing: a store that cannot be reached is told by `say`."""
+        if (thread := self._thread) is not None:
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._news:
+                name, self._due = self._due, None
+                if name is None:
+                    self._thread = None
+                    return
+            try:
+                self._upload(name)
+            except Exception as error:  # each store raises errors of its own
+                if (self._run_dir / CHECKPOINTS / name).is_dir():  # else a newer one has replaced it meanwhile
+                    self._say(f"note: {KEY}: {name} is not mirrored: {reason_of(error)}")
+
+    def _upload(self, name: str) -> None:
+        folder, there = self._run_dir / CHECKPOINTS / name, self._at(CHECKPOINTS, name)
+        manifest = read_manifest(folder)
+        if manifest is None:
+            raise FileNotFoundError(f"no {MANIFEST}")
+        for each in FOLDERS:
+            for file in sorted((self._run_dir / each).rglob("*")):
+                inside = str(file.relative_to(self._run_dir))
+                if file.is_file() and not self._has(self._at(inside), file.stat().st_size):
+                    self._put(file, self._at(inside))
+        for each in BESIDE:
+            if (self._run_dir / each).is_file():
+                self._put(self._run_dir / each, self._at(each))
+        # A run that was set back saves a step again: without its manifest the old copy no longer counts
+        self._delete(f"{there}/{MANIFEST}")
+        for file in manifest["files"]:
+            self._put(folder / file, f"{there}/{file}")
+        for file, record in manifest["files"].items():
+            if not self._has(f"{there}/{file}", record["size"]):
+                raise OSError(f"{file} has another size in the store")
+        self._put(folder / MANIFEST, f"{there}/{MANIFEST}")
+        # Only now what the run no longer keeps
+        kept = {known.name for known in list_checkpoints(self._run_dir)} | {name}
+        for old in self._names():
+            if old not in kept:
+                self._delete(self._at(CHECKPOINTS, old, MANIFEST))
+                self._store.rm(self._at(CHECKPOINTS, old), recursive=True)
+
+    def _put(self, file: Path, there: str) -> None:
+        self._store.put_file(str(file), there)
+
+    def _has(self, there: str, size: int) -> bool:
+        self._store.invalidate_cache()
+        return bool(self._store.exists(there)) and self._store.info(there)["size"] == size
+
+    def _delete(self, there: str) -> None:
+        if self._store.exists(there):
+            self._store.rm_file(there)
+
+    # ------------------------------------------------------------------------------- fetching back
+
+    def fetch(self) -> str | None:
+        """Bring the newest whole checkpoint, and what a resume reads beside it, into a run folder without checkpoints.
+
+        Returns its name; None if the folder has a checkpoint, or the store has none. Checkpoints that are damaged in
+        the store are passed over with a note. Raises `UserError` if the store does not answer.
+        """
+        if list_checkpoints(self._run_dir):
+            return None
+        try:
+            return next(self._whole(), None)
+        except Exception as error:  # as above
+            raise UserError(KEY, Said(reason_of(error)), "a store that answers, or no mirror", self._root) from None
+
+    def _whole(self) -> Iterator[str]:
+        for name in sorted(self._names(), reverse=True):
+            partial = self._run_dir / CHECKPOINTS / f".{name}.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            self._get(self._at(CHECKPOINTS, name, MANIFEST), partial / MANIFEST)
+            for file in (read_manifest(partial) or {"files": {}})["files"]:
+                self._get(self._at(CHECKPOINTS, name, file), partial / file)
+            if problems := verify(partial):
+                self._say(f"note: {KEY}: {name} is damaged in the store ({problems[0]})")
+                shutil.rmtree(partial)
+                continue
+            self._fetch_beside()
+            partial.rename(partial.with_name(name))
+            sync(partial.parent)
+            write_atomically(self._run_dir / LATEST, f"{CHECKPOINTS}/{name}\n")
+            yield name
+
+    def _fetch_beside(self) -> None:
+        """Before the checkpoint gets its name: after a kill here, the folder counts as empty and is fetched again."""
+        for each in BESIDE:
+            self._get(self._at(each), self._run_dir / each)
+        for each in FOLDERS:
+            root = self._at(each)
+            for found in self._store.find(root) if self._store.exists(root) else ():
+                self._get(found, self._run_dir / each / str(found)[len(root) :].lstrip("/"))
+
+    def _get(self, there: str, file: Path) -> None:
+        if self._store.exists(there):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._store.get_file(there, str(file))
+
+    def _names(self) -> list[str]:
+        """Names of the folders with a manifest."""
+        self._store.invalidate_cache()
+        found: list[Any] = self._store.glob(self._at(CHECKPOINTS, "step-*", MANIFEST))
+        return [str(path).split("/")[-2] for path in found]
+
+    def _at(self, *parts: str) -> str:
+        return "/".join((self._root, *parts))

@@ -1,0 +1,180 @@
+"""Checkpoints in an object store: uploaded whole, fetched on an empty disk, kills between any two writes."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from support.runs import losses, metrics, set_back, train_run
+
+from cqwen_dist.checkpoint.manifest import list_checkpoints, verify
+from cqwen_dist.checkpoint.mirror import Mirror
+from cqwen_dist.config import UserError
+
+
+def _texts_of(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def _run_with(source: Path, folder: Path, steps: tuple[int, ...]) -> Path:
+    """A run folder with some of the checkpoints of a finished run."""
+    (folder / "checkpoints").mkdir(parents=True)
+    for name in ("config.yaml", "start.json"):
+        shutil.copy(source / name, folder / name)
+    for step in steps:
+        name = f"checkpoints/step-{step:08d}"
+        shutil.copytree(source / name, folder / name)
+    return folder
+
+
+def _upload(url: str, run: Path, step: int) -> list[str]:
+    said: list[str] = []
+    mirror = Mirror(url, run, said.append)
+    mirror.push(f"step-{step:08d}")
+    mirror.wait()
+    return said
+
+
+def test_a_checkpoint_comes_back_equal_to_the_bit(one_rank: Path, tmp_path: Path) -> None:
+    url, run = f"file://{tmp_path}/store/run-1", _run_with(one_rank, tmp_path / "run", (2, 4))
+    assert _upload(url, run, 4) == []
+    empty = tmp_path / "empty"
+    assert Mirror(url, empty).fetch() == "step-00000004"
+    assert _texts_of(empty / "checkpoints") == {
+        name: data for name, data in _texts_of(run / "checkpoints").items() if "00000004" in name
+    }
+    assert (empty / "latest").read_text().strip() == "checkpoints/step-00000004"
+    assert (empty / "config.yaml").read_bytes() == (run / "config.yaml").read_bytes()
+    assert Mirror(url, empty).fetch() is None, "a folder with a checkpoint keeps it"
+
+
+def test_checkpoints_that_the_run_no_longer_keeps_leave_the_store(one_rank: Path, tmp_path: Path) -> None:
+    url, run = f"file://{tmp_path}/store", _run_with(one_rank, tmp_path / "run", (2, 3, 4))
+    for step in (2, 3):
+        _upload(url, run, step)
+    shutil.rmtree(run / "checkpoints" / "step-00000002")
+    _upload(url, run, 4)
+    assert sorted(p.name for p in (tmp_path / "store" / "checkpoints").iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_a_damaged_copy_is_passed_over_with_a_note(one_rank: Path, tmp_path: Path) -> None:
+    url, run = f"file://{tmp_path}/store", _run_with(one_rank, tmp_path / "run", (3, 4))
+    for step in (3, 4):
+        _upload(url, run, step)
+    heads = tmp_path / "store" / "checkpoints" / "step-00000004" / "heads.safetensors"
+    data = bytearray(heads.read_bytes())
+    data[-1] ^= 1
+    heads.write_bytes(data)
+    said: list[str] = []
+    assert Mirror(url, tmp_path / "empty", said.append).fetch() == "step-00000003"
+    assert said == ["note: run.mirror: step-00000004 is damaged in the store (heads.safetensors: checksum differs from "
+                    "the manifest)"]  # fmt: skip
+
+
+def test_a_store_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"run\.mirror: found 'nowhere://x', allowed: a URL that fsspec can open"):
+        Mirror("nowhere://x", tmp_path)
+
+
+WRITES = ("put_file", "rm_file", "rm")
+
+
+def _uploads_until(url: str, run: str, step: int, last: int, torn: bool) -> int:
+    """Upload, and die at write number `last`: before it, or (torn) after half of its bytes. Returns their number."""
+    mirror = Mirror(url, Path(run))
+    done = 0
+
+    def counting(name: str, write: Any) -> Any:
+        def counted(*args: Any, **options: Any) -> Any:
+            nonlocal done
+            done += 1
+            if done == last:
+                if torn and name == "put_file":
+                    Path(args[1]).parent.mkdir(parents=True, exist_ok=True)
+                    Path(args[1]).write_bytes(Path(args[0]).read_bytes()[: os.path.getsize(args[0]) // 2])
+                os._exit(9)
+            return write(*args, **options)
+
+        return counted
+
+    for name in WRITES:
+        setattr(mirror._store, name, counting(name, getattr(mirror._store, name)))
+    mirror._upload(f"step-{step:08d}")
+    return done
+
+
+def _in_fork(*args: Any) -> int:
+    """Exit code of `_uploads_until` in a process of its own."""
+    process = os.fork()
+    if not process:
+        os._exit(0 if _uploads_until(*args) else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_kill_between_any_two_writes_leaves_a_whole_checkpoint(one_rank: Path, tmp_path: Path, torn: bool) -> None:
+    run = _run_with(one_rank, tmp_path / "run", (3,))
+    first = f"file://{tmp_path}/first"
+    _upload(first, run, 3)
+    shutil.copytree(one_rank / "checkpoints" / "step-00000004", run / "checkpoints" / "step-00000004")
+    shutil.rmtree(run / "checkpoints" / "step-00000003")  # so the upload of step 4 also deletes
+    shutil.copytree(tmp_path / "first", tmp_path / "count")
+    writes = _uploads_until(f"file://{tmp_path}/count", str(run), 4, 0, False)
+    found = []
+    for last in range(1, writes + 1):
+        store = tmp_path / f"store-{last}"
+        shutil.copytree(tmp_path / "first", store)
+        assert _in_fork(f"file://{store}", str(run), 4, last, torn) == 9
+        empty = tmp_path / f"empty-{last}"
+        found.append(Mirror(f"file://{store}", empty).fetch())
+        assert verify(list_checkpoints(empty)[-1]) == []
+        assert _in_fork(f"file://{store}", str(run), 4, 0, torn) == 0, "the next upload mends it"
+        assert Mirror(f"file://{store}", tmp_path / f"again-{last}").fetch() == "step-00000004"
+    assert set(found) == {"step-00000003", "step-00000004"}
+    assert found == sorted(found), "the older one until the newer one is whole"
+
+
+def test_a_run_goes_on_from_its_mirror_on_an_empty_disk(two_ranks: Path, tmp_path: Path) -> None:
+    """Equal to the bit: the same losses, with the base and the log that were fetched."""
+    mirror = f"file://{tmp_path}/store"
+    config = set_back(two_ranks, tmp_path / "run", 4)
+    given = [f"run.dir={tmp_path}/run", f"run.mirror={mirror}"]
+    _upload(mirror, tmp_path / "run", 4)
+    shutil.rmtree(tmp_path / "run")
+    train_run(config, *given, world=2)
+    assert losses(tmp_path / "run") == losses(two_ranks)
+    assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    shutil.rmtree(tmp_path / "run")  # the end is mirrored too, and the same command finds that it is done
+    train_run(config, *given, world=2)
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "done"
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(AssertionError, match=r"train\.seed"):
+        train_run(config, *given, "train.seed=9", world=1)
+
+
+def test_an_s3_server_holds_a_run_as_a_folder_does(one_rank: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    pytest.importorskip("s3fs", reason="pip install s3fs")
+    server = pytest.importorskip("moto.server", reason="pip install 'moto[server]'").ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "ENDPOINT_URL": f"http://{host}:{port}",
+        "ACCESS_KEY_ID": "x",
+        "SECRET_ACCESS_KEY": "x",
+    }.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    try:
+        fsspec.filesystem("s3").mkdir("bucket")
+        run = _run_with(one_rank, tmp_path / "run", (3, 4))
+        assert _upload("s3://bucket/runs/one", run, 3) == []
+        shutil.rmtree(run / "checkpoints" / "step-00000003")
+        assert _upload("s3://bucket/runs/one", run, 4) == []
+        empty = tmp_path / "empty"
+        assert Mirror("s3://bucket/runs/one", empty).fetch() == "step-00000004"
+        assert _texts_of(empty / "checkpoints") == _texts_of(run / "checkpoints")
+    finally:
+        server.stop()
