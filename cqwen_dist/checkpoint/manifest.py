@@ -159,6 +159,7 @@ def finish_renames(run_dir: Path) -> None:
     folder = run_dir / CHECKPOINTS
     for left in sorted(leftovers(folder)):  # sorting puts `.partial`, the new one, before `.replaced`
         final = left.with_name(left.stem[1:])
+        # The kill came between the two renames: the folder is whole and only lacks its name
         if not final.exists() and not verify(left):
             left.rename(final)
         elif left.suffix == ".replaced":

@@ -73,6 +73,7 @@ def load_checkpoint(
     adapters = adapter.read_adapter(folder / adapter.FOLDER) if (folder / adapter.FOLDER).is_dir() else {}
     try:
         return TrainState(
+            # Adapters lie apart in PEFT's format, so that other libraries can load them
             features=load_file(folder / "features.safetensors") | adapters,
             feature_moments=load_file(folder / "features.moments.safetensors") if wanted else {},
             heads=load_file(folder / "heads.safetensors"),

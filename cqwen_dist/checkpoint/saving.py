@@ -85,6 +85,7 @@ class Saver:
         Raises the previous save's error: `UserError` for a full or read-only disk.
         """
         began = time.monotonic()
+        # Two saves at a time would need twice the host memory, and their collectives could mix
         self.wait()
         state = self._copied(collect())
         self._thread = threading.Thread(target=self._write, args=(state, about, began), name="save", daemon=True)
@@ -217,6 +218,7 @@ def _agreed(action: Callable[[], Any], partial: Path, side: ProcessGroup, main_o
 def _write_files(partial: Path, state: TrainState, about: About, groups: Groups, main: bool) -> dict[str, Any]:
     """Write and check this rank's files; returns their records."""
     files: dict[str, Tensors] = {}
+    # Replicas hold equal rows; one of them writes
     if groups.replica_rank == 0 and state.row_range[1] > state.row_range[0]:
         files[_rows_file(state.row_range)] = state.rows
     if state.moment_range[1] > state.moment_range[0]:
@@ -264,6 +266,7 @@ def _read_back(path: Path, tensors: Tensors) -> None:
     names = list(tensors)
     sample = set(names[:: max(1, len(names) // SAMPLES)])
     with safe_open(path, framework="pt") as file:
+        # Read back through a fresh handle: a full or broken disk may have taken the write without an error
         found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (a handle)
         if found != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
             raise RuntimeError(f"{path.name}: what was read back has other names or shapes")

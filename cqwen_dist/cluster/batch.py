@@ -69,6 +69,7 @@ def begin(config: Path, overrides: list[str], max_restarts: int) -> tuple[Path, 
     job, start = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     entry = {"event": "start", "job": job, "start": start, "nodes": os.environ.get("SLURM_JOB_NODELIST", "")}
     _record(run_dir, {**entry, "step": _latest_step(run_dir), "status_before": _stamp(run_dir)})
+    # This start is in the history already, so one more than the budget is still within it
     tries = fruitless_starts(read_history(run_dir))
     if tries > max_restarts + 1:
         raise UserError(
@@ -99,6 +100,7 @@ def judge(run_dir: Path, logs: Path, phase: str, code: int, asked: str, max_rest
     tries = 0 if step != started["step"] else fruitless_starts(read_history(run_dir))
     if tries > max_restarts:
         return "failed", reason
+    # A preempted job did nothing wrong: it goes back into the queue at once
     wait = 0 if how == "preempted" else min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** max(0, tries - 1))
     return f"requeue {wait}", reason
 

@@ -132,6 +132,7 @@ def main_rank_first(action: Callable[[], T]) -> T | None:
     result: T | None = None
     failure: BaseException | None = None
     on_the_others: list[BaseException | None] = [None]
+    # No early return here: every rank must reach the broadcast, whatever happens to rank 0
     if dist.get_rank() == 0:
         try:
             result = action()

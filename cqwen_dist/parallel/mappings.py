@@ -33,6 +33,7 @@ def _all_gather(rows: Tensor, counts: list[int], group: ProcessGroup) -> Tensor:
     all_gather_into(gathered, padded, group)
     if min(counts) == longest:
         return gathered
+    # Cut the padding off again, so that the loss sees real tokens only
     return torch.cat([part[:count] for part, count in zip(gathered.split(longest), counts, strict=True)])
 
 

@@ -177,6 +177,7 @@ def vocab_parallel_best(u: Cauchy, head: WordHead, group: ProcessGroup | None, r
         return top_word(u, head, rank_by)
     counts = exchange_counts(len(u.loc), group, u.loc.device)
     found = TopWord(*(gather_rows(part, group) for part in top_word(gather_law(u, counts, group), head, rank_by)))
+    # The lower rank has the lower ids, so the first best row is the one that a single process would choose
     winner = first_best(found.score.T, found.loc.T)[None]
     mine = own_part(counts, group.rank())
     return TopWord(*(part.gather(0, winner)[0, mine] for part in found))
@@ -195,6 +196,7 @@ def vocab_parallel_scores(
         return ovr_scores(u, head, labels, prob_thresholds)
     counts = exchange_counts(len(u.loc), group, u.loc.device)
     part = ovr_scores(gather_law(u, counts, group), head, gather_tokens(labels, counts, group), prob_thresholds)
+    # Probabilities do not add up in the logarithm: each rank's normaliser covers its own rows only
     log_norm = gather_rows(part.log_norm, group).logsumexp(0)[own_part(counts, group.rank())]
     summed = torch.cat([torch.stack([part.label_loc, part.label_log_p], 1), part.above], 1)
     own = scatter_sum_tokens(summed, counts, group)

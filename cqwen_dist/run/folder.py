@@ -54,6 +54,7 @@ def open_run(
     with writing("run.dir", folder, "a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)
         refuse_links(folder)
+        # The lock first: until it is held, another command may be writing here
         before_writing()
         if _starts_over(config):
             _archive(folder, say)

@@ -73,6 +73,7 @@ class RunStatus:
             "host": platform.node(),
             "pid": os.getpid(),
         }
+        # A finished run keeps its last status until it really trains on
         if before["status"] != "done":
             self.write()
 

@@ -123,6 +123,7 @@ def build_run(config: Config, runtime: Runtime) -> Run:
     gate_named(config.loss.gate, config.run.dir)
     if not runs_on(config.loss.impl, runtime.device):
         raise UserError("loss.impl", config.loss.impl, "auto, chunked or reference on a CPU: kernels need a GPU")
+    # `build_training` seeds again: rank 0 alone may have drawn numbers to build the base
     seed_everything(config.train.seed)
     groups = build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
     rank, world, folder = runtime.rank, groups.world_size, Path(config.run.dir)
@@ -149,6 +150,7 @@ def build_run(config: Config, runtime: Runtime) -> Run:
         numerals=tokenizer.numeral_ids if config.num_row_init == "digits" else (),
         line_ends=tokenizer.line_end_ids,
     )
+    # Digests of what the run reads: a resumed run refuses others, or says so
     inputs = {name: (weights | samples)[key] for name, key in KEYS.items()}
     of_z = {name: inputs[name] for name in ("base", "tokenizer")}
     of_z |= config.model.model_dump(include={"quantize", "value_periods"})

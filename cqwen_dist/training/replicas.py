@@ -50,6 +50,7 @@ class Replicas:
         again = self._suspect is not None and step == self._suspect[0]
         if self.groups.world_size == 1 or not (due or again or step % self.EVERY == 0):
             return ""
+        # One hash a tensor: ranks exchange a few kB, not the parameters
         copies = list(self._copies())
         device = self.engine.device  # the heads' moments may be on the host
         hashes = gather_rows(

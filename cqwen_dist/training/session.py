@@ -61,6 +61,7 @@ def open_session(
             sys.stderr.write(f"{text}\n")
             status.write(reason=text)  # with the step, which is otherwise written every few seconds
 
+        # Each rank watches itself: a hanging rank cannot be seen from outside
         held.enter_context(runtime.hang.watching(folder, runtime.rank, runtime.timeout_s, tell))
         try:
             yield status
@@ -71,6 +72,7 @@ def open_session(
         except Exception as error:
             shown = _as_disk_error(error, folder) or error
             _end(folder, runtime, shown)
+            # A disk that fails is a fault of the site: the user gets one line, not a traceback
             if shown is error:
                 raise
             raise shown from None

@@ -28,6 +28,7 @@ class StageLoaders:
         seed: int,
     ) -> None:
         """shapes: (sequence length, global batch size, micro-batch size) of each stage."""
+        # One cut of the texts for each length, shared by the stages that use it
         texts = {length: dataset.with_length(length) for length in {length for length, _, _ in shapes}}
         self._loaders = [
             Loader(
@@ -57,6 +58,7 @@ class StageLoaders:
         if now is not before:
             alike = before.dataset is now.dataset and before.global_batch_size == now.global_batch_size
             now.load_state_dict(before.state_dict() if alike else _next_epoch(before.state_dict()))
+        # The old loader's thread would go on making batches of the stage before
         self.close()
         self._batches = iter(now)
         return self._batches

@@ -88,6 +88,7 @@ def _make_start(run: Run) -> Place:
         say(line)
     start: dict[str, Any] = {"start": config.start, "statistics": asdict(run.statistics)}
 
+    # A bad file is refused before the long parts
     threshold = read_threshold(config.model.threshold_init, run.model.config.vocab_size, row_range(run.model))
 
     # Metrics of the base model: now or never, since training changes it
@@ -108,6 +109,7 @@ def _make_start(run: Run) -> Place:
             median = torch.tensor(run.statistics.median, dtype=torch.float64)
             run.model.action.number_head.centre(run.model.target.forward(median))  # S1 4.2
         override_start(run.model, threshold, config.model.gamma_init, config.model.b_noise_init)
+        # b_noise's learning rate is relative to its start (`HeadOptimizer`)
         run.engine.heads.noise_unit = float(run.model.action.b_noise.abs().median()) or 1.0
 
     # The first evaluation; an unknown metric name in the config is refused here, not after the first stage
@@ -227,6 +229,7 @@ def _load_warm_start(run: Run, given: str) -> tuple[Path, bool]:
     if heads:
         refuse_strange(heads, head_shapes(engine), path, key=WARM)
         load_heads(engine, heads, state)
+    # A warm start takes weights only: moments stay those of the new engine
     begun = engine.feature_state()
     engine.load_feature_state(begun._replace(parameters={**begun.parameters, **features}))
     return path, bool(heads)

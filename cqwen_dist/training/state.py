@@ -54,17 +54,20 @@ def restore(run: Run, folder: Path) -> Place:
     kept = [(first + start, first + stop) for start, stop in run.engine.heads.of_rows.kept]
     found = load_checkpoint(folder, row_range(run.model), kept)
     state = found.state
+    # Another tokenizer, base or data is refused before anything is loaded
     exchanged = refuse_exchanged(state.get("inputs", {}), run.inputs, run.config.run.accept, folder)
     _restore(run.engine, found, folder)
     place = Place(**{key: state[key] for key in vars(Place()) if key in state})
     place.exchanged = exchanged
     if "eval" in exchanged:  # metrics on the old held-out texts are not comparable
         state |= {"base": {}, "schedule": {**state["schedule"], "best": None, "waited": 0}}
+    # Checkpoints keep the interval factors among the figures
     factors = place.figures.pop(CALIBRATION, None)
     run.schedule.load_state_dict(state["schedule"], place.step)
     if run.config.loss.constraint.mode != "off":
         load_start(run.constraint, run.folder / START_TENSORS, state["constraint"])
     run.engine.usual.seen = list(state.get("norms", []))
+    # Positions in other texts mean nothing: these start a new epoch
     run.loaders.load_state_dict(state["loader"], "data" in exchanged)
     run.evaluations.load_state_dict(state, factors)
     return place

@@ -78,6 +78,7 @@ class Stepper:
             batch_on_device, keep = batch.to(self.device), keep.to(self.device, non_blocking=True)
             labels = batch_on_device.labels.flatten()[keep]
             second = measures_kl and self.constraint.second_pass
+            # The CPU batch knows its texts; asking the device would synchronise
             with documents_of(batch.texts, len(batch.input_ids)):
                 z_start = self.constraint.start_features(batch_on_device, keep) if second else None
                 if cached is None:

@@ -98,6 +98,7 @@ def _shortlisted(u: Cauchy, used: WordHead, near: Tensor) -> Tensor:
     """`best_word` from the bf16 weight and a few fp32 rows. All words of `used` must be in use."""
     gap, scores = all_scores(u.to(near.dtype), used._replace(weight=near))
     rows = gap.shape[1]
+    # Maxima of groups: a topk over V / 32 values instead of V
     z = pad(strength(gap, scores.scale), (0, -rows % GROUP), value=-torch.inf).unflatten(1, (-1, GROUP))
     first = z.amax(2).topk(LISTED, sorted=False)
     groups = first.indices[:, :, None]
@@ -123,6 +124,7 @@ def _candidates(gap: Tensor, s: Tensor, sizes: RowSizes) -> Tensor:
     more, less = 1 + SLACK, 1 - SLACK
     low = torch.maximum(centre * less - radius * more, s.amin(1, keepdim=True) * sizes.l1 * less)
     high = torch.minimum(centre * more + radius * more, s.amax(1, keepdim=True) * sizes.l1 * more)
+    # Which end of the scale's bounds gives the largest z depends on the side of the threshold
     behind = gap > 0  # P < 1/2: a larger scale helps
     least = strength(gap, torch.where(behind, low, high)).amax(1, keepdim=True)
     return (strength(gap, torch.where(behind, high, low)) >= least).any(0).nonzero()[:, 0]

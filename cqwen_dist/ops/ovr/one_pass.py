@@ -104,6 +104,7 @@ class _Visit:
         """Allocate the shared buffers. d_w itself is one of the sums if it has their dtype."""
         head, need, maths, real = self.head, self.need, self.maths, self.real
         n, c = self.x.shape
+        # Made once for the whole pass: an allocation for each tile would cost more than a small tile's products
         self.t, self.n = tile_shape(n, head.rows, c, self.x.device.type, real.itemsize)
         size = self.t * (-(-self.n // maths.multiple) * maths.multiple)
         low = 2 if any(need) and gemm != real else 0
@@ -160,13 +161,17 @@ class _Visit:
         """Finish the weight gradient of a block: d_W = D_loc^T x + sign(W) * (D_scale^T g)."""
         if self.d_w is None or block.sums is None or not len(self.x):
             return
+        # The gradient of |W| is sign(W), which is the same for all tokens: it is applied once a block, not once a
+        # tile
         block.sums[0].addcmul_(torch.sign(block.rows[0], out=block.rows[1]), block.sums[1])
+        # With a weight in the sums' dtype, the sum was taken in d_w itself
         if block.sums[0].data_ptr() != self.d_w[block.words].data_ptr():
             self.d_w[block.words].copy_(block.sums[0])
 
     def sums(self) -> OvrOutput:
         """The sums over all tiles. Only the loss includes the token weights."""
         weights = self.targets.token_weights
+        # A masked token's loss may be infinite, and 0 times infinity is NaN
         weighted = torch.where(weights != 0, weights * self.per_token, 0.0)
         prob_sum = None if self.prob_sum is None else self.prob_sum.to(self.real)
         return OvrOutput(weighted.sum().to(self.real), self.per_token.to(self.real), prob_sum)
@@ -176,6 +181,7 @@ class _Visit:
         d_bias = d_threshold = None
         bias, threshold = self.head.bias, self.head.threshold
         if self.d_w is not None:
+            # `empty_like` left garbage in rows that no block visited: reserved rows, and all rows without tokens
             self.d_w[self.head.rows if len(self.x) else 0 :].zero_()
         if self.d_gap is not None:
             if self.need.bias and bias is not None:

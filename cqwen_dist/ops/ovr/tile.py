@@ -95,6 +95,7 @@ class TorchTile(TileMaths):
         # d = C - b - x W^T, negated at the labels; P is summed before, as it needs the real sign
         gap = torch.sub(tile.offset, loc, out=loc)
         scale.clamp_(min=MIN_SCALE)
+        # Labels are a handful of entries: touching only them is cheaper than a mask over the whole tile
         at, sign = _label_entries(tile.target, gap)
         if tile.skip_labels:
             gap.view(-1)[at] += (1.0 - sign) * FAR

@@ -164,6 +164,7 @@ class Engine:
             self.usual.seen = []
         trained = plan.stage.groups
         self.heads.enter_stage(plan, newly_trained)
+        # DeepSpeed's engine stays as it is: a frozen group only gets no gradient and lr 0
         for m in self.feature_members:
             m.parameter.requires_grad_(m.group in trained)
         self.features_train = any(m.group in trained for m in self.feature_members)
@@ -187,6 +188,7 @@ class Engine:
                 self._trained = True
             with naming("DeepSpeed's forward"):
                 z = self.model.kept_features(batch, keep, run)
+        # Only a flag on the device: which rank has bad features is asked once the norm turns out bad
         self._finite &= z.detach().isfinite().all()
         return z
 
@@ -230,6 +232,7 @@ class Engine:
             raise
         finally:
             self._finite.fill_(True)
+        # The usual norm takes this step in afterwards, so a step is never measured against itself
         limit = self.usual.limit()
         self.heads.step(clip_coefficient(self._norm / limit))
         self.usual.add(self._norm)

@@ -42,6 +42,7 @@ class FlatStep:
         self.size, self.rank = self.group.size(), self.group.rank()
         self.parts: dict[int, Tensor] = {}  # this rank's part of the gradients by parameter group, fp32
         self.earlier: Tensor | None = None  # under ZeRO-1 in 16 bits: fp32 sum of the micro-batches so far
+        # DeepSpeed's hooks would move each gradient into its own buckets before `collect` sees it
         for hook in optimizer._grad_acc_hooks:
             hook.remove()
         optimizer._grad_acc_hooks.clear()
@@ -66,6 +67,7 @@ class FlatStep:
             self.earlier = None
         if self.size > 1:
             flat.div_(self.size)
+            # In pieces of DeepSpeed's bucket size, so that its setting still bounds the size of a transfer
             for bucket in flat.split(self.optimizer.reduce_bucket_size):
                 sum_over(bucket, self.group)
         trained = self._trained()
@@ -108,4 +110,5 @@ class FlatStep:
         if self.size > 1:
             for i, mine in zip(parts, own, strict=True):
                 all_gather_into(optimizer.bit16_groups_flat[i], mine, self.group)
+        # DeepSpeed asks for it after the step; the norm was finite, or `coefficient` would have raised
         optimizer.overflow = False

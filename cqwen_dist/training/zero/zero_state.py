@@ -94,6 +94,7 @@ def reset_moments(engine: Any, groups: set[int]) -> None:
 
 def read_state(engine: Any, names: dict[nn.Parameter, str], slots: Sequence[str]) -> FeatureState:
     """Gather the full state. slots: the slot of each parameter group. Collective over the world."""
+    # All pieces travel in one buffer: hundreds of small all-reduces would take longer than the sum
     steps = {slots[group]: int(_state(engine, flat)["step"]) for group, _, flat in masters(engine)}
     state = FeatureState({}, {}, steps)
     pieces = list(_pieces(engine))
