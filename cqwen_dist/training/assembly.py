@@ -5,7 +5,7 @@ The trainer, the benchmark rig and the tests all use these functions, so they me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,8 @@ def build_training(
 
     steps_per_epoch: one number for all stages, or one per stage. target: the unit of numbers as a dict; None: raw.
     """
-    seed_everything(config.train.seed)  # so that w_num, W_reg and the adapters start equal on all ranks
+    # Again, as rank 0 alone may have drawn numbers to build the base: w_num, W_reg and the adapters must start equal
+    seed_everything(config.train.seed)
     start, stop = vocab_range(base.model.config.vocab_size, groups.vocab_rank, groups.vocab_size)
     model = CausalQwenModel.from_base_model(
         base.model,
@@ -117,32 +118,41 @@ def _loss_options(config: Config, model: CausalQwenModel, words: Words) -> LossO
 
 def build_run(config: Config, runtime: Runtime) -> Run:
     """Read the data, load the model, assemble the run. Collective over the world. Raises `UserError`."""
-    abduction_named(config.model.abduction, config.run.dir)  # refuse an unknown class before the slow parts
+    # Refuse what cannot work before the slow parts
+    abduction_named(config.model.abduction, config.run.dir)
     if config.model.number_head is not None:
         find_custom("model.number_head", config.model.number_head, config.run.dir)
     gate_named(config.loss.gate, config.run.dir)
     if not runs_on(config.loss.impl, runtime.device):
         raise UserError("loss.impl", config.loss.impl, "auto, chunked or reference on a CPU: kernels need a GPU")
-    # `build_training` seeds again: rank 0 alone may have drawn numbers to build the base
+
+    # The run folder: finish what a kill interrupted, and choose the checkpoint; a damaged one is refused
     seed_everything(config.train.seed)
     groups = build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
     rank, world, folder = runtime.rank, groups.world_size, Path(config.run.dir)
     progress = Progress(0, 0, silent=not runtime.is_main)
     from_main_rank(lambda: finish_renames(folder))
-    resume_from, note = from_main_rank(lambda: choose_checkpoint(folder, config.run.resume))  # refuses a damaged one
+    resume_from, note = from_main_rank(lambda: choose_checkpoint(folder, config.run.resume))
     if note:
         progress.say(f"note: {note}")
 
+    # The base. Ranks agree on it before it is loaded: under ZeRO-3 even that is a collective.
+    name, train, model = config.base_folder, config.train, config.model
     main_rank_first(lambda: build_run_base(config, progress.say, runtime.device))
-    for note in config.fit_to(base_config(config.base_folder, config.model.trust_remote_code).model_type):
+    for note in config.fit_to(base_config(name, model.trust_remote_code).model_type):
         progress.say(f"note: {note}")
-    # Before anything that depends on them: under ZeRO-3 even loading the base is a collective
     tokenizer, weights = read_tokenizer(config, resume_from)
-    base = _load_base(config, runtime, tokenizer.rows_for)
+    if config.parallel.zero_stage == 3:
+        base = Base(*load_partitioned_base(name, config, runtime, tokenizer.rows_for))
+    else:
+        dtype, rows_for = dtype_of(train.precision), tokenizer.rows_for
+        base = Base(load_base(name, dtype, model.trust_remote_code, model.quantize, runtime.device, rows_for))
     config.fit_context(base.model.config.to_dict())
+
+    # The data, and what the model takes from it
     (datasets, watched), samples = read_texts(config.data, tokenizer)
     statistics = datasets.train.statistics(rank, world, gather_objects)
-    loaders = StageLoaders(datasets.train, config.batch_shapes(), rank, world, config.train.seed)
+    loaders = StageLoaders(datasets.train, config.batch_shapes(), rank, world, train.seed)
     words = Words(
         tokenizer.num_token_id,
         used_rows=max(tokenizer.text_size, tokenizer.num_token_id + 1),
@@ -153,9 +163,13 @@ def build_run(config: Config, runtime: Runtime) -> Run:
     # Digests of what the run reads: a resumed run refuses others, or says so
     inputs = {name: (weights | samples)[key] for name, key in KEYS.items()}
     of_z = {name: inputs[name] for name in ("base", "tokenizer")}
-    of_z |= config.model.model_dump(include={"quantize", "value_periods"})
+    of_z |= model.model_dump(include={"quantize", "value_periods"})
+
+    # Model, engine and stepper, and what stands around the steps
     target = asdict(statistics.transform(config.target_transform))
     training = build_training(config, runtime, groups, base, words, loaders.steps_per_epoch, target)
+    best = Retention(train.keep_checkpoints, train.keep_best, train.best_metric, higher=rises(train.best_metric))
+    mirror = mirror_of(config.run, progress.say) if runtime.is_main else None
     return Run(
         **vars(training),
         folder=folder,
@@ -165,25 +179,13 @@ def build_run(config: Config, runtime: Runtime) -> Run:
         statistics=statistics,
         loaders=loaders,
         inputs=inputs,
-        cache=FeatureCache(
-            config.train.feature_cache, folder, runtime, training.engine, training.forward, of_z, progress
-        ),
+        cache=FeatureCache(train.feature_cache, folder, runtime, training.engine, training.forward, of_z, progress),
         evaluations=_evaluations(training, datasets.eval, watched, tokenizer, statistics, progress),
-        saver=_saver(config, groups, runtime, progress),
+        # A failed save stops the run at the next step
+        saver=Saver(
+            folder, groups, best, runtime.timeout_s, on_failure=runtime.stop.ask, say=progress.say, mirror=mirror
+        ),
         progress=progress,
-    )
-
-
-def _saver(config: Config, groups: Groups, runtime: Runtime, progress: Progress) -> Saver:
-    train, metric = config.train, config.train.best_metric
-    return Saver(
-        Path(config.run.dir),
-        groups,
-        Retention(train.keep_checkpoints, train.keep_best, metric, higher=rises(metric)),
-        timeout_s=runtime.timeout_s,
-        on_failure=runtime.stop.ask,  # a failed save stops the run at the next step
-        say=progress.say,
-        mirror=mirror_of(config.run, progress.say) if runtime.is_main else None,
     )
 
 
@@ -226,11 +228,3 @@ def _evaluations(
         Path(config.run.dir) if runtime.is_main else None,
         tokenizer.decode,
     )
-
-
-def _load_base(config: Config, runtime: Runtime, rows_for: Callable[[int], int]) -> Base:
-    """The base model, partitioned under ZeRO-3."""
-    name, dtype, model = config.base_folder, dtype_of(config.train.precision), config.model
-    if config.parallel.zero_stage == 3:
-        return Base(*load_partitioned_base(name, config, runtime, rows_for))
-    return Base(load_base(name, dtype, model.trust_remote_code, model.quantize, runtime.device, rows_for))

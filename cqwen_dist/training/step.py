@@ -84,7 +84,10 @@ class Stepper:
                 if cached is None:
                     z = self.engine.forward(batch_on_device, keep)
                 else:
-                    z = self.model.with_beside(self._fitting(cached[i], keep), batch_on_device, keep)
+                    if len(cached[i]) != keep.numel():  # these features belong to other samples
+                        found = f"the feature cache has {len(cached[i])} positions where the batch has {keep.numel()}"
+                        raise RuntimeError(found)
+                    z = self.model.with_beside(cached[i].to(self.device, non_blocking=True), batch_on_device, keep)
             u = self.model.abduction(z)
             terms = self._loss(u, batch_on_device, keep, counts, i, reg_weight)
             loss = terms.loss
@@ -188,12 +191,6 @@ class Stepper:
         head = self.model.action.word_head(self.model.config.used_rows)
         ids = vocab_parallel_best(words, head, self.groups.vocab, "ovr").word
         return torch.stack([(ids == labels).sum().float(), (labels != IGNORE_INDEX).sum().float()])
-
-    def _fitting(self, z: Tensor, keep: Tensor) -> Tensor:
-        """Cached features on the device. Raises if their number is wrong, as they belong to other samples then."""
-        if z.shape[0] != keep.numel():
-            raise RuntimeError(f"the feature cache has {z.shape[0]} positions where the batch has {keep.numel()}")
-        return z.to(self.device, non_blocking=True)
 
 
 @contextmanager
