@@ -71,7 +71,7 @@ class ModelConfig(Section):
     gamma_init: Above0 | None = None
     """Initial total scale of U for words, noise included; default: set by `start`."""
     reg_gain: Above0 = 1.0
-    """Gain of W_reg's Xavier initialisation (seed S1 5: 0.1 for new layers)."""
+    """Gain of W_reg's initialisation (seed S1 5: 0.1 for new layers)."""
     scale_activation: Literal["softplus", "exp"] = "softplus"
     """Function that keeps scale_U positive (softplus: seeds S0, S3; exp: S1)."""
     w_num_scale: NonNegative | None = None

@@ -47,6 +47,10 @@ class NumericStatistics:
             return TargetTransform(name, self.log_median, self.log_scale)
         return TargetTransform(name, self.median, self.scale)
 
+    def scale_of(self, name: str) -> float:
+        """IQR/2 of the targets in the unit of this transform."""
+        return {"none": self.scale, "signed_log": self.log_scale}.get(name, 1.0)
+
 
 def numeric_statistics(parts: Parts, gather: Gather = lambda own: [own]) -> NumericStatistics:
     """Median and IQR/2 of finite numbers. Collective: all ranks call this.

@@ -131,6 +131,12 @@ class NumberHead:
         self.net.reg_bias.fill_(value)
 
     @torch.no_grad()
+    def widen(self, scale: float, u_scale: Tensor) -> None:
+        """Multiply W_reg so that Y has this scale, in the target's unit, where U' has the scales u_scale [C]."""
+        weight = self.net.reg_weight
+        weight.mul_((scale / (weight.abs() @ u_scale)).unsqueeze(-1))
+
+    @torch.no_grad()
     def start(self, coefficients: Tensor, intercept: float) -> None:
         """Start from a fit of the data: through the number dimensions, if W_loc has the coefficients, otherwise by
         W_reg = coefficients [C]. All rows start equal."""

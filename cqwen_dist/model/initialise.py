@@ -160,6 +160,18 @@ def apply_preset(heads: Heads, start: str, b_noise_init: float | None = None) ->
 
 
 @torch.no_grad()
+def start_at_data(heads: Heads, median: Tensor, scale: float) -> None:
+    """Begin with Y ~ Cauchy(about median, scale) at every input, in the target's unit (S1 4.2).
+
+    S1 sets W_reg to 0 and has a bias for the scale. Here |W_reg| makes the scale: W_reg keeps its Xavier directions.
+    """
+    nowhere = torch.zeros(1, heads.config.feature_size, device=heads.action.b_noise.device)
+    u_prime = heads.action.add_noise(heads.abduction(nowhere))  # W_scale is 0: the same scales everywhere
+    heads.action.number_head.centre(median)
+    heads.action.number_head.widen(scale, u_prime.scale[0])
+
+
+@torch.no_grad()
 def override_start(
     heads: Heads, threshold: float | Tensor | None, gamma: float | None, b_noise: float | None = None
 ) -> None:

@@ -27,7 +27,7 @@ from cqwen_dist.config.shape import SHAPE_KEYS
 from cqwen_dist.config.training import JUDGED
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.calibration import LEVEL_TOKENS, Calibration, calibrate
-from cqwen_dist.model.initialise import override_start
+from cqwen_dist.model.initialise import override_start, start_at_data
 from cqwen_dist.parallel.collectives import main_rank_first
 from cqwen_dist.run.environment import write_environment
 from cqwen_dist.run.files import LATEST, START, START_TENSORS, write_atomically
@@ -105,10 +105,11 @@ def _make_start(run: Run) -> Place:
     if not has_heads:
         if config.start == "calibrated":
             start["calibration"] = _calibrate(run)
-        else:
-            median = torch.tensor(run.statistics.median, dtype=torch.float64)
-            run.model.action.number_head.centre(run.model.target.forward(median))  # S1 4.2
         override_start(run.model, threshold, config.model.gamma_init, config.model.b_noise_init)
+        if config.start != "calibrated" and run.statistics.count:
+            median = run.model.target.forward(torch.tensor(run.statistics.median, dtype=torch.float64))
+            scale = run.statistics.scale_of(config.target_transform) * config.model.reg_gain
+            start_at_data(run.model, median, scale)
         # b_noise's learning rate is relative to its start (`HeadOptimizer`)
         run.engine.heads.noise_unit = float(run.model.action.b_noise.abs().median()) or 1.0
 

@@ -103,8 +103,8 @@ def test_the_start_initialises_in_the_seeds_order(tmp_path):
     assert run_ranks(_order, 1, str(config)) == [["statistics", "abduction", "action", "the rest"]]
 
 
-def test_a_preset_starts_at_the_median_of_the_numbers(tmp_path):
-    """S1 4.2: b_reg is the median, so the start is about as good as it; here W_reg z is some 1 of 1,000."""
+def test_a_preset_starts_at_the_median_and_half_the_quartiles_distance(tmp_path):
+    """S1 4.2: b_reg is the median, so the start is about as good as it, and ||W_reg|| gamma is IQR/2."""
     draw = random.Random(0)
     texts = [json.dumps({"text": f"tea costs {draw.uniform(900, 1100):.2f}."}) for _ in range(40)]
     (tmp_path / "texts.jsonl").write_text("\n".join(texts) + "\n")
@@ -113,5 +113,8 @@ def test_a_preset_starts_at_the_median_of_the_numbers(tmp_path):
     start = json.loads((tmp_path / "run" / "start.json").read_text())
     saved = load_checkpoint(checkpoint_folder(tmp_path / "run", 1), (0, 2**62))
     assert float(saved.heads["action.reg_bias"]) == pytest.approx(start["statistics"]["median"], rel=1e-6)
+    half = start["statistics"]["scale"]
+    weight = saved.heads["action.reg_weight"].abs().sum()
+    assert float(weight) * 10.5 == pytest.approx(half, rel=1e-4), "scale_Y of the start"
     assert start["eval"]["dist/U_scale_median"] == pytest.approx(10.0, rel=1e-4), "S1 3.1 asks for 10, of U itself"
     assert start["eval"]["eval/reg_mdae"] == pytest.approx(start["eval"]["eval/baseline_mdae"], rel=0.1)
