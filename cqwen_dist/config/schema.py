@@ -16,7 +16,7 @@ from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.fields import Above0, Count, NonNegative, Positive, Section, Seed, no_bool, refused, unless
 from cqwen_dist.config.shape import NUMBER_KEYS, SHAPE_KEYS
-from cqwen_dist.config.training import LossConfig, Stage
+from cqwen_dist.config.training import ConstraintConfig, LossConfig, Stage
 
 NO_FP16 = "fp16 needs a loss scale, which the heads outside DeepSpeed do not have; bf16 has the range of fp32"
 NO_STAGE_0 = "1 takes the same steps with less memory; 0 has no place where the heads' gradients enter DeepSpeed's norm"
@@ -315,6 +315,14 @@ class Config(Section):
     def slope_limit(self) -> float:
         """Limit for the slope of a word's loss, resolved; 0: no limit."""
         return self._by_start(self.loss.slope_limit, 1.0, 0.0)
+
+    @property
+    def constraint(self) -> ConstraintConfig:
+        """The limit on U, resolved. The seeds' own scales have to shrink by more than any limit, and a base of this
+        run's has nothing to forget."""
+        given = self.loss.constraint
+        held = self.start == "calibrated" and self.model.architecture is None
+        return given.model_copy(update={"mode": given.mode or ("dual" if held else "monitor")})
 
     @property
     def target_transform(self) -> str:

@@ -53,9 +53,10 @@ class LoraConfig(Section):
 class ConstraintConfig(Section):
     """KL(U || U at the start) against forgetting (seed S3 2.3): mean over dimensions and tokens, in nats."""
 
-    mode: Annotated[Literal["off", "monitor", "hinge", "dual"], BeforeValidator(_off)] = "monitor"
-    """off; monitor: report every 10 steps; hinge: add 10 times each token's excess over eps; dual: a multiplier,
-    updated every step, keeps the mean at or below eps."""
+    mode: Annotated[Literal["off", "monitor", "hinge", "dual"] | None, BeforeValidator(_off)] = None
+    """off; monitor: report every 10 steps; hinge: add 10 times each token's excess over eps, so the mean may end above;
+    dual: a multiplier, updated every step, keeps the mean at or below eps. Default: dual if calibrated from a
+    pretrained base, else monitor."""
     eps: Above0 = 0.1
     """Bound on KL, in nats per dimension."""
     unit: Above0 | Literal["spread", "scale"] = "spread"

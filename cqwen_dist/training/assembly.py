@@ -93,7 +93,7 @@ def build_training(
     )
     run_layers_as(model.transformer, config.model)
     engine = Engine(model, engine_settings(config, groups.world_size), runtime.device, groups, runtime.timeout_s)
-    constraint = Constraint(model, config.loss.constraint, engine.forward)
+    constraint = Constraint(model, config.constraint, engine.forward)
     options = _loss_options(config, model, words)
     stepper = Stepper(engine, constraint, config.loss, options, config.train.seed, lambda: runtime.stop.reason)
     replicas = Replicas(engine, groups)

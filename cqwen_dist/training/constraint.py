@@ -5,14 +5,15 @@
     KL of a token  = mean over C dimensions of the closed form for two Cauchy laws (`ops.cauchy.Cauchy.kl`)
 
 Cost: until a feature group trains, z equals the start's z, and the start's U costs two GEMMs [N,H]x[H,C]; the loss
-costs six [N,C]x[C,V]. Later, the start's features need a second forward pass of the backbone without gradient.
+costs six [N,C]x[C,V]. Later, the start's features need a second forward pass of the backbone without gradient. `dual`
+then measures only every 10th step, as `monitor` does, while KL is below an eighth of eps; it adds nothing to the loss.
 
 `hinge` adds BETA times the excess over eps of each token, which decomposes over ranks and micro-batches. `dual` adds
-weight * KL with weight = multiplier * (KL / eps)^4. The power is near 0 far below eps, and near eps it reacts at the
-next step. An integral controller would react too late, as KL starts at 0 and rises within a few steps. The power uses
-the KL of the previous step, so the term is linear in the tokens and decomposes like `hinge`. After each step the log of
-the multiplier moves by a tenth of the relative distance of the global mean KL from its target, faster up than down.
-Both factors are tensors, so no step waits for them.
+weight * KL with weight = multiplier * (KL / eps)^4, and 0 below an eighth of eps. The power reacts at the next step. An
+integral controller would react too late, as KL starts at 0 and rises within a few steps. The power uses the KL of the
+previous step, so the term is linear in the tokens and decomposes like `hinge`. After each step the log of the
+multiplier moves by a tenth of the relative distance of the global mean KL from its target, faster up than down. Both
+factors are tensors, so no step waits for them, except where a second pass depends on them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ BETA = 10.0  # weight of the hinge; initial multiplier of `dual`
 EVERY = 10  # steps between measurements of `monitor`; once features have trained, each needs a second forward pass
 AIM = 0.8  # of eps: the multiplier's target; below 1, since batch means scatter
 _STEEPNESS = 4  # the exponent in (KL/eps)^4,
-_ANSWER = (1e-3, 16.0)  # which is clamped to this range
+_ANSWER = (0.125**_STEEPNESS, 16.0)  # which is 0 below this range and clamped above
 _FALL = 0.2  # largest fall of the multiplier per step: KL is 0 at the start and will rise
 _RATE = 0.1  # step size of the multiplier's logarithm
 _LEAST = 1e-2  # lower bound of the multiplier, as a fraction of BETA
@@ -56,6 +57,7 @@ class Constraint:
     ) -> None:
         """features: forward pass of the engine, (batch on the device, keep [N]) -> z [N,H]."""
         self.model, self.config, self._features = model, config, features
+        self.mode = config.mode or "monitor"
         self.device = model.action.cls_weight.device
         self.features_moved = False  # whether embedding or lora has ever trained
         self.adapted = False  # whether the run began with trained adapters
@@ -64,7 +66,8 @@ class Constraint:
         self._num_row = torch.ones(model.config.hidden_size, device=self.device)
         self._spread = torch.ones(model.config.causal_hidden_size, device=self.device)
         self.multiplier = torch.tensor(BETA, device=self.device)
-        self._answer = torch.tensor(_ANSWER[0], device=self.device)
+        self._answer = torch.tensor(0.0, device=self.device)
+        self._near: bool | None = None  # whether KL was an eighth of eps at the last measurement; None: not read yet
 
     @torch.no_grad()
     def begin(self, features: dict[str, Tensor], batches: Iterable[Batch]) -> None:
@@ -103,14 +106,23 @@ class Constraint:
         self.adapted = adapted
         self.multiplier.fill_(state["multiplier"])
         self._answer.fill_(state["answer"])
+        self._near = None
 
     def state_dict(self) -> dict[str, float]:
         """The state that changes in training, for a checkpoint."""
         return {"multiplier": float(self.multiplier), "answer": float(self._answer)}
 
     def due(self, step: int) -> bool:
-        """Whether KL is measured at this step."""
-        return step % EVERY == 0 if self.config.mode == "monitor" else self.config.mode != "off"
+        """Whether KL is measured at this step. Equal on all ranks."""
+        if self.mode == "off" or step % EVERY == 0:
+            return self.mode != "off"
+        if self.mode == "monitor":
+            return False
+        if self.mode == "hinge" or not self.second_pass or step < EVERY:
+            return True
+        if self._near is None:
+            self._near = bool(self._answer > 0)
+        return self._near
 
     @property
     def second_pass(self) -> bool:
@@ -126,7 +138,7 @@ class Constraint:
 
     def term(self, u: Cauchy, z_start: Tensor, weight: float) -> ConstraintTerm:
         """u: current U [N,C]. z_start [N,H]. weight: number of ranks divided by the global number of tokens."""
-        held = self.config.mode in ("hinge", "dual")
+        held = self.mode in ("hinge", "dual")
         named = self.config.unit
         unit = self._spread if named == "spread" else None if named == "scale" else float(named)
         with torch.no_grad():
@@ -134,7 +146,7 @@ class Constraint:
         with torch.set_grad_enabled(held):
             kl = u.kl(before, unit).mean(-1)
             excess = (kl - self.config.eps).clamp(min=0.0)
-            if self.config.mode == "hinge":
+            if self.mode == "hinge":
                 penalty = BETA * excess.sum()
             else:
                 penalty = self.multiplier * self._answer * kl.sum() if held else torch.zeros((), device=self.device)
@@ -148,14 +160,17 @@ class Constraint:
     def after_step(self, sums: Tensor, tokens: int) -> dict[str, Tensor]:
         """Metrics of the step from sums [4] over all ranks. `dual` updates the multiplier. No host synchronisation."""
         kl, drift, over, loss = sums / max(tokens, 1)
-        metrics = {"train/kl": kl, "train/kl_drift": drift, "train/kl_over_eps": over}
-        if self.config.mode in ("hinge", "dual"):
+        metrics: dict[str, Any] = {"train/kl": kl, "train/kl_drift": drift, "train/kl_over_eps": over}
+        metrics["train/kl_eps"] = self.config.eps
+        if self.mode in ("hinge", "dual"):
             metrics["train/constraint_loss"] = loss
-        if self.config.mode == "dual":
+        if self.mode == "dual":
             metrics["train/kl_multiplier"] = (self.multiplier * self._answer).clone()
             off = (kl / (AIM * self.config.eps) - 1.0).clamp(-_FALL, 1.0)
             self.multiplier.mul_(torch.exp(_RATE * off)).clamp_(min=_LEAST * BETA)
-            self._answer.copy_((kl / self.config.eps).pow(_STEEPNESS).clamp(*_ANSWER))
+            answer = (kl / self.config.eps).pow(_STEEPNESS).clamp(max=_ANSWER[1])
+            self._answer.copy_(torch.where(answer < _ANSWER[0], 0.0, answer))
+            self._near = None
         return metrics
 
 

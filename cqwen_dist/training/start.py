@@ -65,6 +65,7 @@ def open_log(run: Run, place: Place, on_record: Callable[[Mapping[str, Any]], No
         base_accuracy=run.evaluations.base_accuracy,
         calibrated=config.start == "calibrated",
         gate_pays=loss.gate_grad == "full",
+        kl_held=config.constraint.mode in ("hinge", "dual"),
     )
     logged = place.step - (place.due is not None)
     run.progress.begin(run.schedule.total_steps, place.step)
@@ -118,7 +119,7 @@ def _make_start(run: Run) -> Place:
     refuse_unknown_metrics(config, metrics)
 
     # The reference for KL: the model as it is now
-    if config.loss.constraint.mode != "off":
+    if config.constraint.mode != "off":
         run.constraint.begin(run.engine.feature_state()[0], run.calibration_batches(CALIBRATION_TOKENS))
         main_rank_first(lambda: save_start(run.constraint, run.folder / START_TENSORS))
     if run.runtime.is_main:

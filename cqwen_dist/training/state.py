@@ -64,7 +64,7 @@ def restore(run: Run, folder: Path) -> Place:
     # Checkpoints keep the interval factors among the figures
     factors = place.figures.pop(CALIBRATION, None)
     run.schedule.load_state_dict(state["schedule"], place.step)
-    if run.config.loss.constraint.mode != "off":
+    if run.config.constraint.mode != "off":
         load_start(run.constraint, run.folder / START_TENSORS, state["constraint"])
     run.engine.usual.seen = list(state.get("norms", []))
     # Positions in other texts mean nothing: these start a new epoch

@@ -47,6 +47,7 @@ SETTINGS = {
         "max_grad_norm": 1.0,  # D-clip
         "slope_limit": 0.0,  # D-slope
         "target_transform": "none",  # D35
+        "constraint": "monitor",  # D31
     },
     "calibrated": {
         "number_dims": 8,
@@ -55,6 +56,7 @@ SETTINGS = {
         "max_grad_norm": None,
         "slope_limit": 1.0,
         "target_transform": "standardise",
+        "constraint": "dual",
     },
 }
 
@@ -70,6 +72,7 @@ def test_a_preset_sets_every_key_as_written(start, tmp_path):
         load_config(path, [f"start={name}"]) for name in (start, "seed" if start == "calibrated" else "calibrated")
     )
     decided = {name: getattr(config, name) for name in properties if getattr(config, name) != getattr(other, name)}
+    decided["constraint"] = decided["constraint"].mode
     assert decided == SETTINGS["calibrated" if start == "calibrated" else "seeds"]
     assert config.loss.reg_weight == 1.0  # D37, at every start
 

@@ -114,7 +114,7 @@ def build_rig(
         vocab - 1 if num_token_id is None else num_token_id, used_rows=vocab, counts=np.ones(vocab, dtype=np.int64)
     )
     rig = Rig(**vars(build_training(config, runtime, groups, base, words, steps_per_epoch=1)))
-    if config.loss.constraint.mode != "off":
+    if config.constraint.mode != "off":
         rig.constraint.begin(rig.engine.feature_state()[0], rig.batches(rig.schedule.plans[0])[:1])
     return rig
 

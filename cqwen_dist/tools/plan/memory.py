@@ -57,7 +57,7 @@ def phases(s: Sizes) -> dict[str, tuple[Part, ...]]:
         "optimizer step": (_step_gradients(s),),
         "a look at the accuracy": (Part("gradients", gradients, "of the step"), _best_words(s)),
     }
-    if s.config.loss.constraint.mode == "monitor":
+    if s.config.constraint.mode == "monitor":
         found["a look at the constraint"] = (*held[:2], *_heads_backward(s, looking=True))
     if s.graph:
         layer = Part("one layer's backward", activations.layer_backward(s), "gradients of its widest tensors")
@@ -195,7 +195,7 @@ def _features_and_u(s: Sizes, forward: bool) -> int:
         size += 2 * w * c * s.base.hidden * s.graph  # the two rounded matrices, kept for the gradient of z
     if s.group > 1:
         size += s.group * n * (2 * s.words * w + 12)
-    if s.config.loss.constraint.mode != "off" and s.reached & {"embedding", "lora"}:
+    if s.config.constraint.mode != "off" and s.reached & {"embedding", "lora"}:
         size += n * w * s.base.hidden  # z as it was at the start
     return size
 
@@ -229,7 +229,7 @@ def _heads_backward(s: Sizes, looking: bool = False) -> Iterator[Part]:
     if looking:  # after the loss, before any gradient is propagated further
         wide = 2 * s.group * n * s.words * s.width
     yield Part("gradients of U", wide, "as they came, as they are added up, through softplus")
-    if looking or s.config.loss.constraint.mode in ("hinge", "dual"):
+    if looking or s.config.constraint.mode in ("hinge", "dual"):
         yield Part("KL to the start", KL_TENSORS * n * c * FP32, f"{KL_TENSORS} tensors [N, C] in fp32")
 
 

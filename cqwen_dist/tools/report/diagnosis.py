@@ -54,16 +54,16 @@ def _knows_numbers(run: RunData) -> bool:
 def _alarms(run: RunData) -> Iterator[Finding]:
     for alarm in run.alarms:
         kind, samples = alarm.get("kind"), ", ".join(map(str, alarm.get("samples") or []))
-        spike = kind == "loss-spike"
-        named = f" Samples: {samples}." if samples and spike else ""
-        yield (warn if spike else bad)(f"Alarm at step {alarm.get('step')}: {kind}", f"{alarm.get('text')}.{named}")
+        mild = kind in ("loss-spike", "kl-above-bound")
+        named = f" Samples: {samples}." if samples and kind == "loss-spike" else ""
+        yield (warn if mild else bad)(f"Alarm at step {alarm.get('step')}: {kind}", f"{alarm.get('text')}.{named}")
 
 
 def _words(run: RunData, accuracy: float, base: float) -> Iterator[Finding]:
     gap = 100 * (accuracy - base)
     if gap < -1.0:
-        held = run.config.loss.constraint.mode in ("hinge", "dual")
-        hold = "a smaller loss.constraint.eps" if held else "hold U near its start (loss.constraint.mode: hinge)"
+        held = run.config.constraint.mode in ("hinge", "dual")
+        hold = "a smaller loss.constraint.eps" if held else "hold U near its start (loss.constraint.mode: dual)"
         yield bad(
             f"It predicts {-gap:.1f} points fewer words right than its base model",
             f"{accuracy:.1%} against {base:.1%}: knowledge was lost. Lower the learning rates, or {hold}.",
@@ -221,6 +221,18 @@ def _distributions(run: RunData) -> Iterator[Finding]:
             )
 
 
+def _kl(run: RunData, kl: float, eps: float) -> Iterator[Finding]:
+    """S3 2.3: KL(U, U at the start) <= eps."""
+    if kl > eps:
+        hold = "lower rates for abduction and scales" if run.config.constraint.mode == "dual" else "mode: dual holds it"
+        yield warn(
+            f"U moved further from its start than allowed: KL {kl:.2g}, bound {eps:g}",
+            f"The bound, loss.constraint.eps, guards what the base knows ({hold}).",
+        )
+    else:
+        yield good(f"U stayed near its start: KL {kl:.2g}, bound {eps:g}", "In nats a dimension; loss.constraint.eps.")
+
+
 def _prob_sum(run: RunData, total: float) -> Iterator[Finding]:
     if 0.7 <= total <= 1.5:
         text = "One word comes next, so 1 is calibrated."
@@ -289,6 +301,7 @@ RULES: tuple[tuple[Any, ...], ...] = (
     (_raw_intervals, "eval/coverage_90"),
     (_recalibrated_intervals, "eval/coverage_90_conformal", "eval/conformal_numbers"),
     (_distributions,),
+    (_kl, "train/kl", "train/kl_eps"),
     (_prob_sum, SUM),
     (_prob_sum_of_one, SUM, SUM_OF_ONE),
     (_gradients,),

@@ -39,10 +39,12 @@ class Alarms:
     _: KW_ONLY
     calibrated: bool = True  # whether the run started with `start: calibrated`
     gate_pays: bool = False  # whether the gate passes gradients to P of <NUM>
+    kl_held: bool = False  # whether the loss holds KL below its bound
 
     TRAP_LOOKS = 3  # consecutive values of train/accuracy, for a pretrained base
     UNTAUGHT_LOOKS = 30  # the same for an untrained base, whose training starts at the uniform solution
     UNTAUGHT = 0.1  # a base with a lower top-1 counts as untrained
+    KL_LOOKS = 2  # consecutive measurements of KL above its bound
     DEAD_STEPS = 20  # consecutive steps without a gradient
     UNLEARNT_STEPS = 100  # consecutive steps with <NUM> labels and P of <NUM> near 0
     HISTORY = 64  # number of losses to compare a spike with
@@ -55,7 +57,7 @@ class Alarms:
         self.poor = max(0.02, 0.2 * (self.base_accuracy or 0.0))
         self._stage: str | None = None
         self._raised: set[str] = set()
-        self._trapped = self._dead = 0
+        self._trapped = self._dead = self._beyond = 0
         self._p_num: float | None = None
         self._best_p_num = self._accuracy = 0.0
         self._unlearnt = 0
@@ -71,6 +73,7 @@ class Alarms:
             "p-num-collapse": self._p_num_collapse(record),
             "b-noise-without-gradient": self._dead_noise(record),
             "loss-spike": self._spike(record),
+            "kl-above-bound": self._kl(record),
         }
         alarms = []
         for kind, (raised, text) in found.items():
@@ -130,6 +133,18 @@ class Alarms:
         return self._dead >= self.DEAD_STEPS, (
             f"b_noise had no gradient for {self._dead} steps while its group trains: |b| has none at b = 0. "
             "Begin with model.b_noise_init above 0, or leave `noise` out of the stage"
+        )
+
+    def _kl(self, record: Mapping[str, Any]) -> tuple[bool, str]:
+        """S3 2.3: KL(U, U at the start) <= eps."""
+        kl, eps = record.get("train/kl"), record.get("train/kl_eps")
+        if kl is None or eps is None:  # not measured at this step
+            return "kl-above-bound" in self._raised, ""
+        self._beyond = self._beyond + 1 if kl > eps else 0
+        advice = "lower the rates of abduction and scales" if self.kl_held else "hold it by loss.constraint.mode: dual"
+        return self._beyond >= self.KL_LOOKS, (
+            f"U has moved from its start by a KL of {kl:.3g} nats a dimension, over its bound {eps:g} "
+            f"(loss.constraint.eps): {advice}, or allow more"
         )
 
     def _spike(self, record: Mapping[str, Any]) -> tuple[bool, str]:

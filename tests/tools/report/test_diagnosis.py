@@ -81,6 +81,7 @@ def test_a_good_run_gets_only_good_sentences() -> None:
         ({"eval/coverage_90_conformal": 0.80}, {}, "Recalibrated 90 % intervals hold 80%"),
         ({"dist/U_loc_mean": 1.0}, {}, "The locations of U are skewed"),
         ({"dist/U_scale_std": 9.0}, {}, "The scales of U have heavy tails"),
+        ({"train/kl": 2.2, "train/kl_eps": 0.1}, {}, "U moved further from its start than allowed: KL 2.2, bound 0.1"),
         ({"dist/ovr_prob_sum_median_standard": 70.0}, {}, "The probabilities of all words add up to 70.00"),
         ({"dist/ovr_prob_sum_median_causal": 0.2}, {}, "For one fixed individual they add up to 0.20"),
         ({}, {"eval__cls_loss_mean": [9.0, 5.0, 5.5, 6.0]}, "The held-out word loss was lower before"),
@@ -134,7 +135,8 @@ LORA = {"stages": [{"name": "a", "train": ["lora"], "steps": 9}]}
 @pytest.mark.parametrize(
     ("changes", "config", "advised"),
     [
-        (LOST, {}, "loss.constraint.mode: hinge"),
+        (LOST, {}, "loss.constraint.mode: dual"),
+        (LOST, {"start": "calibrated"}, "smaller loss.constraint.eps"),
         (LOST, {"loss": {"constraint": {"mode": "dual"}}}, "smaller loss.constraint.eps"),
         (FORGOT, {}, "Freeze `classifier` and `thresholds`"),
         (FORGOT, LORA, "mix such texts into data.train"),
@@ -145,7 +147,7 @@ LORA = {"stages": [{"name": "a", "train": ["lora"], "steps": 9}]}
 def test_settings_that_are_already_set_are_not_advised(changes: dict, config: dict, advised: str) -> None:
     (text,) = (f.text for f in findings(changes, config=config) if f.level != "good")
     assert advised in text
-    other = {"mode: hinge": "smaller", "smaller": "mode: hinge", "Freeze": "mix such", "mix such": "Freeze"}
+    other = {"mode: dual": "smaller", "smaller": "mode: dual", "Freeze": "mix such", "mix such": "Freeze"}
     assert not any(word in advised and not_now in text for word, not_now in other.items())
     assert "signed_log" in text if advised == "signed_log" else "signed_log" not in text
 
