@@ -251,3 +251,13 @@ def test_no_console_of_the_package_parses_markup() -> None:
     for path in Path(cqwen_dist.__file__).parent.rglob("*.py"):
         for call in re.findall(r"(?<!\w)Console\(([^)]*)\)", path.read_text(encoding="utf-8")):
             assert "markup=False" in call, f"{path}: a name with square brackets would be taken for a style"
+
+
+def test_the_page_on_wandb_names_what_is_logged() -> None:
+    source = "".join(path.read_text() for path in Path(cqwen_dist.__file__).parent.rglob("*.py"))
+    page = (Path(cqwen_dist.__file__).parents[1] / "docs" / "wandb.md").read_text()
+    rows = [line.split("|") for line in page.splitlines() if re.match(r"\| `(train|eval|perf)/` \|", line)]
+    assert len(rows) == 3
+    for row in rows:
+        for name in re.findall(r"`([a-z_0-9]+)`", row[3]):
+            assert f"/{name}" in source, name
