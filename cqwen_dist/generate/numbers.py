@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.heads.intervals import LEVELS, Intervals
+from cqwen_dist.heads.intervals import LEVELS, Intervals, number_interval
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.ops.cauchy import Cauchy
 
@@ -22,16 +22,6 @@ MOST_DIGITS = 17  # enough for any float64
 TENS = 308  # the largest power of ten of a float64
 POWERS = torch.tensor([float(f"1e{k}") for k in range(-TENS, TENS + 1)], dtype=torch.float64, device="cpu")
 Digits = int | Literal["auto"]
-
-
-def number_interval(y: Cauchy, target: TargetTransform, intervals: Intervals, level: float) -> tuple[Tensor, Tensor]:
-    """Ends (low, high) [...] float64, raw unit, of the central interval at a level; y is in the target's unit.
-
-    loc -+ half-width x scale, recalibrated if `intervals` has factors, mapped by the inverse target transform, which is
-    monotone. Raises ValueError unless 0 < level < 1.
-    """
-    reach = intervals.half_width(level) * y.scale.double()
-    return target.inverse(y.loc.double() - reach), target.inverse(y.loc.double() + reach)
 
 
 @dataclass(frozen=True)

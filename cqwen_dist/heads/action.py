@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from cqwen_dist.heads.number_kinds import number_head_of
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import WordHead
+from cqwen_dist.parallel.groups import ALONE, Groups
+from cqwen_dist.parallel.mappings import sum_partials
 
 
 class ActionNetwork(nn.Module):
@@ -98,3 +100,14 @@ class ActionNetwork(nn.Module):
         scores, value = self.scores(u_prime), self.number_head.value(u_prime)
         scores.loc.threshold = self.threshold  # type: ignore[attr-defined]  # a loss with another C warns
         return scores.loc, scores.scale, value.loc, value.scale
+
+
+@torch.no_grad()
+def rows_of(action: ActionNetwork, words: Sequence[int], groups: Groups = ALONE) -> tuple[Tensor, Tensor]:
+    """(rows of W_cls [k,C_w], b_cls [k]) of k words on all ranks, by one all-reduce over the vocabulary group."""
+    at = torch.tensor(words, dtype=torch.int64, device=action.cls_weight.device) - action.vocab_start
+    here = (at >= 0) & (at < action.rows)
+    rows = action.cls_weight.new_zeros(len(words), action.word_size + 1)
+    rows[here] = torch.cat([action.cls_weight[at[here]], action.cls_bias[at[here], None]], 1)
+    rows = sum_partials(rows, groups.vocab)
+    return rows[:, :-1], rows[:, -1]

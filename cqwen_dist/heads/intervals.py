@@ -14,6 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from cqwen_dist.heads.targets import TargetTransform
+from cqwen_dist.ops.cauchy import Cauchy
+
 FILE = "calibration.json"
 LEVELS = (0.5, 0.9, 0.95)
 
@@ -57,3 +62,13 @@ def read_intervals(folder: Path) -> Intervals:
     """Read `calibration.json` of a folder; no factors without a file. Raises ValueError for a broken file."""
     path = folder / FILE
     return Intervals.from_dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else Intervals()
+
+
+def number_interval(y: Cauchy, target: TargetTransform, intervals: Intervals, level: float) -> tuple[Tensor, Tensor]:
+    """Ends (low, high) [...] float64, raw unit, of the central interval at a level; y is in the target's unit.
+
+    loc -+ half-width x scale, recalibrated if `intervals` has factors, mapped by the inverse target transform, which is
+    monotone. Raises ValueError unless 0 < level < 1.
+    """
+    reach = intervals.half_width(level) * y.scale.double()
+    return target.inverse(y.loc.double() - reach), target.inverse(y.loc.double() + reach)

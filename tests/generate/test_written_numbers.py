@@ -10,8 +10,8 @@ import torch
 from support.numerics import assert_close
 
 from cqwen_dist.config import UserError
-from cqwen_dist.generate.numbers import number_interval, shown
-from cqwen_dist.heads.intervals import Intervals, read_intervals
+from cqwen_dist.generate.numbers import shown
+from cqwen_dist.heads.intervals import Intervals, number_interval, read_intervals
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.ops.cauchy import Cauchy
 

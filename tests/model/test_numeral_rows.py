@@ -17,12 +17,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
+from cqwen_dist.heads.action import rows_of
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model import calibration
 from cqwen_dist.model.calibration import Calibration, calibrate
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.initialise import VALUE_SHARE, start_regression
-from cqwen_dist.model.levelling import APART, rows_of
+from cqwen_dist.model.levelling import APART
 from cqwen_dist.parallel.collectives import Stopped
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 

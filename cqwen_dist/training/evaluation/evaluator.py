@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
+from cqwen_dist.heads.action import rows_of
 from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.model.causal_qwen import CausalQwenModel
-from cqwen_dist.model.levelling import rows_of
 from cqwen_dist.model.lora import adapters_disabled
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.scores import OvrScores, RankBy, TopWord

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cqwen_dist.generate.numbers import number_interval
-from cqwen_dist.heads.intervals import LEVELS, Intervals
+from cqwen_dist.heads.intervals import LEVELS, Intervals, number_interval
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.ops.cauchy import Cauchy
 
