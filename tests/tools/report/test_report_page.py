@@ -16,7 +16,7 @@ from support.runs import cqwen_forked
 
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.data.store import Document
-from cqwen_dist.tools.report.html import render, write_report
+from cqwen_dist.tools.report.html import main_metrics, render, write_report
 from cqwen_dist.tools.report.run_data import POINTS, read_run
 from cqwen_dist.tools.report.samples import cut
 from cqwen_dist.training.stages import StagePlan
@@ -197,6 +197,11 @@ def test_each_group_has_its_learning_rate_curve(one_rank: Path, tmp_path: Path) 
         assert curves[f"rate/{group}"].x == [step + 1 for step in steps]
         rates = [taken[step].lr(group, group == "thresholds", step) for step in steps]
         assert curves[f"rate/{group}"].y == pytest.approx(rates, rel=1e-4)
+
+
+def test_the_tile_of_kl_has_its_bound(one_rank: Path) -> None:
+    (tile,) = (tile for tile in main_metrics(read_run(one_rank)) if tile["label"].startswith("KL"))
+    assert tile["compared"] == "the bound is 0.100"
 
 
 def test_the_quickstarts_report_has_the_ridge_regression(one_rank: Path, tmp_path: Path) -> None:
