@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,11 @@ LEAST_FILES = 256
 
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train in this process, or as one of a launcher's ranks. Resumes a stopped run."""
+    train_here(config, overrides)
+
+
+def train_here(config: Path, overrides: list[str] | None = None, callbacks: Sequence[Any] = ()) -> None:
+    """`train`. callbacks: as of `cqwen_dist.train`."""
     from cqwen_dist.parallel.launcher import end_with_launcher, holding_signals
 
     outlive()
@@ -31,7 +37,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
         from cqwen_dist.parallel.runtime import launched
 
         try:
-            run(checked)
+            run(checked, callbacks=callbacks)
         except Stopped:  # a launcher treats any code except 0 as a failure; status.json has `preempted`
             if launched(os.environ):
                 raise typer.Exit from None

@@ -188,7 +188,7 @@ def _lines_of_words(document: dict[str, Any]) -> str:
 
 def predict(
     checkpoint: Checkpoint,
-    table: Annotated[Path, typer.Argument(metavar="FILE", help="Table: .csv, .tsv, .parquet or .jsonl.")],
+    table: Annotated[Path, typer.Argument(metavar="FILE", help="Table: .csv, .tsv, .parquet, .jsonl or .json.")],
     template: Annotated[str | None, typer.Option(help="Prompt per row, 'age {age}: was'; default: the run's.")] = None,
     out: Annotated[Path | None, typer.Option(help="CSV file to write; default: stdout.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="Choose one of these texts instead; repeatable.")] = None,

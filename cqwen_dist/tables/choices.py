@@ -20,7 +20,9 @@ MANY = 4096  # rows
 LONGEST = 1024  # tokens; training skips longer rows
 ROWS_TIMED = 8
 CLEARLY = 0.05  # nats per number
-SECONDS_A_STEP = 0.6  # for a heads-only step on two CPU cores
+LEAST_READ = 40  # rows of each part that are read however little time there is
+LEAST_STEPS = 25  # of the heads
+ASIDE = 0.1  # share of the time that is not planned
 EVALUATIONS = 4  # during training
 CONFIG = """\
 # Made by `cqwen fit`. Train it (again, or on with other settings): cqwen train {config}
@@ -93,38 +95,55 @@ def context_of(base: str) -> int:
         raise UserError("--base", base, f"a model's folder or hub name ({reason_of(error)})") from None
 
 
-def measure_pace(base: str, tokens: int) -> Pace:
-    """Time the base on a few rows in fp32 and bf16. tokens: per row. Raises `UserError` if `base` is not a model."""
+def measure_pace(base: str, tokens: int, seconds: float = 30.0) -> Pace:
+    """Time the base on a few rows in fp32 and bf16. Raises `UserError` if `base` is not a model.
+
+    tokens: per row. seconds: about the longest for each precision.
+    """
     import torch
     from transformers import AutoModel
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = []
-    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+    found: list[Pace] = []
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         try:
             model = AutoModel.from_pretrained(base, dtype=dtype).to(device)
         except (OSError, ValueError) as error:
             raise UserError("--base", base, f"a model's folder or hub name ({reason_of(error)})") from None
         x = torch.randn(ROWS_TIMED, tokens, model.config.hidden_size, device=device, dtype=dtype).requires_grad_()
         model.requires_grad_(False)
-        forward, both = math.inf, math.inf
+        forward, both, began = math.inf, math.inf, time.perf_counter()
+        for row in x[:2].detach():  # a busy machine, or bf16 on a CPU without it, would take minutes for all of them
+            one = time.perf_counter()
+            float(model(inputs_embeds=row[None]).last_hidden_state.float().sum())
+            one = time.perf_counter() - one
+        if found and one > 3 * found[0].forward:
+            break
+        rows = min(max(int(seconds / (3 * one)), 1), ROWS_TIMED)
         for _ in range(3):  # the first warms up
+            if both < math.inf and time.perf_counter() - began > seconds:
+                break
             start = time.perf_counter()
-            loss = model(inputs_embeds=x).last_hidden_state.float().square().mean()
+            loss = model(inputs_embeds=x[:rows]).last_hidden_state.float().square().mean()
             float(loss.detach())
             forward = min(forward, time.perf_counter() - start)
             loss.backward()
             assert x.grad is not None
             float(x.grad.float().sum())
             both = min(both, time.perf_counter() - start)
-        found.append(Pace(forward / ROWS_TIMED, both / ROWS_TIMED, name, model.config.hidden_size))
+        found.append(Pace(forward / rows, both / rows, name, model.config.hidden_size))
     return min(found, key=lambda pace: pace.both)
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The chosen settings. epochs: in the LoRA stage; 0 if there is no time for it."""
+    """The chosen settings. rows: to learn from, to watch, to judge by; fewer than there are if time is short.
 
+    epochs: in the LoRA stage; 0 if there is no time for it. minutes: of everything, about.
+    """
+
+    rows: tuple[int, int, int]
+    minutes: float
     transform: str
     length: int
     batch: int
@@ -138,9 +157,10 @@ def choose(
 ) -> Chosen:
     """Chooses settings that fit the time.
 
-    values [n]: the training targets. tokens [n]: the row lengths. valid, test: row counts. minutes: approximate time
-    for the full command. longest: maximum tokens per row.
+    values [n]: the training targets. tokens [n]: the row lengths. valid, test: row counts. minutes: that are left for
+    the command. longest: maximum tokens per row.
     """
+    rows = np.array([len(values), valid, test])
     n = len(values)
     length = 64
     while length < tokens.max() + 8 and length < longest:
@@ -148,14 +168,24 @@ def choose(
     length = min(length, longest)
     batch = 16 if n >= 400 else 8
     heads = min(max(2 * n // batch, 100), 500)
-    # z is computed once per row; evaluations also compute it without values, and score words.
-    features = (n + 3 * valid + test) * pace.forward
-    evaluations = 1.5 * (EVALUATIONS + 1) * valid * pace.forward  # trained adapters invalidate cached z
-    epoch = 1.4 * n * pace.both  # 1.4: including the heads
-    left = 60 * minutes * 0.9 - features - heads * SECONDS_A_STEP - 60  # 60 s and 10 %: start and predictions
+    a_step = 0.03 + 0.6 * batch * pace.forward  # of the heads alone: the words' scores cost about as much as the base
+    apart = 15 + 300 * pace.forward  # the model is loaded twice, the closed forms and the baselines are fitted
+    time_s = 60 * minutes * (1 - ASIDE) - apart
+    reads = np.array([1, 3, 1])  # z once a row; evaluations also compute it without values, and score words
+    if reads @ rows * pace.forward + heads * a_step > time_s:
+        heads = max(min(heads, int(0.3 * time_s / a_step)), LEAST_STEPS)
+        share = max(time_s - heads * a_step, 0.0) / (reads @ rows * pace.forward)
+        rows = np.maximum((min(share, 1.0) * rows).astype(int), np.minimum(rows, LEAST_READ))
+    features = reads @ rows * pace.forward
+    evaluations = 1.5 * (EVALUATIONS + 1) * rows[1] * pace.forward  # trained adapters invalidate cached z
+    epoch = 1.4 * rows[0] * pace.both  # 1.4: including the heads
+    left = time_s - features - heads * a_step
     epochs = min(max((left - evaluations) / epoch, 0.0), 8.0)
     epochs = math.floor(4 * epochs) / 4  # quarters
-    return Chosen(best_transform(values), length, batch, heads, epochs, epochs * epoch / 60)
+    lora = epochs * epoch + (evaluations if epochs else 0.0)
+    in_all = (apart + features + heads * a_step + lora) / 60
+    kept = (int(rows[0]), int(rows[1]), int(rows[2]))
+    return Chosen(kept, in_all, best_transform(values), length, batch, heads, epochs, lora / 60)
 
 
 def best_transform(values: np.ndarray) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,12 +29,15 @@ from cqwen_dist.generate.plot import scatter_plot
 from cqwen_dist.generate.table import predict_rows, prompts_of, shared_digits, template_of, write_table
 from cqwen_dist.run.files import BEST, appearing, file_record, write_atomically, written_whole
 from cqwen_dist.tables.baselines import baselines
-from cqwen_dist.tables.choices import LONGEST, choose, config_text, context_of, measure_pace
-from cqwen_dist.tables.rows import Parts, Table, by_length, held_out_rows, read_parts, read_table, split
+from cqwen_dist.tables.choices import LEAST_READ, LONGEST, choose, config_text, context_of, measure_pace
+from cqwen_dist.tables.rows import Parts, Table, by_length, held_out_rows, read_parts, read_table, some_of, split
+from cqwen_dist.training.callbacks import Callback, Moment
 
 EMPTY = "unknown"  # replaces an empty cell
 OURS = "CausalQwen"
 TOLD = 256  # rows between two progress lines
+WHY = ("to learn from", "to watch the training and set the intervals' width", "to judge by")  # `Parts`
+LONG = 3.0  # minutes in which all rows are surely read
 DIGITS = 7  # digits of a prediction after those common to all targets: the precision of fp32
 REQUEST, CONFIG = "request.json", "fit.yaml"
 OF_FILE = "file"  # key in request.json for the size and SHA-256 of the table
@@ -60,6 +63,23 @@ class FitRequest:
     test_rows: int | None = None
 
 
+@dataclass(frozen=True)
+class TimeLimit(Callback):
+    """The clock of one command, for all its phases. minutes: from `began`, in the unit of time.monotonic()."""
+
+    minutes: float
+    began: float
+
+    def left(self) -> float:
+        """Minutes that are left."""
+        return self.minutes - (time.monotonic() - self.began) / 60
+
+    def on_step(self, at: Moment, metrics: Mapping[str, Any]) -> None:
+        """Stop the training in time for the predictions."""
+        if self.left() < 0.05 * self.minutes + min(1.0, 0.3 * self.minutes):
+            at.stop(f"training stops at step {at.step} of {at.total_steps} to keep to --minutes {self.minutes:g}")
+
+
 class Prepared(NamedTuple):
     """The table in the folder, the parts, and the prompt for every row."""
 
@@ -68,7 +88,7 @@ class Prepared(NamedTuple):
     prompts: list[str]
 
 
-def prepare(request: FitRequest, folder: Path, say: Callable[[str], None]) -> Prepared:
+def prepare(request: FitRequest, folder: Path, say: Callable[[str], None], clock: TimeLimit | None = None) -> Prepared:
     """Read and split the table and write fit.yaml, unless the folder already has them. Raises `UserError`."""
     asked, file = folder / REQUEST, Path(request.table).expanduser()
     now = file_record(file) if file.is_file() else None
@@ -76,7 +96,7 @@ def prepare(request: FitRequest, folder: Path, say: Callable[[str], None]) -> Pr
         if folder.exists():
             raise UserError("--out", str(folder), "a folder that does not exist yet")
         with appearing(folder, "--out") as draft:
-            _begin(request, draft, folder, say)
+            _begin(request, draft, folder, say, clock or TimeLimit(request.minutes, time.monotonic()))
             held = {**asdict(request), OF_FILE: now}
             (draft / REQUEST).write_text(json.dumps(held, indent=1, ensure_ascii=False), encoding="utf-8")
     else:
@@ -99,7 +119,7 @@ def request_of(folder: Path) -> tuple[FitRequest, dict[str, Any] | None]:
     return FitRequest(**held), of_file
 
 
-def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], None]) -> None:
+def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], None], clock: TimeLimit) -> None:
     """Choose the settings, and write the parts and the config into `draft`, which is later renamed to `folder`."""
     table = read_table(request.table, request.target, request.text_columns)
     if request.split is not None and table.lost:
@@ -110,8 +130,8 @@ def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], 
     for note in table.notes:
         say(f"note: {note}")
     say(
-        f"{len(table.rows):,} rows: {len(parts.train):,} to learn from, {len(parts.valid):,} to watch and recalibrate, "
-        f"{len(parts.test):,} to judge by; {len(table.columns)} columns, {len(table.numeric)} of numbers"
+        f"{len(table.rows):,} rows: {', '.join(f'{len(part):,} {why}' for part, why in zip(parts, WHY, strict=True))}; "
+        f"{len(table.columns)} columns, {len(table.numeric)} of numbers"
     )
     template = request.template or column_lines(table.columns) + f"{table.target}: "
     prompts = prompts_of(template, table.columns, table.rows, EMPTY)
@@ -131,26 +151,32 @@ def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], 
             raise UserError("FILE", found, "shorter ones (fewer --text-columns)", request.table)
         say(f"note: {longer:,} rows of more than {longest:,} tokens are not trained on (fewer --text-columns shorten)")
     say("timing the base on this machine")
-    pace = measure_pace(request.base, min(int(np.median(tokens)), longest))
+    pace = measure_pace(request.base, min(int(np.median(tokens)), longest), 3 * request.minutes)
     counts = len(parts.valid), len(parts.test)
-    choice = choose(table.values()[parts.train], tokens, *counts, pace, request.minutes, longest)
+    choice = choose(table.values()[parts.train], tokens, *counts, pace, clock.left(), longest)
+    if (had := tuple(map(len, parts))) != choice.rows:
+        kept = ", ".join(f"{n:,} of {of:,} {why}" for n, of, why in zip(choice.rows, had, WHY, strict=True))
+        say(f"note: {request.minutes:g} minutes are too few for all rows here (--minutes gives more). Drawn: {kept}")
+        parts = Parts(*(some_of(part, n, request.seed) for part, n in zip(parts, choice.rows, strict=True)))
     if choice.epochs:
         say(f"{choice.epochs:g} epochs of adapters, about {choice.lora_minutes:.0f} minutes; {pace.precision}")
     else:
         say(f"note: no time for adapters in {request.minutes:g} minutes: heads alone (--minutes gives more)")
+    say(f"the base reads {1 / pace.forward:.1f} rows a second here: about {choice.minutes:.1f} more minutes in all")
     templates = {"prompt": template, "text": f"{{{table.target}}}", "target": table.target}
     text = config_text(folder, request.base, choice, pace, len(parts.train), request.seed, **templates)
     parts.write(draft / "table", table)
     (draft / CONFIG).write_text(text, encoding="utf-8")
 
 
-def judge(folder: Path, made: Prepared, say: Callable[[str], None]) -> dict[str, Any]:
+def judge(folder: Path, made: Prepared, say: Callable[[str], None], clock: TimeLimit) -> dict[str, Any]:
     """Predict the test rows with the run and the baselines, and write predicted.csv, fit.json, fit.svg."""
     table, parts = made.table, made.parts
-    truth = table.values()[parts.test]
     checkpoint = best_checkpoint(folder / "run")
     write_atomically(folder / BEST, f"{checkpoint.relative_to(folder)}\n")
-    own = _predict(folder, checkpoint, made, say)
+    own = _predict(folder, checkpoint, made, say, clock)
+    parts = parts._replace(test=parts.test[: len(own)])
+    truth = table.values()[parts.test]
     found = np.array([row["predicted"] for row in own])
     ends = np.array([[row["low_90"], row["high_90"]] for row in own])
     results = {OURS: {**errors(found, truth), **intervals(ends, truth)}}
@@ -194,7 +220,9 @@ def intervals(ends: np.ndarray, truth: np.ndarray) -> dict[str, float]:
     return {"coverage_90": float(inside.mean()), "width_90": float(np.median(ends[:, 1] - ends[:, 0]))}
 
 
-def _predict(folder: Path, checkpoint: Path, made: Prepared, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def _predict(
+    folder: Path, checkpoint: Path, made: Prepared, say: Callable[[str], None], clock: TimeLimit
+) -> list[dict[str, Any]]:
     """Writes predicted.csv and returns the rows: the test rows with the columns `generate.table.NUMBER_COLUMNS`."""
     from cqwen_dist.checkpoint.trained import load_trained
 
@@ -204,8 +232,12 @@ def _predict(folder: Path, checkpoint: Path, made: Prepared, say: Callable[[str]
     low, middle, high = np.quantile(made.table.values(), [0.25, 0.5, 0.75])
     digits = DIGITS + shared_digits(abs(middle), high - low)
     found, began = [], time.monotonic()
-    for row in predict_rows(model, tokenizer, rows, prompts, batch_size=32, digits=min(digits, 17), within=0):
+    size = 32 if clock.left() > LONG else 4  # `predict_rows` reads some batches at a time
+    for row in predict_rows(model, tokenizer, rows, prompts, batch_size=size, digits=min(digits, 17), within=0):
         found.append(row)
+        if len(found) >= LEAST_READ and len(found) < len(rows) and clock.left() < 0.04 * clock.minutes:
+            say(f"note: judged by the first {len(found):,} of {len(rows):,} rows, to keep to --minutes")
+            break
         if len(found) % TOLD == 0 and (more := len(rows) - len(found)):
             left = (time.monotonic() - began) / len(found) * more
             say(f"  predicted {len(found):,} of {len(rows):,}, {left / 60:.1f} minutes left")

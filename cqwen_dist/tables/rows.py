@@ -145,6 +145,11 @@ def by_length(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([block[np.argsort(-lengths[block], kind="stable")] for block in blocks])
 
 
+def some_of(rows: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """`count` of the rows [m], drawn by seed, in their order."""
+    return rows[np.sort(np.random.default_rng(seed).permutation(len(rows))[:count])]
+
+
 def held_out_rows(given: str, rows: int) -> list[int]:
     """The 0-based test row indices in FILE.json, or in FILE.json#N if it has a list of splits. Raises `UserError`."""
     name, _, number = given.partition("#")

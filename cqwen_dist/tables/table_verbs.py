@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 import sys
+import time
 from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -12,10 +15,11 @@ import typer
 
 from cqwen_dist.config import UserError
 from cqwen_dist.console import AsJson, plain_console, print_document, print_json, quiet_libraries, slug
+from cqwen_dist.run.status import read_status
 
 
 def fit(
-    table: Annotated[str, typer.Argument(metavar="FILE", help="A table: .csv, .tsv, .parquet or .jsonl.")],
+    table: Annotated[str, typer.Argument(metavar="FILE", help="A table: .csv, .tsv, .parquet, .jsonl or .json.")],
     target: Annotated[str, typer.Option(help="The column of numbers to predict.")],
     base: Annotated[str, typer.Option(help="A model's folder or hub name.")] = "HuggingFaceTB/SmolLM2-135M",
     text_columns: Annotated[list[str] | None, typer.Option(help="Read only this column; may be repeated.")] = None,
@@ -24,63 +28,80 @@ def fit(
     split: Annotated[str | None, typer.Option(help="JSON file of 0-based test-row indices: FILE.json[#N].")] = None,
     test_rows: Annotated[int | None, typer.Option(min=2, help="Maximum number of test rows, drawn at random.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed for the split and for training.")] = 0,
-    minutes: Annotated[float, typer.Option(help="Approximate time limit on this machine.")] = 20.0,
+    minutes: Annotated[float, typer.Option(help="Time limit on this machine, for all phases together.")] = 20.0,
     out: Annotated[Path | None, typer.Option(help="Folder to write; default: fits/FILE-TARGET.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict a table column from all others, text and numbers: train, evaluate, compare with standard baselines."""
+    began = time.monotonic()
     if not 0 < test_fraction < 0.9:
         raise UserError("--test-fraction", test_fraction, "a share above 0 and below 0.9")
     if not minutes > 0:
         raise UserError("--minutes", minutes, "more than 0")
     folder = out or Path("fits") / slug(f"{Path(table.partition('#')[0]).name.split('.')[0]}-{target}")
     quiet_libraries()
-    from cqwen_dist.tables.fitting import FitRequest, judge, prepare
+    from cqwen_dist.tables.fitting import FitRequest, TimeLimit, judge, prepare
 
+    clock = TimeLimit(minutes, began)
     say = partial(typer.echo, err=as_json)
     asked = (table, target, base, text_columns or [], template, test_fraction, split, seed, minutes, test_rows)
-    made = prepare(FitRequest(*asked), folder, say)
+    made = prepare(FitRequest(*asked), folder, say, clock)
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
-        _train_fit(folder, as_json)
-    found = judge(folder, made, say)
+        _train_fit(folder, as_json, clock)
+    found = judge(folder, made, say, clock)
     if as_json:
         print_json(found)
     else:
         _show_fit(folder, found)
 
 
-def _train_fit(folder: Path, as_json: bool) -> None:
+def _train_fit(folder: Path, as_json: bool, clock: Any) -> None:
     """Trains like `cqwen train`, or like `cqwen launch` on a machine with several GPUs. Raises their errors."""
     import torch
 
-    from cqwen_dist.cli.runs import start_ranks, train
+    from cqwen_dist.cli.runs import start_ranks, train_here
 
     config, gpus = folder / "fit.yaml", torch.cuda.device_count()
     if gpus < 2:
-        train(config)
+        train_here(config, callbacks=[clock])
+        if (status := read_status(folder / "run"))["status"] == "paused":
+            typer.echo(f"note: {status.get('reason')}", err=as_json)
     elif code := start_ranks(config, [], gpus, quiet=as_json):
         raise typer.Exit(code)
 
 
 def _show_fit(folder: Path, found: dict[str, Any]) -> None:
-    from rich.table import Table
+    from rich.box import SIMPLE
+    from rich.table import Column, Table
 
-    columns = ("", "MAE", "RMSE", "median error", "R2", "90 % interval holds", "its median width")
-    title = f"{found['target']} of {found['rows']:,} rows that were held out"
-    table = Table(*columns, title=title, title_justify="left")
-    for name, errors in found["results"].items():
-        cells = [f"{errors[key]:.4g}" for key in ("mae", "rmse", "mdae")]
+    results = found["results"]
+    best = min(errors["mae"] for errors in results.values())
+    table = Table(
+        "", *(Column(name, justify="right") for name in ("MAE", "median", "R2", "in 90 %", "width")), box=SIMPLE
+    )
+    for name, errors in results.items():
+        mark = " *" if errors["mae"] == best else "  "
         held = f"{errors['coverage_90']:.1%}" if "coverage_90" in errors else ""
-        width = f"{errors['width_90']:.4g}" if "width_90" in errors else ""
-        table.add_row(name, *cells, f"{errors['r2']:.3f}", held, width)
+        width = plain(errors["width_90"], best) if "width_90" in errors else ""
+        cells = plain(errors["mae"], best) + mark, plain(errors["mdae"], best), f"{errors['r2']:.3f}"
+        table.add_row(name.replace("TF-IDF of ", ""), *cells, held, width)
     console = plain_console()
+    console.print(f"{found['target']} of {found['rows']:,} rows that were held out: mean and median error")
     console.print(table)
+    console.print("* the lowest error; in 90 %: how often the truth is in the 90 % interval, and its median width")
     for row in found["examples"]:
         console.print(" | ".join(row["prompt"].strip().splitlines()))
-        interval = f"90 % between {row['low_90']:g} and {row['high_90']:g}"
-        console.print(f"    predicted {row['predicted']}, {interval}; true {row['truth']:g}")
+        ends = plain(row["low_90"], best), plain(row["high_90"], best)
+        predicted, truth = plain(float(row["predicted"]), best), plain(row["truth"], best)
+        console.print(f"    predicted {predicted}, 90 % between {ends[0]} and {ends[1]}; true {truth}")
     console.print(f"{folder}: fit.svg (a picture), predicted.csv, fit.yaml (cqwen train), run/report.html")
-    console.print(f"more rows: cqwen predict {folder} FILE")
+    console.print(f"more rows: cqwen predict {shlex.quote(str(folder))} FILE")
+
+
+def plain(value: float, error: float) -> str:
+    """A number with as many decimals as four digits of the error have: 24,356 or 13.12."""
+    decimals = 3 - math.floor(math.log10(error)) if error > 0 else 3
+    return f"{value:,.{max(decimals, 0)}f}" if decimals < 8 else f"{value:.4g}"
 
 
 def numbers(

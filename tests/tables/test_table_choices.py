@@ -1,12 +1,15 @@
 """What `cqwen fit` chooses: the unit of the target, the length, how long it trains."""
 
+import io
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cqwen_dist.config import load_config
-from cqwen_dist.tables.choices import LONGEST, Pace, best_transform, choose, config_text
+from cqwen_dist.tables.choices import LEAST_READ, LEAST_STEPS, LONGEST, Pace, best_transform, choose, config_text
+from cqwen_dist.tables.table_verbs import _show_fit, plain
 
 PACE = Pace(0.05, 0.15, "fp32", 576)
 NORMAL = np.random.default_rng(0).normal(50.0, 4.0, 1000)
@@ -28,6 +31,24 @@ def test_the_remaining_time_goes_to_adapters(minutes: float, least: float, most:
     assert chosen.lora_minutes <= 0.8 * minutes or chosen.epochs == 8
 
 
+@pytest.mark.parametrize(("forward", "minutes"), [(0.07, 4), (0.2, 4), (0.05, 1.5), (0.07, 30), (0.001, 1)])
+def test_rows_and_steps_fit_the_time(forward: float, minutes: float) -> None:
+    pace = Pace(forward, 3 * forward, "fp32", 576)
+    chosen = choose(np.resize(NORMAL, 1200), TOKENS, 400, 400, pace, minutes)
+    assert chosen.minutes <= minutes
+    assert chosen.heads_steps >= LEAST_STEPS
+    capped = chosen.rows != (1200, 400, 400)
+    assert capped == (forward > 0.01 and minutes < 30)
+    assert all(rows >= LEAST_READ for rows in chosen.rows)
+    assert not (capped and chosen.epochs), "rows come before adapters"
+
+
+def test_the_least_is_read_however_little_time_there_is() -> None:
+    chosen = choose(NORMAL, TOKENS, 150, 20, Pace(5.0, 15.0, "fp32", 576), 1)
+    assert (chosen.rows, chosen.heads_steps, chosen.epochs) == ((LEAST_READ, LEAST_READ, 20), LEAST_STEPS, 0)
+    assert chosen.minutes > 1, "and the time is told"
+
+
 def test_the_sequence_length_fits_the_longest_row_up_to_a_limit(tmp_path: Path) -> None:
     assert choose(NORMAL, TOKENS, 150, 150, PACE, 20).length == 128
     assert choose(NORMAL, np.append(TOKENS, 5000), 150, 150, PACE, 20).length == LONGEST
@@ -47,3 +68,30 @@ def test_the_chosen_config_trains(tmp_path: Path) -> None:
         assert config.train.seed == 7
         assert config.model.start_numbers == 1000
         assert config.model.random_features == 6144
+
+
+def test_the_comparison_fits_80_columns_with_plain_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    errors = {"mae": 24_356.4, "rmse": 31_000.0, "mdae": 19_876.5, "r2": 0.8321}
+    results = {
+        "CausalQwen": {**errors, "coverage_90": 0.913, "width_90": 81_234.56},
+        "ridge, TF-IDF of words and pairs": {**errors, "mae": 19_000.04},
+    }
+    row = {"prompt": "city: Rome\nage: 31\nscore: ", "predicted": 15.5, "low_90": 1.25e5, "high_90": 2e5, "truth": 3e5}
+    with redirect_stdout(io.StringIO()) as out:
+        _show_fit(tmp_path, {"target": "score", "rows": 400, "results": results, "examples": [row]})
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    (ours,) = (line for line in lines if "CausalQwen" in line)
+    assert ours.split() == ["CausalQwen", "24,356", "19,876", "0.832", "91.3%", "81,235"]
+    (best,) = (line for line in lines if "ridge, words and pairs" in line)
+    assert "19,000 *" in best
+    assert "    predicted 16, 90 % between 125,000 and 200,000; true 300,000" in lines
+    assert max(map(len, lines[:8])) <= 80
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [(24356.4, 24356.4, "24,356"), (13.12345, 13.12345, "13.12"), (0.10984, 0.10984, "0.1098"), (5.0, 0.0, "5.000")],
+)
+def test_numbers_have_four_digits_of_the_error(value: float, error: float, text: str) -> None:
+    assert plain(value, error) == text

@@ -114,6 +114,21 @@ def test_a_kl_above_its_bound_is_told(held: bool, advice: str) -> None:
     assert advice in alarm.text
 
 
+def test_a_stage_that_begins_with_a_far_higher_number_loss_is_reported() -> None:
+    def stages(*after: float) -> list[dict[str, Any]]:
+        losses = [1.9] * 30 + list(after)
+        return [record(n, "heads" if n <= 30 else "lora", reg_loss_effective=x) for n, x in enumerate(losses, 1)]
+
+    (alarm,) = run(Alarms(V), stages(2.0, 12.0, 11.0, 9.0, *[2.0] * 20))
+    assert (alarm.kind, alarm.step) == ("number-loss-jump", 34)
+    assert "begins with a number loss of 9, where the stage before ended with 1.9: give it warmup_steps" in alarm.text
+    assert run(Alarms(V), stages(2.0, 12.0, *[2.5] * 30)) == [], "a single step is no beginning"
+    assert run(Alarms(V), stages(*[2.0] * 25, *[9.0] * 9)) == [], "later steps are a spike's matter"
+    assert run(Alarms(V), [record(n, reg_loss_effective=9.0) for n in range(1, 30)]) == [], (
+        "the first stage has no before"
+    )
+
+
 def test_an_alarm_comes_again_once_its_cause_was_gone() -> None:
     well = [trapped(step, accuracy=0.5) for step in range(4, 6)]
     found = run(Alarms(V), [*map(trapped, range(1, 4)), *well, *map(trapped, range(6, 12))])

@@ -48,6 +48,8 @@ def run(
     options["text"] = text_tokens
     planned, choices, notes = _planned(config, searching, options)
     document, shown = planned.to_dict(), [*notes, *render(planned, choices).renderables]
+    if planned.hours is None and (missing := _missing(config)):
+        shown += [Text(f"no steps and hours: {missing} (--sequences N counts the texts)", style="yellow")]
     if searching:
         document["choices"] = [choice.to_dict() for choice in choices]
         shown += [] if choices else [Text(f"no layout fits: {WHAT_MAY_FIT}", style="red")]
@@ -95,6 +97,16 @@ def write_config(path: Path, config: Config, planned: Plan, command: str) -> Non
         raise UserError("--write", str(path), "a file that does not exist yet") from None
     except OSError as error:
         raise UserError("--write", str(path), f"a place that can be written ({error.strerror})") from None
+
+
+def _missing(config: Config) -> str:
+    """The first source of data.train that is not here; "" if all are."""
+    try:
+        for source in [config.data.train] if isinstance(config.data.train, str) else config.data.train:
+            source_files(source, "data.train")
+    except UserError as error:
+        return f"{error.key}: {error.found} in {Path.cwd()}"
+    return ""
 
 
 def count_sequences(config: Config) -> int | None:

@@ -50,6 +50,8 @@ class Alarms:
     HISTORY = 64  # number of losses to compare a spike with
     LEAST_HISTORY = 20
     SPIKE = 10.0  # robust deviations
+    JUMP = 3.0  # nats of the number loss, from a stage's last steps to the next one's first
+    FIRST_STEPS = 20  # of a stage
 
     def __post_init__(self) -> None:
         self.uniform = None if self.words is None else 1.0 + math.log(self.words)
@@ -62,18 +64,25 @@ class Alarms:
         self._best_p_num = self._accuracy = 0.0
         self._unlearnt = 0
         self._losses: deque[float] = deque(maxlen=self.HISTORY)
+        self._number_losses: deque[float] = deque(maxlen=self.FIRST_STEPS)
+        self._before: float | None = None  # the number loss at the end of the previous stage
+        self._left = self._jumped = 0  # steps of a stage's beginning that are left; those with a jump
 
     def look(self, record: Mapping[str, Any], samples: Sequence[int] = ()) -> list[Alarm]:
         """Alarms from the plain values of one step. samples: the samples of the step on all ranks."""
         if record.get("stage") != self._stage:  # lambda, batch size or length may differ, and so may the loss
             self._stage = record.get("stage")
             self._losses.clear()
+            self._before = statistics.median(self._number_losses) if self._number_losses else None
+            self._number_losses.clear()
+            self._left, self._jumped = self.FIRST_STEPS, 0
         found = {
             "uniform-trap": self._uniform_trap(record),
             "p-num-collapse": self._p_num_collapse(record),
             "b-noise-without-gradient": self._dead_noise(record),
             "loss-spike": self._spike(record),
             "kl-above-bound": self._kl(record),
+            "number-loss-jump": self._jump(record),
         }
         alarms = []
         for kind, (raised, text) in found.items():
@@ -163,6 +172,21 @@ class Alarms:
             )
         self._losses.append(loss)
         return raised, text
+
+    def _jump(self, record: Mapping[str, Any]) -> tuple[bool, str]:
+        """A stage that begins too fast: the number's law is narrow, so a shifted z costs numbers most."""
+        loss = record.get("train/reg_loss_effective")
+        if loss is None or not math.isfinite(loss):
+            return "number-loss-jump" in self._raised, ""
+        self._number_losses.append(loss)
+        self._left -= 1
+        if self._before is None or self._left < 0:
+            return False, ""
+        self._jumped += loss - self._before > self.JUMP
+        return self._jumped >= 3, (
+            f"stage {record.get('stage')} begins with a number loss of {loss:.3g}, where the stage before ended with "
+            f"{self._before:.3g}: give it warmup_steps, or lower rates for embedding, lora and scales"
+        )
 
 
 class Refusals:
