@@ -76,7 +76,7 @@ def test_a_target_over_many_orders_of_magnitude_is_learnt_as_logarithms(one_rank
             city = draw.choice(["Rome", "Oslo"])
             writer.writerow([city, "1000" if i < 3 else f"{10 ** draw.gauss(3 + (city == 'Rome'), 0.7):.6g}"])
     (tmp_path / "equal.json").write_text("[0, 1, 2]")
-    command = ["fit", tmp_path / "lots.csv", "--target", "price", "--base", one_rank / "base", "--minutes", "1"]
+    command = ["fit", tmp_path / "lots.csv", "--target", "price", "--base", one_rank / "base", "--minutes", "3"]
     done = cqwen_forked(*command, "--out", tmp_path / "out", "--split", tmp_path / "equal.json")
     assert done.returncode == 0, done.stderr
     assert load_config(tmp_path / "out" / "fit.yaml").loss.target_transform == "standardise_log"
@@ -196,7 +196,7 @@ def test_too_long_rows_are_dropped_and_large_targets_keep_their_digits(one_rank:
             writer.writerow(
                 ["long " * 30 if i % 10 == 0 else "short", age, 1_700_000_000 + 5 * age + draw.randint(0, 3)]
             )
-    command = ["fit", tmp_path / "seen.csv", "--target", "seconds", "--base", one_rank / "base", "--minutes", "1"]
+    command = ["fit", tmp_path / "seen.csv", "--target", "seconds", "--base", one_rank / "base", "--minutes", "3"]
     done = cqwen_forked(*command, "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert "rows of more than 64 tokens are not trained on" in done.stdout, "the base's context"
