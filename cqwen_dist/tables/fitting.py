@@ -29,7 +29,7 @@ from cqwen_dist.generate.plot import scatter_plot
 from cqwen_dist.generate.table import predict_rows, prompts_of, shared_digits, template_of, write_table
 from cqwen_dist.run.files import BEST, appearing, file_record, write_atomically, written_whole
 from cqwen_dist.tables.baselines import baselines
-from cqwen_dist.tables.choices import LEAST_READ, LONGEST, choose, config_text, context_of, measure_pace
+from cqwen_dist.tables.choices import LEAST_READ, LONGEST, Chosen, Pace, choose, config_text, context_of, measure_pace
 from cqwen_dist.tables.rows import Parts, Table, by_length, held_out_rows, read_parts, read_table, some_of, split
 from cqwen_dist.training.callbacks import Callback, Moment
 
@@ -150,10 +150,29 @@ def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], 
             found = Said(f"only rows of more than {longest:,} tokens")
             raise UserError("FILE", found, "shorter ones (fewer --text-columns)", request.table)
         say(f"note: {longer:,} rows of more than {longest:,} tokens are not trained on (fewer --text-columns shorten)")
+    values = table.values()
+    parts, choice, pace = _in_time(request, parts, values, lengths, longest, say, clock)
+    templates = {"prompt": template, "text": f"{{{table.target}}}", "target": table.target}
+    text = config_text(folder, request.base, choice, pace, len(parts.train), request.seed, **templates)
+    parts.write(draft / "table", table)
+    (draft / CONFIG).write_text(text, encoding="utf-8")
+
+
+def _in_time(
+    request: FitRequest,
+    parts: Parts,
+    values: np.ndarray,
+    lengths: np.ndarray,
+    longest: int,
+    say: Callable[[str], None],
+    clock: TimeLimit,
+) -> tuple[Parts, Chosen, Pace]:
+    """Time the base; returns the rows that can be read in the time, the settings and the pace."""
     say("timing the base on this machine")
+    tokens = lengths[parts.train]
     pace = measure_pace(request.base, min(int(np.median(tokens)), longest), 3 * request.minutes)
     counts = len(parts.valid), len(parts.test)
-    choice = choose(table.values()[parts.train], tokens, *counts, pace, clock.left(), longest)
+    choice = choose(values[parts.train], tokens, *counts, pace, clock.left(), longest)
     if (had := tuple(map(len, parts))) != choice.rows:
         kept = ", ".join(f"{n:,} of {of:,} {why}" for n, of, why in zip(choice.rows, had, WHY, strict=True))
         say(f"note: {request.minutes:g} minutes are too few for all rows here (--minutes gives more). Drawn: {kept}")
@@ -163,10 +182,7 @@ def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], 
     else:
         say(f"note: no time for adapters in {request.minutes:g} minutes: heads alone (--minutes gives more)")
     say(f"the base reads {1 / pace.forward:.1f} rows a second here: about {choice.minutes:.1f} more minutes in all")
-    templates = {"prompt": template, "text": f"{{{table.target}}}", "target": table.target}
-    text = config_text(folder, request.base, choice, pace, len(parts.train), request.seed, **templates)
-    parts.write(draft / "table", table)
-    (draft / CONFIG).write_text(text, encoding="utf-8")
+    return parts, choice, pace
 
 
 def judge(folder: Path, made: Prepared, say: Callable[[str], None], clock: TimeLimit) -> dict[str, Any]:

@@ -48,8 +48,7 @@ def run(
     options["text"] = text_tokens
     planned, choices, notes = _planned(config, searching, options)
     document, shown = planned.to_dict(), [*notes, *render(planned, choices).renderables]
-    if planned.hours is None and (missing := _missing(config)):
-        shown += [Text(f"no steps and hours: {missing} (--sequences N counts the texts)", style="yellow")]
+    shown += _missing(config) if planned.hours is None else []
     if searching:
         document["choices"] = [choice.to_dict() for choice in choices]
         shown += [] if choices else [Text(f"no layout fits: {WHAT_MAY_FIT}", style="red")]
@@ -99,14 +98,15 @@ def write_config(path: Path, config: Config, planned: Plan, command: str) -> Non
         raise UserError("--write", str(path), f"a place that can be written ({error.strerror})") from None
 
 
-def _missing(config: Config) -> str:
-    """The first source of data.train that is not here; "" if all are."""
+def _missing(config: Config) -> list[Text]:
+    """Says which source of data.train is not here, if any."""
     try:
         for source in [config.data.train] if isinstance(config.data.train, str) else config.data.train:
             source_files(source, "data.train")
     except UserError as error:
-        return f"{error.key}: {error.found} in {Path.cwd()}"
-    return ""
+        why = f"no steps and hours: {error.key}: {error.found} in {Path.cwd()} (--sequences N counts the texts)"
+        return [Text(why, style="yellow")]
+    return []
 
 
 def count_sequences(config: Config) -> int | None:
