@@ -115,7 +115,7 @@ def test_with_several_ranks_stdout_has_only_the_json_document(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("cqwen_dist.cluster.launch.launch", lambda *_, **options: asked.append(options) or 75)
     with pytest.raises(typer.Exit) as ended:
-        _train_fit(tmp_path, as_json)
+        _train_fit(tmp_path, as_json, None)
     assert (ended.value.exit_code, asked) == (75, [{"quiet": as_json}])
 
 
