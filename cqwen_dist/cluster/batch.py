@@ -1,6 +1,6 @@
 """Python parts of a batch script: check a run before it starts, and decide at its end whether to requeue it.
 
-    begin   checks the config and counts this start; prints the run folder and this start's log folder
+    begin   checks the config and counts this start; prints the run folder, its log folder and a free port
     end     prints `done`, `stopped`, `requeue SECONDS` or `failed`; the reason and the failed rank's log go to stderr
     point   prints one line of a sweep as a run's arguments, each followed by a zero byte
 
@@ -26,6 +26,7 @@ from typing import Any
 from cqwen_dist.cluster.launch import preflight
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.reading import load_config
+from cqwen_dist.parallel.launcher import free_port
 from cqwen_dist.run.files import HISTORY, LATEST, SLURM, STATUS, not_followed, read_lines, read_object
 from cqwen_dist.run.status import read_status
 
@@ -225,7 +226,7 @@ def main() -> None:
     try:
         if given.verb == "begin":
             run_dir, logs = begin(Path(words[0]), words[1:], given.max_restarts)
-            sys.stdout.write(f"{run_dir}\n{logs}\n")
+            sys.stdout.write(f"{run_dir}\n{logs}\n{free_port()}\n")
         elif given.verb == "point":
             run = sweep_point(int(words[0]), Path(words[1]), Path(words[2]), words[3:])
             sys.stdout.write("".join(f"{word}\0" for word in run))

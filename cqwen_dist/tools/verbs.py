@@ -232,7 +232,10 @@ def submit(
     constraint: Annotated[str | None, typer.Option(help="Required node features.")] = None,
     exclude: Annotated[str | None, typer.Option(help="Nodes to exclude.")] = None,
     limit: Annotated[str | None, typer.Option("--time", help="Time limit: 90 (minutes) or 1-12:00:00.")] = None,
-    sbatch: Annotated[list[str] | None, typer.Option(help="Another sbatch option, such as --mem=0.")] = None,
+    exclusive: Annotated[bool, typer.Option(help="Whole machines, with all cores and memory.")] = False,
+    cpus_per_task: Annotated[int | None, typer.Option(help="Cores per machine; default: 4 per GPU.")] = None,
+    mem: Annotated[str | None, typer.Option(help="Memory per machine, such as 200G.")] = None,
+    sbatch: Annotated[list[str] | None, typer.Option(help="Another sbatch option, such as --gres=gpu:a100:8.")] = None,
     setup: Annotated[list[str] | None, typer.Option(help="Bash line to run first, such as module load.")] = None,
     venv: Annotated[str | None, typer.Option(help="Virtual environment to activate; default: this Python.")] = None,
     container: Annotated[str | None, typer.Option(help="Container image for Python.")] = None,
@@ -254,9 +257,9 @@ def submit(
         waits_for,
     )
 
-    asked = Resources(
-        nodes, gpus_per_node, ranks_per_node, partition, account, qos, constraint, exclude, limit, tuple(sbatch or [])
-    )
+    named = {"partition": partition, "account": account, "qos": qos, "constraint": constraint, "exclude": exclude}
+    share = {"exclusive": exclusive, "cpus_per_task": cpus_per_task, "mem": mem}
+    asked = Resources(nodes, gpus_per_node, ranks_per_node, time=limit, options=tuple(sbatch or []), **named, **share)
     python = {"venv": venv, "container": container, "container_command": container_command, "setup": tuple(setup or [])}
     options = {"name": name, "warn_s": warn_s, "max_restarts": max_restarts, "preflight": not blind}
     checked, jobs = plan_jobs(config, overrides or [], asked, stage or [], **python, **options)

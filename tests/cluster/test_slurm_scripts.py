@@ -39,7 +39,8 @@ FULL = Job(
         constraint="(a|b)&c",
         exclude="node[3,7-9]",
         time="2-00:00:00",
-        options=("--mem=0", "--comment=two words", "--mail-type=END"),
+        exclusive=True,
+        options=("--comment=two words", "--mail-type=END"),
     ),
     container=f"/images/{HOSTILE}.sif",
     container_command="apptainer exec --nv --bind '/data dir'",
@@ -64,7 +65,7 @@ def test_the_rendered_script_equals_the_golden_text(name: str, job: Job) -> None
 def test_the_shipped_scripts_equal_the_rendered_ones(kind: str) -> None:
     output = "cqwen-%j.out" if kind == "train" else "cqwen-%A_%a.out"  # their run is given on the command line
     directives = [f"--job-name=cqwen-{kind}", f"--output={output}", "--nodes=1", "--ntasks-per-node=1"]
-    directives += ["--signal=B:USR1@180", "--open-mode=append", "--exclusive", "--requeue"]
+    directives += ["--signal=B:USR1@180", "--open-mode=append", "--requeue"]
     rendered = _template().render(job=None, shipped=kind, directives=directives)
     assert (ROOT / "slurm" / f"{kind}.sbatch").read_text() == rendered, (
         "slurm/*.sbatch come from cqwen_dist/tools/slurm/job.sbatch.j2: write what is rendered here into them"
@@ -129,6 +130,10 @@ def test_an_option_is_quoted_as_sbatch_reads_it(value: str) -> None:
         (lambda: replace(PLAIN, name="a\nb"), "printable"),
         (lambda: replace(PLAIN, run_dir=Path("/r\\s")), "without backslashes"),
         (lambda: replace(PLAIN, warn_s=5), "--warn-s: found 5"),
+        (lambda: Resources(options=("--array=0-3",)), "slurm/sweep.sbatch"),
+        (lambda: Resources(options=("-a0-3",)), "slurm/sweep.sbatch"),
+        (lambda: Resources(exclusive=True, cpus_per_task=4), "--cpus-per-task: found 4, allowed: no value"),
+        (lambda: Resources(cpus_per_task=0), "--cpus-per-task: found 0, allowed: 1 or more"),
         (lambda: read_stage_option("heads", Resources()), "NAME:key=value"),
         (lambda: read_stage_option("heads:nodes=two", Resources()), "--stage heads:nodes: found 'two'"),
         (lambda: read_stage_option("heads:colour=red", Resources()), "nodes, gpus-per-node"),
@@ -151,6 +156,22 @@ def test_a_stage_may_ask_for_other_resources() -> None:
     assert (needs.nodes, needs.gpus_per_node, needs.partition, needs.time) == (1, 2, "small", "12:00:00")
     _, needs = read_stage_option("heads:exclude=node[01-03,07],gpu-a,nodes=3", PLAIN.resources)
     assert (needs.nodes, needs.exclude) == (3, "node[01-03,07],gpu-a")
+
+
+@pytest.mark.parametrize(
+    ("resources", "lines"),
+    [
+        (Resources(gpus_per_node=1), ["--cpus-per-task=4"]),
+        (Resources(ranks_per_node=2), ["--cpus-per-task=2"]),
+        (Resources(gpus_per_node=2, cpus_per_task=24, mem="200G"), ["--cpus-per-task=24", "--mem=200G"]),
+        (Resources(gpus_per_node=8, exclusive=True), ["--exclusive", "--mem=0"]),
+        (Resources(gpus_per_node=8, exclusive=True, mem="1T"), ["--exclusive", "--mem=1T"]),
+    ],
+)
+def test_a_job_takes_whole_nodes_only_where_asked(resources: Resources, lines: list[str]) -> None:
+    kinds = ("--exclusive", "--cpus-per-task", "--mem")
+    found = [line for line in replace(PLAIN, resources=resources).directives() if line.startswith(kinds)]
+    assert found == lines
 
 
 def test_gpus_are_requested_as_gpus_per_node_or_gres() -> None:

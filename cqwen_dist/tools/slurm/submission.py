@@ -32,6 +32,7 @@ from cqwen_dist.sizes.architecture import feature_parameters, read_architecture
 from cqwen_dist.training.zero.settings import deepspeed_config
 
 _GPUS = re.compile(r"--gres[= ].*gpu|--gpus|-G")  # sbatch options that request GPUs
+_ARRAY = re.compile(r"--array\b|-a\b|-a\d")
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 
 
@@ -48,18 +49,25 @@ class Resources:
     constraint: str | None = None
     exclude: str | None = None
     time: str | None = None  # sbatch format: minutes, H:M:S, D-H:M:S, UNLIMITED
+    exclusive: bool = False  # whole nodes, with all of their cores and memory
+    cpus_per_task: int | None = None  # cores per node; default: 4 per GPU, or 1 per CPU rank
+    mem: str | None = None  # memory per node, such as 200G; default: the cluster's
     options: tuple[str, ...] = ()  # more sbatch options, one #SBATCH line each
 
     def __post_init__(self) -> None:
-        for name, least in (("nodes", 1), ("gpus_per_node", 0), ("ranks_per_node", 1)):
+        for name, least in (("nodes", 1), ("gpus_per_node", 0), ("ranks_per_node", 1), ("cpus_per_task", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"--{name.replace('_', '-')}", value, f"{least} or more")
         if self.time is not None and not _TIME.fullmatch(self.time):
             raise UserError("--time", self.time, "minutes, H:M:S, D-H:M:S or UNLIMITED")
+        if self.exclusive and self.cpus_per_task is not None:
+            raise UserError("--cpus-per-task", self.cpus_per_task, "no value with --exclusive, which takes all cores")
         for option in self.options:
             if not option.startswith("-"):
                 raise UserError("--sbatch", option, "an option of sbatch, such as --mem=0")
+            if _ARRAY.match(option):
+                raise UserError("--sbatch", option, "one run a job; slurm/sweep.sbatch queues an array of runs")
             if _GPUS.match(option) and not self.gpus_per_node:
                 raise UserError("--sbatch", option, "with --gpus-per-node too: how many that is on a node")
 
@@ -67,6 +75,11 @@ class Resources:
     def ranks(self) -> int:
         """Ranks per node."""
         return self.ranks_per_node or self.gpus_per_node or 1
+
+    @property
+    def cpus(self) -> int:
+        """Cores per node, if it is shared with other jobs."""
+        return self.cpus_per_task or max(self.ranks, 4 * self.gpus_per_node)
 
 
 @dataclass(frozen=True)
@@ -116,11 +129,13 @@ class Job:
             "ntasks-per-node": 1,
             "gpus-per-node": None if any(map(_GPUS.match, r.options)) else r.gpus_per_node or None,
             **{name: getattr(r, name) for name in ("partition", "account", "qos", "constraint", "exclude", "time")},
+            **({"exclusive": True, "mem": r.mem or "0"} if r.exclusive else {"cpus-per-task": r.cpus, "mem": r.mem}),
             "signal": f"B:USR1@{self.warn_s}",
             "open-mode": "append",
         }
-        lines = [f"--{key}={_quoted(str(value))}" for key, value in options.items() if value is not None]
-        return [*lines, "--exclusive", "--requeue", *(_option(text) for text in r.options)]
+        named = {key: value for key, value in options.items() if value is not None}
+        lines = [f"--{key}" if value is True else f"--{key}={_quoted(str(value))}" for key, value in named.items()]
+        return [*lines, "--requeue", *(_option(text) for text in r.options)]
 
 
 def render(job: Job) -> str:
@@ -163,13 +178,17 @@ def split_stages(config: Config, resources: Resources, by_stage: dict[str, Resou
 def read_stage_option(text: str, resources: Resources) -> tuple[str, Resources]:
     """Parse `NAME:nodes=4,gpus-per-node=8,partition=big`, the resources for one stage. Raises `UserError`."""
     name, colon, rest = text.partition(":")
-    known = {field.replace("_", "-"): field for field in Resources.__dataclass_fields__ if field != "options"}
+    known = {
+        field.replace("_", "-"): field
+        for field in Resources.__dataclass_fields__
+        if field not in ("options", "exclusive")
+    }
     changes: dict[str, Any] = {}
     for part in re.split(r",(?=[\w-]+=)", rest):  # not at the comma in exclude=node[01-03,07]
         key, equals, value = part.partition("=")
         if not (name and colon and equals and key in known):
             raise UserError("--stage", text, f"NAME:key=value,... with keys out of {', '.join(known)}")
-        if known[key] in ("nodes", "gpus_per_node", "ranks_per_node"):
+        if known[key] in ("nodes", "gpus_per_node", "ranks_per_node", "cpus_per_task"):
             if not value.isdecimal():
                 raise UserError(f"--stage {name}:{key}", value, "a whole number")
             changes[known[key]] = int(value)
