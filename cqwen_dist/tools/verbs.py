@@ -257,9 +257,10 @@ def submit(
         waits_for,
     )
 
-    named = {"partition": partition, "account": account, "qos": qos, "constraint": constraint, "exclude": exclude}
-    share = {"exclusive": exclusive, "cpus_per_task": cpus_per_task, "mem": mem}
-    asked = Resources(nodes, gpus_per_node, ranks_per_node, time=limit, options=tuple(sbatch or []), **named, **share)
+    asked = Resources(
+        *(nodes, gpus_per_node, ranks_per_node, partition, account, qos, constraint, exclude, limit),
+        *(exclusive, cpus_per_task, mem, tuple(sbatch or [])),
+    )
     python = {"venv": venv, "container": container, "container_command": container_command, "setup": tuple(setup or [])}
     options = {"name": name, "warn_s": warn_s, "max_restarts": max_restarts, "preflight": not blind}
     checked, jobs = plan_jobs(config, overrides or [], asked, stage or [], **python, **options)

@@ -8,12 +8,12 @@ import resource
 import shutil
 import subprocess
 import sys
-from http.server import HTTPServer
 from pathlib import Path
+from socket import create_connection
 from threading import Thread
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -283,21 +283,25 @@ def test_the_server_example_of_the_docs_answers_with_text_and_numbers(
     space: dict[str, Any] = {"__name__": "page"}
     out = export(folder, tmp_path / "out")
     run_snippet(Path(__file__).parents[3] / "docs" / "serving.md", "out/gsm8k", out, capsys, space)
-    with HTTPServer(("127.0.0.1", 0), space["Handler"]) as server:
+    with space["ThreadingHTTPServer"](("127.0.0.1", 0), space["Handler"]) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
 
-        def asked(**body: Any) -> Any:
-            answering = Thread(target=server.handle_request)
-            answering.start()
+        def asked(size: int | None = None, **body: Any) -> Any:
+            data = json.dumps(body).encode()
+            headers = {} if size is None else {"Content-Length": str(size)}
             try:
-                with urlopen(f"http://127.0.0.1:{server.server_port}", json.dumps(body).encode()) as found:
+                with urlopen(Request(f"http://127.0.0.1:{server.server_port}", data, headers), timeout=60) as found:
                     return json.load(found)
             except HTTPError as error:
                 return json.load(error)
-            finally:
-                answering.join()
 
-        found = asked(prompt=TEXT, max_new_tokens=12, mode="noise", seed=1)
+        with create_connection(server.server_address):  # a client that sends nothing keeps nobody else waiting
+            found = asked(prompt=TEXT, max_new_tokens=12, mode="noise", seed=1)
         refused = asked(prompt=TEXT, mode="moon")
+        assert "Content-Length" in asked(size=-1, prompt=TEXT)["error"]
+        assert "Content-Length" in asked(size=10**9, prompt=TEXT)["error"]
+        assert asked(prompt=TEXT, num_return_sequences=100_000) == {"error": "num_return_sequences: at most 4"}
+        server.shutdown()
     tokenizer = NumericalAwareTokenizer.from_pretrained(out)
     (wanted,) = continue_text(model, tokenizer, [TEXT], max_new_tokens=12, mode="noise", seed=1)
     assert found["text"] == wanted.text
