@@ -139,8 +139,6 @@ def config_validate(config: ConfigFile, overrides: Overrides = None) -> None:
 def _check_inputs(config: Any) -> list[str]:
     """What could not be checked, and stages that do not reach their rate. Raises `UserError`."""
     from cqwen_dist.config.data import source_files
-    from cqwen_dist.data.amount import amount_of, never_warm
-    from cqwen_dist.data.sources import as_list
     from cqwen_dist.sizes.architecture import read_architecture
 
     name, notes = config.model.name_or_path, []
@@ -148,12 +146,21 @@ def _check_inputs(config: Any) -> list[str]:
         config.fit_context(read_architecture(config))
     else:
         notes.append(f"model.name_or_path: {name} is no folder here, so the base is not checked")
+    train = config.data.train
     try:
-        files = [file for source in as_list(config.data.train) for file in source_files(source, "data.train")]
+        files = [
+            file
+            for source in ([train] if isinstance(train, str) else train)
+            for file in source_files(source, "data.train")
+        ]
     except UserError as error:
         return [*notes, f"{error.key}: {error.found} here, so the data is not checked"]
     if any(file.startswith("hf:") for file in files):
         return [*notes, "data.train is on a hub, so the data is not checked"]
+    if any(file.startswith("bundled:") for file in files):
+        return notes  # shipped with the tools: nothing to mistake, and reading it would import numpy and the tools
+    from cqwen_dist.data.amount import amount_of, never_warm
+
     amount = amount_of(config.data, Path(config.base_folder).expanduser())
     if amount.error is not None:
         raise amount.error
