@@ -67,7 +67,7 @@ def _of_file(path: Path, config: DataConfig, key: str) -> Iterator[Block]:
     if ending in _SHEETS:
         raise UserError(key, str(path), "text, JSONL, CSV or Parquet: save the sheet as a .csv in UTF-8")
     if ending == ".parquet":
-        yield from of_parquet(path, config, _ROWS)
+        yield from of_parquet(path, config, _ROWS, BLOCK)
         return
     with gzip.open(path, "rb") if name.endswith(".gz") else path.open("rb") as file:
         lines = _Lines(file, path, config)

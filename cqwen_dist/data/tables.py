@@ -14,11 +14,12 @@ from cqwen_dist.config.errors import UserError, reason_of
 from cqwen_dist.data.cells import BadLine, shortened
 from cqwen_dist.data.records import Block, Row, needed_columns
 
+_AT_ONCE = 16  # rows read at a time: a dictionary of one large value makes 1,000 rows of gigabytes out of 299 bytes
 _SINGLE = ("float", "float32", "halffloat", "float16")  # type names in Arrow and `datasets`
 
 
-def of_parquet(path: Path, config: DataConfig, rows: int) -> Iterator[Block]:
-    """Yield a file's blocks. rows: maximum per block."""
+def of_parquet(path: Path, config: DataConfig, rows: int, size: int) -> Iterator[Block]:
+    """Yield a file's blocks. rows: maximum per block; size: bytes after which a block ends."""
     import pyarrow.parquet
 
     number = 1
@@ -26,16 +27,22 @@ def of_parquet(path: Path, config: DataConfig, rows: int) -> Iterator[Block]:
         with pyarrow.parquet.ParquetFile(path) as file:
             fields = needed_columns(config, file.schema_arrow.names)
             unread = dict.fromkeys(name for name in file.schema_arrow.names if name not in fields)
-            for batch in file.iter_batches(batch_size=rows, columns=fields, use_threads=False):
-                yield partial(_table_rows, str(path), number, batch, unread)
-                number += batch.num_rows
+            held: list[pyarrow.RecordBatch] = []
+            for batch in file.iter_batches(batch_size=_AT_ONCE, columns=fields, use_threads=False):
+                held.append(batch)
+                if sum(part.num_rows for part in held) >= rows or sum(part.nbytes for part in held) >= size:
+                    table, held = pyarrow.Table.from_batches(held), []
+                    yield partial(_table_rows, str(path), number, table, unread)
+                    number += table.num_rows
+            if held:
+                yield partial(_table_rows, str(path), number, pyarrow.Table.from_batches(held), unread)
     except BadLine as bad:
         yield partial(list, [(str(path), bad)])
     except pyarrow.ArrowException as error:
         yield partial(list, [(f"{path}:{number}", _broken_table(error))])
 
 
-def _table_rows(name: str, first: int, batch: pyarrow.RecordBatch, unread: dict[str, None]) -> Iterator[Row]:
+def _table_rows(name: str, first: int, batch: pyarrow.Table, unread: dict[str, None]) -> Iterator[Row]:
     """Rows of a batch. unread: the names of columns that were not read, so that they can be counted."""
     try:
         records = batch.to_pylist()

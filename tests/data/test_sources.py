@@ -20,6 +20,7 @@ from cqwen_dist.data.cells import as_text
 from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_split, read_texts
+from cqwen_dist.data.tables import of_parquet
 from cqwen_dist.tools.diabetes import diabetes_table, diabetes_texts
 
 
@@ -287,3 +288,15 @@ def test_reads_gsm8k() -> None:
     assert (report.read, report.lines()) == (7473, [])
     assert (len(train), len(held_out)) == (7099, 374)
     assert not any("<<" in text.text for text in train)
+
+
+def test_a_parquet_dictionary_of_one_large_value_is_read_in_small_blocks(tmp_path: Path) -> None:
+    """A file of some hundred bytes may hold a thousand texts of a megabyte."""
+    path = tmp_path / "bomb.parquet"
+    text = "a" * (1 << 20)
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 200, pa.int32()), pa.array([text]))
+    pyarrow.parquet.write_table(pa.table({"text": texts}), path, compression="zstd")
+    assert path.stat().st_size < 10_000
+    blocks = list(of_parquet(path, DataConfig(train=str(path)), 1000, 1 << 20))
+    assert len(blocks) == 13
+    assert sum(len(list(block())) for block in blocks) == 200
