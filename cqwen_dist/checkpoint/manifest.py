@@ -184,7 +184,7 @@ def resolve_checkpoint(path: str | Path) -> tuple[Path, Path]:
     if (best := path / BEST).is_file():
         named = path / read_small(best).strip()
         if not named.resolve().is_relative_to(path.resolve()):
-            raise UserError("checkpoint", Said(f"a path outside of the folder: {named}"), "one inside", str(best))
+            raise UserError("checkpoint", Said(f"{named} is a path outside of the folder"), "", str(best))
         path = named
     refuse_newer(path)
     if read_manifest(path) is not None:

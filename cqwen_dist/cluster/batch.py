@@ -73,9 +73,8 @@ def begin(config: Path, overrides: list[str], max_restarts: int) -> tuple[Path, 
     # This start is in the history already, so one more than the budget is still within it
     tries = fruitless_starts(read_history(run_dir))
     if tries > max_restarts + 1:
-        raise UserError(
-            "this job", Said(f"{tries - 1} starts in a row without a new checkpoint"), "a look at the logs, then sbatch"
-        )
+        said = f"{tries - 1} starts in a row without a new checkpoint; look at the logs, then call sbatch again"
+        raise UserError("this job", Said(said), "")
     logs = run_dir / SLURM / f"job-{job}" / f"start-{start}"
     logs.mkdir(parents=True, exist_ok=True)
     latest = run_dir / SLURM / "latest"

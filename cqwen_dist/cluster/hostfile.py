@@ -22,7 +22,7 @@ from shutil import which
 from tempfile import TemporaryDirectory
 
 from cqwen_dist.cluster.rank import MODULE, Order
-from cqwen_dist.config.errors import UserError, writing
+from cqwen_dist.config.errors import Said, UserError, writing
 from cqwen_dist.run.files import read_small
 
 # Environment variables that the ranks get: these names, names with these prefixes, and proxies.
@@ -51,7 +51,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
         if found is None:
             raise UserError("--hostfile", line, "host slots=N", where)
         if found[1] in hosts:
-            raise UserError("--hostfile", line, "each host once", where)
+            raise UserError("--hostfile", Said(f"this host is listed twice: {line}"), "", where)
         hosts[found[1]] = int(found[2])
     if not hosts:
         raise UserError("--hostfile", str(path), "at least one line: host slots=N")

@@ -16,7 +16,7 @@ from typing import Any
 from cqwen_dist.cluster.hostfile import hosts_command, prepared, read_environment, read_hostfile
 from cqwen_dist.cluster.rank import Order, rank_environment
 from cqwen_dist.config.data import source_files
-from cqwen_dist.config.errors import UserError, refuse_ranks
+from cqwen_dist.config.errors import Said, UserError, refuse_ranks
 from cqwen_dist.config.reading import load_config
 from cqwen_dist.config.schema import Config
 from cqwen_dist.parallel.hang import stacks_of
@@ -88,7 +88,7 @@ def launch(
     if ranks < 1:
         raise UserError("--ranks", ranks, "1 or more")
     if env_file is not None and hostfile is None:
-        raise UserError("--env-file", str(env_file), "with --hostfile (ranks of this machine have this environment)")
+        raise UserError("--env-file", Said("use it with --hostfile; ranks of this machine have this environment"), "")
     hosts = None if hostfile is None else read_hostfile(hostfile)
     environment = {} if hosts is None else read_environment(env_file)
     config = preflight(path, overrides)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.parallel.hang import HangWatch
 from cqwen_dist.parallel.launcher import free_port
 from cqwen_dist.parallel.stop import StopFlag
@@ -100,8 +100,8 @@ def distributed(timeout_s: float = 1800.0, stop: StopFlag | None = None, alone: 
     device = pick_device(local_rank)
     if dist.is_initialized():
         if alone and dist.get_world_size() > 1:
-            found = f"a process group of {dist.get_world_size()} that is up"
-            raise UserError("ranks", found, "it after that has ended")
+            said = f"a process group of {dist.get_world_size()} ranks is running; call this after it has ended"
+            raise UserError("ranks", Said(said), "")
         yield Runtime(dist.get_rank(), dist.get_world_size(), device, timeout_s, stop or StopFlag())
         return
     os.environ.setdefault("DS_ACCELERATOR", device.type)  # unset, `import deepspeed` prints to stdout

@@ -14,7 +14,7 @@ from torch import Tensor
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, refuse_exchanged
 from cqwen_dist.checkpoint.saving import About
 from cqwen_dist.checkpoint.tensors import refuse_strange
-from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.lora import is_lora
 from cqwen_dist.run.files import START_TENSORS, let_read, written_whole
@@ -87,8 +87,8 @@ def load_start(constraint: Constraint, path: Path, state: dict[str, Any]) -> Non
         tensors = load_file(path)
         adapted = tensors.pop("adapted").reshape(())
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-        allowed = "the file that the run's start left there (or loss.constraint.mode=off in a new run)"
-        raise UserError("loss.constraint", str(path), f"{allowed}: {error}") from None
+        said = f"the start of the run cannot be read ({error}); copy the file back, or begin a new run with mode: off"
+        raise UserError("loss.constraint", Said(said), "", str(path)) from None
     shapes = {name: value.shape for name, value in constraint.tensors().items()}
     refuse_strange(tensors, shapes, path, key="loss.constraint")
     constraint.load(tensors, bool(adapted), state)

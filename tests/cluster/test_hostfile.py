@@ -33,7 +33,7 @@ def test_a_hostfile_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
         ("node1 slots=0\n", "line 1"),
         ("a slots=1\nnode1;reboot slots=2\n", "line 2"),
         ("-oProxyCommand=x slots=2\n", "line 1"),
-        ("a slots=1\na slots=2\n", "each host once"),
+        ("a slots=1\na slots=2\n", "this host is listed twice"),
     ],
 )
 def test_a_wrong_hostfile_is_reported_by_line(tmp_path: Path, text: str, said: str) -> None:

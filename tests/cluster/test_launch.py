@@ -101,7 +101,7 @@ def test_wrong_configs_are_refused_before_any_rank_starts(monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "launch_command", never)
     with pytest.raises(UserError, match=r"vocab_group_size: found 2, allowed: a divisor of the 3 ranks: 1, 3"):
         module.launch(config, ["parallel.vocab_group_size=2"], 3)
-    with pytest.raises(UserError, match=r"--env-file: found 'x', allowed: with --hostfile"):
+    with pytest.raises(UserError, match=r"--env-file: use it with --hostfile"):
         module.launch(config, [], 2, env_file=Path("x"))
     with pytest.raises(UserError, match=r"data\.train: found no file .*/none\.jsonl, allowed: a file or folder"):
         module.launch(config, [f"data.train={config.parent}/none.jsonl"], 2)

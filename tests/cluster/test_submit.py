@@ -86,7 +86,7 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(
     assert "there is no sbatch here" in err
     code, out, err = cqwen(monkeypatch, capfd, "submit", config, "--nodes", 2)
     assert (code, out) == (2, "")
-    assert err.startswith("error: sbatch: found no such command here")
+    assert err.startswith("error: sbatch: no such command here")
     assert not (tmp_path / "run").exists()
 
 
@@ -115,7 +115,7 @@ def test_a_dry_run_needs_no_controller(
     assert out.startswith("#!/usr/bin/env bash")
     assert "nothing that answers it" in err
     code, out, err = cqwen(monkeypatch, capfd, "submit", write_config(tmp_path))
-    assert (code, err.startswith("error: sbatch: found no such command here, or nothing that answers")) == (2, True)
+    assert (code, err.startswith("error: sbatch: no such command here, or nothing that answers")) == (2, True)
 
 
 def test_slurms_own_error_is_shown(

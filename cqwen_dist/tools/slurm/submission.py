@@ -260,8 +260,8 @@ def check_jobs(jobs: Sequence[Job]) -> list[str]:
 def submit_jobs(config: Config, jobs: Sequence[Job]) -> list[str]:
     """Write config and scripts into the run folder and submit them; returns job ids. Raises `UserError`."""
     if not check_jobs(jobs):
-        found = Said("no such command here, or nothing that answers it")
-        raise UserError("sbatch", found, "a machine of the cluster (--dry-run needs none)")
+        said = "no such command here, or nothing that answers it; submit on a machine of the cluster, or use --dry-run"
+        raise UserError("sbatch", Said(said), "")
     folder = jobs[0].script.parent
     with writing("run.dir", folder, "a folder that can be written"):
         folder.mkdir(parents=True)
