@@ -23,8 +23,10 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     train_here(config, overrides)
 
 
-def train_here(config: Path, overrides: list[str] | None = None, callbacks: Sequence[Any] = ()) -> None:
-    """`train`. callbacks: as of `cqwen_dist.train`."""
+def train_here(
+    config: Path, overrides: list[str] | None = None, callbacks: Sequence[Any] = (), again: str = ""
+) -> None:
+    """`train`. callbacks: as of `cqwen_dist.train`. again: how to go on after a stop, if not by `cqwen train`."""
     from cqwen_dist.parallel.launcher import end_with_launcher, holding_signals
 
     outlive()
@@ -41,7 +43,7 @@ def train_here(config: Path, overrides: list[str] | None = None, callbacks: Sequ
         except Stopped:  # a launcher treats any code except 0 as a failure; status.json has `preempted`
             if launched(os.environ):
                 raise typer.Exit from None
-            typer.echo(f"to go on: {resuming(Path(checked.run.dir))}", err=True)
+            typer.echo(f"to go on: {again or resuming(Path(checked.run.dir))}", err=True)
             raise typer.Exit(75) from None
 
 

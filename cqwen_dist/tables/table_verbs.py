@@ -63,7 +63,7 @@ def _train_fit(folder: Path, as_json: bool, clock: Any) -> None:
 
     config, gpus = folder / "fit.yaml", torch.cuda.device_count()
     if gpus < 2:
-        train_here(config, callbacks=[clock])
+        train_here(config, callbacks=[clock], again="the same command")
         if (status := read_status(folder / "run"))["status"] == "paused":
             typer.echo(f"note: {status.get('reason')}", err=as_json)
     elif code := start_ranks(config, [], gpus, quiet=as_json):
