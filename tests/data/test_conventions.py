@@ -9,6 +9,7 @@ import pytest
 from tokenizers import AddedToken, processors
 from transformers import PreTrainedTokenizerFast
 
+from cqwen_dist.cli.prepared import around
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.data.chat import Chat
@@ -94,6 +95,13 @@ def test_a_chat_begins_as_its_template_writes_it_and_ends_once(kind: str, tmp_pa
     assert ids == (own if ended else [*own, tokenizer.eos_token_id])
     served = CausalQwenTokenizer.of(tokenizer)
     assert served.apply_chat_template(CHAT, tokenize=True, return_dict=False) == own
+
+
+def test_prepare_shows_the_tokens_around_a_text() -> None:
+    llama, qwen = (NumericalAwareTokenizer(KINDS[f"like {name}"]()) for name in ("Llama 3", "Qwen"))
+    assert around(llama, chats=False) == "a text begins with <s> and ends with </s>"
+    assert around(llama, chats=True) == "a text begins as the chat template writes it and ends with </s>"
+    assert around(qwen, chats=False) == "a text begins without a token of the tokenizer's own and ends with </s>"
 
 
 def test_numbers_keep_their_values_behind_the_first_token() -> None:
