@@ -94,8 +94,10 @@ def main(
     found = shares(model, tokenizer, texts[64:80])
     typer.echo(f"{len(found['sum P'])} tokens, median sum P {float(found.pop('sum P').median()):.3g}")
     for name, share in found.items():
-        medians = (f"{top}: {100 * float(column.median()):.3g} %" for top, column in zip(TOPS, share.T, strict=True))
-        typer.echo(f"share of the likeliest words in {name}, median: {', '.join(medians)}")
+        for quarter in (0.25, 0.5):
+            tops = zip(TOPS, 100 * share.quantile(quarter, 0), strict=True)
+            said = ", ".join(f"{top}: {float(part):.3g} %" for top, part in tops)
+            typer.echo(f"share of the likeliest words in {name}, quantile {quarter}: {said}")
     judge, spell = AutoModelForCausalLM.from_pretrained(base).eval(), tokenizer.tokenizer
     starts = [" ".join(text.split()[:12]) for text in texts[80 : 80 + prompts]] * copies
     for mode, options in SETTINGS:

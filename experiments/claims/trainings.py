@@ -158,7 +158,7 @@ def _config(ask: Ask, arm: LoraArm, files: Mapping[str, str]) -> dict[str, Any]:
         "lr_groups": {**HEADS_RATES, "lora": arm.rate},
         "steps": then if arm.heads_first else first + then,
     }
-    held = {} if arm.kl is None else {"loss": {"constraint": {"mode": "dual", "eps": arm.kl}}}
+    limit = {"mode": "monitor"} if arm.kl is None else {"mode": "dual", "eps": arm.kl}
     return {
         "model": {"name_or_path": ask.base, "lora": {"r": 16, "alpha": 32}},
         "data": {"train": files["train"], "eval": files["words"], "sequence_length": 320},
@@ -172,7 +172,7 @@ def _config(ask: Ask, arm: LoraArm, files: Mapping[str, str]) -> dict[str, Any]:
             "checkpoint_every": 100_000,
         },
         "run": {"dir": str(ask.out / "trainings" / "run")},
-        **held,
+        "loss": {"constraint": limit},
     }
 
 

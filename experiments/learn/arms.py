@@ -41,7 +41,7 @@ HEADS_RATES = {"classifier": 2e-6, "regression": 1e-3, "thresholds": 1e-3}
 LORA_LRS = (1e-4, 3e-4, 1e-3)
 LORA = {"r": 16, "alpha": 32, "dropout": 0.05}
 OURS: dict[str, dict[str, Any]] = {
-    "ours": {},
+    "ours": {"loss": {"constraint": {"mode": "monitor"}}},
     "ours, KL held": {"loss": {"constraint": {"mode": "dual", "eps": 0.1}}},
 }
 PLAIN = {"LoRA + softmax, digits": True, "LoRA + softmax, <NUM>": False}
