@@ -98,12 +98,12 @@ def test_a_changed_config_is_refused_by_key_and_changes_nothing(one_rank: Path) 
     known = (one_rank / "config.yaml").read_text()
     for override, key in [
         ("train.seed=1", "train.seed"),
-        ("stages.1.lr=0.5", "stages.1.lr"),
+        ("stages.0.lr=0.5", "stages.0.lr"),
         ("model.lora.r=4", "model.lora.r"),
         ("loss.alpha=0.5", "loss.alpha"),
     ]:
         with pytest.raises(
-            AssertionError, match=rf"UserError: .*config\.yaml: {key}: found .*, (with which|as stage lora)"
+            AssertionError, match=rf"UserError: .*config\.yaml: {key}: found .*, (with which|as stage heads)"
         ):
             train_run(one_rank.parent / "config.yaml", override)
     assert (one_rank / "config.yaml").read_text() == known
