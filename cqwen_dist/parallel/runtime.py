@@ -7,7 +7,9 @@ SLURM_NTASKS, SLURM_LOCALID), or none (one process).
 from __future__ import annotations
 
 import os
+import platform
 import random
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -47,9 +49,14 @@ class Runtime:
 
 
 def find_ranks(env: Mapping[str, str]) -> tuple[int, int, int]:
-    """(rank, world size, local rank) from a launcher's environment; (0, 1, 0) without one."""
+    """(rank, world size, local rank) from a launcher's environment; (0, 1, 0) without one. Raises `UserError`."""
     if names := _launcher(env):
+        for name in names:
+            if not env[name].isdecimal():
+                raise UserError(name, env[name], "a whole number, as a launcher sets it")
         rank, world, local = (int(env[name]) for name in names)
+        if rank >= world:
+            raise UserError(names[0], rank, f"0 to {world - 1}, as {names[1]} is {world}")
         return rank, world, local
     return 0, 1, 0
 
@@ -134,6 +141,14 @@ _stores: list[Any] = []  # the launcher's store, once this process has connected
 _groups = count()
 
 
+def _refuse_unknown_host(name: str) -> None:
+    """Raises `UserError` if a host's name does not resolve: torch would only time out."""
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        raise UserError("MASTER_ADDR", name, f"a host that resolves on {platform.node()} ({error.strerror})") from None
+
+
 @contextmanager
 def _meeting_place(rank: int, world: int, local_rank: int, timeout: timedelta) -> Iterator[Any]:
     """The rendezvous store of the ranks, with the environment variables that DeepSpeed reads.
@@ -155,6 +170,7 @@ def _meeting_place(rank: int, world: int, local_rank: int, timeout: timedelta) -
         if own:
             yield dist.HashStore()
         else:
+            _refuse_unknown_host(os.environ["MASTER_ADDR"])
             if not _stores:
                 _stores.append(next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))[0])
             yield dist.PrefixStore(f"cqwen-{next(_groups)}", _stores[0])

@@ -142,3 +142,25 @@ def test_a_held_port_can_be_bound_only_by_the_store() -> None:
         with pytest.raises(OSError):
             other.bind(("127.0.0.1", port))
         assert dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False).port == port
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (("x", "2", "0"), "RANK: found 'x', allowed: a whole number"),
+        (("0", "", "0"), "WORLD_SIZE: found '', allowed: a whole number"),
+        (("-1", "2", "0"), "RANK: found '-1', allowed: a whole number"),
+        (("2", "2", "0"), "RANK: found 2, allowed: 0 to 1, as WORLD_SIZE is 2"),
+    ],
+)
+def test_a_launchers_variables_are_checked(values: tuple[str, str, str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        find_ranks(dict(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), values, strict=True)))
+
+
+def test_a_host_that_does_not_resolve_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "29555"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    with pytest.raises(UserError, match=r"MASTER_ADDR: found 'no-such-host\.invalid', allowed: a host that resolves"):
+        distributed().__enter__()
