@@ -60,6 +60,7 @@ def load_trained(
     config, folder = run_of(path)
     state = load_checkpoint(folder, (0, 2**62), [])
     saved = state.state["model"]
+    # The base and the tokenizer are not part of the checkpoint: what is found now must be what it was trained on
     base = base_digest(base_folder_of(config.base_folder), Path(config.run.dir) / DIGESTS)
     tokenizer = NumericalAwareTokenizer.from_pretrained(
         config.tokenizer_source, saved["num_token_id"], saved["vocab_size"], config.data.numbers
@@ -90,6 +91,7 @@ def load_exported(folder: Path, **options: Any) -> CausalQwenForCausalLM:
                 for name in tensors.keys():  # noqa: SIM118 (a safetensors handle, not a dict)
                     if (kind := tensors.get_slice(name).get_dtype()) not in ("F32", "BF16", "F16"):
                         raise UserError("CHECKPOINT", Said(f"{name} of {kind}"), "F32, BF16 or F16", str(file))
+        # A tensor of another shape is reported below in one line; transformers would raise with all of them
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         loaded: Any = CausalQwenForCausalLM.from_pretrained(folder, **options)
     except (UserError, MemoryError, torch.OutOfMemoryError):

@@ -189,6 +189,7 @@ class Trainer:
         run = self.run
         run.loaders.close()
         run.saver.wait()
+        # The ranks disagree about weights, so only rank 0 chooses the checkpoint
         folder = from_main_rank(lambda: latest_checkpoint(run.folder))
         if folder is None or found.again:
             raise found

@@ -1,6 +1,6 @@
 """Activation memory: backbone tensors saved for backward, and temporary tensors in forward and backward.
 
-All results are bytes for one micro-batch on one rank. docs/planner.md derives them; `sizes.stage_sizes` defines the
+All results are bytes for one micro-batch on one rank. docs/planner.md derives them; `plan.stage_sizes` defines the
 letters.
 """
 

@@ -1,7 +1,7 @@
 """Bytes per rank, part by part, in the phases of a step where memory may peak.
 
 The counts are exact: permanent tensors (weights, masters, Adam moments), tensors saved for backward, and buffers in the
-fused loss. docs/planner.md derives every term. `sizes.stage_sizes` defines the letters.
+fused loss. docs/planner.md derives every term. `plan.stage_sizes` defines the letters.
 """
 
 from __future__ import annotations
