@@ -9,13 +9,14 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.reading import given_config
 from cqwen_dist.config.schema import Config
 from cqwen_dist.config.training import Stage
+from cqwen_dist.number_forms import Form
 from cqwen_dist.parallel.collectives import Stopped
 from cqwen_dist.training.callbacks import Callback, CallbackError, Moment, TrainResult
 
@@ -159,7 +160,7 @@ def predict(
     digits: Digits = "auto",
     within: int | None = None,
     empty: str | None = None,
-    decimal_comma: bool = False,
+    decimal_comma: bool | None = None,
     batch_size: int = 16,
     device: str = "auto",
     say: Callable[[str], None] = warnings.warn,
@@ -169,24 +170,27 @@ def predict(
     Returns the rows with new columns `predicted`, `low_50` to `high_95` and `p_num` (`generate.table.NUMBER_COLUMNS`);
     None if the model writes no number. model: a folder, or the result of `load`. rows: a CSV, Parquet or JSONL file, a
     DataFrame, or a list of dicts. template: prompt for a row, with columns in braces; None: the run's prompt, with its
-    data.empty_cell. options: choose one of these texts instead (columns `chosen`, `p OPTION`). A row that cannot
-    be read (an empty cell, more text than the context) has None in all new columns; `say` gets their count. For the
-    other arguments see `cqwen predict --help`. Raises `UserError`; for a wrong template before the model is loaded.
+    data.empty_cell and its forms of numbers; `say` then gets how the columns differ from training. options: choose one
+    of these texts instead (columns `chosen`, `p OPTION`). A row that cannot be read (an empty cell, more text than the
+    context) has None in all new columns; `say` gets their count. For the other arguments see `cqwen predict --help`.
+    Raises `UserError`; for a wrong template, or columns that cannot be read as in training, before the model is loaded.
     """
     from cqwen_dist.checkpoint.trained import load_trained
     from cqwen_dist.generate.table import Unread, predict_rows, prompts_of
 
-    columns, table = _table_of(rows, decimal_comma)
+    columns, table = _table_of(rows)
     if not table:
         return []
     if within is None:
         within = 0 if template is None else 8
-    learnt = template is None
+    learnt = None
     if template is None:
-        template, own = _learnt_template(model, columns)
-        empty = own if empty is None else empty
+        learnt = _learnt_table(model, columns)
+        template, empty = learnt.template, learnt.empty if empty is None else empty
     unread: Unread = {}
-    prompts = prompts_of(template, columns, _cells_of(table, isinstance(rows, (str, Path)), learnt), empty, unread)
+    prompts = prompts_of(
+        template, columns, _cells_of(table, rows, learnt or template, decimal_comma, say), empty, unread
+    )
     found, tokenizer = model if isinstance(model, tuple) else load_trained(_folder(model), device)
     predicted = list(
         predict_rows(
@@ -207,10 +211,21 @@ def predict(
     return predicted
 
 
-def _table_of(rows: Any, decimal_comma: bool) -> tuple[list[str], list[Any]]:
+class _Learnt(NamedTuple):
+    """How a run read the rows of its table. columns: what they looked like (`data.columns.described`)."""
+
+    template: str
+    empty: str | None
+    target: str
+    forms: Mapping[str, Form]
+    columns: Mapping[str, Mapping[str, Any]]
+
+
+def _table_of(rows: Any) -> tuple[list[str], list[Any]]:
     """Returns (columns, rows). A field missing from a file's record is None. Raises `UserError`."""
+    from cqwen_dist.data.columns import columns_of
     from cqwen_dist.data.from_memory import as_rows
-    from cqwen_dist.data.recipes import columns_of, records_in
+    from cqwen_dist.data.recipes import records_in
 
     if not isinstance(rows, (str, Path)):
         table = list(as_rows(rows, "rows"))
@@ -219,53 +234,87 @@ def _table_of(rows: Any, decimal_comma: bool) -> tuple[list[str], list[Any]]:
             if not isinstance(row, Mapping) or list(row) != columns:
                 raise UserError("rows", row, f"a row with the columns of the first: {columns}", f"row {number}")
         return columns, table
-    found = records_in(str(rows), decimal_comma)
+    found = records_in(str(rows))
     columns = columns_of(found)
     return columns, [{name: record.get(name) for name in columns} for record in found]
 
 
-def _cells_of(table: list[Any], of_file: bool, learnt: bool) -> list[dict[str, str]]:
-    """Cells as text. learnt: strip white space, as training does with data.target_field."""
-    from cqwen_dist.data.cells import any_text
-    from cqwen_dist.data.from_memory import records
+def _cells_of(
+    table: list[Any], rows: Any, learnt: _Learnt | str, comma: bool | None, say: Callable[[str], None]
+) -> list[dict[str, str]]:
+    """Cells as text: as the run read them, or for a template as the file has them. say: gets differences."""
+    from cqwen_dist.config.data import template_fields
+    from cqwen_dist.data.cells import TableCells
+    from cqwen_dist.data.columns import compare, forms_in
 
-    plain = table if of_file else records(table, "rows")
-    rows = ({name: any_text(cell) for name, cell in row.items()} for row in plain)
-    return [{name: cell.strip() for name, cell in row.items()} if learnt else row for row in rows]
+    source = str(rows) if isinstance(rows, (str, Path)) else "rows"
+    if isinstance(learnt, str):
+        named = [name for name in (table[0] if source.endswith((".csv", ".tsv")) else ()) if f"{{{name}}}" in learnt]
+        return _as_given(table, forms_in(table, source, None, comma, named))
+    forms = {n: f if comma is None else f._replace(decimal="," if comma else ".") for n, f in learnt.forms.items()}
+    cells, used = TableCells(forms), {*template_fields(learnt.template)}
+    read = [{name: cell for name, cell in row.items() if name in used} for row in table]
+    for difference in compare(learnt.columns, read, cells):
+        say(difference)
+    return [{name: cells.text(name, cell) for name, cell in row.items()} for row in read]
 
 
-def _learnt_template(model: Any, columns: Sequence[str]) -> tuple[str, str | None]:
-    """The run's prompt for a row, and its text for empty cells. Raises `UserError`."""
+def _as_given(table: list[Any], found: Mapping[str, Form]) -> list[dict[str, str]]:
+    """The cells for the user's template: texts stay as they are, but 3,5 would be two numbers."""
+    forms = {name: form for name, form in found.items() if form == Form(",")}
+    return [{name: _plain_text(cell, forms.get(name)) for name, cell in row.items()} for row in table]
+
+
+def _plain_text(cell: Any, form: Form | None) -> str:
+    """A cell for a template that the user gives: a text as it is, another value as `cell_text`."""
+    from cqwen_dist.data.cells import cell_text, is_empty
+
+    text = "" if is_empty(cell) else cell if isinstance(cell, str) else cell_text(cell)
+    if text is None:
+        raise UserError("FILE", cell, "text, numbers, true or false, dates")
+    return text if form is None else form.read(text) or text
+
+
+def _learnt_table(model: Any, columns: Sequence[str]) -> _Learnt:
+    """How the run read a row. Raises `UserError`."""
     from cqwen_dist.checkpoint.trained import is_exported, run_of
     from cqwen_dist.config.data import template_fields
+    from cqwen_dist.data.columns import forms_described, given_forms
     from cqwen_dist.generate.table import template_of
+    from cqwen_dist.run.files import START, read_object
 
     if not isinstance(model, tuple) and not is_exported(_folder(model)):
-        data = run_of(_folder(model))[0].data
+        config, _ = run_of(_folder(model))
+        data = config.data
         if data.target_field is not None:
+            was = read_object(Path(config.run.dir) / START).get("columns") or {}
             starred = "{*}" in f"{data.prompt_template}{data.text_template}"
             found = template_of(data, _columns_learnt(data) if starred else [])
             if lacks := [name for name in template_fields(found) if name not in columns]:
                 allowed = f"the columns that the run learnt from; found here: {', '.join(columns)}"
                 raise UserError("FILE", f"no column {', '.join(lacks)}", allowed)
-            return found, data.empty_cell
+            forms = given_forms(data)
+            return _Learnt(
+                found, data.empty_cell, data.target_field, forms_described(was) if forms is None else forms, was
+            )
     raise UserError("--template", "none", "the prompt of a row; only a run with data.target_field knows its own")
 
 
 def _columns_learnt(data: DataConfig) -> list[str]:
     """Columns that {*} stood for in training, in order. Raises `UserError` if the data is gone."""
-    from cqwen_dist.data.recipes import RECORDS, columns_of, records_of
+    from cqwen_dist.data.cells import is_index
+    from cqwen_dist.data.columns import columns_of, sample
     from cqwen_dist.data.records import named_fields
     from cqwen_dist.data.sources import as_list
 
     source = as_list(data.train)[0]
     try:
-        records, _ = records_of(source, RECORDS, "data.train", data.decimal_comma)
+        records = sample(source, "data.train")
     except UserError as error:
         allowed = f"the prompt of a row: {source} has the columns of the run's {{*}}, but {error.found}"
         raise UserError("--template", "none", allowed) from None
     named = named_fields(data)
-    return [name for name in columns_of(records) if name not in named]
+    return [name for name in columns_of(records) if name not in named and not is_index(name)]
 
 
 def _folder(model: TrainResult | str | Path) -> Path:

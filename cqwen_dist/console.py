@@ -22,6 +22,8 @@ Overrides = Annotated[
 ]
 Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Run, checkpoint or exported folder.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
+_ON_TWO_READINGS = "If a column has two readings: 1.238 is 1238, or with --no-decimal-comma 1.238."
+DecimalComma = Annotated[bool | None, typer.Option("--decimal-comma/--no-decimal-comma", help=_ON_TWO_READINGS)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document on stdout.")]
 
 

@@ -1,4 +1,4 @@
-"""CSV: delimiter, decimal commas, empty cells, and writing."""
+"""CSV: delimiter, empty cells, and writing."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
-# Missing values as written by pandas, R, spreadsheets and databases
-MISSING = frozenset({"", "NaN", "nan", "NA", "N/A", "n/a", "#N/A", "<NA>", "None", "NULL", "null"})
+# Missing values as written by pandas, R, spreadsheets and databases; also Excel's errors
+MISSING = frozenset({"", "NaN", "nan", "NA", "N/A", "n/a", "#N/A", "<NA>", "None", "NULL", "null", "NaT"}) | frozenset(
+    {"#DIV/0!", "#VALUE!", "#REF!", "#NAME?", "#NUM!", "#NULL!", "#CALC!", "#SPILL!"}
+)
 _DELIMITERS = ",;\t|"
 _QUOTED = re.compile(r'"[^"]*("|$)')
-_DECIMAL_COMMA = re.compile(r"[+-]?(\d+|\d{1,3}(\.\d{3})+),\d+([eE][+-]?\d+)?")
-_THOUSANDS_POINTS = re.compile(r"[+-]?\d{1,3}(\.\d{3})+")
+_SAYS = re.compile(r"\ufeff?\"?sep=(.)\"?\s*", re.IGNORECASE)  # Excel's first line, which names the separator
 
 
 def delimiter_of(header: str) -> str:
@@ -21,26 +22,10 @@ def delimiter_of(header: str) -> str:
     return max(_DELIMITERS, key=bare.count)
 
 
-def has_decimal_comma(cell: str) -> bool:
-    """Whether a cell is a number such as 3,5 or 1.234,5."""
-    return _DECIMAL_COMMA.fullmatch(cell.strip()) is not None
-
-
-def read_cells(cells: dict[str, str], delimiter: str, decimal_comma: bool) -> tuple[dict[str, str], str | None]:
-    """A row's cells by column, and the first column that needs decimal_comma (or None).
-
-    decimal_comma: convert numbers such as 1.234,5 to 1234.5. Without it, cells separated by semicolons are checked for
-    such numbers.
-    """
-    if decimal_comma:
-        return {name: _with_point(cell) for name, cell in cells.items()}, None
-    return cells, next((name for name, cell in cells.items() if delimiter == ";" and has_decimal_comma(cell)), None)
-
-
-def _with_point(cell: str) -> str:
-    if has_decimal_comma(cell) or _THOUSANDS_POINTS.fullmatch(cell.strip()):
-        return cell.replace(".", "").replace(",", ".")
-    return cell
+def said_delimiter(line: str) -> str | None:
+    """The separator of a line such as sep=; before the header; None if it is another line."""
+    found = _SAYS.fullmatch(line)
+    return found[1] if found is not None else None
 
 
 def write_rows(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], out: TextIO) -> None:

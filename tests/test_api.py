@@ -289,7 +289,7 @@ def test_a_config_may_be_a_file_a_dict_or_objects(tmp_path: Path) -> None:
 def test_cells_are_written_as_tables_are_read() -> None:
     frame = pandas.DataFrame({"a": [1.0, 2.5], "t": [pandas.Timestamp("2026-01-02"), pandas.NaT], "n": [None, "x"]})
     assert list(records(frame, "rows")) == [
-        {"a": 1, "t": "2026-01-02 00:00:00", "n": None},
+        {"a": 1, "t": "2026-01-02", "n": None},
         {"a": 2.5, "t": None, "n": "x"},
     ]
     (row,) = records([{"x": torch.tensor([1.5, 2.0]), "m": [{"role": "user"}]}], "rows")

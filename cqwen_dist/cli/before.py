@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from cqwen_dist.config.errors import UserError, writing
-from cqwen_dist.console import AsJson, ConfigFile, Overrides, load, quiet_libraries, slug
+from cqwen_dist.console import AsJson, ConfigFile, DecimalComma, Overrides, load, quiet_libraries, slug
 
 _HIDDEN = 896  # hidden size of the default base; the learning rate of W_loc, a dense map, depends on it
 _CONFIG = """\
@@ -53,6 +53,7 @@ def init(
     data: Annotated[str, typer.Option(help="Texts, chats or a table: .jsonl, .json, .csv, .parquet, .txt, a folder.")],
     base: Annotated[str, typer.Option(help="A model's folder or hub name.")] = "Qwen/Qwen2.5-0.5B",
     target: Annotated[str | None, typer.Option(help="Table column whose number the model learns to write.")] = None,
+    decimal_comma: DecimalComma = None,
     out: Annotated[Path, typer.Option(help="Config file to write.")] = Path("run.yaml"),
 ) -> None:
     """Look at your data, write a commented config for it, and check both."""
@@ -66,7 +67,7 @@ def init(
 
     if out.exists():
         raise UserError("--out", str(out), "a file that does not exist yet")
-    recipe, facts = recognise(data, target), _facts_of(base)
+    recipe, facts = recognise(data, target, decimal_comma), _facts_of(base)
     amount = amount_of(DataConfig(train=data, **recipe.keys), Path(base).expanduser())
     suits = suited(amount, facts.get("max_position_embeddings"))
     text = _config(data, base, facts, recipe, suits, out)
@@ -76,6 +77,8 @@ def init(
         shown = "messages_field" not in recipe.keys  # a chat needs the tokenizer's template
         first = next(read_texts(data, checked.data, ReadReport(), "--data"), None) if shown else None
     typer.echo(f"{data}: {recipe.name}")
+    for note in recipe.notes:
+        typer.echo(note)
     if amount.error is not None:
         typer.echo(f"note: {amount.error}", err=True)
     typer.echo(f"{amount.words()}: {suits.words()}")

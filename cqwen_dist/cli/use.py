@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cqwen_dist.config.errors import UserError, writing
-from cqwen_dist.console import AsJson, Checkpoint, print_document, print_json, quiet_libraries
+from cqwen_dist.console import AsJson, Checkpoint, DecimalComma, print_document, print_json, quiet_libraries
 
 if TYPE_CHECKING:
     from cqwen_dist.generate.continuation import Individual, Written
@@ -188,7 +188,7 @@ def _lines_of_words(document: dict[str, Any]) -> str:
 
 def predict(
     checkpoint: Checkpoint,
-    table: Annotated[Path, typer.Argument(metavar="FILE", help="Table: .csv, .tsv, .parquet, .jsonl or .json.")],
+    table: Annotated[Path, typer.Argument(metavar="FILE", help="Table: .csv, .tsv, .parquet, .arrow, .json, .jsonl.")],
     template: Annotated[str | None, typer.Option(help="Prompt per row, 'age {age}: was'; default: the run's.")] = None,
     out: Annotated[Path | None, typer.Option(help="CSV file to write; default: stdout.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="Choose one of these texts instead; repeatable.")] = None,
@@ -201,7 +201,7 @@ def predict(
         ),
     ] = None,
     empty: Annotated[str | None, typer.Option(help="Text for an empty cell, like data.empty_cell in training.")] = None,
-    decimal_comma: Annotated[bool, typer.Option("--decimal-comma", help="Read 1.234,5 as 1234.5.")] = False,
+    decimal_comma: DecimalComma = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 16,
     device: Device = "auto",
 ) -> None:

@@ -189,8 +189,12 @@ class DataConfig(Section):
     """Template text for an empty cell, a null, a NaN or a missing JSON field; with target_field also for a cell NaN,
     NA, N/A, None, NULL or similar. Default: empty cells become empty text, the others are bad lines. In target_field
     these are always bad lines."""
-    decimal_comma: bool = False
-    """Read 1.234,5 in CSV cells as 1234.5."""
+    decimal_comma: bool | None = None
+    """How to read a column of cells such as 1.238 if both readings fit: true: 1238, false: 1.238. Default: by all its
+    cells; if they leave it open, the run asks."""
+    number_columns: dict[str, list[str]] | None = None
+    """How numbers are written, and in which columns, such as {'1234,5 €': [price]}; init and fit write it. Default: by
+    the first cells of train, for tables. The text has the plain number."""
     on_nonfinite: Literal["error", "skip"] = "error"
     """For a number that overflows to infinity: stop with an error, or leave it as text and count it."""
     limit: Positive | None = None

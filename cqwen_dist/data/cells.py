@@ -1,14 +1,30 @@
-"""Record cells (empty, text or number), and the error for an unusable record."""
+"""Record cells: one text for one value, whatever file brought it; and the error for an unusable record.
+
+A date is 2024-01-07 from CSV, Parquet and pandas, true is `true`, 5.0 is 5. Nested values are JSON.
+"""
 
 from __future__ import annotations
 
+import ast
+import json
 import math
-from datetime import date
+import re
+from collections.abc import Mapping
+from datetime import date, time, timedelta
 from decimal import Decimal
+from typing import Any
 
 import numpy as np
 
 from cqwen_dist.delimited import MISSING
+from cqwen_dist.number_forms import EMPTY_MARKS, Form, numeral
+
+_INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0")  # what pandas calls an index without a name
+_TIMESTAMP = re.compile(
+    r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d)(?::(\d\d)(?:\.(\d+))?)?(?: ?(Z|UTC|[+-]\d\d:?\d\d))?", re.ASCII
+)
+_TRUTH = {"true", "True", "TRUE", "false", "False", "FALSE"}
+_MOST_NESTED = 1 << 16  # characters of a cell that is tried as nested
 
 
 class BadLine(Exception):
@@ -23,9 +39,20 @@ class Literal(str):
     """A JSON number with its original digits, so a template loses none."""
 
 
+def is_index(column: str) -> bool:
+    """Whether a column is a table's row number, which pandas saved: it teaches nothing."""
+    return _INDEX.fullmatch(column) is not None
+
+
 def is_empty(value: object) -> bool:
-    """Whether a cell is null, "" or NaN."""
-    return value is None or value == "" or value != value
+    """Whether a cell is null, "", NaN, or pandas' NA or NaT."""
+    if isinstance(value, str):
+        return value == ""
+    return value is None or type(value).__name__ in ("NAType", "NaTType") or _is_nan(value)
+
+
+def _is_nan(value: object) -> bool:
+    return isinstance(value, (float, Decimal, np.floating)) and math.isnan(value)
 
 
 def is_missing(value: object) -> bool:
@@ -33,23 +60,100 @@ def is_missing(value: object) -> bool:
     return is_empty(value) or (isinstance(value, str) and value.strip() in MISSING)
 
 
-def any_text(value: object) -> str:
-    """Any cell as text; an empty cell becomes ""."""
-    return "" if is_empty(value) else as_text(value) or str(value)
+def is_number(value: object) -> bool:
+    """Whether a cell is a number in its file, not a text."""
+    return isinstance(value, (Literal, int, float, Decimal, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 def as_text(value: object) -> str | None:
-    """Cell as text; None unless it is text, a number or a date.
+    """Cell as text; None unless it is text, a number, true or false, a date, or a time.
 
-    Floats use the shortest form that parses to the same float64. Numbers from text files keep their digits.
+    Floats use the shortest form that parses to the same float64. Numbers from text files keep their digits. A timestamp
+    at midnight is its date.
     """
-    if isinstance(value, bool) or (isinstance(value, (float, Decimal)) and not math.isfinite(value)):
+    if isinstance(value, np.generic):
+        value = float(str(value)) if isinstance(value, np.floating) else value.item()
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (float, Decimal)):
+        if not math.isfinite(value):
+            return None
+        return format(value, "f") if isinstance(value, Decimal) else repr(float(value)).removesuffix(".0")
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return None
+    if isinstance(value, date):  # datetime is one too
+        return _plain_time(str(value))
+    if isinstance(value, timedelta):
+        return f"{value.days} days {timedelta(seconds=value.seconds, microseconds=value.microseconds)!s:0>8}"
+    return str(value) if isinstance(value, (str, int, time)) or _of_pandas(value) else None
+
+
+def _of_pandas(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] == "pandas" and type(value).__name__ in ("Period", "Interval")
+
+
+def cell_text(value: object) -> str | None:
+    """A table's cell: `as_text`, and one text for one value also where the file holds a text. None: as there."""
+    if isinstance(value, (Mapping, list, tuple, np.ndarray)):
+        return _json(value)
+    text = as_text(value)
+    if text is None:
         return None
-    if isinstance(value, float):
-        return repr(value).removesuffix(".0")
-    if isinstance(value, Decimal):
-        return format(value, "f")
-    return str(value) if isinstance(value, (str, int, date)) else None
+    text = text.strip()
+    if is_number(value):
+        return numeral(text)
+    if text in _TRUTH:
+        return text.lower()
+    if text[:1] in ("[", "{") and len(text) <= _MOST_NESTED:
+        return _nested(text)
+    return _plain_time(text)
+
+
+def _plain_time(text: str) -> str:
+    """2024-01-07T00:00:00.000 as 2024-01-07, and with another time as 2024-01-07 10:20:00; all other texts as given."""
+    found = _TIMESTAMP.fullmatch(text)
+    if found is None:
+        return text
+    day, minutes, seconds, fraction, zone = found.groups()
+    fraction = (fraction or "").rstrip("0")
+    clock = f"{minutes}:{seconds or '00'}{'.' * bool(fraction)}{fraction}"
+    if zone is None:
+        return day if clock == "00:00:00" else f"{day} {clock}"
+    zone = "+00:00" if zone in ("Z", "UTC") else f"{zone[:3]}:{zone[-2:]}"
+    return f"{day} {clock}{zone}"
+
+
+def _nested(text: str) -> str:
+    """A list or object in a cell of CSV, as JSON or as Python writes it, in the form of `_json`; else the text."""
+    for parse in (_from_json, ast.literal_eval):
+        try:
+            return _json(parse(text))
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            continue
+    return text
+
+
+def _from_json(text: str) -> Any:
+    return json.loads(text, parse_int=Literal, parse_float=Literal)
+
+
+def _json(value: object) -> str:
+    """A nested value as JSON: names in alphabetical order, nulls in objects left out, since Arrow adds both."""
+    if isinstance(value, Mapping):
+        held = sorted((str(name), inner) for name, inner in value.items() if not is_empty(inner) or inner == "")
+        return "{" + ", ".join(f"{json.dumps(name, ensure_ascii=False)}: {_json(inner)}" for name, inner in held) + "}"
+    if isinstance(value, (list, tuple, np.ndarray)):
+        return f"[{', '.join(map(_json, value))}]"
+    if value is None or (is_empty(value) and value != ""):
+        return "null"
+    text = as_text(value)
+    if text is None:
+        raise TypeError(f"a {type(value).__name__}")
+    plain = is_number(value) or isinstance(value, (bool, np.bool_))
+    return (numeral(text) if is_number(value) else text) if plain else json.dumps(_plain_time(text), ensure_ascii=False)
 
 
 def as_number(value: object) -> float | None:
@@ -64,3 +168,34 @@ def as_number(value: object) -> float | None:
 def shortened(value: object) -> object:
     """Convert a float32 (stored as float64) by its shortest decimal form: 0.1, not 0.10000000149011612."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+class TableCells:
+    """Reads the cells of a table: numbers by their column's form, all others by `cell_text`.
+
+    forms: of the columns with numbers; target: a column that may write 7 as 007.
+    """
+
+    def __init__(self, forms: Mapping[str, Form], target: str | None = None) -> None:
+        self.forms, self.target = forms, target
+
+    def text(self, column: str, value: object) -> str:
+        """The cell's text, "" if it is empty. Raises: BadLine for a number in another form, or no text."""
+        if is_missing(value):
+            return ""
+        form = self.forms.get(column)
+        if form is None or not isinstance(value, str) or isinstance(value, Literal):
+            text = cell_text(value)
+            if text is None:
+                raise BadLine("wrong type", value, f"text, a number, true or false, a date in the field {column!r}")
+            return text
+        cell = value.strip()
+        if cell in EMPTY_MARKS:
+            return ""
+        found = form.read(cell, zeros=column == self.target)
+        if found is None and column == self.target and form == Form() and (number := as_number(cell)) is not None:
+            return numeral(repr(number))  # 1_000, as Python reads it
+        if found is None and (column == self.target or form.other_reads(cell)):
+            allowed = f"numbers such as {form} in the column {column!r} (data.number_columns, data.decimal_comma)"
+            raise BadLine("another form of number", cell, allowed)
+        return cell if found is None else found

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
-from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cqwen_dist.batch import Batch
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.data.cells import as_text, is_empty, shortened
 from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.records import Text
+from cqwen_dist.data.tables import single_columns
 from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.number_forms import numeral
 from cqwen_dist.run.files import file_record, written_whole
 
 ROWS = "records or texts: a list, a generator, a datasets.Dataset (one split), a DataFrame"
@@ -26,8 +29,8 @@ ROWS = "records or texts: a list, a generator, a datasets.Dataset (one split), a
 def records(rows: Any, key: str, text_field: str = "text") -> Iterator[dict[str, Any]]:
     """Yield each row as a JSON object; a text goes under `text_field`. rows: see `ROWS`.
 
-    Floats without a fraction become integers and NaN becomes null, as in tables read from files. Raises `UserError`
-    with the row's number.
+    Floats without a fraction become integers, NaN becomes null, and a date its text, as in tables read from files.
+    Raises `UserError` with the row's number.
     """
     for number, row in enumerate(as_rows(rows, key), 1):
         try:
@@ -41,13 +44,20 @@ def records(rows: Any, key: str, text_field: str = "text") -> Iterator[dict[str,
 def as_rows(rows: Any, key: str) -> Iterator[Any]:
     """Yield the rows unchanged, each a text or a mapping. Raises `UserError`."""
     if hasattr(rows, "columns") and hasattr(rows, "to_dict"):  # iterating a pandas DataFrame yields columns
-        rows = rows.to_dict("records")
+        singles = [name for name in rows.columns if str(rows.dtypes[name]) in ("float32", "float16", "Float32")]
+        rows = _without_singles(rows.to_dict("records"), singles)
+    elif hasattr(rows, "features"):  # a datasets.Dataset
+        rows = _without_singles(rows, single_columns(rows.features))
     if isinstance(rows, (str, bytes, Mapping)) or not isinstance(rows, Iterable):
         raise UserError(key, Said(f"a {type(rows).__name__}"), ROWS)
     for number, row in enumerate(rows, 1):
         if not isinstance(row, (str, Mapping)):
             raise UserError(key, row, "a text, or a record by column", f"row {number}")
         yield row
+
+
+def _without_singles(rows: Iterable[Any], singles: list[str]) -> Iterator[Any]:
+    return ({**row, **{name: shortened(row[name]) for name in singles}} for row in rows) if singles else iter(rows)
 
 
 def write_records(rows: Any, path: Path, key: str, text_field: str = "text", keep: bool = False) -> None:
@@ -94,21 +104,22 @@ def text_batches(
 
 def _plain(value: Any) -> Any:
     """Convert a value to plain JSON types. Raises TypeError or ValueError."""
-    if isinstance(value, str) or value is None or isinstance(value, (bool, int)):
+    if isinstance(value, (str, bool, int)):
         return value
-    if isinstance(value, float):
-        if math.isinf(value):
-            raise ValueError(f"{value}")
-        text = repr(float(value))
-        return None if value != value else int(text[:-2]) if text.endswith(".0") else float(value)
+    if is_empty(value):
+        return None
     if isinstance(value, Mapping):
         return {str(name): _plain(value[name]) for name in value}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):  # numpy's and torch's scalars and arrays
+    if hasattr(value, "tolist") and not isinstance(value, np.floating):  # numpy's and torch's scalars and arrays
         return _plain(value.tolist())
-    if value != value:  # pandas' NaT
-        return None
-    if isinstance(value, (date, time, Decimal)):
-        return str(value)
-    raise TypeError(f"a {type(value).__name__}")
+    text = as_text(value)
+    if text is None:
+        kind = f"{value}" if isinstance(value, (float, np.floating)) else f"a {type(value).__name__}"
+        raise TypeError(kind)
+    # A decimal that float64 does not hold stays text.
+    exact = isinstance(value, (float, np.floating)) or (
+        isinstance(value, Decimal) and Decimal(repr(float(value))) == value
+    )
+    return json.loads(numeral(text)) if exact else text

@@ -34,8 +34,8 @@ from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.chunk import encode_blocks
 from cqwen_dist.data.dataset import DataReport
-from cqwen_dist.data.records import Block, Extractor, ReadReport
-from cqwen_dist.data.sources import as_list, first_of_digests, held_out, read_texts, train_blocks
+from cqwen_dist.data.records import Block, ReadReport
+from cqwen_dist.data.sources import as_list, extractor_of, first_of_digests, held_out, read_texts, train_blocks
 from cqwen_dist.data.store import SCHEMA, TokenStore
 from cqwen_dist.data.tokenise import Tokeniser, count
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
@@ -179,7 +179,8 @@ class _Build:
         """Tokenise a split and write its file; returns the overflowing numbers."""
         config, report = self.config, self.reports.setdefault(name, DataReport())
         tokeniser = Tokeniser(self.tokenizer, config)
-        extract, workers = Extractor(config, self.chat), config.workers or len(os.sched_getaffinity(0))
+        extract = extractor_of(config, self.reading, self.chat)
+        workers = config.workers or len(os.sched_getaffinity(0))
         seen = _SeenOnDisk(self.folder / _DIGESTS) if config.deduplicate and name == "train" else None
         with pa.OSFile(str(self.folder / f"{name}.arrow"), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
             for chunk, read in encode_blocks(part, extract, tokeniser.recipe, workers):

@@ -1,18 +1,35 @@
-"""Recognises a data file from its first records, and returns the `data` keys to read it."""
+"""Recognises a data file from its records, and returns the `data` keys to read it. `cqwen init` and `fit` share it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cqwen_dist.config.data import QUESTION_AND_ANSWER, RECIPES, DataConfig, can_be_named, column_lines
-from cqwen_dist.config.errors import UserError
-from cqwen_dist.data.blocks import blocks
-from cqwen_dist.data.cells import BadLine, as_number, is_missing
+from cqwen_dist.config.data import QUESTION_AND_ANSWER, RECIPES, can_be_named, column_lines
+from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.data.cells import BadLine, TableCells, as_number, is_index
+from cqwen_dist.data.columns import columns_of, forms_in, sample
+from cqwen_dist.data.json_rows import no_records
 from cqwen_dist.data.records import Text
+from cqwen_dist.number_forms import EMPTY_MARKS, Form, by_form, said
 
-RECORDS = 200  # number of records to inspect
+_TOTALS = {
+    "total",
+    "totals",
+    "grand total",
+    "sum",
+    "subtotal",
+    "average",
+    "gesamt",
+    "summe",
+    "insgesamt",
+    "total général",
+}
+_TOTALS |= {"somme", "suma", "totale", "totaal", "totalt", "итого", "всего", "合计", "总计", "合計", "総計"}
+_PROMPTS = ("prompt", "question", "instruction", "input")
+FORMS = "all in one form, such as 1234.5, 1.234,5, $1,234.50, (1,234), 12 % or 12 kg"
 
 
 class DataRecipe(NamedTuple):
@@ -21,108 +38,169 @@ class DataRecipe(NamedTuple):
     name: str
     keys: dict[str, Any]
     length: int
+    notes: Sequence[str] = ()  # what a table has that is not learnt as it stands
 
 
-def recognise(source: str, target: str | None = None) -> DataRecipe:
+class Columns(NamedTuple):
+    """A table's columns. usable: all that a template can name, without the target and row numbers; in file order."""
+
+    usable: list[str]
+    cells: TableCells
+    notes: list[str]
+
+
+def recognise(source: str, target: str | None = None, decimal_comma: bool | None = None) -> DataRecipe:
     """Recipe for a source, from its first records. target: column whose number the model learns to write.
 
-    Raises `UserError` for an empty source, or if no recipe fits.
+    Raises `UserError` for an empty source, if no recipe fits, and for numbers with two readings.
     """
-    records, extra = records_of(source, RECORDS)
+    records = sample(source)
     if not records:
         raise UserError("--data", source, "at least one record")
     if isinstance(records[0], Text):
         return DataRecipe("plain texts", {}, _length([text.text for text in records]))
-    name, keys = _of_fields(records, source) if target is None else _of_target(records, target, source)
-    return DataRecipe(name, keys | extra, _length([" ".join(map(str, record.values())) for record in records]))
+    length = _length([" ".join(map(str, record.values())) for record in records])
+    recipe = None if target is not None else _of_fields(records, source, decimal_comma)
+    if recipe is not None:
+        return DataRecipe(*recipe, length)
+    name, keys, notes = _of_table(records, target, source, decimal_comma)
+    return DataRecipe(name, keys, length, notes)
 
 
-def records_of(
-    source: str, count: int | None = None, key: str = "--data", decimal_comma: bool = False
-) -> tuple[list[Any], dict[str, Any]]:
-    """First `count` records (None: all; text files give texts), and the `data` keys to read them.
+def table_columns(
+    records: Sequence[Mapping[str, Any]], target: str, source: str, forms: Mapping[str, Form], key: str = "--data"
+) -> Columns:
+    """The columns to learn from, and how to read their cells. Raises `UserError` if the target holds no numbers."""
+    names = columns_of(records)
+    if target not in names:
+        raise UserError("--target", target, f"a column of {source}: {', '.join(names)}")
+    indices = [name for name in names if is_index(name) and name != target]
+    unnamed = [name for name in names if not can_be_named(name)]
+    usable = [name for name in names if name not in (target, *indices, *unnamed)]
+    if not usable or target in unnamed:
+        allowed = f"{target} and a further column, without {{}}:! in their names"
+        raise UserError(key, ", ".join(names), allowed, source)
+    cells = TableCells(forms, target)
+    for number, record in enumerate(records, 1):
+        _refuse_target(cells, target, record.get(target), f"{source}, record {number}")
+    notes = [f"columns left out, as they number the rows: {', '.join(indices)}"] if indices else []
+    notes += [f"columns left out, as a template cannot name them: {', '.join(unnamed)}"] if unnamed else []
+    return Columns(usable, cells, [*notes, *_notes(records, target, cells)])
 
-    key: names the source in errors. decimal_comma: see data.decimal_comma; it is set automatically if a CSV with
-    semicolons needs it. Raises `UserError`, also for a broken line.
-    """
-    keys = {"decimal_comma": True} if decimal_comma else {}
+
+def _refuse_target(cells: TableCells, target: str, value: object, where: str) -> None:
     try:
-        return list(islice(_records(source, key, **keys), count)), keys
-    except UserError as error:
-        if error.key != "decimal comma":
-            raise
-        keys = {"decimal_comma": True}
-        return list(islice(_records(source, key, **keys), count)), keys
+        text = cells.text(target, value)
+    except BadLine as bad:
+        raise UserError("--target", bad.found, bad.allowed, where) from None
+    if text and (target not in cells.forms or as_number(text) is None):
+        raise UserError("--target", value, f"numbers in the column {target}, {FORMS}", where)
 
 
-def _records(source: str, key: str, **keys: Any) -> Iterator[Any]:
-    for block in blocks(source, DataConfig(train=source, text_template="{*}", **keys), key):
-        for where, record in block():
-            if isinstance(record, BadLine):
-                raise UserError(record.kind, record.found, record.allowed, where)
-            yield {name: cell for name, cell in record.items() if name} if isinstance(record, Mapping) else record
+def _notes(records: Sequence[Mapping[str, Any]], target: str, cells: TableCells) -> list[str]:
+    """The forms of the numbers, the cells that hold none, and a row of totals."""
+    notes = [said({name: form for name, form in cells.forms.items() if not is_index(name)})]
+    marks = [str(r[n]).strip() for r in records for n in cells.forms if isinstance(r.get(n), str)]
+    held = Counter(mark for mark in marks if mark in EMPTY_MARKS or (mark.startswith("#") and mark != "#N/A"))
+    if held:
+        notes.append(f"{held.total():,} cells are read as empty: {', '.join(held)}")
+    return [*notes, *_total(records, target, cells)]
 
 
-def _of_fields(records: list[Any], source: str) -> tuple[str, dict[str, Any]]:
-    """Recipe by the names and types of the fields that all records share."""
-    shared = [name for name in records[0] if all(name in record for record in records)]
+def _total(records: Sequence[Mapping[str, Any]], target: str, cells: TableCells) -> list[str]:
+    """A note if the last row is named as a total, or its target is the sum of all others."""
+    texts = [cell for cell in records[-1].values() if isinstance(cell, str)]
+    why = next((cell for cell in texts if cell.strip(" :").casefold() in _TOTALS), None)
+    values = [as_number(cells.text(target, record.get(target))) or 0.0 for record in records]
+    if why is None and len(values) > 4 and values[-1] and math.isclose(values[-1], math.fsum(values[:-1])):
+        why = f"{values[-1]:g} is the sum of the rows above"
+    return [f"the last row looks like a total ({why}): take it out of the file, as the model learns it"] if why else []
+
+
+def _of_fields(records: list[Any], source: str, decimal_comma: bool | None) -> tuple[str, dict[str, Any]] | None:
+    """Recipe by the names and types of the fields of all records; None for a table."""
+    if len(records) == 1 and (fault := no_records(records[0])) is not None:
+        raise UserError("--data", fault.found, fault.allowed, source)
+    names = columns_of(records)
 
     def all_are(kind: Callable[[Any], bool]) -> list[str]:
         """Fields whose non-empty cells all satisfy `kind`. Empty cells are ignored here; reading reports them."""
-        held = {name: [record[name] for record in records if record[name] not in (None, "", [])] for name in shared}
+        held = {name: [r[name] for r in records if r.get(name) not in (None, "", [])] for name in names}
         return [name for name, cells in held.items() if cells and all(map(kind, cells))]
 
     # From the most specific kind of record to the least: a table with a text column is also a list of texts.
-    if chats := all_are(_is_chat):
+    chats = all_are(_is_chat)
+    if {"chosen", "rejected"} <= {*names}:
+        return _of_preferences(names, chats, source)
+    prompts, answers = {"prompt", "question"} & {*chats}, {"completion", "response", "answer"} & {*chats}
+    if prompts and answers:
+        found = Said(f"chats in {min(prompts)} and {min(answers)}")
+        raise UserError("--data", found, "one field messages with the messages of both", source)
+    if chats:
         return "chats", {"messages_field": chats[0]}
-    if prompts := _of_prompts({*shared}, any("input" in record for record in records)):
-        return prompts
+    _refuse_labels({*names}, all_are(lambda value: isinstance(value, bool)), source)
+    if recipe := _of_prompts({*names}, any("input" in record for record in records)):
+        return recipe
     texts = all_are(lambda value: isinstance(value, str))
     if "text" in texts:
         return "plain texts", {}
-    if numbers := [name for name in shared if _is_numeric(record[name] for record in records)]:
-        return _of_target(records, numbers[-1], source)
+    if forms_in(records, source, None, decimal_comma):
+        return None
     if texts:
-        longest = max(texts, key=lambda name: sum(len(record[name] or "") for record in records))
+        longest = max(texts, key=lambda name: sum(len(record.get(name) or "") for record in records))
         return f"texts in the field {longest}", {"text_field": longest}
-    found = ", ".join(records[0])
-    raise UserError("--data", found, "chats, instruction and output, question and answer, text, or a column of numbers")
+    allowed = "chats, instruction and output, question and answer, text, or a column of numbers"
+    raise UserError("--data", ", ".join(names), allowed)
 
 
-def _of_prompts(shared: set[str], with_input: bool) -> tuple[str, dict[str, Any]] | None:
+def _refuse_labels(names: set[str], truths: list[str], source: str) -> None:
+    if {"prompt", "completion"} <= names and "label" in truths:
+        found = Said("preference data: prompt, completion, and label, which is false for bad completions")
+        raise UserError("--data", found, "the records whose label is true, without the field label", source)
+
+
+def _of_preferences(names: list[str], chats: list[str], source: str) -> tuple[str, dict[str, Any]]:
+    """Recipe for chosen and rejected answers: the chosen ones are learnt."""
+    name = "preference data, of which chosen is learnt and rejected is not"
+    prompt = next((name for name in _PROMPTS if name in names), None)
+    if "chosen" in chats:
+        if prompt in chats:
+            found = Said(f"preference data with chats in {prompt} and chosen")
+            raise UserError("--data", found, f"chosen with the messages of {prompt} at its beginning", source)
+        return name, {"messages_field": "chosen"}
+    if prompt is None:
+        return name, {"text_field": "chosen"}
+    return name, {"prompt_template": f"{{{prompt}}}\n", "text_template": "{chosen}"}
+
+
+def _of_prompts(names: set[str], with_input: bool) -> tuple[str, dict[str, Any]] | None:
     """Recipe for prompts with answers, by field names."""
-    if {"instruction", "output"} <= shared:
+    if {"instruction", "output"} <= names:
         return "instructions (Alpaca)", RECIPES["alpaca" if with_input else "instructions"]
-    pairs = (pair for pair in QUESTION_AND_ANSWER if shared.issuperset(pair))
+    pairs = (pair for pair in QUESTION_AND_ANSWER if names.issuperset(pair))
     return next(((f"{q}s and {a}s", RECIPES[f"{q}-{a}"]) for q, a in pairs), None)
 
 
-def _of_target(records: list[Any], target: str, source: str) -> tuple[str, dict[str, Any]]:
-    """Recipe for a table: each row becomes `column: cell` lines, with the target last."""
-    usable = [name for name in records[0] if name != target and can_be_named(name)]
-    _refuse_target(records, target, usable, source)
-    keys = {
-        "prompt_template": column_lines(usable),
+def _of_table(
+    records: list[Any], target: str | None, source: str, decimal_comma: bool | None
+) -> tuple[str, dict[str, Any], list[str]]:
+    """Recipe for a table: each row becomes `column: cell` lines, with the target last. target None: the last number."""
+    forms = forms_in(records, source, target, decimal_comma)
+    target = [name for name in forms if not is_index(name)][-1] if target is None else target
+    columns = table_columns(records, target, source, forms)
+    keys: dict[str, Any] = {
+        "prompt_template": column_lines(columns.usable),
         "text_template": f"{target}: {{{target}}}\n",
         "target_field": target,
+        "number_columns": by_form({name: form for name, form in forms.items() if name in (*columns.usable, target)}),
     }
-    empty = {name for record in records for name in (*usable, target) if is_missing(record.get(name))}
+    named = (*columns.usable, target)
+    empty = {name for record in records for name in named if not columns.cells.text(name, record.get(name))}
     if empty - {target}:
         keys["empty_cell"] = "unknown"
     if target in empty:
         keys["on_bad_line"] = "skip"
-    return f"a table whose column {target} is written", keys
-
-
-def _refuse_target(records: list[Any], target: str, usable: list[str], source: str) -> None:
-    columns = ", ".join(records[0])
-    if target not in records[0]:
-        raise UserError("--target", target, f"a column of {source}: {columns}")
-    if not usable or not can_be_named(target):
-        raise UserError("--data", columns, f"{target} and a further column, without {{}}:! in their names", source)
-    wrong = next((r[target] for r in records if not is_missing(r.get(target)) and as_number(r[target]) is None), None)
-    if wrong is not None:
-        raise UserError("--target", wrong, f"numbers in the column {target}")
+    return f"a table whose column {target} is written", keys, columns.notes
 
 
 def _is_chat(value: Any) -> bool:
@@ -131,25 +209,17 @@ def _is_chat(value: Any) -> bool:
     return all(isinstance(message, dict) and ("role" in message or "from" in message) for message in value)
 
 
-def _is_numeric(cells: Iterable[Any]) -> bool:
-    """Whether every cell is a number or empty, and at least one is a number."""
-    held = [as_number(cell) for cell in cells if not is_missing(cell)]
-    return bool(held) and None not in held
-
-
 def _length(texts: list[str]) -> int:
     """95th percentile of text length, in characters."""
     return sorted(map(len, texts))[min(len(texts) - 1, int(0.95 * len(texts)))]
 
 
-def columns_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """All field names, in order of first appearance."""
-    return list(dict.fromkeys(name for record in records for name in record))
-
-
-def records_in(source: str, decimal_comma: bool = False) -> list[Mapping[str, Any]]:
-    """Records of a table. decimal_comma: see `records_of`. Raises `UserError`, also for an empty table."""
-    records, _ = records_of(source, key="FILE", decimal_comma=decimal_comma)
+def records_in(source: str) -> list[Mapping[str, Any]]:
+    """All records of a table. Raises `UserError`, also for an empty table and for data that is no table."""
+    records = sample(source, "FILE", None)
     if not records or not isinstance(records[0], Mapping):
-        raise UserError("FILE", source, "a table with a row or more: .csv, .parquet, or .jsonl with an object a line")
+        allowed = "a table with a row or more: .csv, .tsv, .parquet, .arrow, or .json and .jsonl with objects"
+        raise UserError("FILE", source, allowed)
+    if len(records) == 1 and (fault := no_records(records[0])) is not None:
+        raise UserError("FILE", fault.found, fault.allowed, source)
     return records

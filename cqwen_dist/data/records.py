@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from cqwen_dist.config.data import DataConfig, NumberPolicy, filled, template_fields
 from cqwen_dist.config.errors import Said
-from cqwen_dist.data.cells import BadLine, as_number, as_text, is_empty, is_missing
+from cqwen_dist.data.cells import BadLine, TableCells, as_number, as_text, is_empty, is_index
 from cqwen_dist.data.chat import Chat, Spans
 from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.turns import messages_of, tools_of
-from cqwen_dist.delimited import has_decimal_comma
+from cqwen_dist.number_forms import Form, said
 
 # GSM8K's calculator marks. They need "=" and have no letters: "cout << a; cin >> b" must not match.
 _MARKS = re.compile(r"<<[^<>A-Za-z;\n]*=[^<>A-Za-z;\n]*>>")
@@ -46,6 +46,7 @@ class ReadReport:
     skipped: dict[str, int] = field(default_factory=dict)  # kind of bad line -> count
     first: dict[str, str] = field(default_factory=dict)  # kind of bad line -> place of the first
     unused: dict[str, int] = field(default_factory=dict)  # kind of part that teaches nothing -> count
+    columns: dict[str, dict[str, Any]] | None = None  # what a table's columns look like (`data.columns`); None: unknown
 
     def add(self, other: ReadReport) -> None:
         """Add a later report."""
@@ -58,8 +59,10 @@ class ReadReport:
             self.unused[kind] = self.unused.get(kind, 0) + count
 
     def lines(self) -> list[str]:
-        """One line per kind of bad line and of unused part, one for all unread fields; empty if there are none."""
-        lines = [f"skipped: {count:,} x {kind}, first at {self.first[kind]}" for kind, count in self.skipped.items()]
+        """For people: the forms of numbers, each kind of bad line and of unused part, and the unread fields."""
+        forms = {name: Form.of(column["form"]) for name, column in (self.columns or {}).items() if "form" in column}
+        lines = [said(forms)] if forms else []
+        lines += [f"skipped: {count:,} x {kind}, first at {self.first[kind]}" for kind, count in self.skipped.items()]
         lines += [f"left out: {self.duplicates:,} equal texts"] if self.duplicates else []
         fields = {kind.removeprefix(_FIELD): count for kind, count in self.unused.items() if kind.startswith(_FIELD)}
         lines += [f"not used: {count:,} x {kind}" for kind, count in self.unused.items() if not kind.startswith(_FIELD)]
@@ -103,10 +106,14 @@ def needed_columns(config: DataConfig, columns: Sequence[str]) -> list[str]:
 
 
 class Extractor:
-    """Converts a record at a place to a text. Raises `BadLine`; `UserError` for a broken chat template."""
+    """Converts a record at a place to a text. Raises `BadLine`; `UserError` for a broken chat template.
 
-    def __init__(self, config: DataConfig, chat: Chat) -> None:
+    forms: how columns write their numbers (`data.columns`).
+    """
+
+    def __init__(self, config: DataConfig, chat: Chat, forms: Mapping[str, Form] | None = None) -> None:
         self.config, self.chat = config, chat
+        self._cells = TableCells(forms or {}, config.target_field)
         self._template, self._prompt = config.text_template, config.prompt_template
         self._named = frozenset(named_fields(config))
         self._known: dict[tuple[str, ...], list[str]] = {}  # the fields of a record -> the unread ones
@@ -141,7 +148,7 @@ class Extractor:
         if fields not in self._known:
             read = self._named | ({_TOOLS} if self.config.messages_field is not None else set())
             starred = _OTHERS in self._named
-            odd = [name for name in fields if name not in read and (not name or not starred)]
+            odd = [name for name in fields if name not in read and (not name or is_index(name) or not starred)]
             self._known[fields] = [f"{_FIELD}{name or 'without a name'}" for name in odd]
         return self._known[fields]
 
@@ -177,7 +184,7 @@ class Extractor:
         for name in self._located:
             head, _, rest = rest.partition(f"{{{name}}}")
             cell = _field(record, name)
-            if is_empty(cell):
+            if not self._filled(name, cell):
                 raise BadLine("empty cell", cell, f"a number in the field {name!r}")
             # Reading normalises to NFC later, which can shorten a text. Normalise here, so that spans stay valid.
             before = unicodedata.normalize("NFC", text + self._fill(head, record))
@@ -191,9 +198,13 @@ class Extractor:
         names = template_fields(template)
         values = {name: self._cell(record, name, empty) for name in names if name != _OTHERS}
         if _OTHERS in names:
-            others = [name for name in record if name and name not in self._named]
+            others = [name for name in record if name and name not in self._named and not is_index(name)]
             values[_OTHERS] = "".join(f"{name}: {self._cell(record, name, empty)}\n" for name in others)
         return self._clean(filled(template, values.__getitem__))
+
+    def _filled(self, name: str, cell: object) -> bool:
+        """Whether a located field has a number or text; "-" is empty in a column of numbers."""
+        return not is_empty(cell) and (name not in self._cells.forms or self._cells.text(name, cell) != "")
 
     def _clean(self, text: str) -> str:
         return _MARKS.sub("", text) if self.config.calculator_marks == "strip" else text
@@ -201,14 +212,27 @@ class Extractor:
     def _cell(self, record: Mapping[str, Any], name: str, empty: str | None) -> str:
         """Cell as text. empty: replaces an empty or missing cell; None: only "" may be empty."""
         value = _field(record, name) if empty is None else record.get(name)
-        if empty is not None and (is_empty(value) if self.config.target_field is None else is_missing(value)):
+        if empty is not None and is_empty(value):
             return empty
         if is_empty(value) and value != "":
             raise BadLine("empty cell", value, f"something in the field {name!r} (or data.empty_cell)")
-        found = as_text(value)
-        if found is None:
+        if self.config.target_field is not None:
+            found = self._cells.text(name, value) or (str(value).strip() if empty is None else empty)
+            read_here = name == self.config.target_field and name in self._cells.forms
+            return as_read(found, self.config.numbers) if read_here else found
+        text = as_text(value)
+        if text is None:
             raise BadLine("wrong type", value, f"a string or a number in the field {name!r}")
-        return found if self.config.target_field is None else found.strip()  # table cells may be padded
+        form = self._cells.forms.get(name)
+        return text if form is None else form.read(text) or text
+
+
+def as_read(numeral: str, policy: NumberPolicy) -> str:
+    """A numeral that the policy reads as its number: "13812345678.0", as 13812345678 looks like a telephone number."""
+    value = as_number(numeral)
+    if value is None or [span.value for span in find_numbers(numeral, policy)] == [value]:
+        return numeral
+    return repr(value)
 
 
 def _field(record: Mapping[str, Any], name: str) -> Any:
@@ -231,10 +255,6 @@ def _refuse_unread(text: str, place: tuple[int, int], name: str, policy: NumberP
     # Read the cell twice, alone and in the text: neighbouring characters can change what is a number.
     found, exact = [span.value for span in find_numbers(cell, policy)], as_number(cell)
     there = [span.value for span in find_numbers(text, policy) if start <= span.start and span.end <= end]
-    if has_decimal_comma(cell) and len(found) != 1:
-        raise BadLine(
-            "decimal comma", cell, f"a decimal point in the field {name!r} (in CSV: data.decimal_comma: true)"
-        )
     if not found or found != there or (exact is not None and found != [exact]):
         around = text[max(start - 20, 0) : end + 20]
         allowed = f"what is read as <NUM> in the field {name!r}, here in {around!r} (data.numbers, docs/numbers.md)"

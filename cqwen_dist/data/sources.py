@@ -17,6 +17,7 @@ from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.cells import BadLine
 from cqwen_dist.data.chat import Chat
+from cqwen_dist.data.columns import columns_for, forms_described, given_forms
 from cqwen_dist.data.records import Block, Extractor, ReadReport, Text
 
 CHUNK = 1000  # texts tokenised per call
@@ -32,9 +33,17 @@ def read_texts(
     is missing, empty or has a wrong type, too long, truncated gzip) unless config.on_bad_line is skip; then `report`
     counts it.
     """
-    extract = Extractor(config, chat or Chat())
+    extract = extractor_of(config, report, chat)
     for block in blocks(source, config, key):
         yield from read_block(block, extract, report)
+
+
+def extractor_of(config: DataConfig, report: ReadReport, chat: Chat | None = None) -> Extractor:
+    """The extractor with the forms of the config's columns. The report keeps what the columns look like."""
+    if report.columns is None:
+        report.columns = columns_for(config)
+    forms = given_forms(config)
+    return Extractor(config, chat or Chat(), forms_described(report.columns) if forms is None else forms)
 
 
 def read_block(block: Block, extract: Extractor, report: ReadReport) -> Iterator[Text]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow
+import pyarrow.ipc
 
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import UserError, reason_of
@@ -42,6 +43,26 @@ def of_parquet(path: Path, config: DataConfig, rows: int, size: int) -> Iterator
         yield partial(list, [(f"{path}:{number}", _broken_table(error))])
 
 
+def of_arrow(path: Path, config: DataConfig, rows: int) -> Iterator[Block]:
+    """Yield the blocks of a file in Arrow's file format (Feather) or stream format. rows: maximum per block."""
+    number = 1
+    try:
+        with pyarrow.memory_map(str(path)) as file:
+            try:
+                table = pyarrow.ipc.open_file(file).read_all()
+            except pyarrow.ArrowInvalid:
+                table = pyarrow.ipc.open_stream(file).read_all()
+        fields = needed_columns(config, table.column_names)
+        unread = dict.fromkeys(name for name in table.column_names if name not in fields)
+        for start in range(0, table.num_rows, rows):
+            yield partial(_table_rows, str(path), start + 1, table.select(fields).slice(start, rows), unread)
+            number = start + 1
+    except BadLine as bad:
+        yield partial(list, [(str(path), bad)])
+    except pyarrow.ArrowException as error:
+        yield partial(list, [(f"{path}:{number}", _broken_table(error, "an Arrow file"))])
+
+
 def _table_rows(name: str, first: int, batch: pyarrow.Table, unread: dict[str, None]) -> Iterator[Row]:
     """Rows of a batch. unread: the names of columns that were not read, so that they can be counted."""
     try:
@@ -54,8 +75,9 @@ def _table_rows(name: str, first: int, batch: pyarrow.Table, unread: dict[str, N
         yield f"{name}:{number}", record | {column: shortened(record[column]) for column in singles} | unread
 
 
-def _broken_table(error: Exception) -> BadLine:
-    return BadLine("broken Parquet", f"no readable table ({reason_of(error, 100)})", "a Parquet file")
+def _broken_table(error: Exception, allowed: str = "a Parquet file") -> BadLine:
+    kind = "broken Parquet" if "Parquet" in allowed else "broken Arrow"
+    return BadLine(kind, f"no readable table ({reason_of(error, 100)})", allowed)
 
 
 def of_datasets(source: str, config: DataConfig, key: str) -> Iterator[Row]:
@@ -73,7 +95,7 @@ def of_datasets(source: str, config: DataConfig, key: str) -> Iterator[Row]:
             fields = needed_columns(config, data.column_names)
             unread = dict.fromkeys(name for name in data.column_names if name not in fields)
             data = data.select_columns(fields)
-        singles = [name for name, kind in (data.features or {}).items() if getattr(kind, "dtype", "") in _SINGLE]
+        singles = single_columns(data.features or {})
         for number, record in enumerate(data, 1):
             yield f"{source}:{number}", record | {column: shortened(record[column]) for column in singles} | unread
     except BadLine as bad:
@@ -82,6 +104,11 @@ def of_datasets(source: str, config: DataConfig, key: str) -> Iterator[Row]:
         raise
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise UserError(key, source, f"what `datasets` can load ({reason_of(error)})") from None
+
+
+def single_columns(features: Mapping[str, Any]) -> list[str]:
+    """The columns of a `datasets.Dataset` that hold float32 or less."""
+    return [name for name, kind in features.items() if getattr(kind, "dtype", "") in _SINGLE]
 
 
 def _opened(source: str, name: str, split: str, key: str) -> Any:

@@ -7,7 +7,7 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,6 +39,7 @@ data:
   prompt_template: {prompt}
   text_template: {text}
   target_field: {target}
+  number_columns: {numbers}
   empty_cell: unknown
   sequence_length: {length}
   max_tokens: {length}  # longer rows are left out
@@ -205,7 +206,7 @@ def _likelihood(values: np.ndarray) -> float:
     return float(-np.log(math.pi * scale * (1 + ((values - middle) / scale) ** 2)).mean())
 
 
-def config_text(folder: Path, base: str, choice: Chosen, pace: Pace, rows: int, seed: int, **data: str) -> str:
+def config_text(folder: Path, base: str, choice: Chosen, pace: Pace, rows: int, seed: int, **data: Any) -> str:
     """The config as YAML with comments. data: prompt, text and target, for `data.prompt_template` and so on."""
     rate = 0.012 / pace.hidden
     lora = ""
@@ -236,5 +237,5 @@ def config_text(folder: Path, base: str, choice: Chosen, pace: Pace, rows: int, 
     )
 
 
-def _quoted(text: str) -> str:
+def _quoted(text: Any) -> str:
     return json.dumps(text, ensure_ascii=False)

@@ -24,13 +24,25 @@ from cqwen_dist.checkpoint.manifest import Retention, checkpoint_folder, evaluat
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.config.data import column_lines
 from cqwen_dist.config.errors import Said
+from cqwen_dist.data.columns import given_forms
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.plot import scatter_plot
 from cqwen_dist.generate.table import predict_rows, prompts_of, shared_digits, template_of, write_table
+from cqwen_dist.number_forms import by_form
 from cqwen_dist.run.files import BEST, appearing, file_record, write_atomically, written_whole
 from cqwen_dist.tables.baselines import baselines
 from cqwen_dist.tables.choices import LEAST_READ, LONGEST, Chosen, Pace, choose, config_text, context_of, measure_pace
-from cqwen_dist.tables.rows import Parts, Table, by_length, held_out_rows, read_parts, read_table, some_of, split
+from cqwen_dist.tables.rows import (
+    Parts,
+    Table,
+    by_length,
+    held_out_rows,
+    read_parts,
+    read_table,
+    repeats,
+    some_of,
+    split,
+)
 from cqwen_dist.training.callbacks import Callback, Moment
 
 EMPTY = "unknown"  # replaces an empty cell
@@ -61,6 +73,7 @@ class FitRequest:
     seed: int
     minutes: float
     test_rows: int | None = None
+    decimal_comma: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -107,8 +120,9 @@ def prepare(request: FitRequest, folder: Path, say: Callable[[str], None], clock
         if None not in (before, now) and before != now:
             found = Said(f"a fit of {file.name} as it was before")
             raise UserError("--out", found, f"the same table, or a folder that does not exist yet, not {folder}")
-    table, parts = read_parts(folder / "table")
-    template = template_of(load_config(folder / CONFIG, saved=True).data, [])
+    data = load_config(folder / CONFIG, saved=True).data
+    table, parts = read_parts(folder / "table", given_forms(data) or {})
+    template = template_of(data, [])
     return Prepared(table, parts, prompts_of(template, table.columns, table.rows, EMPTY))
 
 
@@ -121,13 +135,13 @@ def request_of(folder: Path) -> tuple[FitRequest, dict[str, Any] | None]:
 
 def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], None], clock: TimeLimit) -> None:
     """Choose the settings, and write the parts and the config into `draft`, which is later renamed to `folder`."""
-    table = read_table(request.table, request.target, request.text_columns)
+    table = read_table(request.table, request.target, request.text_columns, request.decimal_comma)
     if request.split is not None and table.lost:
         found = Said(f"{table.lost:,} rows without a {table.target}, which would shift the others' numbers")
         raise UserError("--split", found, "a target in every row", request.table)
     given = None if request.split is None else held_out_rows(request.split, len(table.rows))
-    parts = split(len(table.rows), request.seed, request.test_fraction, given, request.test_rows)
-    for note in table.notes:
+    parts = split(len(table.rows), request.seed, request.test_fraction, given, request.test_rows, table.equal())
+    for note in (*table.notes, *repeats(table.equal(), parts)):
         say(f"note: {note}")
     say(
         f"{len(table.rows):,} rows: {', '.join(f'{len(part):,} {why}' for part, why in zip(parts, WHY, strict=True))}; "
@@ -152,7 +166,8 @@ def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], 
         say(f"note: {longer:,} rows of more than {longest:,} tokens are not trained on (fewer --text-columns shorten)")
     values = table.values()
     parts, choice, pace = _in_time(request, parts, values, lengths, longest, say, clock)
-    templates = {"prompt": template, "text": f"{{{table.target}}}", "target": table.target}
+    templates: dict[str, Any] = {"prompt": template, "text": f"{{{table.target}}}", "target": table.target}
+    templates["numbers"] = by_form(table.forms)
     text = config_text(folder, request.base, choice, pace, len(parts.train), request.seed, **templates)
     parts.write(draft / "table", table)
     (draft / CONFIG).write_text(text, encoding="utf-8")
@@ -244,7 +259,7 @@ def _predict(
 
     model, tokenizer = load_trained(checkpoint, "auto")
     say(f"predicting {len(made.parts.test):,} rows with {checkpoint}, the best on the rows for evaluation")
-    rows, prompts = ([of[row] for row in made.parts.test] for of in (made.table.rows, made.prompts))
+    rows, prompts = ([of[row] for row in made.parts.test] for of in (made.table.written, made.prompts))
     low, middle, high = np.quantile(made.table.values(), [0.25, 0.5, 0.75])
     digits = DIGITS + shared_digits(abs(middle), high - low)
     found, began = [], time.monotonic()

@@ -13,11 +13,12 @@ import numpy as np
 from cqwen_dist.config import UserError
 from cqwen_dist.config.data import can_be_named
 from cqwen_dist.config.errors import Said
-from cqwen_dist.data.cells import any_text, as_number, is_missing
-from cqwen_dist.data.numbers import find_numbers
-from cqwen_dist.data.recipes import columns_of, records_in
+from cqwen_dist.data.cells import BadLine, TableCells, as_number, cell_text, is_missing
+from cqwen_dist.data.columns import columns_of, forms_in, sample
+from cqwen_dist.data.recipes import records_in, table_columns
 from cqwen_dist.delimited import write_rows as write_csv
 from cqwen_dist.generate.table import NUMBER_COLUMNS
+from cqwen_dist.number_forms import Form
 
 LEAST_ROWS = 20
 ENOUGH_VALID, MOST_VALID = 200, 400
@@ -34,54 +35,74 @@ class Table(NamedTuple):
     target: str
     notes: list[str]  # messages about skipped data
     lost: int = 0  # skipped rows without a target
+    written: Sequence[Row] = ()  # the rows as the file writes them: numbers in their column's form
+    forms: Mapping[str, Form] = {}
 
     def values(self) -> np.ndarray:
         """The target values [n], float64."""
         return np.array([float(row[self.target]) for row in self.rows])
 
+    def equal(self) -> list[Any]:
+        """What equal rows share."""
+        return [tuple(row.values()) for row in self.rows]
 
-def read_table(source: str, target: str, wanted: Sequence[str] = ()) -> Table:
+
+def read_table(source: str, target: str, wanted: Sequence[str] = (), decimal_comma: bool | None = None) -> Table:
     """Reads the columns `wanted` (default: all that a template can name) and a target from CSV, Parquet or JSONL.
 
     Rows without a target are skipped, and a note counts them. Raises `UserError` for a missing column, a target that is
-    not numeric or constant, or fewer than `LEAST_ROWS` rows.
+    not numeric or constant, fewer than `LEAST_ROWS` rows, and numbers with two readings.
     """
     records = records_in(source)
     names = columns_of(records)
-    _known("--target", [target], names)
-    _known("--text-columns", wanted, names)
-    unnamed = [name for name in names if not can_be_named(name)]
-    columns = [name for name in dict.fromkeys(wanted or names) if name not in (target, *unnamed)]
-    if not columns or target in unnamed:
-        allowed = f"{target} and a further column, without {{}}:! in their names"
-        raise UserError("FILE", ", ".join(names), allowed, source)
+    if odd := [name for name in wanted if name not in names]:
+        raise UserError("--text-columns", odd[0], f"out of {', '.join(names)}")
+    only = [*wanted, target] if wanted else None
+    found = table_columns(
+        records, target, source, forms_in(sample(source, "FILE"), source, target, decimal_comma, only), "FILE"
+    )
+    columns = [*filter(can_be_named, dict.fromkeys(name for name in wanted or found.usable if name != target))]
     if taken := {*NUMBER_COLUMNS} & {*columns, target}:
         raise UserError("FILE", f"a column {min(taken)}", "other names than predicted.csv's new columns", source)
-    whole = [{name: _as_text(record.get(name)) for name in (*columns, target)} for record in records]
-    _refuse_targets(whole, target, source)
-    rows = [{**row, target: _as_read(row[target])} for row in whole if row[target]]
-    lost = len(whole) - len(rows)
-    return Table(columns, _of_numbers(columns, rows), rows, target, _notes(lost, target, unnamed), lost)
+    read = _read(records, (*columns, target), found.cells, source)
+    kept = [number for number, row in enumerate(read) if row[target]]
+    rows = [read[number] for number in kept]
+    _refuse_targets(rows, target, source)
+    lost = len(read) - len(rows)
+    written = [_as_written(records[number], (*columns, target)) for number in kept]
+    notes = [f"{lost:,} rows without a {target} are left out"] * (lost > 0) + found.notes
+    used = {name: found.cells.forms[name] for name in (*columns, target) if name in found.cells.forms}
+    return Table(columns, _of_numbers(columns, rows, used), rows, target, notes, lost, written, used)
 
 
-def _notes(lost: int, target: str, unnamed: Sequence[str]) -> list[str]:
-    rows = [f"{lost:,} rows without a {target} are left out"] if lost else []
-    return rows + ([f"columns left out, as a template cannot name them: {', '.join(unnamed)}"] if unnamed else [])
+def _read(records: Sequence[Mapping[str, Any]], names: Sequence[str], cells: TableCells, source: str) -> list[Row]:
+    """The cells as training reads them. Raises `UserError`."""
+    rows = []
+    for number, record in enumerate(records, 1):
+        try:
+            rows.append({name: cells.text(name, record.get(name)) for name in names})
+        except BadLine as bad:
+            raise UserError("FILE", bad.found, bad.allowed, f"{source}, record {number}") from None
+    return rows
+
+
+def _as_written(record: Mapping[str, Any], names: Sequence[str]) -> Row:
+    return {name: _written(record.get(name)) for name in names}
+
+
+def _written(value: Any) -> str:
+    """The cell for a CSV file that has the same text: texts as they are, other values as `cell_text`."""
+    return "" if is_missing(value) else value.strip() if isinstance(value, str) else cell_text(value) or ""
 
 
 def _refuse_targets(rows: Sequence[Row], target: str, source: str) -> None:
-    """Raises `UserError` for targets that are not numbers, too few, or all equal."""
-    for number, row in enumerate(rows, 1):
-        if row[target] and as_number(row[target]) is None:
-            allowed = f"numbers in the column {target}, such as 1234.5"
-            raise UserError("--target", row[target], allowed, f"{source}, record {number}")
-    found = [as_number(row[target]) for row in rows if row[target]]
-    if len(found) < LEAST_ROWS:
-        raise UserError("FILE", Said(f"{len(found)} rows with a {target}"), f"{LEAST_ROWS} or more", source)
-    if len({*found}) == 1:
-        raise UserError(
-            "--target", Said(f"{found[0]:g} in every row"), f"a column {target} with different numbers", source
-        )
+    """Raises `UserError` for too few targets, or equal ones."""
+    found = {float(row[target]) for row in rows}
+    if len(rows) < LEAST_ROWS:
+        raise UserError("FILE", Said(f"{len(rows)} rows with a {target}"), f"{LEAST_ROWS} or more", source)
+    if len(found) == 1:
+        said = Said(f"{found.pop():g} in every row")
+        raise UserError("--target", said, f"a column {target} with different numbers", source)
 
 
 def write_rows(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
@@ -101,31 +122,43 @@ class Parts(NamedTuple):
         """Writes a CSV file per part, with a header and the target as the last column."""
         folder.mkdir(parents=True)
         for name, chosen in zip(self._fields, self, strict=True):
-            write_rows(folder / f"{name}.csv", [*table.columns, table.target], (table.rows[row] for row in chosen))
+            write_rows(folder / f"{name}.csv", [*table.columns, table.target], (table.written[row] for row in chosen))
 
 
-def read_parts(folder: Path) -> tuple[Table, Parts]:
+def read_parts(folder: Path, forms: Mapping[str, Form]) -> tuple[Table, Parts]:
     """Reads the files from `Parts.write`: the rows in train, valid and test in this order. Raises `UserError`."""
-    rows: list[Row] = []
+    written: list[Row] = []
     ends = [0]
     for name in Parts._fields:
-        rows += map(dict, records_in(str(folder / f"{name}.csv")))
-        ends.append(len(rows))
-    *names, target = rows[0]
+        written += map(dict, records_in(str(folder / f"{name}.csv")))
+        ends.append(len(written))
+    *names, target = written[0]
+    rows = _read(written, (*names, target), TableCells(forms, target), str(folder))
     parts = Parts(*(np.arange(start, stop) for start, stop in pairwise(ends)))
-    return Table(names, _of_numbers(names, rows), rows, target, []), parts
+    return Table(names, _of_numbers(names, rows, forms), rows, target, [], 0, written, forms), parts
 
 
 def split(
-    rows: int, seed: int, test_fraction: float, test: Sequence[int] | None = None, most: int | None = None
+    rows: int,
+    seed: int,
+    test_fraction: float,
+    test: Sequence[int] | None = None,
+    most: int | None = None,
+    equal: Sequence[Any] | None = None,
 ) -> Parts:
     """Draws the parts by seed. test: 0-based indices of the test rows, instead of a fraction.
 
-    most: the maximum number of test rows, also drawn; the remaining test rows belong to no part.
+    most: the maximum number of test rows, also drawn; the remaining test rows belong to no part. equal: rows with the
+    same entry stay in one part. Raises `UserError` if too few differ.
     """
     order = np.random.default_rng(seed).permutation(rows)
+    same = [*range(rows)] if equal is None else equal
+    first: dict[Any, int] = {}
+    for place, row in enumerate(order):
+        first.setdefault(same[row], place)
+    order = order[np.argsort([first[same[row]] for row in order], kind="stable")]
     if test is None:
-        cut = min(max(round(rows * test_fraction), 2), rows // 2)
+        cut = _between(order, min(max(round(rows * test_fraction), 2), rows // 2), same)
         held, rest = order[:cut], order[cut:]
     else:
         chosen = np.isin(order, test)
@@ -133,7 +166,25 @@ def split(
     # A third is for validation. Small tables use a larger share, so that the intervals are reliable. No data is lost:
     # the wide part is fitted to these rows too.
     valid = min(max(round(len(rest) / 3), min(ENOUGH_VALID, round(2 * len(rest) / 3))), MOST_VALID)
+    valid = _between(rest, valid, same)
     return Parts(np.sort(rest[valid:]), np.sort(rest[:valid]), np.sort(held[:most]))
+
+
+def repeats(equal: Sequence[Any], parts: Parts) -> list[str]:
+    """A note on the rows that repeat another one. equal: rows with the same entry are equal."""
+    repeated = len(equal) - len({*equal})
+    learnt = {equal[row] for part in parts[:2] for row in part}
+    across = sum(equal[row] in learnt for row in parts.test)
+    where = f"{across:,} test rows are learnt from too, by --split" if across else "all equal ones are in one part"
+    return [f"{repeated:,} rows repeat another row; {where}"] if repeated else []
+
+
+def _between(order: np.ndarray, cut: int, same: Sequence[Any]) -> int:
+    """The place nearest to `cut` where rows that are not equal meet. Raises `UserError` if all are equal."""
+    ends = [place for place in range(1, len(order)) if same[order[place - 1]] != same[order[place]]]
+    if not ends:
+        raise UserError("FILE", Said("rows that are all equal"), "rows that differ, in each part of the table")
+    return min(ends, key=lambda place: (abs(place - cut), place))
 
 
 def by_length(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -167,24 +218,6 @@ def held_out_rows(given: str, rows: int) -> list[int]:
     return found
 
 
-def _of_numbers(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    """The columns that contain only numbers and empty cells, and at least one number."""
-    cells = {name: [row[name] for row in rows if row[name]] for name in columns}
-    return [name for name, filled in cells.items() if filled and all(as_number(cell) is not None for cell in filled)]
-
-
-def _as_text(cell: Any) -> str:
-    """The cell as a template writes it, "" if empty."""
-    return "" if is_missing(cell) else any_text(cell).strip()
-
-
-def _as_read(number: str) -> str:
-    """A numeral that training parses as this number: "13812345678.0", as 13812345678 looks like a telephone number."""
-    value = float(number)
-    return number if [span.value for span in find_numbers(number)] == [value] else repr(value)
-
-
-def _known(key: str, wanted: Sequence[str], names: list[str]) -> None:
-    odd = next((name for name in wanted if name not in names), None)
-    if odd is not None:
-        raise UserError(key, odd, f"out of {', '.join(names)}")
+def _of_numbers(columns: Sequence[str], rows: Sequence[Row], forms: Mapping[str, Form]) -> list[str]:
+    """The columns that contain only numbers and empty cells."""
+    return [n for n in columns if n in forms and all(as_number(row[n]) is not None for row in rows if row[n])]

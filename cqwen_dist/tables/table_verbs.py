@@ -14,12 +14,12 @@ from typing import Annotated, Any
 import typer
 
 from cqwen_dist.config import UserError
-from cqwen_dist.console import AsJson, plain_console, print_document, print_json, quiet_libraries, slug
+from cqwen_dist.console import AsJson, DecimalComma, plain_console, print_document, print_json, quiet_libraries, slug
 from cqwen_dist.run.status import read_status
 
 
 def fit(
-    table: Annotated[str, typer.Argument(metavar="FILE", help="A table: .csv, .tsv, .parquet, .jsonl or .json.")],
+    table: Annotated[str, typer.Argument(metavar="FILE", help="A table: .csv, .tsv, .parquet, .arrow, .json, .jsonl.")],
     target: Annotated[str, typer.Option(help="The column of numbers to predict.")],
     base: Annotated[str, typer.Option(help="A model's folder or hub name.")] = "HuggingFaceTB/SmolLM2-135M",
     text_columns: Annotated[list[str] | None, typer.Option(help="Read only this column; may be repeated.")] = None,
@@ -29,6 +29,7 @@ def fit(
     test_rows: Annotated[int | None, typer.Option(min=2, help="Maximum number of test rows, drawn at random.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed for the split and for training.")] = 0,
     minutes: Annotated[float, typer.Option(help="Time limit on this machine, for all phases together.")] = 20.0,
+    decimal_comma: DecimalComma = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write; default: fits/FILE-TARGET.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -45,7 +46,7 @@ def fit(
     clock = TimeLimit(minutes, began)
     say = partial(typer.echo, err=as_json)
     asked = (table, target, base, text_columns or [], template, test_fraction, split, seed, minutes, test_rows)
-    made = prepare(FitRequest(*asked), folder, say, clock)
+    made = prepare(FitRequest(*asked, decimal_comma), folder, say, clock)
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
         _train_fit(folder, as_json, clock)
     found = judge(folder, made, say, clock)

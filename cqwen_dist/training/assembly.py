@@ -176,6 +176,7 @@ def build_run(config: Config, runtime: Runtime) -> Run:
         resume_from=resume_from,
         texts=datasets.train,
         reports=datasets.lines(),
+        columns=datasets.reading.columns,
         statistics=statistics,
         loaders=loaders,
         inputs=inputs,

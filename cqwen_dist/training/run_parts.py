@@ -97,6 +97,7 @@ class Run(Training):
     resume_from: Path | None  # checkpoint folder
     texts: TextDataset  # training texts
     reports: list[str]  # on the data, for people
+    columns: dict[str, dict[str, Any]] | None  # what a table's columns look like (`data.columns`)
     statistics: NumericStatistics
     inputs: dict[str, str]  # digests of data, tokenizer and base (`checkpoint.resume`)
     loaders: StageLoaders

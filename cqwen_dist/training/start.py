@@ -88,6 +88,7 @@ def _make_start(run: Run) -> Place:
     for line in (*run.reports, *_notes(config, run.model.config.vocab_size)):
         say(line)
     start: dict[str, Any] = {"start": config.start, "statistics": asdict(run.statistics)}
+    start["columns"] = run.columns
 
     # A bad file is refused before the long parts
     threshold = read_threshold(config.model.threshold_init, run.model.config.vocab_size, row_range(run.model))

@@ -51,11 +51,26 @@ def test_the_header_decides_the_delimiter(tmp_path: Path) -> None:
         assert records_in(str(path)) == [{"item": "t,ea", "price": "1.5"}]
     path.write_text("\nitem, price \ntea,1.5\n", encoding="utf-8")
     assert records_in(str(path)) == [{"item": "tea", "price": "1.5"}], "names as training strips them"
-    path.write_text("item;price\ntea;1.234,5\n", encoding="utf-8")
-    assert records_in(str(path)) == [{"item": "tea", "price": "1234.5"}], "as `cqwen fit` reads it"
-    path.write_text('item,price\ntea,"1.234,5"\n', encoding="utf-8")
-    for asked, price in (({}, "1.234,5"), ({"decimal_comma": True}, "1234.5")):
-        assert records_in(str(path), **asked) == [{"item": "tea", "price": price}]
+
+
+@pytest.mark.parametrize(
+    ("text", "comma", "amount"),
+    [
+        ("item;amount\ntea;1.234,5\n", None, "1234.5"),
+        ('item,amount\ntea,"1.234,5"\n', None, "1234.5"),
+        ('item,amount\ntea,"1.234,5"\n', False, "1.234,5"),
+        ('item,amount\ntea,"1,234"\n', None, "1,234"),
+        ('item,amount\ntea,"1,234"\n', True, "1.234"),
+    ],
+)
+def test_decimal_commas_of_a_template_are_found_by_the_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, comma: bool | None, amount: str
+) -> None:
+    (tmp_path / "t.csv").write_text(text, encoding="utf-8")
+    prompts: list[str] = []
+    monkeypatch.setattr("cqwen_dist.generate.table.predict_rows", lambda *given, **_: prompts.extend(given[3]) or [])
+    predict((None, None), tmp_path / "t.csv", "{item}: {amount}", decimal_comma=comma)  # type: ignore[arg-type]
+    assert prompts == [f"tea: {amount}"]
 
 
 def test_a_written_table_is_read_back_equal(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cqwen_dist.config import UserError, load_config
-from cqwen_dist.data.recipes import records_of
+from cqwen_dist.data.recipes import records_in
 from cqwen_dist.heads.intervals import LEVELS
 from cqwen_dist.run.environment import git_commit
 from cqwen_dist.run.files import write_atomically
@@ -248,11 +248,11 @@ def _write_table(name: str, protocol: Protocol, data: Path, folder: Path) -> Non
     elif not protocol.file:
         rows = list(_sums(1 if name == "addition" else -1))
     elif name == "gsm8k":
-        records, _ = records_of(str(data / protocol.file))
+        records = records_in(str(data / protocol.file))
         answers = [record["answer"].rpartition("#### ")[2].replace(",", "") for record in records]
         rows = [{"question": r["question"], protocol.target: a} for r, a in zip(records, answers, strict=True)]
     else:
-        records, _ = records_of(str(data / protocol.file))
+        records = records_in(str(data / protocol.file))
         rows = [dict(record) for record in records]
     write_rows(folder / "table.csv", list(rows[0]), rows)
     published = data / protocol.file.replace(".csv", ".splits.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.trained import is_exported, load_trained, run_of
-from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
 from cqwen_dist.data.chat import Chat
+from cqwen_dist.data.columns import differences
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.loader import EvalLoader
@@ -51,7 +52,7 @@ def evaluate_checkpoint(
     run, own_base, baseline = _run_of(path, data)
     dtype = dtype_of(run.train.precision)
     model, tokenizer = load_trained(path)
-    dataset = _dataset(run.data, data, tokenizer)
+    dataset = _dataset(run, data, tokenizer)
     with distributed(alone=True) as runtime:
         inner = model.model.to(runtime.device)
         if data is None and inner.beside is not None and run.model.wide_from_eval:
@@ -93,13 +94,16 @@ def _run_of(path: Path, data: str | None) -> tuple[Config, str | None, float | N
     return run, run.base_folder, start["statistics"]["median"] if start["statistics"]["count"] else None
 
 
-def _dataset(config: DataConfig, data: str | None, tokenizer: NumericalAwareTokenizer) -> TextDataset:
-    """`data`, or the run's held-out texts. Raises `UserError` if there are no texts."""
+def _dataset(run: Config, data: str | None, tokenizer: NumericalAwareTokenizer) -> TextDataset:
+    """`data`, or the run's held-out texts. Logs how its columns differ. Raises `UserError` if there are no texts."""
     if data is None:
-        dataset = load_datasets(config, tokenizer).eval
+        dataset = load_datasets(run.data, tokenizer).eval
     else:
-        texts = read_texts(data, config, ReadReport(), "--data", Chat(tokenizer.tokenizer))
-        dataset = tokenise(texts, tokenizer, config)
+        report = ReadReport(columns=read_object(Path(run.run.dir) / START).get("columns"))
+        for difference in differences(data, run.data, report.columns or {}):
+            logging.getLogger(__name__).warning("%s", difference)
+        texts = read_texts(data, run.data, report, "--data", Chat(tokenizer.tokenizer))
+        dataset = tokenise(texts, tokenizer, run.data)
     if dataset is None or not len(dataset):
         raise UserError("--data", "no texts", "held-out texts (the run held none out)")
     return dataset

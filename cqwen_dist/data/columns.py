@@ -1,0 +1,253 @@
+"""The columns of a table: how each writes its numbers, what its cells look like, and how another table differs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from cqwen_dist.config.data import DataConfig, source_files
+from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.data.blocks import blocks
+from cqwen_dist.data.cells import BadLine, TableCells, as_number, is_index, is_missing, is_number
+from cqwen_dist.data.csv_rows import delimiter_in
+from cqwen_dist.data.records import named_fields
+from cqwen_dist.number_forms import Form, Unsettled, forms_of
+
+SAMPLE = 10  # blocks of a source that are looked at: up to 10,000 rows
+MUCH_EMPTIER = 0.2  # a share of empty cells that grew by this is told
+LEAST_TOLD = 5  # cells of a text column that must all be numbers or dates
+_DAY = re.compile(r"\d{4}-\d\d-\d\d( \d\d:\d\d:\d\d(\.\d+)?([+-]\d\d:\d\d)?)?", re.ASCII)
+_SHAPE = re.compile(r"[\d/.: -]*\d[\d/.: -]*", re.ASCII)
+_NAMES = {"number": "a number", "truth": "true or false", "date": "a date such as 2024-01-31", "text": "text"}
+
+
+def sample(source: str, key: str = "--data", most: int | None = SAMPLE, strict: bool = True) -> list[Any]:
+    """Records (or `Text`s) of a source's first blocks; most None: all.
+
+    strict: a bad line raises `UserError`, else it is left out.
+    """
+    found = []
+    most = 1 if most is not None and source.startswith("hf:") else most
+    for block in islice(blocks(source, DataConfig(train=source, text_template="{*}"), key), most):
+        for where, record in block():
+            if isinstance(record, BadLine):
+                if strict:
+                    raise UserError(record.kind, record.found, record.allowed, where)
+                continue
+            found.append({n: c for n, c in record.items() if n} if isinstance(record, Mapping) else record)
+    return found
+
+
+def columns_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """All field names, in order of first appearance."""
+    return list(dict.fromkeys(name for record in records for name in record))
+
+
+def forms_in(
+    records: Sequence[Mapping[str, Any]],
+    source: str,
+    target: str | None = None,
+    decimal_comma: bool | None = None,
+    only: Iterable[str] | None = None,
+) -> dict[str, Form]:
+    """How each column of numbers writes them. only: the columns to look at.
+
+    Raises: UserError for data.decimal_comma, if a column has two readings.
+    """
+    texts, typed, others = _cells_by_column(records, None if only is None else {*only})
+    # Numbers of a JSON or Parquet file have a decimal point; texts beside them have to agree.
+    columns = {name: texts.get(name, []) for name in columns_of(records) if name in {*texts, *typed} - others}
+    beside = {name: cells for name, cells in columns.items() if name in typed and cells}
+    rest = {name: cells for name, cells in columns.items() if name not in beside}
+    plain: dict[str, Any] = {"target": target, "delimiter": delimiter_in(source)}
+    try:
+        found = forms_of(rest, typed=typed, decimal_comma=decimal_comma, **plain)
+        found |= forms_of(beside, decimal_comma=False, **plain)
+    except Unsettled as error:
+        point, comma = error.values
+        allowed = f"false (the number is {point}) or true (it is {comma}); --no-decimal-comma or --decimal-comma"
+        said = Said(f"{error.cells} in the column {error.column}")
+        raise UserError("data.decimal_comma", said, allowed, source) from None
+    if target in columns and _all_numbers(columns[target]):
+        found.setdefault(str(target), Form())
+    return {name: found[name] for name in columns if name in found}
+
+
+def _all_numbers(cells: Iterable[str]) -> bool:
+    """Whether Python reads every cell as a number, such as 1_000."""
+    return all(as_number(cell) is not None for cell in cells)
+
+
+def _cells_by_column(
+    records: Sequence[Mapping[str, Any]], only: set[str] | None
+) -> tuple[dict[str, list[str]], set[str], set[str]]:
+    """The texts of each column, the columns with numbers that are no texts, and those with other values."""
+    texts: dict[str, list[str]] = {}
+    typed, others = set[str](), set[str]()
+    for record in records:
+        for name, value in record.items():
+            if (only is not None and name not in only) or is_missing(value):
+                continue
+            if is_number(value):
+                typed.add(name)
+            elif isinstance(value, str):
+                texts.setdefault(name, []).append(value)
+            else:
+                others.add(name)
+    return texts, typed, others
+
+
+def columns_for(config: DataConfig) -> dict[str, dict[str, Any]]:
+    """`described` for data.train, by a sample, with the forms of data.number_columns or those that the sample shows.
+
+    Without data.target_field a text keeps its numbers as they are. Then only the columns of CSV with decimal commas are
+    returned: in a text, 3,5 is two numbers.
+    """
+    sources = [config.train] if isinstance(config.train, str) else config.train
+    is_table = config.target_field is not None
+    if config.messages_field is not None or not (is_table or any(map(_is_csv, sources))):
+        return {}
+    records = [record for one in sources for record in _sampled(one)]
+    only = _read_columns(config, records)
+    forms = given_forms(config)
+    if forms is None:
+        forms = forms_in(records, sources[0], config.target_field, config.decimal_comma, only)
+    if not is_table:
+        forms = {name: form for name, form in forms.items() if form == Form(",")}
+        only = [*forms]
+    return described(records, TableCells(forms, config.target_field), only)
+
+
+def _is_csv(source: str) -> bool:
+    return ".csv" in source or ".tsv" in source
+
+
+def _read_columns(config: DataConfig, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    named = named_fields(config)
+    return columns_of(records) if "*" in named else named
+
+
+def given_forms(config: DataConfig) -> dict[str, Form] | None:
+    """The forms of data.number_columns by column; None if it is not set. Raises `UserError`."""
+    if config.number_columns is None:
+        return None
+    try:
+        return {name: Form.of(form) for form, names in config.number_columns.items() for name in names}
+    except ValueError as error:
+        raise UserError("data.number_columns", Said(str(error)), "1234.5, 1234,5 €, $1234.5 or the like") from None
+
+
+def _sampled(source: str) -> list[Mapping[str, Any]]:
+    """A sample of a table; none of a source that does not exist, as reading it says so."""
+    try:
+        source_files(source, "data.train")
+    except UserError:
+        return []
+    return [record for record in sample(source, "data.train", strict=False) if isinstance(record, Mapping)]
+
+
+# ------------------------------------------------------------------------------------------------ what cells look like
+
+
+def described(
+    records: Sequence[Mapping[str, Any]], cells: TableCells, only: Sequence[str] | None = None
+) -> dict[str, dict[str, Any]]:
+    """What a table's columns look like: kind, form of numbers, share of empty cells, and range. only: these columns."""
+    found = {}
+    for name in columns_of(records):
+        if is_index(name) or (only is not None and name not in only):
+            continue
+        texts = [_text(cells, name, record.get(name)) for record in records]
+        filled = [text for text in texts if text]
+        kind = "number" if name in cells.forms else _kind(filled)
+        found[name] = {"kind": kind, "empty": 1 - len(filled) / len(texts)}
+        if kind == "number":
+            numbers = [number for number in map(as_number, filled) if number is not None]
+            ends = {"low": min(numbers), "high": max(numbers)} if numbers else {}
+            found[name] |= {"form": str(cells.forms[name]), **ends}
+    return found
+
+
+def forms_described(columns: Mapping[str, Mapping[str, Any]]) -> dict[str, Form]:
+    """The forms that `described` recorded."""
+    return {name: Form.of(column["form"]) for name, column in columns.items() if "form" in column}
+
+
+def differences(source: str, config: DataConfig, trained: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """`compare` for a source that a run's config reads. trained: what the run's columns looked like; {}: unknown."""
+    forms = given_forms(config)
+    cells = TableCells(forms_described(trained) if forms is None else forms, config.target_field)
+    if trained:
+        yield from compare(trained, _sampled(source), cells, "--data")
+
+
+def compare(
+    trained: Mapping[str, Mapping[str, Any]], records: Sequence[Mapping[str, Any]], cells: TableCells, key: str = "FILE"
+) -> Iterator[str]:
+    """Yields one line for each difference between a table's columns and those that were learnt.
+
+    trained: from `described`. Raises: UserError for a column that cannot have the same text.
+    """
+    here = {*columns_of(records)}
+    for name, was in trained.items():
+        if name in here and was["kind"] != "empty":
+            texts = [_text(cells, name, record.get(name), key) for record in records]
+            yield from (f"column {name}: {how}" for how in _differences(name, was, texts, key))
+
+
+def _differences(name: str, was: Mapping[str, Any], texts: list[str], key: str) -> Iterator[str]:
+    filled = [*filter(None, texts)]
+    odd = [text for text in filled if not _fits(was["kind"], text)]
+    what = _NAMES.get(was["kind"], f"written as {was['kind']}")
+    if odd and len(odd) == len(filled):
+        raise UserError(key, Said(f"{odd[0]} in the column {name}"), f"{what} there, as in training")
+    if odd:
+        yield f"{len(odd):,} of {len(filled):,} cells are not {what}, as all were, such as {odd[0]}"
+    kind = _kind(filled, as_number) if was["kind"] == "text" and len(filled) >= LEAST_TOLD else "text"
+    if kind != "text":
+        yield f"every cell is {_NAMES.get(kind, kind)}, which was text in training"
+    yield from _outside(was, [number for number in map(as_number, filled) if number is not None])
+    empty = 1 - len(filled) / len(texts)
+    if empty > was["empty"] + MUCH_EMPTIER or (empty and not was["empty"]):
+        yield f"{empty:.0%} of the cells are empty, {was['empty']:.0%} in training"
+
+
+def _outside(was: Mapping[str, Any], numbers: list[float]) -> Iterator[str]:
+    outside = [number for number in numbers if "low" in was and not was["low"] <= number <= was["high"]]
+    if outside:
+        said = f"{len(outside):,} of {len(numbers):,} numbers are outside of {was['low']:g} to {was['high']:g}"
+        yield f"{said}, all that was learnt from: {min(outside):g} to {max(outside):g}"
+
+
+def _text(cells: TableCells, name: str, value: object, key: str = "") -> str:
+    """A cell's text. Raises: UserError for key if it has another form; without a key the cell as it is."""
+    try:
+        return cells.text(name, value)
+    except BadLine as bad:
+        if key:
+            raise UserError(key, bad.found, bad.allowed) from None
+        return str(value)
+
+
+def _kind(texts: Sequence[str], number: Any = lambda text: None) -> str:
+    """What all texts of a column are: empty, truth, date, a shape of digits such as 0/0/0, or text."""
+    if not texts:
+        return "empty"
+    if all(number(text) is not None for text in texts):
+        return "number"
+    kinds = {_kind_of(text) for text in texts}
+    return kinds.pop() if len(kinds) == 1 else "text"
+
+
+def _kind_of(text: str) -> str:
+    if text in ("true", "false"):
+        return "truth"
+    if _DAY.fullmatch(text):
+        return "date"
+    return re.sub(r"\d+", "0", text, flags=re.ASCII) if _SHAPE.fullmatch(text) else "text"
+
+
+def _fits(kind: str, text: str) -> bool:
+    return kind == "text" or (as_number(text) is not None if kind == "number" else _kind_of(text) == kind)

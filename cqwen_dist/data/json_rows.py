@@ -1,0 +1,110 @@
+"""Records of JSON files: an object a line, a list of objects, or one object."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.data.cells import BadLine, Literal
+from cqwen_dist.data.lines import Lines, decoded
+from cqwen_dist.data.records import MAX_TEXT, Row
+
+# NaN, as Python and R write it, is an empty cell; Infinity is no text, which matters only where a template names it.
+_JSON = json.JSONDecoder(parse_int=Literal, parse_float=Literal, parse_constant=float)
+
+
+def json_line(line: bytes) -> Mapping[str, Any] | None:
+    if not line.strip(b"\xef\xbb\xbf \t\r\n"):
+        return None
+    text = decoded(line)
+    try:
+        record = _JSON.decode(text)
+    except (ValueError, RecursionError) as error:
+        raise BadLine("broken JSON", text.strip()[:60], f"one JSON object a line ({error})") from None
+    if not isinstance(record, dict):
+        raise BadLine("no JSON object", text.strip()[:60], 'one JSON object a line, such as {"text": "..."}')
+    return record
+
+
+def whole(lines: Lines) -> dict[str, Any] | None:
+    """The object that is the whole .json file; None if it has one a line, as JSONL has."""
+    try:
+        record = _JSON.decode(lines.some(MAX_TEXT).decode("utf-8-sig").strip())
+    except (ValueError, RecursionError, BadLine):
+        record = None
+    lines.file.seek(0)
+    return record if isinstance(record, dict) else None
+
+
+def no_records(record: Mapping[str, Any]) -> BadLine | None:
+    """Why an object is no record but a whole table in one; None if it may be a record."""
+    for name, value in record.items():
+        if isinstance(value, list) and len(value) > 1 and _are_rows(value):
+            found = Said(f"one object whose key {name} holds the records")
+            return BadLine("no list of records", found, "the list by itself: [{...}, {...}], or one object a line")
+    values = [value for value in record.values() if isinstance(value, (list, dict)) and len(value) > 1]
+    sizes = {tuple(value) if isinstance(value, dict) else len(value) for value in values}
+    if len(values) < 2 or len(values) < len(record) or len(sizes) > 1:
+        return None
+    how = "a list" if isinstance(values[0], list) else "an object of rows"
+    found = Said(f"one object with {how} for each column{', as pandas writes it' * (how != 'a list')}")
+    return BadLine("no list of records", found, "a list of records: df.to_json(FILE, orient='records')")
+
+
+def _are_rows(value: list[Any]) -> bool:
+    """Whether all are objects, and no messages of a chat."""
+    return all(isinstance(row, dict) and "role" not in row and "from" not in row for row in value)
+
+
+_BEFORE_RECORD = re.compile(r"\s*([\[,])\s*")
+_END_OF_ARRAY = re.compile(r"\s*(\[\s*)?\]\s*")
+_CHUNK = 1 << 16
+
+
+def of_array(lines: Lines) -> Iterator[Row]:
+    """Yield the records of a JSON array, with one record in memory at a time.
+
+    Raises: UserError for broken JSON, because no later record can be found.
+    """
+    decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+    text, at, number, done, first = "", 0, 1, False, True
+
+    def refusal(kind: str, found: object, allowed: str, end: int) -> UserError:
+        return UserError(kind, found, allowed, f"{lines.path}:{number + text.count(chr(10), at, end)}")
+
+    while True:
+        sign = _BEFORE_RECORD.match(text, at)
+        try:
+            if sign is None or (sign[1] == "[") != first:
+                raise json.JSONDecodeError("no list of records", text, at)
+            record, end = _JSON.raw_decode(text, sign.end())
+            # A number at the buffer's end may continue in the next chunk: read more before accepting it.
+            if end == len(text) and not done:
+                raise json.JSONDecodeError("it goes on", text, end)
+        except (ValueError, RecursionError) as error:
+            if done and _END_OF_ARRAY.fullmatch(text, at):
+                return
+            if done or len(text) - at > MAX_TEXT:
+                allowed = f"a list of records of at most {MAX_TEXT / 2**20:g} MiB"
+                reason = getattr(error, "msg", error)
+                raise refusal(
+                    "broken JSON", text[at : at + 60], f"{allowed} ({reason})", getattr(error, "pos", at)
+                ) from None
+            try:
+                # The buffer doubles with each try, so a large record is parsed only a few times.
+                data = lines.some(max(_CHUNK, len(text) - at))
+                text, at, done = text[at:] + decode(data, final=not data), 0, not data
+            except UnicodeDecodeError as wrong:
+                raise refusal("not UTF-8", wrong.object[wrong.start : wrong.end], "UTF-8 text", len(text)) from None
+            except BadLine as bad:
+                raise refusal(bad.kind, bad.found, bad.allowed, len(text)) from None
+            continue
+        number += text.count("\n", at, sign.end())
+        what = record if isinstance(record, dict) else BadLine("no JSON object", record, "a list of JSON objects")
+        yield f"{lines.path}:{number}", what
+        number += text.count("\n", sign.end(), end)
+        at, first = end, False
