@@ -53,7 +53,7 @@ stages:
     steps: {heads_steps}
     lr: {start_rate:.1e}  # a tenth of 0.012 / {hidden}, the base's hidden size: the closed form is the better fit
     lr_groups: {{regression: 1.0e-3}}
-    warmup_steps: 20
+    warmup_steps: {warmup}
 {lora}train:
   global_batch_size: {batch}
   micro_batch_size: {batch}
@@ -73,7 +73,7 @@ LORA = """\
     epochs: {epochs:g}
     lr: {rate:.1e}
     lr_groups: {{regression: 1.0e-3, embedding: 1.0e-4, lora: 5.0e-4}}
-    warmup_steps: 20
+    warmup_steps: {warmup}
 """
 
 
@@ -212,8 +212,10 @@ def config_text(folder: Path, base: str, choice: Chosen, pace: Pace, rows: int, 
     lora = ""
     steps = choice.heads_steps
     if choice.epochs:
-        lora = LORA.format(minutes=choice.lora_minutes, epochs=choice.epochs, rate=rate)
-        steps += round(choice.epochs * rows / choice.batch)
+        of_lora = round(choice.epochs * rows / choice.batch)
+        warmup = min(of_lora // 5, 20)
+        lora = LORA.format(minutes=choice.lora_minutes, epochs=choice.epochs, rate=rate, warmup=warmup)
+        steps += of_lora
     return CONFIG.format(
         config=folder / "fit.yaml",
         base=_quoted(base),
@@ -223,6 +225,7 @@ def config_text(folder: Path, base: str, choice: Chosen, pace: Pace, rows: int, 
         length=choice.length,
         transform=choice.transform,
         heads_steps=choice.heads_steps,
+        warmup=min(choice.heads_steps // 5, 20),
         random_features=RANDOM_FEATURES,
         wide=WIDE_FOR_MANY if rows > MANY else WIDE,
         hidden=pace.hidden,
