@@ -44,7 +44,7 @@ class Alarms:
     TRAP_LOOKS = 3  # consecutive values of train/accuracy, for a pretrained base
     UNTAUGHT_LOOKS = 30  # the same for an untrained base, whose training starts at the uniform solution
     UNTAUGHT = 0.1  # a base with a lower top-1 counts as untrained
-    KL_LOOKS = 2  # consecutive measurements of KL above its bound
+    KL_LOOKS = 2  # consecutive measurements of a held KL above its bound: batches scatter; otherwise one
     DEAD_STEPS = 20  # consecutive steps without a gradient
     UNLEARNT_STEPS = 100  # consecutive steps with <NUM> labels and P of <NUM> near 0
     HISTORY = 64  # number of losses to compare a spike with
@@ -151,7 +151,7 @@ class Alarms:
             return "kl-above-bound" in self._raised, ""
         self._beyond = self._beyond + 1 if kl > eps else 0
         advice = "lower the rates of abduction and scales" if self.kl_held else "hold it by loss.constraint.mode: dual"
-        return self._beyond >= self.KL_LOOKS, (
+        return self._beyond >= (self.KL_LOOKS if self.kl_held else 1), (
             f"U has moved from its start by a KL of {kl:.3g} nats a dimension, over its bound {eps:g} "
             f"(loss.constraint.eps): {advice}, or allow more"
         )
