@@ -132,12 +132,13 @@ def not_followed(path: str, flags: int) -> int:
 def refuse_links(folder: Path) -> None:
     """Raises `UserError` if an entry of a run folder, or of a subfolder that runs write into, is a link.
 
-    Writing through it would truncate or delete somebody else's file. Checkpoints may be links: a user may move one to
-    another disk.
+    Writing through it would truncate or delete somebody else's file. Checkpoints and the feature cache may lie on
+    another disk: in them only names of this package's own are written and deleted.
     """
+    kept = (folder / SLURM / LATEST, folder / FEATURE_CACHE)  # the first is ours, to the newest logs
     for entry in [folder, *(folder / name for name in (STACKS, SLURM, EVALUATIONS, DIGESTS))]:
         for found in entry.iterdir() if entry.is_dir() else ():
-            if found.is_symlink() and found != folder / SLURM / LATEST:  # ours, to the newest logs
+            if found.is_symlink() and found not in kept:
                 raise _link(found)
 
 

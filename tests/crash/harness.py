@@ -27,6 +27,7 @@ ALL = -1  # every rank
 HANG = 0  # instead of a signal: the rank stays where it is
 STOPPED = 75
 SEEN, STRUCK = "seen.jsonl", "struck"
+OTHER_SEED = "CQWEN_TEST_OTHER_SEED"  # environment variable: the rank that starts with another seed
 SURVIVE_S = 60.0  # how long the other rank may take to find out
 # Where a blow can fall: the function that is called there, at most how often in a run, and for how many milliseconds.
 POINTS: dict[str, tuple[str, str, int, float]] = {
@@ -142,7 +143,7 @@ def _rank(
 ) -> None:
     import torch
 
-    from cqwen_dist.config import load_config
+    from cqwen_dist.config import UserError, load_config
     from cqwen_dist.parallel.collectives import Stopped
     from cqwen_dist.training.train import train
 
@@ -158,10 +159,15 @@ def _rank(
         deal(blow, mouth)
     if SEEN in environment:
         note_samples()
+    if os.environ.get(OTHER_SEED) == str(rank):
+        overrides = (*overrides, "train.seed=99")
     try:
         train(load_config(config, list(overrides)))
     except Stopped:
         os._exit(STOPPED)
+    except UserError as error:
+        tell(mouth, f"rank {rank}: {error}")
+        os._exit(2)
     except BaseException:
         tell(mouth, f"rank {rank}: {traceback.format_exc()}")
         os._exit(1)

@@ -3,7 +3,8 @@
 `make soak` deals 200 (SOAK=500 for more, SOAK_SEED to draw others) over drawn ranks, ZeRO stages, vocabulary groups,
 texts packed or not, read into memory or prepared on disk, and over every phase: the start, its calibration, a step, an
 evaluation, a save, the deletion of old checkpoints, `prepare` by two processes at once, `export`, `report`. Most blows
-are SIGKILL; some are SIGTERM, SIGHUP, or SIGSTOP for a second. Every run's feature cache is a link to a folder with a
+are SIGKILL; some are SIGTERM, SIGHUP, or SIGSTOP for a second. A third of the runs have a mirror, and lose their disk
+after a blow now and then. Some starts have one rank with another seed, and are refused. Every run's feature cache is a link to a folder with a
 stranger's files, and its checkpoints lie beside a stranger's copy of one.
 """
 
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from crash.harness import ALL, POINTS, SEEN, STOPPED, Blow, command, crash_config, result_of
+from crash.harness import ALL, OTHER_SEED, POINTS, SEEN, STOPPED, Blow, command, crash_config, result_of
 from support.ranks import fork_server
 
 from cqwen_dist.checkpoint.manifest import list_checkpoints, verify
@@ -57,7 +58,7 @@ class Soak:
         self.config = crash_config(folder, train__feature_cache={"mode": "auto"})
         self.alone: dict[Layout, tuple[Path, dict[str, Any]]] = {}
         self.fallen: dict[str, int] = {}
-        self.runs = 0
+        self.runs = self.lost_disks = self.refused = 0
 
     def layout(self) -> Layout:
         world, spread = self.draw.choice(SPREADS)
@@ -86,6 +87,9 @@ class Soak:
         self.runs += 1
         strangers = prepare_folder(run)
         options, blows = (*layout.options, f"run.dir={run}"), []
+        mirrored = self.draw.random() < 0.33
+        if mirrored:
+            options = (*options, f"run.mirror=file://{run}-mirror")
         for _ in range(min(BLOWS_A_RUN, most)):
             point = self.draw.choice(OF_RUNS)
             blow = Blow.drawn_at(self.draw, point, layout.world, self.draw.choice(SIGNALS))
@@ -103,6 +107,11 @@ class Soak:
                 assert verify(folder) == [], f"{folder} is damaged after {blow}"
             if read_status(run)["status"] == "done":
                 break
+            if layout.world > 1 and self.draw.random() < 0.2:
+                self.start_with_other_seeds(layout, options)
+            if mirrored and self.draw.random() < 0.5:
+                lose_disk(run)
+                self.lost_disks += 1
         else:
             ended = command(self.config, *options, world=layout.world)
         assert ended.codes == [0] * layout.world, ended.said
@@ -110,6 +119,15 @@ class Soak:
         assert strangers() == [], "a stranger's files were touched"
         each_sample_once(run)
         shutil.rmtree(run)
+        shutil.rmtree(f"{run}-mirror", ignore_errors=True)
+
+    def start_with_other_seeds(self, layout: Layout, options: tuple[str, ...]) -> None:
+        """A start that must change nothing: its last rank has another seed."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(OTHER_SEED, str(layout.world - 1))
+            ended = command(self.config, *options, world=layout.world)
+        assert set(ended.codes) == {2}, (ended.codes, ended.said)
+        self.refused += 1
 
     def strike_a_process(self, what: str) -> None:
         """`prepare` twice at once, `export` or `report`: struck, done again, compared."""
@@ -156,6 +174,13 @@ def prepare_folder(run: Path) -> Callable[[], list[str]]:
         return wrong
 
     return changed
+
+
+def lose_disk(run: Path) -> None:
+    """Delete what the package wrote; the tests' own record and a stranger's files stay."""
+    for path in [*run.iterdir(), *(run / "checkpoints").glob("*step-[0-9]*")]:
+        if path.name not in (SEEN, "feature_cache", "checkpoints", "step-9.bak"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def each_sample_once(run: Path) -> None:
@@ -257,6 +282,9 @@ def test_runs_interrupted_at_random_moments_equal_the_undisturbed_run(
         print(f"  {sum(soak.fallen.values()):4} blows, {soak.runs} runs, {time.monotonic() - began:.0f} s", flush=True)
     for what, count in sorted(soak.fallen.items()):
         print(f"  {count:4} {what}")
+    print(
+        f"  {soak.lost_disks} disks lost beside a mirror, {soak.refused} starts with another seed on one rank refused"
+    )
     print(
         f"  {done} of {done} blows over {soak.runs} runs: equal to the bit, each sample once an epoch, no process left"
     )
