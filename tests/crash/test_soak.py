@@ -4,8 +4,8 @@
 texts packed or not, read into memory or prepared on disk, and over every phase: the start, its calibration, a step, an
 evaluation, a save, the deletion of old checkpoints, `prepare` by two processes at once, `export`, `report`. Most blows
 are SIGKILL; some are SIGTERM, SIGHUP, or SIGSTOP for a second. A third of the runs have a mirror, and lose their disk
-after a blow now and then. Some starts have one rank with another seed, and are refused. Every run's feature cache is a link to a folder with a
-stranger's files, and its checkpoints lie beside a stranger's copy of one.
+after a blow now and then. Some starts have one rank with another seed, and are refused. Every run's feature cache is a
+link to a folder with a stranger's files, and its checkpoints lie beside a stranger's copy of one.
 """
 
 from __future__ import annotations
@@ -282,9 +282,7 @@ def test_runs_interrupted_at_random_moments_equal_the_undisturbed_run(
         print(f"  {sum(soak.fallen.values()):4} blows, {soak.runs} runs, {time.monotonic() - began:.0f} s", flush=True)
     for what, count in sorted(soak.fallen.items()):
         print(f"  {count:4} {what}")
-    print(
-        f"  {soak.lost_disks} disks lost beside a mirror, {soak.refused} starts with another seed on one rank refused"
-    )
+    print(f"  {soak.lost_disks} disks lost beside a mirror; {soak.refused} starts refused: one rank had another seed")
     print(
         f"  {done} of {done} blows over {soak.runs} runs: equal to the bit, each sample once an epoch, no process left"
     )
