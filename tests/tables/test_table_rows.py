@@ -14,7 +14,7 @@ from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.records import Extractor
 from cqwen_dist.delimited import MISSING
 from cqwen_dist.generate.table import prompts_of
-from cqwen_dist.tables.rows import BLOCK, by_length, held_out_rows, read_parts, read_table, split
+from cqwen_dist.tables.rows import BLOCK, by_length, held_out_rows, read_parts, read_table, repeats, split
 
 
 def written(folder: Path, records: list[dict[str, object]]) -> str:
@@ -174,3 +174,66 @@ def test_rows_are_sorted_by_length_within_blocks() -> None:
         assert sorted(found[block]) == list(rows[block]), "no row leaves its block"
         assert (np.diff(lengths[found[block]]) <= 0).all()
     assert by_length(rows[:0], lengths).size == 0
+
+
+@pytest.mark.parametrize("copies", [2, 3, 5])
+@pytest.mark.parametrize("given", [None, [0, 7, 9]])
+def test_equal_rows_stay_in_one_part(tmp_path: Path, copies: int, given: list[int] | None) -> None:
+    draw = np.random.default_rng(copies)
+    records = [{"name": f"x{i}", "score": int(draw.integers(1000))} for i in range(40)] * copies
+    table = read_table(written(tmp_path, [records[i] for i in draw.permutation(len(records))]), "score")
+    parts = split(len(table.rows), 0, 0.2, given, equal=table.equal())
+    names = [{table.rows[row]["name"] for row in part} for part in parts]
+    assert all(names)
+    assert not names[0] & names[1]
+    (note,) = repeats(table.equal(), parts)
+    assert note.startswith(f"{40 * (copies - 1)} rows repeat another row; ")
+    if given is None:
+        assert not names[2] & (names[0] | names[1])
+        assert note.endswith("all equal ones are in one part")
+    else:
+        assert note.endswith("test rows are learnt from too, by --split")
+    assert repeats([*range(120)], split(120, 0, 0.2, equal=[*range(120)])) == []
+    with pytest.raises(UserError, match="rows that are all equal"):
+        split(30, 0, 0.2, equal=[0] * 30)
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        ({"city": "Total", "score": 9}, "Total"),
+        ({"city": "Gesamt:", "score": 9}, "Gesamt:"),
+        ({"city": "合计", "score": 9}, "合计"),
+        ({"city": "Rome", "score": sum(range(1, 25))}, "300 is the sum of the rows above"),
+        ({"city": "Totally", "score": 9}, None),
+        ({"city": "Rome", "score": 9}, None),
+    ],
+)
+def test_a_row_of_totals_is_pointed_out(tmp_path: Path, last: dict[str, object], said: str | None) -> None:
+    records: list[dict[str, object]] = [{"city": "Rome", "score": i} for i in range(1, 25)]
+    notes = read_table(written(tmp_path, [*records, last]), "score").notes
+    assert [note for note in notes if "total" in note] == (
+        [f"the last row looks like a total ({said}): take it out of the file, as the model learns it"] if said else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("cells", "found"), [(["1 kg", "2 lb"], "1 kg"), (["10%", "0.1"], "10%"), (["2024-01-31", "5"], "2024-01-31")]
+)
+def test_a_target_in_two_forms_is_refused_with_a_way_out(tmp_path: Path, cells: list[str], found: str) -> None:
+    records = cities(24)
+    for i, record in enumerate(records):
+        record["score"] = cells[i % 2]
+    with pytest.raises(UserError, match="all in one form, such as") as met:
+        read_table(written(tmp_path, records), "score")
+    assert f"record 1: --target: found '{found}'" in str(met.value)
+
+
+def test_row_numbers_that_pandas_saved_are_left_out(tmp_path: Path) -> None:
+    for name in ("__index_level_0__", "__index_level_12__", "Unnamed: 0"):
+        records = [{**record, name: i} for i, record in enumerate(cities(24))]
+        table = read_table(written(tmp_path, records), "score")
+        assert name not in table.columns
+        assert f"columns left out, as they number the rows: {name}" in table.notes
+        if ":" not in name:
+            assert read_table(written(tmp_path, records), "score", [name]).columns == [name], "where asked for"
