@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic_core import to_json
 
+from cqwen_dist.config.errors import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -39,12 +41,17 @@ def slug(text: str) -> str:
     return re.sub(r"[^\w.-]+", "-", text).strip("-") or "unnamed"
 
 
+def echo(text: object = "", nl: bool = True, err: bool = False) -> None:
+    """Print text that may hold what a stranger wrote: names, notes, records, a model's words."""
+    typer.echo(printable(str(text)), nl=nl, err=err)
+
+
 def print_document(document: Any, as_json: bool, shown: Callable[[Any], Any]) -> None:
     """Print a document as JSON, or as `shown` renders it for people: text, or a rich table."""
     if as_json:
         print_json(document)
     elif isinstance(found := shown(document), str):
-        typer.echo(found)
+        echo(found)
     else:
         plain_console().print(found)
 
@@ -72,10 +79,15 @@ def quiet_libraries() -> None:
 def plain_console(**options: Any) -> Console:
     """A console without markup, because names may contain square brackets."""
     from rich.console import Console
+    from rich.text import Text
 
-    return Console(highlight=False, markup=False, emoji=False, **options)
+    class Plain(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(printable(text), **options)
+
+    return Plain(highlight=False, markup=False, emoji=False, **options)
 
 
 def print_json(document: Any) -> None:
     """Print strict JSON; non-finite numbers become null."""
-    typer.echo(to_json(document, indent=2, inf_nan_mode="null"))
+    echo(to_json(document, indent=2, inf_nan_mode="null").decode())

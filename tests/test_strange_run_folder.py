@@ -106,7 +106,7 @@ def test_json_nested_deeper_than_the_stack_counts_as_unreadable(tmp_path: Path) 
 
 def test_history_lines_without_their_fields_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "slurm").mkdir()
-    whole = {"event": "end", "time": 1.0, "how": "lost", "reason": "", "asked": "no", "step": 0}
+    whole = {"event": "end", "time": 1.0, "how": "lost", "reason": "", "step": 0}
     lines: list[Any] = [whole, {"event": "end"}, {"event": "start", "job": "1"}, {"event": []}, {"how": "done"}, 3]
     (tmp_path / "slurm" / "history.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert read_history(tmp_path) == [whole]
@@ -171,3 +171,28 @@ def test_checkpoint_verbs_on_a_folder_that_is_gone(tmp_path: Path) -> None:
         assert done.returncode == 2, done.stderr
         assert done.stderr.startswith("error: ")
         assert done.stderr.count("\n") == 1
+
+
+HIDING = "\x1b[2Jgone \x1b]0;title\x07 \u202eesrever\x9b1A"
+
+
+def test_what_strangers_wrote_reaches_a_terminal_as_visible_escapes(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "slurm").mkdir(parents=True)
+    (run / "status.json").write_text(json.dumps({"status": HIDING, "reason": HIDING, "stage": HIDING, "step": 3}))
+    ended = {"event": "end", "time": 1.0, "how": HIDING, "reason": HIDING, "asked": "no", "step": 0}
+    (run / "slurm" / "history.jsonl").write_text(json.dumps(ended))
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"{HIDING} {i}.5"}) + "\n" for i in range(9)))
+    config = write_config(tmp_path, data__train=str(tmp_path / "texts.jsonl"), data__eval_fraction=0.0)
+    for words in (["status", run], ["status", run, "--json"], ["prepare", config, f"data.cache_dir={tmp_path}/cache"]):
+        done = cqwen_forked(*words)
+        said = done.stdout + done.stderr
+        assert done.returncode == 0, said
+        assert "gone" in said
+        assert not set(said) & set("\x1b\x07\u202e\x9b"), words
+
+
+def test_every_line_for_people_goes_through_one_function() -> None:
+    package = Path(__file__).parents[1] / "cqwen_dist"
+    direct = [path.name for path in package.rglob("*.py") if "typer.echo" in path.read_text(encoding="utf-8")]
+    assert direct == ["console.py"]

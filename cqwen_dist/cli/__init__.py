@@ -19,6 +19,7 @@ from cqwen_dist import __version__
 from cqwen_dist.cli import before, look, runs, use
 from cqwen_dist.cli.streams import guard, outlive
 from cqwen_dist.config.errors import DiskError, Said, UserError
+from cqwen_dist.console import echo
 from cqwen_dist.wings import from_wing
 
 OTHER_RANKS_WAIT_S = 20.0
@@ -80,7 +81,7 @@ for group, (panel, text, verbs) in GROUPS.items():
 
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(__version__)
+        echo(__version__)
         raise typer.Exit
 
 
@@ -107,11 +108,11 @@ def main() -> None:
             # A launcher kills all ranks when one exits, so rank 0 must report first. If only this rank fails, it
             # reports after the wait.
             time.sleep(OTHER_RANKS_WAIT_S)
-        typer.echo(f"error: {error}" if rank == "0" else f"error: rank {rank}: {error}", err=True)
+        echo(f"error: {error}" if rank == "0" else f"error: rank {rank}: {error}", err=True)
         sys.exit(74 if isinstance(error, DiskError) and error.away else 2)
     except USAGE_ERROR as error:
         if message := _usage(error):
-            typer.echo(message, err=True)
+            echo(message, err=True)
         sys.exit(2)
     except typer.Abort:
         sys.exit(1)

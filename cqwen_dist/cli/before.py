@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from cqwen_dist.config.errors import UserError, writing
-from cqwen_dist.console import AsJson, ConfigFile, DecimalComma, Overrides, load, quiet_libraries, slug
+from cqwen_dist.console import AsJson, ConfigFile, DecimalComma, Overrides, echo, load, quiet_libraries, slug
 
 _HIDDEN = 896  # hidden size of the default base; the learning rate of W_loc, a dense map, depends on it
 _CONFIG = """\
@@ -76,20 +76,20 @@ def init(
         checked = load_config(partial)
         shown = "messages_field" not in recipe.keys  # a chat needs the tokenizer's template
         first = next(read_texts(data, checked.data, ReadReport(), "--data"), None) if shown else None
-    typer.echo(f"{data}: {recipe.name}")
+    echo(f"{data}: {recipe.name}")
     for note in recipe.notes:
-        typer.echo(note)
+        echo(note)
     if amount.error is not None:
-        typer.echo(f"note: {amount.error}", err=True)
-    typer.echo(f"{amount.words()}: {suits.words()}")
+        echo(f"note: {amount.error}", err=True)
+    echo(f"{amount.words()}: {suits.words()}")
     if first is not None:
-        typer.echo("the first text as it will be read:")
-        typer.echo("".join(f"    {line[:200]}\n" for line in first.text.splitlines()[:12]), nl=False)
-    typer.echo(f"wrote {out}\n  cqwen prepare {out}    # data statistics; the first text as the model reads it")
-    typer.echo(f"  cqwen plan {out} --gpus-per-node 1    # does it fit, how long\n  cqwen train {out}")
+        echo("the first text as it will be read:")
+        echo("".join(f"    {line[:200]}\n" for line in first.text.splitlines()[:12]), nl=False)
+    echo(f"wrote {out}\n  cqwen prepare {out}    # data statistics; the first text as the model reads it")
+    echo(f"  cqwen plan {out} --gpus-per-node 1    # does it fit, how long\n  cqwen train {out}")
     if column := recipe.keys.get("target_field"):
         words = map(shlex.quote, (data, "--target", column, "--base", base))
-        typer.echo(f"or, with steps chosen by the table:\n  cqwen fit {' '.join(words)}")
+        echo(f"or, with steps chosen by the table:\n  cqwen fit {' '.join(words)}")
 
 
 def _facts_of(base: str) -> dict[str, Any]:
@@ -133,10 +133,10 @@ def _config(data: str, base: str, facts: dict[str, Any], recipe: Any, suits: Any
 def config_validate(config: ConfigFile, overrides: Overrides = None) -> None:
     """Check a config, also against its data and base where they are here, and print it with all defaults."""
     checked = load(config, overrides)
-    typer.echo(checked.to_yaml(), nl=False)
+    echo(checked.to_yaml(), nl=False)
     for note in _check_inputs(checked):
-        typer.echo(f"note: {note}", err=True)
-    typer.echo(f"{config}: valid", err=True)
+        echo(f"note: {note}", err=True)
+    echo(f"{config}: valid", err=True)
 
 
 def _check_inputs(config: Any) -> list[str]:
@@ -182,7 +182,7 @@ def config_schema(
         from cqwen_dist.config.keys import schema_markdown
 
         schema = schema_markdown(json.loads(schema))
-    typer.echo(schema, nl=not markdown)
+    echo(schema, nl=not markdown)
 
 
 def prepare(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.console import AsJson, Checkpoint, Run, print_document, quiet_libraries
+from cqwen_dist.console import AsJson, Checkpoint, Run, echo, print_document, quiet_libraries
 
 
 def evaluate(
@@ -44,9 +44,9 @@ def checkpoint_list(run: Run) -> None:
     if not found and not (run / CONFIG).is_file():
         raise UserError("RUN", str(run), f"a run's folder (it holds {CONFIG} and checkpoints)")
     for folder in found:
-        typer.echo(describe(folder))
+        echo(describe(folder))
     if not found:
-        typer.echo("no checkpoint yet", err=True)
+        echo("no checkpoint yet", err=True)
 
 
 def checkpoint_verify(path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint or run.")]) -> None:
@@ -55,7 +55,7 @@ def checkpoint_verify(path: Annotated[Path, typer.Argument(metavar="PATH", help=
 
     found = {folder: verify(folder) for folder in list_checkpoints(path) or [resolve_checkpoint(path)[1]]}
     for folder, problems in found.items():
-        typer.echo(f"{folder}: {'; '.join(problems) or 'good'}")
+        echo(f"{folder}: {'; '.join(problems) or 'good'}")
     for folder, problems in found.items():
         if problems:
             raise damaged(folder, problems)

@@ -10,15 +10,15 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-import typer
 from rich.bar import Bar
 from rich.console import Group, RenderableType
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from cqwen_dist.config.errors import printable
 from cqwen_dist.config.schema import Config
-from cqwen_dist.console import plain_console, print_json
+from cqwen_dist.console import echo, plain_console, print_json
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import Datasets, open_prepared, tokenizer_of
 from cqwen_dist.data.prepare import prepare
@@ -156,7 +156,7 @@ def drawn(found: dict[str, Any]) -> RenderableType:
     train = found["train"]
     return Group(
         table,
-        *(Text(line, style="yellow") for line in found["skipped"]),
+        *(Text(printable(line), style="yellow") for line in found["skipped"]),
         "",
         "tokens of a text",
         _bars(train["text_lengths"]),
@@ -165,8 +165,8 @@ def drawn(found: dict[str, Any]) -> RenderableType:
         _bars(train["number_sizes"]) if train["number_sizes"] else "none",
         "",
         "the first text as the model reads it: numbers as <NUM value>, learnt text between [[ and ]]",
-        Text("".join(f"    {line}\n" for line in found["first_text"].split("\n"))),
-        Text(found["around"]),
+        Text("".join(f"    {line}\n" for line in printable(found["first_text"]).split("\n"))),
+        Text(printable(found["around"])),
     )
 
 
@@ -195,4 +195,4 @@ class _ProgressLine(Progress):
         self.update(self._line, description=line)
         if self.disable and now - self._printed > 30:
             self._printed = now
-            typer.echo(line, err=True)
+            echo(line, err=True)

@@ -13,7 +13,7 @@ import typer
 
 from cqwen_dist.cli.streams import outlive
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.console import ConfigFile, Overrides, load, print_json
+from cqwen_dist.console import ConfigFile, Overrides, echo, load, print_json
 
 LEAST_FILES = 256
 
@@ -43,7 +43,7 @@ def train_here(
         except Stopped:  # a launcher treats any code except 0 as a failure; status.json has `preempted`
             if launched(os.environ):
                 raise typer.Exit from None
-            typer.echo(f"to go on: {again or resuming(Path(checked.run.dir))}", err=True)
+            echo(f"to go on: {again or resuming(Path(checked.run.dir))}", err=True)
             raise typer.Exit(75) from None
 
 
@@ -67,7 +67,7 @@ def launch(
         options = {"--ranks": ranks, "--hostfile": hostfile, "--env-file": env_file}
         given = [f"{name} {shlex.quote(str(value))}" for name, value in options.items() if value not in (None, 1)]
         folder = Path(load(config, overrides).run.dir)
-        typer.echo(f"to go on: {' '.join([resuming(folder, 'launch'), *given])}", err=True)
+        echo(f"to go on: {' '.join([resuming(folder, 'launch'), *given])}", err=True)
     raise typer.Exit(code)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cqwen_dist.config.errors import UserError, writing
-from cqwen_dist.console import AsJson, Checkpoint, DecimalComma, print_document, print_json, quiet_libraries
+from cqwen_dist.console import AsJson, Checkpoint, DecimalComma, echo, print_document, print_json, quiet_libraries
 
 if TYPE_CHECKING:
     from cqwen_dist.generate.continuation import Individual, Written
@@ -73,8 +73,8 @@ def generate(
         print_document(document, as_json, _lines_of_words)
     elif drawn is None:
         if stream:
-            typer.echo(prompt[0], nl=False)
-            options["on_text"] = lambda text: typer.echo(text, nl=False)
+            echo(prompt[0], nl=False)
+            options["on_text"] = lambda text: echo(text, nl=False)
         _print_continued(continue_text(model, tokenizer, prompt, mode=mode, **options), mode, stream, as_json)
     elif len(prompt) > 1:
         _print_treatments(treatments(model, tokenizer, prompt, drawn, kind, **options), prompt, kind, as_json)
@@ -111,14 +111,14 @@ def _print_continued(written: list[Written], mode: str, streamed: bool, as_json:
         print_json({"mode": mode, "outputs": [w.to_dict() for w in written]})
         return
     for w in written:
-        typer.echo("" if streamed else w.prompt + w.text)
+        echo("" if streamed else w.prompt + w.text)
         for number in w.numbers:
             low, high = number.intervals["0.9"]
             interval = f"90 % interval {low:.6g} to {high:.6g}" if high > low else "no interval: this individual's own"
             parts = [f"{number.written:g}", interval, f"P(<NUM>) {number.p_num:.3f}"]
             parts += [] if number.type is None else [f"type {number.type}"]
             parts += [f"{name} {further.value:.6g}" for name, further in number.more.items()]
-            typer.echo("    " + "   ".join(parts), err=True)
+            echo("    " + "   ".join(parts), err=True)
 
 
 def _print_counterfactuals(written: list[Written], mode: str, plot: Path | None, as_json: bool) -> None:
@@ -226,14 +226,14 @@ def predict(
         decimal_comma=decimal_comma,
         batch_size=batch_size,
         device=device,
-        say=partial(typer.echo, err=True),
+        say=partial(echo, err=True),
     )
     if out is None:
         write_table(rows, sys.stdout)
         return
     with writing("--out", out), written_whole(out) as draft, draft.open("w", encoding="utf-8", newline="") as file:
         write_table(rows, file)
-    typer.echo(f"{len(rows)} rows to {out}")
+    echo(f"{len(rows)} rows to {out}")
 
 
 def _digits(text: str) -> Any:

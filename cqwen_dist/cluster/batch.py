@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.cluster.launch import preflight
-from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.errors import Said, UserError, printable
 from cqwen_dist.config.reading import load_config
 from cqwen_dist.parallel.launcher import free_port
 from cqwen_dist.run.files import HISTORY, LATEST, SLURM, STATUS, not_followed, read_lines, read_object
@@ -39,7 +39,7 @@ def read_history(run_dir: Path) -> list[dict[str, Any]]:
 
     step: step of the newest checkpoint.
     """
-    kinds = {"start": ("time", "job", "start", "step", "nodes"), "end": ("time", "how", "reason", "asked", "step")}
+    kinds = {"start": ("time", "job", "start", "step", "nodes"), "end": ("time", "how", "reason", "step")}
     found = read_lines(run_dir / SLURM / HISTORY)
     return [entry for entry in found if all(key in entry for key in kinds.get(str(entry.get("event")), ("event ",)))]
 
@@ -56,7 +56,7 @@ def fruitless_starts(history: list[dict[str, Any]]) -> int:
             # A new checkpoint or a new submission (start 0) resets the count.
             fresh = entry["start"] == 0 or entry["step"] != step
             count, step = (1 if fresh else count + 1), entry["step"]
-        elif entry["how"] in ("preempted", "cancelled") and entry["asked"] != "USR1":
+        elif entry["how"] in ("preempted", "cancelled") and entry.get("asked") != "USR1":
             count -= 1
     return count
 
@@ -206,7 +206,7 @@ def _words_of(logs: Path, ending: dict[str, Any]) -> str:
 def _tail(path: Path) -> list[str]:
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            return [line.rstrip("\n").rpartition("\r")[2] for line in deque(file, LINES)]
+            return [printable(line.rstrip("\n").rpartition("\r")[2]) for line in deque(file, LINES)]
     except OSError:
         return []
 

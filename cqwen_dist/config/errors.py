@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -49,10 +50,17 @@ def writing(key: str, path: object, allowed: str = "a file that can be written")
         raise UserError(key, str(path), f"{allowed} ({error.strerror or error})") from None
 
 
+# Control characters but tab and line feed, line separators, marks that turn a text's direction, lone surrogates
+_HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: what could move the cursor, recolour, hide or reverse other text is shown as an escape."""
+    return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
 def _one_line(text: str) -> str:
-    """One printable line: no line breaks, control characters or lone surrogates."""
-    text = " ".join(text.split())
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return printable(" ".join(text.split()))
 
 
 def _short(value: object, limit: int = 120) -> str:

@@ -14,7 +14,16 @@ from typing import Annotated, Any
 import typer
 
 from cqwen_dist.config import UserError
-from cqwen_dist.console import AsJson, DecimalComma, plain_console, print_document, print_json, quiet_libraries, slug
+from cqwen_dist.console import (
+    AsJson,
+    DecimalComma,
+    echo,
+    plain_console,
+    print_document,
+    print_json,
+    quiet_libraries,
+    slug,
+)
 from cqwen_dist.run.status import read_status
 
 
@@ -44,7 +53,7 @@ def fit(
     from cqwen_dist.tables.fitting import FitRequest, TimeLimit, judge, prepare
 
     clock = TimeLimit(minutes, began)
-    say = partial(typer.echo, err=as_json)
+    say = partial(echo, err=as_json)
     asked = (table, target, base, text_columns or [], template, test_fraction, split, seed, minutes, test_rows)
     made = prepare(FitRequest(*asked, decimal_comma), folder, say, clock)
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
@@ -66,7 +75,7 @@ def _train_fit(folder: Path, as_json: bool, clock: Any) -> None:
     if gpus < 2:
         train_here(config, callbacks=[clock], again="the same command")
         if (status := read_status(folder / "run"))["status"] == "paused":
-            typer.echo(f"note: {status.get('reason')}", err=as_json)
+            echo(f"note: {status.get('reason')}", err=as_json)
     elif code := start_ranks(config, [], gpus, quiet=as_json):
         raise typer.Exit(code)
 
@@ -129,7 +138,7 @@ def numbers(
     from cqwen_dist.tables.benchmark.benchmark_page import laws_picture, page
     from cqwen_dist.tables.benchmark.published import Benchmark
 
-    say = partial(typer.echo, err=as_json)
+    say = partial(echo, err=as_json)
     found = Benchmark(data, out, base, minutes, heads, lora_epochs, test_rows, say).run(only or [], splits)
     if table is not None:
         table.write_text(page(found), encoding="utf-8")

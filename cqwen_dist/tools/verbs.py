@@ -19,6 +19,7 @@ from cqwen_dist.console import (
     Checkpoint,
     ConfigFile,
     Overrides,
+    echo,
     load,
     plain_console,
     print_document,
@@ -91,7 +92,7 @@ def doctor(
         written = folder / f".doctor-{os.getpid()}.json"  # pdsh puts the host's name before each line of a rank
         code = run_words([*words, "--out", str(written)], ranks, hostfile, folder, quiet=True)
         if written.is_file():
-            typer.echo(written.read_text(encoding="utf-8"))
+            echo(written.read_text(encoding="utf-8"))
             written.unlink()
         raise typer.Exit(code)
     quiet_libraries()
@@ -135,7 +136,7 @@ def accept(
     from cqwen_dist.tools.site.accept import Site, table
 
     try:
-        found = Site(ranks, hostfile, folder.absolute(), lambda line: typer.echo(line, err=True)).accept()
+        found = Site(ranks, hostfile, folder.absolute(), lambda line: echo(line, err=True)).accept()
     except Stopped:
         raise typer.Exit(75) from None
     print_document(found, as_json, table)
@@ -184,11 +185,11 @@ def report(
 
     page = out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
     with writing("--out", page):
-        typer.echo(f"report: {write_report(runs, page, samples)}")
+        echo(f"report: {write_report(runs, page, samples)}")
     for run in runs:
         for finding in diagnose(read_run(run)):
             where = f"{run}: " if len(runs) > 1 else ""
-            typer.echo(f"  {finding.level:4}  {where}{finding.title}. {finding.text}")
+            echo(f"  {finding.level:4}  {where}{finding.title}. {finding.text}")
 
 
 def explain(
@@ -266,14 +267,14 @@ def submit(
     checked, jobs = plan_jobs(config, overrides or [], asked, stage or [], **python, **options)
     if not dry:
         for line in advice(jobs, submit_jobs(checked, jobs)):
-            typer.echo(line)
+            echo(line)
         return
     for words in check_jobs(jobs) or ["not checked by SLURM: there is no sbatch here, or nothing that answers it"]:
-        typer.echo(words, err=True)
+        echo(words, err=True)
     for index, job in enumerate(jobs):
-        typer.echo(render(job), nl=False)
+        echo(render(job), nl=False)
         wait = waits_for(f"<id of job {index}>" if index else None)
-        typer.echo(f"{job.script}\n{' '.join(['sbatch', *wait, shlex.quote(str(job.script))])}", err=True)
+        echo(f"{job.script}\n{' '.join(['sbatch', *wait, shlex.quote(str(job.script))])}", err=True)
 
 
 def status(
@@ -306,6 +307,6 @@ def export(
     folder = write(
         checkpoint, out, merge, dtype=dtype or None, as_base=as_base, drop_bias=drop_bias, shard_size=shard_size
     )
-    typer.echo(f"exported to {folder}")
+    echo(f"exported to {folder}")
     if as_base:
-        typer.echo("It is a plain language model and writes no numbers: it writes <NUM> in their place.", err=True)
+        echo("It is a plain language model and writes no numbers: it writes <NUM> in their place.", err=True)

@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import typer
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic_core import to_json
 
 from cqwen_dist import __version__
 from cqwen_dist.config import changed_keys
+from cqwen_dist.console import echo
 from cqwen_dist.run.files import METRICS, REPORT, write_atomically
 from cqwen_dist.run.status import read_status
 from cqwen_dist.tools.report.charts import PAGE, compared_metrics, sections
@@ -48,14 +48,14 @@ def leave_report(run: Path) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     if not (run / METRICS).is_file():
-        typer.echo(f"{read_status(run)['status']}: {run}")
+        echo(f"{read_status(run)['status']}: {run}")
         return
     try:
         page = write_report([run], run / REPORT)
     except Exception as error:
-        typer.echo(f"note: no {REPORT}: {type(error).__name__}: {error}", err=True)
+        echo(f"note: no {REPORT}: {type(error).__name__}: {error}", err=True)
     else:
-        typer.echo(f"{read_status(run)['status']}: {run}; what it learnt: {page}")
+        echo(f"{read_status(run)['status']}: {run}; what it learnt: {page}")
 
 
 def render(runs: Sequence[RunData]) -> str:

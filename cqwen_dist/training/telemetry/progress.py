@@ -11,6 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
+from cqwen_dist.config.errors import printable
+
 _STYLES = {r"^note:": "yellow", r"^alarm\b": "bold red", r"^.* step \d+/\d+": "bold"}
 _SHOWN = {  # metrics of a step
     "train/total_loss": "loss {:.4f}",
@@ -70,7 +72,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print a line; its prefix decides the style. No markup, as names may contain square brackets."""
-        line = Text(text)
+        line = Text(printable(text))
         for start, style in _STYLES.items():
             line.highlight_regex(start, style)
         self.console.print(line, soft_wrap=True)
