@@ -120,9 +120,9 @@ def measure_pace(base: str, tokens: int, seconds: float = 30.0) -> Pace:
             one = time.perf_counter() - one
         if found and one > 3 * found[0].forward:
             break
-        rows = min(max(int(seconds / (3 * one)), 1), ROWS_TIMED)
-        for _ in range(3):  # the first warms up
-            if both < math.inf and time.perf_counter() - began > seconds:
+        rows = min(max(int(seconds / (10 * one)), 1), ROWS_TIMED)
+        for turn in range(3):  # the first warms up
+            if turn > 1 and time.perf_counter() - began > seconds:
                 break
             start = time.perf_counter()
             loss = model(inputs_embeds=x[:rows]).last_hidden_state.float().square().mean()
