@@ -27,7 +27,7 @@ from cqwen_dist.cluster.launch import preflight
 from cqwen_dist.config.errors import Said, UserError, printable
 from cqwen_dist.config.reading import load_config
 from cqwen_dist.parallel.launcher import free_port
-from cqwen_dist.run.files import HISTORY, LATEST, SLURM, STATUS, not_followed, read_lines, read_object
+from cqwen_dist.run.files import HISTORY, LATEST, SLURM, STATUS, is_number, not_followed, read_lines, read_object
 from cqwen_dist.run.status import read_status
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 10, 600
@@ -40,8 +40,10 @@ def read_history(run_dir: Path) -> list[dict[str, Any]]:
     step: step of the newest checkpoint.
     """
     kinds = {"start": ("time", "job", "start", "step", "nodes"), "end": ("time", "how", "reason", "step")}
-    found = read_lines(run_dir / SLURM / HISTORY)
-    return [entry for entry in found if all(key in entry for key in kinds.get(str(entry.get("event")), ("event ",)))]
+    found = [entry for entry in read_lines(run_dir / SLURM / HISTORY) if is_number(entry.get("time"))]
+    return [
+        entry for entry in found if all(key in entry for key in kinds.get(str(entry.get("event")), ("no such key",)))
+    ]
 
 
 def fruitless_starts(history: list[dict[str, Any]]) -> int:

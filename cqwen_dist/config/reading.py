@@ -26,6 +26,7 @@ RESUMABLE = (
     *("train.feature_cache.", "data.cache_dir", "data.workers"),
     # Paths may change; their contents are compared instead (`checkpoint.resume`).
     *("data.train", "data.eval", "model.name_or_path", "model.tokenizer"),
+    *("data.decimal_comma", "data.number_columns"),  # how the same texts are read
 )
 _OF_A_RUN = "config.yaml"  # in a run folder, as resolved
 _OF_A_COMMAND = ("resume", "accept", "stop_after")  # keys of `run` that a run folder's next command does not take over

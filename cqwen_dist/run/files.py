@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
 from cqwen_dist.config.errors import Said, UserError
 
 CONFIG = "config.yaml"  # as resolved
@@ -156,10 +158,15 @@ def read_small(path: Path) -> str:
 def read_object(path: Path) -> dict[str, Any]:
     """JSON object from a file; {} if the file is missing or contains no object."""
     try:
-        found = json.loads(read_small(path))
-    except (OSError, ValueError, RecursionError):  # nested deeper than Python's stack
+        found = from_json(read_small(path))  # unlike json, refuses deep nesting and lone surrogates by ValueError
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def is_number(value: object) -> bool:
+    """Whether a value from a file can be a time or a count."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e11
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -169,8 +176,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                found = json.loads(line)
-            except (ValueError, RecursionError):
+                found = from_json(line)
+            except ValueError:
                 continue
             if isinstance(found, dict):
                 yield found

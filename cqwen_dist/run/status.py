@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any, TypedDict
 
-from cqwen_dist.run.files import STATUS, read_object, write_atomically
+from cqwen_dist.run.files import STATUS, is_number, read_object, write_atomically
 
 BEAT_S = 10.0  # seconds between writes while only the step changes
 
@@ -31,15 +31,21 @@ class Status(TypedDict, total=False):
     updated: float  # unix time
 
 
+_NUMBERS = ("step", "total_steps", "seconds", "eta_s", "restarts", "pid", "updated")
+
+
 def write_status(run_dir: Path, status: str, **details: Any) -> None:
     """Replace status.json atomically."""
     write_atomically(run_dir / STATUS, json.dumps({"status": status, **details, "updated": round(time.time(), 3)}))
 
 
 def read_status(run_dir: Path) -> Status:
-    """The last written status; {"status": "unknown"} if there is none."""
+    """The last written status, without values of a wrong type; {"status": "unknown"} if there is none."""
     found: Any = read_object(run_dir / STATUS)
-    return found if "status" in found else {"status": "unknown"}
+    for key, value in list(found.items()):
+        if value is not None and not (is_number(value) if key in _NUMBERS else isinstance(value, str)):
+            del found[key]
+    return found if found.get("status") else {"status": "unknown"}
 
 
 def end_status(run_dir: Path, status: str, reason: str) -> None:

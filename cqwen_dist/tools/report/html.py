@@ -16,6 +16,7 @@ from pydantic_core import to_json
 
 from cqwen_dist import __version__
 from cqwen_dist.config import changed_keys
+from cqwen_dist.config.errors import Said, UserError, reason_of
 from cqwen_dist.console import echo
 from cqwen_dist.run.files import METRICS, REPORT, write_atomically
 from cqwen_dist.run.status import read_status
@@ -29,14 +30,20 @@ def write_report(folders: Sequence[Path], out: Path, samples: int = 0) -> Path:
 
     Raises `UserError` if a folder is not a run, or if sampling is impossible.
     """
-    runs = [read_run(folder) for folder in folders]
-    if samples:
-        from cqwen_dist.tools.report.samples import sample_texts
+    try:
+        runs = [read_run(folder) for folder in folders]
+        if samples:
+            from cqwen_dist.tools.report.samples import sample_texts
 
-        for run in runs:
-            run.samples = sample_texts(run.folder, run.config, samples)
+            for run in runs:
+                run.samples = sample_texts(run.folder, run.config, samples)
+        page = render(runs)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # The files may be a stranger's: their values need not have the types that this package writes
+        found = Said(f"values that no run of this version writes ({type(error).__name__}: {reason_of(error)})")
+        raise UserError("RUN", found, "a run's folder with whole files", ", ".join(map(str, folders))) from error
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, render(runs))
+    write_atomically(out, page)
     return out
 
 
