@@ -10,9 +10,11 @@ FOLDER/best                          the checkpoint for predictions, so the fold
 
 from __future__ import annotations
 
+import fcntl
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +31,7 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.plot import scatter_plot
 from cqwen_dist.generate.table import predict_rows, prompts_of, shared_digits, template_of, write_table
 from cqwen_dist.number_forms import by_form
-from cqwen_dist.run.files import BEST, appearing, file_record, write_atomically, written_whole
+from cqwen_dist.run.files import BEST, appearing, file_record, not_followed, write_atomically, written_whole
 from cqwen_dist.tables.baselines import baselines
 from cqwen_dist.tables.choices import LEAST_READ, LONGEST, Chosen, Pace, choose, config_text, context_of, measure_pace
 from cqwen_dist.tables.rows import (
@@ -99,6 +101,24 @@ class Prepared(NamedTuple):
     table: Table
     parts: Parts
     prompts: list[str]
+
+
+@contextmanager
+def only_fit(folder: Path) -> Iterator[None]:
+    """Holds the name of a fit's folder, which need not exist yet. Raises `UserError` if another process has it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    path = folder.with_name(f".{folder.name}.lock")
+    with open(path, "w", encoding="utf-8", opener=not_followed) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                "--out", Said(f"another cqwen fit at work on {folder}"), "its end, or another folder"
+            ) from None
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def prepare(request: FitRequest, folder: Path, say: Callable[[str], None], clock: TimeLimit | None = None) -> Prepared:

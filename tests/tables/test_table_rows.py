@@ -14,6 +14,7 @@ from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.records import Extractor
 from cqwen_dist.delimited import MISSING
 from cqwen_dist.generate.table import prompts_of
+from cqwen_dist.tables.fitting import only_fit
 from cqwen_dist.tables.rows import BLOCK, by_length, held_out_rows, read_parts, read_table, repeats, split
 
 
@@ -237,3 +238,16 @@ def test_row_numbers_that_pandas_saved_are_left_out(tmp_path: Path) -> None:
         assert f"columns left out, as they number the rows: {name}" in table.notes
         if ":" not in name:
             assert read_table(written(tmp_path, records), "score", [name]).columns == [name], "where asked for"
+
+
+def test_two_fits_at_once_into_one_folder_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "fits" / "cars"
+    with (
+        only_fit(folder),
+        pytest.raises(UserError, match=r"--out: found another cqwen fit at work on .*cars, allowed: its end"),
+        only_fit(folder),
+    ):
+        pass
+    with only_fit(folder):  # the first has ended
+        assert not folder.exists()
+    assert not list((tmp_path / "fits").iterdir())
