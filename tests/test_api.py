@@ -258,8 +258,7 @@ def test_refuses_what_is_not_a_config_data_or_a_callback(one_rank: Path, tmp_pat
         (datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}), [], r"data\.train: found a DatasetDict"),
         ([], [], r"^data\.train: found no row"),
         ([{"text": "a"}, 3], [], r"^row 2: data\.train: found 3, allowed: a text, or"),
-        ([{"text": "a", "x": float("inf")}], [], r"^row 1: data\.train: found inf"),
-        (["a text", {"text": b"a"}], [], r"^row 2: data\.train: found a bytes"),
+        (["a text", {"text": object()}], [], r"^row 2: data\.train: found a.* object"),
     ):
         with pytest.raises(UserError, match=match):
             train(tree, given, callbacks=callbacks)  # type: ignore[arg-type]

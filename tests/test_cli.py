@@ -194,7 +194,7 @@ def test_launch_dry_run_prints_the_command_and_starts_nothing(cqwen: Command, co
         ('{"text": " \\n"}', ":2: empty text"),
         ('{"texts": "x"}', ":2: missing field: found ['texts'], allowed: a JSON object with the field 'text'"),
         ('{"text": [3]}', ":2: wrong type"),
-        ('{"text": NaN}', ":2: broken JSON"),
+        ('{"text": NaN}', ":2: empty cell: found nan"),
         (b'{"text": "\xff"}', ":2: not UTF-8"),
         ('{"text": "it costs 1e999 today"}', ":2: number: found '1e999', allowed: numbers that float64 holds"),
     ],

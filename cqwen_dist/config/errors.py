@@ -56,7 +56,7 @@ _HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 
 def printable(text: str) -> str:
     """Text for a terminal: what could move the cursor, recolour, hide or reverse other text is shown as an escape."""
-    return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+    return _HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)  # a form that JSON has too
 
 
 def _one_line(text: str) -> str:

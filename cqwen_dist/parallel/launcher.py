@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 LAUNCHER = "CQWEN_LAUNCHER"  # process id of `cqwen launch`, for the ranks on its machine
 LAST_S = 600.0  # seconds for the last checkpoint; then the process is killed
@@ -44,20 +45,26 @@ def taken() -> tuple[signal.Signals, ...]:
 
 @contextlib.contextmanager
 def holding_signals() -> Iterator[None]:
-    """For a process that only trains: stop signals wait until the trainer listens, and do nothing after it has ended.
+    """Stop signals wait until the trainer listens; after a stop, further ones do nothing.
 
-    Otherwise one during the imports, or a repeated one while the last page is written, would end the process with its
-    own code instead of 75. Ctrl-C acts as always.
+    Otherwise one during the imports, or a repeated one while the process ends, would replace exit code 75. After an
+    error, a launcher's signal must end the process at once. Ctrl-C acts as always.
     """
     held = [number for number in taken() if number != signal.SIGINT]
-    for number in held:
-        signal.signal(number, lambda number, frame: None)
+    before = {number: signal.signal(number, lambda number, frame: None) for number in held}
     signal.pthread_sigmask(signal.SIG_BLOCK, held)  # `StopFlag.installed` unblocks them
+    after: dict[Any, Any] = {**before}
     try:
         yield
+    except Exception:
+        raise
+    except BaseException:  # `Stopped`. SIG_IGN stays while Python shuts down, which resets its own handlers.
+        after = dict.fromkeys(held, signal.SIG_IGN)
+        raise
     finally:
-        for number in held:
-            signal.signal(number, signal.SIG_IGN)  # stays while Python shuts down, which resets its own handlers
+        for number, handler in after.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
 
 
 def end_with_launcher() -> None:
