@@ -33,19 +33,19 @@ def train_here(
     end_with_launcher()
     _open_enough_files()
     checked = load(config, overrides)
-    Stopped: type[BaseException] = KeyboardInterrupt  # until the import
-    try:
-        with holding_signals():
-            from cqwen_dist.api import train as run
-            from cqwen_dist.parallel.collectives import Stopped
-            from cqwen_dist.parallel.runtime import launched
+    with holding_signals() as ignore_further_signals:
+        from cqwen_dist.api import train as run
+        from cqwen_dist.parallel.collectives import Stopped
+        from cqwen_dist.parallel.runtime import launched
 
+        try:
             run(checked, callbacks=callbacks)
-    except Stopped:  # a launcher treats any code except 0 as a failure; status.json has `preempted`
-        if launched(os.environ):
-            raise typer.Exit from None
-        echo(f"to go on: {again or resuming(Path(checked.run.dir))}", err=True)
-        raise typer.Exit(75) from None
+        except Stopped:  # a launcher treats any code except 0 as a failure; status.json has `preempted`
+            ignore_further_signals()
+            if launched(os.environ):
+                raise typer.Exit from None
+            echo(f"to go on: {again or resuming(Path(checked.run.dir))}", err=True)
+            raise typer.Exit(75) from None
 
 
 def launch(

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 LAUNCHER = "CQWEN_LAUNCHER"  # process id of `cqwen launch`, for the ranks on its machine
@@ -44,23 +44,18 @@ def taken() -> tuple[signal.Signals, ...]:
 
 
 @contextlib.contextmanager
-def holding_signals() -> Iterator[None]:
-    """Stop signals wait until the trainer listens; after a stop, further ones do nothing.
+def holding_signals() -> Iterator[Callable[[], None]]:
+    """Stop signals wait until the trainer listens. Yields a function to call after a stop, so that more do nothing.
 
     Otherwise one during the imports, or a repeated one while the process ends, would replace exit code 75. After an
     error, a launcher's signal must end the process at once. Ctrl-C acts as always.
     """
     held = [number for number in taken() if number != signal.SIGINT]
-    before = {number: signal.signal(number, lambda number, frame: None) for number in held}
+    after: dict[Any, Any] = {number: signal.signal(number, lambda number, frame: None) for number in held}
     signal.pthread_sigmask(signal.SIG_BLOCK, held)  # `StopFlag.installed` unblocks them
-    after: dict[Any, Any] = {**before}
     try:
-        yield
-    except Exception:
-        raise
-    except BaseException:  # `Stopped`. SIG_IGN stays while Python shuts down, which resets its own handlers.
-        after = dict.fromkeys(held, signal.SIG_IGN)
-        raise
+        # SIG_IGN stays while Python shuts down, which resets its own handlers
+        yield lambda: after.update(dict.fromkeys(held, signal.SIG_IGN))
     finally:
         for number, handler in after.items():
             signal.signal(number, handler)

@@ -79,12 +79,14 @@ def read_texts(config: DataConfig, tokenizer: NumericalAwareTokenizer) -> tuple[
 
 
 def _weights(config: Config, resume_from: Path | None, memo: Path | None) -> Facts:
-    """memo: folder for digests of the base's files; None: another rank of this host reads them."""
+    """memo: folder for digests of the base's files; None: another rank of this host reads large files."""
     facts = {"run.resume": "none" if resume_from is None else _digest_of([resume_from / MANIFEST])}
     facts[KEYS["base"]] = UNSEEN if memo is None else base_digest(base_folder_of(config.base_folder), memo)
     if isinstance(threshold := config.model.threshold_init, str):
         facts["model.threshold_init"] = _digest_of([Path(threshold).expanduser()])
-    if config.model.warm_start is not None:
+    if config.model.warm_start is not None and memo is None:
+        facts["model.warm_start"] = UNSEEN  # resolving it verifies all of its files
+    elif config.model.warm_start is not None:
         source = Path(config.model.warm_start).expanduser()
         is_adapter = (source / adapter.CONFIG).is_file()
         files = sorted(source.glob("adapter_*")) if is_adapter else [resolve_checkpoint(source)[1] / MANIFEST]
