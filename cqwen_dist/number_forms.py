@@ -189,7 +189,7 @@ def _settled(name: str, own: _Readings, signs: set[str], delimiter: str) -> str:
     """The decimal sign of cells such as 1.238. signs: those that other columns of the file certainly have.
 
     A sign that always stands before three digits separates thousands or decimals. Commas in an English file separate
-    thousands. Points there are decimals, unless whole numbers stand beside: 962 and 1.238 are 962 and 1238, or not.
+    thousands. Points there are decimals, unless whole numbers occur too: 962 and 1.238 are 962 and 1238, or not.
     """
     english = delimiter == "," if not signs else signs == {"."}
     foreign = signs == {","}

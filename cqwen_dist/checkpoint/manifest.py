@@ -111,7 +111,7 @@ def choose_checkpoint(run_dir: Path, resume: str = "auto") -> tuple[Path | None,
     """
     known = list_checkpoints(run_dir)
     for folder in sorted((run_dir / CHECKPOINTS).glob("step-*")):
-        refuse_newer(folder)  # also beside `latest`: training on would replace it
+        refuse_newer(folder)  # also with a `latest`: training on would replace it
     try:
         named = run_dir / read_small(run_dir / LATEST).strip()
     except (OSError, ValueError):

@@ -130,7 +130,7 @@ class Mirror:
     # ------------------------------------------------------------------------------- fetching back
 
     def fetch(self) -> str | None:
-        """Bring the newest whole checkpoint, and what a resume reads beside it, into a run folder without checkpoints.
+        """Bring the newest whole checkpoint, and what else a resume reads, into a run folder without checkpoints.
 
         Returns its name; None if the folder has a checkpoint, or the store has none. Checkpoints that are damaged in
         the store are passed over with a note. Raises `UserError` if the store does not answer.

@@ -147,7 +147,7 @@ def drawn(found: dict[str, Any]) -> RenderableType:
         "texts left out: too short, too long": "{too_short:,}, {too_long:,}",
         "long texts truncated, dropped": "{truncated:,}, {dropped:,}",
         "  tokens that are lost, of them to learn": "{lost:,}, {lost_learnt:,}",
-        "pieces left out: nothing in them is learnt": "{unlearnt:,}",
+        "pieces left out: no token in them is learnt": "{unlearnt:,}",
         "median of the targets": "{median}",
         "IQR/2 of the targets": "{iqr_half}",
     }

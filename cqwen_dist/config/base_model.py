@@ -142,7 +142,7 @@ class ModelConfig(Section):
     @classmethod
     def _number_or_file(cls, value: float | str | None) -> float | str | None:
         if isinstance(value, str) and not value.endswith(".safetensors"):
-            raise ValueError("a number, or a .safetensors file that holds `threshold` [V]")
+            raise ValueError("a number, or a .safetensors file with `threshold` [V]")
         return value
 
     @field_validator("architecture")

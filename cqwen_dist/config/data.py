@@ -38,7 +38,7 @@ def unescaped(template: str) -> str:
     return template.replace("\\n", "\n").replace("\\t", "\t")
 
 
-# A template with fields in braces. Validating it again changes nothing, so resolved configs can be reloaded.
+# A template with fields in braces. Validating it again does not change it, so resolved configs can be reloaded.
 Template = Annotated[str, AfterValidator(unescaped)]
 
 
@@ -281,5 +281,5 @@ def _names(key: str, template: str | None) -> list[str]:
     except ValueError as error:
         raise refused(key, template, f"a format with {{field}}s ({error})") from None
     if template is not None and (formats or not fields or "" in fields):
-        raise refused(key, template, "named JSON fields in braces, nothing else, such as {question}")
+        raise refused(key, template, "only named JSON fields in braces, such as {question}")
     return [name for name in fields if fields.count(name) == 1]

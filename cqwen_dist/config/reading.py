@@ -1,6 +1,6 @@
 """Reads a YAML file and dotted overrides to a checked `Config`, or raises a one-line `UserError`.
 
-Reading imports no torch, uses no network and writes nothing.
+Reading imports no torch, uses no network and writes no file.
 """
 
 from __future__ import annotations

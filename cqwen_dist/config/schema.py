@@ -28,7 +28,7 @@ class ParallelConfig(Section):
     zero_stage: Annotated[Literal[1, 2, 3], BeforeValidator(no_bool), unless({0: f"1, 2 or 3 ({NO_STAGE_0})"})] = 1
     """DeepSpeed ZeRO stage for everything except the heads."""
     vocab_group_size: Positive = 1
-    """Number of ranks that share the vocabulary's rows; 1: every rank holds all rows."""
+    """Number of ranks that share the vocabulary's rows; 1: every rank has all rows."""
     offload: Literal["none", "optimizer"] = "none"
     """Keep optimizer states, also the heads', in host memory and step there."""
     timeout_min: Above0 = 30.0

@@ -15,7 +15,7 @@ Group = Literal["embedding", "abduction", "classifier", "noise", "regression", "
 GROUPS: tuple[str, ...] = get_args(Group)
 # `heads` in a stage's `train` means these five.
 HEADS: tuple[str, ...] = ("abduction", "classifier", "noise", "regression", "thresholds")
-# Metrics with these endings are better when higher, all others when lower.
+# Metrics with these endings are better when higher, the remaining ones when lower.
 _RISING = ("accuracy", "precision", "recall", "f1")
 
 

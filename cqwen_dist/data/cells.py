@@ -40,7 +40,7 @@ class Literal(str):
 
 
 def is_index(column: str) -> bool:
-    """Whether a column is a table's row number, which pandas saved: it teaches nothing."""
+    """Whether a column is a table's row number, which pandas saved."""
     return _INDEX.fullmatch(column) is not None
 
 

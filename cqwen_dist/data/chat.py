@@ -7,7 +7,7 @@ start (or at the message) and ends after the end-of-turn token. Without the nonc
 Templates write tool calls in different formats. There the noncharacters surround the last call's name. The learnt span
 runs from the start of generation to the end of the turn.
 
-Some templates change a message: they split a thought from the answer at `</think>`, or want null beside tool calls. A
+Some templates change a message: they split a thought from the answer at `</think>`, or want null next to tool calls. A
 template of this kind gets the message in its own form (`_wordings`). What it does not write is counted.
 
 Templates that print today's date get a fixed date, so that texts do not change from day to day.

@@ -57,7 +57,7 @@ class _Row(NamedTuple):
 
 
 def encode_chunk(texts: Sequence[Text], recipe: Recipe) -> Chunk:
-    """Tokenise texts, from `begin` to one end token. A number at position 0 is no target: nothing predicts it."""
+    """Tokenise texts, from `begin` to one end token. A number at position 0 is no target: no token precedes it."""
     encoder = recipe.encoder
     rows = _read(texts, recipe)
     ids = [b"".join([reading.ids for reading in row.readings]) for row in rows]  # int32 bytes

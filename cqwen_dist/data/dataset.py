@@ -129,7 +129,7 @@ class TextDataset:
         self.report.documents, self.report.sequences = len(self._pieces.text), len(self)
 
     def _that_teach(self, pieces: Pieces) -> Pieces:
-        """The pieces with a learnt token; others would make steps without a label. Raises: UserError if none has."""
+        """The pieces with a learnt token: no step may be without a label. Raises: UserError if none has."""
         learnt = self._store.learnt_tokens(*pieces)
         stays = learnt > 0
         self.report.unlearnt = int((~stays).sum())

@@ -44,7 +44,7 @@ def no_records(record: Mapping[str, Any]) -> BadLine | None:
     """Why an object is no record but a whole table in one; None if it may be a record."""
     for name, value in record.items():
         if isinstance(value, list) and len(value) > 1 and _are_rows(value):
-            found = Said(f"one object whose key {name} holds the records")
+            found = Said(f"one object with the records under the key {name}")
             return BadLine("no list of records", found, "the list by itself: [{...}, {...}], or one object a line")
     values = [value for value in record.values() if isinstance(value, (list, dict)) and len(value) > 1]
     sizes = {tuple(value) if isinstance(value, dict) else len(value) for value in values}

@@ -128,7 +128,7 @@ def parts_of(folder: Path, num_token_id: int) -> dict[str, tuple[TokenStore, np.
 
 
 class _Build:
-    """Builds a folder: reads, tokenises and writes each split, holds out texts, and writes the manifest."""
+    """Builds a folder: reads, tokenises and writes each split, keeps texts for evaluation, and writes the manifest."""
 
     def __init__(
         self, folder: Path, config: DataConfig, tokenizer: NumericalAwareTokenizer, progress: Progress | None

@@ -1,6 +1,6 @@
 """The modes of generation. Two functions decide the next word and number.
 
-    law(action, U, draws)                      -> U', input of the action network: parts are drawn, others stay laws
+    law(action, U, draws)                      -> U', input of the action network: parts are drawn, parts stay laws
     choose(action, U', draws, options, ids)    -> the word of each row; the number is the location of Y(U')
 
     mode        law of U'                                  word

@@ -81,7 +81,7 @@ def _check_template(template: str, columns: Sequence[str]) -> None:
     names = [name for _, name, _, _ in parts if name is not None]
     odd = next((name for name in names if name not in columns), None)
     if odd is not None or not names or any(how or kind for _, _, how, kind in parts):
-        allowed = f"columns in braces, nothing else there, out of {', '.join(columns)}"
+        allowed = f"only columns in braces there, out of {', '.join(columns)}"
         raise UserError("--template", odd or template, allowed)
 
 
@@ -228,6 +228,6 @@ def _without_prediction(
 
 
 def write_table(rows: Sequence[Mapping[str, Any]], out: TextIO) -> None:
-    """Write CSV; None is an empty cell. Without rows nothing is written."""
+    """Write CSV; None is an empty cell. Without rows the file is not written."""
     if rows:
         write_rows(list(rows[0]), rows, out)

@@ -87,7 +87,7 @@ class Beside(nn.Module):
 
         A cache keeps what the tokens that follow need. Raises `UserError` for a cache that this model did not fill.
         """
-        if input_ids is None:  # without ids nothing is known of words
+        if input_ids is None:  # without ids the words are unknown
             return torch.cat([z, z.new_zeros(*z.shape[:-1], BESIDE_Z)], -1)
         cache = past_key_values
         state = getattr(cache, "beside_state", None)

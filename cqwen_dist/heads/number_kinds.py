@@ -4,7 +4,7 @@ kind             config               a number is
 NumberHead       default              the location of one law, Y = W_reg U' + b_reg
 SeveralValues    `data.more_values`   the first of R values, each with a law of its own (seed S4 4.7.1)
 TypedNumbers     `data.number_types`  the value of the likeliest of T types (S4 4.7.2)
-WithCopies       `model.copies`       one of the last K numbers of its text, or else what the kind that it holds says
+WithCopies       `model.copies`       one of the last K numbers of its text, or else a number of the inner kind
 a class of the user's own, which `model.number_head` names: a subclass of NumberHead that overrides what it changes
 
 Letters as in `heads.number_head`, and T types, K copies.

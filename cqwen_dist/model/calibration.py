@@ -36,9 +36,9 @@ from cqwen_dist.parallel.groups import ALONE, Groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_scores
 
-# Required gain of a ridge on z on top of a part beside it, in standard errors: 60 pairs of ridge and shrinkage are
-# tried, and held-out residuals leak the targets of other folds. For 85 or fewer wines, one standard error was not
-# enough: R2 fell from 0.48 to 0.12.
+# Required gain of a ridge on z in addition to the part that reads words, in standard errors: 60 pairs of ridge and
+# shrinkage are tried, and held-out residuals leak the targets of other folds. For 85 or fewer wines, one standard error
+# was not enough: R2 fell from 0.48 to 0.12.
 SURE = 3.0
 LITTLE_NOISE = 0.05  # its share of a number's scale where the individual's own differs from text to text
 LEVEL_TOKENS = 4096  # of all ranks, about: the fits decompose a matrix of them
@@ -98,7 +98,7 @@ def calibrate(
     numerals: the tokens that spell numerals, where <NUM>'s row is to inherit from them. progress: called equally often
     on every rank; it may raise to end the calibration. b_noise_init: as `set_scales`; the total may then be larger than
     the best gamma, and the report is of the total. Collective over the world: every rank brings the same number of
-    batches, and ends with the same values. Raises ValueError where no rank holds a label.
+    batches, and ends with the same values. Raises ValueError if no rank has a label.
     """
     beside = None if model.beside is None else beside_start(model.beside, model.config)
     start = _Start(model, groups, features or model.kept_features, tuple(numerals), beside, progress)

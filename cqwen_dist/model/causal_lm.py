@@ -218,7 +218,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         return {name: value for name, value in wanted.items() if value}
 
     def _scores(self, u_prime: Cauchy, keep: int | Tensor | None, scales: bool, log_probs: bool) -> dict[str, Tensor]:
-        """loc_S and, on demand, the rest, [B,k,V] each, of the positions that logits_to_keep names."""
+        """loc_S and, on demand, scale_S and log_probs, [B,k,V] each, of the positions that logits_to_keep names."""
         action, at = self.model.action, slice(-keep, None) if isinstance(keep, int) else keep
         kept = u_prime if at is None else Cauchy(u_prime.loc[:, at], u_prime.scale[:, at])
         if not scales and not log_probs:
@@ -280,7 +280,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> Any:
         """Continue prompts: prompt + continuation [B,T'] int64; with return_numbers also their `GeneratedNumbers`.
 
-        mode: a name of `generate.modes.MODES`, default standard. The rest is Hugging Face's, as far as it has a
+        mode: a name of `generate.modes.MODES`, default standard. The other arguments are Hugging Face's, if they have a
         meaning here (`generate.hugging_face.translate`): a GenerationConfig or its fields as options, streamers,
         stopping criteria, stop_strings (with the tokenizer); processors of logits in mode compatible. Further options
         are those of `generate.generator.generate`: decode_rule, seed, generator, number_first, eps_truncation,

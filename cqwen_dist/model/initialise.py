@@ -49,7 +49,7 @@ def inherit_head(
     """Copy the base's output head [V,H] into W_cls, and set W_loc to match; start W_reg.
 
     Word part C_w = H: W_loc = I, W_cls = W. C_w > H: zero-padded, loc_S unchanged. C_w < H: the top C_w right singular
-    directions of W. Number dimensions: none in W_cls, zero in W_loc, 1/m in W_reg: words see nothing of them.
+    directions of W. Number dimensions: none in W_cls, zero in W_loc, 1/m in W_reg: words do not see them.
     weight: a tensor, or a slice object of a safetensors file. bias: the base head's, or None (Qwen has none): b_cls.
     num_row_init: "mean": <NUM>'s row is the mean row; "small": it is small and random; else it is inherited.
     num_bias_init: added to its bias. reg_gain: a factor on the words' part of W_reg's Xavier start (S1 5 has 0.1).

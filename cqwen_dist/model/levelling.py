@@ -1,7 +1,7 @@
 """Fits rows of W_cls before training: all rows (levelling), the <NUM> row, and rows of numeral tokens.
 
 Levelling. Softmax ignores a constant added to all logits of a token; one-vs-rest does not. One threshold C must
-separate the next word from all others at each token, but the logits of a base shift from token to token with their
+separate the next word from every other word at each token, but a base's logits shift from token to token with their
 normaliser log sum_k exp loc_S,k. Let v be the vector for which v . loc_U predicts the normaliser best. The rows W_k - v
 give logits near log-probabilities, with the same softmax, so P ranks words nearly like the base. The row norms also
 become more equal, and so does scale_S,k = sum_c |W_kc| scale_U,c.

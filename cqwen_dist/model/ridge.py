@@ -34,7 +34,7 @@ class RobustFit(NamedTuple):
 def ridge_by_leave_one_out(x: Tensor, y: Tensor, intercept: bool = True) -> tuple[Tensor, float]:
     """The ridge regression of y [n] on x [n,p] of least leave-one-out error: (coefficients [p], share of variance).
 
-    As scikit-learn's RidgeCV. Zeros where nothing can be predicted.
+    As scikit-learn's RidgeCV. Zeros if no column predicts y.
     """
     nothing = torch.zeros_like(x[:1]).sum(0), 0.0
     if len(y) < 3:

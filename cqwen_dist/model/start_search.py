@@ -145,7 +145,7 @@ class StartLogits:
         return gather_tokens(own, exchange_counts(len(own), world, own.device), world)
 
     def _labels(self, rows: int) -> tuple[Tensor, Tensor]:
-        """(token, row) of the labels that this rank holds."""
+        """(token, row) of the labels in this rank's rows."""
         here = (self.labels >= self.start) & (self.labels < self.start + rows)
         return here.nonzero()[:, 0], self.labels[here] - self.start
 

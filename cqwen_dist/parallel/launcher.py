@@ -63,7 +63,7 @@ def holding_signals() -> Iterator[Callable[[], None]]:
 
 
 def end_with_launcher() -> None:
-    """Send this process SIGTERM when its launcher ends. Does nothing without a launcher."""
+    """Send this process SIGTERM when its launcher ends. No effect without a launcher."""
     named = os.environ.pop(LAUNCHER, "")
     if not named.isdecimal() or not sys.platform.startswith("linux"):
         return

@@ -57,7 +57,7 @@ def end_status(run_dir: Path, status: str, reason: str) -> None:
 
 
 class RunStatus:
-    """Writes this process's run status. Does nothing except on the main rank."""
+    """Writes this process's run status. Only the main rank writes."""
 
     def __init__(self, run_dir: Path, main: bool) -> None:
         self._run_dir, self._main = run_dir, main

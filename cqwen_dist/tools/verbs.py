@@ -245,7 +245,7 @@ def submit(
     warn_s: Annotated[int, typer.Option(help="Seconds before the time limit to save and stop.")] = 180,
     max_restarts: Annotated[int, typer.Option(help="Consecutive requeues without a new checkpoint.")] = 5,
     blind: Annotated[bool, typer.Option("--no-preflight", help="Skip the check of the nodes.")] = False,
-    dry: Annotated[bool, typer.Option("--dry-run", help="Print the script; submit and write nothing.")] = False,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Only print the script.")] = False,
 ) -> None:
     """Queue the run on SLURM: render a script, let SLURM check it, submit; print how to follow, stop and resume."""
     from cqwen_dist.tools.slurm.submission import (

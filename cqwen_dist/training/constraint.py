@@ -6,7 +6,7 @@
 
 Cost: until a feature group trains, z equals the start's z, and the start's U costs two GEMMs [N,H]x[H,C]; the loss
 costs six [N,C]x[C,V]. Later, the start's features need a second forward pass of the backbone without gradient. `dual`
-then measures only every 10th step, as `monitor` does, while KL is below an eighth of eps; it adds nothing to the loss.
+then measures only every 10th step, as `monitor` does, while KL is below an eighth of eps; the loss stays as it is.
 
 `hinge` adds BETA times the excess over eps of each token, which decomposes over ranks and micro-batches. `dual` adds
 weight * KL with weight = multiplier * (KL / eps)^4, and 0 below an eighth of eps. The power reacts at the next step. An

@@ -67,7 +67,7 @@ def restore(run: Run, folder: Path) -> Place:
     if run.config.constraint.mode != "off":
         load_start(run.constraint, run.folder / START_TENSORS, state["constraint"])
     run.engine.usual.seen = list(state.get("norms", []))
-    # Positions in other texts mean nothing: these start a new epoch
+    # A position in other texts has no meaning: these start a new epoch
     run.loaders.load_state_dict(state["loader"], "data" in exchanged)
     run.evaluations.load_state_dict(state, factors)
     return place

@@ -190,7 +190,7 @@ def test_mode_auto_says_why_there_is_no_cache(uncached: Path, tmp_path: Path) ->
     config = config_in(tmp_path, stages=[EPOCHS_OF_HEADS[0] | {"steps": 3}])
     done = cqwen_forked("train", config, *same_data(uncached))
     assert done.returncode == 0, done.stderr
-    assert "no feature cache: the stage has 1 of an epoch left: nothing would be read twice" in done.stdout
+    assert "no feature cache: the stage has 1 of an epoch left: no text would be read twice" in done.stdout
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3]
 
 

@@ -2,7 +2,7 @@
 
 The loss is a plain sum over words without a normaliser. So each tile [t tokens x n words] gives its loss *and* its
 gradients at once: two GEMMs compute loc and scale, elementwise maths (`tile`) turns them into two gradients, and four
-GEMMs multiply these on to the inputs. No tensor of size [N, V] exists, and backward recomputes nothing.
+GEMMs multiply these on to the inputs. No tensor of size [N, V] exists, and backward recomputes no scores.
 
     x = loc_u, g = scale_u
     for each block of n words:

@@ -66,7 +66,7 @@ class NamedNumbers(nn.Module):
 
 
 def bytes_of(keys: Tensor) -> Tensor:
-    """[n] below KEYS -> [n,3], as `NamedNumbers.names` holds them."""
+    """[n] below KEYS -> [n,3], as in `NamedNumbers.names`."""
     return torch.stack([keys // size % 256 for size in _BYTES], -1).float()
 
 

@@ -1,7 +1,7 @@
 """The wide part: what the words and numbers so far say of the next number, linearly (Cheng et al. 2016, "Wide & Deep
 Learning", arXiv 1606.07792).
 
-z of a frozen base holds little about earlier words and almost nothing about the values of numbers. The wide part is a
+z of a frozen base tells little about earlier words and hardly any number's value. The wide part is a
 ridge regression on the words and the values themselves. At position i of a text it adds to the location that the deep
 part infers from z
 
@@ -154,7 +154,7 @@ class WidePart(Beside):
 
 
 def lines_begin(columns: int) -> int:
-    """The first column of lines, in a table of so many; n-grams stand before it."""
+    """The first column of lines in the table; n-grams come before it."""
     return columns * 3 // 4
 
 

@@ -69,7 +69,7 @@ def hashed_rows(texts: Sequence[TextBefore], columns: int) -> tuple[csr_matrix, 
 
 
 def counts_of(texts: Sequence[TextBefore], columns: int) -> csr_matrix:
-    """[n,columns]: how often each text holds each."""
+    """[n,columns]: count of each column in each text."""
     places = np.concatenate([text.columns for text in texts])
     ends = np.cumsum([0, *(len(text.columns) for text in texts)])
     found = csr_matrix((np.ones(len(places)), places, ends), (len(texts), columns))

@@ -40,7 +40,7 @@ REACH = 2.0  # of errors that count in full, in median errors
 LIMIT = 6.0  # of targets around the median, in half interquartile ranges: 3 loses R2 on wine prices, none loses MAE
 SEARCHED = 1024  # numbers to choose by; only the ridge is then chosen anew on all
 RIDGES = np.logspace(-3, 1, 9)  # in units of the mean of K's diagonal, of words alone
-FEW = 500  # numbers: the n-grams of so few texts are mostly new in others, and one of many candidates is best by chance
+FEW = 500  # numbers: the n-grams of so few texts rarely recur, and one of many candidates is best by chance
 LINES, LINES_OF_FEW = (0.1,), (0.1, 1.0)  # the lines' weight in K, relative to the words': docs/decisions.md, D-wide
 SURE, SURE_OF_FEW = 1.0, 2.0  # standard errors by which a loss must fall
 NUMBERS = (0.01, 0.1, 1.0)  # the numbers' weight, as they count linearly
@@ -77,7 +77,7 @@ class _Found(NamedTuple):
     share: float
 
     def beats(self, other: _Found) -> bool:
-        """By so many standard errors that it is hardly chance."""
+        """By more standard errors than chance explains."""
         gain = other.losses - self.losses
         sure = SURE_OF_FEW if len(gain) < FEW else SURE
         return bool(gain.mean() > sure * gain.std() / math.sqrt(len(gain)))

@@ -133,7 +133,7 @@ class _RandomRows:
 
 @torch.no_grad()
 def _draw(name: str, value: Tensor) -> None:
-    """Initialises a parameter in place: norms to 1, others to small random values."""
+    """Initialises a parameter in place: norms to 1, all else to small random values."""
     if name.endswith("norm.weight"):
         value.fill_(1.0)
     else:

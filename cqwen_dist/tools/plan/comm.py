@@ -114,7 +114,7 @@ def step_messages(s: Sizes) -> list[Message]:
 
 
 def feature_messages(s: Sizes) -> list[Message]:
-    """The engine messages in one optimizer step. ZeRO 1 and 2 send nothing while no feature trains."""
+    """The engine messages in one optimizer step. ZeRO 1 and 2 send none while no feature trains."""
     if s.world == 1 or (not s.graph and s.zero < 3):
         return []
     found: list[Message] = []

@@ -144,7 +144,7 @@ def _heads(s: Sizes) -> Iterator[Part]:
 
 def _activations(s: Sizes) -> Part:
     if not s.graph:
-        return Part("activations", activations.batch(s), "the batch: nothing is kept of the backbone")
+        return Part("activations", activations.batch(s), "the batch: the backbone keeps no activations")
     what = "layer inputs (recomputed in backward)" if s.checkpointing else "what autograd keeps of every layer"
     return Part("activations", activations.saved(s), f"L = {s.base.layers} layers of N = {s.tokens:,}: {what}")
 

@@ -76,7 +76,7 @@ class FittingLayout:
             rows = f"the word head's rows over {layout.vocab_group_size} ranks"
             parts.append(f"{rows}: {verb} {abs(spared) / 2**20:,.0f} MiB on the wire a step")
         elif planned.world > 1:
-            parts.append("every rank holds the whole word head")
+            parts.append("every rank has the whole word head")
         if layout.zero_stage == 3:
             parts.append("ZeRO-3 spreads the frozen backbone")
         if layout.gradient_checkpointing:
@@ -100,7 +100,7 @@ class FittingLayout:
 
 
 def search(config: Config, **options: Any) -> list[FittingLayout]:
-    """Returns at most MOST layouts that fit, best first; an empty list if nothing fits.
+    """Returns at most MOST layouts that fit, best first; an empty list if none fits.
 
     Layouts with equal plainness differ only in the micro-batch size: the one with the lowest memory is kept among the
     fastest. The results are sorted by tokens/s. Speeds within SIMPLER_WITHIN of the best count as equal, and the

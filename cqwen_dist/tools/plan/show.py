@@ -68,7 +68,7 @@ def _stages(plan: Plan) -> Table:
             rows[shown.get(part, part)].append(f"{seconds / stage.seconds:.0%}")
         rows["tokens/s"].append(f"{stage.tokens_per_s:,.0f}")
         rows["MFU"].append(f"{stage.mfu:.0%}")
-        sent = f"{_size(stage.bytes_sent)} in {stage.collectives} messages" if stage.collectives else "nothing"
+        sent = f"{_size(stage.bytes_sent)} in {stage.collectives} messages" if stage.collectives else "no message"
         rows["a rank sends"].append(sent)
         rows["all steps"].append("?" if stage.hours is None else _duration(stage.hours))
     for name, cells in rows.items():

@@ -84,7 +84,7 @@ def _run_of(path: Path, data: str | None) -> tuple[Config, str | None, float | N
     """(config, base model, median of the training numbers) of a run; only a default config for an exported folder."""
     if is_exported(path):
         if data is None:
-            raise UserError("--data", "no value", "a JSONL file or bundled:NAME (an exported folder holds no data)")
+            raise UserError("--data", "no value", "a JSONL file or bundled:NAME (an exported folder has no data)")
         model = {"name_or_path": str(path), "num_row_init": "inherit"}
         return Config.model_validate({"model": model, "data": {"train": data}}), None, None
     run, _ = run_of(path)

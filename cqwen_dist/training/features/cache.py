@@ -104,7 +104,7 @@ class FeatureCache:
                 verb = "trains" if len(trained) == 1 else "train"
                 raise CacheRefused(f"{' and '.join(trained)} {verb} in this stage, so z is another at every step")
             pays = self.settings.mode == "require" or left > 1.0
-            too_short = f"the stage has {left:.2g} of an epoch left: nothing would be read twice"
+            too_short = f"the stage has {left:.2g} of an epoch left: no text would be read twice"
             return self._open_or_build(loader, "" if pays else too_short)
         except CacheRefused as refusal:
             if self.settings.mode == "require":

@@ -39,7 +39,7 @@ class Alarms:
     _: KW_ONLY
     calibrated: bool = True  # whether the run started with `start: calibrated`
     gate_pays: bool = False  # whether the gate passes gradients to P of <NUM>
-    kl_held: bool = False  # whether the loss holds KL below its bound
+    kl_held: bool = False  # whether the loss keeps KL below its bound
 
     TRAP_LOOKS = 3  # consecutive values of train/accuracy, for a pretrained base
     UNTAUGHT_LOOKS = 30  # the same for an untrained base, whose training starts at the uniform solution
