@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 IGNORE_INDEX = -100
+SPARSE = ("partial", "typed", "more")  # fields of a `Batch` whose rows begin with an index into the flattened B*T
 
 
 class Padded(NamedTuple):
@@ -87,8 +88,40 @@ class Batch:
     def _each(self, moved: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """Apply a function to all tensors, `texts.begin` included."""
         batch = Batch(**{f.name: moved(getattr(self, f.name)) for f in fields(self)})
-        batch.__dict__["texts"] = replace(self.texts, begin=moved(self.texts.begin))
-        return batch
+        return batch._with(replace(self.texts, begin=moved(self.texts.begin)), self.filled_rows)
+
+    def _with(self, texts: Texts, filled_rows: int) -> Batch:
+        self.__dict__.update(texts=texts, filled_rows=filled_rows)
+        return self
+
+    def without_values(self) -> Batch:
+        """The same texts with value 0 at every position."""
+        batch = replace(self, numeric_values=torch.zeros_like(self.numeric_values))
+        return batch._with(self.texts, self.filled_rows)
+
+    def part(self, rank: int, ranks: int) -> Batch:
+        """The positions of one rank of a sequence group: the rank-th of `ranks` equal slices of every row.
+
+        T is a multiple of `ranks` (`collate`). `texts` and `filled_rows` stay those of whole rows: attention joins the
+        slices again (`parallel.sequence`). All else stands alone at its position.
+        """
+        if ranks == 1:
+            return self
+        whole = self.input_ids.shape[1]
+        if whole % ranks:
+            raise ValueError(f"rows of {whole} positions do not split into {ranks} equal parts")
+        width = whole // ranks
+
+        def own(value: torch.Tensor, name: str) -> torch.Tensor:
+            if name not in SPARSE:
+                return value[:, rank * width : (rank + 1) * width].contiguous()
+            row, at = value[:, 0].long() // whole, value[:, 0].long() % whole
+            value = value.clone()
+            value[:, 0] = row * width + at % width
+            return value[at // width == rank]
+
+        batch = Batch(**{f.name: own(getattr(self, f.name), f.name) for f in fields(self)})
+        return batch._with(self.texts, self.filled_rows)
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors, including `texts.begin`."""
@@ -98,6 +131,11 @@ class Batch:
     def texts(self) -> Texts:
         """The rows' texts. Cached on the CPU before the batch moves: on a GPU, computing them would synchronise."""
         return Texts.at(self.position_ids)
+
+    @cached_property
+    def filled_rows(self) -> int:
+        """Number of rows with a text; the others are padding."""
+        return int(self.attention_mask.any(1).sum())
 
     @property
     def label_mask(self) -> torch.Tensor:

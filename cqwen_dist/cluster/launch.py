@@ -61,7 +61,7 @@ def dry_run(path: Path, overrides: Sequence[str], ranks: int, hostfile: Path | N
         hosts = read_hostfile(hostfile)
         word = Order("", ["train", str(path.absolute()), *overrides], os.getcwd()).encode()
         command, ranks = hosts_command(hosts, hostfile, 0, word), sum(hosts.values())
-    refuse_ranks(config.parallel.vocab_group_size, ranks)
+    refuse_ranks(ranks, config.parallel.vocab_group_size)
     trained = feature_parameters(config, read_architecture(config))
     return {
         "command": command,
@@ -92,7 +92,7 @@ def launch(
     hosts = None if hostfile is None else read_hostfile(hostfile)
     environment = {} if hosts is None else read_environment(env_file)
     config = preflight(path, overrides)
-    refuse_ranks(config.parallel.vocab_group_size, ranks if hosts is None else sum(hosts.values()))
+    refuse_ranks(ranks if hosts is None else sum(hosts.values()), config.parallel.vocab_group_size)
     run_dir = Path(config.run.dir)
     if is_done(config):
         (sys.stderr if quiet else sys.stdout).write(f"already done: {run_dir}\n")

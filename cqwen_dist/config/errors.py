@@ -75,9 +75,10 @@ def _short(value: object, limit: int = 120) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def refuse_ranks(vocab_group_size: int, world: int) -> None:
-    """Raises `UserError` if the vocabulary group size does not divide `world` ranks."""
-    if world % vocab_group_size:
-        divisors = ", ".join(str(d) for d in range(1, min(world, 1024) + 1) if world % d == 0)
-        ranks = f"the {world} rank{'s' * (world > 1)}"
-        raise UserError("parallel.vocab_group_size", vocab_group_size, f"a divisor of {ranks}: {divisors}")
+def refuse_ranks(world: int, vocab_group_size: int, sequence_group_size: int = 1) -> None:
+    """Raises `UserError` if the size of a group of ranks does not divide `world` ranks."""
+    for key, size in (("vocab_group_size", vocab_group_size), ("sequence_group_size", sequence_group_size)):
+        if world % size:
+            divisors = ", ".join(str(d) for d in range(1, min(world, 1024) + 1) if world % d == 0)
+            ranks = f"the {world} rank{'s' * (world > 1)}"
+            raise UserError(f"parallel.{key}", size, f"a divisor of {ranks}: {divisors}")

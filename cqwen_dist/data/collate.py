@@ -24,15 +24,16 @@ from cqwen_dist.data.store import Document, Sample
 MULTIPLE = 8
 
 
-def collate(samples: Sequence[Sample], *, pad_token_id: int, num_token_id: int) -> Batch:
+def collate(samples: Sequence[Sample], *, pad_token_id: int, num_token_id: int, parts: int = 1) -> Batch:
     """Collate samples of any length. No samples give a single padding row.
 
-    Returns: `Batch` [B,T] for B samples; T is the longest length rounded up to a multiple of 8. A padding row has no
-    label; it lets a rank without samples take part in the collectives.
+    parts: number of ranks that will share the positions of each row (`Batch.part`). Returns: `Batch` [B,T] for B
+    samples; T is the longest length rounded up to a multiple of 8 `parts`. A padding row has no label; it lets a rank
+    without samples take part in the collectives.
     """
     rows = len(samples) or 1
     longest = max((sum(len(document.ids) for document in sample) for sample in samples), default=1)
-    width = -(-longest // MULTIPLE) * MULTIPLE
+    width = -(-longest // (MULTIPLE * parts)) * MULTIPLE * parts
     input_ids = np.full((rows, width), pad_token_id, dtype=np.int64)
     labels = np.full((rows, width), IGNORE_INDEX, dtype=np.int64)
     position_ids = np.zeros((rows, width), dtype=np.int64)

@@ -2,7 +2,8 @@
 
 An epoch's order is a permutation that depends on (seed, epoch). Step s takes samples [s G, (s+1) G) of it; the last
 step of an epoch takes the remaining ones. Rank r takes the r-th contiguous share of a step. Shares differ by at most
-one, and a rank may have no samples. Every rank makes the same number of micro-batches in every step (`micro_steps`),
+one, and a rank may have no samples. The ranks of a sequence group count as one here: they have the same samples, and
+each keeps its part of the positions. Every rank makes the same number of micro-batches in every step (`micro_steps`),
 some with padding only, so that collectives and accumulation line up. A thread can make batches ahead of time, in
 page-locked memory if there is a GPU. The saved position is the one after the last step handed out.
 """
@@ -100,14 +101,15 @@ def ahead(items: Iterator[T], count: int) -> Generator[T, None, None]:
 
 
 def _micro_batches(
-    dataset: TextDataset, indices: Sequence[int], micro_batch_size: int, micro_steps: int
+    dataset: TextDataset, indices: Sequence[int], micro_batch_size: int, micro_steps: int, part: int, parts: int
 ) -> list[Batch]:
     return [
         collate(
             [dataset[int(i)] for i in indices[k * micro_batch_size : (k + 1) * micro_batch_size]],
             pad_token_id=dataset.pad_token_id,
             num_token_id=dataset.num_token_id,
-        )
+            parts=parts,
+        ).part(part, parts)
         for k in range(micro_steps)
     ]
 
@@ -118,8 +120,10 @@ class Loader:
     Iteration continues from the current position. The position moves before a step is handed out, so a state taken
     during step s resumes with step s + 1.
 
-    Args: global_batch_size: G, samples per optimizer step over all ranks; micro_batch_size: maximum rows per rank and
-    forward pass; seed: seeds the order; prefetch: steps made ahead of time. Raises: UserError for an empty dataset.
+    Args: rank, world: of a sequence group among these groups; part, parts: of this rank among the ranks of its group
+    (`Groups.reading`); global_batch_size: G, samples per optimizer step over all ranks; micro_batch_size: maximum rows
+    per rank and forward pass; seed: seeds the order; prefetch: steps made ahead of time. Raises: UserError for an empty
+    dataset.
     """
 
     def __init__(
@@ -132,10 +136,12 @@ class Loader:
         micro_batch_size: int,
         seed: int,
         prefetch: int = 0,
+        part: int = 0,
+        parts: int = 1,
     ) -> None:
         if not len(dataset):
             raise UserError("data.train", "no texts", "one or more")
-        self.dataset, self.rank, self.world = dataset, rank, world
+        self.dataset, self.rank, self.world, self.part, self.parts = dataset, rank, world, part, parts
         self.global_batch_size, self.micro_batch_size, self.seed = global_batch_size, micro_batch_size, seed
         self.micro_steps = -(-len(share(global_batch_size, 0, world)) // micro_batch_size)
         self.steps_per_epoch = -(-len(dataset) // global_batch_size)
@@ -156,7 +162,8 @@ class Loader:
         """Yield (epoch, step, batches) from the current position."""
         epoch, step, pin = self.epoch, self.step, torch.cuda.is_available()
         while True:
-            batches = _micro_batches(self.dataset, self.mine(epoch, step), self.micro_batch_size, self.micro_steps)
+            mine, size = self.mine(epoch, step), self.micro_batch_size
+            batches = _micro_batches(self.dataset, mine, size, self.micro_steps, self.part, self.parts)
             yield epoch, step, [batch.pin_memory() for batch in batches] if pin else batches
             epoch, step = self._behind(epoch, step)
 
@@ -182,11 +189,12 @@ class Loader:
         return indices[part.start : part.stop]
 
     def handed_out(self, ranks: Sequence[int] | None = None) -> list[int]:
-        """The samples of the last step handed out, from all ranks or from `ranks`."""
+        """The samples of the last step handed out, from all ranks or from `ranks` (of the world)."""
         indices = self.indices(*self._handed_out)
         if ranks is None:
             return indices
-        return [indices[i] for rank in ranks for i in share(len(indices), rank, self.world)]
+        sharers = sorted({rank // self.parts for rank in ranks})
+        return [indices[i] for rank in sharers for i in share(len(indices), rank, self.world)]
 
     def state_dict(self) -> dict[str, int]:
         """Position of the next step: {epoch, step}. Equal on all ranks and independent of their number."""
@@ -206,8 +214,11 @@ class EvalLoader:
     All ranks make `len(loader)` batches, some with padding only. Args: as in `Loader`.
     """
 
-    def __init__(self, dataset: TextDataset, *, rank: int, world: int, micro_batch_size: int) -> None:
+    def __init__(
+        self, dataset: TextDataset, *, rank: int, world: int, micro_batch_size: int, part: int = 0, parts: int = 1
+    ) -> None:
         self.dataset, self.rank, self.world, self.micro_batch_size = dataset, rank, world, micro_batch_size
+        self.part, self.parts = part, parts
 
     def __len__(self) -> int:
         return -(-len(share(len(self.dataset), 0, self.world)) // self.micro_batch_size)
@@ -215,4 +226,5 @@ class EvalLoader:
     def __iter__(self) -> Iterator[Batch]:
         mine = share(len(self.dataset), self.rank, self.world)
         for k in range(len(self)):
-            yield from _micro_batches(self.dataset, mine[k * self.micro_batch_size :], self.micro_batch_size, 1)
+            rows = mine[k * self.micro_batch_size :]
+            yield from _micro_batches(self.dataset, rows, self.micro_batch_size, 1, self.part, self.parts)

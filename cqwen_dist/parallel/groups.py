@@ -4,8 +4,10 @@ A vocabulary group has consecutive ranks (for instance the 8 GPUs of a node). Wi
 
     vocabulary groups {0,1} {2,3}   each group stores the vocabulary once, each rank a range of rows
     replica groups    {0,2} {1,3}   ranks that store the same rows and sum their gradients
+    sequence groups   {0,1} {2,3}   ranks that have the same texts, each a part of the positions
 
-Each rank has different tokens: the data-parallel group is the world.
+Sequence groups are consecutive ranks too, of any size that divides the world. Each rank has different tokens, with or
+without sequence groups: the data-parallel group is the world.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Groups:
-    """World, vocabulary and replica group of this rank. In `ALONE`, for a single process, all three are None.
+    """World, vocabulary, replica and sequence group of this rank. In `ALONE`, for a single process, all are None.
 
     The functions of `parallel.mappings` treat None as a group of one.
     """
@@ -36,6 +38,7 @@ class Groups:
     world: ProcessGroup | None
     vocab: ProcessGroup | None
     replica: ProcessGroup | None
+    sequence: ProcessGroup | None = None  # None: every rank has whole texts
 
     @property
     def world_size(self) -> int:
@@ -61,6 +64,23 @@ class Groups:
         """Index of this rank among the ranks with the same rows."""
         return 0 if self.replica is None else self.replica.rank()
 
+    @property
+    def sequence_rank(self) -> int:
+        """Index of this rank's part of the positions."""
+        return 0 if self.sequence is None else self.sequence.rank()
+
+    @property
+    def sequence_size(self) -> int:
+        """Number of ranks that share the positions of a text."""
+        return 1 if self.sequence is None else self.sequence.size()
+
+    @property
+    def reading(self) -> dict[str, int]:
+        """What this rank reads, as arguments of a loader: sequence groups share the samples, their ranks a sample."""
+        size = self.sequence_size
+        shared = {"rank": self.rank // size, "world": self.world_size // size}
+        return {**shared, "part": self.sequence_rank, "parts": size}
+
     def agreed(self, action: Callable[[], T]) -> T:
         """Run the action on rank 0 and return its small Python value on all ranks. Collective over the world."""
         return action() if self.world is None else from_main_rank(action)
@@ -69,19 +89,23 @@ class Groups:
 ALONE = Groups(None, None, None)
 
 
-def build_groups(vocab_group_size: int, timeout_s: float | None = None) -> Groups:
-    """Build the groups; collective over the world (every rank calls it with the same size).
+def build_groups(vocab_group_size: int, timeout_s: float | None = None, sequence_group_size: int = 1) -> Groups:
+    """Build the groups; collective over the world (every rank calls it with the same sizes).
 
     timeout_s: timeout of the new groups, which do not inherit the world's (None: torch's default).
-    Raises `UserError` if the size does not divide the number of ranks.
+    Raises `UserError` if a size does not divide the number of ranks.
     """
     world = dist.get_world_size()
-    refuse_ranks(vocab_group_size, world)
+    refuse_ranks(world, vocab_group_size, sequence_group_size)
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     ranks = torch.arange(world).view(-1, vocab_group_size)  # a row for each vocabulary group
     vocab, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout, group_desc="vocabulary")
     replica, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout, group_desc="replica")
-    return Groups(dist.group.WORLD, vocab, replica)
+    if sequence_group_size == 1:
+        return Groups(dist.group.WORLD, vocab, replica)
+    ranks = torch.arange(world).view(-1, sequence_group_size)
+    sequence, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout, group_desc="sequence")
+    return Groups(dist.group.WORLD, vocab, replica, sequence)
 
 
 def side_group(timeout_s: float | None = None) -> ProcessGroup:

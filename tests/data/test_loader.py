@@ -7,6 +7,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -183,3 +184,22 @@ def test_the_prefetch_thread_ends_with_the_iteration() -> None:
     assert any(thread.name == "cqwen-loader" for thread in threading.enumerate())
     batches.close()
     assert not any(thread.name == "cqwen-loader" for thread in threading.enumerate())
+
+
+@given(st.integers(1, 9), st.integers(1, 3))
+def test_the_ranks_of_a_sequence_group_have_parts_of_the_same_samples(count: int, groups: int) -> None:
+    options = {"world": groups, "global_batch_size": 6, "micro_batch_size": 2, "seed": 1}
+    whole = [Loader(Numbered(count), rank=rank, **options) for rank in range(groups)]
+    ranks = [Loader(Numbered(count), rank=r // 2, part=r % 2, parts=2, **options) for r in range(2 * groups)]
+    steps = [next(iter(loader)) for loader in whole]
+    parts = [next(iter(loader)) for loader in ranks]
+    for group, batches in enumerate(steps):
+        for batch, first, second in zip(batches, *parts[2 * group : 2 * group + 2], strict=True):
+            width = batch.input_ids.shape[1]
+            joined = torch.cat([first.input_ids, second.input_ids], 1)
+            assert joined.shape[1] % 16 == 0
+            assert torch.equal(joined[:, :width], batch.input_ids)
+            assert not second.attention_mask.any()  # these texts are shorter than the first part
+    assert ranks[0].handed_out(list(range(2 * groups))) == whole[0].handed_out(list(range(groups)))
+    made = [b for r in (0, 1) for b in EvalLoader(Numbered(3), rank=0, world=1, micro_batch_size=2, part=r, parts=2)]
+    assert [len(batch.input_ids) for batch in made] == [2, 1] * 2

@@ -167,7 +167,7 @@ def stage_sizes(
     text: float | None = None,
 ) -> list[Sizes]:
     """The `Sizes` of each stage; arguments as in `Sizes`. Raises `UserError` if vocabulary groups do not fit."""
-    refuse_ranks(config.parallel.vocab_group_size, world)
+    refuse_ranks(world, config.parallel.vocab_group_size)
     return [Sizes(config, base, world, kind, stage, sequences, text) for stage in config.stages]
 
 

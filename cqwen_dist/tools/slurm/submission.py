@@ -218,7 +218,7 @@ def plan_jobs(
     name = options.pop("name", None) or f"cqwen-{run_dir.name}"
     jobs = []
     for number, (last, needs) in enumerate(split, 1):
-        refuse_ranks(config.parallel.vocab_group_size, needs.nodes * needs.ranks)
+        refuse_ranks(needs.nodes * needs.ranks, config.parallel.vocab_group_size)
         deepspeed_config(config, needs.nodes * needs.ranks, trained)  # raises if `deepspeed:` contradicts it
         jobs.append(
             Job(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -109,8 +109,7 @@ class Evaluator:
 
         def scored() -> Iterator[tuple[Tensor, OvrScores, Tensor, Tensor]]:
             for _, batch, keep in self._batches():
-                unseen = replace(batch, numeric_values=torch.zeros_like(batch.numeric_values))
-                u = self.model.abduction(self.features(unseen, keep))
+                u = self.model.abduction(self.features(batch.without_values(), keep))
                 labels = batch.labels.flatten()[keep]
                 best = best_word(self.model, u, self.groups, self.gemm_dtype, "loc").word
                 yield best, self._scores(u, labels), labels, action.word_part(u).loc @ rows.T + bias
@@ -141,12 +140,13 @@ class Evaluator:
                 probe = labels[:PROBED].cpu(), Cauchy(u.loc[:PROBED].cpu(), u.scale[:PROBED].cpu())
             lists["prob_sum"].append(self._add_words(u_prime, labels, sums, banded))
             self._add_numbers(u_prime, batch, keep, texts, sums, lists)
-            texts += int(batch.attention_mask.any(1).sum())
+            texts += batch.filled_rows
             lists["prob_sum_causal"].append(self._causal_prob_sum(u, labels, generator))
             individual.add(u)
 
         # All ranks: one gather for the lists, one all-reduce for the sums
-        gathered = _gather({name: torch.cat(parts).double().cpu().numpy() for name, parts in lists.items()}, texts)
+        mine = {name: torch.cat(parts).double().cpu().numpy() for name, parts in lists.items()}
+        gathered = _gather(mine, texts, self.groups.sequence_size)
         names = sorted(sums)
         packed = sum_over(torch.cat([torch.stack([sums[name] for name in names]), banded.flatten()]))
         metrics = self._word_metrics(dict(zip(names, packed.tolist(), strict=False)), gathered)
@@ -311,12 +311,15 @@ def best_word(
     return vocab_parallel_best(action.word_part(u_prime).to(gemm_dtype), head, groups.vocab, rank_by)
 
 
-def _gather(mine: dict[str, np.ndarray], texts: int) -> dict[str, np.ndarray]:
-    """Join the lists of all ranks in one gather (a median needs all values); text numbers become global."""
+def _gather(mine: dict[str, np.ndarray], texts: int, sharers: int) -> dict[str, np.ndarray]:
+    """Join the lists of all ranks in one gather (a median needs all values); text numbers become global.
+
+    sharers: number of consecutive ranks that have parts of the same texts.
+    """
     everyone = gather_objects((mine, texts))
-    first = np.cumsum([0, *(count for _, count in everyone)])
-    for (lists, _), offset in zip(everyone, first, strict=False):
-        lists["text"] = lists["text"] + offset
+    first = np.cumsum([0, *(count for _, count in everyone[::sharers])])
+    for rank, (lists, _) in enumerate(everyone):
+        lists["text"] = lists["text"] + first[rank // sharers]
     return {name: np.concatenate([lists[name] for lists, _ in everyone]) for name in mine}
 
 
