@@ -33,6 +33,7 @@ class FeatureExtractionNetwork(nn.Module):
         super().__init__()
         self.transformer = qwen_model.base_model
         self._cache = cache_name(self.transformer)
+        self.spread: Any = None  # runs attention over the positions of all ranks (`parallel.sequence`)
 
     def forward(
         self,
@@ -48,7 +49,7 @@ class FeatureExtractionNetwork(nn.Module):
         past_key_values: a transformers cache, extended in place. texts: the `Texts` of the batch, for attention within
         each text (`model.varlen`).
         """
-        within = {} if texts is None else {"texts": texts}
+        within = {} if texts is None else {"texts": texts, "spread": self.spread}
         if texts is not None:  # transformers passes on a 4-dimensional mask, so it does not build one
             attention_mask = embeddings.new_empty(0, 0, 0, 0)
         return self.transformer(

@@ -7,6 +7,8 @@ mask. Here the texts of a batch are concatenated, [B T, heads, D], and use
     CUDA, bf16 or fp16, D at most 256      one call of a variable-length kernel: torch's own, or flash-attn's
     otherwise                              torch's causal attention, text by text
 
+Positions may be split over ranks (`parallel.sequence`): then each rank attends with some heads over whole texts.
+
 The attention function is registered with transformers under `WITHIN_TEXTS`, which is not part of saved configs. Calls
 without `texts` (generation, exports, a plain base) get the usual mask. The kernel is not yet measured on a GPU.
 """
@@ -28,6 +30,7 @@ from transformers.masking_utils import sdpa_mask
 
 from cqwen_dist.batch import Texts
 from cqwen_dist.model.backbone import WITHIN_TEXTS
+from cqwen_dist.parallel.sequence import Spread
 
 Kernel = Callable[..., Tensor]
 
@@ -46,17 +49,24 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     texts: Texts | None = None,
+    spread: Spread | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention function: q [B,heads,T,D], k and v [B,kv_heads,T,D] -> [B,T,heads,D], no weights.
 
-    texts: of the batch. None: attention_mask is a mask, as for "sdpa".
+    texts: of the batch. None: attention_mask is a mask, as for "sdpa". spread: for a part of the batch's positions
+    (`Batch.part`), what runs attention over the positions of all ranks.
     """
     if texts is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    out = _within(*flat, texts, options["scaling"], options.get("dropout", 0.0), options.get("sliding_window"))
-    return out.unflatten(0, (len(query), -1)), None
+    how = options["scaling"], options.get("dropout", 0.0), options.get("sliding_window")
+
+    def attend(*qkv: Tensor) -> Tensor:
+        out: Tensor = _within(*(x.flatten(0, 1) for x in qkv), texts, *how)
+        return out.unflatten(0, (len(query), -1))
+
+    qkv = [x.transpose(1, 2) for x in (query, key, value)]
+    return attend(*qkv) if spread is None else spread(attend, *qkv), None
 
 
 @torch.compiler.disable  # text lengths differ between batches: each would be compiled again
