@@ -5,6 +5,7 @@ HOSTILE=2000 draws that many, HOSTILE_SEED others.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -115,6 +116,19 @@ def test_a_damaged_run_folder_gives_one_line(one_rank: Path, tmp_path: Path) -> 
             shutil.rmtree(run)
     finally:
         shutil.rmtree(history.parent)
+
+
+def test_a_history_with_other_types_is_not_read(tmp_path: Path) -> None:
+    """`cqwen status` would pass its job on to scontrol."""
+    (tmp_path / "config.yaml").touch()
+    history = tmp_path / "slurm" / "history.jsonl"
+    history.parent.mkdir()
+    start = {"event": "start", "time": 1.0, "job": "1", "start": 0, "nodes": "n", "step": 0}
+    for key, value in itertools.product(start, VALUES):
+        history.write_text(json.dumps({**start, key: value}))
+        found = look(str(tmp_path))
+        assert found["job"] is None or found["history"][0]["job"].isdecimal()
+        lines(found)
 
 
 @pytest.mark.parametrize("read", [read_hostfile, read_environment, load_config])

@@ -35,15 +35,21 @@ LINES = 20  # lines shown from the failed rank's log
 
 
 def read_history(run_dir: Path) -> list[dict[str, Any]]:
-    """Starts and ends (`event`) recorded by `begin` and `judge`, oldest first. Skips lines cut off by a crash.
+    """Starts and ends (`event`) recorded by `begin` and `judge`, oldest first.
 
-    step: step of the newest checkpoint.
+    Skips lines cut off by a crash, and lines of a stranger's file with other types. step: of the newest checkpoint.
     """
-    kinds = {"start": ("time", "job", "start", "step", "nodes"), "end": ("time", "how", "reason", "step")}
-    found = [entry for entry in read_lines(run_dir / SLURM / HISTORY) if is_number(entry.get("time"))]
-    return [
-        entry for entry in found if all(key in entry for key in kinds.get(str(entry.get("event")), ("no such key",)))
-    ]
+    return [entry for entry in read_lines(run_dir / SLURM / HISTORY) if _is_event(entry)]
+
+
+def _is_event(entry: dict[str, Any]) -> bool:
+    numbers = {"start": ("time", "start", "step"), "end": ("time", "step")}.get(str(entry.get("event")))
+    texts = ("how", "reason") if entry.get("event") == "end" else ("job", "nodes")
+    return (
+        numbers is not None
+        and all(is_number(entry.get(key)) for key in numbers)
+        and all(isinstance(entry.get(key), str) for key in texts)
+    )
 
 
 def fruitless_starts(history: list[dict[str, Any]]) -> int:
@@ -128,7 +134,10 @@ def _ending(run_dir: Path, logs: Path, phase: str, code: int, asked: str, before
     if asked == "USR1":
         return "preempted", asked
     if silent:
-        return "lost", f"ended without a message (killed, or the host is lost): rank {', '.join(map(str, silent))}"
+        return (
+            "lost",
+            f"ended without a message (killed, perhaps for memory, or the host is lost): rank {', '.join(map(str, silent))}",
+        )
     return "lost", str(status.get("reason") or f"exit code {code}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -98,7 +99,7 @@ def launch(
         (sys.stderr if quiet else sys.stdout).write(f"already done: {run_dir}\n")
         return 0
     # Compare the status before and after: the launcher's exit code does not tell how the run ended.
-    before, shared = read_status(run_dir), run_dir.absolute()
+    before, shared, killed = read_status(run_dir), run_dir.absolute(), killed_for_memory()
     start = partial(_run_words, ranks=ranks, hosts=hosts, environment=environment, shared=shared)
     if hosts and look_first and (red := start(["doctor", "--quick", "--folder", str(shared)])[0]):
         sys.stderr.write("the hosts cannot run this: see the red lines above\n")
@@ -106,7 +107,20 @@ def launch(
     code, stopped = start(["train", str(path.absolute()), *overrides], quiet=quiet)
     for stacks in stacks_of(run_dir):
         sys.stderr.write(f"a rank hung; its stacks: {stacks}\n")
-    return _exit_code(code, stopped, before, read_status(run_dir))
+    code = _exit_code(code, stopped, before, read_status(run_dir))
+    if code == 1 and killed_for_memory() > killed:
+        sys.stderr.write("meanwhile the kernel killed a process of this machine for lack of memory: ")
+        sys.stderr.write("fewer ranks, a smaller train.micro_batch_size, or a larger limit may help\n")
+    return code
+
+
+def killed_for_memory() -> int:
+    """Number of processes that the kernel has killed for lack of memory, in a cgroup or not; 0 if it does not say."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(encoding="ascii"), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
 
 
 def _exit_code(code: int, stopped: bool, before: Status, after: Status) -> int:

@@ -53,6 +53,17 @@ def test_exit_code_is_2_for_wrong_input_and_1_for_other_failures(
     assert end_of(monkeypatch, config, WRITE % "done" + f"; sys.exit({launcher})") == code
 
 
+@pytest.mark.parametrize("counts", [(3, 4), (3, 3)])
+def test_a_rank_that_was_killed_for_memory_is_told(
+    monkeypatch: pytest.MonkeyPatch, config: Path, capfd: pytest.CaptureFixture[str], counts: tuple[int, int]
+) -> None:
+    assert module.killed_for_memory() >= 0, "what this machine says"
+    said = iter(counts)
+    monkeypatch.setattr(module, "killed_for_memory", lambda: next(said))
+    assert end_of(monkeypatch, config, "pass") == 1
+    assert ("lack of memory" in capfd.readouterr().err) == (counts[1] > counts[0])
+
+
 def test_a_rank_that_hears_no_signal_does_not_outlive_the_launcher(
     monkeypatch: pytest.MonkeyPatch, config: Path
 ) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from itertools import count, islice
 from pathlib import Path
 
+import pytest
 from crash.harness import Blow, Ended, command, crash_config, result_of
 
 from cqwen_dist.checkpoint.manifest import list_checkpoints, verify
@@ -67,3 +68,10 @@ def kill_until(blows: int, tmp_path: Path, spread: tuple[str, ...], seed: int) -
 
 def test_a_run_killed_many_times_equals_the_undisturbed_run(tmp_path: Path) -> None:
     kill_until(4, tmp_path, SPREADS["ZeRO-2, vocabulary over 2"], seed=0)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_between_two_groups_is_found_out_at_once(tmp_path: Path) -> None:
+    """Making the next group would wait for it until the timeout, half an hour."""
+    ended = command(crash_config(tmp_path), blow=Blow(1, "setup", 1, 0.0))
+    assert ended.codes == [1, -9], ended.said
