@@ -6,7 +6,7 @@ A mistake that the user can correct is a one-line `UserError`. Only `train` impo
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -175,12 +175,30 @@ def predict(
     context) has None in all new columns; `say` gets their count. For the other arguments see `cqwen predict --help`.
     Raises `UserError`; for a wrong template, or columns that cannot be read as in training, before the model is loaded.
     """
+    named: dict[str, Any] = {"options": options, "reject_below": reject_below, "batch_size": batch_size}
+    named |= {"digits": digits, "within": within}
+    return list(predicted_rows(model, rows, template, empty, decimal_comma, device, say, **named))
+
+
+def predicted_rows(
+    model: TrainResult | str | Path | tuple[CausalQwenForCausalLM, Tokenizer],
+    rows: Any,
+    template: str | None,
+    empty: str | None,
+    decimal_comma: bool | None,
+    device: str,
+    say: Callable[[str], None],
+    *,
+    within: int | None,
+    **settings: Any,
+) -> Iterator[dict[str, Any]]:
+    """`predict`, batch by batch as the rows are taken. The same arguments; settings: of `predict_rows`."""
     from cqwen_dist.checkpoint.trained import load_trained
     from cqwen_dist.generate.table import Unread, predict_rows, prompts_of
 
     columns, table = _table_of(rows)
     if not table:
-        return []
+        return iter(())
     if within is None:
         within = 0 if template is None else 8
     learnt = None
@@ -192,20 +210,7 @@ def predict(
         template, columns, _cells_of(table, rows, learnt or template, decimal_comma, say), empty, unread
     )
     found, tokenizer = model if isinstance(model, tuple) else load_trained(_folder(model), device)
-    predicted = list(
-        predict_rows(
-            found,
-            tokenizer,
-            table,
-            prompts,
-            options=options,
-            reject_below=reject_below,
-            unread=unread,
-            batch_size=batch_size,
-            digits=digits,
-            within=within,
-        )
-    )
+    predicted = predict_rows(found, tokenizer, table, prompts, unread=unread, within=within, **settings)
     if unread:
         say(f"{len(unread):,} of {len(table):,} rows have no prediction, such as {unread[min(unread)]}")
     return predicted
@@ -241,7 +246,7 @@ def _table_of(rows: Any) -> tuple[list[str], list[Any]]:
 
 def _cells_of(
     table: list[Any], rows: Any, learnt: _Learnt | str, comma: bool | None, say: Callable[[str], None]
-) -> list[dict[str, str]]:
+) -> Iterator[dict[str, str]]:
     """Cells as text: as the run read them, or for a template as the file has them. say: gets differences."""
     from cqwen_dist.config.data import template_fields
     from cqwen_dist.data.cells import TableCells
@@ -256,13 +261,13 @@ def _cells_of(
     read = [{name: cell for name, cell in row.items() if name in used} for row in table]
     for difference in compare(learnt.columns, read, cells):
         say(difference)
-    return [{name: cells.text(name, cell) for name, cell in row.items()} for row in read]
+    return ({name: cells.text(name, cell) for name, cell in row.items()} for row in read)
 
 
-def _as_given(table: list[Any], found: Mapping[str, Form]) -> list[dict[str, str]]:
+def _as_given(table: list[Any], found: Mapping[str, Form]) -> Iterator[dict[str, str]]:
     """The cells for the user's template: texts stay as they are, but 3,5 would be two numbers."""
     forms = {name: form for name, form in found.items() if form == Form(",")}
-    return [{name: _plain_text(cell, forms.get(name)) for name, cell in row.items()} for row in table]
+    return ({name: _plain_text(cell, forms.get(name)) for name, cell in row.items()} for row in table)
 
 
 def _plain_text(cell: Any, form: Form | None) -> str:

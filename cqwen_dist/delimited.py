@@ -28,11 +28,17 @@ def said_delimiter(line: str) -> str | None:
     return found[1] if found is not None else None
 
 
-def write_rows(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], out: TextIO) -> None:
-    """Write CSV with a header. No name in it can look like a second delimiter; None becomes an empty cell."""
+def write_rows(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], out: TextIO) -> int:
+    """Write CSV with a header; returns the number of rows.
+
+    No name in it can look like a second delimiter; None becomes an empty cell.
+    """
     lines, odd = _Lines(out), {*_DELIMITERS[1:]} & {*"".join(columns)}
     csv.writer(lines, lineterminator="\r\n", quoting=csv.QUOTE_ALL if odd else csv.QUOTE_MINIMAL).writerow(columns)
-    csv.DictWriter(lines, columns, lineterminator="\r\n").writerows(rows)
+    writer, count = csv.DictWriter(lines, columns, lineterminator="\r\n"), 0
+    for count, row in enumerate(rows, 1):  # noqa: B007
+        writer.writerow(row)
+    return count
 
 
 class _Lines:

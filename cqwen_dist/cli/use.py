@@ -210,30 +210,30 @@ def predict(
     if out is not None and out.exists():
         raise UserError("--out", str(out), "a file that does not exist yet")
     quiet_libraries()
-    from cqwen_dist.api import predict as run
+    from cqwen_dist.api import predicted_rows
     from cqwen_dist.generate.table import write_table
     from cqwen_dist.run.files import written_whole
 
-    rows = run(
+    rows = predicted_rows(
         checkpoint,
         table,
         template,
+        empty,
+        decimal_comma,
+        device,
+        partial(echo, err=True),
         options=option or (),
         reject_below=reject_below,
         digits=chosen_digits,
         within=within,
-        empty=empty,
-        decimal_comma=decimal_comma,
         batch_size=batch_size,
-        device=device,
-        say=partial(echo, err=True),
     )
     if out is None:
         write_table(rows, sys.stdout)
         return
     with writing("--out", out), written_whole(out) as draft, draft.open("w", encoding="utf-8", newline="") as file:
-        write_table(rows, file)
-    echo(f"{len(rows)} rows to {out}")
+        count = write_table(rows, file)
+    echo(f"{count} rows to {out}")
 
 
 def _digits(text: str) -> Any:

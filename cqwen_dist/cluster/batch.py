@@ -134,10 +134,8 @@ def _ending(run_dir: Path, logs: Path, phase: str, code: int, asked: str, before
     if asked == "USR1":
         return "preempted", asked
     if silent:
-        return (
-            "lost",
-            f"ended without a message (killed, perhaps for memory, or the host is lost): rank {', '.join(map(str, silent))}",
-        )
+        ranks = ", ".join(map(str, silent))
+        return "lost", f"ended without a message (killed, perhaps for memory, or the host is lost): rank {ranks}"
     return "lost", str(status.get("reason") or f"exit code {code}")
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, TextIO
 
 from torch import Tensor
@@ -38,7 +39,7 @@ def number_columns(model: Any) -> list[str]:
 def prompts_of(
     template: str,
     columns: Sequence[str],
-    rows: Sequence[Mapping[str, Any]],
+    rows: Iterable[Mapping[str, Any]],
     empty: str | None = None,
     unread: Unread | None = None,
 ) -> list[str]:
@@ -227,7 +228,8 @@ def _without_prediction(
     return found
 
 
-def write_table(rows: Sequence[Mapping[str, Any]], out: TextIO) -> None:
-    """Write CSV; None is an empty cell. Without rows the file is not written."""
-    if rows:
-        write_rows(list(rows[0]), rows, out)
+def write_table(rows: Iterable[Mapping[str, Any]], out: TextIO) -> int:
+    """Write CSV row by row; None is an empty cell. Returns the number of rows; without any, nothing is written."""
+    rest = iter(rows)
+    first = next(rest, None)
+    return 0 if first is None else write_rows(list(first), chain([first], rest), out)

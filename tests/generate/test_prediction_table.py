@@ -12,10 +12,11 @@ import pytest
 import torch
 from support.exported import tiny_pair
 
-from cqwen_dist.api import predict
+from cqwen_dist.api import predict, predicted_rows
 from cqwen_dist.config import UserError
 from cqwen_dist.data.recipes import records_in
-from cqwen_dist.generate.continuation import continue_text
+from cqwen_dist.generate import table as generated_table
+from cqwen_dist.generate.continuation import continue_text, generate_batch
 from cqwen_dist.generate.decisions import choose
 from cqwen_dist.generate.table import NUMBER_COLUMNS, predict_numbers, predict_rows, prompts_of, write_table
 
@@ -106,6 +107,25 @@ def test_a_prediction_is_the_first_generated_number(pair, table: Path) -> None:
     one_by_one = list(predict_numbers(model, tokenizer, prompts, batch_size=1, digits=17))
     for alone, row in zip(one_by_one, written, strict=True):
         assert str(alone["predicted"] or "")[:6] == row["predicted"][:6]
+
+
+def test_rows_are_written_while_others_are_predicted(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictions of a large table are never all in memory."""
+    read: list[int] = []
+
+    def counted(model: Any, tokenizer: Any, prompts: list[str], **options: Any) -> Any:
+        read.append(len(prompts))
+        return generate_batch(model, tokenizer, prompts, **options)
+
+    monkeypatch.setattr(generated_table, "generate_batch", counted)
+    rows = [{"item": "tea", "amount": str(n)} for n in range(40)]
+    settings: dict[str, Any] = {"within": 0, "batch_size": 2, "digits": "auto"}
+    found = predicted_rows(pair, rows, TEMPLATE, None, None, "cpu", print, **settings)
+    assert next(found)["amount"] == "0"
+    assert sum(read) == 16, "eight batches"
+    out = io.StringIO()
+    assert write_table(found, out) == 39
+    assert sum(read) == 40
 
 
 def test_prompts_leave_room_for_a_number_in_the_context(pair) -> None:
