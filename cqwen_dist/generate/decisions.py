@@ -20,7 +20,7 @@ from cqwen_dist.generate.continuation import padded
 from cqwen_dist.generate.generation_settings import check_prompt
 from cqwen_dist.generate.modes import prob_words
 from cqwen_dist.generate.streaming import Tokenizer, reader
-from cqwen_dist.heads.abduction import at_hand
+from cqwen_dist.heads.precision import at_hand
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.scores import ovr_scores
 

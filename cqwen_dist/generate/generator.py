@@ -20,8 +20,8 @@ from cqwen_dist.generate.compiling import CompiledSteps, Ending
 from cqwen_dist.generate.generation_settings import Settings, check_prompt
 from cqwen_dist.generate.modes import Draws, Options, best, find_mode
 from cqwen_dist.generate.numbers import GeneratedNumbers, rounded
-from cqwen_dist.heads.abduction import at_hand
 from cqwen_dist.heads.intervals import number_interval
+from cqwen_dist.heads.precision import at_hand
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.best import A_FEW, row_sizes
 from cqwen_dist.ops.ovr.scores import prob_of

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.utils import is_accelerate_available
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from cqwen_dist.config.custom import find_custom, find_loaded, unusable
 from cqwen_dist.ops.cauchy import Cauchy
+
+
+class HeadLinear(NonDynamicallyQuantizableLinear):
+    """A linear map whose weights are fp32 whatever its input is. torchao and torch's quantisers leave this class alone.
+
+    bf16 features are multiplied in bf16. The bias is added in fp32: a bf16 b_scale near -9 would have steps of 6 %.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] -> [..., out] in the bias' dtype, at least fp32."""
+        real = torch.promote_types(self.bias.dtype, torch.float32)
+        return F.linear(input, self.weight.to(input.dtype)).to(real) + self.bias.to(real)
 
 
 class AbductionNetwork(nn.Module):
@@ -23,9 +34,6 @@ class AbductionNetwork(nn.Module):
     The initial law is U ~ Cauchy(z, gamma_init): W_loc = I (zero rows below if C > H), b_loc = 0, W_scale = 0, and
     b_scale the inverse activation of gamma_init (S3 4 step 2; gamma_init is the scale, not the bias). The floor is
     added; a clamp would have no gradient below it.
-
-    Weights are fp32. bf16 features are multiplied in bf16. Biases are added in fp32: a bf16 b_scale near -9 would have
-    steps of 6 %.
     """
 
     def __init__(
@@ -42,8 +50,8 @@ class AbductionNetwork(nn.Module):
         first two are added to its location, the exponential of the third is a factor of its scale."""
         super().__init__()
         self.number_dims = number_dims
-        self.loc_net = nn.Linear(hidden_size, causal_hidden_size)
-        self.scale_net = nn.Linear(hidden_size, causal_hidden_size)
+        self.loc_net: nn.Linear = HeadLinear(hidden_size, causal_hidden_size)
+        self.scale_net = HeadLinear(hidden_size, causal_hidden_size)
         self.scale_activation = scale_activation
         self.scale_floor = scale_floor
         self.reset(gamma_init)
@@ -70,8 +78,7 @@ class AbductionNetwork(nn.Module):
         """features [..., H or more] in any float dtype -> Cauchy(loc [..., C], scale [..., C]) in fp32."""
         hidden = self.loc_net.in_features
         z, beside = self.bent(features[..., :hidden]), features[..., hidden:]
-        loc = self._linear(z, self.loc_net)
-        raw = self._linear(z, self.scale_net)
+        loc, raw = self.loc_net(z), self.scale_net(z)  # called, so that an adapter around them counts
         positive = F.softplus(raw) if self.scale_activation == "softplus" else raw.exp()
         if beside.shape[-1]:
             loc = loc + self._on_numbers(beside[..., :2].float().sum(-1))
@@ -87,11 +94,6 @@ class AbductionNetwork(nn.Module):
         """The input of both linear maps for z [..., H]: here z unchanged."""
         return z
 
-    @staticmethod
-    def _linear(features: Tensor, layer: nn.Linear) -> Tensor:
-        product = F.linear(features, layer.weight.to(features.dtype))
-        return product.to(layer.bias.dtype) + layer.bias
-
 
 class TwoLayerAbductionNetwork(AbductionNetwork):
     """`AbductionNetwork` of z + W_2 silu(W_1 z + b_1) + b_2: U is not linear in the features (S3 2.3: this module is to
@@ -100,16 +102,16 @@ class TwoLayerAbductionNetwork(AbductionNetwork):
     def __init__(self, hidden_size: int, *args: Any, **options: Any) -> None:
         """As `AbductionNetwork`."""
         super().__init__(hidden_size, *args, **options)
-        self.up = nn.Linear(hidden_size, hidden_size)
-        self.down = nn.Linear(hidden_size, hidden_size)
+        self.up = HeadLinear(hidden_size, hidden_size)
+        self.down = HeadLinear(hidden_size, hidden_size)
         nn.init.xavier_uniform_(self.up.weight, gain=0.1)  # S1 5
         nn.init.constant_(self.up.bias, 0.01)
         nn.init.zeros_(self.down.weight)
         nn.init.zeros_(self.down.bias)
 
     def bent(self, z: Tensor) -> Tensor:
-        inner = F.silu(self._linear(z, self.up)).to(z.dtype)
-        return (z + self._linear(inner, self.down)).to(z.dtype)
+        inner = F.silu(self.up(z)).to(z.dtype)
+        return (z + self.down(inner)).to(z.dtype)
 
 
 class Abduction(Protocol):
@@ -163,15 +165,3 @@ def inverse_activation(value: float, activation: str) -> float:
     if activation == "exp":
         return math.log(value)
     return value + math.log(-math.expm1(-value))
-
-
-@contextmanager
-def at_hand(module: nn.Module) -> Iterator[None]:
-    """Inside, weights that accelerate has offloaded to a disk or the CPU are on the device of the module."""
-    with ExitStack() as stack:
-        if not torch.compiler.is_compiling() and is_accelerate_available():  # otherwise no weight is offloaded
-            from accelerate.utils import align_module_device
-
-            for part in module.modules():
-                stack.enter_context(align_module_device(part))
-        yield

@@ -48,7 +48,8 @@ class ActionNetwork(nn.Module):
         self.word_size = causal_hidden_size if word_size is None else word_size
         self.cls_weight = nn.Parameter(torch.empty(rows, self.word_size))
         self.cls_bias = nn.Parameter(torch.zeros(rows))
-        self.threshold = nn.Parameter(torch.zeros(()) if scalar_threshold else torch.zeros(rows))
+        self.scalar_threshold = scalar_threshold
+        self.threshold = nn.Parameter(torch.zeros(1 if scalar_threshold else rows))
         self.causal_hidden_size = causal_hidden_size
         self.number_head = number_head_of(self, config, number_head)
         self.b_noise = nn.Parameter(torch.full((causal_hidden_size,), 0.1))
@@ -81,7 +82,8 @@ class ActionNetwork(nn.Module):
 
     def word_head(self, used_rows: int | None = None) -> WordHead:
         """W_cls, b_cls and C of this module's words. used_rows: leave out words from this row on."""
-        return WordHead(self.cls_weight, self.cls_bias, self.threshold, self.vocab_start, self.vocab_size, used_rows)
+        threshold = self.threshold[0] if self.scalar_threshold else self.threshold
+        return WordHead(self.cls_weight, self.cls_bias, threshold, self.vocab_start, self.vocab_size, used_rows)
 
     def row_norms(self) -> Tensor:
         """||W_cls,k||_1 [rows] of this module's words: scale_S,k if all dimensions of U' have scale 1."""

@@ -54,7 +54,7 @@ class NumberHead:
         of W_reg, [C] without."""
         self.net, self.config = net, config
         net.reg_weight = nn.Parameter(torch.empty(*rows, net.causal_hidden_size))
-        net.reg_bias = nn.Parameter(torch.zeros(rows))
+        net.reg_bias = nn.Parameter(torch.zeros(rows or 1))  # never 0-dimensional: DeepSpeed cannot view such a tensor
 
     def add_scores(self) -> None:
         """Create the parameters for decisions other than values, if the head has any."""
@@ -67,7 +67,7 @@ class NumberHead:
 
     def value(self, u_prime: Cauchy) -> Cauchy:
         """The law Y [...] of a computed (not copied) number, from U' [...,C]."""
-        return u_prime.affine(self.net.reg_weight, self.net.reg_bias)
+        return u_prime.affine(self.net.reg_weight, self.net.reg_bias[0])
 
     def decide(self, u_prime: Cauchy, memory: Tensor) -> Decision:
         """The prediction of the next number; memory [...,K]: from `memory`."""

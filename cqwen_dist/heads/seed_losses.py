@@ -36,10 +36,10 @@ class OvrClassificationLoss(nn.Module):
         super().__init__()
         # float64 keeps a number as it is written; a loss of fp32 scores rounds it to fp32
         threshold = C_ovr if isinstance(C_ovr, Tensor) else torch.tensor(C_ovr, dtype=torch.float64)
-        if threshold.ndim and threshold.shape != (vocab_size,):
+        if threshold.numel() != 1 and threshold.shape != (vocab_size,):
             raise ValueError(f"C_ovr must be a number or of shape ({vocab_size},), found {tuple(threshold.shape)}")
         if not isinstance(threshold, nn.Parameter):
-            own = threshold.expand(vocab_size) if learnable_threshold else threshold
+            own = threshold.expand(vocab_size) if learnable_threshold else torch.atleast_1d(threshold)
             threshold = nn.Parameter(own.detach().clone(), requires_grad=False)
         self.vocab_size = vocab_size
         self.threshold = threshold.requires_grad_(learnable_threshold or threshold.requires_grad)
@@ -64,7 +64,7 @@ class OvrClassificationLoss(nn.Module):
 
     def prob_of(self, loc_S: Tensor, scale_S: Tensor, word: int) -> Tensor:
         """P of one word [B,T] from materialised scores."""
-        threshold = self.threshold[word] if self.threshold.ndim else self.threshold
+        threshold = self.threshold[word if len(self.threshold) > 1 else 0]
         scores = Cauchy(*_wide(loc_S[..., word], scale_S[..., word]))
         return scores.sf(threshold.to(scores.loc.dtype))
 

@@ -15,10 +15,11 @@ from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.generator import Watch, generate
 from cqwen_dist.generate.hugging_face import CausalQwenGeneration, as_rows, translate
-from cqwen_dist.heads.abduction import AbductionNetwork, at_hand
+from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.heads.beside import BESIDE
 from cqwen_dist.heads.fused_loss import LossOptions, TokenLabels, fused_loss
+from cqwen_dist.heads.precision import at_hand, refuse_changed
 from cqwen_dist.model.backbone import seen_inside
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.configuration import CausalQwenConfig
@@ -92,8 +93,8 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The backbone's, which a saved config states. The heads are always fp32."""
-        return next(self.model.transformer.parameters()).dtype
+        """The backbone's, which a saved config states: of its first weight that is not quantised."""
+        return next(p.dtype for p in self.model.transformer.parameters() if p.is_floating_point())
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.features.embedding.token_embedding
@@ -189,14 +190,11 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         return output if as_dict else output.to_tuple()
 
     def _check(self, ids: Tensor | None, values: Tensor | None, embeds: Tensor | None = None) -> None:
-        """Refuse inputs that do not fit together, and heads or a backbone in a dtype that they do not compute in; warn
+        """Refuse inputs that do not fit together, and heads that somebody has changed past what they compute with; warn
         once where <NUM> in the ids has no value. Raises `UserError`."""
-        heads = next((p.dtype for p in self.model.abduction.parameters()), torch.float32)
-        if heads != torch.float32 or self.dtype == torch.float64:
-            allowed = (
-                "float32, bfloat16, float16 by from_pretrained(folder, dtype=...), which leaves the heads in float32"
-            )
-            raise UserError("dtype", str(heads if heads != torch.float32 else self.dtype), allowed)
+        if self.dtype == torch.float64:
+            raise UserError("dtype", "torch.float64", "float32, bfloat16 or float16; the heads compute in float32")
+        refuse_changed(self.model.heads)
         if (ids is None) == (embeds is None):
             raise UserError("input_ids", "none" if ids is None else "inputs_embeds too", "one of the two")
         given: Any = embeds if ids is None else ids

@@ -19,10 +19,11 @@ from cqwen_dist.config.custom import find_custom, find_loaded
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.shape import NUMBER_KEYS
 from cqwen_dist.config.training import LoraConfig
-from cqwen_dist.heads.abduction import abduction_named, at_hand, loaded_abduction, make_abduction
+from cqwen_dist.heads.abduction import abduction_named, loaded_abduction, make_abduction
 from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.heads.beside import BESIDE, Beside, make_beside
 from cqwen_dist.heads.number_kinds import NUMBER_KINDS
+from cqwen_dist.heads.precision import at_hand, keeping_fp32, made_in_fp32
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.backbone import (
     FeatureExtractionNetwork,
@@ -117,28 +118,29 @@ class CausalQwenModel(nn.Module):
         transformer: Any = base.model
         table, transformer.embed_tokens = transformer.embed_tokens, None  # module 1 has the table
         size, hidden = config.causal_hidden_size, config.hidden_size
-        embedding = NumericalAwareEmbedding(table, hidden, config.num_token_id, w_num_scale, config.value_periods)
-        self.features = FeatureStack(embedding, FeatureExtractionNetwork(transformer))
-        self.abduction = make_abduction(
-            abduction,
-            config.abduction,
-            hidden,
-            size,
-            scale_activation=config.scale_activation,
-            scale_floor=config.scale_floor,
-            **({"number_dims": config.number_dims} if config.beside else {}),
-        )
-        self.add_module(BESIDE, make_beside(config))
-        self.action = ActionNetwork(
-            size,
-            config.vocab_size,
-            word_size=config.causal_size,
-            vocab_start=vocab_start,
-            rows=rows,
-            scalar_threshold=config.scalar_threshold,
-            config=config,
-            number_head=number_head,
-        )
+        with made_in_fp32():
+            embedding = NumericalAwareEmbedding(table, hidden, config.num_token_id, w_num_scale, config.value_periods)
+            self.features = FeatureStack(embedding, FeatureExtractionNetwork(transformer))
+            self.abduction = make_abduction(
+                abduction,
+                config.abduction,
+                hidden,
+                size,
+                scale_activation=config.scale_activation,
+                scale_floor=config.scale_floor,
+                **({"number_dims": config.number_dims} if config.beside else {}),
+            )
+            self.add_module(BESIDE, make_beside(config))
+            self.action = ActionNetwork(
+                size,
+                config.vocab_size,
+                word_size=config.causal_size,
+                vocab_start=vocab_start,
+                rows=rows,
+                scalar_threshold=config.scalar_threshold,
+                config=config,
+                number_head=number_head,
+            )
         if config.lora is not None:
             inject_lora(transformer, LoraConfig(**config.lora))
 
@@ -207,6 +209,11 @@ class CausalQwenModel(nn.Module):
             model.beside.begin(line_ends)
         return model
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        for name, part in self.named_children() if recurse else ():
+            part._apply(fn if name == "features" else keeping_fp32(fn))
+        return super()._apply(fn, recurse=False)
+
     @property
     def transformer(self) -> nn.Module:
         """The transformer of the base, with adapters."""
@@ -263,7 +270,9 @@ class CausalQwenModel(nn.Module):
             if self.beside is not None:
                 features = self.beside.behind(features, input_ids, numeric_values, attention_mask, **context)
             with at_hand(self.abduction):
-                return self.abduction(features)
+                return Cauchy(
+                    *(part.to(torch.promote_types(part.dtype, torch.float32)) for part in self.abduction(features))
+                )
 
     def forward(
         self, input_ids: Tensor, numeric_values: Tensor, attention_mask: Tensor | None = None

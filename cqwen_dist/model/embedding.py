@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from cqwen_dist.heads.precision import keeping_fp32
 
 
 def phi(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -51,6 +54,11 @@ class NumericalAwareEmbedding(nn.Module):
         self.w_num = nn.Parameter(torch.randn(self.w_num_shape) * (w_num_scale * hidden_size**-0.5))
         self.num_row = nn.Parameter(torch.zeros(hidden_size))
         self._instead: tuple[Tensor, Tensor] | None = None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        for part in self.children() if recurse else ():
+            part._apply(fn)
+        return super()._apply(keeping_fp32(fn), recurse=False)
 
     @contextmanager
     def using(self, w_num: Tensor, num_row: Tensor) -> Iterator[None]:

@@ -56,7 +56,7 @@ def mean_thresholds(threshold: Tensor, band: Tensor, groups: Groups) -> dict[str
     A learnable C should fall for frequent words and rise for rare words (S0 5.1). threshold [rows] and band [rows]
     (`band_of`): this rank's rows. Collective over the vocabulary group.
     """
-    if threshold.ndim == 0:
+    if threshold.ndim == 0:  # of a `WordHead`
         return {}
     sums = torch.zeros(2, len(BAND_NAMES), dtype=torch.float64, device=threshold.device)
     sums[0].index_add_(0, band, threshold.double())

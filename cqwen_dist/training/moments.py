@@ -33,7 +33,7 @@ class Share:
         parameter.data = parameter.data.contiguous()  # rows are summed and gathered in place
         self.group: ProcessGroup | None = groups.replica if member.has_rows else groups.world
         self.ranks, self.rank = (1, 0) if self.group is None else (self.group.size(), self.group.rank())
-        self.rows = len(parameter) if parameter.ndim else 1
+        self.rows = len(parameter)
         self.each = self.rows // self.ranks if member.spread and self.ranks > 1 else 0  # rows per owner
         self.place = torch.device("cpu") if offload else parameter.device
         self.offload = offload
@@ -55,27 +55,26 @@ class Share:
     @property
     def shape(self) -> torch.Size:
         """Shape of a moment on this rank."""
-        shape = self.member.parameter.shape
         rows = self.each + self.rows - self.ranks * self.each
-        return torch.Size((rows, *shape[1:])) if shape else shape
+        return torch.Size((rows, *self.member.parameter.shape[1:]))
 
     def own(self, whole: Tensor) -> Tensor:
         """View of this rank's rows of a parameter or gradient."""
-        return torch.atleast_1d(whole)[slice(*self.kept[0])]
+        return whole[slice(*self.kept[0])]
 
     def owned(self, whole: Tensor) -> Tensor:
         """View of all owned rows, in rank order."""
-        return torch.atleast_1d(whole)[: self.ranks * self.each]
+        return whole[: self.ranks * self.each]
 
     def rest(self, whole: Tensor) -> Tensor:
         """View of the remainder rows, which all ranks step."""
-        return torch.atleast_1d(whole)[slice(*self.kept[1])]
+        return whole[slice(*self.kept[1])]
 
     def own_moment(self, key: str) -> Tensor:
-        return torch.atleast_1d(self.moments[key])[: self.each]
+        return self.moments[key][: self.each]
 
     def rest_moment(self, key: str) -> Tensor:
-        return torch.atleast_1d(self.moments[key])[self.each :]
+        return self.moments[key][self.each :]
 
     def load(self, moments: dict[str, Tensor], steps: int) -> None:
         """Restore moments, each of this rank's `shape`."""

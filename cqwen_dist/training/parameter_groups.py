@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -27,6 +26,7 @@ class Member:
     parameter: nn.Parameter
     group: str
     kind: str = ""  # a part of the group with separate optimizer settings: DoRA's `magnitude`
+    has_rows: bool = False  # whether each rank has a part of the rows; other head parameters are replicated
 
     @property
     def slot(self) -> str:
@@ -37,11 +37,6 @@ class Member:
     def is_scale(self) -> bool:
         """Whether this is b_scale, b_noise or C."""
         return self.name in ("abduction.scale_net.bias", "action.b_noise", "action.threshold")
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether each rank has a part of the rows; other head parameters are replicated."""
-        return has_rows(self.name, self.parameter.shape)
 
     @property
     def spread(self) -> bool:
@@ -65,21 +60,23 @@ def feature_members(features: nn.Module) -> list[Member]:
     return members
 
 
-def head_members(heads: nn.Module, thresholds: str, train_class_bias: bool) -> list[Member]:
+def head_members(heads: nn.ModuleDict, thresholds: str, train_class_bias: bool) -> list[Member]:
     """The trainable parameters of abduction and action.
 
     P depends on b_cls and C only by their difference, so by default only C trains. What stands beside z is
     fitted at the start and never trains.
     """
     fixed = {"action.cls_bias": not train_class_bias, "action.threshold": thresholds == "fixed"}
+    scalar = bool(heads["action"].scalar_threshold)
     members = []
     for name, parameter in heads.named_parameters():
         part, _, own_name = name.partition(".")
         if part != BESIDE and not fixed.get(name):
-            members.append(Member(name, parameter, _ACTION.get(own_name, "regression") if part == "action" else part))
+            group = _ACTION.get(own_name, "regression") if part == "action" else part
+            members.append(Member(name, parameter, group, has_rows=has_rows(name, scalar)))
     return members
 
 
-def has_rows(name: str, shape: Sequence[int]) -> bool:
-    """Whether a head parameter, or its moment, has one row per word. A scalar C does not."""
-    return name.startswith(("action.cls_", "action.threshold")) and len(shape) > 0
+def has_rows(name: str, scalar_threshold: bool) -> bool:
+    """Whether a head parameter, or its moment, has one row per word. scalar_threshold: all words have one C."""
+    return name.startswith("action.cls_") or (name.startswith("action.threshold") and not scalar_threshold)

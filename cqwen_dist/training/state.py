@@ -104,8 +104,9 @@ def _collect(run: Run, place: Place) -> TrainState:
     engine = run.engine
     features = engine.feature_state()
     moments, steps = engine.heads.moments()
-    heads, rows = _split(head_tensors(engine))
-    head_moments, row_moments = _split(moments)
+    scalar = engine.model.action.scalar_threshold
+    heads, rows = _split(head_tensors(engine), scalar)
+    head_moments, row_moments = _split(moments, scalar)
     first, (start, stop) = engine.model.action.vocab_start, engine.heads.of_rows.written
     return TrainState(
         features=features.parameters,
@@ -132,9 +133,9 @@ def _collect(run: Run, place: Place) -> TrainState:
     )
 
 
-def _split(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _split(tensors: dict[str, Tensor], scalar: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Split head parameters or moments into (replicated, with vocabulary rows)."""
-    rows = {name: tensor for name, tensor in tensors.items() if has_rows(name, tensor.shape)}
+    rows = {name: tensor for name, tensor in tensors.items() if has_rows(name, scalar)}
     return {name: tensor for name, tensor in tensors.items() if name not in rows}, rows
 
 
@@ -150,7 +151,8 @@ def _restore(engine: Engine, found: TrainState, source: Path) -> None:
     # Check all names and shapes before loading any: a refused checkpoint must leave the engine unchanged
     refuse_strange(heads, head_shapes(engine), source)
     kept = sum(stop - start for start, stop in engine.heads.of_rows.kept)
-    held = {name: torch.Size((kept, *shape[1:])) if has_rows(name, shape) else shape for name, shape in stepped.items()}
+    rows = {name for name in stepped if has_rows(name, engine.model.action.scalar_threshold)}
+    held = {name: torch.Size((kept, *shape[1:])) if name in rows else shape for name, shape in stepped.items()}
     refuse_strange(moments, _moments_of(held), source)
     refuse_strange(features.parameters, shapes, source)
     refuse_strange(features.moments, _moments_of(shapes), source)

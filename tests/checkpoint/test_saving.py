@@ -41,8 +41,8 @@ def state_of(start: int, stop: int, tag: float = 0.0, owned: tuple[int, int] | N
     return TrainState(
         features={"embedding.w_num": torch.full((WIDTH,), 1.5 + tag)},
         feature_moments={"embedding.w_num.exp_avg": torch.full((WIDTH,), 2.5)},
-        heads={"action.reg_bias": torch.tensor(3.5)},
-        head_moments={"action.reg_bias.exp_avg": torch.tensor(4.5)},
+        heads={"action.reg_bias": torch.tensor([3.5])},
+        head_moments={"action.reg_bias.exp_avg": torch.tensor([4.5])},
         rows={"action.cls_weight": weight[start:stop], "action.threshold": threshold[start:stop]},
         row_moments={"action.cls_weight.exp_avg": -weight[own]},
         row_range=(start, stop),

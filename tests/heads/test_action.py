@@ -80,4 +80,4 @@ def test_weights_start_xavier_and_biases_zero() -> None:
     assert float(net.reg_weight.detach().std()) == pytest.approx(bound / 3**0.5, rel=0.1)
     assert not net.cls_bias.any()
     assert net.reg_bias.item() == 0.0
-    assert ActionNetwork(4, 3, scalar_threshold=True).threshold.shape == ()
+    assert ActionNetwork(4, 3, scalar_threshold=True).threshold.shape == (1,)

@@ -125,12 +125,32 @@ def test_heads_stay_fp32_whatever_dtype_is_asked_for(tmp_path: Path) -> None:
     assert all(bool(t.isfinite().all()) for t in outputs(again))
 
 
-def test_casting_the_whole_model_is_refused(tmp_path: Path) -> None:
-    worn().save_pretrained(tmp_path)
-    for model in (worn().to(torch.bfloat16), worn().half(), CausalQwenForCausalLM.from_pretrained(tmp_path).double()):
-        for call in (model, model.generate):
-            with pytest.raises(UserError, match=r"dtype: found 'torch\..*from_pretrained\(folder, dtype="):
-                call(random_ids(1, 3))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cast_leaves_the_heads_as_they_are(dtype: torch.dtype) -> None:
+    model, before = worn(number_dims=2, wide=64), worn(number_dims=2, wide=64).state_dict()
+    assert model.to(dtype).dtype == dtype
+    for name, part in model.named_parameters():
+        if any(head in name for head in (".abduction.", ".action.", ".wide.", "w_num", "num_row")):
+            assert torch.equal(part, before[name]), name
+        else:
+            assert part.dtype == dtype, name
+    assert all(bool(t.isfinite().all()) for t in outputs(model))
+
+
+def test_from_config_in_bf16_makes_heads_in_fp32() -> None:
+    model = AutoModelForCausalLM.from_config(worn().config, dtype=torch.bfloat16).eval()
+    assert model.dtype == torch.bfloat16
+    assert {p.dtype for head in model.model.heads.values() for p in head.parameters()} == {torch.float32}
+    assert float(model.model.action.b_noise[0]) == pytest.approx(0.1, rel=1e-6)
+    assert all(bool(t.isfinite().all()) for t in outputs(model))
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_float64_is_refused() -> None:
+    model = worn().double()
+    for call in (model, model.generate):
+        with pytest.raises(UserError, match=r"dtype: found 'torch\.float64'"):
+            call(random_ids(1, 3))
 
 
 def test_a_bf16_backbone_with_fp32_heads_round_trips(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ class Evaluator:
             bands = zip(BAND_NAMES, *packed[len(names) :].view(2, -1).tolist(), strict=True)
             metrics.update({f"eval/accuracy_words_{name}": h / n for name, h, n in bands if n})
             own = self.band[action.vocab_start : action.vocab_start + action.rows]
-            metrics.update(mean_thresholds(action.threshold, own, self.groups))
+            metrics.update(mean_thresholds(action.word_head().threshold, own, self.groups))
         none = torch.zeros(0)
         self.last = Evaluation(numbers, *(probe or (none.long(), Cauchy(none, none))))
         return metrics
