@@ -11,7 +11,7 @@ TILE_TOKENS = {"cpu": 512, "cuda": 8192}
 # On a GPU a tile has a multiple of 128 words, and buffer rows start at multiples of 16 numbers. cuBLAS reads other
 # matrices element by element (H200, N=4,096, H=3,584: 240 ms with 4,681 words per tile, 49 ms with 4,608).
 TILE_WORDS, ROW_NUMBERS = 128, 16
-WORK_BUFFERS = {"chunked": 5, "triton": 2}  # [t, n] buffers per tile, by implementation
+WORK_BUFFERS = {"chunked": 4, "triton": 2}  # [t, n] buffers per tile, by implementation
 CHUNK_BYTES = 8 << 20  # per fp32 [N, n] buffer and per |W| [n, C] without gradients; a few exist at once
 
 

@@ -14,18 +14,19 @@ from cqwen_dist.ops.ovr.triton import TritonTile
 
 
 def tile_of(x, g, w, target, dtype=torch.float32, **more):
-    """A tile whose scores are x w^T and g |w|^T, no offset or weights, with its buffers."""
+    """A tile with the scores x w^T and g |w|^T, no offset or weights, with its buffers."""
     t, n = len(x), len(w)
     size = t, -(-n // tiles.ROW_NUMBERS) * tiles.ROW_NUMBERS
     given = {
         "offset": torch.zeros(n),
+        "leading": torch.zeros(n, dtype=dtype),
         "token_weights": torch.ones(t),
         "class_weights": None,
         "per_token": torch.zeros(t, dtype=torch.float64),
         "prob_sum": None,
         "gap_sum": None,
     }
-    return Tile(
+    tile = Tile(
         x=x.to(dtype),
         g=g.to(dtype),
         w=w.to(dtype),
@@ -35,6 +36,8 @@ def tile_of(x, g, w, target, dtype=torch.float32, **more):
         target=target,
         **{**given, **more},
     )
+    tile.scores(TritonTile.reads_gap)
+    return tile
 
 
 def entry_by_entry() -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import OvrOutput, Targets, WordHead
 from cqwen_dist.ops.ovr.tile import Tile, TileMaths
-from cqwen_dist.ops.products import mm_into
+from cqwen_dist.ops.products import gemm_dtype, mm_into
 from cqwen_dist.tiles import tile_shape
 
 
@@ -49,8 +49,8 @@ Gradients = tuple[Tensor | None, ...]  # in the order of `Needs`, in the dtype o
 def visit(u: Cauchy, head: WordHead, targets: Targets, need: Needs, maths: TileMaths) -> tuple[OvrOutput, Gradients]:
     """The sums, and the needed gradients for an upstream gradient of 1.
 
-    GEMMs run in the dtype of U on a GPU (fp32 accumulation) and in fp32 on a CPU; all in fp64 for fp64. For bf16 GEMMs
-    an fp32 weight is rounded block by block: no full copy exists, and its gradient stays fp32.
+    GEMMs run in the dtype that `gemm_dtype` gives for U's. For bf16 GEMMs an fp32 weight is rounded block by block: no
+    full copy exists, and its gradient stays fp32.
     """
     work = _Visit(u, head, targets, need, maths)
     tokens, rows = len(u.loc), head.rows
@@ -81,13 +81,16 @@ class _Visit:
     def __init__(self, u: Cauchy, head: WordHead, targets: Targets, need: Needs, maths: TileMaths) -> None:
         self.u, self.head, self.targets, self.need, self.maths = u, head, targets, need, maths
         self.real = real = head.real
-        gemm = u.loc.dtype if head.weight.is_cuda else real
+        gemm = gemm_dtype(u.loc.dtype, u.loc.device)
 
         # Inputs, in the dtype of their use. Bias and threshold only matter as one offset C - b.
         self.x, self.g = u.loc.detach().to(gemm), u.scale.detach().to(gemm)
         self.offset = head.threshold.detach().to(real).expand(len(head.weight)).contiguous()  # as kernels read it
         if head.bias is not None:
             self.offset = self.offset - head.bias.detach().to(real)
+        self.leading = self.offset.to(gemm)
+        if gemm != real and not head.weight.is_cuda and not self._labels_near():
+            self.leading.zero_()
 
         # Sums, to which the tiles add. d_gap [v] is dloss/dloc_S summed over tokens. The sums per token are fp64, since
         # a token adds many tiles one after another.
@@ -100,6 +103,14 @@ class _Visit:
 
         self._make_buffers(gemm)
 
+    def _labels_near(self) -> bool:
+        """Whether the score of any label is nearer to its threshold than to 0: then rounding must be small there."""
+        row = self.targets.row.clamp(min=0)
+        if not len(self.head.weight):
+            return False
+        loc = (self.x.to(self.real) * self.head.weight.detach()[row]).sum(1)
+        return bool((((self.offset[row] - loc).abs() < loc.abs()) & (self.targets.row >= 0)).any())
+
     def _make_buffers(self, gemm: torch.dtype) -> None:
         """Allocate the shared buffers. d_w itself is one of the sums if it has their dtype."""
         head, need, maths, real = self.head, self.need, self.maths, self.real
@@ -107,7 +118,7 @@ class _Visit:
         # Made once for the whole pass: an allocation for each tile would cost more than a small tile's products
         self.t, self.n = tile_shape(n, head.rows, c, self.x.device.type, real.itemsize)
         size = self.t * (-(-self.n // maths.multiple) * maths.multiple)
-        low = 2 if any(need) and gemm != real else 0
+        low = 2 if gemm != real else 0
         rows = 2 if head.weight.dtype != gemm else 1
         sums = (2 if head.weight.dtype != real else 1) if need.weight else 0
         self.work = self.x.new_empty(maths.buffers, size, dtype=real)
@@ -142,6 +153,7 @@ class _Visit:
             _cut(self.work, *shape, self.maths.multiple),
             _cut(self.low, *shape, self.maths.multiple),
             self.offset[words],
+            self.leading[words],
             self.targets.row[some] - words.start,
             self.targets.token_weights[some],
             None if self.targets.class_weights is None else self.targets.class_weights[words],
@@ -151,6 +163,7 @@ class _Visit:
             self.targets.slope_limit,
             self.targets.skip_labels,
         )
+        tile.scores(self.maths.reads_gap)
         d = self.maths(tile, any(self.need))
         if self.d_u is not None:
             _spread(d, block.rows, self.d_u[:, some], True)

@@ -6,15 +6,14 @@ Each entry is -log of an angle. For a negative it is -log(1 - P), P = atan2(s, d
 s = scale_S. For the label it is -log P, the same function at -d. So the code negates d at the labels first, negates
 dloss/dloc there last, and treats all entries alike in between.
 
-The stable form computes log(1 - P) from P if P < 1/2 and from 1 - P otherwise. A select would cost more here than
-arithmetic. So 1 - P is split into two factors, and one of them is always exactly neutral:
+The stable form computes log(1 - P) from the angle of the rarer side, p = atan2(s, |d|)/pi <= 1/2, which has full
+relative precision:
 
-    a = atan2(s, max(d, 0))     pi P     where d > 0, else pi/2
-    b = atan2(s, max(-d, 0))    pi (1-P) where d < 0, else pi/2
-    1 - P = (1 - a/pi) (2 b/pi)          log(1 - P) = log1p(-a/pi) + log(2 b/pi)
+    d > 0   P = p, 1 - P = 1 - p        log1p(-p)      nearly all words
+    d < 0   P = 1 - p, 1 - P = p        log p          a few words
 
-For d < 0 the first factor is 1/2. For d > 0 the second is exactly 1, since fl(pi/2) fl(2/pi) = 1 in fp32 and fp64; its
-logarithm is 0, not a rounding error times V. Gradients in closed form, with q = s^2 + d^2:
+So one angle and one logarithm are computed for the whole tile, and the words (columns) that are above their threshold
+for some token are mended. Gradients in closed form, with q = s^2 + d^2:
 
     dloss/dloc = s / (pi q (1-P))        dloss/dscale = d / (pi q (1-P))
 
@@ -32,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cqwen_dist.ops.products import mm_into
+from cqwen_dist.ops.products import gap_into, mm_into
 from cqwen_dist.tiles import WORK_BUFFERS
 
 MIN_SCALE = 1.2e-38  # replaces scale 0, as atan2(0, 0) = 0. A P of 0 then has -log P of 87 to 92 instead of inf
@@ -50,6 +49,7 @@ class Tile(NamedTuple):
     work: Tensor  # [`TileMaths.buffers`, t, n] scratch
     low: Tensor  # [2, t, n] in the dtype of the GEMMs for the gradients; [0, t, n] if that is fp32
     offset: Tensor  # [n] in: C - b
+    leading: Tensor  # [n] in the dtype of the GEMMs: a part of it, as in `gap_into`
     target: Tensor  # [t] in: column of the label in this tile, or any value outside [0, n)
     token_weights: Tensor  # [t] in: factor of the gradients (not of per_token)
     class_weights: Tensor | None  # [n] in
@@ -59,12 +59,14 @@ class Tile(NamedTuple):
     slope_limit: float = 0.0  # limit of |dloss/dloc| before the weights; 0: none
     skip_labels: bool = False  # leave out the entries at `target`
 
-    def scores(self) -> tuple[Tensor, Tensor]:
-        """loc = x W^T without bias and scale = g |W|^T [t, n], in the first two work buffers."""
+    def scores(self, gap: bool) -> None:
+        """loc = x W^T without bias, or `offset` minus it, and scale = g |W|^T [t, n], into the first two buffers."""
         loc, scale = self.work[:2]
-        mm_into(self.x, self.w.T, loc)
+        if gap:
+            gap_into(self.offset, self.leading, self.x, self.w.T, loc, self.low)
+        else:
+            mm_into(self.x, self.w.T, loc)
         mm_into(self.g, self.abs_w.T, scale)
-        return loc, scale
 
     def add_to_gap(self, d_loc: Tensor) -> None:
         """Add the column sums of dloss/dloc [t, n] to `gap_sum` if it is wanted."""
@@ -73,10 +75,11 @@ class Tile(NamedTuple):
 
 
 class TileMaths(ABC):
-    """Computes a tile. Returns dloss/dloc and dloss/dscale [t, n], including token and class weights, in buffers of the
-    tile. Both are undefined with with_grad=False.
+    """Computes a tile from its scores (`Tile.scores`). Returns dloss/dloc and dloss/dscale [t, n], including token and
+    class weights, in buffers of the tile. Both are undefined with with_grad=False.
     """
 
+    reads_gap = True  # whether the first work buffer is C - loc_S; else it is x W^T
     buffers = 0  # number of work buffers, including two for the scores
     multiple = 1  # buffer rows start at multiples of this many elements
 
@@ -86,36 +89,39 @@ class TileMaths(ABC):
 
 
 class TorchTile(TileMaths):
-    """The maths as in-place torch operations: about 20 passes over buffers that stay in cache."""
+    """The maths as in-place torch operations: about 15 passes over buffers that stay in cache."""
 
     buffers = WORK_BUFFERS["chunked"]
 
     def __call__(self, tile: Tile, with_grad: bool) -> Sequence[Tensor]:
-        (loc, scale), (a, b, log) = tile.scores(), tile.work[2:]
-        # d = C - b - x W^T, negated at the labels; P is summed before, as it needs the real sign
-        gap = torch.sub(tile.offset, loc, out=loc)
+        gap, scale, a, b = tile.work
         scale.clamp_(min=MIN_SCALE)
-        # Labels are a handful of entries: touching only them is cheaper than a mask over the whole tile
+        # d = C - loc_S, negated at the labels. Labels are a handful of entries: touching only them is cheaper than a
+        # mask over the whole tile.
         at, sign = _label_entries(tile.target, gap)
         if tile.skip_labels:
             gap.view(-1)[at] += (1.0 - sign) * FAR
             sign = sign.abs()
-        if tile.prob_sum is not None:
-            tile.prob_sum.add_(torch.atan2(scale, gap, out=a).sum(1), alpha=1.0 / math.pi)
         gap.view(-1)[at] *= sign
 
-        # The two factors of 1 - P, and the loss from their logarithms. Both are kept for the gradients.
-        torch.clamp(gap, min=0.0, out=a)
-        torch.sub(a, gap, out=b)  # max(-d, 0), exactly
-        torch.atan2(scale, a, out=a).mul_(-1.0 / math.pi)
-        torch.atan2(scale, b, out=b).mul_(2.0 / math.pi)
-        tile.per_token.sub_(_row_sum(torch.log1p(a, out=log), tile.class_weights))
-        tile.per_token.sub_(_row_sum(torch.log(b, out=log), tile.class_weights))
+        # -p, the angle of the rarer side; then log(1 - P) as if no d were negative
+        torch.atan2(scale, torch.abs(gap, out=a), out=a).mul_(-1.0 / math.pi)
+        log = torch.log1p(a, out=b)
+        above = _columns_above(gap)
+        over, p = gap[:, above] < 0, a[:, above].neg()
+        log[:, above] = torch.where(over, p.log(), log[:, above])
+        tile.per_token.sub_(_row_sum(log, tile.class_weights))
+        if tile.prob_sum is not None:
+            tile.prob_sum.sub_(a.sum(1)).add_(((1.0 - 2.0 * p) * over).sum(1))
+            # A label was counted with the sign of its negated d
+            own = gap.view(-1)[at].sign() * (1.0 + 2.0 * a.view(-1)[at])
+            tile.prob_sum.add_(own * (1.0 - sign) / 2.0)
         if not with_grad:
             return scale, gap
 
         # b becomes weight / (pi q (1-P)), the common factor of both gradients
-        torch.addcmul(b, a, b, out=a)  # 1 - P
+        a.add_(1.0)  # 1 - P
+        a[:, above] = torch.where(over, p, a[:, above])
         torch.mul(gap, gap, out=b).addcmul_(scale, scale).mul_(a).add_(MIN_DENOMINATOR)
         torch.div(tile.token_weights[:, None] / math.pi, b, out=b)
         if tile.class_weights is not None:
@@ -128,6 +134,14 @@ class TorchTile(TileMaths):
         d_loc.view(-1)[at] *= sign  # dloss/dscale needs no sign: only d was negated
         tile.add_to_gap(d_loc)
         return (tile.low[0].copy_(d_loc), tile.low[1].copy_(d_scale)) if len(tile.low) else (d_loc, d_scale)
+
+
+def _columns_above(gap: Tensor) -> Tensor | slice:
+    """The words that are above their threshold at some token, if they are few; else all words."""
+    if gap.is_cuda or not gap.numel():  # on a GPU the host would have to wait
+        return slice(None)
+    found = (gap.amin(0) < 0).nonzero()[:, 0]
+    return found if 2 * len(found) < gap.shape[1] else slice(None)
 
 
 def _label_entries(target: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:

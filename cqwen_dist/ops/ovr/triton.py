@@ -200,10 +200,11 @@ def _tile_kernel(
 class TritonTile(TileMaths):
     """Runs the kernel above on the scores of a tile; fp32 only."""
 
+    reads_gap = False
     buffers, multiple = WORK_BUFFERS["triton"], ROW_NUMBERS
 
     def __call__(self, tile: Tile, with_grad: bool) -> Sequence[Tensor]:
-        loc, scale = tile.scores()
+        loc, scale = tile.work
         t, n = loc.shape
         # In fp32 the gradients overwrite the scores: a program has read an entry before it writes it
         d_loc, d_scale = tile.low if len(tile.low) else (scale, loc)

@@ -212,13 +212,10 @@ def _loss(s: Sizes) -> Iterator[Part]:
         yield Part("loss tiles", REFERENCE_TENSORS * n * s.rows * FP32, f"{REFERENCE_TENSORS} tensors [g N, v]")
         return
     t, words = tile_shape(n, s.rows, c, s.kind)
-    low = s.width < FP32 and s.kind == "cuda"
+    low = s.width < FP32
     tiles = t * words * FP32 * WORK_BUFFERS[s.loss_impl] + low * 2 * t * words * s.width
     blocks = words * c * ((2 * s.width if low else FP32) + FP32 * ("classifier" in s.trainable))
-    copies = 2 * n * c * FP32 if s.width < FP32 and s.kind == "cpu" else 0
-    yield Part(
-        "loss tiles", tiles + blocks + copies + 16 * n, f"tiles of {t:,} tokens x {words:,} words ({s.loss_impl})"
-    )
+    yield Part("loss tiles", tiles + blocks + 16 * n, f"tiles of {t:,} tokens x {words:,} words ({s.loss_impl})")
 
 
 def _heads_backward(s: Sizes, looking: bool = False) -> Iterator[Part]:
