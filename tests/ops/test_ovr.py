@@ -205,7 +205,7 @@ def test_the_seeds_formula_is_inexact_at_high_thresholds():
     seed = -(y * torch.log(p + 1e-7) + (1 - y) * torch.log(1 - p + 1e-7)).sum()
     ours = linear_ovr(loc_u, scale_u, weight, None, 1e4, labels).loss
     assert abs(seed.item() / exact.item() - 1) > 5e-4
-    assert abs(ours.item() / exact.item() - 1) < 1e-6
+    assert abs(ours.item() / exact.item() - 1) < 1e-5  # 5,000 equal terms, one after another, round alike
 
 
 @pytest.mark.parametrize("impl", FAST)
