@@ -88,22 +88,23 @@ class Batch:
     def _each(self, moved: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """Apply a function to all tensors, `texts.begin` included."""
         batch = Batch(**{f.name: moved(getattr(self, f.name)) for f in fields(self)})
-        return batch._with(replace(self.texts, begin=moved(self.texts.begin)), self.filled_rows)
+        return self._known_of(batch, texts=replace(self.texts, begin=moved(self.texts.begin)))
 
-    def _with(self, texts: Texts, filled_rows: int) -> Batch:
-        self.__dict__.update(texts=texts, filled_rows=filled_rows)
-        return self
+    def _known_of(self, batch: Batch, **other: Texts) -> Batch:
+        """Give a batch made of this one what is known of the whole rows."""
+        known = {name: getattr(self, name) for name in ("texts", "filled_rows", "begun_texts")}
+        batch.__dict__.update(known | other)
+        return batch
 
     def without_values(self) -> Batch:
         """The same texts with value 0 at every position."""
-        batch = replace(self, numeric_values=torch.zeros_like(self.numeric_values))
-        return batch._with(self.texts, self.filled_rows)
+        return self._known_of(replace(self, numeric_values=torch.zeros_like(self.numeric_values)))
 
     def part(self, rank: int, ranks: int) -> Batch:
         """The positions of one rank of a sequence group: the rank-th of `ranks` equal slices of every row.
 
-        T is a multiple of `ranks` (`collate`). `texts` and `filled_rows` stay those of whole rows: attention joins the
-        slices again (`parallel.sequence`). All else stands alone at its position.
+        T is a multiple of `ranks` (`collate`). `texts`, `filled_rows` and `begun_texts` stay those of whole rows:
+        attention joins the slices again (`parallel.sequence`). All else stands alone at its position.
         """
         if ranks == 1:
             return self
@@ -120,8 +121,7 @@ class Batch:
             value[:, 0] = row * width + at % width
             return value[at // width == rank]
 
-        batch = Batch(**{f.name: own(getattr(self, f.name), f.name) for f in fields(self)})
-        return batch._with(self.texts, self.filled_rows)
+        return self._known_of(Batch(**{f.name: own(getattr(self, f.name), f.name) for f in fields(self)}))
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors, including `texts.begin`."""
@@ -136,6 +136,11 @@ class Batch:
     def filled_rows(self) -> int:
         """Number of rows with a text; the others are padding."""
         return int(self.attention_mask.any(1).sum())
+
+    @cached_property
+    def begun_texts(self) -> int:
+        """Number of texts that begin in the rows."""
+        return int(self.attention_mask[self.position_ids == 0].sum())
 
     @property
     def label_mask(self) -> torch.Tensor:

@@ -146,7 +146,7 @@ def _check_inputs(config: Any) -> list[str]:
 
     name, notes = config.model.name_or_path, []
     if name is None or Path(name).expanduser().is_dir():
-        config.fit_context(read_architecture(config))
+        config.fit_sizes(read_architecture(config))
     else:
         notes.append(f"model.name_or_path: {name} is no folder here, so the base is not checked")
     train = config.data.train

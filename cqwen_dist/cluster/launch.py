@@ -17,7 +17,7 @@ from typing import Any
 from cqwen_dist.cluster.hostfile import hosts_command, prepared, read_environment, read_hostfile
 from cqwen_dist.cluster.rank import Order, rank_environment
 from cqwen_dist.config.data import source_files
-from cqwen_dist.config.errors import Said, UserError, refuse_ranks
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.reading import load_config
 from cqwen_dist.config.schema import Config
 from cqwen_dist.parallel.hang import stacks_of
@@ -62,7 +62,7 @@ def dry_run(path: Path, overrides: Sequence[str], ranks: int, hostfile: Path | N
         hosts = read_hostfile(hostfile)
         word = Order("", ["train", str(path.absolute()), *overrides], os.getcwd()).encode()
         command, ranks = hosts_command(hosts, hostfile, 0, word), sum(hosts.values())
-    refuse_ranks(ranks, config.parallel.vocab_group_size)
+    config.parallel.refuse_ranks(ranks)
     trained = feature_parameters(config, read_architecture(config))
     return {
         "command": command,
@@ -93,7 +93,7 @@ def launch(
     hosts = None if hostfile is None else read_hostfile(hostfile)
     environment = {} if hosts is None else read_environment(env_file)
     config = preflight(path, overrides)
-    refuse_ranks(ranks if hosts is None else sum(hosts.values()), config.parallel.vocab_group_size)
+    config.parallel.refuse_ranks(ranks if hosts is None else sum(hosts.values()))
     run_dir = Path(config.run.dir)
     if is_done(config):
         (sys.stderr if quiet else sys.stdout).write(f"already done: {run_dir}\n")

@@ -21,8 +21,8 @@ from cqwen_dist.config.schema import Config, Section
 
 # Keys that may change when a run is resumed.
 RESUMABLE = (
-    *("run.", "parallel.", "deepspeed.", "model.compile_layers", "train.micro_batch_size", "train.checkpoint_"),
-    *("train.eval_every", "train.keep_", "train.best_metric"),
+    *("run.", "parallel.", "deepspeed.", "model.compile_layers", "model.attention"),
+    *("train.micro_batch_size", "train.checkpoint_", "train.eval_every", "train.keep_", "train.best_metric"),
     *("train.feature_cache.", "data.cache_dir", "data.workers"),
     # Paths may change; their contents are compared instead (`checkpoint.resume`).
     *("data.train", "data.eval", "model.name_or_path", "model.tokenizer"),

@@ -7,41 +7,18 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import Field, WithJsonSchema, model_validator
 
 from cqwen_dist.config import yaml_text
 from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.config.fields import Above0, Count, NonNegative, Positive, Section, Seed, no_bool, refused, unless
+from cqwen_dist.config.fields import Above0, Count, NonNegative, Positive, Section, Seed, refused, unless
 from cqwen_dist.config.shape import NUMBER_KEYS, SHAPE_KEYS
-from cqwen_dist.config.training import ConstraintConfig, LossConfig, Stage
+from cqwen_dist.config.training import ConstraintConfig, FeatureCacheConfig, LossConfig, ParallelConfig, Stage
 
 NO_FP16 = "fp16 needs a loss scale, which the heads outside DeepSpeed do not have; bf16 has the range of fp32"
-NO_STAGE_0 = "1 takes the same steps with less memory; 0 has no place where the heads' gradients enter DeepSpeed's norm"
-
-
-class ParallelConfig(Section):
-    """How the run is distributed over ranks."""
-
-    zero_stage: Annotated[Literal[1, 2, 3], BeforeValidator(no_bool), unless({0: f"1, 2 or 3 ({NO_STAGE_0})"})] = 1
-    """DeepSpeed ZeRO stage for everything except the heads."""
-    vocab_group_size: Positive = 1
-    """Number of ranks that share the vocabulary's rows; 1: every rank has all rows."""
-    offload: Literal["none", "optimizer"] = "none"
-    """Keep optimizer states, also the heads', in host memory and step there."""
-    timeout_min: Above0 = 30.0
-    """Minutes that a rank waits for other ranks before the run fails."""
-
-
-class FeatureCacheConfig(Section):
-    """For stages that train nothing before z: compute z once, store it, and train the heads on it."""
-
-    mode: Literal["auto", "never", "require"] = "auto"
-    """auto: use the cache if valid and worthwhile, or if it exists; require: fail if it is not valid."""
-    dir: str | None = Field(None, min_length=1)
-    """Folder for a cache shared by multiple runs; default: in the run folder, for one stage."""
 
 
 class TrainConfig(Section):
@@ -158,13 +135,14 @@ class Config(Section):
                 raise refused(f"stages.{index}.train", stage.train, allowed)
             self._check_lengths(index, stage)
         try:
-            self.fit_context(self.model.architecture or {})
+            self.fit_sizes(self.model.architecture or {})
         except UserError as error:
             raise refused(error.key, error.found, error.allowed) from None
         if self.run.stop_after not in (None, *names):
             raise refused("run.stop_after", self.run.stop_after, f"a stage: {', '.join(names)}")
         self._check_heads()
         self._check_adapters()
+        self._check_sequence_groups()
         return self
 
     def _check_heads(self) -> None:
@@ -217,16 +195,36 @@ class Config(Section):
             except UserError as error:
                 raise refused(error.key, error.found, error.allowed) from None
 
-    def fit_context(self, architecture: Mapping[str, Any]) -> None:
-        """Raises `UserError` for a sequence length above the base's context. architecture: its transformers config."""
+    def _check_sequence_groups(self) -> None:
+        """Reject what a rank with a part of each text cannot do."""
+        if self.parallel.sequence_group_size == 1:
+            return
+        under = "under parallel.sequence_group_size above 1"
+        if self.model.attention != "varlen":
+            allowed = f"varlen {under} (a mask has an entry for each pair of positions)"
+            raise refused("model.attention", self.model.attention, allowed)
+        if self.model.compile_layers:
+            allowed = f"false {under} (exchanges between ranks inside a layer do not compile)"
+            raise refused("model.compile_layers", True, allowed)
+        for key in ("wide", "copies", "number_head"):
+            if value := getattr(self.model, key):
+                raise refused(f"model.{key}", value, f"its default {under} (it may read earlier parts of a text)")
+
+    def fit_sizes(self, architecture: Mapping[str, Any]) -> None:
+        """Raises `UserError` for a sequence length or a sequence group that the base's sizes do not allow.
+
+        architecture: its transformers config.
+        """
         context = architecture.get("max_position_embeddings")
         for key, length in self.sequence_lengths().items():
             if isinstance(context, int) and length > context:
                 raise UserError(key, length, f"at most {context}, the base's context")
+        self.parallel.fit_heads(architecture)
 
     def fit_to(self, model_type: str) -> list[str]:
         """Raises `UserError` for a key that this base type does not support. Returns notes on experimental features."""
         base, model, targets = architecture(model_type), self.model, self.model.lora.target_modules
+        sequence = self.parallel.sequence_group_size
         for name in [] if targets == "all-linear" or not self.trains("lora") else targets:
             if name not in base.linears:
                 allowed = f"names out of {', '.join(base.linears)}, or all-linear"
@@ -237,6 +235,7 @@ class Config(Section):
             ("gradient_checkpointing", "model.gradient_checkpointing", True, model.gradient_checkpointing),
             ("quantize", "model.quantize", model.quantize, model.quantize != "none"),
             ("zero_3", "parallel.zero_stage", 3, self.parallel.zero_stage == 3),
+            ("sequence_groups", "parallel.sequence_group_size", sequence, sequence > 1),
         )
         notes = [base.require(capability, key, value) for capability, key, value, wanted in asked if wanted]
         return [note for note in notes if note]

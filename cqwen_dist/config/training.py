@@ -1,15 +1,28 @@
-"""Config sections for training: adapters, losses, the constraint, stages."""
+"""Config sections for training: ranks, adapters, losses, the constraint, stages."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from cqwen_dist.config.architectures import LINEARS
 from cqwen_dist.config.custom import import_path
-from cqwen_dist.config.errors import Said
-from cqwen_dist.config.fields import Above0, Count, NonNegative, Positive, Section, Share, Unit, WordId, refused
+from cqwen_dist.config.errors import Said, UserError, refuse_ranks
+from cqwen_dist.config.fields import (
+    Above0,
+    Count,
+    NonNegative,
+    Positive,
+    Section,
+    Share,
+    Unit,
+    WordId,
+    no_bool,
+    refused,
+    unless,
+)
 
 Group = Literal["embedding", "abduction", "classifier", "noise", "regression", "thresholds", "lora"]
 GROUPS: tuple[str, ...] = get_args(Group)
@@ -31,6 +44,51 @@ def rises(metric: str) -> bool:
 
 # Prefixes of evaluation metrics: held-out texts, data.watch texts.
 JUDGED = ("eval/", "watch/")
+
+NO_STAGE_0 = "1 takes the same steps with less memory; 0 has no place where the heads' gradients enter DeepSpeed's norm"
+
+
+class ParallelConfig(Section):
+    """How the run is distributed over ranks."""
+
+    zero_stage: Annotated[Literal[1, 2, 3], BeforeValidator(no_bool), unless({0: f"1, 2 or 3 ({NO_STAGE_0})"})] = 1
+    """DeepSpeed ZeRO stage for everything except the heads."""
+    vocab_group_size: Positive = 1
+    """Number of ranks that share the vocabulary's rows; 1: every rank has all rows."""
+    sequence_group_size: Positive = 1
+    """Number of ranks that share the positions of each text, for texts too long for one rank; 1: every rank has whole
+    texts. Needs model.attention varlen."""
+    offload: Literal["none", "optimizer"] = "none"
+    """Keep optimizer states, also the heads', in host memory and step there."""
+    timeout_min: Above0 = 30.0
+    """Minutes that a rank waits for other ranks before the run fails."""
+
+    def refuse_ranks(self, world: int) -> None:
+        """Raises `UserError` if a group's size does not divide the number of ranks."""
+        refuse_ranks(world, self.vocab_group_size, self.sequence_group_size)
+
+    def fit_heads(self, architecture: Mapping[str, Any]) -> None:
+        """Raises `UserError` for a sequence group that cannot share a base's attention. architecture: its config."""
+        key, size = "parallel.sequence_group_size", self.sequence_group_size
+        if size == 1 or (heads := architecture.get("num_attention_heads")) is None:
+            return
+        plain = {"full_attention", "sliding_attention"}
+        if other := sorted(set(architecture.get("layer_types") or ()) - plain):
+            raise UserError(key, size, f"1: the base has layers of {other[0]}, which read positions in order")
+        if heads % size:
+            raise UserError(key, size, f"a divisor of the base's {heads} attention heads")
+        kv_heads = architecture.get("num_key_value_heads") or heads
+        if kv_heads % size and size % kv_heads:
+            raise UserError(key, size, f"a divisor or a multiple of the base's {kv_heads} key-value heads")
+
+
+class FeatureCacheConfig(Section):
+    """For stages that train nothing before z: compute z once, store it, and train the heads on it."""
+
+    mode: Literal["auto", "never", "require"] = "auto"
+    """auto: use the cache if valid and worthwhile, or if it exists; require: fail if it is not valid."""
+    dir: str | None = Field(None, min_length=1)
+    """Folder for a cache shared by multiple runs; default: in the run folder, for one stage."""
 
 
 class LoraConfig(Section):

@@ -31,7 +31,7 @@ from cqwen_dist.model.levelling import fit_numeral_rows, level_logits
 from cqwen_dist.model.ridge import FOLDS, ridge_by_leave_one_out, robust_ridge
 from cqwen_dist.model.start_search import StartLogits, best_threshold_and_gamma
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.parallel.collectives import gather_objects
+from cqwen_dist.parallel.collectives import gather_objects, sum_over
 from cqwen_dist.parallel.groups import ALONE, Groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_scores
@@ -171,7 +171,7 @@ class _Start:
             self.progress(what, i, len(batches))
             kept, batch = batch.kept.to(none.device), batch.to(none.device)
             z = features(batch, kept).float()
-            folds = _fold_of_row(batch).repeat_interleave(batch.labels.shape[1])
+            folds = _fold_of_row(batch, self.groups).repeat_interleave(batch.labels.shape[1])
             per_position = (batch.labels, batch.numeric_mask, batch.numeric_labels, folds)
             parts.append((z, *(part.flatten()[kept] for part in per_position), head.memory_at(batch, kept)))
             if self.beside is not None:
@@ -317,8 +317,14 @@ class _Start:
         }
 
 
-def _fold_of_row(batch: Batch) -> Tensor:
-    """[B] in [0, FOLDS): a hash of the row's tokens, so that the folds are the same on any number of ranks."""
-    places = torch.arange(1, batch.input_ids.shape[1] + 1, device=batch.input_ids.device)
+def _fold_of_row(batch: Batch, groups: Groups) -> Tensor:
+    """[B] in [0, FOLDS): a hash of the row's tokens, so that the folds are the same on any number of ranks.
+
+    Collective over the sequence group, whose ranks have parts of the row.
+    """
+    width = batch.input_ids.shape[1]
+    places = torch.arange(1, width + 1, device=batch.input_ids.device) + groups.sequence_rank * width
     key = (batch.input_ids * batch.attention_mask * places).sum(1)
+    if groups.sequence is not None:
+        sum_over(key, groups.sequence)
     return (key * 2_654_435_761 % 2**32) * FOLDS // 2**32  # Knuth's multiplicative hash: its high bits are even

@@ -35,6 +35,7 @@ from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import from_main_rank, gather_objects, main_rank_first
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, seed_everything
+from cqwen_dist.parallel.sequence import over_sequence
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.training.base import build_run_base
 from cqwen_dist.training.constraint import Constraint
@@ -92,6 +93,8 @@ def build_training(
         **config.model_shape(),
     )
     run_layers_as(model.transformer, config.model)
+    if groups.sequence is not None:
+        model.features.backbone.spread = over_sequence(groups.sequence)
     engine = Engine(model, engine_settings(config, groups.world_size), runtime.device, groups, runtime.timeout_s)
     constraint = Constraint(model, config.constraint, engine.forward)
     options = _loss_options(config, model, words)
@@ -99,6 +102,12 @@ def build_training(
     replicas = Replicas(engine, groups)
     schedule = Schedule(config.stages, steps_per_epoch)
     return Training(config, runtime, groups, model, engine, constraint, stepper, replicas, schedule, words)
+
+
+def groups_of(config: Config, runtime: Runtime) -> Groups:
+    """The process groups of a config. Collective over the world. Raises `UserError`."""
+    parallel = config.parallel
+    return build_groups(parallel.vocab_group_size, runtime.timeout_s, parallel.sequence_group_size)
 
 
 def _loss_options(config: Config, model: CausalQwenModel, words: Words) -> LossOptions:
@@ -128,7 +137,7 @@ def build_run(config: Config, runtime: Runtime) -> Run:
 
     # The run folder: finish what a kill interrupted, and choose the checkpoint; a damaged one is refused
     seed_everything(config.train.seed)
-    groups = build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
+    groups = groups_of(config, runtime)
     rank, world, folder = runtime.rank, groups.world_size, Path(config.run.dir)
     progress = Progress(0, 0, silent=not runtime.is_main)
     from_main_rank(lambda: finish_renames(folder))
@@ -147,12 +156,12 @@ def build_run(config: Config, runtime: Runtime) -> Run:
     else:
         dtype, rows_for = dtype_of(train.precision), tokenizer.rows_for
         base = Base(load_base(name, dtype, model.trust_remote_code, model.quantize, runtime.device, rows_for))
-    config.fit_context(base.model.config.to_dict())
+    config.fit_sizes(base.model.config.to_dict())
 
     # The data, and what the model takes from it
     (datasets, watched), samples = read_texts(config.data, tokenizer)
     statistics = datasets.train.statistics(rank, world, gather_objects)
-    loaders = StageLoaders(datasets.train, config.batch_shapes(), rank, world, train.seed)
+    loaders = StageLoaders(datasets.train, config.batch_shapes(), train.seed, groups.reading)
     words = Words(
         tokenizer.num_token_id,
         used_rows=max(tokenizer.text_size, tokenizer.num_token_id + 1),
@@ -210,7 +219,7 @@ def _evaluations(
         return Evaluator(
             training.model,
             forward,
-            EvalLoader(dataset, rank=runtime.rank, world=groups.world_size, micro_batch_size=size),
+            EvalLoader(dataset, micro_batch_size=size, **groups.reading),
             groups,
             baseline_value=statistics.median if statistics.count else None,
             used_rows=training.stepper.options.used_rows,

@@ -122,11 +122,10 @@ class Run(Training):
         samples = min(max(1, round(share * report.sequences)), report.sequences)
         return Loader(
             self.texts,
-            rank=self.runtime.rank,
-            world=self.groups.world_size,
             global_batch_size=samples,
             micro_batch_size=self.config.train.micro_batch_size,
             seed=self.config.train.seed,
+            **self.groups.reading,
         )
 
     def calibration_batches(self, tokens: int) -> list[Batch]:

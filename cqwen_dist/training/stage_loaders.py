@@ -6,7 +6,7 @@ a new epoch. A position is {epoch, step} and does not depend on the number of ra
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.data.dataset import TextDataset
@@ -23,22 +23,20 @@ class StageLoaders:
         self,
         dataset: TextDataset,
         shapes: Sequence[tuple[int, int, int]],
-        rank: int,
-        world: int,
         seed: int,
+        reading: Mapping[str, int],
     ) -> None:
-        """shapes: (sequence length, global batch size, micro-batch size) of each stage."""
+        """shapes: (sequence length, global batch size, micro-batch size) of each stage. reading: `Groups.reading`."""
         # One cut of the texts for each length, shared by the stages that use it
         texts = {length: dataset.with_length(length) for length in {length for length, _, _ in shapes}}
         self._loaders = [
             Loader(
                 texts[length],
-                rank=rank,
-                world=world,
                 global_batch_size=size,
                 micro_batch_size=micro,
                 seed=seed,
                 prefetch=PREFETCH,
+                **reading,
             )
             for length, size, micro in shapes
         ]

@@ -120,6 +120,11 @@ def config_of(kind: str, **sections: Any) -> Config:
         ("gradient_checkpointing", {"model": {"gradient_checkpointing": True}}, "model.gradient_checkpointing"),
         ("quantize", {"model": {"quantize": "nf4"}, "train": {"precision": "bf16"}}, "model.quantize"),
         ("zero_3", {"parallel": {"zero_stage": 3}}, "parallel.zero_stage"),
+        (
+            "sequence_groups",
+            {"model": {"attention": "varlen"}, "parallel": {"sequence_group_size": 2}},
+            "parallel.sequence_group_size",
+        ),
     ],
 )
 def test_what_an_architecture_does_not_support_is_refused_with_the_reason(
@@ -128,7 +133,7 @@ def test_what_an_architecture_does_not_support_is_refused_with_the_reason(
     settings = config_of("llama", **sections)
 
     def given(support: Support) -> None:
-        base = replace(ARCHITECTURES["llama"], capabilities=Capabilities(**{capability: support}))
+        base = replace(ARCHITECTURES["llama"], capabilities=Capabilities(**{"varlen": Support(), capability: support}))
         monkeypatch.setitem(ARCHITECTURES, "llama", base)
 
     for support, notes in ((Support(), []), (Support("experimental", "untried"), ["untried"])):

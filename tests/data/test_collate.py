@@ -115,7 +115,7 @@ def test_parts_of_a_batch_join_to_the_whole_and_know_the_whole_texts() -> None:
     assert sum(len(part.learnt) for part in parts) == len(whole.learnt)
     for part in (*parts, parts[3].to("cpu"), parts[3].without_values()):
         assert part.texts.lengths == whole.texts.lengths == [13, 2, 17, 32, 32]
-        assert part.filled_rows == 3
+        assert (part.filled_rows, part.begun_texts) == (3, 4)
     assert whole.part(0, 1) is whole
     with pytest.raises(ValueError, match="rows of 32 positions do not split into 3 equal parts"):
         whole.part(0, 3)

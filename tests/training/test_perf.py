@@ -84,6 +84,16 @@ def test_the_clock_separates_waiting_from_working(monkeypatch: pytest.MonkeyPatc
     assert 0.05 < figures["perf/peak_memory_gib"] < 64
 
 
+def test_attention_is_counted_over_whole_texts_where_ranks_have_parts() -> None:
+    seen: list[float] = []
+    each = SimpleNamespace(backbone=1.0, heads=1.0)
+    clock = Clock(SimpleNamespace(flops=lambda length, *_, **__: seen.append(length) or each), CPU, world=4)  # type: ignore
+    for batch in (random_batch(1, 32), random_batch(1, 32).part(0, 4), random_batch(1, 32).part(3, 4)):
+        clock.work([batch])
+        clock.metrics(tokens=4 * batch.input_ids.numel(), groups=frozenset())
+    assert seen == [32.0, 32.0, 32.0]
+
+
 def test_mfu_is_logged_only_for_a_known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak_of(CPU) is None
     clock = Clock(counted(tiny_model()), CPU, 1)

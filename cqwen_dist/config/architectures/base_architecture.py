@@ -72,6 +72,7 @@ class Capabilities:
     gradient_checkpointing: Support = SUPPORTED
     quantize: Support = NOT_MEASURED
     zero_3: Support = SUPPORTED  # needs the loader that partitions one module at a time
+    sequence_groups: Support = NOT_MEASURED  # attention over the positions of several ranks (`parallel.sequence`)
     fused_adapters: Support = SUPPORTED  # if unsupported, PEFT's code runs
     merge: Support = SUPPORTED
     plain_export: Support = SUPPORTED

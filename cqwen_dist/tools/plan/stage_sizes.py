@@ -7,7 +7,6 @@ world; B sequences of T tokens in a micro-batch, N = B T; w bytes per backbone v
 
 from __future__ import annotations
 
-from cqwen_dist.config.errors import refuse_ranks
 from cqwen_dist.config.schema import Config
 from cqwen_dist.config.training import Stage
 from cqwen_dist.sizes.architecture import Architecture
@@ -167,7 +166,7 @@ def stage_sizes(
     text: float | None = None,
 ) -> list[Sizes]:
     """The `Sizes` of each stage; arguments as in `Sizes`. Raises `UserError` if vocabulary groups do not fit."""
-    refuse_ranks(world, config.parallel.vocab_group_size)
+    config.parallel.refuse_ranks(world)
     return [Sizes(config, base, world, kind, stage, sequences, text) for stage in config.stages]
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from cqwen_dist.cluster.launch import preflight
-from cqwen_dist.config.errors import Said, UserError, refuse_ranks, writing
+from cqwen_dist.config.errors import Said, UserError, writing
 from cqwen_dist.config.schema import Config
 from cqwen_dist.run.files import CONFIG, SLURM
 from cqwen_dist.run.folder import is_done
@@ -218,7 +218,7 @@ def plan_jobs(
     name = options.pop("name", None) or f"cqwen-{run_dir.name}"
     jobs = []
     for number, (last, needs) in enumerate(split, 1):
-        refuse_ranks(needs.nodes * needs.ranks, config.parallel.vocab_group_size)
+        config.parallel.refuse_ranks(needs.nodes * needs.ranks)
         deepspeed_config(config, needs.nodes * needs.ranks, trained)  # raises if `deepspeed:` contradicts it
         jobs.append(
             Job(

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.config.schema import FeatureCacheConfig
+from cqwen_dist.config.training import FeatureCacheConfig
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import EvalLoader, Loader, share
 from cqwen_dist.parallel.collectives import gather_objects
@@ -103,6 +103,8 @@ class FeatureCache:
             if trained := sorted(plan.stage.groups & {"embedding", "lora"}):
                 verb = "trains" if len(trained) == 1 else "train"
                 raise CacheRefused(f"{' and '.join(trained)} {verb} in this stage, so z is another at every step")
+            if loader.parts > 1:
+                raise CacheRefused("z of a text is on several ranks (parallel.sequence_group_size)")
             pays = self.settings.mode == "require" or left > 1.0
             too_short = f"the stage has {left:.2g} of an epoch left: no text would be read twice"
             return self._open_or_build(loader, "" if pays else too_short)

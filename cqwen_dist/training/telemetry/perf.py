@@ -22,7 +22,7 @@ class Clock:
         """peak: of the device, in TFLOP/s; None: unknown."""
         self.of, self.device, self.world, self.peak = work, device, world, peak
         self._began = self._ready = time.perf_counter()
-        self._shape = (0, 0)
+        self._shape = (0.0, 0)
 
     def data(self) -> None:
         """Call when a step starts and asks for its batches."""
@@ -31,7 +31,8 @@ class Clock:
     def work(self, micro_batches: Sequence[Batch]) -> None:
         """Call when the batches are here, still on the CPU."""
         self._ready = time.perf_counter()
-        texts = sum(int(batch.attention_mask[batch.position_ids == 0].sum()) for batch in micro_batches)
+        # Of texts whose positions are split over ranks, this rank's share
+        texts = sum(b.begun_texts * b.input_ids.numel() / sum(b.texts.lengths) for b in micro_batches)
         self._shape = (texts, sum(int(batch.label_mask.sum()) for batch in micro_batches))
 
     def metrics(self, tokens: int, groups: frozenset[str], cached: bool = False) -> dict[str, float]:
@@ -42,7 +43,7 @@ class Clock:
         seconds = max(time.perf_counter() - self._began, 1e-9)
         texts, labels = self._shape
         share = tokens // self.world
-        each = self.of.flops(share / max(texts, 1), groups, cached=cached)
+        each = self.of.flops(share / (texts or 1), groups, cached=cached)
         tflops = (share * each.backbone + labels * each.heads) / seconds / 1e12
         metrics = {
             "perf/tokens_per_s": tokens / seconds,
