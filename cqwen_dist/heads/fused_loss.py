@@ -119,6 +119,16 @@ def fused_loss(
     )
 
 
+def mean_loss(action: ActionNetwork, u: Cauchy, words: Tensor, numbers: NumberLabels, num: int) -> Tensor:
+    """The loss of N label positions in one process: the mean of the words' plus the mean of the gated numbers'.
+
+    u: U [N,C]; words [N]; num: row of <NUM>. An exported folder has the same in plain torch (`heads.plain_loss`).
+    """
+    count = max(int(numbers.is_number.sum()), 1)
+    labels = TokenLabels(words, numbers)
+    return fused_loss(action, u, labels, LossOptions(num), 1.0 / max(len(words), 1), 1.0 / count).loss
+
+
 def _with_partial(
     action: ActionNetwork,
     u_prime: Cauchy,

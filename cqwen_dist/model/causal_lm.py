@@ -11,19 +11,19 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
-from cqwen_dist.batch import IGNORE_INDEX, Batch
+from cqwen_dist.batch import Batch
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.generator import Watch, generate
 from cqwen_dist.generate.hugging_face import CausalQwenGeneration, as_rows, translate
 from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.heads.beside import BESIDE
-from cqwen_dist.heads.fused_loss import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.heads.precision import at_hand, refuse_changed
 from cqwen_dist.model.backbone import seen_inside
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.from_base import turned_causal
+from cqwen_dist.model.labels_loss import loss_of_labels
 from cqwen_dist.model.lora import merge_lora
 from cqwen_dist.ops.cauchy import Cauchy
 
@@ -65,6 +65,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = CausalQwenConfig
     _warned = False  # of <NUM> without values
+    accepts_loss_kwargs = True  # Trainer gives num_items_in_batch
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
@@ -75,6 +76,8 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         "ActionNetwork",
     ]
     _keep_in_fp32_modules_strict = {"abduction", "action", BESIDE, "w_num", "num_row"}  # noqa: RUF012  transformers' name
+    # Of each quantiser in transformers: what it leaves alone. A name counts from the model's start on.
+    _keep_in_fp32_modules = {"model.abduction", "model.action", f"model.{BESIDE}"}  # noqa: RUF012
 
     def __init__(self, config: CausalQwenConfig, model: CausalQwenModel | None = None) -> None:
         super().__init__(config)
@@ -152,6 +155,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | list[int] | None = None,
         return_dict: bool | None = None,
         cache: Any = None,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> CausalQwenOutput | tuple[Any, ...]:
         """[B,T] each -> `CausalQwenOutput`, or with return_dict False a tuple of its values that are not None.
 
@@ -160,7 +164,8 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         either side (S0 5.3). logits_to_keep: the positions that have logits: 0 all, k the last k, or indices [k];
         default all without labels, none with them, as training needs no [B,T,V]. output_scales, output_log_probs:
         further outputs of these positions. inputs_embeds [B,T,H]: instead of ids; phi(v) w_num is added to it.
-        use_cache: begin a cache where none is given. cache: another name of past_key_values. Raises `UserError`.
+        use_cache: begin a cache where none is given. cache: another name of past_key_values. num_items_in_batch: as
+        `loss_of_labels`. Raises `UserError`.
         """
         cache = past_key_values if cache is None else cache
         self._check(input_ids, numeric_values, inputs_embeds)
@@ -182,7 +187,10 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
             y = action.number_head.value(u_prime)
             scored = labels is None or logits_to_keep is not None or output_scales or output_log_probs
             scores: Any = self._scores(u_prime, logits_to_keep, output_scales, output_log_probs) if scored else {}
-            loss = None if labels is None else self._loss(u, input_ids, labels, numeric_values, attention_mask)
+            loss = None
+            if labels is not None:
+                given = input_ids, labels, numeric_values, attention_mask
+                loss = loss_of_labels(action, u, *given, self.config.num_token_id, num_items_in_batch)
         laws: Any = {"loc_U": u.loc, "scale_U": u.scale, "loc_Y": y.loc, "scale_Y": y.scale}
         inside: Any = {name.removeprefix("output_"): seen.get(name.removeprefix("output_")) for name in asked}
         output = CausalQwenOutput(loss=loss, cache=cache, **scores, **laws, **inside)
@@ -226,37 +234,6 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         if log_probs:
             further["log_probs"] = found.log_sf(action.threshold)
         return {"logits": found.loc, **further}
-
-    def _loss(
-        self, u: Cauchy, ids: Tensor | None, labels: Tensor, values: Tensor | None, mask: Tensor | None
-    ) -> Tensor:
-        """`fused_loss` of one process: S0 5.3 with alpha 0, the gate without gradient, lambda 1."""
-        num, width = self.config.num_token_id, labels.shape[1]
-        real = torch.ones_like(labels, dtype=torch.bool)
-        if mask is not None:
-            real = mask[:, -width:].bool()  # with a cache the mask covers earlier tokens too
-        if values is None:
-            values = torch.zeros(labels.shape, dtype=torch.float64, device=labels.device)
-        follows = torch.nn.functional.pad(real[:, 1:], (0, 1)) & real
-        labels = labels.roll(-1, 1).masked_fill(~follows, IGNORE_INDEX)
-        batch = Batch(
-            input_ids=torch.zeros_like(labels) if ids is None else ids,
-            numeric_values=values,
-            attention_mask=real,
-            position_ids=(real.cumsum(1) - 1).clamp(min=0),
-            labels=labels,
-            numeric_labels=values.roll(-1, 1),
-            numeric_mask=labels == num,
-        )
-        kept = batch.kept
-        return fused_loss(
-            self.model.action,
-            Cauchy(*(t.flatten(0, 1)[kept] for t in u)),
-            TokenLabels(labels.flatten()[kept], self.model.action.number_head.value_labels(batch, kept)),
-            LossOptions(num),
-            token_weight=1.0 / max(len(kept), 1),
-            number_weight=1.0 / max(int(batch.numeric_mask.sum()), 1),
-        ).loss
 
     @torch.no_grad()
     def generate(  # type: ignore[override, unused-ignore]  # numbers go with the ids

@@ -37,12 +37,12 @@ FILES: dict[str, list[Name]] = {
     ],
     TOKENIZATION: [("cqwen_dist.data.auto_tokenizer", "CausalQwenTokenizer")],
 }
-# Functions that create or train a model; their copies only raise. Names without a class match methods of any class.
-TRAINING = {
-    *("labels", "value_labels", "memory_at", "loss", "inherit", "centre", "start", "score_targets", "start_scores"),
-    *("measure", "metrics", "_every", "_with_recent"),
+# The copy's loss is the one in plain torch: the package's brings ranks and kernels.
+INSTEAD = {("cqwen_dist.heads.fused_loss", "mean_loss"): ("cqwen_dist.heads.plain_loss", "mean_loss")}
+# What only this package's runs use; the copies only raise. Names without a class match methods of any class.
+RUNS = {
+    *("labels", "inherit", "centre", "start", "score_targets", "start_scores", "measure", "metrics", "_every"),
     "CausalQwenForCausalLM.from_base",
-    "CausalQwenForCausalLM._loss",
     "CausalQwenModel._of_base",
     "CausalQwenModel.from_base_model",
     "CausalQwenModel.kept_features",
@@ -82,7 +82,7 @@ def portable_files(adapters: bool, more: tuple[Name, ...] = ()) -> dict[str, str
 
     more: further classes of the model's file.
     """
-    absent = TRAINING if adapters else TRAINING | ADAPTERS
+    absent = RUNS if adapters else RUNS | ADAPTERS
     files = {**FILES, MODELING: [*FILES[MODELING], *more]}
     reached = {file: _reached(roots, absent) for file, roots in files.items()}
     each = [at for found in reached.values() for at in found]
@@ -137,6 +137,7 @@ def _meaning(module: str, name: str) -> Meaning | None:
         return module, name
     found = _module(module).imports.get(name)
     if isinstance(found, tuple):
+        found = INSTEAD.get(found, found)
         return _meaning(*found) or found  # a package's __init__ may re-export it
     return found
 
@@ -238,7 +239,7 @@ def _definition(module: str, name: str, absent: set[str]) -> str:
         assert isinstance(function, ast.FunctionDef)
         indent, start, end = " " * function.col_offset, function.lineno - first, function.end_lineno or 0
         lines[start : end - first + 1] = [None] * (end - function.lineno + 1)
-        reason = "no adapters here" if function.name in ADAPTERS else "this code infers; training needs cqwen_dist"
+        reason = "no adapters here" if function.name in ADAPTERS else "this is part of a run: it needs cqwen_dist"
         head = f"{indent}def {function.name}(*args, **kwargs):\n"
         lines[start] = f"{head}{indent}    raise NotImplementedError({reason!r})"
     return "\n".join(line for line in lines if line is not None)

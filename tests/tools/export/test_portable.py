@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.answers import MODES, answers
+from support.answers import MODES, answers, learnt
 from support.exported import tiny_pair, write_folder
+from support.numerics import assert_close
 from support.runs import command_environment
 from transformers.dynamic_module_utils import get_imports
 
@@ -64,7 +65,12 @@ def test_exported_code_gives_the_packages_answers(tmp_path: Path) -> None:
         assert any(package[mode]["records"] for mode in MODES)
         same(own, package, folder.name)
     assert "with 90 % between" in done.stdout.splitlines()[-1], "the card's snippet"
-    assert further == {"saved again": wanted[0]["pipeline"], "labels": "this code infers; training needs cqwen_dist"}
+    assert further["saved again"] == wanted[0]["pipeline"]
+    for own, folder in zip(further["learnt"], folders, strict=True):
+        package = learnt(folder)
+        assert own.keys() == package.keys()
+        for name, value in package.items():
+            assert_close(own[name], value, 1e-5, f"{folder.name}: {name}")
 
 
 @pytest.mark.parametrize("adapters", [False, True])

@@ -1,0 +1,50 @@
+"""The loss of labels as Hugging Face has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cqwen_dist.batch import IGNORE_INDEX, Batch
+from cqwen_dist.heads.fused_loss import mean_loss
+from cqwen_dist.ops.cauchy import Cauchy
+
+
+def loss_of_labels(
+    action: Any,
+    u: Cauchy,
+    ids: Tensor | None,
+    labels: Tensor,
+    values: Tensor | None,
+    mask: Tensor | None,
+    num: int,
+    num_items_in_batch: Tensor | int | None = None,
+) -> Tensor:
+    """`mean_loss` of U [B,T,C] and unshifted labels [B,T] (S0 5.3 with alpha 0, the gate without gradient, lambda 1).
+
+    num: row of <NUM>. num_items_in_batch: labels of all micro-batches of the step, as Trainer counts them. The loss is
+    then this micro-batch's share, so that micro-batches count by their labels.
+    """
+    width = labels.shape[1]
+    real = torch.ones_like(labels, dtype=torch.bool)
+    if mask is not None:
+        real = mask[:, -width:].bool()  # with a cache the mask covers earlier tokens too
+    if values is None:
+        values = torch.zeros(labels.shape, dtype=torch.float64, device=labels.device)
+    follows = torch.nn.functional.pad(real[:, 1:], (0, 1)) & real
+    labels = labels.roll(-1, 1).masked_fill(~follows, IGNORE_INDEX)
+    batch = Batch(
+        input_ids=torch.zeros_like(labels) if ids is None else ids,
+        numeric_values=values,
+        attention_mask=real,
+        position_ids=(real.cumsum(1) - 1).clamp(min=0),
+        labels=labels,
+        numeric_labels=values.roll(-1, 1),
+        numeric_mask=labels == num,
+    )
+    kept = batch.kept
+    at = Cauchy(*(t.flatten(0, 1)[kept] for t in u))
+    loss = mean_loss(action, at, labels.flatten()[kept], action.number_head.value_labels(batch, kept), num)
+    return loss if num_items_in_batch is None else loss * (len(kept) / num_items_in_batch)
