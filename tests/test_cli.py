@@ -253,7 +253,7 @@ def test_refuses_a_folder_that_is_not_a_model(
     folder.mkdir()
     assert "a folder with a config.json" in refused("train", config, f"model.name_or_path={folder}")
     BertConfig().save_pretrained(folder)
-    assert "model_type: found 'bert', allowed: qwen2, qwen3, llama or mistral" in refused(
+    assert "model_type: found 'bert', allowed: qwen2, qwen3, qwen3_5_text, " in refused(
         "train", config, f"model.name_or_path={folder}"
     )
     (folder / "config.json").write_text("{")

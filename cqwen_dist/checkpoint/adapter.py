@@ -87,12 +87,12 @@ def refuse_lora_changes(folder: Path, lora: LoraConfig) -> None:
         raise UserError("peft_type", kind, "LORA", str(folder / CONFIG))
     wanted = peft_config(lora)
     # Older PEFT versions do not write these keys.
-    saved = {"use_rslora": False, "use_dora": False, **saved}
+    saved = {"use_rslora": False, "use_dora": False, "target_parameters": None, **saved}
     names = {"alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}  # PEFT's names that differ from ours
-    for key in ("r", "alpha", "rslora", "dora", "target_modules"):
+    for key in ("r", "alpha", "rslora", "dora", "target_modules", "target_parameters"):
         ours, theirs = getattr(wanted, names.get(key, key)), saved.get(names.get(key, key))
         if isinstance(theirs, list):
-            ours, theirs = (sorted(ours) if isinstance(ours, set) else ours), sorted(theirs)
+            ours, theirs = (sorted(ours) if isinstance(ours, (set, list)) else ours), sorted(theirs)
         if ours != theirs:
             raise UserError(f"model.lora.{key}", ours, f"{theirs!r}, as in {folder / CONFIG}")
     for key in _OTHER_SUMS:

@@ -11,6 +11,7 @@ from pydantic import Field, WithJsonSchema, model_validator
 
 from cqwen_dist.config import yaml_text
 from cqwen_dist.config.architectures import architecture
+from cqwen_dist.config.architectures.base_architecture import EXPERTS
 from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import Said, UserError
@@ -223,12 +224,8 @@ class Config(Section):
 
     def fit_to(self, model_type: str) -> list[str]:
         """Raises `UserError` for a key that this base type does not support. Returns notes on experimental features."""
-        base, model, targets = architecture(model_type), self.model, self.model.lora.target_modules
-        sequence = self.parallel.sequence_group_size
-        for name in [] if targets == "all-linear" or not self.trains("lora") else targets:
-            if name not in base.linears:
-                allowed = f"names out of {', '.join(base.linears)}, or all-linear"
-                raise UserError("model.lora.target_modules", name, allowed)
+        base, model, sequence = architecture(model_type), self.model, self.parallel.sequence_group_size
+        targets = base.adapter_targets(model.lora) if self.trains("lora") else []
         asked = (
             ("varlen", "model.attention", model.attention, model.attention == "varlen"),
             ("compiled_layers", "model.compile_layers", True, model.compile_layers),
@@ -236,6 +233,8 @@ class Config(Section):
             ("quantize", "model.quantize", model.quantize, model.quantize != "none"),
             ("zero_3", "parallel.zero_stage", 3, self.parallel.zero_stage == 3),
             ("sequence_groups", "parallel.sequence_group_size", sequence, sequence > 1),
+            ("packing", "data.pack", True, self.data.pack),
+            ("expert_adapters_zero_3", "parallel.zero_stage", 3, self.parallel.zero_stage == 3 and EXPERTS in targets),
         )
         notes = [base.require(capability, key, value) for capability, key, value, wanted in asked if wanted]
         return [note for note in notes if note]

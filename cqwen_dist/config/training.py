@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from cqwen_dist.config.architectures import LINEARS
+from cqwen_dist.config.architectures.base_architecture import USUAL_TARGETS
 from cqwen_dist.config.custom import import_path
 from cqwen_dist.config.errors import Said, UserError, refuse_ranks
 from cqwen_dist.config.fields import (
@@ -100,8 +100,9 @@ class LoraConfig(Section):
     """Scaling numerator: adapters are scaled by alpha / r."""
     dropout: Share = 0.0
     """Dropout before the adapters."""
-    target_modules: Annotated[list[str], Field(min_length=1)] | Literal["all-linear"] = Field(list(LINEARS))
-    """Linear layers that get an adapter, or all-linear."""
+    target_modules: Annotated[list[str], Field(min_length=1)] | Literal["all-linear"] = Field(list(USUAL_TARGETS))
+    """Linear layers that get an adapter, or all-linear; experts stands for all experts of a mixture. The default stands
+    for the base's own layers in attention, linear attention, MLP and shared experts."""
     rslora: bool = False
     """Scale by alpha / sqrt(r) instead (rank-stabilised LoRA)."""
     dora: bool = False

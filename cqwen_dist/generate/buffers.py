@@ -6,14 +6,14 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dynamo import mark_static_address  # transformers' static cache marks its own by it
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache, LinearAttentionLayer, StaticLayer
 
 from cqwen_dist.generate.numbers import POWERS, GeneratedNumbers, empty_numbers
 from cqwen_dist.heads.intervals import Intervals
@@ -100,8 +100,8 @@ class Kept:
     def __reduce__(self) -> tuple[Any, ...]:
         return Kept, ()
 
-    def take(self, new: Buffers, layers: int, dtype: torch.dtype) -> Buffers:
-        """Move `new` into persistent memory, with an empty static cache for `layers` layers in this dtype.
+    def take(self, new: Buffers, layers: Sequence[str], dtype: torch.dtype) -> Buffers:
+        """Move `new` into persistent memory, with an empty static cache in this dtype. layers: the type of each.
 
         Layers with a sliding window also keep all positions, and the mask hides those outside the window. The sliding
         window layer of transformers counts positions on the host, which would recompile each step.
@@ -112,7 +112,10 @@ class Kept:
             self.ahead.clear()
             self.near = None
             room = new.ids.shape[1]
-            self.buffers = replace(new, cache=Cache(layers=[StaticLayer(max_cache_len=room) for _ in range(layers)]))
+            made: list[Any] = [
+                LinearAttentionLayer() if "linear" in each else StaticLayer(max_cache_len=room) for each in layers
+            ]
+            self.buffers = replace(new, cache=Cache(layers=made))
             stay(*self.buffers.tensors())
             return self.buffers
         self.buffers.cache.reset()

@@ -90,7 +90,8 @@ class _Continuation:
         self.now = Buffers.of(model, input_ids, numeric_values, attention_mask, room, self.pad_token_id)
         self.kept = Kept.of(model) if self.static else None
         if self.kept is not None:
-            self.now = self.kept.take(self.now, base.num_hidden_layers, self.dtype)
+            types = getattr(base, "layer_types", None) or ["attention"] * base.num_hidden_layers
+            self.now = self.kept.take(self.now, types, self.dtype)
         elif self.use_cache:
             self.now = replace(self.now, cache=DynamicCache(config=base))
         self.mode = find_mode(settings.mode)

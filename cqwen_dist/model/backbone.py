@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
-from cqwen_dist.config.architectures import architecture
+from cqwen_dist.config.architectures import architecture, text_part
 from cqwen_dist.config.bases import rows_with_number
 from cqwen_dist.config.errors import Said, UserError, reason_of
 
@@ -131,14 +131,23 @@ def load_base(
 
 
 def base_config(name_or_path: str, trust_remote_code: bool = False) -> Any:
-    """The transformers config of a base, by folder or hub name. Raises `UserError`, also for unsupported models."""
+    """The transformers config of a base, by folder or hub name; of a model that also reads images, its text part.
+
+    Raises `UserError`, also for unsupported models.
+    """
     path = _local_folder(name_or_path) or name_or_path
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, RuntimeError) as error:
         raise base_refusal(name_or_path, error) from None
-    architecture(getattr(config, "model_type", None), "model_type", name_or_path)
-    return config
+    found = config.to_dict()
+    part = text_part(found)
+    architecture(part.get("model_type"), "model_type", name_or_path)
+    if part is found:
+        return config
+    text = config.get_text_config()
+    text.tie_word_embeddings = part["tie_word_embeddings"]
+    return text
 
 
 def quantized_loading(kind: str, device: torch.device) -> dict[str, Any]:
@@ -229,7 +238,9 @@ def record_added_rows(config: Any, rows: int) -> None:
 def build_base(settings: dict[str, Any], seed: int) -> PreTrainedModel:
     """A randomly initialised fp32 base from `model.architecture`, a transformers config. Raises `UserError`."""
     kind = architecture(settings.get("model_type"), "model.architecture.model_type").model_type
-    if unknown := sorted(set(settings) - set(AutoConfig.for_model(kind).to_dict())):
+    usual = AutoConfig.for_model(kind)
+    known = {*usual.to_dict(), *usual.attribute_map, "head_dim"}  # which all read, but not all declare
+    if unknown := sorted(set(settings) - known):
         raise UserError(f"model.architecture.{unknown[0]}", "no such key", f"a key of transformers' {kind} config")
     try:
         config = AutoConfig.for_model(**settings)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cqwen_dist.batch import Batch
+from cqwen_dist.config.architectures import architecture
+from cqwen_dist.config.architectures.base_architecture import USUAL_TARGETS
 from cqwen_dist.config.custom import find_custom, find_loaded
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.shape import NUMBER_KEYS
@@ -187,6 +189,10 @@ class CausalQwenModel(nn.Module):
         if unknown := [name for name in shape if name not in SHAPE]:
             allowed = f"an argument of from_base_model, or of the model's shape: {sorted(SHAPE)}"
             raise UserError(unknown[0], shape[unknown[0]], allowed)
+        if lora := shape.get("lora"):
+            kind = architecture(base.config.model_type)
+            targets = lora.get("target_modules", USUAL_TARGETS)
+            shape["lora"] = {**lora, "target_modules": kind.targets(targets)}
         config = CausalQwenConfig(base.config.to_dict(), num_token_id, **shape)
         if not 0 <= num_token_id < config.vocab_size:
             raise UserError("model.num_token_id", num_token_id, f"a row of the {config.vocab_size} of the vocabulary")

@@ -10,19 +10,25 @@ from peft import inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from cqwen_dist.config.architectures.base_architecture import EXPERTS
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.training import LoraConfig
 
 ADAPTER = "default"
+EXPERT_PARAMETERS = ("mlp.experts.down_proj", "mlp.experts.gate_up_proj")
 
 
 def peft_config(config: LoraConfig) -> PeftLoraConfig:
     """Convert our config to PEFT's."""
+    modules, parameters = config.target_modules, None
+    if EXPERTS in modules:  # all experts are one parameter each for two maps, which PEFT adapts by name
+        modules, parameters = [name for name in modules if name != EXPERTS], list(EXPERT_PARAMETERS)
     return PeftLoraConfig(
         r=config.r,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
-        target_modules=config.target_modules,
+        target_modules=modules,
+        target_parameters=parameters,
         use_rslora=config.rslora,
         use_dora=config.dora,
     )
@@ -74,7 +80,7 @@ def adapters_disabled(transformer: nn.Module) -> Iterator[None]:
 
 def merge_lora(transformer: nn.Module) -> None:
     """Merge all adapters into their layers and remove them, in place."""
-    for name, module in list(transformer.named_modules()):
+    for name, module in reversed(list(transformer.named_modules())):  # experts have one adapter inside of the other
         if isinstance(module, BaseTunerLayer):
             module.merge()
             parent, _, child = name.rpartition(".")

@@ -6,15 +6,34 @@ Letters: H hidden, I intermediate, A attention heads, K key-value heads, D head 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from cqwen_dist.config.architectures import ARCHITECTURES, BaseArchitecture, architecture
+from cqwen_dist.config.architectures import ARCHITECTURES, BaseArchitecture, architecture, text_part
+from cqwen_dist.config.architectures.base_architecture import EXPERTS
+from cqwen_dist.config.architectures.layer_blocks import Block
 from cqwen_dist.config.bases import rows_with_number
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.schema import Config
 from cqwen_dist.sizes.flops import Work
+
+
+class Map(NamedTuple):
+    """A linear map of a layer, with its sizes."""
+
+    name: str
+    reads: str
+    rows: int
+    columns: int
+    bias: bool
+
+    @property
+    def entries(self) -> int:
+        """Of its matrix."""
+        return self.rows * self.columns
 
 
 @dataclass(frozen=True)
@@ -22,37 +41,34 @@ class Architecture:
     """The sizes that determine parameters and activations."""
 
     model_type: str
-    vocab: int
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    sizes: Mapping[str, int]  # by their keys in the config, and those that follow from them
+    stack: tuple[tuple[int, tuple[Block, ...]], ...]  # each different layer: how many there are, and its blocks
     tied: bool
     biases: frozenset[str]  # config keys that give linear maps a bias
     window: int | None  # attention window; None: unlimited
 
     @classmethod
-    def of(cls, found: dict[str, Any]) -> Architecture:
+    def of(cls, found: Mapping[str, Any]) -> Architecture:
         """From a transformers config. Raises `UserError` for a model that cannot be a base."""
+        found = text_part(found)
         kind = architecture(found.get("model_type"), "model.architecture.model_type")
-        defaults = kind.defaults
-        size = {key: _size(found, key, default) for key, default in defaults.items() if key != "num_key_value_heads"}
+        found = {**dict.fromkeys(kind.biased, True), **found}
+        found.setdefault("num_experts", found.get("num_local_experts"))  # the key that transformers writes
+        keys = kind.defaults
+        size = {key: _size(found, key, default) for key, default in keys.items() if key != "num_key_value_heads"}
         heads = size["num_attention_heads"]
         # null means the number of attention heads, and so does a missing key without a default
-        kv_heads = heads if "num_key_value_heads" in found else defaults.get("num_key_value_heads", heads)
+        kv_heads = heads if "num_key_value_heads" in found else keys.get("num_key_value_heads", heads)
+        size["num_key_value_heads"] = _size(found, "num_key_value_heads", kv_heads)
+        size["head_dim"] = _size(found, "head_dim", keys.get("head_dim") or max(1, size["hidden_size"] // heads))
+        stack = _counted(kind.layers_of(found, size["num_hidden_layers"]))
+        named = {map.bias for _, layer in stack for block in layer for map in block.linears.values()}
         return cls(
             model_type=kind.model_type,
-            vocab=size["vocab_size"],
-            hidden=size["hidden_size"],
-            intermediate=size["intermediate_size"],
-            layers=size["num_hidden_layers"],
-            heads=heads,
-            kv_heads=_size(found, "num_key_value_heads", kv_heads),
-            head_dim=_size(found, "head_dim", defaults.get("head_dim") or max(1, size["hidden_size"] // heads)),
+            sizes=size | _named_sizes(size),
+            stack=stack,
             tied=bool(found.get("tie_word_embeddings", False)),
-            biases=frozenset(m.bias for m in kind.linears.values() if isinstance(m.bias, str) and found.get(m.bias)),
+            biases=frozenset(key for key in named if isinstance(key, str) and found.get(key)),
             window=found.get("sliding_window", kind.window) if kind.window else None,
         )
 
@@ -62,35 +78,71 @@ class Architecture:
         return ARCHITECTURES[self.model_type]
 
     @property
-    def linears(self) -> dict[str, tuple[int, int, bool]]:
-        """The linear maps of a layer by name: (in, out, has a bias)."""
-        size = self._sizes
-        return {
-            name: (size[m.rows], size[m.columns], m.bias is True or m.bias in self.biases)
-            for name, m in self.kind.linears.items()
-        }
+    def vocab(self) -> int:
+        """V."""
+        return self.sizes["vocab_size"]
 
     @property
-    def read_widths(self) -> dict[str, int]:
-        """The width of each input tensor of the linear maps of a layer."""
-        return {m.reads: self._sizes[m.rows] for m in self.kind.linears.values()}
+    def hidden(self) -> int:
+        """H."""
+        return self.sizes["hidden_size"]
 
     @property
-    def _sizes(self) -> dict[str, int]:
-        """The sizes by the names that architectures use for linear maps."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {"hidden": self.hidden, "intermediate": self.intermediate, "queries": queries, "keys": keys}
+    def layers(self) -> int:
+        """L."""
+        return self.sizes["num_hidden_layers"]
 
     @property
-    def layer_parameters(self) -> int:
-        """One layer: linear maps, two norms, and norms of q and k if it has them."""
-        linear = sum(rows * columns + bias * columns for rows, columns, bias in self.linears.values())
-        return linear + 2 * self.hidden + 2 * self.head_dim * self.kind.qk_norm
+    def heads(self) -> int:
+        """A."""
+        return self.sizes["num_attention_heads"]
+
+    @property
+    def kv_heads(self) -> int:
+        """K."""
+        return self.sizes["num_key_value_heads"]
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.sizes["head_dim"]
+
+    def maps(self, block: Block) -> list[Map]:
+        """The linear maps of a block."""
+        size = self.sizes
+        return [
+            Map(name, m.reads, size[m.rows], size[m.columns], m.bias is True or m.bias in self.biases)
+            for name, m in block.linears.items()
+        ]
+
+    def reads(self, block: Block) -> dict[str, int]:
+        """The width of each tensor that the linear maps of a block read."""
+        return {each.reads: each.rows for each in self.maps(block)}
+
+    def all_maps(self, names: Collection[str] | None = None) -> list[tuple[int, Map]]:
+        """(how many layers have it, linear map). names: only maps with these names that can have adapters."""
+        return [
+            (count, each)
+            for count, layer in self.stack
+            for block in layer
+            for each in self.maps(block)
+            if names is None or (block.adapted and each.name in names)
+        ]
+
+    def tensors(self, layer: tuple[Block, ...]) -> list[int]:
+        """The sizes of all parameters of a layer: matrices and biases, further ones, norms."""
+        found: list[int] = []
+        for block in layer:
+            for each in self.maps(block):
+                found += [each.entries, *[each.columns] * each.bias]
+            found += [prod(self.sizes[name] for name in sizes) for sizes in block.more.values()]
+            found += [self.hidden] * block.norms
+        return found
 
     @property
     def backbone_parameters(self) -> int:
         """All layers and the last norm, without the token embedding."""
-        return self.layers * self.layer_parameters + self.hidden
+        return sum(count * sum(self.tensors(layer)) for count, layer in self.stack) + self.hidden
 
     @property
     def embedding_parameters(self) -> int:
@@ -102,20 +154,77 @@ class Architecture:
         """The base model as transformers builds it; a tied head counts once."""
         return self.backbone_parameters + (1 if self.tied else 2) * self.embedding_parameters
 
-    def lora_parameters(self, r: int, target_modules: list[str] | str, dora: bool = False) -> int:
-        """Adapters of rank r: r (in + out) for each target, and out magnitudes with DoRA."""
-        names = list(self.linears) if target_modules == "all-linear" else list(target_modules)
-        sizes = (self.linears[name] for name in dict.fromkeys(names))
-        return self.layers * sum(r * (columns + rows) + dora * rows for columns, rows, _ in sizes)
+    @property
+    def active_entries(self) -> int:
+        """Entries of the matrices that a token is multiplied by, in all layers: of the experts only those it uses."""
+        size, total = self.sizes, 0
+        for count, layer in self.stack:
+            for block in layer:
+                total += count * sum(each.entries for each in self.maps(block))
+                if block.kind == "experts":
+                    each = 3 * size["moe_intermediate_size"] * self.hidden
+                    total += count * (size["num_experts"] * self.hidden + size["num_experts_per_tok"] * each)
+                if block.kind == "recurrence":
+                    total += count * prod(size[name] for name in block.more["conv1d"])
+        return total
+
+    def adapted(self, target_modules: Sequence[str] | str) -> frozenset[str]:
+        """The names of all maps with an adapter; `EXPERTS` among them for all experts."""
+        asked = self.kind.targets(target_modules)
+        return frozenset(self.kind.linears if isinstance(asked, str) else asked)
+
+    def lora_parameters(
+        self, r: int, target_modules: Sequence[str] | str, dora: bool = False, active: bool = False
+    ) -> int:
+        """Adapters of rank r: r (in + out) for each target, and out magnitudes with DoRA. The same for each expert;
+        active: only for those that a token uses."""
+        names = self.adapted(target_modules)
+        total = sum(n * (r * (m.rows + m.columns) + dora * m.columns) for n, m in self.all_maps(names))
+        if EXPERTS in names:
+            e, i = self.sizes["num_experts_per_tok" if active else "num_experts"], self.sizes["moe_intermediate_size"]
+            layers = sum(count for count, layer in self.stack if any(block.kind == "experts" for block in layer))
+            total += layers * r * e * (2 * self.hidden + 3 * i)
+        return total
 
     def work(self, adapters: int, words: int, causal: int) -> Work:
         """Operations of a model on this base with so many adapter parameters. words: C_w. causal: C."""
-        matrices = self.layers * sum(rows * columns for rows, columns, _ in self.linears.values())
+        blocks = [(count, block.kind) for count, layer in self.stack for block in layer]
+        attending = sum(count for count, kind in blocks if kind == "attention")
+        state = sum(count for count, kind in blocks if kind == "recurrence") * self.sizes.get("linear state", 0)
         attention = self.heads * self.head_dim
-        return Work(matrices, adapters, self.layers, attention, self.hidden, causal, words, self.vocab)
+        return Work(self.active_entries, adapters, attending, attention, self.hidden, causal, words, self.vocab, state)
 
 
-def _size(found: dict[str, Any], key: str, default: int) -> int:
+def _counted(layers: list[tuple[Block, ...]]) -> tuple[tuple[int, tuple[Block, ...]], ...]:
+    """Each different layer once, in the order in which they come first, with how many there are."""
+    different: list[tuple[Block, ...]] = []
+    for layer in layers:
+        if layer not in different:
+            different.append(layer)
+    return tuple((layers.count(layer), layer) for layer in different)
+
+
+CHUNK = 64  # tokens that gated linear attention takes at a time
+
+
+def _named_sizes(size: Mapping[str, int]) -> dict[str, int]:
+    """Sizes that follow from those in a config, by the names that linear maps use."""
+    queries = size["num_attention_heads"] * size["head_dim"]
+    found = {"one": 1, "two": 2, "hidden": size["hidden_size"], "intermediate": size.get("intermediate_size", 0)}
+    found |= {"queries": queries, "gated queries": 2 * queries}
+    found["keys"] = size["num_key_value_heads"] * size["head_dim"]
+    if "linear_num_value_heads" in size:
+        heads, dk, dv = size["linear_num_value_heads"], size["linear_key_head_dim"], size["linear_value_head_dim"]
+        keys, values = size["linear_num_key_heads"] * dk, heads * dv
+        found |= {"linear values": values, "linear qkv": 2 * keys + values}
+        found |= {"linear qkvz": 2 * keys + 2 * values, "linear ba": 2 * heads}
+        # Products of a token: within its part of the text (k k, q k, the system of equations, its values), and with
+        # the state (read for k and for q, written)
+        found["linear state"] = heads * (CHUNK * (2 * dk + dk + 2 * dv) // 2 + 3 * dk * dv)
+    return found
+
+
+def _size(found: Mapping[str, Any], key: str, default: int) -> int:
     value = found.get(key)
     if value is None:
         return default

@@ -55,18 +55,19 @@ class Flops:
 class Work:
     """The sizes that determine the operations of a model."""
 
-    matrices: int  # entries of the frozen matrices of all layers
+    matrices: int  # entries of the frozen matrices that a token is multiplied by, in all layers
     adapters: int  # entries of LoRA
-    layers: int
+    layers: int  # that attend
     attention: int  # A D, attention heads times their size
     hidden: int  # H
     causal: int  # C
     words: int  # C_w, dimensions of the word part of U
     vocab: float  # V, times the sampled share
+    recurrent: int = 0  # multiplications of a token with the state of linear attention, in all layers
 
     def forward(self, length: float) -> float:
         """Forward pass of the backbone for a token in a text of `length` tokens, including adapters."""
-        return 2.0 * (self.matrices + self.adapters) + self.scores(length)
+        return 2.0 * (self.matrices + self.adapters + self.recurrent) + self.scores(length)
 
     def scores(self, length: float) -> float:
         """Attention scores and their product with v in all layers, for the causal half of [T, T]."""
@@ -96,7 +97,7 @@ class Work:
         tokens = graph or bool(trained & {"abduction", "noise"})
         return Flops(
             backbone_forward=0.0 if cached else forward,
-            backbone_backward=graph * (2.0 * self.matrices + adapters + 2 * scores),
+            backbone_backward=graph * (2.0 * self.matrices + adapters + 4.0 * self.recurrent + 2 * scores),
             abduction=abduction * (1 + ("abduction" in trained) + graph),
             word_head=words * (1 + tokens + ("classifier" in trained)),
             recomputed=graph * (scores / 2 + checkpointing * forward),

@@ -24,7 +24,7 @@ from cqwen_dist.checkpoint.tensors import refuse_strange
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.schema import Config
 from cqwen_dist.config.shape import SHAPE_KEYS
-from cqwen_dist.config.training import JUDGED
+from cqwen_dist.config.training import JUDGED, LoraConfig
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.calibration import LEVEL_TOKENS, Calibration, calibrate
 from cqwen_dist.model.initialise import override_start, start_at_data
@@ -213,7 +213,7 @@ def _load_warm_start(run: Run, given: str) -> tuple[Path, bool]:
     heads: dict[str, Tensor] = {}
     state: dict[str, Any] = {}
     if (path / adapter.CONFIG).is_file():
-        adapter.refuse_lora_changes(path, config.model.lora)
+        adapter.refuse_lora_changes(path, LoraConfig(**(run.model.config.lora or config.model.lora.model_dump())))
         features = adapter.read_adapter(path)
     else:
         _, path = resolve_checkpoint(path)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cqwen_dist.config.training import LINEARS
+from cqwen_dist.config.architectures.base_architecture import USUAL_TARGETS
 from experiments.learn.corpora import HELD_OUT
 from experiments.learn.lanes import Task
 from experiments.learn.words import ROWS
@@ -61,7 +61,7 @@ def tasks(out: Path, size: Scale, base: str, median: float) -> list[Task]:
             "r": LORA["r"],
             "lora_alpha": LORA["alpha"],
             "lora_dropout": LORA["dropout"],
-            "target_modules": list(LINEARS),
+            "target_modules": list(USUAL_TARGETS),
         },
     }
     found = [Task(BASE, "plain", {**plain, "steps": 0, "lr": 0.0, "digits": True})]

@@ -17,7 +17,8 @@ from support.tiny import tiny_base, tiny_model
 
 from cqwen_dist.config import Config, LoraConfig, UserError
 from cqwen_dist.config.architectures import ARCHITECTURES, LINEARS, USUAL, architecture
-from cqwen_dist.config.architectures.base_architecture import Capabilities, Linear, Support
+from cqwen_dist.config.architectures.base_architecture import USUAL_TARGETS, Capabilities, Support
+from cqwen_dist.config.architectures.layer_blocks import Linear
 from cqwen_dist.model.layers import FusedLinear, run_layers_as
 from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.tools.export.export import export
@@ -82,8 +83,10 @@ def test_the_check_lets_the_rest_pass() -> None:
 
 def test_a_file_of_an_architecture_is_short_and_is_in_the_list() -> None:
     files = {p.stem: p for p in HOME.glob("*.py")}
-    assert all(len(files[kind].read_text(encoding="utf-8").splitlines()) <= 60 for kind in ARCHITECTURES)
-    assert {*files} == {*ARCHITECTURES, "__init__", "base_architecture"}
+    own = {path for name, path in files.items() if name not in ("__init__", "base_architecture", "layer_blocks")}
+    assert not [path.name for path in own if len(path.read_text(encoding="utf-8").splitlines()) > 60]
+    source = "".join(path.read_text(encoding="utf-8") for path in own)
+    assert sorted(re.findall(r'model_type="(\w+)"', source)) == sorted(ARCHITECTURES)
     assert USUAL in ARCHITECTURES
 
 
@@ -100,16 +103,23 @@ def test_the_page_has_every_architecture_and_what_works_on_it() -> None:
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_the_names_are_those_of_the_real_model(kind: str) -> None:
     base, real = architecture(kind), tiny_base(kind)
-    layer = real.model.get_submodule(base.layers)[0]
-    assert [n.rsplit(".", 1)[-1] for n, m in layer.named_modules() if isinstance(m, torch.nn.Linear)] == [*base.linears]
+    sizes = Architecture.of(real.config.to_dict())
+    plan = [layer for count, layer in sizes.stack for _ in range(count)]
+    layers = [*real.model.get_submodule(base.layers)]
+    assert len(plan) == len(layers) == 2
+    for blocks, layer in zip(plan, layers, strict=True):
+        maps = {(n.rsplit(".", 1)[-1], m) for n, m in layer.named_modules() if isinstance(m, torch.nn.Linear)}
+        wanted = {(n, m.in_features, m.out_features, m.bias is not None) for n, m in maps}
+        assert {(m.name, m.rows, m.columns, m.bias) for block in blocks for m in sizes.maps(block)} == wanted
+        assert sorted(sizes.tensors(blocks)) == sorted(p.numel() for p in layer.parameters())
+        assert all(hasattr(layer, part) for part in base.whole if part == "linear_attn" and "out_proj" in str(maps))
     assert {base.table, base.head} <= real.state_dict().keys()
-    assert base.qk_norm == any("q_norm" in name for name, _ in layer.named_parameters())
     assert base.window is None or real.config.sliding_window == 5
 
 
 def config_of(kind: str, **sections: Any) -> Config:
     model = {"architecture": {"model_type": kind}, **sections.pop("model", {})}
-    return Config.model_validate({"model": model, "data": {"train": "x"}, **sections})
+    return Config.model_validate({"data": {"train": "x"}, "model": model, **sections})
 
 
 @pytest.mark.parametrize(
@@ -125,6 +135,7 @@ def config_of(kind: str, **sections: Any) -> Config:
             {"model": {"attention": "varlen"}, "parallel": {"sequence_group_size": 2}},
             "parallel.sequence_group_size",
         ),
+        ("packing", {"data": {"train": "x", "pack": True}}, "data.pack"),
     ],
 )
 def test_what_an_architecture_does_not_support_is_refused_with_the_reason(
@@ -173,18 +184,20 @@ def test_adapters_stay_pefts_where_an_architecture_cannot_fuse_them(monkeypatch:
 
 def test_an_architecture_with_other_maps_is_planned_and_its_targets_are_its_own() -> None:
     """Such as one with q, k and v in one map: its file alone says so."""
-    maps = {"qkv_proj": Linear("attention norm", "hidden", "queries", True), **ARCHITECTURES["llama"].linears}
-    for name in ("q_proj", "k_proj", "v_proj"):
-        del maps[name]
+    usual = ARCHITECTURES["llama"].mixers["full_attention"]
+    maps = {"qkv_proj": Linear("attention norm", "hidden", "queries", True), "o_proj": usual.linears["o_proj"]}
+    odd = replace(ARCHITECTURES["llama"], model_type="odd", mixers={"full_attention": replace(usual, linears=maps)})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ARCHITECTURES, "odd", replace(ARCHITECTURES["llama"], model_type="odd", linears=maps))
+        patch.setitem(ARCHITECTURES, "odd", odd)
         sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 3}
         base = Architecture.of({"model_type": "odd", **sizes, "attention_bias": True})
-        assert base.linears["qkv_proj"] == (64, 64, True)
-        assert base.linears["o_proj"] == (64, 64, True)
-        assert not base.linears["up_proj"][2]
+        found = {m.name: (count, m.rows, m.columns, m.bias) for count, m in base.all_maps()}
+        assert found["qkv_proj"] == (3, 64, 64, True)
+        assert found["o_proj"] == (3, 64, 64, True)
+        assert not found["up_proj"][3]
         assert base.lora_parameters(4, ["qkv_proj"]) == 3 * 4 * (64 + 64)
+        assert base.adapted(USUAL_TARGETS) == {*maps, "gate_proj", "up_proj", "down_proj"}
         allowed = "names out of qkv_proj, o_proj, gate_proj, up_proj, down_proj, or all-linear"
         with pytest.raises(UserError, match=f"target_modules: found 'q_proj', allowed: {allowed}"):
-            config_of("llama").fit_to("odd")
+            config_of("llama", model={"lora": {"target_modules": ["q_proj"]}}).fit_to("odd")
     assert "qkv_proj" not in LINEARS

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
+from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.model.backbone import build_base
 
@@ -15,6 +16,17 @@ HIDDEN = 24
 VOCAB = 101  # not divisible by 2 or 4
 NUM = 90  # <NUM>; the rows behind it are spare
 CONTEXT = 64
+FURTHER = {  # sizes of linear attention and of experts
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,  # the kernel of experts wants rows of 16 bytes
+    "shared_expert_intermediate_size": 18,
+}
 TARGET = {"name": "standardise", "median": 150.0, "scale": 40.0}
 
 
@@ -34,8 +46,13 @@ def tiny_base(kind: str = "qwen2", *, tied: bool = False, seed: int = 0, **chang
         "tie_word_embeddings": tied,
         "initializer_range": 0.2,
     }
-    if kind == "qwen2":
-        del architecture["head_dim"]  # Qwen2 has none: H / heads
+    architecture |= {key: size for key, size in FURTHER.items() if key in ARCHITECTURES[kind].defaults}
+    if kind in ("qwen2", "qwen2_moe"):
+        del architecture["head_dim"]  # they have none: H / heads
+    if kind == "qwen3_5_moe_text":
+        del architecture["intermediate_size"]
+    if len(ARCHITECTURES[kind].mixers) > 1:
+        architecture["layer_types"] = [*ARCHITECTURES[kind].mixers]  # one layer each
     if kind == "llama":
         rope = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         architecture |= {"rope_parameters": {**rope, "rope_theta": 5e5, "original_max_position_embeddings": 16}}

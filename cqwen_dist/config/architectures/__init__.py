@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
-from cqwen_dist.config.architectures.base_architecture import BaseArchitecture
+from collections.abc import Mapping
+from typing import Any
+
+from cqwen_dist.config.architectures.base_architecture import EXPERTS, BaseArchitecture
 from cqwen_dist.config.architectures.llama import LLAMA
 from cqwen_dist.config.architectures.mistral import MISTRAL
 from cqwen_dist.config.architectures.qwen2 import QWEN2
 from cqwen_dist.config.architectures.qwen3 import QWEN3
+from cqwen_dist.config.architectures.qwen3_5 import QWEN3_5
+from cqwen_dist.config.architectures.qwen3_5_moe import QWEN3_5_MOE, QWEN3_NEXT
+from cqwen_dist.config.architectures.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from cqwen_dist.config.errors import Said, UserError
 
-ARCHITECTURES = {each.model_type: each for each in (QWEN2, QWEN3, LLAMA, MISTRAL)}
+_ALL = (QWEN2, QWEN3, QWEN3_5, QWEN3_NEXT, QWEN2_MOE, QWEN3_MOE, QWEN3_5_MOE, LLAMA, MISTRAL)
+ARCHITECTURES = {each.model_type: each for each in _ALL}
 USUAL = "qwen2"  # for benchmarks, and if no base is named
-# Linear layers that can have an adapter in at least one of them
-LINEARS = tuple(dict.fromkeys(name for each in ARCHITECTURES.values() for name in each.linears))
-_EXPERTS = "it has experts; adapters and the planner expect one linear map in each place"
-_NESTED = "its text model is part of a larger one"
+# What can have an adapter in at least one of them
+LINEARS = (*dict.fromkeys(name for each in _ALL for name in each.linears), EXPERTS)
 # Why others cannot be a base. Substring of the `model_type` -> reason; the first match counts.
+_NESTED = "its text model is part of a larger one"
 _REASONS = {
-    "moe": _EXPERTS,
-    "mixtral": _EXPERTS,
+    "moe": "its experts are stored in another way",
+    "mixtral": "its experts are stored in another way",
     "gemma": "it scales embeddings inside its transformer, and later versions cap their logits",
     "phi3": "q, k and v are one linear map",
     "gpt": "it learns positions, and its linear maps have other names",
     "vl": _NESTED,
     "llama4": "it has experts, and its text model is part of a larger one",
     "mistral3": _NESTED,
-    "qwen3_5": "part of its attention is recurrent",
-    "qwen3_next": "part of its attention is recurrent, and it has experts",
     "mamba": "it has no attention",
 }
 _OTHER = "its blocks are not a Llama's"
+
+
+def text_part(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the text model: of a model that also reads images, the part of it that can be a base."""
+    inner = found.get("text_config")
+    if found.get("model_type") in ARCHITECTURES or not isinstance(inner, Mapping):
+        return found
+    if inner.get("model_type") not in ARCHITECTURES:
+        return found
+    tied = bool(inner.get("tie_word_embeddings") or found.get("tie_word_embeddings"))
+    return {**inner, "tie_word_embeddings": tied}
 
 
 def architecture(model_type: object, key: str = "model_type", where: str = "") -> BaseArchitecture:

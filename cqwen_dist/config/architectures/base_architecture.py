@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
+from cqwen_dist.config.architectures.layer_blocks import Block, Linear
 from cqwen_dist.config.errors import UserError
 
-Bias = bool | str  # True, False, or the key in the model's config that decides
-
-
-class Linear(NamedTuple):
-    """A linear layer. Sizes: hidden H, intermediate I, queries A D, keys K D."""
-
-    reads: str  # its input tensor; layers with the same input share the activation saved for backward
-    rows: str  # input size
-    columns: str  # output size
-    bias: Bias = False
-
-
-def llama_block(qkv: Bias = False, o: Bias = False, mlp: Bias = False) -> dict[str, Linear]:
-    """Linear layers of a Llama block, in module order. Arguments decide the biases of each part."""
-    return {
-        "q_proj": Linear("attention norm", "hidden", "queries", qkv),
-        "k_proj": Linear("attention norm", "hidden", "keys", qkv),
-        "v_proj": Linear("attention norm", "hidden", "keys", qkv),
-        "o_proj": Linear("attention", "queries", "hidden", o),
-        "gate_proj": Linear("mlp norm", "hidden", "intermediate", mlp),
-        "up_proj": Linear("mlp norm", "hidden", "intermediate", mlp),
-        "down_proj": Linear("activation", "intermediate", "hidden", mlp),
-    }
+# Linear maps of a layer of the usual architecture. As adapter targets they stand for a base's own (`targets`).
+USUAL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+EXPERTS = "experts"  # as adapter target: the parameters with all experts
 
 
 def public_sizes(
-    vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, tied: bool, context: int
+    vocab: int,
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    tied: bool,
+    context: int,
+    **more: int,
 ) -> dict[str, Any]:
     """The sizes from a public model's config.json that the planner reads."""
     return {
+        **more,
         "vocab_size": vocab,
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -68,12 +58,14 @@ class Capabilities:
     varlen: Support = Support(
         "experimental", "slower than the mask on an H200 at 1,024 tokens, longer rows not measured"
     )  # packed texts without a mask (`model.varlen`)
+    packing: Support = SUPPORTED  # several texts in a row
     compiled_layers: Support = SUPPORTED
     gradient_checkpointing: Support = SUPPORTED
     quantize: Support = NOT_MEASURED
     zero_3: Support = SUPPORTED  # needs the loader that partitions one module at a time
     sequence_groups: Support = NOT_MEASURED  # attention over the positions of several ranks (`parallel.sequence`)
     fused_adapters: Support = SUPPORTED  # if unsupported, PEFT's code runs
+    expert_adapters_zero_3: Support = SUPPORTED  # adapters of all experts on partitioned weights
     merge: Support = SUPPORTED
     plain_export: Support = SUPPORTED
 
@@ -85,15 +77,60 @@ class BaseArchitecture:
     model_type: str
     examples: str  # example models, for docs/bases.md
     defaults: Mapping[str, int]  # transformers' defaults for sizes missing from config.json
-    linears: Mapping[str, Linear]  # linear layers of a block; all can have adapters
-    qk_norm: bool = False  # whether q and k are normalised per head
+    mixers: Mapping[str, Block]  # what mixes positions, by the layer type; the last is every `interval`-th layer
+    mlp: Block | None = None
+    experts: Block | None = None  # in place of the MLP, in the layers that the config's keys give
+    interval: int = 4
+    biased: tuple[str, ...] = ()  # keys of biases that are true where config.json lacks them
     window: int | None = None  # default of sliding_window; None: full attention
     spare_rows: bool = True  # whether public models have unused vocabulary rows
     public: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # `public_sizes` by hub name
     layers: str = "layers"  # attribute with the transformer's layers
+    whole: tuple[str, ...] = ()  # ZeRO-3 gathers these modules with all their parts, since they read parts' weights
     table: str = "model.embed_tokens.weight"  # names of the token table and output head in weight files
     head: str = "lm_head.weight"
     capabilities: Capabilities = Capabilities()
+
+    @property
+    def linears(self) -> dict[str, Linear]:
+        """All linear maps that can have adapters, by name."""
+        blocks = [*self.mixers.values(), *(part for part in (self.mlp, self.experts) if part is not None)]
+        return {name: each for block in blocks if block.adapted for name, each in block.linears.items()}
+
+    def targets(self, asked: Sequence[str] | str) -> list[str] | str:
+        """`model.lora.target_modules` for this base. The usual list stands for this base's own maps of attention,
+        linear attention, MLP and shared experts."""
+        if asked == "all-linear":
+            return asked if self.experts is None else [*self.linears]
+        if tuple(asked) == USUAL_TARGETS:
+            return [name for name in self.linears if name != "shared_expert_gate"]
+        return list(asked)
+
+    def adapter_targets(self, lora: Any) -> list[str] | str:
+        """`targets` of the section `model.lora`. Raises `UserError` for what this base has not, or experts cannot."""
+        known = [*self.linears, *[EXPERTS] * (self.experts is not None)]
+        found = self.targets(lora.target_modules)
+        for name in [] if isinstance(found, str) else found:
+            if name not in known:
+                raise UserError("model.lora.target_modules", name, f"names out of {', '.join(known)}, or all-linear")
+        for key, value, off in (("dropout", lora.dropout, 0), ("dora", lora.dora, False)):
+            if EXPERTS in found and value:
+                raise UserError(f"model.lora.{key}", value, f"{off} with adapters of experts (PEFT has none)")
+        return found
+
+    def layers_of(self, found: Mapping[str, Any], count: int) -> list[tuple[Block, ...]]:
+        """The blocks of each layer. found: the model's config."""
+        first, last = next(iter(self.mixers)), [*self.mixers][-1]
+        interval = found.get("full_attention_interval") or found.get("sliding_window_pattern") or self.interval
+        types = found.get("layer_types") or [first if (i + 1) % interval else last for i in range(count)]
+        dense, step = found.get("mlp_only_layers") or (), found.get("decoder_sparse_step") or 1
+        layers: list[tuple[Block, ...]] = []
+        for i in range(count):
+            sparse = self.mlp is None or (self.experts is not None and i not in dense and (i + 1) % step == 0)
+            wide = self.experts if sparse else self.mlp
+            assert wide is not None
+            layers.append((self.mixers.get(types[i % len(types)], self.mixers[last]), wide))
+        return layers
 
     def require(self, capability: str, key: str, value: object) -> str:
         """Note on an experimental feature, else "". Raises `UserError` if `key: value` needs an unsupported one."""

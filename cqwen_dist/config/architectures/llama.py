@@ -1,6 +1,7 @@
 """Llama and SmolLM. Linear layers may have biases. Without num_key_value_heads there is one per attention head."""
 
-from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, llama_block, public_sizes
+from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, public_sizes
+from cqwen_dist.config.architectures.layer_blocks import attention, mlp
 
 LLAMA = BaseArchitecture(
     model_type="llama",
@@ -12,7 +13,8 @@ LLAMA = BaseArchitecture(
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
     },
-    linears=llama_block(qkv="attention_bias", o="attention_bias", mlp="mlp_bias"),
+    mixers={"full_attention": attention(qkv="attention_bias", o="attention_bias")},
+    mlp=mlp("mlp_bias"),
     spare_rows=False,
     public={
         "HuggingFaceTB/SmolLM2-135M": public_sizes(49_152, 576, 1_536, 30, 9, 3, True, 8_192),

@@ -1,6 +1,7 @@
 """Mistral 7B and NeMo: Llama's block without biases; attention may use a sliding window."""
 
-from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, llama_block, public_sizes
+from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, public_sizes
+from cqwen_dist.config.architectures.layer_blocks import attention, mlp
 
 _WHOLE = {"sliding_window": None}  # later releases have full attention
 
@@ -15,7 +16,8 @@ MISTRAL = BaseArchitecture(
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
-    linears=llama_block(),
+    mixers={"full_attention": attention()},
+    mlp=mlp(),
     window=4096,
     spare_rows=False,
     public={

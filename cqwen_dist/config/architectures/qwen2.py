@@ -1,6 +1,7 @@
 """Qwen2 and Qwen2.5: Llama's block with biases for q, k and v."""
 
-from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, llama_block, public_sizes
+from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, public_sizes
+from cqwen_dist.config.architectures.layer_blocks import attention, mlp
 
 QWEN2 = BaseArchitecture(
     model_type="qwen2",
@@ -13,7 +14,8 @@ QWEN2 = BaseArchitecture(
         "num_attention_heads": 32,
         "num_key_value_heads": 32,
     },
-    linears=llama_block(qkv=True),
+    mixers={"full_attention": attention(qkv=True)},
+    mlp=mlp(),
     public={
         "Qwen/Qwen2.5-0.5B": public_sizes(151_936, 896, 4_864, 24, 14, 2, True, 32_768),
         "Qwen/Qwen2.5-1.5B": public_sizes(151_936, 1_536, 8_960, 28, 12, 2, True, 32_768),

@@ -1,6 +1,7 @@
 """Qwen3 (dense): Llama's block with q and k norms, and an independent head size."""
 
-from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, llama_block, public_sizes
+from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, public_sizes
+from cqwen_dist.config.architectures.layer_blocks import attention, mlp
 
 QWEN3 = BaseArchitecture(
     model_type="qwen3",
@@ -14,8 +15,8 @@ QWEN3 = BaseArchitecture(
         "num_key_value_heads": 32,
         "head_dim": 128,
     },
-    linears=llama_block(qkv="attention_bias", o="attention_bias"),
-    qk_norm=True,
+    mixers={"full_attention": attention(qkv="attention_bias", o="attention_bias", qk_norm=True)},
+    mlp=mlp(),
     public={
         "Qwen/Qwen3-0.6B-Base": public_sizes(151_936, 1_024, 3_072, 28, 16, 8, True, 32_768),
         "Qwen/Qwen3-1.7B-Base": public_sizes(151_936, 2_048, 6_144, 28, 16, 8, True, 32_768),

@@ -59,7 +59,14 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
-NORMED = [kind for kind, base in ARCHITECTURES.items() if base.qk_norm]  # q and k norms need memory too
+PARTS = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "num_experts": 8}
+PARTS |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_experts_per_tok": 2}
+PARTS |= {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+FURTHER: list[dict[str, Any]] = [
+    {"model_type": kind, **{key: size for key, size in PARTS.items() if key in base.defaults}}
+    for kind, base in ARCHITECTURES.items()
+    if base.experts or any(mixer.qk_norm for mixer in base.mixers.values())
+]
 ALL, NO_LORA, HEADS = ["heads", "embedding", "lora"], ["heads", "embedding"], ["heads"]
 BF16 = {"train.precision": "bf16"}
 QV = {"model.lora.target_modules": ["q_proj", "v_proj"]}
@@ -121,8 +128,8 @@ def _on_cpu() -> list[Case]:
         case("a large vocabulary", vocab_size=40_000),
         case("a large vocabulary, accumulation", {"train.global_batch_size": 8}, vocab_size=40_000),
         case("a large vocabulary, heads, bf16", BF16, HEADS, vocab_size=40_000),
-        *(case(kind, model_type=kind, head_dim=32) for kind in NORMED),
-        *(case(f"{kind}, bf16", BF16, model_type=kind, head_dim=32) for kind in NORMED),
+        *(case(each["model_type"], **each) for each in FURTHER),
+        *(case(f"{each['model_type']}, bf16", BF16, **each) for each in FURTHER),
         case("ZeRO-2", ZERO_2),
         case("C of 128", {"model.causal_size": 128}),
         case("long sequences", _batch(768, 1)),

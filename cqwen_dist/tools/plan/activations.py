@@ -6,9 +6,15 @@ letters.
 
 from __future__ import annotations
 
-from cqwen_dist.tools.plan.stage_sizes import FP32, Sizes, masked
+from collections.abc import Callable
+
+from cqwen_dist.config.architectures.base_architecture import EXPERTS
+from cqwen_dist.config.architectures.layer_blocks import Block
+from cqwen_dist.sizes.architecture import CHUNK
+from cqwen_dist.tools.plan.stage_sizes import FP32, Sizes, ceil_div, masked
 
 INT64, BOOL = 8, 1
+Layer = tuple[Block, ...]
 
 
 def by_text(s: Sizes) -> bool:
@@ -16,62 +22,122 @@ def by_text(s: Sizes) -> bool:
     return s.config.data.pack and s.config.model.attention == "varlen" and (s.kind == "cpu" or s.width == FP32)
 
 
-def layer_saved(s: Sizes) -> int:
+def layer_saved(s: Sizes, layer: Layer) -> int:
     """Bytes saved in one layer between forward and backward, with trainable or frozen adapters."""
     a, w = s.base, s.width
-    h, i, q, kv = a.hidden, a.intermediate, a.heads * a.head_dim, a.kv_heads * a.head_dim
-    compiled = s.config.model.compile_layers
-    # Both norms save their input in fp32 (compiled: in the input dtype), and 1 / rms.
-    each = 2 * ((w if compiled else FP32) * h + FP32)
+    each = 0.0
+    for block in layer:
+        # A norm saves its input in fp32 (compiled: in the input dtype), and 1 / rms
+        each += block.norms * ((w if s.config.model.compile_layers else FP32) * a.hidden + FP32)
+        each += SAVED[block.kind](s, block) + _adapters_saved(s, block)
+    return round(s.tokens * each) + _expert_adapters(s, layer)
+
+
+def _attention(s: Sizes, block: Block) -> float:
+    """Bytes per token that attention saves."""
+    a, w = s.base, s.width
+    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     if masked(s):
-        each += w * (4 * q)  # q and k with positions, v, output; k and v repeated for every head
+        each = w * (4 * q)  # q and k with positions, v, output; k and v repeated for every head
         each += (a.heads * FP32) + s.length * w  # log-sum-exp; the mask as floats, one row per token
     elif s.kind == "cuda" and w == FP32 and q != kv:
         # No fused kernel supports fp32 with fewer key heads, so the plain formula saves a score row per token and head.
-        each += w * 4 * q + a.heads * s.length * w
+        each = w * 4 * q + a.heads * s.length * w
     else:
-        each += w * (2 * q + 2 * kv) + a.heads * FP32
-    if a.kind.qk_norm:
+        each = w * (2 * q + 2 * kv) + a.heads * FP32
+    gated = "gated attention" in a.reads(block)
+    if block.qk_norm:
         each += FP32 * (q + kv) + FP32 * (a.heads + a.kv_heads)  # the norms of q and k
-    if by_text(s) and "attention" in _adapted(s) and "lora" in s.trainable:
+    if gated:  # the gate after its sigmoid; in fp32 the norm of q saves the gate along with q
+        each += w * q + FP32 * q * (w == FP32) + w * q * (s.kind == "cpu")  # on a CPU the output is also copied
+    if by_text(s) and "attention" in _adapted(s, block) and "lora" in s.trainable:
         each += w * q  # the concatenated output, in addition to the output for each text
-    each += w * (2 if compiled else 3) * i  # gate, up, and act(gate), which compiled code recomputes
-    return s.tokens * (each + _adapters_saved(s))
+    return each
 
 
-def _adapters_saved(s: Sizes) -> int:
-    """Bytes per token that the adapters in a layer add: inputs and outputs of A while it trains, and dropout masks.
+def _mlp(s: Sizes, block: Block) -> float:
+    """Bytes per token that the MLP saves: gate, up, and act(gate), which compiled code recomputes."""
+    return s.width * (2 if s.config.model.compile_layers else 3) * s.base.sizes["intermediate"]
+
+
+def _recurrence(s: Sizes, block: Block) -> float:
+    """Bytes per token that gated linear attention saves, by transformers' own formula in fp32.
+
+    Texts are taken in parts of `CHUNK` tokens. Of each part it keeps five [CHUNK, CHUNK] a head, twelve tensors like
+    the keys, seven like the values, nine numbers, and the state.
+    """
+    size, w = s.base.sizes, s.width
+    heads, dk, dv = (size[f"linear_{name}"] for name in ("num_value_heads", "key_head_dim", "value_head_dim"))
+    padded = ceil_div(s.length, CHUNK) * CHUNK / s.length
+    part = 5 * CHUNK + 12 * dk + 7 * dv + 9 + dk * dv / CHUNK
+    return 2 * w * size["linear qkv"] + FP32 * heads * part * padded  # first the convolution
+
+
+def _experts(s: Sizes, block: Block) -> float:
+    """Bytes per token that the router and the experts save."""
+    size, w = s.base.sizes, s.width
+    k, i = size["num_experts_per_tok"], size["moe_intermediate_size"]
+    each = k * (3 * w * i + w * s.base.hidden + 4 * INT64 + FP32) + FP32 * size["num_experts"]
+    if block.linears:  # the shared expert, and its output before its gate
+        each += 3 * w * size["shared_expert_intermediate_size"] + w * s.base.hidden + w
+    return each
+
+
+SAVED: dict[str, Callable[[Sizes, Block], float]] = {
+    "attention": _attention,
+    "mlp": _mlp,
+    "recurrence": _recurrence,
+    "experts": _experts,
+}
+
+
+def _expert_adapters(s: Sizes, layer: Layer) -> int:
+    """Bytes that adapters of all experts save in a layer: PEFT adds them to a copy of all experts, and the inputs."""
+    sparse = any(block.kind == "experts" for block in layer)
+    if not sparse or EXPERTS not in s.adapters or "lora" not in s.trainable:
+        return 0
+    size, h, w = s.base.sizes, s.base.hidden, s.width
+    i, used = size["moe_intermediate_size"], size["num_experts_per_tok"]
+    return w * (3 * size["num_experts"] * h * i + s.tokens * used * (h + i))
+
+
+def _adapters_saved(s: Sizes, block: Block) -> int:
+    """Bytes per token that the adapters of a block add: inputs and outputs of A while it trains, and dropout masks.
 
     The linear map under ZeRO-3 saves its input even if the weight is frozen, instead of the gathered weight.
     """
     lora, w = s.config.model.lora, s.width
     mask = (BOOL if s.kind == "cuda" else w) if lora.dropout else 0
     learns = "lora" in s.trainable or s.zero == 3
-    total, inputs = 0, set(s.base.read_widths) if s.zero == 3 else set()
-    for name in s.adapters:
-        rows, columns, _ = s.base.linears[name]
-        total += rows * mask
+    widths = s.base.reads(block)
+    total, inputs = 0, set(widths) if s.zero == 3 else set()
+    for each in s.base.maps(block):
+        if each.name not in s.adapters or not block.adapted:
+            continue
+        total += each.rows * mask
         if lora.dora:  # the product that the magnitude scales, and the base output
-            total += w * 2 * columns
+            total += w * 2 * each.columns
         if learns:
             total += w * lora.r
             if lora.dropout:
-                total += w * rows  # each adapter has a separate dropout, so adapters cannot share the saved input
+                total += w * each.rows  # each adapter has a separate dropout, so adapters cannot share the saved input
             else:
-                inputs.add(s.base.kind.linears[name].reads)
+                inputs.add(each.reads)
     # The attention output is saved anyway.
-    return total + w * sum(s.base.read_widths[tensor] for tensor in inputs - {"attention"})
+    return total + w * sum(widths[tensor] for tensor in inputs - {"attention"})
 
 
-def _adapted(s: Sizes) -> set[str]:
-    """The layer tensors that adapted linear maps read."""
-    return {s.base.kind.linears[name].reads for name in s.adapters}
+def _adapted(s: Sizes, block: Block) -> set[str]:
+    """The tensors of a block that adapted linear maps read."""
+    return {each.reads for each in s.base.maps(block) if block.adapted and each.name in s.adapters}
 
 
 def saved(s: Sizes) -> int:
     """Bytes saved in the backbone at the end of forward: layers (or their inputs), last norm, positions, mask."""
     a, w, n = s.base, s.width, s.tokens
-    layers = a.layers * (n * w * a.hidden if s.checkpointing else layer_saved(s))
+    layers = a.layers * n * w * a.hidden
+    if not s.checkpointing:
+        layers = sum(count * layer_saved(s, layer) for count, layer in a.stack)
     ends = n * (FP32 * a.hidden + FP32) + n * 2 * w * a.head_dim
     mask = n * s.length * BOOL if masked(s) else 0
     return layers + ends + mask + batch(s)
@@ -85,12 +151,26 @@ def batch(s: Sizes) -> int:
 def layer_backward(s: Sizes) -> int:
     """Peak temporary bytes in backward through the last layer: the gradients of its widest tensors."""
     a, w, n = s.base, s.width, s.tokens
-    wide = 2 if "activation" in _adapted(s) and "lora" in s.trainable else 3
-    recomputed = layer_saved(s) if s.checkpointing else 0
-    return recomputed + n * (wide * w * a.intermediate + (w + FP32) * a.hidden)
+
+    def peak(layer: Layer) -> int:
+        adapted = set[str]().union(*(_adapted(s, block) for block in layer))
+        wide = 2 if "activation" in adapted and "lora" in s.trainable else 3
+        return (layer_saved(s, layer) if s.checkpointing else 0) + n * wide * w * widest(s, layer)
+
+    return max(peak(layer) for _, layer in a.stack) + n * (w + FP32) * a.hidden
+
+
+def widest(s: Sizes, layer: Layer) -> int:
+    """Numbers of a token in the widest tensors of a layer: in the MLP, or of the experts that it uses together."""
+    size = s.base.sizes
+    if any(block.kind == "experts" for block in layer):
+        shared = size.get("shared_expert_intermediate_size", 0)
+        return max(size["num_experts_per_tok"] * size["moe_intermediate_size"], shared)
+    return size["intermediate"]
 
 
 def layer_forward(s: Sizes) -> int:
     """Peak temporary bytes in one layer if nothing is saved for backward."""
     a, w, n = s.base, s.width, s.tokens
-    return n * w * (3 * a.hidden + 3 * a.intermediate) + n * 2 * w * a.head_dim + batch(s)
+    wide = max(widest(s, layer) for _, layer in a.stack)
+    return n * w * (3 * a.hidden + 3 * wide) + n * 2 * w * a.head_dim + batch(s)

@@ -142,25 +142,24 @@ def _zero3_numbers(s: Sizes) -> tuple[int, int]:
     """(numbers that ZeRO-3 gathers per micro-batch, numbers in small parameters that it gathers once per step).
 
     A micro-batch gathers the embedding and the last norm once. It gathers the layers once if all of them may stay
-    gathered, else separately for forward, backward, and recomputation under checkpointing. Biases and norms count as
-    smaller than any threshold except 0.
+    gathered, else separately for forward, backward, and recomputation under checkpointing.
     """
     a, below = s.base, s.zero_setting("stage3_param_persistence_threshold", PERSISTENT_BELOW)
 
-    def partitioned(large: list[int], small: int = 0) -> int:
-        return sum(size for size in large if size >= below) + (0 if below else small)
+    def partitioned(*sizes: int) -> int:
+        return sum(size for size in sizes if size >= below)
 
-    linear = [rows * columns for rows, columns, _ in a.linears.values()]
-    sides = [s.config.model.lora.r * side for name in s.adapters for side in a.linears[name][:2]]
-    frozen, adapters = partitioned(linear, a.layer_parameters - sum(linear)), partitioned(sides)
-    ends = partitioned([a.embedding_parameters], 3 * a.hidden)
-    every = a.layers * (a.layer_parameters + sum(sides)) + a.embedding_parameters + 3 * a.hidden
-    persistent = s.graph * (every - a.layers * (frozen + adapters) - ends)
+    frozen = sum(count * partitioned(*a.tensors(layer)) for count, layer in a.stack)
+    r = s.config.model.lora.r
+    adapters = sum(count * partitioned(r * each.rows, r * each.columns) for count, each in a.all_maps(s.adapters))
+    ends = partitioned(a.embedding_parameters, *[a.hidden] * 3)
+    every = a.backbone_parameters + a.embedding_parameters + 2 * a.hidden + s.engine_parameters.get("LoRA", 0)
+    persistent = s.graph * (every - frozen - adapters - ends)
 
     window = min(s.zero_setting(f"stage3_max_{key}", MAX_LIVE) for key in ("live_parameters", "reuse_distance"))
     again = s.graph and s.checkpointing
     if a.backbone_parameters + a.embedding_parameters + s.trained_features <= window:
-        return ends + a.layers * (frozen * (1 + again) + adapters), persistent
+        return ends + frozen * (1 + again) + adapters, persistent
     passes = 1 + s.graph + again
-    numbers = partitioned([], 2 * a.hidden) * s.graph  # w_num and the <NUM> row, gathered again for backward
-    return ends + numbers + a.layers * passes * (frozen + adapters), persistent
+    numbers = partitioned(a.hidden, a.hidden) * s.graph  # w_num and the <NUM> row, gathered again for backward
+    return ends + numbers + passes * (frozen + adapters), persistent

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cqwen_dist.sizes.flops import Flops
+from cqwen_dist.tools.plan.activations import SAVED, widest
 from cqwen_dist.tools.plan.comm import Message, bytes_sent, feature_messages, step_messages
 from cqwen_dist.tools.plan.machine import Machine
 from cqwen_dist.tools.plan.stage_sizes import FP32, Sizes, flops
@@ -116,8 +117,9 @@ def micro_batch_times(s: Sizes, m: Machine) -> dict[str, float]:
     exposed = 0.0
     # Measured times already include the launches, so only stated rates need this term.
     if s.kind == "cuda" and not m.calibrated:
-        layer = COMPILED_KERNELS if compiled else KERNELS + ADAPTER_KERNELS[s.zero] * len(s.adapters)
-        start = LAUNCH * s.base.layers * layer
+        adapters = sum(count for count, _ in s.base.all_maps(s.adapters))
+        layers = s.base.layers * (COMPILED_KERNELS if compiled else KERNELS)
+        start = LAUNCH * (layers if compiled else layers + ADAPTER_KERNELS[s.zero] * adapters)
         exposed += max(0.0, start - forward) * (not s.cached)
         exposed += max(0.0, start * ((1 if compiled else 2) + s.checkpointing) - backward) * s.graph
     times = {"backbone_forward": forward, "backbone_backward": backward, "heads": heads}
@@ -129,15 +131,18 @@ def layer_bytes(s: Sizes) -> float:
 
     These are the norms, residuals, rotations, the activation, and the adapters.
     """
-    a, w = s.base, s.width
+    a, w, total = s.base, s.width, 0
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    each = 2 * 32 * a.hidden + 6 * w * a.hidden + 10 * w * (q + kv) + 5 * w * a.intermediate
-    if a.kind.qk_norm:
-        each += 32 * (q + kv)
-    for name in s.adapters:
-        rows, columns, _ = a.linears[name]
-        each += w * (rows + 6 * columns)
-    return float(a.layers * each)
+    for count, layer in a.stack:
+        each = 6 * w * a.hidden
+        for block in layer:
+            each += 32 * a.hidden
+            if block.kind == "attention":
+                each += 10 * w * (q + kv) + 32 * (q + kv) * block.qk_norm
+            elif block.kind == "recurrence":  # written once and read once, in forward and in backward each
+                each += 2 * round(SAVED[block.kind](s, block))
+        total += count * (each + 5 * w * widest(s, layer))
+    return float(total + sum(count * w * (each.rows + 6 * each.columns) for count, each in a.all_maps(s.adapters)))
 
 
 def optimizer_time(s: Sizes, m: Machine) -> float:
@@ -147,7 +152,7 @@ def optimizer_time(s: Sizes, m: Machine) -> float:
     offloaded = s.config.parallel.offload == "optimizer"
     # DeepSpeed's step loops over the tensors in Python. `zero.flat_step` updates one flat buffer instead.
     looped = s.kind == "cuda" and s.graph and (s.zero == 3 or offloaded)
-    tensors = 2 * s.base.layers * len(s.adapters) * TENSOR * looped
+    tensors = 2 * sum(count for count, _ in s.base.all_maps(s.adapters)) * TENSOR * looped
     here = 0.0 if offloaded else ADAMW * (heads + features) / (m.memory * m.memory_efficiency)
     host = (features * (ADAMW + 2 * s.width) + heads * (ADAMW + 3 * FP32)) / m.host if offloaded else 0.0
     return (here + tensors) * m.factor("optimizer") + host

@@ -88,7 +88,7 @@ def outside_tensors(s: Sizes, tensors: int) -> Iterator[Part]:
 def _frozen(s: Sizes) -> Iterator[Part]:
     a, over = s.base, s.over(3)
     how = f"{s.width} bytes each" + (f", over {over} ranks (ZeRO-3)" if over > 1 else "")
-    linear = a.layers * sum(rows * columns for rows, columns, _ in a.linears.values())
+    linear = sum(count * each.entries for count, each in a.all_maps())
     if s.config.model.quantize == "nf4":
         packed = round(linear * NF4_BYTES)
         yield Part("backbone (frozen)", packed + (a.backbone_parameters - linear) * s.width, "4 bits and their scales")
@@ -156,7 +156,7 @@ def _gathered(s: Sizes, held: bool) -> Part:
     the look at the constraint) it releases each weight after use. After backward no weight stays gathered.
     """
     live = s.zero_setting("stage3_max_live_parameters", MAX_LIVE)
-    largest = max(rows * columns for rows, columns, _ in s.base.linears.values())
+    largest = max(size for _, layer in s.base.stack for size in s.base.tensors(layer))
     everything = s.base.backbone_parameters + s.trained_features
     numbers = min(live + largest // 2, everything) if held and s.over(3) > 1 else 0
     return Part("gathered by ZeRO-3", numbers * s.width, f"whole weights in use, at most {live:,} and half a matrix")

@@ -64,11 +64,11 @@ class Sizes:
         # Sizes of replicated parts of the heads
         regression = config.number_parameters(self.words, c)
         self.whole_heads = {"abduction": 2 * (c * h + c), "regression": regression, "noise": c}
-        # Linear maps with an adapter, and parameters of DeepSpeed's engine by part, always with w_num and the <NUM> row
+        # Names of maps with an adapter; parameters of DeepSpeed's engine by part, always with w_num and the <NUM> row
         lora, self.adapters = config.model.lora, frozenset[str]()
         self.engine_parameters = {"embedding of numbers": 2 * base.hidden}
         if "lora" in self.ever_trainable:
-            self.adapters = frozenset(base.linears if lora.target_modules == "all-linear" else lora.target_modules)
+            self.adapters = base.adapted(lora.target_modules)
             self.engine_parameters["LoRA"] = base.lora_parameters(lora.r, lora.target_modules, lora.dora)
         self.trained_features = sum(self.engine_parameters.values())
 
@@ -187,7 +187,9 @@ def ceil_div(count: int, parts: int) -> int:
 def work_of(s: Sizes) -> Work:
     """The work of a stage."""
     lora = s.config.model.lora
-    adapters = s.base.lora_parameters(lora.r, lora.target_modules) if "lora" in s.ever_trainable else 0
+    adapters = 0
+    if "lora" in s.ever_trainable:
+        adapters = s.base.lora_parameters(lora.r, lora.target_modules, active=True)
     return s.base.work(adapters, s.words, s.causal)
 
 

@@ -17,9 +17,11 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.utils.z3_leaf_module import set_z3_leaf_modules_by_suffix
 from torch import Tensor, nn
 
 from cqwen_dist.batch import Batch
+from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.parallel.collectives import barrier, gather_objects, naming
@@ -134,6 +136,9 @@ class Engine:
         # DeepSpeed makes a group next, which would wait for a dead rank until the timeout. A barrier fails at once.
         barrier()
         join_deepspeed()
+        whole = architecture(self.model.config.base["model_type"]).whole
+        if self.settings.zero_stage == 3 and whole:
+            set_z3_leaf_modules_by_suffix(self.model.features, [*whole])
         optimizer = torch.optim.AdamW(parameter_groups, betas=BETAS, fused=True)
         skip_frozen_groups(optimizer)
         with naming("DeepSpeed's start"):

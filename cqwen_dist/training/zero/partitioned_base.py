@@ -45,17 +45,30 @@ class WeightFiles:
                 self._files = dict.fromkeys(file.keys(), single.name)
         else:
             raise UserError("model.name_or_path", str(folder), f"a folder with {single.name}, or its index and parts")
+        # A model that also reads images has its text part one level deeper
+        self._names = {name.replace("model.language_model.", "model.", 1): name for name in self._files}
 
     def slice_of(self, name: str) -> Any:
         """A lazy tensor; `[:]` or `[a:b]` reads it. Raises `UserError` if it is missing."""
-        if name not in self._files:
+        if name not in self._names:
             raise UserError("model.name_or_path", f"no {name} in {self.folder}", "all weights of the architecture")
-        with safe_open(self.folder / self._files[name], framework="pt") as file:
-            return file.get_slice(name)
+        own = self._names[name]
+        with safe_open(self.folder / self._files[own], framework="pt") as file:
+            return file.get_slice(own)
+
+    def tensor(self, name: str, shape: torch.Size) -> Tensor:
+        """A whole tensor. All experts of a layer, a parameter of this shape, may be a tensor for each in the files."""
+        folder, _, own = name.rpartition(".")
+        if name in self._names or not folder.endswith(".experts"):
+            whole: Tensor = self.slice_of(name)[:]
+            return whole
+        parts = ("gate_proj", "up_proj") if own == "gate_up_proj" else (own,)
+        each = ([self.slice_of(f"{folder}.{i}.{part}.weight")[:] for part in parts] for i in range(shape[0]))
+        return torch.stack([torch.cat(maps) for maps in each])
 
     def head(self, base: BaseArchitecture) -> Any:
         """The output head [V,H]; with tied weights, the token table."""
-        return self.slice_of(base.head if base.head in self._files else base.table)
+        return self.slice_of(base.head if base.head in self._names else base.table)
 
 
 class WithMeanRows:
@@ -101,7 +114,7 @@ def load_partitioned_base(
         record_added_rows(shape, rows)
 
     def read(name: str, value: Tensor) -> None:
-        whole: Tensor = (table if name == names.table else files.slice_of(name))[:]
+        whole: Tensor = table[:] if name == names.table else files.tensor(name, value.shape)
         if whole.shape != value.shape:
             raise UserError("model.name_or_path", f"{name} of shape {tuple(whole.shape)}", f"{tuple(value.shape)}")
         value.copy_(whole)
@@ -120,7 +133,7 @@ def partitioned(shape: Any, config: Config, runtime: Runtime, fill: Callable[[st
     with init_empty_weights(include_buffers=False):
         base: PreTrainedModel = AutoModelForCausalLM.from_config(shape, dtype=dtype, trust_remote_code=code)
     base.lm_head = None
-    for name, module in base.model.named_modules(prefix="model"):
+    for name, module in reversed([*base.model.named_modules(prefix="model")]):  # a module's parts before itself
         own = dict(module.named_parameters(recurse=False))
         if own:
             for key, parameter in own.items():  # other ranks pass memory that DeepSpeed's broadcast fills

@@ -43,6 +43,7 @@ QWEN25_05B = {
     "num_attention_heads": 14,
     "tie_word_embeddings": True,
 }
+(_, LAYER), *_ = Architecture.of(SMALL).stack
 
 
 def config(*, architecture: dict[str, Any] | None = None, **sections: Any) -> Config:
@@ -88,7 +89,8 @@ def test_the_count_of_parameters_equals_the_real_models(changes):
     assert base.base_parameters == sum(p.numel() for p in model.parameters())
     assert base.embedding_parameters == model.get_input_embeddings().weight.numel()
     shapes = {n.rsplit(".", 1)[-1]: m for n, m in model.model.named_modules() if isinstance(m, torch.nn.Linear)}
-    assert base.linears == {n: (m.in_features, m.out_features, m.bias is not None) for n, m in shapes.items()}
+    found = {m.name: (m.rows, m.columns, m.bias) for _, m in base.all_maps()}
+    assert found == {n: (m.in_features, m.out_features, m.bias is not None) for n, m in shapes.items()}
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
@@ -97,7 +99,7 @@ def test_missing_architecture_keys_get_transformers_defaults(kind):
 
     real = AutoConfig.for_model(kind)
     base = Architecture.of({"model_type": kind})
-    assert (base.vocab, base.hidden, base.intermediate) == (real.vocab_size, real.hidden_size, real.intermediate_size)
+    assert all(base.sizes[key] == getattr(real, key) for key in ARCHITECTURES[kind].defaults)
     assert (base.layers, base.heads) == (real.num_hidden_layers, real.num_attention_heads)
     assert base.window == (getattr(real, "sliding_window", None) if kind == "mistral" else None)
     assert (base.kv_heads, base.tied) == (real.num_key_value_heads, real.tie_word_embeddings)
@@ -167,7 +169,7 @@ def test_a_layers_activations_equal_values_by_hand():
     settings = config(train={"precision": "bf16", "micro_batch_size": 4})
     one = stage_sizes(settings, base, world=1, kind="cuda")[1]
     by_hand = w * (h + 2 * q + 2 * kv + h + 4 * i + 7 * r) + 2 * 4 * (h + 1) + 4 * base.heads
-    assert activations.layer_saved(one) == one.tokens * by_hand
+    assert activations.layer_saved(one, LAYER) == one.tokens * by_hand
 
 
 def test_packed_texts_without_a_mask_need_the_memory_of_unpacked_ones():
@@ -183,12 +185,12 @@ def test_packed_texts_without_a_mask_need_the_memory_of_unpacked_ones():
     assert activations.saved(within) == activations.saved(plain)
     q, kv, w, length = 64, 32, 2, 16
     more = w * (4 * q - 2 * q - 2 * kv) + length * w
-    assert activations.layer_saved(mask) - activations.layer_saved(plain) == mask.tokens * more
+    assert activations.layer_saved(mask, LAYER) - activations.layer_saved(plain, LAYER) == mask.tokens * more
     once = mask.tokens * length
     assert activations.saved(mask) - activations.saved(plain) == base.layers * mask.tokens * more + once
     on_cpu, plain_cpu = one("cpu", pack=True, attention="varlen"), one("cpu")
     beside = on_cpu.tokens * w * q  # the outputs of the texts put together, which o_proj's adapter reads
-    assert activations.layer_saved(on_cpu) - activations.layer_saved(plain_cpu) == beside
+    assert activations.layer_saved(on_cpu, LAYER) - activations.layer_saved(plain_cpu, LAYER) == beside
     window = Architecture.of({**SMALL, "model_type": "mistral", "sliding_window": 8})
     assert activations.masked(one(architecture=window, pack=True))
     assert not activations.masked(one(architecture=window, pack=True, attention="varlen")), "the kernel knows it"

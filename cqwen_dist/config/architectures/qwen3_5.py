@@ -1,0 +1,36 @@
+"""Qwen3.5 to 3.8 (dense): gated linear attention in three of four layers, gated attention in the fourth."""
+
+from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, Capabilities, Support, public_sizes
+from cqwen_dist.config.architectures.layer_blocks import attention, gated_delta, mlp
+
+_STATE = Support("unsupported", "its recurrent layers carry their state from a packed text into the next")
+RECURRENT = {
+    "packing": _STATE,
+    "varlen": _STATE,
+    "sequence_groups": Support("unsupported", "its recurrent layers read a text in order, on one rank"),
+    "compiled_layers": Support("unsupported", "its recurrent layers loop over parts of a text in Python"),
+}
+_HEADS = "linear_num_value_heads"
+_INPUTS = {"in_proj_qkv": "linear qkv", "in_proj_z": "linear values", "in_proj_b": _HEADS, "in_proj_a": _HEADS}
+GATED = attention("attention_bias", "attention_bias", qk_norm=True, gate=True)
+SIZES = {"vocab_size": 248_320, "num_attention_heads": 16, "head_dim": 256}
+SIZES |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
+SIZES |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+_DENSE = {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32, "num_key_value_heads": 4}
+
+QWEN3_5 = BaseArchitecture(
+    model_type="qwen3_5_text",
+    examples="Qwen3.5, 3.6 and 3.8 (dense), also inside of the models with images (`qwen3_5`)",
+    defaults=SIZES | _DENSE,
+    mixers={"linear_attention": gated_delta(_INPUTS), "full_attention": GATED},
+    mlp=mlp(),
+    whole=("linear_attn",),
+    public={
+        "Qwen/Qwen3.5-0.8B": public_sizes(248_320, 1_024, 3_584, 24, 8, 2, True, 262_144, linear_num_value_heads=16),
+        "Qwen/Qwen3.5-2B": public_sizes(248_320, 2_048, 6_144, 24, 8, 2, True, 262_144, linear_num_value_heads=16),
+        "Qwen/Qwen3.5-4B": public_sizes(248_320, 2_560, 9_216, 32, 16, 4, True, 262_144),
+        "Qwen/Qwen3.5-9B": public_sizes(248_320, 4_096, 12_288, 32, 16, 4, False, 262_144),
+        "Qwen/Qwen3.5-27B": public_sizes(248_320, 5_120, 17_408, 64, 24, 4, False, 262_144, linear_num_value_heads=48),
+    },
+    capabilities=Capabilities(**RECURRENT),
+)
