@@ -91,8 +91,9 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         """transformers calls this for modules that a checkpoint lacks; ours start as in their constructors."""
         if isinstance(module, (AbductionNetwork, ActionNetwork)):
             module.reset()
-        else:
-            super()._init_weights(module)
+        else:  # the base's own class knows its parts, such as factors that no file has
+            transformer: Any = self.model.transformer
+            transformer._init_weights(module)
 
     @property
     def dtype(self) -> torch.dtype:

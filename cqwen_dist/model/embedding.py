@@ -29,6 +29,11 @@ def value_features(values: Tensor, periods: Sequence[float] = (), dtype: torch.d
     return [phi(values, dtype), *turns]
 
 
+def scale_of(table: nn.Module) -> float:
+    """The factor that a base's token table applies to its rows."""
+    return float(getattr(table, "scalar_embed_scale", 1.0))
+
+
 class NumericalAwareEmbedding(nn.Module):
     """e_i = embed(x_i) + phi(v_i) w_num at each position, without a branch (S0 1.3).
 

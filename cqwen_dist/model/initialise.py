@@ -17,7 +17,7 @@ from torch import Tensor
 from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.model.configuration import CausalQwenConfig
-from cqwen_dist.model.embedding import NumericalAwareEmbedding
+from cqwen_dist.model.embedding import NumericalAwareEmbedding, scale_of
 
 SEED_GAMMA = math.log1p(math.e)  # softplus(1.0) = 1.3133 (S3 4 step 2)
 SEED_NOISE = 0.1  # not 0 as in the seeds: |b| has no gradient at 0, so b_noise would never train
@@ -100,8 +100,9 @@ def inherit_numeral_row(embedding: NumericalAwareEmbedding, table: Any, numerals
     assert num is not None
     rows = torch.cat([table[word : word + 1] for word in numerals]).detach().float()
     own = table[num : num + 1].detach().float()[0]
-    embedding.num_row.copy_(rows.mean(0) - own)
-    return float(rows.norm(dim=1).mean())
+    scale = scale_of(embedding.token_embedding)
+    embedding.num_row.copy_(scale * (rows.mean(0) - own))
+    return scale * float(rows.norm(dim=1).mean())
 
 
 @torch.no_grad()

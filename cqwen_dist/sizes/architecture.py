@@ -67,7 +67,7 @@ class Architecture:
             model_type=kind.model_type,
             sizes=size | _named_sizes(size),
             stack=stack,
-            tied=bool(found.get("tie_word_embeddings", False)),
+            tied=bool(found.get("tie_word_embeddings", kind.tied)),
             biases=frozenset(key for key in named if isinstance(key, str) and found.get(key)),
             window=found.get("sliding_window", kind.window) if kind.window else None,
         )
@@ -213,6 +213,7 @@ def _named_sizes(size: Mapping[str, int]) -> dict[str, int]:
     found = {"one": 1, "two": 2, "hidden": size["hidden_size"], "intermediate": size.get("intermediate_size", 0)}
     found |= {"queries": queries, "gated queries": 2 * queries}
     found["keys"] = size["num_key_value_heads"] * size["head_dim"]
+    found |= {"queries, keys, values": queries + 2 * found["keys"], "gate and up": 2 * found["intermediate"]}
     if "linear_num_value_heads" in size:
         heads, dk, dv = size["linear_num_value_heads"], size["linear_key_head_dim"], size["linear_value_head_dim"]
         keys, values = size["linear_num_key_heads"] * dk, heads * dv

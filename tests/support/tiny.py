@@ -47,7 +47,7 @@ def tiny_base(kind: str = "qwen2", *, tied: bool = False, seed: int = 0, **chang
         "initializer_range": 0.2,
     }
     architecture |= {key: size for key, size in FURTHER.items() if key in ARCHITECTURES[kind].defaults}
-    if kind in ("qwen2", "qwen2_moe"):
+    if kind in ("qwen2", "qwen2_moe", "phi3"):
         del architecture["head_dim"]  # they have none: H / heads
     if kind == "qwen3_5_moe_text":
         del architecture["intermediate_size"]
@@ -56,7 +56,9 @@ def tiny_base(kind: str = "qwen2", *, tied: bool = False, seed: int = 0, **chang
     if kind == "llama":
         rope = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         architecture |= {"rope_parameters": {**rope, "rope_theta": 5e5, "original_max_position_embeddings": 16}}
-    if kind == "mistral":
+    if kind == "phi3":
+        architecture |= {"pad_token_id": 0}
+    if kind in ("mistral", "gemma3_text"):
         architecture |= {"sliding_window": 5}
     return build_base({**architecture, **changes}, seed).eval()
 

@@ -46,7 +46,6 @@ NAMES = {
     ),
     "ops/__init__.py": ("__compatible_ops__",),
     "utils/groups.py": ("_WORLD_GROUP",),
-    "utils/z3_leaf_module.py": ("set_z3_leaf_modules_by_suffix",),
 }
 
 

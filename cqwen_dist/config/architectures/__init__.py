@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from cqwen_dist.config.architectures.base_architecture import EXPERTS, BaseArchitecture
+from cqwen_dist.config.architectures.gemma3 import GEMMA3
 from cqwen_dist.config.architectures.llama import LLAMA
 from cqwen_dist.config.architectures.mistral import MISTRAL
+from cqwen_dist.config.architectures.phi3 import PHI3
 from cqwen_dist.config.architectures.qwen2 import QWEN2
 from cqwen_dist.config.architectures.qwen3 import QWEN3
 from cqwen_dist.config.architectures.qwen3_5 import QWEN3_5
@@ -15,7 +17,7 @@ from cqwen_dist.config.architectures.qwen3_5_moe import QWEN3_5_MOE, QWEN3_NEXT
 from cqwen_dist.config.architectures.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from cqwen_dist.config.errors import Said, UserError
 
-_ALL = (QWEN2, QWEN3, QWEN3_5, QWEN3_NEXT, QWEN2_MOE, QWEN3_MOE, QWEN3_5_MOE, LLAMA, MISTRAL)
+_ALL = (QWEN2, QWEN3, QWEN3_5, QWEN3_NEXT, QWEN2_MOE, QWEN3_MOE, QWEN3_5_MOE, LLAMA, MISTRAL, PHI3, GEMMA3)
 ARCHITECTURES = {each.model_type: each for each in _ALL}
 USUAL = "qwen2"  # for benchmarks, and if no base is named
 # What can have an adapter in at least one of them
@@ -25,8 +27,8 @@ _NESTED = "its text model is part of a larger one"
 _REASONS = {
     "moe": "its experts are stored in another way",
     "mixtral": "its experts are stored in another way",
-    "gemma": "it scales embeddings inside its transformer, and later versions cap their logits",
-    "phi3": "q, k and v are one linear map",
+    "gemma3": _NESTED,
+    "gemma": "it scales embeddings inside its transformer, or caps its logits",
     "gpt": "it learns positions, and its linear maps have other names",
     "vl": _NESTED,
     "llama4": "it has experts, and its text model is part of a larger one",
@@ -41,7 +43,7 @@ def text_part(found: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = found.get("text_config")
     if found.get("model_type") in ARCHITECTURES or not isinstance(inner, Mapping):
         return found
-    if inner.get("model_type") not in ARCHITECTURES:
+    if inner.get("model_type") not in ARCHITECTURES or not ARCHITECTURES[inner["model_type"]].nested:
         return found
     tied = bool(inner.get("tie_word_embeddings") or found.get("tie_word_embeddings"))
     return {**inner, "tie_word_embeddings": tied}

@@ -83,10 +83,12 @@ class BaseArchitecture:
     interval: int = 4
     biased: tuple[str, ...] = ()  # keys of biases that are true where config.json lacks them
     window: int | None = None  # default of sliding_window; None: full attention
+    tied: bool = False  # default of tie_word_embeddings
     spare_rows: bool = True  # whether public models have unused vocabulary rows
     public: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # `public_sizes` by hub name
     layers: str = "layers"  # attribute with the transformer's layers
-    whole: tuple[str, ...] = ()  # ZeRO-3 gathers these modules with all their parts, since they read parts' weights
+    outside: tuple[str, str] | None = None  # (module, parameter of a part of it that it reads itself), for ZeRO-3
+    nested: bool = False  # whether transformers loads it alone out of a model that also reads images
     table: str = "model.embed_tokens.weight"  # names of the token table and output head in weight files
     head: str = "lm_head.weight"
     capabilities: Capabilities = Capabilities()

@@ -22,6 +22,7 @@ from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.model import CausalQwenForCausalLM
+from cqwen_dist.model.embedding import scale_of
 
 OPTION = "--as-base"
 HELD = 1e-6  # in logits; a smaller bias is rounding error
@@ -68,10 +69,12 @@ def plain_model(model: CausalQwenForCausalLM, drop_bias: bool) -> tuple[PreTrain
         plain = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     embedding, num = model.model.features.embedding, model.config.num_token_id
     whole = embedding.token_embedding.weight.detach()
-    table = nn.Embedding.from_pretrained(whole[:words].clone(), padding_idx=embedding.token_embedding.padding_idx)
+    table = copy.deepcopy(embedding.token_embedding)
+    table.weight, table.num_embeddings = nn.Parameter(whole[:words].clone(), requires_grad=False), words
     if num < words:
         # Training keeps <NUM>'s row as the base's row plus num_row; a plain embedding needs the sum.
-        table.weight[num] = (whole[num].float() + embedding.num_row.float()).to(whole.dtype)
+        row = whole[num].float() + embedding.num_row.float() / scale_of(table)
+        table.weight[num] = row.to(whole.dtype)
     plain.model = model.model.transformer
     plain.model.embed_tokens = table
     plain.lm_head = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")

@@ -17,7 +17,6 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils.z3_leaf_module import set_z3_leaf_modules_by_suffix
 from torch import Tensor, nn
 
 from cqwen_dist.batch import Batch
@@ -136,9 +135,13 @@ class Engine:
         # DeepSpeed makes a group next, which would wait for a dead rank until the timeout. A barrier fails at once.
         barrier()
         join_deepspeed()
-        whole = architecture(self.model.config.base["model_type"]).whole
-        if self.settings.zero_stage == 3 and whole:
-            set_z3_leaf_modules_by_suffix(self.model.features, [*whole])
+        outside = architecture(self.model.config.base["model_type"]).outside
+        if (
+            self.settings.zero_stage == 3 and outside is not None
+        ):  # it gathers weights only for the module that has them
+            for name, module in self.model.features.named_modules():
+                if name.endswith(f".{outside[0]}"):
+                    deepspeed.zero.register_external_parameter(module, module.get_parameter(outside[1]))
         optimizer = torch.optim.AdamW(parameter_groups, betas=BETAS, fused=True)
         skip_frozen_groups(optimizer)
         with naming("DeepSpeed's start"):

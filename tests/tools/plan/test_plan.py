@@ -101,7 +101,7 @@ def test_missing_architecture_keys_get_transformers_defaults(kind):
     base = Architecture.of({"model_type": kind})
     assert all(base.sizes[key] == getattr(real, key) for key in ARCHITECTURES[kind].defaults)
     assert (base.layers, base.heads) == (real.num_hidden_layers, real.num_attention_heads)
-    assert base.window == (getattr(real, "sliding_window", None) if kind == "mistral" else None)
+    assert base.window == (real.sliding_window if ARCHITECTURES[kind].window else None)
     assert (base.kv_heads, base.tied) == (real.num_key_value_heads, real.tie_word_embeddings)
     assert base.head_dim == (getattr(real, "head_dim", None) or real.hidden_size // real.num_attention_heads)
 

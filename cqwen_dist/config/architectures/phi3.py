@@ -1,0 +1,31 @@
+"""Phi-3, Phi-3.5 and Phi-4 (text): Llama's block with q, k and v in one map, and gate and up in one."""
+
+from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, public_sizes
+from cqwen_dist.config.architectures.layer_blocks import Block, Linear
+
+_ATTENTION = {
+    "o_proj": Linear("attention", "queries", "hidden"),
+    "qkv_proj": Linear("attention norm", "hidden", "queries, keys, values"),
+}
+_MLP = {
+    "gate_up_proj": Linear("mlp norm", "hidden", "gate and up"),
+    "down_proj": Linear("activation", "intermediate", "hidden"),
+}
+
+PHI3 = BaseArchitecture(
+    model_type="phi3",
+    examples="Phi-3, Phi-3.5 and Phi-4 (text)",
+    defaults={
+        "vocab_size": 32_064,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    mixers={"full_attention": Block("attention", _ATTENTION)},
+    mlp=Block("mlp", _MLP),
+    public={
+        "microsoft/Phi-4-mini-instruct": public_sizes(200_064, 3_072, 8_192, 32, 24, 8, True, 131_072),
+        "microsoft/phi-4": public_sizes(100_352, 5_120, 17_920, 40, 40, 10, False, 16_384),
+    },
+)
