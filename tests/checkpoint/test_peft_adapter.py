@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.runs import command_environment, train_run, write_config
+from support.runs import command_environment, cqwen, train_run, write_config
 
 from cqwen_dist.checkpoint import adapter
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
@@ -201,3 +201,24 @@ def test_an_unreadable_adapter_is_one_error(tmp_path: Path) -> None:
         adapter.read_adapter(tmp_path)
     with pytest.raises(UserError, match=r"allowed: an adapter_config\.json that can be read"):
         adapter.refuse_lora_changes(tmp_path, LoraConfig())
+
+
+def test_an_adapters_modules_are_written_in_order(tmp_path: Path) -> None:
+    """PEFT holds a set, whose order is another in each process, so the manifests of equal runs would differ."""
+    adapter.write_config(tmp_path, LoraConfig().model_dump(), None)
+    modules = json.loads((tmp_path / adapter.CONFIG).read_text())["target_modules"]
+    assert modules == sorted(modules)
+    assert len(modules) == 7
+
+
+@pytest.mark.slow
+def test_equal_runs_have_equal_manifests_with_any_hash_seed(tmp_path: Path) -> None:
+    config, manifests = write_config(tmp_path), []
+    for seed in ("1", "2"):
+        done = cqwen("train", config, PYTHONHASHSEED=seed)
+        assert done.returncode == 0, done.stderr
+        paths = sorted((tmp_path / "run").glob("checkpoints/*/manifest.json"))
+        manifests.append([{**json.loads(path.read_text()), "created": ""} for path in paths])
+        (tmp_path / "run").rename(tmp_path / f"seed-{seed}")
+    assert len(manifests[0]) > 1
+    assert manifests[0] == manifests[1]
