@@ -16,7 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.run.files import BEST, CHECKPOINTS, CONFIG, LATEST, MANIFEST, file_record, read_object, read_small, sync
+from cqwen_dist.run.files import (
+    BEST,
+    CHECKPOINTS,
+    CONFIG,
+    LATEST,
+    MANIFEST,
+    file_record,
+    is_number,
+    read_line,
+    read_object,
+    sync,
+)
 
 FORMAT = 2
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
@@ -95,10 +106,10 @@ def describe(folder: Path) -> str:
     manifest = read_manifest(folder) or {"files": {}}
     size = sum(record["size"] for record in manifest["files"].values())
     parts = [str(folder), f"step {manifest.get('step')}", f"stage {manifest.get('stage')}", f"{size / 2**20:.1f} MiB"]
-    loss, pointer = "eval/cls_loss_mean", folder.parent.parent / LATEST
-    if loss in (metrics := manifest.get("figures") or {}):
-        parts.append(f"{loss} {metrics[loss]:.5g}")
-    if pointer.is_file() and pointer.read_text(encoding="utf-8").strip().endswith(folder.name):
+    loss, figures = "eval/cls_loss_mean", manifest.get("figures")
+    if isinstance(figures, dict) and is_number(figures.get(loss)):
+        parts.append(f"{loss} {figures[loss]:.5g}")
+    if read_line(folder.parent.parent / LATEST).endswith(folder.name):
         parts.append("latest")
     return "  ".join(parts)
 
@@ -112,10 +123,7 @@ def choose_checkpoint(run_dir: Path, resume: str = "auto") -> tuple[Path | None,
     known = list_checkpoints(run_dir)
     for folder in sorted((run_dir / CHECKPOINTS).glob("step-*")):
         refuse_newer(folder)  # also with a `latest`: training on would replace it
-    try:
-        named = run_dir / read_small(run_dir / LATEST).strip()
-    except (OSError, ValueError):
-        named = run_dir
+    named = run_dir / read_line(run_dir / LATEST)
     # A kill before the first `latest` was written leaves a complete checkpoint without it.
     if named.parent != run_dir / CHECKPOINTS:  # no `latest`, or it names no checkpoint
         if not known:
@@ -182,7 +190,7 @@ def resolve_checkpoint(path: str | Path) -> tuple[Path, Path]:
     if path.name == LATEST and path.is_file():
         path = path.parent
     if (best := path / BEST).is_file():
-        named = path / read_small(best).strip()
+        named = path / read_line(best)
         if not named.resolve().is_relative_to(path.resolve()):
             raise UserError("checkpoint", Said(f"{named} is a path outside of the folder"), "", str(best))
         path = named

@@ -27,7 +27,17 @@ from cqwen_dist.cluster.launch import preflight
 from cqwen_dist.config.errors import Said, UserError, printable
 from cqwen_dist.config.reading import load_config
 from cqwen_dist.parallel.launcher import free_port
-from cqwen_dist.run.files import HISTORY, LATEST, SLURM, STATUS, is_number, not_followed, read_lines, read_object
+from cqwen_dist.run.files import (
+    HISTORY,
+    LATEST,
+    SLURM,
+    STATUS,
+    is_number,
+    not_followed,
+    read_line,
+    read_lines,
+    read_object,
+)
 from cqwen_dist.run.status import read_status
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 10, 600
@@ -178,11 +188,8 @@ def _record(run_dir: Path, entry: dict[str, Any]) -> None:
 
 def _latest_step(run_dir: Path) -> int:
     """Step of the newest checkpoint; 0 if there is none."""
-    try:
-        found = re.search(r"(\d+)\s*$", (run_dir / LATEST).read_text(encoding="utf-8"))
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
+    found = re.search(r"\d+$", read_line(run_dir / LATEST), re.ASCII)
+    return int(found[0]) if found else 0
 
 
 def _stamp(run_dir: Path) -> list[Any] | None:

@@ -155,6 +155,15 @@ def read_small(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
+def read_line(path: Path) -> str:
+    """The text of a file of one line, such as `latest`; "" if it cannot be read or cannot be a name."""
+    try:
+        found = read_small(path).strip()
+    except (OSError, ValueError):
+        return ""
+    return "" if "\0" in found or len(found.encode()) > 255 else found  # no file has a longer name
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """JSON object from a file; {} if the file is missing or contains no object."""
     try:
@@ -198,10 +207,8 @@ def known_digest(path: Path, memo: Path) -> str:
     # The inode detects a replaced file with the same size and time.
     is_now = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
     entry = memo / hashlib.sha256(is_now.encode()).hexdigest()[:24]
-    if entry.is_file():
-        known = entry.read_text(encoding="ascii")
-        if len(known) == 64:
-            return known
+    if len(known := read_line(entry)) == 64:
+        return known
     found = str(file_record(path)["sha256"])
     if time.time_ns() - stat.st_mtime_ns > 2_000_000_000:  # recent writes may share one timestamp
         with suppress(OSError):

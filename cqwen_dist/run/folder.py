@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 from cqwen_dist.config.errors import UserError, writing
@@ -27,8 +28,8 @@ from cqwen_dist.run.files import (
     START,
     STATE,
     not_followed,
+    read_line,
     read_object,
-    read_small,
     refuse_links,
     write_atomically,
 )
@@ -126,7 +127,7 @@ def _refuse_past_changes(old: Config, changes: list[Change], folder: Path) -> No
 def _progress(folder: Path) -> tuple[int, list[int]]:
     """(newest checkpoint's step, each stage's last step as saved there); (0, []) without a checkpoint."""
     try:
-        state = read_object(folder / read_small(folder / LATEST).strip() / STATE)
+        state = read_object(folder / read_line(folder / LATEST) / STATE)
         return int(state["step"]), [int(stop) for stop in state["schedule"]["stops"]]
     except (OSError, ValueError, KeyError, TypeError):
         return 0, []
@@ -145,7 +146,9 @@ def _archive(folder: Path, say: Callable[[str], None]) -> None:
     kept = (LOCK, SLURM)
     found = [path for path in folder.iterdir() if path.name not in kept and not path.name.startswith(ARCHIVED)]
     if found:
-        archive = folder / f"{ARCHIVED}{time.strftime('%Y%m%d-%H%M%S')}"
+        name = f"{ARCHIVED}{time.strftime('%Y%m%d-%H%M%S')}"
+        # A clock that was set back comes by the same second again
+        archive = next(p for n in count(1) if not (p := folder / (name if n == 1 else f"{name}-{n}")).exists())
         archive.mkdir()
         for path in found:
             path.rename(archive / path.name)

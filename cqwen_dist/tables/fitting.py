@@ -106,8 +106,9 @@ class Prepared(NamedTuple):
 @contextmanager
 def only_fit(folder: Path) -> Iterator[None]:
     """Holds the name of a fit's folder, which need not exist yet. Raises `UserError` if another process has it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    path = folder.with_name(f".{folder.name}.lock")
+    whole = folder.resolve()  # "." has no name
+    whole.parent.mkdir(parents=True, exist_ok=True)
+    path = whole.parent / f".{whole.name}.lock"
     with open(path, "w", encoding="utf-8", opener=not_followed) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -240,7 +240,7 @@ def test_row_numbers_that_pandas_saved_are_left_out(tmp_path: Path) -> None:
             assert read_table(written(tmp_path, records), "score", [name]).columns == [name], "where asked for"
 
 
-def test_two_fits_at_once_into_one_folder_are_refused(tmp_path: Path) -> None:
+def test_two_fits_at_once_into_one_folder_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "fits" / "cars"
     with (
         only_fit(folder),
@@ -251,3 +251,7 @@ def test_two_fits_at_once_into_one_folder_are_refused(tmp_path: Path) -> None:
     with only_fit(folder):  # the first has ended
         assert not folder.exists()
     assert not list((tmp_path / "fits").iterdir())
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with only_fit(Path(".")), pytest.raises(UserError), only_fit(folder):
+        pass

@@ -1,6 +1,7 @@
 """A run that has begun may grow: longer, by further stages, with other rates for what lies ahead; the past stays."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import yaml
 from support.runs import cqwen_forked, losses, metrics, set_back, train_run, write_config
 
 from cqwen_dist.config import UserError, load_config
-from cqwen_dist.run.folder import is_done, refuse_changes
+from cqwen_dist.run.folder import _archive, is_done, refuse_changes
 
 
 def grown(config: Path, there: Path, *stages: dict[str, object]) -> Path:
@@ -131,3 +132,11 @@ def test_starting_over_archives_the_old_run_once(
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     train_run(config, *again)
     assert len(list(run.glob("archived-*"))) == 1, "a job that is queued again goes on"
+
+
+def test_a_clock_that_shows_a_second_twice_archives_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "strftime", lambda form: "20261026-023000")
+    for number in range(3):
+        (tmp_path / "metrics.jsonl").write_text(str(number))
+        _archive(tmp_path, print)
+    assert [path.read_text() for path in sorted(tmp_path.glob("archived-*/metrics.jsonl"))] == ["0", "1", "2"]

@@ -80,7 +80,7 @@ def lines(document: dict[str, Any]) -> list[str]:
     found = [f"{document['status']}{where}{f', stage {stage}' if stage else ''}"]
     found += [f"why: {document['reason']}"] if document.get("reason") else []
     if document.get("stale_s", 0) > STALE_S:
-        found.append(f"silent for {document['stale_s']:.0f} s: it was killed, or hangs")
+        found.append(f"silent for {document['stale_s']:.0f} s by this host's clock: it was killed, or hangs")
     if document.get("seconds"):
         eta = document.get("eta_s")
         found.append(f"{_time(document['seconds'])} at work{f', {_time(eta)} to go' if eta else ''}")

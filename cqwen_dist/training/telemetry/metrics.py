@@ -24,7 +24,16 @@ from torch import Tensor
 
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.schema import RunConfig
-from cqwen_dist.run.files import ALARMS, METRICS, TENSORBOARD, WANDB_ID, not_followed, read_lines, write_atomically
+from cqwen_dist.run.files import (
+    ALARMS,
+    METRICS,
+    TENSORBOARD,
+    WANDB_ID,
+    not_followed,
+    read_line,
+    read_lines,
+    write_atomically,
+)
 from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
 
 # Names in seed S1 (6.1) for metrics of S3 (5).
@@ -80,7 +89,7 @@ class WandbWriter:
                 group=run.wandb_group,
                 tags=run.wandb_tags or None,
                 notes=run.wandb_notes,
-                id=id_file.read_text(encoding="utf-8").strip(),
+                id=read_line(id_file),
                 resume="allow",
                 mode=run.wandb,
                 dir=str(run_dir),
