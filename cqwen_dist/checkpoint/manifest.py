@@ -16,18 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.run.files import (
-    BEST,
-    CHECKPOINTS,
-    CONFIG,
-    LATEST,
-    MANIFEST,
-    file_record,
-    is_number,
-    read_line,
-    read_object,
-    sync,
-)
+from cqwen_dist.run.files import BEST, CHECKPOINTS, CONFIG, LATEST, MANIFEST, file_record, read_line, read_object, sync
 
 FORMAT = 2
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
@@ -107,7 +96,7 @@ def describe(folder: Path) -> str:
     size = sum(record["size"] for record in manifest["files"].values())
     parts = [str(folder), f"step {manifest.get('step')}", f"stage {manifest.get('stage')}", f"{size / 2**20:.1f} MiB"]
     loss, figures = "eval/cls_loss_mean", manifest.get("figures")
-    if isinstance(figures, dict) and is_number(figures.get(loss)):
+    if isinstance(figures, dict) and isinstance(figures.get(loss), float):
         parts.append(f"{loss} {figures[loss]:.5g}")
     if read_line(folder.parent.parent / LATEST).endswith(folder.name):
         parts.append("latest")

@@ -12,7 +12,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 
 from cqwen_dist.config.errors import UserError, writing
@@ -146,9 +145,9 @@ def _archive(folder: Path, say: Callable[[str], None]) -> None:
     kept = (LOCK, SLURM)
     found = [path for path in folder.iterdir() if path.name not in kept and not path.name.startswith(ARCHIVED)]
     if found:
-        name = f"{ARCHIVED}{time.strftime('%Y%m%d-%H%M%S')}"
-        # A clock that was set back comes by the same second again
-        archive = next(p for n in count(1) if not (p := folder / (name if n == 1 else f"{name}-{n}")).exists())
+        archive = folder / f"{ARCHIVED}{time.strftime('%Y%m%d-%H%M%S')}"
+        while archive.exists():  # a clock that was set back shows the same second again
+            archive = archive.with_name(f"{archive.name}-again")
         archive.mkdir()
         for path in found:
             path.rename(archive / path.name)

@@ -24,16 +24,7 @@ from torch import Tensor
 
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.schema import RunConfig
-from cqwen_dist.run.files import (
-    ALARMS,
-    METRICS,
-    TENSORBOARD,
-    WANDB_ID,
-    not_followed,
-    read_line,
-    read_lines,
-    write_atomically,
-)
+from cqwen_dist.run.files import ALARMS, METRICS, TENSORBOARD, WANDB_ID, not_followed, read_lines, write_atomically
 from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
 
 # Names in seed S1 (6.1) for metrics of S3 (5).
@@ -89,7 +80,7 @@ class WandbWriter:
                 group=run.wandb_group,
                 tags=run.wandb_tags or None,
                 notes=run.wandb_notes,
-                id=read_line(id_file),
+                id=id_file.read_text(encoding="utf-8", errors="replace").strip(),
                 resume="allow",
                 mode=run.wandb,
                 dir=str(run_dir),
