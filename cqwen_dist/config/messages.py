@@ -89,6 +89,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "model.lora.lr_ratio": (1.0, "both matrices of an adapter have the rate lr_groups.lora"),
     "parallel.backend": ("auto", "GPUs use NCCL, CPUs gloo; start at most one rank a GPU"),
     "run.peak_tflops": (None, "perf/mfu takes the peak from the data sheets of common GPUs"),
+    "run.tensorboard": (False, "set run.trackers=[tensorboard]"),
     "run.wandb_project": ("cqwen", "set the environment variable WANDB_PROJECT"),
     "stages.N.until.better": (
         None,

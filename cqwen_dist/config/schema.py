@@ -88,8 +88,8 @@ class RunConfig(Section):
     """Tags in W&B."""
     wandb_notes: str | None = None
     """Notes in W&B, Markdown."""
-    tensorboard: bool = False
-    """Also write TensorBoard events to DIR/tensorboard (needs an extra package)."""
+    trackers: list[Literal["tensorboard", "mlflow", "trackio"]] = Field([])
+    """Also send metrics to these (each needs its package): TensorBoard events in DIR/tensorboard, MLflow, Trackio."""
 
 
 # Tuned on SmolLM2-135M (docs/training.md, Rates).

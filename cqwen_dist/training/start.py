@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from cqwen_dist.training.run_parts import Run
 from cqwen_dist.training.state import Place, head_shapes, load_heads, restore, row_range, save_start
 from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
 from cqwen_dist.training.telemetry.metrics import MetricsLog
+from cqwen_dist.training.telemetry.trackers import open_trackers
 
 CALIBRATION_TOKENS = 512  # over all ranks
 WARM = "model.warm_start"
@@ -69,9 +71,8 @@ def open_log(run: Run, place: Place, on_record: Callable[[Mapping[str, Any]], No
     )
     logged = place.step - (place.due is not None)
     run.progress.begin(run.schedule.total_steps, place.step)
-    log = MetricsLog(
-        run.folder, config.run, config.model_dump(mode="json"), logged, alarms, run.progress.say, on_record
-    )
+    opened = partial(open_trackers, run.folder, config.run, config.model_dump(mode="json"), logged)
+    log = MetricsLog(run.folder, logged, alarms, run.progress.say, on_record, opened)
     if logged == 0 and place.figures:
         log.start(run.schedule.at(0).stage.name, place.figures)
     if place.exchanged:

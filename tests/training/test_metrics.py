@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,15 @@ from cqwen_dist.config import RunConfig, UserError
 from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
 from cqwen_dist.training.telemetry.metrics import MetricsLog
 from cqwen_dist.training.telemetry.progress import Progress
+from cqwen_dist.training.telemetry.trackers import open_trackers
+
+
+def opened(folder: Path, run: RunConfig, config: dict[str, Any], step: int) -> MetricsLog:
+    return MetricsLog(folder, step, open_trackers=partial(open_trackers, folder, run, config, step))
 
 
 def log_two_steps(run: str, step: int) -> None:
-    log = MetricsLog(Path(run), RunConfig(dir=run, wandb="offline", name="tea"), {"seed": 1}, step)
+    log = opened(Path(run), RunConfig(dir=run, wandb="offline", name="tea"), {"seed": 1}, step)
     for number in (step + 1, step + 2):
         log.push({"step": number, "stage": "heads", "train/total_loss": torch.tensor(1.0 / number)})
     log.close()
@@ -46,7 +52,7 @@ def test_wandb_offline_writes_a_folder_and_resumes_with_the_same_id(tmp_path: Pa
 
 def test_a_step_is_written_when_the_next_one_comes(tmp_path: Path) -> None:
     """No step waits for its own loss; what was pushed is on disk, flushed, one step later."""
-    log = MetricsLog(tmp_path, RunConfig(dir=str(tmp_path)), {}, 0)
+    log = MetricsLog(tmp_path, 0)
     path = tmp_path / "metrics.jsonl"
     log.push({"step": 1, "x": torch.tensor(0.5)})
     assert path.read_text() == ""
@@ -59,7 +65,7 @@ def test_a_step_is_written_when_the_next_one_comes(tmp_path: Path) -> None:
 
 def test_metrics_have_the_first_and_third_seeds_names(tmp_path: Path) -> None:
     """S1 6.1 beside S3 5; and what is not finite is null: JSON has no word for it."""
-    log = MetricsLog(tmp_path, RunConfig(dir=str(tmp_path)), {}, 0)
+    log = MetricsLog(tmp_path, 0)
     log.push({"step": 1, "train/total_loss": torch.tensor(2.0), "train/prob_sum_mean": torch.tensor(1.5)})
     log.add({"dist/U_loc_mean": 0.25, "dist/U_scale_mean": 3.0, "eval/perplexity": float("inf")})
     log.close()
@@ -72,7 +78,7 @@ def test_metrics_have_the_first_and_third_seeds_names(tmp_path: Path) -> None:
 def test_alarms_are_logged_with_metrics_and_not_doubled_by_a_restart(tmp_path: Path) -> None:
     said: list[str] = []
     for step in (0, 20):  # the second goes on from step 20 and sees the spike of step 31 again
-        log = MetricsLog(tmp_path, RunConfig(dir=str(tmp_path)), {}, step, Alarms(None), said.append)
+        log = MetricsLog(tmp_path, step, Alarms(None), said.append)
         for number in range(step + 1, 32):
             log.push({"step": number, "train/total_loss": torch.tensor(90.0 if number == 31 else 5.0)}, [7, 8])
         if step == 0:
@@ -116,7 +122,7 @@ def test_wandb_online_resumes_the_same_run(tmp_path: Path, monkeypatch: pytest.M
         "wandb_notes": "why",
     }
     for step in (0, 1):
-        log = MetricsLog(tmp_path, RunConfig(dir=str(tmp_path), wandb="online", **named), {"a": 1}, step)
+        log = opened(tmp_path, RunConfig(dir=str(tmp_path), wandb="online", **named), {"a": 1}, step)
         log.push({"step": step + 1, "stage": "heads", "train/total_loss": torch.tensor(0.5)})
         log.alarm(Alarm(step + 1, "loss-spike", "text"))
         log.close()
@@ -143,7 +149,7 @@ def test_the_start_is_step_0_everywhere_once(tmp_path: Path, monkeypatch: pytest
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for step in (0, 0, 2):
-        log = MetricsLog(tmp_path, RunConfig(dir=str(tmp_path), wandb="online", tensorboard=True), {}, step)
+        log = opened(tmp_path, RunConfig(dir=str(tmp_path), wandb="online", trackers=["tensorboard"]), {}, step)
         if step == 0:
             log.start("heads", {"eval/accuracy": 0.5, "dist/U_scale_mean": 3.0})
         log.push({"step": step + 1, "stage": "heads"})
@@ -167,16 +173,16 @@ def test_a_wandb_login_failure_is_one_line(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(wandb, "init", refuse)
     with pytest.raises(UserError, match=r"run\.wandb: found online .No API key.* allowed: a W&B login, or offline"):
-        MetricsLog(tmp_path, RunConfig(dir=str(tmp_path), wandb="online"), {}, 0)
+        opened(tmp_path, RunConfig(dir=str(tmp_path), wandb="online"), {}, 0)
 
 
 def test_tensorboard_has_every_step_once_after_a_restart(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = RunConfig(dir=str(tmp_path), tensorboard=True)
+    run = RunConfig(dir=str(tmp_path), trackers=["tensorboard"])
     for first, step in ((1.0, 0), (2.0, 2)):
-        log = MetricsLog(tmp_path, run, {}, step)
+        log = opened(tmp_path, run, {}, step)
         for number in range(step + 1, 5):
             log.push({"step": number, "stage": "heads", "train/total_loss": torch.tensor(first)})
         log.close()
@@ -186,12 +192,66 @@ def test_tensorboard_has_every_step_once_after_a_restart(tmp_path: Path) -> None
     assert seen == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
 
 
-def test_without_tensorboards_package_the_option_is_refused_by_name(
+@pytest.mark.parametrize(
+    ("name", "package"), [("tensorboard", "torch.utils.tensorboard"), ("mlflow",) * 2, ("trackio",) * 2]
+)
+def test_without_its_package_a_tracker_is_refused_by_name(
+    name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=rf"run\.trackers.*pip install 'cqwen-dist\[{name}\]'"):
+        opened(tmp_path, RunConfig(dir=str(tmp_path), trackers=[name]), {}, 0)
+
+
+def logged_with_a_restart(folder: Path, tracker: str) -> None:
+    """Steps 1 to 4, then again from the checkpoint of step 2 to step 6, with other values; an alarm; a NaN."""
+    config = {"train": {"seed": 1, "lr": {f"key{i}": i for i in range(120)}}}
+    for step, last, value in ((0, 4, 1.0), (2, 6, 2.0)):
+        log = opened(folder, RunConfig(dir=str(folder), name="tea", trackers=[tracker]), config, step)
+        for number in range(step + 1, last + 1):
+            log.push({"step": number, "stage": "heads", "train/total_loss": torch.tensor(value), "x": float("nan")})
+        log.flush()
+        log.alarm(Alarm(last, "loss-spike", "it rose"))
+        log.close()
+
+
+def test_mlflow_has_one_run_with_parameters_and_every_step_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UserError, match=r"run\.tensorboard.*pip install 'cqwen-dist\[tensorboard\]'"):
-        MetricsLog(tmp_path, RunConfig(dir=str(tmp_path), tensorboard=True), {}, 0)
+    mlflow = pytest.importorskip("mlflow", reason="pip install mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    logged_with_a_restart(tmp_path, "mlflow")
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("cqwen").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("tea", "FINISHED")
+    assert run.data.params["train.seed"] == "1"
+    assert len(run.data.params) == 121
+    assert run.data.tags["alarm.loss-spike"] == "it rose"
+    assert "x" not in run.data.metrics
+    seen = sorted((m.step, m.value) for m in client.get_metric_history(run.info.run_id, "train/total_loss"))
+    assert seen == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 2.0), (6, 2.0)]
+
+
+def test_trackio_has_one_run_and_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trackio", reason="pip install trackio")
+    script = (
+        "import pathlib, sys\n"
+        "from test_metrics import logged_with_a_restart\n"
+        "logged_with_a_restart(pathlib.Path(sys.argv[1]), 'trackio')\n"
+        "import trackio; from trackio.sqlite_storage import SQLiteStorage\n"
+        "(run,) = trackio.Api().runs('cqwen'); print('run', run.name)\n"
+        "logs = SQLiteStorage.get_logs('cqwen', run.name, run_id=run.id)\n"
+        "print('values', [(line['step'], line['train/total_loss']) for line in logs if 'train/total_loss' in line])\n"
+    )
+    env = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}  # read when it is imported
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    ran = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr
+    name = (tmp_path / "wandb_id").read_text()
+    assert f"run tea-{name}" in ran.stdout
+    assert "values [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 2.0), (6, 2.0)]" in ran.stdout
 
 
 def test_the_console_line_shows_stage_step_loss_speed_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,6 +271,7 @@ def test_on_a_terminal_one_progress_bar_stays_below_the_lines(tmp_path: Path) ->
     """The real command's way: rank 0 writes to a terminal that a person watches."""
     script = """
 from cqwen_dist.training.telemetry.progress import Progress
+from cqwen_dist.training.telemetry.trackers import open_trackers
 progress = Progress(4, 0)
 progress.part("calibration [x]", 1, 3)
 for step in range(1, 5):
@@ -238,7 +299,7 @@ def test_square_brackets_are_printed_literally(capsys: pytest.CaptureFixture[str
     progress = Progress(total_steps=10, start_step=0)
     progress.step(1, "[/x]", 100, {}, force=True)
     progress.say("checkpoint: runs/a[bold]b[/c]/:tea: is damaged")
-    log = MetricsLog(tmp_path, RunConfig(dir=str(tmp_path)), {}, 0, say=progress.say)
+    log = MetricsLog(tmp_path, 0, say=progress.say)
     log.alarm(Alarm(1, "gradients", "of [/embedding]"))
     log.close()
     step, said, alarm = capsys.readouterr().out.splitlines()

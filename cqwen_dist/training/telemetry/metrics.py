@@ -1,4 +1,4 @@
-"""The metrics of a run on rank 0: checked for alarms, and written to a JSONL file, W&B and TensorBoard.
+"""The metrics of a run on rank 0: checked for alarms, and written to a JSONL file and the run's trackers.
 
 The metrics of a step are read after the next step has started. In the meantime one tensor with all values is copied
 while the device works: no step waits for its loss.
@@ -13,18 +13,15 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.config.schema import RunConfig
-from cqwen_dist.run.files import ALARMS, METRICS, TENSORBOARD, WANDB_ID, not_followed, read_lines, write_atomically
+from cqwen_dist.run.files import ALARMS, METRICS, not_followed, read_lines, write_atomically
 from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
 
 # Names in seed S1 (6.1) for metrics of S3 (5).
@@ -36,14 +33,29 @@ ALIASES = {
 }
 
 
+class Tracker(Protocol):
+    """A service that takes the records of a run (`training.telemetry.trackers`)."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """The plain values of a step, `step` and `stage` among them."""
+
+    def alarm(self, title: str, text: str) -> None:
+        """Shows an alarm as the service shows them."""
+
+    def close(self) -> None:
+        """Sends what is left. Nothing is written afterwards."""
+
+
 class MetricsFile:
     """A JSONL file with one flushed line per optimizer step; each step occurs once, also after a resume."""
 
     def __init__(self, path: Path, step: int) -> None:
         """Open for appending. Drops lines after `step`, the step of the checkpoint, as these steps are repeated. At
-        step 0 this drops all lines: the start is written again too."""
+        step 0 this drops all lines: the start is written again too. `written`: the last step before, or -1."""
+        self.written = -1
         if path.is_file():
             whole = [record for record in read_lines(path) if isinstance(record.get("step"), int)]
+            self.written = max((record["step"] for record in whole), default=-1)
             kept = [record for record in whole if step and record["step"] <= step]
             write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = open(path, "a", encoding="utf-8", opener=not_followed)  # noqa: SIM115 (kept open)
@@ -60,70 +72,6 @@ class MetricsFile:
 def _plain(value: Any) -> Any:
     """None for infinity and NaN, which JSON does not support."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class WandbWriter:
-    """Weights & Biases, online or offline. A resumed run continues under the id in its folder."""
-
-    def __init__(self, run_dir: Path, run: RunConfig, config: dict[str, Any]) -> None:
-        """Raises `UserError` if W&B cannot be reached or does not know the user."""
-        import wandb
-
-        id_file = run_dir / WANDB_ID
-        if not id_file.is_file():
-            write_atomically(id_file, secrets.token_hex(4))
-        try:
-            self._run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "cqwen"),
-                name=run.name or run_dir.name,
-                entity=run.wandb_entity,
-                group=run.wandb_group,
-                tags=run.wandb_tags or None,
-                notes=run.wandb_notes,
-                id=id_file.read_text(encoding="utf-8", errors="replace").strip(),
-                resume="allow",
-                mode=run.wandb,
-                dir=str(run_dir),
-                config=config,
-            )
-        except wandb.errors.Error as error:
-            reason = str(error).strip().splitlines()[0]
-            found = Said(f"{run.wandb} ({reason})")
-            raise UserError("run.wandb", found, "a W&B login, or offline, or disabled") from None
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        self._run.log({name: value for name, value in record.items() if name != "step"}, step=record["step"])
-
-    def alarm(self, title: str, text: str) -> None:
-        self._run.alert(title, text)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class TensorBoardWriter:
-    """Event files in RUN/tensorboard, for `tensorboard --logdir`."""
-
-    def __init__(self, folder: Path, step: int) -> None:
-        """Events of steps after `step` are purged. Raises `UserError` where the package is missing."""
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            allowed = "false, or the package: pip install 'cqwen-dist[tensorboard]'"
-            raise UserError("run.tensorboard", True, allowed) from None
-        purge_step = (step + 1 if step else 0) if folder.is_dir() else None
-        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        for name, value in record.items():
-            if name != "step" and isinstance(value, (int, float)):
-                self._writer.add_scalar(name, value, record["step"])
-
-    def alarm(self, title: str, text: str) -> None:
-        self._writer.add_text(f"alarm/{title}", text)
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 def _copying(record: dict[str, Any]) -> Callable[[], dict[str, Any]]:
@@ -151,24 +99,17 @@ class MetricsLog:
     def __init__(
         self,
         run_dir: Path,
-        run: RunConfig,
-        config: dict[str, Any],
         step: int,
         alarms: Alarms | None = None,
         say: Callable[[str], None] = lambda text: None,
         on_record: Callable[[Mapping[str, Any]], None] = lambda record: None,
+        open_trackers: Callable[[int], Sequence[Tracker]] = lambda written: (),
     ) -> None:
-        """step: step of the checkpoint to resume from. config: shown in W&B. say: prints alarms. on_record: called with
-        each record.
-
-        metrics.jsonl is always written; W&B and TensorBoard depend on `run`.
+        """step: step of the checkpoint to resume from. say: prints alarms. on_record: called with each record.
+        open_trackers: called with the last step that was written before, or -1.
         """
         self._file, self._alarm_file = MetricsFile(run_dir / METRICS, step), MetricsFile(run_dir / ALARMS, step)
-        self._loggers: list[WandbWriter | TensorBoardWriter] = []
-        if run.wandb != "disabled":
-            self._loggers.append(WandbWriter(run_dir, run, config))
-        if run.tensorboard:
-            self._loggers.append(TensorBoardWriter(run_dir / TENSORBOARD, step))
+        self._trackers = open_trackers(self._file.written)
         self._alarms, self._say, self._on_record = alarms, say, on_record
         self._record: dict[str, Any] = {}
         self._pending: Callable[[], dict[str, Any]] | None = None
@@ -189,10 +130,10 @@ class MetricsLog:
         self._record.update(metrics)
 
     def alarm(self, alarm: Alarm) -> None:
-        """Send an alarm to its file, all loggers and the console."""
+        """Send an alarm to its file, all trackers and the console."""
         self._alarm_file.write(asdict(alarm))
-        for logger in self._loggers:
-            logger.alarm(alarm.kind, alarm.text)
+        for tracker in self._trackers:
+            tracker.alarm(alarm.kind, alarm.text)
         self._say(f"alarm {alarm.kind}: {alarm.text}")
 
     def flush(self) -> dict[str, Any] | None:
@@ -208,10 +149,13 @@ class MetricsLog:
 
     def _write(self, record: dict[str, Any]) -> None:
         record.update({alias: record[name] for alias, name in ALIASES.items() if name in record})
-        for writer in (self._file, *self._loggers):
-            writer.write(record)
+        self._file.write(record)
+        for tracker in self._trackers:
+            tracker.write(record)
 
     def close(self) -> None:
         self.flush()
-        for writer in (self._alarm_file, self._file, *self._loggers):
-            writer.close()
+        self._alarm_file.close()
+        self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
