@@ -40,21 +40,24 @@ OPERATIONS = {
     "all_gather_into_tensor": "all-gather",
     "reduce_scatter_tensor": "reduce-scatter",
     "all_reduce": "all-reduce",
+    "all_to_all_single": "all-to-all",
 }
 WATCHING = ExitStack()
 TINY = 64  # bytes for each rank: the counts of a step, norms, flags; every other message of these cases is larger
 
 
-def config_of(zero: int, group: int, precision: str, accumulation: int, world: int, extra: dict[str, Any]) -> Config:
+def config_of(
+    zero: int, group: int, precision: str, accumulation: int, world: int, extra: dict[str, Any], sequence: int
+) -> Config:
     return Config.model_validate(
         {
-            "model": {"architecture": SIZES},
+            "model": {"architecture": SIZES, "attention": "varlen", "gradient_checkpointing": sequence == 4},
             "data": {"train": "unused", "sequence_length": 16},
             "stages": [{"name": "all", "train": ["heads", "embedding", "lora"], "steps": 10}],
-            "parallel": {"zero_stage": zero, "vocab_group_size": group},
+            "parallel": {"zero_stage": zero, "vocab_group_size": group, "sequence_group_size": sequence},
             "train": {
                 "micro_batch_size": 2,
-                "global_batch_size": 2 * accumulation * world,
+                "global_batch_size": 2 * accumulation * world // sequence,
                 "precision": precision,
             },
             "deepspeed": {"zero_optimization": extra} if extra else {},
@@ -71,14 +74,14 @@ def traffic() -> Traffic:
 
 
 def counted_and_planned(
-    zero: int, group: int, precision: str, accumulation: int, extra: dict[str, Any]
+    zero: int, group: int, precision: str, accumulation: int, extra: dict[str, Any], sequence: int
 ) -> tuple[Counter[Any], Counter[Any]]:
     """Bytes by operation and group."""
     from cqwen_dist.tools.bench.rig import build_rig
 
     runtime, watched = as_rank(), traffic()
 
-    config = config_of(zero, group, precision, accumulation, runtime.world_size, extra)
+    config = config_of(zero, group, precision, accumulation, runtime.world_size, extra, sequence)
     rig = build_rig(config, SIZES, runtime)
     plan = rig.enter(0)
     batches = rig.batches(plan)
@@ -91,7 +94,7 @@ def counted_and_planned(
     tiny = TINY * runtime.world_size
     for operation, name, ranks, size in watched.take()[0]:
         if size > tiny and ranks > 1:
-            counted[OPERATIONS[operation], name if name in ("vocabulary", "replica") else "world"] += size
+            counted[OPERATIONS[operation], name if name in ("vocabulary", "replica", "sequence") else "world"] += size
     (s,) = stage_sizes(config, Architecture.of(SIZES), world=runtime.world_size, kind="cpu")
     planned: Counter[Any] = Counter()
     for message in step_messages(s):
@@ -100,11 +103,14 @@ def counted_and_planned(
     return counted, planned
 
 
-def case(world: int, zero: int, group: int, precision: str, accumulation: int, extra: dict[str, Any]) -> Any:
+def case(
+    world: int, zero: int, group: int, precision: str, accumulation: int, extra: dict[str, Any], sequence: int = 1
+) -> Any:
     window = "" if not extra else ", all may stay gathered" if extra is WINDOW else ", nothing may stay gathered"
     name = f"{world} ranks, ZeRO {zero}, groups of {group}, {precision}, {accumulation} micro-batches{window}"
+    name += f", texts over {sequence}" * (sequence > 1)
     marks = pytest.mark.slow if world == 4 else ()
-    return pytest.param(world, zero, group, precision, accumulation, extra, id=name, marks=marks)
+    return pytest.param(world, zero, group, precision, accumulation, extra, sequence, id=name, marks=marks)
 
 
 CASES = [
@@ -113,20 +119,29 @@ CASES = [
     case(2, 3, 2, "fp32", 2, WINDOW),
     case(2, 3, 1, "fp32", 1, NO_WINDOW),
     case(2, 3, 2, "fp32", 1, {}),
+    case(2, 2, 2, "fp32", 2, {}, 2),
     case(4, 1, 4, "bf16", 1, {}),
+    case(4, 1, 1, "bf16", 1, {}, 4),
     case(4, 2, 2, "fp32", 2, {}),
     case(4, 3, 2, "fp32", 1, WINDOW),
 ]
 
 
-@pytest.mark.parametrize(("world", "zero", "group", "precision", "accumulation", "extra"), CASES)
+@pytest.mark.parametrize(("world", "zero", "group", "precision", "accumulation", "extra", "sequence"), CASES)
 def test_counted_bytes_equal_the_plan(
-    pool: Pool, world: int, zero: int, group: int, precision: str, accumulation: int, extra: dict[str, Any]
+    pool: Pool,
+    world: int,
+    zero: int,
+    group: int,
+    precision: str,
+    accumulation: int,
+    extra: dict[str, Any],
+    sequence: int,
 ) -> None:
-    for counted, planned in pool(counted_and_planned, world, zero, group, precision, accumulation, extra):
+    for counted, planned in pool(counted_and_planned, world, zero, group, precision, accumulation, extra, sequence):
         assert counted == planned
 
 
 def test_one_rank_sends_no_messages() -> None:
-    (s,) = stage_sizes(config_of(3, 1, "bf16", 1, 1, {}), Architecture.of(SIZES), world=1, kind="cpu")
+    (s,) = stage_sizes(config_of(3, 1, "bf16", 1, 1, {}, 1), Architecture.of(SIZES), world=1, kind="cpu")
     assert step_messages(s) == []

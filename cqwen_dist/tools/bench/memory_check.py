@@ -84,14 +84,9 @@ LIKE_72B = {
     "num_hidden_layers": 4,
     "num_key_value_heads": 1,
 }
-LIVE_LIKE_72B = {
-    "deepspeed.zero_optimization": {
-        "stage3_max_live_parameters": 15_600_000,
-        "stage3_max_reuse_distance": 15_600_000,
-        "stage3_prefetch_bucket_size": 780_000,
-        "stage3_param_persistence_threshold": 1560,
-    }
-}
+LIVE = {f"stage3_max_{key}": 15_600_000 for key in ("live_parameters", "reuse_distance")}
+LIVE |= {"stage3_prefetch_bucket_size": 780_000, "stage3_param_persistence_threshold": 1560}
+AS_72B = BF16 | ZERO_3 | CHECKPOINTING | PACKED | {"deepspeed.zero_optimization": LIVE}
 OWN_CONFIGS = ("7b", "14b", "32b", "72b")  # measured on a GPU with --world
 
 
@@ -182,11 +177,10 @@ def _on_gpu() -> list[Case]:
 
 
 def _in_world(world: int) -> list[Case]:
-    """Small models in vocabulary groups of up to 8, with two sequences per rank.
-
-    A large world uses two layers, because the profiler records an event per weight and rank.
-    """
+    """Small models in vocabulary groups of up to 8. A large world uses two layers, because the profiler records an
+    event per weight and rank."""
     layers = {"num_hidden_layers": 2} if world > 256 else {}
+    over = {"model.attention": "varlen", **_batch(2048, 1)}
 
     def case(name: str, changes: dict[str, Any], *trains: list[str], **architecture: Any) -> Case:
         architecture |= layers
@@ -199,8 +193,13 @@ def _in_world(world: int) -> list[Case]:
         case("ZeRO-3, fp32", ZERO_3),
         case("ZeRO-3, bf16, q and v", BF16 | ZERO_3 | QV),
         case("ZeRO-3, bf16, a large vocabulary", BF16 | ZERO_3, vocab_size=40_000),
-        case("as 72B: heads", BF16 | ZERO_3 | CHECKPOINTING | PACKED | LIVE_LIKE_72B, HEADS, **LIKE_72B),
-        case("as 72B: heads, then all", BF16 | ZERO_3 | CHECKPOINTING | PACKED | LIVE_LIKE_72B, HEADS, ALL, **LIKE_72B),
+        case("texts over 2 ranks", over | {"parallel.sequence_group_size": 2}),
+        case(
+            "texts over 8 ranks, ZeRO-3, bf16",
+            over | BF16 | ZERO_3 | CHECKPOINTING | {"parallel.sequence_group_size": 8},
+        ),
+        case("as 72B: heads", AS_72B, HEADS, **LIKE_72B),
+        case("as 72B: heads, then all", AS_72B, HEADS, ALL, **LIKE_72B),
     ]
 
 

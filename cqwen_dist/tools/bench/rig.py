@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import Config, Stage
 from cqwen_dist.ops.products import dtype_of
-from cqwen_dist.parallel.groups import Groups, build_groups
+from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime, seed_everything
-from cqwen_dist.training.assembly import build_training
+from cqwen_dist.training.assembly import build_training, groups_of
 from cqwen_dist.training.constraint import EVERY
 from cqwen_dist.training.run_parts import Base, Training, Words
 from cqwen_dist.training.stages import StagePlan
@@ -45,7 +45,7 @@ class Rig(Training):
     def batches(self, plan: StagePlan, seed: int = 0) -> list[Batch]:
         """This rank's CPU micro-batches for one optimizer step: full sequences with labels everywhere."""
         number = self.engine.model.config.num_token_id
-        return random_batches(self.config, plan.stage, number, seed, self.runtime.rank, self.groups.world_size)
+        return random_batches(self.config, plan.stage, number, seed, **self.groups.reading)
 
     def step(
         self, micro_batches: list[Batch], plan: StagePlan, looking: bool = False, cached: list[Tensor] | None = None
@@ -59,18 +59,26 @@ class Rig(Training):
 
 
 def random_batches(
-    config: Config, stage: Stage, number: int, seed: int = 0, rank: int = 0, world: int = 1
+    config: Config,
+    stage: Stage,
+    number: int,
+    seed: int = 0,
+    rank: int = 0,
+    world: int = 1,
+    part: int = 0,
+    parts: int = 1,
 ) -> list[Batch]:
     """A rank's CPU micro-batches for one optimizer step: full sequences with labels everywhere.
 
-    number: the <NUM> token id, which is the last row.
+    number: the <NUM> token id, which is the last row. rank to parts: as in `Loader`.
     """
     whole, micro = config.batch_sizes(stage)
     share = max(1, whole // world)
-    length = stage.sequence_length or config.data.sequence_length
+    length = -(-(stage.sequence_length or config.data.sequence_length) // parts) * parts
     sizes = [min(micro, share - done) for done in range(0, share, micro)]
     return [
-        _batch(rows, length, number, config.data.pack, 1000 * seed + i + 7919 * rank) for i, rows in enumerate(sizes)
+        _batch(rows, length, number, config.data.pack, 1000 * seed + i + 7919 * rank).part(part, parts)
+        for i, rows in enumerate(sizes)
     ]
 
 
@@ -107,7 +115,7 @@ def build_rig(
     num_token_id: the last row by default. Raises `UserError` if the config does not fit the number of ranks.
     """
     seed_everything(config.train.seed)
-    groups = groups or build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
+    groups = groups or groups_of(config, runtime)
     base = _base(config, architecture, runtime)
     vocab = base.model.config.vocab_size
     words = Words(

@@ -37,21 +37,22 @@ def _attention(s: Sizes, block: Block) -> float:
     """Bytes per token that attention saves."""
     a, w = s.base, s.width
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    read = max(a.kv_heads, s.sequence) * a.head_dim  # of k, and of v
     if masked(s):
         each = w * (4 * q)  # q and k with positions, v, output; k and v repeated for every head
-        each += (a.heads * FP32) + s.length * w  # log-sum-exp; the mask as floats, one row per token
-    elif s.kind == "cuda" and w == FP32 and q != kv:
+        each += (a.heads * FP32) + s.sequence * s.length * w  # log-sum-exp; the mask as floats, one row per token
+    elif s.kind == "cuda" and w == FP32 and q != read:
         # No fused kernel supports fp32 with fewer key heads, so the plain formula saves a score row per token and head.
         each = w * 4 * q + a.heads * s.length * w
     else:
-        each = w * (2 * q + 2 * kv) + a.heads * FP32
+        each = w * (2 * q + 2 * read) + a.heads * FP32
     gated = "gated attention" in a.reads(block)
     if block.qk_norm:
         each += FP32 * (q + kv) + FP32 * (a.heads + a.kv_heads)  # the norms of q and k
     if gated:  # the gate after its sigmoid; in fp32 the norm of q saves the gate along with q
         each += w * q + FP32 * q * (w == FP32) + w * q * (s.kind == "cpu")  # on a CPU the output is also copied
-    if by_text(s) and "attention" in _adapted(s, block) and "lora" in s.trainable:
-        each += w * q  # the concatenated output, in addition to the output for each text
+    if (by_text(s) or s.sequence > 1) and "attention" in _adapted(s, block) and "lora" in s.trainable:
+        each += w * q  # the concatenated or exchanged output, in addition to the output for each text
     return each
 
 

@@ -13,8 +13,8 @@ from typing import Literal
 from cqwen_dist.tools.plan.stage_sizes import FP32, MAX_LIVE, PERSISTENT_BELOW, Sizes, ceil_div
 
 INT64 = 8
-Operation = Literal["all-gather", "reduce-scatter", "all-reduce"]
-GroupName = Literal["world", "vocabulary", "replica"]
+Operation = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+GroupName = Literal["world", "vocabulary", "replica", "sequence"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Message:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a rank sends (and receives) in a ring."""
+        """Bytes that a rank sends (and receives), in a ring or to each rank its part."""
         rounds = 2 if self.operation == "all-reduce" else 1
         return rounds * self.bytes * (self.ranks - 1) / self.ranks
 
@@ -110,7 +110,20 @@ def stage_head_messages(s: Sizes, group: int) -> list[Message]:
 
 def step_messages(s: Sizes) -> list[Message]:
     """All messages on one rank in one optimizer step."""
-    return stage_head_messages(s, s.group) + feature_messages(s)
+    return stage_head_messages(s, s.group) + feature_messages(s) + attention_messages(s)
+
+
+def attention_messages(s: Sizes) -> list[Message]:
+    """The exchanges of a sequence group in one optimizer step: q, k, v and the output of every layer.
+
+    The gradients are exchanged too, and with recomputation the tensors a second time.
+    """
+    if s.sequence == 1:
+        return []
+    a = s.base
+    heads = (a.heads, max(a.kv_heads, s.sequence), max(a.kv_heads, s.sequence), a.heads)
+    layer = [Message("all-to-all", "sequence", s.sequence, s.tokens * n * a.head_dim * s.width) for n in heads]
+    return layer * (a.layers * s.accumulation * (1 + s.graph * (1 + s.checkpointing)))
 
 
 def feature_messages(s: Sizes) -> list[Message]:

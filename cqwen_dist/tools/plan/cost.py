@@ -160,7 +160,7 @@ def optimizer_time(s: Sizes, m: Machine) -> float:
 
 def message_time(message: Message, s: Sizes, m: Machine, ranks_per_node: int) -> float:
     """Seconds of one collective: a ring over the slowest link in the group."""
-    crosses = (s.group if message.group == "vocabulary" else s.world) > ranks_per_node
-    rate, latency = (m.between, m.latency_between) if crosses else (m.inside, m.latency_inside)
+    spans = {"vocabulary": s.group, "sequence": s.sequence}.get(message.group, s.world)
+    rate, latency = (m.between, m.latency_between) if spans > ranks_per_node else (m.inside, m.latency_inside)
     rounds = (2 if message.operation == "all-reduce" else 1) * max(1, (message.ranks - 1).bit_length())
     return message.wire_bytes / rate + latency * rounds

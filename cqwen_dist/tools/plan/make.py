@@ -158,6 +158,7 @@ def plan(
     base = Architecture.of(architecture)
     kind = "cuda" if gpus_per_node else "cpu"
     sizes = stage_sizes(config, base, world=nodes * ranks_per_node, kind=kind, sequences=sequences, text=text)
+    config.parallel.fit_heads(architecture)
     s, phase, parts = worst(sizes)
     parts = (*parts, *memory.outside_tensors(s, tensor_bytes(parts)))
     return Plan(
@@ -209,7 +210,8 @@ def _advice(s: Sizes, parts: tuple[Part, ...]) -> str:
     name = largest(parts).name
     if name in ("activations", "features and U", "one layer's backward", "gradients of U"):
         checkpoint = "" if config.model.gradient_checkpointing else "model.gradient_checkpointing, "
-        return f"Try {checkpoint}a smaller train.micro_batch_size or data.sequence_length."
+        shorter = "a smaller train.micro_batch_size or data.sequence_length, a larger parallel.sequence_group_size"
+        return f"Try {checkpoint}{shorter}."
     if name == "loss tiles":
         return "Try loss.impl auto." if config.loss.impl == "reference" else "Try a larger parallel.vocab_group_size."
     if name in ("W_cls", "gradients", "gradients of the rows", "accumulated gradients"):

@@ -76,7 +76,7 @@ def outside_tensors(s: Sizes, tensors: int) -> Iterator[Part]:
         return
     yield Part("CUDA context", CONTEXT, "driver, loaded kernels")
     if s.world > 1:
-        groups = 1 + (s.group > 1) + (1 < s.group < s.world) + 1
+        groups = 1 + (s.group > 1) + (1 < s.group < s.world) + (s.sequence > 1) + 1
         yield Part("communication buffers", groups * NCCL, f"NCCL, {groups} communicators")
     share = FRAGMENTATION[s.kind]
     yield Part("fragmentation", round(share * tensors), f"{share:.0%} of the tensors: what the allocator cannot use")

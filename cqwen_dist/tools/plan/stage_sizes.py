@@ -2,7 +2,8 @@
 
 Letters: H hidden, I intermediate, A attention heads, K key-value heads, D head size, L layers; C causal dimensions
 (word part C_w, number dimensions m), V vocabulary, v rows per rank, g ranks of a vocabulary group, R ranks of the
-world; B sequences of T tokens in a micro-batch, N = B T; w bytes per backbone value.
+world; B sequences of T tokens in a micro-batch, N = B T (over the ranks of a sequence group); w bytes per backbone
+value.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ class Sizes:
         self.config, self.base, self.world, self.kind, self.stage = config, base, world, kind, stage
         self.sequences_in_data = sequences
         # The batch
+        self.sequence = config.parallel.sequence_group_size  # ranks that share each sequence
         self.global_batch, micro_batch = config.batch_sizes(stage)
-        share = ceil_div(self.global_batch, world)  # sequences per step on this rank
+        share = ceil_div(self.global_batch, world // self.sequence)  # sequences per step on this rank
         self.accumulation = ceil_div(share, micro_batch)  # micro-batches per step
         self.length = stage.sequence_length or config.data.sequence_length  # T
-        self.tokens = min(micro_batch, share) * self.length  # N
+        self.tokens = min(micro_batch, share) * ceil_div(self.length, self.sequence)  # N
         self.attended = min(text or self.length, self.length) if config.data.pack else float(self.length)
         self.step_tokens = self.global_batch * self.length  # tokens of all ranks per optimizer step
         # The trained groups. The engine is never rebuilt, so memory of a group that trains in any stage is permanent
@@ -95,7 +97,7 @@ class Sizes:
         In auto mode, a stage given in steps over data of unknown size counts as uncached.
         """
         mode = self.config.train.feature_cache.mode
-        if self.graph or mode == "never":
+        if self.graph or mode == "never" or self.sequence > 1:
             return False
         if mode == "require":
             return True
@@ -165,7 +167,7 @@ def stage_sizes(
     sequences: int | None = None,
     text: float | None = None,
 ) -> list[Sizes]:
-    """The `Sizes` of each stage; arguments as in `Sizes`. Raises `UserError` if vocabulary groups do not fit."""
+    """The `Sizes` of each stage; arguments as in `Sizes`. Raises `UserError` if groups do not fit."""
     config.parallel.refuse_ranks(world)
     return [Sizes(config, base, world, kind, stage, sequences, text) for stage in config.stages]
 

@@ -10,7 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 # Function names in torch.distributed.
-COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast", "all_gather_object")
+COLLECTIVES = (
+    *("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single"),
+    *("broadcast", "all_gather_object"),
+)
 
 
 class Transfer(NamedTuple):

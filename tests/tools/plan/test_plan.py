@@ -20,6 +20,7 @@ from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.sizes.architecture import Architecture, read_architecture
 from cqwen_dist.tiles import tile_shape
 from cqwen_dist.tools.plan import Plan, activations, command, plan, render
+from cqwen_dist.tools.plan.comm import step_messages
 from cqwen_dist.tools.plan.command import count_sequences
 from cqwen_dist.tools.plan.make import checkpoint_bytes
 from cqwen_dist.tools.plan.memory import GIB
@@ -208,6 +209,32 @@ def test_zero_shards_the_engine_and_the_group_shards_the_rows():
     assert size(odd, "W_cls") == 334 * 64 * 4  # ceil(1000 / 3) rows of C = 64
     # replicas of rows: none; matrices [72, 64] of the abduction over three ranks
     assert size(odd, "moments of the heads") == 8 * (2 * 24 * 64 + 2 * 72 + 72 + 1 + 72 + 334 * 65)
+
+
+def test_a_sequence_group_shares_activations_and_exchanges_the_heads():
+    """Four heads and two key heads: a group of 4 exchanges each key head twice."""
+    train = {"train": {"global_batch_size": 8, "micro_batch_size": 1}, "model": {"attention": "varlen"}}
+    every = [{"name": "a", "train": ["heads", "embedding", "lora"], "steps": 1}]
+    base, kept = Architecture.of(SMALL), {}
+    for group in (1, 2, 4):
+        split = config(**train, stages=every, parallel={"sequence_group_size": group})
+        (s,) = stage_sizes(split, base, world=4, kind="cpu")
+        assert (s.tokens, s.accumulation, s.step_tokens) == (16 // group, 2 * group, 128)
+        kept[group] = group * activations.saved(s)
+        exchanges = [m.bytes for m in step_messages(s) if m.group == "sequence"]
+        heads = 2 * 4 + 2 * max(2, group)
+        assert sum(exchanges) == (group > 1) * 2 * 3 * 32 * heads * 16 * 4  # twice, layers, tokens, heads, D, fp32
+    output = 3 * 16 * 64 * 4  # o_proj's adapter keeps the output as it comes back from the other ranks
+    assert kept[2] == kept[1] + output
+    assert kept[4] == kept[1] + output + 3 * 16 * 2 * 2 * 16 * 4
+    train["model"] |= {"architecture": None, "name_or_path": "unused"}
+    for world, group, said in (
+        (4, 3, "a divisor of the 4 ranks: 1, 2, 4"),
+        (8, 8, "a divisor of the base's 4 attention"),
+    ):
+        split = Config.model_validate({**train, "data": {"train": "x"}, "parallel": {"sequence_group_size": group}})
+        with pytest.raises(UserError, match=f"parallel.sequence_group_size: found {group}, allowed: {said}"):
+            plan(split, nodes=1, gpus_per_node=world, architecture=SMALL)
 
 
 def test_each_setting_changes_the_expected_part():
