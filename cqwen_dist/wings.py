@@ -17,6 +17,7 @@ PLACES = {
     **{f"bench {verb}": f"tools.bench.bench_verbs:{verb}" for verb in _BENCH},
     "fit": "tables.table_verbs:fit",
     "bench numbers": "tables.table_verbs:numbers",
+    "code of a folder": "tools.export.portable:write_code",
     "a run's page": "tools.report.html:leave_report",
     "model.wide": "tables.wide.wide_part:WidePart",
     "start of model.wide": "tables.wide.wide_start:WideStart",

@@ -17,6 +17,7 @@ from cqwen_dist.config.data import NumberPolicy
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.chat import CHATML
 from cqwen_dist.data.tokenizer import PLACEHOLDER, POLICY_FILE, DigitTokenizer, NumericalAwareTokenizer, read_policy
+from cqwen_dist.wings import from_wing
 
 KEPT = ("chat_template", "clean_up_tokenization_spaces", "model_max_length", "name_or_path", "truncation_side")
 
@@ -69,6 +70,12 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
     def convert_to_native_format(cls, trust_remote_code: bool = False, **given: Any) -> dict[str, Any]:
         """Keep tokenizer.json unchanged; transformers would rebuild it from the vocabulary."""
         return given
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **given: Any) -> Any:
+        """As transformers', with the code that the folder needs where this package is not installed."""
+        if __name__.startswith("cqwen_dist."):  # where this class is a folder's own, transformers copies its file
+            self._auto_map = from_wing("code of a folder")(save_directory)
+        return super().save_pretrained(save_directory, *args, **given)
 
     def _save_pretrained(self, save_directory: Any, file_names: tuple[str, ...], *args: Any, **given: Any) -> Any:
         written = super()._save_pretrained(save_directory, file_names, *args, **given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,12 +36,26 @@ OF_LOGITS = (
     *("forced_eos_token_id", "min_length", "min_new_tokens", "min_p", "no_repeat_ngram_size", "remove_invalid_values"),
     *("renormalize_logits", "repetition_penalty", "sequence_bias", "suppress_tokens", "top_h", "typical_p"),
 )
-# Accepted with this value only, without effect. transformers puts the last two into each config that it derives.
+# Where a mode does not take the option: the value with which it has no effect, so callers may pass it. So may None.
+_OFF = ("early_stopping", "low_memory", "output_attentions", "output_hidden_states", "output_logits", "output_scores")
 NEUTRAL = {
-    "num_beams": 1,
-    "guidance_scale": 1.0,
-    "output_attentions": False,
-    "output_hidden_states": False,
+    **dict.fromkeys((*_OFF, "remove_invalid_values", "renormalize_logits", "synced_gpus", "token_healing"), False),
+    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale", "length_penalty", "repetition_penalty"), 1.0),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "top_p", "typical_p"), 1),
+    **dict.fromkeys(("diversity_penalty", "epsilon_cutoff", "eta_cutoff", "min_p"), 0.0),
+    **dict.fromkeys(("min_length", "min_new_tokens", "top_k"), 0),
+    **dict.fromkeys(("encoder_no_repeat_ngram_size", "no_repeat_ngram_size"), 0),
+    "logits_to_keep": 1,
+}
+# What to do instead of an option that no mode takes.
+INSTEAD_OF = {
+    "assistant_model": "None: each word needs the number before it, so nothing drafts ahead",
+    "num_beams": "1; num_return_sequences with mode='ovr' gives several continuations",
+    "output_logits": "False; forward gives the logits of every position",
+    "output_scores": "False; forward with output_log_probs gives log P of every position",
+    "penalty_alpha": "None; mode='compatible' takes repetition_penalty",
+    "prefix_allowed_tokens_fn": "None; mode='compatible' takes it as a logits_processor",
+    "synced_gpus": "False: a process generates by itself, so give each whole weights",
 }
 # The modes that take an option, where not all do.
 ONLY_IN = {
@@ -179,19 +194,24 @@ def _set(config: GenerationConfig | None, known: Mapping[str, Any] | None = None
 
 def _merged(own: dict[str, Any], asked: dict[str, Any], mode: str) -> dict[str, Any]:
     """Merge the options of the call with the model's options that the mode uses. Raises `UserError`."""
-    asked = {name: value for name, value in asked.items() if name not in NEUTRAL or value != NEUTRAL[name]}
+    known = {*PASSED_ON, *PLAIN, *SAMPLING, *LENGTH, *OF_LOGITS}
+    taken = {name for name in known if mode in ONLY_IN.get(name, (mode,))}
+    # None: not set. Some of transformers' defaults have no effect; callers pass them
+    asked = {n: v for n, v in asked.items() if n in taken or not (v is None or (n in NEUTRAL and v == NEUTRAL[n]))}
     asked.pop("mode", None)
-    known = (*PASSED_ON, *PLAIN, *SAMPLING, *LENGTH, *OF_LOGITS)
     for name, value in asked.items():
         if name not in known:
-            raise UserError(name, value, f"options out of {', '.join(sorted(known))}")
-        if mode not in ONLY_IN.get(name, (mode,)):
+            near = difflib.get_close_matches(name, known, 1)
+            other = f"an option of this generate; the nearest is {near[0]}" if near else "an option of this generate"
+            raise UserError(name, value, INSTEAD_OF.get(name, other))
+        if name not in taken:
             raise UserError(name, value, _only_in(name))
         if value is not None:
             _check_kind(name, value)
     draws = find_mode(mode).draws
     if draws is not None and asked.get("do_sample") not in (None, draws):
-        raise UserError("do_sample", asked["do_sample"], f"{draws}, as mode {mode} draws {'' if draws else 'nothing'}")
+        said = f"{draws}, as mode {mode} draws" + ("" if draws else " nothing; mode='compatible' or 'ovr' draws words")
+        raise UserError("do_sample", asked["do_sample"], said)
     kept = (*PLAIN, *LENGTH, *SAMPLING, *OF_LOGITS) if mode == "compatible" else (*PLAIN, *LENGTH)
     return {**{name: value for name, value in own.items() if name in kept}, **asked}
 

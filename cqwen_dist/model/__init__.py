@@ -11,10 +11,11 @@ from cqwen_dist.model.causal_lm import CausalQwenForCausalLM
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.embedding import NumericalAwareEmbedding
+from cqwen_dist.model.features_face import CausalQwenFeatures
 from cqwen_dist.model.former_exports import read_former_exports
 
 AutoConfig.register(CausalQwenConfig.model_type, CausalQwenConfig, exist_ok=True)
-AutoModel.register(CausalQwenConfig, CausalQwenForCausalLM, exist_ok=True)
+AutoModel.register(CausalQwenConfig, CausalQwenFeatures, exist_ok=True)
 read_former_exports(CausalQwenConfig.model_type)
 AutoModelForCausalLM.register(CausalQwenConfig, CausalQwenForCausalLM, exist_ok=True)
 
@@ -22,6 +23,7 @@ __all__ = [
     "AbductionNetwork",
     "ActionNetwork",
     "CausalQwenConfig",
+    "CausalQwenFeatures",
     "CausalQwenForCausalLM",
     "CausalQwenModel",
     "FeatureExtractionNetwork",

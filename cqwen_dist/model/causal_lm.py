@@ -26,6 +26,7 @@ from cqwen_dist.model.from_base import turned_causal
 from cqwen_dist.model.labels_loss import loss_of_labels
 from cqwen_dist.model.lora import merge_lora
 from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.wings import from_wing
 
 logger = logging.get_logger(__name__)
 
@@ -104,7 +105,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.features.embedding.token_embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.features.embedding.token_embedding = value
+        self.model.features.embedding.take_table(value)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **given: Any) -> Any:
         """The table, for the size that it has. Raises `UserError` for another: each row has a threshold too."""
@@ -291,6 +292,14 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         if as_output:
             return CausalQwenGeneration.of(written, numbers)
         return (written, numbers) if return_numbers else written
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
+        """As transformers', with the code that the folder needs where this package is not installed."""
+        # Where this class is a folder's own, transformers copies its file
+        if __name__.startswith("cqwen_dist.") and options.get("is_main_process", True):
+            write_code = from_wing("code of a folder")
+            self.config.auto_map = write_code(save_directory, self.config.lora is not None, self.model.beside)
+        super().save_pretrained(save_directory, *args, **options)
 
     def merge_adapters(self) -> None:
         """Fold LoRA into the backbone, in place."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from numbers import Real
@@ -18,6 +19,7 @@ from cqwen_dist.heads.beside import BESIDE_Z
 from cqwen_dist.heads.targets import TargetTransform
 
 OF_BASE = ("max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class CausalQwenConfig(PretrainedConfig):
@@ -81,6 +83,9 @@ class CausalQwenConfig(PretrainedConfig):
         self.value_periods = list(value_periods)
         self._check(base_config.vocab_size)
         kwargs.setdefault("tie_word_embeddings", False)
+        self.use_cache = kwargs.pop("use_cache", True)
+        for name in TOKENS:
+            setattr(self, name, kwargs.pop(name, getattr(base_config, name, None)))
         super().__init__(**kwargs)
 
     def _check(self, rows: int) -> None:
@@ -99,6 +104,13 @@ class CausalQwenConfig(PretrainedConfig):
             TargetTransform(**self.target)
         except (TypeError, ValueError) as error:
             raise UserError("config.json: target", self.target, f"a target's unit ({error})") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """PEFT asks for this before it looks up the model type's targets, so they are declared here: the base's."""
+        for name, targets in vars(sys.modules.get("peft.utils.constants", object)).items():
+            if name.endswith("_MODULES_MAPPING") and USUAL in targets:
+                targets.setdefault(self.model_type, targets[USUAL])
+        return dict(super().to_dict())
 
     @property
     def custom_pipelines(self) -> dict[str, Any]:

@@ -52,13 +52,29 @@ class NumericalAwareEmbedding(nn.Module):
         """w_num [H] starts as N(0, 1/H) per entry (std 1/sqrt(H), S3 4 step 1) times w_num_scale. With K periods w_num
         is [1+2K,H] and multiplies `value_features`."""
         super().__init__()
-        self.token_embedding = token_embedding
+        self.take_table(token_embedding)
+        self.reading = False  # whether the table's caller is this module
         self.num_token_id = num_token_id
         self.periods = tuple(periods)
         self.w_num_shape = (1 + 2 * len(periods), hidden_size) if periods else (hidden_size,)
         self.w_num = nn.Parameter(torch.randn(self.w_num_shape) * (w_num_scale * hidden_size**-0.5))
         self.num_row = nn.Parameter(torch.zeros(hidden_size))
         self._instead: tuple[Tensor, Tensor] | None = None
+
+    def take_table(self, table: nn.Module) -> None:
+        """Use this token table. Others who call it, as `get_input_embeddings()`, read <NUM>'s trained row there."""
+        for key, hook in list(table._forward_hooks.items()):
+            if getattr(hook, "__func__", None) is NumericalAwareEmbedding._with_num_row:  # of the table's former owner
+                del table._forward_hooks[key]
+        table.register_forward_hook(self._with_num_row)
+        self.token_embedding = table
+
+    def _with_num_row(self, table: nn.Module, given: tuple[Tensor, ...], rows: Tensor) -> Tensor:
+        """Rows of the table [...,H] with `num_row` at <NUM>. `forward` adds it itself, in fp32 and with the number."""
+        if self.reading or self.num_token_id is None:
+            return rows
+        num = (given[0] == self.num_token_id).unsqueeze(-1)
+        return torch.where(num, rows.float() + self.num_row.float(), rows.float()).to(rows.dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for part in self.children() if recurse else ():
@@ -77,9 +93,11 @@ class NumericalAwareEmbedding(nn.Module):
     def forward(self, input_ids: Tensor | None, numeric_values: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
         """input_ids [B,T] int64, numeric_values [B,T] (0 at text) -> [B,T,H] in the table's dtype.
 
-        inputs_embeds [B,T,H]: used instead of ids. Then `num_row` is not added, as the <NUM> positions are unknown.
+        inputs_embeds [B,T,H]: used instead of ids. They contain `num_row` if the token table made them.
         """
+        self.reading = True
         base = self.token_embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        self.reading = False
         w_num, num_row = (self.w_num, self.num_row) if self._instead is None else self._instead
         dtype = torch.promote_types(w_num.dtype, torch.float32)
         features, rows = value_features(numeric_values, self.periods, dtype), w_num.to(dtype).view(-1, w_num.shape[-1])

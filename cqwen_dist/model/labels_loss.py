@@ -27,7 +27,7 @@ def loss_of_labels(
     num: row of <NUM>. num_items_in_batch: labels of all micro-batches of the step, as Trainer counts them. The loss is
     then this micro-batch's share, so that micro-batches count by their labels.
     """
-    width = labels.shape[1]
+    width, items = labels.shape[1], (labels[:, 1:] != IGNORE_INDEX).sum()  # as Trainer counts
     real = torch.ones_like(labels, dtype=torch.bool)
     if mask is not None:
         real = mask[:, -width:].bool()  # with a cache the mask covers earlier tokens too
@@ -47,4 +47,4 @@ def loss_of_labels(
     kept = batch.kept
     at = Cauchy(*(t.flatten(0, 1)[kept] for t in u))
     loss = mean_loss(action, at, labels.flatten()[kept], action.number_head.value_labels(batch, kept), num)
-    return loss if num_items_in_batch is None else loss * (len(kept) / num_items_in_batch)
+    return loss if num_items_in_batch is None else loss * (items / num_items_in_batch)

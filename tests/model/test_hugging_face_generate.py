@@ -22,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from cqwen_dist.config import UserError
 from cqwen_dist.generate.generator import generate as low_level
+from cqwen_dist.generate.modes import MODES
 from cqwen_dist.generate.streaming import NumberStreamer
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 
@@ -173,12 +174,31 @@ def test_mode_ovr_takes_top_k_top_p_and_temperature() -> None:
     assert written(temperature=0.5, top_k=20, **static) == written(temperature=0.5, top_k=20)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_options_without_effect_are_accepted_in_every_mode(mode: str) -> None:
+    model, ids = tiny_causal_lm(), random_ids(1, 3)
+    off: dict[str, Any] = {
+        **dict.fromkeys(("output_scores", "early_stopping", "synced_gpus"), False),
+        **dict.fromkeys(("length_penalty", "encoder_repetition_penalty", "repetition_penalty", "temperature"), 1.0),
+        **dict.fromkeys(("num_beams", "num_beam_groups", "logits_to_keep", "top_p", "typical_p"), 1),
+        **dict.fromkeys(("assistant_model", "prefix_allowed_tokens_fn", "bad_words_ids"), None),
+        **dict.fromkeys(("min_length", "top_k"), 0),
+    }
+    options = {"mode": mode, "max_new_tokens": 3, "seed": 1} if mode != "standard" else {"max_new_tokens": 3}
+    wanted = model.generate(ids, **options, **({"temperature": 1.0} if mode == "compatible" else {}))
+    assert torch.equal(model.generate(ids, **options, **off), wanted)
+
+
 def test_unsupported_generate_options_are_refused() -> None:
     model, ids = tiny_causal_lm(), random_ids(1, 3)
-    assert model.generate(ids, num_beams=1, max_new_tokens=1).shape == (1, 4)
     for options, match in (
-        ({"num_beams": 4}, "num_beams: found 4, allowed: options out of"),
-        ({"colour": "red"}, "colour: found 'red'"),
+        ({"num_beams": 4}, "num_beams: found 4, allowed: 1; num_return_sequences with mode='ovr' gives several"),
+        (
+            {"output_scores": True},
+            "output_scores: found True, allowed: False; forward with output_log_probs",
+        ),
+        ({"colour": "red"}, "colour: found 'red', allowed: an option of this generate"),
+        ({"max_new_token": 3}, "max_new_token: found 3, allowed: .*the nearest is max_new_tokens"),
         ({"top_p": 0.5}, "top_p: .*compatible"),
         ({"mode": "causal", "top_k": 5}, "top_k: found 5, allowed: nothing but in mode compatible or ovr"),
         ({"mode": "ovr", "top_p": 1.5}, r"top_p: found 1\.5"),
@@ -188,7 +208,7 @@ def test_unsupported_generate_options_are_refused() -> None:
         ({"mode": "compatible", "top_k": -1}, "top_k: found -1"),
         ({"mode": "compatible", "temperature": -1.0}, "temperature: found -1.0"),
         ({"stop_strings": "w3"}, "tokenizer"),
-        ({"do_sample": True}, "do_sample: found True, allowed: False, as mode standard draws nothing"),
+        ({"do_sample": True}, "allowed: False, as mode standard draws nothing; mode='compatible' or 'ovr' draws words"),
         ({"mode": "ovr", "do_sample": False}, "do_sample: found False, allowed: True, as mode ovr draws"),
         ({"num_return_sequences": 0}, "num_return_sequences: found 0, allowed: 1 or more"),
         ({"max_new_tokens": 2.5}, r"max_new_tokens: found 2\.5, allowed: a whole number"),

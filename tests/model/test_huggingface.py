@@ -325,7 +325,7 @@ def test_forward_returns_logits_only_without_labels() -> None:
 def test_inputs_embeds_and_hidden_states() -> None:
     model, batch = worn(), random_batch()
     ids, values, mask = batch.input_ids, batch.numeric_values, batch.attention_mask
-    embedded = model.get_input_embeddings()(ids) + (ids == NUM)[..., None] * model.model.features.embedding.num_row
+    embedded = model.get_input_embeddings()(ids)
     wanted = model(ids, values, mask, output_hidden_states=True)
     found = model(inputs_embeds=embedded, numeric_values=values, attention_mask=mask)
     assert_close(found.loc_U, wanted.loc_U, 1e-5)

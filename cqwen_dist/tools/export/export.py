@@ -32,7 +32,6 @@ from cqwen_dist.model import CausalQwenForCausalLM
 from cqwen_dist.run.files import STATE, appearing, read_object
 from cqwen_dist.tools.export.as_base import HELD, plain_model, plain_tokenizer
 from cqwen_dist.tools.export.model_card import model_card, public_name
-from cqwen_dist.tools.export.portable import write_code
 
 ABOUT = "training.json"
 ROUNDING = 1e-5  # allowed relative difference when fp32 sums change their order
@@ -97,10 +96,9 @@ def _check_options(out: Path, dtype: str | None, shard_size: str) -> None:
 def _write_all_but_weights(
     model: CausalQwenForCausalLM, tokenizer: NumericalAwareTokenizer, folder: Path, base: str | None
 ) -> None:
-    """Write tokenizer, code, calibration, and the adapters for `PeftModel.from_pretrained`. base: its public name."""
+    """Write tokenizer, calibration, and the adapters for `PeftModel.from_pretrained`. base: its public name."""
     config = model.config
     CausalQwenTokenizer.of(tokenizer).save_pretrained(folder)
-    write_code(folder, adapters=config.lora is not None, beside=model.model.beside)
     if config.calibration is not None:
         _write_json(folder / CALIBRATION, config.calibration)
     if config.lora is not None:

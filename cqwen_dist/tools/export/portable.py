@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import json
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -33,6 +33,7 @@ FILES: dict[str, list[Name]] = {
     CONFIGURATION: [("cqwen_dist.model.configuration", "CausalQwenConfig")],
     MODELING: [
         ("cqwen_dist.model.causal_lm", "CausalQwenForCausalLM"),
+        ("cqwen_dist.model.features_face", "CausalQwenFeatures"),
         ("cqwen_dist.generate.pipeline", "CausalQwenTextGeneration"),
     ],
     TOKENIZATION: [("cqwen_dist.data.auto_tokenizer", "CausalQwenTokenizer")],
@@ -58,22 +59,27 @@ ROOT = Path(__file__).parents[3]  # contains `cqwen_dist`
 HEAD = "# Written by `cqwen export` out of the modules of cqwen_dist that are named below (Apache License 2.0)."
 
 
-def write_code(folder: Path, adapters: bool, beside: object) -> None:
-    """Write the files into an exported folder, and add their names (`auto_map`) to its configs.
+def write_code(folder: str | Path, adapters: bool | None = None, beside: object = None) -> dict[str, Any]:
+    """Write a model's code into its folder; returns `auto_map` for its config.
 
-    adapters: whether the model has any; the code then imports peft. beside: what stands beside its z (`heads.beside`),
-    or None; the code of its class goes along.
+    adapters: whether the model has any; the code then imports peft. None: the folder of a tokenizer. It only gets code
+    where it has none, since a model's files there share definitions with the tokenizer's. beside: what stands beside
+    its z (`heads.beside`), or None; the code of its class goes along.
     """
-    kind = type(beside)
-    for name, text in portable_files(adapters, () if beside is None else ((kind.__module__, kind.__name__),)).items():
-        (folder / f"{name}.py").write_text(text, encoding="utf-8")
-    model = f"{MODELING}.CausalQwenForCausalLM"
-    config = {"AutoConfig": f"{CONFIGURATION}.CausalQwenConfig", "AutoModel": model, "AutoModelForCausalLM": model}
-    tokenizer = {"AutoTokenizer": [None, f"{TOKENIZATION}.CausalQwenTokenizer"]}
-    for file, auto_map in (("config.json", config), ("tokenizer_config.json", tokenizer)):
-        found = json.loads((folder / file).read_text(encoding="utf-8"))
-        text = json.dumps({**found, "auto_map": auto_map}, indent=2)
-        (folder / file).write_text(text + "\n", encoding="utf-8")
+    folder, kind = Path(folder), type(beside)
+    folder.mkdir(parents=True, exist_ok=True)
+    more = () if beside is None else ((kind.__module__, kind.__name__),)
+    whole = adapters is not None or not (folder / f"{TOKENIZATION}.py").is_file()
+    for name, text in portable_files(bool(adapters), more).items() if whole else ():
+        if adapters is not None or name != MODELING:
+            (folder / f"{name}.py").write_text(text, encoding="utf-8")
+    if adapters is None:
+        return {"AutoTokenizer": [None, f"{TOKENIZATION}.CausalQwenTokenizer"]}
+    return {
+        "AutoConfig": f"{CONFIGURATION}.CausalQwenConfig",
+        "AutoModel": f"{MODELING}.CausalQwenFeatures",
+        "AutoModelForCausalLM": f"{MODELING}.CausalQwenForCausalLM",
+    }
 
 
 @cache

@@ -16,6 +16,7 @@ from support.answers import MODES, answers, learnt
 from support.exported import tiny_pair, write_folder
 from support.numerics import assert_close
 from support.runs import command_environment
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.dynamic_module_utils import get_imports
 
 import cqwen_dist.auto  # noqa: F401  registers
@@ -53,6 +54,12 @@ def test_exported_code_gives_the_packages_answers(tmp_path: Path) -> None:
         export(merged, tmp_path / "merged", merge=True),
         export(write_folder(tmp_path / "b", *other), tmp_path / "adapters"),
     ]
+    # The first is saved again by the package, and still carries its code
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folders[0]), AutoTokenizer.from_pretrained(folders[0])
+    for file in folders[0].glob("*.py"):
+        file.unlink()
+    model.save_pretrained(folders[0])
+    tokenizer.save_pretrained(folders[0])
     out, script = tmp_path / "answers.pt", Path(__file__).parents[2] / "support" / "answers.py"
     environment = command_environment(HF_MODULES_CACHE=str(tmp_path / "modules"))
     command = [sys.executable, str(script), str(out), *map(str, folders)]

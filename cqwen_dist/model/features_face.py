@@ -1,0 +1,54 @@
+"""What `AutoModel` gives: the features, for extraction and for heads of other libraries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from cqwen_dist.model.backbone import cache_name, seen_inside
+from cqwen_dist.model.causal_lm import CausalQwenForCausalLM
+
+
+class CausalQwenFeatures(CausalQwenForCausalLM):
+    """The same weights with another forward pass: last_hidden_state is z [B,T,H], as other models' AutoModel has it."""
+
+    def forward(  # type: ignore[override, unused-ignore]
+        self,
+        input_ids: Tensor | None = None,
+        numeric_values: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        cache: Any = None,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """[B,T] each; the arguments are those of `CausalQwenForCausalLM.forward`. Raises `UserError`."""
+        cache = past_key_values if cache is None else cache
+        self._check(input_ids, numeric_values, inputs_embeds)
+        asked = self._asked(output_hidden_states=output_hidden_states, output_attentions=output_attentions)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config.base_config)
+        given: Any = inputs_embeds if input_ids is None else input_ids
+        if numeric_values is None:
+            numeric_values = torch.zeros(given.shape[:2], dtype=torch.float64, device=given.device)
+        with seen_inside(self.model.transformer, **asked) as seen:
+            z = self.model.features(
+                input_ids,
+                numeric_values,
+                attention_mask,
+                position_ids=position_ids,
+                past_key_values=cache,
+                inputs_embeds=inputs_embeds,
+            )
+        inside = {name: seen.get(name) for name in ("hidden_states", "attentions") if f"output_{name}" in asked}
+        found = BaseModelOutputWithPast(last_hidden_state=z, **{cache_name(self.model.transformer): cache}, **inside)
+        as_dict = self.config.return_dict if return_dict is None else return_dict
+        return found if as_dict else found.to_tuple()
