@@ -194,26 +194,29 @@ def _set(config: GenerationConfig | None, known: Mapping[str, Any] | None = None
 
 def _merged(own: dict[str, Any], asked: dict[str, Any], mode: str) -> dict[str, Any]:
     """Merge the options of the call with the model's options that the mode uses. Raises `UserError`."""
-    known = {*PASSED_ON, *PLAIN, *SAMPLING, *LENGTH, *OF_LOGITS}
-    taken = {name for name in known if mode in ONLY_IN.get(name, (mode,))}
-    # None: not set. Some of transformers' defaults have no effect; callers pass them
-    asked = {n: v for n, v in asked.items() if n in taken or not (v is None or (n in NEUTRAL and v == NEUTRAL[n]))}
-    asked.pop("mode", None)
-    for name, value in asked.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            other = f"an option of this generate; the nearest is {near[0]}" if near else "an option of this generate"
-            raise UserError(name, value, INSTEAD_OF.get(name, other))
-        if name not in taken:
-            raise UserError(name, value, _only_in(name))
-        if value is not None:
-            _check_kind(name, value)
+    asked = _with_effect(asked, mode)
     draws = find_mode(mode).draws
     if draws is not None and asked.get("do_sample") not in (None, draws):
         said = f"{draws}, as mode {mode} draws" + ("" if draws else " nothing; mode='compatible' or 'ovr' draws words")
         raise UserError("do_sample", asked["do_sample"], said)
     kept = (*PLAIN, *LENGTH, *SAMPLING, *OF_LOGITS) if mode == "compatible" else (*PLAIN, *LENGTH)
     return {**{name: value for name, value in own.items() if name in kept}, **asked}
+
+
+def _with_effect(asked: dict[str, Any], mode: str) -> dict[str, Any]:
+    """The options of a call that its mode takes, without those that have no effect. Raises `UserError` for others."""
+    known = {*PASSED_ON, *PLAIN, *SAMPLING, *LENGTH, *OF_LOGITS}
+    found = {}
+    for name, value in asked.items():
+        if name in known and mode in ONLY_IN.get(name, (mode,)):
+            found[name] = value
+            if value is not None:
+                _check_kind(name, value)
+        elif name != "mode" and value is not None and (name not in NEUTRAL or value != NEUTRAL[name]):
+            near = difflib.get_close_matches(name, known, 1)
+            other = "an option of this generate" + (f"; the nearest is {near[0]}" if near else "")
+            raise UserError(name, value, _only_in(name) if name in known else INSTEAD_OF.get(name, other))
+    return found
 
 
 def _check_kind(name: str, value: Any) -> None:

@@ -80,6 +80,9 @@ def seen_inside(transformer: nn.Module, **asked: Any) -> Iterator[dict[str, Any]
     output_attentions gives attentions, [B,heads,T,T] for each layer.
     """
     seen: dict[str, Any] = {}
+    if not asked:  # hooks would break a compiled graph
+        yield seen
+        return
     hooks = (
         transformer.register_forward_pre_hook(lambda _, args, given: (args, {**given, **asked}), with_kwargs=True),
         transformer.register_forward_hook(lambda _, args, output: seen.update(output)),
