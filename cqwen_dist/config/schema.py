@@ -187,6 +187,7 @@ class Config(Section):
         if self.parallel.zero_stage == 3 and self.model.quantize != "none":
             allowed = "none under parallel.zero_stage 3 (4-bit weights cannot be partitioned), or 1, 2"
             raise refused("model.quantize", self.model.quantize, allowed)
+        self.model.lora.check_start(self.model.quantize, self.train.weight_decay, self.parallel.zero_stage)
         if self.train.precision != "bf16" and self.model.quantize != "none":
             allowed = "none with train.precision fp32 (4-bit weights are read in bf16), or bf16"
             raise refused("model.quantize", self.model.quantize, allowed)

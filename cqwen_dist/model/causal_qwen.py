@@ -38,7 +38,7 @@ from cqwen_dist.model.backbone import (
 from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.embedding import NumericalAwareEmbedding
 from cqwen_dist.model.initialise import VALUE_SHARE, apply_preset, inherit_head, inherit_numeral_row
-from cqwen_dist.model.lora import inject_lora
+from cqwen_dist.model.lora import held_start, inject_lora, start_from_weights
 from cqwen_dist.ops.cauchy import Cauchy
 
 SHAPE = {*signature(CausalQwenConfig).parameters, *NUMBER_KEYS, *NUMBER_KINDS} - {"base", "num_token_id", "kwargs"}
@@ -192,7 +192,7 @@ class CausalQwenModel(nn.Module):
         if lora := shape.get("lora"):
             kind = architecture(base.config.model_type)
             targets = lora.get("target_modules", USUAL_TARGETS)
-            shape["lora"] = {**lora, "target_modules": kind.targets(targets)}
+            shape["lora"] = held_start({**lora, "target_modules": kind.targets(targets)})
         config = CausalQwenConfig(base.config.to_dict(), num_token_id, **shape)
         if not 0 <= num_token_id < config.vocab_size:
             raise UserError("model.num_token_id", num_token_id, f"a row of the {config.vocab_size} of the vocabulary")
@@ -205,6 +205,8 @@ class CausalQwenModel(nn.Module):
         whole = 1.0 if w_num_scale is None else w_num_scale
         own = classes_of(config)
         model = cls(config, base=base, vocab_start=vocab_start, rows=rows, w_num_scale=whole, classes=own)
+        if lora and LoraConfig(**lora).from_weights:
+            start_from_weights(model.transformer, str(lora["init"]))
         if num_row_init == "digits" and numerals:
             norm = inherit_numeral_row(model.features.embedding, table, numerals)
             if w_num_scale is None:

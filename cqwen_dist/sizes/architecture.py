@@ -300,5 +300,5 @@ def feature_parameters(config: Config, architecture: dict[str, Any]) -> int:
     """Number of parameters that the engine trains (adapters, w_num, <NUM> row), without building the model."""
     base = Architecture.of(architecture)
     lora = config.model.lora
-    adapters = base.lora_parameters(lora.r, lora.target_modules, lora.dora) if config.trains("lora") else 0
+    adapters = base.lora_parameters(lora.rank, lora.target_modules, lora.dora) if config.trains("lora") else 0
     return (2 + 2 * len(config.model.value_periods)) * base.hidden + adapters

@@ -185,19 +185,19 @@ def test_adapters_stay_pefts_where_an_architecture_cannot_fuse_them(monkeypatch:
 def test_an_architecture_with_other_maps_is_planned_and_its_targets_are_its_own() -> None:
     """Such as one with q, k and v in one map: its file alone says so."""
     usual = ARCHITECTURES["llama"].mixers["full_attention"]
-    maps = {"qkv_proj": Linear("attention norm", "hidden", "queries", True), "o_proj": usual.linears["o_proj"]}
+    maps = {"joint_proj": Linear("attention norm", "hidden", "queries", True), "o_proj": usual.linears["o_proj"]}
     odd = replace(ARCHITECTURES["llama"], model_type="odd", mixers={"full_attention": replace(usual, linears=maps)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ARCHITECTURES, "odd", odd)
         sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 3}
         base = Architecture.of({"model_type": "odd", **sizes, "attention_bias": True})
         found = {m.name: (count, m.rows, m.columns, m.bias) for count, m in base.all_maps()}
-        assert found["qkv_proj"] == (3, 64, 64, True)
+        assert found["joint_proj"] == (3, 64, 64, True)
         assert found["o_proj"] == (3, 64, 64, True)
         assert not found["up_proj"][3]
-        assert base.lora_parameters(4, ["qkv_proj"]) == 3 * 4 * (64 + 64)
+        assert base.lora_parameters(4, ["joint_proj"]) == 3 * 4 * (64 + 64)
         assert base.adapted(USUAL_TARGETS) == {*maps, "gate_proj", "up_proj", "down_proj"}
-        allowed = "names out of qkv_proj, o_proj, gate_proj, up_proj, down_proj, or all-linear"
+        allowed = "names out of joint_proj, o_proj, gate_proj, up_proj, down_proj, or all-linear"
         with pytest.raises(UserError, match=f"target_modules: found 'q_proj', allowed: {allowed}"):
             config_of("llama", model={"lora": {"target_modules": ["q_proj"]}}).fit_to("odd")
-    assert "qkv_proj" not in LINEARS
+    assert "joint_proj" not in LINEARS

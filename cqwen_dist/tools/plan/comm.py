@@ -163,7 +163,7 @@ def _zero3_numbers(s: Sizes) -> tuple[int, int]:
         return sum(size for size in sizes if size >= below)
 
     frozen = sum(count * partitioned(*a.tensors(layer)) for count, layer in a.stack)
-    r = s.config.model.lora.r
+    r = s.config.model.lora.rank
     adapters = sum(count * partitioned(r * each.rows, r * each.columns) for count, each in a.all_maps(s.adapters))
     ends = partitioned(a.embedding_parameters, *[a.hidden] * 3)
     every = a.backbone_parameters + a.embedding_parameters + 2 * a.hidden + s.engine_parameters.get("LoRA", 0)

@@ -71,7 +71,7 @@ class Sizes:
         self.engine_parameters = {"embedding of numbers": 2 * base.hidden}
         if "lora" in self.ever_trainable:
             self.adapters = base.adapted(lora.target_modules)
-            self.engine_parameters["LoRA"] = base.lora_parameters(lora.r, lora.target_modules, lora.dora)
+            self.engine_parameters["LoRA"] = base.lora_parameters(lora.rank, lora.target_modules, lora.dora)
         self.trained_features = sum(self.engine_parameters.values())
 
     @staticmethod
@@ -191,7 +191,7 @@ def work_of(s: Sizes) -> Work:
     lora = s.config.model.lora
     adapters = 0
     if "lora" in s.ever_trainable:
-        adapters = s.base.lora_parameters(lora.r, lora.target_modules, active=True)
+        adapters = s.base.lora_parameters(lora.rank, lora.target_modules, active=True)
     return s.base.work(adapters, s.words, s.causal)
 
 
