@@ -199,8 +199,11 @@ def split_over(kind: str, sequence: int, checkpointing: str) -> tuple[Tensor, di
 @pytest.mark.parametrize(
     ("world", "sequence", "kind", "checkpointing"),
     [
-        (2, 2, "qwen2", ""),
-        (2, 2, "mistral", ""),
+        *(
+            (2, 2, kind, "")
+            for kind, base in ARCHITECTURES.items()
+            if base.capabilities.sequence_groups.level != "unsupported"
+        ),
         (4, 2, "qwen3", "plain"),
         (4, 4, "qwen2", "plain"),
         (4, 4, "llama", ""),
