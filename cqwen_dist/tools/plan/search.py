@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
+from math import gcd
 from typing import Any
 
 from cqwen_dist.config import Config, UserError
@@ -137,7 +138,7 @@ def _near(found: list[FittingLayout]) -> list[FittingLayout]:
 def layouts(config: Config, world: int, ranks_per_node: int) -> Iterator[Layout]:
     """All layouts to try."""
     batch, own = config.train.global_batch_size, config.train.micro_batch_size
-    share = ceil_div(batch, world)
+    share = ceil_div(batch, max(1, world // config.parallel.sequence_group_size))
     sizes = sorted({own, *(2**k for k in range(share.bit_length()) if 2**k <= share)})
     groups = {g for g in range(1, min(MAX_GROUP, ranks_per_node) + 1) if world % g == 0 and ranks_per_node % g == 0}
     adapters = config.trains("lora")
@@ -196,12 +197,15 @@ def scaling(config: Config, **options: Any) -> list[Point]:
 
 def _planned(config: Config, ranks: int, zero: int, group: int, options: dict[str, Any]) -> Plan:
     """The plan for a layout with one micro-batch per step on every rank."""
-    batch = config.train.micro_batch_size * ranks
+    sequence = gcd(ranks, config.parallel.sequence_group_size)
+    batch = config.train.micro_batch_size * ranks // sequence
     own = {"global_batch_size": None, "micro_batch_size": None}
     grown = config.model_copy(
         update={
             "train": config.train.model_copy(update={"global_batch_size": batch}),
-            "parallel": config.parallel.model_copy(update={"zero_stage": zero, "vocab_group_size": group}),
+            "parallel": config.parallel.model_copy(
+                update={"zero_stage": zero, "vocab_group_size": group, "sequence_group_size": sequence}
+            ),
             "stages": [stage.model_copy(update=own) for stage in config.stages],
         }
     )

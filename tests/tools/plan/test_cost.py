@@ -187,6 +187,19 @@ def test_the_search_tries_every_layout_that_is_allowed():
     assert len(tried) == len(set(tried)) == 4 * 4 * 3 * 2 * 2
 
 
+def test_search_and_scaling_keep_a_sequence_group():
+    """Groups of 4 among 8 ranks take two texts at a time, so a rank's share of 64 texts is 32."""
+    model = {"name_or_path": "Qwen/Qwen2.5-7B", "attention": "varlen"}
+    split = config(model=model, parallel={"sequence_group_size": 4})
+    assert {layout.micro_batch_size for layout in layouts(split, 8, 8)} == {1, 2, 4, 8, 16, 32}
+    found = search(split, **options(split))
+    assert all(with_layout(split, choice.layout).parallel.sequence_group_size == 4 for choice in found)
+    points = scaling(split, gpu_memory_gib=80.0, architecture=known_architecture("Qwen/Qwen2.5-7B") or {})
+    one, far = (next(p for p in points if p.ranks == n and p.zero_stage == 1) for n in (1, 64))
+    assert far.device_gib < one.device_gib
+    assert far.communication > 0 == one.communication
+
+
 def test_among_equally_fast_micro_batches_the_smallest_is_chosen():
     settings = config("Qwen/Qwen2.5-0.5B")
     found = search(settings, **options(settings, gpus=1))
