@@ -72,6 +72,7 @@ class LossTerms:
     reg_sum: Tensor  # [] detached, gated, unweighted
     prob_sum: Tensor  # [N] detached: sum of P over the vocabulary
     p_num: Tensor  # [N] detached
+    best: Tensor | None  # [N] the best words, if the options ask for them
 
 
 def fused_loss(
@@ -116,6 +117,7 @@ def fused_loss(
         reg_sum=reg_sum.detach(),
         prob_sum=out.prob_sum,
         p_num=out.p_num.detach(),
+        best=out.best,
     )
 
 

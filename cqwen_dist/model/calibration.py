@@ -203,7 +203,7 @@ class _Start:
             self.progress("normalisers", first, longest)
             own = loc[first : first + NORM_TOKENS]
             law, labels = Cauchy(own, torch.ones_like(own)), torch.zeros(len(own), dtype=torch.int64, device=own.device)
-            parts.append(vocab_parallel_scores(law, head, labels, self.groups.vocab).log_norm)
+            parts.append(vocab_parallel_scores(law, head, labels, self.groups.vocab, rank_by="loc").log_norm)
         return torch.cat(parts)
 
     def fit_rows(self, fit: _Positions, logits: StartLogits) -> dict[str, Any]:

@@ -27,7 +27,8 @@ from cqwen_dist.ops.ovr.best import first_best
 from cqwen_dist.ops.ovr.head import WordHead
 from cqwen_dist.ops.ovr.loss import PLAIN, OvrOptions, ovr_loss
 from cqwen_dist.ops.ovr.reference import ovr_partial
-from cqwen_dist.ops.ovr.scores import OvrScores, RankBy, TopWord, ovr_scores, probs, top_word
+from cqwen_dist.ops.ovr.scores import OvrScores, ovr_scores, prob_sums, probs
+from cqwen_dist.ops.ovr.seen import RankBy, TopWord
 from cqwen_dist.parallel.collectives import gather_rows
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, scatter_sum_tokens, sum_partials
 
@@ -45,6 +46,7 @@ class VocabParallelOutput(NamedTuple):
     per_token: Tensor  # [N_r] fp32, detached, over the full vocabulary
     prob_sum: Tensor  # [N_r] fp32, detached: sum of P over the full vocabulary
     p_num: Tensor | None  # [N_r] P of <NUM>, differentiable; None without num_token_id
+    best: Tensor | None  # [N_r] int64: the best word, if `OvrOptions.seen` asks for it
 
 
 def vocab_parallel_ovr(
@@ -106,11 +108,15 @@ def vocab_parallel_loss(
     if num_token_id is not None:
         columns.append(_prob_of(num_token_id, every, head))
     own = scatter_sum_tokens(torch.stack([c.float() for c in columns], dim=1), counts, group)
+    best = None if out.best is None else out.best.word
+    if out.best is not None and group is not None and group.size() > 1:
+        best = _best_of_ranks(out.best, counts, group).word
     return VocabParallelOutput(
         loss=sum_partials(out.loss, group),
         per_token=own[:, 0].detach(),
         prob_sum=own[:, 1].detach(),
         p_num=own[:, 2] if num_token_id is not None else None,
+        best=best,
     )
 
 
@@ -166,17 +172,9 @@ def _prob_of(word: int, u: Cauchy, head: WordHead) -> Tensor:
     return torch.zeros(len(u.loc), device=u.loc.device, requires_grad=needs_grad)
 
 
-@torch.no_grad()
-def vocab_parallel_best(u: Cauchy, head: WordHead, group: ProcessGroup | None, rank_by: RankBy = "ovr") -> TopWord:
-    """`top_word` of this rank's tokens U' [N_r,C] over the sharded vocabulary of a group.
-
-    head: this rank's rows. Each rank finds its best row for all tokens; the best of these wins, with the tie rule of a
-    single process. Raises as `top_word`. Collective over `group`.
-    """
-    if group is None or group.size() == 1:
-        return top_word(u, head, rank_by)
-    counts = exchange_counts(len(u.loc), group, u.loc.device)
-    found = TopWord(*(gather_rows(part, group) for part in top_word(gather_law(u, counts, group), head, rank_by)))
+def _best_of_ranks(best: TopWord, counts: list[int], group: ProcessGroup) -> TopWord:
+    """The best words of this rank's tokens, from those of all N tokens [N] in each rank's rows."""
+    found = TopWord(*(gather_rows(part, group) for part in best))
     # The lower rank has the lower ids, so the first best row is the one that a single process would choose
     winner = first_best(found.score.T, found.loc.T)[None]
     mine = own_part(counts, group.rank())
@@ -185,19 +183,36 @@ def vocab_parallel_best(u: Cauchy, head: WordHead, group: ProcessGroup | None, r
 
 @torch.no_grad()
 def vocab_parallel_scores(
-    u: Cauchy, head: WordHead, labels: Tensor, group: ProcessGroup | None, prob_thresholds: Sequence[float] = ()
+    u: Cauchy,
+    head: WordHead,
+    labels: Tensor,
+    group: ProcessGroup | None,
+    prob_thresholds: Sequence[float] = (),
+    rank_by: RankBy = "ovr",
+    loss_rows: int | None = None,
 ) -> OvrScores:
     """`ovr_scores` of this rank's tokens U' [N_r,C], labels [N_r], over the sharded vocabulary of a group.
 
-    head: this rank's rows. Each rank scores its rows for all tokens. The normalisers are combined by logsumexp, all
-    other values are summed. Raises as `ovr_scores`. Collective over `group`.
+    head: this rank's rows. Each rank scores its rows for all tokens. The normalisers are combined by logsumexp, the
+    best of the ranks' best words wins, all other values are summed. Raises as `ovr_scores`. Collective over `group`.
     """
     if group is None or group.size() == 1:
-        return ovr_scores(u, head, labels, prob_thresholds)
+        return ovr_scores(u, head, labels, prob_thresholds, rank_by, loss_rows)
     counts = exchange_counts(len(u.loc), group, u.loc.device)
-    part = ovr_scores(gather_law(u, counts, group), head, gather_tokens(labels, counts, group), prob_thresholds)
+    every, labels = gather_law(u, counts, group), gather_tokens(labels, counts, group)
+    part = ovr_scores(every, head, labels, prob_thresholds, rank_by, loss_rows)
     # Probabilities do not add up in the logarithm: each rank's normaliser covers its own rows only
     log_norm = gather_rows(part.log_norm, group).logsumexp(0)[own_part(counts, group.rank())]
-    summed = torch.cat([torch.stack([part.label_loc, part.label_log_p], 1), part.above], 1)
-    own = scatter_sum_tokens(summed, counts, group)
-    return OvrScores(log_norm, own[:, 0], own[:, 1], own[:, 2:])
+    columns = [part.label_loc, part.label_log_p, part.per_token, part.prob_sum]
+    own = scatter_sum_tokens(torch.cat([torch.stack(columns, 1).to(part.above), part.above], 1), counts, group)
+    best = _best_of_ranks(part.best, counts, group)
+    return OvrScores(log_norm, own[:, 0], own[:, 1], own[:, 4:], own[:, 2], own[:, 3], best)
+
+
+@torch.no_grad()
+def vocab_parallel_prob_sums(loc: Tensor, scale: Tensor, head: WordHead, group: ProcessGroup | None) -> Tensor:
+    """`prob_sums` of this rank's tokens [N_r], over the sharded vocabulary of a group. Collective over `group`."""
+    if group is None or group.size() == 1:
+        return prob_sums(loc, scale, head)
+    counts = exchange_counts(len(loc), group, loc.device)
+    return scatter_sum_tokens(prob_sums(gather_tokens(loc, counts, group), scale, head)[:, None], counts, group)[:, 0]

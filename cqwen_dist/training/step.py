@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,14 +15,14 @@ from cqwen_dist.batch import IGNORE_INDEX, Batch, Texts
 from cqwen_dist.config.training import LossConfig
 from cqwen_dist.heads.fused_loss import LossOptions, LossTerms, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr.seen import Wanted
 from cqwen_dist.ops.regression import counts_text
 from cqwen_dist.parallel.collectives import Stopped, gather_rows, sum_over
-from cqwen_dist.parallel.vocab_parallel import vocab_parallel_best
 from cqwen_dist.training.constraint import Constraint
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.zero.engine import Engine
 
-ACCURACY_EVERY = 10  # steps between values of train/accuracy, which costs two GEMMs over all tokens (the loss: six)
+ACCURACY_EVERY = 10  # steps between values of train/accuracy
 _ASKS = "find_packed_sequence_indices"  # of transformers' `masking_utils`
 
 
@@ -89,7 +89,7 @@ class Stepper:
                         raise RuntimeError(found)
                     z = self.model.with_beside(cached[i].to(self.device, non_blocking=True), batch_on_device, keep)
             u = self.model.abduction(z)
-            terms = self._loss(u, batch_on_device, keep, counts, i, reg_weight)
+            terms = self._loss(u, batch_on_device, keep, counts, i, reg_weight, counts_hits)
             loss = terms.loss
             if measures_kl:  # times the world size, as the engine averages gradients over the ranks
                 weight = self.groups.world_size / max(counts.all_labels, 1)
@@ -99,8 +99,8 @@ class Stepper:
             num_label = (labels == self.model.config.num_token_id).float()
             p_num = (terms.p_num * num_label).sum()
             sums += torch.stack([terms.cls_sum, terms.reg_sum, terms.prob_sum.sum(), p_num, num_label.sum()])
-            if counts_hits:
-                right += self._accuracy(u, labels)
+            if terms.best is not None:
+                right += torch.stack([(terms.best == labels).sum(), (labels != IGNORE_INDEX).sum()])
 
         # The step waits for the gradient norm. All metric sums share one all-reduce, for which the host does not wait.
         norm = self.engine.step()
@@ -130,9 +130,13 @@ class Stepper:
             "train/clipped": float(self.engine.clipped),
         }
 
-    def _loss(self, u: Cauchy, batch: Batch, keep: Tensor, counts: StepCounts, i: int, reg_weight: float) -> LossTerms:
+    def _loss(
+        self, u: Cauchy, batch: Batch, keep: Tensor, counts: StepCounts, i: int, reg_weight: float, counts_hits: bool
+    ) -> LossTerms:
         """The fused loss of micro-batch i, weighted so that the average over ranks is the global mean."""
-        world = self.groups.world_size
+        world, options = self.groups.world_size, self.options
+        if counts_hits:
+            options = replace(options, ovr=replace(options.ovr, seen=Wanted(self.model.config.used_rows)))
         at, words = batch.partial.unbind(1)  # [M] each: position in the flattened batch, word
         return fused_loss(
             self.model.action,
@@ -143,7 +147,7 @@ class Stepper:
                 partial=torch.stack([torch.searchsorted(keep, at.contiguous()), words], 1),
                 partial_counts=counts.partial[i],
             ),
-            self.options,
+            options,
             token_weight=world / max(counts.words, 1),
             number_weight=reg_weight * world / max(counts.numbers, 1),
             group=self.groups.vocab,
@@ -182,15 +186,6 @@ class Stepper:
         if bool(table[:, 3].any()):
             raise Stopped(reason)
         return table
-
-    @torch.no_grad()
-    def _accuracy(self, u: Cauchy, labels: Tensor) -> Tensor:
-        """Counts [right, seen] of argmax P over a micro-batch. U [N,C], labels [N]."""
-        u_prime = self.model.action.add_noise(Cauchy(u.loc.detach(), u.scale.detach()))
-        words = self.model.action.word_part(u_prime).to(self.options.gemm_dtype)
-        head = self.model.action.word_head(self.model.config.used_rows)
-        ids = vocab_parallel_best(words, head, self.groups.vocab, "ovr").word
-        return torch.stack([(ids == labels).sum().float(), (labels != IGNORE_INDEX).sum().float()])
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_scores
-from cqwen_dist.training.evaluation.evaluator import best_word, perplexity
+from cqwen_dist.training.evaluation.evaluator import perplexity
 from experiments.learn.answers import whole_texts
 from experiments.learn.corpora import read_items
 
@@ -109,8 +109,7 @@ def causal_scorer(model: CausalQwenModel) -> Scorer:
             on_device.labels.flatten()[positions],
             groups.vocab,
         )
-        best = best_word(model, u_prime, groups, torch.float32, "ovr")[1]
-        return best, scores.label_loc - scores.log_norm
+        return scores.best.word, scores.label_loc - scores.log_norm
 
     return score
 

@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.numerics import assert_best
 from support.ranks import run_ranks
 
+from cqwen_dist import tiles
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr import WordHead
-from cqwen_dist.ops.ovr.scores import OvrScores, ovr_scores
+from cqwen_dist.ops.ovr import WordHead, linear_ovr
+from cqwen_dist.ops.ovr.scores import OvrScores, ovr_scores, prob_sums
+from cqwen_dist.ops.ovr.seen import TopWord
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_scores, vocab_range
 
 N, C, V, USED = 37, 12, 123, 117
@@ -28,14 +31,21 @@ def problem(tokens: int = N, scalar: bool = False) -> tuple[torch.Tensor, ...]:
 def oracle(loc, scale, weight, bias, threshold, labels) -> OvrScores:
     loc_s = loc.double() @ weight.double().T + bias.double()
     scale_s = scale.double() @ weight.double().abs().T
-    p = 0.5 + torch.atan((loc_s - threshold.double()) / scale_s) / math.pi
+    z = (loc_s - threshold.double()) / scale_s
+    p = 0.5 + torch.atan(z) / math.pi
     at = labels[:, None]
     above = torch.stack([(p[:, :USED] > x).sum(1) for x in P], 1)
-    return OvrScores(loc_s.logsumexp(1), loc_s.gather(1, at)[:, 0], p.gather(1, at)[:, 0].log(), above)
+    label_p = p.gather(1, at)[:, 0]
+    loss = -(1 - p).log().sum(1) + (1 - label_p).log() - label_p.log()
+    score, word = z[:, :USED].max(1)
+    best = TopWord(score, loc_s.gather(1, word[:, None])[:, 0], word)
+    label = loc_s.gather(1, at)[:, 0], label_p.log()
+    return OvrScores(loc_s.logsumexp(1), *label, above, loss, p.sum(1), best)
 
 
 def assert_close(found: OvrScores, expected: OvrScores) -> None:
-    for name, a, b in zip(found._fields, found, expected, strict=True):
+    names = *OvrScores._fields[:-1], *TopWord._fields
+    for name, a, b in zip(names, [*found[:-1], *found.best], [*expected[:-1], *expected.best], strict=True):
         torch.testing.assert_close(
             a.double(), b.double(), rtol=3e-5, atol=3e-5, msg=lambda m, name=name: f"{name}: {m}"
         )
@@ -48,9 +58,38 @@ def test_scores_equal_their_definitions(scalar: bool) -> None:
     assert_close(ovr_scores(u, head, inputs[5], prob_thresholds=P), oracle(*inputs))
 
 
+def test_bf16_scores_are_as_those_of_float64() -> None:
+    """The best word is decided in fp32, whatever the products were rounded to."""
+    g = torch.Generator().manual_seed(1)
+    weight, labels = torch.randn(700, 64, generator=g) * 0.1, torch.randint(700, (200,), generator=g)
+    own = weight[labels]
+    loc = torch.randn(200, 64, generator=g) + own / own.square().sum(1, keepdim=True) * 12
+    u = Cauchy(loc, torch.rand(200, 64, generator=g) * 1e-3 + 1e-4).to(torch.bfloat16)
+    weight, threshold = weight.bfloat16(), torch.tensor(11.3)
+    wide = Cauchy(u.loc.double(), u.scale.double()), WordHead.of(weight.double(), None, threshold.double())
+    exact, found = ovr_scores(*wide, labels), ovr_scores(u, WordHead.of(weight, None, threshold), labels)
+    z = (wide[0].loc @ wide[1].weight.T - 11.3) / (wide[0].scale @ wide[1].weight.abs().T)
+    assert_best(found.best.word, z)
+    for name in ("log_norm", "label_loc", "label_log_p", "per_token", "prob_sum"):
+        a, b = (getattr(scores, name).double() for scores in (found, exact))
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(a.mean(), b.mean(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_sums_of_p_for_one_common_scale(dtype: torch.dtype, tolerance: float) -> None:
+    loc, scale, weight, bias, threshold, labels = problem()
+    loc, scale, weight = (part.to(dtype) for part in (loc, scale[0], weight))
+    head = WordHead(weight, bias, threshold, used_rows=USED)
+    inputs = (part.double() for part in (loc, scale.expand_as(loc), weight, bias, threshold))
+    expected = linear_ovr(*inputs, labels.clamp(max=USED - 1), impl="reference", want_prob_sum=True, used_rows=USED)
+    torch.testing.assert_close(prob_sums(loc, scale, head).double(), expected.prob_sum, rtol=tolerance, atol=tolerance)
+
+
 def test_slices_and_chunks_give_the_same_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = problem()
-    monkeypatch.setattr("cqwen_dist.ops.ovr.scores.chunk_rows", lambda n, c: 7)
+    monkeypatch.setitem(tiles.TILE_BYTES, "cpu", 4 * N * 7)
+    monkeypatch.setattr("cqwen_dist.ops.ovr.seen.CHUNK_BYTES", 4 * 7 * 5)
     parts = []
     for start, stop in ((0, 50), (50, 50), (50, V)):
         loc, scale, weight, bias, threshold, labels = inputs
@@ -58,7 +97,13 @@ def test_slices_and_chunks_give_the_same_scores(monkeypatch: pytest.MonkeyPatch)
         head = WordHead(weight[rows], bias[rows], threshold[rows], start, used_rows=USED)
         parts.append(ovr_scores(Cauchy(loc, scale), head, labels, prob_thresholds=P))
     norm = torch.stack([part.log_norm for part in parts]).logsumexp(0)
-    assert_close(OvrScores(norm, *(sum(column) for column in list(zip(*parts, strict=True))[1:])), oracle(*inputs))
+    summed = (sum(column) for column in list(zip(*parts, strict=True))[1:-1])
+    words = torch.stack([part.best.word for part in parts]).gather(
+        0, torch.stack([part.best.score for part in parts]).argmax(0)[None]
+    )
+    expected = oracle(*inputs)
+    assert torch.equal(words[0], expected.best.word)
+    assert_close(OvrScores(norm, *summed, expected.best), expected)
 
 
 def on_rank(counts: list[int]) -> list[np.ndarray]:
@@ -70,7 +115,7 @@ def on_rank(counts: list[int]) -> list[np.ndarray]:
     u = Cauchy(loc[mine], scale[mine])
     head = WordHead(weight[rows], bias[rows], threshold[rows], start, used_rows=USED)
     found = vocab_parallel_scores(u, head, labels[mine], dist.group.WORLD, prob_thresholds=P)
-    return [part.numpy() for part in found]
+    return [part.numpy() for part in (*found[:-1], *found.best)]
 
 
 @pytest.mark.parametrize("counts", [[9, 14], [11, 0, 6]])
@@ -79,4 +124,5 @@ def test_ranks_score_their_own_tokens_over_the_whole_vocabulary(counts: list[int
     found = run_ranks(on_rank, len(counts), counts)
     assert [len(log_norm) for log_norm, *_ in found] == counts
     columns = (torch.from_numpy(np.concatenate(column)) for column in zip(*found, strict=True))
-    assert_close(OvrScores(*columns), expected)
+    *parts, score, loc, word = columns
+    assert_close(OvrScores(*parts, TopWord(score, loc, word)), expected)

@@ -27,8 +27,8 @@ from cqwen_dist.ops.ovr import OvrOptions, WordHead, linear_ovr
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, scatter_sum_tokens, sum_partials
 from cqwen_dist.parallel.vocab_parallel import (
-    vocab_parallel_best,
     vocab_parallel_ovr,
+    vocab_parallel_scores,
     vocab_range,
 )
 
@@ -262,7 +262,8 @@ def best_words(groups: Groups, v: int, rank_by: str) -> None:
             rows = (t[v0:v1] for t in (problem.weight, problem.bias, problem.threshold))
             mine = WordHead(*rows, start=v0, used_rows=used)
             u = Cauchy(problem.loc[own], scale[own])
-            found = vocab_parallel_best(u, mine, groups.vocab, rank_by)
+            labels = torch.full((len(u.loc),), -100)
+            found = vocab_parallel_scores(u, mine, labels, groups.vocab, rank_by=rank_by).best
             assert torch.equal(found.word, expected.word[own]), (v, used, rank_by, found, expected)
             finite = expected.score[own].isfinite()
             assert_close(found.score[finite], expected.score[own][finite], 1e-5, "scores")

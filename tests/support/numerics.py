@@ -11,7 +11,8 @@ from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr import WordHead
-from cqwen_dist.ops.ovr.scores import TopWord, probs, top_word
+from cqwen_dist.ops.ovr.scores import ovr_scores, probs
+from cqwen_dist.ops.ovr.seen import TopWord
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -61,9 +62,10 @@ def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
 def ovr_top_word(
     loc_u: Tensor, scale_u: Tensor, weight: Tensor, bias: Tensor | None, c: Tensor | float, **options: Any
 ) -> TopWord:
-    """`top_word` of plain tensors; options: vocab_start, used_rows, rank_by."""
+    """The best words by `ovr_scores`, of plain tensors; options: vocab_start, used_rows, rank_by."""
     place = options.get("vocab_start", 0), None, options.get("used_rows")
-    return top_word(Cauchy(loc_u, scale_u), WordHead.of(weight, bias, c, *place), options.get("rank_by", "ovr"))
+    head, labels = WordHead.of(weight, bias, c, *place), torch.full((len(loc_u),), -100)
+    return ovr_scores(Cauchy(loc_u, scale_u), head, labels, rank_by=options.get("rank_by", "ovr")).best
 
 
 def ovr_prob_at(

@@ -63,7 +63,7 @@ def row_sizes(weight: Tensor) -> RowSizes:
 
 @torch.no_grad()
 def best_word(u: Cauchy, head: WordHead, sizes: RowSizes | None, near: Tensor | None = None) -> Tensor:
-    """argmax P [N] int64 over the words in use, with the tie rule of `scores.top_word`.
+    """argmax P [N] int64 over the words in use, with the tie rule of `seen.Seen`.
 
     u: U' [N, C]. head: the full vocabulary. sizes: `row_sizes` of its weight, for a few tokens on a CPU; None computes
     all scores in fixed shapes. near: the weight in bf16, for a shortlist. No scale_S may be 0 then, since infinite z

@@ -5,7 +5,7 @@ Shape letters: N tokens, C causal dimensions of the word part, v words of the sl
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,6 +106,7 @@ class Targets(NamedTuple):
     want_prob_sum: bool
     slope_limit: float = 0.0  # limit of |dBCE_ik / dloc_S_ik| in 1/nat before both weights; 0: none
     skip_labels: bool = False  # leave the entries at `row` out of the loss, the gradients and the sum of P
+    seen: Any = None  # a `Seen`, which reads the scores of the pass
 
 
 class OvrOutput(NamedTuple):
@@ -114,3 +115,5 @@ class OvrOutput(NamedTuple):
     loss: Tensor  # scalar, differentiable
     per_token: Tensor  # [N] detached, without token weight; 0 for ignored tokens
     prob_sum: Tensor | None  # [N] detached: sum of P, on request
+    seen: Any = None  # what else the pass found, a `Seen`, on request
+    best: Any = None  # of it, the best words, a `TopWord`

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import OvrOutput, Targets, WordHead
-from cqwen_dist.ops.ovr.one_pass import ovr_one_pass
+from cqwen_dist.ops.ovr.one_pass import Needs, ovr_one_pass, visit
 from cqwen_dist.ops.ovr.reference import ovr_reference
+from cqwen_dist.ops.ovr.seen import Seen, Wanted
 from cqwen_dist.ops.ovr.tile import TileMaths, TorchTile
 
 KERNELS = ("triton",)
@@ -39,6 +40,7 @@ class OvrOptions:
     ignore_index: int = -100
     want_prob_sum: bool = False
     slope_limit: float = 0.0
+    seen: Wanted | None = None  # what the pass also finds: `OvrOutput.seen`, `OvrOutput.best`
 
 
 PLAIN = OvrOptions()
@@ -63,14 +65,22 @@ def ovr_loss(
         None if options.class_weights is None else options.class_weights.detach().to(head.real).contiguous(),
         options.want_prob_sum,
         options.slope_limit,
+        seen=None if options.seen is None else Seen(len(labels), head, options.seen),
     )
     part = head._replace(start=0, used_rows=head.rows)  # from here on rows count from the start of the slice
     full = ovr_reference
     if options.impl != "reference":
         full = partial(ovr_one_pass, maths=_maths(options.impl, part))
     with torch.autocast(u.loc.device.type, enabled=False):
-        loss, per_token, prob_sum = full(u, part, targets)
-    return OvrOutput(loss, torch.where(valid, per_token * factor, 0.0), prob_sum)
+        loss, per_token, prob_sum, *_ = full(u, part, targets)
+        per_token = torch.where(valid, per_token * factor, 0.0)
+        if targets.seen is None:
+            return OvrOutput(loss, per_token, prob_sum)
+        at = Cauchy(u.loc.detach(), u.scale.detach())
+        if options.impl == "reference":  # it has no tiles
+            visit(at, part, targets, Needs(), TorchTile())
+        best = targets.seen.finish(at, part)
+    return OvrOutput(loss, per_token, prob_sum, targets.seen, best)
 
 
 def runs_on(impl: str, device: torch.device) -> bool:

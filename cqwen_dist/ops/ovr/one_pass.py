@@ -104,10 +104,13 @@ class _Visit:
         self._make_buffers(gemm)
 
     def _labels_near(self) -> bool:
-        """Whether the score of any label is nearer to its threshold than to 0: then rounding must be small there."""
+        """Whether the score of any label is nearer to its threshold than to 0: then rounding must be small there.
+
+        Also true without labels.
+        """
         row = self.targets.row.clamp(min=0)
-        if not len(self.head.weight):
-            return False
+        if not bool((self.targets.row >= 0).any()):
+            return True
         loc = (self.x.to(self.real) * self.head.weight.detach()[row]).sum(1)
         return bool((((self.offset[row] - loc).abs() < loc.abs()) & (self.targets.row >= 0)).any())
 
@@ -164,6 +167,10 @@ class _Visit:
             self.targets.skip_labels,
         )
         tile.scores(self.maths.reads_gap)
+        if self.targets.seen is not None:
+            gap, scale = tile.work[:2]
+            gap = gap if self.maths.reads_gap else tile.offset - gap
+            self.targets.seen.add(some, words.start, gap, scale)
         d = self.maths(tile, any(self.need))
         if self.d_u is not None:
             _spread(d, block.rows, self.d_u[:, some], True)
@@ -252,7 +259,7 @@ class _OnePass(torch.autograd.Function):
         if gradients is None:  # second backward on a retained graph: autograd owns the first gradients, so recompute
             head = WordHead(weight, bias, threshold, used_rows=ctx.used_rows)
             need = Needs(*ctx.needs_input_grad[:5])
-            _, gradients = visit(Cauchy(loc_u, scale_u), head, ctx.targets, need, ctx.maths)
+            _, gradients = visit(Cauchy(loc_u, scale_u), head, ctx.targets._replace(seen=None), need, ctx.maths)
         if upstream.is_cuda or float(upstream) != 1.0:  # on a GPU reading the scalar would synchronise, so multiply
             for gradient in gradients:
                 if gradient is not None:

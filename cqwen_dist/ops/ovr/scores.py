@@ -7,19 +7,17 @@ Shape letters: N tokens, C causal dimensions, v words of the slice, n words of a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy, log_prob_above, prob_above
-from cqwen_dist.ops.ovr.best import first_best, strength
 from cqwen_dist.ops.ovr.head import WordHead, chunk_rows
-from cqwen_dist.ops.products import product
-
-RankBy = Literal["ovr", "loc"]
+from cqwen_dist.ops.ovr.loss import OvrOptions, ovr_loss
+from cqwen_dist.ops.ovr.seen import RankBy, Seen, TopWord, Wanted
+from cqwen_dist.ops.products import gap_into, gemm_dtype, product
 
 
 class OvrScores(NamedTuple):
@@ -29,40 +27,58 @@ class OvrScores(NamedTuple):
     label_loc: Tensor  # [N] loc_S of the label
     label_log_p: Tensor  # [N] log P of the label
     above: Tensor  # [N, t] number of words in use with P above each of t thresholds
-
-
-class TopWord(NamedTuple):
-    """The best word of each token."""
-
-    score: Tensor  # [N] fp32: the ranking score
-    loc: Tensor  # [N] fp32: loc_S
-    word: Tensor  # [N] int64, id in the full vocabulary
+    per_token: Tensor  # [N] the loss; 0 by rank_by "loc"
+    prob_sum: Tensor  # [N] sum of P; 0 by rank_by "loc"
+    best: TopWord  # of the words in use
 
 
 @torch.no_grad()
-def ovr_scores(u: Cauchy, head: WordHead, labels: Tensor, prob_thresholds: Sequence[float] = ()) -> OvrScores:
-    """Scores of U' [N, C] for a slice of the head. No gradient.
+def ovr_scores(
+    u: Cauchy,
+    head: WordHead,
+    labels: Tensor,
+    prob_thresholds: Sequence[float] = (),
+    rank_by: RankBy = "ovr",
+    loss_rows: int | None = None,
+) -> OvrScores:
+    """Scores of U' [N, C] for a slice of the head, in one pass over its words. No gradient.
 
-    labels: [N] int64, ids in the full vocabulary. prob_thresholds: each in (0, 1); P > p is tested as
-    (loc_S - C) > scale_S tan(pi (p - 1/2)). Words from head.used_rows on are never counted. Raises as `WordHead.check`.
+    labels: [N] int64, ids in the full vocabulary. prob_thresholds: each in (0, 1). rank_by: the best word is that with
+    the largest P, or with the largest loc_S; then scales are not computed. loss_rows: the loss and the sum of P leave
+    out words from this one on (None: none). Words from head.used_rows on are never counted.
+    Raises ValueError for an unknown rank_by, and as `ovr_loss`.
     """
     head.check(u)
-    n, v = len(u.loc), len(head.weight)
-    log_norm = u.loc.new_full((n,), -torch.inf, dtype=head.real)
-    above = u.loc.new_zeros((n, len(prob_thresholds)), dtype=head.real)
-    slopes = [math.tan(math.pi * (p - 0.5)) for p in prob_thresholds]
-    used, step = head.rows, chunk_rows(n, u.loc.shape[1])
-    for v0 in range(0, v, step):
-        part = head.take(slice(v0, min(v, v0 + step)))
-        loc = part.loc(u)
-        log_norm = torch.logaddexp(log_norm, loc.logsumexp(1))
-        if slopes and v0 < used:
-            inside = slice(0, used - v0)
-            gap = loc[:, inside] - part.take(inside).threshold.to(head.real)
-            scale = product(u.scale, part.weight[inside].to(u.loc.dtype).abs())
-            for i, slope in enumerate(slopes):
-                above[:, i] += (gap > slope * scale).sum(1)
-    return OvrScores(log_norm, *_of_labels(u, head, labels), above)
+    if rank_by not in ("ovr", "loc"):
+        raise ValueError(f"rank_by must be 'ovr' or 'loc', found {rank_by!r}")
+    wanted = Wanted(head.used_rows, True, tuple(prob_thresholds))
+    if rank_by == "ovr":
+        out = ovr_loss(u, head._replace(used_rows=loss_rows), labels, None, OvrOptions(want_prob_sum=True, seen=wanted))
+        assert out.prob_sum is not None
+        seen, found, best = out.seen, (out.per_token, out.prob_sum), out.best
+    else:
+        seen, found = Seen(len(u.loc), head, wanted), (torch.zeros(len(u.loc), device=u.loc.device),) * 2
+        for v0 in range(0, len(head.weight), step := chunk_rows(*u.loc.shape)):
+            seen.add(slice(0, len(u.loc)), v0, -head.take(slice(v0, v0 + step)).loc(u), None)
+        best = seen.best(u)
+    assert best is not None
+    return OvrScores(seen.log_norm, *_of_labels(u, head, labels), seen.above, *found, best)
+
+
+@torch.no_grad()
+def prob_sums(loc: Tensor, scale: Tensor, head: WordHead) -> Tensor:
+    """Sum of P [N] over the words in use for U' with locations [N, C] and one scale [C] for all tokens."""
+    gemm = gemm_dtype(loc.dtype, loc.device)
+    total = torch.zeros(len(loc), dtype=torch.float64, device=loc.device)
+    for v0 in range(0, head.rows, step := chunk_rows(*loc.shape)):
+        part = head.take(slice(v0, min(head.rows, v0 + step)))
+        x, rows, offset = loc.to(gemm), part.weight.to(loc.dtype), part.threshold.to(head.real).expand(len(part.weight))
+        offset = offset if part.bias is None else offset - part.bias.to(head.real)
+        shape = len(x), len(rows)
+        gap, low = x.new_empty(shape, dtype=head.real), x.new_empty(1, *shape)
+        gap_into(offset, offset.to(gemm), x, rows.to(gemm).T, gap, low)
+        total += prob_above(product(scale[None], rows.abs()).expand_as(gap), gap).sum(1)
+    return total.to(head.real)
 
 
 def _of_labels(u: Cauchy, head: WordHead, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,44 +98,11 @@ def prob_of(u: Cauchy, head: WordHead, words: Tensor) -> Tensor:
     return prob_above(law.scale, gap)
 
 
-def _scores(u: Cauchy, head: WordHead) -> tuple[Tensor, Tensor, Tensor]:
-    """(loc_S, scale_S, C - loc_S) [N, n] of all n rows, with the precision of `WordHead.loc`."""
-    loc, scale = head.loc(u), product(u.scale, head.weight.to(u.loc.dtype).abs())
-    return loc, scale, head.threshold.to(loc.dtype) - loc
-
-
-@torch.no_grad()
-def top_word(u: Cauchy, head: WordHead, rank_by: RankBy = "ovr") -> TopWord:
-    """The best word of each token for U' [N, C] and a slice of the head. No gradient.
-
-    rank_by "ovr": by the decision strength z = (loc_S - C)/scale_S (S4 3.3.3), which orders words like P but does not
-    saturate; P = atan2(1, -z)/pi. Scale 0 gives -+inf, or 0 if loc_S = C. "loc": by loc_S. Ties are broken by loc_S,
-    then by the lower id. A slice without words gives score -inf and word -1.
-    Raises ValueError for an unknown rank_by, and as `WordHead.check`.
-    """
-    head.check(u)
-    if rank_by not in ("ovr", "loc"):
-        raise ValueError(f"rank_by must be 'ovr' or 'loc', found {rank_by!r}")
-    best = u.loc.new_full((len(u.loc),), -torch.inf, dtype=head.real)
-    ties = best.clone()
-    words = torch.full(best.shape, -1, dtype=torch.int64, device=best.device)
-    step = chunk_rows(*u.loc.shape)
-    for v0 in range(0, head.rows, step):
-        loc, scale, gap = _scores(u, head.take(slice(v0, min(head.rows, v0 + step))))
-        key = loc if rank_by == "loc" else strength(gap, scale)
-        at = first_best(key, loc)[:, None]
-        key, loc = key.gather(1, at)[:, 0], loc.gather(1, at)[:, 0]
-        better = (key > best) | ((key == best) & (loc > ties))
-        best, ties = key.where(better, best), loc.where(better, ties)
-        words = (at[:, 0] + v0 + head.start).where(better, words)
-    return TopWord(best.float(), ties.float(), words)
-
-
 def probs(u: Cauchy, head: WordHead) -> Tensor:
     """P [N, n] of all words of a small head, such as the <NUM> row, for each token.
 
     fp32 (fp64 for fp64), differentiable in U', weight, bias and threshold. Raises as `WordHead.check`.
     """
     head.check(u)
-    _, scale, gap = _scores(u, head)
-    return prob_above(scale, gap)
+    loc, scale = head.loc(u), product(u.scale, head.weight.to(u.loc.dtype).abs())
+    return prob_above(scale, head.threshold.to(loc.dtype) - loc)

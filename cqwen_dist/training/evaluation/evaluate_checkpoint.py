@@ -27,7 +27,7 @@ from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import WordHead
-from cqwen_dist.ops.ovr.scores import OvrScores, ovr_scores, top_word
+from cqwen_dist.ops.ovr.scores import OvrScores, ovr_scores
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
@@ -126,7 +126,7 @@ def measure_base(
     rows, bias = head.weight[spelt], 0.0 if head.bias is None else head.bias[spelt]
     digits = table[spelt].float().mean(0) if len(spelt) else table[num_token_id]
 
-    def scored() -> Iterator[tuple[Tensor, OvrScores, Tensor, Tensor]]:
+    def scored() -> Iterator[tuple[OvrScores, Tensor, Tensor]]:
         for cpu_batch in batches:
             batch, keep = cpu_batch.to(device), cpu_batch.kept.to(device)
             labels = batch.labels.flatten()[keep]
@@ -137,7 +137,6 @@ def measure_base(
             z = base.base_model(inputs_embeds=embeddings, position_ids=batch.position_ids, use_cache=False)[0]
             z = z.flatten(0, 1)[keep]
             u, words = Cauchy(z, torch.zeros_like(z)), WordHead.of(head.weight, head.bias, 0.0)
-            best = top_word(u, words, rank_by="loc").word
-            yield best, ovr_scores(u, words, labels), labels, z @ rows.T + bias
+            yield ovr_scores(u, words, labels, rank_by="loc"), labels, z @ rows.T + bias
 
     return base_metrics(scored(), num_token_id, spelt)

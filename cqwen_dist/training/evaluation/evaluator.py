@@ -30,15 +30,11 @@ from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.lora import adapters_disabled
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr.scores import OvrScores, RankBy, TopWord
+from cqwen_dist.ops.ovr.scores import OvrScores
+from cqwen_dist.ops.ovr.seen import RankBy
 from cqwen_dist.parallel.collectives import gather_objects, sum_over
 from cqwen_dist.parallel.groups import Groups
-from cqwen_dist.parallel.vocab_parallel import (
-    VocabParallelOutput,
-    vocab_parallel_best,
-    vocab_parallel_loss,
-    vocab_parallel_scores,
-)
+from cqwen_dist.parallel.vocab_parallel import vocab_parallel_prob_sums, vocab_parallel_scores
 from cqwen_dist.training.evaluation.number_metrics import Numbers, number_metrics
 from cqwen_dist.training.evaluation.spread import SpreadsOfU
 from cqwen_dist.training.frequency import BAND_NAMES, band_of, mean_thresholds
@@ -107,12 +103,11 @@ class Evaluator:
         rows, bias = rows_of(action, list(self.numerals), self.groups)
         spelt = torch.tensor(list(self.numerals), dtype=torch.int64, device=self.device)
 
-        def scored() -> Iterator[tuple[Tensor, OvrScores, Tensor, Tensor]]:
+        def scored() -> Iterator[tuple[OvrScores, Tensor, Tensor]]:
             for _, batch, keep in self._batches():
                 u = self.model.abduction(self.features(batch.without_values(), keep))
                 labels = batch.labels.flatten()[keep]
-                best = best_word(self.model, u, self.groups, self.gemm_dtype, "loc").word
-                yield best, self._scores(u, labels), labels, action.word_part(u).loc @ rows.T + bias
+                yield self._scores(u, labels, "loc"), labels, action.word_part(u).loc @ rows.T + bias
 
         with adapters_disabled(self.model.transformer):
             self.base = base_metrics(scored(), self.model.config.num_token_id, spelt)
@@ -141,7 +136,7 @@ class Evaluator:
             lists["prob_sum"].append(self._add_words(u_prime, labels, sums, banded))
             self._add_numbers(u_prime, batch, keep, texts, sums, lists)
             texts += batch.filled_rows
-            lists["prob_sum_causal"].append(self._causal_prob_sum(u, labels, generator))
+            lists["prob_sum_causal"].append(self._causal_prob_sum(u, generator))
             individual.add(u)
 
         # All ranks: one gather for the lists, one all-reduce for the sums
@@ -171,14 +166,13 @@ class Evaluator:
     def _add_words(self, u_prime: Cauchy, labels: Tensor, sums: dict[str, Tensor], banded: Tensor) -> Tensor:
         """Add the words of a batch to the sums. Returns the sum of P per token [N]."""
         num_id = self.model.config.num_token_id
-        words = self._words(u_prime, labels)
-        scores = self._scores(u_prime, labels)
-        strength, _, best = best_word(self.model, u_prime, self.groups, self.gemm_dtype, "ovr")
+        scores = self._scores(u_prime, labels, "ovr")
+        strength, _, best = scores.best
         right, is_num, best_is_num = best == labels, labels == num_id, best == num_id
         sums["tokens"] += labels.numel()
-        sums["cls_loss"] += words.per_token.sum()
+        sums["cls_loss"] += scores.per_token.sum()
         sums["surprise"] += (scores.log_norm - scores.label_loc).sum()
-        sums["surprise_ovr"] += (words.prob_sum.double().log() - scores.label_log_p).sum()
+        sums["surprise_ovr"] += (scores.prob_sum.double().log() - scores.label_log_p).sum()
         sums["right"] += right.sum()
         sums["num_hit"] += (is_num & best_is_num).sum()
         sums["num_predicted"] += best_is_num.sum()
@@ -196,7 +190,7 @@ class Evaluator:
         if self.band is not None:
             banded[0].index_add_(0, self.band[labels], right.double())
             banded[1].index_add_(0, self.band[labels], torch.ones_like(right, dtype=torch.float64))
-        return words.prob_sum
+        return scores.prob_sum
 
     def _add_numbers(
         self,
@@ -223,11 +217,14 @@ class Evaluator:
         for name, part in counted.items():
             sums[name] += part
 
-    def _causal_prob_sum(self, u: Cauchy, labels: Tensor, generator: torch.Generator) -> Tensor:
+    def _causal_prob_sum(self, u: Cauchy, generator: torch.Generator) -> Tensor:
         """Sum of P per token [N] for one individual drawn from U, with only the noise as scale."""
-        individual = u.sample(torch.rand(u.loc.shape, generator=generator, device=self.device))
-        causal = Cauchy(individual, self.model.action.b_noise.abs().expand_as(individual))
-        return self._words(causal, labels).prob_sum
+        action, individual = (
+            self.model.action,
+            u.sample(torch.rand(u.loc.shape, generator=generator, device=self.device)),
+        )
+        seen = action.word_part(Cauchy(individual, action.b_noise.abs())).to(self.gemm_dtype)
+        return vocab_parallel_prob_sums(*seen, action.word_head(self.used_rows), self.groups.vocab)
 
     def _word_metrics(self, c: dict[str, float], lists: dict[str, np.ndarray]) -> dict[str, float]:
         tokens = max(c["tokens"], 1)
@@ -261,33 +258,31 @@ class Evaluator:
             self.progress("evaluating", i, of)
             yield i, batch.to(self.device), batch.kept.to(self.device)
 
-    def _words(self, u_prime: Cauchy, labels: Tensor) -> VocabParallelOutput:
-        action = self.model.action
-        seen = action.word_part(u_prime).to(self.gemm_dtype)
-        return vocab_parallel_loss(seen, action.word_head(self.used_rows), labels, group=self.groups.vocab)
-
-    def _scores(self, u_prime: Cauchy, labels: Tensor) -> OvrScores:
-        action, label_set = self.model.action, self.decisions.label_set
+    def _scores(self, u_prime: Cauchy, labels: Tensor, rank_by: RankBy) -> OvrScores:
+        """What one pass over the words tells of the label positions; "loc" ranks all rows."""
+        action, label_set, rows = self.model.action, self.decisions.label_set, self.model.config.used_rows
         return vocab_parallel_scores(
             action.word_part(u_prime).to(self.gemm_dtype),
-            action.word_head(self.model.config.used_rows),
+            action.word_head(rows if rank_by == "ovr" else None),
             labels,
             self.groups.vocab,
-            prob_thresholds=() if label_set is None else (label_set,),
+            () if label_set is None or rank_by == "loc" else (label_set,),
+            rank_by,
+            self.used_rows,
         )
 
 
 def base_metrics(
-    scored: Iterable[tuple[Tensor, OvrScores, Tensor, Tensor]], num_token_id: int, spelt: Tensor
+    scored: Iterable[tuple[OvrScores, Tensor, Tensor]], num_token_id: int, spelt: Tensor
 ) -> dict[str, float]:
     """Top-1 and perplexity of a base that spells numerals with the tokens `spelt` [d]; d may be 0.
 
-    If the label is <NUM>, each of these tokens is right, and their probabilities add to that of <NUM>. scored: (best
-    word [N], label scores, labels [N], logits of `spelt` [N,d]) for each batch. Collective over the world.
+    If the label is <NUM>, each of these tokens is right, and their probabilities add to that of <NUM>. scored:
+    (scores by loc_S, labels [N], logits of `spelt` [N,d]) for each batch. Collective over the world.
     """
     sums = torch.zeros(3, dtype=torch.float64, device=spelt.device)
-    for best, scores, labels, digits in scored:
-        number = labels == num_token_id
+    for scores, labels, digits in scored:
+        best, number = scores.best.word, labels == num_token_id
         together = torch.logaddexp(scores.label_loc, digits.float().logsumexp(1))
         sums[0] += ((best == labels) | (number & torch.isin(best, spelt))).sum()
         sums[1] += (scores.log_norm - torch.where(number, together, scores.label_loc)).double().sum()
@@ -297,18 +292,6 @@ def base_metrics(
         "eval/base_accuracy": right / max(total, 1),
         "eval/base_perplexity": perplexity(surprise / max(total, 1)),
     }
-
-
-def best_word(
-    model: CausalQwenModel, u_prime: Cauchy, groups: Groups, gemm_dtype: torch.dtype, rank_by: RankBy
-) -> TopWord:
-    """The best word of each token for U' [N,C]. Collective over the vocabulary group.
-
-    rank_by: "ovr" ranks used rows by P, with score z = (loc_S - C)/scale_S; "loc" ranks all rows by loc_S.
-    """
-    action = model.action
-    head = action.word_head(model.config.used_rows if rank_by == "ovr" else None)
-    return vocab_parallel_best(action.word_part(u_prime).to(gemm_dtype), head, groups.vocab, rank_by)
 
 
 def _gather(mine: dict[str, np.ndarray], texts: int, sharers: int) -> dict[str, np.ndarray]:
