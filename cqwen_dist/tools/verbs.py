@@ -48,6 +48,7 @@ def plan(
     ] = None,
     search: Annotated[bool, typer.Option("--search", help="Try every layout; print the best and why.")] = False,
     scale: Annotated[bool, typer.Option("--scale", help="Efficiency from 1 to 1,024 GPUs by layout.")] = False,
+    limit: Annotated[bool, typer.Option("--limits", help="Largest base and longest text on 1, 8, 64 GPUs.")] = False,
     write: Annotated[Path | None, typer.Option(help="Write the config (with --search: the best layout).")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -66,6 +67,7 @@ def plan(
         text_tokens=text_tokens,
         searching=search,
         scale=scale,
+        limit=limit,
         write=write,
     )
     print_document(document, as_json, lambda _: shown)

@@ -12,6 +12,7 @@ from rich.text import Text
 from cqwen_dist.config import Config, UserError, source_files
 from cqwen_dist.config.errors import Said
 from cqwen_dist.sizes.architecture import read_architecture
+from cqwen_dist.tools.plan.limits import limits, render_limits
 from cqwen_dist.tools.plan.machine import machine
 from cqwen_dist.tools.plan.make import Plan, plan
 from cqwen_dist.tools.plan.search import FittingLayout, of_layout, scaling, search, with_layout
@@ -34,6 +35,7 @@ def run(
     text_tokens: float | None = None,
     searching: bool = False,
     scale: bool = False,
+    limit: bool = False,
     write: Path | None = None,
 ) -> tuple[dict[str, Any], RenderableType]:
     """Returns the plan and the requested extras, as plain values for JSON and as tables for a terminal.
@@ -43,7 +45,7 @@ def run(
     known = machine(gpu or ("h100" if gpus_per_node else "cpu"), interconnect, calibration)
     architecture = read_architecture(config)
     options: dict[str, Any] = {"gpu_memory_gib": gpu_memory_gib, "architecture": architecture, "machine": known}
-    points = scaling(config, **options) if scale else None
+    further, tables = _further(config, options, scale, limit)
     options |= {"nodes": nodes, "gpus_per_node": gpus_per_node, "sequences": sequences or count_sequences(config)}
     options["text"] = text_tokens
     planned, choices, notes = _planned(config, searching, options)
@@ -52,10 +54,8 @@ def run(
     if searching:
         document["choices"] = [choice.to_dict() for choice in choices]
         shown += [] if choices else [Text(f"no layout fits: {WHAT_MAY_FIT}", style="red")]
-    if points is not None:
-        document["scaling"] = [asdict(point) for point in points]
-        shown += [render_scaling(points)]
-        shown += [Text("* does not fit. 8 GPUs a node; every rank keeps its micro-batch, once a step.")]
+    document |= further
+    shown += tables
     if write is not None:
         if searching and not choices:
             raise UserError("--write", str(write), "a layout that fits (none was found)")
@@ -65,6 +65,25 @@ def run(
         document["written"] = str(write)
         shown += [Text(f"written: {write}")]
     return document, Group(*shown)
+
+
+def _further(
+    config: Config, options: dict[str, Any], scale: bool, limit: bool
+) -> tuple[dict[str, Any], list[RenderableType]]:
+    """What `--scale` and `--limits` add to the document and to the tables."""
+    document: dict[str, Any] = {}
+    shown: list[RenderableType] = []
+    if scale:
+        points = scaling(config, **options)
+        document["scaling"] = [asdict(point) for point in points]
+        shown += [render_scaling(points)]
+        shown += [Text("* does not fit. 8 GPUs a node; every rank keeps its micro-batch, once a step.")]
+    if limit:
+        gib = options["gpu_memory_gib"] or options["machine"].gib
+        rows = limits(config, options["architecture"], options["machine"], gib)
+        document["limits"] = [asdict(row) for row in rows]
+        shown += [render_limits(rows, config.model.name_or_path or "the config's base", gib)]
+    return document, shown
 
 
 def _planned(
