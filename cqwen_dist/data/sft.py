@@ -18,6 +18,13 @@ from cqwen_dist.batch import IGNORE_INDEX
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 
+# ChatML as the tokenizer writes it without a template, with TRL's marks around what the assistant says
+_CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>\n' }}{% endgeneration %}{% else %}"
+    "{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 _WORDS = 1 << 32  # smaller ids are words: as float64 bits they would be 0 or below 3e-314
 
 
@@ -57,6 +64,9 @@ class CausalQwenSFTTrainer(SFTTrainer):
         for odd in ("packing", "padding_free"):
             if getattr(args, odd, False):
                 raise UserError(odd, True, "False: `cqwen train` packs")
+        if getattr(args, "assistant_only_loss", False) and processing_class.chat_template is None:
+            processing_class = copy.copy(processing_class)
+            processing_class.chat_template = _CHATML
         collator = _TakeApart(processing_class)
         super().__init__(model, args, data_collator=collator, processing_class=processing_class, **given)
 

@@ -18,7 +18,7 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.architectures.base_architecture import USUAL_TARGETS
 from cqwen_dist.config.custom import find_custom, find_loaded
-from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.shape import NUMBER_KEYS
 from cqwen_dist.config.training import LoraConfig
 from cqwen_dist.heads.abduction import abduction_named, loaded_abduction, make_abduction
@@ -283,11 +283,21 @@ class CausalQwenModel(nn.Module):
                 )
 
     def forward(
-        self, input_ids: Tensor, numeric_values: Tensor, attention_mask: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        numeric_values: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **foreign: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """[B,T] each -> loc_S, scale_S [B,T,V], loc_Y, scale_Y [B,T] (S2 section 5), all fp32.
 
         Y is in the target's unit. Materialises [B,T,V]; training uses `heads.fused_loss` instead.
+        Raises `UserError` for foreign arguments, which TRL's trainers give.
         """
+        if foreign:
+            found = Said(f"a trainer that wants hidden states for a softmax ({', '.join(sorted(foreign))})")
+            raise UserError(
+                "trainer", found, "cqwen_dist.data.sft.CausalQwenSFTTrainer, or a folder exported --as-base"
+            )
         u = self.infer(input_ids, numeric_values, attention_mask)
         return self.action(u.loc, u.scale)

@@ -66,3 +66,26 @@ def test_sft_trainer_learns_the_numbers_that_the_tokenizer_reads(kind: str, tmp_
 def test_sft_packing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="packing: found True, allowed: False"):
         trainer_of(ROWS["texts"], tmp_path, packing=True)
+
+
+def test_only_the_assistants_part_is_learnt_without_a_template(tmp_path: Path) -> None:
+    trainer = trainer_of(ROWS["chats"], tmp_path, assistant_only_loss=True)
+    tokenizer = trainer.processing_class
+    (batch,) = trainer.get_eval_dataloader()
+    said = [int(t) for t in batch["labels"][0] if t != -100]
+    assert tokenizer.decode(said, [12.0 if t == tokenizer.num_token_id else 0.0 for t in said]).startswith(
+        "milk costs 12"
+    )
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert torch.equal(batch["input_ids"][0], tokenizer(text, return_tensors="pt")["input_ids"][0])
+
+
+def test_a_stock_trainer_is_told_what_to_use(tmp_path: Path) -> None:
+    from trl import SFTConfig, SFTTrainer
+
+    model, tokenizer = tiny_pair()
+    arguments = SFTConfig(str(tmp_path), max_steps=1, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True)
+    data, own = Dataset.from_list(ROWS["texts"]), CausalQwenTokenizer.of(tokenizer)
+    trainer = SFTTrainer(model, arguments, processing_class=own, train_dataset=data)
+    with pytest.raises(UserError, match=r"CausalQwenSFTTrainer, or a folder exported --as-base"):
+        trainer.train()
