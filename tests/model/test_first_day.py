@@ -78,3 +78,13 @@ def test_a_folder_saved_again_has_the_files_that_its_auto_map_names(folder: Path
         for place in named:
             module = (place[1] if isinstance(place, list) else place).partition(".")[0]
             assert (tmp_path / f"{module}.py").is_file(), place
+
+
+@pytest.mark.slow
+def test_the_forward_pass_compiles_whole(folder: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer("tea costs 3.5", return_tensors="pt")
+    with torch.no_grad():
+        wanted = model(**batch).logits
+        found = torch.compile(model, backend="eager", fullgraph=True)(**batch).logits
+    assert_close(found, wanted, 1e-6)
