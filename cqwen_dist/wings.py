@@ -15,6 +15,7 @@ _TOOLS = ("plan", "doctor", "accept", "quickstart", "submit", "status", "report"
 PLACES = {
     **{verb: f"tools.verbs:{verb}" for verb in _TOOLS},
     **{f"bench {verb}": f"tools.bench.bench_verbs:{verb}" for verb in _BENCH},
+    "serve": "tools.serve.serve_verb:serve",
     "fit": "tables.table_verbs:fit",
     "bench numbers": "tables.table_verbs:numbers",
     "code of a folder": "tools.export.portable:write_code",
@@ -24,7 +25,11 @@ PLACES = {
     "size of model.wide": "tables.wide.wide_size:wide_numbers",
     "bundled:diabetes": "tools.diabetes:diabetes_texts",
 }
-EXTRAS = {"scipy": "tables"}  # libraries that a wing needs and the core does not: the extra package that has each
+EXTRAS = {
+    "scipy": "tables",
+    "fastapi": "serve",
+    "uvicorn": "serve",
+}  # libraries that a wing needs and the core does not: the extra package that has each
 
 
 def from_wing(name: str) -> Any:

@@ -47,6 +47,7 @@ FLOORS = {
     "tables": 11,
     "tools/bench": 12,
     "tools/report": 12,
+    "tools/serve": 12,
     "tables/benchmark": 12,
     "tools/verbs": 13,
     "tables/table_verbs": 13,

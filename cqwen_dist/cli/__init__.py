@@ -38,7 +38,7 @@ VERBS: dict[str, tuple[Callable[..., None] | str, ...]] = {
     BEFORE: (before.init, "plan", before.prepare, "doctor", "accept"),
     TRAIN: ("quickstart", "fit", runs.train, runs.launch, "submit"),
     LOOK: ("status", "report", look.evaluate),
-    USE: (use.generate, use.predict, "explain", "export"),
+    USE: (use.generate, use.predict, "explain", "serve", "export"),
 }
 _BENCH = ("data", "loss", "step", "packed", "memory", "ranks", "generate", "numbers", "gpu")
 GROUPS: dict[str, tuple[str, str, tuple[Callable[..., None] | str, ...]]] = {

@@ -1,0 +1,179 @@
+"""Requests of OpenAI's protocol as options of `continue_text`, and what is written as its answers.
+
+Fields that a CausalQwen has and OpenAI does not: `mode`, `top_k`, `digits` in a request, `numbers` in a choice and in a
+chunk of a stream. An unknown field is refused, so that no option is silently without effect.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cqwen_dist.config.errors import UserError
+from cqwen_dist.generate.continuation import Written
+from cqwen_dist.generate.numbers import NumberRecord
+
+FINISH = {"eos": "stop", "stop": "stop", "length": "length"}  # `Written.end` -> OpenAI's word
+NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "echo": False, "best_of": 1}
+
+
+class Asked(BaseModel):
+    """What completions and chats share."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str = ""
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    n: int = Field(1, ge=1)
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    user: str | None = None
+    mode: str | None = None
+    top_k: int | None = Field(None, ge=1)
+    digits: int | Literal["auto"] = "auto"
+    # accepted where they ask for nothing
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logprobs: bool | int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+    def _refuse_unsupported(self) -> None:
+        for name, neutral in NEUTRAL.items():
+            if getattr(self, name) not in (None, neutral):
+                raise UserError(name, getattr(self, name), f"{neutral}, or no such field")
+
+    def options(self, most_tokens: int) -> dict[str, Any]:
+        """Keywords of `continue_text`. Raises `UserError` for what has no meaning here, by field.
+
+        Without a mode, `temperature` above 0 or `top_p` draws from softmax (mode compatible), as OpenAI's clients
+        expect; otherwise the mode is standard, which draws nothing.
+        """
+        self._refuse_unsupported()
+        asked = min(256, most_tokens) if self.max_tokens is None else self.max_tokens
+        if asked > most_tokens:
+            raise UserError("max_tokens", asked, f"at most {most_tokens}, as this server was started")
+        drawn = bool(self.temperature) or self.top_p is not None or self.top_k is not None
+        options: dict[str, Any] = {
+            "mode": self.mode or ("compatible" if drawn else "standard"),
+            "max_new_tokens": asked,
+            "seed": self.seed,
+            "digits": self.digits,
+            "stop": [self.stop] if isinstance(self.stop, str) else self.stop or (),
+        }
+        if drawn and self.mode is None:
+            options["do_sample"] = True
+        given = {"temperature": self.temperature or None, "top_p": self.top_p, "top_k": self.top_k}
+        return options | {name: value for name, value in given.items() if value is not None}
+
+
+class Completion(Asked):
+    """POST /v1/completions."""
+
+    prompt: str | list[str]
+
+    def prompts(self, tokenizer: Any) -> list[str]:
+        """The texts to continue."""
+        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
+
+
+class ChatTurn(BaseModel):
+    """A turn of a chat. content: text, or parts of which each is a text."""
+
+    model_config = ConfigDict(extra="ignore")
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+    def text(self) -> str:
+        """Raises `UserError` for a part that is no text."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        other = [part.get("type") for part in self.content if part.get("type") != "text"]
+        if other:
+            raise UserError("messages.content", other[0], "text")
+        return "".join(str(part.get("text", "")) for part in self.content)
+
+
+class ChatCompletion(Asked):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatTurn] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+    def prompts(self, tokenizer: Any) -> list[str]:
+        """The turns as the chat template writes them. Raises `UserError`."""
+        turns = [{"role": message.role, "content": message.text()} for message in self.messages]
+        plain = tokenizer.tokenizer
+        if plain.chat_template is None:
+            raise UserError("messages", "a chat", "a prompt (/v1/completions): this model has no chat template")
+        try:
+            return [plain.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)]
+        except Exception as error:  # a template raises as it likes
+            raise UserError(
+                "messages", str(error).splitlines()[0][:200], "turns that the chat template takes"
+            ) from None
+
+    def options(self, most_tokens: int) -> dict[str, Any]:
+        asked = (
+            self
+            if self.max_completion_tokens is None
+            else self.model_copy(update={"max_tokens": self.max_completion_tokens})
+        )
+        return {**Asked.options(asked, most_tokens), "begin": False}
+
+
+def numbers_of(records: Iterable[NumberRecord]) -> list[dict[str, Any]]:
+    """Numbers as JSON: value, written, intervals, p_num and more; null for what is not finite."""
+    return [_finite(asdict(record)) for record in records]
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Answer:
+    """The documents that answer one request."""
+
+    def __init__(self, asked: Asked, model: str) -> None:
+        self.chat = isinstance(asked, ChatCompletion)
+        kind = "chat.completion" if self.chat else "text_completion"
+        self.head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self.whole_kind, self.piece_kind = kind, f"{kind}.chunk" if self.chat else kind
+
+    def whole(self, written: Sequence[Written], prompt_tokens: int) -> dict[str, Any]:
+        """All texts at once."""
+        choices = []
+        for index, each in enumerate(written):
+            said = {"message": {"role": "assistant", "content": each.text}} if self.chat else {"text": each.text}
+            end = {"finish_reason": FINISH[each.end], "logprobs": None}
+            choices.append({"index": index, **said, **end, "numbers": numbers_of(each.numbers)})
+        return {**self.head, "object": self.whole_kind, "choices": choices, "usage": usage(written, prompt_tokens)}
+
+    def piece(self, text: str, numbers: Sequence[NumberRecord], end: str | None = None) -> dict[str, Any]:
+        """A chunk of a stream. numbers: those written since the last chunk. end: `Written.end`, in the last one."""
+        said = {"delta": {"content": text}} if self.chat else {"text": text}
+        choice = {"index": 0, **said, "finish_reason": None if end is None else FINISH[end], "logprobs": None}
+        return {**self.head, "object": self.piece_kind, "choices": [{**choice, "numbers": numbers_of(numbers)}]}
+
+    def last(self, written: Sequence[Written], prompt_tokens: int) -> dict[str, Any]:
+        """The chunk after the last text, for `stream_options: {include_usage: true}`."""
+        return {**self.head, "object": self.piece_kind, "choices": [], "usage": usage(written, prompt_tokens)}
+
+
+def usage(written: Sequence[Written], prompt_tokens: int) -> dict[str, int]:
+    """Counts of tokens; a number is one."""
+    tokens = sum(len(each.tokens) for each in written)
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}

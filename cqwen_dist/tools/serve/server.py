@@ -1,0 +1,269 @@
+"""The server: one model, one text at a time, any number of clients.
+
+Requests wait in one queue. A client that goes away, or a text that takes longer than allowed, ends its generation after
+the token in progress. Bodies, waiting requests, tokens and time are bounded, so one client cannot stop the others.
+It has no accounts and no encryption: put a proxy in front of it, or let it listen on this machine only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from torch import Tensor
+
+from cqwen_dist.config.errors import UserError
+from cqwen_dist.generate.continuation import Written, continue_text, end_ids
+from cqwen_dist.generate.numbers import GeneratedNumbers, NumberRecord
+from cqwen_dist.generate.streaming import NumberStreamer
+from cqwen_dist.tools.serve.requests import Answer, ChatCompletion, Completion
+
+LOOK_S = 0.25  # how often a waiting request looks whether its client is still there
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for. Seconds are from a request's arrival, waiting included."""
+
+    tokens: int = 2048
+    texts: int = 16  # prompts times n
+    body_bytes: int = 1 << 20
+    waiting: int = 64
+    seconds: float = 300.0
+    body_seconds: float = 30.0
+
+
+class Refused(Exception):
+    """An answer with a status of its own."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Server:
+    """Runs generations in one thread."""
+
+    def __init__(self, model: Any, tokenizer: Any, name: str, limits: Limits) -> None:
+        self.model, self.tokenizer, self.name, self.limits = model, tokenizer, name, limits
+        self.worker = ThreadPoolExecutor(1, "generate")
+        self.waiting = 0
+
+    def work(
+        self,
+        asked: Completion | ChatCompletion,
+        options: dict[str, Any],
+        prompts: list[str],
+        stop: threading.Event,
+        until: float,
+        **more: Any,
+    ) -> list[Written]:
+        """Continue the prompts. Runs in the worker. Raises `UserError` and `Refused`."""
+        if stop.is_set() or time.monotonic() > until:
+            raise Refused(503, "too many requests wait: try again later")
+
+        def over(ids: Tensor, scores: Any) -> Tensor:
+            return torch.full((len(ids),), stop.is_set() or time.monotonic() > until, device=ids.device)
+
+        return continue_text(self.model, self.tokenizer, prompts, stopping_criteria=[over], **options, **more)
+
+    def begin(self, asked: Completion | ChatCompletion) -> tuple[dict[str, Any], list[str], int]:
+        """(options, prompts, tokens of the prompts). Raises `UserError` and `Refused`."""
+        options, prompts = asked.options(self.limits.tokens), asked.prompts(self.tokenizer)
+        if not 0 < len(prompts) * asked.n <= self.limits.texts:
+            raise UserError("n", len(prompts) * asked.n, f"1 to {self.limits.texts} texts a request (prompts times n)")
+        if asked.stream and len(prompts) * asked.n > 1:
+            raise UserError("stream", len(prompts) * asked.n, "one text a stream")
+        if self.waiting >= self.limits.waiting:
+            raise Refused(429, f"{self.waiting} requests wait: try again later")
+        tokens = sum(len(self.tokenizer.encode(prompt, options.get("begin", True))[0]) for prompt in prompts)
+        return options, [prompt for prompt in prompts for _ in range(asked.n)], tokens
+
+    async def run(self, request: Request, work: Callable[[threading.Event], Any]) -> Any:
+        """The result of work in the worker; it is told to stop when the client has gone."""
+        stop = threading.Event()
+        self.waiting += 1
+        try:
+            future = asyncio.get_running_loop().run_in_executor(self.worker, work, stop)
+            while not (await asyncio.wait([future], timeout=LOOK_S))[0]:
+                if await request.is_disconnected():
+                    stop.set()
+            return await future
+        finally:
+            stop.set()  # also when the server ends this request
+            self.waiting -= 1
+
+    async def answer(self, asked: Completion | ChatCompletion, request: Request) -> Any:
+        """The answer to a request, whole or as a stream."""
+        options, prompts, prompt_tokens = self.begin(asked)
+        until, answer = time.monotonic() + self.limits.seconds, Answer(asked, self.name)
+        if not asked.stream:
+            written = await self.run(request, lambda stop: self.work(asked, options, prompts, stop, until))
+            return JSONResponse(answer.whole(written, prompt_tokens))
+        with_usage = bool((asked.stream_options or {}).get("include_usage"))
+        pieces = self.pieces(request, asked, options, prompts, until)
+        return StreamingResponse(
+            _events(answer, pieces, prompt_tokens if with_usage else None), media_type="text/event-stream"
+        )
+
+    async def pieces(
+        self,
+        request: Request,
+        asked: Completion | ChatCompletion,
+        options: dict[str, Any],
+        prompts: list[str],
+        until: float,
+    ) -> AsyncIterator[tuple[str, list[NumberRecord]] | list[Written]]:
+        """(text, its numbers) while they are written, then what was written."""
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        digits, ends = options["digits"], end_ids(self.model, self.tokenizer)
+        sender = _Sender(self.tokenizer, lambda piece: loop.call_soon_threadsafe(queue.put_nowait, piece), digits, ends)
+
+        def work(stop: threading.Event) -> list[Written]:
+            return self.work(asked, options, prompts, stop, until, streamer=sender)
+
+        task = asyncio.ensure_future(self.run(request, work))
+        task.add_done_callback(lambda _: queue.put_nowait(None))
+        try:
+            while (piece := await queue.get()) is not None:
+                yield piece
+            yield await task
+            if sender.waiting:
+                yield "", sender.waiting
+        finally:
+            task.cancel()
+
+
+class _Sender(NumberStreamer):
+    """Sends text together with the numbers in it."""
+
+    def __init__(self, tokenizer: Any, send: Callable[[Any], Any], digits: Any, ends: list[int]) -> None:
+        super().__init__(tokenizer, self._with_numbers, digits=digits, ends=ends)
+        self.send, self.waiting = send, list[NumberRecord]()
+
+    def _with_numbers(self, text: str) -> None:
+        self.send((text, self.waiting))
+        self.waiting = []
+
+    def put(self, value: Tensor, numbers: GeneratedNumbers | None = None, prompt: int = 0) -> None:
+        record = None if numbers is None else numbers.record(0, value.shape[1] - 1, self.digits)
+        self.waiting += [] if record is None else [record]
+        super().put(value, numbers, prompt)
+
+
+async def _events(answer: Answer, pieces: AsyncIterator[Any], prompt_tokens: int | None) -> AsyncIterator[str]:
+    """Server-sent events. An error after the first is an event too, as the status is sent already."""
+
+    def event(document: Any) -> str:
+        return f"data: {json.dumps(document)}\n\n"
+
+    try:
+        async for piece in pieces:
+            if isinstance(piece, tuple):
+                yield event(answer.piece(*piece))
+            else:
+                yield event(answer.piece("", [], piece[0].end))
+                if prompt_tokens is not None:
+                    yield event(answer.last(piece, prompt_tokens))
+    except (UserError, Refused) as error:
+        yield event(_error(str(error)))
+    yield "data: [DONE]\n\n"
+
+
+def _error(text: str, kind: str = "invalid_request_error") -> dict[str, Any]:
+    return {"error": {"message": text, "type": kind, "param": None, "code": None}}
+
+
+class _Bounded:
+    """Refuses bodies that are too long, and clients that send one too slowly."""
+
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+        self.app, self.limits = app, limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        body, until = bytearray(), time.monotonic() + self.limits.body_seconds
+        try:
+            more = True
+            while more:
+                message = await asyncio.wait_for(receive(), max(until - time.monotonic(), 0.001))
+                if message["type"] == "http.disconnect":
+                    return
+                body += message.get("body", b"")
+                more = message.get("more_body", False)
+                if len(body) > self.limits.body_bytes:
+                    raise Refused(413, f"a body of more than {self.limits.body_bytes:,} bytes")
+        except TimeoutError:
+            await JSONResponse(_error("the body did not arrive in time"), 408)(scope, receive, send)
+            return
+        except Refused as error:
+            await JSONResponse(_error(str(error)), error.status)(scope, receive, send)
+            return
+        sent = False
+
+        async def again() -> Message:
+            nonlocal sent
+            if sent:
+                return await receive()
+            sent = True
+            return {"type": "http.request", "body": bytes(body), "more_body": False}
+
+        await self.app(scope, again, send)
+
+
+def make_app(server: Server) -> FastAPI:
+    """The application: /v1/completions, /v1/chat/completions, /v1/models, /health; /docs describes them."""
+
+    @asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        server.worker.shutdown(wait=False, cancel_futures=True)
+
+    app = FastAPI(title="cqwen serve", lifespan=life)
+    app.add_middleware(_Bounded, limits=server.limits)
+
+    @app.post("/v1/completions")
+    async def completions(asked: Completion, request: Request) -> Any:
+        return await server.answer(asked, request)
+
+    @app.post("/v1/chat/completions")
+    async def chats(asked: ChatCompletion, request: Request) -> Any:
+        return await server.answer(asked, request)
+
+    @app.get("/v1/models")
+    async def models() -> Any:
+        return {"object": "list", "data": [{"id": server.name, "object": "model", "owned_by": "cqwen"}]}
+
+    @app.get("/health")
+    async def health() -> Any:
+        return {"status": "ok", "waiting": server.waiting}
+
+    @app.exception_handler(UserError)
+    async def refused(request: Request, error: UserError) -> Any:
+        return JSONResponse(_error(str(error)), 400)
+
+    @app.exception_handler(Refused)
+    async def busy(request: Request, error: Refused) -> Any:
+        return JSONResponse(_error(str(error), "server_error"), error.status, {"Retry-After": "5"})
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(request: Request, error: RequestValidationError) -> Any:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
+        return JSONResponse(_error(f"{field}: {first['msg']}"), 400)
+
+    return app

@@ -1,0 +1,184 @@
+"""`cqwen serve`: OpenAI's protocol with numbers, over real sockets."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import NUM, tiny_causal_lm
+from support.words import Words
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from cqwen_dist.generate.continuation import continue_text
+
+pytest.importorskip("fastapi", reason="pip install 'cqwen-dist[serve]'")
+uvicorn = pytest.importorskip("uvicorn", reason="pip install 'cqwen-dist[serve]'")
+from cqwen_dist.tools.serve.server import Limits, Server, make_app  # noqa: E402  after the check
+
+PROMPTS = ["w3 w8 99.9 w41 w7", "-12.5", "w60 w2"]
+
+
+class Talking(Words):
+    """With a chat template, as a base's tokenizer has it."""
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"w1": 0}, unk_token="w1")),
+        chat_template="{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('who') }}{% endif %}"
+        "{{ m.content }} {% endfor %}",
+    )
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    lm = tiny_causal_lm(target={"name": "standardise", "median": 150.0, "scale": 40.0})
+    with torch.no_grad():
+        lm.model.abduction.set_scale(0.05)
+        lm.model.action.threshold.fill_(1.0)
+        lm.model.action.threshold[NUM] = -0.5
+    return lm
+
+
+@pytest.fixture(scope="module")
+def served(model: Any) -> Iterator[Server]:
+    server = Server(model, Talking(), "tea", Limits(tokens=64, texts=4, body_bytes=20_000, body_seconds=1.0))
+    bound = socket.socket()
+    bound.bind(("127.0.0.1", 0))
+    running = uvicorn.Server(uvicorn.Config(make_app(server), log_level="warning"))
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [bound]})
+    thread.start()
+    server.url = f"http://127.0.0.1:{bound.getsockname()[1]}/v1"  # type: ignore[attr-defined]
+    while not running.started:
+        time.sleep(0.01)
+    yield server
+    running.should_exit = True
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def post(served: Any, path: str, body: Any) -> tuple[int, Any]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(f"{served.url}/{path}", data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_texts_and_numbers_equal_continue_text_and_clients_do_not_mix(served: Any, model: Any) -> None:
+    wanted = [continue_text(model, Words(), [prompt], max_new_tokens=10)[0] for prompt in PROMPTS]
+    assert any(written.numbers for written in wanted)
+    with ThreadPoolExecutor(6) as clients:
+        asked = [{"model": "tea", "prompt": prompt, "max_tokens": 10} for prompt in PROMPTS * 4]
+        found = list(clients.map(lambda body: post(served, "completions", body), asked))
+    for (status, answer), written in zip(found, wanted * 4, strict=True):
+        assert status == 200
+        (choice,) = answer["choices"]
+        assert choice["text"] == written.text
+        assert [n["written"] for n in choice["numbers"]] == [n.written for n in written.numbers]
+        assert [n["intervals"]["0.9"] for n in choice["numbers"]] == [[*n.intervals["0.9"]] for n in written.numbers]
+        assert choice["finish_reason"] == ("length" if written.end == "length" else "stop")
+        assert answer["usage"]["completion_tokens"] == len(written.tokens)
+    status, both = post(served, "completions", {"prompt": PROMPTS, "max_tokens": 10})
+    assert [choice["text"] for choice in both["choices"]] == [written.text for written in wanted]
+
+
+def test_openais_client_reads_answers_streams_and_chats(served: Any, model: Any) -> None:
+    openai = pytest.importorskip("openai", reason="pip install openai")
+    client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
+    assert [each.id for each in client.models.list()] == ["tea"]
+    (wanted,) = continue_text(model, Words(), [PROMPTS[0]], max_new_tokens=24)
+    stream = client.completions.create(
+        model="tea", prompt=PROMPTS[0], max_tokens=24, stream=True, stream_options={"include_usage": True}
+    )
+    *pieces, end, last = list(stream)
+    assert "".join(piece.choices[0].text for piece in pieces) == wanted.text
+    numbers = [number for piece in [*pieces, end] for number in piece.choices[0].numbers]
+    assert [number["written"] for number in numbers] == [number.written for number in wanted.numbers]
+    assert end.choices[0].finish_reason == ("length" if wanted.end == "length" else "stop")
+    assert last.usage.completion_tokens == len(wanted.tokens)
+
+    turns = [{"role": "system", "content": "w3"}, {"role": "user", "content": [{"type": "text", "text": "w8 7"}]}]
+    (said,) = continue_text(model, Words(), ["w3 w8 7 "], max_new_tokens=8, begin=False)
+    chat = client.chat.completions.create(model="tea", messages=turns, max_completion_tokens=8)
+    assert chat.choices[0].message.content == said.text
+    spoken = client.chat.completions.create(model="tea", messages=turns, max_tokens=8, stream=True)
+    assert "".join(piece.choices[0].delta.content for piece in spoken) == said.text
+    with pytest.raises(openai.BadRequestError, match="max_tokens: found 65, allowed: at most 64"):
+        client.completions.create(model="tea", prompt="w3", max_tokens=65)
+
+
+def test_draws_repeat_with_a_seed_and_modes_pass(served: Any) -> None:
+    body = {"prompt": "w3 w8", "max_tokens": 12, "temperature": 1.5, "seed": 3, "n": 2}
+    (_, first), (_, second) = (post(served, "completions", body) for _ in range(2))
+    texts = [[choice["text"] for choice in answer["choices"]] for answer in (first, second)]
+    assert texts[0] == texts[1]
+    status, answer = post(served, "completions", {"prompt": "w3", "max_tokens": 5, "mode": "individual", "seed": 1})
+    assert status == 200
+    assert answer["choices"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("completions", {"prompt": "w3", "max_token": 5}, 400, "max_token: Extra inputs are not permitted"),
+        ("completions", {"max_tokens": 5}, 400, "prompt: Field required"),
+        ("completions", {"prompt": ""}, 400, "prompt: found no tokens, allowed: some text"),
+        ("completions", {"prompt": []}, 400, "1 to 4 texts"),
+        ("completions", {"prompt": "w3", "n": 5}, 400, "1 to 4 texts"),
+        ("completions", {"prompt": "w3", "n": 2, "stream": True}, 400, "one text a stream"),
+        ("completions", {"prompt": "w3", "mode": "loud"}, 400, "mode"),
+        ("completions", {"prompt": "w3", "logprobs": 3}, 400, "logprobs: found 3, allowed: False, or no such field"),
+        ("completions", {"prompt": "w3", "stop": [""]}, 400, "stop"),
+        ("completions", b"{", 400, "JSON decode error"),
+        ("completions", {"prompt": "w3 " * 10_000}, 413, "20,000 bytes"),
+        ("chat/completions", {"messages": []}, 400, "messages"),
+        ("chat/completions", {"messages": [{"role": "nobody", "content": "w"}]}, 400, "messages: found 'who'"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text"),
+    ],
+)
+def test_a_request_that_cannot_be_answered_says_which_field(
+    served: Any, path: str, body: Any, status: int, said: str
+) -> None:
+    got, answer = post(served, path, body)
+    assert got == status
+    assert said in answer["error"]["message"]
+
+
+def test_a_slow_body_and_a_client_that_leaves_stop_nobody(served: Any, model: Any) -> None:
+    host, port = served.url.removeprefix("http://").removesuffix("/v1").split(":")
+    slow = socket.create_connection((host, int(port)))
+    slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
+    gone = socket.create_connection((host, int(port)))
+    body = json.dumps({"prompt": "w3", "max_tokens": 64}).encode()
+    gone.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+    gone.close()
+    status, answer = post(served, "completions", {"prompt": "w3", "max_tokens": 3})
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
+    slow.settimeout(30)
+    assert b"408" in slow.recv(100)
+    slow.close()
+
+
+def test_what_waits_too_long_or_is_too_much_is_refused(model: Any) -> None:
+    from starlette.testclient import TestClient
+
+    late = Server(model, Talking(), "tea", Limits(seconds=-1.0))
+    with TestClient(make_app(late)) as client:
+        answer = client.post("/v1/completions", json={"prompt": "w3"})
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
+    full = Server(model, Talking(), "tea", Limits(waiting=0))
+    with TestClient(make_app(full)) as client:
+        assert client.post("/v1/completions", json={"prompt": "w3"}).status_code == 429
+        assert client.get("/health").json() == {"status": "ok", "waiting": 0}
