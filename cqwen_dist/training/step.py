@@ -19,6 +19,7 @@ from cqwen_dist.ops.ovr.seen import Wanted
 from cqwen_dist.ops.regression import counts_text
 from cqwen_dist.parallel.collectives import Stopped, gather_rows, sum_over
 from cqwen_dist.training.constraint import Constraint
+from cqwen_dist.training.expert_load import ExpertLoad
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.zero.engine import Engine
 
@@ -51,6 +52,7 @@ class Stepper:
 
     def __post_init__(self) -> None:
         self.model, self.groups, self.device = self.engine.model, self.engine.groups, self.engine.device
+        self.experts = ExpertLoad(self.model.transformer)
 
     def __call__(
         self, micro_batches: list[Batch], plan: StagePlan, step: int, cached: list[Tensor] | None = None
@@ -111,6 +113,8 @@ class Stepper:
             metrics |= self.constraint.after_step(kl_sums, counts.all_labels)
             if "train/constraint_loss" in metrics:
                 metrics["train/total_loss"] = metrics["train/total_loss"] + metrics["train/constraint_loss"]
+        if self.engine.features_train:
+            metrics |= self.experts.metrics()
         if counts_hits:
             metrics["train/accuracy"] = hits / seen.clamp(min=1)
         return metrics, counts.tokens

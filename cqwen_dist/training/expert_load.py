@@ -1,0 +1,39 @@
+"""How evenly the routers of a mixture choose among its experts. The routers themselves are frozen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cqwen_dist.parallel.collectives import sum_over
+
+ROUTER = ".mlp.gate"  # the end of a router's name
+
+
+class ExpertLoad:
+    """Counts the tokens of each expert in training passes, [layers, experts], without waiting for the device."""
+
+    def __init__(self, transformer: nn.Module) -> None:
+        routers = [module for name, module in transformer.named_modules() if name.endswith(ROUTER)]
+        sizes: Any = [getattr(module, "num_experts", 0) for module in routers]
+        self.counts = torch.zeros(len(routers), max(sizes, default=0))
+        for row, router in enumerate(routers):
+            router.register_forward_hook(lambda module, _, output, row=row: self._add(module, output[2], row))
+
+    @torch.no_grad()
+    def _add(self, router: nn.Module, chosen: Tensor, row: int) -> None:
+        """chosen [N,k]: the experts of each token."""
+        if router.training:
+            self.counts = self.counts.to(chosen.device)
+            self.counts[row].scatter_add_(0, chosen.flatten(), self.counts.new_ones(chosen.numel()))
+
+    def metrics(self) -> dict[str, Tensor]:
+        """The busiest expert's tokens relative to the mean, averaged over layers, since the last call. Collective."""
+        if not self.counts.numel():
+            return {}
+        counts = sum_over(self.counts.clone())
+        self.counts.zero_()
+        busiest = counts.amax(1) * counts.shape[1] / counts.sum(1).clamp(min=1)
+        return {"train/expert_load": busiest.mean()}
