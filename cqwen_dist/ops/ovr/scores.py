@@ -7,6 +7,7 @@ Shape letters: N tokens, C causal dimensions, v words of the slice, n words of a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from cqwen_dist.ops.cauchy import Cauchy, log_prob_above, prob_above
 from cqwen_dist.ops.ovr.head import WordHead, chunk_rows
 from cqwen_dist.ops.ovr.loss import OvrOptions, ovr_loss
 from cqwen_dist.ops.ovr.seen import RankBy, Seen, TopWord, Wanted
+from cqwen_dist.ops.ovr.tile import MIN_SCALE
 from cqwen_dist.ops.products import gap_into, gemm_dtype, product
 
 
@@ -77,8 +79,9 @@ def prob_sums(loc: Tensor, scale: Tensor, head: WordHead) -> Tensor:
         shape = len(x), len(rows)
         gap, low = x.new_empty(shape, dtype=head.real), x.new_empty(1, *shape)
         gap_into(offset, offset.to(gemm), x, rows.to(gemm).T, gap, low)
-        total += prob_above(product(scale[None], rows.abs()).expand_as(gap), gap).sum(1)
-    return total.to(head.real)
+        scales = product(scale[None], rows.abs()).clamp(min=MIN_SCALE).expand_as(gap)
+        total += torch.atan2(scales, gap, out=gap).sum(1)
+    return (total / math.pi).to(head.real)
 
 
 def _of_labels(u: Cauchy, head: WordHead, labels: Tensor) -> tuple[Tensor, Tensor]:

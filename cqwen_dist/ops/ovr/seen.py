@@ -78,7 +78,8 @@ class Seen:
         if not used:
             return
         loc, gap = loc[:, :used], gap[:, :used]
-        z = loc if scale is None else strength(gap, scale[:, :used])
+        least = torch.finfo(gap.dtype).tiny * torch.finfo(gap.dtype).eps  # by scale 0 z is -+inf, or 0 where the gap is
+        z = loc if scale is None else -gap / scale[:, :used].clamp(min=least)
         for i, slope in enumerate(self.slopes):  # P > p is z > tan(pi (p - 1/2))
             self.above[own, i] += (z > slope).sum(1)
         at = first_best(z, loc)[:, None]
