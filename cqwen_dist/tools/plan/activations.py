@@ -65,12 +65,13 @@ def _recurrence(s: Sizes, block: Block) -> float:
     """Bytes per token that gated linear attention saves, by transformers' own formula in fp32.
 
     Texts are taken in parts of `CHUNK` tokens. Of each part it keeps five [CHUNK, CHUNK] a head, twelve tensors like
-    the keys, seven like the values, nine numbers, and the state.
+    the keys (eight in bf16, where the copies in fp32 serve twice), seven like the values, nine numbers, and the state.
     """
     size, w = s.base.sizes, s.width
     heads, dk, dv = (size[f"linear_{name}"] for name in ("num_value_heads", "key_head_dim", "value_head_dim"))
     padded = ceil_div(s.length, CHUNK) * CHUNK / s.length
-    part = 5 * CHUNK + 12 * dk + 7 * dv + 9 + dk * dv / CHUNK
+    keys, values = (12, 7) if w == FP32 else (8, 6.5)
+    part = 5 * CHUNK + keys * dk + values * dv + 9 + dk * dv / CHUNK
     return 2 * w * size["linear qkv"] + FP32 * heads * part * padded  # first the convolution
 
 
