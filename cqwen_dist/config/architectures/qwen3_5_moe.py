@@ -25,6 +25,7 @@ QWEN3_NEXT = replace(
     QWEN3_5_MOE,
     model_type="qwen3_next",
     examples="Qwen3-Next-80B-A3B",
+    nested=False,
     defaults=SIZES
     | _SPARSE
     | {
