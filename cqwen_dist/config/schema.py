@@ -141,6 +141,9 @@ class Config(Section):
             raise refused(error.key, error.found, error.allowed) from None
         if self.run.stop_after not in (None, *names):
             raise refused("run.stop_after", self.run.stop_after, f"a stage: {', '.join(names)}")
+        if self.parallel.offload == "activations" and not self.model.gradient_checkpointing:
+            allowed = "none or optimizer, or with model.gradient_checkpointing: true, whose layer inputs it moves"
+            raise refused("parallel.offload", "activations", allowed)
         self._check_heads()
         self._check_adapters()
         self._check_sequence_groups()

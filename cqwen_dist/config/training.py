@@ -59,8 +59,9 @@ class ParallelConfig(Section):
     sequence_group_size: Positive = 1
     """Number of ranks that share the positions of each text, for texts too long for one rank; 1: every rank has whole
     texts. Needs model.attention varlen."""
-    offload: Literal["none", "optimizer"] = "none"
-    """Keep optimizer states, also the heads', in host memory and step there."""
+    offload: Literal["none", "optimizer", "activations"] = "none"
+    """What is kept in host memory. optimizer: optimizer states, also the heads', which step there. activations: the
+    layer inputs that model.gradient_checkpointing saves."""
     timeout_min: Above0 = 30.0
     """Minutes that a rank waits for other ranks before the run fails."""
 

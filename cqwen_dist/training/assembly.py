@@ -92,7 +92,8 @@ def build_training(
         **config.model.model_dump(include=_START_KEYS),
         **config.model_shape(),
     )
-    run_layers_as(model.transformer, config.model)
+    moved = config.parallel.offload == "activations" and runtime.device.type == "cuda"  # elsewhere they are on the host
+    run_layers_as(model.transformer, config.model, moved)
     if groups.sequence is not None:
         model.features.backbone.spread = over_sequence(groups.sequence)
     engine = Engine(model, engine_settings(config, groups.world_size), runtime.device, groups, runtime.timeout_s)

@@ -132,6 +132,7 @@ VALUES = [
     ("start=calibrate", "start: found 'calibrate', allowed: 'calibrated', 'seed' or 'seed-100'"),
     ("parallel.zero_stage=true", "parallel.zero_stage: found True, allowed: a whole number"),
     ("parallel.zero_stage=4", "parallel.zero_stage: found 4, allowed: 1, 2 or 3"),
+    ("parallel.offload=activations", "parallel.offload: found 'activations', allowed: none or optimizer, or"),
     ("parallel.vocab_group_size=0", "parallel.vocab_group_size: found 0, allowed: greater than 0"),
     ("loss.class_weights={a: 1}", "loss.class_weights.a: found 'a', allowed: a whole number"),
     ("loss.class_weights={5: -1}", "loss.class_weights.5: found -1, allowed: greater than or equal to 0"),

@@ -64,6 +64,7 @@ CHANGES = [
 ]
 SAME = [
     "model.gradient_checkpointing=true",
+    "model.gradient_checkpointing=true + parallel.offload=activations",
     "loss.impl=reference",
     "loss.gate=hard + loss.alpha=0.3",
     "loss.constraint.mode=off",

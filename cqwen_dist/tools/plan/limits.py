@@ -90,7 +90,7 @@ def _layouts(config: Config, gpus: int, length: int) -> Iterator[Config]:
     powers = [2**k for k in range(gpus.bit_length()) if 2**k <= min(gpus, 64)]
     own = {"global_batch_size": None, "micro_batch_size": None, "sequence_length": None}
     for sequence, group, offload in product(
-        powers if length > SHORTEST else (1,), {1, min(gpus, NODE)}, ("none", "optimizer")
+        powers if length > SHORTEST else (1,), {1, min(gpus, NODE)}, ("none", "optimizer", "activations")
     ):
         parallel = {"zero_stage": 1 if gpus == 1 else 3, "vocab_group_size": group, "offload": offload}
         model = {"gradient_checkpointing": True, "attention": "mask" if sequence == 1 else "varlen"}

@@ -24,6 +24,7 @@ RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 NODE = 8
 # (ZeRO stage, vocabulary group). A group is limited to the ranks in a node, but 64 spans nodes.
 LAYOUTS = ((1, 1), (1, NODE), (3, 1), (3, NODE), (3, 64))
+ON_HOST = {"optimizer": "moments and the engine's masters", "activations": "layer inputs"}
 # The keys that the search may choose, each with the config section.
 SECTION = {
     "micro_batch_size": "train",
@@ -83,7 +84,7 @@ class FittingLayout:
         if layout.gradient_checkpointing:
             parts.append("activations computed twice to hold fewer")
         if layout.offload != "none":
-            parts.append("moments and the engine's masters on the host")
+            parts.append(f"{ON_HOST[layout.offload]} on the host")
         return "; ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -148,9 +149,10 @@ def layouts(config: Config, world: int, ranks_per_node: int) -> Iterator[Layout]
         (1, 2, 3) if world > 1 else (1,),
         sorted({*groups, config.parallel.vocab_group_size}),
         (False, True) if (adapters or config.trains("embedding")) and not compiled else (False,),
-        ("none", "optimizer") if adapters else ("none",),
+        ("none", "optimizer", "activations") if adapters else ("none",),
     )
-    return (Layout(*each) for each in combinations)
+    found = (Layout(*each) for each in combinations)
+    return (each for each in found if each.offload != "activations" or each.gradient_checkpointing)
 
 
 def with_layout(config: Config, layout: Layout) -> Config:

@@ -184,7 +184,7 @@ def test_the_search_tries_every_layout_that_is_allowed():
     assert {layout.micro_batch_size for layout in tried} == {1, 2, 4, 8}
     assert {layout.vocab_group_size for layout in tried} == {1, 2, 4, 8}
     assert {layout.zero_stage for layout in tried} == {1, 2, 3}
-    assert len(tried) == len(set(tried)) == 4 * 4 * 3 * 2 * 2
+    assert len(tried) == len(set(tried)) == 4 * 4 * 3 * (2 + 3)
 
 
 def test_search_and_scaling_keep_a_sequence_group():

@@ -255,6 +255,14 @@ def test_each_setting_changes_the_expected_part():
     assert size(reference, "loss tiles") == 9 * 8 * 16 * 1000 * 4
 
 
+def test_offloaded_activations_are_on_the_host_and_cost_time():
+    asked = {"model": {"gradient_checkpointing": True}, "data": {"train": "x", "sequence_length": 2048}}
+    here, moved = (planned(config(parallel={"offload": name}, **asked)) for name in ("none", "activations"))
+    assert 0 < here.device_gib - moved.device_gib == pytest.approx(moved.host_gib, rel=0.1), "less fragmentation too"
+    forward = [each.slowest.time["backbone_forward"] for each in (here, moved)]
+    assert forward[1] - forward[0] == pytest.approx(4 * moved.host_gib * 2**30 / 20e9), "4 micro-batches, 20 GB/s"
+
+
 def test_the_peak_is_that_of_the_largest_stage_and_phase():
     short = {"name": "short", "train": ["heads"], "steps": 1, "sequence_length": 8}
     long = {"name": "long", "train": ["heads", "lora"], "steps": 1, "sequence_length": 512}
