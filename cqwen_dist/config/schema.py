@@ -70,8 +70,7 @@ class RunConfig(Section):
     """If the folder has a checkpoint: auto resumes and rejects a damaged one; last-good replaces a damaged one with the
     previous one; never rejects resuming; restart archives the folder and starts again."""
     accept: list[Literal["data", "eval", "tokenizer", "base"]] = Field([])
-    """Inputs that may differ from the checkpoint's (texts, held-out texts, tokenizer, base). Any other changed input is
-    an error."""
+    """Inputs that may differ from the checkpoint's (texts, held-out texts, tokenizer, base); others are refused."""
     stop_after: str | None = None
     """Stage after which this command ends successfully and the run pauses. A command without this key, or with a later
     stage, resumes the run, so jobs with different resources can share it."""
@@ -142,8 +141,7 @@ class Config(Section):
         if self.run.stop_after not in (None, *names):
             raise refused("run.stop_after", self.run.stop_after, f"a stage: {', '.join(names)}")
         if self.parallel.offload == "activations" and not self.model.gradient_checkpointing:
-            allowed = "none or optimizer, or with model.gradient_checkpointing: true, whose layer inputs it moves"
-            raise refused("parallel.offload", "activations", allowed)
+            raise refused("parallel.offload", "activations", "none, optimizer, or model.gradient_checkpointing true")
         self._check_heads()
         self._check_adapters()
         self._check_sequence_groups()

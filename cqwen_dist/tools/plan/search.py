@@ -50,6 +50,10 @@ class Layout:
         """A sort key, plainest first: no offload, no recomputation, a lower ZeRO stage, a smaller group."""
         return (self.offload != "none", self.gradient_checkpointing, self.zero_stage, self.vocab_group_size)
 
+    def makes_sense(self) -> bool:
+        """Only recomputed layers have inputs to move."""
+        return self.offload != "activations" or self.gradient_checkpointing
+
     def to_overrides(self) -> list[str]:
         """The layout as command-line overrides."""
         return [f"{SECTION[key]}.{key}={str(value).lower()}" for key, value in asdict(self).items()]
@@ -151,8 +155,7 @@ def layouts(config: Config, world: int, ranks_per_node: int) -> Iterator[Layout]
         (False, True) if (adapters or config.trains("embedding")) and not compiled else (False,),
         ("none", "optimizer", "activations") if adapters else ("none",),
     )
-    found = (Layout(*each) for each in combinations)
-    return (each for each in found if each.offload != "activations" or each.gradient_checkpointing)
+    return filter(Layout.makes_sense, (Layout(*each) for each in combinations))
 
 
 def with_layout(config: Config, layout: Layout) -> Config:
