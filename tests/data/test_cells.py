@@ -359,8 +359,8 @@ def test_the_first_record_does_not_decide(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "cause"),
     [
-        ('{"data": [{"a": 1, "b": 2}, {"a": 2, "b": 3}]}', "one object whose key data holds the records"),
-        ('{\n "rows": [\n  {"a": 1},\n  {"a": 2}\n ],\n "n": 2\n}', "one object whose key rows holds the records"),
+        ('{"data": [{"a": 1, "b": 2}, {"a": 2, "b": 3}]}', "one object with the records under the key data"),
+        ('{\n "rows": [\n  {"a": 1},\n  {"a": 2}\n ],\n "n": 2\n}', "one object with the records under the key rows"),
         ('{"a": {"0": 1, "1": 2}, "b": {"0": 2, "1": 3}}', "one object with an object of rows for each column"),
         ('{"a": [1, 2], "b": [2, 3]}', "one object with a list for each column"),
         ('{\n"a": ["x", "y"],\n"b": [2, 3]}', "one object with a list for each column"),

@@ -28,7 +28,6 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 1,
     "tie_word_embeddings": True,
 }
-ON_A_CPU = ("_columns_above", "_labels_near")  # on a GPU these return before they read a value
 CASES = [(zero, precision, pack) for zero in (1, 2, 3) for precision, pack in (("fp32", True), ("bf16", False))]
 
 
@@ -84,8 +83,7 @@ def test_a_step_waits_only_for_the_norm_and_the_counts(
 ) -> None:
     for found in pool(waits, world, zero, precision, pack, accumulation):
         for stage, places in found.items():
-            on_a_gpu = {place: n for place, n in places.items() if not place.endswith(ON_A_CPU)}
-            assert sum(on_a_gpu.values()) <= most, f"{stage}: {on_a_gpu}"
+            assert sum(places.values()) <= most, f"{stage}: {dict(places)}"
             assert any("_finite_norm" in place for place in places), f"{stage}: a NaN would go unnoticed"
 
 

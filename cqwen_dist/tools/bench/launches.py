@@ -35,7 +35,11 @@ _READS = {
     *("unique_consecutive", "unique_dim_consecutive", "bincount"),
 }
 # (file suffix, function) of code that runs only for CPU tensors, where reading a value does not block.
-_CPU_ALONE = {("ovr/loss.py", "_check"), ("ovr/one_pass.py", "backward")}
+_CPU_ALONE = {
+    ("ovr/loss.py", "_check"),
+    *(("ovr/one_pass.py", name) for name in ("backward", "_labels_near")),
+    ("ovr/tile.py", "_columns_above"),
+}
 _READING_METHODS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 
 

@@ -18,7 +18,7 @@ from cqwen_dist.wings import from_wing
 GIB, MIB = 2**30, 2**20
 ADAM_MOMENTS = 2 * FP32
 REFERENCE_TENSORS = 9
-CHUNKS = 5  # live buffers with `tiles.CHUNK_BYTES` each while the accuracy is computed
+CHUNKS = 4  # live buffers with `tiles.CHUNK_BYTES` each while the best words are found (`ops.ovr.seen`)
 # fp32 tensors [N, C] for KL(U || U at the start), including its backward.
 KL_TENSORS = 8
 # Memory outside tensors. GPU: the CUDA context with loaded kernels, NCCL buffers per communicator, maths library
@@ -56,7 +56,6 @@ def phases(s: Sizes) -> dict[str, tuple[Part, ...]]:
         "the loss": (*held, *_loss(s)),
         "backward of the heads": (*held, *_heads_backward(s)),
         "optimizer step": (_step_gradients(s),),
-        "a look at the accuracy": (Part("gradients", gradients, "of the step"), _best_words(s)),
     }
     if s.config.constraint.mode == "monitor":
         found["a look at the constraint"] = (*held[:2], *_heads_backward(s, looking=True))
@@ -218,6 +217,8 @@ def _loss(s: Sizes) -> Iterator[Part]:
     low = s.width < FP32
     tiles = t * words * FP32 * WORK_BUFFERS[s.loss_impl] + low * 2 * t * words * s.width
     blocks = words * c * ((2 * s.width if low else FP32) + FP32 * ("classifier" in s.trainable))
+    best = CHUNKS * min(t * words * FP32, CHUNK_BYTES) + 16 * n * ceil_div(s.rows, words)
+    yield Part("best words", best, "for the accuracy, of each block of words")
     yield Part("loss tiles", tiles + blocks + 16 * n, f"tiles of {t:,} tokens x {words:,} words ({s.loss_impl})")
 
 
@@ -231,15 +232,6 @@ def _heads_backward(s: Sizes, looking: bool = False) -> Iterator[Part]:
     yield Part("gradients of U", wide, "as they came, as they are added up, through softplus")
     if looking or s.config.constraint.mode in ("hinge", "dual"):
         yield Part("KL to the start", KL_TENSORS * n * c * FP32, f"{KL_TENSORS} tensors [N, C] in fp32")
-
-
-def _best_words(s: Sizes) -> Part:
-    """The memory for computing the accuracy on a micro-batch."""
-    n, w, group = s.tokens * s.group, s.width, s.group > 1
-    words = min(s.rows, max(64, CHUNK_BYTES // (FP32 * max(1, n, s.words))))
-    held = s.tokens * (s.base.hidden * w + s.causal * FP32 * 4) + group * 2 * n * s.words * w  # rank; group
-    held += words * s.words * FP32 * (1 + (w < FP32))
-    return Part("best words", CHUNKS * n * words * FP32 + held, f"{CHUNKS} chunks [{n}, {words:,}]")
 
 
 def _step_gradients(s: Sizes) -> Part:
