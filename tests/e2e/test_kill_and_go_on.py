@@ -94,6 +94,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(folder, train__checkpoint_every=4, model__lora__dropout=0.1, **steps)
 
 
+@pytest.mark.slow  # tests/crash/test_crash.py is its short form
 def test_a_stopped_and_killed_run_resumes_equal_to_the_undisturbed_run(
     config: Path, launch: Callable[..., Launched]
 ) -> None:

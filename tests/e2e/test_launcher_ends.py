@@ -49,7 +49,8 @@ def at_work(run: Path) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("blow", ["the terminal closes", pytest.param("kill -9", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("blow", ["the terminal closes", "kill -9"])
 def test_ranks_stop_cleanly_when_their_launcher_dies(tmp_path: Path, blow: str) -> None:
     config = write_config(tmp_path, stages=LONG, train__checkpoint_every=50_000)
     run = tmp_path / "run"

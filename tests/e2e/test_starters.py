@@ -46,10 +46,11 @@ def begun(command: list[object], **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(list(map(str, command)), env={**command_environment(**environment), "PATH": PATH}, **pipes)  # type: ignore[call-overload, no-any-return]
 
 
-SLOW = ("cqwen launch", "launch/local.sh", "launch/train.py", "launch/accelerate.yaml")
+STARTERS = ("torchrun", "cqwen launch", "launch/local.sh", "launch/train.py", "launch/accelerate.yaml")
 
 
-@pytest.mark.parametrize("name", ["torchrun", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STARTERS)
 def test_every_launcher_gives_the_same_weights(name: str, two_ranks: Path, tmp_path: Path) -> None:
     ended(begun(command_line(name, two_ranks.parent / "config.yaml", f"run.dir={tmp_path / 'run'}")))
     assert weights(tmp_path / "run") == weights(two_ranks)
