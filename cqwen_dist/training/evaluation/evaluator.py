@@ -219,10 +219,8 @@ class Evaluator:
 
     def _causal_prob_sum(self, u: Cauchy, generator: torch.Generator) -> Tensor:
         """Sum of P per token [N] for one individual drawn from U, with only the noise as scale."""
-        action, individual = (
-            self.model.action,
-            u.sample(torch.rand(u.loc.shape, generator=generator, device=self.device)),
-        )
+        action = self.model.action
+        individual = u.sample(torch.rand(u.loc.shape, generator=generator, device=self.device))
         seen = action.word_part(Cauchy(individual, action.b_noise.abs())).to(self.gemm_dtype)
         return vocab_parallel_prob_sums(*seen, action.word_head(self.used_rows), self.groups.vocab)
 
