@@ -140,7 +140,8 @@ def test_merged_adapters_keep_the_features(kind: str, experts: bool) -> None:
     before = model.kept_features(batch, batch.kept)
     merge_lora(model.transformer)
     assert not any(is_lora(name) for name, _ in model.named_parameters())
-    assert_close(model.kept_features(batch, batch.kept), before, 1e-5, "z")
+    # A merged weight is rounded once more; gated linear attention multiplies that up over the positions
+    assert_close(model.kept_features(batch, batch.kept), before, 3e-5, "z")
 
 
 @pytest.mark.parametrize("kind", KINDS)
