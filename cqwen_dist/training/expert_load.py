@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cqwen_dist.parallel.collectives import sum_over
-
 ROUTER = ".mlp.gate"  # the end of a router's name
 
 
@@ -29,11 +27,16 @@ class ExpertLoad:
             self.counts = self.counts.to(chosen.device)
             self.counts[row].scatter_add_(0, chosen.flatten(), self.counts.new_ones(chosen.numel()))
 
-    def metrics(self) -> dict[str, Tensor]:
-        """The busiest expert's tokens relative to the mean, averaged over layers, since the last call. Collective."""
-        if not self.counts.numel():
-            return {}
-        counts = sum_over(self.counts.clone())
+    def take(self) -> Tensor:
+        """This rank's counts since the last call, [layers * experts]; empty without experts."""
+        counts = self.counts.flatten().clone()
         self.counts.zero_()
+        return counts
+
+    def metrics(self, counts: Tensor) -> dict[str, Tensor]:
+        """The busiest expert's tokens relative to the mean, averaged over layers. counts: `take`, over all ranks."""
+        if not counts.numel():
+            return {}
+        counts = counts.view_as(self.counts)
         busiest = counts.amax(1) * counts.shape[1] / counts.sum(1).clamp(min=1)
         return {"train/expert_load": busiest.mean()}

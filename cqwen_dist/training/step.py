@@ -106,15 +106,16 @@ class Stepper:
 
         # The step waits for the gradient norm. All metric sums share one all-reduce, for which the host does not wait.
         norm = self.engine.step()
-        sums, kl_sums, (hits, seen) = sum_over(torch.cat([sums, kl_sums, right])).split([5, 4, 2])
+        chosen = self.experts.take().to(self.device) if self.engine.features_train else sums.new_zeros(0)
+        packed = sum_over(torch.cat([sums, kl_sums, right, chosen]))
+        sums, kl_sums, (hits, seen), chosen = packed.split([5, 4, 2, len(chosen)])
         metrics = self._metrics(sums, norm, counts, reg_weight)
         metrics |= {"train/lr": plan.stage.lr * plan.factor(step), "train/reg_weight": reg_weight}
         if measures_kl:
             metrics |= self.constraint.after_step(kl_sums, counts.all_labels)
             if "train/constraint_loss" in metrics:
                 metrics["train/total_loss"] = metrics["train/total_loss"] + metrics["train/constraint_loss"]
-        if self.engine.features_train:
-            metrics |= self.experts.metrics()
+        metrics |= self.experts.metrics(chosen)
         if counts_hits:
             metrics["train/accuracy"] = hits / seen.clamp(min=1)
         return metrics, counts.tokens

@@ -136,9 +136,8 @@ class Engine:
         barrier()
         join_deepspeed()
         outside = architecture(self.model.config.base["model_type"]).outside
-        if (
-            self.settings.zero_stage == 3 and outside is not None
-        ):  # it gathers weights only for the module that has them
+        # ZeRO-3 gathers weights only for the module that has them
+        if self.settings.zero_stage == 3 and outside is not None:
             for name, module in self.model.features.named_modules():
                 if name.endswith(f".{outside[0]}"):
                     deepspeed.zero.register_external_parameter(module, module.get_parameter(outside[1]))
