@@ -7,8 +7,7 @@ import json
 from typing import Any
 
 import pytest
-import torch
-from support.tiny import NUM, tiny_causal_lm
+from support.tiny import NUM, number_writing_lm
 from support.words import Words
 
 from cqwen_dist.config import UserError
@@ -20,12 +19,7 @@ EOS = Words.eos_token_id
 
 @pytest.fixture(scope="module")
 def model() -> CausalQwenForCausalLM:
-    lm = tiny_causal_lm(target={"name": "standardise", "median": 150.0, "scale": 40.0})
-    with torch.no_grad():
-        lm.model.abduction.set_scale(0.05)
-        lm.model.action.threshold.fill_(1.0)
-        lm.model.action.threshold[NUM] = -0.5
-    return lm
+    return number_writing_lm()
 
 
 def test_a_batch_gives_the_output_of_each_prompt_alone(model: CausalQwenForCausalLM) -> None:

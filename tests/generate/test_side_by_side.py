@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from support.tiny import NUM, tiny_causal_lm
+from support.tiny import NUM, number_writing_lm
 from support.words import Words
 
 from cqwen_dist.config import UserError
@@ -21,12 +21,9 @@ PROMPT = "w3 w8 99.9 w41"
 
 @pytest.fixture(scope="module")
 def model() -> CausalQwenForCausalLM:
-    lm = tiny_causal_lm(target={"name": "standardise", "median": 150.0, "scale": 40.0})
+    lm = number_writing_lm()
     with torch.no_grad():
-        lm.model.abduction.set_scale(0.05)
         lm.model.action.b_noise.fill_(0.05)
-        lm.model.action.threshold.fill_(1.0)
-        lm.model.action.threshold[NUM] = -0.5
     return lm
 
 

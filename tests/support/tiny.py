@@ -128,6 +128,16 @@ def number_writer(kind: str = "qwen2", **shape: Any) -> CausalQwenModel:
     return net
 
 
+def number_writing_lm() -> CausalQwenForCausalLM:
+    """With its Hugging Face face, and numbers near 150 in the unit of `Words`' texts. Without number dimensions."""
+    lm = tiny_causal_lm(target={"name": "standardise", "median": 150.0, "scale": 40.0})
+    with torch.no_grad():
+        lm.model.abduction.set_scale(0.05)
+        lm.model.action.threshold.fill_(1.0)
+        lm.model.action.threshold[NUM] = -0.5
+    return lm
+
+
 def number_prompts(padded: bool = True, seed: int = 5) -> dict[str, torch.Tensor]:
     """Three prompts of 8 tokens, or of 8, 3 and 1 padded on the left; numbers in all of them."""
     ids, values, mask = random_ids(3, 8, seed=seed), torch.zeros(3, 8, dtype=torch.float64), torch.ones(3, 8)

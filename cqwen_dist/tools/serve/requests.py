@@ -6,11 +6,9 @@ chunk of a stream. An unknown field is refused, so that no option is silently wi
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -131,19 +129,6 @@ class ChatCompletion(Asked):
         return {**Asked.options(asked, most_tokens), "begin": False}
 
 
-def numbers_of(records: Iterable[NumberRecord]) -> list[dict[str, Any]]:
-    """Numbers as JSON: value, written, intervals, p_num and more; null for what is not finite."""
-    return [_finite(asdict(record)) for record in records]
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 class Answer:
     """The documents that answer one request."""
 
@@ -159,14 +144,14 @@ class Answer:
         for index, each in enumerate(written):
             said = {"message": {"role": "assistant", "content": each.text}} if self.chat else {"text": each.text}
             end = {"finish_reason": FINISH[each.end], "logprobs": None}
-            choices.append({"index": index, **said, **end, "numbers": numbers_of(each.numbers)})
+            choices.append({"index": index, **said, **end, "numbers": each.numbers})
         return {**self.head, "object": self.whole_kind, "choices": choices, "usage": usage(written, prompt_tokens)}
 
     def piece(self, text: str, numbers: Sequence[NumberRecord], end: str | None = None) -> dict[str, Any]:
         """A chunk of a stream. numbers: those written since the last chunk. end: `Written.end`, in the last one."""
         said = {"delta": {"content": text}} if self.chat else {"text": text}
         choice = {"index": 0, **said, "finish_reason": None if end is None else FINISH[end], "logprobs": None}
-        return {**self.head, "object": self.piece_kind, "choices": [{**choice, "numbers": numbers_of(numbers)}]}
+        return {**self.head, "object": self.piece_kind, "choices": [{**choice, "numbers": numbers}]}
 
     def last(self, written: Sequence[Written], prompt_tokens: int) -> dict[str, Any]:
         """The chunk after the last text, for `stream_options: {include_usage: true}`."""

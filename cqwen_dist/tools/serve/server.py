@@ -8,25 +8,26 @@ It has no accounts and no encryption: put a proxy in front of it, or let it list
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic_core import to_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor
 
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.continuation import Written, continue_text, end_ids
-from cqwen_dist.generate.numbers import GeneratedNumbers, NumberRecord
+from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, NumberRecord
 from cqwen_dist.generate.streaming import NumberStreamer
 from cqwen_dist.tools.serve.requests import Answer, ChatCompletion, Completion
 
@@ -45,6 +46,13 @@ class Limits:
     body_seconds: float = 30.0
 
 
+class Done(NamedTuple):
+    """What a request has brought."""
+
+    written: list[Written]
+    prompt_tokens: int
+
+
 class Refused(Exception):
     """An answer with a status of its own."""
 
@@ -61,26 +69,8 @@ class Server:
         self.worker = ThreadPoolExecutor(1, "generate")
         self.waiting = 0
 
-    def work(
-        self,
-        asked: Completion | ChatCompletion,
-        options: dict[str, Any],
-        prompts: list[str],
-        stop: threading.Event,
-        until: float,
-        **more: Any,
-    ) -> list[Written]:
-        """Continue the prompts. Runs in the worker. Raises `UserError` and `Refused`."""
-        if stop.is_set() or time.monotonic() > until:
-            raise Refused(503, "too many requests wait: try again later")
-
-        def over(ids: Tensor, scores: Any) -> Tensor:
-            return torch.full((len(ids),), stop.is_set() or time.monotonic() > until, device=ids.device)
-
-        return continue_text(self.model, self.tokenizer, prompts, stopping_criteria=[over], **options, **more)
-
-    def begin(self, asked: Completion | ChatCompletion) -> tuple[dict[str, Any], list[str], int]:
-        """(options, prompts, tokens of the prompts). Raises `UserError` and `Refused`."""
+    def begin(self, asked: Completion | ChatCompletion) -> tuple[dict[str, Any], list[str]]:
+        """(options, prompts). Raises `UserError` and `Refused`."""
         options, prompts = asked.options(self.limits.tokens), asked.prompts(self.tokenizer)
         if not 0 < len(prompts) * asked.n <= self.limits.texts:
             raise UserError("n", len(prompts) * asked.n, f"1 to {self.limits.texts} texts a request (prompts times n)")
@@ -88,8 +78,22 @@ class Server:
             raise UserError("stream", len(prompts) * asked.n, "one text a stream")
         if self.waiting >= self.limits.waiting:
             raise Refused(429, f"{self.waiting} requests wait: try again later")
-        tokens = sum(len(self.tokenizer.encode(prompt, options.get("begin", True))[0]) for prompt in prompts)
-        return options, [prompt for prompt in prompts for _ in range(asked.n)], tokens
+        return options, prompts
+
+    def work(
+        self, options: dict[str, Any], prompts: list[str], n: int, until: float, stop: threading.Event, **more: Any
+    ) -> Done:
+        """Continue each prompt n times. Runs in the worker. Raises `UserError` and `Refused`."""
+        if stop.is_set() or time.monotonic() > until:
+            raise Refused(503, "too many requests wait: try again later")
+
+        def over(ids: Tensor, scores: Any) -> Tensor:
+            return torch.full((len(ids),), stop.is_set() or time.monotonic() > until, device=ids.device)
+
+        texts = [prompt for prompt in prompts for _ in range(n)]
+        written = continue_text(self.model, self.tokenizer, texts, stopping_criteria=[over], **options, **more)
+        begin = options.get("begin", True)
+        return Done(written, sum(len(self.tokenizer.encode(prompt, begin)[0]) for prompt in prompts))
 
     async def run(self, request: Request, work: Callable[[threading.Event], Any]) -> Any:
         """The result of work in the worker; it is told to stop when the client has gone."""
@@ -107,41 +111,31 @@ class Server:
 
     async def answer(self, asked: Completion | ChatCompletion, request: Request) -> Any:
         """The answer to a request, whole or as a stream."""
-        options, prompts, prompt_tokens = self.begin(asked)
-        until, answer = time.monotonic() + self.limits.seconds, Answer(asked, self.name)
+        options, prompts = self.begin(asked)
+        answer = Answer(asked, self.name)
+        work = partial(self.work, options, prompts, asked.n, time.monotonic() + self.limits.seconds)
         if not asked.stream:
-            written = await self.run(request, lambda stop: self.work(asked, options, prompts, stop, until))
-            return JSONResponse(answer.whole(written, prompt_tokens))
+            return _json(answer.whole(*await self.run(request, work)))
         with_usage = bool((asked.stream_options or {}).get("include_usage"))
-        pieces = self.pieces(request, asked, options, prompts, until)
-        return StreamingResponse(
-            _events(answer, pieces, prompt_tokens if with_usage else None), media_type="text/event-stream"
-        )
+        events = _events(answer, self.pieces(request, work, options["digits"]), with_usage)
+        return StreamingResponse(events, media_type="text/event-stream")
 
     async def pieces(
-        self,
-        request: Request,
-        asked: Completion | ChatCompletion,
-        options: dict[str, Any],
-        prompts: list[str],
-        until: float,
-    ) -> AsyncIterator[tuple[str, list[NumberRecord]] | list[Written]]:
+        self, request: Request, work: Callable[..., Done], digits: Digits
+    ) -> AsyncIterator[tuple[str, list[NumberRecord]] | Done]:
         """(text, its numbers) while they are written, then what was written."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
-        digits, ends = options["digits"], end_ids(self.model, self.tokenizer)
+        ends = end_ids(self.model, self.tokenizer)
         sender = _Sender(self.tokenizer, lambda piece: loop.call_soon_threadsafe(queue.put_nowait, piece), digits, ends)
-
-        def work(stop: threading.Event) -> list[Written]:
-            return self.work(asked, options, prompts, stop, until, streamer=sender)
-
-        task = asyncio.ensure_future(self.run(request, work))
+        task = asyncio.ensure_future(self.run(request, partial(work, streamer=sender)))
         task.add_done_callback(lambda _: queue.put_nowait(None))
         try:
             while (piece := await queue.get()) is not None:
                 yield piece
-            yield await task
+            done = await task
             if sender.waiting:
                 yield "", sender.waiting
+            yield done
         finally:
             task.cancel()
 
@@ -163,23 +157,30 @@ class _Sender(NumberStreamer):
         super().put(value, numbers, prompt)
 
 
-async def _events(answer: Answer, pieces: AsyncIterator[Any], prompt_tokens: int | None) -> AsyncIterator[str]:
+async def _events(
+    answer: Answer, pieces: AsyncIterator[tuple[str, list[NumberRecord]] | Done], with_usage: bool
+) -> AsyncIterator[bytes]:
     """Server-sent events. An error after the first is an event too, as the status is sent already."""
 
-    def event(document: Any) -> str:
-        return f"data: {json.dumps(document)}\n\n"
+    def event(document: Any) -> bytes:
+        return b"data: " + to_json(document, inf_nan_mode="null") + b"\n\n"
 
     try:
         async for piece in pieces:
-            if isinstance(piece, tuple):
+            if not isinstance(piece, Done):
                 yield event(answer.piece(*piece))
-            else:
-                yield event(answer.piece("", [], piece[0].end))
-                if prompt_tokens is not None:
-                    yield event(answer.last(piece, prompt_tokens))
+                continue
+            yield event(answer.piece("", [], piece.written[0].end))
+            if with_usage:
+                yield event(answer.last(*piece))
     except (UserError, Refused) as error:
         yield event(_error(str(error)))
-    yield "data: [DONE]\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+def _json(document: Any) -> Response:
+    """null for what is not finite."""
+    return Response(to_json(document, inf_nan_mode="null"), media_type="application/json")
 
 
 def _error(text: str, kind: str = "invalid_request_error") -> dict[str, Any]:

@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
-from support.tiny import NUM, tiny_causal_lm
+from support.tiny import number_writing_lm
 from support.words import Words
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -41,12 +40,7 @@ class Talking(Words):
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    lm = tiny_causal_lm(target={"name": "standardise", "median": 150.0, "scale": 40.0})
-    with torch.no_grad():
-        lm.model.abduction.set_scale(0.05)
-        lm.model.action.threshold.fill_(1.0)
-        lm.model.action.threshold[NUM] = -0.5
-    return lm
+    return number_writing_lm()
 
 
 @pytest.fixture(scope="module")
