@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,11 @@ class CausalQwenOutput(ModelOutput):
     @property
     def past_key_values(self) -> Any:
         return self.cache
+
+
+def asked_and_seen(asked: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, Any]:
+    """What the backbone has shown (`seen_inside`) of the outputs that were asked for."""
+    return {(name := each.removeprefix("output_")): seen.get(name) for each in asked}
 
 
 class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
@@ -169,11 +174,9 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: begin a cache where none is given. cache: another name of past_key_values. num_items_in_batch: as
         `loss_of_labels`. Raises `UserError`.
         """
-        cache = past_key_values if cache is None else cache
         self._check(input_ids, numeric_values, inputs_embeds)
+        cache = self._cache_of(past_key_values if cache is None else cache, use_cache)
         asked = self._asked(output_hidden_states=output_hidden_states, output_attentions=output_attentions)
-        if use_cache and cache is None:
-            cache = DynamicCache(config=self.config.base_config)
         with seen_inside(self.model.transformer, **asked) as seen:
             u = self.model.infer(
                 input_ids,
@@ -194,10 +197,8 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
                 given = input_ids, labels, numeric_values, attention_mask
                 loss = loss_of_labels(action, u, *given, self.config.num_token_id, num_items_in_batch)
         laws: Any = {"loc_U": u.loc, "scale_U": u.scale, "loc_Y": y.loc, "scale_Y": y.scale}
-        inside: Any = {name.removeprefix("output_"): seen.get(name.removeprefix("output_")) for name in asked}
-        output = CausalQwenOutput(loss=loss, cache=cache, **scores, **laws, **inside)
-        as_dict = self.config.return_dict if return_dict is None else return_dict
-        return output if as_dict else output.to_tuple()
+        output = CausalQwenOutput(loss=loss, cache=cache, **scores, **laws, **asked_and_seen(asked, seen))
+        return self._answer(output, return_dict)
 
     def _check(self, ids: Tensor | None, values: Tensor | None, embeds: Tensor | None = None) -> None:
         """Refuse inputs that do not fit together, and heads that somebody has changed past what they compute with; warn
@@ -225,6 +226,15 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         """The backbone's outputs that are wanted, by the call or else by the config."""
         wanted = {n: getattr(self.config, n) if value is None else value for n, value in outputs.items()}
         return {name: value for name, value in wanted.items() if value}
+
+    def _cache_of(self, given: Any, use_cache: bool | None) -> Any:
+        """The cache of a call: the given one, or a new one if one is wanted."""
+        return DynamicCache(config=self.config.base_config) if use_cache and given is None else given
+
+    def _answer(self, output: Any, return_dict: bool | None) -> Any:
+        """An output, or by the call or else by the config a tuple of it."""
+        as_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if as_dict else output.to_tuple()
 
     def _scores(self, u_prime: Cauchy, keep: int | Tensor | None, scales: bool, log_probs: bool) -> dict[str, Tensor]:
         """loc_S and, on demand, scale_S and log_probs, [B,k,V] each, of the positions that logits_to_keep names."""

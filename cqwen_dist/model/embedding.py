@@ -96,8 +96,10 @@ class NumericalAwareEmbedding(nn.Module):
         inputs_embeds [B,T,H]: used instead of ids. They contain `num_row` if the token table made them.
         """
         self.reading = True
-        base = self.token_embedding(input_ids) if inputs_embeds is None else inputs_embeds
-        self.reading = False
+        try:
+            base = self.token_embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        finally:
+            self.reading = False
         w_num, num_row = (self.w_num, self.num_row) if self._instead is None else self._instead
         dtype = torch.promote_types(w_num.dtype, torch.float32)
         features, rows = value_features(numeric_values, self.periods, dtype), w_num.to(dtype).view(-1, w_num.shape[-1])

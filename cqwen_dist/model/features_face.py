@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from cqwen_dist.model.backbone import cache_name, seen_inside
-from cqwen_dist.model.causal_lm import CausalQwenForCausalLM
+from cqwen_dist.model.causal_lm import CausalQwenForCausalLM, asked_and_seen
 
 
 class CausalQwenFeatures(CausalQwenForCausalLM):
@@ -31,11 +30,9 @@ class CausalQwenFeatures(CausalQwenForCausalLM):
         cache: Any = None,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """[B,T] each; the arguments are those of `CausalQwenForCausalLM.forward`. Raises `UserError`."""
-        cache = past_key_values if cache is None else cache
         self._check(input_ids, numeric_values, inputs_embeds)
+        cache = self._cache_of(past_key_values if cache is None else cache, use_cache)
         asked = self._asked(output_hidden_states=output_hidden_states, output_attentions=output_attentions)
-        if use_cache and cache is None:
-            cache = DynamicCache(config=self.config.base_config)
         given: Any = inputs_embeds if input_ids is None else input_ids
         if numeric_values is None:
             numeric_values = torch.zeros(given.shape[:2], dtype=torch.float64, device=given.device)
@@ -48,7 +45,6 @@ class CausalQwenFeatures(CausalQwenForCausalLM):
                 past_key_values=cache,
                 inputs_embeds=inputs_embeds,
             )
-        inside = {name: seen.get(name) for name in ("hidden_states", "attentions") if f"output_{name}" in asked}
-        found = BaseModelOutputWithPast(last_hidden_state=z, **{cache_name(self.model.transformer): cache}, **inside)
-        as_dict = self.config.return_dict if return_dict is None else return_dict
-        return found if as_dict else found.to_tuple()
+        inside = {**asked_and_seen(asked, seen), cache_name(self.model.transformer): cache}
+        found: Any = self._answer(BaseModelOutputWithPast(last_hidden_state=z, **inside), return_dict)
+        return found

@@ -1,7 +1,7 @@
 """The largest base and the longest text that fit on a number of GPUs, and what bounds them.
 
 Every layout that spares memory is tried: one text at a time and recomputed activations always, ZeRO-3 on several GPUs,
-vocabulary groups, optimizer states on the host, and for long texts sequence groups.
+vocabulary groups, optimizer states or layer inputs on the host, and for long texts sequence groups.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cqwen_dist.tools.plan.memory import GIB
 
 GPUS, NODE = (1, 8, 64), 8
 SHORTEST = 1024  # tokens, also of the texts for which the largest base is looked for
-CONTEXT = "the base's context"
+CONTEXT, LARGEST = "the base's context", "no larger one is known"
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ def limits(config: Config, found: Mapping[str, Any], machine: Machine, gib: floa
     by_size = sorted(known, key=lambda name: Architecture.of(known[name]).base_parameters)
     rows = []
     for gpus in GPUS:
-        base, base_gib, larger = "", 0.0, "no larger one is known"
+        base, base_gib, larger = "", 0.0, LARGEST
         for name in by_size:
             best = _least(config, known[name], gpus, SHORTEST, machine, gib)
             if best is not None and best.fits:
-                base, base_gib, larger = name, best.device_gib, "no larger one is known"
-            elif best is not None and larger.startswith("no"):
+                base, base_gib, larger = name, best.device_gib, LARGEST
+            elif best is not None and larger == LARGEST:
                 larger = f"{name}: {_bound(best)}"
         longest, longer, length = 0, CONTEXT, SHORTEST
         while (best := _least(config, found, gpus, length, machine, gib)) is not None:
@@ -73,13 +73,14 @@ def _least(
     config: Config, found: Mapping[str, Any], gpus: int, length: int, machine: Machine, gib: float
 ) -> Plan | None:
     """The plan of the layout that needs least memory; None if no layout can have texts of this length."""
-    plans = []
+    plans, model_type = [], Architecture.of(found).model_type
+    options: dict[str, Any] = {"architecture": dict(found), "machine": machine, "gpu_memory_gib": gib}
+    options |= {"nodes": max(1, gpus // NODE), "gpus_per_node": min(gpus, NODE)}
     for chosen in _layouts(config, gpus, length):
         try:
-            chosen.fit_to(Architecture.of(found).model_type)
+            chosen.fit_to(model_type)
             chosen.fit_sizes(found)
-            options: dict[str, Any] = {"architecture": dict(found), "machine": machine, "gpu_memory_gib": gib}
-            plans.append(plan(chosen, nodes=max(1, gpus // NODE), gpus_per_node=min(gpus, NODE), **options))
+            plans.append(plan(chosen, **options))
         except UserError:
             continue
     return min(plans, key=lambda each: each.device_gib, default=None)
