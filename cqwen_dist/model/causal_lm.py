@@ -63,7 +63,8 @@ class CausalQwenOutput(ModelOutput):
 
 def asked_and_seen(asked: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, Any]:
     """What the backbone has shown (`seen_inside`) of the outputs that were asked for."""
-    return {(name := each.removeprefix("output_")): seen.get(name) for each in asked}
+    names = [each.removeprefix("output_") for each in asked]
+    return {name: seen.get(name) for name in names}
 
 
 class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
