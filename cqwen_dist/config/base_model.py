@@ -20,11 +20,7 @@ class PretrainConfig(Section):
     """Short cross-entropy pretraining of a base built from `architecture`. This is not a stage."""
 
     steps: Positive = 400
-    """Optimizer steps of next-token cross-entropy."""
-    lr: Above0 = 3e-3
-    """Peak learning rate (cosine to zero)."""
-    batch_size: Positive = 32
-    """Sequences per step."""
+    """Optimizer steps of next-token cross-entropy, each on 32 sequences."""
 
 
 class ModelConfig(Section):

@@ -15,7 +15,7 @@ from cqwen_dist.config.architectures.base_architecture import EXPERTS
 from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.config.fields import Above0, Count, NonNegative, Positive, Section, Seed, refused, unless
+from cqwen_dist.config.fields import Above0, NonNegative, Positive, Section, Seed, refused, unless
 from cqwen_dist.config.shape import NUMBER_KEYS, SHAPE_KEYS
 from cqwen_dist.config.training import ConstraintConfig, FeatureCacheConfig, LossConfig, ParallelConfig, Stage
 
@@ -45,9 +45,7 @@ class TrainConfig(Section):
     eval_every: Positive = 200
     """Optimizer steps between evaluations (also at the end of each stage)."""
     keep_checkpoints: Positive = 3
-    """Number of newest checkpoints to keep."""
-    keep_best: Count = 1
-    """Number of best checkpoints to keep in addition; 0: none."""
+    """Number of newest checkpoints to keep, besides the best one."""
     best_metric: str = Field("eval/cls_loss_mean", pattern="^(eval|watch)/.")
     """Evaluation metric that ranks checkpoints: highest for accuracy, precision, recall or f1, lowest for all
     others."""
@@ -78,15 +76,7 @@ class RunConfig(Section):
     """URL of an object store (s3://BUCKET/RUN, gs://, ...) that gets each checkpoint; a start on an empty disk resumes
     from it."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
-    """Weights & Biases logging mode; the project is WANDB_PROJECT, or cqwen."""
-    wandb_entity: str | None = Field(None, min_length=1)
-    """User or team in W&B; default: WANDB_ENTITY, or the login's."""
-    wandb_group: str | None = Field(None, min_length=1)
-    """Group of runs in W&B, such as the points of a sweep; default: WANDB_RUN_GROUP."""
-    wandb_tags: list[str] = Field([])
-    """Tags in W&B."""
-    wandb_notes: str | None = None
-    """Notes in W&B, Markdown."""
+    """Weights & Biases logging mode. Project, team, group, tags and notes: W&B's own variables (docs/wandb.md)."""
     trackers: list[Literal["tensorboard", "mlflow", "trackio"]] = Field([])
     """Also send metrics to these (each needs its package): TensorBoard events in DIR/tensorboard, MLflow, Trackio."""
 

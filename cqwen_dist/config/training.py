@@ -195,7 +195,7 @@ class LossConfig(Section):
 
 
 class Ramp(Section):
-    """A weight that changes during a stage (seed S4 4.5.3: small at first, larger later)."""
+    """A weight that changes linearly during a stage (seed S4 4.5.3: small at first, larger later)."""
 
     start: NonNegative
     """Value at the stage's first step."""
@@ -203,8 +203,6 @@ class Ramp(Section):
     """Final value."""
     steps: Positive | None = None
     """Length of the ramp in steps; default: the stage's length."""
-    shape: Literal["linear", "cosine"] = "linear"
-    """Shape of the ramp."""
 
 
 class Until(Section):

@@ -178,7 +178,7 @@ def build_run(config: Config, runtime: Runtime) -> Run:
     # Model, engine and stepper, and what stands around the steps
     target = asdict(statistics.transform(config.target_transform))
     training = build_training(config, runtime, groups, base, words, loaders.steps_per_epoch, target)
-    best = Retention(train.keep_checkpoints, train.keep_best, train.best_metric, higher=rises(train.best_metric))
+    best = Retention(train.keep_checkpoints, 1, train.best_metric, higher=rises(train.best_metric))
     mirror = mirror_of(config.run, progress.say) if runtime.is_main else None
     return Run(
         **vars(training),

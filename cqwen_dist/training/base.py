@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from cqwen_dist.config.base_model import TRAIN_TOKENIZER, PretrainConfig
+from cqwen_dist.config.base_model import TRAIN_TOKENIZER
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
 from cqwen_dist.data.dataset import TextDataset
@@ -62,7 +62,7 @@ def build_run_base(config: Config, say: Callable[[str], None], device: torch.dev
         raise UserError("model.architecture.vocab_size", vocab_size, f"{tokenizer.num_token_id + 1} or more, for <NUM>")
     if config.model.pretrain is not None:
         dataset = tokenise(texts, tokenizer, config.data)
-        _pretrain(base.to(device), dataset, config.model.pretrain, config.train.seed, say)
+        _pretrain(base.to(device), dataset, config.model.pretrain.steps, config.train.seed, say)
         base.cpu()
     base.config.eos_token_id = base.generation_config.eos_token_id = tokenizer.eos_token_id  # ends generation
     base.save_pretrained(partial)
@@ -70,23 +70,22 @@ def build_run_base(config: Config, say: Callable[[str], None], device: torch.dev
     partial.rename(folder)
 
 
-def _pretrain(base: Any, dataset: TextDataset, plan: PretrainConfig, seed: int, say: Callable[[str], None]) -> None:
+def _pretrain(base: Any, dataset: TextDataset, steps: int, seed: int, say: Callable[[str], None]) -> None:
     """Train in place by next-token cross-entropy on ids, on the base's device; bf16 autocast on CUDA.
 
     base: a causal language model of transformers in fp32. Values of numbers are not used.
     """
     device = next(base.parameters()).device
-    size = plan.batch_size
-    loader = Loader(dataset, rank=0, world=1, global_batch_size=size, micro_batch_size=size, seed=seed)
-    optimizer = torch.optim.AdamW(base.parameters(), lr=plan.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    warmup = max(1, plan.steps // 20)
+    loader = Loader(dataset, rank=0, world=1, global_batch_size=32, micro_batch_size=32, seed=seed)
+    optimizer = torch.optim.AdamW(base.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    warmup = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * step / plan.steps)))
+        optimizer, lambda step: min((step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * step / steps)))
     )
-    say(f"pretraining the tiny base model by cross-entropy: {plan.steps} steps (bounded, once, no stage)")
+    say(f"pretraining the tiny base model by cross-entropy: {steps} steps (bounded, once, no stage)")
     began = time.monotonic()
     base.train()
-    for step, (cpu_batch,) in zip(range(plan.steps), loader, strict=False):
+    for step, (cpu_batch,) in zip(range(steps), loader, strict=False):
         batch = cpu_batch.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             logits = base(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
@@ -96,7 +95,7 @@ def _pretrain(base: Any, dataset: TextDataset, plan: PretrainConfig, seed: int, 
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
-        if (step + 1) % max(plan.steps // 4, 1) == 0:
-            say(f"  pretraining step {step + 1}/{plan.steps}  loss {float(loss.detach()):.3f}")
+        if (step + 1) % max(steps // 4, 1) == 0:
+            say(f"  pretraining step {step + 1}/{steps}  loss {float(loss.detach()):.3f}")
     base.eval()
     say(f"  base model ready after {time.monotonic() - began:.0f} s")

@@ -65,10 +65,7 @@ class StagePlan:
         if not isinstance(weight, Ramp):
             return default if weight is None else weight
         span = max((weight.steps or self.steps) - 1, 1)
-        way = min((step - self.start) / span, 1.0)
-        if weight.shape == "cosine":
-            way = 0.5 * (1.0 - math.cos(math.pi * way))
-        return weight.start + (weight.end - weight.start) * way
+        return weight.start + (weight.end - weight.start) * min((step - self.start) / span, 1.0)
 
 
 def _asked(stage: Stage) -> list[Any]:

@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 CUT_DOWN = [
     "model.pretrain.steps=40",
-    "model.pretrain.batch_size=16",
     "data.limit=64",
     "stages.0.steps=3",
     "stages.1.steps=3",

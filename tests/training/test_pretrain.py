@@ -13,7 +13,7 @@ from cqwen_dist.training.base import build_run_base
 def built(folder: Path, *overrides: str) -> tuple[torch.nn.Module, list[str]]:
     folder.mkdir(exist_ok=True)
     said: list[str] = []
-    config = load_config(write_config(folder), ["model.pretrain.batch_size=8", *overrides])
+    config = load_config(write_config(folder), [*overrides])
     build_run_base(config, said.append, torch.device("cpu"))
     return load_base(config.base_folder, torch.float32), said
 

@@ -51,12 +51,11 @@ def test_stages_and_the_best_checkpoint_may_use_watched_metrics(tmp_path: Path) 
         config,
         f"stages.0.until={json.dumps(until)}",
         "stages.0.steps=null",
-        "train.keep_best=1",
         "train.best_metric=watch/plain/cls_loss_mean",
     )
     lengths = [record["stage"] for record in metrics(run)].count("heads")
     assert lengths < 20, "the base's accuracy does not change, so the stage ends early"
-    other = (f"run.dir={tmp_path}/other", "train.keep_best=1", "train.best_metric=watch/tea/accuracy")
+    other = (f"run.dir={tmp_path}/other", "train.best_metric=watch/tea/accuracy")
     done = cqwen_forked("train", config, *other)
     assert done.returncode == 2
     assert "train.best_metric: found 'watch/tea/accuracy'" in done.stderr

@@ -71,10 +71,6 @@ class WandbTracker:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", PROJECT),
                 name=run.name or run_dir.name,
-                entity=run.wandb_entity,
-                group=run.wandb_group,
-                tags=run.wandb_tags or None,
-                notes=run.wandb_notes,
                 id=_run_id(run_dir),
                 resume="allow",
                 mode=run.wandb,
@@ -168,7 +164,6 @@ class TrackioTracker:
         self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
             name=f"{run.name or run_dir.name}-{_run_id(run_dir)}",  # Trackio knows a run by its name
-            group=run.wandb_group,
             config=dict(_flat(config)),
             resume="allow",
             embed=False,
