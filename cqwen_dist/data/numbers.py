@@ -6,11 +6,13 @@ defines the policy by examples; `NumberPolicy` switches parts of it. The pattern
 - A dot belongs to a numeral only before a digit: "1." is 1; ".5" is 0.5, but not after a letter, digit or dot.
 - A minus directly before a numeral is a sign at a line start and after a space, an opening bracket, an operator, "=",
   ":" or a CJK character. After a numeral, "%" or a closing bracket (even with spaces between) it is an operator, so it
-  stays text. After a letter or a dot it is a hyphen.
+  stays text. After a letter or a dot it is a hyphen. Between numerals with the same unit (23日-26日) it is a dash, and
+  so are two minus signs (10--18), except in arithmetic (5--3=8).
 - "(1,234)" is -1234 (`accounting`) only with a thousands separator, and not after a letter, a digit or a closing
   bracket, nor directly before a numeral.
 - A letter or "_" directly before a numeral makes it part of a word. Letters after it do so only if a digit follows
-  them, and "x" between numerals is a product. CJK characters do not count as letters.
+  them, and "x" between numerals is a product. CJK characters do not count as letters. A currency code (RMB300) is not
+  a part of it.
 - Digits before "=" are arithmetic, never a date or a phone number.
 - Full-width digits and dots read as ASCII. A full-width comma ends a clause, so it does not group digits.
 - Overflow returns infinity here; `DataConfig.on_nonfinite` decides what happens then.
@@ -77,13 +79,15 @@ _SPACED = (
 _ROW = re.compile(r"[0-9]{1,3}(?: [0-9]{3}(?![0-9]))+")
 _SEPARATORS = re.compile("[,\u00a0\u2009\u202f ]")
 _PRODUCT = r"(?<=[0-9][xX])"
+_CURRENCIES = "AUD|CAD|CHF|CNY|EUR|GBP|HKD|INR|JPY|KRW|RMB|SGD|TWD|USD"  # lengths are equal, as a lookbehind wants it
+_PRICE = rf"(?<=(?<![{_L}0-9])(?:{_CURRENCIES}))"
 # Letters and digits after a numeral make it an identifier, except in a product such as 3x4.
 _UNGLUED = rf"(?![0-9])(?!(?![xX][0-9])[{_L}]+[0-9])"
 _WORD_TAIL = rf"[{_L}0-9]*(?:\.[0-9][{_L}0-9]*)*"
 _IDENTIFIERS = "|".join(
     (
         r"0[xX][0-9A-Fa-f]+",
-        rf"(?<=[{_L}])(?!{_PRODUCT})[0-9]{_WORD_TAIL}",
+        rf"(?<=[{_L}])(?!{_PRODUCT}|{_PRICE})[0-9]{_WORD_TAIL}",
         rf"[0-9]*(?:\.[0-9]+){{2,}}(?:[:/]{_DECIMAL})?",
         rf"(?!{_DECIMAL}[xX][0-9]){{not_scientific}}{_DECIMAL}[{_L}]+[0-9]{_WORD_TAIL}",
     )
@@ -105,6 +109,8 @@ _NEXT = re.compile(
     re.ASCII,
 )
 _LETTER = re.compile(rf"[{_L}]")
+_EQUALS = re.compile(r"\s*=")
+_NUMERALS = "0123456789零一二三四五六七八九十百千万亿两"  # before a unit
 
 
 class NumberSpan(NamedTuple):
@@ -206,7 +212,7 @@ class _Scan:
     def _number(self, start: int, end: int) -> int:
         """Append a number with its sign or brackets; returns its end."""
         plain, policy = self.plain, self.policy
-        if policy.signs and start and plain[start - 1] == "-" and _is_sign(plain, start - 1):
+        if policy.signs and start and plain[start - 1] == "-" and _is_sign(plain, start - 1, end):
             start -= 1
         literal = plain[start:end]
         value = float(literal if literal.isdecimal() else _SEPARATORS.sub("", literal))
@@ -231,14 +237,18 @@ def _opens_decimal(text: str, plain: str, dot: int) -> bool:
     return text[dot] == "." and not (before == "." or before.isdecimal() or _LETTER.match(before))
 
 
-def _is_sign(plain: str, minus: int) -> bool:
-    """Whether the minus before a numeral is a sign, not an operator or hyphen."""
+def _is_sign(plain: str, minus: int, end: int) -> bool:
+    """Whether the minus before a numeral that ends at `end` is a sign, not an operator, hyphen or dash."""
     before = plain[minus - 1 : minus]
-    # After two minus signs the second is a sign only behind a numeral, as in 5--3.
     if before == "-":
-        return plain[minus - 2 : minus - 1].isdecimal()
+        return plain[minus - 2 : minus - 1].isdecimal() and _EQUALS.match(plain, end) is not None
     if before == "." or _LETTER.match(before):
         return False
+    for size in (1, 2):  # of a unit: 23日-26日, 3公里-5公里
+        unit = plain[max(0, minus - size) : minus]
+        numeral = plain[minus - size - 1 : minus - size] if minus > size else ""
+        if numeral and numeral in _NUMERALS and unit == plain[end : end + size] and (unit.isalpha() or unit == "°"):
+            return False
     left = minus
     while left and plain[left - 1] in " \t":
         left -= 1

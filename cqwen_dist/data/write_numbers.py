@@ -33,6 +33,8 @@ def _forms(value: float, policy: NumberPolicy) -> list[str]:
         forms += [f"{sign}{'0' * zeros}{plain}" for zeros in range(1, 7)]
     if policy.accounting and policy.thousands and value < 0:  # if a minus would read as an operator
         forms.append(f"({-Decimal(digits.removesuffix('.0')):,f})")
+    if value < 0:  # if a minus would read as a dash
+        forms += [f" {form}" for form in forms]
     return forms
 
 
