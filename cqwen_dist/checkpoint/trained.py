@@ -38,13 +38,14 @@ def is_exported(path: Path) -> bool:
 
 
 def load_trained(
-    path: str | Path, device: str = "cpu", max_memory: dict[int | str, str] | None = None
+    path: str | Path, device: str = "cpu", max_memory: dict[int | str, str] | None = None, full_base: bool = False
 ) -> tuple[CausalQwenForCausalLM, NumericalAwareTokenizer]:
     """Load model (eval mode) and tokenizer from a run folder, a checkpoint folder or an exported folder.
 
     device: "cpu", "cuda", "cuda:1", ... or "auto": a GPU if there is one. "auto" spreads an exported folder over all
     GPUs, and over the CPU if they are too small (accelerate's device_map). max_memory: limit per device for "auto",
-    such as {0: "20GB", "cpu": "60GB"}. Raises `UserError` for other folders and damaged ones.
+    such as {0: "20GB", "cpu": "60GB"}. full_base: do not round the base as the run did (`model.quantize`). Raises
+    `UserError` for other folders and damaged ones.
     """
     path = Path(path)
     if is_exported(path):
@@ -67,11 +68,12 @@ def load_trained(
     )
     known = {"tokenizer": tokenizer.digest(), "base": base}
     refuse_exchanged(state.state.get("inputs", {}), known, config.run.accept, folder)
-    model = assemble(state, config, folder)
+    where = torch.device(_place(device))
+    model = assemble(state, config, folder, "none" if full_base else config.model.quantize, where)
     model.config.calibration = (state.state.get("figures") or {}).get("calibration") or _intervals(folder)
     if config.data.messages_field is not None:
         _let_turns_end(model, tokenizer)
-    return model.to(_place(device)).eval(), tokenizer  # type: ignore[arg-type]  # transformers wraps `to`
+    return model.to(where).eval(), tokenizer  # type: ignore[arg-type]  # transformers wraps `to`
 
 
 def _let_turns_end(model: CausalQwenForCausalLM, tokenizer: NumericalAwareTokenizer) -> None:
@@ -141,15 +143,23 @@ def run_of(path: str | Path) -> tuple[Config, Path]:
     return config, folder
 
 
-def assemble(state: TrainState, config: Config, source: object = "") -> CausalQwenForCausalLM:
+def assemble(
+    state: TrainState,
+    config: Config,
+    source: object = "",
+    quantize: str = "none",
+    device: torch.device | None = None,
+) -> CausalQwenForCausalLM:
     """Build the model of an unsharded checkpoint: the run's base model with all trained tensors. source: for errors.
+
+    quantize, device: of the base, as in `load_base`.
 
     Raises `UserError` unless tensor names, shapes and dtypes match the parameters.
     """
     saved = {k: v for k, v in state.state["model"].items() if k not in ("model_type", "transformers_version")}
     dtype, trust = dtype_of(config.train.precision), config.model.trust_remote_code
     shape = CausalQwenConfig(**saved)
-    base = load_base(config.base_folder, dtype, trust, rows_for=lambda _: int(shape.vocab_size))
+    base = load_base(config.base_folder, dtype, trust, quantize, device, lambda _: int(shape.vocab_size))
     model = CausalQwenModel(shape, base=base, classes=classes_of(shape, config.run.dir))
     parameters = {n: p for n, p in model.features.named_parameters() if n in EMBEDDING or is_lora(n)}
     parameters |= torch.nn.ModuleDict(model.heads).named_parameters()  # the base provides all others

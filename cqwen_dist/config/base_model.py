@@ -98,8 +98,9 @@ class ModelConfig(Section):
     GPU (bf16; not yet measured), text by text elsewhere. Both are equal up to rounding."""
     trust_remote_code: bool = False
     """Allow transformers to run code from the model's folder."""
-    quantize: Literal["none", "nf4"] = "none"
-    """nf4: store the frozen backbone in 4 bits with bitsandbytes (GPU only; not yet measured on one)."""
+    quantize: Literal["none", "int8", "nf4"] = "none"
+    """Keep the frozen backbone's linear maps in 8 or 4 bits (QLoRA); needs bitsandbytes. Adapters, token table and
+    heads are not rounded. Exports use the full base (docs/training.md)."""
     lora: LoraConfig = LoraConfig()
     """Adapters for stages that train `lora`."""
     warm_start: str | None = None

@@ -46,6 +46,7 @@ ELSEWHERE = {
     "lora_alpha": "model.lora.alpha",
     "lora_target_modules": "model.lora.target_modules",
     "load_in_4bit": "model.quantize",
+    "load_in_8bit": "model.quantize",
     "datasets": "data.train",
     "dataset": "data.train",
     "val_set_size": "data.eval_fraction",

@@ -176,12 +176,9 @@ class Config(Section):
             allowed = "false under parallel.zero_stage 3 (DoRA reads whole weights outside their own layers), or 1, 2"
             raise refused("model.lora.dora", True, allowed)
         if self.parallel.zero_stage == 3 and self.model.quantize != "none":
-            allowed = "none under parallel.zero_stage 3 (4-bit weights cannot be partitioned), or 1, 2"
+            allowed = "none under parallel.zero_stage 3 (scales are no parameters, so not partitioned), or 1, 2"
             raise refused("model.quantize", self.model.quantize, allowed)
         self.model.lora.check_start(self.model.quantize, self.train.weight_decay, self.parallel.zero_stage)
-        if self.train.precision != "bf16" and self.model.quantize != "none":
-            allowed = "none with train.precision fp32 (4-bit weights are read in bf16), or bf16"
-            raise refused("model.quantize", self.model.quantize, allowed)
         if self.model.architecture is not None:
             try:
                 self.fit_to(str(self.model.architecture["model_type"]))

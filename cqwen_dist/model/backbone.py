@@ -127,7 +127,9 @@ def load_base(
     if missing := sorted(found["missing_keys"]):  # transformers would initialise them randomly
         raise UserError("model.name_or_path", f"no {missing[0]} in {name_or_path}", "all weights of the architecture")
     if loading:
-        base.model.is_loaded_in_4bit = True  # PEFT reads the flag here, since adapters only go on the transformer
+        from cqwen_dist.model.quantised import use_own_products  # here: bitsandbytes is optional
+
+        use_own_products(base.model)
         del base.config.quantization_config  # it describes the memory of this run, not the exported model
     add_rows(base, rows)
     return base
@@ -153,27 +155,24 @@ def base_config(name_or_path: str, trust_remote_code: bool = False) -> Any:
     return text
 
 
-def quantized_loading(kind: str, device: torch.device) -> dict[str, Any]:
-    """Keywords for `from_pretrained` of a frozen base in 4 bits (QLoRA, NF4 of bitsandbytes). Empty for "none".
+def find_bitsandbytes(kind: str) -> None:
+    """Raises `UserError` if `model.quantize` is set and bitsandbytes is missing."""
+    if kind != "none" and find_spec("bitsandbytes") is None:
+        found = Said(f"{kind} without bitsandbytes")
+        raise UserError("model.quantize", found, "none, or pip install cqwen-dist[quant]")
 
-    Linear maps of the backbone have 4 bits per weight and are multiplied in bf16. Adapters, w_num, the heads and the
-    output head (the source of W_cls) are not quantized. Calibration and `eval/base_accuracy` also use z of the
-    quantized base. Not yet measured on a GPU. Raises `UserError` without a GPU or bitsandbytes.
+
+def quantized_loading(kind: str, device: torch.device) -> dict[str, Any]:
+    """Keywords for `from_pretrained` of a frozen base in 8 or 4 bits (`model.quantised`). Empty for "none".
+
+    Token table, output head (the source of W_cls), norms and biases are not quantised. Raises `UserError`.
     """
     if kind == "none":
         return {}
-    if device.type != "cuda":
-        raise UserError("model.quantize", kind, "none on a CPU: bitsandbytes' 4-bit kernels need a GPU")
-    if find_spec("bitsandbytes") is None:
-        raise UserError("model.quantize", Said(f"{kind} without bitsandbytes"), "none, or pip install bitsandbytes")
-    config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=kind,
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        bnb_4bit_quant_storage=torch.uint8,
-    )
-    return {"quantization_config": config, "device_map": {"": device}}
+    find_bitsandbytes(kind)
+    four = {"load_in_4bit": True, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": True}
+    how = BitsAndBytesConfig(**({"load_in_8bit": True} if kind == "int8" else four))
+    return {"quantization_config": how, "device_map": {"": device}}
 
 
 def tokenizer_rows(tokenizer: Any) -> int | None:

@@ -24,7 +24,7 @@ from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.from_base import turned_causal
 from cqwen_dist.model.labels_loss import loss_of_labels
-from cqwen_dist.model.lora import merge_lora
+from cqwen_dist.model.lora import merge_lora, refuse_rounded
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.wings import from_wing
 
@@ -306,7 +306,12 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         return (written, numbers) if return_numbers else written
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
-        """As transformers', with the code that the folder needs where this package is not installed."""
+        """As transformers', with the code that the folder needs where this package is not installed.
+
+        Raises `UserError` for the model of a run with `model.quantize`.
+        """
+        if getattr(self, "hf_quantizer", None) is None:  # transformers writes the scales of what it has quantised
+            refuse_rounded(self)
         # Where this class is a folder's own, transformers copies its file
         if __name__.startswith("cqwen_dist.") and options.get("is_main_process", True):
             write_code = from_wing("code of a folder")

@@ -16,7 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from cqwen_dist.config.architectures.base_architecture import EXPERTS
-from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.training import LoraConfig
 
 ADAPTER = "default"
@@ -120,8 +120,16 @@ def adapters_disabled(transformer: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
+def refuse_rounded(model: nn.Module) -> None:
+    """Raises `UserError` for a base in 8 or 4 bits: it has no room for adapters, and no folder for its scales."""
+    if any(p.dtype in (torch.int8, torch.uint8) for p in model.parameters()):
+        allowed = "a full base (`cqwen export` writes it, and merges with --merge)"
+        raise UserError("model", Said("its base has 8 or 4 bits"), allowed)
+
+
 def merge_lora(transformer: nn.Module) -> None:
-    """Merge all adapters into their layers and remove them, in place."""
+    """Merge all adapters into their layers and remove them, in place. Raises `UserError`."""
+    refuse_rounded(transformer)
     for name, module in reversed(list(transformer.named_modules())):  # experts have one adapter inside of the other
         if isinstance(module, BaseTunerLayer):
             module.merge()

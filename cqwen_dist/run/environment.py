@@ -13,7 +13,7 @@ from typing import Any
 
 from cqwen_dist.run.files import ENVIRONMENT, write_atomically
 
-PACKAGES = ("cqwen-dist", "torch", "transformers", "peft", "deepspeed", "safetensors")
+PACKAGES = ("cqwen-dist", "torch", "transformers", "peft", "deepspeed", "safetensors", "bitsandbytes")
 
 
 def versions() -> dict[str, str]:

@@ -26,7 +26,7 @@ from cqwen_dist.data.statistics import NumericStatistics
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.heads.abduction import abduction_named
 from cqwen_dist.heads.fused_loss import LossOptions, gate_named
-from cqwen_dist.model.backbone import base_config, load_base
+from cqwen_dist.model.backbone import base_config, find_bitsandbytes, load_base
 from cqwen_dist.model.calibration import Features
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.layers import run_layers_as
@@ -130,6 +130,7 @@ def build_run(config: Config, runtime: Runtime) -> Run:
     """Read the data, load the model, assemble the run. Collective over the world. Raises `UserError`."""
     # Refuse what cannot work before the slow parts
     abduction_named(config.model.abduction, config.run.dir)
+    find_bitsandbytes(config.model.quantize)
     if config.model.number_head is not None:
         find_custom("model.number_head", config.model.number_head, config.run.dir)
     gate_named(config.loss.gate, config.run.dir)

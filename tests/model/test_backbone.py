@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,3 +125,10 @@ def test_build_base_depends_only_on_the_seed() -> None:
     assert torch.equal(state, torch.random.get_rng_state())
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert tiny_base().config.max_position_embeddings == CONTEXT
+
+
+def test_a_rounded_base_needs_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_base().save_pretrained(tmp_path)
+    monkeypatch.setattr("cqwen_dist.model.backbone.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"model.quantize: found int8 without bitsandbytes, .*cqwen-dist\[quant\]"):
+        load_base(str(tmp_path), torch.float32, quantize="int8")

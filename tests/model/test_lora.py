@@ -9,7 +9,6 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import LoraConfig, UserError
-from cqwen_dist.model.backbone import load_base
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.lora import adapters_disabled, inject_lora, is_lora, is_magnitude, merge_lora, peft_config
 from cqwen_dist.training.parameter_groups import feature_members
@@ -137,12 +136,6 @@ def test_dora_of_a_partitioned_base_is_refused() -> None:
     with pytest.raises(UserError, match="whole weights") as refusal:
         inject_lora(model.transformer, LoraConfig(dora=True))
     assert refusal.value.key == "model.lora.dora"
-
-
-def test_four_bits_need_a_gpu(tmp_path: object) -> None:
-    with pytest.raises(UserError, match="none on a CPU") as refusal:
-        load_base("unused", torch.bfloat16, quantize="nf4", device=torch.device("cpu"))
-    assert refusal.value.key == "model.quantize"
 
 
 # ---------------------------------------------------------------------- recomputed activations, a frozen embedding

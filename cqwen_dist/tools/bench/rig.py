@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import Config, Stage
+from cqwen_dist.model.backbone import load_base
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime, seed_everything
@@ -155,4 +157,12 @@ def _base(config: Config, architecture: dict[str, Any], runtime: Runtime) -> Bas
         head = _RandomRows(settings.vocab_size, settings.hidden_size, dtype)
         return Base(partitioned(settings, config, runtime, _draw), head)
     with runtime.device:  # draw on the device, as drawing a large model on the CPU is slow
-        return Base(AutoModelForCausalLM.from_config(settings, dtype=dtype))
+        base = AutoModelForCausalLM.from_config(settings, dtype=dtype)
+    if config.model.quantize == "none":
+        return Base(base)
+    with TemporaryDirectory() as folder:  # bases are rounded while they are loaded
+        base.save_pretrained(folder)
+        base = load_base(folder, dtype, quantize=config.model.quantize, device=runtime.device)
+    for parameter in base.parameters():  # out of the file's memory map, which no allocator counts
+        parameter.data = parameter.data.clone()
+    return Base(base)

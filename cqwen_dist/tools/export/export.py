@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def export(
 ) -> Path:
     """Write a checkpoint's model for Hugging Face users; returns the folder.
 
+    A run on a rounded base (`model.quantize`) is exported on the full base, also merged; the card tells the difference.
     merge: fold adapters into the backbone. dtype: "fp32" or "bf16" for backbone and adapters (default: unchanged);
     heads stay fp32. as_base: write a plain model of the base's class (`tools.export.as_base`), all in one dtype;
     drop_bias: omit the bias that it cannot represent. shard_size: maximum size of a safetensors file.
@@ -59,8 +61,8 @@ def export(
     """
     out = Path(out)
     _check_options(out, dtype, shard_size)
-    model, tokenizer = load_trained(path)
-    about = _about(Path(path)) | _merged_and_cast(model, merge or as_base, dtype)
+    model, tokenizer = load_trained(path, full_base=True)
+    about = _about(Path(path)) | _rounded_base(Path(path), model) | _merged_and_cast(model, merge or as_base, dtype)
     plain, bias = plain_model(model, drop_bias) if as_base else (None, None)
     if bias is not None:
         about["bias"] = size if (size := float(bias.abs().max())) > HELD else None
@@ -76,7 +78,9 @@ def export(
                 _compare_plain(model, bias, folder)
             card = model_card(out.name, model.config, about, None if plain is None else type(plain).__name__)
             (folder / "README.md").write_text(card, encoding="utf-8")
-            _write_json(folder / ABOUT, {k: about.get(k) for k in ("base", "step", "stages", "figures", "adapter")})
+            facts = {key: about.get(key) for key in ("base", "step", "stages", "figures", "adapter")}
+            facts |= {key: about[key] for key in ("quantize", "rounded") if key in about}
+            _write_json(folder / ABOUT, facts)
     except Exception as error:
         if not isinstance(error, OSError) and "(os error" not in str(error):  # safetensors' and tokenizers' wording
             raise
@@ -152,6 +156,14 @@ def _about(path: Path) -> dict[str, Any]:
         "figures": {k: v for k, v in measured.items() if isinstance(v, (int, float)) and math.isfinite(v)},
         "adapter": None,
     }
+
+
+def _rounded_base(path: Path, model: CausalQwenForCausalLM) -> dict[str, Any]:
+    """How the model on the full base differs from what a run with `model.quantize` trained; for the model card."""
+    if is_exported(path) or (kind := run_of(path)[0].model.quantize) == "none":
+        return {}
+    here = find_spec("bitsandbytes") is not None
+    return {"quantize": kind, "rounded": changes(probe(load_trained(path)[0]), probe(model)) if here else None}
 
 
 def _merged_and_cast(model: CausalQwenForCausalLM, merge: bool, dtype: str | None) -> dict[str, Any]:

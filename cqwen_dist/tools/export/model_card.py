@@ -37,7 +37,8 @@ def model_card(name: str, config: Any, about: Mapping[str, Any], plain: str | No
     """Render Markdown. config: a `CausalQwenConfig`.
 
     about: base, step, stages, figures (evaluation metrics, or None), dtype, adapter (its place, or None), rounding
-    (name -> largest relative change from the dtype). plain: class written by --as-base, or None; about["bias"] is then
+    (name -> largest relative change from the dtype), quantize and rounded (`model.quantize` of the run, and the changes
+    by the full base). plain: class written by --as-base, or None; about["bias"] is then
     the omitted bias, or None.
     """
     facts = {

@@ -24,7 +24,8 @@ KL_TENSORS = 8
 # Memory outside tensors. GPU: the CUDA context with loaded kernels, NCCL buffers per communicator, maths library
 # workspaces (in torch's allocator), and fragmentation. CPU: the Python process with libraries.
 CONTEXT, NCCL, WORKSPACE, PROCESS = 600 * MIB, 160 * MIB, 64 * MIB, 900 * MIB
-NF4_BYTES = 0.5 + 4 / 64  # 4 bits per weight, and an fp32 scale per 64 weights
+# Bytes of a weight, and of an output's scale. nf4: a block of 64 weights has an 8-bit scale, 256 of these an fp32 one.
+ROUNDED = {"int8": (1, FP32), "nf4": (0.5 + 1 / 64 + FP32 / (64 * 256), 0)}
 FRAGMENTATION = {"cuda": 0.04, "cpu": 0.0}
 
 
@@ -62,11 +63,11 @@ def phases(s: Sizes) -> dict[str, tuple[Part, ...]]:
     if s.graph:
         layer = Part("one layer's backward", activations.layer_backward(s), "gradients of its widest tensors")
         own = Part("gradients", gradients + apart, "fp32; features of this micro-batch in the weights' dtype")
-        found["backward of the last layer"] = (held[0], held[2], own, layer)
+        found["backward of the last layer"] = (held[0], held[2], own, layer, _dense(s))
         found = {phase: (*parts, on_host) if held[0] in parts else parts for phase, parts in found.items()}
     else:  # also with cached z: the forward pass that fills the cache needs this memory
         layer = Part("activations", activations.layer_forward(s), "one layer: no gradient runs through the backbone")
-        found["forward"] = (earlier, layer, _gathered(s, True))
+        found["forward"] = (earlier, layer, _gathered(s, True), _dense(s))
     return found
 
 
@@ -89,10 +90,12 @@ def outside_tensors(s: Sizes, tensors: int) -> Iterator[Part]:
 def _frozen(s: Sizes) -> Iterator[Part]:
     a, over = s.base, s.over(3)
     how = f"{s.width} bytes each" + (f", over {over} ranks (ZeRO-3)" if over > 1 else "")
-    linear = sum(count * each.entries for count, each in a.all_maps())
-    if s.config.model.quantize == "nf4":
-        packed = round(linear * NF4_BYTES)
-        yield Part("backbone (frozen)", packed + (a.backbone_parameters - linear) * s.width, "4 bits and their scales")
+    if (kind := s.config.model.quantize) in ROUNDED:
+        weight, output = ROUNDED[kind]
+        linear = sum(count * each.entries for count, each in a.all_maps())
+        packed = sum(count * (each.entries * weight + each.columns * output) for count, each in a.all_maps())
+        rest = (a.backbone_parameters - linear) * s.width
+        yield Part("backbone (frozen)", round(packed) + rest, f"linear maps in {kind}, with their scales")
     else:
         yield Part("backbone (frozen)", ceil_div(a.backbone_parameters * s.width, over), how)
     yield Part("token embedding (frozen)", ceil_div(a.embedding_parameters * s.width, over), f"V H, {how}")
@@ -162,6 +165,14 @@ def _gathered(s: Sizes, held: bool) -> Part:
     everything = s.base.backbone_parameters + s.trained_features
     numbers = min(live + largest // 2, everything) if held and s.over(3) > 1 else 0
     return Part("gathered by ZeRO-3", numbers * s.width, f"whole weights in use, at most {live:,} and half a matrix")
+
+
+def _dense(s: Sizes) -> Part:
+    """The largest linear map of a rounded base, dequantised for its product."""
+    kind, largest = s.config.model.quantize, max(each.entries for _, each in s.base.all_maps())
+    scaled = 2 * FP32 * (kind == "int8" and s.kind == "cpu" and s.width < FP32)  # a CPU multiplies by scales in fp32
+    size = largest * (s.width + scaled) * (kind in ROUNDED)
+    return Part("a dequantised weight", size, "the largest linear map, while its product is computed")
 
 
 def _head_gradients(s: Sizes) -> int:

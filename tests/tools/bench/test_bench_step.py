@@ -11,7 +11,7 @@ from support.ranks import run_ranks
 from support.runs import as_rank
 
 from cqwen_dist.config import Config
-from cqwen_dist.tools.bench.memory_check import Case, cases, config_of
+from cqwen_dist.tools.bench.memory_check import ALL, BF16, HEADS, SMALL, Case, cases, config_of
 from cqwen_dist.tools.bench.parts import Marks
 
 TINY: dict[str, Any] = {
@@ -195,6 +195,22 @@ def test_planned_memory_equals_measured_memory_on_a_few_cases():
     (found,) = run_ranks(planned_over_measured, 1, chosen)
     for name, ratio in found:
         assert 0.9 < ratio < 1.1, f"{name}: planned / measured {ratio:.3f}"
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_planned_memory_of_a_rounded_base_equals_measured_memory(kind: str) -> None:
+    """Where the largest dequantised weight counts, and where the loss does."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (pip install cqwen-dist[quant])")
+    wide = {**SMALL, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2, "vocab_size": 200}
+    short = {"data.sequence_length": 32, "train.micro_batch_size": 1, "train.global_batch_size": 1}
+    chosen = [
+        Case("one map", wide, {"model.quantize": kind} | short, [ALL]),
+        Case("one map, heads, bf16", wide, {"model.quantize": kind} | short | BF16, [HEADS]),
+        Case("the loss, bf16", SMALL, {"model.quantize": kind} | BF16, [ALL]),
+    ]
+    (found,) = run_ranks(planned_over_measured, 1, chosen)
+    for name, ratio in found:
+        assert 0.95 < ratio < 1.05, f"{name}: planned / measured {ratio:.3f}"
 
 
 @pytest.mark.slow

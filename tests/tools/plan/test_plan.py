@@ -23,7 +23,7 @@ from cqwen_dist.tools.plan import Plan, activations, command, plan, render
 from cqwen_dist.tools.plan.comm import step_messages
 from cqwen_dist.tools.plan.command import count_sequences
 from cqwen_dist.tools.plan.make import checkpoint_bytes
-from cqwen_dist.tools.plan.memory import GIB
+from cqwen_dist.tools.plan.memory import GIB, phases
 from cqwen_dist.tools.plan.stage_sizes import stage_sizes
 
 SMALL: dict[str, Any] = {
@@ -253,6 +253,21 @@ def test_each_setting_changes_the_expected_part():
     assert (moments.place, moments.bytes) == ("host", size(plain, "moments of the heads"))
     reference = planned(config(loss={"impl": "reference"}))
     assert size(reference, "loss tiles") == 9 * 8 * 16 * 1000 * 4
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_rounded_base_has_its_bytes_and_one_dequantised_map(kind: str) -> None:
+    base = Architecture.of(SMALL)
+    linear = 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)
+    outputs = 3 * (2 * 64 + 2 * 32 + 2 * 96 + 64)
+    packed = linear + 4 * outputs if kind == "int8" else linear / 2 + linear / 64 + 4 * linear / 64 / 256
+    short = {"model": {"quantize": kind}, "stages": [{"name": "a", "train": ["lora"], "steps": 1}]}
+    result = planned(config(**short, loss={"constraint": {"mode": "off"}}))
+    assert size(result, "backbone (frozen)") == round(packed) + 4 * (base.backbone_parameters - linear)
+    assert size(result, "token embedding (frozen)") == 4 * 1000 * 64
+    (sizes,) = stage_sizes(config(**short), base, world=1, kind="cuda")
+    parts = {part.name: part.bytes for part in phases(sizes)["backward of the last layer"]}
+    assert parts["a dequantised weight"] == 4 * 64 * 96
 
 
 def test_offloaded_activations_are_on_the_host_and_cost_time():
