@@ -168,11 +168,13 @@ def predict(
     """Predict the next number for each row of a table, like `cqwen predict`.
 
     Returns the rows with new columns `predicted`, `low_50` to `high_95` and `p_num` (`generate.table.NUMBER_COLUMNS`);
-    None if the model writes no number. model: a folder, or the result of `load`. rows: a CSV, Parquet or JSONL file, a
-    DataFrame, or a list of dicts. template: prompt for a row, with columns in braces; None: the run's prompt, with its
-    data.empty_cell and its forms of numbers; `say` then gets how the columns differ from training. options: choose one
-    of these texts instead (columns `chosen`, `p OPTION`). A row that cannot be read (an empty cell, more text than the
-    context) has None in all new columns; `say` gets their count. For the other arguments see `cqwen predict --help`.
+    None if the model writes no number. With the run's prompt there is also `outside`, the columns whose numbers are far
+    outside of what was learnt (`LearntRange.held`). model: a folder, or the result of `load`. rows: a CSV, Parquet or
+    JSONL file, a DataFrame, or a list of dicts. template: prompt for a row, with columns in braces; None: the run's
+    prompt, with its data.empty_cell and its forms of numbers; `say` then gets how the columns differ from training.
+    options: choose one of these texts instead (columns `chosen`, `p OPTION`). A row that cannot be read (an empty cell,
+    more text than the context) has None in all new columns; `say` gets their count. For the other arguments see `cqwen
+    predict --help`.
     Raises `UserError`; for a wrong template, or columns that cannot be read as in training, before the model is loaded.
     """
     named: dict[str, Any] = {"options": options, "reject_below": reject_below, "batch_size": batch_size}
@@ -194,6 +196,7 @@ def predicted_rows(
 ) -> Iterator[dict[str, Any]]:
     """`predict`, batch by batch as the rows are taken. The same arguments; settings: of `predict_rows`."""
     from cqwen_dist.checkpoint.trained import load_trained
+    from cqwen_dist.generate.learnt_range import LearntRange
     from cqwen_dist.generate.table import Unread, predict_rows, prompts_of
 
     columns, table = _table_of(rows)
@@ -206,11 +209,12 @@ def predicted_rows(
         learnt = _learnt_table(model, columns)
         template, empty = learnt.template, learnt.empty if empty is None else empty
     unread: Unread = {}
-    prompts = prompts_of(
-        template, columns, _cells_of(table, rows, learnt or template, decimal_comma, say), empty, unread
-    )
+    cells = list(_cells_of(table, rows, learnt or template, decimal_comma, say))
+    prompts = prompts_of(template, columns, cells, empty, unread)
     found, tokenizer = model if isinstance(model, tuple) else load_trained(_folder(model), device)
-    predicted = predict_rows(found, tokenizer, table, prompts, unread=unread, within=within, **settings)
+    known = None if learnt is None else LearntRange.of(learnt.columns, learnt.target)
+    settings |= {"unread": unread, "known": known, "cells": cells, "within": within}
+    predicted = predict_rows(found, tokenizer, table, prompts, **settings)
     if unread:
         say(f"{len(unread):,} of {len(table):,} rows have no prediction, such as {unread[min(unread)]}")
     return predicted

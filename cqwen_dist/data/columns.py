@@ -99,13 +99,15 @@ def _cells_by_column(
     return texts, typed, others
 
 
-def columns_for(config: DataConfig) -> dict[str, dict[str, Any]]:
+def columns_for(config: DataConfig, also: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     """`described` for data.train, by a sample, with the forms of data.number_columns or those that the sample shows.
+
+    also: further sources that are learnt from.
 
     Without data.target_field a text keeps its numbers as they are. Then only the columns of CSV with decimal commas are
     returned: in a text, 3,5 is two numbers.
     """
-    sources = [config.train] if isinstance(config.train, str) else config.train
+    sources = [*([config.train] if isinstance(config.train, str) else config.train), *also]
     is_table = config.target_field is not None
     if config.messages_field is not None or not (is_table or any(map(_is_csv, sources))):
         return {}

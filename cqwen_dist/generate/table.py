@@ -16,6 +16,7 @@ from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.delimited import MISSING, write_rows
 from cqwen_dist.generate.continuation import generate_batch
 from cqwen_dist.generate.decisions import choose
+from cqwen_dist.generate.learnt_range import OUTSIDE, LearntRange
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, check_digits, shown
 from cqwen_dist.generate.streaming import Tokenizer, reader
 from cqwen_dist.heads.intervals import LEVELS
@@ -180,15 +181,21 @@ def predict_rows(
     options: Sequence[str] = (),
     reject_below: float = 0.0,
     unread: Unread | None = None,
+    known: LearntRange | None = None,
+    cells: Sequence[Mapping[str, str]] = (),
     **settings: Any,
 ) -> Iterator[dict[str, Any]]:
     """The rows with their new columns. prompts, unread: of `prompts_of`; an unread row's new cells are None.
+
+    known: what the run learnt from; numbers are held in it and marked (`LearntRange.held`). cells: with `known`, the
+    rows as training reads them.
 
     options: choose one of these texts for each row instead (columns `p OPTION` and `chosen`, which is None if no option
     reaches reject_below). settings: of `predict_numbers`. Raises `UserError`, also if the table already has one of the
     new columns.
     """
-    added = [CHOICE, *(f"p {option}" for option in options)] if options else number_columns(model)
+    marked = [OUTSIDE] * (known is not None)
+    added = [CHOICE, *(f"p {option}" for option in options)] if options else number_columns(model) + marked
     taken = [name for name in added if rows and name in rows[0]]
     if taken:
         raise UserError("FILE", f"a column {taken[0]}", "other names than the new columns'")
@@ -200,8 +207,24 @@ def predict_rows(
         found = ({CHOICE: c.option, **{f"p {o}": float(f"{p:.6g}") for o, p in c.p.items()}} for c in chosen)
     else:
         found = predict_numbers(model, tokenizer, prompts, **settings)
+        found = _held(known, cells, without, found, model)
     none = dict.fromkeys(added)
     return ({**row, **(none if number in without else next(found))} for number, row in enumerate(rows))
+
+
+def _held(
+    known: LearntRange | None,
+    cells: Sequence[Mapping[str, str]],
+    without: Unread,
+    found: Iterator[dict[str, Any]],
+    model: Any,
+) -> Iterator[dict[str, Any]]:
+    """`found`, of the rows that are not in `without`, held in what was learnt."""
+    if known is None:
+        return found
+    unit = model.model.action.number_head.target
+    read = (cell for row, cell in enumerate(cells) if row not in without)
+    return (known.held(cell, new, unit) for cell, new in zip(read, found, strict=True))
 
 
 def _without_prediction(

@@ -17,6 +17,7 @@ from cqwen_dist.data.cells import BadLine, TableCells, as_number, cell_text, is_
 from cqwen_dist.data.columns import columns_of, forms_in, sample
 from cqwen_dist.data.recipes import records_in, table_columns
 from cqwen_dist.delimited import write_rows as write_csv
+from cqwen_dist.generate.learnt_range import OUTSIDE
 from cqwen_dist.generate.table import NUMBER_COLUMNS
 from cqwen_dist.number_forms import Form
 
@@ -62,7 +63,7 @@ def read_table(source: str, target: str, wanted: Sequence[str] = (), decimal_com
         records, target, source, forms_in(sample(source, "FILE"), source, target, decimal_comma, only), "FILE"
     )
     columns = [*filter(can_be_named, dict.fromkeys(name for name in wanted or found.usable if name != target))]
-    if taken := {*NUMBER_COLUMNS} & {*columns, target}:
+    if taken := {*NUMBER_COLUMNS, OUTSIDE} & {*columns, target}:
         raise UserError("FILE", f"a column {min(taken)}", "other names than predicted.csv's new columns", source)
     read = _read(records, (*columns, target), found.cells, source)
     kept = [number for number, row in enumerate(read) if row[target]]

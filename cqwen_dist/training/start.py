@@ -26,6 +26,7 @@ from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.schema import Config
 from cqwen_dist.config.shape import SHAPE_KEYS
 from cqwen_dist.config.training import JUDGED, LoraConfig
+from cqwen_dist.data.columns import columns_for
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.calibration import LEVEL_TOKENS, Calibration, calibrate
 from cqwen_dist.model.initialise import override_start, start_at_data
@@ -90,6 +91,8 @@ def _make_start(run: Run) -> Place:
         say(line)
     start: dict[str, Any] = {"start": config.start, "statistics": asdict(run.statistics)}
     start["columns"] = run.columns
+    if run.columns and config.model.wide_from_eval and (held_out := config.data.eval):  # the start learns from it too
+        start["columns"] = columns_for(config.data, [held_out] if isinstance(held_out, str) else held_out)
 
     # A bad file is refused before the long parts
     threshold = read_threshold(config.model.threshold_init, run.model.config.vocab_size, row_range(run.model))

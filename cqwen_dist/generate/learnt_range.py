@@ -1,0 +1,77 @@
+"""What a run has learnt from, as ranges of numbers. A row far outside of them is marked, and its prediction is held."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from cqwen_dist.heads.intervals import LEVELS
+from cqwen_dist.heads.targets import TargetTransform
+
+OUTSIDE = "outside"  # the new column: names of what is outside
+MARGIN = 0.25  # of the range, beyond either end: still inside, and where a prediction is held
+REACH = 1.0  # of the range, beyond either end: where an interval is held
+DIGITS = 10  # of a held prediction
+
+
+class LearntRange(NamedTuple):
+    """The least and the largest number in every column that was learnt from; the target is one of them."""
+
+    target: str
+    ends: Mapping[str, tuple[float, float]]
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Mapping[str, Any]], target: str) -> LearntRange | None:
+        """From the columns that a run describes (`data.columns.described`); None if the target's range is unknown."""
+        ends = {name: (column["low"], column["high"]) for name, column in columns.items() if "low" in column}
+        return cls(target, ends) if target in ends else None
+
+    def held(self, cells: Mapping[str, str], found: Mapping[str, Any], unit: TargetTransform) -> dict[str, Any]:
+        """`found`, a row's new columns, with the column OUTSIDE: the names of the row's numbers that are outside.
+
+        The prediction is held in the target's range plus MARGIN. If anything is outside, the intervals move with the
+        prediction and grow by the distance to the range, in units of that range, but not beyond the range plus REACH.
+        Nothing goes below 0 if no target did. cells: the row as training reads it. unit: the one in which the target's
+        range is measured.
+        """
+        if found["predicted"] is None:
+            return {**found, OUTSIDE: None}
+        low, high = (_forward(unit, end) for end in self.ends[self.target])
+        value = _forward(unit, found["predicted"])
+        beyond = {name: _beyond(_number(cells.get(name)), *self.ends[name]) for name in self.ends}
+        beyond[self.target] = _beyond(value, low, high)
+        outside = [name for name, distance in beyond.items() if distance > MARGIN]
+        if not outside:
+            return {**found, OUTSIDE: ""}
+        width = high - low
+        at = min(max(value, low - MARGIN * width), high + MARGIN * width)
+        growth = 1 + max(beyond[name] for name in outside)
+        new = {"predicted": at}
+        for level in LEVELS:
+            for name, side in ((f"low_{level * 100:g}", -1), (f"high_{level * 100:g}", 1)):
+                reach = max(growth * abs(_forward(unit, found[name]) - value), abs(value - at))
+                new[name] = min(max(at + side * reach, low - REACH * width), high + REACH * width)
+        raw = unit.inverse(torch.tensor([*new.values()], dtype=torch.float64)).tolist()
+        least = 0.0 if self.ends[self.target][0] >= 0 else -math.inf
+        held = {name: max(float(f"{number:.{DIGITS}g}"), least) for name, number in zip(new, raw, strict=True)}
+        return {**found, **held, OUTSIDE: ", ".join(outside)}
+
+
+def _forward(unit: TargetTransform, value: float) -> float:
+    return float(unit.forward(torch.tensor(value, dtype=torch.float64)))
+
+
+def _number(cell: str | None) -> float:
+    """The number in a cell; NaN if there is none."""
+    try:
+        return float(cell or "nan")
+    except ValueError:
+        return math.nan
+
+
+def _beyond(value: float, low: float, high: float) -> float:
+    """How far a value is from a range, in units of its width; 0 inside, and for NaN."""
+    return max(low - value, value - high, 0.0) / ((high - low) or abs(high) or 1.0) if value == value else 0.0

@@ -1,0 +1,60 @@
+"""Predictions far outside of what was learnt are held, widened and marked; all others stay as they are."""
+
+import math
+
+import pytest
+
+from cqwen_dist.generate.learnt_range import OUTSIDE, LearntRange
+from cqwen_dist.heads.intervals import LEVELS
+from cqwen_dist.heads.targets import TargetTransform
+
+KNOWN = LearntRange("price", {"price": (10.0, 1000.0), "size": (0.0, 50.0), "same": (7.0, 7.0)})
+LOG = TargetTransform("standardise_log", 4.6, 1.2)
+INSIDE = {"size": "60", "same": "7", "city": "Rome", "price": ""}
+
+
+def found(value: float, half: float) -> dict[str, float | None]:
+    ends = {
+        f"{end}_{level * 100:g}": value + side * half for level in LEVELS for end, side in (("low", -1), ("high", 1))
+    }
+    return {"predicted": value, **ends, "p_num": 1.0}
+
+
+def test_a_row_inside_keeps_its_prediction() -> None:
+    for value in (5.0, 500.0, 1500.0):
+        assert KNOWN.held(INSIDE, found(value, 0.5), LOG) == {**found(value, 0.5), OUTSIDE: ""}
+    none = dict.fromkeys(found(0.0, 1.0))
+    assert KNOWN.held(INSIDE, none, LOG) == {**none, OUTSIDE: None}
+
+
+@pytest.mark.parametrize("unit", [TargetTransform(), LOG, TargetTransform("standardise", 300.0, 100.0)])
+@pytest.mark.parametrize("value", [1e12, -1e12, 1e300])
+def test_an_exploding_prediction_is_held_and_its_intervals_reach_back(unit: TargetTransform, value: float) -> None:
+    held = KNOWN.held(INSIDE, found(value, 1.0), unit)
+    assert held[OUTSIDE] == "price"
+    assert (10 if value > 0 else 0) <= held["predicted"] < 5000
+    for level in LEVELS:
+        low, high = held[f"low_{level * 100:g}"], held[f"high_{level * 100:g}"]
+        assert 0 <= low <= held["predicted"] < high or 0 <= low < held["predicted"] <= high
+        assert high - low > 200, "it is not sure"
+        assert math.isfinite(low)
+        assert high < 2e5, "two ranges of logarithms"
+    assert held["p_num"] == 1.0
+
+
+def test_a_number_outside_its_column_widens_by_its_distance() -> None:
+    near = KNOWN.held({**INSIDE, "size": "100"}, found(500.0, 50.0), TargetTransform())
+    assert near == {**near, "predicted": 500.0, "low_90": 400.0, "high_90": 600.0, OUTSIDE: "size"}
+    both = KNOWN.held({**INSIDE, "size": "-1e9", "same": "9"}, found(500.0, 50.0), TargetTransform())
+    assert both[OUTSIDE] == "size, same"
+    assert (both["low_50"], both["high_50"]) == (0.0, 1990.0), "one range beyond, and not below 0"
+    for cell in ("", "unknown", "nan"):
+        assert KNOWN.held({**INSIDE, "size": cell}, found(500.0, 50.0), LOG)[OUTSIDE] == ""
+
+
+def test_the_range_is_that_of_the_described_columns() -> None:
+    columns = {"size": {"kind": "number", "low": 1.0, "high": 2.0}, "city": {"kind": "text"}}
+    assert LearntRange.of(columns, "price") is None
+    assert LearntRange.of({**columns, "price": {"low": 3.0, "high": 4.0}}, "price") == LearntRange(
+        "price", {"size": (1.0, 2.0), "price": (3.0, 4.0)}
+    )
