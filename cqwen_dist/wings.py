@@ -20,6 +20,7 @@ PLACES = {
     "bench numbers": "tables.table_verbs:numbers",
     "code of a folder": "tools.export.portable:write_code",
     "a run's page": "tools.report.html:leave_report",
+    "a page of runs": "tools.report.html:write_report",
     "model.wide": "tables.wide.wide_part:WidePart",
     "start of model.wide": "tables.wide.wide_start:WideStart",
     "size of model.wide": "tables.wide.wide_size:wide_numbers",

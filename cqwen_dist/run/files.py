@@ -36,6 +36,7 @@ PROBE = "probe_start.safetensors"  # in `evaluations`
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"  # path of the newest checkpoint, updated once it is complete
 BEST = "best"  # next to a run: path of the checkpoint that `cqwen fit` uses for predictions
+FIT = "fit.json"  # next to a run: how `cqwen fit` judged it
 MANIFEST = "manifest.json"  # in a checkpoint or a feature cache
 STATE = "state.json"  # in a checkpoint
 FEATURE_CACHE = "feature_cache"

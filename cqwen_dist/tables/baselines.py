@@ -1,45 +1,68 @@
-"""Standard baselines without a language model on the same rows, with their default settings.
+"""Standard models without a language model, on the same rows.
 
-They are from scikit-learn. CatBoost and NGBoost are added if installed.
+Every one is fitted in the unit that CausalQwen's target has, to the squared and to the absolute error. Folds of the
+training rows choose between the two. Predictions are held in the same range as CausalQwen's. The models are
+scikit-learn's, and LightGBM, XGBoost, CatBoost and pytabkit's RealMLP if installed.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from cqwen_dist.generate.learnt_range import MARGIN
+from cqwen_dist.tables.encoding import EncodedRows
 from cqwen_dist.tables.rows import Table
-
-if TYPE_CHECKING:
-    from scipy.sparse import csr_matrix
 
 ALPHAS = np.logspace(-3, 4, 15)
 MANY = 4096  # rows
-CATEGORIES = 255  # the maximum per column in HistGradientBoosting
+FEW = 1000  # rows: all folds choose, not only the first
+FOLDS = 3
+TREES = 100
+LEAF = 2  # rows in a leaf of a forest, at least
+SQUARED, ABSOLUTE = "squared error", "absolute error"
+Ways = dict[str, Callable[[np.ndarray], np.ndarray]]  # what it is fitted to: rows -> predictions; fits when called
+
+
+class Rival(NamedTuple):
+    """A model's name, its predictions [m] for the test rows, and what it was fitted to."""
+
+    name: str
+    predicted: np.ndarray
+    fitted_to: str
 
 
 def baselines(
-    table: Table, train: np.ndarray, test: np.ndarray, texts: Sequence[str]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, predictions [m] for the test rows). texts: every row as one text, without the target."""
-    y = table.values()[train]
-    yield "always the median", np.full(len(test), np.median(y))
-    numbers = _numbers(table)
-    prepared = _prepared(numbers, train)
-    if table.numeric:
-        yield "ridge, numeric columns", _ridge(prepared[train], y, prepared[test])
-    if any(re.search(r"\w\w", texts[row]) for row in train):  # scikit-learn's words have at least two letters
-        words = _words(table, prepared, train, texts)
-        yield "ridge, TF-IDF and one-hot", _ridge(words[train], y, words[test])
-        pairs = _tf_idf(train, texts, longest=2)
-        yield "ridge, TF-IDF of words and pairs", _ridge(pairs[train], y, pairs[test])
-    yield "gradient boosting", _boosted(table, numbers, train, test)
-    if find_spec("catboost"):
-        yield "CatBoost", _catboost(table, numbers, train, test)
+    table: Table, train: np.ndarray, test: np.ndarray, texts: Sequence[str], by_log: bool = False
+) -> Iterator[Rival]:
+    """Fits the models one by one. texts: every row as one text, without the target. by_log: fits logarithms."""
+    values = table.values()
+    yield Rival("always the median", np.full(len(test), np.median(values[train])), ABSOLUTE)
+    y = np.sign(values) * np.log1p(np.abs(values)) if by_log else values
+    low, high = y[train].min(), y[train].max()
+    margin = MARGIN * (high - low)
+
+    def in_unit(found: np.ndarray) -> np.ndarray:
+        found = np.clip(found, low - margin, high + margin)
+        return np.sign(found) * np.expm1(np.abs(found)) if by_log else found
+
+    order = np.random.default_rng(0).permutation(train)
+    held_out = np.array_split(order, FOLDS)[: FOLDS if len(train) <= FEW else 1]
+    folds = [(EncodedRows(table, texts, y, np.setdiff1d(train, held)), held) for held in held_out]
+    whole = EncodedRows(table, texts, y, train)
+    for name, model in _models(whole).items():
+        ways = model(whole)
+        lost = dict.fromkeys(ways, 0.0)
+        for part, held in folds if len(ways) > 1 else ():
+            fits = model(part)
+            for way in ways:
+                lost[way] += float(np.abs(in_unit(fits[way](held)) - values[held]).sum())
+        chosen = min(lost, key=lambda way: lost[way])
+        yield Rival(name, in_unit(ways[chosen](test)), chosen)
 
 
 def natural_boosting(table: Table, train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
@@ -48,98 +71,140 @@ def natural_boosting(table: Table, train: np.ndarray, test: np.ndarray) -> tuple
         return None
     from ngboost import NGBRegressor
 
-    x, _ = _columns(table, _prepared(_numbers(table), train), train)
-    x = np.nan_to_num(x, nan=-1.0)  # a text that is not in the training rows
-    law = NGBRegressor(verbose=False, random_state=0).fit(x[train], table.values()[train]).pred_dist(x[test])
+    y = table.values()
+    x = np.nan_to_num(EncodedRows(table, [""] * len(y), y, train).dense, nan=-1.0)
+    law = NGBRegressor(verbose=False, random_state=0).fit(x[train], y[train]).pred_dist(x[test])
     return law.params["loc"], law.params["scale"]
 
 
-def _numbers(table: Table) -> np.ndarray:
-    """The numeric columns [n, columns], with NaN for empty cells."""
-    rows = [[float(row[name] or "nan") for name in table.numeric] for row in table.rows]
-    return np.array(rows, dtype=np.float64).reshape(len(rows), len(table.numeric))
+def _models(rows: EncodedRows) -> dict[str, Callable[[EncodedRows], Ways]]:
+    """The models that can read these rows and are installed."""
+    found: dict[str, Callable[[EncodedRows], Ways]] = {}
+    if rows.numbers.shape[1]:
+        found["ridge, numeric columns"] = lambda of: _ridge(of, of.filled)
+    if rows.has_words:
+        found["ridge, TF-IDF and one-hot"] = lambda of: _ridge(of, of.linear)
+        found["ridge, TF-IDF of words and pairs"] = _words
+    found["extra trees"] = _forest
+    found["gradient boosting"] = lambda of: _trees(of, _histograms)
+    if find_spec("lightgbm"):
+        found["LightGBM"] = lambda of: _trees(of, _lightgbm)
+    if find_spec("xgboost"):
+        found["XGBoost"] = lambda of: _trees(of, _xgboost)
+    if find_spec("catboost"):
+        found["CatBoost"] = _catboost
+    if find_spec("pytabkit"):
+        found["RealMLP"] = _realmlp
+    return found
 
 
-def _prepared(numbers: np.ndarray, train: np.ndarray) -> np.ndarray:
-    """Standardises, and fills empty cells with the median plus an indicator column, all from the training rows."""
-    from sklearn.impute import SimpleImputer
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
+def _ridge(of: EncodedRows, x: Any) -> Ways:
+    """Ridge regression with the strength from leave-one-out, or from a quarter of many rows.
 
-    if not numbers.shape[1]:
-        return numbers
-    steps = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True), StandardScaler()
-    return np.asarray(make_pipeline(*steps).fit(numbers[train]).transform(numbers))
-
-
-def _ridge(x: np.ndarray | csr_matrix, y: np.ndarray, x_test: np.ndarray | csr_matrix) -> np.ndarray:
-    """Ridge regression with the strength from leave-one-out, or 3 folds for many rows.
-
-    Leave-one-out needs an array [rows, rows].
+    Leave-one-out needs an array [rows, rows]. The absolute error is that of squares with weights 1 / residual.
     """
-    from sklearn.linear_model import RidgeCV
-    from sklearn.model_selection import KFold
+    from sklearn.linear_model import Ridge, RidgeCV
+    from sklearn.model_selection import ShuffleSplit
 
-    folds = KFold(3, shuffle=True, random_state=0) if len(y) > MANY else None
-    return np.asarray(RidgeCV(ALPHAS, cv=folds).fit(x, y).predict(x_test))
+    own, y = x[of.learnt], of.y[of.learnt]
+    quarter = ShuffleSplit(1, test_size=0.25, random_state=0) if len(y) > MANY else None
+    model = RidgeCV(ALPHAS, cv=quarter).fit(own, y)
 
+    def absolute(rows: np.ndarray) -> np.ndarray:
+        weighted = model
+        for _ in range(5):
+            residual = np.abs(y - weighted.predict(own))
+            weight = 1 / np.maximum(residual, 0.1 * residual.mean() + 1e-12)
+            weighted = Ridge(model.alpha_).fit(own, y, sample_weight=weight / weight.mean())
+        return np.asarray(weighted.predict(x[rows]))
 
-def _tf_idf(train: np.ndarray, texts: Sequence[str], longest: int = 1) -> csr_matrix:
-    """Sparse [n, words]: TF-IDF for words and sequences of up to `longest` words."""
-    from sklearn.feature_extraction.text import TfidfVectorizer
-
-    return TfidfVectorizer(ngram_range=(1, longest)).fit([texts[i] for i in train]).transform(texts)
-
-
-def _words(table: Table, numbers: np.ndarray, train: np.ndarray, texts: Sequence[str]) -> csr_matrix:
-    """Sparse [n, words + cells + numbers]: TF-IDF for words, one-hot cells for text columns, and the numbers."""
-    from scipy.sparse import csr_matrix, hstack
-    from sklearn.feature_extraction import DictVectorizer
-
-    named = [{name: row[name] for name in table.columns if name not in table.numeric} for row in table.rows]
-    cells = DictVectorizer().fit([named[i] for i in train]).transform(named)
-    return csr_matrix(hstack([_tf_idf(train, texts), cells, csr_matrix(numbers)]))
+    return {SQUARED: lambda rows: np.asarray(model.predict(x[rows])), ABSOLUTE: absolute}
 
 
-def _boosted(table: Table, numbers: np.ndarray, train: np.ndarray, test: np.ndarray) -> np.ndarray:
-    """HistGradientBoosting on numbers and categories. A column with more than 255 texts is treated as numeric."""
+def _words(of: EncodedRows) -> Ways:
+    """Ridge regression on words and pairs, and where there is time on parts of words too."""
+    kinds = {"": of.pairs}
+    if len(of.learnt) <= MANY:
+        kinds[", with parts of words"] = of.characters
+    return {f"{way}{kind}": fit for kind, x in kinds.items() for way, fit in _ridge(of, x).items()}
+
+
+def _forest(of: EncodedRows) -> Ways:
+    """Extremely random trees. For the absolute error, the median of the training rows that share a row's leaves."""
+    from sklearn.ensemble import ExtraTreesRegressor
+    from sklearn.preprocessing import OneHotEncoder
+
+    x, y = np.nan_to_num(of.dense, nan=-1e9), of.y[of.learnt]
+    options = {"n_jobs": -1 if len(y) > FEW else None, "random_state": 0}
+    forest = ExtraTreesRegressor(TREES, min_samples_leaf=LEAF, **options).fit(x[of.learnt], y)
+
+    def median(rows: np.ndarray) -> np.ndarray:
+        leaves = OneHotEncoder(handle_unknown="ignore").fit(forest.apply(x[of.learnt]))
+        own, asked = (leaves.transform(forest.apply(x[some])) for some in (of.learnt, rows))
+        weights = (asked.multiply(1 / own.sum(0)) @ own.T).tocsr()  # [rows, training rows]
+        order = np.argsort(y)
+        shares = (row.toarray()[0][order].cumsum() for row in weights)
+        return np.array([y[order][np.searchsorted(share, share[-1] / 2)] for share in shares])
+
+    return {SQUARED: lambda rows: np.asarray(forest.predict(x[rows])), ABSOLUTE: median}
+
+
+def _trees(of: EncodedRows, make: Callable[[bool, int], Any]) -> Ways:
+    """Boosted trees. make: (whether to the absolute error, the least rows in a leaf) -> the model."""
+
+    def fitted(absolute: bool, rows: np.ndarray) -> np.ndarray:
+        least = min(20, max(2, len(of.learnt) // 20))  # 20, the usual one, leaves small tables without a split
+        model = make(absolute, least).fit(of.dense[of.learnt], of.y[of.learnt])
+        return np.asarray(model.predict(of.dense[rows]))
+
+    return {SQUARED: partial(fitted, False), ABSOLUTE: partial(fitted, True)}
+
+
+def _histograms(absolute: bool, least: int) -> Any:
     from sklearn.ensemble import HistGradientBoostingRegressor
 
-    x, texts = _columns(table, numbers, train)
-    categorical = [0 < found <= CATEGORIES for found in texts]
-    model = HistGradientBoostingRegressor(categorical_features=categorical, random_state=0)
-    return np.asarray(model.fit(x[train], table.values()[train]).predict(x[test]))
+    loss = "absolute_error" if absolute else "squared_error"
+    return HistGradientBoostingRegressor(loss=loss, min_samples_leaf=least, random_state=0)
 
 
-def _columns(table: Table, numbers: np.ndarray, train: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """(x [n, columns], the number of texts per column, 0 for numeric ones).
+def _lightgbm(absolute: bool, least: int) -> Any:
+    from lightgbm import LGBMRegressor
 
-    x has the text columns first, with an ordinal per training text and NaN for unknown texts.
-    """
-    from sklearn.preprocessing import OrdinalEncoder
-
-    texts = [0] * numbers.shape[1]
-    cells = _cells(table)
-    if not cells.shape[1]:
-        return numbers, texts
-    encoder = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=np.nan).fit(cells[train])
-    return np.hstack([encoder.transform(cells), numbers]), [len(found) for found in encoder.categories_] + texts
+    options = {"n_jobs": 1, "verbose": -1}  # its threads wait for each other by spinning: ruinous beside other work
+    loss = "l1" if absolute else "l2"
+    return LGBMRegressor(objective=loss, n_estimators=300, learning_rate=0.05, min_child_samples=least, **options)
 
 
-def _cells(table: Table) -> np.ndarray:
-    """The text columns [n, columns] as an object array."""
-    named = [name for name in table.columns if name not in table.numeric]
-    rows = [[row[name] for name in named] for row in table.rows]
-    return np.array(rows, dtype=object).reshape(len(rows), len(named))
+def _xgboost(absolute: bool, least: int) -> Any:
+    from xgboost import XGBRegressor
+
+    loss = "reg:absoluteerror" if absolute else "reg:squarederror"
+    return XGBRegressor(objective=loss, n_estimators=300, learning_rate=0.05, min_child_weight=least, n_jobs=1)
 
 
-def _catboost(table: Table, numbers: np.ndarray, train: np.ndarray, test: np.ndarray) -> np.ndarray:
-    """CatBoost on numbers and categories."""
+def _catboost(of: EncodedRows) -> Ways:
+    """CatBoost, which encodes categories itself."""
     from catboost import CatBoostRegressor
 
-    cells = _cells(table)
-    x = np.hstack([cells, numbers.astype(object)])
-    model = CatBoostRegressor(
-        cat_features=list(range(cells.shape[1])), random_seed=0, verbose=False, allow_writing_files=False
-    )
-    return np.asarray(model.fit(x[train], table.values()[train]).predict(x[test]))
+    x = np.hstack([of.categories, of.numbers.astype(object), of.components.astype(object)])
+    categories = list(range(of.categories.shape[1]))
+
+    def fitted(loss: str, rows: np.ndarray) -> np.ndarray:
+        quiet = {"verbose": False, "allow_writing_files": False}
+        model = CatBoostRegressor(500, loss_function=loss, cat_features=categories, random_seed=0, **quiet)
+        return np.asarray(model.fit(x[of.learnt], of.y[of.learnt]).predict(x[rows]))
+
+    return {SQUARED: partial(fitted, "RMSE"), ABSOLUTE: partial(fitted, "MAE")}
+
+
+def _realmlp(of: EncodedRows) -> Ways:
+    """RealMLP with its tuned defaults, on what trees read."""
+    from pytabkit import RealMLP_TD_Regressor
+
+    x = np.nan_to_num(of.dense, nan=-1.0)
+
+    def fitted(rows: np.ndarray) -> np.ndarray:
+        model = RealMLP_TD_Regressor(device="cpu", random_state=0, verbosity=0)
+        return np.asarray(model.fit(x[of.learnt], of.y[of.learnt]).predict(x[rows]))
+
+    return {SQUARED: fitted}

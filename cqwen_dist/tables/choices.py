@@ -170,7 +170,8 @@ def choose(
     batch = 16 if n >= 400 else 8
     heads = min(max(2 * n // batch, 100), 500)
     a_step = 0.03 + 0.6 * batch * pace.forward  # of the heads alone: the words' scores cost about as much as the base
-    apart = 15 + 300 * pace.forward  # the model is loaded twice, the closed forms and the baselines are fitted
+    apart = 15 + 300 * pace.forward  # the model is loaded twice, the closed forms are fitted
+    apart += 0.01 * n  # and the models to compare with
     time_s = 60 * minutes * (1 - ASIDE) - apart
     reads = np.array([1, 3, 1])  # z once a row; evaluations also compute it without values, and score words
     if reads @ rows * pace.forward + heads * a_step > time_s:

@@ -4,7 +4,7 @@ FOLDER/request.json                  the arguments; the same command continues i
 FOLDER/table/{train,valid,test}.csv  the rows, as text
 FOLDER/fit.yaml, run/                an ordinary config and its run
 FOLDER/predicted.csv                 the test rows with predictions and intervals
-FOLDER/fit.json, fit.svg             the comparison with baselines, and a chart
+FOLDER/fit.json, report.html         the comparison with baselines, and a page of it and the run
 FOLDER/best                          the checkpoint for predictions, so the folder works as a model
 """
 
@@ -28,12 +28,24 @@ from cqwen_dist.config.data import column_lines
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.columns import given_forms
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.generate.plot import scatter_plot
+from cqwen_dist.generate.learnt_range import LearntRange
 from cqwen_dist.generate.table import predict_rows, prompts_of, shared_digits, template_of, write_table
 from cqwen_dist.number_forms import by_form
-from cqwen_dist.run.files import BEST, appearing, file_record, not_followed, write_atomically, written_whole
+from cqwen_dist.run.files import (
+    BEST,
+    FIT,
+    REPORT,
+    START,
+    appearing,
+    file_record,
+    not_followed,
+    read_object,
+    write_atomically,
+    written_whole,
+)
 from cqwen_dist.tables.baselines import baselines
 from cqwen_dist.tables.choices import LEAST_READ, LONGEST, Chosen, Pace, choose, config_text, context_of, measure_pace
+from cqwen_dist.tables.judging import OURS, conditional, errors, intervals, shown_rows, verdict
 from cqwen_dist.tables.rows import (
     Parts,
     Table,
@@ -46,9 +58,9 @@ from cqwen_dist.tables.rows import (
     split,
 )
 from cqwen_dist.training.callbacks import Callback, Moment
+from cqwen_dist.wings import from_wing
 
 EMPTY = "unknown"  # replaces an empty cell
-OURS = "CausalQwen"
 TOLD = 256  # rows between two progress lines
 WHY = ("to learn from", "to watch the training and set the intervals' width", "to judge by")  # `Parts`
 LONG = 3.0  # minutes in which all rows are surely read
@@ -222,29 +234,28 @@ def _in_time(
 
 
 def judge(folder: Path, made: Prepared, say: Callable[[str], None], clock: TimeLimit) -> dict[str, Any]:
-    """Predict the test rows with the run and the baselines, and write predicted.csv, fit.json, fit.svg."""
+    """Predict the test rows with the run and the baselines, and write predicted.csv, fit.json, the page."""
     table, parts = made.table, made.parts
     checkpoint = best_checkpoint(folder / "run")
     write_atomically(folder / BEST, f"{checkpoint.relative_to(folder)}\n")
     own = _predict(folder, checkpoint, made, say, clock)
     parts = parts._replace(test=parts.test[: len(own)])
     truth = table.values()[parts.test]
-    found = np.array([row["predicted"] for row in own])
     ends = np.array([[row["low_90"], row["high_90"]] for row in own])
-    results = {OURS: {**errors(found, truth), **intervals(ends, truth)}}
+    predictions = {OURS: np.array([row["predicted"] for row in own])}
+    results: dict[str, dict[str, Any]] = {OURS: {**errors(predictions[OURS], truth), **intervals(ends, truth)}}
+    by_log = load_config(folder / CONFIG, saved=True).loss.target_transform == "standardise_log"
     learnt = np.sort(np.concatenate([parts.train, parts.valid]))  # baselines need no validation rows
-    for name, predicted in baselines(table, learnt, parts.test, made.prompts):
-        results[name] = errors(predicted, truth)
-    examples = [
-        {"prompt": made.prompts[row], **new, "truth": float(value)}
-        for row, new, value in zip(parts.test[:5], own, truth, strict=False)
-    ]
-    document = {"target": table.target, "rows": len(truth), "checkpoint": str(checkpoint)}
-    document |= {"results": results, "examples": examples}
-    write_atomically(folder / "fit.json", to_json(document, indent=1, inf_nan_mode="null").decode())
-    marks = [*zip(truth, found, *ends.T, strict=True)]
-    title = f"{table.target}: {len(truth):,} rows it never saw"
-    (folder / "fit.svg").write_text(scatter_plot(title, marks, "true", "predicted, with 90 % interval"), "utf-8")
+    say("fitting the models to compare with")
+    for name, predicted, fitted_to in baselines(table, learnt, parts.test, made.prompts, by_log):
+        predictions[name] = predicted
+        results[name] = {**errors(predicted, truth), "fitted_to": fitted_to}
+    document = {"target": table.target, "rows": len(truth), "checkpoint": str(checkpoint), "by_log": by_log}
+    document |= {"results": results, **verdict(predictions, truth)}
+    prompts = [made.prompts[row] for row in parts.test]
+    document |= shown_rows(own, prompts, truth) | conditional(predictions, results, ends, truth)
+    write_atomically(folder / FIT, to_json(document, indent=1, inf_nan_mode="null").decode())
+    from_wing("a page of runs")([folder], folder / REPORT)
     return document
 
 
@@ -254,38 +265,24 @@ def best_checkpoint(run: Path) -> Path:
     return checkpoint_folder(run, best[0]) if best else run
 
 
-def errors(predicted: np.ndarray, truth: np.ndarray) -> dict[str, float]:
-    """MAE, RMSE, median absolute error and R2 for predictions [n]."""
-    error = predicted - truth
-    total = float(np.square(truth - truth.mean()).sum())
-    return {
-        "mae": float(np.abs(error).mean()),
-        "rmse": float(np.sqrt(np.square(error).mean())),
-        "mdae": float(np.median(np.abs(error))),
-        "r2": 1 - float(np.square(error).sum()) / total if total else float("nan"),
-    }
-
-
-def intervals(ends: np.ndarray, truth: np.ndarray) -> dict[str, float]:
-    """The share of 90 % intervals [n,2] that contain the truth, and their median width."""
-    inside = (ends[:, 0] <= truth) & (truth <= ends[:, 1])
-    return {"coverage_90": float(inside.mean()), "width_90": float(np.median(ends[:, 1] - ends[:, 0]))}
-
-
 def _predict(
     folder: Path, checkpoint: Path, made: Prepared, say: Callable[[str], None], clock: TimeLimit
 ) -> list[dict[str, Any]]:
-    """Writes predicted.csv and returns the rows: the test rows with the columns `generate.table.NUMBER_COLUMNS`."""
+    """Writes predicted.csv and returns the rows: the test rows with the columns `generate.table.NUMBER_COLUMNS`, and
+    `outside`."""
     from cqwen_dist.checkpoint.trained import load_trained
 
     model, tokenizer = load_trained(checkpoint, "auto")
     say(f"predicting {len(made.parts.test):,} rows with {checkpoint}, the best on the rows for evaluation")
-    rows, prompts = ([of[row] for row in made.parts.test] for of in (made.table.written, made.prompts))
-    low, middle, high = np.quantile(made.table.values(), [0.25, 0.5, 0.75])
+    table = made.table
+    rows, prompts, cells = ([of[row] for row in made.parts.test] for of in (table.written, made.prompts, table.rows))
+    known = LearntRange.of(read_object(folder / "run" / START).get("columns") or {}, table.target)
+    settings: dict[str, Any] = {"within": 0, "known": known, "cells": cells}
+    low, middle, high = np.quantile(table.values(), [0.25, 0.5, 0.75])
     digits = DIGITS + shared_digits(abs(middle), high - low)
     found, began = [], time.monotonic()
     size = 32 if clock.left() > LONG else 4  # `predict_rows` reads some batches at a time
-    for row in predict_rows(model, tokenizer, rows, prompts, batch_size=size, digits=min(digits, 17), within=0):
+    for row in predict_rows(model, tokenizer, rows, prompts, batch_size=size, digits=min(digits, 17), **settings):
         found.append(row)
         if len(found) >= LEAST_READ and len(found) < len(rows) and clock.left() < 0.04 * clock.minutes:
             say(f"note: judged by the first {len(found):,} of {len(rows):,} rows, to keep to --minutes")

@@ -86,12 +86,12 @@ def _show_fit(folder: Path, found: dict[str, Any]) -> None:
     from rich.table import Column, Table
 
     results = found["results"]
-    best = min(errors["mae"] for errors in results.values())
+    best = results[found["best"]]["mae"]
     table = Table(
         "", *(Column(name, justify="right") for name in ("MAE", "median", "R2", "in 90 %", "width")), box=SIMPLE
     )
-    for name, errors in results.items():
-        mark = " *" if errors["mae"] == best else "  "
+    for name, errors in sorted(results.items(), key=lambda of: of[1]["mae"]):
+        mark = " *" if name == found["best"] else "  "
         held = f"{errors['coverage_90']:.1%}" if "coverage_90" in errors else ""
         width = plain(errors["width_90"], best) if "width_90" in errors else ""
         cells = plain(errors["mae"], best) + mark, plain(errors["mdae"], best), f"{errors['r2']:.3f}"
@@ -100,12 +100,15 @@ def _show_fit(folder: Path, found: dict[str, Any]) -> None:
     console.print(f"{found['target']} of {found['rows']:,} rows that were held out: mean and median error")
     console.print(table)
     console.print("* the lowest error; in 90 %: how often the truth is in the 90 % interval, and its median width")
+    console.print(found["verdict"])
+    if found["outside"]:
+        console.print(f"{found['outside']:,} rows are far outside of what was learnt (predicted.csv, outside)")
     for row in found["examples"]:
-        console.print(" | ".join(row["prompt"].strip().splitlines()))
+        console.print(" | ".join(row["prompt"].strip().splitlines()), no_wrap=True, overflow="ellipsis")
         ends = plain(row["low_90"], best), plain(row["high_90"], best)
         predicted, truth = plain(float(row["predicted"]), best), plain(row["truth"], best)
         console.print(f"    predicted {predicted}, 90 % between {ends[0]} and {ends[1]}; true {truth}")
-    console.print(f"{folder}: fit.svg (a picture), predicted.csv, fit.yaml (cqwen train), run/report.html")
+    console.print(f"{folder}: report.html, predicted.csv, fit.yaml (cqwen train)")
     console.print(f"more rows: cqwen predict {shlex.quote(str(folder))} FILE")
 
 

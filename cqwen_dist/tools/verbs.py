@@ -173,7 +173,7 @@ def quickstart(
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of runs to compare.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of runs, or of `cqwen fit`, to compare.")],
     out: Annotated[Path | None, typer.Option(help="Output file; default: RUN/report.html, or ./report.html.")] = None,
     samples: Annotated[int, typer.Option(min=0, help="Held-out texts that the checkpoints continue.")] = 0,
 ) -> None:
@@ -189,8 +189,10 @@ def report(
     with writing("--out", page):
         echo(f"report: {write_report(runs, page, samples)}")
     for run in runs:
-        for finding in diagnose(read_run(run)):
-            where = f"{run}: " if len(runs) > 1 else ""
+        found, where = read_run(run), f"{run}: " if len(runs) > 1 else ""
+        if found.fit:
+            echo(f"  {where}{found.fit['verdict']}")
+        for finding in diagnose(found):
             echo(f"  {finding.level:4}  {where}{finding.title}. {finding.text}")
 
 

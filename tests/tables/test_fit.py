@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import html
 import json
 import random
 from datetime import timedelta
@@ -52,29 +53,41 @@ def test_fit_is_judged_on_unseen_rows(fitted: tuple[Path, list[object]]) -> None
     out, _ = fitted
     found = json.loads((out / "fit.json").read_text(encoding="utf-8"))
     names = ["CausalQwen", "always the median", "ridge, numeric columns", "ridge, TF-IDF and one-hot"]
-    names.append("ridge, TF-IDF of words and pairs")
-    assert [name for name in found["results"] if name != "CatBoost"] == [*names, "gradient boosting"]
+    names += ["ridge, TF-IDF of words and pairs", "extra trees", "gradient boosting"]
+    assert [name for name in found["results"] if name in names] == names
+    assert all("error" in found["results"][name]["fitted_to"] for name in names[1:])
+    assert found["best"] == min(found["results"], key=lambda name: found["results"][name]["mae"])
+    assert found["verdict"].startswith(f'Use "{found["best"]}".')
     assert 0 <= found["results"]["CausalQwen"]["coverage_90"] <= 1
     with (out / "predicted.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == found["rows"] == 12
     errors = [abs(float(row["predicted"]) - float(row["score"])) for row in rows]
+    for name, by in (("predicted", "predicted"), ("width_90", "width")):
+        (decile,) = found["deciles"][name]
+        assert decile["rows"] == 12, f"too few for ten groups by {by}"
+        assert decile["coverage_90"] == found["results"]["CausalQwen"]["coverage_90"]
+        assert decile["mae"]["CausalQwen"] == pytest.approx(found["results"]["CausalQwen"]["mae"])
+    assert len(found["worst"]) == 10
+    assert abs(float(found["worst"][0]["predicted"]) - found["worst"][0]["truth"]) == pytest.approx(max(errors))
     assert found["results"]["CausalQwen"]["mae"] == pytest.approx(sum(errors) / 12, rel=1e-5)  # cells have seven digits
     config = load_config(out / "fit.yaml")
     assert [stage.name for stage in config.stages] == ["heads", "lora"]
     assert config.model.wide_from_eval
-    assert (out / "fit.svg").read_text(encoding="utf-8").count("<circle") == 12
-    assert (out / "run" / "report.html").is_file()
+    page = html.unescape((out / "report.html").read_text(encoding="utf-8"))
+    assert 0 < page.index(found["verdict"]) < page.index("The largest errors") < page.index("At a glance</h2>")
+    assert "Words right" not in page[page.index("<main>") : page.index("All last metrics")]
 
 
 def test_a_target_over_many_orders_of_magnitude_is_learnt_as_logarithms(one_rank: Path, tmp_path: Path) -> None:
     draw = random.Random(0)
     with (tmp_path / "lots.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["city", "price"])
+        writer.writerow(["city", "size", "price"])
         for i in range(60):
-            city = draw.choice(["Rome", "Oslo"])
-            writer.writerow([city, "1000" if i < 3 else f"{10 ** draw.gauss(3 + (city == 'Rome'), 0.7):.6g}"])
+            city, size = draw.choice(["Rome", "Oslo"]), draw.uniform(0, 2)
+            price = "1000" if i < 3 else f"{10 ** draw.gauss(2 + size + (city == 'Rome'), 0.1):.6g}"
+            writer.writerow([city, f"{size:.3f}", price])
     (tmp_path / "equal.json").write_text("[0, 1, 2]")
     command = ["fit", tmp_path / "lots.csv", "--target", "price", "--base", one_rank / "base", "--minutes", "3"]
     done = cqwen_forked(*command, "--out", tmp_path / "out", "--split", tmp_path / "equal.json")
@@ -83,6 +96,14 @@ def test_a_target_over_many_orders_of_magnitude_is_learnt_as_logarithms(one_rank
     found = json.loads((tmp_path / "out" / "fit.json").read_text(encoding="utf-8"))["results"]
     assert found["CausalQwen"]["mae"] > 0
     assert found["CausalQwen"]["r2"] is None, "of equal targets there is none, and NaN is no JSON"
+    # far outside of what was learnt, the exponential of an extrapolation would be beyond all prices
+    odd, usual = predict(tmp_path / "out", [{"city": "Rome", "size": 4000}, {"city": "Rome", "size": 1.0}])
+    assert odd["outside"].startswith("size")
+    assert usual["outside"] == ""
+    assert odd["predicted"] < 1e8, "the range of logarithms and a quarter of it"
+    assert odd["low_90"] < odd["predicted"] < odd["high_90"]
+    assert odd["high_90"] - odd["low_90"] > 10 * (usual["high_90"] - usual["low_90"]), "it is less sure"
+    assert odd["low_90"] >= 0, "as all prices"
 
 
 def test_the_same_command_resumes_and_another_is_refused(fitted: tuple[Path, list[object]]) -> None:

@@ -1,16 +1,21 @@
 """The baselines find what is there to find, and nothing breaks on what a table may hold."""
 
 import tracemalloc
+from datetime import date, timedelta
 from importlib.util import find_spec
+from itertools import islice
 
 import numpy as np
 import pytest
 
-from cqwen_dist.tables.baselines import baselines, natural_boosting
+from cqwen_dist.tables.baselines import SQUARED, _words, baselines, natural_boosting
 from cqwen_dist.tables.benchmark.predicted_laws import Predicted
-from cqwen_dist.tables.fitting import errors
+from cqwen_dist.tables.encoding import EncodedRows, date_parts
+from cqwen_dist.tables.judging import errors
 from cqwen_dist.tables.rows import Table
 
+BY_LIBRARY = {"lightgbm": "LightGBM", "xgboost": "XGBoost", "catboost": "CatBoost"}
+INSTALLED = {*BY_LIBRARY.values(), "RealMLP"}
 TRAIN, TEST = np.arange(160), np.arange(160, 200)
 
 
@@ -32,7 +37,7 @@ def table(with_numbers: bool, with_words: bool) -> Table:
 def r2(found: Table) -> dict[str, float]:
     texts = [" ".join(row[name] for name in found.columns) for row in found.rows]
     truth = found.values()[TEST]
-    return {name: errors(p, truth)["r2"] for name, p in baselines(found, TRAIN, TEST, texts)}
+    return {rival.name: errors(rival.predicted, truth)["r2"] for rival in baselines(found, TRAIN, TEST, texts)}
 
 
 def test_each_baseline_explains_what_it_can_read() -> None:
@@ -41,6 +46,7 @@ def test_each_baseline_explains_what_it_can_read() -> None:
     assert 0.8 < found["ridge, numeric columns"] < 0.995, "it does not see the city"
     assert found["ridge, TF-IDF and one-hot"] > found["ridge, numeric columns"]
     assert found["gradient boosting"] > 0.8
+    assert found["extra trees"] > 0.8
     words, pairs = found["ridge, TF-IDF and one-hot"], found["ridge, TF-IDF of words and pairs"]
     assert words > pairs, "an age is a word there, of a few rows"
 
@@ -60,24 +66,66 @@ def test_many_rows_need_no_quadratic_memory() -> None:
     texts = [row["name"] + (" seven" * (row["score"] == "6")) for row in rows]
     learnt, judged = np.arange(5000), np.arange(5000, 6000)
     tracemalloc.start()
-    found = dict(baselines(Table(["name"], [], rows, "score", []), learnt, judged, texts))
+    of = EncodedRows(Table(["name"], [], rows, "score", []), texts, np.arange(6000) % 7.0, learnt)
+    found = _words(of)[SQUARED](judged)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100e6, "[5000, 5000] are 200 MB"
     truth = np.array([i % 7 for i in judged])
-    assert errors(found["ridge, TF-IDF of words and pairs"], truth)["r2"] > 0.2
+    assert errors(found, truth)["r2"] > 0.2
 
 
 def test_prompts_without_words_get_no_text_baseline() -> None:
     rows = [{"x": str(i % 10), "score": str(i)} for i in range(200)]
-    names = {name for name, _ in baselines(Table(["x"], ["x"], rows, "score", []), TRAIN, TEST, [r["x"] for r in rows])}
-    assert names - {"CatBoost"} == {"always the median", "ridge, numeric columns", "gradient boosting"}
+    rivals = baselines(Table(["x"], ["x"], rows, "score", []), TRAIN, TEST, [r["x"] for r in rows])
+    names = {rival.name for rival in rivals} - INSTALLED
+    assert names == {"always the median", "ridge, numeric columns", "extra trees", "gradient boosting"}
 
 
-@pytest.mark.skipif(find_spec("catboost") is None, reason="catboost is not installed")
-@pytest.mark.parametrize("kinds", [(True, True), (False, True), (True, False)])
-def test_catboost_is_compared_if_installed(kinds: tuple[bool, bool]) -> None:
-    assert r2(table(*kinds))["CatBoost"] > 0.8
+def test_a_skewed_target_is_fitted_as_logarithms_and_to_the_absolute_error() -> None:
+    """price = 10^(x + noise of a Cauchy law): squares of raw prices see a few rows only."""
+    rng = np.random.default_rng(0)
+    x = rng.uniform(0, 3, 200)
+    prices = 10 ** (1 + x + 0.1 * np.abs(rng.standard_cauchy(200)).clip(max=30))
+    rows = [{"x": f"{a:.4f}", "price": f"{p:.6g}"} for a, p in zip(x, prices, strict=True)]
+    found = Table(["x"], ["x"], rows, "price", [])
+    truth = found.values()[TEST]
+    lost = {}
+    for by_log in (False, True):
+        _, ridge = islice(baselines(found, TRAIN, TEST, [""] * 200, by_log), 2)
+        assert ridge.name == "ridge, numeric columns"
+        assert ridge.fitted_to == "absolute error", "outliers pull the squares"
+        lost[by_log] = np.median(np.abs(np.log(ridge.predicted.clip(1e-3) / truth)))
+    assert lost[True] < 0.5 * lost[False]
+
+
+def test_predictions_of_baselines_are_held_near_the_training_range() -> None:
+    rows = [{"x": str(i % 40), "price": f"{np.exp(0.2 * (i % 40)):.6g}"} for i in range(200)]
+    rows[199]["x"] = "4000"
+    found = Table(["x"], ["x"], rows, "price", [])
+    _, ridge = islice(baselines(found, TRAIN, TEST, [""] * 200, True), 2)
+    assert np.isfinite(ridge.predicted).all()
+    assert ridge.predicted[-1] < 1e5, "e^800 by the fitted line"
+
+
+def test_dates_become_numbers_and_rare_categories_share_a_column() -> None:
+    days = [(date(2020, 1, 1) + timedelta(days=3 * i)).strftime("%d.%m.%Y") for i in range(200)]
+    rows = [{"day": day, "city": "Rome" if i % 2 else f"only {i}", "score": str(i % 7)} for i, day in enumerate(days)]
+    texts = [row["city"] for row in rows]
+    found = EncodedRows(Table(["day", "city"], [], rows, "score", []), texts, np.arange(200.0), TRAIN)
+    assert found.numbers[1].tolist() == [2020, 1, 4, 5, date(2020, 1, 4).toordinal()]
+    assert found.linear.shape[1] < 160, "no column a cell"
+    at = date_parts(["2024-02-29 12:30:00", "", "2024-03-01"], np.arange(3))
+    assert at[0, -1] == 12.5
+    assert np.isnan(at[1]).all()
+    assert date_parts(["2024-02-29", "later"], np.arange(2)) is None
+    assert date_parts(["", ""], np.arange(2)) is None
+
+
+@pytest.mark.parametrize("library", sorted(BY_LIBRARY))
+def test_stronger_models_are_compared_if_installed(library: str) -> None:
+    pytest.importorskip(library)
+    assert r2(table(True, True))[BY_LIBRARY[library]] > 0.8
 
 
 @pytest.mark.skipif(find_spec("ngboost") is None, reason="ngboost is not installed")

@@ -81,16 +81,23 @@ def test_the_comparison_fits_80_columns_with_plain_numbers(tmp_path: Path, monke
         "CausalQwen": {**errors, "coverage_90": 0.913, "width_90": 81_234.56},
         "ridge, TF-IDF of words and pairs": {**errors, "mae": 19_000.04},
     }
-    row = {"prompt": "city: Rome\nage: 31\nscore: ", "predicted": 15.5, "low_90": 1.25e5, "high_90": 2e5, "truth": 3e5}
+    row = {
+        "prompt": f"city: {'Rome ' * 20}\nage: 31\nscore: ",
+        "predicted": 15.5,
+        "low_90": 1.25e5,
+        "high_90": 2e5,
+        "truth": 3e5,
+    }
     with redirect_stdout(io.StringIO()) as out:
-        _show_fit(tmp_path, {"target": "score", "rows": 400, "results": results, "examples": [row]})
+        said = {"best": "ridge, TF-IDF of words and pairs", "verdict": "Use ridge. " * 12, "outside": 3}
+        _show_fit(tmp_path, {"target": "score", "rows": 400, "results": results, "examples": [row], **said})
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     (ours,) = (line for line in lines if "CausalQwen" in line)
     assert ours.split() == ["CausalQwen", "24,356", "19,876", "0.832", "91.3%", "81,235"]
     (best,) = (line for line in lines if "ridge, words and pairs" in line)
     assert "19,000 *" in best
     assert "    predicted 16, 90 % between 125,000 and 200,000; true 300,000" in lines
-    assert max(map(len, lines[:8])) <= 80
+    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 from cqwen_dist.tables.benchmark.predicted_laws import HELD, LAWS
 from cqwen_dist.tables.benchmark.published import PROTOCOLS
-from cqwen_dist.tables.fitting import OURS
+from cqwen_dist.tables.judging import OURS
 from cqwen_dist.tables.line_chart import line_chart, sheet
 
 # A substring of a competitor's name decides its kind. The empty one matches every name, so it is tried last.

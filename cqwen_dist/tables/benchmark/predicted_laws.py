@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cqwen_dist.heads.intervals import LEVELS
-from cqwen_dist.tables.fitting import errors, intervals
+from cqwen_dist.tables.judging import errors, intervals
 
 QUANTILE_GRID = "quantile grid"
 QUANTILES = sorted([0.5, *((1 - level) / 2 for level in LEVELS), *((1 + level) / 2 for level in LEVELS)])

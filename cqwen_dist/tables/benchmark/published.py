@@ -32,7 +32,8 @@ from cqwen_dist.run.environment import git_commit
 from cqwen_dist.run.files import write_atomically
 from cqwen_dist.tables.baselines import natural_boosting
 from cqwen_dist.tables.benchmark.predicted_laws import QUANTILES, Predicted, laws
-from cqwen_dist.tables.fitting import CONFIG, OURS, Prepared, prepare, request_of
+from cqwen_dist.tables.fitting import CONFIG, Prepared, prepare, request_of
+from cqwen_dist.tables.judging import OURS
 from cqwen_dist.tables.rows import write_rows
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ def diagnose(run: RunData) -> list[Finding]:
     """All findings, worst first."""
     found: list[Finding] = []
     for rule, *metrics in RULES:
-        if run.last.keys() >= set(metrics):
+        if run.last.keys() >= set(metrics) and not (run.of_table and rule in ABOUT_WORDS):
             found += rule(run, *(run.last[name] for name in metrics))
     return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
@@ -289,6 +289,7 @@ def _speed(run: RunData) -> Iterator[Finding]:
         yield warn(f"{refused} steps were refused", "Their loss or gradient was not finite; see the alarms.")
 
 
+ABOUT_WORDS = (_words, _overfit, _prob_sum, _prob_sum_of_one)  # a table does not teach them
 # Each rule is followed by its metrics. It is called with their last values, and skipped if one is missing.
 RULES: tuple[tuple[Any, ...], ...] = (
     (_alarms,),

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 from pydantic_core import to_json
 
 from cqwen_dist import __version__
@@ -38,7 +38,7 @@ def write_report(folders: Sequence[Path], out: Path, samples: int = 0) -> Path:
             for run in runs:
                 run.samples = sample_texts(run.folder, run.config, samples)
         page = render(runs)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TemplateError, TypeError, ValueError) as error:
         # The files may be a stranger's: their values need not have the types that this package writes
         found = Said(f"values that no run of this version writes ({type(error).__name__}: {reason_of(error)})")
         raise UserError("RUN", found, "a run's folder with whole files", ", ".join(map(str, folders))) from error
@@ -77,7 +77,7 @@ def render(runs: Sequence[RunData]) -> str:
         loader=FileSystemLoader(PAGE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.policies["json.dumps_function"] = lambda data, **_: to_json(data, inf_nan_mode="null").decode()
-    environment.filters |= {"status": _status, "made_of": made_of, "diagnose": diagnose}
+    environment.filters |= {"status": _status, "made_of": made_of, "diagnose": diagnose, "figure": _figure}
     environment.filters["json"] = partial(json.dumps, indent=1, ensure_ascii=False)
     return environment.get_template("report.html.j2").render(
         runs=runs,
@@ -103,6 +103,9 @@ def _drawn(run: RunData) -> dict[str, Any]:
             for metric, curve in run.curves.items()
         },
         "evaluations": run.evaluations,
+        "fit": {name: run.fit.get(name) for name in ("target", "rows", "by_log", "points", "deciles")}
+        if run.fit
+        else None,
         "alarms": [{"step": alarm.get("step"), "kind": alarm.get("kind")} for alarm in run.alarms],
     }
 
@@ -172,12 +175,19 @@ def main_metrics(run: RunData) -> list[dict[str, str]]:
     """The main metrics in a run as {label, value, compared}, where `compared` is text with related metrics."""
     tiles = []
     for metric in compared_metrics([]):
-        if metric.get("tile") and metric["name"] in run.last:
+        if metric["name"] in run.last and metric.get("tile") and not (metric.get("words") and run.of_table):
             others = {label: run.last[name] for name, label in metric.get("against", {}).items() if name in run.last}
             compared = ", ".join(f"{label} {_text(value, metric)}" for label, value in others.items())
             value = _text(run.last[metric["name"]], metric)
             tiles.append({"label": metric["label"], "value": value, "compared": compared})
     return tiles
+
+
+def _figure(value: float | None) -> str:
+    """A number in four digits, and all digits before the point."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.4g}".rstrip(".")
 
 
 def _text(value: float, metric: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,12 @@ class RunData:
     alarms: list[dict[str, Any]]
     raw: dict[str, list[float]] = field(repr=False)  # every value of every metric, for diagnoses
     samples: list[dict[str, Any]] = field(default_factory=list)  # from `sample_texts`
+    fit: dict[str, Any] = field(default_factory=dict)  # fit.json of `cqwen fit`
+
+    @property
+    def of_table(self) -> bool:
+        """Whether it learns a table's column, so that its words say nothing."""
+        return self.config.data.target_field is not None
 
     @property
     def steps(self) -> int:
@@ -67,7 +73,9 @@ class RunData:
 
 
 def read_run(folder: Path) -> RunData:
-    """Read a run folder. Raises `UserError` if it is not one."""
+    """Read a run folder, or the folder of a fit. Raises `UserError` if it is neither."""
+    if fit := read_object(folder / files.FIT):
+        return replace(read_run(folder / "run"), name=folder.resolve().name, fit=fit)
     if not (folder / files.CONFIG).is_file():
         raise UserError("RUN", str(folder), "a run's folder (it holds config.yaml and metrics.jsonl)")
     config = load_config(folder / files.CONFIG, [f"run.dir={json.dumps(str(folder))}"], saved=True)

@@ -235,14 +235,14 @@
     const node = figure("Predicted against true", "On the diagonal: right.");
     const sorted = [...n.true].sort((a, b) => a - b);
     const middle = Math.max(1e-9, (sorted[Math.floor(sorted.length * 0.75)] - sorted[Math.floor(sorted.length * 0.25)]) || Math.abs(sorted[Math.floor(sorted.length / 2)]));
-    const axis = { log: Math.max(...n.true) - Math.min(...n.true) > 30 * middle };
+    const axis = { log: n.by_log ?? Math.max(...n.true) - Math.min(...n.true) > 30 * middle };
     const body = make("div");
     const draw = () => {
       const svg = frame(W, H, "Predicted against true"), log = axis.log;
       const f = log ? (v) => Math.sign(v) * Math.log10(1 + Math.abs(v)) : (v) => v;
       let low = Math.min(...n.true.map(f)), high = Math.max(...n.true.map(f));
       const clipped = n.predicted.map(f).sort((a, b) => a - b);
-      low = Math.min(low, clipped[Math.floor(clipped.length * 0.01)]); high = Math.max(high, clipped[Math.floor((clipped.length - 1) * 0.99)]);
+      low = Math.min(low, clipped[Math.floor(clipped.length * 0.01)]); high = Math.max(high, clipped[Math.ceil((clipped.length - 1) * 0.99)]);
       const pad = (high - low) * 0.04 || 1; low -= pad; high += pad;
       const x = scale(low, high, box.left, box.right), y = scale(low, high, box.bottom, box.top);
       const marks = log ? [...new Set(ticks(low, high, 5).map((v) => Math.round(v)))].filter((v) => v >= low && v <= high) : ticks(low, high, 4);
@@ -251,19 +251,68 @@
       svg.append(make("line", { class: "at", x1: x(low), y1: y(low), x2: x(high), y2: y(high) }));
       const clip = (v) => Math.min(box.bottom, Math.max(box.top, v));
       const few = n.true.length <= 250;
+      let beyond = 0;
       n.true.forEach((t, i) => {
         const cx = x(f(t));
         if (few) svg.append(make("line", { x1: cx, x2: cx, y1: clip(y(f(n.low[i]))), y2: clip(y(f(n.high[i]))), stroke: colour(0), opacity: 0.22, "stroke-width": 1.5 }));
-        svg.append(make("circle", { cx, cy: clip(y(f(n.predicted[i]))), r: few ? 2.6 : 1.9, fill: colour(0), opacity: few ? 0.85 : 0.45 }, make("title", {}, `true ${show(t)}, predicted ${show(n.predicted[i])}, 90 % interval ${show(n.low[i])} to ${show(n.high[i])}`)));
+        const at = y(f(n.predicted[i])), cy = clip(at), odd = n.outside?.[i];
+        const said = make("title", {}, `true ${show(t)}, predicted ${show(n.predicted[i])}, 90 % interval ${show(n.low[i])} to ${show(n.high[i])}${odd ? `; outside: ${odd}` : ""}`);
+        const look = { fill: colour(odd ? 1 : 0), opacity: few ? 0.85 : 0.45 };
+        beyond += cy !== at;
+        if (cy === at) svg.append(make("circle", { cx, cy, r: few ? 2.6 : 1.9, ...look }, said));
+        else svg.append(make("path", { class: "beyond", d: `M${cx - 4} ${cy}h8l-4 ${at < cy ? -7 : 7}z`, ...look }, said));
       });
       const which = n.interval === "conformal" ? "recalibrated" : "the Cauchy's own";
-      body.replaceChildren(svg, legend(few ? `bars: 90 % intervals, ${which}` : `${n.true.length} of ${show(n.count)} numbers`));
+      const odd = (n.outside || []).filter(Boolean).length;
+      const notes = [few ? `bars: 90 % intervals, ${which}` : `${n.true.length} of ${show(n.count)} numbers`];
+      if (beyond) notes.push(`triangles: ${beyond} beyond the axis`);
+      if (odd) notes.push([make("i", { class: "swatch", style: `background:${colour(1)}` }), `${odd} far outside of what was learnt`]);
+      body.replaceChildren(svg, legend(...notes));
     };
     addCsv(node, "Predicted", () => [["true", "predicted", "low", "high"], ...n.true.map((t, i) => [t, n.predicted[i], n.low[i], n.high[i]])]);
     addLogSwitch(node, axis, draw);
     node.append(body);
     draw();
     return node;
+  };
+  // lines over groups of held-out rows, from the smallest to the largest
+  const byDecile = (title, say, groups, lines, xTitle, yTitle, { percentage = false, log = false, at = null } = {}) => {
+    const node = figure(title, say), state = { log }, form = percentage ? percent : show;
+    const body = make("div");
+    const draw = () => {
+      const svg = frame(W, H, title), values = lines.flatMap(([, of]) => groups.map(of)).concat(at === null ? [] : [at]);
+      let low = percentage ? Math.min(...values, 0.7) : state.log ? Math.min(...values.filter((v) => v > 0)) : 0, high = Math.max(...values);
+      if (percentage) high = 1; else high = (Number.isFinite(low) && high > low ? high : low + 1) * 1.05;
+      const x = scale(1, Math.max(2, groups.length), box.left + 12, box.right - 12), y = scale(low, high, box.bottom, box.top, state.log);
+      const some = groups.map((_, i) => i + 1).filter((i) => i % Math.ceil(groups.length / 5) === 1 || groups.length < 5);
+      axes(svg, box, x, y, some, state.log ? logTicks(low, high) : ticks(low, high, 5), (i) => show(groups[i - 1].from), form, xTitle, yTitle);
+      if (at !== null) svg.append(make("line", { class: "at", x1: box.left, x2: box.right, y1: y(at), y2: y(at) }));
+      lines.forEach(([label, of], c) => {
+        const points = groups.map((group, i) => [x(i + 1), y(of(group)), group]).filter((p) => Number.isFinite(p[1]));
+        svg.append(make("path", { class: "line", d: pathOf(points), style: `stroke:${colour(c)}` }));
+        for (const [cx, cy, group] of points) svg.append(make("circle", { cx, cy, r: 3, fill: colour(c) }, make("title", {}, `${label}: ${form(of(group))}; ${group.rows} rows from ${show(group.from)} to ${show(group.to)}`)));
+      });
+      body.replaceChildren(svg, legend(...lines.map(([label], c) => [make("i", { class: "swatch", style: `background:${colour(c)}` }), label])));
+    };
+    addCsv(node, title, () => [["from", "to", "rows", ...lines.map(([label]) => label)], ...groups.map((g) => [g.from, g.to, g.rows, ...lines.map(([, of]) => of(g))])]);
+    if (!percentage) addLogSwitch(node, state, draw);
+    node.append(body);
+    draw();
+    return node;
+  };
+  const addFit = (root) => {
+    const { target, rows, by_log, points, deciles } = data.runs[+root.dataset.run].fit;
+    const { predicted: sizes, width_90: widths } = deciles;
+    const models = Object.keys(sizes[0].mae).map((name) => [name, (group) => group.mae[name]]);
+    const held = [["90 % intervals", (group) => group.coverage_90]];
+    const size = `Predicted ${target}, from`, width = "Width of the 90 % interval, from";
+    root.append(
+      predicted({ ...points, by_log, count: rows, interval: "conformal" }),
+      byDecile("Errors by predicted size", "Held-out rows in groups of equal size, from the smallest prediction to the largest.", sizes, models, size, "Mean absolute error", { log: by_log }),
+      byDecile("Intervals by predicted size", "How often the truth is in the 90 % interval.", sizes, held, size, "Share of rows", { percentage: true, at: 0.9 }),
+      byDecile("Errors by width of the interval", "Wide intervals should mean large errors.", widths, models, width, "Mean absolute error", { log: by_log }),
+      byDecile("Intervals by their width", "Narrow intervals should hold as often as wide ones.", widths, held, width, "Share of rows", { percentage: true, at: 0.9 }),
+    );
   };
   const addEvaluations = (root) => {
     data.runs.forEach((run, r) => {
@@ -309,6 +358,7 @@
   }
   redraws.forEach((draw) => draw()); // after layout, when every card has its width
   const numbers = document.getElementById("evaluations"), tokens = document.getElementById("tokens");
+  document.querySelectorAll(".fit").forEach(addFit);
   if (numbers) addEvaluations(numbers);
   if (tokens) addTokens(tokens);
   document.getElementById("smooth").addEventListener("change", (event) => { smooth = event.target.checked; redraws.forEach((draw) => draw()); });

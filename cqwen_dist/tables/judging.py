@@ -1,0 +1,107 @@
+"""How `cqwen fit` judges models on held-out rows: errors, intervals, deciles, and which model to use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cqwen_dist.generate.learnt_range import OUTSIDE
+from cqwen_dist.generate.table import NUMBER_COLUMNS
+
+OURS = "CausalQwen"
+DRAWS = 2000  # of the paired bootstrap
+LEAST_ROWS = 10  # in a decile, at least; a small table has fewer than ten
+WORST = 10  # rows
+NAMED = 2  # equal models in the sentence
+DRAWN = 1000  # rows in a chart
+
+
+def errors(predicted: np.ndarray, truth: np.ndarray) -> dict[str, float]:
+    """MAE, RMSE, median absolute error and R2 for predictions [n]."""
+    error = predicted - truth
+    total = float(np.square(truth - truth.mean()).sum())
+    return {
+        "mae": float(np.abs(error).mean()),
+        "rmse": float(np.sqrt(np.square(error).mean())),
+        "mdae": float(np.median(np.abs(error))),
+        "r2": 1 - float(np.square(error).sum()) / total if total else float("nan"),
+    }
+
+
+def intervals(ends: np.ndarray, truth: np.ndarray) -> dict[str, float]:
+    """The share of 90 % intervals [n,2] that contain the truth, and their median width."""
+    inside = (ends[:, 0] <= truth) & (truth <= ends[:, 1])
+    return {"coverage_90": float(inside.mean()), "width_90": float(np.median(ends[:, 1] - ends[:, 0]))}
+
+
+def verdict(predictions: Mapping[str, np.ndarray], truth: np.ndarray) -> dict[str, Any]:
+    """The model with the lowest mean error, those that are equal to it within noise, and a sentence on which to use.
+
+    Two models are equal within noise if a paired bootstrap over the rows, at 95 %, covers a difference of 0.
+    """
+    lost = {name: np.abs(found - truth) for name, found in predictions.items()}
+    mean = {name: float(of.mean()) for name, of in lost.items()}
+    best, *others = sorted(lost, key=lambda name: mean[name])
+    rows, unit = len(truth), (mean[best] or 1.0) / 100
+    counts = np.random.default_rng(0).multinomial(rows, np.full(rows, 1 / rows), DRAWS) / rows
+    ends = {name: np.quantile(counts @ (lost[name] - lost[best]), [0.025, 0.975]) / unit for name in others}
+    equal = [name for name in others if ends[name][0] <= 0]
+    said = f'Use "{best}".'
+    if equal:
+        named = sorted(equal, key=lambda name: name != OURS)[:NAMED]  # ours first
+        others_too = f", and {len(equal) - len(named)} more" if len(equal) > len(named) else ""
+        peers = ", ".join(f'"{name}" ({(mean[name] - mean[best]) / unit:+.1f} %)' for name in named)
+        said += f" Equal to it within noise on {rows:,} rows: {peers}{others_too}."
+    apart = [name for name in others if name not in equal]
+    for name in [OURS] if OURS in apart else apart[:1]:
+        gap, (low, high) = (mean[name] - mean[best]) / unit, ends[name]
+        said += f' The mean error of "{name}" is {gap:.1f} % larger ({low:.1f} to {high:.1f} %).'
+    if OURS in (best, *equal):
+        said += f" {OURS} also gives intervals."
+    return {"best": best, "equal": equal, "verdict": said}
+
+
+def shown_rows(own: Sequence[Mapping[str, Any]], prompts: Sequence[str], truth: np.ndarray) -> dict[str, Any]:
+    """Rows for people: five examples, those with the largest errors, and the numbers of many for a chart."""
+    rows = [
+        {"prompt": prompt, **{name: cell for name, cell in row.items() if name in (*NUMBER_COLUMNS, OUTSIDE)}}
+        | {"truth": float(value)}
+        for prompt, row, value in zip(prompts, own, truth, strict=True)
+    ]
+    worst = sorted(rows, key=lambda row: -abs(row["predicted"] - row["truth"]))[:WORST]
+    names = {"true": "truth", "predicted": "predicted", "low": "low_90", "high": "high_90", "outside": OUTSIDE}
+    points = {name: [row[column] for row in rows[:DRAWN]] for name, column in names.items()}
+    outside = sum(bool(row.get(OUTSIDE)) for row in rows)
+    return {"examples": rows[:5], "worst": worst, "outside": outside, "points": points}
+
+
+def conditional(
+    predictions: Mapping[str, np.ndarray], results: Mapping[str, Mapping[str, Any]], ends: np.ndarray, truth: np.ndarray
+) -> dict[str, Any]:
+    """Errors and intervals by deciles of the predicted size and of the width, beside the best other model."""
+    other = min((name for name in predictions if name != OURS), key=lambda name: results[name]["mae"])
+    lost = {name: np.abs(predictions[name] - truth) for name in (OURS, other)}
+    by = {"predicted": predictions[OURS], "width_90": ends[:, 1] - ends[:, 0]}
+    return {"deciles": {name: _deciles(values, lost, ends, truth) for name, values in by.items()}}
+
+
+def _deciles(
+    by: np.ndarray, lost: Mapping[str, np.ndarray], ends: np.ndarray, truth: np.ndarray
+) -> list[dict[str, Any]]:
+    """Groups of equally many rows in the order of `by` [n]: mean errors, and how often intervals [n,2] hold.
+
+    lost: absolute errors [n] by model.
+    """
+    parts = np.array_split(np.argsort(by, kind="stable"), min(max(len(by) // LEAST_ROWS, 1), 10))
+    return [
+        {
+            "from": float(by[part[0]]),
+            "to": float(by[part[-1]]),
+            "rows": len(part),
+            "mae": {name: float(of[part].mean()) for name, of in lost.items()},
+            **intervals(ends[part], truth[part]),
+        }
+        for part in parts
+    ]
