@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.browser import look
 
 from cqwen_dist.config import json_schema
 from cqwen_dist.config.keys import schema_markdown
@@ -22,16 +23,44 @@ def test_every_page_is_in_the_navigation() -> None:
     assert named >= pages | MADE, "a new page belongs into mkdocs.yml, nav"
 
 
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the built site."""
     pytest.importorskip("material", reason="mkdocs-material is not installed (the extra `docs`)")
-    shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
-    shutil.copy(ROOT / "CHANGELOG.md", tmp_path / "docs" / "changelog.md")
-    (tmp_path / "docs" / "config.md").write_text(schema_markdown(json.loads(json_schema())))
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copytree(ROOT / "docs", folder / "docs")
+    shutil.copy(ROOT / "mkdocs.yml", folder)
+    shutil.copy(ROOT / "CHANGELOG.md", folder / "docs" / "changelog.md")
+    (folder / "docs" / "config.md").write_text(schema_markdown(json.loads(json_schema())))
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    page = (tmp_path / "build" / "site" / "config" / "index.html").read_text()
+    return folder / "build" / "site"
+
+
+FRAME = """<!doctype html><body><script>
+const frame = document.createElement("iframe");
+frame.style = "width: 420px; height: 900px; border: 0";
+frame.onload = () => {
+  const page = frame.contentDocument, broken = [...page.images].filter((image) => !image.naturalWidth);
+  document.body.dataset.found = `${page.title}, ${page.documentElement.scrollWidth}, ${broken.length}`;
+};
+frame.src = "SITE/index.html";
+document.body.append(frame);
+</script></body>"""
+
+
+def test_the_front_page_opens_on_a_phone_without_errors(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "frame.html").write_text(FRAME.replace("SITE", site.as_uri()))
+    seen = look(tmp_path / "frame.html", tmp_path / "profile", "--allow-file-access-from-files", "--dump-dom")
+    assert "CONSOLE" not in seen.stderr, [line for line in seen.stderr.splitlines() if "CONSOLE" in line]
+    title, wide, broken = re.search(r'data-found="(.*?)"', seen.stdout)[1].split(", ")
+    assert (title, broken) == ("cqwen_dist", "0")
+    assert int(wide) <= 420, "nothing scrolls sideways"
+
+
+def test_the_site_builds_without_a_warning(site: Path) -> None:
+    page = (site / "config" / "index.html").read_text()
     assert 'id="stages-until"' in page
     assert "&lt;NUM&gt;" in page, "no tag"
 
