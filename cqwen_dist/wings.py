@@ -26,11 +26,8 @@ PLACES = {
     "size of model.wide": "tables.wide.wide_size:wide_numbers",
     "bundled:diabetes": "tools.diabetes:diabetes_texts",
 }
-EXTRAS = {
-    "scipy": "tables",
-    "fastapi": "serve",
-    "uvicorn": "serve",
-}  # libraries that a wing needs and the core does not: the extra package that has each
+# The extra package that has each library that a wing needs and the core does not
+EXTRAS = {"scipy": "tables", "fastapi": "serve", "uvicorn": "serve"}
 
 
 def from_wing(name: str) -> Any:

@@ -99,17 +99,15 @@ def _cells_by_column(
     return texts, typed, others
 
 
-def columns_for(config: DataConfig, also: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+def columns_for(config: DataConfig, with_eval: bool = False) -> dict[str, dict[str, Any]]:
     """`described` for data.train, by a sample, with the forms of data.number_columns or those that the sample shows.
 
-    also: further sources that are learnt from.
-
-    Without data.target_field a text keeps its numbers as they are. Then only the columns of CSV with decimal commas are
-    returned: in a text, 3,5 is two numbers.
+    with_eval: for data.eval too, where the start learns from it. Without data.target_field a text keeps its numbers as
+    they are. Then only the columns of CSV with decimal commas are returned: in a text, 3,5 is two numbers.
     """
-    sources = [*([config.train] if isinstance(config.train, str) else config.train), *also]
+    sources = _sources(config, with_eval)
     is_table = config.target_field is not None
-    if config.messages_field is not None or not (is_table or any(map(_is_csv, sources))):
+    if config.messages_field is not None or not (is_table or any(".csv" in one or ".tsv" in one for one in sources)):
         return {}
     records = [record for one in sources for record in _sampled(one)]
     only = _read_columns(config, records)
@@ -122,8 +120,9 @@ def columns_for(config: DataConfig, also: Sequence[str] = ()) -> dict[str, dict[
     return described(records, TableCells(forms, config.target_field), only)
 
 
-def _is_csv(source: str) -> bool:
-    return ".csv" in source or ".tsv" in source
+def _sources(config: DataConfig, with_eval: bool) -> list[str]:
+    given = [config.train, (config.eval or []) if with_eval else []]
+    return [one for some in given for one in ([some] if isinstance(some, str) else some)]
 
 
 def _read_columns(config: DataConfig, records: Sequence[Mapping[str, Any]]) -> list[str]:

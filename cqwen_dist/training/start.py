@@ -89,10 +89,8 @@ def _make_start(run: Run) -> Place:
     config, say = run.config, run.progress.say
     for line in (*run.reports, *_notes(config, run.model.config.vocab_size)):
         say(line)
-    start: dict[str, Any] = {"start": config.start, "statistics": asdict(run.statistics)}
-    start["columns"] = run.columns
-    if run.columns and config.model.wide_from_eval and (held_out := config.data.eval):  # the start learns from it too
-        start["columns"] = columns_for(config.data, [held_out] if isinstance(held_out, str) else held_out)
+    columns = columns_for(config.data, with_eval=True) if run.columns and config.model.wide_from_eval else run.columns
+    start: dict[str, Any] = {"start": config.start, "statistics": asdict(run.statistics), "columns": columns}
 
     # A bad file is refused before the long parts
     threshold = read_threshold(config.model.threshold_init, run.model.config.vocab_size, row_range(run.model))
