@@ -86,11 +86,13 @@ def refuse_changed(heads: Mapping[str, nn.Module]) -> None:
         found = f"action.{getattr(action, 'parameter_name', '')}"
         raise UserError("target_parameters", found, "modules_to_save=['action'], which trains it whole")
     for name, head in heads.items():
+        compressed = any(hasattr(part, "quantization_scheme") for part in head.modules())  # also in floats
         for own, parameter in head.named_parameters():
             library = type(parameter).__module__.partition(".")[0]
-            if not parameter.is_floating_point() or library in ("bitsandbytes", "torchao", "optimum"):
+            if compressed or not parameter.is_floating_point() or library in ("bitsandbytes", "torchao", "optimum"):
                 skip = ", ".join(f'"model.{each}"' for each in heads)
                 allowed = (
-                    f"heads in full: write modules_to_not_convert=[{skip}], or llm_int8_skip_modules of bitsandbytes"
+                    f"heads in full: write modules_to_not_convert=[{skip}], or llm_int8_skip_modules of bitsandbytes, "
+                    f'or ignore=["re:model.({"|".join(heads)}).*"] of compressed-tensors'
                 )
                 raise UserError("quantization_config", f"model.{name}.{own} of {parameter.dtype}", allowed)

@@ -37,28 +37,26 @@ class _FrozenProduct(torch.autograd.Function):
         return upstream @ ctx.module.dense(upstream.dtype), None
 
 
-class Nf4Linear(bitsandbytes.nn.Linear4bit):
+class _OwnProduct:
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return _FrozenProduct.apply(x, self)
+
+
+class Nf4Linear(_OwnProduct, bitsandbytes.nn.Linear4bit):
     """A linear map whose weights have 4 bits, in blocks of 64 with a scale each, which has 8 bits."""
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight [out, in], dequantised."""
         return dequantize_4bit(self.weight.data, self.weight.quant_state).to(dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
-        return _FrozenProduct.apply(x, self)
 
-
-class Int8Linear(bitsandbytes.nn.Linear8bitLt):
+class Int8Linear(_OwnProduct, bitsandbytes.nn.Linear8bitLt):
     """A linear map whose weights have 8 bits, with an fp32 scale for each output."""
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight [out, in], dequantised."""
         return self.weight.data.to(dtype).mul_(self.weight.SCB[:, None] / 127)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
-        return _FrozenProduct.apply(x, self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         scales = self.weight.SCB

@@ -60,3 +60,40 @@ def test_heads_that_are_quantised_by_hand_are_refused(tmp_path: Path) -> None:
         UserError, match=r'model.abduction.loc_net.weight of torch.int8.*\["model.abduction", "model.act'
     ):
         model(random_batch(1, 4).input_ids)
+
+
+@pytest.mark.parametrize("number", ["int", "float"])
+def test_compressed_tensors_need_the_heads_in_ignore(tmp_path: Path, number: str) -> None:
+    """transformers reads no declaration of a model for them: what is left alone is named in their own config."""
+    pytest.importorskip("compressed_tensors", reason="compressed_tensors is not installed")
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    weights = {"num_bits": 8, "type": number, "symmetric": True, "strategy": "channel", "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights}
+    kind, largest = {"int": ("pack-quantized", 127.5), "float": ("float-quantized", 448)}[number]
+    batch, found = random_batch(2, 9), []
+    for ignore in ([], ["re:model.(abduction|action).*"]):
+        model = tiny_causal_lm(number_dims=2, base={"hidden_size": 64, "num_attention_heads": 2})
+        config = QuantizationConfig(
+            config_groups={"all": group}, format=kind, quantization_status="frozen", ignore=ignore
+        )
+        apply_quantization_config(model, config)
+        for module in model.modules():
+            if hasattr(module, "weight_scale"):
+                module.weight_scale.data.copy_(module.weight.data.abs().amax(1, keepdim=True) / largest)
+                module.weight_zero_point.data.zero_()
+        folder = tmp_path / str(len(ignore))
+        ModelCompressor(quantization_config=config).compress_model(model)
+        model.save_pretrained(folder)
+        ModelCompressor(quantization_config=config).update_config(folder)
+        loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+        if not ignore:
+            with pytest.raises(UserError, match=r'ignore=\["re:model.\(abduction\|action\).\*"\]'):
+                loaded(batch.input_ids, batch.numeric_values)
+            continue
+        loaded.save_pretrained(tmp_path / "again")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
+        with torch.no_grad():
+            found = [each(batch.input_ids, batch.numeric_values).logits for each in (loaded, again)]
+    assert torch.equal(*found)
