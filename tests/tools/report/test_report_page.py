@@ -150,25 +150,6 @@ def test_axes_switch_tooltips_work_and_runs_can_be_hidden(both: Path, tmp_path: 
     assert found["drawn"] == 6, "three drawings a run"
 
 
-PHONE = """<script>
-const tops = [...document.querySelectorAll(".tile")].map((tile) => tile.getBoundingClientRect().top);
-document.body.dataset.phone = JSON.stringify({
-  first: document.querySelector(".charts figure").getBoundingClientRect().top,
-  rows: new Set(tops).size, tiles: tops.length, wide: document.documentElement.scrollWidth, window: innerWidth,
-});
-</script></body>"""
-
-
-def test_on_a_phone_the_curves_are_near_the_top(one: Path, tmp_path: Path) -> None:
-    page = tmp_path / "phone.html"
-    page.write_text(one.read_text(encoding="utf-8").replace("</body>", PHONE), encoding="utf-8")
-    seen = look(page, tmp_path / "profile", "--dump-dom", width=500, height=900)
-    found = json.loads(html.unescape(re.search(r'data-phone="(.*?)"', seen.stdout)[1]))
-    assert found["wide"] <= found["window"], "nothing is cut off"
-    assert 2 * found["rows"] <= found["tiles"] + 1, "two tiles in a row"
-    assert found["first"] < 1500
-
-
 def test_the_head_names_base_data_and_machine(one: Path, one_rank: Path) -> None:
     head = one.read_text()[: one.read_text().index("<main>")]
     assert "qwen2, 2 layers of 16, with random weights" in head
