@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,28 +39,37 @@ def intervals(ends: np.ndarray, truth: np.ndarray) -> dict[str, float]:
 def verdict(predictions: Mapping[str, np.ndarray], truth: np.ndarray) -> dict[str, Any]:
     """The model with the lowest mean error, those that are equal to it within noise, and a sentence on which to use.
 
-    Two models are equal within noise if a paired bootstrap over the rows, at 95 %, covers a difference of 0.
+    Two models are equal within noise if a paired bootstrap over the rows covers a difference of 0, at 95 % for all
+    pairs together: the best of many is often the luckiest.
     """
     lost = {name: np.abs(found - truth) for name, found in predictions.items()}
     mean = {name: float(of.mean()) for name, of in lost.items()}
     best, *others = sorted(lost, key=lambda name: mean[name])
     rows, unit = len(truth), (mean[best] or 1.0) / 100
     counts = np.random.default_rng(0).multinomial(rows, np.full(rows, 1 / rows), DRAWS) / rows
-    ends = {name: np.quantile(counts @ (lost[name] - lost[best]), [0.025, 0.975]) / unit for name in others}
-    equal = [name for name in others if ends[name][0] <= 0]
-    said = f'Use "{best}".'
+    drawn = counts @ np.stack([lost[name] - mean[name] for name in (best, *others)], 1)
+    gaps = drawn[:, :, None] - drawn[:, None, :]  # [draws, model, other model]
+    spread = gaps.std(0).clip(min=1e-300)
+    reach = np.quantile(np.abs(gaps / spread).max((1, 2)), 0.95) * spread[0, 1:] / unit
+    larger = {name: (mean[name] - mean[best]) / unit for name in others}  # percent
+    far = {name: float(of) for name, of in zip(others, reach, strict=True)}
+    equal = [name for name in others if larger[name] <= far[name]]
+    said = [f'Use "{best}".', *_compared(larger, far, rows)]
+    said += [f"{OURS} also gives intervals."] if OURS in (best, *equal) else []
+    return {"best": best, "equal": equal, "verdict": " ".join(said)}
+
+
+def _compared(larger: Mapping[str, float], far: Mapping[str, float], rows: int) -> Iterator[str]:
+    """Sentences on the models beside the best. larger: by how many percent their errors are; far: what noise allows."""
+    equal, apart = ([name for name in larger if (larger[name] <= far[name]) is same] for same in (True, False))
     if equal:
         named = sorted(equal, key=lambda name: name != OURS)[:NAMED]  # ours first
-        others_too = f", and {len(equal) - len(named)} more" if len(equal) > len(named) else ""
-        peers = ", ".join(f'"{name}" ({(mean[name] - mean[best]) / unit:+.1f} %)' for name in named)
-        said += f" Equal to it within noise on {rows:,} rows: {peers}{others_too}."
-    apart = [name for name in others if name not in equal]
+        peers = [f'"{name}" ({larger[name]:+.1f} %)' for name in named]
+        peers += [f"and {len(equal) - NAMED} more"] if len(equal) > NAMED else []
+        yield f"Equal to it within noise on {rows:,} rows: {', '.join(peers)}."
     for name in [OURS] if OURS in apart else apart[:1]:
-        gap, (low, high) = (mean[name] - mean[best]) / unit, ends[name]
-        said += f' The mean error of "{name}" is {gap:.1f} % larger ({low:.1f} to {high:.1f} %).'
-    if OURS in (best, *equal):
-        said += f" {OURS} also gives intervals."
-    return {"best": best, "equal": equal, "verdict": said}
+        low, high = larger[name] - far[name], larger[name] + far[name]
+        yield f'The mean error of "{name}" is {larger[name]:.1f} % larger ({low:.1f} to {high:.1f} %).'
 
 
 def shown_rows(own: Sequence[Mapping[str, Any]], prompts: Sequence[str], truth: np.ndarray) -> dict[str, Any]:
