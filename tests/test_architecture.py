@@ -44,6 +44,7 @@ FLOORS = {
     "tools/export": 11,
     "tools/site": 11,
     "tools/slurm": 11,
+    "tools/vllm": 11,
     "tables": 11,
     "tools/bench": 12,
     "tools/report": 12,

@@ -53,7 +53,7 @@ def load_trained(
         spread = device == "auto" and (place != "cpu" or max_memory is not None)
         device_map = ("auto" if spread else place) if spread or place != "cpu" else None
         model = load_exported(path, device_map=device_map, max_memory=max_memory)
-        model.config.calibration = _intervals(path) or model.config.calibration
+        model.config.calibration = intervals_of(path) or model.config.calibration
         tokenizer = NumericalAwareTokenizer.from_pretrained(path, vocab_size=model.config.vocab_size)
         if tokenizer.num_token_id != (row := model.config.num_token_id):
             raise UserError(f"{POLICY_FILE}: num_token_id", tokenizer.num_token_id, f"{row}, as in config.json")
@@ -70,7 +70,7 @@ def load_trained(
     refuse_exchanged(state.state.get("inputs", {}), known, config.run.accept, folder)
     where = torch.device(_place(device))
     model = assemble(state, config, folder, "none" if full_base else config.model.quantize, where)
-    model.config.calibration = (state.state.get("figures") or {}).get("calibration") or _intervals(folder)
+    model.config.calibration = (state.state.get("figures") or {}).get("calibration") or intervals_of(folder)
     if config.data.messages_field is not None:
         _let_turns_end(model, tokenizer)
     return model.to(where).eval(), tokenizer  # type: ignore[arg-type]  # transformers wraps `to`
@@ -121,7 +121,7 @@ def _place(device: str) -> str:
     return device
 
 
-def _intervals(folder: Path) -> dict[str, Any] | None:
+def intervals_of(folder: Path) -> dict[str, Any] | None:
     """Content of the folder's `calibration.json`, or None. Raises `UserError` for a broken file."""
     try:
         found = read_intervals(folder)

@@ -117,22 +117,36 @@ def continue_text(
         options["stop_strings"] = list(stop)
     options |= {"mode": mode, "max_new_tokens": max_new_tokens, "seed": seed, "digits": digits}
     ids, numbers, width = generate_batch(model, tokenizer, prompts, **options)
-    written = []
-    for row, prompt in enumerate(prompts):
-        length = int(numbers.p_word[row, width:].isfinite().sum())  # the remaining positions are padding
-        end, reason = width + length, "length"
-        if length and int(ids[row, end - 1]) in ends:
-            end, reason = end - 1, "eos"
-        text = text_of(tokenizer, ids, numbers, row, width, end, digits)
-        stops = [text.find(s) + len(s) for s in stop if s in text]
-        if stops:
-            text, reason = text[: min(stops)], "stop"
-        p, p_num = numbers.p_word[row].tolist(), numbers.p_num[row].tolist()
-        tokens = [
-            TokenRecord(int(ids[row, t]), p[t], p_num[t], numbers.record(row, t, digits)) for t in range(width, end)
-        ]
-        written.append(Written(prompt, text, tokens, reason))
-    return written
+    lengths = numbers.p_word[:, width:].isfinite().sum(1).tolist()  # the remaining positions are padding
+    return [
+        written_of(tokenizer, prompt, ids, numbers, row, width, width + lengths[row], ends, digits, stop)
+        for row, prompt in enumerate(prompts)
+    ]
+
+
+def written_of(
+    tokenizer: Tokenizer,
+    prompt: str,
+    ids: Tensor,
+    numbers: GeneratedNumbers,
+    row: int,
+    start: int,
+    end: int,
+    ends: Sequence[int],
+    digits: Digits,
+    stop: Sequence[str],
+) -> Written:
+    """What positions [start, end) of a row of ids [B,T'] say. ends: end tokens. stop: strings that end the text."""
+    reason = "length"
+    if end > start and int(ids[row, end - 1]) in ends:
+        end, reason = end - 1, "eos"
+    text = text_of(tokenizer, ids, numbers, row, start, end, digits)
+    stops = [text.find(s) + len(s) for s in stop if s in text]
+    if stops:
+        text, reason = text[: min(stops)], "stop"
+    p, p_num = numbers.p_word[row].tolist(), numbers.p_num[row].tolist()
+    tokens = [TokenRecord(int(ids[row, t]), p[t], p_num[t], numbers.record(row, t, digits)) for t in range(start, end)]
+    return Written(prompt, text, tokens, reason)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from cqwen_dist.generate.buffers import ROOM, Buffers, Kept
 from cqwen_dist.generate.compiling import CompiledSteps, Ending
 from cqwen_dist.generate.generation_settings import Settings, check_prompt
 from cqwen_dist.generate.modes import Draws, Options, best, find_mode
-from cqwen_dist.generate.numbers import GeneratedNumbers, rounded
-from cqwen_dist.heads.intervals import number_interval
+from cqwen_dist.generate.numbers import GeneratedNumbers, written_values
 from cqwen_dist.heads.precision import at_hand
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.best import A_FEW, row_sizes
@@ -202,15 +201,9 @@ class _Continuation:
         word, y = word.to(device), decision.y.to(torch.float64).to(device)
         new = ~now.done
         number = (word == self.num_token_id) & new
-        value = self.target.inverse(y.loc)
-        if self.digits is not None:
-            value = self.shown(value, y)
+        value = written_values(decision, self.target, numbers.intervals, self.digits, now.powers).where(number, 0.0)
         if numbers.copied is not None:
-            exact = decision.exact.to(device)
-            copied = number & ~exact.isnan()
-            value = exact.where(copied, value)
-            self.put(numbers.copied, copied)
-        value = value.where(number, 0.0)
+            self.put(numbers.copied, number & ~decision.exact.to(device).isnan())
         self.put(now.ids, torch.where(new, word, self.pad_token_id))
         self.put(numbers.values, value)
         self.put(numbers.loc, y.loc.where(number, 0.0))
@@ -232,15 +225,6 @@ class _Continuation:
     def put(self, buffer: Tensor, found: Tensor) -> None:
         """Write found [B,...] into the current column of a buffer [B,T',...]."""
         buffer.index_copy_(1, self.now.at, found.unsqueeze(1))
-
-    def shown(self, value: Tensor, y: Cauchy) -> Tensor:
-        """The values [B], rounded to the written digits (`GeneratedNumbers.written`)."""
-        spread = torch.zeros_like(value)
-        if self.digits == "auto":
-            low, high = number_interval(y, self.target, self.now.numbers.intervals, 0.5)
-            spread = (high - low) / 2
-        assert self.digits is not None
-        return rounded(value, spread, self.digits, self.now.powers)
 
     def result(self) -> tuple[Tensor, GeneratedNumbers]:
         """Prompt and continuation, cut to the longest row."""

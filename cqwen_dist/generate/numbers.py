@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.heads.intervals import LEVELS, Intervals, number_interval
+from cqwen_dist.heads.number_head import Decision
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.ops.cauchy import Cauchy
 
@@ -143,6 +144,23 @@ def shown(value: float, spread: float, digits: Digits = "auto") -> float:
         check_digits(digits)
     both = torch.tensor([value, spread], dtype=torch.float64)
     return float(rounded(both[0], both[1], digits, POWERS))
+
+
+def written_values(
+    decision: Decision, target: TargetTransform, intervals: Intervals, digits: Digits | None, powers: Tensor
+) -> Tensor:
+    """The values [...] float64 that a text gets for these decisions, on the device of `powers` (`POWERS`): locations of
+    Y, rounded to `digits` (None: not rounded), or copies of earlier numbers."""
+    y = decision.y.to(torch.float64).to(powers.device)
+    value = target.inverse(y.loc)
+    if digits is not None:
+        spread = torch.zeros_like(value)
+        if digits == "auto":
+            low, high = number_interval(y, target, intervals, 0.5)
+            spread = (high - low) / 2
+        value = rounded(value, spread, digits, powers)
+    exact = None if decision.exact is None else decision.exact.to(powers.device)
+    return value if exact is None else exact.where(~exact.isnan(), value)
 
 
 def rounded(values: Tensor, spreads: Tensor, digits: Digits, powers: Tensor) -> Tensor:

@@ -68,6 +68,7 @@ class Capabilities:
     expert_adapters_zero_3: Support = SUPPORTED  # adapters of all experts on partitioned weights
     merge: Support = SUPPORTED
     plain_export: Support = SUPPORTED
+    vllm: Support = Support("unsupported", "not tried in vLLM")  # `cqwen serve --engine vllm`
 
 
 @dataclass(frozen=True)

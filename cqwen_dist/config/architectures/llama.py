@@ -1,6 +1,6 @@
 """Llama and SmolLM. Linear layers may have biases. Without num_key_value_heads there is one per attention head."""
 
-from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, public_sizes
+from cqwen_dist.config.architectures.base_architecture import NOT_MEASURED, BaseArchitecture, Capabilities, public_sizes
 from cqwen_dist.config.architectures.layer_blocks import attention, mlp
 
 LLAMA = BaseArchitecture(
@@ -25,4 +25,5 @@ LLAMA = BaseArchitecture(
         "meta-llama/Llama-3.1-8B": public_sizes(128_256, 4_096, 14_336, 32, 32, 8, False, 131_072),
         "meta-llama/Llama-3.1-70B": public_sizes(128_256, 8_192, 28_672, 80, 64, 8, False, 131_072),
     },
+    capabilities=Capabilities(vllm=NOT_MEASURED),
 )

@@ -1,6 +1,6 @@
 """Mistral 7B and NeMo: Llama's block without biases; attention may use a sliding window."""
 
-from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, public_sizes
+from cqwen_dist.config.architectures.base_architecture import NOT_MEASURED, BaseArchitecture, Capabilities, public_sizes
 from cqwen_dist.config.architectures.layer_blocks import attention, mlp
 
 _WHOLE = {"sliding_window": None}  # later releases have full attention
@@ -23,4 +23,5 @@ MISTRAL = BaseArchitecture(
     public={
         "mistralai/Mistral-7B-v0.3": public_sizes(32_768, 4_096, 14_336, 32, 32, 8, False, 32_768) | _WHOLE,
     },
+    capabilities=Capabilities(vllm=NOT_MEASURED),
 )

@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5: Llama's block with biases for q, k and v."""
 
-from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, public_sizes
+from cqwen_dist.config.architectures.base_architecture import NOT_MEASURED, BaseArchitecture, Capabilities, public_sizes
 from cqwen_dist.config.architectures.layer_blocks import attention, mlp
 
 QWEN2 = BaseArchitecture(
@@ -25,4 +25,5 @@ QWEN2 = BaseArchitecture(
         "Qwen/Qwen2.5-32B": public_sizes(152_064, 5_120, 27_648, 64, 40, 8, False, 32_768),
         "Qwen/Qwen2.5-72B": public_sizes(152_064, 8_192, 29_568, 80, 64, 8, False, 32_768),
     },
+    capabilities=Capabilities(vllm=NOT_MEASURED),
 )

@@ -1,6 +1,6 @@
 """Qwen3 (dense): Llama's block with q and k norms, and an independent head size."""
 
-from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, public_sizes
+from cqwen_dist.config.architectures.base_architecture import NOT_MEASURED, BaseArchitecture, Capabilities, public_sizes
 from cqwen_dist.config.architectures.layer_blocks import attention, mlp
 
 QWEN3 = BaseArchitecture(
@@ -24,4 +24,5 @@ QWEN3 = BaseArchitecture(
         "Qwen/Qwen3-8B-Base": public_sizes(151_936, 4_096, 12_288, 36, 32, 8, False, 32_768),
         "Qwen/Qwen3-14B-Base": public_sizes(151_936, 5_120, 17_408, 40, 40, 8, False, 32_768),
     },
+    capabilities=Capabilities(vllm=NOT_MEASURED),
 )

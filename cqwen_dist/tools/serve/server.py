@@ -69,6 +69,15 @@ class Server:
         self.worker = ThreadPoolExecutor(1, "generate")
         self.waiting = 0
 
+    @property
+    def names(self) -> list[str]:
+        """The models that a client can ask for."""
+        return [self.name]
+
+    def close(self) -> None:
+        """End the worker after the token in progress."""
+        self.worker.shutdown(wait=False, cancel_futures=True)
+
     def begin(self, asked: Completion | ChatCompletion) -> tuple[dict[str, Any], list[str]]:
         """(options, prompts). Raises `UserError` and `Refused`."""
         options, prompts = asked.options(self.limits.tokens), asked.prompts(self.tokenizer)
@@ -232,7 +241,7 @@ def make_app(server: Server) -> FastAPI:
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
         yield
-        server.worker.shutdown(wait=False, cancel_futures=True)
+        server.close()
 
     app = FastAPI(title="cqwen serve", lifespan=life)
     app.add_middleware(_Bounded, limits=server.limits)
@@ -247,7 +256,8 @@ def make_app(server: Server) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> Any:
-        return {"object": "list", "data": [{"id": server.name, "object": "model", "owned_by": "cqwen"}]}
+        found = [{"id": name, "object": "model", "owned_by": "cqwen"} for name in server.names]
+        return {"object": "list", "data": found}
 
     @app.get("/health")
     async def health() -> Any:

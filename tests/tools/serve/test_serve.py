@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -13,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from support.serving import running
 from support.tiny import number_writing_lm
 from support.words import Words
 from tokenizers import Tokenizer
@@ -22,8 +21,8 @@ from transformers import PreTrainedTokenizerFast
 from cqwen_dist.generate.continuation import continue_text
 
 pytest.importorskip("fastapi", reason="pip install 'cqwen-dist[serve]'")
-uvicorn = pytest.importorskip("uvicorn", reason="pip install 'cqwen-dist[serve]'")
-from cqwen_dist.tools.serve.server import Limits, Server, make_app  # noqa: E402  after the check
+pytest.importorskip("uvicorn", reason="pip install 'cqwen-dist[serve]'")
+from cqwen_dist.tools.serve.server import Limits, Server, make_app
 
 PROMPTS = ["w3 w8 99.9 w41 w7", "-12.5", "w60 w2"]
 
@@ -46,18 +45,8 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def served(model: Any) -> Iterator[Server]:
     server = Server(model, Talking(), "tea", Limits(tokens=64, texts=4, body_bytes=20_000, body_seconds=1.0))
-    bound = socket.socket()
-    bound.bind(("127.0.0.1", 0))
-    running = uvicorn.Server(uvicorn.Config(make_app(server), log_level="warning"))
-    thread = threading.Thread(target=running.run, kwargs={"sockets": [bound]})
-    thread.start()
-    server.url = f"http://127.0.0.1:{bound.getsockname()[1]}/v1"  # type: ignore[attr-defined]
-    while not running.started:
-        time.sleep(0.01)
-    yield server
-    running.should_exit = True
-    thread.join(30)
-    assert not thread.is_alive()
+    with running(server) as server.url:  # type: ignore[attr-defined]
+        yield server
 
 
 def post(served: Any, path: str, body: Any) -> tuple[int, Any]:

@@ -1,0 +1,66 @@
+"""The same server in front of vLLM (`tools.vllm`), which runs many texts at once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request
+
+from cqwen_dist.tools.serve.requests import ChatCompletion, Completion
+from cqwen_dist.tools.serve.server import LOOK_S, Done, Limits, Refused, Server
+from cqwen_dist.tools.vllm.vllm_writer import VllmWriter
+
+GRACE_S = 5.0  # how long after its time a request may wait for the step in progress
+
+
+class BatchedServer(Server):
+    """`Server` where the work is a coroutine: vLLM has a queue and a process of its own."""
+
+    def __init__(self, engine: VllmWriter, name: str, limits: Limits) -> None:
+        super().__init__(engine, engine.tokenizer, name, limits)
+        self.engine = engine
+
+    @property
+    def names(self) -> list[str]:
+        return [self.name, *self.engine.adapters]
+
+    def begin(self, asked: Completion | ChatCompletion) -> tuple[dict[str, Any], list[str]]:
+        options, prompts = super().begin(asked)
+        return (options | {"adapter": asked.model} if asked.model in self.engine.adapters else options), prompts
+
+    async def work(  # type: ignore[override]
+        self, options: dict[str, Any], prompts: list[str], n: int, until: float, stop: threading.Event, **more: Any
+    ) -> Done:
+        """Continue each prompt n times, all together. Raises `UserError` and `Refused`."""
+        seed, texts = options.get("seed"), [prompt for prompt in prompts for _ in range(n)]
+        seeds = [None if seed is None else seed + i for i in range(len(texts))]
+        writing = (
+            self.engine.write(text, until=until, **{**options, "seed": own}, **more)
+            for text, own in zip(texts, seeds, strict=True)
+        )
+        try:
+            written = await asyncio.wait_for(asyncio.gather(*writing), until + GRACE_S - time.monotonic())
+        except asyncio.TimeoutError:
+            raise Refused(503, "too many requests wait: try again later") from None
+        return Done([text for text, _ in written], sum(tokens for _, tokens in written[::n]))
+
+    async def run(self, request: Request, work: Callable[[threading.Event], Coroutine[Any, Any, Any]]) -> Any:
+        """The result of work; it is cancelled when the client has gone."""
+        self.waiting += 1
+        task = asyncio.ensure_future(work(threading.Event()))
+        try:
+            while not (await asyncio.wait([task], timeout=LOOK_S))[0]:
+                if await request.is_disconnected():
+                    task.cancel()
+            return await task
+        finally:
+            task.cancel()
+            self.waiting -= 1
+
+    def close(self) -> None:
+        super().close()
+        self.engine.close()

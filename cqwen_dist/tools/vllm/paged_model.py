@@ -1,0 +1,144 @@
+"""The model in vLLM: vLLM's transformer of the base, with our embedding and our heads around it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.models.interfaces import SupportsLoRA
+from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_prefix
+
+from cqwen_dist.generate.modes import MODES
+from cqwen_dist.generate.numbers import POWERS, written_values
+from cqwen_dist.heads.intervals import Intervals
+from cqwen_dist.heads.number_head import Decision
+from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.ops.cauchy import Cauchy, log_prob_above
+from cqwen_dist.ops.ovr.best import all_scores, strongest
+from cqwen_dist.ops.ovr.scores import prob_of
+from cqwen_dist.tools.vllm.request_numbers import HERE, RequestNumbers
+
+BACKBONE = "model.features.backbone.transformer."
+
+
+class PagedCausalQwen(nn.Module, SupportsLoRA):
+    """vLLM's interface of a text model. Shape letters: N tokens of a step, R requests, V vocabulary."""
+
+    embedding_modules: dict[str, str] = {}  # noqa: RUF012  vLLM's name
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        self.instance = vllm_config.instance_id
+        base = init_vllm_registered_model(
+            vllm_config=vllm_config, hf_config=config.base_config, prefix=maybe_prefix(prefix, "base")
+        )
+        transformer: Any = base.model
+        object.__setattr__(transformer, "base_model", transformer)  # as transformers' models have it; no submodule
+        self.packed_modules_mapping = getattr(base, "packed_modules_mapping", {})
+        self.model = CausalQwenModel(config, base=base)
+        self.intervals = Intervals.from_dict(config.calibration)
+        self.powers = POWERS.to(self.model.action.cls_weight.device)
+
+    @property
+    def numbers(self) -> RequestNumbers:
+        """The values of this engine's requests."""
+        return HERE[self.instance]
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Embeddings without values, which vLLM asks for where it makes inputs by itself."""
+        return self.model.features.embedding(input_ids, torch.zeros_like(input_ids, dtype=torch.float64))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """ids, positions [N] -> z [N,H]."""
+        values = self.numbers.read(input_ids, positions)
+        embeddings = self.model.features.embedding(input_ids, values)
+        z: Tensor = self.model.transformer(None, positions, intermediate_tensors, inputs_embeds=embeddings)
+        return z
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """z [R,H] -> log P of each word [R,V], or loc_S in mode compatible. The number that could come next is decided
+        too. The largest logit is the word of `generate` in modes standard and compatible."""
+        action, numbers = self.model.action, self.numbers
+        u = self.model.abduction(hidden_states)
+        u_prime = MODES["standard"].law(action, Cauchy(u.loc.float(), u.scale.float()), None)  # type: ignore[arg-type]
+        seen = action.word_part(u_prime).to(action.cls_weight.dtype)
+        logits = self._log_probs(seen)
+        rows = numbers.rows if numbers.last is not None and len(numbers.rows) == len(logits) else {}
+        softmax = [row for row, state in rows.items() if state.mode == "compatible"]
+        if softmax:
+            logits[softmax] = self._locations(Cauchy(seen.loc[softmax], seen.scale[softmax]))
+        if rows:
+            self._decide(u_prime, prob_of(seen, action.word_head(), self._num_ids(len(logits), logits.device)))
+        return logits
+
+    def _num_ids(self, count: int, device: torch.device) -> Tensor:
+        return torch.full((count,), int(self.model.config.num_token_id), device=device)
+
+    def _log_probs(self, seen: Cauchy) -> Tensor:
+        """log P [R,V] fp32; -inf for words that are not in use. Its softmax is P / sum P, the draw of mode ovr."""
+        head = self.model.action.word_head(int(self.model.config.used_rows))
+        gap, scores = all_scores(seen, head.take(slice(0, head.rows)))
+        found = log_prob_above(scores.scale, gap).float()
+        # log P rounds where z does not: the best word by z gets the largest logit
+        best, top = strongest(gap, scores)[:, None], found.amax(1, keepdim=True)
+        found.scatter_(1, best, torch.nextafter(top, torch.full_like(top, math.inf)))
+        return torch.nn.functional.pad(found, (0, self.model.action.rows - head.rows), value=-math.inf)
+
+    def _locations(self, seen: Cauchy) -> Tensor:
+        """loc_S [n,V] fp32, for the softmax of mode compatible; -inf for rows that were added to the base."""
+        config, found = self.model.config, self.model.action.word_head().loc(seen).float()
+        if config.added_rows:
+            found[:, int(config.used_rows) :] = -math.inf
+        return found
+
+    def _decide(self, u_prime: Cauchy, p_num: Tensor) -> None:
+        """Decide the number of each request [R], if one comes next, and put it into the table."""
+        numbers, head, target = self.numbers, self.model.action.number_head, self.model.target
+        values, is_number, last = numbers.before()
+        rows = torch.arange(len(last), device=last.device)
+        positions = torch.arange(values.shape[1], device=last.device).expand_as(values)
+        decision = head.decide(u_prime, head.memory(is_number, values, positions)[rows, last])
+        value = torch.zeros_like(values[:, 0])
+        for digits in {state.digits for state in numbers.rows.values()}:
+            own = torch.tensor(
+                [row for row, state in numbers.rows.items() if state.digits == digits], device=last.device
+            )
+            value[own] = written_values(_rows(decision, own), target, self.intervals, digits, self.powers)
+        facts = [*decision.y, p_num, decision.kind, None if decision.exact is None else ~decision.exact.isnan()]
+        more = [] if decision.more is None else [*decision.more]
+        columns = [torch.zeros_like(value) if each is None else each.double() for each in facts]
+        numbers.write(value, torch.cat([torch.stack(columns, 1), *(each.double() for each in more)], 1))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load an exported folder: vLLM's transformer takes the base's tensors, everything else is ours."""
+        own, loaded = dict(self.named_parameters()), set[str]()
+
+        def of_backbone() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                if name.startswith(BACKBONE):
+                    yield name.removeprefix(BACKBONE), tensor
+                    continue
+                parameter = own[name]
+                getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
+                loaded.add(name)
+
+        transformer: Any = self.model.transformer
+        found = {BACKBONE + name for name in transformer.load_weights(of_backbone())}
+        return found | loaded
+
+
+def _rows(decision: Decision, own: Tensor) -> Decision:
+    """The decisions of some requests."""
+    exact = None if decision.exact is None else decision.exact[own]
+    return Decision(Cauchy(decision.y.loc[own], decision.y.scale[own]), exact)

@@ -1,0 +1,73 @@
+"""What vLLM calls in each of its processes (entry point `vllm.general_plugins`): CausalQwen is one of its models.
+
+prompt ids, numbers --engine--> vLLM's scheduler --> `request_numbers`: values by request and position
+                                                 --> `paged_model`: embedding, vLLM's transformer, our heads
+ids by vLLM's outputs, numbers by a call to the worker <--
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from cqwen_dist.config.architectures import architecture
+from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.model.configuration import CausalQwenConfig
+
+ARCHITECTURE = "CausalQwenForCausalLM"
+NUMBERS = "cqwen_dist.tools.vllm.request_numbers"
+
+
+class VllmConfigOfModel(CausalQwenConfig):
+    """vLLM asks for the part of the config that describes the transformer."""
+
+    def get_text_config(self, *args: Any, **kwargs: Any) -> PretrainedConfig:
+        return self.base_config
+
+
+class VllmRules:
+    """What vLLM's own settings must be for a CausalQwen."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: Any) -> None:
+        """vLLM has this step for pooling models."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        """Set what numbers need. Raises `UserError` for what they cannot work with."""
+        config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
+        architecture(config.base["model_type"]).require("vllm", "--engine", "vllm")
+        for key, found, fits, allowed in (
+            ("model.wide", config.wide, not config.wide, "0: vLLM has no place for its state; cqwen serve has"),
+            ("adapters", "in the weights", config.lora is None, "a folder of cqwen export --merge"),
+            ("speculative_config", "set", vllm_config.speculative_config is None, "none: a draft has no values"),
+            ("pipeline_parallel_size", parallel.pipeline_parallel_size, parallel.pipeline_parallel_size == 1, "1"),
+            ("VLLM_USE_V2_MODEL_RUNNER", Said("1"), not vllm_config.use_v2_model_runner, "0"),
+        ):
+            if not fits:
+                raise UserError(key, found, allowed)
+        # A block of the cache is found by its ids, and <NUM> has the same id for every value
+        vllm_config.cache_config.enable_prefix_caching = False
+        vllm_config.model_config.logits_processors = [f"{NUMBERS}:RequestNumbers"]
+        parallel.worker_extension_cls = f"{NUMBERS}.NumbersWorker"
+        _without_whole_graphs(vllm_config.compilation_config)
+
+
+def _without_whole_graphs(compilation: Any) -> None:
+    """Values are looked up in Python before the layers, so a CUDA graph may hold layers only."""
+    from vllm.config import CUDAGraphMode
+
+    if compilation.cudagraph_mode is not None and compilation.cudagraph_mode.has_full_cudagraphs():
+        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+
+
+def register() -> None:
+    """Make CausalQwen known to vLLM. Imports no model, so it costs other models nothing."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    ModelRegistry.register_model(ARCHITECTURE, "cqwen_dist.tools.vllm.paged_model:PagedCausalQwen")
+    _CONFIG_REGISTRY[CausalQwenConfig.model_type] = VllmConfigOfModel
+    MODELS_CONFIG_MAP[ARCHITECTURE] = VllmRules

@@ -1,0 +1,173 @@
+"""The numbers of vLLM's requests, by request and position, in the process that runs the model.
+
+vLLM passes ids from step to step, and a model sees only the flattened tokens of all requests. A logits processor is the
+one part that vLLM tells which request is in which row of a batch, with its `extra_args`. So this one changes no logit:
+it keeps a table of values [requests, positions] beside the key-value cache. The model reads the values of its tokens
+from the table, and writes there the number that would come next: its value in the next step, if <NUM> is chosen.
+
+A request's extra_args: numbers, the values of its prompt's <NUM>, in order; digits and mode as in `generate`; key,
+under which `NumbersWorker.numbers_of` gives its numbers out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from vllm.forward_context import get_forward_context
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+
+from cqwen_dist.config.errors import UserError
+from cqwen_dist.generate.numbers import Digits
+
+HERE: WeakValueDictionary[str, RequestNumbers] = WeakValueDictionary()  # by vLLM's instance id: one for each engine
+
+
+@dataclass
+class RequestState:
+    """A request, also while it waits after vLLM has taken its cache away."""
+
+    digits: Digits | None
+    mode: str
+    slot: int = -1  # its row of the table
+    steps: list[tuple[Tensor, int]] = field(default_factory=list)  # (facts [R,F] of a step, its row)
+    sent: int = 0  # steps that were given out
+
+    def facts(self, start: int = 0) -> list[list[float]]:
+        """Facts [F] of the positions that were decided in the steps from `start` on; the first is the position."""
+        rows = [facts[row] for facts, row in self.steps[start:]]
+        return [fact for fact in torch.stack(rows).tolist() if fact[0] >= 0] if rows else []
+
+
+class RequestNumbers(LogitsProcessor):
+    """The table. Its last row belongs to padding."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Raises `ValueError`, which vLLM answers with status 400."""
+        extra = sampling_params.extra_args or {}
+        numbers = extra.get("numbers", [])
+        if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):
+            raise ValueError(str(UserError("numbers", numbers, "finite numbers, one for each <NUM> of the prompt")))
+        if sampling_params.prompt_logprobs is not None:
+            raise ValueError(str(UserError("prompt_logprobs", sampling_params.prompt_logprobs, "none")))
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        rows, width = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
+        self.num_token_id = int(vllm_config.model_config.hf_config.num_token_id)
+        self.values = torch.full((rows + 1, width + 1), math.nan, dtype=torch.float64, device=device)  # nan: a word
+        self.first = torch.zeros(rows + 1, dtype=torch.int64, device=device)  # the first position not decided yet
+        self.free = list(range(rows))
+        self.rows: dict[int, RequestState] = {}  # by row of the batch
+        self.kept: dict[str, RequestState] = {}  # by key
+        self.slots = torch.full((1,), rows, device=device)
+        self.last: tuple[Tensor, Tensor] | None = None  # slot and position of each request's last token in this step
+        HERE[vllm_config.instance_id] = self
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def apply(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the requests through the rows of the batch, in vLLM's order: removed, added, moved."""
+        if batch_update is None:
+            return
+        for row in batch_update.removed:
+            self._leave(row)
+        for row, params, prompt, written in batch_update.added:
+            self._leave(row)
+            self.rows[row] = self._enter(params, prompt or [], written)
+        for one, other, way in batch_update.moved:
+            if way != MoveDirectionality.SWAP:
+                self._leave(other)  # it has ended: vLLM lists a row either as removed or as moved to
+            moved, met = self.rows.pop(one, None), self.rows.pop(other, None)
+            self.rows |= {row: state for row, state in ((other, moved), (one, met)) if state is not None}
+        slots = [self.rows[row].slot for row in range(len(self.rows))]
+        self.slots = torch.tensor([*slots, len(self.values) - 1], device=self.values.device)
+
+    def _leave(self, row: int) -> None:
+        state = self.rows.pop(row, None)
+        if state is not None:
+            self.free.append(state.slot)
+
+    def _enter(self, params: Any, prompt: list[int], written: list[int]) -> RequestState:
+        """Give a request a row of the table, filled with the values that are known: at first those of the prompt."""
+        extra = params.extra_args or {}
+        state = extra.get("state")
+        if state is None:
+            state = RequestState(extra.get("digits", "auto"), extra.get("mode", "ovr"))
+            params.extra_args = {**extra, "state": state}  # vLLM keeps its copy of params for when the request returns
+            if "key" in extra:
+                self.kept[extra["key"]] = state
+        state.slot = self.free.pop()
+        known = torch.full((self.values.shape[1],), math.nan, dtype=torch.float64)
+        places = (place for place, token in enumerate(prompt) if token == self.num_token_id)
+        for place, value in zip(places, extra.get("numbers", ()), strict=False):
+            known[place] = value
+        for at, value, *_ in state.facts():
+            known[int(at)] = value
+        self.values[state.slot] = known.to(self.values.device)
+        self.first[state.slot] = len(prompt) + len(written)
+        return state
+
+    def read(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """The values of the tokens of a step [N] float64; 0 at words. Called once a step, before the layers."""
+        metadata = get_forward_context().attn_metadata
+        if not self.rows or not metadata:  # vLLM measures memory
+            self.last = None
+            return torch.zeros(ids.shape, dtype=torch.float64, device=ids.device)
+        ends = next(iter(metadata.values())).query_start_loc[1 : len(self.rows) + 1].long()
+        row = torch.searchsorted(ends, torch.arange(len(ids), device=ids.device), right=True)
+        place = self.slots[row], positions
+        values = self.values[place].masked_fill(ids != self.num_token_id, math.nan)
+        self.values[place] = values  # a word was chosen where a number could have been
+        self.last = self.slots[:-1], positions[ends - 1]
+        return values.masked_fill(values.isnan(), 0.0)
+
+    def before(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All values [R,T] up to each request's last token, whether a position is a number, and that last position."""
+        assert self.last is not None
+        slots, last = self.last
+        values = self.values[slots, : int(last.max()) + 1]
+        return values.nan_to_num(0.0), ~values.isnan(), last
+
+    def write(self, value: Tensor, facts: Tensor) -> None:
+        """value [R] float64: what <NUM> would be, if it came next. facts [R,F]: what is told of it besides."""
+        assert self.last is not None
+        slots, last = self.last
+        place = slots, last + 1
+        new = place[1] >= self.first[slots]  # else the prompt, or what was written before, is read in parts
+        self.values[place] = value.where(new, self.values[place])
+        found = torch.cat([torch.where(new, place[1], -1)[:, None], value[:, None], facts], 1)
+        for row, state in self.rows.items():
+            state.steps.append((found, row))
+
+    def take(self, key: str, done: bool) -> list[list[float]]:
+        """What has been decided for a request since the last call. done: forget it."""
+        state = self.kept.pop(key, None) if done else self.kept.get(key)
+        if state is None:
+            return []
+        start, state.sent = state.sent, len(state.steps)
+        return state.facts(start)
+
+
+class NumbersWorker:
+    """What vLLM's worker can be asked besides (`collective_rpc`)."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def number_head(self) -> dict[str, Any]:
+        """What `empty_numbers` needs to know of the number head."""
+        head = self.model_runner.model.model.action.number_head
+        return {"types": list(head.types), "more_values": list(head.more_values), "exact": head.exact}
+
+    def numbers_of(self, key: str, done: bool) -> list[list[float]]:
+        """`RequestNumbers.take`: [position, value, loc, scale, p_num, type, copied, laws of more values] each."""
+        return HERE[self.vllm_config.instance_id].take(key, done)

@@ -1,0 +1,221 @@
+"""vLLM's engine as a writer of texts with numbers, one for each request; vLLM runs them together."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from cqwen_dist.checkpoint.trained import intervals_of, is_exported
+from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.generate.continuation import Written, end_ids, written_of
+from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, check_digits, empty_numbers
+from cqwen_dist.generate.streaming import NumberStreamer, ends_at
+from cqwen_dist.heads.intervals import Intervals
+from cqwen_dist.heads.targets import TargetTransform
+from cqwen_dist.model.configuration import CausalQwenConfig
+from cqwen_dist.run.files import read_object
+
+MODES = ("standard", "ovr", "compatible")
+
+
+class VllmWriter:
+    """An exported folder in vLLM. It stands for the model where only end tokens are asked for (`end_ids`)."""
+
+    def __init__(self, folder: Path, adapters: Mapping[str, str] | None = None, **options: Any) -> None:
+        """adapters: LoRA adapters in PEFT's format, by the name under which a request asks for them. options: of vLLM's
+        `AsyncEngineArgs`. Raises `UserError` for a folder that is no exported model."""
+        if not is_exported(folder):
+            raise UserError("CHECKPOINT", str(folder), "a folder of `cqwen export --merge`: vLLM loads no run")
+        if find_spec("vllm") is None:
+            raise UserError("--engine", Said("vllm, which is not installed"), "pip install 'cqwen-dist[vllm]'")
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the second model runner has other logits processors
+        from vllm import SamplingParams
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.lora.request import LoRARequest
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.config = CausalQwenConfig.from_pretrained(folder)
+        self.config.calibration = intervals_of(folder) or self.config.calibration
+        self.tokenizer = NumericalAwareTokenizer.from_pretrained(folder, vocab_size=self.config.vocab_size)
+        self.generation_config = _generation_config(folder)
+        self.params = SamplingParams
+        self.adapters = {
+            name: LoRARequest(name, number, path) for number, (name, path) in enumerate((adapters or {}).items(), 1)
+        }
+        own: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": str(self.config.dtype).removeprefix("torch.")}
+        own |= {"hf_overrides": {"calibration": self.config.calibration}}
+        if adapters:
+            own |= {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": _rank(adapters)}
+        self.engine: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(str(folder), **{**own, **options}))
+        self.context = int(self.engine.model_config.max_model_len)
+        self.head: Any = None  # what `empty_numbers` reads of a number head
+
+    def close(self) -> None:
+        """End vLLM's processes."""
+        self.engine.shutdown()
+
+    async def write(
+        self,
+        prompt: str,
+        *,
+        mode: str = "standard",
+        begin: bool = True,
+        max_new_tokens: int = 64,
+        digits: Digits = "auto",
+        stop: Sequence[str] = (),
+        streamer: NumberStreamer | None = None,
+        adapter: str | None = None,
+        until: float = math.inf,
+        **drawing: Any,
+    ) -> tuple[Written, int]:
+        """(the continuation of a prompt, tokens of the prompt), as `continue_text`.
+
+        until: `time.monotonic` at which the text ends. drawing: do_sample, seed, temperature, top_k, top_p; a seed
+        repeats a text in this engine, `generate` draws others. Raises `UserError`.
+        """
+        check_digits(digits)
+        given = self.tokenizer.encode(prompt, begin)
+        start, room = len(given.ids), self.context - len(given.ids)
+        if not 0 < start < self.context:
+            raise UserError("prompt", f"{start} tokens", f"1 to {self.context - 1}")
+        ends, total = end_ids(self, self.tokenizer), start + min(max_new_tokens, room)
+        key = uuid.uuid4().hex
+        numbers = [value for token, value in zip(*given, strict=True) if token == self.tokenizer.num_token_id]
+        params = self.params(
+            max_tokens=total - start,
+            stop_token_ids=ends,
+            detokenize=False,
+            extra_args={"key": key, "numbers": numbers, "digits": digits, "mode": mode},
+            **sampling(mode, drawing),
+        )
+        text = await self._row(given, total)
+        ended = [ends_at(stop, self.tokenizer, start, digits)] if stop else []
+        looks = [] if streamer is None else [lambda ids, found: streamer.put(ids, found, start)]
+        end, lora = start, None if adapter is None else self.adapters[adapter]
+        outputs = self.engine.generate({"prompt_token_ids": given.ids}, params, key, lora_request=lora)
+        try:
+            async for new in _new_tokens(outputs):
+                text.ids[0, end : end + len(new)] = torch.tensor(new)
+                if (ended or looks) and self.tokenizer.num_token_id in new:
+                    text.take(await self._numbers(key))
+                end, over = _looked(text, end, len(new), ended, looks)
+                if over or time.monotonic() > until:
+                    break
+        finally:
+            await outputs.aclose()  # ends the request, if it goes on
+            found = await asyncio.shield(self._numbers(key, done=True))
+        text.take(found)
+        if streamer is not None:
+            streamer.end()
+        numbers_of_text = text.numbers.until(end)
+        return written_of(self.tokenizer, prompt, text.ids, numbers_of_text, 0, start, end, ends, digits, stop), start
+
+    async def _numbers(self, key: str, done: bool = False) -> list[list[float]]:
+        """What the model has decided for a request since the last call: one call to the worker, between two steps."""
+        found: list[list[float]] = (await self.engine.collective_rpc("numbers_of", args=(key, done)))[0]
+        return found
+
+    async def _row(self, given: Any, total: int) -> _Row:
+        if self.head is None:
+            (about, *_) = await self.engine.collective_rpc("number_head")
+            self.head = SimpleNamespace(**about, target=TargetTransform(**self.config.target))
+        values = torch.zeros(1, total, dtype=torch.float64)
+        values[0, : len(given.values)] = torch.tensor(given.values, dtype=torch.float64)
+        ids = torch.zeros(1, total, dtype=torch.int64)
+        ids[0, : len(given.ids)] = torch.tensor(given.ids)
+        return _Row(ids, empty_numbers(values, self.head, Intervals.from_dict(self.config.calibration)), self.tokenizer)
+
+
+class _Row:
+    """A text while it is written: ids [1,T'] and their numbers."""
+
+    def __init__(self, ids: Tensor, numbers: GeneratedNumbers, tokenizer: NumericalAwareTokenizer) -> None:
+        self.ids, self.numbers, self.num_token_id = ids, numbers, tokenizer.num_token_id
+
+    def take(self, found: list[list[float]]) -> None:
+        """Put in what `NumbersWorker.numbers_of` gave. P of the written words is not among it (nan)."""
+        numbers = self.numbers
+        for place, value, loc, scale, p_num, kind, copied, *more in found:
+            at = int(place)
+            if at >= self.ids.shape[1]:
+                continue
+            numbers.p_num[0, at] = p_num
+            if int(self.ids[0, at]) != self.num_token_id:
+                continue
+            numbers.values[0, at], numbers.loc[0, at], numbers.scale[0, at] = value, loc, scale
+            numbers.generated[0, at], numbers.p_word[0, at] = True, p_num
+            if numbers.kinds is not None:
+                numbers.kinds[0, at] = int(kind)
+            if numbers.copied is not None:
+                numbers.copied[0, at] = bool(copied)
+            if numbers.more is not None:
+                for law, part in zip(numbers.more, torch.tensor(more, dtype=torch.float64).chunk(2), strict=True):
+                    law[0, at] = part
+
+
+def _looked(
+    text: _Row, end: int, new: int, ended: Sequence[Callable[..., Tensor]], looks: Sequence[Callable[..., Any]]
+) -> tuple[int, bool]:
+    """(the end of the text, whether a stop string ends it) after the functions have seen `new` further tokens."""
+    if not ended and not looks:
+        return end + new, False
+    for _ in range(new):
+        end += 1
+        ids, numbers = text.ids[:, :end], text.numbers.until(end)
+        for look in looks:
+            look(ids, numbers)
+        if any(bool(over(ids, numbers)) for over in ended):
+            return end, True
+    return end, False
+
+
+async def _new_tokens(outputs: AsyncIterator[Any]) -> AsyncIterator[list[int]]:
+    """The new ids of each of vLLM's outputs, which hold all ids."""
+    count = 0
+    async for output in outputs:
+        ids = list(output.outputs[0].token_ids)
+        yield ids[count:]
+        count = len(ids)
+
+
+def sampling(mode: str, drawing: Mapping[str, Any]) -> dict[str, Any]:
+    """What vLLM calls the options of a draw. Logits are log P, in mode compatible loc_S. Raises `UserError`."""
+    if mode not in MODES:
+        raise UserError("mode", mode, f"{', '.join(MODES)}; others without vLLM")
+    given = {name: value for name, value in drawing.items() if value is not None}
+    drawn = given.pop("do_sample", mode == "ovr" or (mode == "compatible" and bool(given)))
+    if mode == "standard" and given.keys() - {"seed"}:
+        name = min(given.keys() - {"seed"})
+        raise UserError(name, given[name], "none in mode standard, which draws nothing")
+    return {"temperature": 1.0, **given} if drawn else {"temperature": 0.0}
+
+
+def _rank(adapters: Mapping[str, str]) -> int:
+    """vLLM's room for the ranks of adapters, a power of two. Raises `UserError` for a folder without an adapter."""
+    ranks = [8]
+    for name, path in adapters.items():
+        rank = read_object(Path(path) / "adapter_config.json").get("r")
+        if not isinstance(rank, int):
+            raise UserError("--adapter", f"{name}={path}", "a folder with adapter_config.json, as PEFT writes it")
+        ranks.append(rank)
+    return int(2 ** math.ceil(math.log2(max(ranks))))
+
+
+def _generation_config(folder: Path) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except OSError:  # the folder has none
+        return GenerationConfig()

