@@ -32,7 +32,7 @@ class PagedCausalQwen(nn.Module, SupportsLoRA):
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
-        config = vllm_config.model_config.hf_config
+        self.config = config = vllm_config.model_config.hf_config
         self.instance = vllm_config.instance_id
         base = init_vllm_registered_model(
             vllm_config=vllm_config, hf_config=config.base_config, prefix=maybe_prefix(prefix, "base")
@@ -83,11 +83,11 @@ class PagedCausalQwen(nn.Module, SupportsLoRA):
         return logits
 
     def _num_ids(self, count: int, device: torch.device) -> Tensor:
-        return torch.full((count,), int(self.model.config.num_token_id), device=device)
+        return torch.full((count,), int(self.config.num_token_id), device=device)
 
     def _log_probs(self, seen: Cauchy) -> Tensor:
         """log P [R,V] fp32; -inf for words that are not in use. Its softmax is P / sum P, the draw of mode ovr."""
-        head = self.model.action.word_head(int(self.model.config.used_rows))
+        head = self.model.action.word_head(int(self.config.used_rows))
         gap, scores = all_scores(seen, head.take(slice(0, head.rows)))
         found = log_prob_above(scores.scale, gap).float()
         # log P rounds where z does not: the best word by z gets the largest logit
@@ -97,7 +97,7 @@ class PagedCausalQwen(nn.Module, SupportsLoRA):
 
     def _locations(self, seen: Cauchy) -> Tensor:
         """loc_S [n,V] fp32, for the softmax of mode compatible; -inf for rows that were added to the base."""
-        config, found = self.model.config, self.model.action.word_head().loc(seen).float()
+        config, found = self.config, self.model.action.word_head().loc(seen).float()
         if config.added_rows:
             found[:, int(config.used_rows) :] = -math.inf
         return found

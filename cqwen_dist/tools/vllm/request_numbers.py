@@ -48,11 +48,12 @@ class RequestNumbers(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raises `ValueError`, which vLLM answers with status 400."""
-        extra = sampling_params.extra_args or {}
-        numbers = extra.get("numbers", [])
-        if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):
-            raise ValueError(str(UserError("numbers", numbers, "finite numbers, one for each <NUM> of the prompt")))
+        """Raises `ValueError`, which vLLM answers with status 400. Without numbers, a text that vLLM's own server has
+        read would have 0 in their place."""
+        numbers = (sampling_params.extra_args or {}).get("numbers")
+        if not isinstance(numbers, list) or not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):
+            allowed = "vllm_xargs with numbers, a list with a value for each <NUM> of the ids; texts: cqwen serve"
+            raise ValueError(str(UserError("numbers", numbers, allowed)))
         if sampling_params.prompt_logprobs is not None:
             raise ValueError(str(UserError("prompt_logprobs", sampling_params.prompt_logprobs, "none")))
 

@@ -28,7 +28,7 @@ needs_vllm = pytest.mark.skipif(
 )
 WORDS = "the cat has apples and pears; she buys more. now he has stamps."
 SIZES = {"vocab_size": 331, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-NEW = 60
+NEW = 40
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("qwen2", {}),
     "copies": ("qwen3", {"copies": 3}),
@@ -128,9 +128,12 @@ def preemptions() -> float:
 @needs_vllm
 @pytest.mark.parametrize("name", KINDS)
 def test_ids_and_numbers_equal_those_of_generate_also_after_preemption(name: str, engine_of: Any) -> None:
-    more = {"num_gpu_blocks_override": 12} if name == "more" else {}  # layers with a window want blocks of their own
+    more = {
+        "more": {"num_gpu_blocks_override": 12},  # layers with a window want blocks of their own
+        "types": {"max_num_batched_tokens": 16},  # prompts are read in parts
+    }.get(name, {})
     engine, lm, tokenizer = engine_of(name, **more)
-    texts = prompts(50 if name == "plain" else 8)
+    texts = prompts(20 if name == "plain" else 8)
 
     async def write() -> list[Written]:
         found = await asyncio.gather(*(engine.write(text, max_new_tokens=NEW) for text in texts))
@@ -152,7 +155,7 @@ def test_ids_and_numbers_equal_those_of_generate_also_after_preemption(name: str
                 [each.value for each in own.more.values()], rel=1e-4
             )
     numbers = [number for each in wanted for number in each.numbers]
-    assert len(numbers) > 20
+    assert len(numbers) > 5
     assert any(number.copied for number in numbers) == (name == "copies")
 
 
