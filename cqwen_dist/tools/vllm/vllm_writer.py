@@ -110,14 +110,14 @@ class VllmWriter:
             async for new in _new_tokens(outputs):
                 text.ids[0, end : end + len(new)] = torch.tensor(new)
                 if (ended or looks) and self.tokenizer.num_token_id in new:
-                    text.take(await self._numbers(key))
+                    text.take(await self._numbers(key), end, end + len(new))
                 end, over = _looked(text, end, len(new), ended, looks)
                 if over or time.monotonic() > until:
                     break
         finally:
             await outputs.aclose()  # ends the request, if it goes on
             found = await asyncio.shield(self._numbers(key, done=True))
-        text.take(found)
+        text.take(found, start, end)
         if streamer is not None:
             streamer.end()
         numbers_of_text = text.numbers.until(end)
@@ -144,14 +144,15 @@ class _Row:
 
     def __init__(self, ids: Tensor, numbers: GeneratedNumbers, tokenizer: NumericalAwareTokenizer) -> None:
         self.ids, self.numbers, self.num_token_id = ids, numbers, tokenizer.num_token_id
+        self.facts: dict[int, list[float]] = {}  # by position; the worker may be ahead of the ids
 
-    def take(self, found: list[list[float]]) -> None:
-        """Put in what `NumbersWorker.numbers_of` gave. P of the written words is not among it (nan)."""
+    def take(self, found: list[list[float]], start: int, end: int) -> None:
+        """Keep what `NumbersWorker.numbers_of` gave, and put in what is known of the ids [start, end). P of a written
+        word is not among it (nan)."""
         numbers = self.numbers
-        for place, value, loc, scale, p_num, kind, copied, *more in found:
-            at = int(place)
-            if at >= self.ids.shape[1]:
-                continue
+        self.facts |= {int(at): facts for at, *facts in found}
+        for at in range(start, end):
+            value, loc, scale, p_num, kind, copied, *more = self.facts[at]
             numbers.p_num[0, at] = p_num
             if int(self.ids[0, at]) != self.num_token_id:
                 continue
