@@ -6,13 +6,8 @@ from cqwen_dist.config.architectures.layer_blocks import attention, mlp
 LLAMA = BaseArchitecture(
     model_type="llama",
     examples="Llama 2, 3, 3.1 and 3.2 (text), SmolLM, SmolLM2, TinyLlama",
-    defaults={
-        "vocab_size": 32_000,
-        "hidden_size": 4096,
-        "intermediate_size": 11_008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
+    defaults={"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008}
+    | {"num_hidden_layers": 32, "num_attention_heads": 32},
     mixers={"full_attention": attention(qkv="attention_bias", o="attention_bias")},
     mlp=mlp("mlp_bias"),
     spare_rows=False,
