@@ -58,7 +58,7 @@ def compile_layers(layers: nn.Module, **options: Any) -> None:
 
 
 def fuse_adapters(transformer: nn.Module) -> None:
-    """Use fused products for plain adapters on plain linear maps, in place. DoRA and 4-bit maps keep PEFT's code.
+    """Use fused products for plain adapters on plain linear maps, in place. DoRA and rounded maps keep PEFT's code.
 
     Modules, parameters and names do not change. Compiled layers use PEFT's formula, which the compiler fuses anyway.
     """
