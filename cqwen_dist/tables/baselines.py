@@ -2,7 +2,7 @@
 
 Every one is fitted in the unit that CausalQwen's target has, to the squared and to the absolute error. Folds of the
 training rows choose between the two. Predictions are held in the same range as CausalQwen's. The models are
-scikit-learn's, and LightGBM, XGBoost, CatBoost and pytabkit's RealMLP if installed.
+scikit-learn's, and LightGBM, XGBoost and CatBoost if installed.
 """
 
 from __future__ import annotations
@@ -93,8 +93,6 @@ def _models(rows: EncodedRows) -> dict[str, Callable[[EncodedRows], Ways]]:
         found["XGBoost"] = lambda of: _trees(of, _xgboost)
     if find_spec("catboost"):
         found["CatBoost"] = _catboost
-    if find_spec("pytabkit"):
-        found["RealMLP"] = _realmlp
     return found
 
 
@@ -195,16 +193,3 @@ def _catboost(of: EncodedRows) -> Ways:
         return np.asarray(model.fit(x[of.learnt], of.y[of.learnt]).predict(x[rows]))
 
     return {SQUARED: partial(fitted, "RMSE"), ABSOLUTE: partial(fitted, "MAE")}
-
-
-def _realmlp(of: EncodedRows) -> Ways:
-    """RealMLP with its tuned defaults, on what trees read."""
-    from pytabkit import RealMLP_TD_Regressor
-
-    x = np.nan_to_num(of.dense, nan=-1.0)
-
-    def fitted(rows: np.ndarray) -> np.ndarray:
-        model = RealMLP_TD_Regressor(device="cpu", random_state=0, verbosity=0)
-        return np.asarray(model.fit(x[of.learnt], of.y[of.learnt]).predict(x[rows]))
-
-    return {SQUARED: fitted}

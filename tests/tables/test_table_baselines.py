@@ -15,7 +15,7 @@ from cqwen_dist.tables.judging import errors
 from cqwen_dist.tables.rows import Table
 
 BY_LIBRARY = {"lightgbm": "LightGBM", "xgboost": "XGBoost", "catboost": "CatBoost"}
-INSTALLED = {*BY_LIBRARY.values(), "RealMLP"}
+INSTALLED = {*BY_LIBRARY.values()}
 TRAIN, TEST = np.arange(160), np.arange(160, 200)
 
 
