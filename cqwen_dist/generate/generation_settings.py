@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -24,8 +24,8 @@ class Settings:
 
     mode: str = "standard"  # a name of `generate.modes.MODES`
     max_new_tokens: int = 64  # the end of the model's context also ends a text
-    eos_token_id: int | Sequence[int] | None = None  # end token ids; None: the ids of the base; []: no end
-    pad_token_id: int | None = None  # fills ended rows; None: the id of the base, or the first eos, or 0
+    eos_token_id: int | Sequence[int] | None = None  # end token ids; None: the ids of the config; []: no end
+    pad_token_id: int | None = None  # fills ended rows; None: the id of the config, or the first eos, or 0
     # For `compatible` and `ovr`: whether to sample (None: only `ovr`), and (ids [B,t], logits [B,V]) -> logits, which
     # includes the temperature.
     do_sample: bool | None = None
@@ -89,23 +89,74 @@ class Settings:
         """The random generator; None for torch's global state."""
         return self.generator if self.seed is None else torch.Generator(device).manual_seed(self.seed)
 
-    def ends(self, base: Any) -> list[int]:
-        """The end token ids. base: config of the base model."""
-        ids = base.eos_token_id if self.eos_token_id is None else self.eos_token_id
+    def ends(self, config: Any) -> list[int]:
+        """The end token ids. config: the model's."""
+        ids = config.eos_token_id if self.eos_token_id is None else self.eos_token_id
         if ids is None:
             return []
         return [ids] if isinstance(ids, int) else list(ids)
 
-    def padding(self, base: Any) -> int:
-        """The id that fills ended rows. base: config of the base model; old configs use -1 for none.
+    def padding(self, config: Any) -> int:
+        """The id that fills ended rows. config: the model's; old ones use -1 for none.
 
         Raises `UserError` for an id outside of the vocabulary.
         """
-        candidates = (self.pad_token_id, base.pad_token_id, *self.ends(base))
+        candidates = (self.pad_token_id, config.pad_token_id, *self.ends(config))
         found = next((int(token) for token in candidates if token is not None and token >= 0), 0)
-        if found >= base.vocab_size:
-            raise UserError("pad_token_id", found, f"an id below {base.vocab_size}")
+        if found >= config.vocab_size:
+            raise UserError("pad_token_id", found, f"an id below {config.vocab_size}")
         return found
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The prompts of a call."""
+
+    ids: Tensor  # [B,T]
+    values: Tensor | None = None  # [B,T]
+    mask: Tensor | None = None  # [B,T]
+    embeds: Tensor | None = None  # [B,T,H]: read instead of the ids
+    hidden: int = 0  # T where there are only embeds: texts are then returned without these positions
+
+    def copies(self, each: int) -> Prompt:
+        """Each row `each` times."""
+        given = {name: part for name, part in vars(self).items() if isinstance(part, Tensor)}
+        parts: dict[str, Any] = {name: part.repeat_interleave(each, 0) for name, part in given.items()}
+        return replace(self, **parts)
+
+    @classmethod
+    def of(cls, model: Any, ids: Any, values: Any, mask: Any, embeds: Tensor | None) -> Prompt:
+        """The prompts of a call of `CausalQwenForCausalLM.generate`; without any, the token that begins a text.
+
+        Also takes lists, which a tokenizer returns without return_tensors. Raises `UserError` for rows of different
+        lengths, and for no prompt where no token begins a text.
+        """
+        hidden = 0
+        if ids is None and embeds is not None:
+            hidden = embeds.shape[1]
+            ids = torch.zeros(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
+        elif ids is None:
+            begin = getattr(model.generation_config, "bos_token_id", None)
+            if begin is None:
+                raise UserError("prompt", None, "token ids [B,T], int64: this model has no token that begins a text")
+            ids = torch.tensor([[begin]], device=model.device)
+        if not isinstance(ids, Tensor):
+            ids, values, mask = _as_rows(model.device, ids, values, mask)
+        if embeds is not None and ids.shape != embeds.shape[:2]:
+            raise UserError("inputs_embeds", list(embeds.shape), f"the shape of the ids, {list(ids.shape)}, and H")
+        return cls(ids, values, mask if embeds is None or mask is not None else torch.ones_like(ids), embeds, hidden)
+
+
+def _as_rows(device: torch.device, *lists: Any) -> tuple[Any, ...]:
+    """Ids, values and mask as tensors [B,T]. Raises `UserError`."""
+    kinds = (torch.int64, torch.float64, torch.int64)
+    try:
+        return tuple(
+            None if rows is None else torch.atleast_2d(torch.tensor(rows, dtype=kind, device=device))
+            for rows, kind in zip(lists, kinds, strict=True)
+        )
+    except (TypeError, ValueError):
+        raise UserError("prompt", "no tensor", "rows of one length: tokenizer(texts, padding=True, ...)") from None
 
 
 def check_temperature(temperature: float | None) -> None:

@@ -35,6 +35,7 @@ def generate(
     numeric_values: Tensor | None = None,
     *,
     attention_mask: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
     watch: Sequence[Watch] = (),
     **settings: Any,
 ) -> tuple[Tensor, GeneratedNumbers]:
@@ -43,6 +44,7 @@ def generate(
     model: a `CausalQwenModel`.
     input_ids [B,T] int64; numeric_values [B,T], raw unit, 0 at text (default: all text); attention_mask [B,T], 0 at
         padding, which must be on the left.
+    inputs_embeds [B,T,H]: read instead of the prompt's ids, which then only give earlier numbers to copy.
     watch: called after each step with everything written so far; may end rows.
     settings: fields of `generate.generation_settings.Settings`, such as mode, max_new_tokens, temperature, seed.
 
@@ -54,7 +56,7 @@ def generate(
     check_prompt(model, input_ids, numeric_values, attention_mask)
     # Inference-mode tensors cannot be modified later, and the static cache outlives this call
     with torch.inference_mode(False), torch.no_grad(), at_hand(model.action):
-        text = _Continuation(model, chosen, input_ids, numeric_values, attention_mask)
+        text = _Continuation(model, chosen, input_ids, numeric_values, attention_mask, inputs_embeds)
         now, over = text.now, Ending(text.now.done, at_once=bool(watch))
         while text.end < text.total and not over():
             text.step()
@@ -63,6 +65,23 @@ def generate(
                 if ended is not None:
                     now.done.logical_or_(ended.to(now.done.device))
         return text.result()
+
+
+def numbers_of(
+    model: Any,
+    ids: Tensor,
+    prompt: int,
+    numeric_values: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    **settings: Any,
+) -> GeneratedNumbers:
+    """The numbers of texts [B,T'] that others have written after prompts [B,prompt]; the arguments are `generate`'s."""
+    chosen = Settings(max_new_tokens=ids.shape[1] - prompt, **settings)
+    with torch.inference_mode(False), torch.no_grad(), at_hand(model.action):
+        text = _Continuation(model, chosen, ids[:, :prompt], numeric_values, attention_mask, inputs_embeds)
+        text.read(ids)
+        return text.now.numbers
 
 
 class _Continuation:
@@ -75,16 +94,18 @@ class _Continuation:
         input_ids: Tensor,
         numeric_values: Tensor | None,
         attention_mask: Tensor | None,
+        inputs_embeds: Tensor | None = None,
     ) -> None:
         config, base, prompt = model.config, model.config.base_config, input_ids.shape[1]
         self.model, self.action, self.target = model, model.action, model.target
-        self.num_token_id, self.pad_token_id = int(config.num_token_id), settings.padding(base)
-        self.ends, self.digits, self.number_first = settings.ends(base), settings.digits, settings.number_first
+        self.num_token_id, self.pad_token_id = int(config.num_token_id), settings.padding(config)
+        self.ends, self.digits, self.number_first = settings.ends(config), settings.digits, settings.number_first
         self.prompt = self.end = prompt
         self.total = min(prompt + settings.max_new_tokens, max(prompt, base.max_position_embeddings))
         # Without padding no mask is passed on: transformers would read a mask on the host in each step
         self.padded = attention_mask is not None and not bool(attention_mask.all())
-        self.static, self.use_cache = settings.static, settings.use_cache
+        self.embeds = inputs_embeds  # until they are in the cache
+        self.static, self.use_cache = settings.static, settings.use_cache or inputs_embeds is not None
         room = -(-self.total // ROOM) * ROOM if self.static else self.total
         self.now = Buffers.of(model, input_ids, numeric_values, attention_mask, room, self.pad_token_id)
         self.kept = Kept.of(model) if self.static else None
@@ -154,6 +175,23 @@ class _Continuation:
                 self.steps(second_half, self, u_prime, self.choose(u_prime))
         self.end += 1
 
+    def read(self, ids: Tensor) -> None:
+        """Write the words of texts [B,T'] instead of chosen ones. All words up to the next number are read at once."""
+        number, pad, begin = (ids == self.num_token_id).any(0), self.pad_token_id, 0
+        after_end = ids.ne(pad).flip(1).cumsum(1).flip(1) == 0
+        while self.end < self.total:
+            # The value of a number is known when it is written, so the words behind it are read in the next turn
+            until = next((t for t in range(self.end, self.total) if bool(number[t])), self.total)
+            until = self.prompt if self.embeds is not None else until
+            self.now.ids[:, self.end : until] = ids[:, self.end : until]
+            columns = torch.arange(begin, until, device=ids.device)
+            u_prime = self.infer(columns, self.now.mask[:, :until], every=True)
+            for t in range(self.end, min(until + 1, self.total)):
+                if pad not in self.ends:
+                    self.now.done.logical_or_(after_end[:, t])
+                self.write(Cauchy(*(part[:, t - 1 - begin] for part in u_prime)), ids[:, t])
+            begin, self.end = until, until + 1
+
     def draw_ahead(self, kept: Kept) -> None:
         """Draw the random numbers of the next step: a compiled step cannot draw from a generator."""
         found = self.mode.random(self.action, self.options)
@@ -166,19 +204,22 @@ class _Continuation:
         columns stay True, and the causal mask hides them."""
         return self.infer(self.now.at - 1, self.now.mask if self.static else self.now.mask[:, : self.end])
 
-    def infer(self, columns: Tensor, mask: Tensor) -> Cauchy:
-        """U' [B,C] at the last of these columns [w], which are not in the cache yet; on the device of the head."""
+    def infer(self, columns: Tensor, mask: Tensor, every: bool = False) -> Cauchy:
+        """U' [B,C] at the last of these columns [w], which are not in the cache yet; on the device of the head. every:
+        at all of them, [B,w,C]."""
         now = self.now
         ids, values, positions = (
             each.index_select(1, columns) for each in (now.ids, now.numbers.values, now.positions)
         )
+        embeds, self.embeds = self.embeds, None
         u: Cauchy = self.model.infer(
-            ids,
+            ids if embeds is None else None,
             values,
             mask if self.padded else None,
             position_ids=positions,
             past_key_values=now.cache,
-            keep=torch.arange(1, len(ids) + 1, device=ids.device) * ids.shape[1] - 1,
+            keep=None if every else torch.arange(1, len(ids) + 1, device=ids.device) * ids.shape[1] - 1,
+            inputs_embeds=embeds,
         )
         return self.mode.law(self.action, u.to(self.action.cls_weight.device), self.draws)
 

@@ -12,13 +12,30 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.generation import LogitsProcessorList, MaxTimeCriteria, StoppingCriteriaList
+from transformers.generation import (
+    GenerateBeamDecoderOnlyOutput,
+    GenerateDecoderOnlyOutput,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
-from transformers.utils import ModelOutput
 
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.generate.generation_settings import check_temperature
+from cqwen_dist.generate.generation_settings import Prompt, check_temperature
 from cqwen_dist.generate.generator import Watch
+from cqwen_dist.generate.loop_call import (
+    BEAMS,
+    CACHES,
+    DRAFTS,
+    LOOPS,
+    PLAIN,
+    SEEN,
+    LoopCall,
+    loop_call,
+    needs_loop,
+    refused_by_transformers,
+)
 from cqwen_dist.generate.modes import find_mode
 from cqwen_dist.generate.numbers import MOST_DIGITS, GeneratedNumbers
 from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, ends_at
@@ -26,16 +43,17 @@ from cqwen_dist.heads.intervals import LEVELS
 
 # Passed on to `Settings` unchanged.
 PASSED_ON = ("decode_rule", "digits", "eps_truncation", "generator", "number_first", "seed", "used_rows")
-PLAIN = ("eos_token_id", "pad_token_id", "use_cache", "cache_implementation", "compile_config", "disable_compile")
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
 LENGTH = ("max_new_tokens", "max_length", "max_time", "stop_strings", "num_return_sequences", "return_dict_in_generate")
 WARPERS = ("temperature", "top_k", "top_p")
-# Hugging Face turns each of these into a logits processor of loc_S, in `compatible`.
+# Hugging Face turns each of these into a logits processor.
 OF_LOGITS = (
     *("bad_words_ids", "begin_suppress_tokens", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty"),
     *("forced_eos_token_id", "min_length", "min_new_tokens", "min_p", "no_repeat_ngram_size", "remove_invalid_values"),
     *("renormalize_logits", "repetition_penalty", "sequence_bias", "suppress_tokens", "top_h", "typical_p"),
 )
+CHANGES = (*OF_LOGITS, "prefix_allowed_tokens_fn")
+LOGIT_MODES = ("compatible", "ovr", "standard")  # a processor sees loc_S in `compatible`, log P in the others
 # Where a mode does not take the option: the value with which it has no effect, so callers may pass it. So may None.
 _OFF = ("early_stopping", "low_memory", "output_attentions", "output_hidden_states", "output_logits", "output_scores")
 NEUTRAL = {
@@ -45,21 +63,21 @@ NEUTRAL = {
     **dict.fromkeys(("diversity_penalty", "epsilon_cutoff", "eta_cutoff", "min_p"), 0.0),
     **dict.fromkeys(("min_length", "min_new_tokens", "top_k"), 0),
     **dict.fromkeys(("encoder_no_repeat_ngram_size", "no_repeat_ngram_size"), 0),
-    "logits_to_keep": 1,
+    "is_assistant": False,
 }
 # What to do instead of an option that no mode takes.
 INSTEAD_OF = {
-    "assistant_model": "None: each word needs the number before it, so nothing drafts ahead",
-    "num_beams": "1; num_return_sequences with mode='ovr' gives several continuations",
-    "output_logits": "False; forward gives the logits of every position",
-    "output_scores": "False; forward with output_log_probs gives log P of every position",
+    "assistant_early_exit": "None; assistant_model takes a smaller model",
+    "guidance_scale": "1; it reads the text once more without its numbers",
     "penalty_alpha": "None; mode='compatible' takes repetition_penalty",
-    "prefix_allowed_tokens_fn": "None; mode='compatible' takes it as a logits_processor",
+    "prefill_chunk_size": "None; a prompt is read at once",
     "synced_gpus": "False: a process generates by itself, so give each whole weights",
 }
 # The modes that take an option, where not all do.
 ONLY_IN = {
-    **dict.fromkeys((*OF_LOGITS, "logits_processor"), ("compatible",)),
+    **dict.fromkeys((*CHANGES, *SEEN, *CACHES, "logits_processor"), LOGIT_MODES),
+    **dict.fromkeys(BEAMS, ("compatible", "ovr")),
+    **dict.fromkeys(DRAFTS, ("compatible", "standard")),
     **dict.fromkeys(("top_k", "top_p"), ("compatible", "ovr")),
 }
 WHOLE = ("max_new_tokens", "max_length", "num_return_sequences", "top_k", "seed", "used_rows")
@@ -67,46 +85,47 @@ REAL = ("temperature", "top_p", "eps_truncation", "max_time")
 
 
 @dataclass
-class CausalQwenGeneration(ModelOutput):
+class CausalQwenGeneration(GenerateDecoderOnlyOutput):
     """The output with return_dict_in_generate: sequences [B,T'] int64 (prompt + continuation) and their numbers.
 
     For callers that only pass on tensors: numeric_values [B,T'] and numeric_intervals [B,T',levels,2]
-    (`GeneratedNumbers.interval` at `LEVELS`), both float64.
+    (`GeneratedNumbers.interval` at `LEVELS`), both float64. The other fields are transformers', where asked for.
     """
 
-    sequences: Tensor | None = None
     numbers: GeneratedNumbers | None = None
     numeric_values: Tensor | None = None
     numeric_intervals: Tensor | None = None
 
-    @classmethod
-    def of(cls, sequences: Tensor, numbers: GeneratedNumbers) -> CausalQwenGeneration:
-        """The output of a generation."""
-        ends = torch.stack([torch.stack(numbers.interval(level), -1) for level in LEVELS], -2)
-        return cls(sequences=sequences, numbers=numbers, numeric_values=numbers.values, numeric_intervals=ends)
+
+@dataclass
+class CausalQwenBeams(GenerateBeamDecoderOnlyOutput):
+    """The same of beams."""
+
+    numbers: GeneratedNumbers | None = None
+    numeric_values: Tensor | None = None
+    numeric_intervals: Tensor | None = None
 
 
-def as_rows(device: torch.device, ids: Any, values: Any, mask: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A prompt as tensors [B,T]. Accepts lists, which a tokenizer returns without return_tensors.
+def with_numbers(numbers: GeneratedNumbers, found: Mapping[str, Any]) -> CausalQwenGeneration | CausalQwenBeams:
+    """What transformers gives of a generation, and its numbers."""
+    ends = torch.stack([torch.stack(numbers.interval(level), -1) for level in LEVELS], -2)
+    kind = CausalQwenBeams if "beam_indices" in found else CausalQwenGeneration
+    return kind(**found, numbers=numbers, numeric_values=numbers.values, numeric_intervals=ends)
 
-    Raises `UserError` for rows of different lengths.
-    """
-    if isinstance(ids, Tensor):
-        return ids, values, mask
 
-    def tensor(rows: Any, dtype: torch.dtype) -> Any:
-        return None if rows is None else torch.atleast_2d(torch.tensor(rows, dtype=dtype, device=device))
+@dataclass(frozen=True)
+class Call:
+    """A call of `CausalQwenForCausalLM.generate`, translated."""
 
-    try:
-        return tensor(ids, torch.int64), tensor(values, torch.float64), tensor(mask, torch.int64)
-    except (TypeError, ValueError):
-        raise UserError("prompt", "no tensor", "rows of one length: tokenizer(texts, padding=True, ...)") from None
+    options: dict[str, Any]  # for `generate.generator.generate`
+    copies: int  # rows per prompt
+    as_output: bool  # whether to return a `CausalQwenGeneration`
+    loop: LoopCall | None  # of transformers' generate, where the call needs one of its loops
 
 
 def translate(
     model: Any,
-    ids: Tensor,
-    mask: Tensor | None,
+    prompt: Prompt,
     mode: str | None,
     *,
     generation_config: GenerationConfig | None,
@@ -114,10 +133,10 @@ def translate(
     stopping_criteria: Sequence[Callable[..., Tensor]] | None,
     streamer: BaseStreamer | None,
     tokenizer: Tokenizer | None,
+    watch: Sequence[Watch],
     given: dict[str, Any],
-) -> tuple[dict[str, Any], int, bool]:
-    """Translate a call of `CausalQwenForCausalLM.generate`. Returns (keywords for `generate.generator.generate`, rows
-    per prompt, whether to return a `CausalQwenGeneration`).
+) -> Call:
+    """Translate a call of `CausalQwenForCausalLM.generate`.
 
     Priority: `given`, then generation_config where it differs from the model's (servers pass a copy of the model's),
     then the model's generation config. All modes except `compatible` only use lengths and end tokens from the model's
@@ -131,33 +150,40 @@ def translate(
         asked.setdefault("digits", streamer.digits)
     merged = _merged(own, asked, mode)
     options = {name: merged[name] for name in (*PASSED_ON, *PLAIN) if name in merged}
-    mask = _mask_of(model, ids, merged) if mask is None else mask
+    ids = prompt.ids
+    mask = _mask_of(model, ids, merged) if prompt.mask is None else prompt.mask
     options |= {"mode": mode, "attention_mask": mask, "max_new_tokens": 64}
     if merged.get("max_new_tokens") is not None:
         options["max_new_tokens"] = int(merged["max_new_tokens"])
     elif merged.get("max_length") is not None:
         options["max_new_tokens"] = max(0, int(merged["max_length"]) - ids.shape[1])
+    seen = ids[:, prompt.hidden :]  # by processors
     options |= _draws(
-        model, ids, mask, mode, {**merged, "max_length": options["max_new_tokens"]}, logits_processor or ()
+        model, seen, mask, mode, {**merged, "max_length": options["max_new_tokens"]}, logits_processor or ()
     )
-    options["watch"] = _watch(ids, merged, stopping_criteria, streamer, tokenizer)
-    return options, int(merged.get("num_return_sequences") or 1), bool(merged.get("return_dict_in_generate"))
+    copies, as_output = int(merged.get("num_return_sequences") or 1), bool(merged.get("return_dict_in_generate"))
+    if needs_loop(prompt, merged, options):
+        loop = loop_call(model, ids.shape[1], merged, options, stopping_criteria, streamer, watch)
+        return Call(options, copies, as_output, loop)
+    options["watch"] = [*_watch(ids, merged, stopping_criteria, streamer, tokenizer), *watch]
+    return Call(options, copies, as_output, None)
 
 
 def _draws(
     model: Any, ids: Tensor, mask: Tensor | None, mode: str, merged: dict[str, Any], own: Sequence[Any]
 ) -> dict[str, Any]:
     """What changes the draws of a mode. own: processors of logits. Raises `UserError`."""
-    if own and mode != "compatible":
+    if own and mode not in LOGIT_MODES:
         raise UserError("logits_processor", "", _only_in("logits_processor"))
+    longest = min(ids.shape[1] + merged["max_length"], model.config.max_position_embeddings)
+    merged = {**merged, "max_length": longest}
     if mode == "compatible":
-        longest = min(ids.shape[1] + merged["max_length"], model.config.base_config.max_position_embeddings)
-        return _sampling(model, ids, mask, {**merged, "max_length": longest}, own)
-    if mode != "ovr":
-        return {"temperature": merged.get("temperature")}
-    warped = {name: merged[name] for name in WARPERS if merged.get(name) is not None}
-    # top_k 0: transformers may have a default
-    return _sampling(model, ids, mask, {"do_sample": True, "top_k": 0, **warped}, ()) if warped else {}
+        return _sampling(model, ids, mask, merged, own)
+    drawn = {} if mode == "ovr" else {"temperature": merged.get("temperature")}
+    if not own and not any(merged.get(n) is not None for n in ((*WARPERS, *CHANGES) if mode == "ovr" else CHANGES)):
+        return drawn
+    top_k = merged.get("top_k") or 0  # transformers may have a default
+    return drawn | _sampling(model, ids, mask, {**merged, "do_sample": mode == "ovr", "top_k": top_k}, own)
 
 
 def _only_in(name: str) -> str:
@@ -170,8 +196,8 @@ def _mask_of(model: Any, ids: Tensor, merged: dict[str, Any]) -> Tensor | None:
     If the pad token is also an end token, it may be text. Then there is no mask, only a warning if some rows start with
     it.
     """
-    base = model.config.base_config
-    pad, ends = merged.get("pad_token_id", base.pad_token_id), merged.get("eos_token_id", base.eos_token_id)
+    config = model.config
+    pad, ends = merged.get("pad_token_id", config.pad_token_id), merged.get("eos_token_id", config.eos_token_id)
     if pad is None or pad < 0:
         return None
     if pad not in (ends if isinstance(ends, list | tuple) else [ends]):
@@ -199,20 +225,26 @@ def _merged(own: dict[str, Any], asked: dict[str, Any], mode: str) -> dict[str, 
     if draws is not None and asked.get("do_sample") not in (None, draws):
         said = f"{draws}, as mode {mode} draws" + ("" if draws else " nothing; mode='compatible' or 'ovr' draws words")
         raise UserError("do_sample", asked["do_sample"], said)
-    kept = (*PLAIN, *LENGTH, *SAMPLING, *OF_LOGITS) if mode == "compatible" else (*PLAIN, *LENGTH)
+    kept = (*PLAIN, *LENGTH, *SAMPLING, *OF_LOGITS, *BEAMS) if mode == "compatible" else (*PLAIN, *LENGTH)
     return {**{name: value for name, value in own.items() if name in kept}, **asked}
 
 
 def _with_effect(asked: dict[str, Any], mode: str) -> dict[str, Any]:
     """The options of a call that its mode takes, without those that have no effect. Raises `UserError` for others."""
-    known = {*PASSED_ON, *PLAIN, *SAMPLING, *LENGTH, *OF_LOGITS}
+    known = {*PASSED_ON, *PLAIN, *SAMPLING, *LENGTH, *CHANGES, *LOOPS}
+    if asked.get("is_assistant"):  # transformers sets every option where it asks for a draft
+        asked = {n: value for n, value in asked.items() if n in known and mode in ONLY_IN.get(n, (mode,))}
     found = {}
     for name, value in asked.items():
         if name in known and mode in ONLY_IN.get(name, (mode,)):
             found[name] = value
             if value is not None:
                 _check_kind(name, value)
-        elif name != "mode" and value is not None and (name not in NEUTRAL or value != NEUTRAL[name]):
+        elif (
+            name not in ("mode", "logits_to_keep")
+            and value is not None
+            and (name not in NEUTRAL or value != NEUTRAL[name])
+        ):
             near = difflib.get_close_matches(name, known, 1)
             other = "an option of this generate" + (f"; the nearest is {near[0]}" if near else "")
             raise UserError(name, value, _only_in(name) if name in known else INSTEAD_OF.get(name, other))
@@ -245,24 +277,29 @@ def _sampling(
         raise UserError("top_k", top_k, "0 (all words) or more")
     implied = any(merged.get(name) is not None for name in (*WARPERS, "seed", "generator"))
     sampling = bool(merged.get("do_sample", implied)) and temperature != 0.0
-    ends = merged.get("eos_token_id", model.config.base_config.eos_token_id)
-    settings = {n: merged[n] for n in (*OF_LOGITS, *SAMPLING, "pad_token_id", "max_length") if n in merged}
+    ends = merged.get("eos_token_id", model.config.eos_token_id)
+    settings = {n: merged[n] for n in (*OF_LOGITS, *SAMPLING, "pad_token_id", "max_length", "num_beams") if n in merged}
     settings |= {"do_sample": sampling, "eos_token_id": None if ends == [] else ends}  # []: there is no end
     if not sampling:
         settings.pop("temperature", None)
-    try:
+    with refused_by_transformers():
         config = GenerationConfig(**settings)
         model._prepare_special_tokens(config, True, device=ids.device)
         found = model._get_logits_processor(
             config,
             input_ids_seq_length=ids.shape[1],
-            model_kwargs={} if mask is None else {"attention_mask": mask},
+            model_kwargs=_mask_of_rows(mask, merged),
             device=ids.device,
+            prefix_allowed_tokens_fn=merged.get("prefix_allowed_tokens_fn"),
             logits_processor=LogitsProcessorList(own),
         )
-    except ValueError as error:
-        raise UserError("generation_config", " ".join(str(error).split()), "values that transformers takes") from None
     return {"logits_processor": found if len(found) else None, "do_sample": sampling}
+
+
+def _mask_of_rows(mask: Tensor | None, merged: dict[str, Any]) -> dict[str, Tensor]:
+    """The mask of the texts that are written, several of a prompt."""
+    rows = max(merged.get("num_beams") or 1, merged.get("num_return_sequences") or 1)
+    return {} if mask is None else {"attention_mask": mask.repeat_interleave(rows, 0)}
 
 
 def _watch(

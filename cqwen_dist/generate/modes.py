@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.ops.cauchy import Cauchy, log_prob_above, prob_above
@@ -118,7 +118,9 @@ def ovr_sample(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids
     p = prob_above(scores.scale, gap)
     none = p.sum(-1) == 0
     if options.processors is not None:
-        p = options.processors(ids, log_prob_above(scores.scale, gap)).softmax(-1).nan_to_num()
+        spare = action.vocab_size - gap.shape[1]  # processors know the whole vocabulary
+        logits = nn.functional.pad(log_prob_above(scores.scale, gap), (0, spare), value=-math.inf)
+        p = options.processors(ids, logits)[:, : gap.shape[1]].softmax(-1).nan_to_num()
     return torch.where(none, strongest(gap, scores), draws.pick(p + none[:, None]))
 
 

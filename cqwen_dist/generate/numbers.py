@@ -43,10 +43,11 @@ class GeneratedNumbers:
     more: Cauchy | None = None  # [B,T',R-1] float64: laws of additional values in the target's unit, if generated
     copied: Tensor | None = None  # [B,T'] bool: copy of an earlier number, with all its digits
 
-    def until(self, end: int) -> GeneratedNumbers:
-        """The first `end` positions, as views."""
-        cut: dict[str, Any] = {name: value[:, :end] for name, value in vars(self).items() if isinstance(value, Tensor)}
-        more = None if self.more is None else Cauchy(*(part[:, :end] for part in self.more))
+    def until(self, end: int | None, begin: int = 0) -> GeneratedNumbers:
+        """The positions before `end` (None: all), from `begin` on, as views."""
+        at = slice(begin, end)
+        cut: dict[str, Any] = {name: value[:, at] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        more = None if self.more is None else Cauchy(*(part[:, at] for part in self.more))
         return replace(self, **cut, more=more)
 
     def clone(self) -> GeneratedNumbers:

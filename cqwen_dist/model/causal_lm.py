@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config.errors import UserError
+from cqwen_dist.generate.generation_settings import Prompt
 from cqwen_dist.generate.generator import Watch, generate
-from cqwen_dist.generate.hugging_face import CausalQwenGeneration, as_rows, translate
+from cqwen_dist.generate.hugging_face import translate, with_numbers
+from cqwen_dist.generate.transformers_loops import NumberGenerationMixin
 from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.heads.beside import BESIDE
 from cqwen_dist.heads.precision import at_hand, refuse_changed
-from cqwen_dist.model.backbone import seen_inside
+from cqwen_dist.model.backbone import cache_name, seen_inside
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.from_base import turned_causal
@@ -67,7 +69,7 @@ def asked_and_seen(asked: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[st
     return {name: seen.get(name) for name in names}
 
 
-class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
+class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
     """CausalQwen as Hugging Face users know models: from_pretrained, save_pretrained, generate."""
 
     config_class = CausalQwenConfig
@@ -75,8 +77,8 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
     accepts_loss_kwargs = True  # Trainer gives num_items_in_batch
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _supports_sdpa = True
-    _supports_flash_attn = True
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True  # as the base does
+    _can_compile_fullgraph = True  # without labels
     _no_split_modules = [  # noqa: RUF012  what accelerate keeps on one device, beside the base's layers
         "NumericalAwareEmbedding",
         "AbductionNetwork",
@@ -91,6 +93,11 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         self.model = CausalQwenModel(config) if model is None else model
         transformer: Any = self.model.transformer
         self._no_split_modules = [*self._no_split_modules, *transformer._no_split_modules]
+        for name in ("_supports_flex_attn", "_supports_attention_backend", "_can_compile_fullgraph"):
+            setattr(self, name, getattr(transformer, name, False))
+        if self.model.beside is None:
+            self._keep_in_fp32_modules_strict = self._keep_in_fp32_modules_strict - {BESIDE}
+            self._keep_in_fp32_modules = self._keep_in_fp32_modules - {f"model.{BESIDE}"}
         if model is None:
             self.post_init()
 
@@ -164,6 +171,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         cache: Any = None,
         num_items_in_batch: Tensor | int | None = None,
+        mode: str | None = None,
     ) -> CausalQwenOutput | tuple[Any, ...]:
         """[B,T] each -> `CausalQwenOutput`, or with return_dict False a tuple of its values that are not None.
 
@@ -173,7 +181,8 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         default all without labels, none with them, as training needs no [B,T,V]. output_scales, output_log_probs:
         further outputs of these positions. inputs_embeds [B,T,H]: instead of ids; phi(v) w_num is added to it.
         use_cache: begin a cache where none is given. cache: another name of past_key_values. num_items_in_batch: as
-        `loss_of_labels`. Raises `UserError`.
+        `loss_of_labels`. mode: the logits are those by which this mode of `generate` chooses words: log P, or loc_S in
+        `compatible`, -inf for words that it never writes. Raises `UserError`.
         """
         self._check(input_ids, numeric_values, inputs_embeds)
         cache = self._cache_of(past_key_values if cache is None else cache, use_cache)
@@ -192,7 +201,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
             u_prime = action.add_noise(u)
             y = action.number_head.value(u_prime)
             scored = labels is None or logits_to_keep is not None or output_scales or output_log_probs
-            scores: Any = self._scores(u_prime, logits_to_keep, output_scales, output_log_probs) if scored else {}
+            scores: Any = self._scores(u_prime, logits_to_keep, output_scales, output_log_probs, mode) if scored else {}
             loss = None
             if labels is not None:
                 given = input_ids, labels, numeric_values, attention_mask
@@ -237,17 +246,22 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
 
-    def _scores(self, u_prime: Cauchy, keep: int | Tensor | None, scales: bool, log_probs: bool) -> dict[str, Tensor]:
+    def _scores(
+        self, u_prime: Cauchy, keep: int | Tensor | None, scales: bool, log_probs: bool, mode: str | None
+    ) -> dict[str, Tensor]:
         """loc_S and, on demand, scale_S and log_probs, [B,k,V] each, of the positions that logits_to_keep names."""
         action, at = self.model.action, slice(-keep, None) if isinstance(keep, int) else keep
         kept = u_prime if at is None else Cauchy(u_prime.loc[:, at], u_prime.scale[:, at])
-        if not scales and not log_probs:
+        if not scales and not log_probs and mode is None:
             return {"logits": action.word_part(kept).loc @ action.cls_weight.T + action.cls_bias}
         found = action.scores(kept)
         further = {"scale_S": found.scale} if scales else {}
         if log_probs:
             further["log_probs"] = found.log_sf(action.threshold)
-        return {"logits": found.loc, **further}
+        logits = found.loc if mode in (None, "compatible") else found.log_sf(action.threshold)
+        if mode is not None and (mode != "compatible" or self.config.added_rows):
+            logits[..., self.config.used_rows :] = -torch.inf
+        return {"logits": logits, **further}
 
     @torch.no_grad()
     def generate(  # type: ignore[override, unused-ignore]  # numbers go with the ids
@@ -276,34 +290,43 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         used_rows, watch. Raises `UserError`.
         """
         ids = inputs if input_ids is None else input_ids
-        if ids is None:
-            raise UserError("prompt", None, "token ids [B,T], int64")
-        ids, numeric_values, attention_mask = as_rows(self.device, ids, numeric_values, attention_mask)
-        self._check(ids, numeric_values)
-        options, copies, as_output = translate(
+        prompt = Prompt.of(self, ids, numeric_values, attention_mask, options.pop("inputs_embeds", None))
+        self._check(prompt.ids, prompt.values)
+        call = translate(
             self,
-            ids,
-            attention_mask,
+            prompt,
             mode,
             generation_config=generation_config,
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             streamer=streamer,
             tokenizer=tokenizer,
+            watch=watch,
             given=options,
         )
-        options["watch"] += watch
-        if copies > 1:
-            ids = ids.repeat_interleave(copies, 0)
-            numeric_values = None if numeric_values is None else numeric_values.repeat_interleave(copies, 0)
-            if options["attention_mask"] is not None:
-                options["attention_mask"] = options["attention_mask"].repeat_interleave(copies, 0)
-        written, numbers = generate(self.model, ids, numeric_values, **options)
-        if streamer is not None:
-            streamer.end()
-        if as_output:
-            return CausalQwenGeneration.of(written, numbers)
+        prompt = replace(prompt, mask=call.options.pop("attention_mask"))
+        if call.loop is not None:
+            found = self.written_by_loop(prompt, call.loop)
+            written = found.sequences if call.as_output else found
+            if call.loop.is_draft or not (call.as_output or return_numbers):
+                return found
+            numbers = self.numbers_in(written, prompt, call.loop)
+        else:
+            rows = prompt.copies(call.copies)
+            given = {"attention_mask": rows.mask, "inputs_embeds": rows.embeds, **call.options}
+            written, numbers = generate(self.model, rows.ids, rows.values, **given)
+            written, numbers = written[:, prompt.hidden :], numbers.until(None, prompt.hidden)
+            found = {"sequences": written}
+            if streamer is not None:
+                streamer.end()
+        if call.as_output:
+            return with_numbers(numbers, found)
         return (written, numbers) if return_numbers else written
+
+    @property
+    def cache_name(self) -> str:
+        """The name that this transformers gives to a cache."""
+        return cache_name(self.model.transformer)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
         """As transformers', with the code that the folder needs where this package is not installed.

@@ -8,12 +8,22 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.model.backbone import cache_name, seen_inside
 from cqwen_dist.model.causal_lm import CausalQwenForCausalLM, asked_and_seen
 
 
 class CausalQwenFeatures(CausalQwenForCausalLM):
     """The same weights with another forward pass: last_hidden_state is z [B,T,H], as other models' AutoModel has it."""
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """Features alone write nothing."""
+        return False
+
+    def generate(self, *args: Any, **given: Any) -> Any:
+        """Raises `UserError`."""
+        raise UserError("generate", Said("features, which have no words"), "AutoModelForCausalLM")
 
     def forward(  # type: ignore[override, unused-ignore]
         self,

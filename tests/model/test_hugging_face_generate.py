@@ -102,8 +102,8 @@ def test_custom_logits_processors(pair, prompts) -> None:
     theirs = base.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=9, logits_processor=own)
     ours = model.generate(ids, attention_mask=mask, mode="compatible", max_new_tokens=9, logits_processor=own)
     assert torch.equal(ours, theirs)
-    for mode in ("standard", "ovr"):
-        with pytest.raises(UserError, match=r"logits_processor: .*nothing but in mode compatible"):
+    for mode in ("causal", "individual"):
+        with pytest.raises(UserError, match=r"logits_processor: .*nothing but in mode compatible or ovr or standard"):
             model.generate(ids, mode=mode, logits_processor=own)
         with pytest.raises(UserError, match=r"repetition_penalty: found 1\.2"):
             model.generate(ids, mode=mode, repetition_penalty=1.2)
@@ -192,10 +192,10 @@ def test_options_without_effect_are_accepted_in_every_mode(mode: str) -> None:
 def test_unsupported_generate_options_are_refused() -> None:
     model, ids = tiny_causal_lm(), random_ids(1, 3)
     for options, match in (
-        ({"num_beams": 4}, "num_beams: found 4, allowed: 1; num_return_sequences with mode='ovr' gives several"),
+        ({"num_beams": 4}, "num_beams: found 4, allowed: nothing but in mode compatible or ovr"),
         (
-            {"output_scores": True},
-            "output_scores: found True, allowed: False; forward with output_log_probs",
+            {"penalty_alpha": 0.6},
+            r"penalty_alpha: found 0\.6, allowed: None; mode='compatible' takes repetition_penalty",
         ),
         ({"colour": "red"}, "colour: found 'red', allowed: an option of this generate"),
         ({"max_new_token": 3}, "max_new_token: found 3, allowed: .*the nearest is max_new_tokens"),

@@ -1,0 +1,164 @@
+"""Beams, drafts and scores by transformers' own loops, which know only ids; this adds the numbers.
+
+The value of a number follows from the text before it. So `LoopNumbers` keeps, for each position of each row, the value
+that a number right behind it would have. When a loop feeds a number back, its value is looked up there.
+
+Shape letters: B prompts, R rows (B times the beams), T positions of a prompt, t of a text so far, w of one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, GenerationMixin
+
+from cqwen_dist.generate.generation_settings import Prompt, check_prompt
+from cqwen_dist.generate.generator import numbers_of
+from cqwen_dist.generate.loop_call import LoopCall, refused_by_transformers
+from cqwen_dist.generate.numbers import POWERS, Digits, GeneratedNumbers, written_values
+from cqwen_dist.heads.intervals import Intervals
+from cqwen_dist.heads.precision import at_hand
+from cqwen_dist.ops.cauchy import Cauchy
+
+
+class LoopNumbers:
+    """The values of numbers in the texts of a loop."""
+
+    def __init__(self, model: Any, prompt: Prompt, mode: str, digits: Digits | None) -> None:
+        """model: a `CausalQwenModel`. mode, digits: as in `Settings`."""
+        ids, values, mask = prompt.ids, prompt.values, prompt.mask
+        self.model, self.mode, self.digits, self.hidden = model, mode, digits, prompt.hidden
+        self.prompt = torch.zeros_like(ids, dtype=torch.float64) if values is None else values.double()
+        self.mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        self.ids = self.first = ids
+        self.values = self.prompt
+        self.following = self.prompt[:, :0]  # [R,t]: the value of a number that comes right behind this position
+        self.intervals, self.powers = Intervals.from_dict(model.config.calibration), POWERS.to(ids.device)
+
+    def of(self, ids: Tensor) -> Tensor:
+        """The values [R,t] of these texts, each of which goes on from one that was read before."""
+        each, start = len(ids) // len(self.prompt), self.prompt.shape[1]
+        if self.hidden:
+            ids = torch.cat([self.first[:, : self.hidden].repeat_interleave(each, 0), ids], 1)
+        if not self.following.shape[1]:
+            self.following = self.prompt.new_zeros(ids.shape)
+        elif each > 1:
+            self.following = self.following[self._places(ids, each)]
+        end, number = ids.shape[1], ids[:, start:] == self.model.config.num_token_id
+        known = nn.functional.pad(self.following, (0, max(0, end - self.following.shape[1])))  # a draft has no number
+        written = known[:, start - 1 : end - 1].where(number, 0.0)
+        self.values = torch.cat([self.prompt.repeat_interleave(each, 0), written], 1)
+        self.ids = ids
+        return self.values
+
+    def _places(self, ids: Tensor, each: int) -> Tensor:
+        """The rows [R] of the last call that these go on from. Beams with the same ids have the same values."""
+        b, length = len(self.prompt), self.ids.shape[1]
+        new, old = ids[:, :length].view(b, each, 1, length), self.ids.view(b, 1, each, length)
+        same = (new == old).all(-1).int().argmax(-1)
+        return (same + each * torch.arange(b, device=ids.device).unsqueeze(1)).flatten()
+
+    def note(self, u: Cauchy) -> None:
+        """Keep the values that numbers behind the last w positions would have, from U [R,w,C] there."""
+        action, head = self.model.action, self.model.action.number_head
+        (rows, end), width, start = self.ids.shape, u.loc.shape[1], self.mask.shape[1]
+        real = nn.functional.pad(self.mask, (0, end - start), value=True).repeat_interleave(rows // len(self.mask), 0)
+        number = (self.ids == self.model.config.num_token_id) & real
+        memory = head.memory(number, self.values, (real.cumsum(1) - 1).clamp(min=0))[:, end - width :]
+        with at_hand(action):
+            found = head.decide(Cauchy(*action.add_noise(u)), memory)
+        value = written_values(found, self.model.target, self.intervals, self.digits, self.powers)
+        self.following = torch.cat([self.following[:, : end - width], value], 1)
+
+
+def words_before_a_number(
+    draft: Callable[..., Any], drafts: Any, numbers: LoopNumbers, ids: Tensor, **given: Any
+) -> tuple[Tensor, Tensor | None]:
+    """A draft (`CandidateGenerator.get_candidates`) up to its first number: what comes behind needs its value."""
+    if isinstance(getattr(drafts, "assistant_model", None), NumberGenerationMixin):
+        drafts.assistant_kwargs["numeric_values"] = numbers.of(ids)
+    found, logits = draft(ids, **given)
+    at = (found[0, ids.shape[1] :] == numbers.model.config.num_token_id).nonzero()
+    if not len(at):
+        return found, logits
+    kept = int(at[0])
+    return found[:, : ids.shape[1] + kept], logits[:, :kept] if kept and logits is not None else None
+
+
+class NumberGenerationMixin(GenerationMixin):
+    """`GenerationMixin` whose loops feed back numbers with their values. numbers: the `LoopNumbers` of a call."""
+
+    def prepare_inputs_for_generation(  # type: ignore[override, unused-ignore]
+        self,
+        input_ids: Tensor,
+        inputs_embeds: Tensor | None = None,
+        numeric_values: Tensor | None = None,
+        numbers: LoopNumbers | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """What the model reads next, with the values of these positions, and of which mode the logits are."""
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
+        if numbers is not None:
+            numeric_values, inputs["mode"] = numbers.of(input_ids), numbers.mode
+        if numeric_values is not None:
+            read = inputs["input_ids"] if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
+            inputs["numeric_values"] = numeric_values[:, -read.shape[1] :]
+        return inputs
+
+    def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: Any, *args: Any, **given: Any) -> Any:
+        if (numbers := model_kwargs.get("numbers")) is not None:
+            numbers.note(Cauchy(outputs.loc_U, outputs.scale_U))
+        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **given)
+
+    model: Any
+
+    def _get_candidate_generator(  # type: ignore[override, unused-ignore]
+        self: Any, *, model_kwargs: Any, **given: Any
+    ) -> Any:
+        passed = {name: value for name, value in model_kwargs.items() if name != "numbers"}
+        drafts: Any = GenerationMixin._get_candidate_generator(self, model_kwargs=passed, **given)
+        numbers = model_kwargs.get("numbers")
+        if numbers is not None:
+            drafts.get_candidates = partial(words_before_a_number, drafts.get_candidates, drafts, numbers)
+        return drafts
+
+    def written_by_loop(self: Any, prompt: Prompt, call: LoopCall) -> Any:
+        """What transformers' generate returns. Raises `UserError` for what it refuses."""
+        on_gpu = [self.device] if self.device.type == "cuda" else []
+        shown = {"inputs_embeds": prompt.embeds} if prompt.embeds is not None else {}
+        if not prompt.hidden:
+            shown["input_ids"] = prompt.ids
+        check_prompt(self.model, prompt.ids, prompt.values, prompt.mask)
+        numbers = LoopNumbers(self.model, prompt, call.given["generation_config"].mode, call.digits)
+        own, self.generation_config = self.generation_config, GenerationConfig()  # the call's is whole
+        try:
+            with torch.random.fork_rng(on_gpu, enabled=call.seed is not None), refused_by_transformers():
+                if call.seed is not None:
+                    torch.manual_seed(call.seed)
+                return GenerationMixin.generate(
+                    self, **shown, attention_mask=prompt.mask, numbers=numbers, **call.given
+                )
+        finally:
+            self.generation_config = own
+
+    def numbers_in(self, sequences: Tensor, prompt: Prompt, call: LoopCall) -> GeneratedNumbers:
+        """The numbers of what a loop has written, aligned with its sequences [R,t]. The texts are read once more."""
+        whole = prompt.copies(len(sequences) // len(prompt.ids))
+        ids = torch.cat([whole.ids[:, : prompt.hidden], sequences], 1)
+        config = call.given["generation_config"]
+        found = numbers_of(
+            self.model,
+            ids,
+            prompt.ids.shape[1],
+            whole.values,
+            whole.mask,
+            whole.embeds,
+            digits=call.digits,
+            eos_token_id=[] if config.eos_token_id is None else config.eos_token_id,
+            pad_token_id=config.pad_token_id,
+        )
+        return found.until(None, prompt.hidden)
