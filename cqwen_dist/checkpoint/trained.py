@@ -167,6 +167,8 @@ def assemble(
     refuse_strange(found, {name: parameter.shape for name, parameter in parameters.items()}, source)
     with torch.no_grad():
         for name, value in found.items():
+            if is_lora(name):  # on a rounded base PEFT makes them in fp32, but training casts them
+                parameters[name].data = parameters[name].data.to(dtype)
             parameters[name].copy_(value)
     causal = CausalQwenForCausalLM(shape, model)
     if base.generation_config is not None:

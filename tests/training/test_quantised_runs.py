@@ -16,6 +16,7 @@ pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (pip i
 
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.checkpoint.trained import load_exported, load_trained
+from cqwen_dist.model.lora import is_lora
 from cqwen_dist.tools.export.export import export, probe
 from cqwen_dist.training.evaluation.evaluate_checkpoint import evaluate_checkpoint
 
@@ -34,7 +35,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A finished run of each kind on one rank."""
     folder, found = tmp_path_factory.mktemp("runs"), {}
     for kind in KINDS:
-        train_run(config_of(folder / kind, kind, model__lora={"r": 2, "alpha": 4, "dropout": 0.1}))
+        precision = {"int8": "fp32", "nf4": "bf16"}[kind]
+        lora = {"r": 2, "alpha": 4, "dropout": 0.1}
+        train_run(config_of(folder / kind, kind, model__lora=lora, train__precision=precision))
         found[kind] = folder / kind / "run"
     return found
 
@@ -73,18 +76,21 @@ def test_a_checkpoint_runs_on_the_rounded_base_and_its_export_on_the_full_one(
         assert not any("base_layer" in name or "absmax" in name for name in names), "the base is not saved"
     rounded, _ = load_trained(run)
     full, _ = load_trained(run, full_base=True)
-    assert {p.dtype for p in full.parameters()} == {torch.float32}
+    kinds = [{name: p.dtype for name, p in each.named_parameters() if is_lora(name)} for each in (rounded, full)]
+    assert kinds[0] == kinds[1], "adapters in the precision of the run"
+    assert all(p.is_floating_point() for p in full.parameters())
     folder = export(run, tmp_path / "out")
     merged = export(run, tmp_path / "merged", merge=True)
     for out in (folder, merged):
         found = probe(load_exported(out).eval())
-        for name, value in probe(full).items():
-            assert_close(found[name], value, 1e-4, name)
+        for name, value in probe(full).items():  # merging rounds to bf16
+            assert_close(found[name], value, 5e-2 if kind == "nf4" and out is merged else 1e-4, name)
         about = json.loads((out / "training.json").read_text())
         assert about["quantize"] == kind
         assert 0 < about["rounded"]["logits"] < 1
         assert f"Trained on the base in {kind}; this folder has the full base." in (out / "README.md").read_text()
     assert not torch.equal(probe(rounded)["loc_U"], probe(full)["loc_U"])
     evaluated = evaluate_checkpoint(run, None)
-    for key in ("eval/accuracy", "eval/reg_mdae", "eval/cls_loss_mean"):
-        assert evaluated[key] == pytest.approx(metrics(run)[-1][key], rel=1e-5), key
+    for key in ("eval/cls_loss_mean", "eval/reg_mdae")[: 2 if kind == "int8" else 1]:  # 13 numbers; bf16 moves them
+        rounding = 1e-5 if kind == "int8" else 1e-2  # bf16, in other batches
+        assert evaluated[key] == pytest.approx(metrics(run)[-1][key], rel=rounding), key
