@@ -106,7 +106,8 @@ class NumberGenerationMixin(GenerationMixin):
             numeric_values, inputs["mode"] = numbers.of(input_ids), numbers.mode
         if numeric_values is not None:
             read = inputs["input_ids"] if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
-            inputs["numeric_values"] = numeric_values[:, -read.shape[1] :]
+            now = numeric_values[:, -read.shape[1] :]
+            inputs["numeric_values"] = now.clone(memory_format=torch.contiguous_format)  # equal strides at any length
         return inputs
 
     def _update_model_kwargs_for_generation(self, outputs: Any, model_kwargs: Any, *args: Any, **given: Any) -> Any:

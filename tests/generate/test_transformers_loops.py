@@ -179,6 +179,18 @@ def test_scores_are_those_of_forward(model, prompts, mode: str) -> None:
         assert torch.isinf(out.scores[0][:, used:]).all()
 
 
+def test_the_values_of_a_step_have_the_same_strides_at_any_length(model, prompts) -> None:
+    """A compiled forward would be compiled again for other strides."""
+    ids, values, mask = prompts
+    seen: list[tuple[int, ...]] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, k: seen.append(k["numeric_values"].stride()), with_kwargs=True
+    )
+    model.generate(ids, values, attention_mask=mask, output_scores=True, **OPTIONS, return_dict_in_generate=True)
+    hook.remove()
+    assert seen == [(T, 1), *[(1, 1)] * 7]
+
+
 def test_standard_takes_processors_of_log_p(model, prompts) -> None:
     ids, values, mask = prompts
     plain = model.generate(ids, values, attention_mask=mask, **OPTIONS)[0]
