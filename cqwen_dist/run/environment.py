@@ -13,7 +13,8 @@ from typing import Any
 
 from cqwen_dist.run.files import ENVIRONMENT, write_atomically
 
-PACKAGES = ("cqwen-dist", "torch", "transformers", "peft", "deepspeed", "safetensors", "bitsandbytes")
+OPTIONAL = ("bitsandbytes",)
+PACKAGES = ("cqwen-dist", "torch", "transformers", "peft", "deepspeed", "safetensors", *OPTIONAL)
 
 
 def versions() -> dict[str, str]:

@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cqwen_dist.cluster.rank import has_gpu
-from cqwen_dist.run.environment import git_commit, versions
+from cqwen_dist.run.environment import OPTIONAL, git_commit, versions
 from cqwen_dist.run.files import free_bytes, write_atomically
 
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20)
@@ -160,7 +160,7 @@ def _wrong_alone(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
         remedy = "torch for this driver's CUDA version; in a SLURM job also --gpus-per-node, without which it gets none"
         yield "an NVIDIA driver, and torch sees no GPU", remedy
     for name, version in node["packages"].items():
-        if version == "not installed":
+        if version == "not installed" and name not in OPTIONAL:
             yield f"{name} is not installed", f"{node['executable']} -m pip install {name}"
     if (error := node["folder"]["error"]) is not None:
         yield f"{node['folder']['path']}: {error}", "a folder that every node may write: run.dir, or --folder"
