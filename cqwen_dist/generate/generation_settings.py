@@ -185,12 +185,15 @@ def check_prompt(model: Any, ids: Tensor, values: Tensor | None, mask: Tensor | 
     if values is not None and not bool(values.isfinite().all()):
         raise UserError("numeric_values", float(values[~values.isfinite()][0]), "finite numbers")
     if mask is not None:
-        _check_padding(mask.bool())
+        _check_padding(mask.bool(), model.beside is not None)
 
 
-def _check_padding(real: Tensor) -> None:
-    """Check that each row of real [B,T] bool has a token and all padding on the left."""
+def _check_padding(real: Tensor, left_only: bool) -> None:
+    """Check that each row of real [B,T] bool has a token and ends with one. left_only: nothing is left out in between,
+    as for the part beside z."""
     if not bool(real.any(1).all()):
         raise UserError("prompt", "no tokens", "at least one token in every row")
-    if bool((real[:, 1:] < real[:, :-1]).any()):
-        raise UserError("attention_mask", "padding after a token", "padding on the left only")
+    if not bool(real[:, -1].all()):
+        raise UserError("attention_mask", "padding at the end", "padding on the left")
+    if left_only and bool((real[:, 1:] < real[:, :-1]).any()):
+        raise UserError("attention_mask", "padding after a token", "padding on the left only with model.wide")

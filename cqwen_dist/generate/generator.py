@@ -43,7 +43,7 @@ def generate(
 
     model: a `CausalQwenModel`.
     input_ids [B,T] int64; numeric_values [B,T], raw unit, 0 at text (default: all text); attention_mask [B,T], 0 at
-        padding, which must be on the left.
+        padding and at tokens that are left out; a row ends with a token, so padding is on the left.
     inputs_embeds [B,T,H]: read instead of the prompt's ids, which then only give earlier numbers to copy.
     watch: called after each step with everything written so far; may end rows.
     settings: fields of `generate.generation_settings.Settings`, such as mode, max_new_tokens, temperature, seed.

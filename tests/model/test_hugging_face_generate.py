@@ -81,8 +81,19 @@ def test_without_a_mask_padding_is_inferred_as_in_transformers(pair, prompts, co
     assert torch.equal(model.generate(ids, mode="compatible", do_sample=False, **given), expected)
     given |= {"num_return_sequences": copies, "seed": 1, "mode": "causal"}
     assert torch.equal(model.generate(ids, **given), model.generate(ids, attention_mask=mask, **given))
-    with pytest.raises(UserError, match="padding on the left only"):
+    with pytest.raises(UserError, match="padding at the end'"):
         model.generate(ids.flip(1), **given)
+
+
+def test_a_token_left_out_between_others_is_not_read(pair, prompts) -> None:
+    base, model = pair
+    ids, mask = prompts
+    mask = mask.clone()
+    mask[:, -2] = 0
+    given = {"attention_mask": mask, "do_sample": False, "eos_token_id": 17, "pad_token_id": 3, "max_new_tokens": 8}
+    found = model.generate(ids, mode="compatible", **given)
+    assert torch.equal(found, base.generate(ids, **given))
+    assert torch.equal(found, model.generate(ids, mode="compatible", num_beams=1, output_scores=True, **given))
 
 
 def test_ambiguous_padding_is_read_as_text_with_a_warning(pair, prompts) -> None:
