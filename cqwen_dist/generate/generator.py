@@ -76,7 +76,10 @@ def numbers_of(
     inputs_embeds: Tensor | None = None,
     **settings: Any,
 ) -> GeneratedNumbers:
-    """The numbers of texts [B,T'] that others have written after prompts [B,prompt]; the arguments are `generate`'s."""
+    """The numbers of texts [B,T'] that a loop of transformers has written after prompts [B,prompt].
+
+    The arguments are `generate`'s.
+    """
     chosen = Settings(max_new_tokens=ids.shape[1] - prompt, **settings)
     with torch.inference_mode(False), torch.no_grad(), at_hand(model.action):
         text = _Continuation(model, chosen, ids[:, :prompt], numeric_values, attention_mask, inputs_embeds)

@@ -53,7 +53,7 @@ OF_LOGITS = (
     *("renormalize_logits", "repetition_penalty", "sequence_bias", "suppress_tokens", "top_h", "typical_p"),
 )
 CHANGES = (*OF_LOGITS, "prefix_allowed_tokens_fn")
-LOGIT_MODES = ("compatible", "ovr", "standard")  # a processor sees loc_S in `compatible`, log P in the others
+LOGIT_MODES = ("compatible", "ovr", "standard")  # a processor sees loc_S in `compatible`, log P elsewhere
 # Where a mode does not take the option: the value with which it has no effect, so callers may pass it. So may None.
 _OFF = ("early_stopping", "low_memory", "output_attentions", "output_hidden_states", "output_logits", "output_scores")
 NEUTRAL = {

@@ -126,7 +126,7 @@ def mean_targets(cells: np.ndarray, y: np.ndarray, learnt: np.ndarray) -> np.nda
 def date_parts(cells: Sequence[str], learnt: np.ndarray) -> np.ndarray | None:
     """[n, 5 or 6] year, month, day, weekday, days since year 1, and the hour if any differs; NaN for other texts.
 
-    None if a filled cell of the training rows is no date, or not in the form of the others.
+    None if a filled cell of the training rows is no date, or has a different form.
     """
     filled = [cells[row] for row in learnt if cells[row]]
     form = next((form for form in ("", *_DATES) if filled and all(_date(cell, form) for cell in filled)), None)

@@ -40,7 +40,7 @@ def verdict(predictions: Mapping[str, np.ndarray], truth: np.ndarray) -> dict[st
     """The model with the lowest mean error, those that are equal to it within noise, and a sentence on which to use.
 
     Two models are equal within noise if a paired bootstrap over the rows covers a difference of 0, at 95 % for all
-    pairs together: the best of many is often the luckiest.
+    pairs together: the best model is often the luckiest.
     """
     lost = {name: np.abs(found - truth) for name, found in predictions.items()}
     mean = {name: float(of.mean()) for name, of in lost.items()}
@@ -73,7 +73,7 @@ def _compared(larger: Mapping[str, float], far: Mapping[str, float], rows: int) 
 
 
 def shown_rows(own: Sequence[Mapping[str, Any]], prompts: Sequence[str], truth: np.ndarray) -> dict[str, Any]:
-    """Rows for people: five examples, those with the largest errors, and the numbers of many for a chart."""
+    """Rows for people: five examples, those with the largest errors, and the numbers of a chart."""
     rows = [
         {"prompt": prompt, **{name: cell for name, cell in row.items() if name in (*NUMBER_COLUMNS, OUTSIDE)}}
         | {"truth": float(value)}

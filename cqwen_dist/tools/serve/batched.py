@@ -1,4 +1,4 @@
-"""The same server in front of vLLM (`tools.vllm`), which runs many texts at once."""
+"""The same server in front of vLLM (`tools.vllm`), which batches texts."""
 
 from __future__ import annotations
 

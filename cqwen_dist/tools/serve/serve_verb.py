@@ -23,7 +23,7 @@ def serve(
     max_seconds: Annotated[float, typer.Option(min=1, help="Most seconds of a request, waiting included.")] = 300.0,
     max_waiting: Annotated[int, typer.Option(min=1, help="Most requests that wait; more are refused.")] = 64,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    engine: Annotated[str, typer.Option(help="generate: one text at a time; vllm: many at once.")] = "generate",
+    engine: Annotated[str, typer.Option(help="generate: one text at a time; vllm: in batches.")] = "generate",
     engine_args: Annotated[str, typer.Option(help="JSON with further fields of vLLM's AsyncEngineArgs.")] = "{}",
     adapter: Annotated[
         list[str] | None, typer.Option(help="With vllm: NAME=FOLDER of a LoRA adapter; clients ask for model NAME.")
