@@ -209,10 +209,11 @@ def predicted_rows(
         learnt = _learnt_table(model, columns)
         template, empty = learnt.template, learnt.empty if empty is None else empty
     unread: Unread = {}
-    cells = list(_cells_of(table, rows, learnt or template, decimal_comma, say))
-    prompts = prompts_of(template, columns, cells, empty, unread)
-    found, tokenizer = model if isinstance(model, tuple) else load_trained(_folder(model), device)
     known = None if learnt is None else LearntRange.of(learnt.columns, learnt.target)
+    read = _cells_of(table, rows, learnt or template, decimal_comma, say)
+    cells = [] if known is None else list(read)
+    prompts = prompts_of(template, columns, read if known is None else cells, empty, unread)
+    found, tokenizer = model if isinstance(model, tuple) else load_trained(_folder(model), device)
     settings |= {"unread": unread, "known": known, "cells": cells, "within": within}
     predicted = predict_rows(found, tokenizer, table, prompts, **settings)
     if unread:
@@ -311,10 +312,10 @@ def _learnt_table(model: Any, columns: Sequence[str]) -> _Learnt:
 
 def _columns_learnt(data: DataConfig) -> list[str]:
     """Columns that {*} stood for in training, in order. Raises `UserError` if the data is gone."""
+    from cqwen_dist.config.data import as_list
     from cqwen_dist.data.cells import is_index
     from cqwen_dist.data.columns import columns_of, sample
     from cqwen_dist.data.records import named_fields
-    from cqwen_dist.data.sources import as_list
 
     source = as_list(data.train)[0]
     try:

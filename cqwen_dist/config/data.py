@@ -68,6 +68,11 @@ def column_lines(columns: Iterable[str]) -> str:
     return "".join(f"{name}: {{{name}}}\n" for name in columns)
 
 
+def as_list(sources: str | list[str]) -> list[str]:
+    """One or more sources as a list."""
+    return [sources] if isinstance(sources, str) else sources
+
+
 def source_files(source: str, key: str) -> list[str]:
     """The source, or the sorted files matching a pattern such as `shards/*.jsonl`.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from cqwen_dist.config.data import DataConfig, source_files
+from cqwen_dist.config.data import DataConfig, as_list, source_files
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.cells import BadLine, TableCells, as_number, is_index, is_missing, is_number
@@ -105,7 +105,7 @@ def columns_for(config: DataConfig, with_eval: bool = False) -> dict[str, dict[s
     with_eval: for data.eval too, where the start learns from it. Without data.target_field a text keeps its numbers as
     they are. Then only the columns of CSV with decimal commas are returned: in a text, 3,5 is two numbers.
     """
-    sources = _sources(config, with_eval)
+    sources = as_list(config.train) + (as_list(config.eval or []) if with_eval else [])
     is_table = config.target_field is not None
     if config.messages_field is not None or not (is_table or any(".csv" in one or ".tsv" in one for one in sources)):
         return {}
@@ -118,11 +118,6 @@ def columns_for(config: DataConfig, with_eval: bool = False) -> dict[str, dict[s
         forms = {name: form for name, form in forms.items() if form == Form(",")}
         only = [*forms]
     return described(records, TableCells(forms, config.target_field), only)
-
-
-def _sources(config: DataConfig, with_eval: bool) -> list[str]:
-    given = [config.train, (config.eval or []) if with_eval else []]
-    return [one for some in given for one in ([some] if isinstance(some, str) else some)]
 
 
 def _read_columns(config: DataConfig, records: Sequence[Mapping[str, Any]]) -> list[str]:

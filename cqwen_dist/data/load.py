@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.config.base_model import TRAIN_TOKENIZER
-from cqwen_dist.config.data import DataConfig, source_files
+from cqwen_dist.config.data import DataConfig, as_list, source_files
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.dataset import DataReport, TextDataset
 from cqwen_dist.data.prepare import parts_of, prepare, read_manifest
 from cqwen_dist.data.records import ReadReport
-from cqwen_dist.data.sources import as_list, read_split, read_texts
+from cqwen_dist.data.sources import read_split, read_texts
 from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 

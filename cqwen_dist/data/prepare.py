@@ -28,14 +28,14 @@ import numpy as np
 import pyarrow as pa
 from filelock import FileLock
 
-from cqwen_dist.config.data import DataConfig, source_files
+from cqwen_dist.config.data import DataConfig, as_list, source_files
 from cqwen_dist.config.errors import UserError, reason_of, writing
 from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.chunk import encode_blocks
 from cqwen_dist.data.dataset import DataReport
 from cqwen_dist.data.records import Block, ReadReport
-from cqwen_dist.data.sources import as_list, extractor_of, first_of_digests, held_out, read_texts, train_blocks
+from cqwen_dist.data.sources import extractor_of, first_of_digests, held_out, read_texts, train_blocks
 from cqwen_dist.data.store import SCHEMA, TokenStore
 from cqwen_dist.data.tokenise import Tokeniser, count
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer

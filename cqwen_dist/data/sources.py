@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from cqwen_dist.config.data import DataConfig
+from cqwen_dist.config.data import DataConfig, as_list
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.cells import BadLine
@@ -189,8 +189,3 @@ def chunks(texts: Iterable[Text]) -> Iterator[list[Text]]:
             chunk, size = [], 0
     if chunk:
         yield chunk
-
-
-def as_list(sources: str | list[str]) -> list[str]:
-    """One or more sources as a list."""
-    return [sources] if isinstance(sources, str) else sources

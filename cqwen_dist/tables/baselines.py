@@ -16,7 +16,7 @@ import numpy as np
 
 from cqwen_dist.generate.learnt_range import MARGIN
 from cqwen_dist.tables.encoding import EncodedRows
-from cqwen_dist.tables.rows import Table
+from cqwen_dist.tables.rows import Table, signed_log
 
 ALPHAS = np.logspace(-3, 4, 15)
 MANY = 4096  # rows
@@ -42,7 +42,7 @@ def baselines(
     """Fits the models one by one. texts: every row as one text, without the target. by_log: fits logarithms."""
     values = table.values()
     yield Rival("always the median", np.full(len(test), np.median(values[train])), ABSOLUTE)
-    y = np.sign(values) * np.log1p(np.abs(values)) if by_log else values
+    y = signed_log(values) if by_log else values
     low, high = y[train].min(), y[train].max()
     margin = MARGIN * (high - low)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from cqwen_dist.heads.intervals import LEVELS
 from cqwen_dist.tables.judging import errors, intervals
+from cqwen_dist.tables.rows import signed_log
 
 QUANTILE_GRID = "quantile grid"
 QUANTILES = sorted([0.5, *((1 - level) / 2 for level in LEVELS), *((1 + level) / 2 for level in LEVELS)])
@@ -41,7 +42,7 @@ class Predicted:
         from scipy.stats import cauchy
 
         def unit(values: np.ndarray) -> np.ndarray:
-            return np.sign(values) * np.log1p(np.abs(values)) if by_log else values
+            return signed_log(values) if by_log else values
 
         low, middle, high = (unit(quantiles[:, QUANTILES.index(at)]) for at in (0.25, 0.5, 0.75))
         # Rounding can make the quartiles equal, so the scale needs a floor.

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
-from fastapi import Request
-
 from cqwen_dist.tools.serve.requests import ChatCompletion, Completion
-from cqwen_dist.tools.serve.server import LOOK_S, Done, Limits, Refused, Server
+from cqwen_dist.tools.serve.server import Done, Limits, Refused, Server
 from cqwen_dist.tools.vllm.vllm_writer import VllmWriter
 
 GRACE_S = 5.0  # how long after its time a request may wait for the step in progress
@@ -48,18 +46,11 @@ class BatchedServer(Server):
             raise Refused(503, "too many requests wait: try again later") from None
         return Done([text for text, _ in written], sum(tokens for _, tokens in written[::n]))
 
-    async def run(self, request: Request, work: Callable[[threading.Event], Coroutine[Any, Any, Any]]) -> Any:
-        """The result of work; it is cancelled when the client has gone."""
-        self.waiting += 1
-        task = asyncio.ensure_future(work(threading.Event()))
-        try:
-            while not (await asyncio.wait([task], timeout=LOOK_S))[0]:
-                if await request.is_disconnected():
-                    task.cancel()
-            return await task
-        finally:
-            task.cancel()
-            self.waiting -= 1
+    def start(self, work: Callable[[threading.Event], Any], stop: threading.Event) -> asyncio.Future[Any]:
+        return asyncio.ensure_future(work(stop))
+
+    def end(self, future: asyncio.Future[Any], stop: threading.Event) -> None:
+        future.cancel()
 
     def close(self) -> None:
         super().close()

@@ -104,18 +104,26 @@ class Server:
         begin = options.get("begin", True)
         return Done(written, sum(len(self.tokenizer.encode(prompt, begin)[0]) for prompt in prompts))
 
+    def start(self, work: Callable[[threading.Event], Any], stop: threading.Event) -> asyncio.Future[Any]:
+        """Work in the worker, which looks at `stop` now and then."""
+        return asyncio.get_running_loop().run_in_executor(self.worker, work, stop)
+
+    def end(self, future: asyncio.Future[Any], stop: threading.Event) -> None:
+        """End what `start` returned, if it goes on."""
+        stop.set()
+
     async def run(self, request: Request, work: Callable[[threading.Event], Any]) -> Any:
-        """The result of work in the worker; it is told to stop when the client has gone."""
+        """The result of work, which is ended when the client has gone."""
         stop = threading.Event()
+        future = self.start(work, stop)
         self.waiting += 1
         try:
-            future = asyncio.get_running_loop().run_in_executor(self.worker, work, stop)
             while not (await asyncio.wait([future], timeout=LOOK_S))[0]:
                 if await request.is_disconnected():
-                    stop.set()
+                    self.end(future, stop)
             return await future
         finally:
-            stop.set()  # also when the server ends this request
+            self.end(future, stop)  # also when the server ends this request
             self.waiting -= 1
 
     async def answer(self, asked: Completion | ChatCompletion, request: Request) -> Any:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from cqwen_dist.checkpoint.adapter import CONFIG as ADAPTER_CONFIG
 from cqwen_dist.checkpoint.trained import intervals_of, is_exported
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
@@ -208,9 +209,9 @@ def _rank(adapters: Mapping[str, str]) -> int:
     """vLLM's room for the ranks of adapters, a power of two. Raises `UserError` for a folder without an adapter."""
     ranks = [8]
     for name, path in adapters.items():
-        rank = read_object(Path(path) / "adapter_config.json").get("r")
+        rank = read_object(Path(path) / ADAPTER_CONFIG).get("r")
         if not isinstance(rank, int):
-            raise UserError("--adapter", f"{name}={path}", "a folder with adapter_config.json, as PEFT writes it")
+            raise UserError("--adapter", f"{name}={path}", f"a folder with {ADAPTER_CONFIG}, as PEFT writes it")
         ranks.append(rank)
     return int(2 ** math.ceil(math.log2(max(ranks))))
 
