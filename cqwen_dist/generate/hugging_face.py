@@ -297,7 +297,7 @@ def _sampling(
 
 
 def _mask_of_rows(mask: Tensor | None, merged: dict[str, Any]) -> dict[str, Tensor]:
-    """The mask of the texts that are written, several of a prompt."""
+    """The mask with a row for each text that is written. A prompt may have several texts."""
     rows = max(merged.get("num_beams") or 1, merged.get("num_return_sequences") or 1)
     return {} if mask is None else {"attention_mask": mask.repeat_interleave(rows, 0)}
 

@@ -11,7 +11,7 @@ import torch
 from cqwen_dist.heads.intervals import LEVELS
 from cqwen_dist.heads.targets import TargetTransform
 
-OUTSIDE = "outside"  # the new column: names of what is outside
+OUTSIDE = "outside"  # the new column: names of the columns with a number outside
 MARGIN = 0.25  # of the range, beyond either end: still inside, and where a prediction is held
 REACH = 1.0  # of the range, beyond either end: where an interval is held
 DIGITS = 10  # of a held prediction

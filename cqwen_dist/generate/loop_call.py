@@ -1,4 +1,4 @@
-"""Calls of `generate` that need a loop of transformers: beams, drafts, scores, and its own caches."""
+"""Calls of `generate` that run in transformers' own loop: beams, drafts, scores, and its caches."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def _held(
     found: Iterator[dict[str, Any]],
     model: Any,
 ) -> Iterator[dict[str, Any]]:
-    """`found`, of the rows that are not in `without`, held in what was learnt."""
+    """Predictions of the rows that are not in `without`, held near what was learnt."""
     if known is None:
         return found
     unit = model.model.action.number_head.target

@@ -40,7 +40,7 @@ class LoopNumbers:
         self.intervals, self.powers = Intervals.from_dict(model.config.calibration), POWERS.to(ids.device)
 
     def of(self, ids: Tensor) -> Tensor:
-        """The values [R,t] of these texts, each of which goes on from one that was read before."""
+        """The values [R,t] of these texts. Each continues a text of the last call."""
         each, start = len(ids) // len(self.prompt), self.prompt.shape[1]
         if self.hidden:
             ids = torch.cat([self.first[:, : self.hidden].repeat_interleave(each, 0), ids], 1)

@@ -99,7 +99,7 @@ def conditional(
 def _deciles(
     by: np.ndarray, lost: Mapping[str, np.ndarray], ends: np.ndarray, truth: np.ndarray
 ) -> list[dict[str, Any]]:
-    """Groups of equally many rows in the order of `by` [n]: mean errors, and how often intervals [n,2] hold.
+    """Rows sorted by `by` [n], in groups of equal size: mean errors, and how often intervals [n,2] hold.
 
     lost: absolute errors [n] by model.
     """

@@ -148,8 +148,10 @@ class _Row:
         self.facts: dict[int, list[float]] = {}  # by position; the worker may be ahead of the ids
 
     def take(self, found: list[list[float]], start: int, end: int) -> None:
-        """Keep what `NumbersWorker.numbers_of` gave, and put in what is known of the ids [start, end). P of a written
-        word is not among it (nan)."""
+        """Store the facts that `NumbersWorker.numbers_of` gave, and fill in those of the ids [start, end).
+
+        A written word has no P there (nan).
+        """
         numbers = self.numbers
         self.facts |= {int(at): facts for at, *facts in found}
         for at in range(start, end):
