@@ -23,6 +23,8 @@ from cqwen_dist.model.quantised import Int8Linear, Nf4Linear
 
 KINDS = {"int8": Int8Linear, "nf4": Nf4Linear}
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+WITHOUT_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none here")
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, WITHOUT_GPU])])
 LARGEST_GAP = 0.152  # half the widest step of nf4 (-1 to -0.696)
 
 
@@ -50,17 +52,21 @@ def adapted(base: Any, **lora: Any) -> CausalQwenForCausalLM:
 
 
 def loss_and_gradients(model: CausalQwenForCausalLM) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    batch = random_batch()
+    batch = random_batch().to(model.device)
     labels = batch.input_ids.masked_fill(~batch.attention_mask, -100)
     loss = model(batch.input_ids, batch.numeric_values, batch.attention_mask, labels=labels).loss
     loss.backward()
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+@DEVICES
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_each_map_is_near_the_full_one_and_its_product_is_exact(folder: Path, kind: str, dtype: torch.dtype) -> None:
-    full, rounded = load_base(folder, dtype), load_base(folder, dtype, quantize=kind)
+def test_each_map_is_near_the_full_one_and_its_product_is_exact(
+    folder: Path, kind: str, dtype: torch.dtype, device: str
+) -> None:
+    full = load_base(folder, dtype).to(device)
+    rounded = load_base(folder, dtype, quantize=kind, device=torch.device(device))
     found = maps(rounded.model)
     assert len(found) == 14
     for name, module in found.items():
@@ -73,23 +79,25 @@ def test_each_map_is_near_the_full_one_and_its_product_is_exact(folder: Path, ki
             limit = weight.view(-1, 64).abs().amax(1, keepdim=True).expand(-1, 64).reshape_as(weight) * LARGEST_GAP
             limit = limit + 0.01 * weight.abs().max()
         assert ((dense - weight).abs() <= limit + (0.004 * weight.abs() if dtype == torch.bfloat16 else 0)).all(), name
-        x = torch.randn(2, 3, weight.shape[1], dtype=dtype)
+        x = torch.randn(2, 3, weight.shape[1], dtype=dtype, device=device)
         assert torch.equal(module(x), F.linear(x, module.dense(dtype), module.bias))
     assert rounded.get_output_embeddings().weight.dtype == rounded.get_input_embeddings().weight.dtype == dtype
     assert not hasattr(rounded.config, "quantization_config"), "an export of the full base would claim to be rounded"
 
 
+@DEVICES
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lora", [{}, {"dora": True}], ids=["lora", "dora"])
 def test_gradients_are_those_of_a_plain_base_with_the_dequantised_weights(
-    folder: Path, kind: str, lora: dict[str, Any]
+    folder: Path, kind: str, lora: dict[str, Any], device: str
 ) -> None:
     """Also after an evaluation, which bitsandbytes' own maps do not survive on some CPUs, and in evaluation mode."""
-    rounded, plain = load_base(folder, torch.float32, quantize=kind), load_base(folder, torch.float32)
+    rounded = load_base(folder, torch.float32, quantize=kind, device=torch.device(device))
+    plain = load_base(folder, torch.float32).to(device)
     for name, module in maps(rounded.model).items():
         plain.model.get_submodule(name).weight.data = module.dense(torch.float32)
-    model, wanted = adapted(rounded, **lora), adapted(plain, **lora)
-    batch = random_batch()
+    model, wanted = adapted(rounded, **lora).to(device), adapted(plain, **lora).to(device)
+    batch = random_batch().to(model.device)
     with torch.no_grad():
         seen = model.eval()(batch.input_ids, batch.numeric_values).logits
         assert torch.equal(model.train()(batch.input_ids, batch.numeric_values).logits, seen)

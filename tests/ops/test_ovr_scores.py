@@ -18,6 +18,8 @@ from cqwen_dist.parallel.vocab_parallel import vocab_parallel_scores, vocab_rang
 
 N, C, V, USED = 37, 12, 123, 117
 P = (0.05, 0.5, 0.7)
+WITHOUT_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none here")
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, WITHOUT_GPU])])
 
 
 def problem(tokens: int = N, scalar: bool = False) -> tuple[torch.Tensor, ...]:
@@ -47,25 +49,27 @@ def assert_close(found: OvrScores, expected: OvrScores) -> None:
     names = *OvrScores._fields[:-1], *TopWord._fields
     for name, a, b in zip(names, [*found[:-1], *found.best], [*expected[:-1], *expected.best], strict=True):
         torch.testing.assert_close(
-            a.double(), b.double(), rtol=3e-5, atol=3e-5, msg=lambda m, name=name: f"{name}: {m}"
+            a.double().cpu(), b.double().cpu(), rtol=3e-5, atol=3e-5, msg=lambda m, name=name: f"{name}: {m}"
         )
 
 
+@DEVICES
 @pytest.mark.parametrize("scalar", [True, False])
-def test_scores_equal_their_definitions(scalar: bool) -> None:
-    inputs = problem(scalar=scalar)
+def test_scores_equal_their_definitions(scalar: bool, device: str) -> None:
+    inputs = [part.to(device) for part in problem(scalar=scalar)]
     u, head = Cauchy(*inputs[:2]), WordHead(*inputs[2:5], used_rows=USED)
     assert_close(ovr_scores(u, head, inputs[5], prob_thresholds=P), oracle(*inputs))
 
 
-def test_bf16_scores_are_as_those_of_float64() -> None:
+@DEVICES
+def test_bf16_scores_are_as_those_of_float64(device: str) -> None:
     """The best word is decided in fp32, whatever the products were rounded to."""
     g = torch.Generator().manual_seed(1)
     weight, labels = torch.randn(700, 64, generator=g) * 0.1, torch.randint(700, (200,), generator=g)
     own = weight[labels]
     loc = torch.randn(200, 64, generator=g) + own / own.square().sum(1, keepdim=True) * 12
-    u = Cauchy(loc, torch.rand(200, 64, generator=g) * 1e-3 + 1e-4).to(torch.bfloat16)
-    weight, threshold = weight.bfloat16(), torch.tensor(11.3)
+    u = Cauchy(loc.to(device), (torch.rand(200, 64, generator=g) * 1e-3 + 1e-4).to(device)).to(torch.bfloat16)
+    weight, threshold, labels = weight.bfloat16().to(device), torch.tensor(11.3, device=device), labels.to(device)
     wide = Cauchy(u.loc.double(), u.scale.double()), WordHead.of(weight.double(), None, threshold.double())
     exact, found = ovr_scores(*wide, labels), ovr_scores(u, WordHead.of(weight, None, threshold), labels)
     z = (wide[0].loc @ wide[1].weight.T - 11.3) / (wide[0].scale @ wide[1].weight.abs().T)
