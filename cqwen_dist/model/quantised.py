@@ -17,24 +17,89 @@ from typing import Any
 import bitsandbytes
 import torch
 import torch.nn.functional as F
-from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.functional import QuantState, dequantize_4bit
 from torch import Tensor, nn
 
 from cqwen_dist.config.errors import Said, UserError
 
 
+def _operation(name: str, arguments: str, product: Callable[..., Tensor]) -> Any:
+    """A product with a weight that is dequantised inside, opaque to a compiler.
+
+    A compiler that saw the dequantised weight would keep it from forward to backward: all of the base in full.
+    """
+    schema = f"(Tensor x, Tensor? bias, bool back, Tensor weight, {arguments}) -> Tensor"
+    operation = torch.library.custom_op(f"cqwen_dist::{name}", product, mutates_args=(), schema=schema)
+    operation.register_fake(_shape_of_product)
+    return operation
+
+
+def _times(x: Tensor, bias: Tensor | None, back: bool, dense: Tensor) -> Tensor:
+    """x W^T + b, or x W in backward."""
+    return x @ dense if back else F.linear(x, dense, bias)
+
+
+def _shape_of_product(x: Tensor, bias: Tensor | None, back: bool, weight: Tensor, *stored: Any) -> Tensor:
+    out_features, in_features = stored[-1]
+    return x.new_empty(*x.shape[:-1], in_features if back else out_features)
+
+
+def _int8_dense(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight.to(dtype).mul_(scales[:, None] / 127)
+
+
+def _nf4_dense(weight: Tensor, state: list[Tensor], sizes: list[int], kept: torch.dtype, shape: list[int]) -> Tensor:
+    """state: absmax, code and offset of the blocks; absmax and code of the blocks of these. sizes: of both blocks."""
+    absmax, code, offset, absmax2, code2 = state
+    of_blocks = QuantState(absmax=absmax2, code=code2, blocksize=sizes[1], dtype=torch.float32)
+    found = QuantState(
+        absmax=absmax,
+        code=code,
+        offset=offset,
+        blocksize=sizes[0],
+        shape=torch.Size(shape),
+        dtype=kept,
+        quant_type="nf4",
+        state2=of_blocks,
+    )
+    return dequantize_4bit(weight, found)
+
+
+def _int8_product(
+    x: Tensor, bias: Tensor | None, back: bool, weight: Tensor, scales: Tensor, shape: list[int]
+) -> Tensor:
+    return _times(x, bias, back, _int8_dense(weight, scales, x.dtype))
+
+
+def _nf4_product(
+    x: Tensor,
+    bias: Tensor | None,
+    back: bool,
+    weight: Tensor,
+    state: list[Tensor],
+    sizes: list[int],
+    kept: torch.dtype,
+    shape: list[int],
+) -> Tensor:
+    return _times(x, bias, back, _nf4_dense(weight, state, sizes, kept, shape).to(x.dtype))
+
+
+_INT8_PRODUCT = _operation("int8_product", "Tensor scales, int[] shape", _int8_product)
+_NF4_PRODUCT = _operation("nf4_product", "Tensor[] state, int[] sizes, ScalarType kept, int[] shape", _nf4_product)
+
+
 class _FrozenProduct(torch.autograd.Function):
-    """x [..., in] -> [..., out]. module: has `dense(dtype)` [out, in], which is not kept until backward."""
+    """x [..., in] -> [..., out]. module: one of the classes below, whose dequantised weight is not kept."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
         ctx.module = module
-        return F.linear(x, module.dense(x.dtype), module.bias)
+        return module.product(x, module.bias, False)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return upstream @ ctx.module.dense(upstream.dtype), None
+        return ctx.module.product(upstream, None, True), None
 
 
 class _OwnProduct:
@@ -46,17 +111,30 @@ class _OwnProduct:
 class Nf4Linear(_OwnProduct, bitsandbytes.nn.Linear4bit):
     """A linear map whose weights have 4 bits, in blocks of 64 with a scale each, which has 8 bits."""
 
+    def _stored(self) -> tuple[Any, ...]:
+        s = self.weight.quant_state
+        state = [s.absmax, s.code, s.offset, s.state2.absmax, s.state2.code]
+        return self.weight.data, state, [s.blocksize, s.state2.blocksize], s.dtype, list(s.shape)
+
+    def product(self, x: Tensor, bias: Tensor | None, back: bool) -> Tensor:
+        """x W^T + b, or x W in backward."""
+        return _NF4_PRODUCT(x, bias, back, *self._stored())
+
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight [out, in], dequantised."""
-        return dequantize_4bit(self.weight.data, self.weight.quant_state).to(dtype)
+        return _nf4_dense(*self._stored()).to(dtype)
 
 
 class Int8Linear(_OwnProduct, bitsandbytes.nn.Linear8bitLt):
     """A linear map whose weights have 8 bits, with an fp32 scale for each output."""
 
+    def product(self, x: Tensor, bias: Tensor | None, back: bool) -> Tensor:
+        """x W^T + b, or x W in backward."""
+        return _INT8_PRODUCT(x, bias, back, self.weight.data, self.weight.SCB, list(self.weight.shape))
+
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight [out, in], dequantised."""
-        return self.weight.data.to(dtype).mul_(self.weight.SCB[:, None] / 127)
+        return _int8_dense(self.weight.data, self.weight.SCB, dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         scales = self.weight.SCB

@@ -128,6 +128,26 @@ def test_compiled_and_recomputed_layers_give_the_same(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_compiled_layers_keep_no_dequantised_weight_for_backward(folder: Path, kind: str) -> None:
+    """A compiler that sees one computed in forward and again in backward computes it once, and keeps it."""
+    model, kept = adapted(load_base(folder, torch.bfloat16, quantize=kind)).train(), []
+    batch = random_batch()
+    for backend in (None, "aot_eager_decomp_partition"):
+        if backend:
+            compile_layers(model.model.transformer.layers, backend=backend)
+        sizes: dict[int, int] = {}
+
+        def note(t: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
+            sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            model(batch.input_ids, batch.numeric_values)
+        kept.append(sum(sizes.values()))
+    assert kept[1] < kept[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_cast_leaves_scales_and_weights(folder: Path, kind: str) -> None:
     """DeepSpeed casts all floats of the module that it trains."""
     model = load_base(folder, torch.float32, quantize=kind).model
