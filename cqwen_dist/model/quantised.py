@@ -22,16 +22,18 @@ from torch import Tensor, nn
 
 from cqwen_dist.config.errors import Said, UserError
 
+_LIBRARY = torch.library.Library("cqwen_dist", "FRAGMENT")
+
 
 def _operation(name: str, arguments: str, product: Callable[..., Tensor]) -> Any:
     """A product with a weight that is dequantised inside, opaque to a compiler.
 
     A compiler that saw the dequantised weight would keep it from forward to backward: all of the base in full.
     """
-    schema = f"(Tensor x, Tensor? bias, bool back, Tensor weight, {arguments}) -> Tensor"
-    operation = torch.library.custom_op(f"cqwen_dist::{name}", product, mutates_args=(), schema=schema)
-    operation.register_fake(_shape_of_product)
-    return operation
+    _LIBRARY.define(f"{name}(Tensor x, Tensor? bias, bool back, Tensor weight, {arguments}) -> Tensor")
+    _LIBRARY.impl(name, product, "CompositeExplicitAutograd")  # `torch.library.custom_op` takes three times as long
+    torch.library.register_fake(f"cqwen_dist::{name}", _shape_of_product, lib=_LIBRARY)
+    return getattr(torch.ops.cqwen_dist, name).default
 
 
 def _times(x: Tensor, bias: Tensor | None, back: bool, dense: Tensor) -> Tensor:
