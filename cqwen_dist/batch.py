@@ -38,6 +38,11 @@ def pad_rows(rows: Sequence[tuple[Sequence[int], Sequence[float]]], pad_token_id
     return Padded(ids, values, mask)
 
 
+def positions_in(mask: torch.Tensor) -> torch.Tensor:
+    """Positions [B,T] int64 from the real tokens [B,T] of one text a row; 0 at padding before it."""
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
 @dataclass(eq=False)
 class Texts:
     """Positions of a batch's texts in the flattened B*T. Padding after packed texts counts as a text.

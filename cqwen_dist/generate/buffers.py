@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._dynamo import mark_static_address  # transformers' static cache marks its own by it
 from transformers.cache_utils import Cache, LinearAttentionLayer, StaticLayer
 
+from cqwen_dist.batch import positions_in
 from cqwen_dist.generate.numbers import POWERS, GeneratedNumbers, empty_numbers
 from cqwen_dist.heads.intervals import Intervals
 
@@ -48,7 +49,7 @@ class Buffers:
         real = torch.ones((b, room), dtype=torch.bool, device=device)
         if mask is not None:
             real[:, :prompt] = mask.bool()
-        positions = (real.cumsum(1) - 1).clamp(min=0)
+        positions = positions_in(real)
         is_number = (all_ids == config.num_token_id) & real
         head = model.action.number_head
         memory = head.memory(is_number, all_values, positions)[:, prompt - 1]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cqwen_dist.batch import Padded
+from cqwen_dist.batch import Padded, positions_in
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.continuation import padded
 from cqwen_dist.generate.generation_settings import check_prompt
@@ -29,8 +29,7 @@ def _law(model: Any, batch: Padded, keep: Tensor) -> Cauchy:
     """U' at the flat positions `keep` [N], Cauchy [N,C] on the head's device. Raises `UserError` for a bad prompt."""
     net = model.model
     check_prompt(net, batch.ids, batch.values, batch.mask)
-    positions = (batch.mask.cumsum(1) - 1).clamp(min=0)
-    u = net.infer(batch.ids, batch.values, batch.mask, position_ids=positions, keep=keep)
+    u = net.infer(batch.ids, batch.values, batch.mask, position_ids=positions_in(batch.mask), keep=keep)
     with at_hand(net.action):
         return net.action.add_noise(u.to(net.action.cls_weight.device))
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
 
+from cqwen_dist.batch import positions_in
 from cqwen_dist.generate.generation_settings import Prompt, check_prompt
 from cqwen_dist.generate.generator import numbers_of
 from cqwen_dist.generate.loop_call import LoopCall, refused_by_transformers
@@ -68,7 +69,7 @@ class LoopNumbers:
         (rows, end), width, start = self.ids.shape, u.loc.shape[1], self.mask.shape[1]
         real = nn.functional.pad(self.mask, (0, end - start), value=True).repeat_interleave(rows // len(self.mask), 0)
         number = (self.ids == self.model.config.num_token_id) & real
-        memory = head.memory(number, self.values, (real.cumsum(1) - 1).clamp(min=0))[:, end - width :]
+        memory = head.memory(number, self.values, positions_in(real))[:, end - width :]
         with at_hand(action):
             found = head.decide(Cauchy(*action.add_noise(u)), memory)
         value = written_values(found, self.model.target, self.intervals, self.digits, self.powers)

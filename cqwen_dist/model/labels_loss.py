@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cqwen_dist.batch import IGNORE_INDEX, Batch
+from cqwen_dist.batch import IGNORE_INDEX, Batch, positions_in
 from cqwen_dist.heads.fused_loss import mean_loss
 from cqwen_dist.ops.cauchy import Cauchy
 
@@ -39,7 +39,7 @@ def loss_of_labels(
         input_ids=torch.zeros_like(labels) if ids is None else ids,
         numeric_values=values,
         attention_mask=real,
-        position_ids=(real.cumsum(1) - 1).clamp(min=0),
+        position_ids=positions_in(real),
         labels=labels,
         numeric_labels=values.roll(-1, 1),
         numeric_mask=labels == num,
