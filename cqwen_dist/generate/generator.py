@@ -137,7 +137,7 @@ class _Continuation:
             rank_by=rank_by,
             do_sample=bool(mode.draws if settings.do_sample is None else settings.do_sample),
             processors=settings.logits_processor,
-            added_from=int(config.used_rows) if config.added_rows else None,
+            added_from=config.added_from,
             sizes=row_sizes(weight) if several and not fixed and len(self.now.ids) <= A_FEW else None,
             near=self.near() if several and fixed else None,
         )

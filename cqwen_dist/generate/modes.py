@@ -101,27 +101,46 @@ def best(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tens
 
 def softmax_sample(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
     """A draw [B] from softmax(loc_S) after the processors; its argmax without do_sample."""
-    logits = action.word_head().loc(u_prime.to(action.cls_weight.dtype)).float()
-    if options.added_from is not None:
-        logits[:, options.added_from :] = -math.inf
+    loc = action.word_head().loc(u_prime.to(action.cls_weight.dtype))
+    return _drawn(softmax_logits(loc, options.added_from), draws, options, ids)
+
+
+def ovr_sample(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
+    """A draw [B] among the words in use with probability P / sum P, after the processors of log P; the best word
+    without do_sample, or if all P are 0."""
+    # Only processors need the whole vocabulary: the draw of a compiled step has one number a word in use
+    rows = None if options.processors is None else action.vocab_size
+    return _drawn(ovr_logits(*_used(action, u_prime, options.used_rows), rows), draws, options, ids)
+
+
+def _drawn(logits: Tensor, draws: Draws, options: Options, ids: Tensor) -> Tensor:
+    """A draw [B] from the softmax of these logits after the processors; its argmax without do_sample."""
     if options.processors is not None:
         logits = options.processors(ids, logits)
     return draws.pick(logits.softmax(-1)) if options.do_sample else logits.argmax(-1)
 
 
-def ovr_sample(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
-    """A draw [B] among the words in use with probability P / sum P, after the processors of log P; without do_sample,
-    or if all P are 0, the best word."""
-    gap, scores = _used(action, u_prime, options.used_rows)
-    if not options.do_sample:
-        return strongest(gap, scores)
-    p = prob_above(scores.scale, gap)
-    none = p.sum(-1) == 0
-    if options.processors is not None:
-        spare = action.vocab_size - gap.shape[1]  # processors know the whole vocabulary
-        logits = nn.functional.pad(log_prob_above(scores.scale, gap), (0, spare), value=-math.inf)
-        p = options.processors(ids, logits)[:, : gap.shape[1]].softmax(-1).nan_to_num()
-    return torch.where(none, strongest(gap, scores), draws.pick(p + none[:, None]))
+def softmax_logits(loc: Tensor, added_from: int | None) -> Tensor:
+    """The logits [..., V] of mode compatible, fp32: loc_S, -inf for words from added_from on."""
+    logits = loc.float()
+    return logits if added_from is None else _filled(logits[..., :added_from], logits.shape[-1])
+
+
+def ovr_logits(gap: Tensor, scores: Cauchy, rows: int | None = None) -> Tensor:
+    """The logits of the other modes from S [..., v] of the words in use and gap = C - loc_S: log P, -inf for further
+    words up to `rows`. Their softmax is P / sum P, and the largest is that of the best word."""
+    logits = log_prob_above(scores.scale, gap)
+    # log P rounds where z does not, and is -inf where P is 0: the best word gets the next number above the largest
+    best = strongest(gap, scores)[..., None]
+    its = logits.gather(-1, best).clamp(min=torch.finfo(logits.dtype).min)
+    top = logits.detach().amax(-1, keepdim=True)
+    logits = logits.scatter(-1, best, its + (torch.nextafter(top, torch.full_like(top, math.inf)) - its).detach())
+    return logits if rows is None else _filled(logits, rows)
+
+
+def _filled(logits: Tensor, rows: int) -> Tensor:
+    """[..., v] -> [..., rows]: -inf for the words behind v, which are never written."""
+    return nn.functional.pad(logits, (0, rows - logits.shape[-1]), value=-math.inf)
 
 
 def prob_words(action: Any, u_prime: Cauchy, used_rows: int, threshold: float | None = None) -> Tensor:

@@ -12,10 +12,11 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.generate.generation_settings import Prompt
 from cqwen_dist.generate.generator import Watch, generate
 from cqwen_dist.generate.hugging_face import translate, with_numbers
+from cqwen_dist.generate.modes import ovr_logits, softmax_logits
 from cqwen_dist.generate.transformers_loops import NumberGenerationMixin
 from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.heads.action import ActionNetwork
@@ -172,6 +173,7 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         cache: Any = None,
         num_items_in_batch: Tensor | int | None = None,
         mode: str | None = None,
+        shift_labels: Tensor | None = None,
     ) -> CausalQwenOutput | tuple[Any, ...]:
         """[B,T] each -> `CausalQwenOutput`, or with return_dict False a tuple of its values that are not None.
 
@@ -182,8 +184,11 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         further outputs of these positions. inputs_embeds [B,T,H]: instead of ids; phi(v) w_num is added to it.
         use_cache: begin a cache where none is given. cache: another name of past_key_values. num_items_in_batch: as
         `loss_of_labels`. mode: the logits are those by which this mode of `generate` chooses words: log P, or loc_S in
-        `compatible`, -inf for words that it never writes. Raises `UserError`.
+        `compatible`, -inf for words that it never writes. shift_labels: refused. Raises `UserError`.
         """
+        if shift_labels is not None:
+            allowed = "none: pass labels, which are shifted here together with the values of their numbers"
+            raise UserError("shift_labels", Said("labels that were shifted before"), allowed)
         self._check(input_ids, numeric_values, inputs_embeds)
         cache = self._cache_of(past_key_values if cache is None else cache, use_cache)
         asked = self._asked(output_hidden_states=output_hidden_states, output_attentions=output_attentions)
@@ -258,10 +263,13 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         further = {"scale_S": found.scale} if scales else {}
         if log_probs:
             further["log_probs"] = found.log_sf(action.threshold)
-        logits = found.loc if mode in (None, "compatible") else found.log_sf(action.threshold)
-        if mode is not None and (mode != "compatible" or self.config.added_rows):
-            logits[..., self.config.used_rows :] = -torch.inf
-        return {"logits": logits, **further}
+        if mode is None:
+            return {"logits": found.loc, **further}
+        if mode == "compatible":
+            return {"logits": softmax_logits(found.loc, self.config.added_from), **further}
+        used = slice(self.config.used_rows)
+        gap = (action.threshold - found.loc)[..., used]
+        return {"logits": ovr_logits(gap, Cauchy(found.loc[..., used], found.scale[..., used]), action.rows), **further}
 
     @torch.no_grad()
     def generate(  # type: ignore[override, unused-ignore]  # numbers go with the ids

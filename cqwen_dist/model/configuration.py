@@ -126,6 +126,11 @@ class CausalQwenConfig(PretrainedConfig):
         return int(self.base.get("added_rows", 0))
 
     @property
+    def added_from(self) -> int | None:
+        """The first added row that no mode writes; None if no row was added."""
+        return int(self.used_rows) if self.added_rows else None
+
+    @property
     def base_config(self) -> PretrainedConfig:
         """The base model's config object."""
         return AutoConfig.for_model(**self.base)

@@ -20,9 +20,9 @@ from transformers.generation import (
 )
 
 from cqwen_dist.config import UserError
-from cqwen_dist.generate.modes import MODES, Draws, Options, find_mode, prob_words
+from cqwen_dist.generate.modes import MODES, Draws, Options, find_mode, ovr_logits, prob_words
 from cqwen_dist.heads.action import ActionNetwork
-from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.cauchy import Cauchy, log_prob_above
 
 DRAWS = 100_000
 ALL = Options(used_rows=VOCAB)
@@ -246,6 +246,23 @@ def test_all_p_zero_falls_back_to_the_best() -> None:
     chosen = MODES["ovr"].choose(net, mixed, draws(), Options(4), NONE).tolist()
     assert chosen[0] == 1
     assert chosen[1] in (0, 1, 2)
+
+
+def test_the_best_word_has_the_largest_logit_where_log_p_ties() -> None:
+    gap = torch.tensor([1000.0002, 1000.0, 1000.0001])
+    law = Cauchy(-gap, torch.full_like(gap, 1e-3))
+    assert law.log_sf(0.0).unique().numel() == 1
+    for shape in ((3,), (1, 3), (2, 2, 3)):
+        logits = ovr_logits(gap.expand(shape), Cauchy(*(t.expand(shape) for t in law)), 5)
+        assert (logits.argmax(-1) == 1).all()
+        assert torch.isinf(logits[..., 3:]).all()
+    assert_close(logits[0, 0, :3], law.log_sf(0.0), 1e-6)
+
+
+def test_logits_have_the_gradients_of_log_p() -> None:
+    gap, scale = torch.tensor([[3.0, -2.0]], requires_grad=True), torch.ones(1, 2)
+    wanted = torch.autograd.grad(log_prob_above(scale, gap).sum(), gap)[0]
+    assert torch.equal(torch.autograd.grad(ovr_logits(gap, Cauchy(-gap, scale)).sum(), gap)[0], wanted)
 
 
 def test_a_uniform_of_zero_stays_finite(action: ActionNetwork, u: Cauchy) -> None:

@@ -264,3 +264,17 @@ def test_what_loops_cannot_do_is_refused(model, prompts) -> None:
     ):
         with pytest.raises(UserError, match=match):
             model.generate(ids, values, **options)
+
+
+def test_the_logits_of_a_mode_tell_words_apart_whose_log_p_ties(model, prompts) -> None:
+    ids, values, mask = prompts
+    twin = copy.deepcopy(model)
+    action = twin.model.action
+    with torch.no_grad():
+        action.cls_weight[7:9] = action.cls_weight[7]
+        action.cls_bias[7:9] = torch.tensor([-1e6, -1e6 + 0.0625])
+        action.threshold[:] = 1e9
+        action.threshold[7:9] = 0.0
+        out = twin(ids, values, mask, mode="standard", output_log_probs=True)
+    assert (out.log_probs.argmax(-1) == 7).all(), "log P of both words is the same number"
+    assert (out.logits.argmax(-1) == 8).all()

@@ -336,6 +336,7 @@ def test_inputs_embeds_and_hidden_states() -> None:
     for odd, match in [
         ({}, "input_ids: found 'none'"),
         ({"input_ids": ids, "inputs_embeds": embedded}, "inputs_embeds too"),
+        ({"input_ids": ids, "shift_labels": ids}, "shift_labels: found labels that were shifted before"),
         ({"input_ids": ids, "numeric_values": values[:, 1:]}, r"numeric_values: found \[4, 11\], allowed: \[4, 12\]"),
     ]:
         with pytest.raises(UserError, match=match):

@@ -112,7 +112,7 @@ def _shortlisted(u: Cauchy, used: WordHead, near: Tensor) -> Tensor:
 
 
 def strongest(gap: Tensor, scores: Cauchy) -> Tensor:
-    """Index [N] of the best of S [N, v], with gap = C - loc_S. Ties go to the larger loc_S."""
+    """Index [...] of the best of S [..., v], with gap = C - loc_S. Ties go to the larger loc_S."""
     return first_best(strength(gap, scores.scale), scores.loc)
 
 
@@ -137,9 +137,9 @@ def strength(gap: Tensor, scale: Tensor) -> Tensor:
 
 def first_best(key: Tensor, ties: Tensor) -> Tensor:
     """Index of the largest key of each row. Equal keys go to the larger `ties` value, then to the lower index."""
-    return _of_best(key, ties).argmax(1)
+    return _of_best(key, ties).argmax(-1)
 
 
 def _of_best(key: Tensor, ties: Tensor) -> Tensor:
     """The `ties` values at the largest keys of each row; -inf at other places."""
-    return torch.where(key == key.amax(1, keepdim=True), ties, -torch.inf)
+    return torch.where(key == key.amax(-1, keepdim=True), ties, -torch.inf)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,13 +11,13 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.interfaces import SupportsLoRA
 from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_prefix
 
-from cqwen_dist.generate.modes import MODES
+from cqwen_dist.generate.modes import MODES, ovr_logits, softmax_logits
 from cqwen_dist.generate.numbers import POWERS, written_values
 from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.heads.number_head import Decision
 from cqwen_dist.model.causal_qwen import CausalQwenModel
-from cqwen_dist.ops.cauchy import Cauchy, log_prob_above
-from cqwen_dist.ops.ovr.best import all_scores, strongest
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr.best import all_scores
 from cqwen_dist.ops.ovr.scores import prob_of
 from cqwen_dist.tools.vllm.request_numbers import HERE, RequestNumbers
 
@@ -73,34 +72,19 @@ class PagedCausalQwen(nn.Module, SupportsLoRA):
         u = self.model.abduction(hidden_states)
         u_prime = MODES["standard"].law(action, Cauchy(u.loc.float(), u.scale.float()), None)  # type: ignore[arg-type]
         seen = action.word_part(u_prime).to(action.cls_weight.dtype)
-        logits = self._log_probs(seen)
+        head = action.word_head(int(self.config.used_rows))
+        logits = ovr_logits(*all_scores(seen, head.take(slice(0, head.rows))), action.rows)
         rows = numbers.rows if numbers.last is not None and len(numbers.rows) == len(logits) else {}
         softmax = [row for row, state in rows.items() if state.mode == "compatible"]
         if softmax:
-            logits[softmax] = self._locations(Cauchy(seen.loc[softmax], seen.scale[softmax]))
+            loc = action.word_head().loc(Cauchy(seen.loc[softmax], seen.scale[softmax]))
+            logits[softmax] = softmax_logits(loc, self.config.added_from)
         if rows:
             self._decide(u_prime, prob_of(seen, action.word_head(), self._num_ids(len(logits), logits.device)))
         return logits
 
     def _num_ids(self, count: int, device: torch.device) -> Tensor:
         return torch.full((count,), int(self.config.num_token_id), device=device)
-
-    def _log_probs(self, seen: Cauchy) -> Tensor:
-        """log P [R,V] fp32; -inf for words that are not in use. Its softmax is P / sum P, the draw of mode ovr."""
-        head = self.model.action.word_head(int(self.config.used_rows))
-        gap, scores = all_scores(seen, head.take(slice(0, head.rows)))
-        found = log_prob_above(scores.scale, gap).float()
-        # log P rounds where z does not: the best word by z gets the largest logit
-        best, top = strongest(gap, scores)[:, None], found.amax(1, keepdim=True)
-        found.scatter_(1, best, torch.nextafter(top, torch.full_like(top, math.inf)))
-        return torch.nn.functional.pad(found, (0, self.model.action.rows - head.rows), value=-math.inf)
-
-    def _locations(self, seen: Cauchy) -> Tensor:
-        """loc_S [n,V] fp32, for the softmax of mode compatible; -inf for rows that were added to the base."""
-        config, found = self.config, self.model.action.word_head().loc(seen).float()
-        if config.added_rows:
-            found[:, int(config.used_rows) :] = -math.inf
-        return found
 
     def _decide(self, u_prime: Cauchy, p_num: Tensor) -> None:
         """Decide the number of each request [R], if one comes next, and put it into the table."""
