@@ -61,16 +61,14 @@ class Saver:
         retention: Retention,
         timeout_s: float | None = None,
         *,
-        background: bool = True,
         on_failure: Callable[[str], None] = lambda reason: None,
         say: Callable[[str], None] = lambda note: None,
         mirror: Mirror | None = None,
     ) -> None:
-        """background: False writes before `save` returns. on_failure: called as soon as a background save fails; `wait`
-        raises the error. say: receives notes about problems that are not failures.
-        """
+        """on_failure: called as soon as a background save fails; `wait` raises the error. say: receives notes about
+        problems that are not failures."""
         self._run_dir, self._groups, self._retention = run_dir, groups, retention
-        self._background, self._on_failure, self._say = background, on_failure, say
+        self._on_failure, self._say = on_failure, say
         # The thread's collectives need a separate group: on the main group they would interleave with training's.
         self._side = side_group(timeout_s)
         self._mirror = mirror  # of rank 0
@@ -90,8 +88,6 @@ class Saver:
         state = self._copied(collect())
         self._thread = threading.Thread(target=self._write, args=(state, about, began), name="save", daemon=True)
         self._thread.start()
-        if not self._background:
-            self.wait()
         self._seconds["perf/save_stall_s"] = time.monotonic() - began
 
     @property

@@ -25,7 +25,7 @@ class UserError(Exception):
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
         said = f"found {_short(self.found)}, allowed: {self.allowed}" if self.allowed else str(self.found)
-        return _one_line(f"{place}{self.key}: {said}")
+        return printable(" ".join(f"{place}{self.key}: {said}".split()))
 
 
 class DiskError(UserError):
@@ -59,11 +59,7 @@ def printable(text: str) -> str:
     return _HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)  # a form that JSON has too
 
 
-def _one_line(text: str) -> str:
-    return printable(" ".join(text.split()))
-
-
-def _short(value: object, limit: int = 120) -> str:
+def _short(value: object) -> str:
     if isinstance(value, Said) or (isinstance(value, str) and value.startswith("no ")):
         text = str(value)
     else:
@@ -72,7 +68,7 @@ def _short(value: object, limit: int = 120) -> str:
         except (RecursionError, ValueError):  # nested too deep, or an int with too many digits to print
             text = f"a {type(value).__name__} too large to show"
     text = " ".join(text.split())
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return text if len(text) <= 120 else text[:117] + "..."
 
 
 def refuse_ranks(world: int, vocab_group_size: int, sequence_group_size: int = 1) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import NamedTuple
 
 import cqwen_dist
 from cqwen_dist.checkpoint import adapter
@@ -27,13 +26,6 @@ from cqwen_dist.parallel.collectives import main_rank_first
 from cqwen_dist.run.environment import versions
 from cqwen_dist.run.files import DIGESTS, MANIFEST, file_record
 from cqwen_dist.training.base import load_tokenizer
-
-
-class RunTexts(NamedTuple):
-    """The texts of a run: datasets, and watched ones by name."""
-
-    datasets: Datasets
-    watched: dict[str, TextDataset]
 
 
 def config_facts(config: Config) -> Facts:
@@ -65,15 +57,17 @@ def read_tokenizer(config: Config, resume_from: Path | None) -> tuple[NumericalA
     return agree(read)
 
 
-def read_texts(config: DataConfig, tokenizer: NumericalAwareTokenizer) -> tuple[RunTexts, Facts]:
-    """The run's data, once all ranks have the same samples. Raises `UserError`."""
+def read_texts(
+    config: DataConfig, tokenizer: NumericalAwareTokenizer
+) -> tuple[tuple[Datasets, dict[str, TextDataset]], Facts]:
+    """The run's datasets and its watched ones by name, once all ranks have the same samples. Raises `UserError`."""
 
-    def read() -> tuple[RunTexts, Facts]:
+    def read() -> tuple[tuple[Datasets, dict[str, TextDataset]], Facts]:
         datasets, watched = load_datasets(config, tokenizer, main_rank_first), read_watched(config, tokenizer)
         held_out = "" if datasets.eval is None else datasets.eval.digest()
         facts = {KEYS["data"]: datasets.train.digest(), KEYS["eval"]: held_out}
         facts |= {f"data.watch.{name}": dataset.digest() for name, dataset in watched.items()}
-        return RunTexts(datasets, watched), facts
+        return (datasets, watched), facts
 
     return agree(read)
 

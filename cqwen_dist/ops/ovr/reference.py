@@ -50,14 +50,8 @@ def ovr_partial(u: Cauchy, head: WordHead, words: Tensor, slope_limit: float = 0
     here = (row >= 0) & (row < head.rows)
     if not len(head.weight):
         return (u.loc.sum(1) + u.scale.sum(1)).to(head.real) * 0.0  # in the graph: all ranks must join in backward
-    own = head.take(row.clamp(0, len(head.weight) - 1))
-    return torch.where(here, bce_of_rows(u.to(head.real), own, words >= 0, slope_limit), 0.0)
-
-
-def bce_of_rows(u: Cauchy, own: WordHead, is_label: Tensor, slope_limit: float) -> Tensor:
-    """BCE [M] of one word per token: U' [M, C], `own` the row of each token's word, is_label [M] bool."""
-    law, gap = own.of_own(u)
-    return _bce(gap, law.scale, is_label, slope_limit)
+    law, gap = head.take(row.clamp(0, len(head.weight) - 1)).of_own(u.to(head.real))
+    return torch.where(here, _bce(gap, law.scale, words >= 0, slope_limit), 0.0)
 
 
 def _bce(gap: Tensor, scale: Tensor, is_label: Tensor, slope_limit: float) -> Tensor:

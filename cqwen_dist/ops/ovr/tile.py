@@ -110,7 +110,7 @@ class TorchTile(TileMaths):
         above = _columns_above(gap)
         over, p = gap[:, above] < 0, a[:, above].neg()
         log[:, above] = torch.where(over, p.log(), log[:, above])
-        tile.per_token.sub_(_row_sum(log, tile.class_weights))
+        tile.per_token.sub_(log.sum(1) if tile.class_weights is None else torch.mv(log, tile.class_weights))
         if tile.prob_sum is not None:
             tile.prob_sum.sub_(a.sum(1)).add_(((1.0 - 2.0 * p) * over).sum(1))
             # A label was counted with the sign of its negated d
@@ -151,7 +151,3 @@ def _label_entries(target: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     inside = (target >= 0) & (target < n)
     at = torch.arange(0, like.numel(), n, device=like.device) + target.clamp(0, n - 1)
     return at, (1.0 - 2.0 * inside).to(like.dtype)
-
-
-def _row_sum(x: Tensor, class_weights: Tensor | None) -> Tensor:
-    return x.sum(1) if class_weights is None else torch.mv(x, class_weights)
