@@ -138,6 +138,15 @@ def ovr_logits(gap: Tensor, scores: Cauchy, rows: int | None = None) -> Tensor:
     return logits if rows is None else _filled(logits, rows)
 
 
+def logits_by(mode: str, scores: Cauchy, threshold: Tensor, config: Any) -> Tensor:
+    """The logits [..., V] by which a mode chooses words, from S of all words. config: the model's."""
+    if mode == "compatible":
+        return softmax_logits(scores.loc, config.added_from)
+    gap, used = threshold - scores.loc, slice(config.used_rows)
+    law = Cauchy(scores.loc[..., used], scores.scale[..., used])
+    return ovr_logits(gap[..., used], law, gap.shape[-1])
+
+
 def _filled(logits: Tensor, rows: int) -> Tensor:
     """[..., v] -> [..., rows]: -inf for the words behind v, which are never written."""
     return nn.functional.pad(logits, (0, rows - logits.shape[-1]), value=-math.inf)

@@ -16,7 +16,7 @@ from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.generate.generation_settings import Prompt
 from cqwen_dist.generate.generator import Watch, generate
 from cqwen_dist.generate.hugging_face import translate, with_numbers
-from cqwen_dist.generate.modes import ovr_logits, softmax_logits
+from cqwen_dist.generate.modes import logits_by
 from cqwen_dist.generate.transformers_loops import NumberGenerationMixin
 from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.heads.action import ActionNetwork
@@ -263,13 +263,8 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         further = {"scale_S": found.scale} if scales else {}
         if log_probs:
             further["log_probs"] = found.log_sf(action.threshold)
-        if mode is None:
-            return {"logits": found.loc, **further}
-        if mode == "compatible":
-            return {"logits": softmax_logits(found.loc, self.config.added_from), **further}
-        used = slice(self.config.used_rows)
-        gap = (action.threshold - found.loc)[..., used]
-        return {"logits": ovr_logits(gap, Cauchy(found.loc[..., used], found.scale[..., used]), action.rows), **further}
+        logits = found.loc if mode is None else logits_by(mode, found, action.threshold, self.config)
+        return {"logits": logits, **further}
 
     @torch.no_grad()
     def generate(  # type: ignore[override, unused-ignore]  # numbers go with the ids
@@ -352,5 +347,4 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
     def merge_adapters(self) -> None:
         """Fold LoRA into the backbone, in place."""
         merge_lora(self.model.transformer)
-        self.config.lora = None
-        self.model.config.lora = None
+        self.config.lora = self.model.config.lora = None
