@@ -196,7 +196,7 @@ def predicted_rows(
 ) -> Iterator[dict[str, Any]]:
     """`predict`, batch by batch as the rows are taken. The same arguments; settings: of `predict_rows`."""
     from cqwen_dist.checkpoint.trained import load_trained
-    from cqwen_dist.generate.learnt_range import LearntRange
+    from cqwen_dist.data.learnt_range import LearntRange
     from cqwen_dist.generate.table import Unread, predict_rows, prompts_of
 
     columns, table = _table_of(rows)

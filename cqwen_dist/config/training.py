@@ -33,11 +33,6 @@ HEADS: tuple[str, ...] = ("abduction", "classifier", "noise", "regression", "thr
 _RISING = ("accuracy", "precision", "recall", "f1")
 
 
-def _off(value: object) -> object:
-    """YAML 1.1 reads a bare off as false."""
-    return "off" if value is False else value
-
-
 def rises(metric: str) -> bool:
     """Whether a higher metric is better, by its name."""
     return metric.endswith(_RISING)
@@ -146,7 +141,11 @@ class LoraConfig(Section):
 class ConstraintConfig(Section):
     """KL(U || U at the start) against forgetting (seed S3 2.3): mean over dimensions and tokens, in nats."""
 
-    mode: Annotated[Literal["off", "monitor", "hinge", "dual"] | None, BeforeValidator(_off)] = None
+    # YAML 1.1 reads a bare off as false
+    mode: Annotated[
+        Literal["off", "monitor", "hinge", "dual"] | None,
+        BeforeValidator(lambda value: "off" if value is False else value),
+    ] = None
     """off; monitor: report every 10 steps; hinge: add 10 times each token's excess over eps, so the mean may end above;
     dual: a multiplier, updated every step, keeps the mean at or below eps. Default: dual if calibrated from a
     pretrained base, else monitor."""

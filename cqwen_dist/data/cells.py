@@ -48,11 +48,8 @@ def is_empty(value: object) -> bool:
     """Whether a cell is null, "", NaN, or pandas' NA or NaT."""
     if isinstance(value, str):
         return value == ""
-    return value is None or type(value).__name__ in ("NAType", "NaTType") or _is_nan(value)
-
-
-def _is_nan(value: object) -> bool:
-    return isinstance(value, (float, Decimal, np.floating)) and math.isnan(value)
+    is_nan = isinstance(value, (float, Decimal, np.floating)) and math.isnan(value)
+    return value is None or type(value).__name__ in ("NAType", "NaTType") or is_nan
 
 
 def is_missing(value: object) -> bool:
@@ -88,11 +85,9 @@ def as_text(value: object) -> str | None:
         return _plain_time(str(value))
     if isinstance(value, timedelta):
         return f"{value.days} days {timedelta(seconds=value.seconds, microseconds=value.microseconds)!s:0>8}"
-    return str(value) if isinstance(value, (str, int, time)) or _of_pandas(value) else None
-
-
-def _of_pandas(value: object) -> bool:
-    return type(value).__module__.partition(".")[0] == "pandas" and type(value).__name__ in ("Period", "Interval")
+    kind = type(value)
+    of_pandas = kind.__module__.partition(".")[0] == "pandas" and kind.__name__ in ("Period", "Interval")
+    return str(value) if isinstance(value, (str, int, time)) or of_pandas else None
 
 
 def cell_text(value: object) -> str | None:

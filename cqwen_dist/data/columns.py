@@ -70,14 +70,10 @@ def forms_in(
         allowed = f"false (the number is {point}) or true (it is {comma}); --no-decimal-comma or --decimal-comma"
         said = Said(f"{error.cells} in the column {error.column}")
         raise UserError("data.decimal_comma", said, allowed, source) from None
-    if target in columns and _all_numbers(columns[target]):
+    # A target that Python reads as numbers, such as 1_000, is a column of numbers too
+    if target in columns and all(as_number(cell) is not None for cell in columns[target]):
         found.setdefault(str(target), Form())
     return {name: found[name] for name in columns if name in found}
-
-
-def _all_numbers(cells: Iterable[str]) -> bool:
-    """Whether Python reads every cell as a number, such as 1_000."""
-    return all(as_number(cell) is not None for cell in cells)
 
 
 def _cells_by_column(
@@ -110,7 +106,8 @@ def columns_for(config: DataConfig, with_eval: bool = False) -> dict[str, dict[s
     if config.messages_field is not None or not (is_table or any(".csv" in one or ".tsv" in one for one in sources)):
         return {}
     records = [record for one in sources for record in _sampled(one)]
-    only = _read_columns(config, records)
+    named = named_fields(config)
+    only = columns_of(records) if "*" in named else named
     forms = given_forms(config)
     if forms is None:
         forms = forms_in(records, sources[0], config.target_field, config.decimal_comma, only)
@@ -118,11 +115,6 @@ def columns_for(config: DataConfig, with_eval: bool = False) -> dict[str, dict[s
         forms = {name: form for name, form in forms.items() if form == Form(",")}
         only = [*forms]
     return described(records, TableCells(forms, config.target_field), only)
-
-
-def _read_columns(config: DataConfig, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    named = named_fields(config)
-    return columns_of(records) if "*" in named else named
 
 
 def given_forms(config: DataConfig) -> dict[str, Form] | None:
@@ -204,17 +196,18 @@ def _differences(name: str, was: Mapping[str, Any], texts: list[str], key: str) 
     kind = _kind(filled, as_number) if was["kind"] == "text" and len(filled) >= LEAST_TOLD else "text"
     if kind != "text":
         yield f"every cell is {_NAMES.get(kind, kind)}, which was text in training"
-    yield from _outside(was, [number for number in map(as_number, filled) if number is not None])
+    numbers = [number for number in map(as_number, filled) if number is not None]
+    if outside := [number for number in numbers if "low" in was and beyond(number, was["low"], was["high"])]:
+        said = f"{len(outside):,} of {len(numbers):,} numbers are outside of {was['low']:g} to {was['high']:g}"
+        yield f"{said}, all that was learnt from: {min(outside):g} to {max(outside):g}"
     empty = 1 - len(filled) / len(texts)
     if empty > was["empty"] + MUCH_EMPTIER or (empty and not was["empty"]):
         yield f"{empty:.0%} of the cells are empty, {was['empty']:.0%} in training"
 
 
-def _outside(was: Mapping[str, Any], numbers: list[float]) -> Iterator[str]:
-    outside = [number for number in numbers if "low" in was and not was["low"] <= number <= was["high"]]
-    if outside:
-        said = f"{len(outside):,} of {len(numbers):,} numbers are outside of {was['low']:g} to {was['high']:g}"
-        yield f"{said}, all that was learnt from: {min(outside):g} to {max(outside):g}"
+def beyond(number: float | None, low: float, high: float) -> float:
+    """How far a number is from a range, in units of its width; 0 inside, and without a number."""
+    return 0.0 if number is None else max(low - number, number - high, 0.0) / ((high - low) or abs(high) or 1.0)
 
 
 def _text(cells: TableCells, name: str, value: object, key: str = "") -> str:

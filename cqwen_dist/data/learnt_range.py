@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
+from cqwen_dist.data.cells import as_number
+from cqwen_dist.data.columns import beyond
 from cqwen_dist.heads.intervals import LEVELS
 from cqwen_dist.heads.targets import TargetTransform
 
@@ -17,11 +20,13 @@ REACH = 1.0  # of the range, beyond either end: where an interval is held
 DIGITS = 10  # of a held prediction
 
 
-class LearntRange(NamedTuple):
+@dataclass(frozen=True)
+class LearntRange:
     """The least and the largest number in every column that was learnt from; the target is one of them."""
 
     target: str
     ends: Mapping[str, tuple[float, float]]
+    column: ClassVar[str] = OUTSIDE  # for `generate.table`, which imports no `data`
 
     @classmethod
     def of(cls, columns: Mapping[str, Mapping[str, Any]], target: str) -> LearntRange | None:
@@ -30,7 +35,7 @@ class LearntRange(NamedTuple):
         return cls(target, ends) if target in ends else None
 
     def held(self, cells: Mapping[str, str], found: Mapping[str, Any], unit: TargetTransform) -> dict[str, Any]:
-        """`found`, a row's new columns, with the column OUTSIDE: the names of the row's numbers that are outside.
+        """`found`, a row's new columns, with one more, OUTSIDE: the names of the row's numbers that are outside.
 
         The prediction is held in the target's range plus MARGIN. If anything is outside, the intervals move with the
         prediction and grow by the distance to the range, in units of that range, but not beyond the range plus REACH.
@@ -41,14 +46,15 @@ class LearntRange(NamedTuple):
             return {**found, OUTSIDE: None}
         low, high = (_forward(unit, end) for end in self.ends[self.target])
         value = _forward(unit, found["predicted"])
-        beyond = {name: _beyond(_number(cells.get(name)), *self.ends[name]) for name in self.ends}
-        beyond[self.target] = _beyond(value, low, high)
-        outside = [name for name, distance in beyond.items() if distance > MARGIN]
+        numbers = {name: as_number(cells.get(name)) for name in self.ends}
+        far = {name: beyond(numbers[name], *ends) for name, ends in self.ends.items()}
+        far[self.target] = beyond(value, low, high)
+        outside = [name for name, distance in far.items() if distance > MARGIN]
         if not outside:
             return {**found, OUTSIDE: ""}
         width = high - low
         at = min(max(value, low - MARGIN * width), high + MARGIN * width)
-        growth = 1 + max(beyond[name] for name in outside)
+        growth = 1 + max(far[name] for name in outside)
         new = {"predicted": at}
         for level in LEVELS:
             for name, side in ((f"low_{level * 100:g}", -1), (f"high_{level * 100:g}", 1)):
@@ -62,16 +68,3 @@ class LearntRange(NamedTuple):
 
 def _forward(unit: TargetTransform, value: float) -> float:
     return float(unit.forward(torch.tensor(value, dtype=torch.float64)))
-
-
-def _number(cell: str | None) -> float:
-    """The number in a cell; NaN if there is none."""
-    try:
-        return float(cell or "nan")
-    except ValueError:
-        return math.nan
-
-
-def _beyond(value: float, low: float, high: float) -> float:
-    """How far a value is from a range, in units of its width; 0 inside, and for NaN."""
-    return max(low - value, value - high, 0.0) / ((high - low) or abs(high) or 1.0) if value == value else 0.0

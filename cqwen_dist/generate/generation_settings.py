@@ -58,7 +58,10 @@ class Settings:
             raise UserError("decode_rule", self.decode_rule, "ovr, loc")
         if self.digits is not None:
             check_digits(self.digits)
-        self._check_cache()
+        if self.cache_implementation not in (None, "dynamic", "static"):
+            raise UserError("cache_implementation", self.cache_implementation, "dynamic, static")
+        if self.static and not self.use_cache:
+            raise UserError("cache_implementation", "static", "dynamic where use_cache is false")
         if self.used_rows is not None and self.used_rows < 1:
             raise UserError("used_rows", self.used_rows, "1 or more")
         if self.seed is not None and self.generator is not None:
@@ -73,12 +76,6 @@ class Settings:
         having = ", ".join(name for name, other in MODES.items() if other.draws is not False)
         elsewhere = f"none in mode {self.mode}, or a mode out of {having}"
         raise UserError("temperature", self.temperature, "in logits_processor" if mode.has_logits else elsewhere)
-
-    def _check_cache(self) -> None:
-        if self.cache_implementation not in (None, "dynamic", "static"):
-            raise UserError("cache_implementation", self.cache_implementation, "dynamic, static")
-        if self.static and not self.use_cache:
-            raise UserError("cache_implementation", "static", "dynamic where use_cache is false")
 
     @property
     def static(self) -> bool:

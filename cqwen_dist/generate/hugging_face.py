@@ -282,24 +282,19 @@ def _sampling(
     settings |= {"do_sample": sampling, "eos_token_id": None if ends == [] else ends}  # []: there is no end
     if not sampling:
         settings.pop("temperature", None)
+    rows = max(merged.get("num_beams") or 1, merged.get("num_return_sequences") or 1)  # texts of a prompt
     with refused_by_transformers():
         config = GenerationConfig(**settings)
         model._prepare_special_tokens(config, True, device=ids.device)
         found = model._get_logits_processor(
             config,
             input_ids_seq_length=ids.shape[1],
-            model_kwargs=_mask_of_rows(mask, merged),
+            model_kwargs={} if mask is None else {"attention_mask": mask.repeat_interleave(rows, 0)},
             device=ids.device,
             prefix_allowed_tokens_fn=merged.get("prefix_allowed_tokens_fn"),
             logits_processor=LogitsProcessorList(own),
         )
     return {"logits_processor": found if len(found) else None, "do_sample": sampling}
-
-
-def _mask_of_rows(mask: Tensor | None, merged: dict[str, Any]) -> dict[str, Tensor]:
-    """The mask with a row for each text that is written. A prompt may have several texts."""
-    rows = max(merged.get("num_beams") or 1, merged.get("num_return_sequences") or 1)
-    return {} if mask is None else {"attention_mask": mask.repeat_interleave(rows, 0)}
 
 
 def _watch(

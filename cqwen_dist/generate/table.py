@@ -16,7 +16,6 @@ from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.delimited import MISSING, write_rows
 from cqwen_dist.generate.continuation import generate_batch
 from cqwen_dist.generate.decisions import choose
-from cqwen_dist.generate.learnt_range import OUTSIDE, LearntRange
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, check_digits, shown
 from cqwen_dist.generate.streaming import Tokenizer, reader
 from cqwen_dist.heads.intervals import LEVELS
@@ -181,20 +180,20 @@ def predict_rows(
     options: Sequence[str] = (),
     reject_below: float = 0.0,
     unread: Unread | None = None,
-    known: LearntRange | None = None,
+    known: Any = None,
     cells: Sequence[Mapping[str, str]] = (),
     **settings: Any,
 ) -> Iterator[dict[str, Any]]:
     """The rows with their new columns. prompts, unread: of `prompts_of`; an unread row's new cells are None.
 
-    known: what the run learnt from; numbers are held in it and marked (`LearntRange.held`). cells: with `known`, the
-    rows as training reads them.
+    known: what the run learnt from; numbers are held in it and marked (`data.learnt_range.LearntRange.held`). cells:
+    with `known`, the rows as training reads them.
 
     options: choose one of these texts for each row instead (columns `p OPTION` and `chosen`, which is None if no option
     reaches reject_below). settings: of `predict_numbers`. Raises `UserError`, also if the table already has one of the
     new columns.
     """
-    marked = [OUTSIDE] * (known is not None)
+    marked = [] if known is None else [known.column]
     added = [CHOICE, *(f"p {option}" for option in options)] if options else number_columns(model) + marked
     taken = [name for name in added if rows and name in rows[0]]
     if taken:
@@ -213,7 +212,7 @@ def predict_rows(
 
 
 def _held(
-    known: LearntRange | None,
+    known: Any,
     cells: Sequence[Mapping[str, str]],
     without: Unread,
     found: Iterator[dict[str, Any]],

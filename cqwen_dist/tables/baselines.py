@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cqwen_dist.generate.learnt_range import MARGIN
+from cqwen_dist.data.learnt_range import MARGIN
 from cqwen_dist.tables.encoding import EncodedRows
 from cqwen_dist.tables.rows import Table, signed_log
 

@@ -27,8 +27,8 @@ from cqwen_dist.config import UserError, load_config
 from cqwen_dist.config.data import column_lines
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.columns import given_forms
+from cqwen_dist.data.learnt_range import LearntRange
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.generate.learnt_range import LearntRange
 from cqwen_dist.generate.table import predict_rows, prompts_of, shared_digits, template_of, write_table
 from cqwen_dist.number_forms import by_form
 from cqwen_dist.run.files import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cqwen_dist.generate.learnt_range import OUTSIDE
+from cqwen_dist.data.learnt_range import OUTSIDE
 from cqwen_dist.generate.table import NUMBER_COLUMNS
 
 OURS = "CausalQwen"

@@ -15,9 +15,9 @@ from cqwen_dist.config.data import can_be_named
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.cells import BadLine, TableCells, as_number, cell_text, is_missing
 from cqwen_dist.data.columns import columns_of, forms_in, sample
+from cqwen_dist.data.learnt_range import OUTSIDE
 from cqwen_dist.data.recipes import records_in, table_columns
 from cqwen_dist.delimited import write_rows as write_csv
-from cqwen_dist.generate.learnt_range import OUTSIDE
 from cqwen_dist.generate.table import NUMBER_COLUMNS
 from cqwen_dist.number_forms import Form
 

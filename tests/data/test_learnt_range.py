@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from cqwen_dist.generate.learnt_range import OUTSIDE, LearntRange
+from cqwen_dist.data.learnt_range import OUTSIDE, LearntRange
 from cqwen_dist.heads.intervals import LEVELS
 from cqwen_dist.heads.targets import TargetTransform
 
