@@ -124,7 +124,7 @@ def fused_loss(
 def mean_loss(action: ActionNetwork, u: Cauchy, words: Tensor, numbers: NumberLabels, num: int) -> Tensor:
     """The loss of N label positions in one process: the mean of the words' plus the mean of the gated numbers'.
 
-    u: U [N,C]; words [N]; num: row of <NUM>. An exported folder has the same in plain torch (`heads.plain_loss`).
+    u: U [N,C]; words [N]; num: row of <NUM>. An export has it in plain torch (`tools.export.plain_loss`).
     """
     count = max(int(numbers.is_number.sum()), 1)
     labels = TokenLabels(words, numbers)

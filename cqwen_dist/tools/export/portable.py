@@ -39,7 +39,7 @@ FILES: dict[str, list[Name]] = {
     TOKENIZATION: [("cqwen_dist.data.auto_tokenizer", "CausalQwenTokenizer")],
 }
 # The copy's loss is the one in plain torch: the package's brings ranks and kernels.
-INSTEAD = {("cqwen_dist.heads.fused_loss", "mean_loss"): ("cqwen_dist.heads.plain_loss", "mean_loss")}
+INSTEAD = {("cqwen_dist.heads.fused_loss", "mean_loss"): ("cqwen_dist.tools.export.plain_loss", "mean_loss")}
 # What only this package's runs use; the copies only raise. Names without a class match methods of any class.
 RUNS = {
     *("labels", "inherit", "centre", "start", "score_targets", "start_scores", "measure", "metrics", "_every"),
