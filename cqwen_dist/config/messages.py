@@ -132,8 +132,7 @@ def explain(error: ValidationError, tree: Any) -> tuple[Path, object, str]:
     if kind == "refused":
         return (*path, *first["ctx"]["key"].split(".")), first["ctx"]["found"], first["ctx"]["allowed"]
     if kind == "extra_forbidden":
-        removed = REMOVED.get(".".join("N" if part.isdecimal() else part for part in path))
-        return path, Said(f"this key was removed: {removed[1]}" if removed else f"unknown key{_instead(path)}"), ""
+        return path, Said(_unknown(path)), ""
     if kind == "invalid_key":
         return path, first["input"], "a name"
     if kind == "missing":
@@ -230,6 +229,11 @@ def _allowed(item: Any, path: Path) -> str:
 def _section_words(annotation: Any) -> str:
     section = section_of(annotation)
     return "" if section is None else f"a section with {', '.join(section.model_fields)}"
+
+
+def _unknown(path: Path) -> str:
+    removed = REMOVED.get(".".join("N" if part.isdecimal() else part for part in path))
+    return f"this key was removed: {removed[1]}" if removed else f"unknown key{_instead(path)}"
 
 
 def _instead(path: Path) -> str:

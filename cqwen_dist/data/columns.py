@@ -196,13 +196,16 @@ def _differences(name: str, was: Mapping[str, Any], texts: list[str], key: str) 
     kind = _kind(filled, as_number) if was["kind"] == "text" and len(filled) >= LEAST_TOLD else "text"
     if kind != "text":
         yield f"every cell is {_NAMES.get(kind, kind)}, which was text in training"
-    numbers = [number for number in map(as_number, filled) if number is not None]
-    if outside := [number for number in numbers if "low" in was and beyond(number, was["low"], was["high"])]:
-        said = f"{len(outside):,} of {len(numbers):,} numbers are outside of {was['low']:g} to {was['high']:g}"
-        yield f"{said}, all that was learnt from: {min(outside):g} to {max(outside):g}"
+    yield from _outside(was, [number for number in map(as_number, filled) if number is not None])
     empty = 1 - len(filled) / len(texts)
     if empty > was["empty"] + MUCH_EMPTIER or (empty and not was["empty"]):
         yield f"{empty:.0%} of the cells are empty, {was['empty']:.0%} in training"
+
+
+def _outside(was: Mapping[str, Any], numbers: list[float]) -> Iterator[str]:
+    if outside := [number for number in numbers if "low" in was and beyond(number, was["low"], was["high"])]:
+        said = f"{len(outside):,} of {len(numbers):,} numbers are outside of {was['low']:g} to {was['high']:g}"
+        yield f"{said}, all that was learnt from: {min(outside):g} to {max(outside):g}"
 
 
 def beyond(number: float | None, low: float, high: float) -> float:

@@ -138,9 +138,7 @@ def _of_fields(records: list[Any], source: str, decimal_comma: bool | None) -> t
         raise UserError("--data", found, "one field messages with the messages of both", source)
     if chats:
         return "chats", {"messages_field": chats[0]}
-    if {"prompt", "completion"} <= {*names} and "label" in all_are(lambda value: isinstance(value, bool)):
-        found = Said("preference data: prompt, completion, and label, which is false for bad completions")
-        raise UserError("--data", found, "the records whose label is true, without the field label", source)
+    _refuse_labels({*names}, all_are(lambda value: isinstance(value, bool)), source)
     if recipe := _of_prompts({*names}, any("input" in record for record in records)):
         return recipe
     texts = all_are(lambda value: isinstance(value, str))
@@ -153,6 +151,12 @@ def _of_fields(records: list[Any], source: str, decimal_comma: bool | None) -> t
         return f"texts in the field {longest}", {"text_field": longest}
     allowed = "chats, instruction and output, question and answer, text, or a column of numbers"
     raise UserError("--data", ", ".join(names), allowed)
+
+
+def _refuse_labels(names: set[str], truths: list[str], source: str) -> None:
+    if {"prompt", "completion"} <= names and "label" in truths:
+        found = Said("preference data: prompt, completion, and label, which is false for bad completions")
+        raise UserError("--data", found, "the records whose label is true, without the field label", source)
 
 
 def _of_preferences(names: list[str], chats: list[str], source: str) -> tuple[str, dict[str, Any]]:
