@@ -153,20 +153,17 @@ class Mirror:
                 self._say(f"note: {KEY}: {name} is damaged in the store ({problems[0]})")
                 shutil.rmtree(partial)
                 continue
-            self._fetch_beside()
+            # Before the checkpoint gets its name: after a kill here, the folder counts as empty and is fetched again
+            for each in BESIDE:
+                self._get(self._at(each), self._run_dir / each)
+            for each in FOLDERS:
+                root = self._at(each)
+                for found in self._store.find(root) if self._store.exists(root) else ():
+                    self._get(found, self._run_dir / each / str(found)[len(root) :].lstrip("/"))
             partial.rename(partial.with_name(name))
             sync(partial.parent)
             write_atomically(self._run_dir / LATEST, f"{CHECKPOINTS}/{name}\n")
             yield name
-
-    def _fetch_beside(self) -> None:
-        """Before the checkpoint gets its name: after a kill here, the folder counts as empty and is fetched again."""
-        for each in BESIDE:
-            self._get(self._at(each), self._run_dir / each)
-        for each in FOLDERS:
-            root = self._at(each)
-            for found in self._store.find(root) if self._store.exists(root) else ():
-                self._get(found, self._run_dir / each / str(found)[len(root) :].lstrip("/"))
 
     def _get(self, there: str, file: Path) -> None:
         if self._store.exists(there):

@@ -12,12 +12,6 @@ import sys
 from cqwen_dist.cluster.rank import MODULE, Order, rank_environment
 
 
-def local_slots(ranks: int) -> list[int]:
-    """The first GPUs that SLURM assigned to this task, if there is one per rank; else 0, 1, ..."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[:ranks]
-    return [int(n) for n in given] if len(given) == ranks and all(map(str.isdecimal, given)) else list(range(ranks))
-
-
 def main() -> None:
     """Reads CQWEN_HOSTS, MASTER_ADDR, MASTER_PORT (set by the job) and SLURM_NODEID (set by the task)."""
     parser = argparse.ArgumentParser()
@@ -30,8 +24,11 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})
     order = Order("slurm", ["train", *given.words], os.getcwd(), logs=given.logs)
     command = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", "--quiet"]
-    # Host -> GPU numbers, one per rank, in the format of DeepSpeed's launcher.
-    slots = {host: local_slots(given.ranks) for host in os.environ["CQWEN_HOSTS"].split()}
+    # Host -> GPU numbers, one per rank, in the format of DeepSpeed's launcher: the first GPUs that SLURM assigned to
+    # this task, if there is one per rank; else 0, 1, ...
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[: given.ranks]
+    whole = len(gpus) == given.ranks and all(map(str.isdecimal, gpus))
+    slots = dict.fromkeys(os.environ["CQWEN_HOSTS"].split(), [*map(int, gpus)] if whole else [*range(given.ranks)])
     command += [f"--world_info={base64.urlsafe_b64encode(json.dumps(slots).encode()).decode()}"]
     command += [f"--node_rank={os.environ['SLURM_NODEID']}", f"--master_addr={os.environ['MASTER_ADDR']}"]
     command += [f"--master_port={os.environ['MASTER_PORT']}", "--no_local_rank", "--module", MODULE, order.encode()]

@@ -235,20 +235,16 @@ def _content(source: str, config: DataConfig, root: Path, key: str) -> dict[str,
         digests = [f"{file.relative_to(path)} {known_digest(file, root / 'contents')}" for file in files]
         return {"kind": f"folder#{split}", "sha256": hashlib.sha256("\n".join(digests).encode()).hexdigest()}
     if source.startswith("hf:"):
-        return {"kind": source, "revision": _revision(source, name, key)}
+        from huggingface_hub import HfApi
+
+        try:
+            info = HfApi().dataset_info("/".join(name.removeprefix("hf:").split("/")[:2]))
+        except Exception as error:  # offline, unknown, private: the client raises many types
+            raise UserError(key, source, f"a data set that the hub has ({reason_of(error, 120)})") from None
+        return {"kind": source, "revision": str(info.sha)}
     found_files = source_files(source, key)
     if found_files != [source]:
         known = [_content(file, config, root, key) for file in found_files]
         return {"kind": "files", "sha256": hashlib.sha256(json.dumps(known).encode()).hexdigest()}
     path = Path(source).expanduser()
     return {"kind": "".join(path.suffixes[-2:]).lower(), "sha256": known_digest(path, root / "contents")}
-
-
-def _revision(source: str, name: str, key: str) -> str:
-    from huggingface_hub import HfApi
-
-    try:
-        info = HfApi().dataset_info("/".join(name.removeprefix("hf:").split("/")[:2]))
-    except Exception as error:  # offline, unknown, private: the client raises many types
-        raise UserError(key, source, f"a data set that the hub has ({reason_of(error, 120)})") from None
-    return str(info.sha)

@@ -93,13 +93,6 @@ class _Writing:
             i += step
         return i if 0 <= i < len(self.texts) and self.numbers[i] and i not in self.given_up else None
 
-    def try_next_form(self, i: int) -> None:
-        """Choose number i's next form; after the last one, its plain form for good."""
-        self.chosen[i] += 1
-        if self.chosen[i] == len(self.forms[i]):
-            self.chosen[i] = self.plain.get(i, 0)
-            self.given_up.add(i)
-
 
 def write_numbers(pieces: Sequence[str | float], policy: NumberPolicy = DEFAULT_POLICY) -> str:
     """Join texts and numbers to one text in which `find_numbers` finds the same numbers at the same places.
@@ -119,4 +112,8 @@ def write_numbers(pieces: Sequence[str | float], policy: NumberPolicy = DEFAULT_
             wrong = writing.next_to_misread_text(spans)
         if wrong is None:
             return text
-        writing.try_next_form(wrong)
+        # The number's next form; after the last one, its plain form for good
+        writing.chosen[wrong] += 1
+        if writing.chosen[wrong] == len(writing.forms[wrong]):
+            writing.chosen[wrong] = writing.plain.get(wrong, 0)
+            writing.given_up.add(wrong)

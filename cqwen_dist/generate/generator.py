@@ -174,8 +174,8 @@ class _Continuation:
             elif self.options.processors is None:
                 self.steps(whole_step, self)
             else:  # processors run uncompiled between two compiled halves: they see ids of growing length
-                u_prime = self.steps(first_half, self)
-                self.steps(second_half, self, u_prime, self.choose(u_prime))
+                u_prime = self.steps(_Continuation.infer_next, self)
+                self.steps(_Continuation.write, self, u_prime, self.choose(u_prime))
         self.end += 1
 
     def read(self, ids: Tensor) -> None:
@@ -283,13 +283,3 @@ def whole_step(text: _Continuation) -> None:
     """A step after the first: reads only the last column."""
     u_prime = text.infer_next()
     text.write(u_prime, text.choose(u_prime))
-
-
-def first_half(text: _Continuation) -> Cauchy:
-    """The part of a step before the choice of a word."""
-    return text.infer_next()
-
-
-def second_half(text: _Continuation, u_prime: Cauchy, word: Tensor) -> None:
-    """The part of a step after the choice of a word."""
-    text.write(u_prime, word)

@@ -141,14 +141,6 @@ _stores: list[Any] = []  # the launcher's store, once this process has connected
 _groups = count()
 
 
-def _refuse_unknown_host(name: str) -> None:
-    """Raises `UserError` if a host's name does not resolve: torch would only time out."""
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError as error:
-        raise UserError("MASTER_ADDR", name, f"a host that resolves on {platform.node()} ({error.strerror})") from None
-
-
 @contextmanager
 def _meeting_place(rank: int, world: int, local_rank: int, timeout: timedelta) -> Iterator[Any]:
     """The rendezvous store of the ranks, with the environment variables that DeepSpeed reads.
@@ -170,7 +162,11 @@ def _meeting_place(rank: int, world: int, local_rank: int, timeout: timedelta) -
         if own:
             yield dist.HashStore()
         else:
-            _refuse_unknown_host(os.environ["MASTER_ADDR"])
+            try:  # torch would only time out
+                socket.getaddrinfo(name := os.environ["MASTER_ADDR"], None)
+            except OSError as error:
+                here = f"a host that resolves on {platform.node()} ({error.strerror})"
+                raise UserError("MASTER_ADDR", name, here) from None
             if not _stores:
                 _stores.append(next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))[0])
             yield dist.PrefixStore(f"cqwen-{next(_groups)}", _stores[0])

@@ -61,7 +61,11 @@ def open_run(
         begun = has_begun(folder)
         changes = _changes(config, begun)
         if begun and changes:
-            _note_changes(folder, changes, say)
+            entry = {"time": round(time.time(), 3), "changes": [list(change) for change in changes]}
+            with open(folder / CHANGES, "a", encoding="utf-8", opener=not_followed) as file:
+                file.write(json.dumps(entry) + "\n")
+            for key, before, now in changes:
+                say(f"changed: {key}: {before!r} -> {now!r}")
         # Training has not begun, so a base built from changed keys can simply be rebuilt.
         elif config.model.architecture is not None and any(key.startswith(BUILDS_BASE) for key, *_ in changes):
             shutil.rmtree(config.base_folder, ignore_errors=True)
@@ -130,14 +134,6 @@ def _progress(folder: Path) -> tuple[int, list[int]]:
         return int(state["step"]), [int(stop) for stop in state["schedule"]["stops"]]
     except (OSError, ValueError, KeyError, TypeError):
         return 0, []
-
-
-def _note_changes(folder: Path, changes: list[Change], say: Callable[[str], None]) -> None:
-    entry = {"time": round(time.time(), 3), "changes": [list(change) for change in changes]}
-    with open(folder / CHANGES, "a", encoding="utf-8", opener=not_followed) as file:
-        file.write(json.dumps(entry) + "\n")
-    for key, before, now in changes:
-        say(f"changed: {key}: {before!r} -> {now!r}")
 
 
 def _archive(folder: Path, say: Callable[[str], None]) -> None:

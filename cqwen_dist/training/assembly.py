@@ -98,7 +98,18 @@ def build_training(
         model.features.backbone.spread = over_sequence(groups.sequence)
     engine = Engine(model, engine_settings(config, groups.world_size), runtime.device, groups, runtime.timeout_s)
     constraint = Constraint(model, config.constraint, engine.forward)
-    options = _loss_options(config, model, words)
+    loss, action = config.loss, model.action
+    weights = class_weights(loss, words.counts, action.vocab_start, action.rows, model.config.vocab_size)
+    weights = None if weights is None else weights.to(action.cls_weight.device)
+    options = LossOptions(
+        num_token_id=words.num_token_id,
+        alpha=loss.alpha,
+        gate=gate_named(loss.gate),
+        gate_grad=loss.gate_grad,
+        gemm_dtype=dtype_of(config.train.precision),
+        used_rows=words.used_rows if loss.negatives == "used" else None,
+        ovr=OvrOptions(weights, loss.vocab_reduction, loss.impl, slope_limit=config.slope_limit),
+    )
     stepper = Stepper(engine, constraint, config.loss, options, config.train.seed, lambda: runtime.stop.reason)
     replicas = Replicas(engine, groups)
     schedule = Schedule(config.stages, steps_per_epoch)
@@ -109,21 +120,6 @@ def groups_of(config: Config, runtime: Runtime) -> Groups:
     """The process groups of a config. Collective over the world. Raises `UserError`."""
     parallel = config.parallel
     return build_groups(parallel.vocab_group_size, runtime.timeout_s, parallel.sequence_group_size)
-
-
-def _loss_options(config: Config, model: CausalQwenModel, words: Words) -> LossOptions:
-    loss, action = config.loss, model.action
-    weights = class_weights(loss, words.counts, action.vocab_start, action.rows, model.config.vocab_size)
-    weights = None if weights is None else weights.to(action.cls_weight.device)
-    return LossOptions(
-        num_token_id=words.num_token_id,
-        alpha=loss.alpha,
-        gate=gate_named(loss.gate),
-        gate_grad=loss.gate_grad,
-        gemm_dtype=dtype_of(config.train.precision),
-        used_rows=words.used_rows if loss.negatives == "used" else None,
-        ovr=OvrOptions(weights, loss.vocab_reduction, loss.impl, slope_limit=config.slope_limit),
-    )
 
 
 def build_run(config: Config, runtime: Runtime) -> Run:

@@ -98,7 +98,10 @@ class Share:
             if coefficient < 1.0:
                 gradient.mul_(coefficient)
             exp_avg, exp_avg_sq = (moment(key) for key in MOMENTS)
-            for at in self._blocks(weights):
+            # One range of rows, or host-sized blocks with offload
+            rows = len(weights) if weights.numel() else 0
+            size = max(1, HOST_BLOCK * rows // weights.numel()) if self.offload and rows else max(1, rows)
+            for at in (slice(start, start + size) for start in range(0, rows, size)):
                 here = _brought(weights[at], self.place)
                 adamw(
                     [here],
@@ -119,12 +122,6 @@ class Share:
                 if here.device != weights.device:
                     weights[at].copy_(here)
         self.steps += 1
-
-    def _blocks(self, weights: Tensor) -> list[slice]:
-        """Row ranges of a step: one range, or host-sized blocks with offload."""
-        rows = len(weights) if weights.numel() else 0
-        size = max(1, HOST_BLOCK * rows // weights.numel()) if self.offload and rows else max(1, rows)
-        return [slice(start, start + size) for start in range(0, rows, size)]
 
 
 def _brought(value: Tensor, place: torch.device) -> Tensor:

@@ -47,45 +47,14 @@ _SHAPE = {**SHAPE_KEYS, "num_token_id": "model.num_token_id", "vocab_size": WARM
 
 def begin(run: Run) -> Place:
     """Bring a newly built run to its first or resumed step. Collective over the world. Raises `UserError`."""
-    if run.resume_from is None:
-        return _make_start(run)
-    place = restore(run, run.resume_from)
-    if place.figures:  # later stages may have changed in the config
-        refuse_unknown_metrics(run.config, place.figures)
-    run.progress.say(f"resumed from {run.resume_from}")
-    return place
+    if run.resume_from is not None:
+        place = restore(run, run.resume_from)
+        if place.figures:  # later stages may have changed in the config
+            refuse_unknown_metrics(run.config, place.figures)
+        run.progress.say(f"resumed from {run.resume_from}")
+        return place
 
-
-def open_log(run: Run, place: Place, on_record: Callable[[Mapping[str, Any]], None]) -> MetricsLog | None:
-    """The metrics log with alarms; None except on rank 0. Drops metrics that were logged after `place`."""
-    if not run.runtime.is_main:
-        return None
-    config, loss = run.config, run.config.loss
-    words = run.stepper.options.used_rows or run.model.config.vocab_size
-    alarms = Alarms(
-        None if loss.class_weights is not None else words,
-        factor=words if loss.vocab_reduction == "mean" else 1.0,
-        base_accuracy=run.evaluations.base_accuracy,
-        calibrated=config.start == "calibrated",
-        gate_pays=loss.gate_grad == "full",
-        kl_held=config.constraint.mode in ("hinge", "dual"),
-    )
-    logged = place.step - (place.due is not None)
-    run.progress.begin(run.schedule.total_steps, place.step)
-    opened = partial(open_trackers, run.folder, config.run, config.model_dump(mode="json"), logged)
-    log = MetricsLog(run.folder, logged, alarms, run.progress.say, on_record, opened)
-    if logged == 0 and place.figures:
-        log.start(run.schedule.at(0).stage.name, place.figures)
-    if place.exchanged:
-        names = ", ".join(KEYS[name] for name in place.exchanged)
-        log.alarm(
-            Alarm(place.step, "exchanged-inputs", f"the run continues with another {names}, as run.accept allows")
-        )
-    return log
-
-
-def _make_start(run: Run) -> Place:
-    """Measure the base, load or calibrate the heads, evaluate, and write start.json."""
+    # A new run: its data, for people
     config, say = run.config, run.progress.say
     for line in (*run.reports, *_notes(config, run.model.config.vocab_size)):
         say(line)
@@ -129,6 +98,34 @@ def _make_start(run: Run) -> Place:
         write_environment(run.folder, run.groups.world_size, {"deepspeed_config": run.engine.deepspeed_config})
         write_atomically(run.folder / START, json.dumps({**start, "eval": metrics}, indent=1))
     return Place(0, run.schedule.at(0).stage.name, run.loaders.state_dict(), metrics, evaluated=bool(metrics))
+
+
+def open_log(run: Run, place: Place, on_record: Callable[[Mapping[str, Any]], None]) -> MetricsLog | None:
+    """The metrics log with alarms; None except on rank 0. Drops metrics that were logged after `place`."""
+    if not run.runtime.is_main:
+        return None
+    config, loss = run.config, run.config.loss
+    words = run.stepper.options.used_rows or run.model.config.vocab_size
+    alarms = Alarms(
+        None if loss.class_weights is not None else words,
+        factor=words if loss.vocab_reduction == "mean" else 1.0,
+        base_accuracy=run.evaluations.base_accuracy,
+        calibrated=config.start == "calibrated",
+        gate_pays=loss.gate_grad == "full",
+        kl_held=config.constraint.mode in ("hinge", "dual"),
+    )
+    logged = place.step - (place.due is not None)
+    run.progress.begin(run.schedule.total_steps, place.step)
+    opened = partial(open_trackers, run.folder, config.run, config.model_dump(mode="json"), logged)
+    log = MetricsLog(run.folder, logged, alarms, run.progress.say, on_record, opened)
+    if logged == 0 and place.figures:
+        log.start(run.schedule.at(0).stage.name, place.figures)
+    if place.exchanged:
+        names = ", ".join(KEYS[name] for name in place.exchanged)
+        log.alarm(
+            Alarm(place.step, "exchanged-inputs", f"the run continues with another {names}, as run.accept allows")
+        )
+    return log
 
 
 def read_threshold(given: float | str | None, vocab_size: int, rows: tuple[int, int]) -> float | Tensor | None:

@@ -134,10 +134,18 @@ class Evaluator:
             if probe is None and len(labels):
                 probe = labels[:PROBED].cpu(), Cauchy(u.loc[:PROBED].cpu(), u.scale[:PROBED].cpu())
             lists["prob_sum"].append(self._add_words(u_prime, labels, sums, banded))
-            self._add_numbers(u_prime, batch, keep, texts, sums, lists)
-            texts += batch.filled_rows
-            lists["prob_sum_causal"].append(self._causal_prob_sum(u, generator))
             individual.add(u)
+
+            # One individual drawn from U, with only the noise as scale
+            drawn = u.sample(torch.rand(u.loc.shape, generator=generator, device=self.device))
+            seen = action.word_part(Cauchy(drawn, action.b_noise.abs())).to(self.gemm_dtype)
+            head = action.word_head(self.used_rows)
+            lists["prob_sum_causal"].append(vocab_parallel_prob_sums(*seen, head, self.groups.vocab))
+
+            # Numbers: truth (raw unit), Y, index of the text, and metrics of the number head
+            for name, part in self._numbers(u_prime, batch, keep, texts, sums).items():
+                lists[name].append(part)
+            texts += batch.filled_rows
 
         # All ranks: one gather for the lists, one all-reduce for the sums
         mine = {name: torch.cat(parts).double().cpu().numpy() for name, parts in lists.items()}
@@ -192,37 +200,20 @@ class Evaluator:
             banded[1].index_add_(0, self.band[labels], torch.ones_like(right, dtype=torch.float64))
         return scores.prob_sum
 
-    def _add_numbers(
-        self,
-        u_prime: Cauchy,
-        batch: Batch,
-        keep: Tensor,
-        texts: int,
-        sums: dict[str, Tensor],
-        lists: dict[str, list[Tensor]],
-    ) -> None:
-        """Add the numbers of a batch to the lists: truth (raw unit), Y, text index, and metrics of the number head.
-
-        texts: number of texts in earlier batches.
-        """
+    def _numbers(
+        self, u_prime: Cauchy, batch: Batch, keep: Tensor, texts: int, sums: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The lists of a batch's numbers; adds what is counted to the sums. texts: in earlier batches."""
         head, is_number = self.model.action.number_head, batch.numeric_mask.flatten()[keep]
         at, own = keep[is_number], Cauchy(u_prime.loc[is_number], u_prime.scale[is_number])
         decision, true = head.decide(own, head.memory_at(batch, at)), batch.numeric_labels.flatten()[at]
         exact = torch.zeros_like(true) if decision.exact is None else ~decision.exact.isnan()
         text = texts + torch.div(at, batch.labels.shape[1], rounding_mode="floor")
         counted, listed = head.measure(decision, batch, at)
-        columns = {"true": true, "loc": decision.y.loc, "scale": decision.y.scale, "exact": exact, "text": text}
-        for name, part in {**columns, **listed}.items():
-            lists[name].append(part)
         for name, part in counted.items():
             sums[name] += part
-
-    def _causal_prob_sum(self, u: Cauchy, generator: torch.Generator) -> Tensor:
-        """Sum of P per token [N] for one individual drawn from U, with only the noise as scale."""
-        action = self.model.action
-        individual = u.sample(torch.rand(u.loc.shape, generator=generator, device=self.device))
-        seen = action.word_part(Cauchy(individual, action.b_noise.abs())).to(self.gemm_dtype)
-        return vocab_parallel_prob_sums(*seen, action.word_head(self.used_rows), self.groups.vocab)
+        own_laws = {"loc": decision.y.loc, "scale": decision.y.scale}
+        return {"true": true, **own_laws, "exact": exact, "text": text, **listed}
 
     def _word_metrics(self, c: dict[str, float], lists: dict[str, np.ndarray]) -> dict[str, float]:
         tokens = max(c["tokens"], 1)

@@ -49,7 +49,11 @@ class Spread:
         """mean, median, std, iqr (S3 5.4) over all ranks; {} for fewer than two values. Collective. Call it once."""
         if int(sum_over(torch.tensor([self._count], device=self._sums.device))) <= self._kept:
             everyone = gather_objects(torch.cat([torch.zeros(0), *(part.cpu() for part in self._few)]).numpy())
-            return _exact(np.concatenate(everyone).astype(np.float64))
+            values = np.concatenate(everyone).astype(np.float64)
+            if len(values) < 2:
+                return {}
+            low, middle, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
+            return {"mean": float(values.mean()), "median": middle, "std": float(values.std(ddof=1)), "iqr": high - low}
         self._into_bins()
         count, above, squares = sum_over(self._sums).cpu().numpy()
         used = np.flatnonzero(count)
@@ -98,11 +102,3 @@ class SpreadsOfU:
     def summary(self) -> dict[str, float]:
         """All metrics. Collective. Call it once."""
         return {f"{name}_{k}": v for name, *_, spread in self._spreads for k, v in spread.summary().items()}
-
-
-def _exact(values: np.ndarray) -> dict[str, float]:
-    """`Spread.summary` of all values."""
-    if len(values) < 2:
-        return {}
-    lower, median, upper = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
-    return {"mean": float(values.mean()), "median": median, "std": float(values.std(ddof=1)), "iqr": upper - lower}

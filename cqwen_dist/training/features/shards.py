@@ -97,7 +97,41 @@ def build_shards(
     first_rank = gather_objects(os.getpid())[0]  # two runs may build the same cache at the same time
     partial = folder.with_name(f".{folder.name}.{first_rank}.partial")
     try:
-        files = _write_shards(partial, batches, samples, features, runtime, show)
+        # Each rank writes one file
+        _together(lambda: partial.mkdir(parents=True) if runtime.is_main else None)
+        path = partial / f"z-{samples.start:08d}-{samples.stop:08d}.arrow"
+        writer = _together(lambda: pa.ipc.new_file(str(path), SCHEMA), f"rank {runtime.rank} does not see {partial}: ")
+        trouble, done = "", 0
+        with torch.no_grad():
+            for batch in batches:
+                mask = batch.learnt_mask
+                keep = batch.learnt.to(runtime.device)
+                z = features(batch.to(runtime.device), keep).cpu().contiguous()
+                rows = min(mask.shape[0], len(samples) - done)  # the last rows may be padding
+                done += rows
+                if trouble or not bool(z.isfinite().all()):
+                    trouble = trouble or f"z of the samples before {samples.start + done} is not finite"
+                    continue  # keep computing: under ZeRO-3 the forward passes are collective
+                pieces = z.view(torch.uint8).split(mask.sum(1)[:rows].tolist())
+                column = pa.array([piece.numpy().tobytes() for piece in pieces], SCHEMA.field("z").type)
+                try:
+                    writer.write_batch(pa.record_batch([column], SCHEMA))
+                except OSError as error:
+                    trouble = str(error)
+                show(done)
+
+        def finish() -> None:
+            try:
+                writer.close()
+            finally:
+                if trouble:  # the first error
+                    raise OSError(trouble)
+            sync(path)
+
+        _together(finish)
+        files = dict(gather_objects((path.name, file_record(path))))
+
+        # The manifest last: a folder without one is no cache
         if runtime.is_main:
             write_atomically(partial / MANIFEST, json.dumps({"key": key, "files": files}, indent=1))
             shutil.rmtree(folder, ignore_errors=True)
@@ -107,49 +141,6 @@ def build_shards(
     finally:
         if runtime.is_main:
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def _write_shards(
-    partial: Path,
-    batches: Iterable[Batch],
-    samples: range,
-    features: Callable[[Batch, Tensor], Tensor],
-    runtime: Runtime,
-    show: Callable[[int], None],
-) -> dict[str, Any]:
-    """Each rank writes one file. Returns size and checksum of all files by name."""
-    _together(lambda: partial.mkdir(parents=True) if runtime.is_main else None)
-    path = partial / f"z-{samples.start:08d}-{samples.stop:08d}.arrow"
-    writer = _together(lambda: pa.ipc.new_file(str(path), SCHEMA), f"rank {runtime.rank} does not see {partial}: ")
-    trouble, done = "", 0
-    with torch.no_grad():
-        for batch in batches:
-            mask = batch.learnt_mask
-            keep = batch.learnt.to(runtime.device)
-            z = features(batch.to(runtime.device), keep).cpu().contiguous()
-            rows = min(mask.shape[0], len(samples) - done)  # the last rows may be padding
-            done += rows
-            if trouble or not bool(z.isfinite().all()):
-                trouble = trouble or f"z of the samples before {samples.start + done} is not finite"
-                continue  # keep computing: under ZeRO-3 the forward passes are collective
-            pieces = z.view(torch.uint8).split(mask.sum(1)[:rows].tolist())
-            column = pa.array([piece.numpy().tobytes() for piece in pieces], SCHEMA.field("z").type)
-            try:
-                writer.write_batch(pa.record_batch([column], SCHEMA))
-            except OSError as error:
-                trouble = str(error)
-            show(done)
-
-    def finish() -> None:
-        try:
-            writer.close()
-        finally:
-            if trouble:  # the first error
-                raise OSError(trouble)
-        sync(path)
-
-    _together(finish)
-    return dict(gather_objects((path.name, file_record(path))))
 
 
 def _together(action: Callable[[], Any], what: str = "") -> Any:
