@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from cqwen_dist.config.errors import UserError
 
 BLOCK = 64  # an extended vocabulary has a multiple of this many rows
+
+
+def rows_used(tokenizer: Any) -> int:
+    """Number of rows that a transformers tokenizer uses."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
 def numeral_ids(vocabulary: Mapping[str, int]) -> list[int]:

@@ -24,7 +24,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cqwen_dist.batch import pad_rows
-from cqwen_dist.config.bases import line_end_ids, numeral_ids, rows_with_number
+from cqwen_dist.config.bases import line_end_ids, numeral_ids, rows_used, rows_with_number
 from cqwen_dist.config.data import NumberPolicy
 from cqwen_dist.config.errors import Said, UserError, reason_of
 from cqwen_dist.data.ascii_words import QWEN2_PATTERN
@@ -70,8 +70,7 @@ class NumericalAwareTokenizer:
         self.tokenizer = tokenizer
         self.policy = policy or NumberPolicy()
         self._backend: Tokenizer = without_prefix(backend)
-        vocabulary = tokenizer.get_vocab()
-        self.text_size: int = max(len(tokenizer), 1 + max(vocabulary.values()))  # K: rows used by words
+        self.text_size: int = rows_used(tokenizer)  # K: rows used by words
         self.num_token_id: int = self.text_size if num_token_id is None else num_token_id
         self.begin, end = _around(tokenizer)
         self._end = end[-1] if end else tokenizer.eos_token_id

@@ -175,11 +175,6 @@ def quantized_loading(kind: str, device: torch.device) -> dict[str, Any]:
     return {"quantization_config": how, "device_map": {"": device}}
 
 
-def tokenizer_rows(tokenizer: Any) -> int | None:
-    """Number of rows that a transformers tokenizer uses, counted like `data.tokenizer`; None without a tokenizer."""
-    return None if tokenizer is None else max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
-
-
 def base_tokenizer(name_or_path: str) -> Any:
     """The transformers tokenizer of a model folder or hub name; None if there is none."""
     folder = Path(name_or_path).expanduser()

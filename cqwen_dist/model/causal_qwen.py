@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from cqwen_dist.batch import Batch
 from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.architectures.base_architecture import USUAL_TARGETS
+from cqwen_dist.config.bases import rows_used
 from cqwen_dist.config.custom import find_custom, find_loaded
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.shape import NUMBER_KEYS
@@ -33,7 +34,6 @@ from cqwen_dist.model.backbone import (
     base_tokenizer,
     load_base,
     rows_with_number_for,
-    tokenizer_rows,
 )
 from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.embedding import NumericalAwareEmbedding
@@ -148,7 +148,8 @@ class CausalQwenModel(nn.Module):
 
     def _of_base(self, name: str, causal_hidden_size: int | None) -> None:
         """The constructor for the name of a base model."""
-        used = tokenizer_rows(base_tokenizer(name))
+        tokenizer = base_tokenizer(name)
+        used = None if tokenizer is None else rows_used(tokenizer)
         base = load_base(name, torch.float32, rows_for=rows_with_number_for(used, used))
         head = base.get_output_embeddings()
         config = CausalQwenConfig(base.config.to_dict(), used, causal_size=causal_hidden_size)

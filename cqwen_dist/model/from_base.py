@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config.bases import line_end_ids, numeral_ids
+from cqwen_dist.config.bases import line_end_ids, numeral_ids, rows_used
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.from_memory import text_batches
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.model.backbone import base_tokenizer, load_base, rows_with_number_for, tokenizer_rows
+from cqwen_dist.model.backbone import base_tokenizer, load_base, rows_with_number_for
 from cqwen_dist.model.calibration import LEVEL_TOKENS, calibrate
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 
@@ -32,7 +32,7 @@ def turned_causal(
     """The model, and the base inside it; arguments and errors as `CausalQwenForCausalLM.from_base`."""
     start = _start_of(start, texts, calibration_batches)
     found = base_tokenizer(name_or_path)
-    used, vocabulary = tokenizer_rows(found), {} if found is None else found.get_vocab()
+    used, vocabulary = (None, {}) if found is None else (rows_used(found), found.get_vocab())
     if start == "calibrated" and options.setdefault("num_row_init", "digits") == "digits":
         options.setdefault("numerals", numeral_ids(vocabulary))
         options.setdefault("w_num_scale", None if options["numerals"] else 0.2)

@@ -50,7 +50,18 @@ def read_tokenizer(config: Config, resume_from: Path | None) -> tuple[NumericalA
 
     def read() -> tuple[NumericalAwareTokenizer, Facts]:
         tokenizer = load_tokenizer(config)
-        facts = _weights(config, resume_from, memo)
+        # The weights that the run begins with; without a memo, another rank of this host reads large files
+        facts = {"run.resume": "none" if resume_from is None else _digest_of([resume_from / MANIFEST])}
+        facts[KEYS["base"]] = UNSEEN if memo is None else base_digest(base_folder_of(config.base_folder), memo)
+        if isinstance(threshold := config.model.threshold_init, str):
+            facts["model.threshold_init"] = _digest_of([Path(threshold).expanduser()])
+        if config.model.warm_start is not None and memo is None:
+            facts["model.warm_start"] = UNSEEN  # resolving it verifies all of its files
+        elif config.model.warm_start is not None:
+            source = Path(config.model.warm_start).expanduser()
+            is_adapter = (source / adapter.CONFIG).is_file()
+            files = sorted(source.glob("adapter_*")) if is_adapter else [resolve_checkpoint(source)[1] / MANIFEST]
+            facts["model.warm_start"] = _digest_of(files)
         # Data in memory and prepared data are read by other collectives, so ranks also agree on the choice
         return tokenizer, facts | {KEYS["tokenizer"]: tokenizer.digest(), KEYS["data"]: str(is_prepared(config.data))}
 
@@ -70,22 +81,6 @@ def read_texts(
         return (datasets, watched), facts
 
     return agree(read)
-
-
-def _weights(config: Config, resume_from: Path | None, memo: Path | None) -> Facts:
-    """memo: folder for digests of the base's files; None: another rank of this host reads large files."""
-    facts = {"run.resume": "none" if resume_from is None else _digest_of([resume_from / MANIFEST])}
-    facts[KEYS["base"]] = UNSEEN if memo is None else base_digest(base_folder_of(config.base_folder), memo)
-    if isinstance(threshold := config.model.threshold_init, str):
-        facts["model.threshold_init"] = _digest_of([Path(threshold).expanduser()])
-    if config.model.warm_start is not None and memo is None:
-        facts["model.warm_start"] = UNSEEN  # resolving it verifies all of its files
-    elif config.model.warm_start is not None:
-        source = Path(config.model.warm_start).expanduser()
-        is_adapter = (source / adapter.CONFIG).is_file()
-        files = sorted(source.glob("adapter_*")) if is_adapter else [resolve_checkpoint(source)[1] / MANIFEST]
-        facts["model.warm_start"] = _digest_of(files)
-    return facts
 
 
 def _digest_of(files: list[Path]) -> str:

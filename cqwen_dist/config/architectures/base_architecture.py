@@ -14,31 +14,6 @@ USUAL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 EXPERTS = "experts"  # as adapter target: the parameters with all experts
 
 
-def public_sizes(
-    vocab: int,
-    hidden: int,
-    intermediate: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    tied: bool,
-    context: int,
-    **more: int,
-) -> dict[str, Any]:
-    """The sizes from a public model's config.json that the planner reads."""
-    return {
-        **more,
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": context,
-    }
-
-
 @dataclass(frozen=True)
 class Support:
     """Whether a feature works on an architecture. note: why not, or what is still unproven."""

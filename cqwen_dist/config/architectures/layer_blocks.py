@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Bias = bool | str  # True, False, or the key in the model's config that decides
 
@@ -87,3 +87,17 @@ def experts(shared: bool = False, adapted: bool = True) -> Block:
         "experts.down_proj": ("num_experts", "hidden", "moe_intermediate_size"),
     }
     return Block("experts", maps, more, adapted=adapted)
+
+
+_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def named_sizes(*sizes: int, **more: int) -> dict[str, int]:
+    """V, H, I, layers, attention heads and key-value heads (if given), by their keys in a config.json."""
+    return dict(zip((*_KEYS, "num_key_value_heads"), sizes, strict=False)) | more
+
+
+def public_sizes(*sizes_tied_context: int, **more: int) -> dict[str, Any]:
+    """The sizes from a public model's config.json that the planner reads: `named_sizes`, tied, context."""
+    *sizes, tied, context = sizes_tied_context
+    return {**named_sizes(*sizes, **more), "tie_word_embeddings": tied, "max_position_embeddings": context}

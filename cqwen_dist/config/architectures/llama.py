@@ -1,13 +1,12 @@
 """Llama and SmolLM. Linear layers may have biases. Without num_key_value_heads there is one per attention head."""
 
-from cqwen_dist.config.architectures.base_architecture import NOT_MEASURED, BaseArchitecture, Capabilities, public_sizes
-from cqwen_dist.config.architectures.layer_blocks import attention, mlp
+from cqwen_dist.config.architectures.base_architecture import NOT_MEASURED, BaseArchitecture, Capabilities
+from cqwen_dist.config.architectures.layer_blocks import attention, mlp, named_sizes, public_sizes
 
 LLAMA = BaseArchitecture(
     model_type="llama",
     examples="Llama 2, 3, 3.1 and 3.2 (text), SmolLM, SmolLM2, TinyLlama",
-    defaults={"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008}
-    | {"num_hidden_layers": 32, "num_attention_heads": 32},
+    defaults=named_sizes(32_000, 4096, 11_008, 32, 32),
     mixers={"full_attention": attention(qkv="attention_bias", o="attention_bias")},
     mlp=mlp("mlp_bias"),
     spare_rows=False,

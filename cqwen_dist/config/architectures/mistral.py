@@ -1,21 +1,14 @@
 """Mistral 7B and NeMo: Llama's block without biases; attention may use a sliding window."""
 
-from cqwen_dist.config.architectures.base_architecture import NOT_MEASURED, BaseArchitecture, Capabilities, public_sizes
-from cqwen_dist.config.architectures.layer_blocks import attention, mlp
+from cqwen_dist.config.architectures.base_architecture import NOT_MEASURED, BaseArchitecture, Capabilities
+from cqwen_dist.config.architectures.layer_blocks import attention, mlp, named_sizes, public_sizes
 
 _WHOLE = {"sliding_window": None}  # later releases have full attention
 
 MISTRAL = BaseArchitecture(
     model_type="mistral",
     examples="Mistral 7B, Mistral NeMo, with a sliding window or without",
-    defaults={
-        "vocab_size": 32_000,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
+    defaults=named_sizes(32_000, 4096, 14_336, 32, 32, 8),
     mixers={"full_attention": attention()},
     mlp=mlp(),
     window=4096,

@@ -1,7 +1,7 @@
 """Phi-3, Phi-3.5 and Phi-4 (text): Llama's block with q, k and v in one map, and gate and up in one."""
 
-from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, public_sizes
-from cqwen_dist.config.architectures.layer_blocks import Block, Linear
+from cqwen_dist.config.architectures.base_architecture import BaseArchitecture
+from cqwen_dist.config.architectures.layer_blocks import Block, Linear, named_sizes, public_sizes
 
 _ATTENTION = {
     "o_proj": Linear("attention", "queries", "hidden"),
@@ -15,13 +15,7 @@ _MLP = {
 PHI3 = BaseArchitecture(
     model_type="phi3",
     examples="Phi-3, Phi-3.5 and Phi-4 (text)",
-    defaults={
-        "vocab_size": 32_064,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
+    defaults=named_sizes(32_064, 3072, 8192, 32, 32),
     mixers={"full_attention": Block("attention", _ATTENTION)},
     mlp=Block("mlp", _MLP),
     public={

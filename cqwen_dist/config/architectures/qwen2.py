@@ -1,19 +1,12 @@
 """Qwen2 and Qwen2.5: Llama's block with biases for q, k and v."""
 
-from cqwen_dist.config.architectures.base_architecture import NOT_MEASURED, BaseArchitecture, Capabilities, public_sizes
-from cqwen_dist.config.architectures.layer_blocks import attention, mlp
+from cqwen_dist.config.architectures.base_architecture import NOT_MEASURED, BaseArchitecture, Capabilities
+from cqwen_dist.config.architectures.layer_blocks import attention, mlp, named_sizes, public_sizes
 
 QWEN2 = BaseArchitecture(
     model_type="qwen2",
     examples="Qwen2, Qwen2.5",
-    defaults={
-        "vocab_size": 151_936,
-        "hidden_size": 4096,
-        "intermediate_size": 22_016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-    },
+    defaults=named_sizes(151_936, 4096, 22_016, 32, 32, 32),
     mixers={"full_attention": attention(qkv=True)},
     mlp=mlp(),
     public={

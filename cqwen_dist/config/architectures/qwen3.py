@@ -1,20 +1,12 @@
 """Qwen3 (dense): Llama's block with q and k norms, and an independent head size."""
 
-from cqwen_dist.config.architectures.base_architecture import NOT_MEASURED, BaseArchitecture, Capabilities, public_sizes
-from cqwen_dist.config.architectures.layer_blocks import attention, mlp
+from cqwen_dist.config.architectures.base_architecture import NOT_MEASURED, BaseArchitecture, Capabilities
+from cqwen_dist.config.architectures.layer_blocks import attention, mlp, named_sizes, public_sizes
 
 QWEN3 = BaseArchitecture(
     model_type="qwen3",
     examples="Qwen3 (dense)",
-    defaults={
-        "vocab_size": 151_936,
-        "hidden_size": 4096,
-        "intermediate_size": 22_016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-    },
+    defaults=named_sizes(151_936, 4096, 22_016, 32, 32, 32, head_dim=128),
     mixers={"full_attention": attention(qkv="attention_bias", o="attention_bias", qk_norm=True)},
     mlp=mlp(),
     public={

@@ -1,7 +1,7 @@
 """Qwen3.5 to 3.8 (dense): gated linear attention in three of four layers, gated attention in the fourth."""
 
-from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, Capabilities, Support, public_sizes
-from cqwen_dist.config.architectures.layer_blocks import attention, gated_delta, mlp
+from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, Capabilities, Support
+from cqwen_dist.config.architectures.layer_blocks import attention, gated_delta, mlp, public_sizes
 
 _STATE = Support("unsupported", "its recurrent layers carry their state from a packed text into the next")
 RECURRENT = {

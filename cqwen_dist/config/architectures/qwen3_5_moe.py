@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from cqwen_dist.config.architectures.base_architecture import Capabilities, public_sizes
-from cqwen_dist.config.architectures.layer_blocks import experts, gated_delta, mlp
+from cqwen_dist.config.architectures.base_architecture import Capabilities
+from cqwen_dist.config.architectures.layer_blocks import experts, gated_delta, mlp, public_sizes
 from cqwen_dist.config.architectures.qwen3_5 import GATED, QWEN3_5, RECURRENT, SIZES
 from cqwen_dist.config.architectures.qwen_moe import WITH_EXPERTS
 

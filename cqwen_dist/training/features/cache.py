@@ -105,13 +105,37 @@ class FeatureCache:
                 raise CacheRefused(f"{' and '.join(trained)} {verb} in this stage, so z is another at every step")
             if loader.parts > 1:
                 raise CacheRefused("z of a text is on several ranks (parallel.sequence_group_size)")
-            pays = self.settings.mode == "require" or left > 1.0
-            too_short = f"the stage has {left:.2g} of an epoch left: no text would be read twice"
-            return self._open_or_build(loader, "" if pays else too_short)
+            # A cache that is there is always used
+            dataset, rank, world = loader.dataset, self.runtime.rank, self.runtime.world_size
+            assert isinstance(dataset, TextDataset)
+            hidden = self.engine.model.config.hidden_size
+            key = self._key(dataset)
+            folder = self.folder / key_digest(key)
+            found = open_shards(folder, key, hidden, self.dtype, self.runtime)
+            if found is not None:
+                self.progress.say(f"  feature cache: {folder}")
+                return found
+
+            # Another is built where it pays and has room
+            if self.settings.mode != "require" and left <= 1.0:
+                raise CacheRefused(f"the stage has {left:.2g} of an epoch left: no text would be read twice")
+            self._refuse_size(dataset.report.tokens * hidden * self.dtype.itemsize)
+            batches = EvalLoader(dataset, rank=rank, world=world, micro_batch_size=loader.micro_batch_size)
+            mine = share(len(dataset), rank, world)
+            show = partial(self.progress.part, "feature cache", of=len(mine))
+            began = time.monotonic()
+            build_shards(folder, key, batches, mine, lambda *at: self.features(*at)[:, :hidden], self.runtime, show)
+            found = open_shards(folder, key, hidden, self.dtype, self.runtime)
+            if found is None:
+                raise CacheRefused(
+                    f"{folder} is not seen alike by all ranks (train.feature_cache.dir: a shared folder)"
+                )
+            self.progress.say(f"  feature cache made in {time.monotonic() - began:.1f} s: {folder}")
+            return found
         except CacheRefused as refusal:
             if self.settings.mode == "require":
-                key = f"stages.{plan.index}"
-                raise UserError("train.feature_cache.mode", "require", f"auto: {key}: {refusal}") from None
+                allowed = f"auto: stages.{plan.index}: {refusal}"
+                raise UserError("train.feature_cache.mode", "require", allowed) from None
             say(f"  no feature cache: {refusal}")
             return None
 
@@ -139,31 +163,6 @@ class FeatureCache:
         if kept is None:
             with suppress(OSError):  # not empty
                 self.folder.rmdir()
-
-    def _open_or_build(self, loader: Loader, not_worth: str) -> FeatureShards:
-        """Open the cache or build it. not_worth: reason against building, or ""; an existing cache is always used."""
-        dataset, rank, world = loader.dataset, self.runtime.rank, self.runtime.world_size
-        assert isinstance(dataset, TextDataset)
-        hidden = self.engine.model.config.hidden_size
-        key = self._key(dataset)
-        folder = self.folder / key_digest(key)
-        found = open_shards(folder, key, hidden, self.dtype, self.runtime)
-        if found is not None:
-            self.progress.say(f"  feature cache: {folder}")
-            return found
-        if not_worth:
-            raise CacheRefused(not_worth)
-        self._refuse_size(dataset.report.tokens * hidden * self.dtype.itemsize)
-        batches = EvalLoader(dataset, rank=rank, world=world, micro_batch_size=loader.micro_batch_size)
-        mine = share(len(dataset), rank, world)
-        show = partial(self.progress.part, "feature cache", of=len(mine))
-        began = time.monotonic()
-        build_shards(folder, key, batches, mine, lambda *at: self.features(*at)[:, :hidden], self.runtime, show)
-        found = open_shards(folder, key, hidden, self.dtype, self.runtime)
-        if found is None:
-            raise CacheRefused(f"{folder} is not seen alike by all ranks (train.feature_cache.dir: a shared folder)")
-        self.progress.say(f"  feature cache made in {time.monotonic() - began:.1f} s: {folder}")
-        return found
 
     def _refuse_size(self, size: int) -> None:
         """Raises `CacheRefused` if the cache is too large. size: upper bound in bytes."""
