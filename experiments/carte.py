@@ -1,6 +1,6 @@
 """For which tables is a language model worth its wait? CARTE's tables and splits, and models with and without a base.
 
-Kim, Grinsztajn and Varoquaux 2024, arXiv 2402.16785; the package `carte-ai` holds the tables. Of a larger table ROWS
+Kim, Grinsztajn and Varoquaux 2024, arXiv 2402.16785; the package `carte-ai` holds the tables. Of a larger table 3,000
 rows are drawn, since a base on a CPU reads few rows a second. All models are fitted to squares, which R2 judges. Each
 one also predicts every training row by a fit without it: stacks and intervals learn from these predictions.
 """
@@ -12,6 +12,7 @@ import io
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +39,6 @@ from cqwen_dist.tables.wide.wide_start import fit_wide
 from cqwen_dist.training.evaluation.number_metrics import interval_factors
 
 TABLES = {"wine_pl": "price", "wine_dot_com_prices": "Prices", "wine_vivino_price": "Price"}
-ROWS = 3000
 FOLDS = 5
 MOST_TOKENS = 100
 READ = 16  # rows at a time
@@ -66,14 +66,14 @@ class Fit(NamedTuple):
 class Rows:
     """A table's rows: as cells, prompts and tokens, and as a base's features."""
 
-    def __init__(self, wheel: Path, name: str, base: str, out: Path) -> None:
+    def __init__(self, wheel: Path, name: str, base: str, out: Path, most: int) -> None:
         import pandas
 
         file = out / f"{name}.parquet"
         if not file.is_file():
             with zipfile.ZipFile(wheel) as files:
                 whole = pandas.read_parquet(io.BytesIO(files.read(f"carte_ai/data/{name}.parquet")))
-            whole.sample(min(len(whole), ROWS), random_state=0).to_parquet(file)
+            whole.sample(min(len(whole), most), random_state=0).to_parquet(file)
         self.table = read_table(str(file), TABLES[name])
         self.y, self.base, self.file = self.table.values(), base, out / f"{name}-{Path(base).name}.npy"
         template = column_lines(self.table.columns) + f"{self.table.target}: "
@@ -233,6 +233,21 @@ def with_base(rows: Rows, train: np.ndarray, test: np.ndarray, known: Mapping[st
     return found
 
 
+def told(rows: Rows, train: np.ndarray, test: np.ndarray, known: Mapping[str, Any]) -> dict[str, Fit]:
+    """The wide part of prompts with one more number before the target: what the stack of the usual models predicts."""
+    stack, estimates = stacked([Fit(*known[name]) for name in USUAL], rows.y[train]), np.zeros(len(rows.y))
+    estimates[train], estimates[test] = stack
+    with_it, end = copy(rows), f"{rows.table.target}: "
+    lines = (
+        f"{prompt.removesuffix(end)}estimate: {of:.4g}\n{end}"
+        for prompt, of in zip(rows.prompts, estimates, strict=True)
+    )
+    with_it.tokens = [*rows.tokenizer.encode_batch([*lines])]
+    g, _, _ = wide_part(with_it, train, test)
+    middle = np.median(rows.y[train] - g.left_out)
+    return {f"{WIDE_PART}, told the stack": Fit(g.left_out + middle, g.test + middle)}
+
+
 def stacked(fits: Sequence[Fit], y: np.ndarray) -> Fit:
     """The sum, with weights of at least 0, that fits the left-out predictions best."""
     from scipy.optimize import nnls
@@ -316,13 +331,15 @@ def main() -> None:
     parser.add_argument("--wheel", type=Path, required=True, help="pip download --no-deps carte-ai")
     parser.add_argument("--base", default="bases/smollm2-135m")
     parser.add_argument("--sizes", type=int, nargs="+", default=[128, 256, 512, 1024, 2048])
+    parser.add_argument("--rows", type=int, default=3000, help="drawn from a larger table")
     parser.add_argument("--splits", type=int, default=10)
     parser.add_argument("--no-base", action="store_true", help="only what reads no features")
+    parser.add_argument("--told", action="store_true", help="also tell the wide part what the stack predicts")
     parser.add_argument("--out", type=Path, default=Path("runs/carte"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.tables or TABLES:
-        rows = Rows(options.wheel, name, options.base, options.out)
+        rows = Rows(options.wheel, name, options.base, options.out, options.rows)
         n = len(rows.y)
         results: dict[int, list[dict[str, Any]]] = {size: [] for size in options.sizes}
         for seed in range(1, options.splits + 1):
@@ -330,6 +347,9 @@ def main() -> None:
                 split = GroupShuffleSplit(1, test_size=n - size, random_state=seed)
                 train, test = next(split.split(rows.y, groups=np.arange(n)))
                 known = kept(options.out / f"{name}-{size}-{seed}.npz", partial(without_base, rows, train, test))
+                if options.told:
+                    file = options.out / f"{name}-told-{size}-{seed}.npz"
+                    known |= kept(file, partial(told, rows, train, test, known))
                 if not options.no_base:
                     file = options.out / f"{rows.file.stem}-{size}-{seed}.npz"
                     known |= kept(file, partial(with_base, rows, train, test, known))
