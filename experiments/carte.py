@@ -54,6 +54,19 @@ STACKS = {
     "stack of the four, wide part": (*USUAL, WIDE_PART),
     "stack of the four, wide part, z": (*USUAL, WIDE_PART, *BY_Z),
 }
+PAIRS = (  # compared on each split
+    (WIDE_PART, "stack of the four"),
+    ("stack of the four, wide part", "stack of the four"),
+    ("stack of the four, wide part", WIDE_PART),
+    (f"{WIDE_PART}, z", WIDE_PART),
+    (f"{WIDE_PART}, mean z", WIDE_PART),
+    (f"{WORDS}, mean z", WORDS),
+    (f"{BOOSTED}, mean z", BOOSTED),
+    (f"{FOREST}, mean z", FOREST),
+    ("stack of the four, z", "stack of the four"),
+    ("stack of the four, wide part, z", "stack of the four, wide part"),
+    (f"{WIDE_PART}, told the stack", "stack of the four, wide part"),
+)
 
 
 class Fit(NamedTuple):
@@ -300,6 +313,9 @@ def page(results: Mapping[int, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
             held = np.mean([own["coverage_90"] for own, _ in splits])
             cells += [f"{held:.1%}", f"{deciles.min():.0%} to {deciles.max():.0%}"]
         yield f"| {name} | {' | '.join(cells)} |"
+    for own, other in ((own, other) for own, other in PAIRS if {own, other} <= {*names}):
+        gains = np.array([split[own]["r2"] - split[other]["r2"] for size in sizes for split in results[size]])
+        yield f"{own} - {other}: {np.median(gains):+.4f}, above in {(gains > 0).sum()} of {len(gains)}"
 
 
 def _averages(fits: Mapping[str, Fit], of: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, Sequence[str]]]:
