@@ -17,6 +17,7 @@ from typing import Any
 
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.schema import NO_FP16
+from cqwen_dist.config.yaml_text import leaves
 
 # DeepSpeed's key -> ours, and ours for its values. Both may be given if they agree.
 MOVED: dict[str, tuple[str, dict[Any, Any]]] = {
@@ -94,16 +95,16 @@ def translate(tree: dict[str, Any]) -> None:
         tree["deepspeed"] = given = _read(Path(given))
     if not isinstance(given, dict) or not given:
         return
-    leaves = dict(_leaves(given, ""))
-    for path in leaves:
+    found = dict(leaves(given))
+    for path in found:
         _refuse_unknown(path)
-    leaves = _said({path: value for path, value in leaves.items() if value != "auto"})
-    for path in [path for path in leaves if path in MOVED]:
-        _move(tree, path, leaves.pop(path))
-    for path, value in leaves.items():
+    found = _said({path: value for path, value in found.items() if value != "auto"})
+    for path in [path for path in found if path in MOVED]:
+        _move(tree, path, found.pop(path))
+    for path, value in found.items():
         if reason := next((REFUSED[p] for p in _prefixes(path) if p in REFUSED), None):
             raise UserError(f"deepspeed.{path}", value, reason)
-    tree["deepspeed"] = _nested(leaves)
+    tree["deepspeed"] = _nested(found)
 
 
 def _said(leaves: dict[str, Any]) -> dict[str, Any]:
@@ -191,14 +192,6 @@ def _names(field: ast.AnnAssign) -> Iterator[str]:
     for keyword in field.value.keywords if isinstance(field.value, ast.Call) else ():
         if keyword.arg == "alias" and isinstance(keyword.value, ast.Constant):
             yield str(keyword.value.value)
-
-
-def _leaves(section: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
 
 
 def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:

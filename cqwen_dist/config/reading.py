@@ -189,13 +189,9 @@ def _where(text: str) -> str:
     return f"override {text}" if len(text) <= 80 else f"override {text[:77]}..."
 
 
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings and lists as one dict by dotted key."""
-    if isinstance(value, list):
-        value = dict(enumerate(value))
-    if isinstance(value, dict):
-        return {k: v for key, item in value.items() for k, v in flat(item, f"{prefix}{key}.").items()}
-    return {prefix[:-1]: value}
+def flat(tree: dict[str, Any]) -> dict[str, Any]:
+    """Nested mappings and lists as one dict by dotted key, without empty ones."""
+    return {key: value for key, value in yaml_text.leaves(tree, lists=True) if value not in ({}, [])}
 
 
 def changed_keys(old: Config, new: Config, begun: bool = True) -> list[tuple[str, object, object]]:

@@ -7,7 +7,7 @@ JSON Schema that they validate with, follow 1.2; so does this module. `parse` in
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import yaml
@@ -146,6 +146,15 @@ def is_text(value: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def leaves(tree: Any, lists: bool = False, above: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys of nested mappings (lists: and lists, by index), with their values; an empty one is a value."""
+    for key, value in enumerate(tree) if isinstance(tree, list) else tree.items():
+        if value and isinstance(value, (dict, list) if lists else dict):
+            yield from leaves(value, lists, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
 
 
 _UNICODE_BREAKS = frozenset("\x85\u2028\u2029")  # YAML 1.1 treats these as line breaks

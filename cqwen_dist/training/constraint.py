@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,13 +40,6 @@ _ANSWER = (0.125**_STEEPNESS, 16.0)  # which is 0 below this range and clamped a
 _FALL = 0.2  # largest fall of the multiplier per step: KL is 0 at the start and will rise
 _RATE = 0.1  # step size of the multiplier's logarithm
 _LEAST = 1e-2  # lower bound of the multiplier, as a fraction of BETA
-
-
-class ConstraintTerm(NamedTuple):
-    """One micro-batch. loss: weighted scalar to add. sums [4]: KL, drift, tokens over eps, unweighted loss."""
-
-    loss: Tensor
-    sums: Tensor
 
 
 class Constraint:
@@ -136,8 +129,11 @@ class Constraint:
         with adapters_disabled(self.model.transformer), embedding:
             return self._features(batch, keep)
 
-    def term(self, u: Cauchy, z_start: Tensor, weight: float) -> ConstraintTerm:
-        """u: current U [N,C]. z_start [N,H]. weight: number of ranks divided by the global number of tokens."""
+    def term(self, u: Cauchy, z_start: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+        """The weighted loss of one micro-batch, and its sums [4]: KL, drift, tokens over eps, unweighted loss.
+
+        u: current U [N,C]. z_start [N,H]. weight: number of ranks divided by the global number of tokens.
+        """
         held = self.mode in ("hinge", "dual")
         named = self.config.unit
         unit = self._spread if named == "spread" else None if named == "scale" else float(named)
@@ -154,7 +150,7 @@ class Constraint:
             width = u.scale.sqrt() * before.scale.sqrt() if unit is None else unit
             drift = ((u.loc - before.loc).abs() / width).mean(-1).sum()
             sums = torch.stack([kl.sum(), drift, (excess > 0).sum().float(), penalty.detach()])
-        return ConstraintTerm(weight * penalty, sums.detach())
+        return weight * penalty, sums.detach()
 
     @torch.no_grad()
     def after_step(self, sums: Tensor, tokens: int) -> dict[str, Tensor]:

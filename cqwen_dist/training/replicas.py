@@ -10,7 +10,6 @@ trained parameters only a flip since the last step is found (docs/running.md).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -50,12 +49,14 @@ class Replicas:
         again = self._suspect is not None and step == self._suspect[0]
         if self.groups.world_size == 1 or not (due or again or step % self.EVERY == 0):
             return ""
-        # One hash a tensor: ranks exchange a few kB, not the parameters
-        copies = list(self._copies())
+        # (name, tensor, kinds): ranks with equal rank % kinds have copies of the same tensor
+        rows, heads = self.groups.vocab_size, self.engine.heads.copies()
+        copies = [(name, value, max(1, rows * member.has_rows)) for member, name, value in heads]
+        if self.engine.settings.zero_stage < 3:
+            copies += [(feature.name, feature.parameter, 1) for feature in self.engine.feature_members]
+        # One hash a tensor [world, tensors]: ranks exchange a few kB, not the parameters
         device = self.engine.device  # the heads' moments may be on the host
-        hashes = gather_rows(
-            torch.stack([bit_hash(value).to(device) for _, value, _ in copies])
-        ).cpu()  # [world, tensors]
+        hashes = gather_rows(torch.stack([bit_hash(value).to(device) for _, value, _ in copies])).cpu()
         for (name, _, kinds), values in zip(copies, hashes.T.tolist(), strict=True):
             if odd := _odd(values, kinds):
                 text = f"{name} is not equal on rank {odd}, and was equal after step {self.good}"
@@ -69,14 +70,6 @@ class Replicas:
         self._suspect = None
         machine = f"the machine of rank {', '.join(map(str, faulty))}" if len(faulty) < len(hashes) else "some machine"
         return f"step {step} was taken again and all ranks agree: it was a passing fault of {machine}"
-
-    def _copies(self) -> Iterator[tuple[str, Tensor, int]]:
-        """(name, tensor, kinds): ranks with equal rank % kinds have copies of the same tensor."""
-        for member, name, value in self.engine.heads.copies():
-            yield name, value, self.groups.vocab_size if member.has_rows else 1
-        if self.engine.settings.zero_stage < 3:
-            for feature in self.engine.feature_members:
-                yield feature.name, feature.parameter, 1
 
 
 def _odd(values: list[int], kinds: int) -> str:

@@ -95,8 +95,8 @@ class Stepper:
             loss = terms.loss
             if measures_kl:  # times the world size, as the engine averages gradients over the ranks
                 weight = self.groups.world_size / max(counts.all_labels, 1)
-                term = self.constraint.term(u, z.detach() if z_start is None else z_start, weight)
-                loss, kl_sums = loss + term.loss, kl_sums + term.sums
+                penalty, own = self.constraint.term(u, z.detach() if z_start is None else z_start, weight)
+                loss, kl_sums = loss + penalty, kl_sums + own
             self.engine.backward(loss, last)
             num_label = (labels == self.model.config.num_token_id).float()
             p_num = (terms.p_num * num_label).sum()

@@ -70,7 +70,7 @@ def on_one_rank() -> tuple[float, float, float, bool]:
     assert not constraint.second_pass
     z_before = model.kept_features(batch, keep)
     u_before = model.abduction(z_before)
-    still = float(constraint.term(u_before, z_before, 1.0).sums[0])
+    still = float(constraint.term(u_before, z_before, 1.0)[1][0])
     torch.manual_seed(3)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -81,13 +81,13 @@ def on_one_rank() -> tuple[float, float, float, bool]:
     same_start = torch.equal(constraint.start_features(batch, keep), z_before)
     u = model.abduction(z_now)
     constraint._answer.fill_(0.5)
-    found = constraint.term(u, z_before, 1.0)
+    loss, sums = constraint.term(u, z_before, 1.0)
     loc, scale = u_before.loc.detach(), u_before.scale.detach()
     spread = torch.cat([u_before.loc, model_u(constraint, random_batch(seed=5)).loc]).detach()
     start_scale = torch.cat([u_before.scale, model_u(constraint, random_batch(seed=5)).scale]).detach().mean(0)
     unit = (spread.var(0, correction=0) + start_scale.square()).sqrt()
     kl = torch.log1p((u.scale - scale) ** 2 / (4 * u.scale * scale) + ((u.loc - loc) / unit) ** 2 / 4)
-    found.loss.backward()
+    loss.backward()
     grad = model.abduction.loc_net.weight.grad.clone()
     model.zero_grad()
     weight = float(constraint.multiplier * constraint._answer)
@@ -97,7 +97,7 @@ def on_one_rank() -> tuple[float, float, float, bool]:
     other = model.abduction.loc_net.weight.grad
     return (
         still,
-        float(found.sums[0] / kl.mean(-1).sum()),
+        float(sums[0] / kl.mean(-1).sum()),
         float((grad - other).abs().max() / other.abs().max()),
         same_start,
     )

@@ -10,12 +10,13 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.schema import RunConfig
+from cqwen_dist.config.yaml_text import leaves
 from cqwen_dist.run.files import TENSORBOARD, WANDB_ID, read_line, write_atomically
 from cqwen_dist.training.telemetry.metrics import Tracker
 
@@ -49,15 +50,6 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """A record's finite numbers, without its step: services differ in what they do with NaN."""
     numbers = {name: value for name, value in record.items() if name != "step" and isinstance(value, (int, float))}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
-
-
-def _flat(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys of a resolved config, and their values."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", value
 
 
 class WandbTracker:
@@ -133,7 +125,7 @@ class MlflowTracker:
             found = mlflow.MlflowClient().search_runs([place.experiment_id], tagged, max_results=1)
             mlflow.start_run(found[0].info.run_id if found else None, run_name=run.name or run_dir.name, tags=mine)
             if not found:
-                flat = [(key, str(value)[:6000]) for key, value in _flat(config)]
+                flat = [(key, str(value)[:6000]) for key, value in leaves(config) if value != {}]
                 for at in range(0, len(flat), 100):  # both are MLflow's limits
                     mlflow.log_params(dict(flat[at : at + 100]))
         except mlflow.MlflowException as error:
@@ -164,7 +156,7 @@ class TrackioTracker:
         self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
             name=f"{run.name or run_dir.name}-{_run_id(run_dir)}",  # Trackio knows a run by its name
-            config=dict(_flat(config)),
+            config={key: value for key, value in leaves(config) if value != {}},
             resume="allow",
             embed=False,
         )
