@@ -253,26 +253,22 @@ def _write(path: Path, tensors: Tensors) -> dict[str, Any]:
     let_read(path)
     sync(path)
     record = file_record(path)
-    _read_back(path, ready)
-    return record
 
-
-def _read_back(path: Path, tensors: Tensors) -> None:
-    """Compare all shapes, and the first values in a sample of tensors, with the file. Raises RuntimeError."""
-    names = list(tensors)
-    sample = set(names[:: max(1, len(names) // SAMPLES)])
+    # Read back all shapes and the first values of a sample, through a fresh handle: a full or broken disk may have
+    # taken the write without an error
+    names = list(ready)
     with safe_open(path, framework="pt") as file:
-        # Read back through a fresh handle: a full or broken disk may have taken the write without an error
         found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (a handle)
-        if found != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
+        if found != {name: tuple(tensor.shape) for name, tensor in ready.items()}:
             raise RuntimeError(f"{path.name}: what was read back has other names or shapes")
-        for name in sample:
-            tensor = tensors[name]
+        for name in names[:: max(1, len(names) // SAMPLES)]:
+            tensor = ready[name]
             there = file.get_slice(name)[:1] if tensor.ndim else file.get_tensor(name)
             here = tensor[:1] if tensor.ndim else tensor
             # Compare bytes, because NaN never equals NaN.
             if not torch.equal(there.reshape(-1).view(torch.uint8), here.reshape(-1).view(torch.uint8)):
                 raise RuntimeError(f"{path.name}: {name} was read back with other numbers")
+    return record
 
 
 def _commit(run_dir: Path, partial: Path, final: Path, records: dict[str, Any], about: About) -> None:

@@ -101,7 +101,16 @@ class _Visit:
         self.per_token = torch.zeros(n, dtype=torch.float64, device=self.x.device)
         self.prob_sum = torch.zeros_like(self.per_token) if targets.want_prob_sum else None
 
-        self._make_buffers(gemm)
+        # Buffers, made once: an allocation for each tile would cost more than a small tile's products.
+        # d_w itself is one of the sums if it has their dtype.
+        self.t, self.n = tile_shape(n, head.rows, c, self.x.device.type, real.itemsize)
+        size = self.t * (-(-self.n // maths.multiple) * maths.multiple)
+        rows = 2 if head.weight.dtype != gemm else 1
+        sums = (2 if head.weight.dtype != real else 1) if need.weight else 0
+        self.work = self.x.new_empty(maths.buffers, size, dtype=real)
+        self.low = self.x.new_empty(2 if gemm != real else 0, size, dtype=gemm)
+        self.rows = self.x.new_empty(rows, self.n * c, dtype=gemm)
+        self.block_sums = self.x.new_empty(sums, self.n * c, dtype=real)
 
     def _labels_near(self) -> bool:
         """Whether the score of any label is nearer to its threshold than to 0: then rounding must be small there.
@@ -113,21 +122,6 @@ class _Visit:
             return True
         loc = (self.x.to(self.real) * self.head.weight.detach()[row]).sum(1)
         return bool((((self.offset[row] - loc).abs() < loc.abs()) & (self.targets.row >= 0)).any())
-
-    def _make_buffers(self, gemm: torch.dtype) -> None:
-        """Allocate the shared buffers. d_w itself is one of the sums if it has their dtype."""
-        head, need, maths, real = self.head, self.need, self.maths, self.real
-        n, c = self.x.shape
-        # Made once for the whole pass: an allocation for each tile would cost more than a small tile's products
-        self.t, self.n = tile_shape(n, head.rows, c, self.x.device.type, real.itemsize)
-        size = self.t * (-(-self.n // maths.multiple) * maths.multiple)
-        low = 2 if gemm != real else 0
-        rows = 2 if head.weight.dtype != gemm else 1
-        sums = (2 if head.weight.dtype != real else 1) if need.weight else 0
-        self.work = self.x.new_empty(maths.buffers, size, dtype=real)
-        self.low = self.x.new_empty(low, size, dtype=gemm)
-        self.rows = self.x.new_empty(rows, self.n * c, dtype=gemm)
-        self.block_sums = self.x.new_empty(sums, self.n * c, dtype=real)
 
     def open_block(self, words: slice) -> _Block:
         """W and |W| of a block of words in the dtype of the GEMMs, and buffers for its gradient."""
