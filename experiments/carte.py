@@ -39,10 +39,12 @@ STACKS = {
     "stack of the four, wide part": (*USUAL, WIDE_PART),
     "stack of the four, wide part, z": (*USUAL, WIDE_PART, *BY_Z),
 }
+AVERAGE = "mean of the four, wide part"
 PAIRS = (  # compared on each split
     (WIDE_PART, "stack of the four"),
     ("stack of the four, wide part", "stack of the four"),
     ("stack of the four, wide part", WIDE_PART),
+    (AVERAGE, WIDE_PART),
     (f"{WIDE_PART}, z", WIDE_PART),
     (f"{WIDE_PART}, mean z", WIDE_PART),
     (f"{WORDS}, mean z", WORDS),
@@ -84,6 +86,8 @@ def judged(known: Mapping[str, Any], y: np.ndarray, truth: np.ndarray) -> dict[s
     middle = float(np.median(y - g.left_out))
     fits = {name: Fit(*both) for name, both in known.items() if name not in ("g", "h", "folds")}
     fits[WIDE_PART] = Fit(g.left_out + middle, g.test + middle)
+    averaged = zip(*(fits[name] for name in (*USUAL, WIDE_PART)), strict=True)
+    fits[AVERAGE] = Fit(*(np.mean(parts, 0) for parts in averaged))
     there = {title: names for title, names in STACKS.items() if fits.keys() >= {*names}}
     fits |= {title: stacked([fits[name] for name in names], y) for title, names in there.items()}
     results: dict[str, Any] = {}
