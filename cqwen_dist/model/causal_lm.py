@@ -12,7 +12,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.generation_settings import Prompt
 from cqwen_dist.generate.generator import Watch, generate
 from cqwen_dist.generate.hugging_face import translate, with_numbers
@@ -26,7 +26,7 @@ from cqwen_dist.model.backbone import cache_name, seen_inside
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.from_base import turned_causal
-from cqwen_dist.model.labels_loss import loss_of_labels
+from cqwen_dist.model.labels_loss import loss_of_labels, refuse_foreign
 from cqwen_dist.model.lora import merge_lora, refuse_rounded
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.wings import from_wing
@@ -173,7 +173,7 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         cache: Any = None,
         num_items_in_batch: Tensor | int | None = None,
         mode: str | None = None,
-        shift_labels: Tensor | None = None,
+        **foreign: Any,
     ) -> CausalQwenOutput | tuple[Any, ...]:
         """[B,T] each -> `CausalQwenOutput`, or with return_dict False a tuple of its values that are not None.
 
@@ -184,11 +184,9 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         further outputs of these positions. inputs_embeds [B,T,H]: instead of ids; phi(v) w_num is added to it.
         use_cache: begin a cache where none is given. cache: another name of past_key_values. num_items_in_batch: as
         `loss_of_labels`. mode: the logits are those by which this mode of `generate` chooses words: log P, or loc_S in
-        `compatible`, -inf for words that it never writes. shift_labels: refused. Raises `UserError`.
+        `compatible`, -inf for words that it never writes. Raises `UserError`.
         """
-        if shift_labels is not None:
-            allowed = "none: pass labels, which are shifted here together with the values of their numbers"
-            raise UserError("shift_labels", Said("labels that were shifted before"), allowed)
+        refuse_foreign(foreign)
         self._check(input_ids, numeric_values, inputs_embeds)
         cache = self._cache_of(past_key_values if cache is None else cache, use_cache)
         asked = self._asked(output_hidden_states=output_hidden_states, output_attentions=output_attentions)

@@ -8,8 +8,21 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch, positions_in
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.heads.fused_loss import mean_loss
 from cqwen_dist.ops.cauchy import Cauchy
+
+
+def refuse_foreign(given: dict[str, Any]) -> None:
+    """Raises `UserError` for shift_labels and TypeError for other arguments that `forward` does not have.
+
+    shift_labels cannot stand in its signature: Trainer evaluates only batches with every "label" that stands there.
+    """
+    if given.pop("shift_labels", None) is not None:
+        allowed = "none: pass labels, which are shifted here together with the values of their numbers"
+        raise UserError("shift_labels", Said("labels that were shifted before"), allowed)
+    if given:
+        raise TypeError(f"forward() got an unexpected keyword argument {next(iter(given))!r}")
 
 
 def loss_of_labels(

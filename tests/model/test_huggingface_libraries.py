@@ -24,6 +24,7 @@ from transformers import (
     TrainingArguments,
     pipeline,
 )
+from transformers.utils import find_labels
 from transformers.utils import logging as transformers_logging
 
 import cqwen_dist.auto
@@ -137,6 +138,13 @@ def test_peft_starts_from_the_merged_adapters() -> None:
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])).eval()
     assert_close(adapted(ids).logits, wanted, 1e-5)
     assert {name.split(".")[-3] for name, p in adapted.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
+
+
+def test_trainer_asks_batches_for_labels_alone(pair) -> None:
+    model, _ = pair
+    assert find_labels(type(model)) == ["labels"]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'lables'"):
+        model(torch.zeros(1, 2, dtype=torch.int64), lables=torch.zeros(1, 2, dtype=torch.int64))
 
 
 def test_trainer_takes_two_steps(pair, tmp_path: Path) -> None:
