@@ -28,14 +28,14 @@ data:
   - name: heads
     train: [heads]
     epochs: {epochs}  # {steps} steps
-    lr: {rate}  # 0.012 / {hidden}, the hidden size{guess}; word rows use a tenth of it
-    lr_groups: {{classifier: {tenth}, regression: 1.0e-3, thresholds: 1.0e-3}}
+    lr: {rate}  # 0.012 / {hidden}, the hidden size{guess}; a tenth for word rows, ten times for numbers
+    lr_groups: {{classifier: {tenth}, regression: {tenfold}, thresholds: 1.0e-3}}
     warmup_steps: {warmup}
   - name: lora
     train: [heads, embedding, lora]
     epochs: {epochs}
     lr: {rate}
-    lr_groups: {{classifier: {tenth}, regression: 1.0e-3, thresholds: 1.0e-3, embedding: 1.0e-4, lora: 2.0e-4}}
+    lr_groups: {{classifier: {tenth}, regression: {tenfold}, thresholds: 1.0e-3, embedding: 1.0e-4, lora: 2.0e-4}}
     warmup_steps: {warmup}
 train:
   global_batch_size: {batch}  # texts per optimizer step, over all ranks
@@ -126,6 +126,7 @@ def _config(data: str, base: str, facts: dict[str, Any], recipe: Any, suits: Any
         hidden=hidden,
         guess="" if facts else " of Qwen2.5-0.5B (put your base's)",
         tenth=f"{0.0012 / hidden:.1e}",
+        tenfold=f"{0.12 / hidden:.1e}",
         run=f"runs/{slug(out.stem)}",
     )
 
