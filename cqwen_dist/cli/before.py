@@ -109,6 +109,7 @@ def _facts_of(base: str) -> dict[str, Any]:
 
 def _config(data: str, base: str, facts: dict[str, Any], recipe: Any, suits: Any, out: Path) -> str:
     hidden = facts.get("hidden_size", _HIDDEN)
+    rate = 0.012 / hidden
     return _CONFIG.format(
         name=json.dumps(recipe.name)[1:-1],
         base=json.dumps(base),
@@ -123,11 +124,11 @@ def _config(data: str, base: str, facts: dict[str, Any], recipe: Any, suits: Any
         every=suits.every,
         save_every=2 * suits.every,
         keys="".join(f"  {key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in recipe.keys.items()),
-        rate=f"{0.012 / hidden:.1e}",
+        rate=f"{rate:.1e}",
         hidden=hidden,
         guess="" if facts else " of Qwen2.5-0.5B (put your base's)",
-        tenth=f"{0.0012 / hidden:.1e}",
-        tenfold=f"{0.12 / hidden:.1e}",
+        tenth=f"{rate / 10:.1e}",
+        tenfold=f"{rate * 10:.1e}",
         run=f"runs/{slug(out.stem)}",
     )
 

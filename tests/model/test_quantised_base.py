@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.devices import DEVICES
 from support.numerics import assert_close
 from support.tiny import NUM, random_batch, tiny_base
 
@@ -23,8 +24,6 @@ from cqwen_dist.model.quantised import Int8Linear, Nf4Linear
 
 KINDS = {"int8": Int8Linear, "nf4": Nf4Linear}
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-WITHOUT_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none here")
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, WITHOUT_GPU])])
 LARGEST_GAP = 0.152  # half the widest step of nf4 (-1 to -0.696)
 
 

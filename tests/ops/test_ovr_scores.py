@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.devices import DEVICES
 from support.numerics import assert_best
 from support.ranks import run_ranks
 
@@ -18,8 +19,6 @@ from cqwen_dist.parallel.vocab_parallel import vocab_parallel_scores, vocab_rang
 
 N, C, V, USED = 37, 12, 123, 117
 P = (0.05, 0.5, 0.7)
-WITHOUT_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none here")
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, WITHOUT_GPU])])
 
 
 def problem(tokens: int = N, scalar: bool = False) -> tuple[torch.Tensor, ...]:

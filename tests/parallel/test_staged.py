@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from support.devices import KINDS
 from support.ranks import Pool
 from support.staged import StagedGroup
 
@@ -14,10 +15,7 @@ from cqwen_dist.parallel.collectives import all_gather_into, barrier, gather_obj
 from cqwen_dist.parallel.groups import build_groups, limit_wait
 
 WORLD = 4
-ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none here")
-
-
-KIND = pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ON_GPU])])
+KIND = pytest.mark.parametrize("kind", KINDS)
 
 
 def of_the_package(kind: str, dtype: torch.dtype) -> None:

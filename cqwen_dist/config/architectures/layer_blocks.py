@@ -64,7 +64,7 @@ def gated_maps(size: str, bias: Bias = False) -> dict[str, Linear]:
 def gated_delta(inputs: Mapping[str, str]) -> Block:
     """Gated linear attention with a recurrent state [dk, dv] a head. inputs: output size of each input map."""
     maps = {name: Linear("attention norm", "hidden", size) for name, size in inputs.items()}
-    # The module's order: parameters of its own first, then those of its parts
+    # The module's order: first its direct parameters, then those of its submodules
     more = {
         "dt_bias": ("linear_num_value_heads",),
         "A_log": ("linear_num_value_heads",),
@@ -89,12 +89,13 @@ def experts(shared: bool = False, adapted: bool = True) -> Block:
     return Block("experts", maps, more, adapted=adapted)
 
 
-_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-
-
-def named_sizes(*sizes: int, **more: int) -> dict[str, int]:
-    """V, H, I, layers, attention heads and key-value heads (if given), by their keys in a config.json."""
-    return dict(zip((*_KEYS, "num_key_value_heads"), sizes, strict=False)) | more
+def named_sizes(
+    vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int | None = None, **more: int
+) -> dict[str, int]:
+    """Sizes by their keys in a config.json. kv_heads: None leaves the key out."""
+    sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": intermediate}
+    sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads}
+    return sizes | ({} if kv_heads is None else {"num_key_value_heads": kv_heads}) | more
 
 
 def public_sizes(*sizes_tied_context: int, **more: int) -> dict[str, Any]:
