@@ -96,7 +96,7 @@ class Batch:
         return self._known_of(batch, texts=replace(self.texts, begin=moved(self.texts.begin)))
 
     def _known_of(self, batch: Batch, **other: Texts) -> Batch:
-        """Give a batch made of this one what is known of the whole rows."""
+        """Copy the facts about whole rows to a batch that was made from this one."""
         known = {name: getattr(self, name) for name in ("texts", "filled_rows", "begun_texts")}
         batch.__dict__.update(known | other)
         return batch
@@ -144,7 +144,7 @@ class Batch:
 
     @cached_property
     def begun_texts(self) -> int:
-        """Number of texts that begin in the rows."""
+        """Number of texts that start in these rows."""
         return int(self.attention_mask[self.position_ids == 0].sum())
 
     @property

@@ -122,7 +122,7 @@ class Score:
 
 @torch.no_grad()
 def score(model: Any, tokenizer: Tokenizer, prompt: str, continuations: Sequence[str]) -> list[Score]:
-    """Scores of several continuations of one prompt, in one batch. Raises `UserError` for one without tokens."""
+    """Score several continuations of one prompt in one batch. Raises `UserError` if one has no tokens."""
     tokenizer = reader(tokenizer)
     before_ids, before_values = tokenizer.encode(prompt)
     if not before_ids:

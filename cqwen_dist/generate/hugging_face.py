@@ -65,7 +65,7 @@ NEUTRAL = {
     **dict.fromkeys(("encoder_no_repeat_ngram_size", "no_repeat_ngram_size"), 0),
     "is_assistant": False,
 }
-# What to do instead of an option that no mode takes.
+# Advice for options that no mode takes.
 INSTEAD_OF = {
     "assistant_early_exit": "None; assistant_model takes a smaller model",
     "guidance_scale": "1; it reads the text once more without its numbers",

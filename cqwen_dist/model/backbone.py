@@ -136,7 +136,7 @@ def load_base(
 
 
 def base_config(name_or_path: str, trust_remote_code: bool = False) -> Any:
-    """The transformers config of a base, by folder or hub name; of a model that also reads images, its text part.
+    """The transformers config of a base, by folder or hub name. If the model also reads images: that of its text part.
 
     Raises `UserError`, also for unsupported models.
     """

@@ -104,8 +104,8 @@ class CausalQwenModel(nn.Module):
         """qwen_model_path: a base model's folder or hub name (S2 5; the start is preset `seed`), with no further
         argument than causal_hidden_size; or a config. Then `base` gives the transformer, or a new one is built.
         vocab_start, rows: this range of the vocabulary's rows alone. w_num_scale: a factor on w_num's start. classes:
-        those of `classes_of`, where the config is not of a loaded folder. Raises `UserError` for a base that does not
-        load, and as `find_loaded`.
+        the result of `classes_of`, unless the config is that of a loaded folder. Raises `UserError` for a base that
+        does not load, and as `find_loaded`.
         """
         super().__init__()
         if isinstance(qwen_model_path, str):
@@ -245,11 +245,10 @@ class CausalQwenModel(nn.Module):
         return TargetTransform(**self.config.target)
 
     def kept_features(self, batch: Batch, keep: Tensor, features: Callable[..., Tensor] | None = None) -> Tensor:
-        """What the abduction reads of a training batch at the positions `keep` [N], such as `batch.kept`:
-        [N,feature_size]. features: instead of the model's own `FeatureStack`, what runs it.
+        """Inputs of the abduction [N,feature_size] at the positions `keep` [N] of a training batch (`batch.kept`).
 
-        It needs no attention mask: position_ids that restart separate packed documents (`data.collate`), and no real
-        token attends to padding on its right.
+        features: called in place of the model's own `FeatureStack`. No attention mask is needed: position_ids that
+        restart separate packed documents (`data.collate`), and no real token attends to padding on its right.
         """
         run = self.features if features is None else features
         texts = batch.texts if attends_within_texts(self.transformer) else None
@@ -257,7 +256,7 @@ class CausalQwenModel(nn.Module):
         return self.with_beside(z, batch, keep)
 
     def with_beside(self, z: Tensor, batch: Batch, keep: Tensor) -> Tensor:
-        """`Beside.behind` of z [N,H] at the positions `keep` of a training batch; without such a part z itself."""
+        """z [N,H] with the columns of `Beside.behind`, if any, for the positions `keep` of a training batch."""
         if self.beside is None:
             return z
         return self.beside.behind(z, batch.input_ids, batch.numeric_values, None, batch.position_ids, keep=keep)
