@@ -24,7 +24,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from cqwen_dist.checkpoint import adapter
 from cqwen_dist.checkpoint.manifest import FORMAT, Retention, checkpoint_folder, evaluated, leftovers, put_aside
@@ -33,7 +32,7 @@ from cqwen_dist.checkpoint.resume import ROWS, Tensors, TrainState
 from cqwen_dist.config.errors import DiskError, Said
 from cqwen_dist.model.lora import is_lora
 from cqwen_dist.parallel.collectives import gather_objects
-from cqwen_dist.parallel.groups import Groups, side_group
+from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.run.environment import git_commit, versions
 from cqwen_dist.run.files import LATEST, MANIFEST, STATE, file_record, let_read, sync, words_of_disk, write_atomically
 
@@ -59,7 +58,6 @@ class Saver:
         run_dir: Path,
         groups: Groups,
         retention: Retention,
-        timeout_s: float | None = None,
         *,
         on_failure: Callable[[str], None] = lambda reason: None,
         say: Callable[[str], None] = lambda note: None,
@@ -69,8 +67,6 @@ class Saver:
         problems that are not failures."""
         self._run_dir, self._groups, self._retention = run_dir, groups, retention
         self._on_failure, self._say = on_failure, say
-        # The thread's collectives need a separate group: on the main group they would interleave with training's.
-        self._side = side_group(timeout_s)
         self._mirror = mirror  # of rank 0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -126,7 +122,7 @@ class Saver:
         parts: dict[str, Any] = {"state": json.loads(json.dumps(state.state, default=float))}
         for part in ("features", "feature_moments", "heads", "head_moments", "rows", "row_moments"):
             # No tensor is written twice: rank 0 writes the replicated parts, replica 0 the rows, owners the moments.
-            mine = self._side.rank() == 0
+            mine = self._groups.rank == 0
             if part == "row_moments":
                 mine = state.moment_range[1] > state.moment_range[0]
             elif part == "rows":
@@ -139,8 +135,8 @@ class Saver:
 
     def _write(self, state: TrainState, about: About, began: float) -> None:
         try:
-            self.whole.append(write_checkpoint(self._run_dir, state, about, self._groups, self._side).name)
-            if self._side.rank() == 0:
+            self.whole.append(write_checkpoint(self._run_dir, state, about, self._groups).name)
+            if self._groups.rank == 0:
                 self._prune(about.step)
                 if self._mirror is not None:
                     self._mirror.push(self.whole[-1])
@@ -161,8 +157,8 @@ class Saver:
             self._say(f"note: an outdated checkpoint could not be deleted: {what}")
 
 
-def write_checkpoint(run_dir: Path, state: TrainState, about: About, groups: Groups, side: ProcessGroup) -> Path:
-    """Write a checkpoint atomically. Collective over `side`, a group with all ranks.
+def write_checkpoint(run_dir: Path, state: TrainState, about: About, groups: Groups) -> Path:
+    """Write a checkpoint atomically. Collective over `groups.saving`.
 
     Replica 0's ranks write their rows, every rank writes the moments that it owns, and rank 0 writes everything else.
     Raises any rank's error on all ranks, disk errors as `UserError`.
@@ -176,30 +172,30 @@ def write_checkpoint(run_dir: Path, state: TrainState, about: About, groups: Gro
         (partial / adapter.FOLDER).mkdir(parents=True)
 
     # Three collective steps. If one rank fails, each raises on all ranks, so no rank continues alone.
-    _agreed(prepare, partial, side, main_only=True)
-    records = _agreed(lambda: _write_files(partial, state, about, groups, side.rank() == 0), partial, side)
-    _agreed(lambda: _commit(run_dir, partial, final, records, about), partial, side, main_only=True)
+    _agreed(prepare, partial, groups, main_only=True)
+    records = _agreed(lambda: _write_files(partial, state, about, groups), partial, groups)
+    _agreed(lambda: _commit(run_dir, partial, final, records, about), partial, groups, main_only=True)
     return final
 
 
-def _agreed(action: Callable[[], Any], partial: Path, side: ProcessGroup, main_only: bool = False) -> dict[str, Any]:
+def _agreed(action: Callable[[], Any], partial: Path, groups: Groups, main_only: bool = False) -> dict[str, Any]:
     """Run an action on every rank, or only on rank 0. Collective: gathers results and errors.
 
     Returns the merged results. Raises the first failure on all ranks, so that no rank waits for a failed one.
     """
     result, failure, words = None, None, None  # words: (path of a disk error or "", message, disk unreachable?)
     try:
-        if side.rank() == 0 or not main_only:
+        if groups.rank == 0 or not main_only:
             result = action()
     except Exception as error:
         failure, words = error, ("", f"{type(error).__name__}: {error}", False)
         if isinstance(error, (OSError, SafetensorError)):
             words = words_of_disk(error, partial)
     # Reached even after an error: the other ranks wait in this collective.
-    everyone = gather_objects([words, result or {}], side)
+    everyone = gather_objects([words, result or {}], groups.saving)
     failures = [(rank, words) for rank, (words, _) in enumerate(everyone) if words is not None]
     if failures:
-        if side.rank() == 0:
+        if groups.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)  # make room on a full disk
         rank, (place, text, away) = failures[0]
         if place:
@@ -211,7 +207,7 @@ def _agreed(action: Callable[[], Any], partial: Path, side: ProcessGroup, main_o
     return {name: record for _, part in everyone for name, record in part.items()}
 
 
-def _write_files(partial: Path, state: TrainState, about: About, groups: Groups, main: bool) -> dict[str, Any]:
+def _write_files(partial: Path, state: TrainState, about: About, groups: Groups) -> dict[str, Any]:
     """Write and check this rank's files; returns their records."""
     files: dict[str, Tensors] = {}
     # Replicas hold equal rows; one of them writes
@@ -220,7 +216,7 @@ def _write_files(partial: Path, state: TrainState, about: About, groups: Groups,
     if state.moment_range[1] > state.moment_range[0]:
         files[_rows_file(state.moment_range, ".moments")] = state.row_moments
     records = {}
-    if main:
+    if groups.rank == 0:
         files["features.safetensors"] = {k: v for k, v in state.features.items() if not is_lora(k)}
         files["features.moments.safetensors"] = state.feature_moments
         files["heads.safetensors"] = state.heads

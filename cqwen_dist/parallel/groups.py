@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Groups:
-    """World, vocabulary, replica and sequence group of this rank. In `ALONE`, for a single process, all are None.
+    """The groups of this rank. In `ALONE`, for a single process, all are None.
 
     The functions of `parallel.mappings` treat None as a group of one.
     """
@@ -39,6 +39,7 @@ class Groups:
     vocab: ProcessGroup | None
     replica: ProcessGroup | None
     sequence: ProcessGroup | None = None  # None: every rank has whole texts
+    saving: ProcessGroup | None = None  # gloo, all ranks: two threads must not share a group, their orders could differ
 
     @property
     def world_size(self) -> int:
@@ -101,20 +102,12 @@ def build_groups(vocab_group_size: int, timeout_s: float | None = None, sequence
     ranks = torch.arange(world).view(-1, vocab_group_size)  # a row for each vocabulary group
     vocab, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout, group_desc="vocabulary")
     replica, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout, group_desc="replica")
+    saving = dist.new_group(backend="gloo", timeout=timeout, group_desc="saving")
     if sequence_group_size == 1:
-        return Groups(dist.group.WORLD, vocab, replica)
+        return Groups(dist.group.WORLD, vocab, replica, None, saving)
     ranks = torch.arange(world).view(-1, sequence_group_size)
     sequence, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout, group_desc="sequence")
-    return Groups(dist.group.WORLD, vocab, replica, sequence)
-
-
-def side_group(timeout_s: float | None = None) -> ProcessGroup:
-    """A gloo group of all ranks for the saving thread. Collective over the world.
-
-    Two threads must not share a group: their collectives could start in a different order on each rank.
-    """
-    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-    return dist.new_group(backend="gloo", timeout=timeout, group_desc="saving")
+    return Groups(dist.group.WORLD, vocab, replica, sequence, saving)
 
 
 def limit_wait(group: ProcessGroup, seconds: float) -> None:

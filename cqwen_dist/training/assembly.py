@@ -53,6 +53,7 @@ from cqwen_dist.training.step import Stepper
 from cqwen_dist.training.telemetry.progress import Progress
 from cqwen_dist.training.zero.engine import Engine
 from cqwen_dist.training.zero.partitioned_base import load_partitioned_base
+from cqwen_dist.training.zero.patches import join_deepspeed
 from cqwen_dist.training.zero.settings import engine_settings
 
 _START_KEYS = {"b_noise_init", "num_bias_init", "reg_gain"}  # keys of the section `model`, passed on unchanged
@@ -117,12 +118,16 @@ def build_training(
 
 
 def groups_of(config: Config, runtime: Runtime) -> Groups:
-    """The process groups of a config. Collective over the world. Raises `UserError`."""
+    """All process groups of a run, DeepSpeed's too. Collective over the world. Raises `UserError`.
+
+    Called before a rank may leave on a signal: to make a group, torch waits for each rank until the timeout.
+    """
     parallel = config.parallel
+    join_deepspeed()
     return build_groups(parallel.vocab_group_size, runtime.timeout_s, parallel.sequence_group_size)
 
 
-def build_run(config: Config, runtime: Runtime) -> Run:
+def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
     """Read the data, load the model, assemble the run. Collective over the world. Raises `UserError`."""
     # Refuse what cannot work before the slow parts
     abduction_named(config.model.abduction, config.run.dir)
@@ -135,7 +140,6 @@ def build_run(config: Config, runtime: Runtime) -> Run:
 
     # The run folder: finish what a kill interrupted, and choose the checkpoint; a damaged one is refused
     seed_everything(config.train.seed)
-    groups = groups_of(config, runtime)
     rank, world, folder = runtime.rank, groups.world_size, Path(config.run.dir)
     progress = Progress(0, 0, silent=not runtime.is_main)
     from_main_rank(lambda: finish_renames(folder))
@@ -190,9 +194,7 @@ def build_run(config: Config, runtime: Runtime) -> Run:
         cache=FeatureCache(train.feature_cache, folder, runtime, training.engine, training.forward, of_z, progress),
         evaluations=_evaluations(training, datasets.eval, watched, tokenizer, statistics, progress),
         # A failed save stops the run at the next step
-        saver=Saver(
-            folder, groups, best, runtime.timeout_s, on_failure=runtime.stop.ask, say=progress.say, mirror=mirror
-        ),
+        saver=Saver(folder, groups, best, on_failure=runtime.stop.ask, say=progress.say, mirror=mirror),
         progress=progress,
     )
 

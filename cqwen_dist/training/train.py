@@ -19,7 +19,7 @@ from cqwen_dist.run.files import CHECKPOINTS, METRICS
 from cqwen_dist.run.status import read_status
 from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.sizes.flops import Work, peak_tflops
-from cqwen_dist.training.assembly import build_run
+from cqwen_dist.training.assembly import build_run, groups_of
 from cqwen_dist.training.callbacks import Callback, Callbacks, TrainResult
 from cqwen_dist.training.inputs import config_facts
 from cqwen_dist.training.session import open_session
@@ -58,9 +58,10 @@ def train_on(
     stop = runtime.stop
     agree(lambda: (None, config_facts(config)))  # before the run folder: its path is one of the facts
     with open_session(config, runtime, write_inputs) as status:
+        groups = groups_of(config, runtime)
         # Read the data, load the base. A signal ends this at once: there is no progress to save yet.
         with stop.interruptible():
-            run = build_run(config, runtime)
+            run = build_run(config, runtime, groups)
         called = Callbacks(callbacks if runtime.is_main else (), run.folder, stop, run.schedule)
         try:
             # Agree on a stop once before the first long collective

@@ -21,14 +21,14 @@ from cqwen_dist.run.status import read_status
 def entered(path: str, stage: int) -> tuple[Any, Any, Any]:
     """A run that has begun a stage, its plan and its batches."""
     from cqwen_dist.run.folder import open_run
-    from cqwen_dist.training.assembly import build_run
+    from cqwen_dist.training.assembly import build_run, groups_of
     from cqwen_dist.training.start import begin
 
     config, runtime = load_config(path), as_rank()
     if runtime.is_main:
         open_run(config)
     dist.barrier()
-    run = build_run(config, runtime)
+    run = build_run(config, runtime, groups_of(config, runtime))
     begin(run)
     plan = run.schedule.plans[stage]
     run.enter_stage(plan, fresh=True)
@@ -130,15 +130,16 @@ def test_a_nan_on_one_rank_is_refused_on_all_ranks(tmp_path: Path, stage: int, p
 def infinite_loss(path: str, stage: int) -> tuple[str, list[str]]:
     """A step whose loss is infinite on the last rank, with a finite gradient."""
     from cqwen_dist.run.folder import open_run
-    from cqwen_dist.training.assembly import build_run
+    from cqwen_dist.training.assembly import build_run, groups_of
     from cqwen_dist.training.start import begin
     from cqwen_dist.training.zero.engine import NonFiniteStep
 
     runtime = as_rank()
+    config = load_config(path)
     if runtime.is_main:
-        open_run(load_config(path))
+        open_run(config)
     dist.barrier()
-    run = build_run(load_config(path), runtime)
+    run = build_run(config, runtime, groups_of(config, runtime))
     begin(run)
     plan = run.schedule.plans[stage]
     run.enter_stage(plan, fresh=True)
@@ -230,3 +231,29 @@ def test_bf16_trains_and_keeps_the_heads_in_fp32(tmp_path: Path) -> None:
         assert {value.dtype for value in part.values()} == {torch.float32}
     reg_bias = saved.heads["action.reg_bias"]
     assert not torch.equal(reg_bias, reg_bias.bfloat16().float()), "rounded to bf16 somewhere"
+
+
+def groups_while_a_signal_may_end_a_rank(path: str) -> tuple[list[bool], int]:
+    """Of each process group of a run, whether a signal could end this rank alone while it was made; the run's steps."""
+    from cqwen_dist.training.train import train_on
+
+    config, runtime = load_config(path), as_rank()
+    made: list[bool] = []
+    make = dist.distributed_c10d._new_process_group_helper
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        made.append(runtime.stop._interrupt)
+        return make(*arguments, **named)
+
+    dist.distributed_c10d._new_process_group_helper = noted
+    train_on(config, runtime)
+    return made, len(metrics(Path(config.run.dir)))
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_no_group_is_made_while_a_signal_may_end_a_rank_alone(tmp_path: Path, zero_stage: int) -> None:
+    """To make a group, torch waits in the store for each rank, where it does not see that one has left."""
+    config = write_config(tmp_path, parallel__zero_stage=zero_stage, stages__0__steps=1, stages__1__steps=1)
+    for made, steps in run_ranks(groups_while_a_signal_may_end_a_rank, 2, str(config)):
+        assert (any(made), steps) == (False, 2)
+        assert len(made) >= 4, "the run made no groups: the test watches the wrong function"

@@ -28,7 +28,7 @@ STEPS = 14  # of which the first, and one in ten, look at the accuracy: a median
 def step_times(path: str) -> dict[str, float]:
     """Medians over paired steps of a run with and one without a cache, and their operations."""
     from cqwen_dist.run.folder import open_run
-    from cqwen_dist.training.assembly import build_run
+    from cqwen_dist.training.assembly import build_run, groups_of
     from cqwen_dist.training.start import begin
 
     trainers = {}
@@ -36,7 +36,7 @@ def step_times(path: str) -> dict[str, float]:
         config = load_config(path, [f"train.feature_cache.mode={mode}", f"run.dir={os.path.dirname(path)}/{mode}"])
         open_run(config)
         dist.barrier()
-        trainer = build_run(config, as_rank())
+        trainer = build_run(config, as_rank(), groups_of(config, as_rank()))
         begin(trainer)
         plan = trainer.schedule.plans[0]
         trainer.enter_stage(plan, fresh=True)

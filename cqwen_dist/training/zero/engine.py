@@ -23,7 +23,7 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.model.causal_qwen import CausalQwenModel
-from cqwen_dist.parallel.collectives import barrier, gather_objects, naming
+from cqwen_dist.parallel.collectives import gather_objects, naming
 from cqwen_dist.parallel.groups import Groups, limit_wait
 from cqwen_dist.training.moments import BETAS
 from cqwen_dist.training.optim import HeadOptimizer
@@ -132,8 +132,6 @@ class Engine:
                     p.data = p.data.bfloat16()  # DeepSpeed casts a normal model itself, but not a partitioned one
             decay = self.settings.weight_decay if member.decays else 0.0
             parameter_groups.append({"params": parameters, "lr": 0.0, "weight_decay": decay})
-        # DeepSpeed makes a group next, which would wait for a dead rank until the timeout. A barrier fails at once.
-        barrier()
         join_deepspeed()
         outside = architecture(self.model.config.base["model_type"]).outside
         # ZeRO-3 gathers weights only for the module that has them

@@ -17,7 +17,10 @@ from cqwen_dist.training.optim import norm_sq
 
 
 def join_deepspeed() -> None:
-    """Let DeepSpeed use the current process group, not a destroyed one from an earlier run of this process."""
+    """Let DeepSpeed use the current process group, not a destroyed one from an earlier run of this process.
+
+    Collective over the world: DeepSpeed makes its copy of the world's group here.
+    """
     # The CPU build of DeepSpeed would compile its shared-memory collective for a minute; gloo is enough.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False)
@@ -26,6 +29,7 @@ def join_deepspeed() -> None:
         deepspeed.comm.get_global_rank(groups._WORLD_GROUP, 0)
     except ValueError:  # torch has destroyed this group
         groups._WORLD_GROUP = None
+    groups._get_data_parallel_group()
 
 
 def patch_norm(optimizer: Any, over_limit: Callable[[Tensor], float]) -> None:
