@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cqwen_dist.batch import Batch, pad_rows
+from cqwen_dist.batch import pad_rows
 from cqwen_dist.config.data import column_lines
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.table import prompts_of
@@ -25,9 +25,7 @@ from cqwen_dist.tables.choices import RANDOM_FEATURES, WIDE
 from cqwen_dist.tables.encoding import EncodedRows
 from cqwen_dist.tables.fitting import EMPTY
 from cqwen_dist.tables.rows import read_table
-from cqwen_dist.tables.wide.wide_part import WidePart
-from cqwen_dist.tables.wide.wide_rows import TextBefore, texts_before
-from cqwen_dist.tables.wide.wide_start import fit_wide
+from cqwen_dist.tables.wide.wide_alone import fit_alone
 
 TABLES = {"wine_pl": "price", "wine_dot_com_prices": "Prices", "wine_vivino_price": "Price"}
 FOLDS = 5
@@ -150,35 +148,11 @@ def boosted(rows: int) -> Any:
     return XGBRegressor(n_estimators=300, learning_rate=0.05, min_child_weight=min(20, max(2, rows // 20)), n_jobs=1)
 
 
-def batch_of(rows: Rows, some: np.ndarray) -> tuple[Batch, torch.Tensor]:
-    """A batch of prompts, and each one's last position in the flattened batch."""
-    ids, values, mask = pad_rows([rows.tokens[row] for row in some], rows.tokenizer.pad_token_id, on_left=False)
-    nothing, positions = torch.zeros_like(values), torch.arange(ids.shape[1]).expand_as(ids)
-    at = torch.arange(len(ids)) * ids.shape[1] + mask.sum(1) - 1
-    return Batch(ids, values, mask, positions, ids, nothing, nothing.bool()), at
-
-
 def wide_part(rows: Rows, train: np.ndarray, test: np.ndarray) -> tuple[Fit, Fit, np.ndarray]:
     """The product's wide part, fitted to the training rows: g, the logarithm h of the scale, and the rows' folds."""
-    words = 1 + max(rows.tokenizer.num_token_id, *rows.tokenizer.tokenizer.get_vocab().values())
-    part = WidePart(WIDE, rows.tokenizer.num_token_id, words, RANDOM_FEATURES).eval()
-    part.begin(rows.tokenizer.line_end_ids)
-    texts: list[TextBefore] = []
-    for some in np.array_split(train, -(-len(train) // 64)):
-        texts += texts_before(part, *batch_of(rows, some))
-    fit = fit_wide(texts, torch.from_numpy(rows.y[train]), WIDE, RANDOM_FEATURES)
-    if fit is None:
-        nothing = Fit(np.zeros(len(train)), np.zeros(len(test)))
-        return nothing, nothing, np.zeros(0)
-    for name, table in fit.tables.items():
-        part.get_parameter(name).data.copy_(table)
-    found = []
-    for some in np.array_split(test, -(-len(test) // 64)):
-        batch, at = batch_of(rows, some)
-        asked = batch.input_ids, batch.numeric_values, batch.position_ids, batch.attention_mask
-        found.append(part(*asked, keep=at)[0].double().numpy())
-    g, h = np.concatenate(found, 1)
-    return Fit(fit.left_out.numpy(), g), Fit(fit.spread.numpy(), h), np.array(fit.folds)
+    found = fit_alone(rows.tokenizer, rows.tokens, rows.y, train, test, WIDE, RANDOM_FEATURES)
+    g, h = map(Fit, found.left_out, found.asked)
+    return g, h, found.folds
 
 
 def without_base(rows: Rows, train: np.ndarray, test: np.ndarray) -> dict[str, Any]:

@@ -29,11 +29,34 @@ Ways = dict[str, Callable[[np.ndarray], np.ndarray]]  # what it is fitted to: ro
 
 
 class Rival(NamedTuple):
-    """A model's name, its predictions [m] for the test rows, and what it was fitted to."""
+    """A model's name, its predictions [m] for the test rows, what it was fitted to; 90 % intervals [m,2], if any."""
 
     name: str
     predicted: np.ndarray
     fitted_to: str
+    ends: np.ndarray | None = None
+
+
+class TargetUnit(NamedTuple):
+    """The unit that all models are fitted in, and the range of the targets learnt from, in it."""
+
+    by_log: bool
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, learnt: np.ndarray, by_log: bool) -> TargetUnit:
+        y = signed_log(learnt) if by_log else learnt
+        return cls(by_log, float(y.min()), float(y.max()))
+
+    def forward(self, values: np.ndarray) -> np.ndarray:
+        return signed_log(values) if self.by_log else values
+
+    def back(self, found: np.ndarray, reach: float = MARGIN) -> np.ndarray:
+        """In the raw unit, held in the range and `reach` of its width beyond either end."""
+        further = reach * (self.high - self.low)
+        found = np.clip(found, self.low - further, self.high + further)
+        return np.sign(found) * np.expm1(np.abs(found)) if self.by_log else found
 
 
 def baselines(
@@ -42,14 +65,8 @@ def baselines(
     """Fits the models one by one. texts: every row as one text, without the target. by_log: fits logarithms."""
     values = table.values()
     yield Rival("always the median", np.full(len(test), np.median(values[train])), ABSOLUTE)
-    y = signed_log(values) if by_log else values
-    low, high = y[train].min(), y[train].max()
-    margin = MARGIN * (high - low)
-
-    def in_unit(found: np.ndarray) -> np.ndarray:
-        found = np.clip(found, low - margin, high + margin)
-        return np.sign(found) * np.expm1(np.abs(found)) if by_log else found
-
+    unit = TargetUnit.of(values[train], by_log)
+    y = unit.forward(values)
     order = np.random.default_rng(0).permutation(train)
     held_out = np.array_split(order, FOLDS)[: FOLDS if len(train) <= FEW else 1]
     folds = [(EncodedRows(table, texts, y, np.setdiff1d(train, held)), held) for held in held_out]
@@ -60,9 +77,9 @@ def baselines(
         for part, held in folds if len(ways) > 1 else ():
             fits = model(part)
             for way in ways:
-                lost[way] += float(np.abs(in_unit(fits[way](held)) - values[held]).sum())
+                lost[way] += float(np.abs(unit.back(fits[way](held)) - values[held]).sum())
         chosen = min(lost, key=lambda way: lost[way])
-        yield Rival(name, in_unit(ways[chosen](test)), chosen)
+        yield Rival(name, unit.back(ways[chosen](test)), chosen)
 
 
 def natural_boosting(table: Table, train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:

@@ -14,6 +14,7 @@ import numpy as np
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import reason_of
 from cqwen_dist.tables.rows import signed_log
+from cqwen_dist.tables.wide.wide_alone import seconds_alone
 
 RANDOM_FEATURES = 6144  # with 2,048, the error on concrete is 5 % larger and varies by 9 % over four draws
 WIDE, WIDE_FOR_MANY = 2**18, 2**20  # 8,000 wines have 100,000 n-grams: collisions in 2^18 cost R2 0.853, not 0.858
@@ -175,11 +176,12 @@ def choose(
     apart += 0.01 * n  # and the models to compare with
     time_s = 60 * minutes * (1 - ASIDE) - apart
     reads = np.array([1, 3, 1])  # z once a row; evaluations also compute it without values, and score words
-    if reads @ rows * pace.forward + heads * a_step > time_s:
+    by_row = reads @ rows * pace.forward + seconds_alone(n + valid)
+    if by_row + heads * a_step > time_s:
         heads = max(min(heads, int(0.3 * time_s / a_step)), LEAST_STEPS)
-        share = max(time_s - heads * a_step, 0.0) / (reads @ rows * pace.forward)
+        share = max(time_s - heads * a_step, 0.0) / by_row  # a share of the rows takes at most that share of by_row
         rows = np.maximum((min(share, 1.0) * rows).astype(int), np.minimum(rows, LEAST_READ))
-    features = reads @ rows * pace.forward
+    features = reads @ rows * pace.forward + seconds_alone(rows[0] + rows[1])
     evaluations = 1.5 * (EVALUATIONS + 1) * rows[1] * pace.forward  # trained adapters invalidate cached z
     epoch = 1.4 * rows[0] * pace.both  # 1.4: including the heads
     left = time_s - features - heads * a_step

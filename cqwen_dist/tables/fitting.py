@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,9 +44,9 @@ from cqwen_dist.run.files import (
     write_atomically,
     written_whole,
 )
-from cqwen_dist.tables.baselines import baselines
+from cqwen_dist.tables.baselines import Rival, baselines
 from cqwen_dist.tables.choices import LEAST_READ, LONGEST, Chosen, Pace, choose, config_text, context_of, measure_pace
-from cqwen_dist.tables.judging import OURS, conditional, errors, intervals, shown_rows, verdict
+from cqwen_dist.tables.judging import OURS, WIDE_ALONE, conditional, errors, intervals, shown_rows, verdict
 from cqwen_dist.tables.rows import (
     Parts,
     Table,
@@ -57,6 +58,7 @@ from cqwen_dist.tables.rows import (
     some_of,
     split,
 )
+from cqwen_dist.tables.wide.wide_alone import MOST, wide_alone
 from cqwen_dist.training.callbacks import Callback, Moment
 from cqwen_dist.wings import from_wing
 
@@ -233,8 +235,32 @@ def _in_time(
     return parts, choice, pace
 
 
-def judge(folder: Path, made: Prepared, say: Callable[[str], None], clock: TimeLimit) -> dict[str, Any]:
-    """Predict the test rows with the run and the baselines, and write predicted.csv, fit.json, the page."""
+def without_base(folder: Path, made: Prepared, say: Callable[[str], None]) -> Rival | None:
+    """The wide part alone, which is ready before the base reads a row; None without `model.wide`, or for many rows."""
+    config, values, parts = load_config(folder / CONFIG, saved=True), made.table.values(), made.parts
+    learnt, model = parts.learnt, config.model
+    if not model.wide:
+        return None
+    if len(learnt) > MOST:
+        say(f"note: {WIDE_ALONE} is not compared: that takes too long with more than {MOST:,} rows")
+        return None
+    say(f"fitting {WIDE_ALONE} to {len(learnt):,} rows, which needs no base")
+    tokenizer = NumericalAwareTokenizer.from_pretrained(config.tokenizer_source)
+    by_log = config.loss.target_transform == "standardise_log"
+    settings = by_log, model.wide, model.random_features
+    found = wide_alone(tokenizer, made.prompts, values, learnt, parts.test, *settings)
+    mae = errors(found.predicted, values[parts.test])["mae"]
+    say(f"{WIDE_ALONE} is ready: MAE {mae:.4g} on the {len(parts.test):,} rows to judge by, before the base is read")
+    return found
+
+
+def judge(
+    folder: Path, made: Prepared, alone: Rival | None, say: Callable[[str], None], clock: TimeLimit
+) -> dict[str, Any]:
+    """Predict the test rows with the run and the other models, and write predicted.csv, fit.json, the page.
+
+    alone: from `without_base`.
+    """
     table, parts = made.table, made.parts
     checkpoint = best_checkpoint(folder / "run")
     write_atomically(folder / BEST, f"{checkpoint.relative_to(folder)}\n")
@@ -245,11 +271,12 @@ def judge(folder: Path, made: Prepared, say: Callable[[str], None], clock: TimeL
     predictions = {OURS: np.array([row["predicted"] for row in own])}
     results: dict[str, dict[str, Any]] = {OURS: {**errors(predictions[OURS], truth), **intervals(ends, truth)}}
     by_log = load_config(folder / CONFIG, saved=True).loss.target_transform == "standardise_log"
-    learnt = np.sort(np.concatenate([parts.train, parts.valid]))  # baselines need no validation rows
     say("fitting the models to compare with")
-    for name, predicted, fitted_to in baselines(table, learnt, parts.test, made.prompts, by_log):
-        predictions[name] = predicted
-        results[name] = {**errors(predicted, truth), "fitted_to": fitted_to}
+    usual = baselines(table, parts.learnt, parts.test, made.prompts, by_log)
+    for name, predicted, fitted_to, its_ends in chain([alone] if alone else [], usual):
+        predictions[name] = predicted[: len(own)]
+        results[name] = {**errors(predictions[name], truth), "fitted_to": fitted_to}
+        results[name] |= {} if its_ends is None else intervals(its_ends[: len(own)], truth)
     document = {"target": table.target, "rows": len(truth), "checkpoint": str(checkpoint), "by_log": by_log}
     document |= {"results": results, **verdict(predictions, truth)}
     prompts = [made.prompts[row] for row in parts.test]

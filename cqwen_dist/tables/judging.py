@@ -10,7 +10,7 @@ import numpy as np
 from cqwen_dist.data.learnt_range import OUTSIDE
 from cqwen_dist.generate.table import NUMBER_COLUMNS
 
-OURS = "CausalQwen"
+OURS, WIDE_ALONE = "CausalQwen", "the wide part alone"  # those that give intervals
 DRAWS = 2000  # of the paired bootstrap
 LEAST_ROWS = 10  # in a decile, at least; a small table has fewer than ten
 WORST = 10  # rows
@@ -55,7 +55,8 @@ def verdict(predictions: Mapping[str, np.ndarray], truth: np.ndarray) -> dict[st
     far = {name: float(of) for name, of in zip(others, reach, strict=True)}
     equal = [name for name in others if larger[name] <= far[name]]
     said = [f'Use "{best}".', *_compared(larger, far, rows)]
-    said += [f"{OURS} also gives intervals."] if OURS in (best, *equal) else []
+    if sure := [name for name in (OURS, WIDE_ALONE) if name in (best, *equal)]:
+        said.append(f"{' and '.join(sure)} also give{'s' if len(sure) == 1 else ''} intervals.")
     return {"best": best, "equal": equal, "verdict": " ".join(said)}
 
 

@@ -119,6 +119,11 @@ class Parts(NamedTuple):
     valid: np.ndarray  # for evaluation during training and for recalibrating intervals
     test: np.ndarray
 
+    @property
+    def learnt(self) -> np.ndarray:
+        """Both of the first: all that models without validation rows learn from."""
+        return np.sort(np.concatenate([self.train, self.valid]))
+
     def write(self, folder: Path, table: Table) -> None:
         """Writes a CSV file per part, with a header and the target as the last column."""
         folder.mkdir(parents=True)

@@ -50,16 +50,17 @@ def fit(
         raise UserError("--minutes", minutes, "more than 0")
     folder = out or Path("fits") / slug(f"{Path(table.partition('#')[0]).name.split('.')[0]}-{target}")
     quiet_libraries()
-    from cqwen_dist.tables.fitting import FitRequest, TimeLimit, judge, only_fit, prepare
+    from cqwen_dist.tables.fitting import FitRequest, TimeLimit, judge, only_fit, prepare, without_base
 
     clock = TimeLimit(minutes, began)
     say = partial(echo, err=as_json)
     asked = (table, target, base, text_columns or [], template, test_fraction, split, seed, minutes, test_rows)
     with only_fit(folder):
         made = prepare(FitRequest(*asked, decimal_comma), folder, say, clock)
+        alone = without_base(folder, made, say)
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
             _train_fit(folder, as_json, clock)
-        found = judge(folder, made, say, clock)
+        found = judge(folder, made, alone, say, clock)
     if as_json:
         print_json(found)
     else:

@@ -46,19 +46,28 @@ def fitted(one_rank: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     assert done.returncode == 0, done.stderr
     assert "always the median" in done.stdout
     assert "true" in done.stdout, "five rows in words"
+    ready = done.stdout.index("the wide part alone is ready: MAE ")
+    assert ready < done.stdout.index("predicting 12 rows with"), "before the base is read"
+    assert "calibrat" not in done.stdout[:ready]
     return folder / "out", command
 
 
 def test_fit_is_judged_on_unseen_rows(fitted: tuple[Path, list[object]]) -> None:
     out, _ = fitted
     found = json.loads((out / "fit.json").read_text(encoding="utf-8"))
-    names = ["CausalQwen", "always the median", "ridge, numeric columns", "ridge, TF-IDF and one-hot"]
+    names = [
+        "CausalQwen",
+        "the wide part alone",
+        "always the median",
+        "ridge, numeric columns",
+        "ridge, TF-IDF and one-hot",
+    ]
     names += ["ridge, TF-IDF of words and pairs", "extra trees", "gradient boosting"]
     assert [name for name in found["results"] if name in names] == names
     assert all("error" in found["results"][name]["fitted_to"] for name in names[1:])
     assert found["best"] == min(found["results"], key=lambda name: found["results"][name]["mae"])
     assert found["verdict"].startswith(f'Use "{found["best"]}".')
-    assert 0 <= found["results"]["CausalQwen"]["coverage_90"] <= 1
+    assert all(0 <= found["results"][name]["coverage_90"] <= 1 for name in names[:2])
     with (out / "predicted.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == found["rows"] == 12
@@ -75,6 +84,7 @@ def test_fit_is_judged_on_unseen_rows(fitted: tuple[Path, list[object]]) -> None
     assert [stage.name for stage in config.stages] == ["heads", "lora"]
     assert config.model.wide_from_eval
     page = html.unescape((out / "report.html").read_text(encoding="utf-8"))
+    assert "the wide part alone</th>" in page
     assert 0 < page.index(found["verdict"]) < page.index("The largest errors") < page.index("At a glance</h2>")
     assert "Words right" not in page[page.index("<main>") : page.index("All last metrics")]
 

@@ -31,7 +31,7 @@ def test_the_remaining_time_goes_to_adapters(minutes: float, least: float, most:
     assert chosen.lora_minutes <= 0.8 * minutes or chosen.epochs == 8
 
 
-@pytest.mark.parametrize(("forward", "minutes"), [(0.07, 4), (0.2, 4), (0.05, 1.5), (0.07, 30), (0.001, 1)])
+@pytest.mark.parametrize(("forward", "minutes"), [(0.07, 4), (0.2, 4), (0.05, 1.5), (0.07, 30), (0.001, 2)])
 def test_rows_and_steps_fit_the_time(forward: float, minutes: float) -> None:
     pace = Pace(forward, 3 * forward, "fp32", 576)
     chosen = choose(np.resize(NORMAL, 1200), TOKENS, 400, 400, pace, minutes)

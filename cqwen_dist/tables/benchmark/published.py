@@ -177,7 +177,7 @@ class Benchmark:
         by_log = load_config(folder / CONFIG, saved=True).loss.target_transform == "standardise_log"
         found = {name: {**of, "crps": of["mae"]} for name, of in results.items()}
         found[OURS] = Predicted.cauchy(quantiles, truth, by_log).scores(truth)
-        if law := natural_boosting(made.table, np.sort(np.concatenate([parts.train, parts.valid])), parts.test):
+        if law := natural_boosting(made.table, parts.learnt, parts.test):
             found["NGBoost"] = Predicted.normal(*law, truth).scores(truth)
         if self.heads:
             from cqwen_dist.tables.benchmark.competitors import ARMS, Stored
