@@ -68,10 +68,10 @@ class StopFlag:
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """Inside, a signal raises `Stopped` on this rank at once. After an earlier signal, entering raises it."""
-        if self.reason is not None:
-            raise Stopped(self.reason)
-        self._interrupt = True
+        self._interrupt = True  # before the question: a signal after it raises
         try:
+            if self.reason is not None:
+                raise Stopped(self.reason)
             with self.excusing_lost_ranks():
                 yield
         finally:

@@ -120,7 +120,8 @@ def build_training(
 def groups_of(config: Config, runtime: Runtime) -> Groups:
     """All process groups of a run, DeepSpeed's too. Collective over the world. Raises `UserError`.
 
-    Called before a rank may leave on a signal: to make a group, torch waits for each rank until the timeout.
+    Called while no rank may leave, on a signal or by an error: to make a group, torch waits for each rank in the store,
+    until the timeout.
     """
     parallel = config.parallel
     join_deepspeed()

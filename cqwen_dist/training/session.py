@@ -41,7 +41,7 @@ def open_session(
     folder = Path(config.run.dir)
     with ExitStack() as held:
 
-        def hold() -> None:
+        def hold() -> RunStatus:
             say = Progress(0, 0).say
 
             def lock() -> None:
@@ -53,17 +53,17 @@ def open_session(
 
             open_run(config, lock, say)
             write_inputs()
+            return RunStatus(folder, main=True)  # here: it must not replace the failure that another rank writes next
 
-        main_rank_first(hold)
-        status = RunStatus(folder, runtime.is_main)
+        status = main_rank_first(hold) or RunStatus(folder, main=False)
 
         def tell(text: str) -> None:
             sys.stderr.write(f"{text}\n")
             status.write(reason=text)  # with the step, which is otherwise written every few seconds
 
-        # Each rank watches itself: a hanging rank cannot be seen from outside
-        held.enter_context(runtime.hang.watching(folder, runtime.rank, runtime.timeout_s, tell))
         try:
+            # Each rank watches itself: a hanging rank cannot be seen from outside
+            held.enter_context(runtime.hang.watching(folder, runtime.rank, runtime.timeout_s, tell))
             yield status
         except Stopped as stopped:
             if runtime.is_main:

@@ -55,6 +55,21 @@ def test_a_signal_interrupts_an_interruptible_wait() -> None:
         wait()
 
 
+class Interrupted(StopFlag):
+    """Gets a signal at the last moment before it would interrupt."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if (name, value) == ("_interrupt", True):
+            tell(signal.SIGTERM)
+        super().__setattr__(name, value)
+
+
+def test_a_signal_at_the_beginning_of_an_interruptible_wait_is_not_missed() -> None:
+    flag = Interrupted()
+    with flag.installed(), pytest.raises(Stopped, match="SIGTERM"), flag.interruptible():
+        raise AssertionError("it would wait")
+
+
 def test_a_second_ctrl_c_raises_keyboard_interrupt() -> None:
     flag = StopFlag()
     with flag.installed():

@@ -1,5 +1,6 @@
 """What goes wrong while training: nothing that is not finite enters a parameter, and the run says where it stood."""
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -257,3 +258,32 @@ def test_no_group_is_made_while_a_signal_may_end_a_rank_alone(tmp_path: Path, ze
     for made, steps in run_ranks(groups_while_a_signal_may_end_a_rank, 2, str(config)):
         assert (any(made), steps) == (False, 2)
         assert len(made) >= 4, "the run made no groups: the test watches the wrong function"
+
+
+def one_rank_cannot_write(path: str) -> str:
+    """How a rank ends where rank 1 cannot write its stacks into the run folder, first of all after rank 0."""
+    from cqwen_dist.training.train import train_on
+
+    runtime = as_rank()
+    if runtime.rank == 1:
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.EROFS, "Read-only file system", "/run/stacks")
+
+        runtime.hang.watching = refuse  # type: ignore[method-assign,assignment]
+    try:
+        train_on(load_config(path), runtime)
+    except Exception as error:
+        dist.barrier = lambda: None  # of the harness: who has failed leaves
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_rank_that_leaves_before_the_data_are_read_is_noticed_at_once(tmp_path: Path) -> None:
+    """All groups exist by then: a rank that makes one waits for one that has left until the timeout."""
+    lost, cause = run_ranks(one_rank_cannot_write, 2, str(write_config(tmp_path)), timeout=60)
+    assert "a rank died or does not answer" in lost
+    assert "run.dir: found Read-only file system" in cause
+    assert read_status(tmp_path / "run")["reason"].startswith(
+        "a disk that takes no more: rank 1: DiskError: /run/stacks"
+    )
