@@ -13,6 +13,7 @@ import pytest
 from support.runs import cqwen, cqwen_forked, losses, metrics, train_run
 
 from cqwen_dist.config import DataConfig, UserError, load_config
+from cqwen_dist.config.rates import dense_rate
 from cqwen_dist.data.recipes import recognise
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
@@ -103,7 +104,9 @@ def test_the_defaults_for_little_data_learn_and_reach_their_rate(
     checked = cqwen_forked("config", "validate", out)
     assert checked.stderr == f"{out}: valid\n", "nothing is noted"
     train_run(out, f"run.dir={run}", "train.precision=fp32", "model.lora.r=2")
+    hidden = json.loads((one_rank / "base" / "config.json").read_text(encoding="utf-8"))["hidden_size"]
     for stage in load_config(out).stages:
+        assert f"{stage.lr:.1e}" == f"{dense_rate(hidden):.1e}"
         records = [record for record in metrics(run) if record["stage"] == stage.name]
         assert max(record["train/lr"] for record in records) == pytest.approx(stage.lr)
         assert len(records) > 5 * stage.warmup_steps

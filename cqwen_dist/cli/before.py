@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from cqwen_dist.config.errors import UserError, writing
+from cqwen_dist.config.rates import DENSE, dense_rate
 from cqwen_dist.console import AsJson, ConfigFile, DecimalComma, Overrides, echo, load, quiet_libraries, slug
 
 _HIDDEN = 896  # hidden size of the default base; the learning rate of W_loc, a dense map, depends on it
@@ -29,7 +30,7 @@ data:
   - name: heads
     train: [heads]
     epochs: {epochs}  # {steps} steps
-    lr: {rate}  # 0.012 / {hidden}, the hidden size{guess}; a tenth for word rows, ten times for numbers
+    lr: {rate}  # {dense} / {hidden}, the hidden size{guess}; a tenth for word rows, ten times for numbers
     lr_groups: {{classifier: {tenth}, regression: {tenfold}, thresholds: 1.0e-3}}
     warmup_steps: {warmup}
   - name: lora
@@ -109,7 +110,7 @@ def _facts_of(base: str) -> dict[str, Any]:
 
 def _config(data: str, base: str, facts: dict[str, Any], recipe: Any, suits: Any, out: Path) -> str:
     hidden = facts.get("hidden_size", _HIDDEN)
-    rate = 0.012 / hidden
+    rate = dense_rate(hidden)
     return _CONFIG.format(
         name=json.dumps(recipe.name)[1:-1],
         base=json.dumps(base),
@@ -125,6 +126,7 @@ def _config(data: str, base: str, facts: dict[str, Any], recipe: Any, suits: Any
         save_every=2 * suits.every,
         keys="".join(f"  {key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in recipe.keys.items()),
         rate=f"{rate:.1e}",
+        dense=DENSE,
         hidden=hidden,
         guess="" if facts else " of Qwen2.5-0.5B (put your base's)",
         tenth=f"{rate / 10:.1e}",

@@ -13,6 +13,7 @@ import numpy as np
 
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import reason_of
+from cqwen_dist.config.rates import DENSE, dense_rate
 from cqwen_dist.tables.rows import signed_log
 from cqwen_dist.tables.wide.wide_alone import seconds_alone
 
@@ -53,7 +54,7 @@ stages:
   - name: heads
     train: [abduction, regression]  # the words' own rows and thresholds stay the base's
     steps: {heads_steps}
-    lr: {start_rate:.1e}  # a tenth of 0.012 / {hidden}, the base's hidden size: the closed form is the better fit
+    lr: {start_rate:.1e}  # a tenth of {dense} / {hidden}, the base's hidden size: the closed form is the better fit
     lr_groups: {{regression: 1.0e-3}}
     warmup_steps: {warmup}
 {lora}train:
@@ -211,7 +212,7 @@ def _likelihood(values: np.ndarray) -> float:
 
 def config_text(folder: Path, base: str, choice: Chosen, pace: Pace, rows: int, seed: int, **data: Any) -> str:
     """The config as YAML with comments. data: prompt, text and target, for `data.prompt_template` and so on."""
-    rate = 0.012 / pace.hidden
+    rate = dense_rate(pace.hidden)
     lora = ""
     steps = choice.heads_steps
     if choice.epochs:
@@ -231,6 +232,7 @@ def config_text(folder: Path, base: str, choice: Chosen, pace: Pace, rows: int, 
         warmup=min(choice.heads_steps // 5, 20),
         random_features=RANDOM_FEATURES,
         wide=WIDE_FOR_MANY if rows > MANY else WIDE,
+        dense=DENSE,
         hidden=pace.hidden,
         lora=lora,
         batch=choice.batch,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import Stage, UserError
 from cqwen_dist.config.errors import Said
+from cqwen_dist.config.rates import dense_rate
 from cqwen_dist.config.training import HEADS
 from cqwen_dist.data.store import Document
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
@@ -140,7 +141,7 @@ def train_heads(
     Every step takes `tokens` positions at random. Returns the loss of each step, in nats a token.
     """
     training = training or Training()
-    rate = training.rate * 0.012 / model.config.hidden_size
+    rate = training.rate * dense_rate(model.config.hidden_size)
     rates = {"classifier": rate / 10, "regression": 1e-3 * training.rate, "thresholds": 1e-3 * training.rate}
     groups = {group: rates[group] for group in training.groups if group in rates}
     train = list(training.groups)

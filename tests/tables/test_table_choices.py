@@ -67,6 +67,7 @@ def test_the_chosen_config_trains(tmp_path: Path) -> None:
         assert [stage.name for stage in config.stages] == stages
         assert config.data.prompt_template == odd
         assert config.train.seed == 7
+        assert [f"{stage.lr:.1e}" for stage in config.stages] == ["2.1e-06", "2.1e-05"][: len(stages)], "of H = 576"
         assert config.stages[0].warmup_steps == min(chosen.heads_steps // 5, 20)
         if chosen.epochs:
             assert 0 < config.stages[1].warmup_steps <= chosen.epochs * 1000 / chosen.batch / 5

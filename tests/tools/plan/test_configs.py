@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cqwen_dist.config import load_config
+from cqwen_dist.config.rates import dense_rate
 from cqwen_dist.sizes.architecture import read_architecture
 from cqwen_dist.tools.plan import plan
 from cqwen_dist.tools.plan.machine import machine
@@ -42,6 +43,13 @@ def head_of(name: str) -> list[str]:
     assert found.fits, f"{name}: {found.reason}"
     command = f"cqwen plan configs/{name} --nodes {nodes} --gpus-per-node {gpus} --gpu-memory-gib {gib} --gpu {gpu}"
     return [f"# {line}" for line in head_lines(found, command)]
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_the_rate_suits_the_base(name: str) -> None:
+    config = load_config(CONFIGS / name)
+    rate = dense_rate(read_architecture(config)["hidden_size"])
+    assert [f"{stage.lr:.1e}" for stage in config.stages] == [f"{rate:.1e}"] * 2
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
