@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from support.numerics import assert_close
 
 from cqwen_dist.config import UserError
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.generate.numbers import shown
+from cqwen_dist.generate.streaming import NumberStreamer
 from cqwen_dist.heads.intervals import Intervals, number_interval, read_intervals
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.ops.cauchy import Cauchy
 
+WORDS = NumericalAwareTokenizer(train_tokenizer(["we go at 12:30, 5月3日, on 2024-11-12, for 100,456 km."] * 9, 300))
 STANDARD = TargetTransform("standardise", 150.0, 40.0)
 
 
@@ -93,3 +99,30 @@ def test_interval_factors_round_trip_and_broken_files_are_refused(tmp_path: Path
     for level in (0.0, 1.0, math.nan):
         with pytest.raises(ValueError, match="level"):
             Intervals().half_width(level)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "streamed", "whole"),
+    [
+        (["at ", 12, ":", 30, " we go"], "at 12:30 we go", "at 12.0:30 we go"),
+        (["on ", 5, "月", 3, "日 we go"], "on 5月3日 we go", "on 5.0月3日 we go"),
+        ([2024, "-", 11, "-", 12, "."], "2024-11-12.", "2024.0-11-12."),
+        ([100, ",456 km, ", 3, -5, " km"], "100,456 km, 3 -5 km", "100.0,456 km, 3 -5 km"),
+        ([12, ":", 30, 5, ":", 45, " go"], "12:30 5:45 go", "12.0:30 5.0:45 go"),
+        (["a ", 5, 5, " km"], "a 5 5 km", "a 5 5 km"),
+    ],
+)
+def test_a_stream_goes_on_where_a_later_token_gives_a_sent_number_another_form(
+    pieces: Sequence[str | int], streamed: str, whole: str
+) -> None:
+    encoded = [WORDS.encode(p) if isinstance(p, str) else ([WORDS.num_token_id], [float(p)]) for p in pieces]
+    ids, values = ([x for own in encoded for x in own[i]] for i in (0, 1))
+    numbers: Any = SimpleNamespace(written=lambda row, at, digits: values[at])
+    sent: list[str] = []
+    streamer = NumberStreamer(WORDS, sent.append)
+    for _ in range(2):  # a streamer serves several texts
+        for end in range(1, len(ids) + 1):
+            streamer.put(torch.tensor([ids[:end]]), numbers)
+        streamer.end()
+    assert "".join(sent) == 2 * streamed
+    assert WORDS.decode(ids, values) == whole
