@@ -102,12 +102,25 @@ class Chat:
                 return said, plain, pieces
         raise refused
 
+    def prompt(self, messages: Sequence[dict[str, Any]], key: str) -> str:
+        """Prompt for the assistant's next turn. messages: from `cqwen_dist.data.turns`. Raises: UserError for `key`."""
+        refused: list[BadLine] = []
+        for said in _wordings(messages):
+            try:
+                text = self._fill(said, add_generation_prompt=True)
+            except BadLine as bad:
+                refused.append(bad)
+                continue
+            calls = (call for message in messages for call in message.get("tool_calls", ()))
+            if all(call["function"]["name"] in text for call in calls):
+                return text
+        if not refused:
+            raise _unwritten("tool calls")
+        raise UserError(key, refused[0].found, refused[0].allowed) from None
+
     def question(self, text: str) -> str:
         """Prompt for a single user message. Raises `UserError`."""
-        try:
-            return self._fill([{"role": "user", "content": text}], add_generation_prompt=True)
-        except BadLine as bad:
-            raise UserError("--chat", bad.found, bad.allowed) from None
+        return self.prompt([{"role": "user", "content": text}], "--chat")
 
     @cached_property
     def turn_end(self) -> str:

@@ -14,6 +14,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from cqwen_dist.config.errors import UserError
+from cqwen_dist.data.cells import BadLine
+from cqwen_dist.data.chat import Chat
+from cqwen_dist.data.turns import messages_of
 from cqwen_dist.generate.continuation import Written
 from cqwen_dist.generate.numbers import NumberRecord
 
@@ -85,20 +88,11 @@ class Completion(Asked):
 
 
 class ChatTurn(BaseModel):
-    """A turn of a chat. content: text, or parts of which each is a text."""
+    """A turn of a chat, with its further fields, such as tool_calls. content: text, or parts that are texts."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
     role: str
     content: str | list[dict[str, Any]] | None = None
-
-    def text(self) -> str:
-        """Raises `UserError` for a part that is no text."""
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        other = [part.get("type") for part in self.content if part.get("type") != "text"]
-        if other:
-            raise UserError("messages.content", other[0], "text")
-        return "".join(str(part.get("text", "")) for part in self.content)
 
 
 class ChatCompletion(Asked):
@@ -108,17 +102,15 @@ class ChatCompletion(Asked):
     max_completion_tokens: int | None = Field(None, ge=1)
 
     def prompts(self, tokenizer: Any) -> list[str]:
-        """The turns as the chat template writes them. Raises `UserError`."""
-        turns = [{"role": message.role, "content": message.text()} for message in self.messages]
+        """The turns as the chat template writes them, read as training reads a chat. Raises `UserError`."""
         plain = tokenizer.tokenizer
         if plain.chat_template is None:
             raise UserError("messages", "a chat", "a prompt (/v1/completions): this model has no chat template")
         try:
-            return [plain.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)]
-        except Exception as error:  # a template raises as it likes
-            raise UserError(
-                "messages", str(error).splitlines()[0][:200], "turns that the chat template takes"
-            ) from None
+            turns = messages_of([message.model_dump(exclude_none=True) for message in self.messages], {}, {})
+        except BadLine as bad:
+            raise UserError("messages", bad.found, bad.allowed) from None
+        return [Chat(plain).prompt(turns, "messages")]
 
     def options(self, most_tokens: int) -> dict[str, Any]:
         asked = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import socket
 import urllib.error
@@ -22,8 +23,14 @@ from cqwen_dist.generate.continuation import continue_text
 
 pytest.importorskip("fastapi", reason="pip install 'cqwen-dist[serve]'")
 pytest.importorskip("uvicorn", reason="pip install 'cqwen-dist[serve]'")
+from cqwen_dist.tools.serve.requests import ChatCompletion
 from cqwen_dist.tools.serve.server import Limits, Server, make_app
 
+CALLED = [
+    {"role": "user", "content": "w3"},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "price", "arguments": '{"kg": 2.5}'}}]},
+    {"role": "assistant", "content": "w4", "reasoning_content": "w5", "refusal": None},
+]
 PROMPTS = ["w3 w8 99.9 w41 w7", "-12.5", "w60 w2"]
 
 
@@ -32,7 +39,7 @@ class Talking(Words):
 
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel({"w1": 0}, unk_token="w1")),
-        chat_template="{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('who') }}{% endif %}"
+        chat_template="{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('who') }}{% endif %}"
         "{{ m.content }} {% endfor %}",
     )
 
@@ -127,7 +134,9 @@ def test_draws_repeat_with_a_seed_and_modes_pass(served: Any) -> None:
         ("completions", b"{", 400, "JSON decode error"),
         ("completions", {"prompt": "w3 " * 10_000}, 413, "20,000 bytes"),
         ("chat/completions", {"messages": []}, 400, "messages"),
-        ("chat/completions", {"messages": [{"role": "nobody", "content": "w"}]}, 400, "messages: found 'who'"),
+        ("chat/completions", {"messages": [{"role": "nobody", "content": "w"}]}, 400, "messages: found 'nobody'"),
+        ("chat/completions", {"messages": [{"role": "tool", "content": "w"}]}, 400, "messages: found 'who'"),
+        ("chat/completions", {"messages": CALLED}, 400, "tool calls that the tokenizer's chat template does not"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text"),
     ],
 )
@@ -137,6 +146,17 @@ def test_a_request_that_cannot_be_answered_says_which_field(
     got, answer = post(served, path, body)
     assert got == status
     assert said in answer["error"]["message"]
+
+
+def test_a_chat_is_read_as_in_training_with_its_tool_calls_and_thoughts() -> None:
+    tokenizer = Talking()
+    tokenizer.tokenizer = copy.copy(Talking.tokenizer)
+    tokenizer.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }}{% for c in m.tool_calls %}"
+        "{{ c.function.name }}{{ c.function.arguments.kg + 1 }}{% endfor %};{% endfor %}"
+    )
+    (prompt,) = ChatCompletion(messages=CALLED).prompts(tokenizer)  # type: ignore[arg-type]
+    assert prompt == "|w3;|price3.5;w5|w4;"
 
 
 def test_a_slow_body_and_a_client_that_leaves_stop_nobody(served: Any, model: Any) -> None:
