@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.reading import given_config
 from cqwen_dist.config.schema import Config
@@ -21,9 +20,12 @@ from cqwen_dist.parallel.collectives import Stopped
 from cqwen_dist.training.callbacks import Callback, CallbackError, Moment, TrainResult
 
 if TYPE_CHECKING:
+    from cqwen_dist.config.data import DataConfig
     from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
+    from cqwen_dist.data.records import Extractor
     from cqwen_dist.generate.numbers import Digits
     from cqwen_dist.generate.streaming import Tokenizer
+    from cqwen_dist.generate.table import Prompt, Unread
     from cqwen_dist.model import CausalQwenForCausalLM
 
 __all__ = ["Callback", "CallbackError", "Config", "Moment", "Stage", "Stopped", "TrainResult", "UserError"]
@@ -197,22 +199,22 @@ def predicted_rows(
     """`predict`, batch by batch as the rows are taken. The same arguments; settings: of `predict_rows`."""
     from cqwen_dist.checkpoint.trained import load_trained
     from cqwen_dist.data.learnt_range import LearntRange
-    from cqwen_dist.generate.table import Unread, predict_rows, prompts_of
+    from cqwen_dist.generate.table import predict_rows, prompts_of
 
     columns, table = _table_of(rows)
     if not table:
         return iter(())
     if within is None:
         within = 0 if template is None else 8
-    learnt = None
-    if template is None:
-        learnt = _learnt_table(model, columns)
-        template, empty = learnt.template, learnt.empty if empty is None else empty
     unread: Unread = {}
-    known = None if learnt is None else LearntRange.of(learnt.columns, learnt.target)
-    read = _cells_of(table, rows, learnt or template, decimal_comma, say)
-    cells = [] if known is None else list(read)
-    prompts = prompts_of(template, columns, read if known is None else cells, empty, unread)
+    known, cells = None, list[Any]()
+    prompts: Sequence[Prompt]
+    if template is None:
+        learnt = _learnt_table(model, columns, empty, decimal_comma)
+        known = LearntRange.of(learnt.columns, str(learnt.extract.config.target_field))
+        prompts, cells = _as_learnt(table, learnt, unread, say)
+    else:
+        prompts = prompts_of(template, columns, _as_given(table, rows, template, decimal_comma), empty, unread)
     found, tokenizer = model if isinstance(model, tuple) else load_trained(_folder(model), device)
     settings |= {"unread": unread, "known": known, "cells": cells, "within": within}
     predicted = predict_rows(found, tokenizer, table, prompts, **settings)
@@ -224,11 +226,21 @@ def predicted_rows(
 class _Learnt(NamedTuple):
     """How a run read the rows of its table. columns: what they looked like (`data.columns.described`)."""
 
-    template: str
-    empty: str | None
-    target: str
-    forms: Mapping[str, Form]
+    extract: Extractor
     columns: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, data: DataConfig, columns: Mapping[str, Any], empty: str | None, comma: bool | None) -> _Learnt:
+        """empty, comma: replace data.empty_cell and the decimal sign. Raises `UserError`."""
+        from cqwen_dist.data.chat import Chat
+        from cqwen_dist.data.columns import forms_described, given_forms
+        from cqwen_dist.data.records import Extractor
+
+        forms = given_forms(data) or forms_described(columns)
+        if comma is not None:
+            forms = {name: form._replace(decimal="," if comma else ".") for name, form in forms.items()}
+        data = data if empty is None else data.model_copy(update={"empty_cell": empty})
+        return cls(Extractor(data, Chat(), forms, columns), columns)
 
 
 def _table_of(rows: Any) -> tuple[list[str], list[Any]]:
@@ -249,28 +261,36 @@ def _table_of(rows: Any) -> tuple[list[str], list[Any]]:
     return columns, [{name: record.get(name) for name in columns} for record in found]
 
 
-def _cells_of(
-    table: list[Any], rows: Any, learnt: _Learnt | str, comma: bool | None, say: Callable[[str], None]
-) -> Iterator[dict[str, str]]:
-    """Cells as text: as the run read them, or for a template as the file has them. say: gets differences."""
-    from cqwen_dist.config.data import template_fields
-    from cqwen_dist.data.cells import TableCells
-    from cqwen_dist.data.columns import compare, forms_in
+def _as_learnt(
+    table: list[Any], learnt: _Learnt, unread: Unread, say: Callable[[str], None]
+) -> tuple[list[Prompt], list[dict[str, str]]]:
+    """The prompts of rows, and their cells, as the run read them. unread: gets the rows without a prompt; say: gets how
+    the columns differ. Raises: UserError for columns that cannot be read as then."""
+    from cqwen_dist.data.cells import BadLine
+    from cqwen_dist.data.columns import cell_in
+    from cqwen_dist.data.differences import compare
+
+    extract, used = learnt.extract, {*learnt.extract.inputs}
+    read = [{name: cell for name, cell in row.items() if name in used} for row in table]
+    for difference in compare(learnt.columns, read, extract.cells):
+        say(difference)
+    prompts: list[Prompt] = []
+    for number, row in enumerate(read):
+        try:
+            prompts.append(extract.before(row))
+        except BadLine as bad:
+            unread[number] = UserError("FILE", bad.found, bad.allowed, f"record {number + 1}")
+            prompts.append("")
+    return prompts, [{name: cell_in(extract.cells, name, cell) for name, cell in row.items()} for row in read]
+
+
+def _as_given(table: list[Any], rows: Any, template: str, comma: bool | None) -> Iterator[dict[str, str]]:
+    """The cells for the user's template: texts stay as they are, but 3,5 would be two numbers."""
+    from cqwen_dist.data.columns import forms_in
 
     source = str(rows) if isinstance(rows, (str, Path)) else "rows"
-    if isinstance(learnt, str):
-        named = [name for name in (table[0] if source.endswith((".csv", ".tsv")) else ()) if f"{{{name}}}" in learnt]
-        return _as_given(table, forms_in(table, source, None, comma, named))
-    forms = {n: f if comma is None else f._replace(decimal="," if comma else ".") for n, f in learnt.forms.items()}
-    cells, used = TableCells(forms), {*template_fields(learnt.template)}
-    read = [{name: cell for name, cell in row.items() if name in used} for row in table]
-    for difference in compare(learnt.columns, read, cells):
-        say(difference)
-    return ({name: cells.text(name, cell) for name, cell in row.items()} for row in read)
-
-
-def _as_given(table: list[Any], found: Mapping[str, Form]) -> Iterator[dict[str, str]]:
-    """The cells for the user's template: texts stay as they are, but 3,5 would be two numbers."""
+    named = [name for name in (table[0] if source.endswith((".csv", ".tsv")) else ()) if f"{{{name}}}" in template]
+    found = forms_in(table, source, None, comma, named)
     forms = {name: form for name, form in found.items() if form == Form(",")}
     return ({name: _plain_text(cell, forms.get(name)) for name, cell in row.items()} for row in table)
 
@@ -285,46 +305,25 @@ def _plain_text(cell: Any, form: Form | None) -> str:
     return text if form is None else form.read(text) or text
 
 
-def _learnt_table(model: Any, columns: Sequence[str]) -> _Learnt:
-    """How the run read a row. Raises `UserError`."""
+def _learnt_table(model: Any, columns: Sequence[str], empty: str | None, comma: bool | None) -> _Learnt:
+    """How the run read a row. empty, comma: as of `_Learnt.of`. Raises `UserError`."""
     from cqwen_dist.checkpoint.trained import is_exported, run_of
-    from cqwen_dist.config.data import template_fields
-    from cqwen_dist.data.columns import forms_described, given_forms
-    from cqwen_dist.generate.table import template_of
+    from cqwen_dist.data.columns import columns_for
     from cqwen_dist.run.files import START, read_object
 
-    if not isinstance(model, tuple) and not is_exported(_folder(model)):
-        config, _ = run_of(_folder(model))
-        data = config.data
-        if data.target_field is not None:
-            was = read_object(Path(config.run.dir) / START).get("columns") or {}
-            starred = "{*}" in f"{data.prompt_template}{data.text_template}"
-            found = template_of(data, _columns_learnt(data) if starred else [])
-            if lacks := [name for name in template_fields(found) if name not in columns]:
-                allowed = f"the columns that the run learnt from; found here: {', '.join(columns)}"
-                raise UserError("FILE", f"no column {', '.join(lacks)}", allowed)
-            forms = given_forms(data)
-            return _Learnt(
-                found, data.empty_cell, data.target_field, forms_described(was) if forms is None else forms, was
-            )
-    raise UserError("--template", "none", "the prompt of a row; only a run with data.target_field knows its own")
-
-
-def _columns_learnt(data: DataConfig) -> list[str]:
-    """Columns that {*} stood for in training, in order. Raises `UserError` if the data is gone."""
-    from cqwen_dist.config.data import as_list
-    from cqwen_dist.data.cells import is_index
-    from cqwen_dist.data.columns import columns_of, sample
-    from cqwen_dist.data.records import named_fields
-
-    source = as_list(data.train)[0]
-    try:
-        records = sample(source, "data.train")
-    except UserError as error:
-        allowed = f"the prompt of a row: {source} has the columns of the run's {{*}}, but {error.found}"
-        raise UserError("--template", "none", allowed) from None
-    named = named_fields(data)
-    return [name for name in columns_of(records) if name not in named and not is_index(name)]
+    config = None if isinstance(model, tuple) or is_exported(_folder(model)) else run_of(_folder(model))[0]
+    if config is None or config.data.target_field is None:
+        raise UserError("--template", "none", "the prompt of a row; only a run with data.target_field knows its own")
+    data = config.data
+    was = read_object(Path(config.run.dir) / START).get("columns") or columns_for(data)
+    if not was and "{*}" in f"{data.prompt_template}{data.text_template}":
+        allowed = f"the prompt of a row, as {data.train} has the columns of the run's {{*}} and is gone"
+        raise UserError("--template", "none", allowed)
+    learnt = _Learnt.of(data, was, empty, comma)
+    if lacks := [name for name in learnt.extract.inputs if name not in columns]:
+        allowed = f"the columns that the run learnt from; found here: {', '.join(columns)}"
+        raise UserError("FILE", f"no column {', '.join(lacks)}", allowed)
+    return learnt
 
 
 def _folder(model: TrainResult | str | Path) -> Path:

@@ -1,9 +1,10 @@
-"""The columns of a table: how each writes its numbers, what its cells look like, and how another table differs."""
+"""The columns of a table: how each writes its numbers, and what its cells look like."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -16,11 +17,8 @@ from cqwen_dist.data.records import named_fields
 from cqwen_dist.number_forms import Form, Unsettled, forms_of
 
 SAMPLE = 10  # blocks of a source that are looked at: up to 10,000 rows
-MUCH_EMPTIER = 0.2  # a share of empty cells that grew by this is told
-LEAST_TOLD = 5  # cells of a text column that must all be numbers or dates
 _DAY = re.compile(r"\d{4}-\d\d-\d\d( \d\d:\d\d:\d\d(\.\d+)?([+-]\d\d:\d\d)?)?", re.ASCII)
 _SHAPE = re.compile(r"[\d/.: -]*\d[\d/.: -]*", re.ASCII)
-_NAMES = {"number": "a number", "truth": "true or false", "date": "a date such as 2024-01-31", "text": "text"}
 
 
 def sample(source: str, key: str = "--data", most: int | None = SAMPLE, strict: bool = True) -> list[Any]:
@@ -101,11 +99,11 @@ def columns_for(config: DataConfig, with_eval: bool = False) -> dict[str, dict[s
     with_eval: for data.eval too, where the start learns from it. Without data.target_field a text keeps its numbers as
     they are. Then only the columns of CSV with decimal commas are returned: in a text, 3,5 is two numbers.
     """
-    sources = as_list(config.train) + (as_list(config.eval or []) if with_eval else [])
+    sources = as_list(config.train)
     is_table = config.target_field is not None
     if config.messages_field is not None or not (is_table or any(".csv" in one or ".tsv" in one for one in sources)):
         return {}
-    records = [record for one in sources for record in _sampled(one)]
+    records = sampled(sources)
     named = named_fields(config)
     only = columns_of(records) if "*" in named else named
     forms = given_forms(config)
@@ -114,6 +112,7 @@ def columns_for(config: DataConfig, with_eval: bool = False) -> dict[str, dict[s
     if not is_table:
         forms = {name: form for name, form in forms.items() if form == Form(",")}
         only = [*forms]
+    records += sampled(as_list(config.eval or [])) if with_eval else []  # it has training's columns and forms
     return described(records, TableCells(forms, config.target_field), only)
 
 
@@ -127,13 +126,14 @@ def given_forms(config: DataConfig) -> dict[str, Form] | None:
         raise UserError("data.number_columns", Said(str(error)), "1234.5, 1234,5 €, $1234.5 or the like") from None
 
 
-def _sampled(source: str) -> list[Mapping[str, Any]]:
-    """A sample of a table; none of a source that does not exist, as reading it says so."""
-    try:
-        source_files(source, "data.train")
-    except UserError:
-        return []
-    return [record for record in sample(source, "data.train", strict=False) if isinstance(record, Mapping)]
+def sampled(sources: Sequence[str]) -> list[Mapping[str, Any]]:
+    """A sample of tables; none of a source that does not exist, as reading it says so."""
+    found: list[Any] = []
+    for source in sources:
+        with suppress(UserError):
+            source_files(source, "data.train")
+            found += sample(source, "data.train", strict=False)
+    return [record for record in found if isinstance(record, Mapping)]
 
 
 # ------------------------------------------------------------------------------------------------ what cells look like
@@ -147,9 +147,9 @@ def described(
     for name in columns_of(records):
         if is_index(name) or (only is not None and name not in only):
             continue
-        texts = [_text(cells, name, record.get(name)) for record in records]
+        texts = [cell_in(cells, name, record.get(name)) for record in records]
         filled = [text for text in texts if text]
-        kind = "number" if name in cells.forms else _kind(filled)
+        kind = "number" if name in cells.forms else kind_in(filled)
         found[name] = {"kind": kind, "empty": 1 - len(filled) / len(texts)}
         if kind == "number":
             numbers = [number for number in map(as_number, filled) if number is not None]
@@ -163,57 +163,7 @@ def forms_described(columns: Mapping[str, Mapping[str, Any]]) -> dict[str, Form]
     return {name: Form.of(column["form"]) for name, column in columns.items() if "form" in column}
 
 
-def differences(source: str, config: DataConfig, trained: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """`compare` for a source that a run's config reads. trained: what the run's columns looked like; {}: unknown."""
-    forms = given_forms(config)
-    cells = TableCells(forms_described(trained) if forms is None else forms, config.target_field)
-    if trained:
-        yield from compare(trained, _sampled(source), cells, "--data")
-
-
-def compare(
-    trained: Mapping[str, Mapping[str, Any]], records: Sequence[Mapping[str, Any]], cells: TableCells, key: str = "FILE"
-) -> Iterator[str]:
-    """Yields one line for each difference between a table's columns and those that were learnt.
-
-    trained: from `described`. Raises: UserError for a column that cannot have the same text.
-    """
-    here = {*columns_of(records)}
-    for name, was in trained.items():
-        if name in here and was["kind"] != "empty":
-            texts = [_text(cells, name, record.get(name), key) for record in records]
-            yield from (f"column {name}: {how}" for how in _differences(name, was, texts, key))
-
-
-def _differences(name: str, was: Mapping[str, Any], texts: list[str], key: str) -> Iterator[str]:
-    filled = [*filter(None, texts)]
-    odd = [text for text in filled if not _fits(was["kind"], text)]
-    what = _NAMES.get(was["kind"], f"written as {was['kind']}")
-    if odd and len(odd) == len(filled):
-        raise UserError(key, Said(f"{odd[0]} in the column {name}"), f"{what} there, as in training")
-    if odd:
-        yield f"{len(odd):,} of {len(filled):,} cells are not {what}, as all were, such as {odd[0]}"
-    kind = _kind(filled, as_number) if was["kind"] == "text" and len(filled) >= LEAST_TOLD else "text"
-    if kind != "text":
-        yield f"every cell is {_NAMES.get(kind, kind)}, which was text in training"
-    yield from _outside(was, [number for number in map(as_number, filled) if number is not None])
-    empty = 1 - len(filled) / len(texts)
-    if empty > was["empty"] + MUCH_EMPTIER or (empty and not was["empty"]):
-        yield f"{empty:.0%} of the cells are empty, {was['empty']:.0%} in training"
-
-
-def _outside(was: Mapping[str, Any], numbers: list[float]) -> Iterator[str]:
-    if outside := [number for number in numbers if "low" in was and beyond(number, was["low"], was["high"])]:
-        said = f"{len(outside):,} of {len(numbers):,} numbers are outside of {was['low']:g} to {was['high']:g}"
-        yield f"{said}, all that was learnt from: {min(outside):g} to {max(outside):g}"
-
-
-def beyond(number: float | None, low: float, high: float) -> float:
-    """How far a number is from a range, in units of its width; 0 inside, and without a number."""
-    return 0.0 if number is None else max(low - number, number - high, 0.0) / ((high - low) or abs(high) or 1.0)
-
-
-def _text(cells: TableCells, name: str, value: object, key: str = "") -> str:
+def cell_in(cells: TableCells, name: str, value: object, key: str = "") -> str:
     """A cell's text. Raises: UserError for key if it has another form; without a key the cell as it is."""
     try:
         return cells.text(name, value)
@@ -223,23 +173,19 @@ def _text(cells: TableCells, name: str, value: object, key: str = "") -> str:
         return str(value)
 
 
-def _kind(texts: Sequence[str], number: Any = lambda text: None) -> str:
+def kind_in(texts: Sequence[str], number: Any = lambda text: None) -> str:
     """What all texts of a column are: empty, truth, date, a shape of digits such as 0/0/0, or text."""
     if not texts:
         return "empty"
     if all(number(text) is not None for text in texts):
         return "number"
-    kinds = {_kind_of(text) for text in texts}
+    kinds = {kind_of(text) for text in texts}
     return kinds.pop() if len(kinds) == 1 else "text"
 
 
-def _kind_of(text: str) -> str:
+def kind_of(text: str) -> str:
     if text in ("true", "false"):
         return "truth"
     if _DAY.fullmatch(text):
         return "date"
     return re.sub(r"\d+", "0", text, flags=re.ASCII) if _SHAPE.fullmatch(text) else "text"
-
-
-def _fits(kind: str, text: str) -> bool:
-    return kind == "text" or (as_number(text) is not None if kind == "number" else _kind_of(text) == kind)

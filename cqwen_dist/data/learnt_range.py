@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from cqwen_dist.data.cells import as_number
-from cqwen_dist.data.columns import beyond
+from cqwen_dist.data.differences import beyond
 from cqwen_dist.heads.intervals import LEVELS
 from cqwen_dist.heads.targets import TargetTransform
 

@@ -108,14 +108,17 @@ def needed_columns(config: DataConfig, columns: Sequence[str]) -> list[str]:
 class Extractor:
     """Converts a record at a place to a text. Raises `BadLine`; `UserError` for a broken chat template.
 
-    forms: how columns write their numbers (`data.columns`).
+    forms: how columns write their numbers (`data.columns`). columns: of the table, for {*} with data.target_field.
     """
 
-    def __init__(self, config: DataConfig, chat: Chat, forms: Mapping[str, Form] | None = None) -> None:
+    def __init__(
+        self, config: DataConfig, chat: Chat, forms: Mapping[str, Form] | None = None, columns: Iterable[str] = ()
+    ) -> None:
         self.config, self.chat = config, chat
-        self._cells = TableCells(forms or {}, config.target_field)
+        self.cells = TableCells(forms or {}, config.target_field)
         self._template, self._prompt = config.text_template, config.prompt_template
         self._named = frozenset(named_fields(config))
+        self._columns = self._starred(columns) if config.target_field is not None else []
         self._known: dict[tuple[str, ...], list[str]] = {}  # the fields of a record -> the unread ones
         fields = {name for name in (config.target_field, *config.number_types) if name is not None}
         self._keys = {str(ours): theirs for ours, theirs in config.message_keys.items()}
@@ -146,11 +149,28 @@ class Extractor:
     def _unread(self, fields: tuple[str, ...]) -> list[str]:
         """The kinds of the record's fields that no key of the config names."""
         if fields not in self._known:
-            read = self._named | ({_TOOLS} if self.config.messages_field is not None else set())
-            starred = _OTHERS in self._named
-            odd = [name for name in fields if name not in read and (not name or is_index(name) or not starred)]
+            more = {_TOOLS} if self.config.messages_field is not None else set()
+            read = self._named.union(more, (self._columns or self._starred(fields)) if _OTHERS in self._named else ())
+            odd = [name for name in fields if name not in read or not name]
             self._known[fields] = [f"{_FIELD}{name or 'without a name'}" for name in odd]
         return self._known[fields]
+
+    def _starred(self, fields: Iterable[str]) -> list[str]:
+        return [name for name in fields if name and name not in self._named and not is_index(name)]
+
+    @property
+    def inputs(self) -> list[str]:
+        """The fields before the target."""
+        names = [name for part in self._before for name in template_fields(part)]
+        return [name for name in names if name != _OTHERS] + (self._columns if _OTHERS in names else [])
+
+    @property
+    def _before(self) -> tuple[str, str]:
+        return self._prompt or "", (self._template or "").partition(f"{{{self.config.target_field}}}")[0]
+
+    def before(self, record: Mapping[str, Any]) -> tuple[str, ...]:
+        """The text before the target, in the parts in which training encodes it. Raises `BadLine`."""
+        return tuple(filter(None, (self._fill(part, record) for part in self._before)))
 
     def _chat(self, record: Mapping[str, Any]) -> _Composed:
         config = self.config
@@ -198,13 +218,13 @@ class Extractor:
         names = template_fields(template)
         values = {name: self._cell(record, name, empty) for name in names if name != _OTHERS}
         if _OTHERS in names:
-            others = [name for name in record if name and name not in self._named and not is_index(name)]
+            others = self._columns or self._starred(record)
             values[_OTHERS] = "".join(f"{name}: {self._cell(record, name, empty)}\n" for name in others)
         return self._clean(filled(template, values.__getitem__))
 
     def _filled(self, name: str, cell: object) -> bool:
         """Whether a located field has a number or text; "-" is empty in a column of numbers."""
-        return not is_empty(cell) and (name not in self._cells.forms or self._cells.text(name, cell) != "")
+        return not is_empty(cell) and (name not in self.cells.forms or self.cells.text(name, cell) != "")
 
     def _clean(self, text: str) -> str:
         return _MARKS.sub("", text) if self.config.calculator_marks == "strip" else text
@@ -217,13 +237,13 @@ class Extractor:
         if is_empty(value) and value != "":
             raise BadLine("empty cell", value, f"something in the field {name!r} (or data.empty_cell)")
         if self.config.target_field is not None:
-            found = self._cells.text(name, value) or (str(value).strip() if empty is None else empty)
-            read_here = name == self.config.target_field and name in self._cells.forms
+            found = self.cells.text(name, value) or (str(value).strip() if empty is None else empty)
+            read_here = name == self.config.target_field and name in self.cells.forms
             return as_read(found, self.config.numbers) if read_here else found
         text = as_text(value)
         if text is None:
             raise BadLine("wrong type", value, f"a string or a number in the field {name!r}")
-        form = self._cells.forms.get(name)
+        form = self.cells.forms.get(name)
         return text if form is None else form.read(text) or text
 
 

@@ -43,7 +43,8 @@ def extractor_of(config: DataConfig, report: ReadReport, chat: Chat | None = Non
     if report.columns is None:
         report.columns = columns_for(config)
     forms = given_forms(config)
-    return Extractor(config, chat or Chat(), forms_described(report.columns) if forms is None else forms)
+    forms = forms_described(report.columns) if forms is None else forms
+    return Extractor(config, chat or Chat(), forms, report.columns)
 
 
 def read_block(block: Block, extract: Extractor, report: ReadReport) -> Iterator[Text]:

@@ -15,6 +15,8 @@ from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, NumberRecord, check_digits
 from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, reader, text_of
 
+Prompt = str | tuple[str, ...]  # a text; or its parts, which are encoded one by one as in training
+
 
 @dataclass(frozen=True)
 class TokenRecord:
@@ -63,8 +65,15 @@ def padded(model: Any, tokenizer: Tokenizer, rows: Sequence[tuple[list[int], lis
     return Padded(*(part.to(device) for part in pad_rows(rows, tokenizer.pad_token_id, on_left=True)))
 
 
+def encoded(tokenizer: Tokenizer, prompt: Prompt, begin: bool = True) -> tuple[list[int], list[float]]:
+    """Ids and values of a prompt."""
+    parts = (prompt,) if isinstance(prompt, str) else prompt
+    found = [tokenizer.encode(part, begin and not i) for i, part in enumerate(parts)]
+    return [id_ for ids, _ in found for id_ in ids], [value for _, values in found for value in values]
+
+
 def generate_batch(
-    model: Any, tokenizer: Tokenizer, prompts: Sequence[str], begin: bool = True, **options: Any
+    model: Any, tokenizer: Tokenizer, prompts: Sequence[Prompt], begin: bool = True, **options: Any
 ) -> tuple[Tensor, GeneratedNumbers, int]:
     """Continue prompts as one batch. Returns (ids [B,T'], their numbers, prompt width T).
 
@@ -72,7 +81,7 @@ def generate_batch(
     options: for its `generate`. Raises `UserError`.
     """
     tokenizer = reader(tokenizer)
-    batch = padded(model, tokenizer, [tokenizer.encode(prompt, begin) for prompt in prompts])
+    batch = padded(model, tokenizer, [encoded(tokenizer, prompt, begin) for prompt in prompts])
     ids, numbers = model.generate(
         batch.ids,
         batch.values,

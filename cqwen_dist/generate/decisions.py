@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cqwen_dist.batch import Padded, positions_in
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.generate.continuation import padded
+from cqwen_dist.generate.continuation import Prompt, encoded, padded
 from cqwen_dist.generate.generation_settings import check_prompt
 from cqwen_dist.generate.modes import prob_words
 from cqwen_dist.generate.streaming import Tokenizer, reader
@@ -88,7 +88,7 @@ class Choice:
 
 
 def choose(
-    model: Any, tokenizer: Tokenizer, prompts: Sequence[str], options: Sequence[str], reject_below: float = 0.0
+    model: Any, tokenizer: Tokenizer, prompts: Sequence[Prompt], options: Sequence[str], reject_below: float = 0.0
 ) -> list[Choice]:
     """The option that is most likely to follow each prompt, or none if its P is below reject_below.
 
@@ -121,18 +121,18 @@ class Score:
 
 
 @torch.no_grad()
-def score(model: Any, tokenizer: Tokenizer, prompt: str, continuations: Sequence[str]) -> list[Score]:
+def score(model: Any, tokenizer: Tokenizer, prompt: Prompt, continuations: Sequence[str]) -> list[Score]:
     """Score several continuations of one prompt in one batch. Raises `UserError` if one has no tokens."""
     tokenizer = reader(tokenizer)
-    before_ids, before_values = tokenizer.encode(prompt)
+    before_ids, before_values = encoded(tokenizer, prompt)
     if not before_ids:
         raise UserError("prompt", "no tokens", "some text")
     # Prompt and continuation are encoded apart, so that a continuation cannot change how the prompt is tokenized.
-    encoded = [tokenizer.encode(text, begin=False) for text in continuations]
-    lengths = [len(ids) for ids, _ in encoded]
+    after = [tokenizer.encode(text, begin=False) for text in continuations]
+    lengths = [len(ids) for ids, _ in after]
     if not lengths or not all(lengths):
         raise UserError("continuation", "no tokens", "some text")
-    rows = [(before_ids + ids, before_values + values) for ids, values in encoded]
+    rows = [(before_ids + ids, before_values + values) for ids, values in after]
     batch = padded(model, tokenizer, rows)
     width, device = batch.ids.shape[1], batch.ids.device
     targets = torch.stack([torch.arange(width) >= width - n for n in lengths]).to(device)

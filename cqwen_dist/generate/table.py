@@ -14,7 +14,7 @@ from torch import Tensor
 from cqwen_dist.config.data import DataConfig, column_lines, filled, unescaped
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.delimited import MISSING, write_rows
-from cqwen_dist.generate.continuation import generate_batch
+from cqwen_dist.generate.continuation import Prompt, encoded, generate_batch
 from cqwen_dist.generate.decisions import choose
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, check_digits, shown
 from cqwen_dist.generate.streaming import Tokenizer, reader
@@ -105,7 +105,7 @@ def _cell(row: Mapping[str, Any], number: int, empty: str | None, name: str) -> 
 def predict_numbers(
     model: Any,
     tokenizer: Tokenizer,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     *,
     batch_size: int = 16,
     digits: Digits = "auto",
@@ -129,7 +129,7 @@ def predict_numbers(
     options |= {"max_new_tokens": max(within, 1), "number_first": not within}
     for first in range(0, len(prompts), SORTED * batch_size):
         some = prompts[first : first + SORTED * batch_size]
-        order = sorted(range(len(some)), key=lambda row: len(some[row]))
+        order = sorted(range(len(some)), key=lambda row: len("".join(some[row])))
         found: dict[int, dict[str, float | str | None]] = {}
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
@@ -175,7 +175,7 @@ def predict_rows(
     model: Any,
     tokenizer: Tokenizer,
     rows: Sequence[Mapping[str, Any]],
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     *,
     options: Sequence[str] = (),
     reject_below: float = 0.0,
@@ -227,7 +227,7 @@ def _held(
 
 
 def _without_prediction(
-    model: Any, tokenizer: Tokenizer, prompts: Sequence[str], options: Sequence[str], unread: Unread | None
+    model: Any, tokenizer: Tokenizer, prompts: Sequence[Prompt], options: Sequence[str], unread: Unread | None
 ) -> Unread:
     """`unread` with what the model cannot read. Raises `UserError`: the first, without `unread` or with no row left."""
     words, found = reader(tokenizer), {} if unread is None else unread
@@ -238,7 +238,7 @@ def _without_prediction(
             continue
         where = f"record {row + 1}"
         try:
-            if not 0 < (length := len(words.encode(prompt)[0])) <= room:
+            if not 0 < (length := len(encoded(words, prompt)[0])) <= room:
                 allowed = f"1 to {room}: what comes next has a place in the model's context too"
                 found[row] = UserError("FILE", f"{length} tokens", allowed, where)
         except UserError as error:

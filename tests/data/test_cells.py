@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.cells import Literal, TableCells, cell_text, is_empty
-from cqwen_dist.data.columns import compare, described, forms_in, given_forms, sample
+from cqwen_dist.data.columns import described, forms_in, given_forms, sample
+from cqwen_dist.data.differences import compare
 from cqwen_dist.data.from_memory import write_records
 from cqwen_dist.data.recipes import recognise
 from cqwen_dist.data.records import ReadReport, Text

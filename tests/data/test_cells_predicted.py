@@ -1,5 +1,6 @@
 """One table, in any kind of file, is predicted alike to the bit; a table in another form is told or refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,12 @@ from data.test_cells import KINDS, table, written
 from support.exported import tiny_pair
 
 from cqwen_dist import api
-from cqwen_dist.config import UserError
-from cqwen_dist.data.cells import TableCells
-from cqwen_dist.data.columns import described, forms_in, sample
+from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.data.columns import columns_for
+from cqwen_dist.data.records import ReadReport
+from cqwen_dist.data.sources import read_texts
+from cqwen_dist.data.tokenise import tokenise
+from cqwen_dist.generate.continuation import encoded
 from cqwen_dist.generate.table import NUMBER_COLUMNS
 
 
@@ -22,12 +26,12 @@ def pair() -> tuple[Any, Any]:
 @pytest.fixture
 def learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that learnt from the CSV file."""
-    records = sample(written(table().head(8), tmp_path, "csv"))
-    forms = forms_in(records, "t.csv", "price")
-    columns = described(records, TableCells(forms, "price"), [*records[0]][:-1])
-    template = "{when} {member} {count} {share} {size}:"
-    run = api._Learnt(template, "unknown", "price", forms, columns)
-    monkeypatch.setattr(api, "_learnt_table", lambda *_: run)
+    keys = {"prompt_template": "{when} {member} {count} {share} {size}:", "text_template": " {price}"}
+    data = DataConfig(
+        train=written(table().head(8), tmp_path, "csv"), target_field="price", empty_cell="unknown", **keys
+    )
+    columns = columns_for(data)
+    monkeypatch.setattr(api, "_learnt_table", lambda _, __, empty, comma: api._Learnt.of(data, columns, empty, comma))
 
 
 def predicted(pair: Any, rows: Any, said: list[str], **options: Any) -> list[Any]:
@@ -56,3 +60,48 @@ def test_predict_tells_and_refuses_what_differs(pair: Any, tmp_path: Path) -> No
             predicted(pair, frame.assign(**{name: cell}), said)
     with pytest.raises(UserError, match=r"numbers such as 1234\.5 in the column 'count'"):
         predicted(pair, written(frame, tmp_path, "euro.csv"), said)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"prompt_template": "{a} {b}:", "text_template": "\n{y}"},
+        {"prompt_template": "{a} {b}\n", "text_template": "\ny: {y}"},
+        {"prompt_template": "{a} {b} ", "text_template": "  y {b} {y} of"},
+        {"text_template": "{*}y: {y}"},
+        {"recipe": "table"},
+    ],
+)
+def test_a_rows_prompt_has_the_ids_that_training_had_before_the_target(
+    pair: Any, tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    """Whatever the templates; and {*} stands for the same columns, though records lack some or have another order."""
+    records = [{"b": "é <<3*2=6>>", "a": 5, "y": 7}, {"y": 8.5, "a": None, "b": "x"}, {"y": 9, "b": "-2"}]
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    data = DataConfig.model_validate({"train": str(path), "target_field": "y", "empty_cell": "unknown", **keys})
+    report, tokenizer = ReadReport(), pair[1]
+    dataset = tokenise(list(read_texts(str(path), data, report)), tokenizer, data)
+    learnt = api._Learnt.of(data, report.columns or {}, None, None)
+    table = [{name: record.get(name) for name in ("y", "a", "b")} for record in records]
+    prompts, _ = api._as_learnt(table, learnt, {}, print)
+    for row, prompt in enumerate(prompts):
+        ids, values = encoded(tokenizer, prompt)
+        text = dataset[row][0]
+        assert text.ids.tolist()[: len(ids) + 1] == [*ids, tokenizer.num_token_id]
+        assert text.values.tolist()[: len(ids) + 1] == [*values, records[row]["y"]]
+    if "{*}" in str(data):
+        list(read_texts(str(path), data.model_copy(update={"empty_cell": None, "on_bad_line": "skip"}), report))
+        assert report.skipped == {"empty cell": 1, "missing field": 1}
+
+
+def test_what_a_run_notes_of_its_columns_is_how_it_reads_them(tmp_path: Path) -> None:
+    """Where the start learns from data.eval too, its cells widen ranges; they change neither forms nor columns."""
+    (tmp_path / "t.csv").write_text("a,y\n1,2\n3,4\n", encoding="utf-8")
+    (tmp_path / "e.csv").write_text("a,y,more\nmany,9,x\n5,8,x\n", encoding="utf-8")
+    data = DataConfig.model_validate(
+        {"train": str(tmp_path / "t.csv"), "eval": str(tmp_path / "e.csv"), "recipe": "table", "target_field": "y"}
+    )
+    both = columns_for(data, with_eval=True)
+    assert {name: column["form"] for name, column in both.items()} == {"a": "1234.5", "y": "1234.5"}
+    assert (both["a"]["high"], both["y"]["high"], columns_for(data)["y"]["high"]) == (5.0, 9.0, 4.0)

@@ -194,8 +194,7 @@ def test_predict_uses_the_learnt_columns_in_their_order(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="FILE: found no column age"):
         predict(tmp_path / "run", [{"city": "Rome", "height": 2}])
     table.unlink()
-    with pytest.raises(UserError, match=r"people.csv has the columns of the run's {\*}, but no file"):
-        predict(tmp_path / "run", mixed)
+    assert predict(tmp_path / "run", mixed, digits=7) == other, "the run knows its columns without the data"
 
 
 def test_a_split_by_row_number_needs_every_row(one_rank: Path, tmp_path: Path) -> None:

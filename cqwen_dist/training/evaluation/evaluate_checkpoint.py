@@ -15,8 +15,8 @@ from cqwen_dist.checkpoint.trained import is_exported, load_trained, run_of
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
 from cqwen_dist.data.chat import Chat
-from cqwen_dist.data.columns import differences
 from cqwen_dist.data.dataset import TextDataset
+from cqwen_dist.data.differences import differences
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.records import ReadReport

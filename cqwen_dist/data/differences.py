@@ -1,0 +1,69 @@
+"""How a table's columns differ from those that a run learnt from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from cqwen_dist.config.data import DataConfig
+from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.data.cells import TableCells, as_number
+from cqwen_dist.data.columns import cell_in, columns_of, forms_described, given_forms, kind_in, kind_of, sampled
+
+MUCH_EMPTIER = 0.2  # a share of empty cells that grew by this is told
+LEAST_TOLD = 5  # cells of a text column that must all be numbers or dates
+_NAMES = {"number": "a number", "truth": "true or false", "date": "a date such as 2024-01-31", "text": "text"}
+
+
+def differences(source: str, config: DataConfig, trained: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """`compare` for a source that a run's config reads. trained: what the run's columns looked like; {}: unknown."""
+    forms = given_forms(config)
+    cells = TableCells(forms_described(trained) if forms is None else forms, config.target_field)
+    if trained:
+        yield from compare(trained, sampled([source]), cells, "--data")
+
+
+def compare(
+    trained: Mapping[str, Mapping[str, Any]], records: Sequence[Mapping[str, Any]], cells: TableCells, key: str = "FILE"
+) -> Iterator[str]:
+    """Yields one line for each difference between a table's columns and those that were learnt.
+
+    trained: from `described`. Raises: UserError for a column that cannot have the same text.
+    """
+    here = {*columns_of(records)}
+    for name, was in trained.items():
+        if name in here and was["kind"] != "empty":
+            texts = [cell_in(cells, name, record.get(name), key) for record in records]
+            yield from (f"column {name}: {how}" for how in _differences(name, was, texts, key))
+
+
+def _differences(name: str, was: Mapping[str, Any], texts: list[str], key: str) -> Iterator[str]:
+    filled = [*filter(None, texts)]
+    odd = [text for text in filled if not _fits(was["kind"], text)]
+    what = _NAMES.get(was["kind"], f"written as {was['kind']}")
+    if odd and len(odd) == len(filled):
+        raise UserError(key, Said(f"{odd[0]} in the column {name}"), f"{what} there, as in training")
+    if odd:
+        yield f"{len(odd):,} of {len(filled):,} cells are not {what}, as all were, such as {odd[0]}"
+    kind = kind_in(filled, as_number) if was["kind"] == "text" and len(filled) >= LEAST_TOLD else "text"
+    if kind != "text":
+        yield f"every cell is {_NAMES.get(kind, kind)}, which was text in training"
+    yield from _outside(was, [number for number in map(as_number, filled) if number is not None])
+    empty = 1 - len(filled) / len(texts)
+    if empty > was["empty"] + MUCH_EMPTIER or (empty and not was["empty"]):
+        yield f"{empty:.0%} of the cells are empty, {was['empty']:.0%} in training"
+
+
+def _outside(was: Mapping[str, Any], numbers: list[float]) -> Iterator[str]:
+    if outside := [number for number in numbers if "low" in was and beyond(number, was["low"], was["high"])]:
+        said = f"{len(outside):,} of {len(numbers):,} numbers are outside of {was['low']:g} to {was['high']:g}"
+        yield f"{said}, all that was learnt from: {min(outside):g} to {max(outside):g}"
+
+
+def beyond(number: float | None, low: float, high: float) -> float:
+    """How far a number is from a range, in units of its width; 0 inside, and without a number."""
+    return 0.0 if number is None else max(low - number, number - high, 0.0) / ((high - low) or abs(high) or 1.0)
+
+
+def _fits(kind: str, text: str) -> bool:
+    return kind == "text" or (as_number(text) is not None if kind == "number" else kind_of(text) == kind)
