@@ -7,6 +7,7 @@ to find out. Ranks are processes of their own, started without the launcher, who
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -117,7 +118,13 @@ def command(config: Path, *overrides: str, blow: Blow | None = None, world: int 
                 if died is None and any(process.exitcode for process in crew.processes):
                     died = now
                 limit = died + SURVIVE_S if died is not None else began + LIMIT_S
-                assert now < limit, f"{[process.exitcode for process in crew.processes]}: a rank hangs ({blow})"
+                if now > limit:
+                    codes = [process.exitcode for process in crew.processes]
+                    for process in crew.processes:
+                        if process.is_alive():
+                            os.kill(process.pid, signal.SIGABRT)  # it writes its stacks to stderr
+                            process.join(2)
+                    raise AssertionError(f"{codes}: a rank hangs ({blow})")
         finally:
             codes = crew.end()
         ended = time.monotonic()
@@ -152,6 +159,7 @@ def _rank(
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
+    faulthandler.enable(os.fdopen(os.dup(2), "w"))
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)

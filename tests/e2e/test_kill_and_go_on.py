@@ -11,7 +11,17 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.runs import command_environment, cqwen, cqwen_forked, losses, metrics, train_run, wait_for, write_config
+from support.runs import (
+    command_environment,
+    cqwen,
+    cqwen_forked,
+    end_of,
+    losses,
+    metrics,
+    train_run,
+    wait_for,
+    write_config,
+)
 
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
 from cqwen_dist.run.status import read_status
@@ -37,14 +47,14 @@ class Launched:
     def family(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def end(self, family: list[psutil.Process]) -> int:
-        """The exit code; nobody of the family may be left."""
-        code = self.process.wait()
+    def ends(self, family: list[psutil.Process], code: int) -> None:
+        """It ends with this exit code, and nobody of the family is left."""
+        found = end_of(self.process, self.log)
         alive = alive_of(family)
         for process in alive:
             process.kill()
         assert not alive, f"orphans: {alive}"
-        return code
+        assert found == code, self.log.read_text()
 
 
 def alive_of(family: list[psutil.Process]) -> list[psutil.Process]:
@@ -104,7 +114,7 @@ def test_a_stopped_and_killed_run_resumes_equal_to_the_undisturbed_run(
     family = told.at_work(run)
     wait_for("a checkpoint", lambda: step_of(run) >= 4, every=0.01)
     told.process.send_signal(signal.SIGTERM)
-    assert told.end(family) == 75
+    told.ends(family, 75)
     status = read_status(run)
     stopped_at = step_of(run)
     assert (status["status"], status["step"], status["restarts"]) == ("preempted", stopped_at, 0)
@@ -115,7 +125,7 @@ def test_a_stopped_and_killed_run_resumes_equal_to_the_undisturbed_run(
     rank = rank_of(family, 1)
     wait_for("a checkpoint", lambda: step_of(run) >= stopped_at + 4, every=0.01)
     rank.send_signal(signal.SIGKILL)
-    assert killed.end(family) == 1
+    killed.ends(family, 1)
     killed_at = step_of(run)
     assert killed_at < 2 * STEPS, "the test was too late to interrupt"
     assert read_status(run)["status"] == "running", "lost, not fatal"
@@ -153,7 +163,7 @@ def test_a_signal_to_the_launcher_alone_leaves_no_process(
         wait_for("the launcher", launched.family)
     family = launched.at_work(run) if ranks else launched.family()
     launched.process.send_signal(number)
-    assert launched.end(family) == 75
+    launched.ends(family, 75)
     assert read_status(run)["status"] in ("preempted", "unknown")
     assert "stopping the ranks" in launched.log.read_text()
 
@@ -170,7 +180,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(config: Path, launch: Callable[...
     launched.process.send_signal(signal.SIGINT)
     wait_for("an answer to the first", lambda: "stopping the ranks" in launched.log.read_text())
     launched.process.send_signal(signal.SIGINT)
-    assert launched.end(family) == 1
+    launched.ends(family, 1)
 
 
 @pytest.mark.slow
@@ -185,7 +195,19 @@ def test_a_second_command_on_the_same_folder_is_refused(config: Path, launch: Ca
     assert "run.dir: found process" in second.stderr
     assert read_status(run)["status"] == "running"
     first.process.send_signal(signal.SIGTERM)
-    assert first.end(family) == 75
+    first.ends(family, 75)
+
+
+def test_a_command_that_hangs_is_ended_and_shows_where_it_stands(tmp_path: Path) -> None:
+    child = "import time; time.sleep(77)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([sys.executable, "-c", code], env=command_environment(), stderr=log)
+    wait_for("its child", lambda: psutil.Process(process.pid).children())
+    with pytest.raises(AssertionError, match=r"not done after 1 s:(?s:.*)most recent call first") as failed:
+        end_of(process, tmp_path / "log", seconds=1.0)
+    assert str(failed.value).count("Fatal Python error: Aborted") == 2
+    assert process.poll() is not None
 
 
 def test_a_users_mistake_on_two_ranks_is_one_line_and_no_hang(config: Path) -> None:

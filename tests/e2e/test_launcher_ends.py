@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.runs import command_environment, cqwen_forked, wait_for, write_config
+from support.runs import command_environment, cqwen_forked, end_of, wait_for, write_config
 
 LONG = [{"name": "heads", "train": ["heads", "embedding"], "steps": 100_000, "lr": 1e-3}]
 
@@ -65,7 +65,7 @@ def test_ranks_stop_cleanly_when_their_launcher_dies(tmp_path: Path, blow: str) 
         else:
             os.close(ours)
             process.send_signal(signal.SIGHUP)  # the kernel's part, where it is the controlling terminal
-        process.wait()
+        end_of(process)
         wait_for("the end of all", lambda: not at_work(run))
     finally:
         for left in at_work(run):
@@ -84,7 +84,7 @@ def test_under_nohup_a_closed_terminal_does_not_stop_the_run(tmp_path: Path) -> 
     process = started(["train", config], run, stdout=writing, stderr=writing, **ignoring)
     os.close(writing)
     process.send_signal(signal.SIGHUP)
-    assert process.wait() == 0
+    assert end_of(process) == 0
     assert status(run)["status"] == "done"
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 import yaml
@@ -144,13 +148,32 @@ def wait_for(what: str, condition: Callable[[], object], timeout: float = LIMIT_
 
 def cqwen(*args: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     """The real command in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "cqwen_dist", *map(str, args)],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env=command_environment(**environment),
-    )
+    words = [sys.executable, "-m", "cqwen_dist", *map(str, args)]
+    with tempfile.TemporaryDirectory() as folder:
+        said = [Path(folder, name) for name in ("1", "2")]
+        with said[0].open("w") as out, said[1].open("w") as err:
+            process = subprocess.Popen(words, stdout=out, stderr=err, cwd=cwd, env=command_environment(**environment))
+        code = end_of(process, *said)
+        return subprocess.CompletedProcess(words, code, *(path.read_text(encoding="utf-8") for path in said))
+
+
+def end_of(process: subprocess.Popen[Any], *said: Path, seconds: float = LIMIT_S) -> int:
+    """The exit code of a command. One that hangs is ended with all that it has started, and fails the test.
+
+    said: files with its output, which the failure shows. Each process writes there first where it stands, if its
+    environment is of `command_environment`.
+    """
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        for number in (signal.SIGABRT, signal.SIGKILL):
+            for each in reversed(family):  # ranks before their launcher, which would end them
+                with suppress(psutil.NoSuchProcess):
+                    each.send_signal(number)
+            psutil.wait_procs(family, 2)
+        text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in said)
+        raise AssertionError(f"not done after {seconds:.0f} s:\n{text}") from None
 
 
 def cqwen_forked(*args: object) -> subprocess.CompletedProcess[str]:
@@ -161,10 +184,14 @@ def cqwen_forked(*args: object) -> subprocess.CompletedProcess[str]:
         process = fork_server().Process(target=_command, args=(argv, folder, environment), daemon=True)
         process.start()
         try:
-            process.join()
+            process.join(LIMIT_S)
+            if hangs := process.is_alive():
+                os.kill(process.pid or 0, signal.SIGABRT)
+                process.join(2)
         finally:
             process.kill()  # where the test's time is over
         out, err = (Path(folder, name).read_text(encoding="utf-8") for name in ("1", "2"))
+        assert not hangs, f"not done after {LIMIT_S:.0f} s:\n{out}\n{err}"
     return subprocess.CompletedProcess(argv, process.exitcode, out, err)
 
 
@@ -178,11 +205,16 @@ def _command(argv: list[str], folder: str, environment: dict[str, str]) -> None:
     torch.set_num_threads(1)
     for number in (1, 2):
         os.dup2(os.open(os.path.join(folder, str(number)), os.O_CREAT | os.O_WRONLY), number)
+    faulthandler.enable()  # for a SIGABRT
     sys.argv = argv
     main()
 
 
 def command_environment(**environment: str) -> dict[str, str]:
-    """What a command is started with: CPU ranks, one thread each, nothing of a launcher around the tests."""
+    """What a command is started with: CPU ranks, one thread each, nothing of a launcher around the tests.
+
+    On SIGABRT each process writes its stacks to stderr.
+    """
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
-    return {**kept, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
+    own = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}
+    return {**kept, **own, **environment}
