@@ -18,7 +18,7 @@ import typer
 from cqwen_dist import __version__
 from cqwen_dist.cli import before, look, runs, use
 from cqwen_dist.cli.streams import guard, outlive
-from cqwen_dist.config.errors import DiskError, Said, UserError
+from cqwen_dist.config.errors import DiskError, Said, UserError, reason_of
 from cqwen_dist.console import echo
 from cqwen_dist.wings import from_wing
 
@@ -95,6 +95,7 @@ def options(
 def main() -> None:
     """Run a verb; turn the user's mistakes into one line and exit code 2."""
     guard()
+    rank = os.environ.get("RANK", "0")
     try:
         code = app(_without_local_rank(sys.argv[1:], os.environ), standalone_mode=False)
         sys.stdout.flush()  # while an error can still be reported
@@ -103,7 +104,6 @@ def main() -> None:
         error = met if isinstance(met, UserError) else refused_by_system(met)
         if error is None:
             raise
-        rank = os.environ.get("RANK", "0")
         if rank != "0":
             # A launcher kills all ranks when one exits, so rank 0 must report first. If only this rank fails, it
             # reports after the wait.
@@ -116,8 +116,24 @@ def main() -> None:
         sys.exit(2)
     except typer.Abort:
         sys.exit(1)
+    except RuntimeError as error:
+        if "RANK" in os.environ and "SLURM_STEP_ID" not in os.environ:
+            _let_others_speak(error, rank)
+        raise
     finally:
         outlive()  # Python flushes again at exit, after errors were reported
+
+
+def _let_others_speak(error: RuntimeError, rank: str) -> None:
+    """If a rank was lost, say so and wait: it may have failed, and then its exit code and message are the run's.
+
+    Not for jobs of SLURM, which read how each rank ended.
+    """
+    from cqwen_dist.training.session import cause_of
+
+    if (cause := cause_of(error)).name == "a lost rank":
+        echo(f"rank {rank}: {cause.name}: {reason_of(error)}", err=True)
+        time.sleep(1.5 * OTHER_RANKS_WAIT_S)
 
 
 def _without_local_rank(words: Sequence[str], env: Mapping[str, str]) -> list[str]:

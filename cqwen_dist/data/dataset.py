@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.packing import Pieces, Rows, cut, pack
 from cqwen_dist.data.statistics import Gather, NumericStatistics, numeric_statistics
 from cqwen_dist.data.store import Sample, TokenStore
+from cqwen_dist.run.files import written_whole
 
 
 @dataclass
@@ -155,9 +155,8 @@ class TextDataset:
         if not all(path.is_file() for path in paths):
             rows = pack(sizes, self._length)
             for path, array in zip(paths, rows, strict=True):  # processes may race: all write the same content
-                partial = path.with_name(f".{path.name}.{os.getpid()}.npy")
-                np.save(partial, array)
-                partial.replace(path)
+                with written_whole(path) as partial, partial.open("xb") as file:
+                    np.save(file, array)
         return Rows(*(np.load(path, mmap_mode="r") for path in paths))
 
     def with_length(self, length: int) -> TextDataset:

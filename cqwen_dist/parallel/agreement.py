@@ -22,20 +22,31 @@ def agree(read: Callable[[], tuple[T, Facts]]) -> tuple[T, Facts]:
 
     read: returns a value, which stays on this rank, and its facts: config key, or another name that the user knows, to
     text. Returns this rank's value and rank 0's facts. Raises `UserError` on all ranks, with the key, the rank and its
-    host. An error of `read` on one rank is raised on all, so that no rank waits for one that has left.
+    host. If `read` raises on one rank, all raise, so that no rank waits for one that has left: an OSError becomes a
+    `UserError`, and for errors of other kinds the other ranks raise a RuntimeError that quotes it.
     """
-    mine: Facts | Exception
+    mine: Facts | UserError | str
+    failure: Exception | None = None
     try:
         value, mine = read()
     except (UserError, OSError) as error:
-        mine = error
+        unread = UserError("inputs", Said(reason_of(error)), "files that every rank can read")
+        mine = error if isinstance(error, UserError) else unread
+    except Exception as error:
+        failure, mine = error, f"{type(error).__name__}: {reason_of(error)}"
     everyone = gather_objects((platform.node(), mine))
     for rank, (host, found) in enumerate(everyone):
         at = f"rank {rank} on {host}" if rank else ""
         if isinstance(found, UserError):
             raise UserError(found.key, found.found, found.allowed, ": ".join(filter(None, (at, found.where))))
-        if isinstance(found, OSError):
-            raise UserError("inputs", Said(reason_of(found)), "files that every rank can read", at)
+        if isinstance(found, str):
+            raise failure or RuntimeError(f"{at or 'rank 0'} failed: {found}")
+    _refuse_differences(everyone)
+    return value, everyone[0][1]
+
+
+def _refuse_differences(everyone: list[tuple[str, Facts]]) -> None:
+    """everyone: host and facts by rank. Raises `UserError` as `agree`."""
     host, first = everyone[0]
     for rank, (other_host, found) in enumerate(everyone):
         both = {key: (first.get(key, "absent"), found.get(key, "absent")) for key in {**first, **found}}
@@ -45,7 +56,6 @@ def agree(read: Callable[[], tuple[T, Facts]]) -> tuple[T, Facts]:
             more = f"; {len(keys) - 1} more keys differ" if keys[1:] else ""
             found_there = f"{there} on rank {rank} ({other_host}), {here} on rank 0 ({host}){more}"
             raise UserError(keys[0], Said(found_there), "the same on every rank")
-    return value, first
 
 
 def first_of_host() -> bool:

@@ -126,8 +126,8 @@ def barrier() -> None:
 def main_rank_first(action: Callable[[], T]) -> T | None:
     """Run an action on rank 0 while all other ranks wait. Returns its result on rank 0 and None on the other ranks.
 
-    If the action fails, all ranks raise at once instead of waiting for the timeout. A `UserError` or `Stopped` is
-    raised on all ranks. After any other error, the other ranks raise a RuntimeError that quotes it.
+    If the action fails, all ranks raise at once instead of waiting for the timeout. A `UserError`, `Stopped` or OSError
+    is raised on all ranks. After any other error, the other ranks raise a RuntimeError that quotes it.
     """
     result: T | None = None
     failure: BaseException | None = None
@@ -137,7 +137,9 @@ def main_rank_first(action: Callable[[], T]) -> T | None:
         try:
             result = action()
         except BaseException as error:  # kept until the broadcast below, for which the other ranks wait
-            failure, same = error, isinstance(error, (UserError, Stopped))
+            # A library's own kind of OSError may be one that cannot be sent
+            plain = isinstance(error, OSError) and type(error).__module__ == "builtins"
+            failure, same = error, plain or isinstance(error, (UserError, Stopped))
             on_the_others = [error if same else RuntimeError(f"rank 0 failed: {error!r}")]
     try:
         with naming("broadcast of rank 0's outcome"):

@@ -94,16 +94,17 @@ def begin(run: Run) -> Place:
     if config.constraint.mode != "off":
         run.constraint.begin(run.engine.feature_state()[0], run.calibration_batches(CALIBRATION_TOKENS))
         main_rank_first(lambda: save_start(run.constraint, run.folder / START_TENSORS))
-    if run.runtime.is_main:
+
+    def write() -> None:
         write_environment(run.folder, run.groups.world_size, {"deepspeed_config": run.engine.deepspeed_config})
         write_atomically(run.folder / START, json.dumps({**start, "eval": metrics}, indent=1))
+
+    main_rank_first(write)
     return Place(0, run.schedule.at(0).stage.name, run.loaders.state_dict(), metrics, evaluated=bool(metrics))
 
 
-def open_log(run: Run, place: Place, on_record: Callable[[Mapping[str, Any]], None]) -> MetricsLog | None:
-    """The metrics log with alarms; None except on rank 0. Drops metrics that were logged after `place`."""
-    if not run.runtime.is_main:
-        return None
+def open_log(run: Run, place: Place, on_record: Callable[[Mapping[str, Any]], None]) -> MetricsLog:
+    """The metrics log with alarms, of rank 0. Drops metrics that were logged after `place`."""
     config, loss = run.config, run.config.loss
     words = run.stepper.options.used_rows or run.model.config.vocab_size
     alarms = Alarms(

@@ -8,7 +8,7 @@ from typing import Any
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
 from cqwen_dist.parallel.agreement import agree
-from cqwen_dist.parallel.collectives import Stopped, from_main_rank
+from cqwen_dist.parallel.collectives import Stopped, from_main_rank, main_rank_first
 from cqwen_dist.run.status import RunStatus
 from cqwen_dist.training.callbacks import Callbacks
 from cqwen_dist.training.replicas import RanksDiffer
@@ -31,14 +31,14 @@ class Trainer:
         callbacks: Callbacks,
         place: Place,
         clock: Clock,
-        open_log: Callable[[Place], MetricsLog | None],
+        open_log: Callable[[Place], MetricsLog],
     ) -> None:
-        """place: where the run starts or continues. open_log: opens the log at a place; None except on rank 0."""
+        """place: where the run starts or continues. open_log: opens the log at a place, on rank 0."""
         self.run, self.status, self.callbacks, self.place, self.clock = run, status, callbacks, place, clock
         self.saved_step = place.step
         self.refusals = Refusals()
         self._open_log = open_log
-        self.log = open_log(place)
+        self.log = main_rank_first(lambda: open_log(place))
 
     def train(self) -> dict[str, Any]:
         """Train to the end of the run, or of this command's last stage. Returns the metrics of the last evaluation."""
@@ -131,8 +131,7 @@ class Trainer:
         """Start or resume a stage at a step. Returns its batches."""
         run = self.run
         run.enter_stage(plan, fresh=step == plan.start)
-        at_most = "at most " if plan.stage.until is not None else ""
-        groups = ", ".join(sorted(plan.stage.groups))
+        at_most, groups = "at most " * (plan.stage.until is not None), ", ".join(sorted(plan.stage.groups))
         run.progress.say(f"stage {plan.stage.name}: {groups}; {at_most}{plan.steps} steps")
         if plan.steps <= plan.stage.warmup_steps:
             run.progress.say(f"  all of them are warm-up (warmup_steps {plan.stage.warmup_steps}): lr is not reached")
@@ -197,7 +196,7 @@ class Trainer:
             self.log.close()
         self.place = restore(run, folder)
         self.saved_step = self.place.step
-        self.log = self._open_log(self.place)
+        self.log = main_rank_first(lambda: self._open_log(self.place))
         text = f"after step {found.step}: {found}; the steps after {self.place.step} are taken again"
         self._alarm(Alarm(self.place.step, "ranks-differ", text))
 

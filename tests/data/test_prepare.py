@@ -264,6 +264,26 @@ def test_prepares_empty_files_and_data_without_or_with_equal_numbers(
     assert (equal.median, equal.scale, equal.count) == (7.0, 1.0, 18)
 
 
+def test_two_hosts_with_equal_process_ids_may_pack_at_once(
+    corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers number their processes alike."""
+    config = DataConfig(train=corpus, cache_dir=str(tmp_path / "cache"), sequence_length=120, pack=True)
+    prepare(config, tokenizer)
+    save, others = np.save, [lambda: load_datasets(config, tokenizer)]
+
+    def saved(*given: Any) -> None:
+        save(*given)
+        while others:
+            others.pop()()  # the other host does all of it now
+
+    monkeypatch.setattr(np, "save", saved)
+    packed = load_datasets(config, tokenizer).train
+    monkeypatch.undo()
+    assert not others
+    assert packed.digest() == load_datasets(config, tokenizer).train.digest()
+
+
 @pytest.mark.parametrize("shape", [{}, {"pack": True}, {"group_by_length": True}])
 def test_an_epoch_continued_on_other_ranks_is_exactly_the_data(
     corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer, shape: dict[str, Any]

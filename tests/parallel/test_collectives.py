@@ -25,6 +25,10 @@ def refuse() -> None:
     raise UserError("key", 1, "2")
 
 
+def fill_up() -> None:
+    raise PermissionError(13, "full", "/run")
+
+
 def break_down() -> None:
     raise ValueError("the reason")
 
@@ -65,6 +69,9 @@ def main_rank() -> None:
     assert main_rank_first(lambda: dist.get_rank() + 5) == (5 if rank == 0 else None)
     with pytest.raises(UserError, match="key: found 1, allowed: 2"):  # alike on every rank
         main_rank_first(refuse)
+    with pytest.raises(PermissionError, match="full") as met:  # so that each can say that it is the disk
+        main_rank_first(fill_up)
+    assert (met.value.errno, met.value.filename) == (13, "/run")
     with pytest.raises(ValueError if rank == 0 else RuntimeError, match="the reason"):
         main_rank_first(break_down)
 

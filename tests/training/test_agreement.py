@@ -184,6 +184,24 @@ def _fail_on_last(world: int) -> str:
     return _refusal(lambda: agree(read))
 
 
+def _break_on_last(world: int) -> str:
+    def read() -> tuple[None, dict[str, str]]:
+        if dist.get_rank() == world - 1:
+            raise MemoryError("no room")
+        return None, {}
+
+    try:
+        agree(read)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+def test_a_rank_that_breaks_ends_all_of_them(pool: Any) -> None:
+    others = f"RuntimeError: rank 2 on {HOST} failed: MemoryError: no room"
+    assert pool(_break_on_last, 3, 3) == [others, others, "MemoryError: no room"]
+
+
 def test_a_rank_that_cannot_read_ends_all_of_them(pool: Any) -> None:
     said = pool(_fail_on_last, 3, 3)
     assert len(set(said)) == 1

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from support.runs import as_rank, cqwen_forked, metrics, write_config, write_tex
 from torch import Tensor
 
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
-from cqwen_dist.config import load_config
+from cqwen_dist.config import UserError, load_config
 from cqwen_dist.run.status import read_status
 
 
@@ -258,6 +259,22 @@ def test_no_group_is_made_while_a_signal_may_end_a_rank_alone(tmp_path: Path, ze
     for made, steps in run_ranks(groups_while_a_signal_may_end_a_rank, 2, str(config)):
         assert (any(made), steps) == (False, 2)
         assert len(made) >= 4, "the run made no groups: the test watches the wrong function"
+
+
+def tracker_is_missing(path: str) -> str:
+    from cqwen_dist.training.train import train_on
+
+    sys.modules["mlflow"] = None  # type: ignore[assignment]
+    with pytest.raises(UserError) as refused:
+        train_on(load_config(path), as_rank())
+    return str(refused.value)
+
+
+def test_a_missing_tracker_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    """Only rank 0 opens trackers; the others would see a rank that died."""
+    said = run_ranks(tracker_is_missing, 2, str(write_config(tmp_path, run__trackers=["mlflow"])), timeout=60)
+    assert said[0] == said[1]
+    assert "pip install 'cqwen-dist[mlflow]'" in said[0]
 
 
 def one_rank_cannot_write(path: str) -> str:

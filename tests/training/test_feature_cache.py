@@ -1,5 +1,6 @@
 """z computed once: the losses of the run that computes it anew, by any ranks, and why there is none where there is."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -202,6 +203,27 @@ def test_a_full_disk_disables_the_cache(uncached: Path, tmp_path: Path, monkeypa
     cache = feature_cache.FeatureCache.__new__(feature_cache.FeatureCache)
     with pytest.raises(feature_cache.CacheRefused, match="GiB free"):
         _alone(lambda: refuse(cache, 10_000), cache, tmp_path, monkeypatch)
+
+
+def _full_at_the_manifest(config: str, overrides: list[str]) -> str:
+    """How a rank ends where rank 0's disk is full when all z are written."""
+    from cqwen_dist.training.features import shards
+
+    def refuse(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    shards.write_atomically = refuse
+    try:
+        train_on(load_config(config, overrides), as_rank())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+def test_a_disk_that_is_full_at_the_manifest_disables_the_cache_on_all_ranks(uncached: Path, tmp_path: Path) -> None:
+    config = config_in(tmp_path, [{"name": "heads", "train": ["heads"], "steps": 4, "lr": 1e-2}])
+    assert run_ranks(_full_at_the_manifest, 2, str(config), same_data(uncached), timeout=60) == ["done", "done"]
+    assert caches(tmp_path / "run" / "feature_cache") == []
 
 
 def _alone(action: object, cache: object, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

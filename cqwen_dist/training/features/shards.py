@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.parallel.collectives import barrier, gather_objects
+from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.files import MANIFEST, file_record, key_digest, read_object, sync, write_atomically
 
@@ -104,8 +104,7 @@ def build_shards(
         trouble, done = "", 0
         with torch.no_grad():
             for batch in batches:
-                mask = batch.learnt_mask
-                keep = batch.learnt.to(runtime.device)
+                mask, keep = batch.learnt_mask, batch.learnt.to(runtime.device)
                 z = features(batch.to(runtime.device), keep).cpu().contiguous()
                 rows = min(mask.shape[0], len(samples) - done)  # the last rows may be padding
                 done += rows
@@ -120,24 +119,24 @@ def build_shards(
                     trouble = str(error)
                 show(done)
 
-        def finish() -> None:
-            try:
-                writer.close()
-            finally:
-                if trouble:  # the first error
-                    raise OSError(trouble)
+        def finish() -> dict[str, Any]:
+            if trouble:
+                raise OSError(trouble)
+            writer.close()
             sync(path)
+            return file_record(path)
 
-        _together(finish)
-        files = dict(gather_objects((path.name, file_record(path))))
+        files = dict(gather_objects((path.name, _together(finish))))
 
         # The manifest last: a folder without one is no cache
-        if runtime.is_main:
-            write_atomically(partial / MANIFEST, json.dumps({"key": key, "files": files}, indent=1))
-            shutil.rmtree(folder, ignore_errors=True)
-            partial.rename(folder)
-            sync(folder.parent)
-        barrier()
+        def publish() -> None:
+            if runtime.is_main:
+                write_atomically(partial / MANIFEST, json.dumps({"key": key, "files": files}, indent=1))
+                shutil.rmtree(folder, ignore_errors=True)
+                partial.rename(folder)
+                sync(folder.parent)
+
+        _together(publish)
     finally:
         if runtime.is_main:
             shutil.rmtree(partial, ignore_errors=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.errors import Said, UserError, reason_of
 from cqwen_dist.config.schema import RunConfig
 from cqwen_dist.config.yaml_text import leaves
 from cqwen_dist.run.files import TENSORBOARD, WANDB_ID, read_line, write_atomically
@@ -70,7 +70,7 @@ class WandbTracker:
                 config=config,
             )
         except wandb.errors.Error as error:
-            found = Said(f"{run.wandb} ({_first_line(error)})")
+            found = Said(f"{run.wandb} ({reason_of(error)})")
             raise UserError("run.wandb", found, "a W&B login, or offline, or disabled") from None
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -129,7 +129,7 @@ class MlflowTracker:
                 for at in range(0, len(flat), 100):  # both are MLflow's limits
                     mlflow.log_params(dict(flat[at : at + 100]))
         except mlflow.MlflowException as error:
-            found = Said(f"mlflow ({_first_line(error)})")
+            found = Said(f"mlflow ({reason_of(error)})")
             raise UserError("run.trackers", found, "MLFLOW_TRACKING_URI of a server that answers") from None
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -170,10 +170,6 @@ class TrackioTracker:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
 
 
 TRACKERS: dict[str, Callable[[Path, RunConfig, dict[str, Any], int, int], Tracker]] = {
