@@ -20,7 +20,7 @@ _CONFIG = """\
 model:
   name_or_path: {base}  # a folder with safetensors, or a hub name
   lora: {{r: 16, alpha: 32}}
-  start_numbers: 2000  # which the start's regression is fitted to; 0 takes those in 4,096 tokens
+  start_numbers: {start_numbers}  # which the start's regression is fitted to; 0 takes those in 4,096 tokens
 data:
   train: {data}
   eval_fraction: {held_out}  # share of texts held out for evaluation
@@ -120,6 +120,7 @@ def _config(data: str, base: str, facts: dict[str, Any], recipe: Any, suits: Any
         epochs=suits.epochs,
         steps=("" if suits.complete else "at least ") + str(suits.steps),
         warmup=suits.warmup,
+        start_numbers=suits.start_numbers,
         batch=suits.batch,
         micro=min(suits.batch, 4),
         every=suits.every,

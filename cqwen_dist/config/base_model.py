@@ -87,7 +87,7 @@ class ModelConfig(Section):
     """Initial class bias of <NUM>."""
     start_numbers: Count = 0
     """Approximate number of numbers used to fit the regression's calibrated start; default: those in 4,096 tokens,
-    which are few in tables with long rows and in short texts. `cqwen init` writes 2,000."""
+    which are few in tables with long rows and in short texts. `cqwen init` writes 2,000, or those in 65,536 tokens."""
     gradient_checkpointing: bool = False
     """Recompute the backbone's activations in the backward pass."""
     compile_layers: bool = False

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
-from cqwen_dist.data.encoder import NumberEncoder
+from cqwen_dist.data.encoder import NumberEncoder, split
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_train
 
@@ -23,6 +23,7 @@ _EPOCHS = (2, 30)
 _WARMUP = 20  # steps at most
 _LENGTHS = (64, 2048)  # shortest and longest sequence_length
 _TO_HOLD_OUT = 10  # texts: a tenth of fewer is none
+_NUMBERS, _READ = 2000, 1 << 16  # numbers that the start is fitted to, and tokens that it reads for them, at most
 
 
 class Amount(NamedTuple):
@@ -31,6 +32,7 @@ class Amount(NamedTuple):
     lengths: list[int]
     complete: bool
     error: UserError | None = None
+    numbers: int = 0  # in all these texts
 
     def words(self) -> str:
         """How many texts of what length."""
@@ -54,6 +56,7 @@ class Suited(NamedTuple):
     steps: int
     warmup: int
     every: int  # steps between evaluations
+    start_numbers: int
 
     def words(self) -> str:
         """What was chosen."""
@@ -80,9 +83,11 @@ def amount_of(config: DataConfig, base: Path | None = None) -> Amount:
         words = Tokenizer.from_file(str(file))
         read = NumberEncoder(words, words.get_vocab_size(), config.numbers).read(texts)
         lengths = [len(reading.ids) + 2 for reading in read]  # tokens before and after the text
+        numbers = sum(len(reading.numbers) for reading in read)
     else:
         lengths = [math.ceil(len(text.encode(errors="replace")) / _BYTES) + 2 for text in texts]
-    return Amount(lengths, error is None and len(texts) < MOST, error)
+        numbers = sum(len(split(text, config.numbers)[1]) for text in texts)
+    return Amount(lengths, error is None and len(texts) < MOST, error, numbers)
 
 
 def suited(amount: Amount, context: int | None) -> Suited:
@@ -100,7 +105,8 @@ def suited(amount: Amount, context: int | None) -> Suited:
     epochs = min(max(math.ceil(_STEPS / epoch), _EPOCHS[0]), _EPOCHS[1])
     steps = epoch * epochs
     warmup, every = min(max(steps // 10, 1), _WARMUP), min(max(steps // 4, 5), 50)
-    return Suited(amount.complete, length, held_out, batch, epochs, steps, warmup, every)
+    start_numbers = min(_NUMBERS, round(amount.numbers / max(sum(amount.lengths), 1) * _READ))
+    return Suited(amount.complete, length, held_out, batch, epochs, steps, warmup, every, start_numbers)
 
 
 def never_warm(amount: Amount, config: Config) -> list[str]:
