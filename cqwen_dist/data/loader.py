@@ -82,8 +82,8 @@ def ahead(items: Iterator[T], count: int) -> Generator[T, None, None]:
             made.put((None, error))
 
     thread = threading.Thread(target=work, name="cqwen-loader", daemon=True)
-    thread.start()
     try:
+        thread.start()  # a signal may end this wait too
         while True:
             item, error = made.get()
             room.release()
@@ -97,7 +97,8 @@ def ahead(items: Iterator[T], count: int) -> Generator[T, None, None]:
         room.release()
         # If the process ends while the thread is inside torch, C++ aborts it ("terminate called without an active
         # exception") after a successful run.
-        thread.join(JOIN_S)
+        if thread.is_alive():
+            thread.join(JOIN_S)
 
 
 def _micro_batches(

@@ -4,7 +4,8 @@ A collective's timeout ends the waiting ranks. It does not end the rank that han
 each rank reports progress. After 0.9 timeouts without progress, a rank writes the stacks of all threads to
 `stacks/rank-N.txt` in the run folder and exits with code 1, before the collective's timeout ends any rank. The clock is
 the C thread of `faulthandler`: it also fires during a call that never returns or keeps the GIL. Just before, a Python
-thread says so, because under srun or torchrun nothing else would.
+thread says so, because under srun or torchrun nothing else would. Setup may take long (a download), so until the first
+report the rank only writes its stacks and goes on; the report deletes them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from cqwen_dist.run.files import STACKS, not_followed
 
@@ -27,7 +29,7 @@ class HangWatch:
 
     def __init__(self) -> None:
         self._seconds = 0.0
-        self._file: object = None
+        self._file: Any = None
         self._last = 0.0
 
     @contextmanager
@@ -46,6 +48,7 @@ class HangWatch:
         with open(path, "w", encoding="utf-8", opener=not_followed) as file, ExitStack() as held:
             try:
                 self._file, self._seconds, self._last = file, SHARE * timeout_s, 0.0
+                faulthandler.dump_traceback_later(self._seconds, file=file)
                 ended = threading.Event()
                 held.callback(ended.set)
                 text = f"rank {rank} has made no progress for {TOLD * self._seconds:.0f} s and ends; stacks: {path}"
@@ -67,8 +70,10 @@ class HangWatch:
         """Report progress and restart the clock. Cheap: it resets the clock at most a hundred times per timeout."""
         now = time.monotonic()
         if self._seconds and now - self._last > 0.01 * self._seconds:
+            if not self._last:
+                self._file.truncate(self._file.seek(0))
             self._last = now
-            faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._file)  # type: ignore[arg-type]
+            faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._file)
 
 
 def stacks_of(run_dir: Path) -> list[Path]:

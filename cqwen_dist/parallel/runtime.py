@@ -121,20 +121,25 @@ def distributed(timeout_s: float = 1800.0, stop: StopFlag | None = None, alone: 
     place = local_rank if device.index is None else device.index  # DeepSpeed takes LOCAL_RANK for the GPU's number
     hook = sys.excepthook
     with nullcontext(dist.HashStore()) if alone else _meeting_place(rank, world, place, limit) as store:
-        dist.init_process_group(
-            chosen,
-            store=store,
-            rank=rank,
-            world_size=world,
-            timeout=limit,
-            device_id=device if chosen == "nccl" else None,
-        )
+        _refuse_mixed_devices(store, rank, world, device.type)
+        given = device if chosen == "nccl" else None
+        dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=limit, device_id=given)
         try:
             yield Runtime(rank, world, device, timeout_s, stop or StopFlag())
         finally:
             dist.destroy_process_group()
             if world == 1:  # torch puts "[rank0]: " before this process's tracebacks, for good
                 sys.excepthook = hook
+
+
+def _refuse_mixed_devices(store: Any, rank: int, world: int, device: str) -> None:
+    """Raises `UserError` on all ranks if a rank has no GPU and another one has: each would wait for the other."""
+    store.set(f"device-{rank}", f"{device} on {platform.node()}")
+    found = [value.decode() for value in store.multi_get([f"device-{each}" for each in range(world)])]
+    for other, text in enumerate(found):
+        if text.split()[0] != found[0].split()[0]:
+            said = Said(f"{text} (rank {other}), {found[0]} (rank 0)")
+            raise UserError("device", said, "a GPU for every rank, or DS_ACCELERATOR=cpu for all")
 
 
 _stores: list[Any] = []  # the launcher's store, once this process has connected to it

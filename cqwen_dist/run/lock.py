@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,8 @@ def _boot() -> str:
 
 def _beat(handle: int, ended: threading.Event) -> None:
     while not ended.wait(BEAT_S):
-        os.utime(handle)
+        with suppress(OSError):  # a shared folder that is away for a moment
+            os.utime(handle)
 
 
 def _is_touched(path: Path) -> bool:

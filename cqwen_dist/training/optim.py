@@ -28,13 +28,7 @@ NORM_BLOCK = 1 << 20
 class HeadOptimizer:
     """AdamW over the parameters of the heads. A frozen group is skipped."""
 
-    def __init__(
-        self,
-        members: list[Member],
-        groups: Groups,
-        weight_decay: float,
-        offload: bool = False,
-    ) -> None:
+    def __init__(self, members: list[Member], groups: Groups, weight_decay: float, offload: bool = False) -> None:
         """offload: keep moments on the host and step there."""
         self.members, self.groups = members, groups
         self.weight_decay = weight_decay

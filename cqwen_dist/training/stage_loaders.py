@@ -20,23 +20,14 @@ class StageLoaders:
     """One loader per stage; stages share the texts in memory."""
 
     def __init__(
-        self,
-        dataset: TextDataset,
-        shapes: Sequence[tuple[int, int, int]],
-        seed: int,
-        reading: Mapping[str, int],
+        self, dataset: TextDataset, shapes: Sequence[tuple[int, int, int]], seed: int, reading: Mapping[str, int]
     ) -> None:
         """shapes: (sequence length, global batch size, micro-batch size) of each stage. reading: `Groups.reading`."""
         # One cut of the texts for each length, shared by the stages that use it
         texts = {length: dataset.with_length(length) for length in {length for length, _, _ in shapes}}
         self._loaders = [
             Loader(
-                texts[length],
-                global_batch_size=size,
-                micro_batch_size=micro,
-                seed=seed,
-                prefetch=PREFETCH,
-                **reading,
+                texts[length], global_batch_size=size, micro_batch_size=micro, seed=seed, prefetch=PREFETCH, **reading
             )
             for length, size, micro in shapes
         ]

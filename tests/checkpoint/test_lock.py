@@ -74,6 +74,21 @@ def test_a_lock_of_another_host_without_a_heartbeat_is_taken_over(elsewhere: Pat
             time.sleep(0.01)
 
 
+def test_a_heartbeat_outlives_a_moment_without_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touched = threading.Event()
+    answers = iter([OSError(errno.ESTALE, "Stale file handle")])
+
+    def utime(*_: object) -> None:
+        for error in answers:
+            raise error
+        touched.set()
+
+    monkeypatch.setattr(lock, "BEAT_S", 0.01)
+    monkeypatch.setattr(lock, "os", SimpleNamespace(**{**vars(os), "utime": utime}))
+    with run_lock(tmp_path):
+        assert touched.wait(60), "another host would take the folder"
+
+
 def test_without_file_locks_only_one_of_two_processes_gets_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,6 +161,22 @@ def test_the_prefetch_thread_passes_errors_on_and_ends_with_the_loader() -> None
     assert threading.active_count() == before
 
 
+def test_a_signal_while_the_prefetch_thread_starts_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        started.append(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(ahead(iter(int, 1), 2))
+    started[0].join(20)
+    assert not started[0].is_alive()
+
+
 @given(st.integers(1, 400), st.integers(1, 9), st.integers(0, 5))
 def test_grouping_by_length_only_reorders_the_samples(count: int, batch: int, epoch: int) -> None:
     lengths = np.random.default_rng(count).integers(1, 100, count)

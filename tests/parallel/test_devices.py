@@ -5,8 +5,10 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks import Crew, fork_server, held_port, tell
 
 from cqwen_dist.config import UserError
+from cqwen_dist.parallel import runtime
 from cqwen_dist.parallel.runtime import distributed, pick_device
 
 
@@ -53,3 +55,30 @@ def test_the_backend_and_the_local_rank_given_to_deepspeed(two_gpus, monkeypatch
     with distributed() as runtime:
         assert runtime.device == torch.device("cuda", 1)
     assert seen == [("nccl", torch.device("cuda", 1), "1")]
+
+
+def meet(rank, mouth, port):
+    """How a rank ends that meets another one, of which only rank 1 has a GPU."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    runtime.pick_device = lambda local_rank: torch.device("cuda:0" if rank == 1 else "cpu")
+    torch.cuda.set_device = lambda device: None
+    try:
+        distributed().__enter__()
+    except BaseException as error:
+        tell(mouth, str(error))
+    mouth.recv_bytes()  # rank 0 holds the store
+
+
+def test_a_rank_without_the_gpu_that_others_have_is_refused_by_name_on_all():
+    with held_port() as port:
+        crew = Crew(fork_server(), meet, 2, port)
+        try:
+            said = dict(crew.hear(60) + crew.hear(5))
+        finally:
+            crew.end()
+    assert said.keys() == {0, 1}
+    for text in said.values():
+        assert text.startswith("device: found cuda on ")
+        assert "(rank 1), cpu on" in text
+        assert text.endswith("(rank 0), allowed: a GPU for every rank, or DS_ACCELERATOR=cpu for all")
