@@ -160,9 +160,9 @@ def as_number(value: object) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def shortened(value: object) -> object:
-    """Convert a float32 (stored as float64) by its shortest decimal form: 0.1, not 0.10000000149011612."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+def shortened(value: object, of: Any = np.float32) -> object:
+    """A float32 or float16 (of), held as float64, in its shortest decimal form: 0.1, not 0.10000000149011612."""
+    return float(str(of(value))) if isinstance(value, float) else value
 
 
 class TableCells:

@@ -33,8 +33,8 @@ def of_csv(lines: Lines, tabs: bool) -> Iterator[Row]:
             if not row:
                 continue
             if columns is None:
-                columns = _columns(row, lines.where)
-                needed = needed_columns(lines.config, columns)
+                columns = [name.strip() for name in row]  # one without a name, such as pandas' index, is skipped
+                needed = needed_columns(lines.config, columns, lines.where)
                 continue
             if len(row) != len(columns):
                 raise BadLine("wrong number of cells", len(row), f"{len(columns)}, as the first row has")
@@ -70,12 +70,3 @@ def delimiter_in(source: str) -> str:
             return _header(map(decoded, Lines(file, path, DataConfig(train=source))), name.endswith(".tsv"))[1]
     except (OSError, UserError, BadLine):
         return ","
-
-
-def _columns(row: list[str], where: str) -> list[str]:
-    """Column names from the first row. A column without a name, such as pandas' index, is skipped."""
-    columns = [name.strip() for name in row]
-    named = [name for name in columns if name]
-    if len({*named}) < len(named) or not named:
-        raise UserError("columns", columns, "a first row with another name for every column", where)
-    return columns

@@ -17,12 +17,14 @@ from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.cells import as_text, is_empty, shortened
 from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.records import Text
-from cqwen_dist.data.tables import single_columns
+from cqwen_dist.data.tables import short_floats
 from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.number_forms import numeral
 from cqwen_dist.run.files import file_record, written_whole
 
+# float32 or less in pandas
+_SHORT = {"float16": np.float16, "halffloat[pyarrow]": np.float16, "float32": np.float32, "float[pyarrow]": np.float32}
 ROWS = "records or texts: a list, a generator, a datasets.Dataset (one split), a DataFrame"
 
 
@@ -44,10 +46,9 @@ def records(rows: Any, key: str, text_field: str = "text") -> Iterator[dict[str,
 def as_rows(rows: Any, key: str) -> Iterator[Any]:
     """Yield the rows unchanged, each a text or a mapping. Raises `UserError`."""
     if hasattr(rows, "columns") and hasattr(rows, "to_dict"):  # iterating a pandas DataFrame yields columns
-        singles = [name for name in rows.columns if str(rows.dtypes[name]) in ("float32", "float16", "Float32")]
-        rows = _without_singles(rows.to_dict("records"), singles)
+        rows = _rows_of_frame(rows, key)
     elif hasattr(rows, "features"):  # a datasets.Dataset
-        rows = _without_singles(rows, single_columns(rows.features))
+        rows = short_floats(rows, rows.features and rows.features.arrow_schema)
     if isinstance(rows, (str, bytes, Mapping)) or not isinstance(rows, Iterable):
         raise UserError(key, Said(f"a {type(rows).__name__}"), ROWS)
     for number, row in enumerate(rows, 1):
@@ -56,8 +57,16 @@ def as_rows(rows: Any, key: str) -> Iterator[Any]:
         yield row
 
 
-def _without_singles(rows: Iterable[Any], singles: list[str]) -> Iterator[Any]:
-    return ({**row, **{name: shortened(row[name]) for name in singles}} for row in rows) if singles else iter(rows)
+def _rows_of_frame(frame: Any, key: str) -> list[Any]:
+    """The rows of a DataFrame; an index with a name is a column, as in the files that pandas writes."""
+    index = [name for name in frame.index.names if name is not None]
+    names = [str(name) for name in (*index, *frame.columns)]
+    if len({*names}) < len(names):
+        raise UserError(key, names, "a DataFrame with another name for every column")
+    frame = frame.reset_index(index) if index else frame
+    kinds = {name: _SHORT[kind] for name in frame.columns if (kind := str(frame.dtypes[name]).lower()) in _SHORT}
+    rows = frame.to_dict("records")
+    return [{**row, **{name: shortened(row[name], kind) for name, kind in kinds.items()}} for row in rows]
 
 
 def write_records(rows: Any, path: Path, key: str, text_field: str = "text", keep: bool = False) -> None:
@@ -113,7 +122,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if hasattr(value, "tolist") and not isinstance(value, np.floating):  # numpy's and torch's scalars and arrays
-        return _plain(value.tolist())
+        return _plain(list(value) if isinstance(value, np.ndarray) and value.ndim else value.tolist())
     text = as_text(value)
     if text is None:
         kind = f"{value}" if isinstance(value, (float, np.floating)) else f"a {type(value).__name__}"

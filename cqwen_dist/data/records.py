@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cqwen_dist.config.data import DataConfig, NumberPolicy, filled, template_fields
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.cells import BadLine, TableCells, as_number, as_text, is_empty, is_index
 from cqwen_dist.data.chat import Chat, Spans
 from cqwen_dist.data.numbers import find_numbers
@@ -95,8 +95,11 @@ def named_fields(config: DataConfig) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def needed_columns(config: DataConfig, columns: Sequence[str]) -> list[str]:
-    """Table columns that the config uses. Raises: BadLine if one is missing."""
+def needed_columns(config: DataConfig, columns: Sequence[str], where: str) -> list[str]:
+    """Table columns that the config uses. Raises: BadLine if one is missing; UserError if two have the same name."""
+    named = [name for name in columns if name]
+    if len({*named}) < len(named) or not named:
+        raise UserError("columns", columns, "a table with another name for every column", where)
     names = named_fields(config)
     missing = next((name for name in names if name not in columns and name != _OTHERS), None)
     if missing is not None:

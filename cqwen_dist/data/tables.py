@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from cqwen_dist.data.cells import BadLine, shortened
 from cqwen_dist.data.records import Block, Row, needed_columns
 
 _AT_ONCE = 16  # rows read at a time: a dictionary of one large value makes 1,000 rows of gigabytes out of 299 bytes
-_SINGLE = ("float", "float32", "halffloat", "float16")  # type names in Arrow and `datasets`
 
 
 def of_parquet(path: Path, config: DataConfig, rows: int, size: int) -> Iterator[Block]:
@@ -26,7 +25,7 @@ def of_parquet(path: Path, config: DataConfig, rows: int, size: int) -> Iterator
     number = 1
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            fields = needed_columns(config, file.schema_arrow.names)
+            fields = needed_columns(config, file.schema_arrow.names, str(path))
             unread = dict.fromkeys(name for name in file.schema_arrow.names if name not in fields)
             held: list[pyarrow.RecordBatch] = []
             for batch in file.iter_batches(batch_size=_AT_ONCE, columns=fields, use_threads=False):
@@ -52,7 +51,7 @@ def of_arrow(path: Path, config: DataConfig, rows: int) -> Iterator[Block]:
                 table = pyarrow.ipc.open_file(file).read_all()
             except pyarrow.ArrowInvalid:
                 table = pyarrow.ipc.open_stream(file).read_all()
-        fields = needed_columns(config, table.column_names)
+        fields = needed_columns(config, table.column_names, str(path))
         unread = dict.fromkeys(name for name in table.column_names if name not in fields)
         for start in range(0, table.num_rows, rows):
             yield partial(_table_rows, str(path), start + 1, table.select(fields).slice(start, rows), unread)
@@ -70,9 +69,8 @@ def _table_rows(name: str, first: int, batch: pyarrow.Table, unread: dict[str, N
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         yield f"{name}:{first}", _broken_table(error)
         return
-    singles = [field.name for field in batch.schema if str(field.type) in _SINGLE]
-    for number, record in enumerate(records, first):
-        yield f"{name}:{number}", record | {column: shortened(record[column]) for column in singles} | unread
+    for number, record in enumerate(short_floats(records, batch.schema), first):
+        yield f"{name}:{number}", record | unread
 
 
 def _broken_table(error: Exception, allowed: str = "a Parquet file") -> BadLine:
@@ -92,12 +90,11 @@ def of_datasets(source: str, config: DataConfig, key: str) -> Iterator[Row]:
         data = _opened(source, name, split or "train", key)
         unread: dict[str, None] = {}
         if data.column_names is not None:
-            fields = needed_columns(config, data.column_names)
+            fields = needed_columns(config, data.column_names, source)
             unread = dict.fromkeys(name for name in data.column_names if name not in fields)
             data = data.select_columns(fields)
-        singles = single_columns(data.features or {})
-        for number, record in enumerate(data, 1):
-            yield f"{source}:{number}", record | {column: shortened(record[column]) for column in singles} | unread
+        for number, record in enumerate(short_floats(data, data.features and data.features.arrow_schema), 1):
+            yield f"{source}:{number}", record | unread
     except BadLine as bad:
         yield source, bad
     except UserError:
@@ -106,9 +103,20 @@ def of_datasets(source: str, config: DataConfig, key: str) -> Iterator[Row]:
         raise UserError(key, source, f"what `datasets` can load ({reason_of(error)})") from None
 
 
-def single_columns(features: Mapping[str, Any]) -> list[str]:
-    """The columns of a `datasets.Dataset` that hold float32 or less."""
-    return [name for name, kind in features.items() if getattr(kind, "dtype", "") in _SINGLE]
+def short_floats(records: Iterable[Any], schema: pyarrow.Schema | None) -> Iterator[Any]:
+    """The records with each float32 or less, also in lists and objects, in its shortest decimal form."""
+    columns = [field for field in schema or () if "float" in str(field.type)]
+    return ({**record, **{f.name: _short(record[f.name], f.type) for f in columns}} for record in records)
+
+
+def _short(value: Any, kind: pyarrow.DataType) -> Any:
+    if value is None or pyarrow.types.is_floating(kind):
+        return value if pyarrow.types.is_float64(kind) else shortened(value, kind.to_pandas_dtype())
+    if pyarrow.types.is_struct(kind):
+        return {field.name: _short(value[field.name], field.type) for field in kind}
+    if pyarrow.types.is_dictionary(kind):
+        return _short(value, kind.value_type)
+    return [_short(inner, kind.value_type) for inner in value] if isinstance(value, list) else value
 
 
 def _opened(source: str, name: str, split: str, key: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
@@ -232,6 +233,52 @@ def test_one_table_gives_the_same_texts_from_every_kind_of_file(tmp_path: Path, 
         "when: 2024-01-09\nat: 2024-01-09 01:30:00\nmember: true\ncount: 8\nshare: 0.8\nsize: small\n"
         'note: tea, 8 cups\ntags: ["x", "y"]\nprice: 34.5\n'
     )
+
+
+def test_single_precision_is_short_in_lists_and_objects_too(tmp_path: Path) -> None:
+    kinds = {
+        "vector": pa.list_(pa.float32()),
+        "half": pa.list_(pa.float16(), 1),
+        "pair": pa.struct([("a", pa.float32()), ("b", pa.float64())]),
+        "word": pa.dictionary(pa.int8(), pa.float32()),
+    }
+    few, exact = np.float32(0.1), 0.10000000149011612
+    row = {"vector": [few, None], "half": [np.float16(0.1)], "pair": {"a": few, "b": exact}, "word": few, "price": 1.5}
+    whole = pa.Table.from_pylist([row] * 3, pa.schema({**kinds, "price": pa.float64()}))
+    pyarrow.parquet.write_table(whole, tmp_path / "t.parquet")
+    pyarrow.feather.write_feather(whole, tmp_path / "t.arrow")
+    data = datasets.Dataset(whole.drop_columns(["half", "word"]))
+    frame = pd.DataFrame([{**row, "vector": np.array([few, np.nan], np.float32)}] * 3)
+    pair = f'pair: {{"a": 0.1, "b": {exact!r}}}'
+    for source, fields in (
+        (str(tmp_path / "t.parquet"), ["vector: [0.1, null]", "half: [0.1]", pair, "word: 0.1"]),
+        (str(tmp_path / "t.arrow"), ["vector: [0.1, null]", "half: [0.1]", pair, "word: 0.1"]),
+        (data, ["vector: [0.1, null]", pair]),
+        (frame, ["vector: [0.1, null]", "half: [0.1]", pair, "word: 0.1"]),
+        (frame.astype({"word": "float[pyarrow]"})[["word", "price"]], ["word: 0.1"]),
+        (frame.astype({"word": "float16"})[["word", "price"]], ["word: 0.1"]),
+    ):
+        assert texts_of(source, tmp_path)[0].text.splitlines() == [*fields, "price: 1.5"]
+
+
+def test_an_index_with_a_name_is_a_column_in_memory_as_in_a_file(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"x": [1, 2, 3], "price": [1.5, 2.5, 3.5]}, index=pd.Index(["a", "b", "c"], name="city"))
+    frame.to_csv(tmp_path / "t.csv")
+    found, same = (texts_of(source, tmp_path) for source in (frame, str(tmp_path / "t.csv")))
+    assert [text.text for text in found] == [text.text for text in same]
+    assert found[1].text == "city: b\nx: 2\nprice: 2.5\n"
+
+
+def test_columns_with_the_same_name_are_refused_in_every_kind_of_file(tmp_path: Path) -> None:
+    whole = pa.table([[1, 2], [3, 4], [5.5, 6.5]], names=["a", "a", "price"])
+    pyarrow.parquet.write_table(whole, tmp_path / "t.parquet")
+    pyarrow.feather.write_feather(whole, tmp_path / "t.arrow")
+    (tmp_path / "t.csv").write_text("a,a,price\n1,3,5.5\n2,4,6.5\n", encoding="utf-8")
+    of_index = pd.DataFrame({"a": [1], "price": [1.5]}, index=pd.Index([1], name="a"))
+    frames = [pd.DataFrame([[1, 3, 5.5]], columns=["a", "a", "price"]), pd.DataFrame({1: [1], "1": [2]}), of_index]
+    for source in (*(str(tmp_path / f"t.{kind}") for kind in ("parquet", "arrow", "csv")), *frames):
+        with pytest.raises(UserError, match="another name for every column"):
+            texts_of(source, tmp_path)
 
 
 @settings(max_examples=4, deadline=None)

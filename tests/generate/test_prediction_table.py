@@ -195,7 +195,7 @@ def test_predicts_choices_with_a_rejection_threshold(pair, table: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "template", "match"),
     [
-        ("a,a\n1,2\n", "{a}", "a first row with another name for every column"),
+        ("a,a\n1,2\n", "{a}", "a table with another name for every column"),
         ("", "{a}", "a table with a row or more"),
         ("a,b\n", "{a}", "a table with a row or more"),
         ("a,b\n1\n", "{a}", r"t\.csv:2: wrong number of cells: found 1, allowed: 2"),
