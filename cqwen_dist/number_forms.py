@@ -88,11 +88,12 @@ class Unsettled(Exception):
 
 
 def numeral(text: str) -> str:
-    """One text for one number: 12.50 is 12.5, 5.0 is 5, 1e3 is 1000. Whole numbers keep all digits."""
+    """One text for one number: 12.50 is 12.5, 5.0 is 5, 1e3 is 1000, -0.0 is 0. Whole numbers keep all digits."""
     bare = text.removeprefix("-")
     if bare.isdecimal():
-        return text[: len(text) - len(bare)] + (bare.lstrip("0") or "0")
-    value = float(text)
+        digits = bare.lstrip("0")
+        return text[: len(text) - len(bare)] + digits if digits else "0"
+    value = float(text) or 0.0
     return repr(value).removesuffix(".0") if math.isfinite(value) else text
 
 

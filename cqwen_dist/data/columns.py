@@ -150,12 +150,17 @@ def described(
         texts = [cell_in(cells, name, record.get(name)) for record in records]
         filled = [text for text in texts if text]
         kind = "number" if name in cells.forms else kind_in(filled)
-        found[name] = {"kind": kind, "empty": 1 - len(filled) / len(texts)}
+        found[name] = {"kind": kind, "empty": 1 - len(filled) / len(texts), "zones": zones_in(filled)}
         if kind == "number":
             numbers = [number for number in map(as_number, filled) if number is not None]
             ends = {"low": min(numbers), "high": max(numbers)} if numbers else {}
             found[name] |= {"form": str(cells.forms[name]), **ends}
     return found
+
+
+def zones_in(texts: Iterable[str]) -> list[str]:
+    """The zones of times such as 2024-01-31 10:20:00+01:00; "none" of times without one."""
+    return sorted({found[3] or "none" for found in map(_DAY.fullmatch, texts) if found and found[1]})
 
 
 def forms_described(columns: Mapping[str, Mapping[str, Any]]) -> dict[str, Form]:

@@ -8,7 +8,16 @@ from typing import Any
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.cells import TableCells, as_number
-from cqwen_dist.data.columns import cell_in, columns_of, forms_described, given_forms, kind_in, kind_of, sampled
+from cqwen_dist.data.columns import (
+    cell_in,
+    columns_of,
+    forms_described,
+    given_forms,
+    kind_in,
+    kind_of,
+    sampled,
+    zones_in,
+)
 
 MUCH_EMPTIER = 0.2  # a share of empty cells that grew by this is told
 LEAST_TOLD = 5  # cells of a text column that must all be numbers or dates
@@ -48,10 +57,16 @@ def _differences(name: str, was: Mapping[str, Any], texts: list[str], key: str) 
     kind = kind_in(filled, as_number) if was["kind"] == "text" and len(filled) >= LEAST_TOLD else "text"
     if kind != "text":
         yield f"every cell is {_NAMES.get(kind, kind)}, which was text in training"
+    yield from _of_zones(was, zones_in(filled))
     yield from _outside(was, [number for number in map(as_number, filled) if number is not None])
     empty = 1 - len(filled) / len(texts)
     if empty > was["empty"] + MUCH_EMPTIER or (empty and not was["empty"]):
         yield f"{empty:.0%} of the cells are empty, {was['empty']:.0%} in training"
+
+
+def _of_zones(was: Mapping[str, Any], zones: list[str]) -> Iterator[str]:
+    if odd := [zone for zone in zones if zone not in was.get("zones", zones)]:
+        yield f"times of the zone {', '.join(odd)}, in training {', '.join(was['zones']) or 'no times'}"
 
 
 def _outside(was: Mapping[str, Any], numbers: list[float]) -> Iterator[str]:

@@ -119,10 +119,10 @@ def _plain(value: Any) -> Any:
         return None
     if isinstance(value, Mapping):
         return {str(name): _plain(value[name]) for name in value}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)) or getattr(value, "ndim", None):  # or an array, which keeps what its items are
         return [_plain(item) for item in value]
-    if hasattr(value, "tolist") and not isinstance(value, np.floating):  # numpy's and torch's scalars and arrays
-        return _plain(list(value) if isinstance(value, np.ndarray) and value.ndim else value.tolist())
+    if hasattr(value, "tolist") and not isinstance(value, np.floating):  # numpy's and torch's scalars
+        return _plain(value.tolist())
     text = as_text(value)
     if text is None:
         kind = f"{value}" if isinstance(value, (float, np.floating)) else f"a {type(value).__name__}"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from cqwen_dist.config.data import QUESTION_AND_ANSWER, RECIPES, can_be_named, column_lines
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.cells import BadLine, TableCells, as_number, is_index
-from cqwen_dist.data.columns import columns_of, forms_in, sample
+from cqwen_dist.data.columns import cell_in, columns_of, forms_in, sample
 from cqwen_dist.data.json_rows import no_records
 from cqwen_dist.data.records import Text
 from cqwen_dist.number_forms import EMPTY_MARKS, Form, by_form, said
@@ -195,7 +195,9 @@ def _of_table(
         "number_columns": by_form({name: form for name, form in forms.items() if name in (*columns.usable, target)}),
     }
     named = (*columns.usable, target)
-    empty = {name for record in records for name in named if not columns.cells.text(name, record.get(name))}
+    empty = {
+        name for record in records for name in named if not cell_in(columns.cells, name, record.get(name), "--data")
+    }
     if empty - {target}:
         keys["empty_cell"] = "unknown"
     if target in empty:

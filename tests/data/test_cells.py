@@ -34,6 +34,7 @@ SAME: dict[str, list[Any]] = {
     "2024-01-31 10:20:00": [datetime(2024, 1, 31, 10, 20), pd.Timestamp("2024-01-31 10:20"), "2024-01-31T10:20:00.000"],
     "2024-01-31 10:20:00.5": ["2024-01-31 10:20:00.500", datetime(2024, 1, 31, 10, 20, 0, 500000)],
     "2024-01-31 10:20:00+00:00": [datetime(2024, 1, 31, 10, 20, tzinfo=UTC), "2024-01-31T10:20:00Z"],
+    "0": [0, -0.0, np.float32(-0.0), Literal("-0"), Literal("-0.00"), Decimal("-0.0")],
     "10:20:00": [time(10, 20), "10:20:00"],
     "1 days 02:00:00": [timedelta(days=1, hours=2), pd.Timedelta(hours=26), "1 days 02:00:00"],
     "true": [True, np.bool_(True), "true", "True", "TRUE"],
@@ -99,6 +100,7 @@ FORMS: list[tuple[list[str], str, list[str]]] = [  # cells, their form, their nu
     (["21 °C", "−3 °C"], "1234.5 °C", ["21", "-3"]),
     (["(2,010)", "1,821"], "1234.5", ["-2010", "1821"]),
     (["−1010", "+5", "5-"], "1234.5", ["-1010", "5", "-5"]),
+    (["-0.0", "(0)", "-0", "1.5"], "1234.5", ["0", "0", "0", "1.5"]),
     (["2\u00a0010", "1\u202f821,5"], "1234,5", ["2010", "1821.5"]),
     (["1 010", "12 345 678"], "1234.5", ["1010", "12345678"]),
     (["３５", "１２．５"], "1234.5", ["35", "12.5"]),
@@ -313,7 +315,15 @@ def _seen(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], TableCells]:
 
 
 TRAINED = [
-    {"n": str(i), "day": "2024-01-07", "flag": "true", "us": "01/31/2024", "word": "x", "full": "a"}
+    {
+        "n": str(i),
+        "day": "2024-01-07",
+        "at": f"2024-01-07 10:20:00+0{1 + i % 2}:00",
+        "flag": "true",
+        "us": "01/31/2024",
+        "word": "x",
+        "full": "a",
+    }
     for i in range(1, 10)
 ]
 
@@ -326,6 +336,9 @@ TRAINED = [
         ({"day": datetime(2024, 5, 1)}, None),
         ({"flag": False}, None),
         ({"n": 500}, "column n: 8 of 8 numbers are outside of 1 to 9, all that was learnt from: 500 to 500"),
+        ({"at": "2024-01-07T08:20:00Z"}, "column at: times of the zone +00:00, in training +01:00, +02:00"),
+        ({"at": "2024-01-07 10:20"}, "column at: times of the zone none, in training +01:00, +02:00"),
+        ({"day": "2024-01-07 10:20"}, "column day: times of the zone none, in training no times"),
         ({"full": None}, "column full: 100% of the cells are empty, 0% in training"),
         ({"word": "7"}, "column word: every cell is a number, which was text in training"),
     ],
@@ -428,3 +441,9 @@ def test_number_columns_are_checked_and_written_as_they_are_read() -> None:
     assert DataConfig(train="t", number_columns=by_form(forms)).number_columns == by_form(forms)
     with pytest.raises(UserError, match=r"data\.number_columns: found '12,5' is no number like"):
         given_forms(DataConfig(train="t", number_columns={"12,5": ["a"]}))
+
+
+def test_a_number_that_has_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
+    pd.DataFrame({"a": [1.0, np.inf], "price": [1.5, 2.5]}).to_parquet(tmp_path / "t.parquet")
+    with pytest.raises(UserError, match="--data: found inf, allowed: text, a number"):
+        recognise(str(tmp_path / "t.parquet"), "price")
