@@ -178,12 +178,13 @@ def sweep_point(index: int, config: Path, points: Path, overrides: list[str]) ->
 
 
 def _record(run_dir: Path, entry: dict[str, Any]) -> None:
-    """Append a line in a single write, so that lines from multiple hosts do not mix."""
+    """Append a line in a single write, so that lines from multiple hosts do not mix, nor with one that was cut off."""
     path = run_dir / SLURM / HISTORY
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps({"time": round(time.time(), 3), "host": platform.node(), **entry}) + "\n"
-    with open(path, "ab", buffering=0, opener=not_followed) as file:
-        file.write(line.encode())
+    with open(path, "ab+", buffering=0, opener=not_followed) as file:
+        whole = not file.seek(0, os.SEEK_END) or (file.seek(-1, os.SEEK_END), file.read(1))[1] == b"\n"
+        file.write((line if whole else f"\n{line}").encode())
 
 
 def _latest_step(run_dir: Path) -> int:

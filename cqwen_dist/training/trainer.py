@@ -206,7 +206,8 @@ class Trainer:
 
     def _evaluate(self, step: int) -> dict[str, Any]:
         evaluations = self.run.evaluations
-        metrics = evaluations(step, self.place.stage)
+        found = evaluations(step, self.place.stage)
+        metrics = from_main_rank(lambda: found)  # CPUs of other kinds may round otherwise, and a stage may end by it
         if self.log is not None:
             self.log.add(metrics)
             self.log.flush()  # no extra synchronisation: the evaluation has waited for this step

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.runs import write_config
 
+from cqwen_dist.cluster import batch
 from cqwen_dist.cluster.batch import begin, fruitless_starts, guilty_log, judge, read_history, sweep_point
 from cqwen_dist.config import UserError
 from cqwen_dist.run.status import write_status
@@ -163,6 +164,15 @@ def test_a_time_limit_too_short_for_one_step_ends_in_failure(starts: Starts) -> 
         starts.start()
         verdicts.append(starts.end(138, "USR1")[0])
     assert verdicts == ["requeue 0", "requeue 0", "failed"]
+
+
+def test_a_line_that_was_cut_off_does_not_take_the_next_one_along(tmp_path: Path) -> None:
+    history = tmp_path / "slurm" / "history.jsonl"
+    history.parent.mkdir()
+    history.write_text('{"event": "start", "ti')
+    for _ in range(2):
+        batch._record(tmp_path, {"event": "start", "job": "1", "nodes": "", "start": 0, "step": 0})
+    assert len(batch.read_history(tmp_path)) == 2
 
 
 def test_a_lost_host_counts_as_a_failed_start(starts: Starts) -> None:
