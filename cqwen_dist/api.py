@@ -307,19 +307,13 @@ def _plain_text(cell: Any, form: Form | None) -> str:
 
 def _learnt_table(model: Any, columns: Sequence[str], empty: str | None, comma: bool | None) -> _Learnt:
     """How the run read a row. empty, comma: as of `_Learnt.of`. Raises `UserError`."""
-    from cqwen_dist.checkpoint.trained import is_exported, run_of
-    from cqwen_dist.data.columns import columns_for
-    from cqwen_dist.run.files import START, read_object
+    from cqwen_dist.checkpoint.learnt_table import learnt_table
 
-    config = None if isinstance(model, tuple) or is_exported(_folder(model)) else run_of(_folder(model))[0]
-    if config is None or config.data.target_field is None:
-        raise UserError("--template", "none", "the prompt of a row; only a run with data.target_field knows its own")
-    data = config.data
-    was = read_object(Path(config.run.dir) / START).get("columns") or columns_for(data)
-    if not was and "{*}" in f"{data.prompt_template}{data.text_template}":
-        allowed = f"the prompt of a row, as {data.train} has the columns of the run's {{*}} and is gone"
+    found = None if isinstance(model, tuple) else learnt_table(_folder(model))
+    if found is None:
+        allowed = "the prompt of a row; only a run with data.target_field, or its export, knows its own"
         raise UserError("--template", "none", allowed)
-    learnt = _Learnt.of(data, was, empty, comma)
+    learnt = _Learnt.of(found.data, found.described(), empty, comma)
     if lacks := [name for name in learnt.extract.inputs if name not in columns]:
         allowed = f"the columns that the run learnt from; found here: {', '.join(columns)}"
         raise UserError("FILE", f"no column {', '.join(lacks)}", allowed)

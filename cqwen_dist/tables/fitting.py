@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic_core import to_json
 
+from cqwen_dist.checkpoint.learnt_table import learnt_table
 from cqwen_dist.checkpoint.manifest import Retention, checkpoint_folder, evaluated
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.config.data import column_lines
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.columns import given_forms
-from cqwen_dist.data.learnt_range import LearntRange
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.table import predict_rows, prompts_of, shared_digits, template_of, write_table
 from cqwen_dist.number_forms import by_form
@@ -36,11 +36,9 @@ from cqwen_dist.run.files import (
     BEST,
     FIT,
     REPORT,
-    START,
     appearing,
     file_record,
     not_followed,
-    read_object,
     write_atomically,
     written_whole,
 )
@@ -303,7 +301,8 @@ def _predict(
     say(f"predicting {len(made.parts.test):,} rows with {checkpoint}, the best on the rows for evaluation")
     table = made.table
     rows, prompts, cells = ([of[row] for row in made.parts.test] for of in (table.written, made.prompts, table.rows))
-    known = LearntRange.of(read_object(folder / "run" / START).get("columns") or {}, table.target)
+    learnt = learnt_table(checkpoint)
+    known = None if learnt is None else learnt.known()
     settings: dict[str, Any] = {"within": 0, "known": known, "cells": cells}
     low, middle, high = np.quantile(table.values(), [0.25, 0.5, 0.75])
     digits = DIGITS + shared_digits(abs(middle), high - low)

@@ -20,6 +20,7 @@ from cqwen_dist.config import UserError, load_config
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.tables.fitting import FitRequest, prepare
 from cqwen_dist.tables.table_verbs import _train_fit
+from cqwen_dist.tools.export.export import export
 
 
 def write_table(path: Path, rows: int = 60) -> Path:
@@ -195,6 +196,24 @@ def test_predict_uses_the_learnt_columns_in_their_order(tmp_path: Path) -> None:
         predict(tmp_path / "run", [{"city": "Rome", "height": 2}])
     table.unlink()
     assert predict(tmp_path / "run", mixed, digits=7) == other, "the run knows its columns without the data"
+
+
+def test_an_exported_fit_predicts_and_marks_rows_as_the_fit_does(
+    fitted: tuple[Path, list[object]], tmp_path: Path
+) -> None:
+    out, _ = fitted
+    exported = export(export(out, tmp_path / "first"), tmp_path / "second")
+    rows = [{"city": "Rome", "age": 30, "height": 1.8}, {"city": "Rome", "age": 5000, "height": None}]
+    said: list[str] = []
+    for own, other in zip(predict(out, rows, say=said.append), predict(exported, rows, say=said.append), strict=True):
+        assert other["outside"] == own["outside"]
+        assert other["low_90"] == pytest.approx(own["low_90"], rel=1e-4)
+    assert own["outside"].startswith("age")
+    assert said[:2] == said[2:], "how the rows differ from those learnt"
+    assert "outside of 11 to 50" in said[0]
+    (exported / "table.json").write_text('{"data": {"train": "a", "target_field": 3}, "columns": {}}', encoding="utf-8")
+    with pytest.raises(UserError, match=r"table\.json: found data.target_field: .*allowed: data and columns"):
+        predict(exported, rows)
 
 
 def test_a_split_by_row_number_needs_every_row(one_rank: Path, tmp_path: Path) -> None:

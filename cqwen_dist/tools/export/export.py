@@ -6,6 +6,7 @@ OUT/*_causal_qwen.py                     the code, for machines without this pac
 OUT/adapter/                             the same adapters in PEFT's format, unless merged
 OUT/README.md, training.json             the model card, and its facts about training
 OUT/calibration.json                     interval factors, if the run measured them
+OUT/table.json                           how a table's rows were read and their ranges, if the run learnt one
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from cqwen_dist.checkpoint.adapter import WEIGHTS, to_peft, write_config
+from cqwen_dist.checkpoint.learnt_table import FILE as TABLE
+from cqwen_dist.checkpoint.learnt_table import learnt_table
 from cqwen_dist.checkpoint.trained import is_exported, load_exported, load_trained, run_of
 from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.errors import UserError, reason_of
@@ -63,6 +66,7 @@ def export(
     _check_options(out, dtype, shard_size)
     model, tokenizer = load_trained(path, full_base=True)
     about = _about(Path(path)) | _rounded_base(Path(path), model) | _merged_and_cast(model, merge or as_base, dtype)
+    table = learnt_table(Path(path))
     plain, bias = plain_model(model, drop_bias) if as_base else (None, None)
     if bias is not None:
         about["bias"] = size if (size := float(bias.abs().max())) > HELD else None
@@ -71,6 +75,8 @@ def export(
             if plain is None or bias is None:
                 model.save_pretrained(folder, max_shard_size=shard_size)
                 _write_all_but_weights(model, tokenizer, folder, about["base"])
+                if table is not None:
+                    _write_json(folder / TABLE, table.to_dict())
                 _compare(model, folder)
             else:
                 plain.save_pretrained(folder, max_shard_size=shard_size)

@@ -1,0 +1,78 @@
+"""How a run read the rows of its table. A prediction needs it, from the run or from what is exported of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from cqwen_dist.checkpoint.trained import is_exported, run_of
+from cqwen_dist.config.data import DataConfig
+from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.data.columns import columns_for
+from cqwen_dist.data.learnt_range import LearntRange
+from cqwen_dist.data.records import named_fields
+from cqwen_dist.run.files import START, read_object
+
+FILE = "table.json"  # in an exported folder
+# What of the data's keys decides how a row is read; paths stay at home
+READ = {"prompt_template", "text_template", "target_field", "number_types", "more_values", "labels_field"}
+READ |= {"calculator_marks", "empty_cell", "number_columns", "numbers"}
+
+
+class Column(BaseModel):
+    """What a column looked like, as `data.columns.described` has it."""
+
+    kind: str
+    empty: float
+    form: str | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+class LearntTable(BaseModel):
+    """data: of its keys, those of `READ`. columns: in the order in which {*} names them."""
+
+    model_config = ConfigDict(frozen=True)
+    data: DataConfig
+    columns: dict[str, Column]
+
+    def described(self) -> dict[str, dict[str, Any]]:
+        """The columns, as `data.columns.described` has them."""
+        return {name: column.model_dump(exclude_none=True) for name, column in self.columns.items()}
+
+    def known(self) -> LearntRange | None:
+        """The ranges of the numbers that were learnt from."""
+        return LearntRange.of(self.described(), str(self.data.target_field))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The contents of `FILE`."""
+        return {"data": self.data.model_dump(mode="json", exclude_unset=True), "columns": self.described()}
+
+
+def learnt_table(folder: Path) -> LearntTable | None:
+    """Of a run, a checkpoint or an exported folder; None if no table with a target was learnt. Raises `UserError`."""
+    if is_exported(folder):
+        return _checked(read_object(folder / FILE), folder) if (folder / FILE).is_file() else None
+    config, _ = run_of(folder)
+    if config.data.target_field is None:
+        return None
+    columns = read_object(Path(config.run.dir) / START).get("columns") or columns_for(config.data)
+    if not columns and "*" in named_fields(config.data):
+        return None
+    data = config.data.model_dump(mode="json", include=READ, exclude_defaults=True)
+    return _checked({"data": {"train": FILE, **data}, "columns": columns}, folder)
+
+
+def _checked(found: dict[str, Any], folder: Path) -> LearntTable:
+    """Raises `UserError` for what no run writes."""
+    try:
+        table = LearntTable.model_validate(found)
+    except ValidationError as error:
+        place = ".".join(map(str, error.errors()[0]["loc"]))
+        allowed = "data and columns, as cqwen export writes them"
+        raise UserError(FILE, Said(f"{place}: {error.errors()[0]['msg']}"), allowed, str(folder)) from None
+    if table.data.target_field is None:
+        raise UserError(FILE, Said("no data.target_field"), "one", str(folder))
+    return table
