@@ -182,6 +182,23 @@ def test_refuses_missing_files(tmp_path: Path) -> None:
         WeightFiles(tmp_path).slice_of("model.layers.9.mlp.up_proj.weight")
 
 
+def refused_weights(folder: str) -> str:
+    case = Case(2, 1, 3, "fp32", 1, BOTH)
+    with pytest.raises(UserError) as refusal:
+        load_partitioned_base(folder, config_of(case), runtime_of(case))
+    return str(refusal.value)
+
+
+def test_a_missing_tensor_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    """Only rank 0 reads the weights."""
+    base = tiny_base()
+    left = {name: value for name, value in base.state_dict().items() if "layers.1.mlp.up_proj" not in name}
+    base.save_pretrained(tmp_path, state_dict=left)
+    said = run_ranks(refused_weights, 2, str(tmp_path), timeout=60)
+    assert said[0] == said[1]
+    assert "found no model.layers.1.mlp.up_proj.weight in" in said[0]
+
+
 @pytest.mark.parametrize("kind", [pytest.param("qwen2", marks=pytest.mark.slow), "llama"])
 def test_a_zero_3_run_equals_a_zero_1_run(kind: str, tmp_path: Path) -> None:
     """The whole trainer: calibrated start, evaluation, both stages; and it goes on from a checkpoint of stage 1.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +137,18 @@ def partitioned(shape: Any, config: Config, runtime: Runtime, fill: Callable[[st
     for name, module in reversed([*base.model.named_modules(prefix="model")]):  # a module's parts before itself
         own = dict(module.named_parameters(recurse=False))
         if own:
-            for key, parameter in own.items():  # other ranks pass memory that DeepSpeed's broadcast fills
-                value = torch.empty(parameter.shape, dtype=dtype, device=runtime.device)
-                if runtime.is_main:
-                    fill(f"{name}.{key}", value)
+            # Other ranks pass memory that DeepSpeed's broadcast fills
+            values = {
+                f"{name}.{key}": torch.empty_like(p, dtype=dtype, device=runtime.device) for key, p in own.items()
+            }
+            main_rank_first(partial(_fill, values, fill))
+            for key, value in zip(own, values.values(), strict=True):
                 setattr(module, key, nn.Parameter(value, requires_grad=False))
             with naming("DeepSpeed's partitioning"):
                 deepspeed.zero.Init(module=module, config_dict_or_path=settings, dtype=dtype)
     return base
+
+
+def _fill(values: dict[str, Tensor], fill: Callable[[str, Tensor], None]) -> None:
+    for name, value in values.items():
+        fill(name, value)
