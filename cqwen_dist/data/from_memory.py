@@ -63,7 +63,7 @@ def _rows_of_frame(frame: Any, key: str) -> list[Any]:
     names = [str(name) for name in (*index, *frame.columns)]
     if len({*names}) < len(names):
         raise UserError(key, names, "a DataFrame with another name for every column")
-    frame = frame.reset_index(index) if index else frame
+    frame = (frame.reset_index(index) if index else frame).set_axis(names, axis=1)
     kinds = {name: _SHORT[kind] for name in frame.columns if (kind := str(frame.dtypes[name]).lower()) in _SHORT}
     rows = frame.to_dict("records")
     return [{**row, **{name: shortened(row[name], kind) for name, kind in kinds.items()}} for row in rows]

@@ -268,6 +268,8 @@ def test_an_index_with_a_name_is_a_column_in_memory_as_in_a_file(tmp_path: Path)
     frame.to_csv(tmp_path / "t.csv")
     found, same = (texts_of(source, tmp_path) for source in (frame, str(tmp_path / "t.csv")))
     assert [text.text for text in found] == [text.text for text in same]
+    texts = [text.text for text in texts_of(pd.DataFrame({0: ["a", "b"], "price": [1.5, 2.5]}), tmp_path)]
+    assert texts == ["0: a\nprice: 1.5\n", "0: b\nprice: 2.5\n"]
     assert found[1].text == "city: b\nx: 2\nprice: 2.5\n"
 
 

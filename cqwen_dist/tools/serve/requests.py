@@ -73,7 +73,12 @@ class Asked(BaseModel):
         }
         if drawn and self.mode is None:
             options["do_sample"] = True
-        given = {"temperature": self.temperature or None, "top_p": self.top_p, "top_k": self.top_k}
+        drawing = self.mode not in (None, "standard")  # there 0 is the median individual, or the best word
+        given = {
+            "temperature": self.temperature if drawing else self.temperature or None,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }
         return options | {name: value for name, value in given.items() if value is not None}
 
 

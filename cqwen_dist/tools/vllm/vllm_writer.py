@@ -22,6 +22,7 @@ from cqwen_dist.checkpoint.trained import intervals_of, is_exported
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.continuation import Written, end_ids, written_of
+from cqwen_dist.generate.hugging_face import NEUTRAL, OF_LOGITS, SAMPLING
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, check_digits, empty_numbers
 from cqwen_dist.generate.streaming import NumberStreamer, ends_at
 from cqwen_dist.heads.intervals import Intervals
@@ -30,6 +31,8 @@ from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.run.files import read_object
 
 MODES = ("standard", "ovr", "compatible")
+PENALTY = "repetition_penalty"
+IN_VLLM = (PENALTY, "min_p")  # what transformers and vLLM know by the same name, besides `SAMPLING`
 
 
 class VllmWriter:
@@ -100,7 +103,7 @@ class VllmWriter:
             stop_token_ids=ends,
             detokenize=False,
             extra_args={"key": key, "numbers": numbers, "digits": digits, "mode": mode},
-            **sampling(mode, drawing),
+            **sampling(mode, drawing, self.generation_config),
         )
         text = await self._row(given, total)
         ended = [ends_at(stop, self.tokenizer, start, digits)] if stop else []
@@ -195,16 +198,31 @@ async def _new_tokens(outputs: AsyncIterator[Any]) -> AsyncIterator[list[int]]:
         count = len(ids)
 
 
-def sampling(mode: str, drawing: Mapping[str, Any]) -> dict[str, Any]:
-    """What vLLM calls the options of a draw. Logits are log P, in mode compatible loc_S. Raises `UserError`."""
+def sampling(mode: str, drawing: Mapping[str, Any], base: GenerationConfig | None = None) -> dict[str, Any]:
+    """What vLLM calls the options of a draw. Logits are log P, in mode compatible loc_S. Raises `UserError`.
+
+    base: mode compatible has its settings where `drawing` has none, as in `generate`.
+    """
     if mode not in MODES:
         raise UserError("mode", mode, f"{', '.join(MODES)}; others without vLLM")
     given = {name: value for name, value in drawing.items() if value is not None}
-    drawn = given.pop("do_sample", mode == "ovr" or (mode == "compatible" and bool(given)))
+    if mode == "compatible" and base is not None:
+        given = _own_sampling(base) | given
+    drawn = given.pop("do_sample", mode == "ovr" or (mode == "compatible" and not given.keys() <= {*IN_VLLM}))
     if mode == "standard" and given.keys() - {"seed"}:
         name = min(given.keys() - {"seed"})
         raise UserError(name, given[name], "none in mode standard, which draws nothing")
-    return {"temperature": 1.0, **given} if drawn else {"temperature": 0.0}
+    greedy = {"temperature": 0.0, **{name: given[name] for name in given if name == PENALTY}}
+    return {"temperature": 1.0, **given} if drawn else greedy
+
+
+def _own_sampling(base: GenerationConfig) -> dict[str, Any]:
+    own = {name: getattr(base, name, None) for name in (*SAMPLING, *OF_LOGITS)}
+    own = {name: value for name, value in own.items() if value is not None and value != NEUTRAL.get(name)}
+    if odd := sorted(own.keys() - {*SAMPLING, *IN_VLLM}):
+        found = Said(f"compatible, with {odd[0]} in generation_config.json")
+        raise UserError("mode", found, f"{', '.join(MODES)}; there only {', '.join((*SAMPLING, *IN_VLLM))}")
+    return own
 
 
 def _rank(adapters: Mapping[str, str]) -> int:

@@ -23,7 +23,7 @@ from cqwen_dist.generate.continuation import continue_text
 
 pytest.importorskip("fastapi", reason="pip install 'cqwen-dist[serve]'")
 pytest.importorskip("uvicorn", reason="pip install 'cqwen-dist[serve]'")
-from cqwen_dist.tools.serve.requests import ChatCompletion
+from cqwen_dist.tools.serve.requests import ChatCompletion, Completion
 from cqwen_dist.tools.serve.server import Limits, Server, make_app
 
 CALLED = [
@@ -146,6 +146,12 @@ def test_a_request_that_cannot_be_answered_says_which_field(
     got, answer = post(served, path, body)
     assert got == status
     assert said in answer["error"]["message"]
+
+
+def test_a_temperature_of_0_is_passed_on_to_the_modes_that_have_one() -> None:
+    for mode, passed in ((None, None), ("standard", None), ("causal", 0.0), ("compatible", 0.0), ("ovr", 0.0)):
+        assert Completion(prompt="w", temperature=0, mode=mode).options(9).get("temperature") == passed
+    assert "top_p" not in Completion(prompt="w").options(9)
 
 
 def test_a_chat_is_read_as_in_training_with_its_tool_calls_and_thoughts() -> None:

@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.serving import running
 from support.tiny import tiny_causal_lm
+from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 from cqwen_dist.cli import app
@@ -79,6 +80,16 @@ def test_modes_become_vllms_sampling() -> None:
     assert sampling("standard", {"seed": 3}) == {"temperature": 0.0}
     assert sampling("compatible", {}) == {"temperature": 0.0}
     assert sampling("compatible", {"do_sample": True, "top_p": 0.5, "seed": None}) == {"temperature": 1.0, "top_p": 0.5}
+    base = GenerationConfig(do_sample=True, temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.1)
+    of_base = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}
+    assert sampling("compatible", {}, base) == of_base, "as `generate` draws there"
+    assert sampling("compatible", {"top_k": 3, "seed": 1}, base) == {**of_base, "top_k": 3, "seed": 1}
+    greedy = {"temperature": 0.0, "repetition_penalty": 1.1}
+    assert sampling("compatible", {"do_sample": False}, base) == greedy
+    assert sampling("compatible", {}, GenerationConfig(repetition_penalty=1.1)) == greedy
+    assert sampling("ovr", {}, base) == {"temperature": 1.0}
+    with pytest.raises(UserError, match=r"no_repeat_ngram_size in generation_config\.json"):
+        sampling("compatible", {}, GenerationConfig(no_repeat_ngram_size=3))
     assert sampling("ovr", {"seed": 3}) == {"temperature": 1.0, "seed": 3}
     with pytest.raises(UserError, match="individual', allowed: standard, ovr, compatible"):
         sampling("individual", {})
