@@ -102,7 +102,7 @@ def write_numbers(pieces: Sequence[str | float], policy: NumberPolicy = DEFAULT_
     "inf" and "-inf", which `find_numbers` ignores. Pieces that cannot be written so (a numeral in a text, next to a
     number) are written plainly.
     """
-    writing = _Writing(pieces, policy)
+    writing = _Writing([piece for piece in pieces if piece != ""], policy)  # "" would hide that two numbers meet
     while True:
         text = "".join(writing.written())
         spans = find_numbers(text, policy)

@@ -13,7 +13,7 @@ import numpy as np
 from cqwen_dist.config import UserError
 from cqwen_dist.config.data import can_be_named
 from cqwen_dist.config.errors import Said
-from cqwen_dist.data.cells import BadLine, TableCells, as_number, cell_text, is_missing
+from cqwen_dist.data.cells import BadLine, Literal, TableCells, as_number, cell_text, is_missing
 from cqwen_dist.data.columns import columns_of, forms_in, sample
 from cqwen_dist.data.learnt_range import OUTSIDE
 from cqwen_dist.data.recipes import records_in, table_columns
@@ -93,7 +93,8 @@ def _as_written(record: Mapping[str, Any], names: Sequence[str]) -> Row:
 
 def _written(value: Any) -> str:
     """The cell for a CSV file that has the same text: texts as they are, other values as `cell_text`."""
-    return "" if is_missing(value) else value.strip() if isinstance(value, str) else cell_text(value) or ""
+    text = isinstance(value, str) and not isinstance(value, Literal)
+    return "" if is_missing(value) else value.strip() if text else cell_text(value) or ""
 
 
 def _refuse_targets(rows: Sequence[Row], target: str, source: str) -> None:

@@ -110,6 +110,11 @@ def test_adjacent_generated_numbers_stay_two(small: NumericalAwareTokenizer) -> 
         small.decode([num, num], [1.0])
 
 
+def test_numbers_stay_apart_where_the_special_token_between_them_is_left_out(small: NumericalAwareTokenizer) -> None:
+    end, number = small.eos_token_id, small.num_token_id
+    assert small.decode([number, end, end, number], [5.0, 0, 0, 2.5], skip_special_tokens=True) == "5 2.5"
+
+
 def test_preprocess_pads_on_the_right(small: NumericalAwareTokenizer) -> None:
     batch = small.preprocess(["价格是99.9元", "A patient aged 21 weighs 2 kg", ""])
     assert batch.keys() == {"input_ids", "numeric_values", "attention_mask"}

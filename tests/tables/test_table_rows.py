@@ -138,6 +138,18 @@ def test_the_parts_of_a_split_are_disjoint_complete_and_round_trip(tmp_path: Pat
         assert [table.rows[row] for row in before] == [again.rows[row] for row in after]
 
 
+def test_a_column_of_numbers_and_words_round_trips_through_a_fits_files(tmp_path: Path) -> None:
+    lines = [
+        f'{{"mixed": {cell}, "score": {i}}}' for i, cell in enumerate(["2.50", '"x"', "1e-7", '"2.50"', "[1.0]"] * 5)
+    ]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    table = read_table(str(tmp_path / "t.jsonl"), "score")
+    split(25, seed=0, test_fraction=0.2).write(tmp_path / "table", table)
+    again, _ = read_parts(tmp_path / "table", table.forms)
+    assert {row["score"]: row["mixed"] for row in again.rows} == {row["score"]: row["mixed"] for row in table.rows}
+    assert [row["mixed"] for row in table.rows[:5]] == ["2.5", "x", "1e-07", "2.50", "[1]"]
+
+
 def test_a_published_split_is_taken_by_its_number(tmp_path: Path) -> None:
     path = tmp_path / "splits.json"
     path.write_text(json.dumps([[0, 1, 2], [5, 7, 9]]), encoding="utf-8")
