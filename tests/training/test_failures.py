@@ -261,26 +261,27 @@ def test_no_group_is_made_while_a_signal_may_end_a_rank_alone(tmp_path: Path, ze
         assert len(made) >= 4, "the run made no groups: the test watches the wrong function"
 
 
-def one_rank_rounds_otherwise(path: str) -> int:
-    """The steps of a stage that ends without improvement; rank 0's figures improve a little, rank 1's stay."""
+def one_rank_rounds_otherwise(path: str) -> list[int]:
+    """The steps that a rank evaluates in a stage that ends without improvement; only rank 0's figures improve."""
     from cqwen_dist.training.evaluation.run_evaluation import Evaluations
     from cqwen_dist.training.train import train_on
 
-    evaluate = Evaluations.__call__
+    evaluate, steps = Evaluations.__call__, []
 
     def rounded(self: Evaluations, step: int, stage: str) -> dict[str, Any]:
+        steps.append(step)
         return evaluate(self, step, stage) | {"eval/cls_loss_mean": 1.0 - (dist.get_rank() == 0) * step * 1e-15}
 
     Evaluations.__call__ = rounded  # type: ignore[method-assign]
     train_on(load_config(path), as_rank())
-    return int(read_status(Path(load_config(path).run.dir))["step"])
+    return steps
 
 
 def test_ranks_end_a_stage_together_though_their_figures_differ_in_the_last_bit(tmp_path: Path) -> None:
     until = {"max_steps": 4, "patience": 1}
     stages = [{"name": "heads", "train": ["heads", "embedding"], "lr": 1e-2, "until": until}]
     config = write_config(tmp_path, stages=stages, train__eval_every=1, train__checkpoint_every=9)
-    assert run_ranks(one_rank_rounds_otherwise, 2, str(config), timeout=60) == [4, 4]
+    assert run_ranks(one_rank_rounds_otherwise, 2, str(config), timeout=60) == [[0, 1, 2, 3, 4]] * 2
 
 
 def tracker_is_missing(path: str) -> str:
