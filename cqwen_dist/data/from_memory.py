@@ -23,6 +23,7 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.number_forms import numeral
 from cqwen_dist.run.files import file_record, written_whole
 
+_TIMES = (np.datetime64, np.timedelta64)
 # float32 or less in pandas
 _SHORT = {"float16": np.float16, "halffloat[pyarrow]": np.float16, "float32": np.float32, "float[pyarrow]": np.float32}
 ROWS = "records or texts: a list, a generator, a datasets.Dataset (one split), a DataFrame"
@@ -44,7 +45,7 @@ def records(rows: Any, key: str, text_field: str = "text") -> Iterator[dict[str,
 
 
 def as_rows(rows: Any, key: str) -> Iterator[Any]:
-    """Yield the rows unchanged, each a text or a mapping. Raises `UserError`."""
+    """Yield the rows, each a text or a mapping, with numpy's times as Python's. Raises `UserError`."""
     if hasattr(rows, "columns") and hasattr(rows, "to_dict"):  # iterating a pandas DataFrame yields columns
         rows = _rows_of_frame(rows, key)
     elif hasattr(rows, "features"):  # a datasets.Dataset
@@ -54,7 +55,12 @@ def as_rows(rows: Any, key: str) -> Iterator[Any]:
     for number, row in enumerate(rows, 1):
         if not isinstance(row, (str, Mapping)):
             raise UserError(key, row, "a text, or a record by column", f"row {number}")
-        yield row
+        yield row if isinstance(row, str) else {name: _of_python(row[name]) for name in row}
+
+
+def _of_python(value: Any) -> Any:
+    """numpy's times as Python's, NaT as None: `tolist` makes nanoseconds an integer."""
+    return value.astype(f"{value.dtype.kind}8[us]").item() if isinstance(value, _TIMES) else value
 
 
 def _rows_of_frame(frame: Any, key: str) -> list[Any]:
@@ -120,7 +126,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _plain(value[name]) for name in value}
     if isinstance(value, (list, tuple)) or getattr(value, "ndim", None):  # or an array, which keeps what its items are
-        return [_plain(item) for item in value]
+        return [_plain(_of_python(item)) for item in value]
     if hasattr(value, "tolist") and not isinstance(value, np.floating):  # numpy's and torch's scalars
         return _plain(value.tolist())
     text = as_text(value)

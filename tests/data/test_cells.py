@@ -20,7 +20,8 @@ from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.cells import Literal, TableCells, cell_text, is_empty
 from cqwen_dist.data.columns import described, forms_in, given_forms, sample
 from cqwen_dist.data.differences import compare
-from cqwen_dist.data.from_memory import write_records
+from cqwen_dist.data.from_memory import as_rows, write_records
+from cqwen_dist.data.from_memory import records as from_memory
 from cqwen_dist.data.recipes import recognise
 from cqwen_dist.data.records import ReadReport, Text
 from cqwen_dist.data.sources import read_texts
@@ -261,6 +262,16 @@ def test_single_precision_is_short_in_lists_and_objects_too(tmp_path: Path) -> N
         (frame.astype({"word": "float16"})[["word", "price"]], ["word: 0.1"]),
     ):
         assert texts_of(source, tmp_path)[0].text.splitlines() == [*fields, "price: 1.5"]
+
+
+def test_numpys_times_are_those_of_python() -> None:
+    """`item` and `tolist` make an integer of nanoseconds, as `values` of a DataFrame has them."""
+    days = [np.datetime64("2024-01-07", unit) for unit in ("D", "s", "ms", "us", "ns")]
+    spans = [np.timedelta64(26, "h"), np.timedelta64(26 * 3600 * 10**9, "ns")]
+    rows = [{"x": value} for value in (*days, *spans, np.datetime64("NaT", "ns"), np.timedelta64("NaT"))]
+    found = [row["x"] for row in from_memory([*rows, {"x": np.array(days[-1:])}], "rows")]
+    assert found == [*["2024-01-07"] * 5, *["1 days 02:00:00"] * 2, None, None, ["2024-01-07"]]
+    assert [TableCells({}).text("x", row["x"]) for row in as_rows(rows, "rows")] == [text or "" for text in found[:-1]]
 
 
 def test_an_index_with_a_name_is_a_column_in_memory_as_in_a_file(tmp_path: Path) -> None:
