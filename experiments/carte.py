@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from cqwen_dist.tables.judging import OURS, conditional, errors, intervals
-from cqwen_dist.training.evaluation.number_metrics import interval_factors
+from cqwen_dist.tables.wide.wide_alone import half_widths
 from experiments.carte_models import (
     BOOSTED,
     FOREST,
@@ -81,7 +81,7 @@ def stacked(fits: Sequence[Fit], y: np.ndarray) -> Fit:
 
 
 def judged(known: Mapping[str, Any], y: np.ndarray, truth: np.ndarray) -> dict[str, Any]:
-    """Errors of every model and stack, and how often 90 % intervals hold: of one scale for all rows times exp(h)."""
+    """Errors of every model and stack, and how often 90 % intervals hold: as wide as `half_widths`, times exp(h)."""
     g, h = Fit(*known["g"]), Fit(*known["h"])
     middle = float(np.median(y - g.left_out))
     fits = {name: Fit(*both) for name, both in known.items() if name not in ("g", "h", "folds")}
@@ -95,8 +95,8 @@ def judged(known: Mapping[str, Any], y: np.ndarray, truth: np.ndarray) -> dict[s
         results[name] = dict(errors(fit.test, truth))
         if np.isnan(fit.left_out).any():
             continue
-        factors = interval_factors(np.abs(y - fit.left_out) / np.exp(h.left_out), (0.9,))
-        half = factors.half_width(0.9) * np.exp(h.test)
+        scores = np.abs(y - fit.left_out) / np.exp(h.left_out)
+        half = half_widths(fit.left_out, scores, fit.test) * np.exp(h.test)
         ends = np.stack([fit.test - half, fit.test + half], 1)
         deciles = conditional({OURS: fit.test, "": fit.test}, {"": {"mae": 0.0}}, ends, truth)["deciles"]["predicted"]
         results[name] |= intervals(ends, truth) | {"deciles": [of["coverage_90"] for of in deciles]}

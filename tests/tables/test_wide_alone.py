@@ -5,7 +5,7 @@ import pytest
 
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.tables.judging import OURS, WIDE_ALONE, verdict
-from cqwen_dist.tables.wide.wide_alone import wide_alone
+from cqwen_dist.tables.wide.wide_alone import half_widths, wide_alone
 
 DRAW = np.random.default_rng(0)
 CITIES = DRAW.choice(["Rome", "Oslo", "Bonn"], 160)
@@ -47,6 +47,19 @@ def test_predictions_are_held_near_the_range_that_was_learnt(tokenizer: Numerica
     assert low - 0.25 * (high - low) <= found.predicted[-1] <= high + 0.25 * (high - low)
     assert np.all(found.ends >= low - (high - low))
     assert np.all(found.ends <= high + (high - low))
+
+
+def test_intervals_hold_for_small_and_large_numbers_alike() -> None:
+    """Errors grow with the number. One width for all would hold nearly always for the small, rarely for the large."""
+    draw = np.random.default_rng(2)
+    known, asked = draw.uniform(1, 10, (2, 2000))
+    errors, new = known * np.abs(draw.normal(size=2000)), asked * np.abs(draw.normal(size=2000))
+    half = half_widths(known, errors, asked)
+    for some in (asked < 4, asked > 7):
+        assert 0.85 < np.mean(new[some] <= half[some]) < 0.96
+        assert not 0.85 < np.mean(new[some] <= np.quantile(errors, 0.9)) < 0.96
+    few = half_widths(known[:30], errors[:30], asked)
+    assert np.all(few == np.sort(errors[:30])[27]), "few rows have one width: that of the 28th of 30"
 
 
 def test_the_verdict_says_which_equal_models_give_intervals() -> None:

@@ -21,6 +21,7 @@ from cqwen_dist.training.evaluation.number_metrics import interval_factors
 
 FITTED_TO = "squared error, outliers limited"
 READ = 64  # rows at a time
+NEAREST, LEAST_NEAR = 1 / 3, 60  # share and number of rows whose errors set an interval's width
 MOST = 8192  # rows to learn from: the time grows with their cube, the memory with their square
 
 
@@ -79,16 +80,28 @@ def wide_alone(
     columns: int,
     random_features: int,
 ) -> Rival:
-    """Its predictions for the test rows, and 90 % intervals as wide as the errors of the rows left out demand."""
+    """Its predictions for the test rows, and 90 % intervals as wide as the errors of rows left out demand."""
     unit = TargetUnit.of(values[learnt], by_log)
     y = unit.forward(values)
     found = fit_alone(tokenizer, tokenizer.encode_batch(prompts), y, learnt, test, columns, random_features)
     (left_out, h), (g, h_test) = found.left_out, found.asked
     middle = np.median(y[learnt] - left_out)
     scores = np.abs(y[learnt] - middle - left_out) / np.exp(h)
-    half = interval_factors(scores, (0.9,)).half_width(0.9) * np.exp(h_test)
+    half = half_widths(left_out, scores, g) * np.exp(h_test)
     ends = [unit.back(middle + g + side * half, REACH) for side in (-1, 1)]
     return Rival(WIDE_ALONE, unit.back(middle + g), FITTED_TO, np.stack(ends, 1))
+
+
+def half_widths(known: np.ndarray, scores: np.ndarray, asked: np.ndarray, level: float = 0.9) -> np.ndarray:
+    """Half-widths [m] in scales: the scores' quantile among the rows nearest in predicted size. Errors grow with it.
+
+    known, scores [n]: predictions of the rows left out, and their errors in scales. asked [m]: predictions.
+    """
+    order = np.argsort(known, kind="stable")
+    count = min(max(round(NEAREST * len(known)), LEAST_NEAR), len(known))
+    first = np.clip(np.searchsorted(known[order], asked) - count // 2, 0, len(known) - count)
+    near = {start: interval_factors(scores[order[start : start + count]], (level,)) for start in set(first.tolist())}
+    return np.array([near[start].half_width(level) for start in first.tolist()])
 
 
 def _batches(tokens: Sequence[Encoded], rows: np.ndarray, pad: int) -> Iterator[tuple[Batch, Tensor]]:
