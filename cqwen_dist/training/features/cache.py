@@ -28,7 +28,7 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.training import FeatureCacheConfig
 from cqwen_dist.data.dataset import TextDataset
-from cqwen_dist.data.loader import EvalLoader, Loader, share
+from cqwen_dist.data.loader import EvalLoader, Loader
 from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.environment import versions
@@ -120,8 +120,9 @@ class FeatureCache:
             if self.settings.mode != "require" and left <= 1.0:
                 raise CacheRefused(f"the stage has {left:.2g} of an epoch left: no text would be read twice")
             self._refuse_size(dataset.report.tokens * hidden * self.dtype.itemsize)
-            batches = EvalLoader(dataset, rank=rank, world=world, micro_batch_size=loader.micro_batch_size)
-            mine = share(len(dataset), rank, world)
+            size = loader.micro_batch_size
+            batches = EvalLoader(dataset, rank=rank, world=world, micro_batch_size=size, by_length=True)
+            mine = batches.samples
             show = partial(self.progress.part, "feature cache", of=len(mine))
             began = time.monotonic()
             build_shards(folder, key, batches, mine, lambda *at: self.features(*at)[:, :hidden], self.runtime, show)
@@ -179,7 +180,7 @@ class FeatureCache:
             weights.update(value.numpy().tobytes())
         packages = versions()
         return {
-            "format": 3,
+            "format": 4,
             **self.depends,
             "trained": weights.hexdigest(),
             "data": dataset.digest(),

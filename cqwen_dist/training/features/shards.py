@@ -1,7 +1,7 @@
 """z at all label positions of a data set on disk. All ranks write it once; any rank reads it by sample number.
 
     KEY/                          the folder name is a digest of everything that z depends on
-      z-00000000-00000250.arrow   z of samples [0, 250): one row per sample, [tokens,H] in the run's dtype as bytes
+      z-00000.arrow               of rank 0: one row per sample, its number and z [tokens,H] in the run's dtype as bytes
       manifest.json               the key, and size and SHA-256 of each file; written last
 
 The sample order is global and does not depend on the number of ranks. The rank that reads a sample may not be the one
@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.files import MANIFEST, file_record, key_digest, read_object, sync, write_atomically
 
-SCHEMA = pa.schema([("z", pa.large_binary())])
+SCHEMA = pa.schema([("sample", pa.int64()), ("z", pa.large_binary())])
 ROOM = 1.02  # required free disk space, as a multiple of the cache size
 
 
@@ -52,11 +52,12 @@ class FeatureShards:
     def __init__(self, folder: Path, hidden: int, dtype: torch.dtype) -> None:
         self.folder, self.hidden, self.dtype = folder, hidden, dtype
         files = [pa.ipc.open_file(pa.memory_map(str(path))) for path in sorted(folder.glob("z-*.arrow"))]
-        self._z = pa.concat_tables([file.read_all() for file in files])["z"]  # not copied; one row per sample
+        table = pa.concat_tables([file.read_all() for file in files])
+        self._z, self._row = table["z"], np.argsort(table["sample"].to_numpy())  # z is not copied
 
     def read(self, samples: list[int]) -> Tensor:
         """z [N,H] at the label positions of these samples, in order, on the CPU in the run's dtype."""
-        parts = [np.frombuffer(self._z[sample].as_buffer(), np.uint8) for sample in samples]
+        parts = [np.frombuffer(self._z[int(self._row[sample])].as_buffer(), np.uint8) for sample in samples]
         rows = np.concatenate([np.empty(0, np.uint8), *parts]).reshape(-1, self.hidden * self.dtype.itemsize)
         return torch.from_numpy(rows).view(self.dtype)
 
@@ -83,14 +84,14 @@ def build_shards(
     folder: Path,
     key: dict[str, Any],
     batches: Iterable[Batch],
-    samples: range,
+    samples: Sequence[int],
     features: Callable[[Batch, Tensor], Tensor],
     runtime: Runtime,
     show: Callable[[int], None],
 ) -> None:
     """Write the cache of a key atomically. Collective over the world.
 
-    batches: this rank's `samples` in order; all ranks have the same number of batches (padded). features: computes z at
+    batches: this rank's `samples` in this order; all ranks have the same number of batches (padded). features: z at
     the label positions of a batch. show: called with the number of finished samples. Raises `CacheRefused` on all ranks
     if a disk fails or z is not finite, and passes on errors of `features`.
     """
@@ -99,7 +100,7 @@ def build_shards(
     try:
         # Each rank writes one file
         _together(lambda: partial.mkdir(parents=True) if runtime.is_main else None)
-        path = partial / f"z-{samples.start:08d}-{samples.stop:08d}.arrow"
+        path = partial / f"z-{runtime.rank:05d}.arrow"
         writer = _together(lambda: pa.ipc.new_file(str(path), SCHEMA), f"rank {runtime.rank} does not see {partial}: ")
         trouble, done = "", 0
         with torch.no_grad():
@@ -107,14 +108,16 @@ def build_shards(
                 mask, keep = batch.learnt_mask, batch.learnt.to(runtime.device)
                 z = features(batch.to(runtime.device), keep).cpu().contiguous()
                 rows = min(mask.shape[0], len(samples) - done)  # the last rows may be padding
+                own = samples[done : done + rows]
                 done += rows
                 if trouble or not bool(z.isfinite().all()):
-                    trouble = trouble or f"z of the samples before {samples.start + done} is not finite"
+                    trouble = trouble or f"z of one of the samples {list(own)} is not finite"
                     continue  # keep computing: under ZeRO-3 the forward passes are collective
                 pieces = z.view(torch.uint8).split(mask.sum(1)[:rows].tolist())
                 column = pa.array([piece.numpy().tobytes() for piece in pieces], SCHEMA.field("z").type)
+                numbers = pa.array(own, SCHEMA.field("sample").type)
                 try:
-                    writer.write_batch(pa.record_batch([column], SCHEMA))
+                    writer.write_batch(pa.record_batch([numbers, column], SCHEMA))
                 except OSError as error:
                     trouble = str(error)
                 show(done)
