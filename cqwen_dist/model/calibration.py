@@ -42,6 +42,7 @@ from cqwen_dist.parallel.vocab_parallel import vocab_parallel_scores
 SURE = 3.0
 LITTLE_NOISE = 0.05  # its share of a number's scale where the individual's own differs from text to text
 LEVEL_TOKENS = 4096  # of all ranks, about: the fits decompose a matrix of them
+MOST = 2 * LEVEL_TOKENS  # texts are of unequal lengths: there may be more positions than were asked for
 NUMBERS = 12_288  # of all ranks, at most: the kernel of what stands beside z has as many rows and columns, 1.2 GB
 NORM_TOKENS = 256  # a rank's, between two looks at whether to go on
 Progress = Callable[[str, int, int], None]  # (what is being done, units done, units in all)
@@ -185,11 +186,8 @@ class _Start:
         """loc_U [N,C_w] of features."""
         return self.model.action.word_part(self.model.abduction(z)).loc.contiguous()
 
-    def of_all_ranks(self, *parts: Tensor, most: int = 2 * LEVEL_TOKENS) -> list[Tensor]:
-        """Values [N, ...] of this rank's positions -> the first `most` of all ranks.
-
-        Texts are of unequal lengths: there may be more positions than were asked for.
-        """
+    def of_all_ranks(self, *parts: Tensor, most: int = MOST) -> list[Tensor]:
+        """Values [N, ...] of this rank's positions -> the first `most` of all ranks."""
         world, own = self.groups.world, parts[0]
         counts = exchange_counts(len(own), world, own.device)
         return [gather_tokens(part, counts, world)[:most] for part in parts]
@@ -208,8 +206,12 @@ class _Start:
 
     def fit_rows(self, fit: _Positions, logits: StartLogits) -> dict[str, Any]:
         """Fit <NUM>'s row, where asked for, and level all rows; `Calibration`'s fields of it."""
-        own, share = self.word_loc(fit.z), 0.0
-        loc, log_norm, labels = self.of_all_ranks(own, self.normalisers(own), fit.labels)
+        counts = exchange_counts(len(fit.z), self.groups.world, fit.z.device)
+        used = slice(
+            0, max(0, MOST - sum(counts[: self.groups.rank]))
+        )  # of all ranks the first: no rank scores the rest
+        own, share = self.word_loc(fit.z[used]), 0.0
+        loc, log_norm, labels = self.of_all_ranks(own, self.normalisers(own), fit.labels[used])
         if self.numerals:
             self.progress("<NUM>'s row", 0, 1)
             share = fit_numeral_rows(self.model, loc, log_norm, labels, self.numerals, self.groups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +19,7 @@ ZERO = Path(__file__).parents[2] / "cqwen_dist" / "training" / "zero"
 ZERO_1_2 = "runtime/zero/stage_1_and_2.py:DeepSpeedZeroOptimizer"
 ZERO_3 = "runtime/zero/stage3.py:DeepSpeedZeroOptimizer_Stage3"
 ENGINE = "runtime/engine.py:DeepSpeedEngine"
+MUON = "deepspeed.runtime.zero.muon.original_muon"
 BOTH = ("optimizer", "dp_process_group", "get_grad_norm_direct", "loss_scale", "cpu_offload", "param_groups")
 # By where a name is defined: in a class, its methods and attributes; in a module, what it sets on any object.
 NAMES = {
@@ -45,6 +47,7 @@ NAMES = {
         *("is_invalid_trace", "_invalidate_trace"),
     ),
     "ops/__init__.py": ("__compatible_ops__",),
+    "runtime/compiler.py": ("compile", "dummy_decorator"),
     "utils/groups.py": ("_WORLD_GROUP",),
 }
 
@@ -112,3 +115,14 @@ def test_an_ended_process_group_in_deepspeeds_cache_is_dropped() -> None:
             join_deepspeed()
             assert deepspeed.utils.groups._clone_world_group() is group
             assert dist.get_global_rank(group, 0) == 0
+
+
+def test_joining_deepspeed_does_not_compile_muon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch.compile around it, its import brings inductor: a second of every start, for an optimizer unused."""
+    monkeypatch.delitem(sys.modules, MUON, raising=False)
+    compiler = deepspeed.runtime.compiler.compile
+    with distributed(alone=True):
+        join_deepspeed()
+    plain = sys.modules[MUON].muon_update  # type: ignore[attr-defined]
+    assert not hasattr(plain, "_torchdynamo_orig_callable")
+    assert deepspeed.runtime.compiler.compile is compiler

@@ -187,7 +187,8 @@ class Engine:
     def forward(self, batch: Batch, keep: Tensor) -> Tensor:
         """z [N,H] at the label positions `keep` [N]. Has a graph if a feature group trains and gradients are on."""
         graph = self.features_train and torch.is_grad_enabled()
-        self.engine.train(graph)
+        if any(module.training != graph for module in self.engine.module.modules()):  # to set them takes 0.1 s
+            self.engine.train(graph)
         with torch.set_grad_enabled(graph):
             run = self.engine if graph else self.engine.module
             if graph and not self._trained:  # the first pass with gradients; ZeRO-3 may have recorded one without

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any
 
 import deepspeed
@@ -30,6 +31,11 @@ def join_deepspeed() -> None:
     except ValueError:  # torch has destroyed this group
         groups._WORLD_GROUP = None
     groups._get_data_parallel_group()
+    # DeepSpeed's engine imports Muon, which is decorated with torch.compile: inductor's import takes more than a second
+    compiler = deepspeed.runtime.compiler
+    compiled, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
+    import_module("deepspeed.runtime.zero.muon.original_muon")
+    compiler.compile = compiled
 
 
 def patch_norm(optimizer: Any, over_limit: Callable[[Tensor], float]) -> None:
