@@ -84,8 +84,10 @@ class StartLogits:
         step = chunk_rows(len(self.loc), 1)
         for logits, norm in zip(self.logits[:, :rows].split(step, 1), norms[:rows].split(step), strict=True):
             gap, scale = threshold - logits, (gamma * norm).expand(len(self.loc), -1)
-            loss -= log_prob_above(scale, -gap).double().sum()
-            prob_sum += prob_above(scale, gap).sum(1)
+            # One angle for P and log(1 - P): that of the rarer side, as in `ops.ovr.tile`
+            above, rarer = gap < 0, prob_above(scale, gap.abs())
+            loss -= torch.where(above, rarer.log(), torch.log1p(-rarer)).double().sum()
+            prob_sum += torch.where(above, 1 - rarer, rarer).sum(1)
         rows_at, label_at = self._labels(rows)
         gap = threshold - self.logits[rows_at, label_at]
         scale = gamma * norms[label_at]
