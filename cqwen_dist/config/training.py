@@ -228,8 +228,7 @@ class Stage(Section):
     name: str = Field(min_length=1)
     """Name in metrics and on the console."""
     train: list[Group | Literal["heads"]] = Field(
-        min_length=1,
-        description=f"Groups that train: {', '.join(GROUPS)}; heads stands for {', '.join(HEADS)}.",
+        min_length=1, description=f"Groups that train: {', '.join(GROUPS)}; heads stands for {', '.join(HEADS)}."
     )
     steps: Positive | None = None
     """Optimizer steps; alternatively set epochs or until."""

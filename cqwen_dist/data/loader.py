@@ -212,26 +212,15 @@ class Loader:
 class EvalLoader:
     """Every sample exactly once, in the dataset's order, split over ranks. Each iteration restarts.
 
-    All ranks make `len(loader)` batches, some with padding only. Args: as in `Loader`. by_length: a rank's longest
-    samples come first, so batches have less padding.
+    All ranks make `len(loader)` batches, some with padding only. Args: as in `Loader`.
     """
 
     def __init__(
-        self,
-        dataset: TextDataset,
-        *,
-        rank: int,
-        world: int,
-        micro_batch_size: int,
-        part: int = 0,
-        parts: int = 1,
-        by_length: bool = False,
+        self, dataset: TextDataset, *, rank: int, world: int, micro_batch_size: int, part: int = 0, parts: int = 1
     ) -> None:
         self.dataset, self.world, self.micro_batch_size = dataset, world, micro_batch_size
         self.part, self.parts = part, parts
         self.samples: Sequence[int] = share(len(dataset), rank, world)  # this rank's, in order
-        if by_length:
-            self.samples = sorted(self.samples, key=(-dataset.lengths()).tolist().__getitem__)
 
     def __len__(self) -> int:
         return -(-len(share(len(self.dataset), 0, self.world)) // self.micro_batch_size)

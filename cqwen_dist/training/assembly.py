@@ -220,7 +220,7 @@ def _evaluations(
         return Evaluator(
             training.model,
             forward,
-            EvalLoader(dataset, micro_batch_size=size, by_length=False, **groups.reading),
+            EvalLoader(dataset, micro_batch_size=size, **groups.reading),
             groups,
             baseline_value=statistics.median if statistics.count else None,
             used_rows=training.stepper.options.used_rows,

@@ -10,12 +10,7 @@ from cqwen_dist.heads.beside import BESIDE
 from cqwen_dist.model.lora import is_lora, is_magnitude
 
 # Groups of `Action`'s parameters; its number head is in `regression`. Other heads have a group of their name.
-_ACTION = {
-    "cls_weight": "classifier",
-    "cls_bias": "classifier",
-    "b_noise": "noise",
-    "threshold": "thresholds",
-}
+_ACTION = {"cls_weight": "classifier", "cls_bias": "classifier", "b_noise": "noise", "threshold": "thresholds"}
 
 
 @dataclass(frozen=True)

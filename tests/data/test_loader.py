@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
-from itertools import islice, pairwise
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -130,19 +130,6 @@ def test_evaluation_sees_every_sample_exactly_once(count: int, world: int, micro
         assert {len(part) for part in batches} == {len(loaders[0])}
         assert all(len(b.input_ids) <= max(micro, 1) for part in batches for b in part)
         assert [i for part in batches for batch in part for i in _samples(batch)] == list(range(count))
-
-
-@given(st.integers(0, 40), st.integers(1, 5), st.integers(1, 6))
-def test_by_length_a_rank_reads_its_samples_longest_first(count: int, world: int, micro: int) -> None:
-    lengths = np.array([7 * i % 5 for i in range(count)], np.int32)
-    data = Numbered(count)
-    data.lengths = lambda: lengths  # type: ignore[attr-defined]
-    for rank in range(world):
-        loader = EvalLoader(data, rank=rank, world=world, micro_batch_size=micro, by_length=True)
-        seen = [i for batch in loader for i in _samples(batch)]
-        assert seen == loader.samples
-        assert sorted(seen) == list(share(count, rank, world))
-        assert all(lengths[a] >= lengths[b] for a, b in pairwise(seen))
 
 
 def test_prefetched_steps_are_the_same_and_do_not_advance_the_state() -> None:

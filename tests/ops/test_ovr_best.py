@@ -75,16 +75,6 @@ def test_with_scale_zero_ties_are_broken_by_loc() -> None:
             assert best_word(Cauchy(one, zero), head, sizes).tolist() == [1, 1]  # the first of equals
 
 
-@pytest.mark.parametrize("n", [1023, 1024, 1333])
-def test_the_first_best_of_many_words_keeps_the_rule_for_ties(n: int) -> None:
-    g = torch.Generator().manual_seed(0)
-    key = torch.randint(0, 400, (300, n), generator=g).float()  # several words have the largest key of most rows
-    ties = torch.randint(0, 3, (300, n), generator=g).float()
-    key[0], key[1, 7], key[2], ties[3] = torch.inf, torch.nan, -torch.inf, 1.0
-    found = ovr_best.first_best(key, ties)
-    assert torch.equal(found, ovr_best._of_best(key, ties).argmax(1))
-
-
 def test_the_fp32_rows_decide_among_a_shortlist() -> None:
     """Words that bf16 cannot tell apart, in far groups; and words that no precision can: the first one."""
     weight = torch.randn(3000, 16, generator=torch.Generator().manual_seed(0)) * 0.1

@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import torch
 from support.numerics import assert_close
@@ -109,6 +110,16 @@ def test_ranks_read_each_others_shards(uncached: Path, kept: Path, tmp_path: Pat
     train_run(config, f"train.feature_cache.dir={kept}/cache", *same_data(uncached))
     assert losses(tmp_path / "run")[:7] == pytest.approx(losses(uncached)[:7], rel=CLOSE)
     assert {path: path.stat().st_mtime_ns for path in (kept / "cache").rglob("*")} == before
+
+
+def test_a_rank_computes_its_longest_texts_first(kept: Path) -> None:
+    files = [file for folder in caches(kept / "cache") for file in folder.glob("z-*.arrow")]
+    assert files
+    for file in files:
+        with pa.ipc.open_file(str(file)) as table:
+            sizes = [len(z) for z in table.read_all()["z"].to_pylist()]
+        assert len(set(sizes)) > 1
+        assert sizes == sorted(sizes, reverse=True), "texts of similar length share a batch, without padding"
 
 
 def test_a_cached_stage_resumes_on_other_ranks(uncached: Path, kept: Path, tmp_path: Path) -> None:

@@ -13,8 +13,6 @@ MISTRAL = BaseArchitecture(
     mlp=mlp(),
     window=4096,
     spare_rows=False,
-    public={
-        "mistralai/Mistral-7B-v0.3": public_sizes(32_768, 4_096, 14_336, 32, 32, 8, False, 32_768) | _WHOLE,
-    },
+    public={"mistralai/Mistral-7B-v0.3": public_sizes(32_768, 4_096, 14_336, 32, 32, 8, False, 32_768) | _WHOLE},
     capabilities=Capabilities(vllm=NOT_MEASURED),
 )

@@ -70,9 +70,7 @@ class _Block(NamedTuple):
 
     words: slice
     rows: Sequence[Tensor]  # [n, C] W; |W|, overwritten by sign(W) after the last tile
-    sums: (
-        Sequence[Tensor] | None
-    )  # [n, C] D_loc^T x, at the end the full gradient; [n, C] D_scale^T g. None if not needed
+    sums: Sequence[Tensor] | None  # [n, C] D_loc^T x, at the end the full gradient; [n, C] D_scale^T g
 
 
 class _Visit:
@@ -175,8 +173,7 @@ class _Visit:
         """Finish the weight gradient of a block: d_W = D_loc^T x + sign(W) * (D_scale^T g)."""
         if self.d_w is None or block.sums is None or not len(self.x):
             return
-        # The gradient of |W| is sign(W), which is the same for all tokens: it is applied once a block, not once a
-        # tile
+        # The gradient of |W| is sign(W), the same for all tokens: it is applied once a block, not once a tile
         block.sums[0].addcmul_(torch.sign(block.rows[0], out=block.rows[1]), block.sums[1])
         # With a weight in the sums' dtype, the sum was taken in d_w itself
         if block.sums[0].data_ptr() != self.d_w[block.words].data_ptr():

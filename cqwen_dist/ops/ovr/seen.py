@@ -83,12 +83,8 @@ class Seen:
         if not used:
             return
         loc, gap, z = loc[:, :used], gap[:, :used], z[:, :used]
-        if scale is None:
-            z = loc
-        else:  # by scale 0 z is -+inf, or 0 where the gap is
-            least = torch.finfo(gap.dtype).tiny * torch.finfo(gap.dtype).eps
-            torch.clamp(scale[:, :used], min=least, out=z)
-            torch.div(gap, z, out=z).neg_()
+        least = torch.finfo(gap.dtype).tiny * torch.finfo(gap.dtype).eps  # by scale 0 z is -+inf, or 0 where the gap is
+        z = loc if scale is None else torch.div(gap, torch.clamp(scale[:, :used], min=least, out=z), out=z).neg_()
         for i, slope in enumerate(self.slopes):  # P > p is z > tan(pi (p - 1/2))
             self.above[own, i] += (z > slope).sum(1)
         at = first_best(z, loc)[:, None]

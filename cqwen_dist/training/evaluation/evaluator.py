@@ -277,10 +277,7 @@ def base_metrics(
         sums[1] += (scores.log_norm - torch.where(number, together, scores.label_loc)).double().sum()
         sums[2] += labels.numel()
     right, surprise, total = sum_over(sums).tolist()
-    return {
-        "eval/base_accuracy": right / max(total, 1),
-        "eval/base_perplexity": perplexity(surprise / max(total, 1)),
-    }
+    return {"eval/base_accuracy": right / max(total, 1), "eval/base_perplexity": perplexity(surprise / max(total, 1))}
 
 
 def _gather(mine: dict[str, np.ndarray], texts: int, sharers: int) -> dict[str, np.ndarray]:

@@ -33,14 +33,7 @@ from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.environment import versions
 from cqwen_dist.run.files import FEATURE_CACHE, free_bytes, key_digest
-from cqwen_dist.training.features.shards import (
-    ROOM,
-    CacheRefused,
-    FeatureShards,
-    build_shards,
-    is_cache,
-    open_shards,
-)
+from cqwen_dist.training.features.shards import ROOM, CacheRefused, FeatureShards, build_shards, is_cache, open_shards
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.telemetry.progress import Progress
 from cqwen_dist.training.zero.engine import Engine
@@ -120,9 +113,9 @@ class FeatureCache:
             if self.settings.mode != "require" and left <= 1.0:
                 raise CacheRefused(f"the stage has {left:.2g} of an epoch left: no text would be read twice")
             self._refuse_size(dataset.report.tokens * hidden * self.dtype.itemsize)
-            size = loader.micro_batch_size
-            batches = EvalLoader(dataset, rank=rank, world=world, micro_batch_size=size, by_length=True)
-            mine = batches.samples
+            batches = EvalLoader(dataset, rank=rank, world=world, micro_batch_size=loader.micro_batch_size)
+            # The longest first: texts of similar length need no padding
+            mine = batches.samples = sorted(batches.samples, key=(-dataset.lengths()).tolist().__getitem__)
             show = partial(self.progress.part, "feature cache", of=len(mine))
             began = time.monotonic()
             build_shards(folder, key, batches, mine, lambda *at: self.features(*at)[:, :hidden], self.runtime, show)

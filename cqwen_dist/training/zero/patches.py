@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -32,10 +33,8 @@ def join_deepspeed() -> None:
         groups._WORLD_GROUP = None
     groups._get_data_parallel_group()
     # DeepSpeed's engine imports Muon, which is decorated with torch.compile: inductor's import takes more than a second
-    compiler = deepspeed.runtime.compiler
-    compiled, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
-    import_module("deepspeed.runtime.zero.muon.original_muon")
-    compiler.compile = compiled
+    with patch.object(deepspeed.runtime.compiler, "compile", lambda: deepspeed.runtime.compiler.dummy_decorator):
+        import_module("deepspeed.runtime.zero.muon.original_muon")
 
 
 def patch_norm(optimizer: Any, over_limit: Callable[[Tensor], float]) -> None:
