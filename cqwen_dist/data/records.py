@@ -98,7 +98,7 @@ def named_fields(config: DataConfig) -> list[str]:
 def needed_columns(config: DataConfig, columns: Sequence[str], where: str) -> list[str]:
     """Table columns that the config uses. Raises: BadLine if one is missing; UserError if two have the same name."""
     named = [name for name in columns if name]
-    if len({*named}) < len(named) or not named:
+    if columns and len({*named}) < max(len(named), 1):
         raise UserError("columns", columns, "a table with another name for every column", where)
     names = named_fields(config)
     missing = next((name for name in names if name not in columns and name != _OTHERS), None)

@@ -39,7 +39,7 @@ class Groups:
     vocab: ProcessGroup | None
     replica: ProcessGroup | None
     sequence: ProcessGroup | None = None  # None: every rank has whole texts
-    saving: ProcessGroup | None = None  # gloo, all ranks: two threads must not share a group, their orders could differ
+    saving: ProcessGroup | None = None  # all ranks, gloo but in a planned world (fake); threads must not share a group
 
     @property
     def world_size(self) -> int:
@@ -93,8 +93,8 @@ ALONE = Groups(None, None, None)
 def build_groups(vocab_group_size: int, timeout_s: float | None = None, sequence_group_size: int = 1) -> Groups:
     """Build the groups; collective over the world (every rank calls it with the same sizes).
 
-    timeout_s: timeout of the new groups, which do not inherit the world's (None: torch's default).
-    Raises `UserError` if a size does not divide the number of ranks.
+    timeout_s: of the new groups, which do not inherit the world's (None: torch's default). Raises `UserError` if a size
+    does not divide the number of ranks.
     """
     world = dist.get_world_size()
     refuse_ranks(world, vocab_group_size, sequence_group_size)
@@ -102,9 +102,9 @@ def build_groups(vocab_group_size: int, timeout_s: float | None = None, sequence
     ranks = torch.arange(world).view(-1, vocab_group_size)  # a row for each vocabulary group
     vocab, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout, group_desc="vocabulary")
     replica, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout, group_desc="replica")
-    saving = dist.new_group(backend="gloo", timeout=timeout, group_desc="saving")
+    saving = dist.new_group(None, timeout, None if dist.get_backend() == "fake" else "gloo", group_desc="saving")
     if sequence_group_size == 1:
-        return Groups(dist.group.WORLD, vocab, replica, None, saving)
+        return Groups(dist.group.WORLD, vocab, replica, saving=saving)
     ranks = torch.arange(world).view(-1, sequence_group_size)
     sequence, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout, group_desc="sequence")
     return Groups(dist.group.WORLD, vocab, replica, sequence, saving)

@@ -120,12 +120,12 @@ def build_training(
 def groups_of(config: Config, runtime: Runtime) -> Groups:
     """All process groups of a run, DeepSpeed's too. Collective over the world. Raises `UserError`.
 
-    Called while no rank may leave, on a signal or by an error: to make a group, torch waits for each rank in the store,
-    until the timeout.
+    Called while no rank may leave, on a signal or by an error: torch waits in the store for each rank of a new group.
     """
     parallel = config.parallel
+    groups = build_groups(parallel.vocab_group_size, runtime.timeout_s, parallel.sequence_group_size)
     join_deepspeed()
-    return build_groups(parallel.vocab_group_size, runtime.timeout_s, parallel.sequence_group_size)
+    return groups
 
 
 def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
