@@ -26,6 +26,7 @@ class Column(BaseModel):
 
     kind: str
     empty: float
+    zones: list[str] | None = None
     form: str | None = None
     low: float | None = None
     high: float | None = None

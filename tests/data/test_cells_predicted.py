@@ -9,6 +9,7 @@ from data.test_cells import KINDS, table, written
 from support.exported import tiny_pair
 
 from cqwen_dist import api
+from cqwen_dist.checkpoint.learnt_table import LearntTable
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.columns import columns_for
 from cqwen_dist.data.records import ReadReport
@@ -16,6 +17,15 @@ from cqwen_dist.data.sources import read_texts
 from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.generate.continuation import encoded
 from cqwen_dist.generate.table import NUMBER_COLUMNS
+
+
+def test_all_that_is_known_of_a_column_is_kept(tmp_path: Path) -> None:
+    """A note that is dropped is a difference that `predict` no longer tells."""
+    keys = {"prompt_template": "{when} {at} {share} {note}:", "text_template": " {price}"}
+    data = DataConfig(train=written(table().head(8), tmp_path, "csv"), target_field="price", **keys)
+    columns = columns_for(data)
+    assert any(column["zones"] for column in columns.values()), "a column of times is among them"
+    assert LearntTable.model_validate({"data": data.model_dump(), "columns": columns}).described() == columns
 
 
 @pytest.fixture(scope="module")
