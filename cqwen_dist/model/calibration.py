@@ -5,7 +5,7 @@ The steps, in this order (docs/training.md has measurements):
 1. fit the <NUM> row of W_cls, and lower the rows of numeral tokens (`levelling.fit_numeral_rows`);
 2. level all rows: subtract one vector, so that logits approximate log-probabilities (`levelling.level_logits`);
 3. choose (C, gamma), the threshold and the total scale of U', of least OvR loss;
-4. fit what stands beside z, where anything does (`heads.beside`);
+4. if the model has a part beside z (`heads.beside`), fit it;
 5. start W_reg, b_reg and U's number dimensions: a robust ridge regression, or the median where that is no better.
 
 With the seeds' constants argmax P differs from argmax loc_S, and the loss starts in the thousands (seeds S3 section 4,
@@ -62,7 +62,7 @@ class Calibration:
     base_accuracy: float  # of argmax loc_S of the base's rows, where a digit counts as a number
     agreement: float  # share of tokens on which argmax P and argmax loc_S are one word
     seed_accuracy: float  # of argmax P at the seeds' start
-    uniform_loss: float  # 1 + ln V, the loss of P = 1/V for every word: of a model that knows nothing
+    uniform_loss: float  # 1 + ln V, the loss of an untrained model: P = 1/V for every word
     prob_sum_median: float  # median over tokens of sum_k P_k; 1 is calibrated
     tokens: int
     levelled: float  # share of the normaliser's variance that levelling removes from the logits; 0: rows unchanged
@@ -206,10 +206,9 @@ class _Start:
 
     def fit_rows(self, fit: _Positions, logits: StartLogits) -> dict[str, Any]:
         """Fit <NUM>'s row, where asked for, and level all rows; `Calibration`'s fields of it."""
-        counts = exchange_counts(len(fit.z), self.groups.world, fit.z.device)
-        used = slice(
-            0, max(0, MOST - sum(counts[: self.groups.rank]))
-        )  # of all ranks the first: no rank scores the rest
+        # Only the first `MOST` of all ranks are used below, so no rank computes normalisers of more
+        before = sum(exchange_counts(len(fit.z), self.groups.world, fit.z.device)[: self.groups.rank])
+        used = slice(max(MOST - before, 0))
         own, share = self.word_loc(fit.z[used]), 0.0
         loc, log_norm, labels = self.of_all_ranks(own, self.normalisers(own), fit.labels[used])
         if self.numerals:

@@ -131,8 +131,8 @@ class Trainer:
         """Start or resume a stage at a step. Returns its batches."""
         run = self.run
         run.enter_stage(plan, fresh=step == plan.start)
-        at_most, groups = "at most " * (plan.stage.until is not None), ", ".join(sorted(plan.stage.groups))
-        run.progress.say(f"stage {plan.stage.name}: {groups}; {at_most}{plan.steps} steps")
+        steps = plan.steps if plan.stage.until is None else f"at most {plan.steps}"
+        run.progress.say(f"stage {plan.stage.name}: {', '.join(sorted(plan.stage.groups))}; {steps} steps")
         if plan.steps <= plan.stage.warmup_steps:
             run.progress.say(f"  all of them are warm-up (warmup_steps {plan.stage.warmup_steps}): lr is not reached")
         batches = run.loaders.enter(plan)
