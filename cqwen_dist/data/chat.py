@@ -116,7 +116,7 @@ class Chat:
                 return text
         if not refused:
             raise _unwritten("tool calls")
-        raise UserError(key, refused[0].found, refused[0].allowed) from None
+        raise UserError(key, refused[0].found, refused[0].allowed)
 
     def question(self, text: str) -> str:
         """Prompt for a single user message. Raises `UserError`."""
@@ -229,7 +229,7 @@ def _with_thought_apart(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unused(messages: Sequence[Mapping[str, Any]], plain: str) -> Iterator[str]:
-    """Kinds of parts that teach nothing, once for each part. plain: the rendered chat."""
+    """Name each part of the chat that the model does not learn. plain: the rendered chat."""
     for message in messages:
         role = message["role"]
         if role == "assistant" and not _is_learnt(message):

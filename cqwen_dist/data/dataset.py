@@ -67,7 +67,7 @@ class DataReport:
 
 
 class SpecialTokens(Protocol):
-    """The part of a tokenizer that a dataset reads."""
+    """The token ids that a dataset needs from a tokenizer."""
 
     @property
     def pad_token_id(self) -> int: ...

@@ -121,7 +121,7 @@ class Loader:
     Iteration continues from the current position. The position moves before a step is handed out, so a state taken
     during step s resumes with step s + 1.
 
-    Args: rank, world: of a sequence group among these groups; part, parts: of this rank among the ranks of its group
+    Args: rank, world: index and number of the sequence groups; part, parts: index and number of the ranks in a group
     (`Groups.reading`); global_batch_size: G, samples per optimizer step over all ranks; micro_batch_size: maximum rows
     per rank and forward pass; seed: seeds the order; prefetch: steps made ahead of time. Raises: UserError for an empty
     dataset.

@@ -98,7 +98,7 @@ def _refuse_target(cells: TableCells, target: str, value: object, where: str) ->
 
 
 def _notes(records: Sequence[Mapping[str, Any]], target: str, cells: TableCells) -> list[str]:
-    """The forms of the numbers, the cells that hold none, and a row of totals."""
+    """Notes about a table: number forms, cells read as empty, a row of totals."""
     notes = [said({name: form for name, form in cells.forms.items() if not is_index(name)})]
     marks = [str(r[n]).strip() for r in records for n in cells.forms if isinstance(r.get(n), str)]
     held = Counter(mark for mark in marks if mark in EMPTY_MARKS or (mark.startswith("#") and mark != "#N/A"))

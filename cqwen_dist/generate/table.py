@@ -218,7 +218,7 @@ def _held(
     found: Iterator[dict[str, Any]],
     model: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Predictions of the rows that are not in `without`, held near what was learnt."""
+    """Predictions for all rows except those in `without`, held near the training range."""
     if known is None:
         return found
     unit = model.model.action.number_head.target

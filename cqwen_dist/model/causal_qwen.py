@@ -104,8 +104,8 @@ class CausalQwenModel(nn.Module):
         """qwen_model_path: a base model's folder or hub name (S2 5; the start is preset `seed`), with no further
         argument than causal_hidden_size; or a config. Then `base` gives the transformer, or a new one is built.
         vocab_start, rows: this range of the vocabulary's rows alone. w_num_scale: a factor on w_num's start. classes:
-        the result of `classes_of`, unless the config is that of a loaded folder. Raises `UserError` for a base that
-        does not load, and as `find_loaded`.
+        from `classes_of`; a loaded folder has its own. Raises `UserError` for a base that does not load, and as
+        `find_loaded`.
         """
         super().__init__()
         if isinstance(qwen_model_path, str):

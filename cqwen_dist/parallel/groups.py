@@ -72,12 +72,12 @@ class Groups:
 
     @property
     def sequence_size(self) -> int:
-        """Number of ranks that share the positions of a text."""
+        """Number of ranks in this rank's sequence group."""
         return 1 if self.sequence is None else self.sequence.size()
 
     @property
     def reading(self) -> dict[str, int]:
-        """What this rank reads, as arguments of a loader: sequence groups share the samples, their ranks a sample."""
+        """Loader arguments of this rank. A sequence group reads its own samples, each of its ranks a part of them."""
         size = self.sequence_size
         shared = {"rank": self.rank // size, "world": self.world_size // size}
         return {**shared, "part": self.sequence_rank, "parts": size}

@@ -161,7 +161,7 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
         base = Base(load_base(name, dtype, model.trust_remote_code, model.quantize, runtime.device, rows_for))
     config.fit_sizes(base.model.config.to_dict())
 
-    # The data, and what the model takes from it
+    # Read the data, and the word counts and tokens that the model needs
     (datasets, watched), samples = read_texts(config.data, tokenizer)
     statistics = datasets.train.statistics(rank, world, gather_objects)
     loaders = StageLoaders(datasets.train, config.batch_shapes(), train.seed, groups.reading)
@@ -172,7 +172,7 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
         numerals=tokenizer.numeral_ids if config.num_row_init == "digits" else (),
         line_ends=tokenizer.line_end_ids,
     )
-    # Digests of what the run reads: a resumed run refuses others, or says so
+    # Digests of the inputs: a resumed run compares them and refuses or reports a difference
     inputs = {name: (weights | samples)[key] for name, key in KEYS.items()}
     of_z = {name: inputs[name] for name in ("base", "tokenizer")}
     of_z |= model.model_dump(include={"quantize", "value_periods"})

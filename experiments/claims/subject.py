@@ -36,7 +36,7 @@ WARM_UP = 5
 
 
 class Ask(NamedTuple):
-    """What is asked of every experiment of a seed: where results are kept, the base, the texts, how much."""
+    """Settings that all experiments of a seed share: result folder, base, texts, size."""
 
     out: Path
     base: str

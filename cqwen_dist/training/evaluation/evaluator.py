@@ -283,7 +283,7 @@ def base_metrics(
 def _gather(mine: dict[str, np.ndarray], texts: int, sharers: int) -> dict[str, np.ndarray]:
     """Join the lists of all ranks in one gather (a median needs all values); text numbers become global.
 
-    sharers: number of consecutive ranks that have parts of the same texts.
+    sharers: ranks in a sequence group, which share their texts.
     """
     everyone = gather_objects((mine, texts))
     first = np.cumsum([0, *(count for _, count in everyone[::sharers])])
