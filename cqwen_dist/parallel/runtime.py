@@ -6,6 +6,8 @@ SLURM_NTASKS, SLURM_LOCALID), or none (one process).
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import platform
 import random
@@ -100,8 +102,7 @@ def distributed(timeout_s: float = 1800.0, stop: StopFlag | None = None, alone: 
     already, use it.
 
     stop: the flag that signals set, if installed. alone: a group of one rank, even under a launcher. A single process
-    also gets a group, so that all runs use the same code. The group is always destroyed, since gloo may abort at exit
-    otherwise.
+    also gets a group, so that all runs use the same code.
     """
     rank, world, local_rank = find_ranks(os.environ)
     device = pick_device(local_rank)
@@ -124,12 +125,25 @@ def distributed(timeout_s: float = 1800.0, stop: StopFlag | None = None, alone: 
         _refuse_mixed_devices(store, rank, world, device.type)
         given = device if chosen == "nccl" else None
         dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=limit, device_id=given)
+        atexit.unregister(_free_groups)
+        atexit.register(_free_groups)
         try:
             yield Runtime(rank, world, device, timeout_s, stop or StopFlag())
         finally:
             dist.destroy_process_group()
             if world == 1:  # torch puts "[rank0]: " before this process's tracebacks, for good
                 sys.excepthook = hook
+
+
+def _free_groups() -> None:
+    """End gloo's threads before the interpreter ends: a destroyed group keeps them as long as anything refers to it.
+
+    Such a thread frees the tensors of the last collective. If it does so while the interpreter ends, it aborts the
+    process (SIGABRT) after a successful run: https://github.com/pytorch/pytorch/pull/179291.
+    """
+    for _ in range(9):  # what a `__del__` held is garbage only in the next pass: 2 passes for a run
+        if not gc.collect():
+            return
 
 
 def _refuse_mixed_devices(store: Any, rank: int, world: int, device: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import json
 import os
@@ -207,7 +208,14 @@ def _command(argv: list[str], folder: str, environment: dict[str, str]) -> None:
         os.dup2(os.open(os.path.join(folder, str(number)), os.O_CREAT | os.O_WRONLY), number)
     faulthandler.enable()  # for a SIGABRT
     sys.argv = argv
-    main()
+    try:
+        main()
+    except SystemExit as ended:
+        code = ended.code
+    atexit._run_exitfuncs()
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    assert not [name for name in names if "gloo" in name], "threads of process groups outlive the command"
+    sys.exit(code)
 
 
 def command_environment(**environment: str) -> dict[str, str]:

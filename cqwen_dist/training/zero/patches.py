@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
@@ -32,9 +33,15 @@ def join_deepspeed() -> None:
     except ValueError:  # torch has destroyed this group
         groups._WORLD_GROUP = None
     groups._get_data_parallel_group()
+    atexit.unregister(_leave_deepspeed)
+    atexit.register(_leave_deepspeed)
     # DeepSpeed's engine imports Muon, which is decorated with torch.compile: inductor's import takes more than a second
     with patch.object(deepspeed.runtime.compiler, "compile", lambda: deepspeed.runtime.compiler.dummy_decorator):
         import_module("deepspeed.runtime.zero.muon.original_muon")
+
+
+def _leave_deepspeed() -> None:
+    deepspeed.utils.groups._WORLD_GROUP = None  # its threads would live on: see `parallel.runtime.distributed`
 
 
 def patch_norm(optimizer: Any, over_limit: Callable[[Tensor], float]) -> None:
