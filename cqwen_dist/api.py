@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.reading import given_config
@@ -20,7 +20,7 @@ from cqwen_dist.parallel.collectives import Stopped
 from cqwen_dist.training.callbacks import Callback, CallbackError, Moment, TrainResult
 
 if TYPE_CHECKING:
-    from cqwen_dist.config.data import DataConfig
+    from cqwen_dist.checkpoint.learnt_table import LearntTable
     from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
     from cqwen_dist.data.records import Extractor
     from cqwen_dist.generate.numbers import Digits
@@ -198,7 +198,6 @@ def predicted_rows(
 ) -> Iterator[dict[str, Any]]:
     """`predict`, batch by batch as the rows are taken. The same arguments; settings: of `predict_rows`."""
     from cqwen_dist.checkpoint.trained import load_trained
-    from cqwen_dist.data.learnt_range import LearntRange
     from cqwen_dist.generate.table import predict_rows, prompts_of
 
     columns, table = _table_of(rows)
@@ -210,9 +209,9 @@ def predicted_rows(
     known, cells = None, list[Any]()
     prompts: Sequence[Prompt]
     if template is None:
-        learnt = _learnt_table(model, columns, empty, decimal_comma)
-        known = LearntRange.of(learnt.columns, str(learnt.extract.config.target_field))
-        prompts, cells = _as_learnt(table, learnt, unread, say)
+        learnt = _learnt_table(model)
+        known = learnt.known()
+        prompts, cells = _as_learnt(table, learnt, learnt.extractor(empty, decimal_comma), unread, say)
     else:
         prompts = prompts_of(template, columns, _as_given(table, rows, template, decimal_comma), empty, unread)
     found, tokenizer = model if isinstance(model, tuple) else load_trained(_folder(model), device)
@@ -221,26 +220,6 @@ def predicted_rows(
     if unread:
         say(f"{len(unread):,} of {len(table):,} rows have no prediction, such as {unread[min(unread)]}")
     return predicted
-
-
-class _Learnt(NamedTuple):
-    """How a run read the rows of its table. columns: what they looked like (`data.columns.described`)."""
-
-    extract: Extractor
-    columns: Mapping[str, Mapping[str, Any]]
-
-    @classmethod
-    def of(cls, data: DataConfig, columns: Mapping[str, Any], empty: str | None, comma: bool | None) -> _Learnt:
-        """empty, comma: replace data.empty_cell and the decimal sign. Raises `UserError`."""
-        from cqwen_dist.data.chat import Chat
-        from cqwen_dist.data.columns import forms_described, given_forms
-        from cqwen_dist.data.records import Extractor
-
-        forms = given_forms(data) or forms_described(columns)
-        if comma is not None:
-            forms = {name: form._replace(decimal="," if comma else ".") for name, form in forms.items()}
-        data = data if empty is None else data.model_copy(update={"empty_cell": empty})
-        return cls(Extractor(data, Chat(), forms, columns), columns)
 
 
 def _table_of(rows: Any) -> tuple[list[str], list[Any]]:
@@ -262,17 +241,20 @@ def _table_of(rows: Any) -> tuple[list[str], list[Any]]:
 
 
 def _as_learnt(
-    table: list[Any], learnt: _Learnt, unread: Unread, say: Callable[[str], None]
+    table: list[Any], learnt: LearntTable, extract: Extractor, unread: Unread, say: Callable[[str], None]
 ) -> tuple[list[Prompt], list[dict[str, str]]]:
     """The prompts of rows, and their cells, as the run read them. unread: gets the rows without a prompt; say: gets how
-    the columns differ. Raises: UserError for columns that cannot be read as then."""
+    the columns differ. Raises: UserError for columns that are missing or cannot be read as then."""
     from cqwen_dist.data.cells import BadLine
     from cqwen_dist.data.columns import cell_in
     from cqwen_dist.data.differences import compare
 
-    extract, used = learnt.extract, {*learnt.extract.inputs}
+    if lacks := [name for name in extract.inputs if name not in table[0]]:
+        allowed = f"the columns that the run learnt from; found here: {', '.join(table[0])}"
+        raise UserError("FILE", f"no column {', '.join(lacks)}", allowed)
+    used = {*extract.inputs}
     read = [{name: cell for name, cell in row.items() if name in used} for row in table]
-    for difference in compare(learnt.columns, read, extract.cells):
+    for difference in compare(learnt.described(), read, extract.cells):
         say(difference)
     prompts: list[Prompt] = []
     for number, row in enumerate(read):
@@ -305,19 +287,15 @@ def _plain_text(cell: Any, form: Form | None) -> str:
     return text if form is None else form.read(text) or text
 
 
-def _learnt_table(model: Any, columns: Sequence[str], empty: str | None, comma: bool | None) -> _Learnt:
-    """How the run read a row. empty, comma: as of `_Learnt.of`. Raises `UserError`."""
+def _learnt_table(model: Any) -> LearntTable:
+    """How the run read a row. Raises `UserError`."""
     from cqwen_dist.checkpoint.learnt_table import learnt_table
 
     found = None if isinstance(model, tuple) else learnt_table(_folder(model))
     if found is None:
         allowed = "the prompt of a row; only a run with data.target_field, or its export, knows its own"
         raise UserError("--template", "none", allowed)
-    learnt = _Learnt.of(found.data, found.described(), empty, comma)
-    if lacks := [name for name in learnt.extract.inputs if name not in columns]:
-        allowed = f"the columns that the run learnt from; found here: {', '.join(columns)}"
-        raise UserError("FILE", f"no column {', '.join(lacks)}", allowed)
-    return learnt
+    return found
 
 
 def _folder(model: TrainResult | str | Path) -> Path:

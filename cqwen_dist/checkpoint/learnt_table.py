@@ -1,4 +1,4 @@
-"""How a run read the rows of its table. A prediction needs it, from the run or from what is exported of it."""
+"""How a run read the rows of its table. Predictions and evaluations need it, from the run or from its export."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from cqwen_dist.checkpoint.trained import is_exported, run_of
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.data.columns import columns_for
+from cqwen_dist.data.chat import Chat
+from cqwen_dist.data.columns import columns_for, forms_by
 from cqwen_dist.data.learnt_range import LearntRange
-from cqwen_dist.data.records import named_fields
+from cqwen_dist.data.records import Extractor, named_fields
 from cqwen_dist.run.files import START, read_object
 
 FILE = "table.json"  # in an exported folder
 # What of the data's keys decides how a row is read; paths stay at home
 READ = {"prompt_template", "text_template", "target_field", "number_types", "more_values", "labels_field"}
 READ |= {"calculator_marks", "empty_cell", "number_columns", "numbers"}
+READ |= {"sequence_length", "long_texts", "min_tokens", "max_tokens"}  # and which rows an evaluation counts
 
 
 class Column(BaseModel):
@@ -46,6 +48,15 @@ class LearntTable(BaseModel):
     def known(self) -> LearntRange | None:
         """The ranges of the numbers that were learnt from."""
         return LearntRange.of(self.described(), str(self.data.target_field))
+
+    def extractor(self, empty: str | None = None, comma: bool | None = None) -> Extractor:
+        """Reads rows as the run did. empty, comma: replace data.empty_cell and the decimal sign. Raises `UserError`."""
+        columns = self.described()
+        forms = forms_by(self.data, columns)
+        if comma is not None:
+            forms = {name: form._replace(decimal="," if comma else ".") for name, form in forms.items()}
+        data = self.data if empty is None else self.data.model_copy(update={"empty_cell": empty})
+        return Extractor(data, Chat(), forms, columns)
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of `FILE`."""

@@ -163,9 +163,12 @@ def zones_in(texts: Iterable[str]) -> list[str]:
     return sorted({found[3] or "none" for found in map(_DAY.fullmatch, texts) if found and found[1]})
 
 
-def forms_described(columns: Mapping[str, Mapping[str, Any]]) -> dict[str, Form]:
-    """The forms that `described` recorded."""
-    return {name: Form.of(column["form"]) for name, column in columns.items() if "form" in column}
+def forms_by(config: DataConfig, columns: Mapping[str, Mapping[str, Any]]) -> dict[str, Form]:
+    """The forms of data.number_columns, or those that `described` recorded."""
+    found = given_forms(config)
+    if found is None:
+        found = {name: Form.of(column["form"]) for name, column in columns.items() if "form" in column}
+    return found
 
 
 def cell_in(cells: TableCells, name: str, value: object, key: str = "") -> str:

@@ -11,8 +11,7 @@ from cqwen_dist.data.cells import TableCells, as_number
 from cqwen_dist.data.columns import (
     cell_in,
     columns_of,
-    forms_described,
-    given_forms,
+    forms_by,
     kind_in,
     kind_of,
     sampled,
@@ -26,9 +25,8 @@ _NAMES = {"number": "a number", "truth": "true or false", "date": "a date such a
 
 def differences(source: str, config: DataConfig, trained: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """`compare` for a source that a run's config reads. trained: what the run's columns looked like; {}: unknown."""
-    forms = given_forms(config)
-    cells = TableCells(forms_described(trained) if forms is None else forms, config.target_field)
     if trained:
+        cells = TableCells(forms_by(config, trained), config.target_field)
         yield from compare(trained, sampled([source]), cells, "--data")
 
 

@@ -17,7 +17,7 @@ from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.cells import BadLine
 from cqwen_dist.data.chat import Chat
-from cqwen_dist.data.columns import columns_for, forms_described, given_forms
+from cqwen_dist.data.columns import columns_for, forms_by
 from cqwen_dist.data.records import Block, Extractor, ReadReport, Text
 
 CHUNK = 1000  # texts tokenised per call
@@ -42,9 +42,7 @@ def extractor_of(config: DataConfig, report: ReadReport, chat: Chat | None = Non
     """The extractor with the forms of the config's columns. The report keeps what the columns look like."""
     if report.columns is None:
         report.columns = columns_for(config)
-    forms = given_forms(config)
-    forms = forms_described(report.columns) if forms is None else forms
-    return Extractor(config, chat or Chat(), forms, report.columns)
+    return Extractor(config, chat or Chat(), forms_by(config, report.columns), report.columns)
 
 
 def read_block(block: Block, extract: Extractor, report: ReadReport) -> Iterator[Text]:

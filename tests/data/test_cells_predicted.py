@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from data.test_cells import KINDS, table, written
-from support.exported import tiny_pair
+from support.exported import tiny_pair, write_folder
 
 from cqwen_dist import api
 from cqwen_dist.checkpoint.learnt_table import LearntTable
@@ -41,7 +41,8 @@ def learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         train=written(table().head(8), tmp_path, "csv"), target_field="price", empty_cell="unknown", **keys
     )
     columns = columns_for(data)
-    monkeypatch.setattr(api, "_learnt_table", lambda _, __, empty, comma: api._Learnt.of(data, columns, empty, comma))
+    known = LearntTable.model_validate({"data": data.model_dump(), "columns": columns})
+    monkeypatch.setattr(api, "_learnt_table", lambda _: known)
 
 
 def predicted(pair: Any, rows: Any, said: list[str], **options: Any) -> list[Any]:
@@ -92,9 +93,9 @@ def test_a_rows_prompt_has_the_ids_that_training_had_before_the_target(
     data = DataConfig.model_validate({"train": str(path), "target_field": "y", "empty_cell": "unknown", **keys})
     report, tokenizer = ReadReport(), pair[1]
     dataset = tokenise(list(read_texts(str(path), data, report)), tokenizer, data)
-    learnt = api._Learnt.of(data, report.columns or {}, None, None)
+    learnt = LearntTable.model_validate({"data": data.model_dump(), "columns": report.columns})
     table = [{name: record.get(name) for name in ("y", "a", "b")} for record in records]
-    prompts, _ = api._as_learnt(table, learnt, {}, print)
+    prompts, _ = api._as_learnt(table, learnt, learnt.extractor(), {}, print)
     for row, prompt in enumerate(prompts):
         ids, values = encoded(tokenizer, prompt)
         text = dataset[row][0]
@@ -115,3 +116,21 @@ def test_what_a_run_notes_of_its_columns_is_how_it_reads_them(tmp_path: Path) ->
     both = columns_for(data, with_eval=True)
     assert {name: column["form"] for name, column in both.items()} == {"a": "1234.5", "y": "1234.5"}
     assert (both["a"]["high"], both["y"]["high"], columns_for(data)["y"]["high"]) == (5.0, 9.0, 4.0)
+
+
+def test_an_export_is_evaluated_on_rows_of_its_table(
+    pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on their column `text` alone; nor in the forms of a run that happens to be in the default folder."""
+    monkeypatch.chdir(tmp_path)
+    keys = {"prompt_template": "{text}:", "text_template": " {price}", "target_field": "price", "sequence_length": 40}
+    columns = {"text": {"kind": "text", "empty": 0.0}, "price": {"kind": "number", "empty": 0.0, "form": "1234,5"}}
+    folder = write_folder(tmp_path / "export", *pair)
+    (folder / "table.json").write_text(json.dumps({"data": {"train": "table.json", **keys}, "columns": columns}))
+    (tmp_path / "runs" / "default").mkdir(parents=True)
+    (tmp_path / "runs" / "default" / "start.json").write_text('{"columns": {}}')
+    (tmp_path / "t.csv").write_text("text;price\n" + "tea;1.234\n" * 3)
+    found = api.evaluate(folder, tmp_path / "t.csv")
+    assert found["eval/numbers"] == 3
+    written = api.evaluate(folder, [{"text": "tea", "price": 1234}] * 3)
+    assert written["eval/reg_mdae"] == found["eval/reg_mdae"], "1.234 is 1234, as in training"

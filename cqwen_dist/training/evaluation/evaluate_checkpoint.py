@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
+from cqwen_dist.checkpoint.learnt_table import learnt_table
 from cqwen_dist.checkpoint.trained import is_exported, load_trained, run_of
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
@@ -46,13 +47,15 @@ def evaluate_checkpoint(
     """The metrics of `training.evaluation.evaluator` on `data` (default: the run's held-out texts).
 
     Includes metrics of the base model on the same texts: `base`, or the run's base. For an exported folder, `data` is
-    required with the field `text`, there is no baseline, and a base model only if `base` is given. If `data` is given,
-    the interval factors saved with the model are tested too. Raises `UserError`.
+    required: rows of the table that the run learnt, else the field `text`. There is no baseline then, and a base model
+    only if `base` is given. If `data` is given, the interval factors saved with the model are tested too. Raises
+    `UserError`.
     """
-    run, own_base, baseline = _run_of(path, data)
+    run, start = _run_of(path, data)
     dtype = dtype_of(run.train.precision)
     model, tokenizer = load_trained(path)
-    dataset = _dataset(run, data, tokenizer)
+    dataset = _dataset(run, data, tokenizer, start.get("columns"))
+    statistics = start.get("statistics", {"count": 0})
     with distributed(alone=True) as runtime:
         inner = model.model.to(runtime.device)
         if data is None and inner.beside is not None and run.model.wide_from_eval:
@@ -63,13 +66,13 @@ def evaluate_checkpoint(
             inner.kept_features,
             batches,
             build_groups(1),
-            baseline_value=baseline,
+            baseline_value=statistics["median"] if statistics["count"] else None,
             used_rows=inner.config.used_rows if run.loss.negatives == "used" else None,
             gemm_dtype=dtype,
             decisions=decisions or Decisions(),
             known=Intervals() if data is None else Intervals.from_dict(inner.config.calibration),
         )
-        if name := base or own_base:
+        if name := base or (None if is_exported(path) else run.base_folder):
             rows = inner.config.vocab_size
             own = rows - inner.config.added_rows
             code = run.model.trust_remote_code
@@ -80,29 +83,33 @@ def evaluate_checkpoint(
         return evaluator()
 
 
-def _run_of(path: Path, data: str | None) -> tuple[Config, str | None, float | None]:
-    """(config, base model, median of the training numbers) of a run; only a default config for an exported folder."""
+def _run_of(path: Path, data: str | None) -> tuple[Config, dict[str, Any]]:
+    """The config and what start.json has; of an exported folder what it knows of these. Raises `UserError`."""
     if is_exported(path):
         if data is None:
             raise UserError("--data", "no value", "a JSONL file or bundled:NAME (an exported folder has no data)")
+        table = learnt_table(path)
+        known = {"data": {}} if table is None else table.to_dict()
         model = {"name_or_path": str(path), "num_row_init": "inherit"}
-        return Config.model_validate({"model": model, "data": {"train": data}}), None, None
+        return Config.model_validate({"model": model, "data": {**known.pop("data"), "train": data}}), known
     run, _ = run_of(path)
     start = read_object(Path(run.run.dir) / START)
     if not start:
         raise UserError(START, "no such file", "the file that the run wrote when it began", run.run.dir)
-    return run, run.base_folder, start["statistics"]["median"] if start["statistics"]["count"] else None
+    return run, start
 
 
-def _dataset(run: Config, data: str | None, tokenizer: NumericalAwareTokenizer) -> TextDataset:
-    """`data`, or the run's held-out texts. Logs how its columns differ. Raises `UserError` if there are no texts."""
+def _dataset(
+    run: Config, data: str | None, tokenizer: NumericalAwareTokenizer, columns: dict[str, Any] | None
+) -> TextDataset:
+    """`data`, or the run's held-out texts. Logs how its columns differ from the run's `columns`. Raises `UserError` if
+    there are no texts."""
     if data is None:
         dataset = load_datasets(run.data, tokenizer).eval
     else:
-        report = ReadReport(columns=read_object(Path(run.run.dir) / START).get("columns"))
-        for difference in differences(data, run.data, report.columns or {}):
+        for difference in differences(data, run.data, columns or {}):
             logging.getLogger(__name__).warning("%s", difference)
-        texts = read_texts(data, run.data, report, "--data", Chat(tokenizer.tokenizer))
+        texts = read_texts(data, run.data, ReadReport(columns=columns), "--data", Chat(tokenizer.tokenizer))
         dataset = tokenise(texts, tokenizer, run.data)
     if dataset is None or not len(dataset):
         raise UserError("--data", "no texts", "held-out texts (the run held none out)")
