@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -66,16 +65,6 @@ class DataReport:
         return lines
 
 
-class SpecialTokens(Protocol):
-    """The token ids that a dataset needs from a tokenizer."""
-
-    @property
-    def pad_token_id(self) -> int: ...
-
-    @property
-    def num_token_id(self) -> int: ...
-
-
 class TextDataset:
     """Samples from stored texts. `dataset[i]` is a `Sample`: a tuple of documents (one unless packed).
 
@@ -93,12 +82,12 @@ class TextDataset:
         store: TokenStore,
         texts: np.ndarray | None,
         config: DataConfig,
-        special: SpecialTokens,
+        pad_token_id: int,
         report: DataReport,
         content: str = "",
         folder: Path | None = None,
     ) -> None:
-        self.pad_token_id, self.num_token_id = special.pad_token_id, special.num_token_id
+        self.pad_token_id, self.num_token_id = pad_token_id, store.num_token_id
         self.report = report
         self.group_by_length = config.group_by_length
         self._store, self._given, self._pack, self._folder = store, texts, config.pack, folder

@@ -90,7 +90,7 @@ def open_prepared(folder: Path, config: DataConfig, tokenizer: NumericalAwareTok
     sets = {}
     for name, (store, texts) in parts_of(folder, tokenizer.num_token_id).items():
         report, content = DataReport(**manifest["reports"][name]), manifest["content"][name]
-        sets[name] = TextDataset(store, texts, config, tokenizer, report, content, folder)
+        sets[name] = TextDataset(store, texts, config, tokenizer.pad_token_id, report, content, folder)
     return Datasets(sets["train"], sets.get("eval"), ReadReport(**manifest["reading"]))
 
 

@@ -67,7 +67,7 @@ def numeric_statistics(parts: Parts, gather: Gather = lambda own: [own]) -> Nume
     number = _of_ranks({rank for place in places for rank in (math.floor(place), math.ceil(place))}, parts, gather)
     pairs = [np.array([number[math.floor(place)], number[math.ceil(place)]]) for place in places]
     spreads = []
-    for read in (np.asarray, _logarithms):
+    for read in (np.asarray, signed_log):
         ends = zip(pairs, places, strict=True)
         # Work with halves: the difference of the largest float64 numbers overflows
         low, median, high = (2 * float(np.quantile(read(pair) / 2, place % 1)) for pair, place in ends)
@@ -113,5 +113,6 @@ def _number(bits: int) -> float:
     return float(np.uint64(bits ^ _SIGN if bits & _SIGN else bits ^ (2**64 - 1)).view(np.float64))
 
 
-def _logarithms(values: np.ndarray) -> np.ndarray:
+def signed_log(values: np.ndarray) -> np.ndarray:
+    """sign(v) ln(1 + |v|), the unit standardise_log (S1 2)."""
     return np.sign(values) * np.log1p(np.abs(values))

@@ -66,7 +66,7 @@ def tokenise(texts: Iterable[Text], tokenizer: NumericalAwareTokenizer, config: 
         batches.append(encoded.batch.filter(pa.array(stays)))
     store = TokenStore(batches, tokenizer.num_token_id)
     count(report, store, None, tokeniser.overflows)
-    return TextDataset(store, None, config, tokenizer, report)
+    return TextDataset(store, None, config, tokenizer.pad_token_id, report)
 
 
 def count(report: DataReport, store: TokenStore, texts: np.ndarray | None, overflows: list[tuple[int, str]]) -> None:

@@ -125,8 +125,6 @@ def distributed(timeout_s: float = 1800.0, stop: StopFlag | None = None, alone: 
         _refuse_mixed_devices(store, rank, world, device.type)
         given = device if chosen == "nccl" else None
         dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=limit, device_id=given)
-        atexit.unregister(_free_groups)
-        atexit.register(_free_groups)
         try:
             yield Runtime(rank, world, device, timeout_s, stop or StopFlag())
         finally:
@@ -135,6 +133,7 @@ def distributed(timeout_s: float = 1800.0, stop: StopFlag | None = None, alone: 
                 sys.excepthook = hook
 
 
+@atexit.register  # so after those who refer to a group, such as `training.zero`
 def _free_groups() -> None:
     """End gloo's threads before the interpreter ends: a destroyed group keeps them as long as anything refers to it.
 

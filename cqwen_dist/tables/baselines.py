@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cqwen_dist.data.learnt_range import MARGIN
+from cqwen_dist.data.statistics import signed_log
 from cqwen_dist.tables.encoding import EncodedRows
-from cqwen_dist.tables.rows import Table, signed_log
+from cqwen_dist.tables.rows import Table
 
 ALPHAS = np.logspace(-3, 4, 15)
 MANY = 4096  # rows

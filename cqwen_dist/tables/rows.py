@@ -194,11 +194,6 @@ def _between(order: np.ndarray, cut: int, same: Sequence[Any]) -> int:
     return min(ends, key=lambda place: (abs(place - cut), place))
 
 
-def signed_log(values: np.ndarray) -> np.ndarray:
-    """sign(v) ln(1 + |v|), the unit standardise_log (S1 2)."""
-    return np.sign(values) * np.log1p(np.abs(values))
-
-
 def by_length(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Sorts rows [m] by length, longest first, within blocks of `BLOCK` rows. lengths [n]: tokens per row.
 

@@ -213,10 +213,8 @@ def _evaluations(
     def evaluator(dataset: TextDataset, forward: Features, word_counts: np.ndarray | None = None) -> Evaluator:
         size = config.train.micro_batch_size
         numbers = dataset.report.tokens // groups.world_size * training.model.config.feature_size
-        keeps = (
-            config.train.feature_cache.mode != "never"
-            and numbers * training.stepper.options.gemm_dtype.itemsize <= ROOM
-        )
+        fits = numbers * training.stepper.options.gemm_dtype.itemsize <= ROOM
+        keeps = fits and config.train.feature_cache.mode != "never"
         return Evaluator(
             training.model,
             forward,

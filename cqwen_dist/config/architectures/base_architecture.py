@@ -61,7 +61,7 @@ class BaseArchitecture:
     window: int | None = None  # default of sliding_window; None: full attention
     tied: bool = False  # default of tie_word_embeddings
     spare_rows: bool = True  # whether public models have unused vocabulary rows
-    public: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # `public_sizes` by hub name
+    public: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # `sizes` by hub name
     layers: str = "layers"  # attribute with the transformer's layers
     outside: tuple[str, str] | None = None  # (module, parameter of a part of it that it reads itself), for ZeRO-3
     nested: bool = False  # whether transformers loads it alone out of a model that also reads images

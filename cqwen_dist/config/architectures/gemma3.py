@@ -1,21 +1,21 @@
 """Gemma 3 (text): norms before and after each block, a window in five of six layers, a scaled token table."""
 
 from cqwen_dist.config.architectures.base_architecture import BaseArchitecture
-from cqwen_dist.config.architectures.layer_blocks import attention, mlp, named_sizes, public_sizes
+from cqwen_dist.config.architectures.layer_blocks import attention, mlp, sizes
 
 _ATTENTION = attention("attention_bias", "attention_bias", qk_norm=True, norms=2)
 
 GEMMA3 = BaseArchitecture(
     model_type="gemma3_text",
     examples="Gemma 3 270M and 1B (text)",
-    defaults=named_sizes(262_208, 2304, 9216, 26, 8, 4, head_dim=256),
+    defaults=sizes(262_208, 2304, 9216, 26, 8, 4, head_dim=256),
     mixers={"sliding_attention": _ATTENTION, "full_attention": _ATTENTION},
     mlp=mlp(norms=2),
     interval=6,
     window=4096,
     tied=True,
     public={
-        "google/gemma-3-270m": public_sizes(262_144, 640, 2_048, 18, 4, 1, True, 32_768) | {"sliding_window": 512},
-        "google/gemma-3-1b-pt": public_sizes(262_144, 1_152, 6_912, 26, 4, 1, True, 32_768) | {"sliding_window": 512},
+        "google/gemma-3-270m": sizes(262_144, 640, 2_048, 18, 4, 1, True, 32_768) | {"sliding_window": 512},
+        "google/gemma-3-1b-pt": sizes(262_144, 1_152, 6_912, 26, 4, 1, True, 32_768) | {"sliding_window": 512},
     },
 )

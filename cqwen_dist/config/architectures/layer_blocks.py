@@ -89,16 +89,8 @@ def experts(shared: bool = False, adapted: bool = True) -> Block:
     return Block("experts", maps, more, adapted=adapted)
 
 
-def named_sizes(
-    vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int | None = None, **more: int
-) -> dict[str, int]:
-    """Sizes by their keys in a config.json. kv_heads: None leaves the key out."""
-    sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": intermediate}
-    sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads}
-    return sizes | ({} if kv_heads is None else {"num_key_value_heads": kv_heads}) | more
-
-
-def public_sizes(*sizes_tied_context: int, **more: int) -> dict[str, Any]:
-    """The sizes from a public model's config.json that the planner reads: `named_sizes`, tied, context."""
-    *sizes, tied, context = sizes_tied_context
-    return {**named_sizes(*sizes, **more), "tie_word_embeddings": tied, "max_position_embeddings": context}
+def sizes(*values: int, **more: int) -> dict[str, Any]:
+    """Sizes by their keys in a config.json; of the first ones, in this order, the last may be left out."""
+    keys = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+    keys += " tie_word_embeddings max_position_embeddings"
+    return dict(zip(keys.split()[: len(values)], values, strict=True)) | more

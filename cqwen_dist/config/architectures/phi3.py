@@ -1,7 +1,7 @@
 """Phi-3, Phi-3.5 and Phi-4 (text): Llama's block with q, k and v in one map, and gate and up in one."""
 
 from cqwen_dist.config.architectures.base_architecture import BaseArchitecture
-from cqwen_dist.config.architectures.layer_blocks import Block, Linear, named_sizes, public_sizes
+from cqwen_dist.config.architectures.layer_blocks import Block, Linear, sizes
 
 _ATTENTION = {
     "o_proj": Linear("attention", "queries", "hidden"),
@@ -15,11 +15,11 @@ _MLP = {
 PHI3 = BaseArchitecture(
     model_type="phi3",
     examples="Phi-3, Phi-3.5 and Phi-4 (text)",
-    defaults=named_sizes(32_064, 3072, 8192, 32, 32),
+    defaults=sizes(32_064, 3072, 8192, 32, 32),
     mixers={"full_attention": Block("attention", _ATTENTION)},
     mlp=Block("mlp", _MLP),
     public={
-        "microsoft/Phi-4-mini-instruct": public_sizes(200_064, 3_072, 8_192, 32, 24, 8, True, 131_072),
-        "microsoft/phi-4": public_sizes(100_352, 5_120, 17_920, 40, 40, 10, False, 16_384),
+        "microsoft/Phi-4-mini-instruct": sizes(200_064, 3_072, 8_192, 32, 24, 8, True, 131_072),
+        "microsoft/phi-4": sizes(100_352, 5_120, 17_920, 40, 40, 10, False, 16_384),
     },
 )

@@ -1,22 +1,22 @@
 """Qwen2 and Qwen2.5: Llama's block with biases for q, k and v."""
 
 from cqwen_dist.config.architectures.base_architecture import NOT_MEASURED, BaseArchitecture, Capabilities
-from cqwen_dist.config.architectures.layer_blocks import attention, mlp, named_sizes, public_sizes
+from cqwen_dist.config.architectures.layer_blocks import attention, mlp, sizes
 
 QWEN2 = BaseArchitecture(
     model_type="qwen2",
     examples="Qwen2, Qwen2.5",
-    defaults=named_sizes(151_936, 4096, 22_016, 32, 32, 32),
+    defaults=sizes(151_936, 4096, 22_016, 32, 32, 32),
     mixers={"full_attention": attention(qkv=True)},
     mlp=mlp(),
     public={
-        "Qwen/Qwen2.5-0.5B": public_sizes(151_936, 896, 4_864, 24, 14, 2, True, 32_768),
-        "Qwen/Qwen2.5-1.5B": public_sizes(151_936, 1_536, 8_960, 28, 12, 2, True, 32_768),
-        "Qwen/Qwen2.5-3B": public_sizes(151_936, 2_048, 11_008, 36, 16, 2, True, 32_768),
-        "Qwen/Qwen2.5-7B": public_sizes(152_064, 3_584, 18_944, 28, 28, 4, False, 32_768),
-        "Qwen/Qwen2.5-14B": public_sizes(152_064, 5_120, 13_824, 48, 40, 8, False, 32_768),
-        "Qwen/Qwen2.5-32B": public_sizes(152_064, 5_120, 27_648, 64, 40, 8, False, 32_768),
-        "Qwen/Qwen2.5-72B": public_sizes(152_064, 8_192, 29_568, 80, 64, 8, False, 32_768),
+        "Qwen/Qwen2.5-0.5B": sizes(151_936, 896, 4_864, 24, 14, 2, True, 32_768),
+        "Qwen/Qwen2.5-1.5B": sizes(151_936, 1_536, 8_960, 28, 12, 2, True, 32_768),
+        "Qwen/Qwen2.5-3B": sizes(151_936, 2_048, 11_008, 36, 16, 2, True, 32_768),
+        "Qwen/Qwen2.5-7B": sizes(152_064, 3_584, 18_944, 28, 28, 4, False, 32_768),
+        "Qwen/Qwen2.5-14B": sizes(152_064, 5_120, 13_824, 48, 40, 8, False, 32_768),
+        "Qwen/Qwen2.5-32B": sizes(152_064, 5_120, 27_648, 64, 40, 8, False, 32_768),
+        "Qwen/Qwen2.5-72B": sizes(152_064, 8_192, 29_568, 80, 64, 8, False, 32_768),
     },
     capabilities=Capabilities(vllm=NOT_MEASURED),
 )

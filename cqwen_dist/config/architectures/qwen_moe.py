@@ -1,7 +1,7 @@
 """Qwen2's and Qwen3's mixtures of experts: the attention of Qwen2 and Qwen3, and experts in place of the MLP."""
 
 from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, Capabilities, Support
-from cqwen_dist.config.architectures.layer_blocks import attention, experts, mlp, named_sizes, public_sizes
+from cqwen_dist.config.architectures.layer_blocks import attention, experts, mlp, sizes
 
 WITH_EXPERTS = {
     "compiled_layers": Support("experimental", "not yet tried with experts"),
@@ -12,7 +12,7 @@ WITH_EXPERTS = {
 QWEN2_MOE = BaseArchitecture(
     model_type="qwen2_moe",
     examples="Qwen1.5-MoE, Qwen2-57B-A14B",
-    defaults=named_sizes(
+    defaults=sizes(
         151_936,
         2048,
         5632,
@@ -28,22 +28,20 @@ QWEN2_MOE = BaseArchitecture(
     mlp=mlp(),
     experts=experts(shared=True),
     biased=("qkv_bias",),
-    public={"Qwen/Qwen1.5-MoE-A2.7B": public_sizes(151_936, 2_048, 5_632, 24, 16, 16, False, 8_192)},
+    public={"Qwen/Qwen1.5-MoE-A2.7B": sizes(151_936, 2_048, 5_632, 24, 16, 16, False, 8_192)},
     capabilities=Capabilities(**WITH_EXPERTS),
 )
 
 QWEN3_MOE = BaseArchitecture(
     model_type="qwen3_moe",
     examples="Qwen3-30B-A3B, Qwen3-235B-A22B",
-    defaults=named_sizes(
-        151_936, 2048, 6144, 24, 32, 4, moe_intermediate_size=768, num_experts_per_tok=8, num_experts=128
-    ),
+    defaults=sizes(151_936, 2048, 6144, 24, 32, 4, moe_intermediate_size=768, num_experts_per_tok=8, num_experts=128),
     mixers={"full_attention": attention("attention_bias", "attention_bias", qk_norm=True)},
     mlp=mlp(adapted=False),  # by these names PEFT means the experts
     experts=experts(),
     public={
-        "Qwen/Qwen3-30B-A3B": public_sizes(151_936, 2_048, 6_144, 48, 32, 4, False, 40_960, head_dim=128),
-        "Qwen/Qwen3-235B-A22B": public_sizes(
+        "Qwen/Qwen3-30B-A3B": sizes(151_936, 2_048, 6_144, 48, 32, 4, False, 40_960, head_dim=128),
+        "Qwen/Qwen3-235B-A22B": sizes(
             151_936, 4_096, 12_288, 94, 64, 4, False, 40_960, head_dim=128, moe_intermediate_size=1_536
         ),
     },

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from cqwen_dist.data.statistics import signed_log
 from cqwen_dist.heads.intervals import LEVELS
 from cqwen_dist.tables.judging import errors, intervals
-from cqwen_dist.tables.rows import signed_log
 
 QUANTILE_GRID = "quantile grid"
 QUANTILES = sorted([0.5, *((1 - level) / 2 for level in LEVELS), *((1 + level) / 2 for level in LEVELS)])

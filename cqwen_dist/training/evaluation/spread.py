@@ -67,9 +67,7 @@ class Spread:
         mean = float(((edge + first) * n).sum() / total)
         off = edge - mean
         std = float(np.sqrt(((off * off + 2 * off * first + second) * n).sum() / (total - 1)))
-        half = np.sqrt(
-            3 * np.maximum(second - first * first, 0.0)
-        )  # half-width of the uniform law with the bin's deviation
+        half = np.sqrt(3 * np.maximum(second - first * first, 0.0))  # width / 2 of the uniform law of that deviation
         before = np.cumsum(n) - n
 
         # Like numpy, interpolate each quartile between the values of two ranks

@@ -29,9 +29,10 @@ def open_trackers(run_dir: Path, run: RunConfig, config: dict[str, Any], step: i
     step: step of the checkpoint to resume from. written: last step that was sent before, or -1.
     """
     trackers: list[Tracker] = []
+    flat = {key: value for key, value in leaves(config) if value != {}}
     if run.wandb != "disabled":
         trackers.append(WandbTracker(run_dir, run, config))
-    return [*trackers, *(TRACKERS[name](run_dir, run, config, step, written) for name in run.trackers)]
+    return [*trackers, *(TRACKERS[name](run_dir, run, flat, step, written) for name in run.trackers)]
 
 
 def _run_id(run_dir: Path) -> str:
@@ -125,7 +126,7 @@ class MlflowTracker:
             found = mlflow.MlflowClient().search_runs([place.experiment_id], tagged, max_results=1)
             mlflow.start_run(found[0].info.run_id if found else None, run_name=run.name or run_dir.name, tags=mine)
             if not found:
-                flat = [(key, str(value)[:6000]) for key, value in leaves(config) if value != {}]
+                flat = [(key, str(value)[:6000]) for key, value in config.items()]
                 for at in range(0, len(flat), 100):  # both are MLflow's limits
                     mlflow.log_params(dict(flat[at : at + 100]))
         except mlflow.MlflowException as error:
@@ -156,7 +157,7 @@ class TrackioTracker:
         self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
             name=f"{run.name or run_dir.name}-{_run_id(run_dir)}",  # Trackio knows a run by its name
-            config={key: value for key, value in leaves(config) if value != {}},
+            config=config,
             resume="allow",
             embed=False,
         )

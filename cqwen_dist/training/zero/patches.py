@@ -33,7 +33,6 @@ def join_deepspeed() -> None:
     except ValueError:  # torch has destroyed this group
         groups._WORLD_GROUP = None
     groups._get_data_parallel_group()
-    atexit.unregister(_leave_deepspeed)
     atexit.register(_leave_deepspeed)
     # DeepSpeed's engine imports Muon, which is decorated with torch.compile: inductor's import takes more than a second
     with patch.object(deepspeed.runtime.compiler, "compile", lambda: deepspeed.runtime.compiler.dummy_decorator):
