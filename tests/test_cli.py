@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import deepspeed
 import pytest
 import torch
 from support.runs import VOCAB, cqwen_forked, write_config, write_texts
@@ -29,7 +28,6 @@ Command = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def cqwen(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
     """(exit code, stdout, stderr) of a command run in this process."""
-    _ = deepspeed.ops.__compatible_ops__  # asked for the first time, it runs a linker that writes past pytest's stderr
 
     def run(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["cqwen", *map(str, args)])

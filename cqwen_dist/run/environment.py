@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ OPTIONAL = ("bitsandbytes",)
 PACKAGES = ("cqwen-dist", "torch", "transformers", "peft", "deepspeed", "safetensors", *OPTIONAL)
 
 
+@cache
 def versions() -> dict[str, str]:
     """Installed versions of packages that affect results and files."""
     found = {}

@@ -126,3 +126,12 @@ def test_joining_deepspeed_does_not_compile_muon(monkeypatch: pytest.MonkeyPatch
     plain = sys.modules[MUON].muon_update  # type: ignore[attr-defined]
     assert not hasattr(plain, "_torchdynamo_orig_callable")
     assert deepspeed.runtime.compiler.compile is compiler
+
+
+def test_joining_deepspeed_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would try with a C compiler which of its own operations it could build: half a second of every start."""
+    monkeypatch.delitem(vars(deepspeed.ops), "__compatible_ops__", raising=False)
+    monkeypatch.setattr(deepspeed.ops, "_probe_compatible_ops", lambda: pytest.fail("it looks for compilers"))
+    with distributed(alone=True):
+        join_deepspeed()
+    assert deepspeed.ops.__compatible_ops__ == {"deepspeed_shm_comm": False}

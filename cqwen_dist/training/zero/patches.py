@@ -24,8 +24,9 @@ def join_deepspeed() -> None:
 
     Collective over the world: DeepSpeed makes its copy of the world's group here.
     """
-    # The CPU build of DeepSpeed would compile its shared-memory collective for a minute; gloo is enough.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # DeepSpeed asks this table only for its shared-memory collective on CPUs: a minute to compile, and gloo is enough.
+    # It fills a missing table by trying C compilers: half a second on each rank.
+    vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False)
     groups = deepspeed.utils.groups
     try:
