@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import json
 import os
 import random
@@ -199,6 +200,7 @@ def cqwen_forked(*args: object) -> subprocess.CompletedProcess[str]:
 def _command(argv: list[str], folder: str, environment: dict[str, str]) -> None:
     from cqwen_dist.cli import main
 
+    gc.freeze()  # as in `support.ranks._rank`
     os.environ.clear()
     os.environ.update(environment)
     rounding.install_if_asked()
