@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from torch import Tensor
 
-from cqwen_dist.config.data import DataConfig, column_lines, filled, unescaped
+from cqwen_dist.config.data import filled, unescaped
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.delimited import MISSING, write_rows
 from cqwen_dist.generate.continuation import Prompt, encoded, generate_batch
@@ -84,12 +84,6 @@ def _check_template(template: str, columns: Sequence[str]) -> None:
     if odd is not None or not names or any(how or kind for _, _, how, kind in parts):
         allowed = f"only columns in braces there, out of {', '.join(columns)}"
         raise UserError("--template", odd or template, allowed)
-
-
-def template_of(data: DataConfig, others: Sequence[str]) -> str:
-    """The prompt of a row as a run learnt it: the template before data.target_field. others: what {*} stood for."""
-    template = (data.prompt_template or "") + (data.text_template or "").partition(f"{{{data.target_field}}}")[0]
-    return template.replace("{*}", column_lines(others))
 
 
 def _cell(row: Mapping[str, Any], number: int, empty: str | None, name: str) -> str:

@@ -43,7 +43,7 @@ data:
   text_template: {text}
   target_field: {target}
   number_columns: {numbers}
-  empty_cell: unknown
+  empty_cell: {empty}
   sequence_length: {length}
   max_tokens: {length}  # longer rows are left out
   group_by_length: true

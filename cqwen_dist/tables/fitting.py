@@ -25,12 +25,14 @@ from pydantic_core import to_json
 
 from cqwen_dist.checkpoint.learnt_table import learnt_table
 from cqwen_dist.checkpoint.manifest import Retention, checkpoint_folder, evaluated
-from cqwen_dist.config import UserError, load_config
+from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.config.data import column_lines
 from cqwen_dist.config.errors import Said
+from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.columns import given_forms
+from cqwen_dist.data.records import Extractor
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.generate.table import predict_rows, prompts_of, shared_digits, template_of, write_table
+from cqwen_dist.generate.table import predict_rows, prompts_of, shared_digits, write_table
 from cqwen_dist.number_forms import by_form
 from cqwen_dist.run.files import (
     BEST,
@@ -108,11 +110,17 @@ class TimeLimit(Callback):
 
 
 class Prepared(NamedTuple):
-    """The table in the folder, the parts, and the prompt for every row."""
+    """The table in the folder, the parts, the prompt for every row as training reads it, and fit.yaml."""
 
     table: Table
     parts: Parts
     prompts: list[str]
+    config: Config
+
+    @property
+    def by_log(self) -> bool:
+        """Whether logarithms of the target are learnt."""
+        return self.config.loss.target_transform == "standardise_log"
 
 
 @contextmanager
@@ -153,10 +161,10 @@ def prepare(request: FitRequest, folder: Path, say: Callable[[str], None], clock
         if None not in (before, now) and before != now:
             found = Said(f"a fit of {file.name} as it was before")
             raise UserError("--out", found, f"the same table, or a folder that does not exist yet, not {folder}")
-    data = load_config(folder / CONFIG, saved=True).data
-    table, parts = read_parts(folder / "table", given_forms(data) or {})
-    template = template_of(data, [])
-    return Prepared(table, parts, prompts_of(template, table.columns, table.rows, EMPTY))
+    config = load_config(folder / CONFIG, saved=True)
+    table, parts = read_parts(folder / "table", given_forms(config.data) or {})
+    extract = Extractor(config.data, Chat(), table.forms)
+    return Prepared(table, parts, ["".join(extract.before(row)) for row in table.written], config)
 
 
 def request_of(folder: Path) -> tuple[FitRequest, dict[str, Any] | None]:
@@ -200,7 +208,7 @@ def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], 
     values = table.values()
     parts, choice, pace = _in_time(request, parts, values, lengths, longest, say, clock)
     templates: dict[str, Any] = {"prompt": template, "text": f"{{{table.target}}}", "target": table.target}
-    templates["numbers"] = by_form(table.forms)
+    templates |= {"numbers": by_form(table.forms), "empty": EMPTY}
     text = config_text(folder, request.base, choice, pace, len(parts.train), request.seed, **templates)
     parts.write(draft / "table", table)
     (draft / CONFIG).write_text(text, encoding="utf-8")
@@ -233,19 +241,18 @@ def _in_time(
     return parts, choice, pace
 
 
-def without_base(folder: Path, made: Prepared, say: Callable[[str], None]) -> Rival | None:
+def without_base(made: Prepared, say: Callable[[str], None]) -> Rival | None:
     """The wide part alone, which is ready before the base reads a row; None without `model.wide`, or for many rows."""
-    config, values, parts = load_config(folder / CONFIG, saved=True), made.table.values(), made.parts
-    learnt, model = parts.learnt, config.model
+    values, parts, model = made.table.values(), made.parts, made.config.model
+    learnt = parts.learnt
     if not model.wide:
         return None
     if len(learnt) > MOST:
         say(f"note: {WIDE_ALONE} is not compared: that takes too long with more than {MOST:,} rows")
         return None
     say(f"fitting {WIDE_ALONE} to {len(learnt):,} rows, which needs no base")
-    tokenizer = NumericalAwareTokenizer.from_pretrained(config.tokenizer_source)
-    by_log = config.loss.target_transform == "standardise_log"
-    settings = by_log, model.wide, model.random_features
+    tokenizer = NumericalAwareTokenizer.from_pretrained(made.config.tokenizer_source)
+    settings = made.by_log, model.wide, model.random_features
     found = wide_alone(tokenizer, made.prompts, values, learnt, parts.test, *settings)
     mae = errors(found.predicted, values[parts.test])["mae"]
     say(f"{WIDE_ALONE} is ready: MAE {mae:.4g} on the {len(parts.test):,} rows to judge by, before the base is read")
@@ -268,14 +275,13 @@ def judge(
     ends = np.array([[row["low_90"], row["high_90"]] for row in own])
     predictions = {OURS: np.array([row["predicted"] for row in own])}
     results: dict[str, dict[str, Any]] = {OURS: {**errors(predictions[OURS], truth), **intervals(ends, truth)}}
-    by_log = load_config(folder / CONFIG, saved=True).loss.target_transform == "standardise_log"
     say("fitting the models to compare with")
-    usual = baselines(table, parts.learnt, parts.test, made.prompts, by_log)
+    usual = baselines(table, parts.learnt, parts.test, made.prompts, made.by_log)
     for name, predicted, fitted_to, its_ends in chain([alone] if alone else [], usual):
         predictions[name] = predicted[: len(own)]
         results[name] = {**errors(predictions[name], truth), "fitted_to": fitted_to}
         results[name] |= {} if its_ends is None else intervals(its_ends[: len(own)], truth)
-    document = {"target": table.target, "rows": len(truth), "checkpoint": str(checkpoint), "by_log": by_log}
+    document = {"target": table.target, "rows": len(truth), "checkpoint": str(checkpoint), "by_log": made.by_log}
     document |= {"results": results, **verdict(predictions, truth)}
     prompts = [made.prompts[row] for row in parts.test]
     document |= shown_rows(own, prompts, truth) | conditional(predictions, results, ends, truth)

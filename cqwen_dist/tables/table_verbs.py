@@ -57,7 +57,7 @@ def fit(
     asked = (table, target, base, text_columns or [], template, test_fraction, split, seed, minutes, test_rows)
     with only_fit(folder):
         made = prepare(FitRequest(*asked, decimal_comma), folder, say, clock)
-        alone = without_base(folder, made, say)
+        alone = without_base(made, say)
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
             _train_fit(folder, as_json, clock)
         found = judge(folder, made, alone, say, clock)

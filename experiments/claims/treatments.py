@@ -21,13 +21,12 @@ import numpy as np
 import torch
 
 from cqwen_dist import train
+from cqwen_dist.checkpoint.learnt_table import learnt_table
 from cqwen_dist.checkpoint.trained import load_trained
-from cqwen_dist.config import load_config
 from cqwen_dist.generate.continuation import padded
-from cqwen_dist.generate.table import prompts_of, template_of
 from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.run.files import write_atomically
-from cqwen_dist.tables.fitting import CONFIG, EMPTY, FitRequest, best_checkpoint, prepare
+from cqwen_dist.tables.fitting import CONFIG, FitRequest, best_checkpoint, prepare
 from cqwen_dist.tables.line_chart import line_chart
 from cqwen_dist.tables.rows import write_rows
 from experiments.claims.effects import Law, least_squares, same_quantile, scale_of_errors, true_form
@@ -72,15 +71,18 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         """folder: of a fit that was trained. Raises `UserError`."""
-        self.model, self.tokenizer = load_trained(best_checkpoint(folder / "run"), "auto")
-        self.template = template_of(load_config(folder / CONFIG).data, COLUMNS) or ""
+        checkpoint = best_checkpoint(folder / "run")
+        self.model, self.tokenizer = load_trained(checkpoint, "auto")
+        learnt = learnt_table(checkpoint)
+        assert learnt is not None, "a fit has learnt a table"
+        self.extract = learnt.extractor()
         self.half = Intervals.from_dict(self.model.config.calibration).half_width(0.9)
 
     @torch.inference_mode()
     def law(self, people: People, doses: np.ndarray) -> Law:
         """The law at doses [n,k], where the number comes next; recalibrated as the fit did it."""
         rows = [row for column in doses.T for row in people.rows(column)]
-        encoded = [self.tokenizer.encode(prompt)[:2] for prompt in prompts_of(self.template, COLUMNS, rows, EMPTY)]
+        encoded = [self.tokenizer.encode("".join(self.extract.before(row)))[:2] for row in rows]
         model, parts = self.model.model, []
         for start in range(0, len(encoded), BATCH):
             u = model.infer(*padded(self.model, self.tokenizer, encoded[start : start + BATCH]))

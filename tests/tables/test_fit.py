@@ -263,12 +263,14 @@ def test_too_long_rows_are_dropped_and_large_targets_keep_their_digits(one_rank:
 
 def test_rows_leave_room_for_the_number_in_the_context(one_rank: Path, tmp_path: Path) -> None:
     rows = "".join(f"{'a' * (i % 60)},{i}\n" for i in range(120))  # prompts of all lengths around the context
+    rows += "6<<3*2=6>> eggs,120\n"
     (tmp_path / "t.csv").write_text(f"note,score\n{rows}", encoding="utf-8")
     base, said = str(one_rank / "base"), []
     asked = FitRequest(str(tmp_path / "t.csv"), "score", base, [], None, 0.5, None, 0, 1.0)
-    _, parts, prompts = prepare(asked, tmp_path / "out", said.append)
+    _, parts, prompts, _ = prepare(asked, tmp_path / "out", said.append)
     tokenizer = NumericalAwareTokenizer.from_pretrained(base)
     assert max(len(tokenizer.encode(prompts[row])[0]) for row in parts.test) == 63
+    assert "note: 6 eggs\nscore: " in prompts, "as training reads the row"
     assert any("rows of 64 tokens or more, all that the base reads, are not judged" in line for line in said)
 
 

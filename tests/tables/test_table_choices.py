@@ -59,10 +59,8 @@ def test_the_chosen_config_trains(tmp_path: Path) -> None:
     for minutes, stages in ((20, ["heads", "lora"]), (1, ["heads"])):
         chosen = choose(NORMAL, TOKENS, 150, 150, PACE, minutes)
         path = tmp_path / "fit.yaml"
-        path.write_text(
-            config_text(tmp_path, "b", chosen, PACE, 1000, 7, prompt=odd, text="{score}", target="score", numbers={}),
-            "utf-8",
-        )
+        keys = {"prompt": odd, "text": "{score}", "target": "score", "numbers": {}, "empty": "-"}
+        path.write_text(config_text(tmp_path, "b", chosen, PACE, 1000, 7, **keys), "utf-8")
         config = load_config(path)
         assert [stage.name for stage in config.stages] == stages
         assert config.data.prompt_template == odd

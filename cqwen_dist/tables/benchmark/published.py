@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cqwen_dist.config import UserError, load_config
+from cqwen_dist.config import UserError
 from cqwen_dist.data.recipes import records_in
 from cqwen_dist.heads.intervals import LEVELS
 from cqwen_dist.run.environment import git_commit
 from cqwen_dist.run.files import write_atomically
 from cqwen_dist.tables.baselines import natural_boosting
 from cqwen_dist.tables.benchmark.predicted_laws import QUANTILES, Predicted, laws
-from cqwen_dist.tables.fitting import CONFIG, Prepared, prepare, request_of
+from cqwen_dist.tables.fitting import Prepared, prepare, request_of
 from cqwen_dist.tables.judging import OURS
 from cqwen_dist.tables.rows import write_rows
 
@@ -174,15 +174,14 @@ class Benchmark:
         values, parts = made.table.values(), made.parts
         truth = values[parts.test]
         quantiles = _predicted(folder / "predicted.csv")
-        by_log = load_config(folder / CONFIG, saved=True).loss.target_transform == "standardise_log"
         found = {name: {**of, "crps": of["mae"]} for name, of in results.items()}
-        found[OURS] = Predicted.cauchy(quantiles, truth, by_log).scores(truth)
+        found[OURS] = Predicted.cauchy(quantiles, truth, made.by_log).scores(truth)
         if law := natural_boosting(made.table, parts.learnt, parts.test):
             found["NGBoost"] = Predicted.normal(*law, truth).scores(truth)
         if self.heads:
             from cqwen_dist.tables.benchmark.competitors import ARMS, Stored
 
-            stages = [Stored(self.z(name, folder)(made.prompts), parts.train)]
+            stages = [Stored(self.z(name, made)(made.prompts), parts.train)]
             found |= dict(_arms(stages, made, {arm: f"{arm}, on z" for arm in ARMS}))
         return {"results": found, "errors": (truth - quantiles[:, len(LEVELS)]).tolist()}
 
@@ -201,7 +200,8 @@ class Benchmark:
             return
         self.say(f"{name}, split {split}: heads with adapters")
         folder = self.out / name / f"split-{split}"
-        made, z = self.prepared(folder), self.z(name, folder)
+        made = self.prepared(folder)
+        z = self.z(name, made)
         values, parts = made.table.values(), made.parts
         if heads := {arm: title for arm, title in titles.items() if arm in ARMS}:
             features = Adapted(z.base, made.prompts, z(made.prompts), parts.train, self.lora_epochs)
@@ -217,12 +217,11 @@ class Benchmark:
             scores = Predicted(np.nanquantile(numbers, QUANTILES, axis=1).T).scores(values[parts.test])
             yield titles[way], {**scores, "seconds": time.perf_counter() - start}
 
-    def z(self, name: str, folder: Path) -> KeptZ:
-        """The cached z for a data set, in the precision that `cqwen fit` chose in `folder`."""
+    def z(self, name: str, made: Prepared) -> KeptZ:
+        """The cached z for a data set, in the precision that `cqwen fit` chose."""
         from cqwen_dist.tables.benchmark.adapted_base import KeptZ
 
-        precision = load_config(folder / CONFIG, saved=True).train.precision
-        return KeptZ(self.base, precision, self.out / name / "z.safetensors", self.say)
+        return KeptZ(self.base, made.config.train.precision, self.out / name / "z.safetensors", self.say)
 
     def prepared(self, folder: Path) -> Prepared:
         """The prepared table in a `cqwen fit` folder."""
