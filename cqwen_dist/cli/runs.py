@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import shlex
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,11 +35,15 @@ def train_here(
     end_with_launcher()
     _open_enough_files()
     checked = load(config, overrides)
+    gc.disable()  # what is imported stays: to look for garbage in it takes a second now, and half a second at the end
     with holding_signals() as ignore_further_signals:
+        import_module("cqwen_dist.training.train")
         from cqwen_dist.api import train as run
         from cqwen_dist.parallel.collectives import Stopped
         from cqwen_dist.parallel.runtime import launched
 
+        gc.freeze()
+        gc.enable()
         try:
             run(checked, callbacks=callbacks)
         except Stopped:  # a launcher treats any code except 0 as a failure; status.json has `preempted`
