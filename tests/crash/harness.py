@@ -8,6 +8,7 @@ to find out. Ranks are processes of their own, started without the launcher, who
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import random
@@ -154,6 +155,7 @@ def _rank(
     from cqwen_dist.parallel.collectives import Stopped
     from cqwen_dist.training.train import train
 
+    gc.freeze()  # as in `support.ranks._rank`
     os.environ.clear()
     os.environ.update(environment)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))

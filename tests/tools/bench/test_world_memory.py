@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
+from subprocess import CompletedProcess as Ran
 from threading import Thread
 
 import pytest
 import torch
 from support.ranks import run_ranks
-from support.runs import cqwen
+from support.runs import cqwen, cqwen_forked
 
 from cqwen_dist.tools.bench.memory_check import peak_of
 
 WORLDS = (8, 64, 1024)
 
 
-def planned_over_measured(world: int, *names: str, accelerator: str = "cpu") -> dict[str, float]:
+def planned_over_measured(world: int, *names: str, cqwen: Callable[..., Ran] = cqwen_forked) -> dict[str, float]:
     words = [word for name in names for word in ("--only", name)]
-    done = cqwen("bench", "memory", "--world", world, "--json", *words, DS_ACCELERATOR=accelerator)
+    done = cqwen("bench", "memory", "--world", world, "--json", *words)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert f"rank 0 of {world}" in found["device"]
@@ -63,7 +65,7 @@ def test_one_rank_of_any_world_holds_the_planned_memory(world: int) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none here")
 def test_one_rank_of_64_on_a_gpu_holds_the_planned_memory_for_7b_to_72b() -> None:
-    ratios = planned_over_measured(64, accelerator="cuda")
+    ratios = planned_over_measured(64, cqwen=partial(cqwen, DS_ACCELERATOR="cuda"))
     assert len(ratios) == 4
     for name, ratio in ratios.items():
         assert 0.95 < ratio < 1.05, f"{name}: planned / measured {ratio:.3f}"
@@ -104,12 +106,12 @@ def test_fake_collectives_write_every_output() -> None:
 
 @pytest.mark.parametrize("world", [1, 5000])
 def test_refuses_a_world_without_ranks(world: int) -> None:
-    done = cqwen("bench", "memory", "--world", world)
+    done = cqwen_forked("bench", "memory", "--world", world)
     assert done.returncode == 2
     assert "--world" in done.stderr
 
 
 def test_refuses_a_config_without_a_world_size() -> None:
-    done = cqwen("bench", "memory", "configs/qwen2.5-72b.yaml")
+    done = cqwen_forked("bench", "memory", "configs/qwen2.5-72b.yaml")
     assert done.returncode == 2
     assert "--world" in done.stderr

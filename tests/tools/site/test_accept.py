@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.ranks import run_ranks
-from support.runs import cqwen
+from support.runs import cqwen, cqwen_forked
 
 from cqwen_dist.parallel.collectives import Stopped
 from cqwen_dist.tools.bench.ranks import layouts
@@ -57,7 +57,7 @@ def test_collectives_are_timed_alike_on_every_rank() -> None:
 
 
 def test_refuses_more_gpus_than_there_are() -> None:
-    done = cqwen("accept", "--gpus", 64)
+    done = cqwen_forked("accept", "--gpus", 64)
     assert done.returncode == 2
     assert "--gpus" in done.stderr
     assert "--ranks" in done.stderr
@@ -82,7 +82,7 @@ def test_the_difference_of_runs_is_their_worst_loss_or_norm(tmp_path: Path) -> N
 
 def test_refuses_a_folder_that_is_not_empty(tmp_path: Path) -> None:
     (tmp_path / "thesis").touch()
-    done = cqwen("accept", "--ranks", 2, "--folder", tmp_path)
+    done = cqwen_forked("accept", "--ranks", 2, "--folder", tmp_path)
     assert done.returncode == 2
     assert "--folder" in done.stderr
     assert "empty" in done.stderr
