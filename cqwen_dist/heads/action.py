@@ -48,6 +48,7 @@ class ActionNetwork(nn.Module):
         self.word_size = causal_hidden_size if word_size is None else word_size
         self.cls_weight = nn.Parameter(torch.empty(rows, self.word_size))
         self.cls_bias = nn.Parameter(torch.zeros(rows))
+        self.base_row: list[Tensor] = []  # the base's own row and bias of <NUM>, on the rank that has it
         self.scalar_threshold = scalar_threshold
         self.threshold = nn.Parameter(torch.zeros(1 if scalar_threshold else rows))
         self.causal_hidden_size = causal_hidden_size

@@ -79,6 +79,7 @@ def inherit_head(
     # The <NUM> row, on the rank that has it
     row = config.num_token_id - action.vocab_start
     if 0 <= row < action.rows:
+        action.base_row = [action.cls_weight[row].clone(), action.cls_bias[row].clone()]
         if num_row_init == "mean":
             mean = weight[:].float().mean(0)
             action.cls_weight[row, :shared] = mean if words >= hidden else (mean.double() @ top).to(action.cls_weight)

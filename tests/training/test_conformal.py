@@ -72,7 +72,7 @@ def test_coverage_is_cross_validated_and_factors_use_all_numbers() -> None:
     found = number_metrics(data, target, 100.0, Intervals({0.9: 1.0}, 7))
     assert found.metrics["eval/coverage_90"] > 0.99, "the Cauchy's own interval is too wide"
     count = int(found.metrics["eval/conformal_numbers"])
-    assert count == found.factors.n == len(data)
+    assert count == found.factors.n == len(data.true)
     for level in (50, 90, 95):
         held = found.metrics[f"eval/coverage_{level}_conformal"]
         first = for_calibration(data.text)

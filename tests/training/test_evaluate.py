@@ -2,7 +2,9 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -228,12 +230,13 @@ def test_base_accuracy_equals_the_base_models_top_1(one_rank: Path, held_out: Ba
 DIGITS = list(range(80, 90))  # of `support.tiny`'s words
 
 
-def _base_measured(numerals: list[int]) -> list[dict[str, float]]:
+def _base_measured(numerals: list[int], **of_num: Any) -> list[dict[str, float]]:
     """A tiny base's own figures on this rank: by the heads before training, and by the base's own head."""
     world, rank = dist.get_world_size(), dist.get_rank()
     groups = build_groups(world)
     start, stop = vocab_range(tiny.VOCAB, groups.vocab_rank, world)
-    how = {"num_row_init": "digits", "numerals": numerals, "w_num_scale": None} if numerals else {}
+    how: dict[str, Any] = {"num_row_init": "digits", "numerals": numerals, "w_num_scale": None} if numerals else {}
+    how |= of_num
     model = tiny.tiny_model(start="calibrated", vocab_start=start, rows=stop - start, **how)
     batches = [tiny.random_batch(6, 16, seed=s) for s in range(4)]
     evaluator = Evaluator(
@@ -273,6 +276,12 @@ def test_at_numbers_any_digit_counts_as_right_for_the_base(pool: Pool, world: in
 def test_without_numeral_tokens_the_base_is_scored_by_num(pool: Pool) -> None:
     ((by_heads, by_base),) = pool(_base_measured, 1, [])
     assert by_heads == pytest.approx(by_base, rel=1e-4)
+
+
+@pytest.mark.parametrize("start", [{"num_row_init": "mean"}, {"num_row_init": "small"}, {"num_bias_init": 3.0}])
+def test_the_base_is_measured_with_its_own_row_whatever_the_run_starts_from(pool: Pool, start: dict[str, Any]) -> None:
+    for by_heads, by_base in pool(partial(_base_measured, **start), 2, []):
+        assert by_heads == pytest.approx(by_base, rel=1e-4)
 
 
 def test_cqwen_eval_of_the_runs_texts_equals_the_runs_evaluation(one_rank: Path) -> None:

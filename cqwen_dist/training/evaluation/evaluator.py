@@ -94,7 +94,7 @@ class Evaluator:
 
     @torch.no_grad()
     def measure_base(self) -> dict[str, float]:
-        """Top-1 and perplexity of the base model: without values, without adapters, with the inherited head.
+        """Top-1 and perplexity of the base model: without values, without adapters, with its own head.
 
         At a number any digit counts as <NUM>, with the total probability of all digits and <NUM>. Call this only before
         training.
@@ -109,9 +109,19 @@ class Evaluator:
                 labels = batch.labels.flatten()[keep]
                 yield self._scores(u, labels, "loc"), labels, action.word_part(u).loc @ rows.T + bias
 
+        self._exchange_row()
         with adapters_disabled(self.model.transformer):
             self.base = base_metrics(scored(), self.model.config.num_token_id, spelt)
+        self._exchange_row()
         return self.base
+
+    def _exchange_row(self) -> None:
+        """Exchange <NUM>'s row in the base with the one that the run starts from (`model.num_row_init`)."""
+        action, row = self.model.action, self.model.config.num_token_id - self.model.action.vocab_start
+        for rows, other in zip((action.cls_weight, action.cls_bias), action.base_row, strict=False):
+            started = rows[row].detach().clone()
+            rows.data[row] = other
+            other.data = started
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:

@@ -61,9 +61,6 @@ class Numbers:
     text: np.ndarray  # int64: number of the text (packed row) in the held-out data
     exact: np.ndarray | None = None  # bool: loc is an exact value chosen by the head, not the location of Y
 
-    def __len__(self) -> int:
-        return len(self.true)
-
 
 @dataclass(frozen=True)
 class NumberMetrics:
@@ -116,13 +113,13 @@ def number_metrics(
 
     # Chart data for a report
     drawn = {"true": numbers.true, "predicted": target.inverse(y.loc), "low": low, "high": high}
-    some = np.unique(np.linspace(0, len(numbers) - 1, min(DRAWN, len(numbers))).astype(np.int64))
+    some = np.unique(np.linspace(0, len(scores) - 1, min(DRAWN, len(scores))).astype(np.int64))
     drawing = {
         "levels": list(CURVE),
         "raw": list(raw.values()),
         "conformal": [float(held.mean()) if len(held) else None for held in inside.values()],
         "measured": len(inside[0.5]),
-        "count": len(numbers),
+        "count": len(scores),
         "pit": np.histogram(y.cdf(goal).numpy(), PIT_BINS, (0.0, 1.0))[0].tolist(),  # of F(truth)
         "interval": "conformal" if 0.9 in factors.factors else "raw",
         **{name: [float(f"{value:.6g}") for value in np.asarray(values)[some]] for name, values in drawn.items()},
@@ -141,7 +138,7 @@ def _errors(
         "eval/reg_mdae": float(np.median(error)),
         "eval/reg_nll": float(y.nll(goal).mean()),
         "eval/crps_target": float(crps.mean()),
-        "eval/numbers": float(len(numbers)),
+        "eval/numbers": float(len(error)),
     }
     if target.linear:
         metrics["eval/crps"] = float(target.inverse_scale(crps).mean())

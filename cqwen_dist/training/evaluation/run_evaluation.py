@@ -110,9 +110,8 @@ class Evaluations:
         shift = (found.probe.loc - start.loc).square().mean(1).sqrt() / spread
         widened = (found.probe.scale.log() - start.scale.log()).median(1).values
         rows = zip(found.labels.tolist(), kl.tolist(), shift.tolist(), widened.exp().tolist(), strict=True)
-        return [
-            {"word": self.decode([i]), "kl": _short(k), "shift": _short(s), "scale": _short(w)} for i, k, s, w in rows
-        ]
+        named = ((i, zip(("kl", "shift", "scale"), of, strict=True)) for i, *of in rows)
+        return [{"word": self.decode([i]), **{name: float(f"{v:.4g}") for name, v in of}} for i, of in named]
 
     # ------------------------------------------------------------------------------------ checkpoint
 
@@ -133,7 +132,3 @@ class Evaluations:
         if self.held_out is not None:
             self.held_out.base = state["base"]
             self.held_out.factors = None if factors is None else Intervals.from_dict(factors)
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")

@@ -45,20 +45,16 @@ class Clock:
         share = tokens // self.world
         each = self.of.flops(share / (texts or 1), groups, cached=cached)
         tflops = (share * each.backbone + labels * each.heads) / seconds / 1e12
+        # Of this rank so far: torch's allocator on a GPU, else resident memory, which Linux counts in KiB
+        on_gpu, resident = self.device.type == "cuda", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
+        peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else resident
         metrics = {
             "perf/tokens_per_s": tokens / seconds,
             "perf/step_s": seconds,
             "perf/data_wait_s": self._ready - self._began,
             "perf/tflops": tflops,
-            "perf/peak_memory_gib": peak_memory_gib(self.device),
+            "perf/peak_memory_gib": peak / 2**30,
         }
         if self.peak is not None:
             metrics["perf/mfu"] = tflops / self.peak
         return metrics
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of this rank so far: allocator on a GPU, resident memory on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
