@@ -28,7 +28,7 @@ from cqwen_dist.heads.beside import BESIDE, BesideStart, beside_start
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.initialise import NOISE, SEED_GAMMA, SEED_NOISE, set_scales, start_regression
 from cqwen_dist.model.levelling import fit_numeral_rows, level_logits
-from cqwen_dist.model.ridge import FOLDS, ridge_by_leave_one_out, robust_ridge
+from cqwen_dist.model.ridge import FOLDS, ridges_by_leave_one_out, robust_ridge
 from cqwen_dist.model.start_search import StartLogits, best_threshold_and_gamma
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.collectives import gather_objects, sum_over
@@ -290,7 +290,7 @@ class _Start:
         x, targets = self.of_all_ranks(self.word_loc(fit.z)[fit.learnt], targets)
 
         def ridge() -> tuple[Tensor, Tensor]:
-            found = torch.stack([ridge_by_leave_one_out(x.double(), of)[0] for of in targets.T])
+            found, _ = ridges_by_leave_one_out(x.double(), targets)
             return found.cpu(), (targets.mean(0) - found @ x.double().mean(0)).cpu()
 
         head.start_scores(*self.groups.agreed(ridge))

@@ -36,26 +36,34 @@ def ridge_by_leave_one_out(x: Tensor, y: Tensor, intercept: bool = True) -> tupl
 
     As scikit-learn's RidgeCV. Zeros if no column predicts y.
     """
-    nothing = torch.zeros_like(x[:1]).sum(0), 0.0
-    if len(y) < 3:
-        return nothing
-    spread = float((y - y.mean()).square().mean())
+    found, shares = ridges_by_leave_one_out(x, y[:, None], intercept)
+    return found[0], float(shares[0])
+
+
+def ridges_by_leave_one_out(x: Tensor, y: Tensor, intercept: bool = True) -> tuple[Tensor, Tensor]:
+    """The same for each column of y [n,m], by one decomposition: (coefficients [m,p], shares of variance [m])."""
+    n, p = x.shape
+    found, shares = x.new_zeros(y.shape[1], p), y.new_zeros(y.shape[1])
+    if n < 3:
+        return found, shares
+    spread = (y - y.mean(0)).square().mean(0)
     if intercept:
-        x, y = x - x.mean(0), y - y.mean()
+        x, y = x - x.mean(0), y - y.mean(0)
     total = float(x.square().sum())
-    if not (0 < total < math.inf and 0 < spread < math.inf):
-        return nothing
+    if not 0 < total < math.inf:
+        return found, shares
     parts = _Decomposition.of(x)
     along = parts.scores.T @ y
-    best, least = 0.0, math.inf
-    for ridge in (RIDGES * total / x.shape[1]).tolist():
-        fitted, own = parts.fitted(along, ridge)
-        if intercept:
-            own = own + 1 / len(y)  # a point's leverage, with its share in the mean
-        error = float(((y - fitted) / (1 - own)).square().mean())
-        if error < least:
-            best, least = ridge, error
-    return parts.coefficients(along, best), 1 - least / spread
+    shrunk = 1 / (parts.values[:, None] + RIDGES.to(x) * total / p)  # [p, ridges]
+    # A point's leverage; with an intercept also its share in the mean
+    own = parts.scores.square() @ shrunk + (1 / n if intercept else 0.0)
+    for i in range(y.shape[1]):
+        errors = ((y[:, i, None] - parts.scores @ (shrunk * along[:, i, None])) / (1 - own)).square().mean(0)
+        errors = errors.nan_to_num(math.inf)  # 0/0 where a ridge fits all points
+        if 0 < float(spread[i]) < math.inf and float(errors.min()) < math.inf:
+            found[i] = parts.coefficients(along[:, i], float(RIDGES[errors.argmin()]) * total / p)
+            shares[i] = 1 - errors.min() / spread[i]
+    return found, shares
 
 
 def robust_ridge(x: Tensor, y: Tensor, folds: Tensor | None = None, sure: float = 0.0) -> RobustFit:
@@ -147,11 +155,6 @@ class _Decomposition(NamedTuple):
         values, vectors = torch.linalg.eigh(x.T @ x if n > p else x @ x.T)
         values = values.clamp(min=0)
         return cls(x, values, vectors, x @ vectors if n > p else vectors * values.sqrt())
-
-    def fitted(self, along: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-        """(fitted values [n], leverages [n]) at a ridge; along = scores^T y."""
-        shrunk = 1 / (self.values + ridge)
-        return self.scores @ (shrunk * along), self.scores.square() @ shrunk
 
     def coefficients(self, along: Tensor, ridge: float) -> Tensor:
         """[p] at a ridge."""

@@ -23,7 +23,8 @@ from cqwen_dist.model import calibration
 from cqwen_dist.model.calibration import Calibration, calibrate
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.initialise import VALUE_SHARE, start_regression
-from cqwen_dist.model.levelling import APART
+from cqwen_dist.model.levelling import APART, fit_numeral_rows
+from cqwen_dist.model.ridge import ridge_by_leave_one_out
 from cqwen_dist.parallel.collectives import Stopped
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 
@@ -180,6 +181,26 @@ def test_without_numbers_the_row_is_fitted_to_the_bases_mass_of_digits() -> None
     # the digits' own rows are as they were, beside the words'
     own = loc[:, DIGITS] - loc[:, 3:4], before[:, DIGITS] - before[:, 3:4]
     torch.testing.assert_close(*own, atol=1e-4, rtol=1e-4)
+
+
+def test_tokens_that_a_number_follows_count_as_15_percent_where_they_are_fewer() -> None:
+    """Ten of 180: each counts three times."""
+    model = turned()
+    torch.manual_seed(5)
+    loc, labels = torch.randn(180, HIDDEN), torch.zeros(180, dtype=torch.int64)
+    labels[:10] = NUM
+    rows, bias = rows_of(model.action, DIGITS)
+    written = (loc @ rows.T + bias).double().logsumexp(1)
+    norm = torch.full_like(written, 3.0)
+    target = torch.where(labels == NUM, written.maximum(norm), written.minimum(norm - APART))
+
+    def ridge(times: float) -> Tensor:
+        root = torch.where(labels == NUM, times, 1.0).double().sqrt()
+        return ridge_by_leave_one_out(root[:, None] * loc.double(), root * target, intercept=False)[0]
+
+    fit_numeral_rows(model, loc, norm, labels, DIGITS)
+    torch.testing.assert_close(model.action.cls_weight[NUM].double(), ridge(3.0), atol=1e-6, rtol=1e-5)
+    assert float((ridge(3.0) - ridge(1.0)).norm()) > 0.2
 
 
 def test_without_numerals_no_row_is_fitted() -> None:
