@@ -38,21 +38,19 @@ def is_exported(path: Path) -> bool:
 
 
 def load_trained(
-    path: str | Path, device: str = "cpu", max_memory: dict[int | str, str] | None = None, full_base: bool = False
+    path: str | Path, device: str = "cpu", full_base: bool = False
 ) -> tuple[CausalQwenForCausalLM, NumericalAwareTokenizer]:
     """Load model (eval mode) and tokenizer from a run folder, a checkpoint folder or an exported folder.
 
     device: "cpu", "cuda", "cuda:1", ... or "auto": a GPU if there is one. "auto" spreads an exported folder over all
-    GPUs, and over the CPU if they are too small (accelerate's device_map). max_memory: limit per device for "auto",
-    such as {0: "20GB", "cpu": "60GB"}. full_base: do not round the base as the run did (`model.quantize`). Raises
-    `UserError` for other folders and damaged ones.
+    GPUs, and over the CPU if they are too small (accelerate's device_map). full_base: do not round the base as the run
+    did (`model.quantize`). Raises `UserError` for other folders and damaged ones.
     """
     path = Path(path)
     if is_exported(path):
         place = _place(device)
-        spread = device == "auto" and (place != "cpu" or max_memory is not None)
-        device_map = ("auto" if spread else place) if spread or place != "cpu" else None
-        model = load_exported(path, device_map=device_map, max_memory=max_memory)
+        device_map = None if place == "cpu" else "auto" if device == "auto" else place
+        model = load_exported(path, device_map=device_map)
         model.config.calibration = intervals_of(path) or model.config.calibration
         tokenizer = NumericalAwareTokenizer.from_pretrained(path, vocab_size=model.config.vocab_size)
         if tokenizer.num_token_id != (row := model.config.num_token_id):

@@ -129,10 +129,10 @@ def _let_others_speak(error: RuntimeError, rank: str) -> None:
 
     Not for jobs of SLURM, which read how each rank ended.
     """
-    from cqwen_dist.training.session import cause_of
+    from cqwen_dist.training.session import LOST_RANK, cause_of
 
-    if (cause := cause_of(error)).name == "a lost rank":
-        echo(f"rank {rank}: {cause.name}: {reason_of(error)}", err=True)
+    if cause_of(error).name == LOST_RANK:
+        echo(f"rank {rank}: {LOST_RANK}: {reason_of(error)}", err=True)
         time.sleep(1.5 * OTHER_RANKS_WAIT_S)
 
 

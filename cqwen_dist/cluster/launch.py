@@ -125,11 +125,13 @@ def killed_for_memory() -> int:
 
 def _exit_code(code: int, stopped: bool, before: Status, after: Status) -> int:
     """Exit code of `cqwen launch`. code: from the launcher; stopped: on request; before, after: the run's status."""
-    if code:
-        return code if code == 2 else 1
+    if code == 2:
+        return code
     if after == before:  # no rank lived long enough to write a status
-        return STOPPED if stopped else 1
-    return {"done": 0, "paused": 0, "preempted": STOPPED}.get(after["status"], 1)
+        return STOPPED if stopped and not code else 1
+    if after["status"] == "preempted":  # by a signal to rank 0; the others may have seen none, and lost a rank
+        return STOPPED
+    return 0 if not code and after["status"] in ("done", "paused") else 1
 
 
 def run_words(words: list[str], ranks: int, hostfile: Path | None, shared: Path, quiet: bool = False) -> int:

@@ -25,6 +25,7 @@ from cqwen_dist.training.replicas import RanksDiffer
 from cqwen_dist.training.telemetry.progress import Progress
 from cqwen_dist.training.zero.engine import NonFiniteStep
 
+LOST_RANK = "a lost rank"
 REASON = 400  # most characters of an error message in status.json; torch's messages may have pages
 
 
@@ -109,7 +110,7 @@ def cause_of(error: BaseException) -> Cause:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return Cause("memory", False)
     if is_communication(error) and not isinstance(error, CallbackError):  # whose own request may have timed out
-        return Cause("a lost rank", True)
+        return Cause(LOST_RANK, True)
     text = str(error)
     signs = ("CUDA error", "ECC", "NVLink", "device is lost")
     if isinstance(error, RuntimeError) and any(sign in text for sign in signs) and "device-side assert" not in text:

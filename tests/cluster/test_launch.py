@@ -53,6 +53,12 @@ def test_exit_code_is_2_for_wrong_input_and_1_for_other_failures(
     assert end_of(monkeypatch, config, WRITE % "done" + f"; sys.exit({launcher})") == code
 
 
+def test_a_stop_that_rank_0_wrote_is_one_though_the_others_lost_a_rank(
+    monkeypatch: pytest.MonkeyPatch, config: Path
+) -> None:
+    assert end_of(monkeypatch, config, WRITE % "preempted" + "; sys.exit(1)") == 75
+
+
 @pytest.mark.parametrize("counts", [(3, 4), (3, 3)])
 def test_a_rank_that_was_killed_for_memory_is_told(
     monkeypatch: pytest.MonkeyPatch, config: Path, capfd: pytest.CaptureFixture[str], counts: tuple[int, int]

@@ -92,16 +92,16 @@ def wide_alone(
     return Rival(WIDE_ALONE, unit.back(middle + g), FITTED_TO, np.stack(ends, 1))
 
 
-def half_widths(known: np.ndarray, scores: np.ndarray, asked: np.ndarray, level: float = 0.9) -> np.ndarray:
-    """Half-widths [m] in scales: the scores' quantile among the rows nearest in predicted size. Errors grow with it.
+def half_widths(known: np.ndarray, scores: np.ndarray, asked: np.ndarray) -> np.ndarray:
+    """Half-widths [m] of 90 % intervals, in scales: by the scores nearest in predicted size, since errors grow with it.
 
     known, scores [n]: predictions of the rows left out, and their errors in scales. asked [m]: predictions.
     """
     order = np.argsort(known, kind="stable")
     count = min(max(round(NEAREST * len(known)), LEAST_NEAR), len(known))
     first = np.clip(np.searchsorted(known[order], asked) - count // 2, 0, len(known) - count)
-    near = {start: interval_factors(scores[order[start : start + count]], (level,)) for start in set(first.tolist())}
-    return np.array([near[start].half_width(level) for start in first.tolist()])
+    near = {start: interval_factors(scores[order[start : start + count]], (0.9,)) for start in set(first.tolist())}
+    return np.array([near[start].half_width(0.9) for start in first.tolist()])
 
 
 def _batches(tokens: Sequence[Encoded], rows: np.ndarray, pad: int) -> Iterator[tuple[Batch, Tensor]]:

@@ -73,8 +73,7 @@ def loss(name: str, size: Size, hidden: int, tokens: int | None = None) -> Work:
     """
 
     def work() -> Iterator[Any]:
-        from cqwen_dist.tools.bench.loss import OURS, Problem, contenders, make_problem, one_step
-        from cqwen_dist.tools.bench.memory import peak_growth_bytes
+        from cqwen_dist.tools.bench.loss import OURS, contenders, extra_mib, make_problem, one_step
         from cqwen_dist.tools.bench.timing import seconds_of
 
         device = _device()
@@ -88,12 +87,10 @@ def loss(name: str, size: Size, hidden: int, tokens: int | None = None) -> Work:
         wrong = {what: error for what, error in errors.items() if not error <= TOLERANCE}
         if wrong:
             raise ArithmeticError(f"wrong against float64: {wrong}")
-        problem: Problem = make_problem(tokens or size.tokens, hidden, size.vocab, torch.bfloat16, device)
+        problem = make_problem(tokens or size.tokens, hidden, size.vocab, torch.bfloat16, device)
         step = one_step(make(problem), problem)
         step()
-        problem.clear()
-        growth = peak_growth_bytes(step, device)
-        gradients = sum(leaf.grad.nbytes for leaf in problem[:4] if leaf.grad is not None)
+        extra = extra_mib(step, problem, device)
         yield None
         step()
         seconds = [seconds_of(step, device) for _ in range(size.rounds)]
@@ -103,7 +100,7 @@ def loss(name: str, size: Size, hidden: int, tokens: int | None = None) -> Work:
             "ms": 1e3 * statistics.median(seconds),
             "least_ms": 1e3 * min(seconds),
             "most_ms": 1e3 * max(seconds),
-            "extra_mib": None if growth is None else (growth - gradients) / 2**20,
+            "extra_mib": extra,
             "errors": errors,
             "kernels_ms": _by_kind(step) if device.type == "cuda" else {},
         }

@@ -77,7 +77,7 @@ def run(
     place = _checked(dtype, device, impl)
     problem = make_problem(tokens, hidden, vocab, dtype_of(dtype), place)
     steps, skipped = _steps(problem, impl, only, plain_limit_gib)
-    warm = {name: partial(_extra_mib, step, problem, place) for name, step in steps.items()}
+    warm = {name: partial(extra_mib, step, problem, place) for name, step in steps.items()}
     extra = in_turn(warm, 1, skipped)
 
     timed = {name: partial(seconds_of, one_step(steps[name], problem), place) for name in extra}
@@ -287,7 +287,7 @@ def make_problem(
     return problem
 
 
-def _extra_mib(step: Callable[[], object], p: Problem, device: torch.device) -> float | None:
+def extra_mib(step: Callable[[], object], p: Problem, device: torch.device) -> float | None:
     """Peak memory growth in one step, without the gradients, which outlive the step."""
     p.clear()
     growth = peak_growth_bytes(step, device)

@@ -80,6 +80,8 @@ class Server:
 
     def begin(self, asked: Completion | ChatCompletion) -> tuple[dict[str, Any], list[str]]:
         """(options, prompts). Raises `UserError` and `Refused`."""
+        if asked.model and asked.model not in self.names:
+            raise UserError("model", asked.model, ", ".join(self.names))
         options, prompts = asked.options(self.limits.tokens), asked.prompts(self.tokenizer)
         if not 0 < len(prompts) * asked.n <= self.limits.texts:
             raise UserError("n", len(prompts) * asked.n, f"1 to {self.limits.texts} texts a request (prompts times n)")
@@ -129,7 +131,7 @@ class Server:
     async def answer(self, asked: Completion | ChatCompletion, request: Request) -> Any:
         """The answer to a request, whole or as a stream."""
         options, prompts = self.begin(asked)
-        answer = Answer(asked, self.name)
+        answer = Answer(asked, asked.model or self.name)
         work = partial(self.work, options, prompts, asked.n, time.monotonic() + self.limits.seconds)
         if not asked.stream:
             return _json(answer.whole(*await self.run(request, work)))

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cqwen_dist.auto  # noqa: F401  registers
-from cqwen_dist.checkpoint.trained import load_trained, run_of
+from cqwen_dist.checkpoint.trained import load_exported, load_trained, run_of
 from cqwen_dist.config import UserError
 from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
@@ -401,7 +401,7 @@ def test_device_map_places_parts_and_generation_is_the_same(tmp_path: Path, plac
 
 def test_a_model_is_spread_within_max_memory(tmp_path: Path) -> None:
     model, folder = folder_of(tmp_path)
-    spread, _ = load_trained(folder, "auto", max_memory={"cpu": "1GB"})
+    spread = load_exported(folder, device_map="auto", max_memory={"cpu": "1GB"})
     same(model, spread)
     with pytest.raises(UserError, match="--device: found 'moon', allowed: auto, cpu, or a CUDA device"):
         load_trained(folder, "moon")

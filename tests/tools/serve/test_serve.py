@@ -84,6 +84,14 @@ def test_texts_and_numbers_equal_continue_text_and_clients_do_not_mix(served: An
     assert [choice["text"] for choice in both["choices"]] == [written.text for written in wanted]
 
 
+def test_a_model_that_is_not_served_is_refused_by_name(served: Any) -> None:
+    """A misspelt adapter would else be answered by the model without it."""
+    for name, wanted in (("te", 400), ("tea", 200), ("", 200)):
+        status, answer = post(served, "completions", {"model": name, "prompt": PROMPTS[0], "max_tokens": 1})
+        assert status == wanted
+    assert answer["model"] == "tea"
+
+
 def test_openais_client_reads_answers_streams_and_chats(served: Any, model: Any) -> None:
     openai = pytest.importorskip("openai", reason="pip install openai")
     client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
