@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.base_model import TRAIN_TOKENIZER
 from cqwen_dist.config.data import DataConfig, as_list, source_files
 from cqwen_dist.config.errors import UserError
@@ -95,11 +96,12 @@ def open_prepared(folder: Path, config: DataConfig, tokenizer: NumericalAwareTok
 
 
 def tokenizer_of(config: Config) -> NumericalAwareTokenizer:
-    """The run's tokenizer. If the run has not trained it yet, trains an equal one. Raises `UserError`."""
+    """The run's tokenizer, trained if the run folder has none yet. Raises `UserError`."""
     number, policy = config.model.num_token_id, config.data.numbers
     if config.model.tokenizer != TRAIN_TOKENIZER or Path(config.base_folder).is_dir():
         source, key = config.tokenizer_source, config.tokenizer_key
         return NumericalAwareTokenizer.from_pretrained(source, number, None, policy, key)
-    size = int((config.model.architecture or {})["vocab_size"])
+    given = config.model.architecture or {}
+    size = int({**architecture(given.get("model_type")).defaults, **given}["vocab_size"])
     texts = [text.text for text in read_split(config.data, ReadReport())[0]]
     return NumericalAwareTokenizer(train_tokenizer(texts, size - 1, policy), number, size, policy)

@@ -16,20 +16,13 @@ from cqwen_dist.config.base_model import TRAIN_TOKENIZER
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
 from cqwen_dist.data.dataset import TextDataset
+from cqwen_dist.data.load import tokenizer_of
 from cqwen_dist.data.loader import Loader
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_split
 from cqwen_dist.data.tokenise import tokenise
-from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.model.backbone import build_base
 from cqwen_dist.run.files import let_read
-
-
-def load_tokenizer(config: Config) -> NumericalAwareTokenizer:
-    """The run's tokenizer. Raises `UserError`."""
-    return NumericalAwareTokenizer.from_pretrained(
-        config.tokenizer_source, config.model.num_token_id, policy=config.data.numbers, key=config.tokenizer_key
-    )
 
 
 def build_run_base(config: Config, say: Callable[[str], None], device: torch.device) -> None:
@@ -46,22 +39,16 @@ def build_run_base(config: Config, say: Callable[[str], None], device: torch.dev
             "model.tokenizer", "no value", "a tokenizer's folder or hub name, or `train` to build one from the data"
         )
     base: Any = build_base(architecture, config.train.seed)
-    vocab_size = base.config.vocab_size
-    reads = config.model.tokenizer == TRAIN_TOKENIZER or config.model.pretrain is not None
-    texts = read_split(config.data, ReadReport())[0] if reads else []
+    vocab_size, tokenizer = base.config.vocab_size, tokenizer_of(config)
     partial = folder.with_name(".base.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     if config.model.tokenizer == TRAIN_TOKENIZER:
-        trained = train_tokenizer([text.text for text in texts], vocab_size - 1, config.data.numbers)
-        tokenizer = NumericalAwareTokenizer(trained, config.model.num_token_id, vocab_size, config.data.numbers)
         tokenizer.save_pretrained(partial)
-    else:
-        tokenizer = load_tokenizer(config)
     if tokenizer.rows_for(vocab_size) > vocab_size:
         raise UserError("model.architecture.vocab_size", vocab_size, f"{tokenizer.num_token_id + 1} or more, for <NUM>")
     if config.model.pretrain is not None:
-        dataset = tokenise(texts, tokenizer, config.data)
+        dataset = tokenise(read_split(config.data, ReadReport())[0], tokenizer, config.data)
         _pretrain(base.to(device), dataset, config.model.pretrain.steps, config.train.seed, say)
         base.cpu()
     base.config.eos_token_id = base.generation_config.eos_token_id = tokenizer.eos_token_id  # ends generation

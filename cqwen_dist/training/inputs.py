@@ -18,14 +18,13 @@ from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.reading import flat
 from cqwen_dist.config.schema import Config
 from cqwen_dist.data.dataset import TextDataset
-from cqwen_dist.data.load import Datasets, is_prepared, load_datasets, read_watched
+from cqwen_dist.data.load import Datasets, is_prepared, load_datasets, read_watched, tokenizer_of
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.backbone import base_folder_of
 from cqwen_dist.parallel.agreement import UNSEEN, Facts, agree, first_of_host
 from cqwen_dist.parallel.collectives import main_rank_first
 from cqwen_dist.run.environment import versions
 from cqwen_dist.run.files import DIGESTS, MANIFEST, file_record
-from cqwen_dist.training.base import load_tokenizer
 
 
 def config_facts(config: Config) -> Facts:
@@ -49,7 +48,7 @@ def read_tokenizer(config: Config, resume_from: Path | None) -> tuple[NumericalA
     memo = Path(config.run.dir) / DIGESTS if first_of_host() else None
 
     def read() -> tuple[NumericalAwareTokenizer, Facts]:
-        tokenizer = load_tokenizer(config)
+        tokenizer = tokenizer_of(config)
         # The weights that the run begins with; without a memo, another rank of this host reads large files
         facts = {"run.resume": "none" if resume_from is None else _digest_of([resume_from / MANIFEST])}
         facts[KEYS["base"]] = UNSEEN if memo is None else base_digest(base_folder_of(config.base_folder), memo)

@@ -127,7 +127,3 @@ class Run(Training):
             seed=self.config.train.seed,
             **self.groups.reading,
         )
-
-    def calibration_batches(self, tokens: int) -> list[Batch]:
-        """The batches of the first step of `calibration_loader`."""
-        return next(iter(self.calibration_loader(tokens)))

@@ -92,7 +92,7 @@ def begin(run: Run) -> Place:
 
     # The reference for KL: the model as it is now
     if config.constraint.mode != "off":
-        run.constraint.begin(run.engine.feature_state()[0], run.calibration_batches(CALIBRATION_TOKENS))
+        run.constraint.begin(run.engine.feature_state()[0], next(iter(run.calibration_loader(CALIBRATION_TOKENS))))
         main_rank_first(lambda: save_start(run.constraint, run.folder / START_TENSORS))
 
     def write() -> None:
@@ -153,7 +153,7 @@ def _calibrate(run: Run) -> dict[str, Any]:
     held_out = run.evaluations.held_out if run.config.model.wide_from_eval else None
     found = calibrate(
         run.model,
-        run.calibration_batches(CALIBRATION_TOKENS),
+        next(iter(run.calibration_loader(CALIBRATION_TOKENS))),
         groups=run.groups,
         features=run.forward,
         b_noise_init=run.config.model.b_noise_init,

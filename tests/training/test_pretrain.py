@@ -6,6 +6,7 @@ import torch
 from support.runs import write_config
 
 from cqwen_dist.config import load_config
+from cqwen_dist.data.load import tokenizer_of
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.training.base import build_run_base
 
@@ -27,3 +28,13 @@ def test_pretraining_learns_and_is_reproducible(tmp_path: Path) -> None:
     losses = [float(line.rsplit(" ", 1)[1]) for line in said if "loss" in line]
     assert losses == sorted(losses, reverse=True)
     assert len(losses) == 4
+
+
+def test_data_can_be_prepared_for_a_base_of_the_usual_size_before_the_run_builds_it(tmp_path: Path) -> None:
+    """An architecture without vocab_size has its default, of which the trained tokenizer needs few rows."""
+    architecture = {"model_type": "phi3", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    architecture |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+    config = load_config(write_config(tmp_path, model__architecture=architecture))
+    before = tokenizer_of(config)
+    build_run_base(config, print, torch.device("cpu"))
+    assert tokenizer_of(config).digest() == before.digest()
