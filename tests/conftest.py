@@ -3,6 +3,7 @@
 And the runs that several test files look at, trained once a session.
 """
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
+
+gc.disable()  # until all tests are collected: it would look through all that they import again and again, for 8 s
 
 # The same examples on every machine and in every run, however slow it is; others: --hypothesis-profile=default
 # (Hypothesis also draws constants of the modules that are imported by then, which the tests that ran before decide.)
@@ -45,6 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
         from support.stand_in_gpu import ask
 
         ask()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module")
