@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,21 +22,18 @@ PACKAGES = ("cqwen-dist", "torch", "transformers", "peft", "deepspeed", "safeten
 @cache
 def versions() -> dict[str, str]:
     """Installed versions of packages that affect results and files."""
-    found = {}
+    found = dict.fromkeys(PACKAGES, "not installed")
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
     return found
 
 
 def git_commit(folder: Path | None = None) -> str | None:
     """Commit of the folder's repository (default: the working directory), or None."""
+    command = ["git", "rev-parse", "HEAD"]
     try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True, cwd=folder
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True, cwd=folder)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
