@@ -8,7 +8,8 @@ become more equal, and so does scale_S,k = sum_c |W_kc| scale_U,c.
 
 Numerals. A base that never saw <NUM> still predicts numerals: there most of the probability is on tokens that spell
 numerals. The <NUM> row is fitted to the log of their total, raised to the normaliser if a number follows, and at most
-the normaliser minus `APART` otherwise. The rows of these tokens lose `APART` if a number follows.
+the normaliser minus `APART` otherwise. The rows of these tokens lose `APART` if a number follows. Where numbers are
+rare, the tokens before them weigh more.
 """
 
 from __future__ import annotations
