@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import cqwen_forked
 
 from cqwen_dist.config import UserError
 from cqwen_dist.tools.bench import gpu
@@ -58,7 +59,7 @@ def test_a_contender_that_fails_dies_or_hangs_costs_its_own_row_alone(tmp_path: 
 
 def test_a_rehearsal_measures_the_loss_after_a_check_against_float64(tmp_path: Path) -> None:
     command = ["bench", "gpu", "--rehearse", "--only", "loss, H=32", "--out", str(tmp_path)]
-    done = cqwen_forked(*command)
+    done = subprocess.run([sys.executable, "-m", "cqwen_dist", *command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "table.md", "log.txt"}
     rows = {row["name"]: row for row in json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["rows"]}
