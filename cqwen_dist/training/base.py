@@ -35,9 +35,8 @@ def build_run_base(config: Config, say: Callable[[str], None], device: torch.dev
     if architecture is None or folder.is_dir():
         return
     if config.model.tokenizer is None:
-        raise UserError(
-            "model.tokenizer", "no value", "a tokenizer's folder or hub name, or `train` to build one from the data"
-        )
+        allowed = "a tokenizer's folder or hub name, or `train` to build one from the data"
+        raise UserError("model.tokenizer", "no value", allowed)
     base: Any = build_base(architecture, config.train.seed)
     vocab_size, tokenizer = base.config.vocab_size, tokenizer_of(config)
     partial = folder.with_name(".base.partial")
