@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import resource
@@ -35,6 +36,7 @@ def train_here(
     end_with_launcher()
     _open_enough_files()
     checked = load(config, overrides)
+    atexit.register(gc.unfreeze)  # Triton reports as leaked what nothing looks for at the end
     gc.disable()  # what is imported stays: to look for garbage in it takes a second now, and half a second at the end
     with holding_signals() as ignore_further_signals:
         import_module("cqwen_dist.training.train")
