@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors import SafetensorError
 from support.exported import tiny_pair, write_folder
-from support.runs import cqwen, cqwen_forked
+from support.runs import cqwen_forked
 
 from cqwen_dist import cli
 from cqwen_dist.checkpoint.manifest import latest_checkpoint, read_manifest
@@ -170,7 +170,7 @@ def test_a_folder_that_datasets_cannot_read_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("two tables of other columns")
     for name, column in (("a", "price"), ("b", "cost")):
         pq.write_table(pa.table({"wine": ["red"] * 40, column: range(40)}), tmp_path / f"{name}.parquet")
-    done = cqwen("fit", tmp_path, "--target", "price")
+    done = cqwen_forked("fit", tmp_path, "--target", "price")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith(f"error: FILE: found '{tmp_path}', allowed: what `datasets` can load (")

@@ -76,7 +76,7 @@ def test_any_number_of_workers_prepares_the_same_bytes(
                 "max_tokens": 68,
                 "eval_fraction": 0.1,
             },
-            (2, 3),
+            (3,),
         ),
         (every | {"prompt_template": "{n}: ", "train": paths["parquet"], "eval": paths["csv"]}, (2,)),
         (every | {"train": every["train"][:2], "weights": [2, 1], "limit": 380}, (2,)),

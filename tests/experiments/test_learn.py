@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
+from support.ranks import fork_server
 from support.runs import write_texts
 from support.tiny import tiny_base
 
@@ -169,7 +170,8 @@ def double(options, runtime):
     return {"twice": 2 * options["x"], "rank": runtime.rank}
 
 
-def test_lanes_run_every_task_once_also_after_a_failure(tmp_path: Path) -> None:
+def test_lanes_run_every_task_once_also_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multiprocessing.get_context", lambda _: fork_server())  # a spawned lane imports for 7 s
     tasks = [
         Task("one", "double", {"x": 1}),
         Task("bad", "double", {"x": -1}),
@@ -185,7 +187,7 @@ def test_lanes_run_every_task_once_also_after_a_failure(tmp_path: Path) -> None:
     assert len(said) == 3
 
 
-def test_wrong_arguments_are_refused_by_name(tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused_by_name(library: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--scale: found 'huge', allowed: small or full"):
         compare.run("base", "data", out=tmp_path, scale="huge")
     with pytest.raises(UserError, match=r"--data: found no file"):
