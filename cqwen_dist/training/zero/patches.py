@@ -24,8 +24,7 @@ def join_deepspeed() -> None:
 
     Collective over the world: DeepSpeed makes its copy of the world's group here.
     """
-    # DeepSpeed asks this table only for its shared-memory collective on CPUs: a minute to compile, and gloo is enough.
-    # It fills a missing table by trying C compilers: half a second on each rank.
+    # DeepSpeed asks this table only for its collective on CPUs (gloo is enough), and fills it by trying C compilers.
     vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False)
     groups = deepspeed.utils.groups
