@@ -110,18 +110,18 @@ class Evaluator:
                 yield self._scores(u, labels, "loc"), labels, action.word_part(u).loc @ rows.T + bias
 
         self._exchange_row()
-        with adapters_disabled(self.model.transformer):
-            self.base = base_metrics(scored(), self.model.config.num_token_id, spelt)
-        self._exchange_row()
+        try:
+            with adapters_disabled(self.model.transformer):
+                self.base = base_metrics(scored(), self.model.config.num_token_id, spelt)
+        finally:
+            self._exchange_row()
         return self.base
 
     def _exchange_row(self) -> None:
         """Exchange <NUM>'s row in the base with the one that the run starts from (`model.num_row_init`)."""
         action, row = self.model.action, self.model.config.num_token_id - self.model.action.vocab_start
         for rows, other in zip((action.cls_weight, action.cls_bias), action.base_row, strict=False):
-            started = rows[row].detach().clone()
-            rows.data[row] = other
-            other.data = started
+            rows.data[row], other.data = other, rows[row].detach().clone()
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
