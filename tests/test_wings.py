@@ -82,8 +82,8 @@ import sys
 from support.tiny import random_batch, tiny_model
 from cqwen_dist.model.calibration import calibrate
 model, batch = tiny_model(wide=64, number_dims=2), random_batch()
-model.kept_features(batch, batch.kept)
 sys.modules["scipy"] = sys.modules["scipy.linalg"] = None
+model.kept_features(batch, batch.kept)
 calibrate(model, [batch])
 """
     paths = f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"

@@ -199,11 +199,11 @@ def test_a_second_command_on_the_same_folder_is_refused(config: Path, launch: Ca
 
 
 def test_a_command_that_hangs_is_ended_and_shows_where_it_stands(tmp_path: Path) -> None:
-    child = "import time; time.sleep(77)"
+    child = "import sys, time; print('stands', file=sys.stderr, flush=True); time.sleep(77)"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen([sys.executable, "-c", code], env=command_environment(), stderr=log)
-    wait_for("its child", lambda: psutil.Process(process.pid).children())
+    wait_for("its child", lambda: "stands" in (tmp_path / "log").read_text())
     with pytest.raises(AssertionError, match=r"not done after 1 s:(?s:.*)most recent call first") as failed:
         end_of(process, tmp_path / "log", seconds=1.0)
     assert str(failed.value).count("Fatal Python error: Aborted") == 2

@@ -169,11 +169,18 @@ def end_of(process: subprocess.Popen[Any], *said: Path, seconds: float = LIMIT_S
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        for number in (signal.SIGABRT, signal.SIGKILL):
-            for each in reversed(family):  # ranks before their launcher, which would end them
-                with suppress(psutil.NoSuchProcess):
-                    each.send_signal(number)
-            psutil.wait_procs(family, 2)
+        for each in family:
+            with suppress(psutil.NoSuchProcess):
+                each.suspend()  # a launcher would end its other ranks once one is gone
+        for each in reversed(family):
+            with suppress(psutil.NoSuchProcess):
+                each.send_signal(signal.SIGABRT)
+                each.resume()
+                time.sleep(0.5)  # one after another: stacks written at once mix
+        for each in family:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        psutil.wait_procs(family, 2)
         text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in said)
         raise AssertionError(f"not done after {seconds:.0f} s:\n{text}") from None
 
