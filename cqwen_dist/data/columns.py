@@ -16,7 +16,7 @@ from cqwen_dist.data.csv_rows import delimiter_in
 from cqwen_dist.data.records import named_fields
 from cqwen_dist.number_forms import Form, Unsettled, forms_of
 
-SAMPLE = 10  # blocks of a source that are looked at: up to 10,000 rows
+SAMPLE = 10  # how many blocks of a source are read to tell its columns: up to 10,000 rows
 _DAY = re.compile(r"\d{4}-\d\d-\d\d( \d\d:\d\d:\d\d(\.\d+)?([+-]\d\d:\d\d)?)?", re.ASCII)
 _SHAPE = re.compile(r"[\d/.: -]*\d[\d/.: -]*", re.ASCII)
 

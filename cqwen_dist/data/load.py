@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from cqwen_dist.config.schema import Config
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.dataset import DataReport, TextDataset
 from cqwen_dist.data.prepare import parts_of, prepare, read_manifest
-from cqwen_dist.data.records import ReadReport
+from cqwen_dist.data.records import ReadReport, Text
 from cqwen_dist.data.sources import read_split, read_texts
 from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
@@ -95,13 +95,13 @@ def open_prepared(folder: Path, config: DataConfig, tokenizer: NumericalAwareTok
     return Datasets(sets["train"], sets.get("eval"), ReadReport(**manifest["reading"]))
 
 
-def tokenizer_of(config: Config) -> NumericalAwareTokenizer:
-    """The run's tokenizer, trained if the run folder has none yet. Raises `UserError`."""
+def tokenizer_of(config: Config, texts: Sequence[Text] = ()) -> NumericalAwareTokenizer:
+    """The run's tokenizer. If the run folder has none yet, trains it (texts: if already read). Raises `UserError`."""
     number, policy = config.model.num_token_id, config.data.numbers
     if config.model.tokenizer != TRAIN_TOKENIZER or Path(config.base_folder).is_dir():
         source, key = config.tokenizer_source, config.tokenizer_key
         return NumericalAwareTokenizer.from_pretrained(source, number, None, policy, key)
     given = config.model.architecture or {}
     size = int({**architecture(given.get("model_type")).defaults, **given}["vocab_size"])
-    texts = [text.text for text in read_split(config.data, ReadReport())[0]]
-    return NumericalAwareTokenizer(train_tokenizer(texts, size - 1, policy), number, size, policy)
+    learnt = [text.text for text in texts or read_split(config.data, ReadReport())[0]]
+    return NumericalAwareTokenizer(train_tokenizer(learnt, size - 1, policy), number, size, policy)

@@ -181,7 +181,7 @@ def predict_rows(
     """The rows with their new columns. prompts, unread: of `prompts_of`; an unread row's new cells are None.
 
     known: what the run learnt from; numbers are held in it and marked (`data.learnt_range.LearntRange.held`). cells:
-    with `known`, the rows as training reads them.
+    the rows' cells as training reads them; given together with `known`.
 
     options: choose one of these texts for each row instead (columns `p OPTION` and `chosen`, which is None if no option
     reaches reject_below). settings: of `predict_numbers`. Raises `UserError`, also if the table already has one of the

@@ -39,8 +39,8 @@ class ActionNetwork(nn.Module):
         config: Any = None,
         number_head: Callable[..., Any] | None = None,
     ) -> None:
-        """config: the model's, which says what kind of number head it has; None: a plain one. number_head: the class of
-        the user's own that it names."""
+        """config: of the model; it names the kind of number head. None: a plain head. number_head: the user's class, if
+        the config names one."""
         super().__init__()
         rows = vocab_size if rows is None else rows
         self.vocab_size = vocab_size

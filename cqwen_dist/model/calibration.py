@@ -94,7 +94,7 @@ def calibrate(
 
     batches: this rank's share, as the training collator yields them; the first max_tokens label positions of each rank
     choose (C, gamma). fit_batches: rows and regression are fitted to them (None: to `batches`). beside_batches:
-    further ones, whose numbers only what stands beside z is fitted to. features: default the model's own; the engine's
+    more batches; only the part beside z is fitted to their numbers. features: default the model's own; the engine's
     under ZeRO. fit_features: of fit_batches, one after another (None: `features`).
     numerals: the tokens that spell numerals, where <NUM>'s row is to inherit from them. progress: called equally often
     on every rank; it may raise to end the calibration. b_noise_init: as `set_scales`; the total may then be larger than

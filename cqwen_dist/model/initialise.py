@@ -144,7 +144,7 @@ def start_regression(heads: Heads, coefficients: Tensor, intercept: float, scale
     """Make Y = coefficients . z + intercept with this Cauchy scale, in the target's unit.
 
     coefficients: with number dimensions [H], their rows of W_loc, and W_reg's words' part is 0; else [C_w], W_reg
-    itself, and the scale follows from the words' scales. Several values, or the values of several types, start equal.
+    itself, and the scale follows from the words' scales. If the head has several values or types, all start equal.
     noise: as `set_number_scale`.
     """
     heads.action.number_head.start(coefficients, intercept)

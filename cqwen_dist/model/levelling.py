@@ -73,13 +73,12 @@ def fit_numeral_rows(
     follows = labels == num
 
     def fit() -> tuple[Tensor, Tensor, float]:
-        x, norm, followed = loc.double(), log_norm.double(), follows.double()
-        target = torch.where(follows, torch.maximum(written, norm), torch.minimum(written, norm - APART))
-        if not bool(follows.any()):
-            target = written
-        times = FOLLOWED / (1 - FOLLOWED) * float((~follows).sum()) / float(followed.sum().clamp(min=1))
-        root = torch.where(follows, max(times, 1.0), 1.0).double().sqrt()[:, None]
-        found, shares = ridges_by_leave_one_out(root * x, root * torch.stack([target, followed], 1), intercept=False)
+        norm, followed, count = log_norm.double(), follows.double(), int(follows.sum())
+        target = torch.where(follows, written.maximum(norm), written.minimum(norm - APART)) if count else written
+        times = max(1.0, FOLLOWED / (1 - FOLLOWED) * (len(labels) - count) / max(count, 1))
+        root = (1 + (times - 1) * followed).sqrt()[:, None]
+        targets = torch.stack([target, followed], 1)
+        found, shares = ridges_by_leave_one_out(root * loc.double(), root * targets, intercept=False)
         row, lower = found.cpu()
         return row, APART * lower, float(shares[0])
 

@@ -44,13 +44,11 @@ def ridges_by_leave_one_out(x: Tensor, y: Tensor, intercept: bool = True) -> tup
     """The same for each column of y [n,m], by one decomposition: (coefficients [m,p], shares of variance [m])."""
     n, p = x.shape
     found, shares = x.new_zeros(y.shape[1], p), y.new_zeros(y.shape[1])
-    if n < 3:
-        return found, shares
     spread = (y - y.mean(0)).square().mean(0)
     if intercept:
         x, y = x - x.mean(0), y - y.mean(0)
     total = float(x.square().sum())
-    if not 0 < total < math.inf:
+    if n < 3 or not 0 < total < math.inf:
         return found, shares
     parts = _Decomposition.of(x)
     along = parts.scores.T @ y

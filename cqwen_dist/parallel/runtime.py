@@ -35,7 +35,7 @@ _LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTAS
 
 @dataclass(frozen=True)
 class Runtime:
-    """This process among the ranks of the run."""
+    """The rank of this process, its device, and how many ranks the run has."""
 
     rank: int
     world_size: int

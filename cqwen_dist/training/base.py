@@ -38,7 +38,9 @@ def build_run_base(config: Config, say: Callable[[str], None], device: torch.dev
         allowed = "a tokenizer's folder or hub name, or `train` to build one from the data"
         raise UserError("model.tokenizer", "no value", allowed)
     base: Any = build_base(architecture, config.train.seed)
-    vocab_size, tokenizer = base.config.vocab_size, tokenizer_of(config)
+    reads = config.model.tokenizer == TRAIN_TOKENIZER or config.model.pretrain is not None
+    texts = read_split(config.data, ReadReport())[0] if reads else []
+    vocab_size, tokenizer = base.config.vocab_size, tokenizer_of(config, texts)
     partial = folder.with_name(".base.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -47,7 +49,7 @@ def build_run_base(config: Config, say: Callable[[str], None], device: torch.dev
     if tokenizer.rows_for(vocab_size) > vocab_size:
         raise UserError("model.architecture.vocab_size", vocab_size, f"{tokenizer.num_token_id + 1} or more, for <NUM>")
     if config.model.pretrain is not None:
-        dataset = tokenise(read_split(config.data, ReadReport())[0], tokenizer, config.data)
+        dataset = tokenise(texts, tokenizer, config.data)
         _pretrain(base.to(device), dataset, config.model.pretrain.steps, config.train.seed, say)
         base.cpu()
     base.config.eos_token_id = base.generation_config.eos_token_id = tokenizer.eos_token_id  # ends generation

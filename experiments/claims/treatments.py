@@ -23,7 +23,7 @@ import torch
 from cqwen_dist import train
 from cqwen_dist.checkpoint.learnt_table import learnt_table
 from cqwen_dist.checkpoint.trained import load_trained
-from cqwen_dist.generate.continuation import padded
+from cqwen_dist.generate.continuation import encoded, padded
 from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.run.files import write_atomically
 from cqwen_dist.tables.fitting import CONFIG, FitRequest, best_checkpoint, prepare
@@ -82,10 +82,10 @@ class Reader:
     def law(self, people: People, doses: np.ndarray) -> Law:
         """The law at doses [n,k], where the number comes next; recalibrated as the fit did it."""
         rows = [row for column in doses.T for row in people.rows(column)]
-        encoded = [self.tokenizer.encode("".join(self.extract.before(row)))[:2] for row in rows]
+        prompts = [encoded(self.tokenizer, self.extract.before(row)) for row in rows]
         model, parts = self.model.model, []
-        for start in range(0, len(encoded), BATCH):
-            u = model.infer(*padded(self.model, self.tokenizer, encoded[start : start + BATCH]))
+        for start in range(0, len(prompts), BATCH):
+            u = model.infer(*padded(self.model, self.tokenizer, prompts[start : start + BATCH]))
             y = model.action.number_head.value(model.action.add_noise(u))
             parts.append((model.target.inverse(y.loc[:, -1]), model.target.inverse_scale(y.scale[:, -1])))
         loc, scale = (torch.cat(part).cpu().numpy().reshape(doses.T.shape).T for part in zip(*parts, strict=True))
@@ -175,7 +175,7 @@ def _doses(people: People, doses: Sequence[float]) -> np.ndarray:
 
 
 def _held(law: Law, truth: np.ndarray) -> list[float]:
-    """The share of 90 % intervals that hold the truth, by dose."""
+    """For each dose, how many of the 90 % intervals hold the truth, as a share."""
     low, high = law.interval()
     return [float(share) for share in ((low <= truth) & (truth <= high)).mean(0)]
 

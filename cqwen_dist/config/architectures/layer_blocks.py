@@ -1,4 +1,4 @@
-"""The parts of a transformer layer as data: linear maps, further parameters, and what the planner must know of each."""
+"""The parts of a transformer layer as data: linear maps and other parameters, with the sizes that the planner needs."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Done(NamedTuple):
 
 
 class Refused(Exception):
-    """An answer with a status of its own."""
+    """The request is refused, with this HTTP status."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -111,7 +111,7 @@ class Server:
         return asyncio.get_running_loop().run_in_executor(self.worker, work, stop)
 
     def end(self, future: asyncio.Future[Any], stop: threading.Event) -> None:
-        """End what `start` returned, if it goes on."""
+        """Stop the work that `start` returned, if it still runs."""
         stop.set()
 
     async def run(self, request: Request, work: Callable[[threading.Event], Any]) -> Any:

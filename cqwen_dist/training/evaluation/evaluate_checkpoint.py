@@ -84,14 +84,14 @@ def evaluate_checkpoint(
 
 
 def _run_of(path: Path, data: str | None) -> tuple[Config, dict[str, Any]]:
-    """The config and what start.json has; of an exported folder what it knows of these. Raises `UserError`."""
+    """The config, and what start.json has. An export knows the keys and columns of its table. Raises `UserError`."""
     if is_exported(path):
         if data is None:
             raise UserError("--data", "no value", "a JSONL file or bundled:NAME (an exported folder has no data)")
         table = learnt_table(path)
-        known = {"data": {}} if table is None else table.to_dict()
+        known = {} if table is None else table.to_dict()
         model = {"name_or_path": str(path), "num_row_init": "inherit"}
-        return Config.model_validate({"model": model, "data": {**known.pop("data"), "train": data}}), known
+        return Config.model_validate({"model": model, "data": {**known.get("data", {}), "train": data}}), known
     run, _ = run_of(path)
     start = read_object(Path(run.run.dir) / START)
     if not start:

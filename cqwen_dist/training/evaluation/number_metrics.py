@@ -32,8 +32,8 @@ CURVE = tuple(round(0.05 * i, 2) for i in range(1, 20))  # levels of the coverag
 def for_calibration(texts: np.ndarray) -> np.ndarray:
     """The half [n] bool of held-out texts [n] int (numbered in data order).
 
-    The top bit of a golden-ratio hash of the text number: even halves, independent of the number of ranks. Numbers of
-    one text are dependent, so a text is never split. Parity would fail for data that alternates.
+    The top bit of a golden-ratio hash of the text number. The halves are even, and the same on any number of ranks.
+    Numbers of one text are dependent, so a text is never split. Parity would fail for data that alternates.
     """
     return (texts.astype(np.uint64) * np.uint64(2654435769) & np.uint64(0xFFFFFFFF)) >> np.uint64(31) == 1
 

@@ -109,9 +109,10 @@ class Evaluations:
         spread = start.loc.var(0).mean().sqrt().clamp(min=1e-12) if len(start.loc) > 1 else torch.ones(())
         shift = (found.probe.loc - start.loc).square().mean(1).sqrt() / spread
         widened = (found.probe.scale.log() - start.scale.log()).median(1).values
-        rows = zip(found.labels.tolist(), kl.tolist(), shift.tolist(), widened.exp().tolist(), strict=True)
-        named = ((i, zip(("kl", "shift", "scale"), of, strict=True)) for i, *of in rows)
-        return [{"word": self.decode([i]), **{name: float(f"{v:.4g}") for name, v in of}} for i, of in named]
+        columns: dict[str, list[Any]] = {"word": [self.decode([label]) for label in found.labels.tolist()]}
+        for name, column in (("kl", kl), ("shift", shift), ("scale", widened.exp())):
+            columns[name] = [float(f"{value:.4g}") for value in column.tolist()]
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     # ------------------------------------------------------------------------------------ checkpoint
 
