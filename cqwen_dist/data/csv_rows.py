@@ -43,7 +43,7 @@ def of_csv(lines: Lines, tabs: bool) -> Iterator[Row]:
         except StopIteration:
             return
         except csv.Error as error:
-            yield lines.where, BadLine("broken CSV", f"no row ({error})", "quoted cells that end, and no NUL")
+            yield lines.where, BadLine("broken CSV", f"no row ({error})", "quotes that end, \\n after a line, no NUL")
         except BadLine as bad:
             yield lines.where, bad
             if not needed:  # a bad header makes every row unusable

@@ -29,8 +29,7 @@ class Lines:
         try:
             while line := self.file.readline(MAX_TEXT + 1):
                 self.number += 1
-                size = len(line)
-                if size <= MAX_TEXT or line.endswith(b"\n"):
+                if (size := len(line)) <= MAX_TEXT or line.endswith(b"\n"):
                     yield line
                     continue
                 while line and not line.endswith(b"\n"):
@@ -70,4 +69,5 @@ def decoded(line: bytes | BadLine) -> str:
     try:
         return line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise BadLine("not UTF-8", error.object[error.start : error.end], "UTF-8 text") from None
+        allowed = f"UTF-8 text, such as iconv -f {'UTF-16' if line[0] >= 0xFE else 'WINDOWS-1252'} -t UTF-8 makes"
+        raise BadLine("not UTF-8", error.object[error.start : error.end], allowed) from None

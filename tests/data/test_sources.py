@@ -53,6 +53,22 @@ def test_a_bad_line_is_an_error_that_names_file_and_line(tmp_path: Path, kind: s
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("name\ntea 5 €\n".encode("cp1252"), ":2: not UTF-8: .*iconv -f WINDOWS-1252 -t UTF-8"),
+        ("name\ntea\n".encode("utf-16"), ":1: not UTF-8: .*iconv -f UTF-16 -t UTF-8"),
+        (b"name\rtea\r", r":1: broken CSV: .*\\n after a line"),
+    ],
+)
+def test_a_table_of_another_encoding_or_line_end_is_refused_with_the_way_out(
+    tmp_path: Path, content: bytes, told: str
+) -> None:
+    (tmp_path / "excel.csv").write_bytes(content)
+    with pytest.raises(UserError, match=told):
+        _texts(str(tmp_path / "excel.csv"), text_field="name")
+
+
 def test_bad_lines_are_skipped_and_counted_where_the_config_says_so(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.jsonl", '{"text": "good 1"}', *BAD_LINES.values(), BAD_LINES["empty text"])
     report = ReadReport()
