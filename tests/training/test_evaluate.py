@@ -230,19 +230,19 @@ def test_base_accuracy_equals_the_base_models_top_1(one_rank: Path, held_out: Ba
 DIGITS = list(range(80, 90))  # of `support.tiny`'s words
 
 
-def _base_measured(numerals: list[int], **of_num: Any) -> list[dict[str, float]]:
+def _base_measured(numerals: list[int], kind: str = "qwen2", **of_num: Any) -> list[dict[str, float]]:
     """A tiny base's own figures on this rank: by the heads before training, and by the base's own head."""
     world, rank = dist.get_world_size(), dist.get_rank()
     groups = build_groups(world)
     start, stop = vocab_range(tiny.VOCAB, groups.vocab_rank, world)
     how: dict[str, Any] = {"num_row_init": "digits", "numerals": numerals, "w_num_scale": None} if numerals else {}
     how |= of_num
-    model = tiny.tiny_model(start="calibrated", vocab_start=start, rows=stop - start, **how)
+    model = tiny.tiny_model(kind, start="calibrated", vocab_start=start, rows=stop - start, **how)
     batches = [tiny.random_batch(6, 16, seed=s) for s in range(4)]
     evaluator = Evaluator(
         model, model.kept_features, batches[rank::world], groups, baseline_value=None, numerals=numerals
     )
-    return [evaluator.measure_base(), measure_base(tiny.tiny_base(), batches, "x", tiny.NUM, numerals)]
+    return [evaluator.measure_base(), measure_base(tiny.tiny_base(kind), batches, "x", tiny.NUM, numerals)]
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -273,8 +273,10 @@ def test_at_numbers_any_digit_counts_as_right_for_the_base(pool: Pool, world: in
             assert found["eval/base_perplexity"] == pytest.approx(expected["eval/base_perplexity"], rel=1e-4)
 
 
-def test_without_numeral_tokens_the_base_is_scored_by_num(pool: Pool) -> None:
-    ((by_heads, by_base),) = pool(_base_measured, 1, [])
+@pytest.mark.parametrize(("kind", "numerals"), [("qwen2", []), ("gemma3_text", []), ("gemma3_text", DIGITS)])
+def test_a_base_by_itself_measures_as_in_its_run(pool: Pool, kind: str, numerals: list[int]) -> None:
+    """Without numeral tokens it is scored by <NUM>. Gemma's token table scales its rows."""
+    ((by_heads, by_base),) = pool(_base_measured, 1, numerals, kind)
     assert by_heads == pytest.approx(by_base, rel=1e-4)
 
 

@@ -166,7 +166,7 @@ def _zero3_numbers(s: Sizes) -> tuple[int, int]:
     r = s.config.model.lora.rank
     adapters = sum(count * partitioned(r * each.rows, r * each.columns) for count, each in a.all_maps(s.adapters))
     ends = partitioned(a.embedding_parameters, *[a.hidden] * 3)
-    every = a.backbone_parameters + a.embedding_parameters + 2 * a.hidden + s.engine_parameters.get("LoRA", 0)
+    every = a.backbone_parameters + a.embedding_parameters + s.trained_features
     persistent = s.graph * (every - frozen - adapters - ends)
 
     window = min(s.zero_setting(f"stage3_max_{key}", MAX_LIVE) for key in ("live_parameters", "reuse_distance"))

@@ -64,11 +64,12 @@ class Sizes:
         self.rows = ceil_div(base.vocab, self.group)  # v, largest over the ranks
         c, h = self.causal, base.hidden
         # Sizes of replicated parts of the heads
-        regression = config.number_parameters(self.words, c)
-        self.whole_heads = {"abduction": 2 * (c * h + c), "regression": regression, "noise": c}
+        self.abduction = [(c, h)] * 2 + [(h, h)] * 2 * (config.model.abduction == "two_layer")  # its matrices
+        abduction = sum(rows * (columns + 1) for rows, columns in self.abduction)
+        self.whole_heads = {"abduction": abduction, "regression": config.number_parameters(self.words, c), "noise": c}
         # Names of maps with an adapter; parameters of DeepSpeed's engine by part, always with w_num and the <NUM> row
         lora, self.adapters = config.model.lora, frozenset[str]()
-        self.engine_parameters = {"embedding of numbers": 2 * base.hidden}
+        self.engine_parameters = {"embedding of numbers": (2 + 2 * len(config.model.value_periods)) * h}
         if "lora" in self.ever_trainable:
             self.adapters = base.adapted(lora.target_modules)
             self.engine_parameters["LoRA"] = base.lora_parameters(lora.rank, lora.target_modules, lora.dora)
@@ -122,7 +123,7 @@ class Sizes:
 
     def matrices(self, groups: frozenset[str]) -> list[tuple[int, int]]:
         """(rows, columns) of trained replicated matrices, whose step is sharded."""
-        return [(self.causal, self.base.hidden)] * 2 if "abduction" in groups else []
+        return self.abduction if "abduction" in groups else []
 
     def vectors(self, groups: frozenset[str]) -> int:
         """Number of trained replicated values of the heads whose step is not sharded."""

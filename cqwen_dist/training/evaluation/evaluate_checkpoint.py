@@ -127,11 +127,11 @@ def measure_base(
     of them is right, as at the start of a run. Raises `UserError` if a label is not in its vocabulary.
     """
     base.eval()
-    head, table = base.get_output_embeddings(), base.get_input_embeddings().weight
+    head, table = base.get_output_embeddings(), base.get_input_embeddings()
     device = head.weight.device
     spelt = torch.tensor(list(numerals), dtype=torch.int64, device=device)
     rows, bias = head.weight[spelt], 0.0 if head.bias is None else head.bias[spelt]
-    digits = table[spelt].float().mean(0) if len(spelt) else table[num_token_id]
+    digits = table(spelt).float().mean(0)
 
     def scored() -> Iterator[tuple[OvrScores, Tensor, Tensor]]:
         for cpu_batch in batches:
@@ -139,8 +139,9 @@ def measure_base(
             labels = batch.labels.flatten()[keep]
             if len(labels) and int(labels.max()) >= head.weight.shape[0]:
                 raise UserError("--base", name, f"a model with at least {int(labels.max()) + 1} words")
-            embeddings = table[batch.input_ids]
-            embeddings[batch.input_ids == num_token_id] = digits.to(table.dtype)
+            embeddings = table(batch.input_ids)
+            if len(spelt):
+                embeddings[batch.input_ids == num_token_id] = digits.to(embeddings.dtype)
             z = base.base_model(inputs_embeds=embeddings, position_ids=batch.position_ids, use_cache=False)[0]
             z = z.flatten(0, 1)[keep]
             u, words = Cauchy(z, torch.zeros_like(z)), WordHead.of(head.weight, head.bias, 0.0)

@@ -393,7 +393,15 @@ def test_the_memory_is_that_of_the_named_gpu(gpu: str, gib: float) -> None:
     assert document["gpu_memory_gib"] == gib
 
 
-@pytest.mark.parametrize("changes", [{}, {"train__thresholds": "scalar"}, {"model__wide": 64}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"train__thresholds": "scalar", "model__value_periods": [7.0, 90.0]},
+        {"model__wide": 64, "model__abduction": "two_layer"},
+    ],
+    ids=str,
+)
 def test_a_checkpoint_is_as_large_as_planned(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Of its tensors to the byte."""
     settings = write_config(tmp_path, stages__0__steps=1, stages__1__steps=1, **changes)
