@@ -16,9 +16,7 @@ from typing import NamedTuple
 
 # Cells of a column of numbers that hold no number
 EMPTY_MARKS = frozenset({"?", "-", "--", "–", "—", ".", "…", "..."})
-_TO_ASCII = {0x2212: "-", 0x2013: "-", 0xFF0D: "-", 0xFF0B: "+", 0xFF0E: ".", 0xFF0C: ",", 0xFF05: "%", 0xFE63: "-"} | {
-    0xFF10 + digit: str(digit) for digit in range(10)
-}
+_TO_ASCII = str.maketrans("−–—﹣－＋．，％０１２３４５６７８９", "-----+.,%0123456789")
 _SPACES = " \u00a0\u2007\u2009\u202f"
 _CURRENCY = "$€£¥₩₹₽₺₪฿₫₴₦₱￥＄￡"
 _CODES = "EUR|USD|GBP|CHF|JPY|CNY|RMB|INR|AUD|CAD|NZD|SEK|NOK|DKK|PLN|CZK|HUF|RUB|TRY|BRL|MXN|ZAR|KRW|SGD|HKD|Rs|kr|Fr"
@@ -32,7 +30,7 @@ def _cell_pattern(decimal: str) -> re.Pattern[str]:
     group, point = re.escape("." if decimal == "," else ","), re.escape(decimal)
     grouped = "|".join(rf"[1-9][0-9]{{0,2}}(?:{sign}[0-9]{{3}})+" for sign in (group, f"[{_SPACES}]", "['’]"))
     indian = rf"[1-9][0-9]?(?:{group}[0-9]{{2}})+{group}[0-9]{{3}}"
-    number = rf"(?:(?:{grouped}|{indian}|[0-9]+)(?:{point}[0-9]*)?|{point}[0-9]+)(?:[eE][+-]?[0-9]+)?"
+    number = rf"(?:(?:{grouped}|{indian}|[0-9]+)(?:{point}(?:--?|[0-9]*))?|{point}[0-9]+)(?:[eE][+-]?[0-9]+)?"
     return re.compile(
         rf"(?P<first>[+-]?)\s*(?P<before>{_BEFORE})?\s*(?P<second>[+-]?)(?P<number>{number})"
         rf"\s*(?P<after>{_AFTER})?\s*(?P<last>-?)"
@@ -109,7 +107,7 @@ def _parsed(cell: str, decimal: str) -> tuple[str, str, bool] | None:
     signs = found["first"] + found["second"] + found["last"]
     if len(signs) + negative > 1:
         return None
-    digits = _GROUPS.sub("", found["number"]).replace(_OTHER[decimal], "").replace(decimal, ".")
+    digits = _GROUPS.sub("", found["number"]).replace(_OTHER[decimal], "").replace(decimal, ".").rstrip("-")
     bare = re.split("[.eE]", digits)[0]
     zeros = len(bare) > 1 and bare.startswith("0")
     minus = "-" if negative or signs == "-" else ""
