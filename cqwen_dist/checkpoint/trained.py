@@ -23,7 +23,7 @@ from cqwen_dist.generate.continuation import end_ids
 from cqwen_dist.heads.intervals import FILE as CALIBRATION
 from cqwen_dist.heads.intervals import read_intervals
 from cqwen_dist.model import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel
-from cqwen_dist.model.backbone import base_folder_of, load_base
+from cqwen_dist.model.base_loading import base_folder_of, load_base
 from cqwen_dist.model.causal_qwen import classes_of
 from cqwen_dist.model.lora import is_lora
 from cqwen_dist.ops.products import dtype_of

@@ -3,7 +3,7 @@
 Text between numbers is tokenised piece by piece, spaces included: "costs 5 dollars" is "costs", " ", <NUM>, " dollars".
 Qwen's pre-tokenizer splits around digits in the same way. <NUM> is the first row without a word. A Qwen2.5 vocabulary
 has spare rows (V is 151,936 or 152,064, the tokenizer uses 151,665). If there is none (most Llamas), rows are added
-(`model.backbone.add_rows`). `cqwen_dist.batch` explains the shape letters.
+(`model.base_loading.add_rows`). `cqwen_dist.batch` explains the shape letters.
 
 A text begins as the base tokenizer begins it: with <s> in Llama and Mistral, with nothing in Qwen. It ends with one end
 token. A chat begins as its template begins it. Everything that reads a text asks `begin` and `eos_token_id` here.

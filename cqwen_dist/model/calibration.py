@@ -25,9 +25,9 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.heads.beside import BESIDE, BesideStart, beside_start
-from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.initialise import NOISE, SEED_GAMMA, SEED_NOISE, set_scales, start_regression
 from cqwen_dist.model.levelling import fit_numeral_rows, level_logits
+from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.model.ridge import FOLDS, ridges_by_leave_one_out, robust_ridge
 from cqwen_dist.model.start_search import StartLogits, best_threshold_and_gamma
 from cqwen_dist.ops.cauchy import Cauchy
@@ -76,7 +76,7 @@ class Calibration:
 
 @torch.no_grad()
 def calibrate(
-    model: CausalQwenModel,
+    model: CausalModules,
     batches: Iterable[Batch],
     *,
     groups: Groups = ALONE,
@@ -147,7 +147,7 @@ class _Positions(NamedTuple):
 class _Start:
     """The steps of `calibrate`, with their shared arguments."""
 
-    model: CausalQwenModel
+    model: CausalModules
     groups: Groups
     features: Features
     numerals: tuple[int, ...]

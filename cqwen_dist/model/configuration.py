@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from cqwen_dist.config.architectures import USUAL
+from cqwen_dist.config.architectures.base_architecture import USUAL
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.shape import NUMBER_KEYS
 from cqwen_dist.heads.beside import BESIDE_Z

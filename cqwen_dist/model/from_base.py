@@ -14,7 +14,7 @@ from cqwen_dist.config.bases import line_end_ids, numeral_ids, rows_used
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.from_memory import text_batches
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.model.backbone import base_tokenizer, load_base, rows_with_number_for
+from cqwen_dist.model.base_loading import base_tokenizer, load_base, rows_with_number_for
 from cqwen_dist.model.calibration import LEVEL_TOKENS, calibrate
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 

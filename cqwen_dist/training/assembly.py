@@ -26,7 +26,7 @@ from cqwen_dist.data.statistics import NumericStatistics
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.heads.abduction import abduction_named
 from cqwen_dist.heads.fused_loss import LossOptions, gate_named
-from cqwen_dist.model.backbone import base_config, find_bitsandbytes, load_base
+from cqwen_dist.model.base_loading import base_config, find_bitsandbytes, load_base
 from cqwen_dist.model.calibration import Features
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.layers import run_layers_as
@@ -97,7 +97,8 @@ def build_training(
     run_layers_as(model.transformer, config.model, moved)
     if groups.sequence is not None:
         model.features.backbone.spread = over_sequence(groups.sequence)
-    engine = Engine(model, engine_settings(config, groups.world_size), runtime.device, groups, runtime.timeout_s)
+    settings = engine_settings(config, groups.world_size, model.config.base["model_type"])
+    engine = Engine(model, settings, runtime.device, groups, runtime.timeout_s)
     constraint = Constraint(model, config.constraint, engine.forward)
     loss, action = config.loss, model.action
     weights = class_weights(loss, words.counts, action.vocab_start, action.rows, model.config.vocab_size)

@@ -21,7 +21,7 @@ from cqwen_dist.data.loader import Loader
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_split
 from cqwen_dist.data.tokenise import tokenise
-from cqwen_dist.model.backbone import build_base
+from cqwen_dist.model.base_loading import build_base
 from cqwen_dist.run.files import let_read
 
 

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config.training import ConstraintConfig
-from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.lora import adapters_disabled, is_lora_b
+from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.collectives import sum_over
 
@@ -46,7 +46,7 @@ class Constraint:
     """The U of the start, and the distance of the current U from it. Equal on all ranks."""
 
     def __init__(
-        self, model: CausalQwenModel, config: ConstraintConfig, features: Callable[[Batch, Tensor], Tensor]
+        self, model: CausalModules, config: ConstraintConfig, features: Callable[[Batch, Tensor], Tensor]
     ) -> None:
         """features: forward pass of the engine, (batch on the device, keep [N]) -> z [N,H]."""
         self.model, self.config, self._features = model, config, features
@@ -170,5 +170,5 @@ class Constraint:
         return metrics
 
 
-def _frozen_copy(model: CausalQwenModel) -> Any:
+def _frozen_copy(model: CausalModules) -> Any:
     return deepcopy(model.abduction).requires_grad_(False)

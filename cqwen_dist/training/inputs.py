@@ -20,7 +20,7 @@ from cqwen_dist.config.schema import Config
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import Datasets, is_prepared, load_datasets, read_watched, tokenizer_of
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.model.backbone import base_folder_of
+from cqwen_dist.model.base_loading import base_folder_of
 from cqwen_dist.parallel.agreement import UNSEEN, Facts, agree, first_of_host
 from cqwen_dist.parallel.collectives import main_rank_first
 from cqwen_dist.run.environment import versions

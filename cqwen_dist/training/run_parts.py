@@ -16,7 +16,7 @@ from cqwen_dist.config.schema import Config
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import Loader
 from cqwen_dist.data.statistics import NumericStatistics
-from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.training.constraint import Constraint
@@ -55,7 +55,7 @@ class Training:
     config: Config
     runtime: Runtime
     groups: Groups
-    model: CausalQwenModel
+    model: CausalModules
     engine: Engine
     constraint: Constraint
     stepper: Stepper

@@ -15,8 +15,8 @@ from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, refuse_exc
 from cqwen_dist.checkpoint.saving import About
 from cqwen_dist.checkpoint.tensors import refuse_strange
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.lora import is_lora
+from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.run.files import START_TENSORS, let_read, written_whole
 from cqwen_dist.training.constraint import Constraint
 from cqwen_dist.training.evaluation.number_metrics import CALIBRATION
@@ -94,7 +94,7 @@ def load_start(constraint: Constraint, path: Path, state: dict[str, Any]) -> Non
     constraint.load(tensors, bool(adapted), state)
 
 
-def row_range(model: CausalQwenModel) -> tuple[int, int]:
+def row_range(model: CausalModules) -> tuple[int, int]:
     """[start, stop) of this rank's vocabulary rows."""
     return model.action.vocab_start, model.action.vocab_start + model.action.rows
 

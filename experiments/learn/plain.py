@@ -24,7 +24,7 @@ from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
 from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer
-from cqwen_dist.model.backbone import load_base
+from cqwen_dist.model.base_loading import load_base
 from cqwen_dist.parallel.runtime import Runtime, seed_everything
 from experiments.learn.answers import errors, numbers_after_prompts, spread
 from experiments.learn.corpora import Item, read_items

@@ -16,8 +16,8 @@ from support.exported import tiny_pair, write_folder
 from support.tiny import tiny_base, tiny_model
 
 from cqwen_dist.config import Config, LoraConfig, UserError
-from cqwen_dist.config.architectures import ARCHITECTURES, LINEARS, USUAL, architecture
-from cqwen_dist.config.architectures.base_architecture import USUAL_TARGETS, Capabilities, Support
+from cqwen_dist.config.architectures import ARCHITECTURES, LINEARS, architecture
+from cqwen_dist.config.architectures.base_architecture import USUAL, USUAL_TARGETS, Capabilities, Support
 from cqwen_dist.config.architectures.layer_blocks import Linear
 from cqwen_dist.model.layers import FusedLinear, run_layers_as
 from cqwen_dist.sizes.architecture import Architecture

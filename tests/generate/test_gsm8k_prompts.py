@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from cqwen_dist.generate.generator import generate
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
-from cqwen_dist.model.backbone import build_base
+from cqwen_dist.model.base_loading import build_base
 
 PROMPTS, AT_ONCE, NEW = 200, 25, 8
 VOCAB, NUM = 151_936, 151_665

@@ -129,7 +129,8 @@ def begin(case: Case, groups: Groups, timeout_s: float | None = None) -> Engine:
     fuse_adapters(model.transformer)
     if case.checkpointing:
         model.transformer.gradient_checkpointing_enable({"use_reentrant": False})
-    return Engine(model, engine_settings(config_of(case), groups.world_size), runtime.device, groups, runtime.timeout_s)
+    settings = engine_settings(config_of(case), groups.world_size, model.config.base["model_type"])
+    return Engine(model, settings, runtime.device, groups, runtime.timeout_s)
 
 
 def enter(engine: Engine, schedule: Schedule, step: int) -> None:

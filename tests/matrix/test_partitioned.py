@@ -29,7 +29,7 @@ from cqwen_dist.config import UserError
 from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.data.tokenizer import train_tokenizer
 from cqwen_dist.model import CausalQwenModel
-from cqwen_dist.model.backbone import load_base
+from cqwen_dist.model.base_loading import load_base
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.parallel.vocab_parallel import vocab_range
@@ -68,7 +68,8 @@ def train_from_files(folder: str, case: Case, oracle: Trained) -> tuple[Any, Fou
     """The case's training from files, and how far it is from the oracle's."""
     groups, config = build_groups(case.group), config_of(case)
     model, runtime, sizes = load(folder, case, groups)
-    engine = Engine(model, engine_settings(config, groups.world_size), runtime.device, groups, runtime.timeout_s)
+    settings = engine_settings(config, groups.world_size, model.config.base["model_type"])
+    engine = Engine(model, settings, runtime.device, groups, runtime.timeout_s)
     found = distance(case, groups, take_steps(case, groups, engine), oracle)
     return sizes, found
 
@@ -94,9 +95,8 @@ def features(folder: str, case: Case) -> Any:
     """z of a batch by the partitioned model, on rank 0's word."""
     groups = build_groups(1)
     model, runtime, _ = load(folder, case, groups)
-    engine = Engine(
-        model, engine_settings(config_of(case), groups.world_size), runtime.device, groups, runtime.timeout_s
-    )
+    settings = engine_settings(config_of(case), groups.world_size, model.config.base["model_type"])
+    engine = Engine(model, settings, runtime.device, groups, runtime.timeout_s)
     batch = step_batch(0)
     with torch.no_grad():
         z = engine.forward(batch, batch.label_mask.flatten().nonzero()[:, 0])

@@ -18,7 +18,7 @@ from cqwen_dist.config.bases import rows_with_number
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
-from cqwen_dist.model.backbone import load_base
+from cqwen_dist.model.base_loading import load_base
 from cqwen_dist.tools.export.export import export
 
 ROWS = 128  # the next multiple of 64 above V = 101

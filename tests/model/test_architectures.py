@@ -22,7 +22,7 @@ from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import LoraConfig
 from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.model import CausalQwenForCausalLM
-from cqwen_dist.model.backbone import load_base
+from cqwen_dist.model.base_loading import load_base
 from cqwen_dist.model.layers import fuse_adapters
 from cqwen_dist.model.lora import is_lora, merge_lora, peft_config
 from cqwen_dist.parallel.runtime import distributed

@@ -15,7 +15,8 @@ from cqwen_dist.config import UserError
 from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.data.tokenizer import train_tokenizer
 from cqwen_dist.model import CausalQwenModel
-from cqwen_dist.model.backbone import FeatureExtractionNetwork, base_tokenizer, build_base, load_base
+from cqwen_dist.model.backbone import FeatureExtractionNetwork
+from cqwen_dist.model.base_loading import base_tokenizer, build_base, load_base
 
 BASES = [(kind, tied) for kind in ARCHITECTURES for tied in (False, True)]
 
@@ -129,6 +130,6 @@ def test_build_base_depends_only_on_the_seed() -> None:
 
 def test_a_rounded_base_needs_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_base().save_pretrained(tmp_path)
-    monkeypatch.setattr("cqwen_dist.model.backbone.find_spec", lambda name: None)
+    monkeypatch.setattr("cqwen_dist.model.base_loading.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"model.quantize: found int8 without bitsandbytes, .*cqwen-dist\[quant\]"):
         load_base(str(tmp_path), torch.float32, quantize="int8")

@@ -14,7 +14,7 @@ from support.tiny import NUM, random_batch, tiny_base
 
 from cqwen_dist.config import UserError
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
-from cqwen_dist.model.backbone import load_base
+from cqwen_dist.model.base_loading import load_base
 from cqwen_dist.model.layers import compile_layers
 from cqwen_dist.model.lora import is_lora
 

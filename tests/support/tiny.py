@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
-from cqwen_dist.model.backbone import build_base
+from cqwen_dist.model.base_loading import build_base
 
 HIDDEN = 24
 VOCAB = 101  # not divisible by 2 or 4

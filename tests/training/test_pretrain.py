@@ -7,7 +7,7 @@ from support.runs import write_config
 
 from cqwen_dist.config import load_config
 from cqwen_dist.data.load import tokenizer_of
-from cqwen_dist.model.backbone import load_base
+from cqwen_dist.model.base_loading import load_base
 from cqwen_dist.training.base import build_run_base
 
 

@@ -20,7 +20,7 @@ from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import UserError
 from cqwen_dist.config.training import ConstraintConfig
-from cqwen_dist.model.backbone import load_base
+from cqwen_dist.model.base_loading import load_base
 from cqwen_dist.run.files import file_record
 from cqwen_dist.training.constraint import Constraint
 from cqwen_dist.training.state import load_start, save_start

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from cqwen_dist.config.architectures.layer_blocks import Block, Linear
 from cqwen_dist.config.errors import UserError
 
+USUAL = "qwen2"  # for benchmarks, and if no base is named
 # Linear maps of a layer of the usual architecture. As adapter targets they stand for a base's own (`targets`).
 USUAL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 EXPERTS = "experts"  # as adapter target: the parameters with all experts

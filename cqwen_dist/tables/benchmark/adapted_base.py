@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cqwen_dist.batch import pad_rows
 from cqwen_dist.config import LoraConfig
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.model.backbone import load_base
+from cqwen_dist.model.base_loading import load_base
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.run.files import written_whole
 from cqwen_dist.tables.benchmark.competitors import READ, Stored

@@ -13,7 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from cqwen_dist.batch import IGNORE_INDEX, pad_rows
 from cqwen_dist.data.tokenizer import DigitTokenizer
-from cqwen_dist.model.backbone import cache_name, load_base
+from cqwen_dist.model.backbone import cache_name
+from cqwen_dist.model.base_loading import load_base
 from cqwen_dist.model.lora import inject_lora, is_lora
 from cqwen_dist.tables.benchmark.adapted_base import BATCH, LORA, RATES, products_in
 from cqwen_dist.tables.benchmark.competitors import READ, best

@@ -20,9 +20,9 @@ from rich.table import Table
 from torch import Tensor
 from transformers import CompileConfig
 
-from cqwen_dist.config.architectures import USUAL
+from cqwen_dist.config.architectures.base_architecture import USUAL
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
-from cqwen_dist.model.backbone import build_base
+from cqwen_dist.model.base_loading import build_base
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.tools.bench.timing import device_name, in_turn, seconds_of
 

@@ -24,7 +24,8 @@ from rich.table import Column, Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cqwen_dist.config import Config, load_config
-from cqwen_dist.config.architectures import ARCHITECTURES, USUAL
+from cqwen_dist.config.architectures import ARCHITECTURES
+from cqwen_dist.config.architectures.base_architecture import USUAL
 from cqwen_dist.config.reading import given_config
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime, distributed

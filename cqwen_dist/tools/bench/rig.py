@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import Config, Stage
-from cqwen_dist.model.backbone import load_base
+from cqwen_dist.model.base_loading import load_base
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime, seed_everything

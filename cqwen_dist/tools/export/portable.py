@@ -46,8 +46,8 @@ RUNS = {
     "CausalQwenForCausalLM.from_base",
     "CausalQwenModel._of_base",
     "CausalQwenModel.from_base_model",
-    "CausalQwenModel.kept_features",
-    "CausalQwenModel.with_beside",
+    "CausalModules.kept_features",
+    "CausalModules.with_beside",
     "Beside.begin",
     "from_wing",
 }

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from cqwen_dist.cluster.launch import STOPPED, launch, run_words
 from cqwen_dist.config import UserError
-from cqwen_dist.config.architectures import USUAL
+from cqwen_dist.config.architectures.base_architecture import USUAL
 from cqwen_dist.parallel.collectives import Stopped
 from cqwen_dist.run.files import LATEST, METRICS, write_atomically
 from cqwen_dist.run.status import read_status

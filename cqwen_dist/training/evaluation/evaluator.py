@@ -27,8 +27,8 @@ from torch import Tensor
 from cqwen_dist.batch import Batch
 from cqwen_dist.heads.action import rows_of
 from cqwen_dist.heads.intervals import Intervals
-from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.lora import adapters_disabled
+from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.scores import OvrScores
 from cqwen_dist.ops.ovr.seen import RankBy
@@ -70,7 +70,7 @@ class Evaluation:
 class Evaluator:
     """Evaluates a model on a held-out set. Collective over the world."""
 
-    model: CausalQwenModel
+    model: CausalModules
     features: Callable[..., Tensor]  # (batch on the device, keep [N]) -> z [N,H]
     batches: Iterable[Batch]  # iterated in each evaluation
     groups: Groups

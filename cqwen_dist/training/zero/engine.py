@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.parallel.collectives import gather_objects, naming
 from cqwen_dist.parallel.groups import Groups, limit_wait
 from cqwen_dist.training.moments import BETAS
@@ -45,6 +44,7 @@ class EngineSettings:
     bf16: bool
     zero_stage: int
     offload: bool  # whether optimizer states are on the host
+    outside: tuple[str, str] | None  # `BaseArchitecture.outside`
     deepspeed: Callable[[int], dict[str, Any]]  # number of parameters that the engine trains -> DeepSpeed's config
 
 
@@ -95,7 +95,7 @@ class Engine:
 
     def __init__(
         self,
-        model: CausalQwenModel,
+        model: CausalModules,
         settings: EngineSettings,
         device: torch.device,
         groups: Groups,
@@ -133,9 +133,8 @@ class Engine:
             decay = self.settings.weight_decay if member.decays else 0.0
             parameter_groups.append({"params": parameters, "lr": 0.0, "weight_decay": decay})
         join_deepspeed()
-        outside = architecture(self.model.config.base["model_type"]).outside
         # ZeRO-3 gathers weights only for the module that has them
-        if self.settings.zero_stage == 3 and outside is not None:
+        if self.settings.zero_stage == 3 and (outside := self.settings.outside) is not None:
             for name, module in self.model.features.named_modules():
                 if name.endswith(f".{outside[0]}"):
                     deepspeed.zero.register_external_parameter(module, module.get_parameter(outside[1]))

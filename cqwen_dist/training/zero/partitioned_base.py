@@ -25,7 +25,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from cqwen_dist.config.architectures import ARCHITECTURES, BaseArchitecture
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
-from cqwen_dist.model.backbone import base_config, base_folder_of, mean_row, record_added_rows
+from cqwen_dist.model.base_loading import base_config, base_folder_of, mean_row, record_added_rows
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import main_rank_first, naming
 from cqwen_dist.parallel.runtime import Runtime

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
 
@@ -26,8 +27,8 @@ FOLLOWS = {
 }
 
 
-def engine_settings(config: Config, world_size: int) -> EngineSettings:
-    """The engine settings for `world_size` ranks."""
+def engine_settings(config: Config, world_size: int, model_type: str) -> EngineSettings:
+    """The engine settings for `world_size` ranks. model_type: of the base."""
     from cqwen_dist.training.zero.engine import EngineSettings  # here: the launcher must not import DeepSpeed
 
     train = config.train
@@ -39,6 +40,7 @@ def engine_settings(config: Config, world_size: int) -> EngineSettings:
         bf16=train.precision == "bf16",
         zero_stage=config.parallel.zero_stage,
         offload=config.parallel.offload == "optimizer",
+        outside=architecture(model_type).outside,
         deepspeed=partial(deepspeed_config, config, world_size),
     )
 
