@@ -23,6 +23,7 @@ _CODES = "EUR|USD|GBP|CHF|JPY|CNY|RMB|INR|AUD|CAD|NZD|SEK|NOK|DKK|PLN|CZK|HUF|RU
 _BEFORE = rf"(?:[A-Z]{{0,3}}[{_CURRENCY}]|(?:{_CODES})\.?)"
 _WORD = r"[^\s\d()]{0,11}[23]?"
 _AFTER = rf"(?:[{_CURRENCY}%‰°]|[^\W\d_]){_WORD}(?: [^\W\d_]{_WORD})?"
+SCALES = re.compile(rf"(?:[%‰kKMBT千万萬亿億]|[BbM]n|mln|(?:Mio|Mrd|Tsd)\.?|thousand|[mb]illion)(?:[{_CURRENCY}]| .*)?")
 _EXAMPLE = re.compile(rf"(?P<before>{_BEFORE})?\s*1234(?P<decimal>[.,])5\s*(?P<after>{_AFTER})?")
 
 
@@ -69,12 +70,13 @@ class Form(NamedTuple):
         if found is None or (found[2] and not zeros):
             return None
         numeral, unit, _ = found
-        # A number without the unit counts as one with it, but 0.5 is not 0.5 %.
-        return numeral if unit == self.unit or (not unit and self.unit not in ("%", "‰")) else None
+        # A number without the unit counts as one with it, but 0.5 is not 0.5 %, and 950 not 950k.
+        return numeral if unit == self.unit or (not unit and not SCALES.fullmatch(self.unit)) else None
 
     def other_reads(self, cell: str) -> bool:
-        """Whether the cell is a number with the other decimal sign only."""
-        return _parsed(cell, self.decimal) is None and _parsed(cell, _OTHER[self.decimal]) is not None
+        """Whether the cell is a number with the other decimal sign only, or lacks a unit that scales it."""
+        own = _parsed(cell, self.decimal)
+        return not own[1] and self.read(cell, True) is None if own else _parsed(cell, _OTHER[self.decimal]) is not None
 
 
 class Unsettled(Exception):
@@ -117,9 +119,7 @@ def _parsed(cell: str, decimal: str) -> tuple[str, str, bool] | None:
 class _Readings(NamedTuple):
     """What the cells of a column can be."""
 
-    units: dict[
-        str, tuple[str, bool] | None
-    ]  # decimal sign -> the unit and whether it stands first; None: does not fit
+    units: dict[str, tuple[str, bool] | None]  # by decimal sign: the unit, whether it stands first; None: no fit
     twofold: list[tuple[str, str, str]]  # cells with two readings, and these
     sign: str  # the sign in those cells
     whole: str  # a cell without any sign; "" if there is none
@@ -146,7 +146,7 @@ def _unit_of(parsed: Mapping[str, tuple[str, str, bool] | None], zeros: bool) ->
         return None
     named = {one[1] for one in parsed.values() if one is not None}
     kinds = named - {""}
-    if len(kinds) > 1 or ("" in named and kinds & {"%", "‰"}):
+    if len(kinds) > 1 or ("" in named and any(map(SCALES.fullmatch, kinds))):
         return None
     unit = next(iter(kinds), "")
     return unit, any(re.match(rf"[+(-]*\s*{re.escape(unit)}", cell) for cell in parsed if unit)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from cqwen_dist.delimited import MISSING
-from cqwen_dist.number_forms import EMPTY_MARKS, Form, numeral
+from cqwen_dist.number_forms import EMPTY_MARKS, SCALES, Form, numeral
 
 _INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0")  # what pandas calls an index without a name
 _TIMESTAMP = re.compile(
@@ -179,12 +179,12 @@ class TableCells:
         if is_missing(value):
             return ""
         form = self.forms.get(column)
-        if form is None or not isinstance(value, str) or isinstance(value, Literal):
+        if form is None or (not SCALES.fullmatch(form.unit) if is_number(value) else not isinstance(value, str)):
             text = cell_text(value)
             if text is None:
                 raise BadLine("wrong type", value, f"text, a number, true or false, a date in the field {column!r}")
             return text
-        cell = value.strip()
+        cell = str(value).strip()
         if cell in EMPTY_MARKS:
             return ""
         found = form.read(cell, zeros=column == self.target)

@@ -57,7 +57,7 @@ def forms_in(
     texts, typed, others = _cells_by_column(records, None if only is None else {*only})
     # Numbers of a JSON or Parquet file have a decimal point; texts in the same column have to agree.
     columns = {name: texts.get(name, []) for name in columns_of(records) if name in {*texts, *typed} - others}
-    beside = {name: cells for name, cells in columns.items() if name in typed and cells}
+    beside = {name: [*cells, "0"] for name, cells in columns.items() if name in typed and cells}
     rest = {name: cells for name, cells in columns.items() if name not in beside}
     plain: dict[str, Any] = {"target": target, "delimiter": delimiter_in(source)}
     try:

@@ -47,7 +47,7 @@ def compare(
 def _differences(name: str, was: Mapping[str, Any], texts: list[str], key: str) -> Iterator[str]:
     filled = [*filter(None, texts)]
     odd = [text for text in filled if not _fits(was["kind"], text)]
-    what = _NAMES.get(was["kind"], f"written as {was['kind']}")
+    what = f"a number such as {was['form']}" if "form" in was else _NAMES.get(was["kind"], f"written as {was['kind']}")
     if odd and len(odd) == len(filled):
         raise UserError(key, Said(f"{odd[0]} in the column {name}"), f"{what} there, as in training")
     if odd:

@@ -129,7 +129,15 @@ def test_a_column_has_one_form_of_numbers(cells: list[str], form: str, numerals:
     "cells",
     [
         *(["2024-01-31", "2024-02-01"], ["12:30", "9:45"], ["1.2.3", "1.2.4"], ["A4", "A5"], ["007", "010"]),
-        *(["1 kg", "2 lb"], ["10 %", "0.1"], ["3/4", "1/2"], ["555-1234", "555-9876"], ["+49 30 12", "+49 30 13"]),
+        *(
+            ["1 kg", "2 lb"],
+            ["10 %", "0.1"],
+            ["950", "1.2k"],
+            ["950 €", "1,2 Mio €"],
+            ["3/4", "1/2"],
+            ["555-1234", "555-9876"],
+            ["+49 30 12", "+49 30 13"],
+        ),
         *(["2.5", "2,5"], ["$5", "€5"], ["?", "-"], ["1--2", "3"], ["12 345 67", "1"], ["c335", "a693"]),
     ],
 )
@@ -372,7 +380,7 @@ def test_columns_that_differ_from_training_are_told(change: dict[str, Any], said
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        ({"n": "many"}, "many in the column n, allowed: a number there, as in training"),
+        ({"n": "many"}, "many in the column n, allowed: a number such as 1234.5 there, as in training"),
         ({"n": "26,5"}, "'26,5', allowed: numbers such as 1234.5 in the column 'n'"),
         ({"day": 1704585600000}, "1704585600000 in the column day, allowed: a date such as"),
         ({"day": "07.01.2024"}, "07.01.2024 in the column day"),
@@ -385,6 +393,17 @@ def test_columns_that_cannot_have_the_same_text_are_refused(change: dict[str, An
     with pytest.raises(UserError) as met:
         list(compare(trained, [{**row, **change} for row in TRAINED], cells))
     assert f"FILE: found {found}" in str(met.value)
+
+
+@pytest.mark.parametrize("cell", ["0.125", "950", 0.125, 5])
+@pytest.mark.parametrize("unit", [" %", "k", "k€", " Mio"])
+def test_a_number_without_a_unit_that_scales_it_is_not_read(unit: str, cell: Any) -> None:
+    """0.125 may be 12.5 %, and 950 is not 950k: a guess would be silently wrong by a factor."""
+    trained, cells = _seen([{"x": f"{i}.5{unit}"} for i in range(20)])
+    assert list(compare(trained, [{"x": f"3{unit}"}], cells)) == []
+    with pytest.raises(UserError, match=rf"numbers such as 1234\.5 ?{unit.strip()} in the column 'x'"):
+        list(compare(trained, [{"x": cell}], cells))
+    assert _seen([{"x": f"12.5{unit}"}, {"x": 0.125}])[1].forms == {}, "one column of JSON has both"
 
 
 # ------------------------------------------------------------------------------------------- which records
