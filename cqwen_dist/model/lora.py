@@ -72,15 +72,15 @@ def start_from_weights(transformer: nn.Module, init: Any) -> None:
     adapted: list[Any] = [each for each in transformer.modules() if isinstance(each, PeftLinear)]
     for module in adapted:
         a, b = module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
-        r = len(a) // 2
-        settings = PeftLoraConfig(r=r, target_modules=["map"], init_lora_weights=init)
-        settings.lora_alpha = module.scaling[ADAPTER] * r
+        r, rank = len(a) // 2, min(len(a) // 2, a.shape[1], len(b))  # a small map's; beyond it A is random, and B 0
+        settings = PeftLoraConfig(r=rank, target_modules=["map"], init_lora_weights=init)
+        settings.lora_alpha = module.scaling[ADAPTER] * rank
         alone: Any = nn.ModuleDict({"map": copy.deepcopy(module.get_base_layer())})
         inject_adapter_in_model(settings, alone, adapter_name=ADAPTER)
         begin = alone["map"]
-        begin_a, begin_b = begin.lora_A[ADAPTER].weight, begin.lora_B[ADAPTER].weight
-        a.copy_(torch.cat([begin_a, begin_a]))
-        b.copy_(torch.cat([begin_b, -begin_b], 1))
+        for at, sign in ((0, 1), (r, -1)):
+            a[at : at + rank] = begin.lora_A[ADAPTER].weight
+            b[:, at : at + rank] = sign * begin.lora_B[ADAPTER].weight
         a.register_hook(partial(_first_part, dim=0, size=r))
         b.register_hook(partial(_first_part, dim=1, size=r))
 

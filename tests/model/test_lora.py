@@ -1,5 +1,7 @@
 """The adapters' family: the start is exact, every member trains, merging keeps the function, odd wishes are refused."""
 
+from typing import Any
+
 import pytest
 import torch
 from peft import inject_adapter_in_model
@@ -78,6 +80,19 @@ def test_adapters_started_from_weights_are_pefts_and_leave_the_base(init: str) -
     before = z_of(model, batch)
     merge_lora(model.transformer)
     assert_close(z_of(model, batch), before, 1e-5, "merged")
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+def test_a_map_smaller_than_the_rank_starts_from_all_of_its_weights(init: str) -> None:
+    batch, model = random_batch(), tiny_model(lora=LoraConfig(r=16, alpha=6, init=init).model_dump())
+    z = z_of(model, batch)
+    assert_close(z, z_of(tiny_model(), batch), 1e-5, "z")
+    layer: Any = model.transformer.get_submodule("layers.0.self_attn.k_proj")  # [12,24]
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    product = b[:, :16] @ a[:16] * (1.0 if init == "olora" else layer.scaling["default"])
+    assert_close(product, layer.weight, 1e-4, "B0 A0")
+    (z * torch.randn(z.shape, generator=torch.Generator().manual_seed(6))).sum().backward()
+    assert b.grad[:, :16].any(0).all(), "what is beyond the map's size learns too"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
