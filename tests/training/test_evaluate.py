@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from support import tiny
 from support.ranks import Pool
-from support.runs import VOCAB, cqwen_forked, metrics, train_run, write_config
+from support.runs import VOCAB, cqwen_forked, metrics, train_run, write_config, write_texts
 from transformers import AutoModelForCausalLM
 
 from cqwen_dist.batch import Batch
@@ -21,7 +21,7 @@ from cqwen_dist.config import load_config
 from cqwen_dist.data.collate import collate
 from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader
-from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.parallel.vocab_parallel import vocab_range
@@ -294,6 +294,20 @@ def test_cqwen_eval_of_the_runs_texts_equals_the_runs_evaluation(one_rank: Path)
     kept = "eval/accuracy_words"  # by frequency in training, which eval does not read
     names = [name for name in last if name.startswith("eval/") and not name.startswith(kept)]
     assert {name: figures[name] for name in names} == pytest.approx({name: last[name] for name in names}, rel=1e-4)
+
+
+def test_cqwen_eval_measures_a_base_with_added_rows_as_its_run_did(tmp_path: Path) -> None:
+    """Words use all rows of its vocabulary, so <NUM> gets a new one; with `inherit` that is the base's own."""
+    base, texts = tmp_path / "base", write_texts(tmp_path / "texts.jsonl")
+    tokenizer = train_tokenizer(texts.read_text().splitlines(), 270)
+    tokenizer.save_pretrained(base)
+    tiny.tiny_base("llama", vocab_size=len(tokenizer)).save_pretrained(base)
+    model = {"name_or_path": str(base), "num_row_init": "inherit"}
+    stages = [{"name": "a", "train": ["heads"], "steps": 1}]
+    train_run(write_config(tmp_path, model=model, stages=stages))
+    found, last = evaluate_checkpoint(tmp_path / "run", None), metrics(tmp_path / "run")[-1]
+    for name in ("eval/base_accuracy", "eval/base_perplexity"):
+        assert found[name] == pytest.approx(last[name], rel=1e-4), name
 
 
 @torch.no_grad()

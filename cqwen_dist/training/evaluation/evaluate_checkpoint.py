@@ -77,7 +77,8 @@ def evaluate_checkpoint(
             own = rows - inner.config.added_rows
             code = run.model.trust_remote_code
             base_model: Any = load_base(name, dtype, code, rows_for=lambda found: rows if found == own else found)
-            numerals = tokenizer.numeral_ids if run.num_row_init == "digits" or inner.config.added_rows else []
+            unseen = inner.config.added_rows if is_exported(path) else run.num_row_init == "digits"
+            numerals = tokenizer.numeral_ids if unseen else []
             base_model.to(runtime.device)
             evaluator.base = measure_base(base_model, batches, name, tokenizer.num_token_id, numerals)
         return evaluator()
