@@ -17,15 +17,15 @@ class ExpertLoad:
         routers = [module for name, module in transformer.named_modules() if name.endswith(ROUTER)]
         sizes: Any = [getattr(module, "num_experts", 0) for module in routers]
         self.counts = torch.zeros(len(routers), max(sizes, default=0))
+        self.real = torch.ones(0)  # [N]: which tokens of the batch count; padding does not
         for row, router in enumerate(routers):
             router.register_forward_hook(lambda module, _, output, row=row: self._add(module, output[2], row))
 
-    @torch.no_grad()
     def _add(self, router: nn.Module, chosen: Tensor, row: int) -> None:
         """chosen [N,k]: the experts of each token."""
-        if router.training:
-            self.counts = self.counts.to(chosen.device)
-            self.counts[row].scatter_add_(0, chosen.flatten(), self.counts.new_ones(chosen.numel()))
+        if router.training and torch.is_grad_enabled():  # not the start's pass for the constraint
+            self.counts, real = self.counts.to(chosen.device), self.real[:, None].expand_as(chosen)
+            self.counts[row].scatter_add_(0, chosen.flatten(), real.flatten().float())
 
     def take(self) -> Tensor:
         """This rank's counts since the last call, [layers * experts]; empty without experts."""

@@ -78,7 +78,7 @@ class Stepper:
         for i, (batch, keep) in enumerate(zip(micro_batches, keeps, strict=True)):
             last = i == len(micro_batches) - 1
             batch_on_device, keep = batch.to(self.device), keep.to(self.device, non_blocking=True)
-            labels = batch_on_device.labels.flatten()[keep]
+            labels, self.experts.real = batch_on_device.labels.flatten()[keep], batch_on_device.attention_mask.flatten()
             second = measures_kl and self.constraint.second_pass
             # The CPU batch knows its texts; asking the device would synchronise
             with documents_of(batch.texts, len(batch.input_ids)):

@@ -105,12 +105,16 @@ def test_the_load_of_experts_is_that_of_the_training_passes(kind: str) -> None:
     model, chosen = tiny_model(kind).train(), []
     for name, module in model.transformer.named_modules():
         if name.endswith(ROUTER):
-            module.register_forward_hook(lambda _, __, output: chosen.append(output[2].flatten()))
+            module.register_forward_hook(lambda _, __, output: chosen.append(output[2][real].flatten()))
     load, batch = ExpertLoad(model.transformer), random_batch()
+    load.real = real = batch.attention_mask.flatten()
+    assert not real.all(), "padding, which would all choose the same experts"
     model.kept_features(batch, batch.kept)
     counts = torch.stack([each.bincount(minlength=5) for each in chosen]).double()
     assert len(counts) == 2
     wanted = (counts.amax(1) / counts.mean(1)).mean()
+    with torch.no_grad():
+        model.kept_features(batch, batch.kept)  # as the start's, for the constraint
     model.eval().kept_features(batch, batch.kept)  # as an evaluation
     with distributed(alone=True):
         assert_close(load.metrics(load.take())["train/expert_load"], wanted, 1e-6, "load")
