@@ -109,12 +109,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        if self.train.global_batch_size % self.train.micro_batch_size:
-            raise refused(
-                "train.global_batch_size",
-                self.train.global_batch_size,
-                f"a multiple of train.micro_batch_size ({self.train.micro_batch_size})",
-            )
+        size, micro = self.train.global_batch_size, self.train.micro_batch_size
+        if size % micro:
+            raise refused("train.global_batch_size", size, f"a multiple of train.micro_batch_size ({micro})")
         names = [stage.name for stage in self.stages]
         for index, name in enumerate(names):
             if name in names[:index]:
@@ -152,9 +149,8 @@ class Config(Section):
             allowed = f"{1 + len(self.data.more_values)} weights, of the number and of each of data.more_values"
             raise refused("loss.value_weights", self.loss.value_weights, allowed)
         if self.train.thresholds == "scalar" and isinstance(self.model.threshold_init, str):
-            raise refused(
-                "model.threshold_init", self.model.threshold_init, "a number where train.thresholds is scalar"
-            )
+            allowed = "a number where train.thresholds is scalar"
+            raise refused("model.threshold_init", self.model.threshold_init, allowed)
 
     def _check_lengths(self, index: int, stage: Stage) -> None:
         """Check a stage's settings against the rest of the config."""
@@ -230,10 +226,8 @@ class Config(Section):
 
     def batch_sizes(self, stage: Stage) -> tuple[int, int]:
         """(global, micro) batch size of a stage."""
-        return (
-            stage.global_batch_size or self.train.global_batch_size,
-            stage.micro_batch_size or self.train.micro_batch_size,
-        )
+        train = self.train
+        return stage.global_batch_size or train.global_batch_size, stage.micro_batch_size or train.micro_batch_size
 
     def batch_shapes(self) -> list[tuple[int, int, int]]:
         """(sequence length, global batch size, micro-batch size) of each stage."""
@@ -291,6 +285,11 @@ class Config(Section):
         """Initialisation of <NUM>'s rows, resolved. A base pretrained by this run has seen <NUM>."""
         unseen = self.model.architecture is None
         return self._by_start(self.model.num_row_init, "digits" if unseen else "inherit", "inherit")
+
+    @property
+    def spells_numbers(self) -> bool:
+        """Whether any digit counts as a number where the base is measured."""
+        return self.model.architecture is None or self.num_row_init == "digits"
 
     @property
     def max_grad_norm(self) -> float | None:

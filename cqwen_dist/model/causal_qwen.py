@@ -25,7 +25,7 @@ from cqwen_dist.model.backbone import FeatureExtractionNetwork
 from cqwen_dist.model.base_loading import base_tokenizer, load_base, rows_with_number_for
 from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.embedding import NumericalAwareEmbedding
-from cqwen_dist.model.initialise import VALUE_SHARE, apply_preset, inherit_head, inherit_numeral_row
+from cqwen_dist.model.initialise import VALUE_SHARE, apply_preset, find_numeral_row, inherit_head
 from cqwen_dist.model.lora import held_start, inject_lora, start_from_weights
 from cqwen_dist.model.modules import CausalModules, FeatureStack
 
@@ -153,21 +153,20 @@ class CausalQwenModel(CausalModules):
         config = CausalQwenConfig(base.config.to_dict(), num_token_id, **shape)
         if not 0 <= num_token_id < config.vocab_size:
             raise UserError("model.num_token_id", num_token_id, f"a row of the {config.vocab_size} of the vocabulary")
-        weight, bias = head, None
-        if head is None:
-            output = base.get_output_embeddings()
-            weight, bias = output.weight.detach(), output.bias
-        if table is None:
-            table = base.get_input_embeddings().weight
+        output = base.get_output_embeddings()
+        weight, bias = (output.weight.detach(), output.bias) if head is None else (head, None)
+        table = base.get_input_embeddings().weight if table is None else table
         whole = 1.0 if w_num_scale is None else w_num_scale
         own = classes_of(config)
         model = cls(config, base=base, vocab_start=vocab_start, rows=rows, w_num_scale=whole, classes=own)
         if lora and LoraConfig(**lora).from_weights:
             start_from_weights(model.transformer, str(lora["init"]))
-        if num_row_init == "digits" and numerals:
-            norm = inherit_numeral_row(model.features.embedding, table, numerals)
-            if w_num_scale is None:
-                model.features.embedding.w_num.data.mul_(VALUE_SHARE * norm)
+        embedding = model.features.embedding
+        if numerals:
+            norm = find_numeral_row(embedding, table, numerals)
+            if num_row_init == "digits":
+                embedding.num_row.data.copy_(embedding.numeral_row)
+                embedding.w_num.data.mul_(VALUE_SHARE * norm if w_num_scale is None else 1.0)
         inherit_head(model, weight, bias, num_row_init=num_row_init, num_bias_init=num_bias_init, reg_gain=reg_gain)
         apply_preset(model, start, b_noise_init)
         if model.beside is not None:

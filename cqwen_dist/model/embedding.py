@@ -59,6 +59,7 @@ class NumericalAwareEmbedding(nn.Module):
         self.w_num_shape = (1 + 2 * len(periods), hidden_size) if periods else (hidden_size,)
         self.w_num = nn.Parameter(torch.randn(self.w_num_shape) * (w_num_scale * hidden_size**-0.5))
         self.num_row = nn.Parameter(torch.zeros(hidden_size))
+        self.numeral_row = torch.zeros(hidden_size)  # `num_row` with which the base by itself is measured
         self._instead: tuple[Tensor, Tensor] | None = None
 
     def take_table(self, table: nn.Module) -> None:

@@ -91,18 +91,18 @@ def inherit_head(
 
 
 @torch.no_grad()
-def inherit_numeral_row(embedding: NumericalAwareEmbedding, table: Any, numerals: Sequence[int]) -> float:
-    """Set the <NUM> input row to the mean row of the tokens with which the base spells numerals.
+def find_numeral_row(embedding: NumericalAwareEmbedding, table: Any, numerals: Sequence[int]) -> float:
+    """Make the mean row of the tokens with which the base spells numerals the row of <NUM> that the base reads.
 
-    table [V,H]: the base's token table, a tensor or a lazy file slice. `num_row` becomes this mean minus the table row
-    of <NUM>. Returns the mean norm of the numeral rows.
+    table [V,H]: the base's token table, a tensor or a lazy file slice. `numeral_row` becomes this mean minus the table
+    row of <NUM>. Returns the mean norm of the numeral rows.
     """
     num = embedding.num_token_id
     assert num is not None
     rows = torch.cat([table[word : word + 1] for word in numerals]).detach().float()
     own = table[num : num + 1].detach().float()[0]
     scale = scale_of(embedding.token_embedding)
-    embedding.num_row.copy_(scale * (rows.mean(0) - own))
+    embedding.numeral_row = scale * (rows.mean(0) - own)
     return scale * float(rows.norm(dim=1).mean())
 
 

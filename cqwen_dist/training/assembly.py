@@ -170,7 +170,7 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
         tokenizer.num_token_id,
         used_rows=max(tokenizer.text_size, tokenizer.num_token_id + 1),
         counts=datasets.train.word_counts(base.model.config.vocab_size),
-        numerals=tokenizer.numeral_ids if config.num_row_init == "digits" else (),
+        numerals=tokenizer.numeral_ids if config.spells_numbers else (),
         line_ends=tokenizer.line_end_ids,
     )
     # Digests of the inputs: a resumed run compares them and refuses or reports a difference

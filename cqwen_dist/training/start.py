@@ -161,7 +161,7 @@ def _calibrate(run: Run) -> dict[str, Any]:
         fit_features=run.cache.reader(run.schedule.at(0), run.loaders.current, loader),
         fit_batches=next(iter(loader)),
         beside_batches=() if held_out is None else held_out.batches,
-        numerals=run.words.numerals,
+        numerals=run.words.numerals if run.config.num_row_init == "digits" else (),
         progress=run.at,
     )
     for line in _described(found):

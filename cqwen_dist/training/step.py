@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,9 +73,7 @@ class Stepper:
         counts = self._exchange(micro_batches, keeps)
 
         # Gradients, accumulated over micro-batches
-        sums = torch.zeros(5, device=self.device)
-        kl_sums = torch.zeros(4, device=self.device)
-        right = torch.zeros(2, device=self.device)
+        sums, kl_sums, right = map(partial(torch.zeros, device=self.device), (5, 4, 2))
         for i, (batch, keep) in enumerate(zip(micro_batches, keeps, strict=True)):
             last = i == len(micro_batches) - 1
             batch_on_device, keep = batch.to(self.device), keep.to(self.device, non_blocking=True)

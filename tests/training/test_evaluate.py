@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from cqwen_dist.config import load_config
 from cqwen_dist.data.collate import collate
 from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader
-from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
+from cqwen_dist.data.tokenizer import POLICY_FILE, NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.parallel.vocab_parallel import vocab_range
+from cqwen_dist.tools.export.export import export
 from cqwen_dist.tools.report.samples import sample_texts
 from cqwen_dist.training.evaluation.evaluate_checkpoint import evaluate_checkpoint, measure_base
 from cqwen_dist.training.evaluation.evaluator import Evaluator
@@ -297,7 +299,7 @@ def test_cqwen_eval_of_the_runs_texts_equals_the_runs_evaluation(one_rank: Path)
 
 
 def test_cqwen_eval_measures_a_base_with_added_rows_as_its_run_did(tmp_path: Path) -> None:
-    """Words use all rows of its vocabulary, so <NUM> gets a new one; with `inherit` that is the base's own."""
+    """Words use all rows of its vocabulary, so <NUM> gets a new one, which the base never saw."""
     base, texts = tmp_path / "base", write_texts(tmp_path / "texts.jsonl")
     tokenizer = train_tokenizer(texts.read_text().splitlines(), 270)
     tokenizer.save_pretrained(base)
@@ -308,6 +310,28 @@ def test_cqwen_eval_measures_a_base_with_added_rows_as_its_run_did(tmp_path: Pat
     found, last = evaluate_checkpoint(tmp_path / "run", None), metrics(tmp_path / "run")[-1]
     for name in ("eval/base_accuracy", "eval/base_perplexity"):
         assert found[name] == pytest.approx(last[name], rel=1e-4), name
+
+
+def test_a_base_is_measured_alike_by_the_run_its_evaluation_and_its_exports(one_rank: Path, tmp_path: Path) -> None:
+    """One that never saw <NUM> spells numbers by digits, whatever the rows of <NUM> start from."""
+    base, texts = tmp_path / "base", write_texts(tmp_path / "held_out.jsonl", 8, seed=1)
+    shutil.copytree(one_rank / "base", base)
+    (base / POLICY_FILE).unlink()  # which a base has that a run has taught <NUM>
+    model = {"model__architecture": None, "model__tokenizer": None, "model__name_or_path": str(base)}
+    stages = [{"name": "heads", "train": ["regression"], "steps": 1}]
+    data = {"data__eval": str(texts), "data__eval_fraction": 0.0, "stages": stages}
+    found = []
+    for start in ("calibrated", "seed"):
+        config = write_config(tmp_path, **model, **data, start=start, run__dir=str(tmp_path / start))
+        train_run(config)
+        export(tmp_path / start, tmp_path / f"{start}-export")
+        evaluated = evaluate_checkpoint(tmp_path / start, None)
+        exported = evaluate_checkpoint(tmp_path / f"{start}-export", str(texts), base=str(base))
+        found += [metrics(tmp_path / start)[-1], evaluated, exported]
+    digits = evaluate_checkpoint(tmp_path / "seed-export", str(texts), base=str(one_rank / "base"))
+    for name in ("eval/base_accuracy", "eval/base_perplexity"):
+        assert [each[name] for each in found[1:]] == pytest.approx([found[0][name]] * 5, rel=1e-4), name
+    assert digits["eval/base_perplexity"] != pytest.approx(found[0]["eval/base_perplexity"], rel=1e-2)
 
 
 @torch.no_grad()

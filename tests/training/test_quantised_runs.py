@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,10 @@ def test_a_checkpoint_runs_on_the_rounded_base_and_its_export_on_the_full_one(
         assert f"Trained on the base in {kind}; this folder has the full base." in (out / "README.md").read_text()
     assert not torch.equal(probe(rounded)["loc_U"], probe(full)["loc_U"])
     evaluated = evaluate_checkpoint(run, None)
-    for key in ("eval/cls_loss_mean", "eval/reg_mdae")[: 2 if kind == "int8" else 1]:  # 13 numbers; bf16 moves them
+    shutil.copytree(run / "base", tmp_path / "base")
+    whole = evaluate_checkpoint(run, None, base=str(tmp_path / "base"))["eval/base_perplexity"]
+    assert abs(whole / evaluated["eval/base_perplexity"] - 1) > 2e-3, "the run's own base is the rounded one"
+    keys = ("eval/cls_loss_mean", "eval/base_perplexity", "eval/reg_mdae")
+    for key in keys[: 3 if kind == "int8" else 2]:  # 13 numbers; bf16 moves them
         rounding = 1e-5 if kind == "int8" else 1e-2  # bf16, in other batches
         assert evaluated[key] == pytest.approx(metrics(run)[-1][key], rel=rounding), key

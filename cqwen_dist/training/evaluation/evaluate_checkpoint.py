@@ -23,7 +23,7 @@ from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
 from cqwen_dist.data.tokenise import tokenise
-from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.data.tokenizer import POLICY_FILE, NumericalAwareTokenizer
 from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.model.base_loading import load_base
 from cqwen_dist.ops.cauchy import Cauchy
@@ -52,7 +52,6 @@ def evaluate_checkpoint(
     `UserError`.
     """
     run, start = _run_of(path, data)
-    dtype = dtype_of(run.train.precision)
     model, tokenizer = load_trained(path)
     dataset = _dataset(run, data, tokenizer, start.get("columns"))
     statistics = start.get("statistics", {"count": 0})
@@ -60,28 +59,33 @@ def evaluate_checkpoint(
         inner = model.model.to(runtime.device)
         if data is None and inner.beside is not None and run.model.wide_from_eval:
             inner.beside.train()  # each text uses the fit that left this text out
-        batches = EvalLoader(dataset, rank=0, world=1, micro_batch_size=micro_batch_size)
         evaluator = Evaluator(
             inner,
             inner.kept_features,
-            batches,
+            EvalLoader(dataset, rank=0, world=1, micro_batch_size=micro_batch_size),
             build_groups(1),
             baseline_value=statistics["median"] if statistics["count"] else None,
             used_rows=inner.config.used_rows if run.loss.negatives == "used" else None,
-            gemm_dtype=dtype,
+            gemm_dtype=dtype_of(run.train.precision),
             decisions=decisions or Decisions(),
             known=Intervals() if data is None else Intervals.from_dict(inner.config.calibration),
         )
-        if name := base or (None if is_exported(path) else run.base_folder):
-            rows = inner.config.vocab_size
-            own = rows - inner.config.added_rows
-            code = run.model.trust_remote_code
-            base_model: Any = load_base(name, dtype, code, rows_for=lambda found: rows if found == own else found)
-            unseen = inner.config.added_rows if is_exported(path) else run.num_row_init == "digits"
-            numerals = tokenizer.numeral_ids if unseen else []
-            base_model.to(runtime.device)
-            evaluator.base = measure_base(base_model, batches, name, tokenizer.num_token_id, numerals)
+        if base is not None or not is_exported(path):
+            evaluator.base = _measured_base(run, base, tokenizer, evaluator)
         return evaluator()
+
+
+def _measured_base(run: Config, base: str | None, words: NumericalAwareTokenizer, of: Evaluator) -> dict[str, float]:
+    """`measure_base` of the run's own base (None) as the run measured it, or of another one: whole, and taught <NUM>
+    only if a run has made it."""
+    name, rounded, spells = run.base_folder, run.model.quantize, run.spells_numbers
+    if base is not None:
+        name, rounded, spells = base, "none", not (Path(base).expanduser() / POLICY_FILE).is_file()
+    rows, own = of.model.config.vocab_size, of.model.config.vocab_size - of.model.config.added_rows
+    where = rounded, of.device, lambda found: rows if found == own else found
+    found: Any = load_base(name, of.gemm_dtype, run.model.trust_remote_code, *where)
+    found = found.to(of.device) if rounded == "none" else found  # which is there
+    return measure_base(found, of.batches, name, words.num_token_id, words.numeral_ids if spells else [])
 
 
 def _run_of(path: Path, data: str | None) -> tuple[Config, dict[str, Any]]:
@@ -91,8 +95,8 @@ def _run_of(path: Path, data: str | None) -> tuple[Config, dict[str, Any]]:
             raise UserError("--data", "no value", "a JSONL file or bundled:NAME (an exported folder has no data)")
         table = learnt_table(path)
         known = {} if table is None else table.to_dict()
-        model = {"name_or_path": str(path), "num_row_init": "inherit"}
-        return Config.model_validate({"model": model, "data": {**known.get("data", {}), "train": data}}), known
+        data_of = {**known.get("data", {}), "train": data}
+        return Config.model_validate({"model": {"name_or_path": str(path)}, "data": data_of}), known
     run, _ = run_of(path)
     start = read_object(Path(run.run.dir) / START)
     if not start:

@@ -99,7 +99,7 @@ class Evaluator:
         At a number any digit counts as <NUM>, with the total probability of all digits and <NUM>. Call this only before
         training.
         """
-        action = self.model.action
+        action, embedding = self.model.action, self.model.features.embedding
         rows, bias = rows_of(action, list(self.numerals), self.groups)
         spelt = torch.tensor(list(self.numerals), dtype=torch.int64, device=self.device)
 
@@ -110,8 +110,9 @@ class Evaluator:
                 yield self._scores(u, labels, "loc"), labels, action.word_part(u).loc @ rows.T + bias
 
         self._exchange_row()
+        w_num = torch.zeros(embedding.w_num_shape, device=self.device)
         try:
-            with adapters_disabled(self.model.transformer):
+            with adapters_disabled(self.model.transformer), embedding.using(w_num, embedding.numeral_row.to(w_num)):
                 self.base = base_metrics(scored(), self.model.config.num_token_id, spelt)
         finally:
             self._exchange_row()
