@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -131,10 +132,10 @@ def _missing(config: Config) -> list[Text]:
 def count_sequences(config: Config) -> int | None:
     """Counts the texts in an epoch: the lines in data.train, without held-out texts.
 
-    Returns None for packed texts, and for files that are missing, large, or in a format without one text per line.
+    Returns None for texts that are packed or mixed, and for files that are missing, large, or without a text per line.
     """
     data = config.data
-    if data.pack:
+    if data.pack or data.weights or data.sample_by != "line":
         return None
     total = 0
     try:
@@ -145,8 +146,8 @@ def count_sequences(config: Config) -> int | None:
                 if not by_line or file.stat().st_size > COUNTED_BYTES:
                     return None
                 with file.open("rb") as lines:
-                    total += sum(1 for line in lines if line.strip())
+                    total += sum(1 for line in lines if line.strip()) - (file.suffix.lower() in (".csv", ".tsv"))
     except (OSError, UserError):
         return None
-    held_out = round(total * data.eval_fraction) if data.eval is None else 0
-    return min(total - held_out, data.limit or total) or None
+    total = min(total, data.limit or total)  # first the limit, then the share, as `data.sources` has it
+    return total - math.ceil(total * data.eval_fraction) or None

@@ -19,6 +19,7 @@ from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.tools.plan.machine import Machine
 from cqwen_dist.tools.plan.make import Plan, largest, plan
 from cqwen_dist.tools.plan.memory import GIB
+from cqwen_dist.tools.plan.search import with_keys
 
 GPUS, NODE = (1, 8, 64), 8
 SHORTEST = 1024  # tokens, also of the texts for which the largest base is looked for
@@ -93,18 +94,12 @@ def _layouts(config: Config, gpus: int, length: int) -> Iterator[Config]:
     for sequence, group, offload in product(
         powers if length > SHORTEST else (1,), {1, min(gpus, NODE)}, ("none", "optimizer", "activations")
     ):
-        parallel = {"zero_stage": 1 if gpus == 1 else 3, "vocab_group_size": group, "offload": offload}
+        parallel = {"zero_stage": 1 if gpus == 1 else 3, "vocab_group_size": group, "sequence_group_size": sequence}
         model = {"gradient_checkpointing": True, "attention": "mask" if sequence == 1 else "varlen"}
-        train = {"global_batch_size": max(1, gpus // sequence), "micro_batch_size": 1}
-        yield config.model_copy(
-            update={
-                "parallel": config.parallel.model_copy(update={**parallel, "sequence_group_size": sequence}),
-                "model": config.model.model_copy(update={**model, "compile_layers": False}),
-                "train": config.train.model_copy(update=train),
-                "data": config.data.model_copy(update={"sequence_length": length, "pack": False}),
-                "stages": [stage.model_copy(update=own) for stage in config.stages],
-            }
-        )
+        sections: dict[str, dict[str, Any]] = {"parallel": {**parallel, "offload": offload}}
+        sections["model"] = {**model, "compile_layers": False}
+        sections["train"] = {"global_batch_size": max(1, gpus // sequence), "micro_batch_size": 1}
+        yield with_keys(config, own, **sections, data={"sequence_length": length, "pack": False})
 
 
 def render_limits(rows: list[Limit], name: str, gib: float) -> Table:

@@ -7,7 +7,7 @@ config's value and every divisor of the ranks per node), gradient checkpointing 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import product
 from math import gcd
@@ -161,9 +161,14 @@ def layouts(config: Config, world: int, ranks_per_node: int) -> Iterator[Layout]
 def with_layout(config: Config, layout: Layout) -> Config:
     """The config with the five layout keys replaced. No validation is needed, as the values are allowed ones."""
     for key, value in asdict(layout).items():
-        section = getattr(config, SECTION[key]).model_copy(update={key: value})
-        config = config.model_copy(update={SECTION[key]: section})
+        config = with_keys(config, {}, **{SECTION[key]: {key: value}})
     return config
+
+
+def with_keys(config: Config, of_stages: Mapping[str, Any], **sections: Mapping[str, Any]) -> Config:
+    """The config with keys of sections, and of every stage, replaced; not validated."""
+    changed = {name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
+    return config.model_copy(update={**changed, "stages": [s.model_copy(update=of_stages) for s in config.stages]})
 
 
 # -------------------------------------------------------------------------------------------- weak scaling
@@ -205,13 +210,6 @@ def _planned(config: Config, ranks: int, zero: int, group: int, options: dict[st
     sequence = gcd(ranks, config.parallel.sequence_group_size)
     batch = config.train.micro_batch_size * ranks // sequence
     own = {"global_batch_size": None, "micro_batch_size": None}
-    grown = config.model_copy(
-        update={
-            "train": config.train.model_copy(update={"global_batch_size": batch}),
-            "parallel": config.parallel.model_copy(
-                update={"zero_stage": zero, "vocab_group_size": group, "sequence_group_size": sequence}
-            ),
-            "stages": [stage.model_copy(update=own) for stage in config.stages],
-        }
-    )
+    parallel = {"zero_stage": zero, "vocab_group_size": group, "sequence_group_size": sequence}
+    grown = with_keys(config, own, train={"global_batch_size": batch}, parallel=parallel)
     return plan(grown, nodes=max(1, ranks // NODE), gpus_per_node=min(ranks, NODE), **options)

@@ -102,9 +102,9 @@ class Sizes:
             return False
         if mode == "require":
             return True
-        if self.stage.epochs is not None:
-            return self.stage.epochs > 1
-        return self.sequences_in_data is not None and (self.steps or 0) * self.global_batch > self.sequences_in_data
+        if self.sequences_in_data is None:
+            return self.stage.epochs is not None and self.stage.epochs > 1
+        return (self.steps or 0) > ceil_div(self.sequences_in_data, self.global_batch)
 
     def row_columns(self, groups: frozenset[str]) -> list[int]:
         """Columns of each trained tensor with one row per word."""

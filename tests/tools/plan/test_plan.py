@@ -387,6 +387,34 @@ def test_texts_of_an_epoch_are_counted_only_in_line_files(tmp_path: Path) -> Non
     assert {name: count_sequences(config(data={"train": str(tmp_path / name)})) for name in counts} == counts
 
 
+def test_an_epoch_has_as_many_texts_as_the_run_reads(tmp_path: Path) -> None:
+    """The limit comes before the share for evaluation, which is rounded up; a header is no text."""
+    from cqwen_dist.data.records import ReadReport
+    from cqwen_dist.data.sources import read_split
+
+    names = ("a.jsonl", "b.csv", "c.txt")
+    for name, line in zip(names, ('{"text": "tea %d"}', "tea %d", "tea %d\n"), strict=True):
+        head = "text\n" if name == "b.csv" else ""
+        (tmp_path / name).write_text(head + "".join(f"{line % i}\n" for i in range(101)))
+    for name in names:
+        for more in ({}, {"limit": 20, "eval_fraction": 0.12}, {"eval_fraction": 0.1}):
+            data = config(data={"train": str(tmp_path / name), **more})
+            assert count_sequences(data) == len(read_split(data.data, ReadReport())[0]), (name, more)
+    mixed = {"train": [str(tmp_path / name) for name in names], "weights": [1, 1, 1]}
+    for unknown in (mixed, {"train": str(tmp_path / "c.txt"), "sample_by": "document"}):
+        assert count_sequences(config(data=unknown)) is None
+
+
+def test_the_plan_expects_a_cache_where_the_run_makes_one() -> None:
+    """10 texts by 4 are 3 steps an epoch: a stage of 3 reads no text twice (`FeatureCache`)."""
+    found = []
+    for length in ({"steps": 3}, {"steps": 4}, {"epochs": 1.1}, {"epochs": 1.4}):
+        stages = [{"name": "heads", "train": ["abduction"], **length}]
+        each = config(train={"global_batch_size": 4, "micro_batch_size": 4}, stages=stages)
+        found += [s.cached for s in stage_sizes(each, Architecture.of(SMALL), world=1, kind="cpu", sequences=10)]
+    assert found == [False, True, False, True]
+
+
 @pytest.mark.parametrize(("gpu", "gib"), [("l40s", 44.0), ("h200", 139.0), ("", 80.0)])
 def test_the_memory_is_that_of_the_named_gpu(gpu: str, gib: float) -> None:
     document, _ = command.run(config(), nodes=1, gpus_per_node=8, gpu_memory_gib=None, gpu=gpu)
