@@ -24,9 +24,11 @@ from cqwen_dist.run.files import (
     CHANGES,
     CHECKPOINTS,
     CONFIG,
+    EVALUATIONS,
     LATEST,
     MANIFEST,
     METRICS,
+    PROBE,
     START,
     START_TENSORS,
     WANDB_ID,
@@ -35,7 +37,8 @@ from cqwen_dist.run.files import (
 )
 
 KEY = "run.mirror"
-BESIDE = (CONFIG, START, START_TENSORS, CHANGES, METRICS, ALARMS, WANDB_ID)  # files that a resume reads or continues
+# Files that a resume reads or continues
+BESIDE = (CONFIG, START, START_TENSORS, CHANGES, METRICS, ALARMS, WANDB_ID, f"{EVALUATIONS}/{PROBE}")
 FOLDERS = ("base", "data")  # built or written once, before the first step
 
 

@@ -51,6 +51,16 @@ def test_a_checkpoint_comes_back_equal_to_the_bit(one_rank: Path, tmp_path: Path
     assert Mirror(url, empty).fetch() is None, "a folder with a checkpoint keeps it"
 
 
+def test_later_evaluations_still_compare_with_the_start(one_rank: Path, tmp_path: Path) -> None:
+    """A resumed run takes the first U that it finds as the start's."""
+    url, run = f"file://{tmp_path}/store", _run_with(one_rank, tmp_path / "run", (4,))
+    shutil.copytree(one_rank / "evaluations", run / "evaluations")
+    _upload(url, run, 4)
+    Mirror(url, tmp_path / "empty").fetch()
+    probe = "evaluations/probe_start.safetensors"
+    assert (tmp_path / "empty" / probe).read_bytes() == (one_rank / probe).read_bytes()
+
+
 def test_checkpoints_that_the_run_no_longer_keeps_leave_the_store(one_rank: Path, tmp_path: Path) -> None:
     url, run = f"file://{tmp_path}/store", _run_with(one_rank, tmp_path / "run", (2, 3, 4))
     for step in (2, 3):
