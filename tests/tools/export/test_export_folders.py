@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cqwen_dist.auto  # noqa: F401  registers
+from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.checkpoint.trained import load_exported, load_trained, run_of
 from cqwen_dist.config import UserError
 from cqwen_dist.config.architectures import ARCHITECTURES
@@ -352,6 +353,8 @@ def test_the_model_card_has_the_runs_figures(one_rank: Path, tmp_path: Path) -> 
         assert (folder / "adapter" / "adapter_config.json").is_file()
         assert "| adapters | in place, and separately in PEFT's format |" in card
     same(load_trained(one_rank)[0], load_trained(again)[0])
+    between = export(checkpoint_folder(one_rank, 4), tmp_path / "between")  # evaluated at step 3, before a step
+    assert "has measured nothing" in (between / "README.md").read_text()
 
 
 def test_the_model_card_names_no_adapters_without_a_lora_stage(tmp_path: Path) -> None:
