@@ -23,6 +23,7 @@ from cqwen_dist.data.collate import collate
 from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.tokenizer import POLICY_FILE, NumericalAwareTokenizer, train_tokenizer
+from cqwen_dist.generate.continuation import padded
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.parallel.vocab_parallel import vocab_range
@@ -428,3 +429,30 @@ def test_evaluation_rows_are_read_by_the_fold_that_left_them_out(tmp_path: Path)
         assert found[name] == pytest.approx(last[name], rel=1e-5)
     seen = [sample["written"][-1]["step"] for sample in sample_texts(run, load_config(config), 2)]
     assert seen == [last["step"]] * 2
+
+
+def test_samples_of_a_chat_begin_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the template writes it, also where the tokenizer puts a token before other texts."""
+    turns = [{"role": "user", "content": "what costs 5?"}, {"role": "assistant", "content": "tea costs 5"}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 4)
+    chats = str(tmp_path / "chats.jsonl")
+    data = {"train": chats, "eval": chats, "messages_field": "messages", "sequence_length": 48}
+    config = write_config(tmp_path, data=data, stages=[{"name": "heads", "train": ["regression"], "steps": 1}])
+    train_run(config)
+    read: list[list[int]] = []
+
+    def with_begin(*given: Any) -> Any:
+        model, tokenizer = load_trained(*given)
+        tokenizer.begin = (7,)
+        return model, tokenizer
+
+    def noted(model: Any, tokenizer: Any, rows: Any) -> Any:
+        read.extend(ids for ids, _ in rows)
+        return padded(model, tokenizer, rows)
+
+    monkeypatch.setattr("cqwen_dist.checkpoint.trained.load_trained", with_begin)
+    for user in ("generate.continuation", "tools.report.why"):
+        monkeypatch.setattr(f"cqwen_dist.{user}.padded", noted)
+    sample_texts(tmp_path / "run", load_config(config), 1)
+    assert len(read) >= 2
+    assert 7 not in [ids[0] for ids in read]

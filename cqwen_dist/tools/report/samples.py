@@ -32,7 +32,7 @@ def sample_texts(folder: Path, config: Config, count: int) -> list[dict[str, Any
     kept = list_checkpoints(folder)
     if not kept:
         raise UserError("--samples", count, "a run that has a checkpoint")
-    samples: list[dict[str, Any]] = []
+    samples, begin = list[dict[str, Any]](), config.data.messages_field is None  # a chat begins as its template says
     for checkpoint in dict.fromkeys((kept[0], kept[-1])):
         model, tokenizer = load_trained(checkpoint, "auto")
         if config.model.wide_from_eval:
@@ -49,11 +49,11 @@ def sample_texts(folder: Path, config: Config, count: int) -> list[dict[str, Any
                 samples.append({"prompt": texts[0], "truth": texts[1], "length": len(ids) - at, "written": []})
         for sample in samples:  # one by one: in a batch, the longest text would determine the memory
             new = min(sample["length"], LONGEST)
-            (found,) = continue_text(model, tokenizer, [sample["prompt"]], max_new_tokens=new)
+            (found,) = continue_text(model, tokenizer, [sample["prompt"]], max_new_tokens=new, begin=begin)
             numbers = [(number.value, *number.intervals["0.9"]) for number in found.numbers]
             step = int(checkpoint.name.rpartition("-")[2])
             sample["written"].append({"step": step, "text": found.text, "numbers": numbers})
-            sample["why"] = why(model, tokenizer, sample["prompt"], individuals=INDIVIDUALS)
+            sample["why"] = why(model, tokenizer, sample["prompt"], individuals=INDIVIDUALS, begin=begin)
             sample["map"] = picture(sample["why"])
     return samples
 
