@@ -51,11 +51,7 @@ def load_trained(
         place = _place(device)
         device_map = None if place == "cpu" else "auto" if device == "auto" else place
         model = load_exported(path, device_map=device_map)
-        model.config.calibration = intervals_of(path) or model.config.calibration
-        tokenizer = NumericalAwareTokenizer.from_pretrained(path, vocab_size=model.config.vocab_size)
-        if tokenizer.num_token_id != (row := model.config.num_token_id):
-            raise UserError(f"{POLICY_FILE}: num_token_id", tokenizer.num_token_id, f"{row}, as in config.json")
-        return model.eval(), tokenizer
+        return model.eval(), exported_tokenizer(path, model.config)
     config, folder = run_of(path)
     state = load_checkpoint(folder, (0, 2**62), [])
     saved = state.state["model"]
@@ -104,6 +100,15 @@ def load_exported(folder: Path, **options: Any) -> CausalQwenForCausalLM:
         if odd := sorted(map(str, loaded[1][kind])):
             raise UserError("CHECKPOINT", Said(fault.format(odd[0])), whole, str(folder))
     return model
+
+
+def exported_tokenizer(folder: Path, config: Any) -> NumericalAwareTokenizer:
+    """The tokenizer of an exported folder; its model's config gets the intervals' factors. Raises `UserError`."""
+    config.calibration = intervals_of(folder) or config.calibration
+    tokenizer = NumericalAwareTokenizer.from_pretrained(folder, vocab_size=config.vocab_size)
+    if tokenizer.num_token_id != (row := config.num_token_id):
+        raise UserError(f"{POLICY_FILE}: num_token_id", tokenizer.num_token_id, f"{row}, as in config.json")
+    return tokenizer
 
 
 def _place(device: str) -> str:

@@ -147,7 +147,7 @@ def config_validate(config: ConfigFile, overrides: Overrides = None) -> None:
 
 def _check_inputs(config: Any) -> list[str]:
     """What could not be checked, and stages that do not reach their rate. Raises `UserError`."""
-    from cqwen_dist.config.data import source_files
+    from cqwen_dist.config.data import as_list, source_files
     from cqwen_dist.sizes.architecture import read_architecture
 
     name, notes = config.model.name_or_path, []
@@ -157,11 +157,7 @@ def _check_inputs(config: Any) -> list[str]:
         notes.append(f"model.name_or_path: {name} is no folder here, so the base is not checked")
     train = config.data.train
     try:
-        files = [
-            file
-            for source in ([train] if isinstance(train, str) else train)
-            for file in source_files(source, "data.train")
-        ]
+        files = [file for source in as_list(train) for file in source_files(source, "data.train")]
     except UserError as error:
         return [*notes, f"{error.key}: {error.found} here, so the data is not checked"]
     if any(file.startswith("hf:") for file in files):

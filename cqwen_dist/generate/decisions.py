@@ -146,11 +146,8 @@ def score(model: Any, tokenizer: Tokenizer, prompt: Prompt, continuations: Seque
     # The density in the raw unit: that in the target's unit times the transform's derivative.
     raw = batch.values[targets].to(y.loc.device)
     nll = y.to(torch.float64).nll(target.forward(raw).double()) - target.log_derivative(raw)
-    parts = (
-        found.label_log_p,
-        found.label_loc - found.log_norm,
-        -nll * (labels.to(nll.device) == model.config.num_token_id),
-    )
+    density = -nll * (labels.to(nll.device) == model.config.num_token_id)
+    parts = found.label_log_p, found.label_loc - found.log_norm, density
     owner = targets.nonzero()[:, 0].cpu()
     sums = [torch.zeros(len(rows), dtype=torch.float64).index_add_(0, owner, part.double().cpu()) for part in parts]
     return [Score(text, lengths[i], *(float(total[i]) for total in sums)) for i, text in enumerate(continuations)]

@@ -120,10 +120,6 @@ class Run(Training):
         report = self.texts.report
         share = max(tokens / report.tokens, numbers / max(self.statistics.count, 1))
         samples = min(max(1, round(share * report.sequences)), report.sequences)
-        return Loader(
-            self.texts,
-            global_batch_size=samples,
-            micro_batch_size=self.config.train.micro_batch_size,
-            seed=self.config.train.seed,
-            **self.groups.reading,
-        )
+        train = self.config.train
+        sizes = {"global_batch_size": samples, "micro_batch_size": train.micro_batch_size, "seed": train.seed}
+        return Loader(self.texts, **sizes, **self.groups.reading)

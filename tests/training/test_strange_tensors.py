@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from cqwen_dist.config import UserError
 from cqwen_dist.config.training import ConstraintConfig
 from cqwen_dist.model.base_loading import load_base
 from cqwen_dist.run.files import file_record
+from cqwen_dist.tools.vllm.vllm_writer import VllmWriter
 from cqwen_dist.training.constraint import Constraint
 from cqwen_dist.training.state import load_start, save_start
 
@@ -183,17 +185,18 @@ def test_an_exported_config_with_an_impossible_value_is_one_line(tmp_path: Path,
         load_trained(folder)
 
 
-def test_a_tokenizer_with_another_num_row_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("load", [load_trained, VllmWriter])
+def test_a_tokenizer_with_another_num_row_is_refused(tmp_path: Path, load: Callable[[Path], Any]) -> None:
     """The model would read every number as a word that it has never seen."""
     folder = write_folder(tmp_path, *tiny_pair())
     policy = json.loads((folder / "number_policy.json").read_text())
     policy["num_token_id"] += 1
     (folder / "number_policy.json").write_text(json.dumps(policy))
     with pytest.raises(UserError, match=r"num_token_id: found \d+, allowed: \d+, as in config.json"):
-        load_trained(folder)
+        load(folder)
     (folder / "number_policy.json").write_text('{"num_token_id": 1e999, "policy": {}}')
     with pytest.raises(UserError, match=r"number_policy\.json: found"):
-        load_trained(folder)
+        load(folder)
 
 
 @pytest.mark.parametrize("damage", ["cut", "list", "number", "words"])

@@ -118,11 +118,8 @@ class ChatCompletion(Asked):
         return [Chat(plain).prompt(turns, "messages")]
 
     def options(self, most_tokens: int) -> dict[str, Any]:
-        asked = (
-            self
-            if self.max_completion_tokens is None
-            else self.model_copy(update={"max_tokens": self.max_completion_tokens})
-        )
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        asked = self.model_copy(update={"max_tokens": most})
         return {**Asked.options(asked, most_tokens), "begin": False}
 
 

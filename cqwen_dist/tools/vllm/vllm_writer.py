@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from cqwen_dist.checkpoint.adapter import CONFIG as ADAPTER_CONFIG
-from cqwen_dist.checkpoint.trained import intervals_of, is_exported
+from cqwen_dist.checkpoint.trained import exported_tokenizer, is_exported
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.continuation import Written, end_ids, written_of
@@ -43,6 +43,8 @@ class VllmWriter:
         `AsyncEngineArgs`. Raises `UserError` for a folder that is no exported model."""
         if not is_exported(folder):
             raise UserError("CHECKPOINT", str(folder), "a folder of `cqwen export --merge`: vLLM loads no run")
+        self.config = CausalQwenConfig.from_pretrained(folder)
+        self.tokenizer = exported_tokenizer(folder, self.config)
         if find_spec("vllm") is None:
             raise UserError("--engine", Said("vllm, which is not installed"), "pip install 'cqwen-dist[vllm]'")
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the second model runner has other logits processors
@@ -51,9 +53,6 @@ class VllmWriter:
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self.config = CausalQwenConfig.from_pretrained(folder)
-        self.config.calibration = intervals_of(folder) or self.config.calibration
-        self.tokenizer = NumericalAwareTokenizer.from_pretrained(folder, vocab_size=self.config.vocab_size)
         self.generation_config = _generation_config(folder)
         self.params = SamplingParams
         self.adapters = {
