@@ -69,8 +69,8 @@ def _of_zones(was: Mapping[str, Any], zones: list[str]) -> Iterator[str]:
 
 def _outside(was: Mapping[str, Any], numbers: list[float]) -> Iterator[str]:
     if outside := [number for number in numbers if "low" in was and beyond(number, was["low"], was["high"])]:
-        said = f"{len(outside):,} of {len(numbers):,} numbers are outside of {was['low']:g} to {was['high']:g}"
-        yield f"{said}, all that was learnt from: {min(outside):g} to {max(outside):g}"
+        said = f"{len(outside):,} of {len(numbers):,} numbers are outside of {was['low']:.15g} to {was['high']:.15g}"
+        yield f"{said}, all that was learnt from: {min(outside):.15g} to {max(outside):.15g}"
 
 
 def beyond(number: float | None, low: float, high: float) -> float:

@@ -351,6 +351,8 @@ TRAINED = [
     for i in range(1, 10)
 ]
 
+ALL = "all that was learnt from"
+
 
 @pytest.mark.parametrize(
     ("change", "said"),
@@ -359,7 +361,8 @@ TRAINED = [
         ({"n": "5.0"}, None),
         ({"day": datetime(2024, 5, 1)}, None),
         ({"flag": False}, None),
-        ({"n": 500}, "column n: 8 of 8 numbers are outside of 1 to 9, all that was learnt from: 500 to 500"),
+        ({"n": 500}, f"column n: 8 of 8 numbers are outside of 1 to 9, {ALL}: 500 to 500"),
+        ({"n": 13812345678}, f"column n: 8 of 8 numbers are outside of 1 to 9, {ALL}: 13812345678 to 13812345678"),
         ({"at": "2024-01-07T08:20:00Z"}, "column at: times of the zone +00:00, in training +01:00, +02:00"),
         ({"at": "2024-01-07 10:20"}, "column at: times of the zone none, in training +01:00, +02:00"),
         ({"day": "2024-01-07 10:20"}, "column day: times of the zone none, in training no times"),
