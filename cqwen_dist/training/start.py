@@ -30,6 +30,7 @@ from cqwen_dist.data.columns import columns_for
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.calibration import LEVEL_TOKENS, Calibration, calibrate
 from cqwen_dist.model.initialise import override_start, start_at_data
+from cqwen_dist.ops.products import gemm_dtype
 from cqwen_dist.parallel.collectives import main_rank_first
 from cqwen_dist.run.environment import write_environment
 from cqwen_dist.run.files import LATEST, START, START_TENSORS, write_atomically
@@ -56,7 +57,7 @@ def begin(run: Run) -> Place:
 
     # A new run: its data, for people
     config, say = run.config, run.progress.say
-    for line in (*run.reports, *_notes(config, run.model.config.vocab_size)):
+    for line in (*run.reports, *_notes(run)):
         say(line)
     columns = columns_for(config.data, with_eval=True) if run.columns and config.model.wide_from_eval else run.columns
     start: dict[str, Any] = {"start": config.start, "statistics": asdict(run.statistics), "columns": columns}
@@ -178,8 +179,7 @@ def _described(found: Calibration) -> list[str]:
         f"{found.prob_sum_median:.2f}; levelled by {found.levelled:.0%}"
     ]
     if found.num_f1 is not None:
-        mean = f"mean P where a number follows {found.num_p_mean:.2f}"
-        lines.append(f"<NUM> at the start: F1 {found.num_f1:.3f}, {mean}")
+        lines.append(f"<NUM> at the start: F1 {found.num_f1:.3f}, mean P where a number follows {found.num_p_mean:.2f}")
     if found.reg_mdae is not None:
         lines.append(
             f"numbers at the start: median error {found.reg_mdae:.4g}, always predicting the median "
@@ -188,15 +188,18 @@ def _described(found: Calibration) -> list[str]:
     return lines
 
 
-def _notes(config: Config, vocab_size: int) -> list[str]:
+def _notes(run: Run) -> list[str]:
     """Warnings about settings that are valid but known to work badly."""
+    config, rows, asked = run.config, run.model.config.vocab_size, run.stepper.options.gemm_dtype
     notes = []
     if config.start == "seed-100":
         notes.append("C = 100 begins and often ends at the uniform solution: a low loss, and no word learnt")
     if config.model.b_noise_init == 0:
         notes.append("b_noise = 0 has no gradient: it stays 0, and causal sampling has no noise to keep as a law")
     if config.loss.vocab_reduction == "mean":
-        notes.append(f"vocab_reduction: mean makes reg_weight weigh {vocab_size:,} times as much against the words")
+        notes.append(f"vocab_reduction: mean makes reg_weight weigh {rows:,} times as much against the words")
+    if gemm_dtype(asked, run.runtime.device) != asked:
+        notes.append("this CPU has no bf16 instructions: train.precision=fp32 is several times as fast")
     return [f"note: {note}" for note in notes]
 
 
