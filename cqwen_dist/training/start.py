@@ -124,9 +124,7 @@ def open_log(run: Run, place: Place, on_record: Callable[[Mapping[str, Any]], No
         log.start(run.schedule.at(0).stage.name, place.figures)
     if place.exchanged:
         names = ", ".join(KEYS[name] for name in place.exchanged)
-        log.alarm(
-            Alarm(place.step, "exchanged-inputs", f"the run continues with another {names}, as run.accept allows")
-        )
+        log.alarm(Alarm(place.step, "exchanged-inputs", f"the run goes on with another {names}, as run.accept allows"))
     return log
 
 
