@@ -194,4 +194,5 @@ def _local_folder(name_or_path: str) -> Path | None:
 
 def base_refusal(name_or_path: str, error: Exception) -> UserError:
     """A one-line error for a base model that does not load."""
-    return UserError("model.name_or_path", name_or_path, f"a model that loads ({reason_of(error)})")
+    allowed = f"a folder, as seen from the current one, or a hub name, that loads ({reason_of(error)})"
+    return UserError("model.name_or_path", name_or_path, allowed)

@@ -99,6 +99,10 @@ def test_loading_errors_name_the_cause(tmp_path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(UserError, match=r"model_type.*qwen2, qwen3, .*llama, mistral"):
         load_base(str(tmp_path), torch.float32)
+    with pytest.raises(
+        UserError, match=r"found 'bases/of_a_run', .*folder, as seen from the current one, or a hub name"
+    ):
+        load_base("bases/of_a_run", torch.float32)
     with pytest.raises(UserError, match=r"model\.architecture\.hidden_sise"):
         build_base({"model_type": "qwen2", "hidden_sise": 8}, 0)
     with pytest.raises(UserError, match=r"model\.architecture\.model_type"):
