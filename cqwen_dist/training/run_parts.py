@@ -120,6 +120,10 @@ class Run(Training):
         report = self.texts.report
         share = max(tokens / report.tokens, numbers / max(self.statistics.count, 1))
         samples = min(max(1, round(share * report.sequences)), report.sequences)
-        train = self.config.train
-        sizes = {"global_batch_size": samples, "micro_batch_size": train.micro_batch_size, "seed": train.seed}
-        return Loader(self.texts, **sizes, **self.groups.reading)
+        return Loader(
+            self.texts,
+            global_batch_size=samples,
+            micro_batch_size=self.config.train.micro_batch_size,
+            seed=self.config.train.seed,
+            **self.groups.reading,
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -73,11 +72,14 @@ class Stepper:
         counts = self._exchange(micro_batches, keeps)
 
         # Gradients, accumulated over micro-batches
-        sums, kl_sums, right = map(partial(torch.zeros, device=self.device), (5, 4, 2))
+        sums = torch.zeros(5, device=self.device)
+        kl_sums = torch.zeros(4, device=self.device)
+        right = torch.zeros(2, device=self.device)
         for i, (batch, keep) in enumerate(zip(micro_batches, keeps, strict=True)):
             last = i == len(micro_batches) - 1
             batch_on_device, keep = batch.to(self.device), keep.to(self.device, non_blocking=True)
-            labels, self.experts.real = batch_on_device.labels.flatten()[keep], batch_on_device.attention_mask.flatten()
+            labels = batch_on_device.labels.flatten()[keep]
+            self.experts.real = batch_on_device.attention_mask.flatten()
             second = measures_kl and self.constraint.second_pass
             # The CPU batch knows its texts; asking the device would synchronise
             with documents_of(batch.texts, len(batch.input_ids)):

@@ -32,7 +32,8 @@ def sample_texts(folder: Path, config: Config, count: int) -> list[dict[str, Any
     kept = list_checkpoints(folder)
     if not kept:
         raise UserError("--samples", count, "a run that has a checkpoint")
-    samples, begin = list[dict[str, Any]](), config.data.messages_field is None  # a chat begins as its template says
+    samples: list[dict[str, Any]] = []
+    begin = config.data.messages_field is None  # a chat begins as its template says
     for checkpoint in dict.fromkeys((kept[0], kept[-1])):
         model, tokenizer = load_trained(checkpoint, "auto")
         if config.model.wide_from_eval:

@@ -81,10 +81,18 @@ def _measured_base(run: Config, base: str | None, words: NumericalAwareTokenizer
     name, rounded, spells = run.base_folder, run.model.quantize, run.spells_numbers
     if base is not None:
         name, rounded, spells = base, "none", not (Path(base).expanduser() / POLICY_FILE).is_file()
-    rows, own = of.model.config.vocab_size, of.model.config.vocab_size - of.model.config.added_rows
-    where = rounded, of.device, lambda found: rows if found == own else found
-    found: Any = load_base(name, of.gemm_dtype, run.model.trust_remote_code, *where)
-    found = found.to(of.device) if rounded == "none" else found  # which is there
+    rows = of.model.config.vocab_size
+    own = rows - of.model.config.added_rows
+    found: Any = load_base(
+        name,
+        of.gemm_dtype,
+        run.model.trust_remote_code,
+        rounded,
+        of.device,
+        lambda count: rows if count == own else count,
+    )
+    if rounded == "none":  # a rounded base is loaded onto the device, and cannot be moved
+        found = found.to(of.device)
     return measure_base(found, of.batches, name, words.num_token_id, words.numeral_ids if spells else [])
 
 
