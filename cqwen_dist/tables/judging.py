@@ -37,10 +37,10 @@ def intervals(ends: np.ndarray, truth: np.ndarray) -> dict[str, float]:
 
 
 def verdict(predictions: Mapping[str, np.ndarray], truth: np.ndarray) -> dict[str, Any]:
-    """The model with the lowest mean error, those that are equal to it within noise, and a sentence on which to use.
+    """The model with the lowest mean error, those that are not surely worse, and a sentence on which to use.
 
-    Two models are equal within noise if a paired bootstrap over the rows covers a difference of 0, at 95 % for all
-    pairs together: the best model is often the luckiest.
+    A model is not surely worse if a paired bootstrap over the rows covers a difference of 0, at 95 % for all pairs
+    together: the best model is often the luckiest. One row with a huge error also makes a model's mean unsure.
     """
     lost = {name: np.abs(found - truth) for name, found in predictions.items()}
     mean = {name: float(of.mean()) for name, of in lost.items()}
@@ -67,7 +67,7 @@ def _compared(larger: Mapping[str, float], far: Mapping[str, float], rows: int) 
         named = sorted(equal, key=lambda name: name != OURS)[:NAMED]  # ours first
         peers = [f'"{name}" ({larger[name]:+.1f} %)' for name in named]
         peers += [f"and {len(equal) - NAMED} more"] if len(equal) > NAMED else []
-        yield f"Equal to it within noise on {rows:,} rows: {', '.join(peers)}."
+        yield f"Not surely worse on {rows:,} rows: {', '.join(peers)}."
     for name in [OURS] if OURS in apart else apart[:1]:
         low, high = larger[name] - far[name], larger[name] + far[name]
         yield f'The mean error of "{name}" is {larger[name]:.1f} % larger ({low:.1f} to {high:.1f} %).'
