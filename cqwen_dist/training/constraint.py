@@ -46,10 +46,15 @@ class Constraint:
     """The U of the start, and the distance of the current U from it. Equal on all ranks."""
 
     def __init__(
-        self, model: CausalModules, config: ConstraintConfig, features: Callable[[Batch, Tensor], Tensor]
+        self,
+        model: CausalModules,
+        config: ConstraintConfig,
+        features: Callable[[Batch, Tensor], Tensor],
+        bounded: bool = True,
     ) -> None:
-        """features: forward pass of the engine, (batch on the device, keep [N]) -> z [N,H]."""
-        self.model, self.config, self._features = model, config, features
+        """features: forward pass of the engine, (batch on the device, keep [N]) -> z [N,H]. bounded: whether alarms and
+        pages compare KL with eps."""
+        self.model, self.config, self._features, self._bounded = model, config, features, bounded
         self.mode = config.mode or "monitor"
         self.device = model.action.cls_weight.device
         self.features_moved = False  # whether embedding or lora has ever trained
@@ -157,7 +162,8 @@ class Constraint:
         """Metrics of the step from sums [4] over all ranks. `dual` updates the multiplier. No host synchronisation."""
         kl, drift, over, loss = sums / max(tokens, 1)
         metrics: dict[str, Any] = {"train/kl": kl, "train/kl_drift": drift, "train/kl_over_eps": over}
-        metrics["train/kl_eps"] = self.config.eps
+        if self._bounded:
+            metrics["train/kl_eps"] = self.config.eps
         if self.mode in ("hinge", "dual"):
             metrics["train/constraint_loss"] = loss
         if self.mode == "dual":

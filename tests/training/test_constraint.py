@@ -137,19 +137,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         data__eval_fraction=0.0,
         model__lora={"r": 4, "alpha": 16},
     )
-    run_ranks(_three, 1, str(config))
+    run_ranks(_train_each, 1, str(config))
     return folder
 
 
 MODES = {
     "watched": [],
+    "bounded": ["loss.constraint.mode=monitor"],
     "dual": ["loss.constraint.mode=dual", "loss.constraint.eps=0.05"],
     "hinge": ["loss.constraint.mode=hinge", "loss.constraint.eps=0.02"],
     "off": ["loss.constraint.mode=off"],
 }
 
 
-def _three(config: str) -> None:
+def _train_each(config: str) -> None:
     from cqwen_dist.training.train import train_on
 
     constraint.EVERY = 1
@@ -165,6 +166,14 @@ def test_monitor_mode_changes_no_step_and_starts_at_zero(folder: Path) -> None:
     assert losses(folder / "watched") == losses(folder / "off")
     assert kl_of(folder / "watched")[0] == 0.0
     assert max(kl_of(folder / "watched")) > 0.15, "U hardly moves: nothing is tested"
+
+
+def test_a_default_that_only_measures_has_no_bound_and_no_alarm(folder: Path) -> None:
+    """A base of the run's own has nothing to forget (D31); who asks for `monitor` is told."""
+    for run, bounded in (("watched", False), ("bounded", True), ("dual", True)):
+        assert any("train/kl_eps" in record for record in metrics(folder / run)) == bounded
+    told = {run: (folder / run / "alarms.jsonl").read_text(encoding="utf-8") for run in ("watched", "bounded")}
+    assert ["kl-above-bound" in text for text in told.values()] == [False, True]
 
 
 @pytest.mark.parametrize("mode", ["dual", "hinge"])
