@@ -64,6 +64,11 @@ class Form(NamedTuple):
         space = "" if close else " "
         return f"{self.unit}{space}{number}" if self.before else f"{number}{space}{self.unit}"
 
+    @property
+    def scales(self) -> bool:
+        """Whether the unit changes the number's size, as % and k do and € does not."""
+        return SCALES.fullmatch(self.unit) is not None
+
     def read(self, cell: str, zeros: bool = False) -> str | None:
         """The plain numeral of a cell; None if it has another form. zeros: take 007 as 7, which else is a name."""
         found = _parsed(cell, self.decimal)
@@ -71,12 +76,14 @@ class Form(NamedTuple):
             return None
         numeral, unit, _ = found
         # A number without the unit counts as one with it, but 0.5 is not 0.5 %, and 950 not 950k.
-        return numeral if unit == self.unit or (not unit and not SCALES.fullmatch(self.unit)) else None
+        return numeral if unit == self.unit or (not unit and not self.scales) else None
 
     def other_reads(self, cell: str) -> bool:
         """Whether the cell is a number with the other decimal sign only, or lacks a unit that scales it."""
         own = _parsed(cell, self.decimal)
-        return not own[1] and self.read(cell, True) is None if own else _parsed(cell, _OTHER[self.decimal]) is not None
+        if own is None:
+            return _parsed(cell, _OTHER[self.decimal]) is not None
+        return self.scales and not own[1]
 
 
 class Unsettled(Exception):

@@ -311,6 +311,11 @@ class Config(Section):
         return given.model_copy(update={"mode": given.mode or ("dual" if held else "monitor")})
 
     @property
+    def kl_bounded(self) -> bool:
+        """Whether alarms and pages compare KL with its eps: not where, by default, it is only measured (D31)."""
+        return self.constraint.mode != "monitor" or self.loss.constraint.mode is not None
+
+    @property
     def target_transform(self) -> str:
         """The regression's unit, resolved."""
         return self._by_start(self.loss.target_transform, "standardise", "none")

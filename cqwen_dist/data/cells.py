@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from cqwen_dist.delimited import MISSING
-from cqwen_dist.number_forms import EMPTY_MARKS, SCALES, Form, numeral
+from cqwen_dist.number_forms import EMPTY_MARKS, Form, numeral
 
 _INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0")  # what pandas calls an index without a name
 _TIMESTAMP = re.compile(
@@ -179,7 +179,8 @@ class TableCells:
         if is_missing(value):
             return ""
         form = self.forms.get(column)
-        if form is None or (not SCALES.fullmatch(form.unit) if is_number(value) else not isinstance(value, str)):
+        # A number that is no text in its file has no unit, so it must not stand where the unit scales
+        if form is None or not (form.scales if is_number(value) else isinstance(value, str)):
             text = cell_text(value)
             if text is None:
                 raise BadLine("wrong type", value, f"text, a number, true or false, a date in the field {column!r}")

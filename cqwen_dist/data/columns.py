@@ -55,7 +55,8 @@ def forms_in(
     Raises: UserError for data.decimal_comma, if a column has two readings.
     """
     texts, typed, others = _cells_by_column(records, None if only is None else {*only})
-    # Numbers of a JSON or Parquet file have a decimal point; texts in the same column have to agree.
+    # Numbers of a JSON or Parquet file have a decimal point and no unit ("0" stands for them); texts in the same column
+    # have to agree.
     columns = {name: texts.get(name, []) for name in columns_of(records) if name in {*texts, *typed} - others}
     beside = {name: [*cells, "0"] for name, cells in columns.items() if name in typed and cells}
     rest = {name: cells for name, cells in columns.items() if name not in beside}

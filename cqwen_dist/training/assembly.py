@@ -99,9 +99,7 @@ def build_training(
         model.features.backbone.spread = over_sequence(groups.sequence)
     settings = engine_settings(config, groups.world_size, model.config.base["model_type"])
     engine = Engine(model, settings, runtime.device, groups, runtime.timeout_s)
-    # A default that only measures KL has no bound: D31
-    bounded = config.constraint.mode != "monitor" or config.loss.constraint.mode is not None
-    constraint = Constraint(model, config.constraint, engine.forward, bounded)
+    constraint = Constraint(model, config.constraint, engine.forward, config.kl_bounded)
     loss, action = config.loss, model.action
     weights = class_weights(loss, words.counts, action.vocab_start, action.rows, model.config.vocab_size)
     weights = None if weights is None else weights.to(action.cls_weight.device)

@@ -52,8 +52,8 @@ class Constraint:
         features: Callable[[Batch, Tensor], Tensor],
         bounded: bool = True,
     ) -> None:
-        """features: forward pass of the engine, (batch on the device, keep [N]) -> z [N,H]. bounded: whether alarms and
-        pages compare KL with eps."""
+        """features: forward pass of the engine, (batch on the device, keep [N]) -> z [N,H]. bounded: as
+        `Config.kl_bounded`."""
         self.model, self.config, self._features, self._bounded = model, config, features, bounded
         self.mode = config.mode or "monitor"
         self.device = model.action.cls_weight.device

@@ -3,27 +3,21 @@
 from pathlib import Path
 
 from support.ranks import run_ranks
-from support.runs import as_rank, write_config
+from support.runs import train_and_say, write_config
 
-from cqwen_dist.config import load_config
 from cqwen_dist.ops import products
-from cqwen_dist.training.telemetry.progress import Progress
-from cqwen_dist.training.train import train_on
 
 CASES = [("bf16", False), ("bf16", True), ("fp32", False)]  # precision, and whether the CPU has instructions for bf16
 
 
 def _notes(config: Path) -> list[list[str]]:
     """The notes of a run on this rank, for each of `CASES`."""
-    said: list[str] = []
-    Progress.say = lambda self, text: said.append(text)  # type: ignore[method-assign]
     found = []
     for number, (precision, has) in enumerate(CASES):
         products._bf16_cpu = lambda has=has: has  # type: ignore[assignment, misc]
         run = f"run.dir={config.parent / str(number)}"
-        train_on(load_config(config, [run, "start=seed-100", f"train.precision={precision}"]), as_rank())
+        said = train_and_say(str(config), [run, "start=seed-100", f"train.precision={precision}"])
         found.append([line for line in said if line.startswith("note: ")])
-        said.clear()
     return found
 
 

@@ -4,15 +4,13 @@ from pathlib import Path
 
 import pytest
 from support.ranks import run_ranks
-from support.runs import as_rank, losses, metrics, set_back, train_run, write_config
+from support.runs import losses, metrics, set_back, train_and_say, train_run, write_config
 
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.model import varlen
 from cqwen_dist.sizes.architecture import known_architecture
 from cqwen_dist.tools.export.export import export
-from cqwen_dist.training.telemetry.progress import Progress
-from cqwen_dist.training.train import train_on
 
 VARLEN = "model.attention=varlen"
 SPLIT = (VARLEN, "parallel.sequence_group_size=2")
@@ -40,18 +38,10 @@ def test_varlen_runs_have_the_masks_losses_and_evaluations(
         assert metrics(run)[-1][name] == pytest.approx(metrics(masked)[-1][name], rel=1e-5)
 
 
-def _train_and_say(config: str, overrides: list[str]) -> list[str]:
-    """As `train_run`, on this rank; the lines of its console."""
-    said: list[str] = []
-    Progress.say = lambda self, text: said.append(text)  # type: ignore[method-assign]
-    train_on(load_config(config, overrides), as_rank())
-    return said
-
-
 def test_a_varlen_run_resumes_to_the_bit_and_exports_a_standard_attention(masked: Path, tmp_path: Path) -> None:
     run, copy = tmp_path / "run", tmp_path / "copy"
     config, own = masked.parent / "config.yaml", "model.attention=varlen"
-    said = run_ranks(_train_and_say, 1, str(config), [own, f"run.dir={run}"])[0]
+    said = run_ranks(train_and_say, 1, str(config), [own, f"run.dir={run}"])[0]
     assert any(
         line.startswith("note: model.attention: varlen with qwen2 is experimental: slower than") for line in said
     )

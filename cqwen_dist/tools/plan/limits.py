@@ -94,12 +94,16 @@ def _layouts(config: Config, gpus: int, length: int) -> Iterator[Config]:
     for sequence, group, offload in product(
         powers if length > SHORTEST else (1,), {1, min(gpus, NODE)}, ("none", "optimizer", "activations")
     ):
-        parallel = {"zero_stage": 1 if gpus == 1 else 3, "vocab_group_size": group, "sequence_group_size": sequence}
-        model = {"gradient_checkpointing": True, "attention": "mask" if sequence == 1 else "varlen"}
-        sections: dict[str, dict[str, Any]] = {"parallel": {**parallel, "offload": offload}}
-        sections["model"] = {**model, "compile_layers": False}
-        sections["train"] = {"global_batch_size": max(1, gpus // sequence), "micro_batch_size": 1}
-        yield with_keys(config, own, **sections, data={"sequence_length": length, "pack": False})
+        sizes = {"vocab_group_size": group, "sequence_group_size": sequence}
+        attention = "mask" if sequence == 1 else "varlen"
+        yield with_keys(
+            config,
+            own,
+            parallel={"zero_stage": 1 if gpus == 1 else 3, "offload": offload, **sizes},
+            model={"gradient_checkpointing": True, "attention": attention, "compile_layers": False},
+            train={"global_batch_size": max(1, gpus // sequence), "micro_batch_size": 1},
+            data={"sequence_length": length, "pack": False},
+        )
 
 
 def render_limits(rows: list[Limit], name: str, gib: float) -> Table:

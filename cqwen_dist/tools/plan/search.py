@@ -160,9 +160,10 @@ def layouts(config: Config, world: int, ranks_per_node: int) -> Iterator[Layout]
 
 def with_layout(config: Config, layout: Layout) -> Config:
     """The config with the five layout keys replaced. No validation is needed, as the values are allowed ones."""
+    sections: dict[str, dict[str, Any]] = {}
     for key, value in asdict(layout).items():
-        config = with_keys(config, {}, **{SECTION[key]: {key: value}})
-    return config
+        sections.setdefault(SECTION[key], {})[key] = value
+    return with_keys(config, {}, **sections)
 
 
 def with_keys(config: Config, of_stages: Mapping[str, Any], **sections: Mapping[str, Any]) -> Config:

@@ -110,7 +110,7 @@ class Evaluator:
                 yield self._scores(u, labels, "loc"), labels, action.word_part(u).loc @ rows.T + bias
 
         self._exchange_row()
-        w_num = torch.zeros(embedding.w_num_shape, device=self.device)
+        w_num = torch.zeros(embedding.w_num_shape, device=self.device)  # the base reads no values
         try:
             with adapters_disabled(self.model.transformer), embedding.using(w_num, embedding.numeral_row.to(w_num)):
                 self.base = base_metrics(scored(), self.model.config.num_token_id, spelt)
