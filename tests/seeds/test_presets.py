@@ -48,6 +48,7 @@ SETTINGS = {
         "slope_limit": 0.0,  # D-slope
         "target_transform": "none",  # D35
         "constraint": "monitor",  # D31
+        "kl_bounded": False,
     },
     "calibrated": {
         "number_dims": 8,
@@ -57,6 +58,7 @@ SETTINGS = {
         "slope_limit": 1.0,
         "target_transform": "standardise",
         "constraint": "dual",
+        "kl_bounded": True,
     },
 }
 
