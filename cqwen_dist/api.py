@@ -141,11 +141,12 @@ def evaluate(
     if data is None or isinstance(data, (str, Path)):
         source = None if data is None else str(data)
         return evaluate_checkpoint(_folder(model), source, micro_batch_size, base=base, decisions=decisions)
-    from cqwen_dist.checkpoint.trained import is_exported, run_of
+    from cqwen_dist.checkpoint.learnt_table import learnt_table
     from cqwen_dist.data.from_memory import write_records
 
     folder = _folder(model)
-    field = "text" if is_exported(folder) else run_of(folder)[0].data.text_field
+    read = learnt_table(folder)
+    field = "text" if read is None else read.data.text_field
     with TemporaryDirectory() as folder_of_rows:
         path = Path(folder_of_rows) / "rows.jsonl"
         write_records(data, path, "data", field)
@@ -292,7 +293,7 @@ def _learnt_table(model: Any) -> LearntTable:
     from cqwen_dist.checkpoint.learnt_table import learnt_table
 
     found = None if isinstance(model, tuple) else learnt_table(_folder(model))
-    if found is None:
+    if found is None or found.data.target_field is None:
         allowed = "the prompt of a row; only a run with data.target_field, or its export, knows its own"
         raise UserError("--template", "none", allowed)
     return found

@@ -1,4 +1,4 @@
-"""How a run read the rows of its table. Predictions and evaluations need it, from the run or from its export."""
+"""How a run read its rows. Predictions and evaluations need it, from the run or from its export."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from cqwen_dist.checkpoint.trained import is_exported, run_of
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.training import LossConfig
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.columns import columns_for, forms_by
 from cqwen_dist.data.learnt_range import LearntRange
@@ -19,8 +20,9 @@ from cqwen_dist.run.files import START, read_object
 FILE = "table.json"  # in an exported folder
 # What of the data's keys decides how a row is read; paths stay at home
 READ = {"prompt_template", "text_template", "target_field", "number_types", "more_values", "labels_field"}
+READ |= {"text_field", "messages_field", "message_keys", "roles", "sample_by", "numeric_targets"}
 READ |= {"calculator_marks", "empty_cell", "number_columns", "numbers"}
-READ |= {"sequence_length", "long_texts", "min_tokens", "max_tokens"}  # and which rows an evaluation counts
+READ |= {"sequence_length", "long_texts", "min_tokens", "max_tokens", "on_bad_line"}  # which rows an evaluation counts
 
 
 class Column(BaseModel):
@@ -35,11 +37,13 @@ class Column(BaseModel):
 
 
 class LearntTable(BaseModel):
-    """data: of its keys, those of `READ`. columns: in the order in which {*} names them."""
+    """data: of its keys, those of `READ`. columns: in the order in which {*} names them. median: of the numbers."""
 
     model_config = ConfigDict(frozen=True)
     data: DataConfig
     columns: dict[str, Column]
+    loss: LossConfig = LossConfig()
+    median: float | None = None
 
     def described(self) -> dict[str, dict[str, Any]]:
         """The columns, as `data.columns.described` has them."""
@@ -60,31 +64,31 @@ class LearntTable(BaseModel):
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of `FILE`."""
-        return {"data": self.data.model_dump(mode="json", exclude_unset=True), "columns": self.described()}
+        return self.model_dump(mode="json", exclude_unset=True)
 
 
 def learnt_table(folder: Path) -> LearntTable | None:
-    """Of a run, a checkpoint or an exported folder; None if no table with a target was learnt. Raises `UserError`."""
+    """Of a run, a checkpoint or an exported folder; None if nothing tells the columns. Raises `UserError`."""
     if is_exported(folder):
         return _checked(read_object(folder / FILE), folder) if (folder / FILE).is_file() else None
     config, _ = run_of(folder)
-    if config.data.target_field is None:
-        return None
-    columns = read_object(Path(config.run.dir) / START).get("columns") or columns_for(config.data)
-    if not columns and "*" in named_fields(config.data):
+    start = read_object(Path(config.run.dir) / START)
+    if (columns := start.get("columns")) is None:
+        columns = columns_for(config.data)
+    if not columns and config.data.target_field is not None and "*" in named_fields(config.data):
         return None
     data = config.data.model_dump(mode="json", include=READ, exclude_defaults=True)
-    return _checked({"data": {"train": FILE, **data}, "columns": columns}, folder)
+    loss = config.loss.model_dump(include={"negatives"})
+    numbers = start.get("statistics", {"count": 0})
+    median = numbers["median"] if numbers["count"] else None
+    return _checked({"data": {"train": FILE, **data}, "columns": columns, "loss": loss, "median": median}, folder)
 
 
 def _checked(found: dict[str, Any], folder: Path) -> LearntTable:
     """Raises `UserError` for what no run writes."""
     try:
-        table = LearntTable.model_validate(found)
+        return LearntTable.model_validate(found)
     except ValidationError as error:
         place = ".".join(map(str, error.errors()[0]["loc"]))
         allowed = "data and columns, as cqwen export writes them"
         raise UserError(FILE, Said(f"{place}: {error.errors()[0]['msg']}"), allowed, str(folder)) from None
-    if table.data.target_field is None:
-        raise UserError(FILE, Said("no data.target_field"), "one", str(folder))
-    return table

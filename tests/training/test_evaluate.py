@@ -16,6 +16,7 @@ from support.ranks import Pool
 from support.runs import VOCAB, cqwen_forked, metrics, train_run, write_config, write_texts
 from transformers import AutoModelForCausalLM
 
+from cqwen_dist import api
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import load_config
@@ -456,3 +457,21 @@ def test_samples_of_a_chat_begin_as_in_training(tmp_path: Path, monkeypatch: pyt
     sample_texts(tmp_path / "run", load_config(config), 1)
     assert len(read) >= 2
     assert 7 not in [ids[0] for ids in read]
+
+
+@pytest.mark.parametrize("read", [{"messages_field": "said"}, {"recipe": "question-answer"}, {"text_field": "answer"}])
+def test_an_export_is_evaluated_as_its_run_is(tmp_path: Path, read: dict[str, str]) -> None:
+    """On texts of which the run's own keys say what is learnt, and where they are cut."""
+    answers = [json.loads(line)["text"] for line in write_texts(tmp_path / "texts.jsonl", 12).read_text().splitlines()]
+    turns = [[{"role": "user", "content": "what?"}, {"role": "assistant", "content": answer}] for answer in answers]
+    rows = [{"said": said, "question": "what?", "answer": answers[i]} for i, said in enumerate(turns)]
+    texts = tmp_path / "rows.jsonl"
+    texts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": str(texts), "eval": str(texts), "sequence_length": 40, **read}
+    stages = [{"name": "heads", "train": ["heads"], "steps": 1}]
+    train_run(write_config(tmp_path, data=data, stages=stages, loss__negatives="used"))
+    export(tmp_path / "run", tmp_path / "out")
+    own, exported = (evaluate_checkpoint(tmp_path / name, str(texts)) for name in ("run", "out"))
+    assert exported == {name: pytest.approx(own[name], rel=1e-5) for name in exported}
+    assert own.keys() - exported.keys() == {"eval/base_accuracy", "eval/base_perplexity"}
+    assert api.evaluate(tmp_path / "out", rows) == {name: pytest.approx(own[name], rel=1e-5) for name in exported}

@@ -6,7 +6,7 @@ OUT/*_causal_qwen.py                     the code, for machines without this pac
 OUT/adapter/                             the same adapters in PEFT's format, unless merged
 OUT/README.md, training.json             the model card, and its facts about training
 OUT/calibration.json                     interval factors, if the run measured them
-OUT/table.json                           how a table's rows were read and their ranges, if the run learnt one
+OUT/table.json                           how rows were read, and the ranges of a table's columns
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.checkpoint.learnt_table import learnt_table
+from cqwen_dist.checkpoint.learnt_table import LearntTable, learnt_table
 from cqwen_dist.checkpoint.trained import is_exported, load_trained, run_of
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
@@ -29,7 +29,6 @@ from cqwen_dist.model.base_loading import load_base
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import WordHead
 from cqwen_dist.ops.ovr.scores import OvrScores, ovr_scores
-from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.run.files import START, read_object
@@ -47,14 +46,13 @@ def evaluate_checkpoint(
     """The metrics of `training.evaluation.evaluator` on `data` (default: the run's held-out texts).
 
     Includes metrics of the base model on the same texts: `base`, or the run's base. For an exported folder, `data` is
-    required: rows of the table that the run learnt, else the field `text`. There is no baseline then, and a base model
-    only if `base` is given. If `data` is given, the interval factors saved with the model are tested too. Raises
+    required and read as by the run, or its field `text` if the folder has no table.json; a base model is measured only
+    if `base` is given. If `data` is given, the interval factors saved with the model are tested too. Raises
     `UserError`.
     """
-    run, start = _run_of(path, data)
+    run, learnt = _run_of(path, data)
     model, tokenizer = load_trained(path)
-    dataset = _dataset(run, data, tokenizer, start.get("columns"))
-    statistics = start.get("statistics", {"count": 0})
+    dataset = _dataset(run, data, tokenizer, None if learnt is None else learnt.described())
     with distributed(alone=True) as runtime:
         inner = model.model.to(runtime.device)
         if data is None and inner.beside is not None and run.model.wide_from_eval:
@@ -64,9 +62,9 @@ def evaluate_checkpoint(
             inner.kept_features,
             EvalLoader(dataset, rank=0, world=1, micro_batch_size=micro_batch_size),
             build_groups(1),
-            baseline_value=statistics["median"] if statistics["count"] else None,
+            baseline_value=None if learnt is None else learnt.median,
             used_rows=inner.config.used_rows if run.loss.negatives == "used" else None,
-            gemm_dtype=dtype_of(run.train.precision),
+            gemm_dtype=model.dtype,
             decisions=decisions or Decisions(),
             known=Intervals() if data is None else Intervals.from_dict(inner.config.calibration),
         )
@@ -96,20 +94,19 @@ def _measured_base(run: Config, base: str | None, words: NumericalAwareTokenizer
     return measure_base(found, of.batches, name, words.num_token_id, words.numeral_ids if spells else [])
 
 
-def _run_of(path: Path, data: str | None) -> tuple[Config, dict[str, Any]]:
-    """The config, and what start.json has. An export knows the keys and columns of its table. Raises `UserError`."""
+def _run_of(path: Path, data: str | None) -> tuple[Config, LearntTable | None]:
+    """The config, of an export what it has of the run's, and how rows are read. Raises `UserError`."""
     if is_exported(path):
         if data is None:
             raise UserError("--data", "no value", "a JSONL file or bundled:NAME (an exported folder has no data)")
-        table = learnt_table(path)
-        known = {} if table is None else table.to_dict()
-        data_of = {**known.get("data", {}), "train": data}
-        return Config.model_validate({"model": {"name_or_path": str(path)}, "data": data_of}), known
+        learnt = learnt_table(path)
+        known = {} if learnt is None else learnt.to_dict()
+        tree = {"data": {**known.get("data", {}), "train": data}, "loss": known.get("loss", {})}
+        return Config.model_validate({"model": {"name_or_path": str(path)}, **tree}), learnt
     run, _ = run_of(path)
-    start = read_object(Path(run.run.dir) / START)
-    if not start:
+    if not read_object(Path(run.run.dir) / START):
         raise UserError(START, "no such file", "the file that the run wrote when it began", run.run.dir)
-    return run, start
+    return run, learnt_table(path)
 
 
 def _dataset(
