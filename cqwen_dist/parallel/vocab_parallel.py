@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,41 +49,6 @@ class VocabParallelOutput(NamedTuple):
     best: Tensor | None  # [N_r] int64: the best word, if `OvrOptions.seen` asks for it
 
 
-def vocab_parallel_ovr(
-    loc_u: Tensor,
-    scale_u: Tensor,
-    weight_shard: Tensor,
-    bias_shard: Tensor | None,
-    threshold_shard: Tensor,
-    labels: Tensor,
-    *,
-    group: ProcessGroup | None,
-    vocab_start: int,
-    token_weights: Tensor | None = None,
-    num_token_id: int | None = None,
-    token_counts: list[int] | None = None,
-    class_weights: Tensor | None = None,
-    vocab_reduction: Literal["sum", "mean"] = "sum",
-    impl: str = "auto",
-    ignore_index: int = -100,
-    vocab_size: int | None = None,
-    used_rows: int | None = None,
-    slope_limit: float = 0.0,
-) -> VocabParallelOutput:
-    """`linear_ovr` over the sharded vocabulary of a group.
-
-    loc_u, scale_u [N_r,C], labels, token_weights [N_r]: this rank's tokens (N_r may differ between ranks, may be 0).
-    weight_shard [v,C], bias_shard [v], threshold_shard [] or [v], class_weights [v]: this rank's rows
-    [vocab_start, vocab_start+v). token_counts: N_r of each rank of the group; if None, the ranks exchange them.
-    group: the vocabulary group, or None for a single process. Other arguments and errors are as in `linear_ovr`.
-    Forward and backward are collective over the group: all ranks call them, or none.
-    """
-    head = WordHead(weight_shard, bias_shard, threshold_shard, vocab_start, vocab_size, used_rows)
-    options = OvrOptions(class_weights, vocab_reduction, impl, ignore_index, slope_limit=slope_limit)
-    u = Cauchy(loc_u, scale_u)
-    return vocab_parallel_loss(u, head, labels, token_weights, options, group, num_token_id, token_counts)
-
-
 def vocab_parallel_loss(
     u: Cauchy,
     head: WordHead,
@@ -94,7 +59,12 @@ def vocab_parallel_loss(
     num_token_id: int | None = None,
     token_counts: list[int] | None = None,
 ) -> VocabParallelOutput:
-    """`vocab_parallel_ovr` of U' [N_r,C] and this rank's rows of the head. Collective over `group`."""
+    """`ovr_loss` of this rank's tokens, with the vocabulary sharded over a group.
+
+    u: U' [N_r,C]; labels, token_weights [N_r] (N_r may differ between ranks, may be 0). head: this rank's rows.
+    num_token_id: also return P of this word. token_counts: N_r of each rank of the group; None: the ranks exchange
+    them. group: None for a single process. Forward and backward are collective over `group`.
+    """
     # All-gather: the group's tokens, N = sum of N_r. Backward is the reduce-scatter of U's gradient.
     counts = token_counts or exchange_counts(len(u.loc), group, u.loc.device)
     every, labels = gather_law(u, counts, group), gather_tokens(labels, counts, group)

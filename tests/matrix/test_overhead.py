@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
 
-from cqwen_dist.ops.ovr import linear_ovr
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr import WordHead, linear_ovr
 from cqwen_dist.parallel.groups import build_groups
-from cqwen_dist.parallel.vocab_parallel import vocab_parallel_ovr, vocab_range
+from cqwen_dist.parallel.vocab_parallel import vocab_parallel_loss, vocab_range
 from cqwen_dist.tools.bench.loss import Problem, contenders
 
 N, C, V, ROUNDS = 256, 896, 37_984, 9
@@ -41,9 +42,8 @@ def timings() -> dict[str, list[float]]:
     rows, thresholds = (t.detach()[start:stop].clone().requires_grad_() for t in (weight, threshold))
 
     def sharded() -> None:
-        out = vocab_parallel_ovr(
-            loc, scale, rows, None, thresholds, labels, group=group, vocab_start=start, token_counts=[N] * world
-        )
+        u, head = Cauchy(loc, scale), WordHead(rows, None, thresholds, start)
+        out = vocab_parallel_loss(u, head, labels, group=group, token_counts=[N] * world)
         out.loss.backward()
 
     def unsharded() -> None:

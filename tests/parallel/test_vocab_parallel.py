@@ -27,7 +27,7 @@ from cqwen_dist.ops.ovr import OvrOptions, WordHead, linear_ovr
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, scatter_sum_tokens, sum_partials
 from cqwen_dist.parallel.vocab_parallel import (
-    vocab_parallel_ovr,
+    vocab_parallel_loss,
     vocab_parallel_scores,
     vocab_range,
 )
@@ -110,17 +110,10 @@ def check_loss(groups: Groups, problem: Problem, **options: Any) -> None:
         problem.bias[rows],
         problem.threshold if scalar else problem.threshold[rows],
     )
-    out = vocab_parallel_ovr(
-        *mine,
-        problem.labels[own],
-        group=groups.vocab,
-        vocab_start=v0,
-        token_weights=problem.token_weights[own],
-        num_token_id=num,
-        class_weights=None if class_weights is None else class_weights[rows],
-        vocab_size=problem.v,
-        **options,
-    )
+    head = WordHead(*mine[2:], v0, problem.v, options.pop("used_rows", None))
+    asked = OvrOptions(None if class_weights is None else class_weights[rows], **options)
+    labels, weights = problem.labels[own], problem.token_weights[own]
+    out = vocab_parallel_loss(Cauchy(*mine[:2]), head, labels, weights, asked, groups.vocab, num)
     (out.loss + (out.p_num * problem.p_weights[own]).sum()).backward()
     inside = slice(own.start - every.start, own.stop - every.start)
     assert_close(out.loss, expected.loss, 1e-5, "loss")
@@ -183,7 +176,8 @@ def one_trainable(groups: Groups, trainable: int) -> None:
     tensors = [problem.loc[own], problem.scale[own], problem.weight[v0:v1], problem.bias[v0:v1]]
     tensors.append(problem.threshold[v0:v1])
     mine = [t.clone().requires_grad_(i == trainable) for i, t in enumerate(tensors)]
-    out = vocab_parallel_ovr(*mine, problem.labels[own], group=groups.vocab, vocab_start=v0, num_token_id=5)
+    u, head, labels = Cauchy(*mine[:2]), WordHead(*mine[2:], v0), problem.labels[own]
+    out = vocab_parallel_loss(u, head, labels, group=groups.vocab, num_token_id=5)
     (out.loss + out.p_num.sum()).backward()
     assert [t.grad is not None for t in mine] == [i == trainable for i in range(5)]
     assert bool(mine[trainable].grad.isfinite().all())
@@ -202,7 +196,8 @@ def without_gradients(groups: Groups) -> None:
     tensors = [problem.loc[own], problem.scale[own], problem.weight[v0:v1], problem.bias[v0:v1]]
     tensors.append(problem.threshold[v0:v1])
     with torch.no_grad():
-        out = vocab_parallel_ovr(*tensors, problem.labels[own], group=groups.vocab, vocab_start=v0, num_token_id=5)
+        u, head, labels = Cauchy(*tensors[:2]), WordHead(*tensors[2:], v0), problem.labels[own]
+        out = vocab_parallel_loss(u, head, labels, group=groups.vocab, num_token_id=5)
         assert not out.loss.requires_grad
 
 
