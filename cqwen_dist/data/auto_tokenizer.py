@@ -50,8 +50,7 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
     ) -> None:
         super().__init__(*args, **given)
         if policy_file is not None:
-            row, its = read_policy(policy_file, self if num_token_id is None else None)
-            num_token_id, policy = row if num_token_id is None else num_token_id, policy or its
+            num_token_id, policy = read_policy(policy_file, self, num_token_id, policy)
         self.pad_token = self.pad_token or self.eos_token  # padding is masked, so any token works
         kind = NumericalAwareTokenizer if read_numbers else DigitTokenizer
         self.reader = kind(self, num_token_id, vocab_size, policy)

@@ -8,15 +8,7 @@ from typing import Any
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.cells import TableCells, as_number
-from cqwen_dist.data.columns import (
-    cell_in,
-    columns_of,
-    forms_by,
-    kind_in,
-    kind_of,
-    sampled,
-    zones_in,
-)
+from cqwen_dist.data.columns import cell_in, columns_of, forms_by, kind_in, kind_of, sampled, zones_in
 
 MUCH_EMPTIER = 0.2  # a share of empty cells that grew by this is told
 LEAST_TOLD = 5  # cells of a text column that must all be numbers or dates

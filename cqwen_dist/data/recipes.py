@@ -15,29 +15,18 @@ from cqwen_dist.data.json_rows import no_records
 from cqwen_dist.data.records import Text
 from cqwen_dist.number_forms import EMPTY_MARKS, Form, by_form, said
 
-_TOTALS = {
-    "total",
-    "totals",
-    "grand total",
-    "sum",
-    "subtotal",
-    "average",
-    "gesamt",
-    "summe",
-    "insgesamt",
-    "total général",
-}
-_TOTALS |= {"somme", "suma", "totale", "totaal", "totalt", "итого", "всего", "合计", "总计", "合計", "総計"}
+_TOTALS = {"total", "totals", "grand total", "sum", "subtotal", "average", "gesamt", "summe", "insgesamt"}
+_TOTALS |= {"total général", "somme", "suma", "totale", "totaal", "totalt"}
+_TOTALS |= {"итого", "всего", "合计", "总计", "合計", "総計"}
 _PROMPTS = ("prompt", "question", "instruction", "input")
 FORMS = "all in one form, such as 1234.5, 1.234,5, $1,234.50, (1,234), 12 % or 12 kg"
 
 
 class DataRecipe(NamedTuple):
-    """name: kind of records, for people. keys: for `data`. length: 95th percentile of text length in characters."""
+    """name: kind of records, for people. keys: for `data`."""
 
     name: str
     keys: dict[str, Any]
-    length: int
     notes: Sequence[str] = ()  # what a table has that is not learnt as it stands
 
 
@@ -58,13 +47,9 @@ def recognise(source: str, target: str | None = None, decimal_comma: bool | None
     if not records:
         raise UserError("--data", source, "at least one record")
     if isinstance(records[0], Text):
-        return DataRecipe("plain texts", {}, _length([text.text for text in records]))
-    length = _length([" ".join(map(str, record.values())) for record in records])
+        return DataRecipe("plain texts", {})
     recipe = None if target is not None else _of_fields(records, source, decimal_comma)
-    if recipe is not None:
-        return DataRecipe(*recipe, length)
-    name, keys, notes = _of_table(records, target, source, decimal_comma)
-    return DataRecipe(name, keys, length, notes)
+    return DataRecipe(*(recipe or _of_table(records, target, source, decimal_comma)))
 
 
 def table_columns(
@@ -209,11 +194,6 @@ def _is_chat(value: Any) -> bool:
     if not isinstance(value, list) or not value:
         return False
     return all(isinstance(message, dict) and ("role" in message or "from" in message) for message in value)
-
-
-def _length(texts: list[str]) -> int:
-    """95th percentile of text length, in characters."""
-    return sorted(map(len, texts))[min(len(texts) - 1, int(0.95 * len(texts)))]
 
 
 def records_in(source: str) -> list[Mapping[str, Any]]:

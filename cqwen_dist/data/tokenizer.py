@@ -118,8 +118,7 @@ class NumericalAwareTokenizer:
             raise UserError(key, name, allowed) from None
         saved = folder / POLICY_FILE
         if saved.is_file():
-            row, its = read_policy(saved, tokenizer if num_token_id is None else None)
-            num_token_id, policy = row if num_token_id is None else num_token_id, policy or its
+            num_token_id, policy = read_policy(saved, tokenizer, num_token_id, policy)
         return cls(tokenizer, num_token_id, vocab_size, policy)
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -230,24 +229,26 @@ def _around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(whole[:at]), tuple(whole[at + len(plain) :])
 
 
-def read_policy(path: str | Path, tokenizer: Any = None) -> tuple[int, NumberPolicy]:
-    """Contents of `number_policy.json`. Raises: UserError.
+def read_policy(
+    path: str | Path, tokenizer: Any, given: int | None = None, policy: NumberPolicy | None = None
+) -> tuple[int, NumberPolicy]:
+    """<NUM>'s row and the policy: the given ones, or those of `number_policy.json`. Raises: UserError.
 
-    tokenizer: it has to have the same token in <NUM>'s row as when the file was written. A token that was added since
-    then would share the row with <NUM>.
+    tokenizer: it has to have the same token in the file's row as when the file was written. A token that was added
+    since then would share the row with <NUM>.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        row, policy = int(data["num_token_id"]), NumberPolicy(**data["policy"])
+        row, its = int(data["num_token_id"]), NumberPolicy(**data["policy"])
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(POLICY_FILE, reason_of(error), "the file as save_pretrained wrote it", str(path)) from None
-    now = None if tokenizer is None else tokenizer.added_tokens_decoder.get(row)
+    now = None if given is not None else tokenizer.added_tokens_decoder.get(row)
     # Files of earlier versions do not name the token. They got a special one if they were told to.
     if now is not None and (data["token"] != str(now) if "token" in data else not now.special):
         found = Said(f"row {row} for <NUM>, which is the token {now} now")
         allowed = f"the tokenizer without that token, or model.num_token_id: {1 + max(tokenizer.get_vocab().values())}"
         raise UserError("num_token_id", found, f"{allowed} (<NUM> then starts anew there)", str(path))
-    return row, policy
+    return row if given is None else given, policy or its
 
 
 def without_prefix(backend: Tokenizer) -> Tokenizer:
