@@ -10,13 +10,7 @@ if TYPE_CHECKING:
     from cqwen_dist.config.data import DataConfig, NumberPolicy, source_files
     from cqwen_dist.config.keys import json_schema
     from cqwen_dist.config.reading import changed_keys, given_config, load_config
-    from cqwen_dist.config.schema import (
-        Config,
-        FeatureCacheConfig,
-        ParallelConfig,
-        RunConfig,
-        TrainConfig,
-    )
+    from cqwen_dist.config.schema import Config, FeatureCacheConfig, ParallelConfig, RunConfig, TrainConfig
     from cqwen_dist.config.training import JUDGED, ConstraintConfig, LoraConfig, LossConfig, Ramp, Stage, Until, rises
 
 __all__ = ["JUDGED", "TRAIN_TOKENIZER", "Config", "ConstraintConfig", "DataConfig"]

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,9 @@ def translate(tree: dict[str, Any]) -> None:
     for path in [path for path in found if path in MOVED]:
         _move(tree, path, found.pop(path))
     for path, value in found.items():
-        if reason := next((REFUSED[p] for p in _prefixes(path) if p in REFUSED), None):
-            raise UserError(f"deepspeed.{path}", value, reason)
+        for section in accumulate(path.split("."), "{}.{}".format):
+            if section in REFUSED:
+                raise UserError(f"deepspeed.{path}", value, REFUSED[section])
     tree["deepspeed"] = _nested(found)
 
 
@@ -203,8 +205,3 @@ def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
             at = at.setdefault(part, {})
         at[last] = value
     return found
-
-
-def _prefixes(path: str) -> Iterator[str]:
-    parts = path.split(".")
-    return (".".join(parts[:end]) for end in range(len(parts), 0, -1))

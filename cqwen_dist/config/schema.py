@@ -202,8 +202,9 @@ class Config(Section):
         architecture: its transformers config.
         """
         context = architecture.get("max_position_embeddings")
-        for key, length in self.sequence_lengths().items():
-            if isinstance(context, int) and length > context:
+        named = {f"stages.{i}.sequence_length": stage.sequence_length for i, stage in enumerate(self.stages)}
+        for key, length in {"data.sequence_length": self.data.sequence_length, **named}.items():
+            if isinstance(context, int) and length is not None and length > context:
                 raise UserError(key, length, f"at most {context}, the base's context")
         self.parallel.fit_heads(architecture)
 
@@ -233,11 +234,6 @@ class Config(Section):
         """(sequence length, global batch size, micro-batch size) of each stage."""
         usual = self.data.sequence_length
         return [(stage.sequence_length or usual, *self.batch_sizes(stage)) for stage in self.stages]
-
-    def sequence_lengths(self) -> dict[str, int]:
-        """All sequence lengths by key."""
-        named = {f"stages.{i}.sequence_length": stage.sequence_length for i, stage in enumerate(self.stages)}
-        return {"data.sequence_length": self.data.sequence_length, **{k: v for k, v in named.items() if v is not None}}
 
     @property
     def last_stage(self) -> int:
