@@ -1,6 +1,7 @@
 """Numbers of several types and numbers with several values (S4 4.7), from a table to predictions, over two ranks."""
 
 import csv
+import json
 import random
 from pathlib import Path
 
@@ -59,6 +60,20 @@ def configured(folder: Path, kind: str, **more: object) -> Path:
         "train__eval_every": 100,
     }
     return write_config(folder, **{**options, **KINDS[kind], **more})
+
+
+@pytest.mark.parametrize("read", [KINDS["types"], {**KINDS["values"], "model__copies": 2}])
+def test_the_words_loss_of_an_evaluation_has_the_heads_decisions_as_training(
+    tmp_path: Path, read: dict[str, object]
+) -> None:
+    """The type of a number, or which of the earlier ones it is: the first step and the evaluation before it agree."""
+    table = str(write_table(tmp_path / "table.csv", 12))
+    one_step = {"stages": [{"name": "heads", "train": ["heads"], "steps": 1}], "train__global_batch_size": 12}
+    given = {key: value for key, value in read.items() if key != "stages__0__steps"}
+    data = {"data__train": table, "data__eval": table, "data__eval_fraction": 0.0}
+    train_run(write_config(tmp_path, **data, **one_step, **given))
+    start = json.loads((tmp_path / "run" / "start.json").read_text())["eval"]
+    assert start["eval/cls_loss_mean"] == pytest.approx(metrics(tmp_path / "run")[0]["train/cls_loss_mean"], rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

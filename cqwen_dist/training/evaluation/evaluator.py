@@ -153,7 +153,9 @@ class Evaluator:
             head = action.word_head(self.used_rows)
             lists["prob_sum_causal"].append(vocab_parallel_prob_sums(*seen, head, self.groups.vocab))
 
-            # Numbers: truth (raw unit), Y, index of the text, and metrics of the number head
+            # Numbers: decisions of the number head, truth (raw unit), Y, index of the text, and metrics of the head
+            number_head = action.number_head
+            sums["cls_loss"] += number_head.loss(u_prime, number_head.labels(batch, keep), stop=True)[1]
             for name, part in self._numbers(u_prime, batch, keep, texts, sums).items():
                 lists[name].append(part)
             texts += batch.filled_rows
