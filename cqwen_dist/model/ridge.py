@@ -31,17 +31,9 @@ class RobustFit(NamedTuple):
     left_out: Tensor  # [n] each y as the other folds predict it
 
 
-def ridge_by_leave_one_out(x: Tensor, y: Tensor, intercept: bool = True) -> tuple[Tensor, float]:
-    """The ridge regression of y [n] on x [n,p] of least leave-one-out error: (coefficients [p], share of variance).
-
-    As scikit-learn's RidgeCV. Zeros if no column predicts y.
-    """
-    found, shares = ridges_by_leave_one_out(x, y[:, None], intercept)
-    return found[0], float(shares[0])
-
-
 def ridges_by_leave_one_out(x: Tensor, y: Tensor, intercept: bool = True) -> tuple[Tensor, Tensor]:
-    """The same for each column of y [n,m], by one decomposition: (coefficients [m,p], shares of variance [m])."""
+    """The ridge regressions of each column of y [n,m] on x [n,p] of least leave-one-out error, by one decomposition:
+    (coefficients [m,p], shares of variance [m]). As scikit-learn's RidgeCV. Zeros if no column of x predicts y's."""
     n, p = x.shape
     found, shares = x.new_zeros(y.shape[1], p), y.new_zeros(y.shape[1])
     spread = (y - y.mean(0)).square().mean(0)

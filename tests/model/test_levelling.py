@@ -12,7 +12,7 @@ from cqwen_dist.model import calibration
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.levelling import level_logits
-from cqwen_dist.model.ridge import RIDGES, ridge_by_leave_one_out
+from cqwen_dist.model.ridge import RIDGES, ridges_by_leave_one_out
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 
@@ -80,10 +80,10 @@ def test_the_ridge_equals_scikit_learns(n: int, p: int, noise: float) -> None:
     torch.manual_seed(n)
     x = torch.randn(n, p, dtype=torch.float64) * torch.logspace(-2, 1, p) + 5
     y = x @ torch.randn(p, dtype=torch.float64) + noise * torch.randn(n, dtype=torch.float64)
-    found, share = ridge_by_leave_one_out(x, y)
+    (found,), (share,) = ridges_by_leave_one_out(x, y[:, None])
     units = RIDGES.numpy() * float((x - x.mean(0)).square().sum()) / p
     oracle = RidgeCV(units).fit(x.numpy(), y.numpy())
-    assert share == pytest.approx(1 + oracle.best_score_ / float(y.var(unbiased=False)), abs=1e-9)
+    assert float(share) == pytest.approx(1 + oracle.best_score_ / float(y.var(unbiased=False)), abs=1e-9)
     torch.testing.assert_close(found, torch.from_numpy(oracle.coef_), atol=1e-9, rtol=1e-7)
 
 

@@ -24,7 +24,7 @@ from cqwen_dist.model.calibration import Calibration, calibrate
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.initialise import VALUE_SHARE, start_regression
 from cqwen_dist.model.levelling import APART, fit_numeral_rows
-from cqwen_dist.model.ridge import ridge_by_leave_one_out
+from cqwen_dist.model.ridge import ridges_by_leave_one_out
 from cqwen_dist.parallel.collectives import Stopped
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 
@@ -196,7 +196,7 @@ def test_tokens_that_a_number_follows_count_as_15_percent_where_they_are_fewer()
 
     def ridge(times: float) -> Tensor:
         root = torch.where(labels == NUM, times, 1.0).double().sqrt()
-        return ridge_by_leave_one_out(root[:, None] * loc.double(), root * target, intercept=False)[0]
+        return ridges_by_leave_one_out(root[:, None] * loc.double(), (root * target)[:, None], intercept=False)[0][0]
 
     fit_numeral_rows(model, loc, norm, labels, DIGITS)
     torch.testing.assert_close(model.action.cls_weight[NUM].double(), ridge(3.0), atol=1e-6, rtol=1e-5)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cqwen_dist.model.ridge import LEAST_SCALE, RIDGES, RobustFit, ridge_by_leave_one_out, robust_ridge
+from cqwen_dist.model.ridge import LEAST_SCALE, RIDGES, RobustFit, ridges_by_leave_one_out, robust_ridge
 
 
 def cauchy(n: int, seed: int) -> Tensor:
@@ -34,21 +34,21 @@ def test_without_an_intercept_it_equals_scikit_learns(n: int, p: int, noise: flo
     g = torch.Generator().manual_seed(n)
     x = torch.randn(n, p, generator=g, dtype=torch.float64) * torch.logspace(-2, 1, p) + 1
     y = x @ torch.randn(p, generator=g, dtype=torch.float64) + noise * torch.randn(n, generator=g, dtype=torch.float64)
-    found, share = ridge_by_leave_one_out(x, y, intercept=False)
+    (found,), (share,) = ridges_by_leave_one_out(x, y[:, None], intercept=False)
     units = RIDGES.numpy() * float(x.square().sum()) / p
     oracle = RidgeCV(units, fit_intercept=False).fit(x.numpy(), y.numpy())
     # both decompose in float64; squared lengths differ by up to 1e6 here, so coefficients round to some 1e-10
     torch.testing.assert_close(found, torch.from_numpy(oracle.coef_), atol=1e-9, rtol=1e-7)
-    assert share == pytest.approx(1 + oracle.best_score_ / float(y.var(unbiased=False)), abs=1e-9)
+    assert float(share) == pytest.approx(1 + oracle.best_score_ / float(y.var(unbiased=False)), abs=1e-9)
 
 
 @pytest.mark.parametrize("intercept", [True, False])
 def test_zero_and_equal_rows_are_handled(intercept: bool) -> None:
-    y = torch.arange(9, dtype=torch.float64)
-    found, share = ridge_by_leave_one_out(torch.zeros(9, 4, dtype=torch.float64), y, intercept)
+    y = torch.arange(9, dtype=torch.float64)[:, None]
+    found, share = ridges_by_leave_one_out(torch.zeros(9, 4, dtype=torch.float64), y, intercept)
     assert not found.any()
     assert share == 0
-    alike, _ = ridge_by_leave_one_out(torch.ones(9, 40, dtype=torch.float64), y, intercept)
+    alike, _ = ridges_by_leave_one_out(torch.ones(9, 40, dtype=torch.float64), y, intercept)
     assert alike.isfinite().all()
 
 
