@@ -28,11 +28,15 @@ def open_trackers(run_dir: Path, run: RunConfig, config: dict[str, Any], step: i
 
     step: step of the checkpoint to resume from. written: last step that was sent before, or -1.
     """
-    trackers: list[Tracker] = []
+    trackers: list[Tracker] = [WandbTracker(run_dir, run, config)] if run.wandb != "disabled" else []
     flat = {key: value for key, value in leaves(config) if value != {}}
-    if run.wandb != "disabled":
-        trackers.append(WandbTracker(run_dir, run, config))
-    return [*trackers, *(TRACKERS[name](run_dir, run, flat, step, written) for name in run.trackers)]
+    for name in run.trackers:
+        try:
+            trackers.append(TRACKERS[name](run_dir, run, flat, step, written))
+        except ImportError:
+            allowed = f"no {name}, or its package: pip install 'cqwen-dist[{name}]'"
+            raise UserError("run.trackers", name, allowed) from None
+    return trackers
 
 
 def _run_id(run_dir: Path) -> str:
@@ -41,10 +45,6 @@ def _run_id(run_dir: Path) -> str:
     if not re.fullmatch(r"[\w-]{1,64}", read_line(path), re.ASCII):
         write_atomically(path, secrets.token_hex(4))
     return read_line(path)
-
-
-def _missing(name: str) -> UserError:
-    return UserError("run.trackers", name, f"no {name}, or its package: pip install 'cqwen-dist[{name}]'")
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
@@ -88,10 +88,8 @@ class TensorBoardTracker:
     """Event files in RUN/tensorboard, for `tensorboard --logdir`. Events after the checkpoint's step are purged."""
 
     def __init__(self, run_dir: Path, run: RunConfig, config: dict[str, Any], step: int, written: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise _missing("tensorboard") from None
+        from torch.utils.tensorboard import SummaryWriter
+
         folder = run_dir / TENSORBOARD
         purge_step = (step + 1 if step else 0) if folder.is_dir() else None
         self._writer = SummaryWriter(str(folder), purge_step=purge_step)
@@ -112,10 +110,8 @@ class MlflowTracker:
     """MLflow at MLFLOW_TRACKING_URI, by default a file RUN/mlflow.db. The config's keys are the run's parameters."""
 
     def __init__(self, run_dir: Path, run: RunConfig, config: dict[str, Any], step: int, written: int) -> None:
-        try:
-            import mlflow
-        except ImportError:
-            raise _missing("mlflow") from None
+        import mlflow
+
         self._mlflow, self._written = mlflow, written
         mine = {"cqwen.run": _run_id(run_dir)}
         if "MLFLOW_TRACKING_URI" not in os.environ:
@@ -149,10 +145,8 @@ class TrackioTracker:
     """Trackio, in TRACKIO_DIR of this machine or in the Space that TRACKIO_SPACE_ID names."""
 
     def __init__(self, run_dir: Path, run: RunConfig, config: dict[str, Any], step: int, written: int) -> None:
-        try:
-            import trackio
-        except ImportError:
-            raise _missing("trackio") from None
+        import trackio
+
         self._trackio, self._written = trackio, written
         self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
