@@ -36,6 +36,11 @@ class Map(NamedTuple):
         return self.rows * self.columns
 
 
+def _entry(key: str) -> property:
+    """A property of `Architecture`: the size of this key."""
+    return property(lambda self: int(self.sizes[key]))
+
+
 @dataclass(frozen=True)
 class Architecture:
     """The sizes that determine parameters and activations."""
@@ -77,35 +82,9 @@ class Architecture:
         """The entry in `config.architectures`."""
         return ARCHITECTURES[self.model_type]
 
-    @property
-    def vocab(self) -> int:
-        """V."""
-        return self.sizes["vocab_size"]
-
-    @property
-    def hidden(self) -> int:
-        """H."""
-        return self.sizes["hidden_size"]
-
-    @property
-    def layers(self) -> int:
-        """L."""
-        return self.sizes["num_hidden_layers"]
-
-    @property
-    def heads(self) -> int:
-        """A."""
-        return self.sizes["num_attention_heads"]
-
-    @property
-    def kv_heads(self) -> int:
-        """K."""
-        return self.sizes["num_key_value_heads"]
-
-    @property
-    def head_dim(self) -> int:
-        """D."""
-        return self.sizes["head_dim"]
+    vocab, hidden, layers = _entry("vocab_size"), _entry("hidden_size"), _entry("num_hidden_layers")  # V, H, L
+    heads, kv_heads = _entry("num_attention_heads"), _entry("num_key_value_heads")  # A, K
+    head_dim = _entry("head_dim")  # D
 
     def maps(self, block: Block) -> list[Map]:
         """The linear maps of a block."""
