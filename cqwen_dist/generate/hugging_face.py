@@ -98,12 +98,8 @@ class CausalQwenGeneration(GenerateDecoderOnlyOutput):
 
 
 @dataclass
-class CausalQwenBeams(GenerateBeamDecoderOnlyOutput):
+class CausalQwenBeams(CausalQwenGeneration, GenerateBeamDecoderOnlyOutput):
     """The same of beams."""
-
-    numbers: GeneratedNumbers | None = None
-    numeric_values: Tensor | None = None
-    numeric_intervals: Tensor | None = None
 
 
 def with_numbers(numbers: GeneratedNumbers, found: Mapping[str, Any]) -> CausalQwenGeneration | CausalQwenBeams:
