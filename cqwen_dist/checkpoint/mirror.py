@@ -100,27 +100,24 @@ class Mirror:
             for file in sorted((self._run_dir / each).rglob("*")):
                 inside = str(file.relative_to(self._run_dir))
                 if file.is_file() and not self._has(self._at(inside), file.stat().st_size):
-                    self._put(file, self._at(inside))
+                    self._store.put_file(str(file), self._at(inside))
         for each in BESIDE:
             if (self._run_dir / each).is_file():
-                self._put(self._run_dir / each, self._at(each))
+                self._store.put_file(str(self._run_dir / each), self._at(each))
         # A run that was set back saves a step again: without its manifest the old copy no longer counts
         self._delete(f"{there}/{MANIFEST}")
         for file in manifest["files"]:
-            self._put(folder / file, f"{there}/{file}")
+            self._store.put_file(str(folder / file), f"{there}/{file}")
         for file, record in manifest["files"].items():
             if not self._has(f"{there}/{file}", record["size"]):
                 raise OSError(f"{file} has another size in the store")
-        self._put(folder / MANIFEST, f"{there}/{MANIFEST}")
+        self._store.put_file(str(folder / MANIFEST), f"{there}/{MANIFEST}")
         # Only now what the run no longer keeps
         kept = {known.name for known in list_checkpoints(self._run_dir)} | {name}
         for old in self._names():
             if old not in kept:
                 self._delete(self._at(CHECKPOINTS, old, MANIFEST))
                 self._store.rm(self._at(CHECKPOINTS, old), recursive=True)
-
-    def _put(self, file: Path, there: str) -> None:
-        self._store.put_file(str(file), there)
 
     def _has(self, there: str, size: int) -> bool:
         self._store.invalidate_cache()

@@ -111,19 +111,13 @@ def _facts_of(base: str) -> dict[str, Any]:
 def _config(data: str, base: str, facts: dict[str, Any], recipe: Any, suits: Any, out: Path) -> str:
     hidden = facts.get("hidden_size", _HIDDEN)
     rate = dense_rate(hidden)
+    held_out, steps = 0.1 if suits.held_out else 0.0, ("" if suits.complete else "at least ") + str(suits.steps)
     return _CONFIG.format(
+        **{**suits._asdict(), "held_out": held_out, "steps": steps},
         name=json.dumps(recipe.name)[1:-1],
         base=json.dumps(base),
         data=json.dumps(data, ensure_ascii=False),
-        length=suits.length,
-        held_out=0.1 if suits.held_out else 0.0,
-        epochs=suits.epochs,
-        steps=("" if suits.complete else "at least ") + str(suits.steps),
-        warmup=suits.warmup,
-        start_numbers=suits.start_numbers,
-        batch=suits.batch,
         micro=min(suits.batch, 4),
-        every=suits.every,
         save_every=2 * suits.every,
         keys="".join(f"  {key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in recipe.keys.items()),
         rate=f"{rate:.1e}",

@@ -256,11 +256,6 @@ class Config(Section):
         named = self.model.tokenizer
         return self.base_folder if named is None or named == TRAIN_TOKENIZER else named
 
-    @property
-    def tokenizer_key(self) -> str:
-        """The key that names the tokenizer."""
-        return "model.name_or_path" if self.model.tokenizer is None else "model.tokenizer"
-
     def _by_start(self, given: Any, calibrated: Any, seed: Any) -> Any:
         """`given`, or the default for a calibrated start or the seed presets."""
         return given if given is not None else calibrated if self.start == "calibrated" else seed

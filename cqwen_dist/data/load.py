@@ -99,8 +99,8 @@ def tokenizer_of(config: Config, texts: Sequence[Text] = ()) -> NumericalAwareTo
     """The run's tokenizer. If the run folder has none yet, trains it (texts: if already read). Raises `UserError`."""
     number, policy = config.model.num_token_id, config.data.numbers
     if config.model.tokenizer != TRAIN_TOKENIZER or Path(config.base_folder).is_dir():
-        source, key = config.tokenizer_source, config.tokenizer_key
-        return NumericalAwareTokenizer.from_pretrained(source, number, None, policy, key)
+        key = "model.name_or_path" if config.model.tokenizer is None else "model.tokenizer"
+        return NumericalAwareTokenizer.from_pretrained(config.tokenizer_source, number, None, policy, key)
     given = config.model.architecture or {}
     size = int({**architecture(given.get("model_type")).defaults, **given}["vocab_size"])
     learnt = [text.text for text in texts or read_split(config.data, ReadReport())[0]]

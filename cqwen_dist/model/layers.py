@@ -76,9 +76,8 @@ class FusedLinear(PeftLinear):
             return super().forward(x, *args, **kwargs)
         base = self.base_layer
         a, b, scale = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight, self.scaling[ADAPTER]
-        partitioned = hasattr(
-            base.weight, "ds_id"
-        )  # by ZeRO-3, whose hooks gather a module's weights when it is called
+        # By ZeRO-3, whose hooks gather a module's weights when it is called
+        partitioned = hasattr(base.weight, "ds_id")
         if partitioned or base.weight.requires_grad or not x.dtype == a.dtype == base.weight.dtype:
             return super().forward(x)
         seen = self.lora_dropout[ADAPTER](x)
