@@ -200,12 +200,20 @@ def predict_rows(
         found = ({CHOICE: c.option, **{f"p {o}": float(f"{p:.6g}") for o, p in c.p.items()}} for c in chosen)
     else:
         found = predict_numbers(model, tokenizer, prompts, **settings)
-        if known is not None:  # held near the training range
-            unit = model.model.action.number_head.target
-            read = (cell for row, cell in enumerate(cells) if row not in without)
-            found = (known.held(cell, new, unit) for cell, new in zip(read, found, strict=True))
+        found = _held(known, cells, without, found, model)
     none = dict.fromkeys(added)
     return ({**row, **(none if number in without else next(found))} for number, row in enumerate(rows))
+
+
+def _held(
+    known: Any, cells: Sequence[Mapping[str, str]], without: Unread, found: Iterator[dict[str, Any]], model: Any
+) -> Iterator[dict[str, Any]]:
+    """Predictions for all rows except those in `without`, held near the training range."""
+    if known is None:
+        return found
+    unit = model.model.action.number_head.target
+    read = (cell for row, cell in enumerate(cells) if row not in without)
+    return (known.held(cell, new, unit) for cell, new in zip(read, found, strict=True))
 
 
 def _without_prediction(
