@@ -119,7 +119,9 @@ def _read(path: Path) -> str:
     except FileNotFoundError:
         raise UserError("config", Said("no such file"), "the path of a YAML file") from None
     except IsADirectoryError:
-        raise UserError("config", Said("a folder"), "the path of a YAML file, or a run folder") from None
+        run = path / "run"  # of a `cqwen fit`
+        allowed = f"{run} (or the same cqwen fit again)" if (run / _OF_A_RUN).is_file() else "a run folder"
+        raise UserError("config", Said("a folder"), f"the path of a YAML file, or {allowed}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError("config", Said(reason), "the path of a readable YAML file") from None

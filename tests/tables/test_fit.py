@@ -21,6 +21,7 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.tables.fitting import FitRequest, prepare
 from cqwen_dist.tables.table_verbs import _train_fit
 from cqwen_dist.tools.export.export import export
+from cqwen_dist.tools.slurm.run_status import look
 
 
 def write_table(path: Path, rows: int = 60) -> Path:
@@ -161,6 +162,13 @@ def test_predict_uses_the_fits_template(fitted: tuple[Path, list[object]]) -> No
         before = list(csv.DictReader(file))
     for row, same in zip(csv.DictReader(done.stdout.splitlines()), before, strict=True):
         assert float(row["low_90"]) == pytest.approx(float(same["low_90"]), rel=1e-4)  # other rows share the batch
+
+
+def test_verbs_of_a_run_know_its_fits_folder(fitted: tuple[Path, list[object]]) -> None:
+    out, _ = fitted
+    assert look(str(out)) == look(str(out / "run"))
+    with pytest.raises(UserError, match=f"found a folder, allowed: .*{out / 'run'} .or the same cqwen fit again"):
+        load_config(out)
 
 
 def test_a_raw_table_is_predicted_as_the_fits_rows(fitted: tuple[Path, list[object]], tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def look(run_or_job: str) -> dict[str, Any]:
 
     Raises `UserError` if neither such a folder nor such a job exists.
     """
-    folder, job = Path(run_or_job), None
+    folder, job = _run_in(Path(run_or_job)), None
     if not folder.is_dir():
         if not run_or_job.replace("_", "").isdecimal():
             raise UserError("RUN", run_or_job, "a run's folder, or the id of a job")
@@ -48,6 +48,12 @@ def look(run_or_job: str) -> dict[str, Any]:
     if document["status"] == "running" and "updated" in document:
         document["stale_s"] = round(max(0.0, time.time() - document["updated"]), 1)
     return document
+
+
+def _run_in(folder: Path) -> Path:
+    """The folder itself, or the run in the folder of a `cqwen fit`."""
+    run = folder / "run"
+    return run if (run / CONFIG).is_file() and not (folder / CONFIG).is_file() else folder
 
 
 def _run_of(job: dict[str, str]) -> Path | None:
