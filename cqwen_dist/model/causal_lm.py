@@ -145,8 +145,8 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         default with texts, or with calibration_batches instead), "seed" (the default without, with a warning: the
         first loss is then in the hundreds or thousands), or "seed-100". num_token_id: default len(tokenizer) of the
         model's tokenizer, or the last row without one. options: of `CausalQwenModel.from_base_model` (causal_size,
-        number_dims, ...). The calibrated start makes <NUM>'s rows from the digits' unless num_row_init is given.
-        Raises `UserError`.
+        number_dims, ...), the base's dtype (float32) and device (the CPU), where it is calibrated. The calibrated
+        start makes <NUM>'s rows from the digits' unless num_row_init is given. Raises `UserError`.
         """
         model, base = turned_causal(name_or_path, start, num_token_id, calibration_batches, texts, **options)
         causal = cls(model.config, model).eval()  # as from_pretrained leaves a model

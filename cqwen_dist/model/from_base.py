@@ -38,6 +38,7 @@ def turned_causal(
         options.setdefault("w_num_scale", None if options["numerals"] else 0.2)
     options.setdefault("line_ends", line_end_ids(vocabulary))
     rows_for = rows_with_number_for(used, used if num_token_id is None else num_token_id)
+    device = options.pop("device", "cpu")
     base = load_base(name_or_path, options.pop("dtype", torch.float32), rows_for=rows_for)
     if num_token_id is None:
         num_token_id = base.config.vocab_size - 1 if used is None else used
@@ -46,7 +47,7 @@ def turned_causal(
         calibration_batches, unit = text_batches(texts, tokenizer, base.config.max_position_embeddings, LEVEL_TOKENS)
         options = {"number_dims": 8, "target": unit, **options}
     options.setdefault("used_rows", base.config.vocab_size if used is None else max(used, num_token_id + 1))
-    model = CausalQwenModel.from_base_model(base, start=start, num_token_id=num_token_id, **options)
+    model = CausalQwenModel.from_base_model(base, start=start, num_token_id=num_token_id, **options).to(device)
     if start == "calibrated":
         batches = list(calibration_batches or ())
         calibrate(model, batches, numerals=options.get("numerals", ()), fit_batches=batches)

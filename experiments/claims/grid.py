@@ -20,8 +20,9 @@ from cqwen_dist.run.files import write_atomically
 from cqwen_dist.tables.line_chart import line_chart
 from experiments.claims.measures import Claim, cell
 from experiments.claims.scores import scored
-from experiments.claims.subject import Ask, Positions, Training, calibrated, hidden_size, read, train_heads
+from experiments.claims.subject import Ask, Positions, Training, calibrated, read, train_heads
 from experiments.claims.texts import texts_of
+from experiments.learn.arms import hidden_size
 
 TITLE = "Causal dimension, lambda, gate"
 DIMENSIONS: dict[str, Callable[[int], int]] = {

@@ -65,7 +65,7 @@ def _scores(ask: Ask) -> tuple[Tensor, Tensor]:
 def _words(labels: Tensor, every: int, count: int, seed: int) -> Tensor:
     """`count` of `every` words or more, ascending: those of the labels, and others at random."""
     needed = labels.unique()
-    order = torch.randperm(every, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(every, generator=torch.Generator().manual_seed(seed)).to(labels.device)
     others = order[~torch.isin(order, needed)][: max(count - len(needed), 0)]
     return torch.cat([needed, others]).sort().values
 
@@ -74,15 +74,15 @@ def judged(loc: Tensor, labels: Tensor) -> Found:
     """Measures by law: the chosen word's error of calibration and Brier score, the sum of P (median), the fitted scale
     in units of loc. loc [N,V] float32, labels [N] int64."""
     first = torch.arange(len(labels)) % 2 == 0
-    right = (loc.argmax(1) == labels).numpy()
-    soft = loc.softmax(1).max(1).values.double().numpy()
+    right = (loc.argmax(1) == labels).cpu().numpy()
+    soft = loc.softmax(1).max(1).values.double().cpu().numpy()
     found = {"softmax": {"ECE": calibration_error(soft, right), "Brier": float(np.mean((soft - right) ** 2))}}
     for law in LAWS:
         p, total, scales = np.zeros(len(labels)), np.zeros(len(labels)), []
         for half in (first, ~first):
             scale, threshold = fitted(loc[~half], labels[~half], law)
             own = prob(loc[half], scale, threshold, law)
-            p[half], total[half] = own.max(1).values.double().numpy(), own.sum(1).double().numpy()
+            p[half], total[half] = own.max(1).values.double().cpu().numpy(), own.sum(1).double().cpu().numpy()
             scales.append(scale)
         found[law] = {
             "ECE": calibration_error(p, right),

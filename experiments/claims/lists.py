@@ -33,15 +33,15 @@ def asked_lists(model: CausalQwenModel, tokenizer: NumericalAwareTokenizer) -> d
     Prompts with fewer than two such words are left out.
     """
     rows = []
-    used = int(model.config.used_rows)
+    used, device = int(model.config.used_rows), model.action.cls_weight.device
     for number, (prompt, words) in enumerate(PROMPTS.items()):
         encoded = [tokenizer.encode(f" {word}")[0] for word in words.split()]
         right = [ids[0] for ids in encoded if len(ids) == 1]
         ids, values = tokenizer.encode(prompt)
         if len(right) < 2:
             continue
-        given = torch.tensor([ids]), torch.tensor([values], dtype=torch.float64)
-        u = model.infer(*given, keep=torch.tensor([len(ids) - 1]))
+        given = torch.tensor([ids]).to(device), torch.tensor([values], dtype=torch.float64).to(device)
+        u = model.infer(*given, keep=torch.tensor([len(ids) - 1]).to(device))
         seen = model.action.word_part(model.action.add_noise(u))
         loc = seen.loc @ model.action.cls_weight[:used].T + model.action.cls_bias[:used]
         p, soft = prob_words(model.action, seen, used)[0], loc.softmax(1)[0]

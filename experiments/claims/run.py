@@ -27,8 +27,9 @@ from experiments.claims import (
 )
 from experiments.claims.page import shown
 from experiments.claims.scores import scores_of
-from experiments.claims.subject import Ask, require_base
+from experiments.claims.subject import Ask
 from experiments.claims.texts import SIZES, Sizes
+from experiments.learn.arms import require_base
 
 NAMES = {
     "uncertainty": uncertainty.TITLE,

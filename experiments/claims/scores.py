@@ -52,7 +52,7 @@ def scored(model: CausalQwenModel, seen: Positions) -> Scores:
         found["u_scale"] = action.word_part(u).scale.mean(1)
         found |= {"label": part.labels, "text": part.text, "is_number": part.is_number}
         for name, column in found.items():
-            columns[name].append(column.double().numpy())
+            columns[name].append(column.double().cpu().numpy())
         for name, every in (("bins ovr", p), ("bins softmax", soft.exp())):
             bins[name] += _binned(every, part.labels)
     return {name: np.concatenate(parts) for name, parts in columns.items()} | bins
@@ -90,14 +90,14 @@ def _of_numbers(model: CausalQwenModel, u_prime: Cauchy, part: Positions) -> dic
 
 def _binned(p: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
     """[3, bins]: how many P [N,V] lie in each bin, their sum, and how many are the label's."""
-    edges, label_p = torch.tensor(BINS), p.gather(1, labels.unsqueeze(1))[:, 0]
+    edges, label_p = torch.tensor(BINS, device=p.device), p.gather(1, labels.unsqueeze(1))[:, 0]
     large = p[p >= BINS[0]]
     own = label_p[label_p >= BINS[0]]
     place = torch.bucketize(large, edges, right=True) - 1
     counts = torch.bincount(place, minlength=len(BINS) - 1)
     sums = torch.bincount(place, weights=large.double(), minlength=len(BINS) - 1)
     hits = torch.bincount(torch.bucketize(own, edges, right=True) - 1, minlength=len(BINS) - 1)
-    return torch.stack([counts.double(), sums, hits.double()]).numpy()
+    return torch.stack([counts.double(), sums, hits.double()]).cpu().numpy()
 
 
 def scores_of(ask: Ask) -> dict[str, Scores]:

@@ -3,7 +3,6 @@ heads."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config import Stage, UserError
-from cqwen_dist.config.errors import Said
-from cqwen_dist.config.rates import dense_rate
+from cqwen_dist.config import Stage
 from cqwen_dist.config.training import HEADS
 from cqwen_dist.data.store import Document
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
@@ -26,11 +23,13 @@ from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.ops.ovr.loss import OvrOptions
 from cqwen_dist.ops.regression import counts_text
 from cqwen_dist.parallel.groups import ALONE
+from cqwen_dist.parallel.runtime import pick_device
 from cqwen_dist.training.optim import HeadOptimizer
 from cqwen_dist.training.parameter_groups import head_members
 from cqwen_dist.training.stages import StagePlan
 from experiments.claims.texts import Sizes
 from experiments.learn.answers import whole_texts
+from experiments.learn.arms import heads_rates, require_base
 
 WARM_UP = 5
 
@@ -60,25 +59,13 @@ class Training(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """N label positions of some texts."""
+    """N label positions of some texts, on the model's device."""
 
     z: Tensor  # [N,H] features
     labels: Tensor  # [N] int64
     values: Tensor  # [N] float64; 0 where the label is no number
     is_number: Tensor  # [N] bool
     text: Tensor  # [N] int64: which of the texts
-
-
-def require_base(base: str) -> None:
-    """Raises `UserError` where there is no base in this folder."""
-    if not (Path(base) / "config.json").is_file():
-        raise UserError("--base", Said(f"no model in {base}"), "the folder of a real base: `make base` makes one")
-
-
-def hidden_size(base: str) -> int:
-    """H of the base in this folder. Raises `UserError`."""
-    require_base(base)
-    return int(json.loads((Path(base) / "config.json").read_text(encoding="utf-8"))["hidden_size"])
 
 
 def batches_of(texts: list[str], tokenizer: NumericalAwareTokenizer) -> list[Batch]:
@@ -114,6 +101,7 @@ def calibrated(
         base,
         start="calibrated",
         calibration_batches=batches,
+        device=pick_device(0),
         number_dims=8,
         target={"name": unit.name, "median": unit.median, "scale": unit.scale},
         **shape,
@@ -124,9 +112,9 @@ def calibrated(
 @torch.no_grad()
 def read(model: CausalQwenModel, texts: list[str], tokenizer: NumericalAwareTokenizer) -> Positions:
     """The features of every label position of the texts."""
-    parts = []
-    for number, batch in enumerate(batches_of(texts, tokenizer)):
-        keep = batch.kept
+    parts, device = [], model.action.cls_weight.device
+    for number, read_batch in enumerate(batches_of(texts, tokenizer)):
+        batch, keep = read_batch.to(device), read_batch.kept.to(device)
         columns = (batch.labels, batch.numeric_labels, batch.numeric_mask)
         z = model.kept_features(batch, keep)
         parts.append((z, *(column.flatten()[keep] for column in columns), torch.full_like(keep, number)))
@@ -141,11 +129,12 @@ def train_heads(
     Every step takes `tokens` positions at random. Returns the loss of each step, in nats a token.
     """
     training = training or Training()
-    rate = training.rate * dense_rate(model.config.hidden_size)
-    rates = {"classifier": rate / 10, "regression": 1e-3 * training.rate, "thresholds": 1e-3 * training.rate}
-    groups = {group: rates[group] for group in training.groups if group in rates}
+    rate, rates = heads_rates(model.config.hidden_size)
+    groups = {group: training.rate * rates[group] for group in training.groups if group in rates}
     train = list(training.groups)
-    stage = Stage(name="heads", train=train, steps=steps, lr=rate, lr_groups=groups, warmup_steps=WARM_UP)
+    stage = Stage(
+        name="heads", train=train, steps=steps, lr=training.rate * rate, lr_groups=groups, warmup_steps=WARM_UP
+    )
     plan = StagePlan(stage, 0, 0, steps)
     members = head_members(nn.ModuleDict(model.heads), "per-word", False)
     optimizer = HeadOptimizer(members, ALONE, weight_decay=0.0)

@@ -19,12 +19,11 @@ from cqwen_dist.run.files import write_atomically
 from experiments.claims.scores import scored
 from experiments.claims.subject import Ask, Training, calibrated, read, train_heads
 from experiments.claims.texts import items_of, texts_of
+from experiments.learn.arms import heads_rates, hidden_size
 from experiments.learn.corpora import HELD_OUT
 from experiments.learn.ours import our_arm
 from experiments.learn.words import causal_scorer, measured_words
 
-HEADS_LR = 2e-5  # rates for a real base (docs/training.md)
-HEADS_RATES = {"classifier": 2e-6, "regression": 1e-3, "thresholds": 1e-3}
 LORA_LR = 3e-4
 NUMBERS = 200  # held-out numbers that are predicted, at most
 START = "LoRA's start"
@@ -148,14 +147,15 @@ def _files(ask: Ask) -> dict[str, str]:
 
 def _config(ask: Ask, arm: LoraArm, files: Mapping[str, str]) -> dict[str, Any]:
     """The config of an arm's run. Both orders read the same texts in as many steps; only what trains differs."""
-    shared = {"lr": HEADS_LR, "schedule": "cosine"}
+    rate, groups = heads_rates(hidden_size(ask.base))
+    shared = {"lr": rate, "schedule": "cosine"}
     first, then = ask.size.lora_heads, ask.size.lora_steps
-    heads = {**shared, "name": "heads", "train": ["heads", "embedding"], "lr_groups": HEADS_RATES, "steps": first}
+    heads = {**shared, "name": "heads", "train": ["heads", "embedding"], "lr_groups": groups, "steps": first}
     lora = {
         **shared,
         "name": "lora",
         "train": ["heads", "embedding", "lora"],
-        "lr_groups": {**HEADS_RATES, "lora": arm.rate},
+        "lr_groups": {**groups, "lora": arm.rate},
         "steps": then if arm.heads_first else first + then,
     }
     limit = {"mode": "monitor"} if arm.kl is None else {"mode": "dual", "eps": arm.kl}

@@ -64,7 +64,7 @@ class GumbelNoise:
         step = ids.shape[1] - self.width
         place = {"fresh": (1 + self.prompt, 1 + step), "replayed": (0, 1 + step), "constant": (0, 0)}[self.way.kind]
         draw = torch.Generator().manual_seed((self.seed * 1009 + place[0]) * 100_003 + place[1])
-        uniform = torch.rand(logits.shape, generator=draw).clamp(1e-12, 1 - 1e-7)
+        uniform = torch.rand(logits.shape, generator=draw).clamp(1e-12, 1 - 1e-7).to(logits.device)
         logits = logits / self.way.temperature
         if self.way.nucleus < 1:
             logits = TopPLogitsWarper(self.way.nucleus)(ids, logits)
@@ -82,21 +82,23 @@ def write(
     judged: bool = True,
 ) -> Texts:
     """Every writer continues every prompt by `words` tokens. judged: whether the surprise is measured."""
-    ids, surprise = [], []
+    ids, surprise, device = [], [], model.action.cls_weight.device
     for number, prompt in enumerate(prompts):
         own_ids, own_values = tokenizer.encode(prompt)
-        given = torch.tensor(own_ids).expand(writers, -1), torch.tensor(own_values).double().expand(writers, -1)
+        given = torch.tensor(own_ids).to(device), torch.tensor(own_values).double().to(device)
         width = len(own_ids)
         options: dict[str, Any] = {"mode": "individual", "temperature": way.temperature, "seed": seed}
         if way.kind == "individual":
             options["eps_truncation"] = way.cut
         else:
             options = {"mode": "compatible", "logits_processor": GumbelNoise(way, seed, number, width)}
-        found, numbers = generate(model, *given, max_new_tokens=words, eos_token_id=[], **options)
+        found, numbers = generate(
+            model, *(row.expand(writers, -1) for row in given), max_new_tokens=words, eos_token_id=[], **options
+        )
         ids.append(found[:, width:])
         kept = surprise_of(model, found, numbers.values, width) if judged else torch.zeros(writers)
         surprise.append(kept)
-    return Texts(torch.stack(ids), torch.stack(surprise))
+    return Texts(torch.stack(ids).cpu(), torch.stack(surprise).cpu())
 
 
 @torch.no_grad()
@@ -104,7 +106,7 @@ def surprise_of(model: CausalQwenModel, ids: Tensor, values: Tensor, width: int)
     """The mean of -log softmax(loc_S) of the tokens from `width` on: ids, values [N,T] -> [N]."""
     rows, length = ids.shape
     ahead = torch.arange(width - 1, length - 1)
-    keep = (torch.arange(rows)[:, None] * length + ahead).flatten()
+    keep = (torch.arange(rows)[:, None] * length + ahead).flatten().to(ids.device)
     u = model.action.add_noise(model.infer(ids, values, keep=keep))
     labels = ids[:, width:].flatten()
     scores = ovr_scores(model.action.word_part(u), model.action.word_head(), labels)

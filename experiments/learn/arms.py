@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cqwen_dist.config import UserError
 from cqwen_dist.config.architectures.base_architecture import USUAL_TARGETS
+from cqwen_dist.config.errors import Said
+from cqwen_dist.config.rates import dense_rate
 from experiments.learn.corpora import HELD_OUT
 from experiments.learn.lanes import Task
 from experiments.learn.words import ROWS
@@ -30,14 +34,11 @@ class Scale:
 SCALES = {
     "small": Scale(1500, 60, problems=32, pieces=16, numbers=48, heads_steps=12, lora_steps=16, batch=8, length=320),
     "full": Scale(
-        8000, 200, problems=200, pieces=100, numbers=600, heads_steps=150, lora_steps=450, batch=16, length=320
+        8000, 200, problems=200, pieces=100, numbers=600, heads_steps=100, lora_steps=350, batch=16, length=320
     ),
 }
 BASE = "base, untrained"
 SEED = 0
-# Learning rates for a real base (docs/training.md). The heads keep theirs in both stages; LoRA's is chosen per arm.
-HEADS_LR = 2e-5
-HEADS_RATES = {"classifier": 2e-6, "regression": 1e-3, "thresholds": 1e-3}
 LORA_LRS = (1e-4, 3e-4, 1e-3)
 LORA = {"r": 16, "alpha": 32, "dropout": 0.05}
 OURS: dict[str, dict[str, Any]] = {
@@ -47,8 +48,30 @@ OURS: dict[str, dict[str, Any]] = {
 PLAIN = {"LoRA + softmax, digits": True, "LoRA + softmax, <NUM>": False}
 
 
-def tasks(out: Path, size: Scale, base: str, median: float) -> list[Task]:
-    """All trainings, named by arm and rate. median: of the numbers after the training prompts."""
+def require_base(base: str) -> None:
+    """Raises `UserError` where there is no base in this folder."""
+    if not (Path(base) / "config.json").is_file():
+        raise UserError("--base", Said(f"no model in {base}"), "the folder of a real base: `make base` makes one")
+
+
+def hidden_size(base: str) -> int:
+    """H of the base in this folder. Raises `UserError`."""
+    require_base(base)
+    return int(json.loads((Path(base) / "config.json").read_text(encoding="utf-8"))["hidden_size"])
+
+
+def heads_rates(hidden: int) -> tuple[float, dict[str, float]]:
+    """(rate, rates by group) of the heads on a real base of this hidden size (docs/training.md, Rates)."""
+    rate = dense_rate(hidden)
+    return rate, {"classifier": rate / 10, "regression": rate * 10, "thresholds": 1e-3}
+
+
+def tasks(out: Path, size: Scale, base: str, hidden: int, median: float, bf16: bool = False) -> list[Task]:
+    """All trainings, named by arm and rate. hidden: the base's hidden size. median: of the numbers after the training
+    prompts. bf16: products in bf16, in every arm.
+
+    The heads keep their rates in both stages; LoRA's is chosen per arm.
+    """
     files = {name: str(out / "data" / f"{name}.jsonl") for name in HELD_OUT}
     train = str(out / "data" / "train.jsonl")
     shared = {"base": base, "held_out": files, "numbers": size.numbers, "median": median}
@@ -57,6 +80,7 @@ def tasks(out: Path, size: Scale, base: str, median: float) -> list[Task]:
         "data": {"train": train, "sequence_length": size.length},
         "batch": size.batch,
         "seed": SEED,
+        "bf16": bf16,
         "lora": {
             "r": LORA["r"],
             "lora_alpha": LORA["alpha"],
@@ -67,7 +91,8 @@ def tasks(out: Path, size: Scale, base: str, median: float) -> list[Task]:
     found = [Task(BASE, "plain", {**plain, "steps": 0, "lr": 0.0, "digits": True})]
     for lr in LORA_LRS:
         for arm, changes in OURS.items():
-            config = _config(size, base, train, files["words"], str(out / "runs" / f"{arm} {lr:g}"), lr)
+            folder = str(out / "runs" / f"{arm} {lr:g}")
+            config = _config(size, base, hidden, train, files["words"], folder, lr, bf16)
             found.append(Task(f"{arm} {lr:g}", "ours", {**shared, "config": {**config, **changes}}))
         for arm, digits in PLAIN.items():
             steps = size.heads_steps + size.lora_steps
@@ -75,19 +100,23 @@ def tasks(out: Path, size: Scale, base: str, median: float) -> list[Task]:
     return found
 
 
-def _config(size: Scale, base: str, train: str, held_out: str, folder: str, lora_lr: float) -> dict[str, Any]:
+def _config(
+    size: Scale, base: str, hidden: int, train: str, held_out: str, folder: str, lora_lr: float, bf16: bool
+) -> dict[str, Any]:
     """Config of a CausalQwen run: heads first, then heads and LoRA."""
-    both = {"lr": HEADS_LR, "schedule": "cosine"}
+    rate, groups = heads_rates(hidden)
+    both = {"lr": rate, "schedule": "cosine"}
     heads = {**both, "name": "heads", "train": ["heads", "embedding"], "steps": size.heads_steps}
     lora = {**both, "name": "lora", "train": ["heads", "embedding", "lora"], "steps": size.lora_steps}
     return {
         "model": {"name_or_path": base, "lora": LORA},
         "data": {"train": train, "eval": held_out, "sequence_length": size.length},
         "start": "calibrated",
-        "stages": [{**heads, "lr_groups": HEADS_RATES}, {**lora, "lr_groups": {**HEADS_RATES, "lora": lora_lr}}],
+        "stages": [{**heads, "lr_groups": groups}, {**lora, "lr_groups": {**groups, "lora": lora_lr}}],
         "train": {
             "global_batch_size": size.batch,
             "micro_batch_size": min(ROWS, size.batch),
+            "precision": "bf16" if bf16 else "fp32",
             "seed": SEED,
             "eval_every": 100_000,
             "checkpoint_every": 100_000,

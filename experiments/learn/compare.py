@@ -24,7 +24,7 @@ from rich.table import Column, Table
 from cqwen_dist.config import NumberPolicy, UserError
 from cqwen_dist.run.files import write_atomically
 from experiments.learn.answers import numbers_after_prompts
-from experiments.learn.arms import BASE, OURS, PLAIN, SCALES, tasks
+from experiments.learn.arms import BASE, OURS, PLAIN, SCALES, hidden_size, tasks
 from experiments.learn.corpora import HELD_OUT, read_items, write_corpora
 from experiments.learn.lanes import run_tasks
 from experiments.learn.ours import our_arm
@@ -53,15 +53,17 @@ def run(
         raise UserError("--scale", scale, " or ".join(SCALES))
     size, began = SCALES[scale], time.monotonic()
     counts = write_corpora(out / "data", data, size.texts, size.held_out, size.problems, size.pieces)
-    every = tasks(out, size, base, _median_number(out / "data" / "train.jsonl"))
+    gpu = torch.cuda.is_available()
+    median = _median_number(out / "data" / "train.jsonl")
+    every = tasks(out, size, base, hidden_size(base), median, bf16=gpu)
     wanted = [task for task in every if not only or any(re.search(pattern, task.name) for pattern in only)]
     say(f"{len(wanted)} trainings; texts: {', '.join(f'{count} {name}' for name, count in counts.items())}")
-    lanes = lanes or min(4 if torch.cuda.is_available() else 12, len(os.sched_getaffinity(0)))
+    lanes = lanes or min(4 if gpu else 12, len(os.sched_getaffinity(0)))
     results = run_tasks(wanted, KINDS, out, lanes, minutes * 60 - (time.monotonic() - began), say)
     good = {name: result for name, result in results.items() if "error" not in result}
     summary = {
         "scale": scale,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": torch.cuda.get_device_name() if gpu else "cpu",
         "torch": torch.__version__,
         "texts": counts,
         "seconds": time.monotonic() - began,

@@ -37,9 +37,10 @@ DECODED = 128  # prefixes decoded in one call
 def plain_arm(options: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
     """Task: fine-tune with ordinary LoRA and measure.
 
-    options: base (a folder), data (a `DataConfig` tree), steps (0 measures the base itself), batch, lr, seed, lora
-    (arguments of PEFT's LoraConfig), digits (False: <NUM> without its value), held_out (files by name), numbers (at
-    most so many), median. Returns `words` for every file, `numbers` if digits are read, and the training `losses`.
+    options: base (a folder), data (a `DataConfig` tree), steps (0 measures the base itself), batch, lr, seed, bf16
+    (products by autocast), lora (arguments of PEFT's LoraConfig), digits (False: <NUM> without its value), held_out
+    (files by name), numbers (at most so many), median. Returns `words` for every file, `numbers` if digits are read,
+    and the training `losses`.
     """
     kind = DigitTokenizer if options["digits"] else NumericalAwareTokenizer
     tokenizer = kind.from_pretrained(options["base"])
@@ -47,11 +48,12 @@ def plain_arm(options: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
     seed_everything(options["seed"])
     lora = LoraConfig(**options["lora"], task_type="CAUSAL_LM")
     model = get_peft_model(base, lora).to(runtime.device)
-    losses = _train(model, tokenizer, DataConfig.model_validate(options["data"]), options)
-    model.eval()
-    result = {"words": measured_words(plain_scorer(model), options["held_out"], tokenizer, options["base"])}
-    if options["digits"]:
-        result["numbers"] = _numbers(model, tokenizer, read_items(Path(options["held_out"]["words"])), options)
+    with torch.autocast(runtime.device.type, torch.bfloat16, enabled=options["bf16"]):
+        losses = _train(model, tokenizer, DataConfig.model_validate(options["data"]), options)
+        model.eval()
+        result = {"words": measured_words(plain_scorer(model), options["held_out"], tokenizer, options["base"])}
+        if options["digits"]:
+            result["numbers"] = _numbers(model, tokenizer, read_items(Path(options["held_out"]["words"])), options)
     return {**result, "losses": losses}
 
 
