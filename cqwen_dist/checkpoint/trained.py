@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from cqwen_dist.model.lora import is_lora
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.run.files import CONFIG, DIGESTS, read_object
 
+_LOG = logging.getLogger(__name__)
 EMBEDDING = ("embedding.w_num", "embedding.num_row")  # the embedding's trained parameters
 
 
@@ -65,6 +67,8 @@ def load_trained(
     where = torch.device(_place(device))
     model = assemble(state, config, folder, "none" if full_base else config.model.quantize, where)
     model.config.calibration = (state.state.get("figures") or {}).get("calibration") or intervals_of(folder)
+    if model.config.calibration is not None and not state.state.get("evaluated", True):
+        _LOG.warning("the intervals are as wide as an earlier step needed: %s was not evaluated", folder.name)
     if config.data.messages_field is not None:
         _let_turns_end(model, tokenizer)
     return model.to(where).eval(), tokenizer  # type: ignore[arg-type]  # transformers wraps `to`

@@ -337,7 +337,7 @@ def test_unknown_export_options_are_refused(tmp_path: Path, options: dict[str, A
         export(folder, tmp_path / "out", **options)
 
 
-def test_the_model_card_has_the_runs_figures(one_rank: Path, tmp_path: Path) -> None:
+def test_the_model_card_has_the_runs_figures(one_rank: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """From a checkpoint of a run, then from what was exported: the same card, the same adapter for PEFT."""
     state = json.loads((one_rank / "checkpoints" / "step-00000006" / "state.json").read_text())
     out = export(one_rank, tmp_path / "out")
@@ -348,13 +348,17 @@ def test_the_model_card_has_the_runs_figures(one_rank: Path, tmp_path: Path) -> 
         if state.get("figures"):
             assert f"| next-word accuracy | {state['figures']['eval/accuracy']:.4g} |" in card
         else:
-            assert "has measured nothing" in card
+            assert "Nothing was measured on" in card
         assert str(one_rank) not in card + (folder / "training.json").read_text()
         assert (folder / "adapter" / "adapter_config.json").is_file()
         assert "| adapters | in place, and separately in PEFT's format |" in card
     same(load_trained(one_rank)[0], load_trained(again)[0])
+    assert "earlier step" not in card + caplog.text
     between = export(checkpoint_folder(one_rank, 4), tmp_path / "between")  # evaluated at step 3, before a step
-    assert "has measured nothing" in (between / "README.md").read_text()
+    card = (between / "README.md").read_text()
+    assert "Nothing was measured on held-out texts at this step." in card
+    assert "which a model of an earlier step predicted: the Cauchy's own" in card
+    assert "as wide as an earlier step needed: step-00000004 was not evaluated" in caplog.text
 
 
 def test_the_model_card_names_no_adapters_without_a_lora_stage(tmp_path: Path) -> None:
