@@ -59,8 +59,7 @@ class Work:
     adapters: int  # entries of LoRA
     layers: int  # that attend
     attention: int  # A D, attention heads times their size
-    hidden: int  # H
-    causal: int  # C
+    abduction: int  # entries of its matrices
     words: int  # C_w, dimensions of the word part of U
     vocab: float  # V, times the sampled share
     recurrent: int = 0  # multiplications of a token with the state of linear attention, in all layers
@@ -92,13 +91,12 @@ class Work:
         graph = bool(trained & {"embedding", "lora"})
         forward, scores = self.forward(length), self.scores(length)
         adapters = (4.0 if "lora" in trained else 2.0) * self.adapters
-        abduction = 2 * 2.0 * self.causal * self.hidden  # two matrices [C, H]
         words = 2 * 2.0 * self.words * self.vocab  # loc and scale
         tokens = graph or bool(trained & {"abduction", "noise"})
         return Flops(
             backbone_forward=0.0 if cached else forward,
             backbone_backward=graph * (2.0 * self.matrices + adapters + 4.0 * self.recurrent + 2 * scores),
-            abduction=abduction * (1 + ("abduction" in trained) + graph),
+            abduction=2.0 * self.abduction * (1 + ("abduction" in trained) + graph),
             word_head=words * (1 + tokens + ("classifier" in trained)),
             recomputed=graph * (scores / 2 + checkpointing * forward),
             between_texts=0.0 if cached or row is None else 2 * self.scores(row) - scores,

@@ -99,4 +99,5 @@ def work_in(config: Config, model: Any) -> Work:
     """The operation count of a run's `CausalQwenModel`, as the planner computes it."""
     base, lora = Architecture.of(model.transformer.config.to_dict()), config.model.lora
     adapters = base.lora_parameters(lora.rank, lora.target_modules, active=True) if config.trains("lora") else 0
-    return base.work(adapters, model.config.causal_size, model.config.causal_hidden_size)
+    abduction = sum(p.numel() for p in model.abduction.parameters() if p.ndim == 2)
+    return base.work(adapters, model.config.causal_size, abduction)

@@ -165,7 +165,8 @@ def _zero3_numbers(s: Sizes) -> tuple[int, int]:
     frozen = sum(count * partitioned(*a.tensors(layer)) for count, layer in a.stack)
     r = s.config.model.lora.rank
     adapters = sum(count * partitioned(r * each.rows, r * each.columns) for count, each in a.all_maps(s.adapters))
-    ends = partitioned(a.embedding_parameters, *[a.hidden] * 3)
+    of_numbers = s.engine_parameters["embedding of numbers"] - a.hidden, a.hidden  # w_num and the <NUM> row
+    ends = partitioned(a.embedding_parameters, a.hidden, *of_numbers)
     every = a.backbone_parameters + a.embedding_parameters + s.trained_features
     persistent = s.graph * (every - frozen - adapters - ends)
 
@@ -174,5 +175,5 @@ def _zero3_numbers(s: Sizes) -> tuple[int, int]:
     if a.backbone_parameters + a.embedding_parameters + s.trained_features <= window:
         return ends + frozen * (1 + again) + adapters, persistent
     passes = 1 + s.graph + again
-    numbers = partitioned(a.hidden, a.hidden) * s.graph  # w_num and the <NUM> row, gathered again for backward
+    numbers = partitioned(*of_numbers) * s.graph  # gathered again for backward
     return ends + numbers + passes * (frozen + adapters), persistent

@@ -193,7 +193,7 @@ def work_of(s: Sizes) -> Work:
     adapters = 0
     if "lora" in s.ever_trainable:
         adapters = s.base.lora_parameters(lora.rank, lora.target_modules, active=True)
-    return s.base.work(adapters, s.words, s.causal)
+    return s.base.work(adapters, s.words, sum(rows * columns for rows, columns in s.abduction))
 
 
 def flops(s: Sizes) -> Flops:
