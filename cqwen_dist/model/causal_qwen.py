@@ -139,9 +139,8 @@ class CausalQwenModel(CausalModules):
         head, table: the output head's weight and the token table where `base` does not hold them whole
         (`training.zero.partitioned_base`). num_row_init, num_bias_init: of <NUM>'s row, as `inherit_head`; "digits":
         at the input it is the mean row of `numerals`, at the output `calibration` fits it. w_num_scale: None gives
-        w_num VALUE_SHARE of the mean norm of these rows. reg_gain: of W_reg's Xavier start. line_ends: as
-        `Beside.begin`. shape: further fields of `CausalQwenConfig`. Raises `UserError`, also for an unknown
-        argument.
+        w_num VALUE_SHARE of the mean norm of these rows, without them a factor of 0.2. reg_gain: of W_reg's Xavier
+        start. line_ends: as `Beside.begin`. shape: further fields of `CausalQwenConfig`. Raises `UserError`.
         """
         if unknown := [name for name in shape if name not in SHAPE]:
             allowed = f"an argument of from_base_model, or of the model's shape: {sorted(SHAPE)}"
@@ -156,7 +155,7 @@ class CausalQwenModel(CausalModules):
         output = base.get_output_embeddings()
         weight, bias = (output.weight.detach(), output.bias) if head is None else (head, None)
         table = base.get_input_embeddings().weight if table is None else table
-        whole = 1.0 if w_num_scale is None else w_num_scale
+        whole = 0.2 if w_num_scale is None else w_num_scale
         own = classes_of(config)
         model = cls(config, base=base, vocab_start=vocab_start, rows=rows, w_num_scale=whole, classes=own)
         if lora and LoraConfig(**lora).from_weights:
@@ -166,7 +165,7 @@ class CausalQwenModel(CausalModules):
             norm = find_numeral_row(embedding, table, numerals)
             if num_row_init == "digits":
                 embedding.num_row.data.copy_(embedding.numeral_row)
-                embedding.w_num.data.mul_(VALUE_SHARE * norm if w_num_scale is None else 1.0)
+                embedding.w_num.data.mul_(VALUE_SHARE / whole * norm if w_num_scale is None else 1.0)
         inherit_head(model, weight, bias, num_row_init=num_row_init, num_bias_init=num_bias_init, reg_gain=reg_gain)
         apply_preset(model, start, b_noise_init)
         if model.beside is not None:

@@ -33,9 +33,10 @@ def turned_causal(
     start = _start_of(start, texts, calibration_batches)
     found = base_tokenizer(name_or_path)
     used, vocabulary = (None, {}) if found is None else (rows_used(found), found.get_vocab())
-    if start == "calibrated" and options.setdefault("num_row_init", "digits") == "digits":
-        options.setdefault("numerals", numeral_ids(vocabulary))
-        options.setdefault("w_num_scale", None if options["numerals"] else 0.2)
+    if start == "calibrated":
+        options.setdefault("w_num_scale", None)
+        if options.setdefault("num_row_init", "digits") == "digits":
+            options.setdefault("numerals", numeral_ids(vocabulary))
     options.setdefault("line_ends", line_end_ids(vocabulary))
     rows_for = rows_with_number_for(used, used if num_token_id is None else num_token_id)
     device = options.pop("device", "cpu")

@@ -249,13 +249,15 @@ def test_the_input_row_is_the_mean_of_the_digits(tied: bool) -> None:
 def test_w_num_has_its_share_of_the_digits_norm() -> None:
     table = tiny_base().get_input_embeddings().weight.detach()
     size = float(table[DIGITS].norm(dim=1).mean())
-    unit, by_norm, given = (
-        tiny_model(start="calibrated", num_row_init=how, numerals=DIGITS, w_num_scale=scale).features.embedding.w_num
-        for how, scale in (("inherit", 1.0), ("digits", None), ("digits", 0.5))
+    starts = ("inherit", 1.0, DIGITS), ("digits", None, DIGITS), ("digits", 0.5, DIGITS), ("digits", None, ())
+    unit, by_norm, given, without = (
+        tiny_model(start="calibrated", num_row_init=how, numerals=digits, w_num_scale=scale).features.embedding.w_num
+        for how, scale, digits in starts
     )
     assert 0.5 < float(unit.norm()) < 2.0, "drawn with a norm of about 1"
     torch.testing.assert_close(by_norm, VALUE_SHARE * size * unit, atol=1e-7, rtol=1e-5)
     torch.testing.assert_close(given, 0.5 * unit, atol=1e-7, rtol=1e-5)
+    torch.testing.assert_close(without, 0.2 * unit, msg="a tokenizer without digits: as a row that is inherited")
 
 
 # ----------------------------------------------------------------------------------------------------------- ranks

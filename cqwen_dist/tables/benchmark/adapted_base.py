@@ -48,7 +48,7 @@ class StartingBase:
             num_token_id=self.tokenizer.num_token_id,
             num_row_init="digits",
             numerals=self.tokenizer.numeral_ids,
-            w_num_scale=None if self.tokenizer.numeral_ids else 0.2,
+            w_num_scale=None,
             lora=LORA.model_dump(),
         )
         self.width = model.config.hidden_size
