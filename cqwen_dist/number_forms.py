@@ -23,7 +23,9 @@ _CODES = "EUR|USD|GBP|CHF|JPY|CNY|RMB|INR|AUD|CAD|NZD|SEK|NOK|DKK|PLN|CZK|HUF|RU
 _BEFORE = rf"(?:[A-Z]{{0,3}}[{_CURRENCY}]|(?:{_CODES})\.?)"
 _WORD = r"[^\s\d()]{0,11}[23]?"
 _AFTER = rf"(?:[{_CURRENCY}%‰°]|[^\W\d_]){_WORD}(?: [^\W\d_]{_WORD})?"
-SCALES = re.compile(rf"(?:[%‰kKMBT千万萬亿億]|[BbM]n|mln|(?:Mio|Mrd|Tsd)\.?|thousand|[mb]illion)(?:[{_CURRENCY}]| .*)?")
+_SHORT = r"[%‰kKMBT千万萬亿億兆천만억조]|[BbMm]n|MM|mln|(?:Mio|Mrd|Tsd|Cr)\.?"
+_LONG = r"(?i:thousand|tausend|(?:m|b|tr)illi(?:on|ard)(?:en?)?|lakh|lac|crore|dozen|hundred)s?"
+SCALES = re.compile(rf"(?:{_SHORT}|{_LONG})(?:[{_CURRENCY}]| .*)?")
 _EXAMPLE = re.compile(rf"(?P<before>{_BEFORE})?\s*1234(?P<decimal>[.,])5\s*(?P<after>{_AFTER})?")
 
 

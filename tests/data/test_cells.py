@@ -399,7 +399,7 @@ def test_columns_that_cannot_have_the_same_text_are_refused(change: dict[str, An
 
 
 @pytest.mark.parametrize("cell", ["0.125", "950", 0.125, 5])
-@pytest.mark.parametrize("unit", [" %", "k", "k€", " Mio"])
+@pytest.mark.parametrize("unit", [" %", "k", "k€", " Mio", " Lakh", " crores", " Cr", " Million", " Milliarden", "만"])
 def test_a_number_without_a_unit_that_scales_it_is_not_read(unit: str, cell: Any) -> None:
     """0.125 may be 12.5 %, and 950 is not 950k: a guess would be silently wrong by a factor."""
     trained, cells = _seen([{"x": f"{i}.5{unit}"} for i in range(20)])
