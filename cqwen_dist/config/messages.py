@@ -184,10 +184,8 @@ def members_of(annotation: Any) -> Iterator[Any]:
 
 def section_of(annotation: Any) -> type[Section] | None:
     """The section class in a type (not: a list of sections)."""
-    for member in members_of(annotation):
-        if isinstance(member, type) and issubclass(member, Section):
-            return member
-    return None
+    members = members_of(annotation)
+    return next((each for each in members if isinstance(each, type) and issubclass(each, Section)), None)
 
 
 def _path(loc: tuple[int | str, ...], tree: Any) -> Path:

@@ -34,6 +34,14 @@ def _law(model: Any, batch: Padded, keep: Tensor) -> Cauchy:
         return net.action.add_noise(u.to(net.action.cls_weight.device))
 
 
+def rows_for(model: Any, words: Sequence[int] | None) -> int:
+    """How many of the head's rows are asked: those in use, or all for given words. Raises `UserError`."""
+    odd = next((word for word in words or () if not 0 <= word < model.config.vocab_size), None)
+    if odd is not None:
+        raise UserError("words", odd, f"ids in [0, {model.config.vocab_size})")
+    return int(model.config.used_rows if words is None else model.config.vocab_size)
+
+
 @dataclass(frozen=True)
 class Holding:
     """A word that holds, its P and its decision strength (loc_S - C)/scale_S (S4 3.3.3)."""
@@ -60,15 +68,12 @@ def multi_label(
         raise UserError("decision_threshold", decision_threshold, "a finite number")
     if not 0.0 < prob_threshold < 1.0:
         raise UserError("prob_threshold", prob_threshold, "above 0, below 1")
-    odd = next((word for word in words or () if not 0 <= word < model.config.vocab_size), None)
-    if odd is not None:
-        raise UserError("words", odd, f"ids in [0, {model.config.vocab_size})")
+    rows = rows_for(model, words)
     b, t = batch.ids.shape
     law = _law(model, batch, torch.arange(1, b + 1, device=batch.ids.device) * t - 1)
     action = model.model.action
     with at_hand(action):
         seen = action.word_part(law)
-        rows = int(model.config.used_rows) if words is None else model.config.vocab_size
         p = prob_words(action, seen, rows, decision_threshold).cpu()
     ids = torch.arange(rows) if words is None else torch.tensor(words, dtype=torch.int64)
     result = []

@@ -176,10 +176,7 @@ class Architecture:
 
 def _counted(layers: list[tuple[Block, ...]]) -> tuple[tuple[int, tuple[Block, ...]], ...]:
     """Each different layer once, in the order in which they come first, with how many there are."""
-    different: list[tuple[Block, ...]] = []
-    for layer in layers:
-        if layer not in different:
-            different.append(layer)
+    different = [layer for at, layer in enumerate(layers) if layer not in layers[:at]]
     return tuple((layers.count(layer), layer) for layer in different)
 
 

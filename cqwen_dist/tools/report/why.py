@@ -16,6 +16,7 @@ import torch
 
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.continuation import padded
+from cqwen_dist.generate.decisions import rows_for
 from cqwen_dist.generate.generation_settings import check_prompt
 from cqwen_dist.generate.modes import prob_words
 from cqwen_dist.generate.plot import drawing, share
@@ -77,7 +78,11 @@ def why(
     model: a `CausalQwenForCausalLM`. words: ids to explain (default: the likeliest). dims: how many dimensions to name.
     individuals: how many to draw. begin: False for chats. Raises `UserError`.
     """
-    _check(model, words, dims, individuals)
+    if dims < 1:
+        raise UserError("dims", dims, "1 or more")
+    if individuals < 0:
+        raise UserError("individuals", individuals, "0 or more")
+    rows = rows_for(model, words)
     tokenizer = reader(tokenizer)
     ids, values = tokenizer.encode(prompt, begin)
     batch = padded(model, tokenizer, [(ids, values)])
@@ -88,7 +93,6 @@ def why(
         seen = action.word_part(law.to(action.cls_weight.device))
         noise = action.b_noise.abs()[: action.word_size]
         last = Cauchy(seen.loc[0, -1:], seen.scale[0, -1:])
-        rows = int(model.config.used_rows) if words is None else model.config.vocab_size
         p = prob_words(action, Cauchy(last.loc, last.scale + noise), rows)[0]
         named = p.topk(min(WORDS, len(p))).indices.tolist() if words is None else list(words)
         parts = (action.cls_weight[named] * last.loc).double().cpu()
@@ -113,16 +117,6 @@ def why(
         [MapPoint(tokenizer.decode([word], [0.0]), *map(float, at)) for word, at in zip(chosen, others, strict=True)],
         shares,
     )  # fmt: skip
-
-
-def _check(model: Any, words: Sequence[int] | None, dims: int, individuals: int) -> None:
-    if dims < 1:
-        raise UserError("dims", dims, "1 or more")
-    if individuals < 0:
-        raise UserError("individuals", individuals, "0 or more")
-    odd = next((word for word in words or () if not 0 <= word < model.config.vocab_size), None)
-    if odd is not None:
-        raise UserError("words", odd, f"ids in [0, {model.config.vocab_size})")
 
 
 def principal_axes(points: np.ndarray) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:
