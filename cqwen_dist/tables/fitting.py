@@ -304,7 +304,8 @@ def _predict(
     from cqwen_dist.checkpoint.trained import load_trained
 
     model, tokenizer = load_trained(checkpoint, "auto")
-    say(f"predicting {len(made.parts.test):,} rows with {checkpoint}, the best on the rows for evaluation")
+    start = ": the closed form, no step improved it" * (checkpoint == checkpoint_folder(folder / "run", 0))
+    say(f"predicting {len(made.parts.test):,} rows with {checkpoint}, the best on the rows for evaluation{start}")
     table = made.table
     rows, prompts, cells = ([of[row] for row in made.parts.test] for of in (table.written, made.prompts, table.rows))
     learnt = learnt_table(checkpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -68,10 +69,10 @@ def read_table(source: str, target: str, wanted: Sequence[str] = (), decimal_com
     read = _read(records, (*columns, target), found.cells, source)
     kept = [number for number, row in enumerate(read) if row[target]]
     rows = [read[number] for number in kept]
-    _refuse_targets(rows, target, source)
+    often = _of_targets(rows, target, source)
     lost = len(read) - len(rows)
     written = [_as_written(records[number], (*columns, target)) for number in kept]
-    notes = [f"{lost:,} rows without a {target} are left out"] * (lost > 0) + found.notes
+    notes = [f"{lost:,} rows without a {target} are left out"] * (lost > 0) + found.notes + often
     used = {name: found.cells.forms[name] for name in (*columns, target) if name in found.cells.forms}
     return Table(columns, _of_numbers(columns, rows, used), rows, target, notes, lost, written, used)
 
@@ -97,14 +98,16 @@ def _written(value: Any) -> str:
     return "" if is_missing(value) else value.strip() if text else cell_text(value) or ""
 
 
-def _refuse_targets(rows: Sequence[Row], target: str, source: str) -> None:
-    """Raises `UserError` for too few targets, or equal ones."""
-    found = {float(row[target]) for row in rows}
+def _of_targets(rows: Sequence[Row], target: str, source: str) -> list[str]:
+    """A note if most targets are equal. Raises `UserError` for too few targets, or if all are equal."""
     if len(rows) < LEAST_ROWS:
         raise UserError("FILE", Said(f"{len(rows)} rows with a {target}"), f"{LEAST_ROWS} or more", source)
-    if len(found) == 1:
-        said = Said(f"{found.pop():g} in every row")
+    ((value, count),) = Counter(float(row[target]) for row in rows).most_common(1)
+    if count == len(rows):
+        said = Said(f"{value:g} in every row")
         raise UserError("--target", said, f"a column {target} with different numbers", source)
+    often = f"{target} is {value:g} in {count:,} of {len(rows):,} rows: to say this of every row is hard to beat by MAE"
+    return [often] * (2 * count > len(rows))
 
 
 def write_rows(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:

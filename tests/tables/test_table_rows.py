@@ -57,6 +57,12 @@ def test_rows_without_a_target_and_unnameable_columns_are_dropped_and_counted(tm
     assert table.notes[1].endswith(r": a:b, *, {}, \nu")
 
 
+def test_a_target_that_is_mostly_one_number_gets_a_note(tmp_path: Path) -> None:
+    records = [{**record, "claims": 0 if i % 5 else i} for i, record in enumerate(cities(30))]
+    assert read_table(written(tmp_path, records), "claims").notes[-1].startswith("claims is 0 in 25 of 30 rows: ")
+    assert not [note for note in read_table(written(tmp_path, cities(30)), "score").notes if "score is" in note]
+
+
 def test_column_names_may_have_dots_brackets_and_digits(tmp_path: Path) -> None:
     names = ["Sepal.Length", "height [cm]", "2019", "0", "<NUM>", "年龄 (😀)", "a\nb", "a]"]
     records = [{**dict.fromkeys(names, f"{i} x"), "score.kg": i} for i in range(20)]
