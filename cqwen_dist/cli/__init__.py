@@ -20,7 +20,7 @@ from cqwen_dist.cli import before, look, runs, use
 from cqwen_dist.cli.streams import guard, outlive
 from cqwen_dist.config.errors import DiskError, Said, UserError, reason_of
 from cqwen_dist.console import echo
-from cqwen_dist.wings import from_wing
+from cqwen_dist.wings import PLACES, from_wing
 
 OTHER_RANKS_WAIT_S = 20.0
 SYSTEM = (errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG)
@@ -40,11 +40,10 @@ VERBS: dict[str, tuple[Callable[..., None] | str, ...]] = {
     LOOK: ("status", "report", look.evaluate),
     USE: (use.generate, use.predict, "explain", "serve", "export"),
 }
-_BENCH = ("data", "loss", "step", "packed", "memory", "ranks", "generate", "numbers", "gpu")
 GROUPS: dict[str, tuple[str, str, tuple[Callable[..., None] | str, ...]]] = {
     "config": (BEFORE, "Check a config, or print its JSON Schema.", (before.config_validate, before.config_schema)),
     "checkpoint": (LOOK, "List or verify checkpoints.", (look.checkpoint_list, look.checkpoint_verify)),
-    "bench": (MEASURE, "Measure on this machine.", tuple(f"bench {verb}" for verb in _BENCH)),
+    "bench": (MEASURE, "Measure on this machine.", tuple(p for p in PLACES if p.startswith("bench "))),
 }
 
 
