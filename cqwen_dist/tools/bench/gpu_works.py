@@ -118,7 +118,7 @@ def ours(config: str, size: Size, **changes: Any) -> Work:
 
         checked, architecture = _trained(config, size, changes)
         with distributed() as runtime:
-            before = torch.cuda.memory_allocated() if runtime.device.type == "cuda" else 0
+            before = torch.cuda.memory_allocated()
             rig = build_rig(checked, architecture, runtime)
             plan = rig.enter(0)
             batches = rig.batches(plan)
@@ -148,13 +148,13 @@ def peer(config: str, size: Size, *, liger: bool, **changes: Any) -> Work:
             device = runtime.device
             s = sizes_of(checked, architecture, device)[-1]
             batches = random_batches(checked, checked.stages[0], int(architecture["vocab_size"]) - 1)
-            before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+            before = torch.cuda.memory_allocated()
             step = peer_step(checked, architecture, device, liger, checked.model.compile_layers)
             for _ in range(WARM_UP + 1):
                 step(batches)
             yield None
             row = Timer(device, None, size.rounds).row("peer", lambda: step(batches), s)
-            peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
+            peak = torch.cuda.max_memory_allocated() - before
             counts = device_counts(lambda: step(batches)) if device.type == "cuda" else {}
             yield row | {"peak_gib": peak / 2**30} | counts
 

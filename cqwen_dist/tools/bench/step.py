@@ -146,7 +146,7 @@ def _ours(
     """(one or two rows per stage, the batches in the last stage, the sizes of all stages). Adds to `profiles`."""
     device, rows = runtime.device, []
     sizes = sizes_of(config, architecture, device, runtime.world_size)
-    before = _allocated(device)
+    before = torch.cuda.memory_allocated()
     rig = build_rig(config, architecture, runtime)
     for index, s in enumerate(sizes):
         plan = rig.enter(index)
@@ -282,7 +282,7 @@ def _peer(
     cuda = timer.device.type == "cuda"
     if "liger" in name and not cuda:
         return {"name": name, "skipped": "needs CUDA", "trainable": []}
-    before = _allocated(timer.device)
+    before = torch.cuda.memory_allocated()
     try:
         step = build()
         row = timer.row(name, partial(step, batches), s)
@@ -313,10 +313,6 @@ def _factors(rows: list[dict[str, Any]], sizes: list[Sizes], machine: Machine, w
     measured, planned = row["parts_s"], stage_cost(s, machine, world).time
     parts = ("backbone_forward", "backbone_backward", "heads", "optimizer")
     return {part: measured[part] / planned[part] for part in parts if planned[part] > 0 and measured.get(part, 0) > 0}
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
 
 
 def _empty(device: torch.device) -> None:
