@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 
 from cqwen_dist.run.files import STATUS, is_number, read_object, write_atomically
 
+_FINAL = {"preempted": 1, "fatal": 2}  # a status that only one as large replaces
 BEAT_S = 10.0  # seconds between writes while only the step changes
 
 
@@ -49,9 +50,9 @@ def read_status(run_dir: Path) -> Status:
 
 
 def end_status(run_dir: Path, status: str, reason: str) -> None:
-    """Write how an unfinished run ended; other fields stay. Any rank may write `fatal`; no later status replaces it."""
+    """Write how an unfinished run ended; other fields stay. Any rank may write, and `_FINAL` decides which stays."""
     before = read_status(run_dir)
-    if before["status"] != "fatal" or status == "fatal":
+    if _FINAL.get(status, 0) >= _FINAL.get(before["status"], 0):
         ended: dict[str, Any] = {**before, "status": status, "reason": reason, "eta_s": None}
         write_status(run_dir, **ended)
 

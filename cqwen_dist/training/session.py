@@ -19,7 +19,7 @@ from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.files import AWAY, REFUSED, words_of_disk
 from cqwen_dist.run.folder import open_run, refuse_changes
 from cqwen_dist.run.lock import run_lock
-from cqwen_dist.run.status import RunStatus, end_status
+from cqwen_dist.run.status import RunStatus, end_status, read_status
 from cqwen_dist.training.callbacks import CallbackError
 from cqwen_dist.training.replicas import RanksDiffer
 from cqwen_dist.training.telemetry.progress import Progress
@@ -67,7 +67,8 @@ def open_session(
             held.enter_context(runtime.hang.watching(folder, runtime.rank, runtime.timeout_s, tell))
             yield status
         except Stopped as stopped:
-            if runtime.is_main:
+            # Before the first step a rank leaves alone, of which the main rank only sees that it is lost
+            if runtime.is_main or read_status(folder).get("total_steps") is None:
                 end_status(folder, "preempted", f"told to stop: {stopped}")
             raise
         except Exception as error:

@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -259,6 +261,36 @@ def test_no_group_is_made_while_a_signal_may_end_a_rank_alone(tmp_path: Path, ze
     for made, steps in run_ranks(groups_while_a_signal_may_end_a_rank, 2, str(config)):
         assert (any(made), steps) == (False, 2)
         assert len(made) >= 4, "the run made no groups: the test watches the wrong function"
+
+
+def told_alone(path: str) -> str:
+    """How a rank ends if rank 1 alone is told to stop before the run is built."""
+    from cqwen_dist.parallel import stop
+    from cqwen_dist.training import train
+
+    config, runtime, build = load_config(path), as_rank(), train.build_run
+    stop.APART_S = 0.2
+
+    def told(*given: Any) -> Any:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return build(*given)
+
+    train.build_run = told
+    with runtime.stop.installed():
+        try:
+            train.train_on(config, runtime)
+        except BaseException as error:
+            dist.barrier = lambda: None  # of the harness
+            return type(error).__name__
+    return "nothing"
+
+
+def test_a_signal_to_one_rank_before_the_first_step_is_a_stop(tmp_path: Path) -> None:
+    """Not a lost rank: then `cqwen launch` would end with 1, and a job would count a failure."""
+    assert run_ranks(told_alone, 2, str(write_config(tmp_path))) == ["CollectiveError", "Stopped"]
+    found = read_status(tmp_path / "run")
+    assert (found["status"], found["reason"]) == ("preempted", "told to stop: SIGTERM")
 
 
 def one_rank_rounds_otherwise(path: str) -> list[int]:
