@@ -12,12 +12,19 @@ TILE_TOKENS = {"cpu": 512, "cuda": 8192}
 # matrices element by element (H200, N=4,096, H=3,584: 240 ms with 4,681 words per tile, 49 ms with 4,608).
 TILE_WORDS, ROW_NUMBERS = 128, 16
 WORK_BUFFERS = {"chunked": 4, "triton": 2}  # [t, n] buffers per tile, by implementation
-CHUNK_BYTES = 8 << 20  # per fp32 [N, n] buffer and per |W| [n, C] without gradients; a few exist at once
+# Per fp32 [N, n] buffer and per |W| [n, C] without gradients; a few exist at once. In small chunks a GPU waits for the
+# host: with 8 MiB, train/accuracy took longer than its step (H100, H=896).
+CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 32 << 20}
+
+
+def kind_of(device_type: str) -> str:
+    """The key of the sizes above: every device but a CPU is treated as a GPU."""
+    return "cpu" if device_type == "cpu" else "cuda"
 
 
 def tile_shape(tokens: int, rows: int, c: int, device_type: str, itemsize: int = 4) -> tuple[int, int]:
     """(t, n): tokens and words per tile for `tokens`, `rows` and `c` dimensions; itemsize: bytes of the sums' dtype."""
-    kind = "cpu" if device_type == "cpu" else "cuda"
+    kind = kind_of(device_type)
     t = max(1, min(tokens, TILE_TOKENS[kind]))
     n = min(TILE_BYTES[kind] // (t * itemsize), BLOCK_BYTES[kind] // (max(1, c) * itemsize))
     if kind == "cuda":

@@ -62,7 +62,7 @@ class StartLogits:
         self.tokens = sum(exchange_counts(len(loc), groups.world, loc.device))
         self.in_loss = action.word_head(used_rows).rows
         self.logits = loc.new_empty(len(self.loc), action.rows)
-        for at in range(0, action.rows, step := max(1024, chunk_rows(*self.loc.shape))):
+        for at in range(0, action.rows, step := max(1024, chunk_rows(self.loc))):
             rows = slice(at, at + step)
             self.logits[:, rows] = product(self.loc, action.cls_weight[rows]) + action.cls_bias[rows]
 
@@ -81,7 +81,7 @@ class StartLogits:
         rows, norms = self.in_loss, self.action.row_norms()
         loss = torch.zeros((), dtype=torch.float64, device=norms.device)
         prob_sum = torch.zeros(len(self.loc), device=norms.device)
-        step = chunk_rows(len(self.loc), 1)
+        step = chunk_rows(self.loc, 1)
         for logits, norm in zip(self.logits[:, :rows].split(step, 1), norms[:rows].split(step), strict=True):
             gap, scale = threshold - logits, (gamma * norm).expand(len(self.loc), -1)
             # One angle for P and log(1 - P): that of the rarer side, as in `ops.ovr.tile`
@@ -122,7 +122,7 @@ class StartLogits:
         # Pairs in each
         column = ((norms.log() - least) / wide).long().clamp(0, NORM_CELLS - 1)
         count = torch.zeros(len(loc), dtype=torch.float64, device=norms.device)
-        step = chunk_rows(len(logits), 1)
+        step = chunk_rows(logits, 1)
         for part, columns in zip(logits.split(step, 1), column.split(step), strict=True):
             row = ((part - low) / cell).long().clamp_(0, LOC_CELLS - 1)
             count += torch.bincount((row * NORM_CELLS + columns).flatten(), minlength=len(count))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.numerics import assert_best, ovr_prob_at, ovr_prob_sum, ovr_top_word
 
+from cqwen_dist import tiles
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr import head as ovr_head
 from cqwen_dist.ops.ovr import linear_ovr
 
 
@@ -21,7 +21,7 @@ def head(n=6, c=8, v=300, seed=0, dtype=torch.float32):
 
 @pytest.fixture(params=[1 << 23, 1 << 10], ids=["one chunk", "many chunks"])
 def chunks(request, monkeypatch):
-    monkeypatch.setattr(ovr_head, "CHUNK_BYTES", request.param)
+    monkeypatch.setitem(tiles.CHUNK_BYTES, "cpu", request.param)
 
 
 def materialised(loc_u, scale_u, weight, bias, threshold):

@@ -92,7 +92,7 @@ def test_sums_of_p_for_one_common_scale(dtype: torch.dtype, tolerance: float) ->
 def test_slices_and_chunks_give_the_same_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = problem()
     monkeypatch.setitem(tiles.TILE_BYTES, "cpu", 4 * N * 7)
-    monkeypatch.setattr("cqwen_dist.ops.ovr.seen.CHUNK_BYTES", 4 * 7 * 5)
+    monkeypatch.setitem(tiles.CHUNK_BYTES, "cpu", 4 * 7 * 5)
     parts = []
     for start, stop in ((0, 50), (50, 50), (50, V)):
         loc, scale, weight, bias, threshold, labels = inputs

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.products import product
-from cqwen_dist.tiles import CHUNK_BYTES
+from cqwen_dist.tiles import CHUNK_BYTES, kind_of
 
 
-def chunk_rows(tokens: int, c: int) -> int:
-    """Words n per chunk such that [tokens, n] and [n, c] in fp32 each fit in CHUNK_BYTES; at least 64."""
-    return max(64, CHUNK_BYTES // (4 * max(1, tokens, c)))
+def chunk_rows(x: Tensor, c: int | None = None) -> int:
+    """Words n per chunk, at least 64, such that [N, n] and [n, c] in fp32 each fit in CHUNK_BYTES; x [N, C], c: default
+    C."""
+    return max(64, CHUNK_BYTES[kind_of(x.device.type)] // (4 * max(1, len(x), x.shape[1] if c is None else c)))
 
 
 class WordHead(NamedTuple):

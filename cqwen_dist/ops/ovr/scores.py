@@ -60,7 +60,7 @@ def ovr_scores(
         seen, found, best = out.seen, (out.per_token, out.prob_sum), out.best
     else:
         seen, found = Seen(len(u.loc), head, wanted), (torch.zeros(len(u.loc), device=u.loc.device),) * 2
-        for v0 in range(0, len(head.weight), step := chunk_rows(*u.loc.shape)):
+        for v0 in range(0, len(head.weight), step := chunk_rows(u.loc)):
             seen.add(slice(0, len(u.loc)), v0, -head.take(slice(v0, v0 + step)).loc(u), None)
         best = seen.best(u)
     assert best is not None
@@ -72,7 +72,7 @@ def prob_sums(loc: Tensor, scale: Tensor, head: WordHead) -> Tensor:
     """Sum of P [N] over the words in use for U' with locations [N, C] and one scale [C] for all tokens."""
     gemm = gemm_dtype(loc.dtype, loc.device)
     total = torch.zeros(len(loc), dtype=torch.float64, device=loc.device)
-    for v0 in range(0, head.rows, step := chunk_rows(*loc.shape)):
+    for v0 in range(0, head.rows, step := chunk_rows(loc)):
         part = head.take(slice(v0, min(head.rows, v0 + step)))
         x, rows, offset = loc.to(gemm), part.weight.to(loc.dtype), part.threshold.to(head.real).expand(len(part.weight))
         offset = offset if part.bias is None else offset - part.bias.to(head.real)

@@ -18,7 +18,7 @@ from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.best import LISTED, first_best, strength
 from cqwen_dist.ops.ovr.head import WordHead, chunk_rows
 from cqwen_dist.ops.products import gemm_dtype
-from cqwen_dist.tiles import CHUNK_BYTES
+from cqwen_dist.tiles import CHUNK_BYTES, kind_of
 
 RankBy = Literal["ovr", "loc"]
 
@@ -68,7 +68,8 @@ class Seen:
         threshold = threshold[first : first + gap.shape[1]] if threshold.ndim else threshold
         threshold = torch.zeros_like(threshold) if scale is None else threshold
         used = max(0, min(gap.shape[1], self.used - first))
-        for at in range(0, len(gap), step := max(1, CHUNK_BYTES // (4 * max(1, gap.shape[1])))):
+        step = max(1, CHUNK_BYTES[kind_of(gap.device.type)] // (4 * max(1, gap.shape[1])))
+        for at in range(0, len(gap), step):
             rows, own = slice(at, at + step), slice(some.start + at, min(some.stop, some.start + at + step))
             self._add(own, first, gap[rows], None if scale is None else scale[rows], threshold, used)
 
@@ -98,7 +99,7 @@ class Seen:
         """
         rest = self.head.take(slice(passed.rows, None))
         if self.wanted.norm and len(u.loc):
-            for v0 in range(0, len(rest.weight), step := chunk_rows(*u.loc.shape)):
+            for v0 in range(0, len(rest.weight), step := chunk_rows(u.loc)):
                 loc = rest.take(slice(v0, v0 + step)).loc(u)
                 self.log_norm = torch.logaddexp(self.log_norm, loc.logsumexp(1))
         return self.best(u, u.loc.device.type == "cpu" and gemm_dtype(u.loc.dtype, u.loc.device) != self.head.real)

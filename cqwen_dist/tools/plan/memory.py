@@ -228,7 +228,7 @@ def _loss(s: Sizes) -> Iterator[Part]:
     low = s.width < FP32
     tiles = t * words * FP32 * WORK_BUFFERS[s.loss_impl] + low * 2 * t * words * s.width
     blocks = words * c * ((2 * s.width if low else FP32) + FP32 * ("classifier" in s.trainable))
-    best = CHUNKS * min(t * words * FP32, CHUNK_BYTES) + 16 * n * ceil_div(s.rows, words)
+    best = CHUNKS * min(t * words * FP32, CHUNK_BYTES[s.kind]) + 16 * n * ceil_div(s.rows, words)
     yield Part("best words", best, "for the accuracy, of each block of words")
     yield Part("loss tiles", tiles + blocks + 16 * n, f"tiles of {t:,} tokens x {words:,} words ({s.loss_impl})")
 
