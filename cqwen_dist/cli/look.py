@@ -39,8 +39,9 @@ def checkpoint_list(run: Run) -> None:
     """List a run's checkpoints, oldest first."""
     from cqwen_dist.checkpoint.manifest import describe, list_checkpoints
     from cqwen_dist.run.files import CONFIG
+    from cqwen_dist.run.status import run_in
 
-    found = list_checkpoints(run)
+    found = list_checkpoints(run := run_in(run))
     if not found and not (run / CONFIG).is_file():
         raise UserError("RUN", str(run), f"a run's folder (it holds {CONFIG} and checkpoints)")
     for folder in found:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any, TypedDict
 
-from cqwen_dist.run.files import STATUS, is_number, read_object, write_atomically
+from cqwen_dist.run.files import CONFIG, STATUS, is_number, read_object, write_atomically
 
 _FINAL = {"preempted": 1, "fatal": 2}  # a status that only one as large replaces
 BEAT_S = 10.0  # seconds between writes while only the step changes
@@ -33,6 +33,12 @@ class Status(TypedDict, total=False):
 
 
 _NUMBERS = ("step", "total_steps", "seconds", "eta_s", "restarts", "pid", "updated")
+
+
+def run_in(folder: Path) -> Path:
+    """The folder itself, or the run in the folder of a `cqwen fit`."""
+    run = folder / "run"
+    return run if (run / CONFIG).is_file() and not (folder / CONFIG).is_file() else folder
 
 
 def write_status(run_dir: Path, status: str, **details: Any) -> None:

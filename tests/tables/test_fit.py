@@ -167,6 +167,8 @@ def test_predict_uses_the_fits_template(fitted: tuple[Path, list[object]]) -> No
 def test_verbs_of_a_run_know_its_fits_folder(fitted: tuple[Path, list[object]]) -> None:
     out, _ = fitted
     assert look(str(out)) == look(str(out / "run"))
+    listed = [cqwen_forked("checkpoint", "list", folder).stdout for folder in (out, out / "run")]
+    assert listed[0] == listed[1] != ""
     with pytest.raises(UserError, match=f"found a folder, allowed: .*{out / 'run'} .or the same cqwen fit again"):
         load_config(out)
 

@@ -11,7 +11,7 @@ from typing import Any
 from cqwen_dist.cluster.batch import read_history
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.run.files import CONFIG, HISTORY, SLURM
-from cqwen_dist.run.status import read_status
+from cqwen_dist.run.status import read_status, run_in
 
 # scontrol keys to show.
 _KEYS = ["JobId", "JobName", "JobState", "Reason", "RunTime"]
@@ -24,7 +24,7 @@ def look(run_or_job: str) -> dict[str, Any]:
 
     Raises `UserError` if neither such a folder nor such a job exists.
     """
-    folder, job = _run_in(Path(run_or_job)), None
+    folder, job = run_in(Path(run_or_job)), None
     if not folder.is_dir():
         if not run_or_job.replace("_", "").isdecimal():
             raise UserError("RUN", run_or_job, "a run's folder, or the id of a job")
@@ -48,12 +48,6 @@ def look(run_or_job: str) -> dict[str, Any]:
     if document["status"] == "running" and "updated" in document:
         document["stale_s"] = round(max(0.0, time.time() - document["updated"]), 1)
     return document
-
-
-def _run_in(folder: Path) -> Path:
-    """The folder itself, or the run in the folder of a `cqwen fit`."""
-    run = folder / "run"
-    return run if (run / CONFIG).is_file() and not (folder / CONFIG).is_file() else folder
 
 
 def _run_of(job: dict[str, str]) -> Path | None:
