@@ -127,8 +127,7 @@ class Evaluator:
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
         """All metrics, equal on all ranks. Also sets `factors` and `last`."""
-        sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
-        banded = torch.zeros(2, len(BAND_NAMES), dtype=torch.float64, device=self.device)
+        sums, banded = self._zeros()
         lists: dict[str, list[Tensor]] = defaultdict(list)
         generator = torch.Generator(self.device).manual_seed(0)  # the same individuals in each evaluation
         probe: tuple[Tensor, Cauchy] | None = None
@@ -138,13 +137,12 @@ class Evaluator:
 
         # This rank's batches: sums over tokens, and lists of values for medians
         for i, batch, keep in self._batches():
-            labels = batch.labels.flatten()[keep]
-            z = self.features(batch, keep) if self.kept is None else self.kept(i, batch, keep)
-            u = self.model.abduction(z)
+            u = self._u(i, batch, keep)
             u_prime = action.add_noise(u)
-            if probe is None and len(labels):
-                probe = labels[:PROBED].cpu(), Cauchy(u.loc[:PROBED].cpu(), u.scale[:PROBED].cpu())
-            lists["prob_sum"].append(self._add_words(u_prime, labels, sums, banded))
+            if probe is None and len(keep):
+                labels = batch.labels.flatten()[keep[:PROBED]]
+                probe = labels.cpu(), Cauchy(u.loc[:PROBED].cpu(), u.scale[:PROBED].cpu())
+            lists["prob_sum_standard"].append(self._add_words(u_prime, batch, keep, sums, banded))
             individual.add(u)
 
             # One individual drawn from U, with only the noise as scale
@@ -154,8 +152,6 @@ class Evaluator:
             lists["prob_sum_causal"].append(vocab_parallel_prob_sums(*seen, head, self.groups.vocab))
 
             # Numbers: decisions of the number head, truth (raw unit), Y, index of the text, and metrics of the head
-            number_head = action.number_head
-            sums["cls_loss"] += number_head.loss(u_prime, number_head.labels(batch, keep), stop=True)[1]
             for name, part in self._numbers(u_prime, batch, keep, texts, sums).items():
                 lists[name].append(part)
             texts += batch.filled_rows
@@ -163,9 +159,10 @@ class Evaluator:
         # All ranks: one gather for the lists, one all-reduce for the sums
         mine = {name: torch.cat(parts).double().cpu().numpy() for name, parts in lists.items()}
         gathered = _gather(mine, texts, self.groups.sequence_size)
-        names = sorted(sums)
-        packed = sum_over(torch.cat([torch.stack([sums[name] for name in names]), banded.flatten()]))
-        metrics = self._word_metrics(dict(zip(names, packed.tolist(), strict=False)), gathered)
+        totals, hits, found_labels = self._over_ranks(sums, banded)
+        metrics = self._word_metrics(totals) | action.number_head.metrics(totals, gathered)
+        for law in ("standard", "causal"):
+            metrics[f"dist/ovr_prob_sum_median_{law}"] = _median(gathered[f"prob_sum_{law}"])
         metrics |= individual.summary()
 
         # The numbers, and words by frequency
@@ -176,7 +173,7 @@ class Evaluator:
             metrics.update(found.metrics)
             self.factors, numbers = found.factors, found.drawing
         if self.band is not None:
-            bands = zip(BAND_NAMES, *packed[len(names) :].view(2, -1).tolist(), strict=True)
+            bands = zip(BAND_NAMES, hits, found_labels, strict=True)
             metrics.update({f"eval/accuracy_words_{name}": h / n for name, h, n in bands if n})
             own = self.band[action.vocab_start : action.vocab_start + action.rows]
             metrics.update(mean_thresholds(action.word_head().threshold, own, self.groups))
@@ -184,8 +181,35 @@ class Evaluator:
         self.last = Evaluation(numbers, *(probe or (none.long(), Cauchy(none, none))))
         return metrics
 
-    def _add_words(self, u_prime: Cauchy, labels: Tensor, sums: dict[str, Tensor], banded: Tensor) -> Tensor:
+    @torch.no_grad()
+    def words(self) -> dict[str, float]:
+        """The metrics of the words alone, equal on all ranks: accuracy, loss, perplexities, F1 of <NUM>."""
+        sums, banded = self._zeros()
+        for i, batch, keep in self._batches():
+            self._add_words(self.model.action.add_noise(self._u(i, batch, keep)), batch, keep, sums, banded)
+        return self._word_metrics(self._over_ranks(sums, banded)[0])
+
+    def _zeros(self) -> tuple[dict[str, Tensor], Tensor]:
+        """Sums by name, which begin at 0, and [2, bands]: hits and labels by frequency."""
+        sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
+        return sums, torch.zeros(2, len(BAND_NAMES), dtype=torch.float64, device=self.device)
+
+    def _over_ranks(self, sums: dict[str, Tensor], banded: Tensor) -> tuple[dict[str, float], list[float], list[float]]:
+        """The sums over all ranks, in one all-reduce; hits and labels by frequency."""
+        names = sorted(sums)
+        packed = sum_over(torch.cat([torch.stack([sums[name] for name in names]), banded.flatten()]))
+        hits, seen = packed[len(names) :].view(2, -1).tolist()
+        return dict(zip(names, packed.tolist(), strict=False)), hits, seen
+
+    def _u(self, i: int, batch: Batch, keep: Tensor) -> Cauchy:
+        return self.model.abduction(self.features(batch, keep) if self.kept is None else self.kept(i, batch, keep))
+
+    def _add_words(
+        self, u_prime: Cauchy, batch: Batch, keep: Tensor, sums: dict[str, Tensor], banded: Tensor
+    ) -> Tensor:
         """Add the words of a batch to the sums. Returns the sum of P per token [N]."""
+        labels, head = batch.labels.flatten()[keep], self.model.action.number_head
+        sums["cls_loss"] += head.loss(u_prime, head.labels(batch, keep), stop=True)[1]
         num_id = self.model.config.num_token_id
         scores = self._scores(u_prime, labels, "ovr")
         strength, _, best = scores.best
@@ -228,7 +252,7 @@ class Evaluator:
         own_laws = {"loc": decision.y.loc, "scale": decision.y.scale}
         return {"true": true, **own_laws, "exact": exact, "text": text, **listed}
 
-    def _word_metrics(self, c: dict[str, float], lists: dict[str, np.ndarray]) -> dict[str, float]:
+    def _word_metrics(self, c: dict[str, float]) -> dict[str, float]:
         tokens = max(c["tokens"], 1)
         metrics = {
             "eval/accuracy": c["right"] / tokens,
@@ -249,9 +273,6 @@ class Evaluator:
         if self.decisions.reject_below is not None:
             metrics["eval/reject_rate"] = 1.0 - c["answered"] / tokens
             metrics["eval/reject_accuracy_answered"] = c["answered_right"] / max(c["answered"], 1)
-        metrics |= self.model.action.number_head.metrics(c, lists)
-        metrics["dist/ovr_prob_sum_median_standard"] = _median(lists["prob_sum"])
-        metrics["dist/ovr_prob_sum_median_causal"] = _median(lists["prob_sum_causal"])
         return metrics
 
     def _batches(self) -> Iterable[tuple[int, Batch, Tensor]]:  # number, batch, its label positions

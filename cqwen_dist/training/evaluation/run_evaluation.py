@@ -59,7 +59,7 @@ class Evaluations:
         """The metrics after `step`, equal on all ranks. Also stores chart data for a report."""
         metrics: dict[str, Any] = {}
         for name, evaluator in self.watched.items():
-            found = evaluator()
+            found = evaluator.words()
             metrics |= {f"watch/{name}/{key}": found[f"eval/{key}"] for key in WATCHED if f"eval/{key}" in found}
         if self.held_out is not None:
             metrics |= self.held_out()
