@@ -160,9 +160,8 @@ class _Visit:
         )
         tile.scores(self.maths.reads_gap)
         if self.targets.seen is not None:
-            gap, scale = tile.work[:2]
-            gap = gap if self.maths.reads_gap else tile.offset - gap
-            self.targets.seen.add(some, words.start, gap, scale)
+            offset = None if self.maths.reads_gap else tile.offset
+            self.targets.seen.add(some, words.start, tile.work[0], tile.work[1], offset)
         d = self.maths(tile, any(self.need))
         if self.d_u is not None:
             _spread(d, block.rows, self.d_u[:, some], True)

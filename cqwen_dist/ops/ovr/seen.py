@@ -57,10 +57,11 @@ class Seen:
         self.work = torch.empty(2, 0, dtype=real, device=device)  # scratch: new memory for each tile costs a product
 
     @torch.no_grad()
-    def add(self, some: slice, first: int, gap: Tensor, scale: Tensor | None) -> None:
+    def add(self, some: slice, first: int, gap: Tensor, scale: Tensor | None, offset: Tensor | None = None) -> None:
         """Add a tile: C - loc_S and scale_S [t, n] of the tokens `some` and of n words from the row `first`.
 
         All tokens of a block of words come before those of the next. scale: None ranks by loc_S; gap is then -loc_S.
+        offset [n]: if given, C - loc_S is `offset - gap`.
         """
         if some.start == 0:
             self.of_blocks.append([])
@@ -71,7 +72,8 @@ class Seen:
         step = max(1, CHUNK_BYTES[kind_of(gap.device.type)] // (4 * max(1, gap.shape[1])))
         for at in range(0, len(gap), step):
             rows, own = slice(at, at + step), slice(some.start + at, min(some.stop, some.start + at + step))
-            self._add(own, first, gap[rows], None if scale is None else scale[rows], threshold, used)
+            part = gap[rows] if offset is None else offset - gap[rows]
+            self._add(own, first, part, None if scale is None else scale[rows], threshold, used)
 
     def _add(self, own: slice, first: int, gap: Tensor, scale: Tensor | None, threshold: Tensor, used: int) -> None:
         if self.work.shape[1] < gap.numel():
