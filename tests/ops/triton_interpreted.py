@@ -7,8 +7,11 @@ from support.rounding import install_if_asked
 from test_ovr import assert_as_exact_as_the_materialised, gradients, problem
 
 from cqwen_dist import tiles
-from cqwen_dist.ops.cauchy import log_prob_above
+from cqwen_dist.ops.cauchy import Cauchy, log_prob_above
 from cqwen_dist.ops.ovr import linear_ovr
+from cqwen_dist.ops.ovr.head import WordHead
+from cqwen_dist.ops.ovr.loss import OvrOptions, ovr_loss
+from cqwen_dist.ops.ovr.seen import Wanted
 from cqwen_dist.ops.ovr.tile import Tile
 from cqwen_dist.ops.ovr.triton import TritonTile
 
@@ -101,8 +104,34 @@ def low_precision_outputs() -> None:
     )
 
 
+def what_a_pass_sees() -> None:
+    """Best word, normaliser and counts equal those of the torch operations, in one chunk a tile and in several."""
+    (loc, scale, weight, bias, threshold), labels = problem(40, 8, 300, gamma=0.1)
+    wanted = Wanted(below=290, norm=True, thresholds=(0.3, 0.9))
+
+    def passed(impl: str) -> list[torch.Tensor]:
+        with torch.no_grad():
+            out = ovr_loss(
+                Cauchy(loc, scale),
+                WordHead(weight, bias, threshold),
+                labels,
+                options=OvrOptions(impl=impl, seen=wanted),
+            )
+        assert out.seen is not None
+        assert out.best is not None
+        return [out.best.word.double(), out.best.loc, out.seen.log_norm, out.seen.above]
+
+    expected = passed("chunked")
+    for chunk in (1 << 20, 4 * 7 * 5):
+        tiles.CHUNK_BYTES["cpu"] = chunk
+        for found, own in zip(passed("triton"), expected, strict=True):
+            torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
+    tiles.CHUNK_BYTES["cpu"] = 8 << 20
+
+
 if __name__ == "__main__":
     install_if_asked()
     entry_by_entry()
     low_precision_outputs()
+    what_a_pass_sees()
     whole_losses()
