@@ -22,7 +22,8 @@ FILE = "table.json"  # in an exported folder
 READ = {"prompt_template", "text_template", "target_field", "number_types", "more_values", "labels_field"}
 READ |= {"text_field", "messages_field", "message_keys", "roles", "sample_by", "numeric_targets"}
 READ |= {"calculator_marks", "empty_cell", "number_columns", "numbers"}
-READ |= {"sequence_length", "long_texts", "min_tokens", "max_tokens", "on_bad_line"}  # which rows an evaluation counts
+# and which rows an evaluation counts
+READ |= {"sequence_length", "long_texts", "min_tokens", "max_tokens", "on_bad_line", "on_nonfinite"}
 
 
 class Column(BaseModel):

@@ -53,8 +53,9 @@ def checkpoint_list(run: Run) -> None:
 def checkpoint_verify(path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint or run.")]) -> None:
     """Check every file against the manifest's size and checksum; for a run, in every checkpoint."""
     from cqwen_dist.checkpoint.manifest import damaged, list_checkpoints, resolve_checkpoint, verify
+    from cqwen_dist.run.status import run_in
 
-    found = {folder: verify(folder) for folder in list_checkpoints(path) or [resolve_checkpoint(path)[1]]}
+    found = {folder: verify(folder) for folder in list_checkpoints(run_in(path)) or [resolve_checkpoint(path)[1]]}
     for folder, problems in found.items():
         echo(f"{folder}: {'; '.join(problems) or 'good'}")
     for folder, problems in found.items():

@@ -129,7 +129,7 @@ def _exit_code(code: int, stopped: bool, before: Status, after: Status) -> int:
         return code
     if after == before:  # no rank lived long enough to write a status
         return STOPPED if stopped and not code else 1
-    if after["status"] == "preempted":  # by a signal to rank 0; the others may have seen none, and lost a rank
+    if after["status"] == "preempted":  # by a signal to a rank; the others may have seen none, and lost that one
         return STOPPED
     return 0 if not code and after["status"] in ("done", "paused") else 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,8 +68,10 @@ def open_session(
             yield status
         except Stopped as stopped:
             # Before the first step a rank leaves alone, of which the main rank only sees that it is lost
-            if runtime.is_main or read_status(folder).get("total_steps") is None:
-                end_status(folder, "preempted", f"told to stop: {stopped}")
+            before = read_status(folder)
+            if runtime.is_main or before.get("total_steps") is None or before["status"] == "done":
+                with nullcontext() if runtime.is_main else suppress(OSError):
+                    end_status(folder, "preempted", f"told to stop: {stopped}")
             raise
         except Exception as error:
             shown = _as_disk_error(error, folder) or error

@@ -459,12 +459,22 @@ def test_samples_of_a_chat_begin_as_in_training(tmp_path: Path, monkeypatch: pyt
     assert 7 not in [ids[0] for ids in read]
 
 
-@pytest.mark.parametrize("read", [{"messages_field": "said"}, {"recipe": "question-answer"}, {"text_field": "answer"}])
+@pytest.mark.parametrize(
+    "read",
+    [
+        {"messages_field": "said"},
+        {"recipe": "question-answer"},
+        {"text_field": "answer"},
+        {"text_field": "answer", "on_nonfinite": "skip"},
+    ],
+)
 def test_an_export_is_evaluated_as_its_run_is(tmp_path: Path, read: dict[str, str]) -> None:
     """On texts of which the run's own keys say what is learnt, and where they are cut."""
     answers = [json.loads(line)["text"] for line in write_texts(tmp_path / "texts.jsonl", 12).read_text().splitlines()]
     turns = [[{"role": "user", "content": "what?"}, {"role": "assistant", "content": answer}] for answer in answers]
     rows = [{"said": said, "question": "what?", "answer": answers[i]} for i, said in enumerate(turns)]
+    if "on_nonfinite" in read:
+        rows[0]["answer"] = f"{'9' * 400} and 3"
     texts = tmp_path / "rows.jsonl"
     texts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"train": str(texts), "eval": str(texts), "sequence_length": 40, **read}

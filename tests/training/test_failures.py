@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
 from cqwen_dist.config import UserError, load_config
-from cqwen_dist.run.status import read_status
+from cqwen_dist.run.status import read_status, write_status
 
 
 def entered(path: str, stage: int) -> tuple[Any, Any, Any]:
@@ -286,8 +286,12 @@ def told_alone(path: str) -> str:
     return "nothing"
 
 
-def test_a_signal_to_one_rank_before_the_first_step_is_a_stop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("done", [False, True], ids=["a new run", "a done run with more steps to do"])
+def test_a_signal_to_one_rank_before_the_first_step_is_a_stop(tmp_path: Path, done: bool) -> None:
     """Not a lost rank: then `cqwen launch` would end with 1, and a job would count a failure."""
+    (tmp_path / "run").mkdir()
+    if done:
+        write_status(tmp_path / "run", "done", step=6, total_steps=6)
     assert run_ranks(told_alone, 2, str(write_config(tmp_path))) == ["CollectiveError", "Stopped"]
     found = read_status(tmp_path / "run")
     assert (found["status"], found["reason"]) == ("preempted", "told to stop: SIGTERM")

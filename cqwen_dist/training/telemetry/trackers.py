@@ -33,8 +33,8 @@ def open_trackers(run_dir: Path, run: RunConfig, config: dict[str, Any], step: i
     for name in run.trackers:
         try:
             trackers.append(TRACKERS[name](run_dir, run, flat, step, written))
-        except ImportError:
-            allowed = f"no {name}, or its package: pip install 'cqwen-dist[{name}]'"
+        except ImportError as error:
+            allowed = f"no {name}, or its packages ({error}): pip install 'cqwen-dist[{name}]'"
             raise UserError("run.trackers", name, allowed) from None
     return trackers
 
