@@ -78,7 +78,7 @@ class Reader:
         self.extract = learnt.extractor()
         self.half = Intervals.from_dict(self.model.config.calibration).half_width(0.9)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def law(self, people: People, doses: np.ndarray) -> Law:
         """The law at doses [n,k], where the number comes next; recalibrated as the fit did it."""
         rows = [row for column in doses.T for row in people.rows(column)]
