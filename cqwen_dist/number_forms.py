@@ -126,7 +126,7 @@ def _parsed(cell: str, decimal: str) -> tuple[str, str, bool] | None:
 
 
 class _Readings(NamedTuple):
-    """What the cells of a column can be."""
+    """The ways to read a column's cells as numbers."""
 
     units: dict[str, tuple[str, bool] | None]  # by decimal sign: the unit, whether it stands first; None: no fit
     twofold: list[tuple[str, str, str]]  # cells with two readings, and these

@@ -57,7 +57,7 @@ def load_trained(
     config, folder = run_of(path)
     state = load_checkpoint(folder, (0, 2**62), [])
     saved = state.state["model"]
-    # The base and the tokenizer are not part of the checkpoint: what is found now must be what it was trained on
+    # A checkpoint contains neither base nor tokenizer. Those on disk must be the ones of its training
     base = base_digest(base_folder_of(config.base_folder), Path(config.run.dir) / DIGESTS)
     tokenizer = NumericalAwareTokenizer.from_pretrained(
         config.tokenizer_source, saved["num_token_id"], saved["vocab_size"], config.data.numbers

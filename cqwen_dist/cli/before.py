@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from cqwen_dist.config.errors import UserError, writing
-from cqwen_dist.config.rates import DENSE, dense_rate
+from cqwen_dist.config.rates import DENSE, dense_rate, group_rates
 from cqwen_dist.console import AsJson, ConfigFile, DecimalComma, Overrides, echo, load, quiet_libraries, slug
 
 _HIDDEN = 896  # hidden size of the default base; the learning rate of W_loc, a dense map, depends on it
@@ -31,13 +31,13 @@ data:
     train: [heads]
     epochs: {epochs}  # {steps} steps
     lr: {rate}  # {dense} / {hidden}, the hidden size{guess}; a tenth for word rows, ten times for numbers
-    lr_groups: {{classifier: {tenth}, regression: {tenfold}, thresholds: 1.0e-3}}
+    lr_groups: {{{groups}}}
     warmup_steps: {warmup}
   - name: lora
     train: [heads, embedding, lora]
     epochs: {epochs}
     lr: {rate}
-    lr_groups: {{classifier: {tenth}, regression: {tenfold}, thresholds: 1.0e-3, embedding: 1.0e-4, lora: 2.0e-4}}
+    lr_groups: {{{groups}, embedding: 1.0e-4, lora: 2.0e-4}}
     warmup_steps: {warmup}
 train:
   global_batch_size: {batch}  # texts per optimizer step, over all ranks
@@ -110,7 +110,6 @@ def _facts_of(base: str) -> dict[str, Any]:
 
 def _config(data: str, base: str, facts: dict[str, Any], recipe: Any, suits: Any, out: Path) -> str:
     hidden = facts.get("hidden_size", _HIDDEN)
-    rate = dense_rate(hidden)
     held_out, steps = 0.1 if suits.held_out else 0.0, ("" if suits.complete else "at least ") + str(suits.steps)
     return _CONFIG.format(
         **{**suits._asdict(), "held_out": held_out, "steps": steps},
@@ -120,12 +119,11 @@ def _config(data: str, base: str, facts: dict[str, Any], recipe: Any, suits: Any
         micro=min(suits.batch, 4),
         save_every=2 * suits.every,
         keys="".join(f"  {key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in recipe.keys.items()),
-        rate=f"{rate:.1e}",
+        rate=f"{dense_rate(hidden):.1e}",
         dense=DENSE,
         hidden=hidden,
         guess="" if facts else " of Qwen2.5-0.5B (put your base's)",
-        tenth=f"{rate / 10:.1e}",
-        tenfold=f"{rate * 10:.1e}",
+        groups=", ".join(f"{group}: {own:.1e}" for group, own in group_rates(hidden).items()),
         run=f"runs/{slug(out.stem)}",
     )
 

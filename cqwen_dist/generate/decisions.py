@@ -35,7 +35,7 @@ def _law(model: Any, batch: Padded, keep: Tensor) -> Cauchy:
 
 
 def rows_for(model: Any, words: Sequence[int] | None) -> int:
-    """How many of the head's rows are asked: those in use, or all for given words. Raises `UserError`."""
+    """The number of the head's rows to score: all if words are given, otherwise those in use. Raises `UserError`."""
     odd = next((word for word in words or () if not 0 <= word < model.config.vocab_size), None)
     if odd is not None:
         raise UserError("words", odd, f"ids in [0, {model.config.vocab_size})")

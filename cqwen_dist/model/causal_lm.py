@@ -112,7 +112,7 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The backbone's, which a saved config states: of its first weight that is not quantised."""
+        """The dtype of the backbone's first weight that is not quantised; a saved config states it."""
         return next(p.dtype for p in self.model.transformer.parameters() if p.is_floating_point())
 
     def get_input_embeddings(self) -> nn.Module:

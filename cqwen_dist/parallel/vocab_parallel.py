@@ -40,7 +40,7 @@ def vocab_range(vocab_size: int, rank: int, size: int) -> tuple[int, int]:
 
 
 class VocabParallelOutput(NamedTuple):
-    """loss: scalar, of all tokens of the group, differentiable. All other fields describe this rank's tokens."""
+    """loss: a differentiable scalar for all tokens of the group. The other fields describe this rank's tokens."""
 
     loss: Tensor
     per_token: Tensor  # [N_r] fp32, detached, over the full vocabulary

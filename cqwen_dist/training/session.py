@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,11 +67,7 @@ def open_session(
             held.enter_context(runtime.hang.watching(folder, runtime.rank, runtime.timeout_s, tell))
             yield status
         except Stopped as stopped:
-            # Before the first step a rank leaves alone, of which the main rank only sees that it is lost
-            before = read_status(folder)
-            if runtime.is_main or before.get("total_steps") is None or before["status"] == "done":
-                with nullcontext() if runtime.is_main else suppress(OSError):
-                    end_status(folder, "preempted", f"told to stop: {stopped}")
+            _stop(folder, runtime, f"told to stop: {stopped}")
             raise
         except Exception as error:
             shown = _as_disk_error(error, folder) or error
@@ -80,6 +76,18 @@ def open_session(
             if shown is error:
                 raise
             raise shown from None
+
+
+def _stop(folder: Path, runtime: Runtime, reason: str) -> None:
+    """Write to status.json that the run was told to stop."""
+    if runtime.is_main:
+        end_status(folder, "preempted", reason)
+        return
+    # Before the first step a rank leaves alone, and the main rank only sees that it is lost
+    before = read_status(folder)
+    if before.get("total_steps") is None or before["status"] == "done":
+        with suppress(OSError):  # the rank's end is still a stop
+            end_status(folder, "preempted", reason)
 
 
 def _end(folder: Path, runtime: Runtime, error: Exception) -> None:

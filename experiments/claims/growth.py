@@ -1,8 +1,8 @@
 """Can P be a probability as the vocabulary grows? One-vs-rest at its best scale, over parts of the base's words.
 
-A part holds every word that comes, and others at random. On half of the positions, one scale s and one threshold C for
-all words are fitted by the lowest one-vs-rest loss (S3 2.5.1); the chosen word's P is judged on the other half, and the
-halves change places. So the loss itself chooses how wide P is. Once with the seeds' Cauchy,
+A part contains every word that occurs as a label, and others drawn at random. On half of the positions, one scale s and
+one threshold C for all words are fitted by the lowest one-vs-rest loss (S3 2.5.1); the chosen word's P is judged on the
+other half, and the halves change places. So the loss itself chooses how wide P is. Once with the seeds' Cauchy,
 P = 1/2 + atan((loc - C) / s) / pi, and once with a law of light tails, the logistic one, P = sigmoid((loc - C) / s).
 Softmax needs no fit.
 """

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import Stage
+from cqwen_dist.config.rates import dense_rate, group_rates
 from cqwen_dist.config.training import HEADS
 from cqwen_dist.data.store import Document
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
@@ -29,7 +30,7 @@ from cqwen_dist.training.parameter_groups import head_members
 from cqwen_dist.training.stages import StagePlan
 from experiments.claims.texts import Sizes
 from experiments.learn.answers import whole_texts
-from experiments.learn.arms import heads_rates, require_base
+from experiments.learn.arms import require_base
 
 WARM_UP = 5
 
@@ -129,7 +130,8 @@ def train_heads(
     Every step takes `tokens` positions at random. Returns the loss of each step, in nats a token.
     """
     training = training or Training()
-    rate, rates = heads_rates(model.config.hidden_size)
+    hidden = model.config.hidden_size
+    rate, rates = dense_rate(hidden), group_rates(hidden)
     groups = {group: training.rate * rates[group] for group in training.groups if group in rates}
     train = list(training.groups)
     stage = Stage(

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from cqwen_dist.config.rates import dense_rate, group_rates
 from cqwen_dist.model import CausalQwenModel
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.run.files import write_atomically
 from experiments.claims.scores import scored
 from experiments.claims.subject import Ask, Training, calibrated, read, train_heads
 from experiments.claims.texts import items_of, texts_of
-from experiments.learn.arms import heads_rates, hidden_size
+from experiments.learn.arms import hidden_size
 from experiments.learn.corpora import HELD_OUT
 from experiments.learn.ours import our_arm
 from experiments.learn.words import causal_scorer, measured_words
@@ -27,7 +28,7 @@ from experiments.learn.words import causal_scorer, measured_words
 LORA_LR = 3e-4
 NUMBERS = 200  # held-out numbers that are predicted, at most
 START = "LoRA's start"
-OTHERS = ("prose", "code")  # texts that are not trained on: what is forgotten there
+OTHERS = ("prose", "code")  # texts outside the training data
 Measures = dict[str, dict[str, float]]  # by kind of text
 
 
@@ -112,9 +113,9 @@ def _trained(ask: Ask, arm: LoraArm, runtime: Runtime) -> Measures:
         "base": ask.base,
         "held_out": {kind: files[kind] for kind in HELD_OUT},
         "numbers": NUMBERS,
-        "median": 0.0,  # an arm of no interest here
+        "median": 0.0,  # the error of always predicting it is not used here
     }
-    log = ask.out / "trainings" / "log.txt"  # what the trainer says
+    log = ask.out / "trainings" / "log.txt"  # the trainer's output
     with log.open("a", encoding="utf-8") as file, redirect_stdout(file):
         return of_arm(our_arm(options, runtime))
 
@@ -147,8 +148,9 @@ def _files(ask: Ask) -> dict[str, str]:
 
 def _config(ask: Ask, arm: LoraArm, files: Mapping[str, str]) -> dict[str, Any]:
     """The config of an arm's run. Both orders read the same texts in as many steps; only what trains differs."""
-    rate, groups = heads_rates(hidden_size(ask.base))
-    shared = {"lr": rate, "schedule": "cosine"}
+    hidden = hidden_size(ask.base)
+    groups = group_rates(hidden)
+    shared = {"lr": dense_rate(hidden), "schedule": "cosine"}
     first, then = ask.size.lora_heads, ask.size.lora_steps
     heads = {**shared, "name": "heads", "train": ["heads", "embedding"], "lr_groups": groups, "steps": first}
     lora = {

@@ -10,7 +10,7 @@ from typing import Any
 from cqwen_dist.config import UserError
 from cqwen_dist.config.architectures.base_architecture import USUAL_TARGETS
 from cqwen_dist.config.errors import Said
-from cqwen_dist.config.rates import dense_rate
+from cqwen_dist.config.rates import dense_rate, group_rates
 from experiments.learn.corpora import HELD_OUT
 from experiments.learn.lanes import Task
 from experiments.learn.words import ROWS
@@ -60,12 +60,6 @@ def hidden_size(base: str) -> int:
     return int(json.loads((Path(base) / "config.json").read_text(encoding="utf-8"))["hidden_size"])
 
 
-def heads_rates(hidden: int) -> tuple[float, dict[str, float]]:
-    """(rate, rates by group) of the heads on a real base of this hidden size (docs/training.md, Rates)."""
-    rate = dense_rate(hidden)
-    return rate, {"classifier": rate / 10, "regression": rate * 10, "thresholds": 1e-3}
-
-
 def tasks(out: Path, size: Scale, base: str, hidden: int, median: float, bf16: bool = False) -> list[Task]:
     """All trainings, named by arm and rate. hidden: the base's hidden size. median: of the numbers after the training
     prompts. bf16: products in bf16, in every arm.
@@ -104,8 +98,8 @@ def _config(
     size: Scale, base: str, hidden: int, train: str, held_out: str, folder: str, lora_lr: float, bf16: bool
 ) -> dict[str, Any]:
     """Config of a CausalQwen run: heads first, then heads and LoRA."""
-    rate, groups = heads_rates(hidden)
-    both = {"lr": rate, "schedule": "cosine"}
+    groups = group_rates(hidden)
+    both = {"lr": dense_rate(hidden), "schedule": "cosine"}
     heads = {**both, "name": "heads", "train": ["heads", "embedding"], "steps": size.heads_steps}
     lora = {**both, "name": "lora", "train": ["heads", "embedding", "lora"], "steps": size.lora_steps}
     return {

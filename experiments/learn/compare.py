@@ -22,6 +22,7 @@ import torch
 from rich.table import Column, Table
 
 from cqwen_dist.config import NumberPolicy, UserError
+from cqwen_dist.parallel.runtime import pick_device
 from cqwen_dist.run.files import write_atomically
 from experiments.learn.answers import numbers_after_prompts
 from experiments.learn.arms import BASE, OURS, PLAIN, SCALES, hidden_size, tasks
@@ -53,7 +54,7 @@ def run(
         raise UserError("--scale", scale, " or ".join(SCALES))
     size, began = SCALES[scale], time.monotonic()
     counts = write_corpora(out / "data", data, size.texts, size.held_out, size.problems, size.pieces)
-    gpu = torch.cuda.is_available()
+    gpu = pick_device(0).type == "cuda"
     median = _median_number(out / "data" / "train.jsonl")
     every = tasks(out, size, base, hidden_size(base), median, bf16=gpu)
     wanted = [task for task in every if not only or any(re.search(pattern, task.name) for pattern in only)]

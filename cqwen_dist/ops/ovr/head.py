@@ -16,8 +16,10 @@ from cqwen_dist.tiles import CHUNK_BYTES, kind_of
 
 
 def chunk_rows(x: Tensor, c: int | None = None) -> int:
-    """Words n per chunk, at least 64, such that [N, n] and [n, c] in fp32 each fit in CHUNK_BYTES; x [N, C], c: default
-    C."""
+    """Number of words n per chunk, at least 64, so that [N, n] and [n, c] in fp32 each fit in CHUNK_BYTES.
+
+    x: [N, C], on the device of the chunks. c: defaults to C.
+    """
     return max(64, CHUNK_BYTES[kind_of(x.device.type)] // (4 * max(1, len(x), x.shape[1] if c is None else c)))
 
 
@@ -47,7 +49,7 @@ class WordHead(NamedTuple):
 
     @property
     def limit(self) -> int | None:
-        """Number of words of the full vocabulary in use, if known."""
+        """How many words the full vocabulary uses, if known."""
         return min((x for x in (self.vocab_size, self.used_rows) if x is not None), default=None)
 
     @property

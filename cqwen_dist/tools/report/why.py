@@ -122,7 +122,7 @@ def why(
 def principal_axes(points: np.ndarray) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:
     """(centre [C], axes [C,2], share of the variance on each) of points [N,C]. An axis without variance is zero.
 
-    The sign of an axis is that of its largest entry.
+    An axis has the sign of its largest entry.
     """
     centre = points.mean(0)
     _, sizes, rows = np.linalg.svd(points - centre, full_matrices=False)
