@@ -58,7 +58,7 @@ BY_NAME = {"config/__init__.py", "config/custom.py", "wings.py"}  # files that i
 STATISTICS = ("scipy", "sklearn")  # for the wings alone
 # What a file imports, directly or not, is what its reader may have to read: (files, lines) at most.
 # `train.py` puts the run together, so it imports nearly all of the core.
-CLOSURES = {"training/step.py": (55, 7000), "training/trainer.py": (103, 14000), "training/train.py": (154, 22000)}
+CLOSURES = {"training/step.py": (55, 7000), "training/trainer.py": (100, 14000), "training/train.py": (153, 22000)}
 OTHER_MODULE = 0  # any further top-level module stands on the ground and imports nothing of ours
 LONGEST = {"package": 350, "tests": 499, "function": 80}  # lines, a function's docstring among them
 MOST_COMPLEX = 15  # as radon counts: one more than the branches of a function

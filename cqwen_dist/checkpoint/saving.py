@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,7 +27,6 @@ from torch import Tensor
 
 from cqwen_dist.checkpoint import adapter
 from cqwen_dist.checkpoint.manifest import FORMAT, Retention, checkpoint_folder, evaluated, leftovers, put_aside
-from cqwen_dist.checkpoint.mirror import Mirror
 from cqwen_dist.checkpoint.resume import ROWS, Tensors, TrainState
 from cqwen_dist.config.errors import DiskError, Said
 from cqwen_dist.model.lora import is_lora
@@ -50,6 +49,16 @@ class About:
     base: str | None = None  # base model name for adapter_config.json
 
 
+class Store(Protocol):
+    """Another place for complete checkpoints, such as a `Mirror`."""
+
+    def push(self, name: str) -> None:
+        """Begin to copy a checkpoint of this name."""
+
+    def wait(self) -> None:
+        """Wait for copies in progress."""
+
+
 class Saver:
     """Saves a run's checkpoints. Every method is collective over the world."""
 
@@ -61,7 +70,7 @@ class Saver:
         *,
         on_failure: Callable[[str], None] = lambda reason: None,
         say: Callable[[str], None] = lambda note: None,
-        mirror: Mirror | None = None,
+        mirror: Store | None = None,
     ) -> None:
         """on_failure: called as soon as a background save fails; `wait` raises the error. say: receives notes about
         problems that are not failures."""

@@ -12,8 +12,7 @@ import torch
 from safetensors import safe_open
 
 from cqwen_dist.checkpoint.manifest import resolve_checkpoint
-from cqwen_dist.checkpoint.resume import TrainState, base_digest, load_checkpoint, refuse_exchanged
-from cqwen_dist.checkpoint.tensors import refuse_strange
+from cqwen_dist.checkpoint.resume import TrainState, base_digest, load_checkpoint, refuse_exchanged, refuse_strange
 from cqwen_dist.config.custom import TRUST
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.reading import load_config

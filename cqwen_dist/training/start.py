@@ -20,8 +20,7 @@ from torch import Tensor
 
 from cqwen_dist.checkpoint import adapter
 from cqwen_dist.checkpoint.manifest import resolve_checkpoint
-from cqwen_dist.checkpoint.resume import KEYS, load_checkpoint, refuse_exchanged
-from cqwen_dist.checkpoint.tensors import refuse_strange
+from cqwen_dist.checkpoint.resume import KEYS, load_checkpoint, refuse_exchanged, refuse_strange
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.schema import Config
 from cqwen_dist.config.shape import SHAPE_KEYS

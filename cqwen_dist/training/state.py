@@ -11,9 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, refuse_exchanged
+from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, refuse_exchanged, refuse_strange
 from cqwen_dist.checkpoint.saving import About
-from cqwen_dist.checkpoint.tensors import refuse_strange
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.model.lora import is_lora
 from cqwen_dist.model.modules import CausalModules

@@ -81,7 +81,8 @@ def train_on(
                     status.write(status="done")
                 return place.figures
             # The steps. The clock counts operations by the model as it is, adapters included
-            clock = Clock(work_in(config, run.model), runtime.device, run.groups.world_size, peak_of(runtime.device))
+            flops = work_in(config, run.model).flops
+            clock = Clock(flops, runtime.device, run.groups.world_size, peak_of(runtime.device))
             trainer = Trainer(run, status, called, place, clock, partial(open_log, run, on_record=called.step))
             status.at(place.step, total, run.schedule.at(place.step).stage.name)
             status.write(status="running")

@@ -86,7 +86,7 @@ def test_the_clock_separates_waiting_from_working(monkeypatch: pytest.MonkeyPatc
     times = iter((0.0, 100.0, 100.05, 100.15))  # made, asked for data, has it, done
     monkeypatch.setattr(perf, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     model = tiny_model()
-    clock = Clock(counted(model), CPU, world=2, peak=0.5)
+    clock = Clock(counted(model).flops, CPU, world=2, peak=0.5)
     batch = random_batch(4, 24)
     clock.data()
     clock.work([batch])
@@ -95,7 +95,7 @@ def test_the_clock_separates_waiting_from_working(monkeypatch: pytest.MonkeyPatc
     assert figures["perf/data_wait_s"] == pytest.approx(0.05)
     assert figures["perf/step_s"] == pytest.approx(0.15)
     assert figures["perf/tokens_per_s"] == pytest.approx(400 / figures["perf/step_s"])
-    each = clock.of.flops(200 / 4, groups, cached=False)
+    each = clock.flops(200 / 4, groups, cached=False)
     flops = 200 * each.backbone + int(batch.label_mask.sum()) * each.heads
     assert figures["perf/tflops"] == pytest.approx(flops / figures["perf/step_s"] / 1e12)
     assert figures["perf/mfu"] == pytest.approx(figures["perf/tflops"] / 0.5)
@@ -105,7 +105,7 @@ def test_the_clock_separates_waiting_from_working(monkeypatch: pytest.MonkeyPatc
 def test_attention_is_counted_over_whole_texts_where_ranks_have_parts() -> None:
     seen: list[float] = []
     each = SimpleNamespace(backbone=1.0, heads=1.0)
-    clock = Clock(SimpleNamespace(flops=lambda length, *_, **__: seen.append(length) or each), CPU, world=4)  # type: ignore
+    clock = Clock(lambda length, *_, **__: seen.append(length) or each, CPU, world=4)
     for batch in (random_batch(1, 32), random_batch(1, 32).part(0, 4), random_batch(1, 32).part(3, 4)):
         clock.work([batch])
         clock.metrics(tokens=4 * batch.input_ids.numel(), groups=frozenset())
@@ -114,7 +114,7 @@ def test_attention_is_counted_over_whole_texts_where_ranks_have_parts() -> None:
 
 def test_mfu_is_logged_only_for_a_known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak_of(CPU) is None
-    clock = Clock(counted(tiny_model()), CPU, 1)
+    clock = Clock(counted(tiny_model()).flops, CPU, 1)
     clock.work([random_batch()])
     assert "perf/mfu" not in clock.metrics(10, frozenset())
     for name, peak in (

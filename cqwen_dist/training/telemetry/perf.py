@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.sizes.flops import Work
 
 
 class Clock:
     """Times the steps of this rank: call `data` when a step asks for its batches, and `work` when they are here."""
 
-    def __init__(self, work: Work, device: torch.device, world: int, peak: float | None = None) -> None:
-        """peak: of the device, in TFLOP/s; None: unknown."""
-        self.of, self.device, self.world, self.peak = work, device, world, peak
+    def __init__(self, flops: Callable[..., Any], device: torch.device, world: int, peak: float | None = None) -> None:
+        """flops: operations per token (`Work.flops`). peak: of the device, in TFLOP/s; None: unknown."""
+        self.flops, self.device, self.world, self.peak = flops, device, world, peak
         self._began = self._ready = time.perf_counter()
         self._shape = (0.0, 0)
 
@@ -43,7 +43,7 @@ class Clock:
         seconds = max(time.perf_counter() - self._began, 1e-9)
         texts, labels = self._shape
         share = tokens // self.world
-        each = self.of.flops(share / (texts or 1), groups, cached=cached)
+        each = self.flops(share / (texts or 1), groups, cached=cached)
         tflops = (share * each.backbone + labels * each.heads) / seconds / 1e12
         # Of this rank so far: torch's allocator on a GPU, else resident memory, which Linux counts in KiB
         on_gpu, resident = self.device.type == "cuda", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
