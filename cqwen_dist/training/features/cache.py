@@ -75,7 +75,7 @@ class FeatureCache:
         """
         if self.settings.mode == "never" or other.dataset is not loader.dataset:
             return None
-        shards = self._shards_of(plan, plan.start, loader, lambda line: None)
+        self._shards = shards = self._shards_of(plan, plan.start, loader, lambda line: None)
         if shards is None:
             return None
         mine, size = other.mine(0, 0), other.micro_batch_size
@@ -104,7 +104,9 @@ class FeatureCache:
             hidden = self.engine.model.config.hidden_size
             key = self._key(dataset)
             folder = self.folder / key_digest(key)
-            found = open_shards(folder, key, hidden, self.dtype, self.runtime)
+            found = self._shards  # of the start, or of the stage before
+            if found is None or found.folder != folder:
+                found = open_shards(folder, key, hidden, self.dtype, self.runtime)
             if found is not None:
                 self.progress.say(f"  feature cache: {folder}")
                 return found
@@ -119,7 +121,7 @@ class FeatureCache:
             show = partial(self.progress.part, "feature cache", of=len(mine))
             began = time.monotonic()
             build_shards(folder, key, batches, mine, lambda *at: self.features(*at)[:, :hidden], self.runtime, show)
-            found = open_shards(folder, key, hidden, self.dtype, self.runtime)
+            found = open_shards(folder, key, hidden, self.dtype, self.runtime, fresh=True)
             if found is None:
                 raise CacheRefused(
                     f"{folder} is not seen alike by all ranks (train.feature_cache.dir: a shared folder)"

@@ -5,7 +5,8 @@
       manifest.json               the key, and size and SHA-256 of each file; written last
 
 The sample order is global and does not depend on the number of ranks. The rank that reads a sample may not be the one
-that wrote it, so files are memory-mapped and read by sample. A folder without a manifest is incomplete.
+that wrote it, so files are memory-mapped and read by sample. A folder without a manifest is incomplete. No file is
+flushed to the disk: a slow one would take longer than the features, and the checksums find what a crash loses.
 """
 
 from __future__ import annotations
@@ -63,18 +64,18 @@ class FeatureShards:
 
 
 def open_shards(
-    folder: Path, key: dict[str, Any], hidden: int, dtype: torch.dtype, runtime: Runtime
+    folder: Path, key: dict[str, Any], hidden: int, dtype: torch.dtype, runtime: Runtime, fresh: bool = False
 ) -> FeatureShards | None:
     """The cache of this key; None if any rank finds it missing or damaged.
 
-    Collective over the world: the ranks share the work of verifying checksums.
+    fresh: just built, so checksums are not computed again. Collective over the world: the ranks share that work.
     """
     manifest = read_object(folder / MANIFEST)
     try:
         files = sorted(manifest["files"].items())
         good = manifest["key"] == key and all((folder / name).stat().st_size == r["size"] for name, r in files)
         mine = files[runtime.rank :: runtime.world_size]
-        good = good and all(file_record(folder / name) == record for name, record in mine)
+        good = good and (fresh or all(file_record(folder / name) == record for name, record in mine))
     except (OSError, KeyError, TypeError):
         good = False
     return FeatureShards(folder, hidden, dtype) if all(gather_objects(good)) else None
@@ -101,7 +102,8 @@ def build_shards(
         # Each rank writes one file
         _together(lambda: partial.mkdir(parents=True) if runtime.is_main else None)
         path = partial / f"z-{runtime.rank:05d}.arrow"
-        writer = _together(lambda: pa.ipc.new_file(str(path), SCHEMA), f"rank {runtime.rank} does not see {partial}: ")
+        sink = _together(lambda: pa.OSFile(str(path), "wb"), f"rank {runtime.rank} does not see {partial}: ")
+        writer = pa.ipc.new_file(sink, SCHEMA)
         trouble, done = "", 0
         with torch.no_grad():
             for batch in batches:
@@ -126,7 +128,7 @@ def build_shards(
             if trouble:
                 raise OSError(trouble)
             writer.close()
-            sync(path)
+            sink.close()
             return file_record(path)
 
         files = dict(gather_objects((path.name, _together(finish))))
