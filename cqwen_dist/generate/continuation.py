@@ -13,7 +13,7 @@ from torch import Tensor
 from cqwen_dist.batch import Padded, pad_rows
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, NumberRecord, check_digits
-from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, reader, text_of
+from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, cut, reader, text_of
 
 Prompt = str | tuple[str, ...]  # a text; or its parts, which are encoded one by one as in training
 
@@ -121,7 +121,7 @@ def continue_text(
     if on_text is not None:
         if len(prompts) != 1:
             raise UserError("stream", f"{len(prompts)} prompts", "one")
-        options["streamer"] = NumberStreamer(tokenizer, on_text, digits=digits, ends=ends)
+        options["streamer"] = NumberStreamer(tokenizer, on_text, digits=digits, ends=ends, stop=stop)
     if stop:
         options["stop_strings"] = list(stop)
     options |= {"mode": mode, "max_new_tokens": max_new_tokens, "seed": seed, "digits": digits}
@@ -149,10 +149,8 @@ def written_of(
     reason = "length"
     if end > start and int(ids[row, end - 1]) in ends:
         end, reason = end - 1, "eos"
-    text = text_of(tokenizer, ids, numbers, row, start, end, digits)
-    stops = [text.find(s) + len(s) for s in stop if s in text]
-    if stops:
-        text, reason = text[: min(stops)], "stop"
+    text, stopped = cut(text_of(tokenizer, ids, numbers, row, start, end, digits), stop)
+    reason = "stop" if stopped else reason
     p, p_num = numbers.p_word[row].tolist(), numbers.p_num[row].tolist()
     tokens = [TokenRecord(int(ids[row, t]), p[t], p_num[t], numbers.record(row, t, digits)) for t in range(start, end)]
     return Written(prompt, text, tokens, reason)

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import GenerationConfig, TextGenerationPipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
+from cqwen_dist.generate.streaming import gap
 from cqwen_dist.heads.intervals import LEVELS
 
 
@@ -38,11 +39,13 @@ class CausalQwenTextGeneration(TextGenerationPipeline):
         """One record per text, as in the standard pipeline."""
         start = model_outputs["input_ids"].shape[-1]
         rows = [model_outputs.pop(name)[0] for name in ("generated_sequence", "numeric_values", "numeric_intervals")]
-        records, tokenizer = [], self.tokenizer
+        tokenizer: Any = self.tokenizer
+        records = []
         try:
             for ids, values, ends in zip(*rows, strict=True):
-                reading: Any = copy.copy(tokenizer)
-                reading.decode = partial(reading.decode, values=values[start:])
+                reading = copy.copy(tokenizer)
+                before = gap(ids, start, tokenizer.num_token_id)
+                reading.decode = partial(_decoded, tokenizer, before, values[start:])
                 self.tokenizer = reading
                 one = {**model_outputs, "generated_sequence": ids[None, None]}
                 at = [i for i in range(start, len(ids)) if not ends[i].isnan().any()]
@@ -53,6 +56,10 @@ class CausalQwenTextGeneration(TextGenerationPipeline):
         finally:
             self.tokenizer = tokenizer
         return records
+
+
+def _decoded(tokenizer: Any, before: str, values: Any, *ids: Any, **given: Any) -> str:
+    return before + str(tokenizer.decode(*ids, values=values, **given))
 
 
 def register_pipeline() -> None:

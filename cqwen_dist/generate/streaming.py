@@ -37,7 +37,19 @@ def text_of(
 ) -> str:
     """The text of positions [start, end) of a row of ids [B,T'], numbers with `digits`."""
     values = [numbers.written(row, t, digits) for t in range(start, end)]
-    return tokenizer.decode(ids[row, start:end].tolist(), values)
+    text = tokenizer.decode(ids[row, start:end].tolist(), values)
+    return gap(ids[row, :end], start, tokenizer.num_token_id) + text
+
+
+def gap(ids: Tensor, start: int, number: int) -> str:
+    """What the text of ids [t] from `start` on begins with: a blank where a number follows a number. number: <NUM>."""
+    return " " if 0 < start < len(ids) and ids[start - 1] == ids[start] == number else ""
+
+
+def cut(text: str, stop: Sequence[str]) -> tuple[str, bool]:
+    """A text up to the end of the first stop string in it, and whether there is one."""
+    ends = [text.find(s) + len(s) for s in stop if s in text]
+    return text[: min(ends, default=None)], bool(ends)
 
 
 def ends_at(
@@ -65,7 +77,7 @@ class NumberStreamer(BaseStreamer):
     """A streamer for `generate` that passes on the text of one row, including numbers, while it is written.
 
     on_text: called with each new piece of text, never empty. A piece may end inside a word, never inside a character.
-    ends: end token ids, which are left out; default: the tokenizer's end token.
+    ends: end token ids, which are left out; default: the tokenizer's end token. stop: strings that end the text.
     """
 
     def __init__(
@@ -75,7 +87,9 @@ class NumberStreamer(BaseStreamer):
         skip_prompt: bool = True,
         digits: Digits = "auto",
         ends: Sequence[int] = (),
+        stop: Sequence[str] = (),
     ) -> None:
+        self.stop = stop
         self.tokenizer, self.on_text, self.skip_prompt, self.digits = tokenizer, on_text, skip_prompt, digits
         self.ends: Sequence[int | None] = ends or [tokenizer.eos_token_id]
         self._sent = ""
@@ -105,9 +119,7 @@ class NumberStreamer(BaseStreamer):
 
     def _read(self, ids: Tensor, numbers: GeneratedNumbers, start: int, end: int) -> str:
         count, text = self._fixed
-        first, number = start + count, self.tokenizer.num_token_id
-        between = " " if count and first < end and ids[0, first - 1] == ids[0, first] == number else ""
-        return text + between + text_of(self.tokenizer, ids, numbers, 0, first, end, self.digits)
+        return cut(text + text_of(self.tokenizer, ids, numbers, 0, start + count, end, self.digits), self.stop)[0]
 
     def end(self) -> None:
         """Pass on the remaining text."""

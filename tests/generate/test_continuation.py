@@ -84,6 +84,11 @@ def test_a_stop_string_ends_the_text_across_tokens(model: CausalQwenForCausalLM)
     assert (ended[0].end, plain[0].end) == ("stop", "length")
     if string not in plain[1].text:
         assert ended[1].text == plain[1].text
+    for stop in (string, string[:-1], " "):  # also inside a token
+        pieces: list[str] = []
+        (one,) = continue_text(model, Words(), prompts[:1], max_new_tokens=12, stop=[stop], on_text=pieces.append)
+        assert "".join(pieces) == one.text
+        assert one.text.endswith(stop)
     alone = continue_text(model, Words(), ["w3 w8 w41 " + string], max_new_tokens=2, stop=[string])[0]
     assert len(alone.tokens) == 2, "the prompt does not count"
     for odd, said in (("", "'an empty string'"), (3, "3")):

@@ -84,6 +84,18 @@ def test_the_pipeline_reads_and_writes_numbers(folder: Path, pair) -> None:
         pipe(PROMPTS[0], do_sample=True)
 
 
+def test_a_number_right_behind_the_prompts_number_does_not_lengthen_it(pair) -> None:
+    model, tokenizer = pair
+    prompt, options = "milk costs 12", {"number_first": True, "max_new_tokens": 3}
+    pieces: list[str] = []
+    (written,) = continue_text(model, tokenizer, [prompt], on_text=pieces.append, **options)
+    assert "".join(pieces) == written.text
+    values = tokenizer.reader.encode(prompt + written.text).values
+    assert [value for value in values if value][:2] == [12.0, written.numbers[0].written]
+    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    assert pipe(prompt, skip_special_tokens=False, **options)[0]["generated_text"] == prompt + written.text
+
+
 def test_the_readmes_snippet_prints_numbers_with_intervals(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, *lines = run_snippet(Path(__file__).parents[2] / "README.md", "out/gsm8k", folder, capsys)
     prompt = "Tom has 3 bags of 12 apples. He has"

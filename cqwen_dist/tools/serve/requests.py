@@ -53,33 +53,33 @@ class Asked(BaseModel):
             if getattr(self, name) not in (None, neutral):
                 raise UserError(name, getattr(self, name), f"{neutral}, or no such field")
 
+    @property
+    def stops(self) -> list[str]:
+        """The strings that end a text; an answer leaves them out."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
     def options(self, most_tokens: int) -> dict[str, Any]:
         """Keywords of `continue_text`. Raises `UserError` for what has no meaning here, by field.
 
-        Without a mode, `temperature` above 0 or `top_p` draws from softmax (mode compatible), as OpenAI's clients
-        expect; otherwise the mode is standard, which draws nothing.
+        Without a mode, `temperature`, `top_p` or `top_k` draws from softmax (mode compatible), as OpenAI's clients
+        expect; without them, or with a temperature of 0, the mode is standard, which draws nothing.
         """
         self._refuse_unsupported()
         asked = min(256, most_tokens) if self.max_tokens is None else self.max_tokens
         if asked > most_tokens:
             raise UserError("max_tokens", asked, f"at most {most_tokens}, as this server was started")
-        drawn = bool(self.temperature) or self.top_p is not None or self.top_k is not None
+        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        given = {name: value for name, value in given.items() if value is not None}
+        if self.temperature == 0 and self.mode in (None, "standard"):
+            given = {}  # in other modes 0 is the median individual, or the best word
         options: dict[str, Any] = {
-            "mode": self.mode or ("compatible" if drawn else "standard"),
+            "mode": self.mode or ("compatible" if given else "standard"),
             "max_new_tokens": asked,
             "seed": self.seed,
             "digits": self.digits,
-            "stop": [self.stop] if isinstance(self.stop, str) else self.stop or (),
+            "stop": self.stops,
         }
-        if drawn and self.mode is None:
-            options["do_sample"] = True
-        drawing = self.mode not in (None, "standard")  # there 0 is the median individual, or the best word
-        given = {
-            "temperature": self.temperature if drawing else self.temperature or None,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-        }
-        return options | {name: value for name, value in given.items() if value is not None}
+        return options | given | ({"do_sample": True} if given and self.mode is None else {})
 
 
 class Completion(Asked):
@@ -127,7 +127,7 @@ class Answer:
     """The documents that answer one request."""
 
     def __init__(self, asked: Asked, model: str) -> None:
-        self.chat = isinstance(asked, ChatCompletion)
+        self.chat, self.stop = isinstance(asked, ChatCompletion), asked.stops
         kind = "chat.completion" if self.chat else "text_completion"
         self.head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.whole_kind, self.piece_kind = kind, f"{kind}.chunk" if self.chat else kind
@@ -136,7 +136,8 @@ class Answer:
         """All texts at once."""
         choices = []
         for index, each in enumerate(written):
-            said = {"message": {"role": "assistant", "content": each.text}} if self.chat else {"text": each.text}
+            text = each.text[: len(each.text) - stop_at_end(each.text, self.stop)]
+            said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
             end = {"finish_reason": FINISH[each.end], "logprobs": None}
             choices.append({"index": index, **said, **end, "numbers": each.numbers})
         return {**self.head, "object": self.whole_kind, "choices": choices, "usage": usage(written, prompt_tokens)}
@@ -150,6 +151,11 @@ class Answer:
     def last(self, written: Sequence[Written], prompt_tokens: int) -> dict[str, Any]:
         """The chunk after the last text, for `stream_options: {include_usage: true}`."""
         return {**self.head, "object": self.piece_kind, "choices": [], "usage": usage(written, prompt_tokens)}
+
+
+def stop_at_end(text: str, stop: Sequence[str]) -> int:
+    """The length of the longest stop string with which the text ends; 0 without one."""
+    return max((len(s) for s in stop if text.endswith(s)), default=0)
 
 
 def usage(written: Sequence[Written], prompt_tokens: int) -> dict[str, int]:

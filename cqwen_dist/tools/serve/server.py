@@ -27,9 +27,9 @@ from torch import Tensor
 
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.continuation import Written, continue_text, end_ids
-from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, NumberRecord
+from cqwen_dist.generate.numbers import GeneratedNumbers, NumberRecord
 from cqwen_dist.generate.streaming import NumberStreamer
-from cqwen_dist.tools.serve.requests import Answer, ChatCompletion, Completion
+from cqwen_dist.tools.serve.requests import Answer, ChatCompletion, Completion, stop_at_end
 
 LOOK_S = 0.25  # how often a waiting request looks whether its client is still there
 
@@ -136,16 +136,17 @@ class Server:
         if not asked.stream:
             return _json(answer.whole(*await self.run(request, work)))
         with_usage = bool((asked.stream_options or {}).get("include_usage"))
-        events = _events(answer, self.pieces(request, work, options["digits"]), with_usage)
+        events = _events(answer, self.pieces(request, work, options), with_usage)
         return StreamingResponse(events, media_type="text/event-stream")
 
     async def pieces(
-        self, request: Request, work: Callable[..., Done], digits: Digits
+        self, request: Request, work: Callable[..., Done], options: dict[str, Any]
     ) -> AsyncIterator[tuple[str, list[NumberRecord]] | Done]:
         """(text, its numbers) while they are written, then what was written."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
         ends = end_ids(self.model, self.tokenizer)
-        sender = _Sender(self.tokenizer, lambda piece: loop.call_soon_threadsafe(queue.put_nowait, piece), digits, ends)
+        put: Any = queue.put_nowait
+        sender = _Sender(self.tokenizer, partial(loop.call_soon_threadsafe, put), options, ends)
         task = asyncio.ensure_future(self.run(request, partial(work, streamer=sender)))
         task.add_done_callback(lambda _: queue.put_nowait(None))
         try:
@@ -160,15 +161,23 @@ class Server:
 
 
 class _Sender(NumberStreamer):
-    """Sends text together with the numbers in it."""
+    """Sends text together with the numbers in it, and holds back as much as a stop string may take."""
 
-    def __init__(self, tokenizer: Any, send: Callable[[Any], Any], digits: Any, ends: list[int]) -> None:
-        super().__init__(tokenizer, self._with_numbers, digits=digits, ends=ends)
-        self.send, self.waiting = send, list[NumberRecord]()
+    def __init__(self, tokenizer: Any, send: Callable[[Any], Any], options: dict[str, Any], ends: list[int]) -> None:
+        super().__init__(tokenizer, self._with_numbers, digits=options["digits"], ends=ends, stop=options["stop"])
+        self.send, self.waiting, self.held = send, list[NumberRecord](), ""
+        self.late = max(map(len, self.stop), default=0)
 
     def _with_numbers(self, text: str) -> None:
-        self.send((text, self.waiting))
-        self.waiting = []
+        self.held += text
+        if now := self.held[: len(self.held) - self.late]:
+            self.send((now, self.waiting))
+            self.held, self.waiting = self.held[len(now) :], []
+
+    def end(self) -> None:
+        super().end()
+        self.late = stop_at_end(self.held, self.stop)
+        self._with_numbers("")
 
     def put(self, value: Tensor, numbers: GeneratedNumbers | None = None, prompt: int = 0) -> None:
         record = None if numbers is None else numbers.record(0, value.shape[1] - 1, self.digits)

@@ -117,6 +117,26 @@ def test_openais_client_reads_answers_streams_and_chats(served: Any, model: Any)
         client.completions.create(model="tea", prompt="w3", max_tokens=65)
 
 
+def test_a_stop_string_is_in_no_answer_and_in_no_stream(served: Any, model: Any) -> None:
+    text = continue_text(model, Words(), [PROMPTS[0]], max_new_tokens=12)[0].text
+    for stop in (text[8:9], text[9:13], text[-6:-1], [text[12:15], "w9 w"], "nowhere"):
+        ends = [text.find(s) for s in ([stop] if isinstance(stop, str) else stop) if s in text]
+        body = {"prompt": PROMPTS[0], "max_tokens": 12, "stop": stop}
+        (choice,) = post(served, "completions", body)[1]["choices"]
+        assert choice["text"] == text[: min(ends, default=None)]
+        assert choice["finish_reason"] == ("stop" if ends else "length")
+        assert "".join(streamed(served, body)) == choice["text"]
+
+
+def streamed(served: Any, body: Any) -> Iterator[str]:
+    data = json.dumps({**body, "stream": True}).encode()
+    request = urllib.request.Request(f"{served.url}/completions", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                yield json.loads(line[6:])["choices"][0]["text"]
+
+
 def test_draws_repeat_with_a_seed_and_modes_pass(served: Any) -> None:
     body = {"prompt": "w3 w8", "max_tokens": 12, "temperature": 1.5, "seed": 3, "n": 2}
     (_, first), (_, second) = (post(served, "completions", body) for _ in range(2))
@@ -159,6 +179,9 @@ def test_a_request_that_cannot_be_answered_says_which_field(
 def test_a_temperature_of_0_is_passed_on_to_the_modes_that_have_one() -> None:
     for mode, passed in ((None, None), ("standard", None), ("causal", 0.0), ("compatible", 0.0), ("ovr", 0.0)):
         assert Completion(prompt="w", temperature=0, mode=mode).options(9).get("temperature") == passed
+    greedy = Completion(prompt="w", temperature=0).options(9)
+    assert Completion(prompt="w", temperature=0, top_p=1, top_k=5).options(9) == greedy, "clients send both"
+    assert Completion(prompt="w", top_p=0.9).options(9)["mode"] == "compatible"
     assert "top_p" not in Completion(prompt="w").options(9)
 
 
