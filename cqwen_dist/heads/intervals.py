@@ -34,10 +34,14 @@ class Intervals:
     n: int = 0
 
     def half_width(self, level: float) -> float:
-        """In scales: the interval is loc_Y -+ half_width * scale_Y. Raises ValueError unless 0 < level < 1."""
+        """In scales: the interval is loc_Y -+ half_width * scale_Y. Raises ValueError unless 0 < level < 1.
+
+        It holds the recalibrated intervals of lower levels: few numbers give a factor, often a large one, to 0.5 only.
+        """
         if not 0.0 < level < 1.0:
             raise ValueError(f"level must be between 0 and 1, found {level}")
-        return self.factors.get(level, 1.0) * math.tan(math.pi * level / 2)
+        factors = {level: 1.0} | {known: factor for known, factor in self.factors.items() if known <= level}
+        return max(factor * math.tan(math.pi * known / 2) for known, factor in factors.items())
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of `calibration.json`."""

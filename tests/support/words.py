@@ -15,5 +15,6 @@ class Words:
         ids = [int(w[1:]) if w.startswith("w") else NUM for w in words]
         return ids, [0.0 if w.startswith("w") else float(w) for w in words]
 
-    def decode(self, ids: list[int], values: list[float]) -> str:
-        return "".join(f" {v!r}" if i == NUM else f" w{i}" for i, v in zip(ids, values, strict=True))
+    def decode(self, ids: list[int], values: list[float] | None = None) -> str:
+        numbers = ["<NUM>"] * len(ids) if values is None else [f" {v!r}" for v in values]
+        return "".join(number if i == NUM else f" w{i}" for i, number in zip(ids, numbers, strict=True))

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from cqwen_dist.heads.intervals import Intervals
+from cqwen_dist.heads.intervals import LEVELS, Intervals
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.training.evaluation.number_metrics import (
     RAW,
@@ -42,6 +42,13 @@ def test_a_factor_is_an_order_statistic_divided_by_the_cauchys_width() -> None:
     assert 0.9 not in found.factors, "4 numbers cannot promise 90 %: ceil(5 * 0.9) = 5 > 4"
     assert interval_factors(np.zeros(0)).factors == {}
     assert Intervals.from_dict(found.to_dict()) == found
+
+
+def test_no_inner_interval_is_wider_than_an_outer_one() -> None:
+    """7 numbers give 0.5 a factor and leave 0.9 and 0.95 raw."""
+    found = interval_factors(np.full(7, 8.0))
+    assert list(found.factors) == [0.5]
+    assert [found.half_width(level) for level in LEVELS] == pytest.approx([8.0, 8.0, RAW.half_width(0.95)])
 
 
 def test_a_true_cauchy_needs_no_factor() -> None:

@@ -103,7 +103,7 @@ def why(
     top = parts[0].abs().argsort(descending=True)[:dims]
     scores = [
         WordScore(
-            word, tokenizer.decode([word], [0.0]), float(p[word]), float(part.sum() + b), float(b),
+            word, tokenizer.decode([word]), float(p[word]), float(part.sum() + b), float(b),
             part[top].tolist(), float(part.sum() - part[top].sum()),
         )
         for word, part, b in zip(named, parts, bias, strict=True)
@@ -114,7 +114,7 @@ def why(
     return Why(
         prompt, top.tolist(), last.loc[0, top.to(last.loc.device)].tolist(), scores,
         [MapPoint(text, *map(float, at)) for text, at in zip(labels, tokens, strict=True)],
-        [MapPoint(tokenizer.decode([word], [0.0]), *map(float, at)) for word, at in zip(chosen, others, strict=True)],
+        [MapPoint(tokenizer.decode([word]), *map(float, at)) for word, at in zip(chosen, others, strict=True)],
         shares,
     )  # fmt: skip
 

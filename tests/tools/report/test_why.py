@@ -84,6 +84,16 @@ def test_any_word_can_be_explained_and_one_that_is_none_is_refused(model: Causal
             why(model, Words(), PROMPT, **wrong)
 
 
+def test_a_number_that_is_chosen_has_no_value_yet_and_is_named_num(model: CausalQwenForCausalLM) -> None:
+    threshold = model.model.action.threshold
+    before = threshold.detach().clone()
+    with torch.no_grad():
+        threshold[NUM] = -1e4
+        found = why(model, Words(), PROMPT, individuals=2)
+        threshold.copy_(before)
+    assert [found.words[0].text, *(point.text for point in found.individuals)] == ["<NUM>"] * 3
+
+
 def test_points_on_a_line_have_one_axis_and_the_map_is_drawn() -> None:
     line = np.arange(4.0)[:, None] * np.array([[3.0, -4.0]])
     _, axes, shares = principal_axes(line)
