@@ -262,7 +262,8 @@ def _as_learnt(
         try:
             prompts.append(extract.before(row))
         except BadLine as bad:
-            unread[number] = UserError("FILE", bad.found, bad.allowed, f"record {number + 1}")
+            allowed = bad.allowed.replace("data.empty_cell", "--empty TEXT")
+            unread[number] = UserError("FILE", bad.found, allowed, f"record {number + 1}")
             prompts.append("")
     return prompts, [{name: cell_in(extract.cells, name, cell) for name, cell in row.items()} for row in read]
 

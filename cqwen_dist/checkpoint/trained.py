@@ -142,6 +142,8 @@ def run_of(path: str | Path) -> tuple[Config, Path]:
     run.dir is set to the run's current folder. A run may come from a stranger, so its config alone cannot enable remote
     code: CQWEN_TRUST_REMOTE_CODE=1 must be set.
     """
+    if (Path(path) / "config.json").is_file():
+        raise UserError("checkpoint", str(path), "a run, or a model that writes numbers (this one is plain)")
     run, folder = resolve_checkpoint(path)
     config = load_config(run / CONFIG, [f"run.dir={json.dumps(str(run))}"], saved=True)
     if config.model.trust_remote_code and os.environ.get(TRUST) != "1":

@@ -100,7 +100,8 @@ def _drawn(
     """Mode and count from --individuals or --noises; count None without either."""
     drawn = noises if individuals is None else individuals
     if (individuals is not None and noises is not None) or (drawn is not None and drawn < 1):
-        raise UserError("--individuals", individuals, "1 or more, and not together with --noises")
+        named, other = ("--noises", "--individuals") if individuals is None else ("--individuals", "--noises")
+        raise UserError(named, drawn, f"1 or more, and not together with {other}")
     if plot is not None and (drawn is None or len(prompts) > 1):
         raise UserError("--plot", str(plot), "with --individuals or --noises, and one prompt")
     return "individual" if noises is None else "noise", drawn
@@ -206,6 +207,8 @@ def predict(
     device: Device = "auto",
 ) -> None:
     """Predict the next number for each row of a table, with intervals, as CSV; or choose among texts."""
+    if reject_below and not option:
+        raise UserError("--reject-below", reject_below, "with --option")
     chosen_digits = _digits(digits)
     if out is not None and out.exists():
         raise UserError("--out", str(out), "a file that does not exist yet")

@@ -175,11 +175,11 @@ def _errors(run: RunData, mae: float, mdae: float) -> Iterator[Finding]:
 
 def _raw_intervals(run: RunData, raw: float) -> Iterator[Finding]:
     if abs(raw - 0.9) > 0.05:
-        wide = raw > 0.9
+        wide, measured = raw > 0.9, "eval/width_90_conformal" in run.last
         yield note(
             f"The Cauchy's own 90 % intervals hold {raw:.0%}",
-            f"They are too {'wide, as a Cauchy fitted to light-tailed errors is' if wide else 'narrow'}; use the "
-            "recalibrated ones.",
+            f"They are too {'wide, as a Cauchy fitted to light-tailed errors is' if wide else 'narrow'}; "
+            + ("use the recalibrated ones." if measured else "recalibrated ones need 9 held-out numbers or more."),
         )
 
 

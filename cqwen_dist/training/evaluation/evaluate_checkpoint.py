@@ -98,7 +98,7 @@ def _run_of(path: Path, data: str | None) -> tuple[Config, LearntTable | None]:
     """The config, of an export what it has of the run's, and how rows are read. Raises `UserError`."""
     if is_exported(path):
         if data is None:
-            raise UserError("--data", "no value", "a JSONL file or bundled:NAME (an exported folder has no data)")
+            raise UserError("--data", "no value", "a file or bundled:NAME (an exported folder has no data)")
         learnt = learnt_table(path)
         known = {} if learnt is None else learnt.to_dict()
         tree = {"data": {**known.get("data", {}), "train": data}, "loss": known.get("loss", {})}

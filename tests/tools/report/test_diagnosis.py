@@ -103,6 +103,12 @@ def test_the_scales_are_judged_with_number_dimensions_too() -> None:
     assert titles == ["The scales of U have heavy tails"]
 
 
+def test_recalibrated_intervals_are_recommended_only_where_they_were_measured() -> None:
+    for more, advice in (({}, "need 9 held-out numbers"), ({"eval/width_90_conformal": 4.0}, "use the recalibrated")):
+        (found,) = (f for f in findings({"eval/coverage_90": 0.5, **more}) if f.title.startswith("The Cauchy's own"))
+        assert advice in found.text
+
+
 def test_nothing_is_called_good_when_words_are_bad() -> None:
     poor = {"eval/accuracy": 0.011, "eval/base_accuracy": 0.011, "watch/code/accuracy": 0.01}
     found = findings({**poor, "watch/code/base_accuracy": 0.01})

@@ -15,6 +15,9 @@ import pytest
 from support.exported import tiny_pair, write_folder
 from support.runs import cqwen_forked
 
+from cqwen_dist.checkpoint.trained import load_trained
+from cqwen_dist.config import UserError
+
 PROMPT = "tea costs 3.5 and milk costs"
 Ran = subprocess.CompletedProcess
 
@@ -119,6 +122,8 @@ def test_export_writes_other_forms(cqwen: Callable[..., Ran], tmp_path: Path) ->
     said = cqwen("export", tmp_path / "b", "--as-base", "--drop-bias").stderr
     assert "numeric_values" not in said, "a warning about the check's own input"
     assert json.loads((tmp_path / "b" / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+    with pytest.raises(UserError, match=r"writes numbers \(this one is plain\)"):
+        load_trained(tmp_path / "b")
 
 
 @pytest.mark.parametrize(
@@ -126,6 +131,7 @@ def test_export_writes_other_forms(cqwen: Callable[..., Ran], tmp_path: Path) ->
     [
         ("generate", ["--prompt", "x", "--individuals", 0], "--individuals: found 0"),
         ("generate", ["--prompt", "x", "--individuals", 2, "--noises", 2], "not together with --noises"),
+        ("generate", ["--prompt", "x", "--noises", 0], "--noises: found 0"),
         ("generate", ["--prompt", "x", "--plot", "a.svg"], "--plot"),
         ("generate", ["--prompt", "x", "--stream", "--json"], "--stream"),
         ("generate", ["--prompt", "x", "--prompt", "y", "--stream"], "--stream"),
@@ -150,6 +156,7 @@ def test_export_writes_other_forms(cqwen: Callable[..., Ran], tmp_path: Path) ->
         ("generate", ["--prompt", "x", "--device", "meta"], "--device: found 'meta'"),
         ("generate", ["--prompt", "x", "--temperature", "-1"], "temperature: found -1.0"),
         ("predict", ["none.csv", "--template", "{a}"], "FILE: found no file none.csv"),
+        ("predict", ["none.csv", "--reject-below", 0.2], "--reject-below: found 0.2, allowed: with --option"),
         ("export", ["out", "--drop-bias"], "--drop-bias"),
     ],
 )
