@@ -68,17 +68,19 @@ def load_trained(
     model.config.calibration = (state.state.get("figures") or {}).get("calibration") or intervals_of(folder)
     if model.config.calibration is not None and not state.state.get("evaluated", True):
         _LOG.warning("the intervals are as wide as an earlier step needed: %s was not evaluated", folder.name)
-    if config.data.messages_field is not None:
-        _let_turns_end(model, tokenizer)
+    _let_texts_end(model, tokenizer, config.data.messages_field is not None)
     return model.to(where).eval(), tokenizer  # type: ignore[arg-type]  # transformers wraps `to`
 
 
-def _let_turns_end(model: CausalQwenForCausalLM, tokenizer: NumericalAwareTokenizer) -> None:
-    """Stop generation at the assistant's end-of-turn token too: chats do not teach a base's `<|endoftext|>`."""
-    rows = {str(token): row for row, token in tokenizer.tokenizer.added_tokens_decoder.items()}
-    row, known = rows.get(Chat(tokenizer.tokenizer).turn_end), end_ids(model, tokenizer)
-    if row is not None and row not in known:
-        model.generation_config.eos_token_id = [*known, row]
+def _let_texts_end(model: CausalQwenForCausalLM, tokenizer: NumericalAwareTokenizer, chats: bool) -> None:
+    """Stop generation where the training texts end, and the assistant's turns: chats do not teach `<|endoftext|>`. An
+    export has these ends, for those who generate without `end_ids`."""
+    ends = end_ids(model, tokenizer)
+    if chats:
+        rows = {str(token): row for row, token in tokenizer.tokenizer.added_tokens_decoder.items()}
+        row = rows.get(Chat(tokenizer.tokenizer).turn_end)
+        ends += [row] if row is not None and row not in ends else []
+    model.generation_config.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
 
 
 def load_exported(folder: Path, **options: Any) -> CausalQwenForCausalLM:

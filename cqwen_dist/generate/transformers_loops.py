@@ -135,14 +135,17 @@ class NumberGenerationMixin(GenerationMixin):
         if not prompt.hidden:
             shown["input_ids"] = prompt.ids
         check_prompt(self.model, prompt.ids, prompt.values, prompt.mask)
-        numbers = LoopNumbers(self.model, prompt, call.given["generation_config"].mode, call.digits)
+        config = call.given["generation_config"]
+        numbers = LoopNumbers(self.model, prompt, config.mode, call.digits)
+        if config.use_cache in (None, True) and config.cache_implementation in (None, "dynamic"):
+            shown[self.cache_name] = self._cache_of(None, True)  # transformers' own does not know the base's layers
         own, self.generation_config = self.generation_config, GenerationConfig()  # the call's is whole
         try:
             with torch.random.fork_rng(on_gpu, enabled=call.seed is not None), refused_by_transformers():
                 if call.seed is not None:
                     torch.manual_seed(call.seed)
                 return GenerationMixin.generate(
-                    self, **shown, attention_mask=prompt.mask, numbers=numbers, **call.given
+                    self, attention_mask=prompt.mask, numbers=numbers, **{**shown, **call.given}
                 )
         finally:
             self.generation_config = own

@@ -85,6 +85,18 @@ def by_hand(model, ids: Tensor, values: Tensor, mask: Tensor, beams: int, steps:
     return [(score / steps, row, v) for score, row, v in found]
 
 
+def test_linear_attention_has_a_cache_in_loops_too(prompts) -> None:
+    model, (ids, values, mask) = writer(kind="qwen3_5_text"), prompts
+    given = {"numeric_values": values, "attention_mask": mask, "mode": "standard", **OPTIONS}
+    wanted, numbers = model.generate(ids, **given)
+    found, own = model.generate(ids, **given, output_scores=True)
+    assert torch.equal(found, wanted)
+    torch.testing.assert_close(own.values, numbers.values, rtol=1e-4, atol=1e-3)
+    given |= {"mode": "compatible", "num_beams": 2}
+    beams = [model.generate(ids, **given, use_cache=use_cache)[0] for use_cache in (False, True)]
+    assert torch.equal(*beams)
+
+
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_beams_carry_their_own_values(model, prompts, use_cache: bool) -> None:
     """Beams with a smaller score overtake others, so the values change rows: the search by hand keeps them apart."""

@@ -77,6 +77,20 @@ def test_trust_remote_code_in_a_runs_config_alone_is_refused(
     assert run_of(run)[0].model.trust_remote_code
 
 
+def test_transformers_ends_an_exports_text_where_training_texts_end(one_rank: Path, tmp_path: Path) -> None:
+    """A base's own files may name another end, such as a chat's."""
+    shutil.copytree(one_rank, run := tmp_path / "run")
+    (file,) = run.glob("**/generation_config.json")
+    file.write_text(json.dumps({"eos_token_id": 7}))
+    out = export(run, tmp_path / "out")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, 7]
+    with torch.no_grad():
+        model.model.action.threshold[tokenizer.eos_token_id] = -1e6
+    given = tokenizer("tea", return_tensors="pt")
+    assert model.generate(**given, max_new_tokens=5).shape[1] == given["input_ids"].shape[1] + 1
+
+
 @pytest.mark.parametrize("merge", [False, True])
 def test_exports_the_whole_model_a_merged_one_or_a_peft_adapter(tmp_path: Path, merge: bool) -> None:
     model, folder = folder_of(tmp_path, lora=LORA)
