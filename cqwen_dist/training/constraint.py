@@ -68,10 +68,10 @@ class Constraint:
         self._near: bool | None = None  # whether KL was an eighth of eps at the last measurement; None: not read yet
 
     @torch.no_grad()
-    def begin(self, features: dict[str, Tensor], batches: Iterable[Batch]) -> None:
+    def begin(self, features: dict[str, Tensor], z: Iterable[Tensor]) -> None:
         """Use the current model as the start. Collective over the world.
 
-        features: full parameters of the engine by name. batches: this rank's share of sample texts, used to measure the
+        features: full parameters of the engine by name. z: of this rank's share of sample texts, to measure the
         spread of U's location: the standard deviation over tokens with the mean scale added in quadrature. The scale
         keeps the spread above 0 in dimensions without variation (number dimensions).
         """
@@ -81,8 +81,8 @@ class Constraint:
         self.adapted = any(bool(value.any()) for name, value in features.items() if is_lora_b(name))
         size = self.model.config.causal_hidden_size
         laws = [torch.zeros(2, 0, size, device=self.device)]
-        for batch in batches:
-            u = self._abduction(self._features(batch.to(self.device), batch.kept.to(self.device)))
+        for part in z:
+            u = self._abduction(part)
             laws.append(torch.stack([u.loc, u.scale]))
         loc, scale = torch.cat(laws, 1).double()
         count = torch.full((size,), len(loc), dtype=torch.float64, device=self.device)

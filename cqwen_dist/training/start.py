@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint import adapter
 from cqwen_dist.checkpoint.manifest import resolve_checkpoint
 from cqwen_dist.checkpoint.resume import KEYS, load_checkpoint, refuse_exchanged, refuse_strange
@@ -26,8 +27,9 @@ from cqwen_dist.config.schema import Config
 from cqwen_dist.config.shape import SHAPE_KEYS
 from cqwen_dist.config.training import JUDGED, LoraConfig
 from cqwen_dist.data.columns import columns_for
+from cqwen_dist.data.loader import Loader
 from cqwen_dist.heads.targets import TargetTransform
-from cqwen_dist.model.calibration import LEVEL_TOKENS, Calibration, calibrate
+from cqwen_dist.model.calibration import LEVEL_TOKENS, Calibration, Features, calibrate
 from cqwen_dist.model.initialise import override_start, start_at_data
 from cqwen_dist.ops.products import gemm_dtype
 from cqwen_dist.parallel.collectives import main_rank_first
@@ -75,9 +77,10 @@ def begin(run: Run) -> Place:
         source, has_heads = _load_warm_start(run, config.model.warm_start)
         start["warm_start"] = str(source)
         say(f"begins with the weights of {source}")
+    sample, z = _sample(run)
     if not has_heads:
         if config.start == "calibrated":
-            start["calibration"] = _calibrate(run)
+            start["calibration"] = _calibrate(run, sample, z)
         override_start(run.model, threshold, config.model.gamma_init, config.model.b_noise_init)
         if config.start != "calibrated" and run.statistics.count:
             median = run.model.target.forward(torch.tensor(run.statistics.median, dtype=torch.float64))
@@ -92,7 +95,7 @@ def begin(run: Run) -> Place:
 
     # The reference for KL: the model as it is now
     if config.constraint.mode != "off":
-        run.constraint.begin(run.engine.feature_state()[0], next(iter(run.calibration_loader(CALIBRATION_TOKENS))))
+        run.constraint.begin(run.engine.feature_state()[0], z)
         main_rank_first(lambda: save_start(run.constraint, run.folder / START_TENSORS))
 
     def write() -> None:
@@ -142,21 +145,35 @@ def read_threshold(given: float | str | None, vocab_size: int, rows: tuple[int, 
     return whole[rows[0] : rows[1]]
 
 
-def _calibrate(run: Run) -> dict[str, Any]:
-    """Calibrate the heads (`model.calibration`). Returns the result as a dict.
+def _features(run: Run, loader: Loader) -> Features:
+    """What gives z of the loader's first step. If the first stage uses a feature cache, it is built here and read."""
+    return run.cache.reader(run.schedule.at(0), run.loaders.current, loader) or run.forward
 
-    If the first stage uses a feature cache, it is built here, and the fits also read z from it.
-    """
+
+@torch.no_grad()
+def _sample(run: Run) -> tuple[list[Batch], list[Tensor]]:
+    """This rank's share of the texts that choose (C, gamma) and measure U's spread for KL, and z of each batch."""
+    loader = run.calibration_loader(CALIBRATION_TOKENS)
+    features, batches, z = _features(run, loader), next(iter(loader)), []
+    for i, batch in enumerate(batches):
+        run.at("features", i, len(batches))
+        z.append(features(batch.to(run.runtime.device), batch.kept.to(run.runtime.device)))
+    return batches, z
+
+
+def _calibrate(run: Run, sample: list[Batch], z: list[Tensor]) -> dict[str, Any]:
+    """Calibrate the heads (`model.calibration`) on a sample and its z. Returns the result as a dict."""
     loader = run.calibration_loader(LEVEL_TOKENS, run.config.model.start_numbers)
     held_out = run.evaluations.held_out if run.config.model.wide_from_eval else None
+    known = iter(z)
     found = calibrate(
         run.model,
-        next(iter(run.calibration_loader(CALIBRATION_TOKENS))),
+        sample,
         groups=run.groups,
-        features=run.forward,
+        features=lambda batch, keep: next(known),
         b_noise_init=run.config.model.b_noise_init,
         used_rows=run.stepper.options.used_rows,
-        fit_features=run.cache.reader(run.schedule.at(0), run.loaders.current, loader),
+        fit_features=_features(run, loader),
         fit_batches=next(iter(loader)),
         beside_batches=() if held_out is None else held_out.batches,
         numerals=run.words.numerals if run.config.num_row_init == "digits" else (),

@@ -125,7 +125,10 @@ def build_rig(
     )
     rig = Rig(**vars(build_training(config, runtime, groups, base, words, steps_per_epoch=1)))
     if config.constraint.mode != "off":
-        rig.constraint.begin(rig.engine.feature_state()[0], rig.batches(rig.schedule.plans[0])[:1])
+        batch = rig.batches(rig.schedule.plans[0])[0].to(runtime.device)
+        with torch.no_grad():
+            z = rig.forward(batch, batch.kept)
+        rig.constraint.begin(rig.engine.feature_state()[0], [z])
     return rig
 
 

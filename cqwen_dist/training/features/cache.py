@@ -108,7 +108,7 @@ class FeatureCache:
             if found is None or found.folder != folder:
                 found = open_shards(folder, key, hidden, self.dtype, self.runtime)
             if found is not None:
-                self.progress.say(f"  feature cache: {folder}")
+                say(f"  feature cache: {folder}")
                 return found
 
             # Another is built where it pays and has room
