@@ -15,7 +15,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from cqwen_dist.config.data import NumberPolicy
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.data.chat import CHATML
+from cqwen_dist.data.chat import CHATML, FIXED_DATE
 from cqwen_dist.data.tokenizer import PLACEHOLDER, POLICY_FILE, DigitTokenizer, NumericalAwareTokenizer, read_policy
 from cqwen_dist.wings import from_wing
 
@@ -184,10 +184,10 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
         return padded if isinstance(padded, BatchEncoding) else BatchEncoding(padded)
 
     def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:
-        """As in transformers. Without a template: ChatML, as in training."""
+        """As in transformers, with training's date and, without a template, its ChatML."""
         if chat_template is None and self.chat_template is None:
             return CHATML
-        return super().get_chat_template(chat_template, tools)
+        return FIXED_DATE + str(super().get_chat_template(chat_template, tools))
 
     # ---- writing ----
 

@@ -31,7 +31,7 @@ CHATML = (
 )
 # The default date in Llama 3's template
 _DATE = {"%d": "26", "%b": "Jul", "%B": "July", "%m": "07", "%Y": "2024"}
-_FIXED_DATE = (
+FIXED_DATE = (
     "{% macro strftime_now(form) %}{{ form"
     + "".join(f"|replace('{part}', '{value}')" for part, value in _DATE.items())
     + " }}{% endmacro %}{{ '' }}"  # jinja would trim a line end directly after the macro
@@ -185,7 +185,7 @@ class Chat:
         template = self.template if tools is None else self.tool_template
         try:
             chats = [[dict(message) for message in messages]]
-            filled = render_jinja_template(chats, tools, chat_template=_FIXED_DATE + template, **options, **self._names)
+            filled = render_jinja_template(chats, tools, chat_template=FIXED_DATE + template, **options, **self._names)
         except Exception as error:  # template code can raise anything
             raise BadLine("no chat", reason_of(error, 100), "a chat that the chat template takes") from None
         return str(filled[0][0])

@@ -20,6 +20,7 @@ from transformers import (
 
 from cqwen_dist.config import UserError
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
+from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 
 BIG = 1234567.890123  # fp32 does not hold it
@@ -195,3 +196,6 @@ def test_chat_templates_keep_numbers(tokenizer: CausalQwenTokenizer) -> None:
     assert 3.5 in found["numeric_values"]
     tokenizer.chat_template = "{{ messages[0]['content'] }}!"
     assert tokenizer.apply_chat_template(chat, return_dict=False) == tokenizer.reader.encode("tea costs 3.5!")[0]
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }} {{ messages[0]['content'] }}"
+    asked = Chat(tokenizer.tokenizer).prompt(chat, "messages")
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == asked == "26 Jul 2024 tea costs 3.5"
