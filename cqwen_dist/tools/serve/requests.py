@@ -50,8 +50,9 @@ class Asked(BaseModel):
 
     def _refuse_unsupported(self) -> None:
         for name, neutral in NEUTRAL.items():
-            if getattr(self, name) not in (None, neutral):
-                raise UserError(name, getattr(self, name), f"{neutral}, or no such field")
+            found = getattr(self, name)
+            if found is not None and (found != neutral or (type(found), neutral) == (int, False)):  # logprobs: 0 asks
+                raise UserError(name, found, f"{neutral}, or no such field")
 
     @property
     def stops(self) -> list[str]:
@@ -108,14 +109,11 @@ class ChatCompletion(Asked):
 
     def prompts(self, tokenizer: Any) -> list[str]:
         """The turns as the chat template writes them, read as training reads a chat. Raises `UserError`."""
-        plain = tokenizer.tokenizer
-        if plain.chat_template is None:
-            raise UserError("messages", "a chat", "a prompt (/v1/completions): this model has no chat template")
         try:
             turns = messages_of([message.model_dump(exclude_none=True) for message in self.messages], {}, {})
         except BadLine as bad:
             raise UserError("messages", bad.found, bad.allowed) from None
-        return [Chat(plain).prompt(turns, "messages")]
+        return [Chat(tokenizer.tokenizer).prompt(turns, "messages")]
 
     def options(self, most_tokens: int) -> dict[str, Any]:
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

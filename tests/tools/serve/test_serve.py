@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from cqwen_dist.data.chat import Chat
 from cqwen_dist.generate.continuation import continue_text
 
 pytest.importorskip("fastapi", reason="pip install 'cqwen-dist[serve]'")
@@ -158,6 +159,7 @@ def test_draws_repeat_with_a_seed_and_modes_pass(served: Any) -> None:
         ("completions", {"prompt": "w3", "n": 2, "stream": True}, 400, "one text a stream"),
         ("completions", {"prompt": "w3", "mode": "loud"}, 400, "mode"),
         ("completions", {"prompt": "w3", "logprobs": 3}, 400, "logprobs: found 3, allowed: False, or no such field"),
+        ("completions", {"prompt": "w3", "logprobs": 0}, 400, "logprobs: found 0, allowed: False, or no such field"),
         ("completions", {"prompt": "w3", "stop": [""]}, 400, "stop"),
         ("completions", b"{", 400, "JSON decode error"),
         ("completions", {"prompt": "w3 " * 10_000}, 413, "20,000 bytes"),
@@ -194,6 +196,14 @@ def test_a_chat_is_read_as_in_training_with_its_tool_calls_and_thoughts() -> Non
     )
     (prompt,) = ChatCompletion(messages=CALLED).prompts(tokenizer)  # type: ignore[arg-type]
     assert prompt == "|w3;|price3.5;w5|w4;"
+
+
+def test_without_a_template_a_chat_is_read_as_in_training() -> None:
+    tokenizer = Talking()
+    tokenizer.tokenizer = copy.copy(Talking.tokenizer)
+    tokenizer.tokenizer.chat_template = None
+    (prompt,) = ChatCompletion(messages=[{"role": "user", "content": "w3"}]).prompts(tokenizer)  # type: ignore[list-item]
+    assert prompt == Chat(tokenizer.tokenizer).question("w3")
 
 
 def test_a_slow_body_and_a_client_that_leaves_stop_nobody(served: Any, model: Any) -> None:
