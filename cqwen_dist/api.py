@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.reading import given_config
 from cqwen_dist.config.schema import Config
 from cqwen_dist.config.training import Stage
@@ -234,7 +234,10 @@ def _table_of(rows: Any) -> tuple[list[str], list[Any]]:
         columns = list(table[0]) if table and isinstance(table[0], Mapping) else []
         for number, row in enumerate(table, 1):
             if not isinstance(row, Mapping) or list(row) != columns:
-                raise UserError("rows", row, f"a row with the columns of the first: {columns}", f"row {number}")
+                allowed = (
+                    f"a dict with the columns of the first row: {columns}" if columns else "a dict, cell by column"
+                )
+                raise UserError("rows", row, allowed, f"row {number}")
         return columns, table
     found = records_in(str(rows))
     columns = columns_of(found)
@@ -301,4 +304,6 @@ def _learnt_table(model: Any) -> LearntTable:
 
 
 def _folder(model: TrainResult | str | Path) -> Path:
+    if isinstance(model, tuple):
+        raise UserError("model", Said("a loaded model"), "a TrainResult, or a folder")
     return model.folder if isinstance(model, TrainResult) else Path(model)

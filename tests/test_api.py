@@ -173,10 +173,12 @@ def test_predict_equals_cqwen_predict(ran: Any, tmp_path: Path) -> None:
     assert read[1][2]["amount"] is None
     assert [row["low_90"] for row in read[0]] == [row["low_90"] for row in predict(pair, table, TEMPLATE)]
     assert predict(pair, [], TEMPLATE) == predict(run, pandas.DataFrame(table)[:0], TEMPLATE) == []
-    odd_ones = ((["a"], "row 1: rows: found 'a'"), ([*table, {"item": "x"}], "row 4: rows"))
+    odd_ones = ((["a"], "row 1: rows: found 'a', allowed: a dict"), ([*table, {"item": "x"}], "row 4: rows"))
     for odd, match in (*odd_ones, ("no.csv", "FILE"), (tmp_path / "no.parquet", "FILE: found no file")):
         with pytest.raises(UserError, match=match):
             predict(pair, odd, TEMPLATE)
+    with pytest.raises(UserError, match="options: found ' and', allowed: a list"):  # no list of its letters
+        predict(pair, table, TEMPLATE, options=" and")
 
 
 def test_evaluate_equals_the_runs_evaluation_and_load_gives_a_ready_model(ran: Any) -> None:
@@ -193,6 +195,8 @@ def test_evaluate_equals_the_runs_evaluation_and_load_gives_a_ready_model(ran: A
     assert isinstance(tokenizer.decode(ids[0], numbers.values[0]), str)
     with pytest.raises(UserError, match="label-set"):
         evaluate(run, label_set=2.0)
+    with pytest.raises(UserError, match="model: found a loaded model, allowed: a TrainResult, or a folder"):
+        evaluate((model, tokenizer))  # type: ignore[arg-type]
 
 
 def on_two(tree: dict[str, Any], rows: list[dict[str, Any]]) -> list[Any]:

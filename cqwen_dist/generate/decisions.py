@@ -102,8 +102,8 @@ def choose(
     """
     if not 0.0 <= reject_below <= 1.0:
         raise UserError("reject_below", reject_below, "0 to 1")
-    if len(set(options)) < max(1, len(options)):
-        raise UserError("options", list(options), "different texts, one at least")
+    if isinstance(options, str) or len(set(options)) < max(1, len(options)):
+        raise UserError("options", options, "a list of different texts, one at least")
     if len({tuple(reader(tokenizer).encode(option, begin=False)[0]) for option in options}) < len(options):
         raise UserError("options", list(options), "texts of different words (P of a number is not that of its value)")
     result = []
