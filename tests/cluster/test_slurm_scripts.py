@@ -130,6 +130,10 @@ def test_an_option_is_quoted_as_sbatch_reads_it(value: str) -> None:
         (lambda: replace(PLAIN, name="a\nb"), "printable"),
         (lambda: replace(PLAIN, run_dir=Path("/r\\s")), "without backslashes"),
         (lambda: replace(PLAIN, warn_s=5), "--warn-s: found 5"),
+        (
+            lambda: replace(PLAIN, container_command="docker"),
+            "--container-command: found 'docker', allowed: with --container",
+        ),
         (lambda: Resources(options=("--array=0-3",)), "slurm/sweep.sbatch"),
         (lambda: Resources(options=("-a0-3",)), "slurm/sweep.sbatch"),
         (lambda: Resources(exclusive=True, cpus_per_task=4), "--cpus-per-task: found 4, allowed: no value"),

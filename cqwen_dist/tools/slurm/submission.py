@@ -110,6 +110,8 @@ class Job:
             raise UserError("run.dir", str(self.run_dir), "a path without backslashes")
         if self.warn_s < 60:
             raise UserError("--warn-s", self.warn_s, "60 or more: SLURM looks at the clock every 30 s")
+        if self.container is None and self.container_command != Job.container_command:
+            raise UserError("--container-command", self.container_command, "with --container IMAGE")
         if self.max_restarts < 0:
             raise UserError("--max-restarts", self.max_restarts, "0 or more")
 
