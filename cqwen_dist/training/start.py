@@ -77,7 +77,7 @@ def begin(run: Run) -> Place:
         source, has_heads = _load_warm_start(run, config.model.warm_start)
         start["warm_start"] = str(source)
         say(f"begins with the weights of {source}")
-    sample, z = _sample(run)
+    sample, kept, z = _sample(run)
     if not has_heads:
         if config.start == "calibrated":
             start["calibration"] = _calibrate(run, sample, z)
@@ -95,7 +95,7 @@ def begin(run: Run) -> Place:
 
     # The reference for KL: the model as it is now
     if config.constraint.mode != "off":
-        run.constraint.begin(run.engine.feature_state()[0], z)
+        run.constraint.begin(run.engine.feature_state()[0], map(run.model.with_beside, z, sample, kept))
         main_rank_first(lambda: save_start(run.constraint, run.folder / START_TENSORS))
 
     def write() -> None:
@@ -151,14 +151,17 @@ def _features(run: Run, loader: Loader) -> Features:
 
 
 @torch.no_grad()
-def _sample(run: Run) -> tuple[list[Batch], list[Tensor]]:
-    """This rank's share of the texts that choose (C, gamma) and measure U's spread for KL, and z of each batch."""
+def _sample(run: Run) -> tuple[list[Batch], list[Tensor], list[Tensor]]:
+    """This rank's share of the texts that choose (C, gamma) and measure U's spread for KL: batches, their label
+    positions, and z there. What stands beside z is fitted later."""
     loader = run.calibration_loader(CALIBRATION_TOKENS)
-    features, batches, z = _features(run, loader), next(iter(loader)), []
-    for i, batch in enumerate(batches):
+    features, device = _features(run, loader), run.runtime.device
+    batches, z = [batch.to(device) for batch in next(iter(loader))], []
+    kept = [batch.kept for batch in batches]
+    for i, place in enumerate(zip(batches, kept, strict=True)):
         run.at("features", i, len(batches))
-        z.append(features(batch.to(run.runtime.device), batch.kept.to(run.runtime.device)))
-    return batches, z
+        z.append(features(*place)[:, : run.model.config.hidden_size])
+    return batches, kept, z
 
 
 def _calibrate(run: Run, sample: list[Batch], z: list[Tensor]) -> dict[str, Any]:
@@ -170,7 +173,7 @@ def _calibrate(run: Run, sample: list[Batch], z: list[Tensor]) -> dict[str, Any]
         run.model,
         sample,
         groups=run.groups,
-        features=lambda batch, keep: next(known),
+        features=lambda batch, keep: run.model.with_beside(next(known), batch, keep),
         b_noise_init=run.config.model.b_noise_init,
         used_rows=run.stepper.options.used_rows,
         fit_features=_features(run, loader),

@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,9 +18,12 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.config import FeatureCacheConfig, load_config
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.files import file_record, key_digest
+from cqwen_dist.training import start, train
+from cqwen_dist.training.constraint import Constraint
 from cqwen_dist.training.features.cache import FeatureCache
 from cqwen_dist.training.features.shards import FeatureShards
-from cqwen_dist.training.train import train_on
+from cqwen_dist.training.run_parts import Run
+from cqwen_dist.training.state import Place
 from cqwen_dist.training.zero.engine import Engine
 
 WIDTH = 16  # of z
@@ -87,7 +91,7 @@ def _passes(config: str, overrides: list[str]) -> int:
         return forward(engine, batch, keep)
 
     Engine.forward = count  # type: ignore[method-assign]  # of this process alone
-    train_on(load_config(config, overrides), as_rank())
+    train.train_on(load_config(config, overrides), as_rank())
     return counted[0]
 
 
@@ -102,6 +106,36 @@ def test_a_heads_stage_passes_once_over_training_and_evaluation_texts(uncached: 
     # The fits of the start pass over all texts without a cache too. 8 steps of 2 batches, 4 evaluations of 2, and once
     # the sample that C, gamma and KL's spread come from: here all 32 texts, 6 a batch.
     assert passes["auto"] == passes["never"] - 8 * 2 - 4 * 2 - 6
+
+
+def _sample_of_the_reference(config: str, overrides: list[str]) -> float:
+    """The largest difference between U's input when KL's reference is taken and that of the model as it starts."""
+    given: list[Tensor] = []
+    apart = [0.0]
+    begin, take = start.begin, Constraint.begin
+
+    def keep(constraint: Constraint, features: dict[str, Tensor], z: Iterable[Tensor]) -> None:
+        given.extend(z)
+        take(constraint, features, given)
+
+    def compare(run: Run) -> Place:
+        place = begin(run)
+        batches = next(iter(run.calibration_loader(start.CALIBRATION_TOKENS)))
+        own = [run.forward(batch, batch.kept) for batch in batches]
+        apart[0] = max(float((a - b).abs().max()) for a, b in zip(given, own, strict=True))
+        assert all(float(z[:, WIDTH:].abs().max()) > 0 for z in own), "nothing stands beside z"
+        return place
+
+    Constraint.begin, train.begin = keep, compare  # type: ignore[method-assign]  # of this process alone
+    train.train_on(load_config(config, overrides), as_rank())
+    return apart[0]
+
+
+@pytest.mark.parametrize("mode", ["never", "auto"])
+def test_the_reference_of_kl_has_what_the_start_fits_beside_z(uncached: Path, tmp_path: Path, mode: str) -> None:
+    config = str(config_in(tmp_path, [EPOCHS_OF_HEADS[0]]))
+    changes = [f"train.feature_cache.mode={mode}", *same_data(uncached)]
+    assert run_ranks(_sample_of_the_reference, 1, config, changes)[0] < CLOSE
 
 
 def test_ranks_read_each_others_shards(uncached: Path, kept: Path, tmp_path: Path) -> None:
@@ -226,7 +260,7 @@ def _full_at_the_manifest(config: str, overrides: list[str]) -> str:
 
     shards.write_atomically = refuse
     try:
-        train_on(load_config(config, overrides), as_rank())
+        train.train_on(load_config(config, overrides), as_rank())
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "done"
