@@ -170,7 +170,7 @@ class _Sender(NumberStreamer):
 
     def _with_numbers(self, text: str) -> None:
         self.held += text
-        if now := self.held[: len(self.held) - self.late]:
+        if now := self.held[: max(0, len(self.held) - self.late)]:
             self.send((now, self.waiting))
             self.held, self.waiting = self.held[len(now) :], []
 

@@ -120,7 +120,8 @@ def test_openais_client_reads_answers_streams_and_chats(served: Any, model: Any)
 
 def test_a_stop_string_is_in_no_answer_and_in_no_stream(served: Any, model: Any) -> None:
     text = continue_text(model, Words(), [PROMPTS[0]], max_new_tokens=12)[0].text
-    for stop in (text[8:9], text[9:13], text[-6:-1], [text[12:15], "w9 w"], "nowhere"):
+    several = [text[12:15], "w9 w"]
+    for stop in (text[8:9], text[-6:-1], several, "nowhere", *(text[1 : 4 + size] for size in range(8))):
         ends = [text.find(s) for s in ([stop] if isinstance(stop, str) else stop) if s in text]
         body = {"prompt": PROMPTS[0], "max_tokens": 12, "stop": stop}
         (choice,) = post(served, "completions", body)[1]["choices"]
