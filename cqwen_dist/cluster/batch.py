@@ -157,7 +157,7 @@ def guilty_log(logs: Path) -> Path | None:
 
 
 def sweep_point(index: int, config: Path, points: Path, overrides: list[str]) -> list[str]:
-    """Arguments for run `index` of a sweep: config, overrides, the line's arguments, and a separate folder and mirror."""
+    """Arguments for run `index` of a sweep: config, overrides, the line's arguments, a folder and mirror of its own."""
     try:
         text = points.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
