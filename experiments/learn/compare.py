@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Column, Table
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 
 from cqwen_dist.config import NumberPolicy, UserError
 from cqwen_dist.parallel.runtime import pick_device
@@ -94,19 +95,22 @@ def rows(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 def table(summary: dict[str, Any]) -> Table:
     """The summary for a terminal: top-1 and perplexity of words by kind of text, F1 of <NUM>, errors of numbers."""
     title = f"Each arm at its best rate (least word perplexity); {summary['device']}"
-    names = ["LoRA lr", "words", "perplexity", "prose", "perplexity", "code", "perplexity"]
-    names += ["F1", "MdAE", "CRPS", "median's MdAE", "and CRPS", "s"]
-    out = Table("arm", *(Column(name, justify="right") for name in names), title=title, title_justify="left")
+    out = Table("arm", title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
+    for name in ("words", "prose", "code", "F1", "numbers"):
+        out.add_column(name, justify="right")
     for row in summary["arms"]:
-        cells = []
-        for name in HELD_OUT:
-            cells += [f"{row['words'][name]['top1']:.1%}", f"{row['words'][name]['perplexity']:.4g}"]
-        numbers = row.get("numbers", {})
-        metrics = [row["words"]["words"].get("num_f1")]
-        metrics += [numbers.get(key) for key in ("mdae", "crps", "median_mdae", "median_mae")]
-        cells += ["" if value is None else f"{value:.4g}" for value in metrics]
-        out.add_row(row["arm"], row["lr"], *cells, f"{row['seconds']:.0f}")
+        cells = [f"{row['words'][name]['top1']:.1%}, {row['words'][name]['perplexity']:.3g}" for name in HELD_OUT]
+        f1, numbers = row["words"]["words"].get("num_f1"), row.get("numbers")
+        cells += ["" if f1 is None else f"{f1:.3f}", "" if numbers is None else _errors(numbers)]
+        out.add_row(f"{row['arm']} {row['lr']}", *cells)
+        if numbers is not None:
+            always = f"{numbers['median_mdae']:.3g}, {numbers['median_mae']:.3g}"
+            out.caption = f"Top-1, perplexity; median error, CRPS (always the median: {always})"
     return out
+
+
+def _errors(numbers: dict[str, Any]) -> str:
+    return f"{numbers['mdae']:.3g}, {numbers['crps']:.3g}"
 
 
 def _median_number(path: Path) -> float:
