@@ -82,6 +82,15 @@ SMALL = {
 }
 
 
+def test_a_base_that_is_neither_here_nor_known_is_said(tmp_path: Path) -> None:
+    data = tmp_path / "text.txt"
+    data.write_text(SMALL["text.txt"], encoding="utf-8")
+    done = cqwen_forked("init", "--data", data, "--base", "bases/smolm2", "--out", tmp_path / "run.yaml")
+    assert "note: no folder bases/smolm2 here, nor a model that is known" in done.stderr
+    done = cqwen_forked("init", "--data", data, "--out", tmp_path / "other.yaml")
+    assert "no folder" not in done.stderr, "Qwen2.5-0.5B, the default, is known"
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -173,7 +173,7 @@ def refuse_pickles(folder: Path) -> None:
         raise UserError("checkpoint", Said(f"{found[0]}, a pickle"), allowed, str(folder))
 
 
-def resolve_checkpoint(path: str | Path) -> tuple[Path, Path]:
+def resolve_checkpoint(path: str | Path, key: str = "checkpoint") -> tuple[Path, Path]:
     """(run folder, checkpoint folder) for a run, its `latest`, a checkpoint, or a fit's folder. Raises `UserError`."""
     path = Path(path)
     if path.name == LATEST and path.is_file():
@@ -193,7 +193,7 @@ def resolve_checkpoint(path: str | Path) -> tuple[Path, Path]:
     if folder is None:
         refuse_pickles(path)
         allowed = "a run folder with `latest`, or a checkpoint folder with manifest.json"
-        raise UserError("checkpoint", str(path), allowed)
+        raise UserError(key, str(path), allowed if key == "checkpoint" else f"{allowed}, or a PEFT adapter")
     return path, folder
 
 

@@ -83,6 +83,8 @@ def init(
         echo(note)
     if amount.error is not None:
         echo(f"note: {amount.error}", err=True)
+    if not facts:
+        echo(f"note: no folder {base} here, nor a model that is known: the rates are Qwen2.5-0.5B's", err=True)
     echo(f"{amount.words()}: {suits.words()}")
     if first is not None:
         echo("the first text as it will be read:")

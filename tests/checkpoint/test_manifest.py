@@ -187,6 +187,8 @@ def test_a_half_written_folder_is_not_listed(tmp_path: Path) -> None:
 
 def test_a_run_without_a_latest_pointer_has_no_checkpoint(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is None
+    with pytest.raises(UserError, match=r"model.warm_start: found .* manifest.json, or a PEFT adapter"):
+        resolve_checkpoint(tmp_path, "model.warm_start")
     with pytest.raises(UserError, match="a run folder with `latest`"):
         resolve_checkpoint(tmp_path)
 
