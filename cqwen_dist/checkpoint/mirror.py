@@ -133,14 +133,26 @@ class Mirror:
         """Bring the newest whole checkpoint, and what else a resume reads, into a run folder without checkpoints.
 
         Returns its name; None if the folder has a checkpoint, or the store has none. Checkpoints that are damaged in
-        the store are passed over with a note. Raises `UserError` if the store does not answer.
+        the store are passed over with a note. Raises `UserError` if the store does not answer, or holds another run
+        than the folder.
         """
         if list_checkpoints(self._run_dir):
+            self._refuse_another_run()
             return None
         try:
             return next(self._whole(), None)
         except Exception as error:  # as above
             raise UserError(KEY, Said(reason_of(error)), "a store that answers, or no mirror", self._root) from None
+
+    def _refuse_another_run(self) -> None:
+        """Raises `UserError` if the store has checkpoints of another run, which an upload would delete."""
+        own, there = self._run_dir / START, self._at(START)
+        try:
+            another = bool(self._names()) and self._store.cat_file(there) != own.read_bytes()
+        except Exception:  # as above; without an answer the run goes on, and uploads say what is wrong
+            return
+        if another:
+            raise UserError(KEY, Said("the checkpoints of another run"), "a store for each run", self._root)
 
     def _whole(self) -> Iterator[str]:
         for name in sorted(self._names(), reverse=True):

@@ -70,6 +70,19 @@ def test_checkpoints_that_the_run_no_longer_keeps_leave_the_store(one_rank: Path
     assert sorted(p.name for p in (tmp_path / "store" / "checkpoints").iterdir()) == ["step-00000003", "step-00000004"]
 
 
+def test_a_run_does_not_replace_another_runs_checkpoints(one_rank: Path, tmp_path: Path) -> None:
+    """A copied config: the second run would delete what the first has stored."""
+    url, run = f"file://{tmp_path}/store", _run_with(one_rank, tmp_path / "run", (2, 4))
+    _upload(url, run, 4)
+    other = _run_with(one_rank, tmp_path / "other", (2,))
+    start = json.loads((other / "start.json").read_text())
+    (other / "start.json").write_text(json.dumps(start | {"eval": {}}))
+    with pytest.raises(UserError, match="found the checkpoints of another run, allowed: a store for each run"):
+        Mirror(url, other).fetch()
+    assert Mirror(url, run).fetch() is None, "its own"
+    assert Mirror(f"file://{tmp_path}/none", other).fetch() is None, "an empty store"
+
+
 def test_a_damaged_copy_is_passed_over_with_a_note(one_rank: Path, tmp_path: Path) -> None:
     url, run = f"file://{tmp_path}/store", _run_with(one_rank, tmp_path / "run", (3, 4))
     for step in (3, 4):
