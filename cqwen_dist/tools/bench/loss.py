@@ -8,7 +8,8 @@ floor       only the six matrix products, in the same tiles as `this`: no implem
 seed        the formula in S0 5.1 as written (arctan, one-hot, eps = 1e-7), materialised, with autograd
 stable      the stable formulas, materialised, with autograd
 softmax     an ordinary head, materialised: one product and cross entropy
-liger, cce  an ordinary head with Liger-Kernel and ml-cross-entropy, if installed (CUDA)
+liger, cce  an ordinary head with Liger-Kernel and ml-cross-entropy, if installed (CUDA). Liger 0.8.5 takes its CuTe
+            kernel by itself where nvidia-cutlass-dsl is installed
 torch       an ordinary head with torch's linear_cross_entropy (2.13)
 
 All contenders are timed in turn, round by round. A ratio is taken within a round; "best" compares the fastest rounds.
