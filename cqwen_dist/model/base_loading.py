@@ -188,7 +188,8 @@ def _local_folder(name_or_path: str) -> Path | None:
     if not folder.is_dir() and not name_or_path.startswith((".", "/", "~")):
         return None
     if not (folder / "config.json").is_file():
-        raise UserError("model.name_or_path", name_or_path, "a folder (seen from here) with config.json, or a hub name")
+        allowed = "a folder with a config.json, or a hub name; paths count from the current folder"
+        raise UserError("model.name_or_path", name_or_path, allowed)
     return folder
 
 
