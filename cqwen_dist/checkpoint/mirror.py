@@ -133,7 +133,7 @@ class Mirror:
         """Bring the newest whole checkpoint, and what else a resume reads, into a run folder without checkpoints.
 
         Returns its name; None if the folder has a checkpoint, or the store has none. Checkpoints that are damaged in
-        the store are passed over with a note. Raises `UserError` if the store does not answer, or holds another run
+        the store are passed over with a note. Raises `UserError` if the store does not answer, or has another run
         than the folder.
         """
         if list_checkpoints(self._run_dir):

@@ -154,7 +154,7 @@ class TypedNumbers(NumberHead):
 
 @dataclass(frozen=True)
 class CopyLabels(NumberLabels):
-    own: NumberLabels  # of the kind that the head holds
+    own: NumberLabels  # of the kind that the head has
     recent: Tensor  # [N,K]: the numbers before, NaN where there are fewer
     raw: Tensor  # [N]: the value, raw unit
 

@@ -1,4 +1,4 @@
-"""The heads compute in fp32, whoever holds their weights.
+"""The heads compute in fp32, wherever their weights are.
 
 Scales are of order 1e-3 beside logits near 15, so bf16 would lose them. Two kinds of library ask for another dtype:
 
