@@ -36,7 +36,7 @@ class Intervals:
     def half_width(self, level: float) -> float:
         """In scales: the interval is loc_Y -+ half_width * scale_Y. Raises ValueError unless 0 < level < 1.
 
-        It contains the recalibrated intervals of lower levels: few numbers give a factor, often a large one, to 0.5 only.
+        It contains those of lower levels: few numbers give a factor, often a large one, to the level 0.5 only.
         """
         if not 0.0 < level < 1.0:
             raise ValueError(f"level must be between 0 and 1, found {level}")
