@@ -53,7 +53,7 @@ class Store(Protocol):
     """Another place for complete checkpoints, such as a `Mirror`."""
 
     def push(self, name: str) -> None:
-        """Begin to copy a checkpoint of this name."""
+        """Start to copy the checkpoint of this name, and return."""
 
     def wait(self) -> None:
         """Wait for copies in progress."""

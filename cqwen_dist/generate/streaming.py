@@ -42,7 +42,7 @@ def text_of(
 
 
 def gap(ids: Tensor, start: int, number: int) -> str:
-    """What the text of ids [t] from `start` on begins with: a blank where a number follows a number. number: <NUM>."""
+    """A blank if ids [t] have a number at `start` right behind another, else nothing. number: the id of <NUM>."""
     return " " if 0 < start < len(ids) and ids[start - 1] == ids[start] == number else ""
 
 

@@ -58,8 +58,10 @@ def read_tokenizer(config: Config, resume_from: Path | None) -> tuple[NumericalA
             facts["model.warm_start"] = UNSEEN  # resolving it verifies all of its files
         elif config.model.warm_start is not None:
             source = Path(config.model.warm_start).expanduser()
-            files = sorted(source.glob("adapter_*")) if (source / adapter.CONFIG).is_file() else []
-            files = files or [resolve_checkpoint(source, "model.warm_start")[1] / MANIFEST]
+            if (source / adapter.CONFIG).is_file():
+                files = sorted(source.glob("adapter_*"))
+            else:
+                files = [resolve_checkpoint(source, "model.warm_start")[1] / MANIFEST]
             facts["model.warm_start"] = _digest_of(files)
         # Data in memory and prepared data are read by other collectives, so ranks also agree on the choice
         return tokenizer, facts | {KEYS["tokenizer"]: tokenizer.digest(), KEYS["data"]: str(is_prepared(config.data))}

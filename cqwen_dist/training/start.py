@@ -77,7 +77,7 @@ def begin(run: Run) -> Place:
         source, has_heads = _load_warm_start(run, config.model.warm_start)
         start["warm_start"] = str(source)
         say(f"begins with the weights of {source}")
-    sample, kept, z = _sample(run)
+    sample, z = _sample(run)
     if not has_heads:
         if config.start == "calibrated":
             start["calibration"] = _calibrate(run, sample, z)
@@ -95,7 +95,9 @@ def begin(run: Run) -> Place:
 
     # The reference for KL: the model as it is now
     if config.constraint.mode != "off":
-        run.constraint.begin(run.engine.feature_state()[0], map(run.model.with_beside, z, sample, kept))
+        hidden = run.model.config.hidden_size  # what stands beside z has been fitted since
+        z = [run.model.with_beside(part[:, :hidden], batch, batch.kept) for part, batch in zip(z, sample, strict=True)]
+        run.constraint.begin(run.engine.feature_state()[0], z)
         main_rank_first(lambda: save_start(run.constraint, run.folder / START_TENSORS))
 
     def write() -> None:
@@ -146,22 +148,20 @@ def read_threshold(given: float | str | None, vocab_size: int, rows: tuple[int, 
 
 
 def _features(run: Run, loader: Loader) -> Features:
-    """What gives z of the loader's first step. If the first stage uses a feature cache, it is built here and read."""
+    """A function that returns z of the loader's first step. It reads the first stage's feature cache, built here."""
     return run.cache.reader(run.schedule.at(0), run.loaders.current, loader) or run.forward
 
 
 @torch.no_grad()
-def _sample(run: Run) -> tuple[list[Batch], list[Tensor], list[Tensor]]:
-    """This rank's share of the texts that choose (C, gamma) and measure U's spread for KL: batches, their label
-    positions, and z there. What stands beside z is fitted later."""
+def _sample(run: Run) -> tuple[list[Batch], list[Tensor]]:
+    """This rank's share of the texts that choose (C, gamma) and measure U's spread for KL, and z of each batch."""
     loader = run.calibration_loader(CALIBRATION_TOKENS)
-    features, device = _features(run, loader), run.runtime.device
-    batches, z = [batch.to(device) for batch in next(iter(loader))], []
-    kept = [batch.kept for batch in batches]
-    for i, place in enumerate(zip(batches, kept, strict=True)):
+    features, z = _features(run, loader), []
+    batches = [batch.to(run.runtime.device) for batch in next(iter(loader))]
+    for i, batch in enumerate(batches):
         run.at("features", i, len(batches))
-        z.append(features(*place)[:, : run.model.config.hidden_size])
-    return batches, kept, z
+        z.append(features(batch, batch.kept))
+    return batches, z
 
 
 def _calibrate(run: Run, sample: list[Batch], z: list[Tensor]) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def _calibrate(run: Run, sample: list[Batch], z: list[Tensor]) -> dict[str, Any]
         run.model,
         sample,
         groups=run.groups,
-        features=lambda batch, keep: run.model.with_beside(next(known), batch, keep),
+        features=lambda batch, keep: next(known),
         b_noise_init=run.config.model.b_noise_init,
         used_rows=run.stepper.options.used_rows,
         fit_features=_features(run, loader),

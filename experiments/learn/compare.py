@@ -100,17 +100,14 @@ def table(summary: dict[str, Any]) -> Table:
         out.add_column(name, justify="right")
     for row in summary["arms"]:
         cells = [f"{row['words'][name]['top1']:.1%}, {row['words'][name]['perplexity']:.3g}" for name in HELD_OUT]
-        f1, numbers = row["words"]["words"].get("num_f1"), row.get("numbers")
-        cells += ["" if f1 is None else f"{f1:.3f}", "" if numbers is None else _errors(numbers)]
-        out.add_row(f"{row['arm']} {row['lr']}", *cells)
-        if numbers is not None:
+        f1 = row["words"]["words"].get("num_f1")
+        cells += ["" if f1 is None else f"{f1:.3f}"]
+        if numbers := row.get("numbers"):
+            cells += [f"{numbers['mdae']:.3g}, {numbers['crps']:.3g}"]
             always = f"{numbers['median_mdae']:.3g}, {numbers['median_mae']:.3g}"
             out.caption = f"Top-1, perplexity; median error, CRPS (always the median: {always})"
+        out.add_row(f"{row['arm']} {row['lr']}", *cells)
     return out
-
-
-def _errors(numbers: dict[str, Any]) -> str:
-    return f"{numbers['mdae']:.3g}, {numbers['crps']:.3g}"
 
 
 def _median_number(path: Path) -> float:

@@ -51,7 +51,8 @@ class Asked(BaseModel):
     def _refuse_unsupported(self) -> None:
         for name, neutral in NEUTRAL.items():
             found = getattr(self, name)
-            if found is not None and (found != neutral or (type(found), neutral) == (int, False)):  # logprobs: 0 asks
+            other_kind = isinstance(found, bool) != isinstance(neutral, bool)  # logprobs: 0 equals False, but asks
+            if found is not None and (found != neutral or other_kind):
                 raise UserError(name, found, f"{neutral}, or no such field")
 
     @property
