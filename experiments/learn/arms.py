@@ -11,6 +11,7 @@ from cqwen_dist.config import UserError
 from cqwen_dist.config.architectures.base_architecture import USUAL_TARGETS
 from cqwen_dist.config.errors import Said
 from cqwen_dist.config.rates import dense_rate, group_rates
+from cqwen_dist.config.training import Stage
 from experiments.learn.corpora import HELD_OUT
 from experiments.learn.lanes import Task
 from experiments.learn.words import ROWS
@@ -82,31 +83,41 @@ def tasks(out: Path, size: Scale, base: str, hidden: int, median: float, bf16: b
             "target_modules": list(USUAL_TARGETS),
         },
     }
-    found = [Task(BASE, "plain", {**plain, "steps": 0, "lr": 0.0, "digits": True})]
+    found = [Task(BASE, "plain", {**plain, "stage": None, "digits": True})]
     for lr in LORA_LRS:
         for arm, changes in OURS.items():
             folder = str(out / "runs" / f"{arm} {lr:g}")
             config = _config(size, base, hidden, train, files["words"], folder, lr, bf16)
             found.append(Task(f"{arm} {lr:g}", "ours", {**shared, "config": {**config, **changes}}))
         for arm, digits in PLAIN.items():
-            steps = size.heads_steps + size.lora_steps
-            found.append(Task(f"{arm} {lr:g}", "plain", {**plain, "steps": steps, "lr": lr, "digits": digits}))
+            stage = _stage("lora", size.heads_steps + size.lora_steps, lr, {})
+            found.append(Task(f"{arm} {lr:g}", "plain", {**plain, "stage": stage, "digits": digits}))
     return found
+
+
+def _stage(name: str, steps: int, lr: float, group_lrs: dict[str, float]) -> dict[str, Any]:
+    """A stage as every arm trains it: a quarter of its steps warm up, then cosine to a tenth.
+
+    Without the warm-up Adam moves each B of LoRA by the whole rate in its first steps, which can undo the base.
+    """
+    trained = {"heads": ["heads", "embedding"], "lora": ["heads", "embedding", "lora"]}[name]
+    stage = Stage(name=name, train=trained, steps=steps, lr=lr, lr_groups=group_lrs, warmup_steps=steps // 4)
+    return stage.model_dump(exclude_unset=True)
 
 
 def _config(
     size: Scale, base: str, hidden: int, train: str, held_out: str, folder: str, lora_lr: float, bf16: bool
 ) -> dict[str, Any]:
     """Config of a CausalQwen run: heads first, then heads and LoRA."""
-    groups = group_rates(hidden)
-    both = {"lr": dense_rate(hidden), "schedule": "cosine"}
-    heads = {**both, "name": "heads", "train": ["heads", "embedding"], "steps": size.heads_steps}
-    lora = {**both, "name": "lora", "train": ["heads", "embedding", "lora"], "steps": size.lora_steps}
+    lr, groups = dense_rate(hidden), group_rates(hidden)
     return {
         "model": {"name_or_path": base, "lora": LORA},
         "data": {"train": train, "eval": held_out, "sequence_length": size.length},
         "start": "calibrated",
-        "stages": [{**heads, "lr_groups": groups}, {**lora, "lr_groups": {**groups, "lora": lora_lr}}],
+        "stages": [
+            _stage("heads", size.heads_steps, lr, groups),
+            _stage("lora", size.lora_steps, lr, {**groups, "lora": lora_lr}),
+        ],
         "train": {
             "global_batch_size": size.batch,
             "micro_batch_size": min(ROWS, size.batch),

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import DataConfig
+from cqwen_dist.config.training import Stage
 from cqwen_dist.data.loader import Loader
 from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.records import ReadReport
@@ -26,6 +27,7 @@ from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer
 from cqwen_dist.model.base_loading import load_base
 from cqwen_dist.parallel.runtime import Runtime, seed_everything
+from cqwen_dist.training.stages import StagePlan
 from experiments.learn.answers import errors, numbers_after_prompts, spread
 from experiments.learn.corpora import Item, read_items
 from experiments.learn.words import ROWS, measured_words, plain_scorer
@@ -37,10 +39,10 @@ DECODED = 128  # prefixes decoded in one call
 def plain_arm(options: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
     """Task: fine-tune with ordinary LoRA and measure.
 
-    options: base (a folder), data (a `DataConfig` tree), steps (0 measures the base itself), batch, lr, seed, bf16
-    (products by autocast), lora (arguments of PEFT's LoraConfig), digits (False: <NUM> without its value), held_out
-    (files by name), numbers (at most so many), median. Returns `words` for every file, `numbers` if digits are read,
-    and the training `losses`.
+    options: base (a folder), data (a `DataConfig` tree), stage (a `Stage` tree; None measures the base itself), batch,
+    seed, bf16 (products by autocast), lora (arguments of PEFT's LoraConfig), digits (False: <NUM> without its value),
+    held_out (files by name), numbers (at most so many), median. Returns `words` for every file, `numbers` if digits are
+    read, and the training `losses`.
     """
     kind = DigitTokenizer if options["digits"] else NumericalAwareTokenizer
     tokenizer = kind.from_pretrained(options["base"])
@@ -49,7 +51,7 @@ def plain_arm(options: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
     lora = LoraConfig(**options["lora"], task_type="CAUSAL_LM")
     model = get_peft_model(base, lora).to(runtime.device)
     with torch.autocast(runtime.device.type, torch.bfloat16, enabled=options["bf16"]):
-        losses = _train(model, tokenizer, DataConfig.model_validate(options["data"]), options)
+        losses = [] if options["stage"] is None else _train(model, tokenizer, options)
         model.eval()
         result = {"words": measured_words(plain_scorer(model), options["held_out"], tokenizer, options["base"])}
         if options["digits"]:
@@ -57,20 +59,21 @@ def plain_arm(options: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
     return {**result, "losses": losses}
 
 
-def _train(model: Any, tokenizer: NumericalAwareTokenizer, config: DataConfig, options: dict[str, Any]) -> list[float]:
-    """AdamW, cosine to a tenth, clip 1.0, as the CausalQwen runs; returns the losses."""
+def _train(model: Any, tokenizer: NumericalAwareTokenizer, options: dict[str, Any]) -> list[float]:
+    """AdamW, clip 1.0 and the stage's schedule, as the CausalQwen runs; returns the losses."""
     device = next(model.parameters()).device
+    config, stage = DataConfig.model_validate(options["data"]), Stage.model_validate(options["stage"])
     dataset = tokenise(list(read_texts(str(config.train), config, ReadReport())), tokenizer, config)
-    size, steps = options["batch"], options["steps"]
+    size, steps = options["batch"], stage.steps or 0
+    plan = StagePlan(stage, 0, 0, steps)
     loader = Loader(dataset, rank=0, world=1, global_batch_size=size, micro_batch_size=size, seed=options["seed"])
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=options["lr"], weight_decay=0)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=0)
     losses = []
     model.train()
     for step, (batch,) in zip(range(steps), loader, strict=False):
         losses.append(_backward(model, batch.to(device)))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        decay = 0.5 * (1 + math.cos(math.pi * step / max(steps - 1, 1)))
-        optimizer.param_groups[0]["lr"] = options["lr"] * (0.1 + 0.9 * decay)
+        optimizer.param_groups[0]["lr"] = stage.lr * plan.factor(step)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return [float(loss) for loss in losses]

@@ -109,7 +109,7 @@ def test_every_arm_is_a_valid_config_with_equal_steps(scale: str) -> None:
         if task.kind == "ours":
             steps.add(sum(stage.steps or 0 for stage in Config.model_validate(task.options["config"]).stages))
         elif task.name != BASE:
-            steps.add(task.options["steps"])
+            steps.add(task.options["stage"]["steps"])
     assert len(steps) == 1, steps
     assert len({task.name for task in found}) == len(found) == 1 + 3 * (len(OURS) + len(PLAIN))
 
