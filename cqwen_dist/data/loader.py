@@ -210,20 +210,32 @@ class Loader:
 
 
 class EvalLoader:
-    """Every sample exactly once, in the dataset's order, split over ranks. Each iteration restarts.
+    """Every sample exactly once, in order, split over ranks. Each iteration restarts.
 
-    All ranks make `len(loader)` batches, some with padding only. Args: as in `Loader`.
+    All ranks make `len(loader)` batches, some with padding only. Args: as in `Loader`; samples: over all ranks, by
+    default the whole dataset.
     """
 
     def __init__(
-        self, dataset: TextDataset, *, rank: int, world: int, micro_batch_size: int, part: int = 0, parts: int = 1
+        self,
+        dataset: TextDataset,
+        samples: Sequence[int] | None = None,
+        /,
+        *,
+        rank: int,
+        world: int,
+        micro_batch_size: int,
+        part: int = 0,
+        parts: int = 1,
     ) -> None:
-        self.dataset, self.world, self.micro_batch_size = dataset, world, micro_batch_size
-        self.part, self.parts = part, parts
-        self.samples: Sequence[int] = share(len(dataset), rank, world)  # this rank's, in order
+        samples = range(len(dataset)) if samples is None else samples
+        mine = share(len(samples), rank, world)
+        self.dataset, self.micro_batch_size, self.part, self.parts = dataset, micro_batch_size, part, parts
+        self.samples = samples[mine.start : mine.stop]  # this rank's
+        self._batches = -(-len(share(len(samples), 0, world)) // micro_batch_size)
 
     def __len__(self) -> int:
-        return -(-len(share(len(self.dataset), 0, self.world)) // self.micro_batch_size)
+        return self._batches
 
     def __iter__(self) -> Iterator[Batch]:
         for k in range(len(self)):

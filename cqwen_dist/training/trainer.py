@@ -147,6 +147,7 @@ class Trainer:
     def _take_step(self, plan: StagePlan, step: int, batches: Iterator[list[Batch]]) -> dict[str, Any]:
         """Take one optimizer step, or refuse it if it is not finite. Returns its record."""
         run, loader = self.run, self.run.loaders.current
+        run.cache.fill()
         self.clock.data()
         cached = run.cache.next()  # before `_next`: it reads the loader's position, which `_next` advances
         micro_batches = self._next(batches)

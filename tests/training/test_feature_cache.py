@@ -4,6 +4,7 @@ import errno
 import json
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import FeatureCacheConfig, load_config
+from cqwen_dist.parallel.collectives import Stopped
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.files import file_record, key_digest
 from cqwen_dist.training import start, train
@@ -27,6 +29,7 @@ from cqwen_dist.training.state import Place
 from cqwen_dist.training.zero.engine import Engine
 
 WIDTH = 16  # of z
+TEXTS = 32  # of training
 CLOSE = 1e-5  # fp32, up to 16 steps: a cached z was multiplied in another batch's shape, and Adam carries that on
 EPOCHS_OF_HEADS = [
     {"name": "heads", "train": ["heads"], "steps": 8, "lr": 1e-2},  # 32 texts, 12 a step: 3 steps an epoch
@@ -62,6 +65,13 @@ def same_data(run: Path) -> list[str]:
 
 def caches(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob("*/manifest.json"))
+
+
+def opened(cache: Path, dtype: torch.dtype = torch.float32) -> FeatureShards:
+    shards = FeatureShards(cache, WIDTH, dtype, 2 * TEXTS)  # long texts may be cut
+    for part in caches(cache):
+        shards.add(part)
+    return shards
 
 
 def test_losses_equal_the_uncached_ones(uncached: Path, kept: Path) -> None:
@@ -148,7 +158,7 @@ def test_ranks_read_each_others_shards(uncached: Path, kept: Path, tmp_path: Pat
 
 
 def test_a_rank_computes_its_longest_texts_first(kept: Path) -> None:
-    files = [file for folder in caches(kept / "cache") for file in folder.glob("z-*.arrow")]
+    files = [file for folder in caches(kept / "cache") for file in folder.glob("*/z-*.arrow")]
     assert files
     for file in files:
         with pa.ipc.open_file(str(file)) as table:
@@ -170,19 +180,16 @@ def test_a_damaged_cache_file_is_computed_again(uncached: Path, kept: Path, tmp_
     """Of what no stage has trained: LoRA's last bits are another key under ZeRO-3, and that cache is not looked for."""
     shutil.copytree(kept / "cache", tmp_path / "cache")
     untrained = min(caches(tmp_path / "cache"), key=lambda made: (made / "manifest.json").stat().st_mtime_ns)
-    damaged = sorted(untrained.glob("z-*.arrow"))[0]
+    damaged = sorted(untrained.glob("*/z-*.arrow"))[0]
     block = bytearray(damaged.read_bytes())
     block[103] ^= 0x40  # an exponent
     damaged.write_bytes(block)
     spread = ["parallel.zero_stage=3", "parallel.vocab_group_size=2"]
     train_run(config_in(tmp_path), f"train.feature_cache.dir={tmp_path}/cache", *same_data(uncached), *spread, world=2)
     assert losses(tmp_path / "run") == pytest.approx(losses(uncached), rel=CLOSE), "with rows shared and ZeRO-3"
-    manifest = json.loads((untrained / "manifest.json").read_text())
+    manifest = json.loads((damaged.parent / "manifest.json").read_text())
     assert file_record(damaged) == manifest["files"][damaged.name], "it was not made again"
-    z, before = (
-        FeatureShards(folder, WIDTH, torch.float32).read([3, 0])
-        for folder in (untrained, kept / "cache" / untrained.name)
-    )
+    z, before = (opened(folder).read([3, 0]) for folder in (untrained, kept / "cache" / untrained.name))
     assert_close(z, before, 1e-5, "z")  # fp32 through two layers, in products of other shapes
 
 
@@ -198,7 +205,7 @@ def test_the_cache_key_depends_on_the_data_and_has_the_runs_dtype(uncached: Path
         assert "tokenizer" in same
         assert not {"data", "dtype"} & same
     assert {"base", "trained", "data", "tokenizer", "dtype"} <= key.keys()
-    z = FeatureShards(made, WIDTH, torch.bfloat16).read([3, 0])
+    z = opened(made, torch.bfloat16).read([3, 0])
     assert z.dtype == torch.bfloat16, "in the run's own dtype"
     assert bool(z.float().std() > 0.1)
 
@@ -251,12 +258,16 @@ def test_a_full_disk_disables_the_cache(uncached: Path, tmp_path: Path, monkeypa
         _alone(lambda: refuse(cache, 10_000), cache, tmp_path, monkeypatch)
 
 
-def _full_at_the_manifest(config: str, overrides: list[str]) -> str:
-    """How a rank ends where rank 0's disk is full when all z are written."""
+def _full_at_a_manifest(config: str, overrides: list[str], of: str) -> str:
+    """How a rank ends where rank 0's disk is full at the manifest of the cache, or of a part whose z are written."""
     from cqwen_dist.training.features import shards
 
+    write = shards.write_atomically
+
     def refuse(path: Path, text: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        if (of == "a part") == path.parent.name.endswith(".partial"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write(path, text)
 
     shards.write_atomically = refuse
     try:
@@ -266,10 +277,64 @@ def _full_at_the_manifest(config: str, overrides: list[str]) -> str:
     return "done"
 
 
-def test_a_disk_that_is_full_at_the_manifest_disables_the_cache_on_all_ranks(uncached: Path, tmp_path: Path) -> None:
-    config = config_in(tmp_path, [{"name": "heads", "train": ["heads"], "steps": 4, "lr": 1e-2}])
-    assert run_ranks(_full_at_the_manifest, 2, str(config), same_data(uncached), timeout=60) == ["done", "done"]
-    assert caches(tmp_path / "run" / "feature_cache") == []
+@pytest.mark.parametrize("of", ["the cache", "a part"])
+def test_a_disk_that_is_full_at_a_manifest_disables_the_cache_on_all_ranks(
+    uncached: Path, tmp_path: Path, of: str
+) -> None:
+    config = config_in(tmp_path, [EPOCHS_OF_HEADS[0]])
+    assert run_ranks(_full_at_a_manifest, 2, str(config), same_data(uncached), of, timeout=60) == ["done", "done"]
+    assert not (tmp_path / "run" / "feature_cache").exists()
+    assert losses(tmp_path / "run") == pytest.approx(losses(uncached)[:8], rel=CLOSE)
+
+
+def _in_small_parts(config: str, overrides: list[str], stop_in: int) -> list[tuple[int, int]]:
+    """(parts of the cache, samples in them) before each step of a run, where a part has few samples.
+
+    stop_in: a signal arrives while this rank computes so many parts; 0: never.
+    """
+    from cqwen_dist.training.features import cache
+
+    cache.FIRST_PART, start.CALIBRATION_TOKENS, start.LEVEL_TOKENS = 40, 40, 80
+    runtime, made, seen = as_rank(), [0], []
+    add, read = cache.add_part, FeatureCache.next
+
+    def count(*arguments: object) -> None:
+        made[0] += 1
+        if made[0] == stop_in:
+            runtime.stop.ask("SIGUSR1")
+        add(*arguments)
+
+    def note(self: FeatureCache) -> list[Tensor] | None:
+        seen.append((made[0], int(self._shards.stored().sum())))
+        return read(self)
+
+    cache.add_part, FeatureCache.next = count, note  # type: ignore[method-assign]  # of this process alone
+    with suppress(Stopped):
+        train.train_on(load_config(config, overrides), runtime)
+    return seen
+
+
+def test_the_first_step_waits_for_a_part_and_a_stop_loses_one(uncached: Path, tmp_path: Path) -> None:
+    """32 texts, 12 a step, parts of some 80 tokens. Resumed in the first epoch, the run is the same to the bit."""
+    config = str(config_in(tmp_path, [EPOCHS_OF_HEADS[0]]))
+
+    def run(name: str, stop_in: int = 0) -> list[tuple[int, int]]:
+        own = [f"run.dir={tmp_path}/{name}", f"train.feature_cache.dir={tmp_path}/{name}-cache", *same_data(uncached)]
+        return run_ranks(_in_small_parts, 2, config, own, stop_in)[0]
+
+    whole = run("whole")
+    assert len(whole) == 8
+    assert 12 <= whole[0][1] < 24, "the first step reads 12 texts"
+    assert [samples for _, samples in whole[2:]] == [TEXTS] * 6, "all are read in the first epoch"
+    (cache,) = caches(tmp_path / "whole-cache")
+    assert len(caches(cache)) == whole[-1][0] > whole[0][0] + 2, "further steps compute further parts"
+
+    stopped = run("stopped", stop_in=whole[0][0] + 2)
+    assert 0 < len(stopped) < 3, "in the first epoch"
+    after = run("stopped")
+    assert after[-1][0] == whole[-1][0] - whole[0][0] - 1, "only the part that the stop ended is computed again"
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "whole") == pytest.approx(losses(uncached)[:8], rel=0.5), "another start"
 
 
 def _alone(action: object, cache: object, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +356,6 @@ def test_foreign_files_in_the_cache_folder_are_kept(tmp_path: Path) -> None:
     key = {"base": "b"}
     (own := run / "feature_cache" / key_digest(key)).mkdir()
     (own / "manifest.json").write_text(json.dumps({"key": key}))
-    (half := run / "feature_cache" / f".{key_digest(key)}.17.partial").mkdir()
     (beside := run / "feature_cache" / "cache").symlink_to(scratch)
     linked = tmp_path / "linked"
     linked.mkdir()
@@ -301,6 +365,6 @@ def test_foreign_files_in_the_cache_folder_are_kept(tmp_path: Path) -> None:
         cache.settings, cache.folder, cache._shards = FeatureCacheConfig(), folder / "feature_cache", None
         cache.runtime = Runtime(0, 1, torch.device("cpu"))
         cache.close()
-    assert [own.exists(), half.exists(), beside.exists()] == [False, False, True]
+    assert [own.exists(), beside.exists()] == [False, True]
     for kept in (scratch, run / "feature_cache", linked / "feature_cache"):
         assert (kept / "thesis" / "chapter").read_text() == "one"

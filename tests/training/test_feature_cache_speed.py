@@ -48,6 +48,7 @@ def step_times(path: str) -> dict[str, float]:
     for step in range(STEPS):
         for mode, (trainer, plan, batches) in trainers.items():
             trainer.engine.set_lr(plan, step)
+            trainer.cache.fill()
             began = time.perf_counter()
             cached = trainer.cache.next()  # before the loader moves on
             assert (cached is None) == (mode == "never")

@@ -3,24 +3,25 @@
 A stage without `embedding` and `lora` runs the features without a graph and in eval mode. So z of a sample is the same
 in each epoch, even with dropout. The key of a cache includes everything that z depends on (`FeatureCache._key`).
 
-Building a cache costs one pass over the data. Mode `auto` builds one only if the stage has more than one epoch left and
-the disk has room. An existing cache is always used, so resuming changes nothing. Losses equal those without a cache, up
-to the rounding of different batch shapes. The cache has no columns beside z: the start is fitted to cached z before
-these exist.
+A cache grows in parts, each made before the first step that reads it: the first step waits for a few texts only, and a
+stop loses one part. Mode `auto` makes a cache only if the stage has more than one epoch left and the disk has room. An
+existing cache is always used. What a part contains follows from the step and the parts before it, so a resumed run
+continues to the bit. Losses equal those without a cache, up to the rounding of different batch shapes. The cache has no
+columns beside z: the start is fitted to cached z before these exist.
 """
 
 from __future__ import annotations
 
 import hashlib
 import shutil
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,15 +34,26 @@ from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.environment import versions
 from cqwen_dist.run.files import FEATURE_CACHE, free_bytes, key_digest
-from cqwen_dist.training.features.shards import ROOM, CacheRefused, FeatureShards, build_shards, is_cache, open_shards
+from cqwen_dist.training.features.shards import (
+    ROOM,
+    CacheRefused,
+    FeatureShards,
+    add_part,
+    is_cache,
+    make_shards,
+    open_shards,
+)
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.telemetry.progress import Progress
 from cqwen_dist.training.zero.engine import Engine
 
+FIRST_PART = 8192  # tokens a rank
+GROWTH = 8  # a later part has at most an 8th of what is stored: some dozens of parts, and a stop loses little
+
 
 @dataclass
 class FeatureCache:
-    """Decides for each stage, builds or opens the cache, and reads z of the next step."""
+    """Decides for each stage, opens the cache or begins one, and computes and reads z of the next steps."""
 
     settings: FeatureCacheConfig
     run_folder: Path
@@ -55,89 +67,115 @@ class FeatureCache:
         self.dtype = torch.bfloat16 if self.engine.settings.bf16 else torch.float32
         named = self.settings.dir
         self.folder = self.run_folder / FEATURE_CACHE if named is None else Path(named).expanduser()
-        self._loader: Loader | None = None
         self._shards: FeatureShards | None = None
+        self._plan: StagePlan  # of the stage, and its loader
+        self._loader: Loader
 
     def enter(self, plan: StagePlan, step: int, loader: Loader) -> None:
         """Start or resume a stage, with a cache if possible. Collective over the world.
 
         Raises `UserError` if a cache is required and impossible.
         """
-        self._loader = loader
-        self._shards = None if self.settings.mode == "never" else self._shards_of(plan, step, loader, self.progress.say)
+        self._plan, self._loader = plan, loader
+        self._shards = None if self.settings.mode == "never" else self._shards_of(step, loader, self.progress.say)
         self._delete_others(None if self._shards is None else self._shards.folder)
 
     def reader(self, plan: StagePlan, loader: Loader, other: Loader) -> Callable[[Batch, Tensor], Tensor] | None:
         """A function that returns z [N,H] of the batches of `other`'s first step, in order; None without a cache.
 
-        Builds the cache of a stage before it starts; loader: the loader of this stage. Collective over the world.
+        Begins the cache of a stage before the stage; loader: the loader of this stage. Collective over the world.
         Raises as `enter`.
         """
         if self.settings.mode == "never" or other.dataset is not loader.dataset:
             return None
-        self._shards = shards = self._shards_of(plan, plan.start, loader, lambda line: None)
+        self._plan = plan
+        self._shards = self._shards_of(plan.start, loader, lambda line: None)
+        samples = other.indices(0, 0)
+        while (shards := self._shards) is not None and not shards.stored(samples).all():
+            self._add_part(shards, other, samples)
         if shards is None:
             return None
         mine, size = other.mine(0, 0), other.micro_batch_size
-        samples = iter([mine[k * size : (k + 1) * size] for k in range(other.micro_steps)])
+        own = iter([mine[k * size : (k + 1) * size] for k in range(other.micro_steps)])
 
         def read(batch: Batch, keep: Tensor) -> Tensor:
-            z = shards.read(next(samples)).to(keep.device)[torch.isin(batch.learnt, keep)]
+            z = shards.read(next(own)).to(keep.device)[torch.isin(batch.learnt, keep)]
             return self.engine.model.with_beside(z, batch, keep)
 
         return read
 
-    def _shards_of(
-        self, plan: StagePlan, step: int, loader: Loader, say: Callable[[str], None]
-    ) -> FeatureShards | None:
-        """The cache of a stage from a step on. Without a cache prints the reason and returns None."""
-        left = (plan.stop - step) / loader.steps_per_epoch
+    def _shards_of(self, step: int, loader: Loader, say: Callable[[str], None]) -> FeatureShards | None:
+        """The cache of the stage from a step on. Without a cache prints the reason and returns None."""
+        left = (self._plan.stop - step) / loader.steps_per_epoch
         try:
-            if trained := sorted(plan.stage.groups & {"embedding", "lora"}):
+            if trained := sorted(self._plan.stage.groups & {"embedding", "lora"}):
                 verb = "trains" if len(trained) == 1 else "train"
                 raise CacheRefused(f"{' and '.join(trained)} {verb} in this stage, so z is another at every step")
             if loader.parts > 1:
                 raise CacheRefused("z of a text is on several ranks (parallel.sequence_group_size)")
             # A cache that is there is always used
-            dataset, rank, world = loader.dataset, self.runtime.rank, self.runtime.world_size
-            assert isinstance(dataset, TextDataset)
-            hidden = self.engine.model.config.hidden_size
+            dataset = loader.dataset
             key = self._key(dataset)
             folder = self.folder / key_digest(key)
             found = self._shards  # of the start, or of the stage before
             if found is None or found.folder != folder:
-                found = open_shards(folder, key, hidden, self.dtype, self.runtime)
-            if found is not None:
-                say(f"  feature cache: {folder}")
-                return found
-
-            # Another is built where it pays and has room
-            if self.settings.mode != "require" and left <= 1.0:
-                raise CacheRefused(f"the stage has {left:.2g} of an epoch left: no text would be read twice")
-            self._refuse_size(dataset.report.tokens * hidden * self.dtype.itemsize)
-            batches = EvalLoader(dataset, rank=rank, world=world, micro_batch_size=loader.micro_batch_size)
-            # The longest first: texts of similar length need no padding
-            mine = batches.samples = sorted(batches.samples, key=(-dataset.lengths()).tolist().__getitem__)
-            show = partial(self.progress.part, "feature cache", of=len(mine))
-            began = time.monotonic()
-            build_shards(folder, key, batches, mine, lambda *at: self.features(*at)[:, :hidden], self.runtime, show)
-            found = open_shards(folder, key, hidden, self.dtype, self.runtime, fresh=True)
-            if found is None:
-                raise CacheRefused(
-                    f"{folder} is not seen alike by all ranks (train.feature_cache.dir: a shared folder)"
-                )
-            self.progress.say(f"  feature cache made in {time.monotonic() - began:.1f} s: {folder}")
+                found = FeatureShards(folder, self.engine.model.config.hidden_size, self.dtype, len(dataset))
+                if not open_shards(found, key, self.runtime):
+                    # Another is made where it pays and has room
+                    if self.settings.mode != "require" and left <= 1.0:
+                        raise CacheRefused(f"the stage has {left:.2g} of an epoch left: no text would be read twice")
+                    self._refuse_size(dataset.report.tokens * found.hidden * self.dtype.itemsize)
+                    make_shards(found, key, self.runtime)
+            say(f"  feature cache: {folder}")
+            if more := int((~found.stored()).sum()):
+                say(f"  z of {more:,} of {len(dataset):,} samples is computed before the first step that reads it")
             return found
         except CacheRefused as refusal:
-            if self.settings.mode == "require":
-                allowed = f"auto: stages.{plan.index}: {refusal}"
-                raise UserError("train.feature_cache.mode", "require", allowed) from None
-            say(f"  no feature cache: {refusal}")
+            self._give_up(refusal, say)
             return None
+
+    def _give_up(self, refusal: CacheRefused, say: Callable[[str], None]) -> None:
+        """Go on without a cache. Raises `UserError` if one is required."""
+        if self.settings.mode == "require":
+            allowed = f"auto: stages.{self._plan.index}: {refusal}"
+            raise UserError("train.feature_cache.mode", "require", allowed) from None
+        self._shards = None
+        self._delete_others(None)
+        say(f"  no feature cache: {refusal}")
+
+    def fill(self) -> None:
+        """Before a step: add a part if the cache lacks samples of the loader's next step. Collective over the world.
+
+        Raises `UserError` if a cache is required and the disk fails.
+        """
+        while (shards := self._shards) is not None:
+            loader, epoch = self._loader, self._loader.epoch
+            if shards.stored(loader.indices(epoch, loader.step)).all():
+                return
+            steps = range(loader.step, loader.steps_per_epoch)
+            self._add_part(shards, loader, [sample for step in steps for sample in loader.indices(epoch, step)])
+
+    def _add_part(self, shards: FeatureShards, loader: Loader, samples: Sequence[int]) -> None:
+        """Compute z of the first of `samples` that the cache lacks: one or more, at most as many as a part has."""
+        dataset, world = loader.dataset, self.runtime.world_size
+        lengths = dataset.lengths()
+        most = max(FIRST_PART * world, int(lengths[shards.stored()].sum()) // GROWTH)
+        missing = np.asarray(samples)[~shards.stored(samples)]
+        part = missing[: max(1, int(np.searchsorted(lengths[missing].cumsum(), most, side="right")))]
+        # Each rank's longest first: texts of similar length need no padding
+        part = part[np.argsort(-lengths[part], kind="stable")]
+        part = np.concatenate([part[r::world] for r in range(world)]).tolist()
+        rank, size = self.runtime.rank, loader.micro_batch_size
+        batches = EvalLoader(dataset, part, rank=rank, world=world, micro_batch_size=size)
+        show = partial(self.progress.part, "feature cache", of=len(batches.samples))
+        try:
+            add_part(shards, batches, part, lambda *at: self.features(*at)[:, : shards.hidden], self.runtime, show)
+        except CacheRefused as refusal:
+            self._give_up(refusal, self.progress.say)
 
     def next(self) -> list[Tensor] | None:
         """z [N,H] on the CPU for each micro-batch of the loader's next step; None without a cache."""
-        if self._shards is None or self._loader is None:
+        if self._shards is None:
             return None
         loader = self._loader
         mine, size = loader.mine(loader.epoch, loader.step), loader.micro_batch_size
@@ -175,7 +213,7 @@ class FeatureCache:
             weights.update(value.numpy().tobytes())
         packages = versions()
         return {
-            "format": 4,
+            "format": 5,
             **self.depends,
             "trained": weights.hexdigest(),
             "data": dataset.digest(),

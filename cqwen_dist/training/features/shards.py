@@ -1,11 +1,13 @@
-"""z at all label positions of a data set on disk. All ranks write it once; any rank reads it by sample number.
+"""z at all label positions of samples, on disk in parts. All ranks write a part; any rank reads it by sample number.
 
     KEY/                          the folder name is a digest of everything that z depends on
-      z-00000.arrow               of rank 0: one row per sample, its number and z [tokens,H] in the run's dtype as bytes
-      manifest.json               the key, and size and SHA-256 of each file; written last
+      manifest.json               the key; written first
+      PART/                       the folder name is a digest of the part's sample numbers
+        z-00000.arrow             of rank 0: one row per sample, its number and z [tokens,H] in the run's dtype as bytes
+        manifest.json             size and SHA-256 of each file; written last
 
 The sample order is global and does not depend on the number of ranks. The rank that reads a sample may not be the one
-that wrote it, so files are memory-mapped and read by sample. A folder without a manifest is incomplete. No file is
+that wrote it, so files are memory-mapped and read by sample. A part is there completely or not at all. No file is
 flushed to the disk: a slow one would take longer than the features, and the checksums find what a crash loses.
 """
 
@@ -13,9 +15,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.parallel.collectives import gather_objects
+from cqwen_dist.data.loader import EvalLoader
+from cqwen_dist.parallel.collectives import from_main_rank, gather_objects
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.files import MANIFEST, file_record, key_digest, read_object, sync, write_atomically
 
@@ -38,79 +40,123 @@ class CacheRefused(Exception):
 
 
 def is_cache(folder: Path) -> bool:
-    """Whether a folder is a complete or partial cache: its name must be the digest of its key."""
-    if folder.is_symlink() or not folder.is_dir():
-        return False
-    if re.fullmatch(r"\.[0-9a-f]{24}\.[0-9]+\.partial", folder.name):
-        return True
-    manifest = read_object(folder / MANIFEST)
+    """Whether a folder is a cache: its name must be the digest of its key."""
+    manifest = {} if folder.is_symlink() else read_object(folder / MANIFEST)
     return "key" in manifest and key_digest(manifest["key"]) == folder.name
 
 
 class FeatureShards:
-    """A complete cache, memory-mapped."""
+    """The parts of a cache that are there, memory-mapped."""
 
-    def __init__(self, folder: Path, hidden: int, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, hidden: int, dtype: torch.dtype, samples: int) -> None:
+        """hidden: H. samples: of the whole data set."""
         self.folder, self.hidden, self.dtype = folder, hidden, dtype
-        files = [pa.ipc.open_file(pa.memory_map(str(path))) for path in sorted(folder.glob("z-*.arrow"))]
-        table = pa.concat_tables([file.read_all() for file in files])
-        self._z, self._row = table["z"], np.argsort(table["sample"].to_numpy())  # z is not copied
+        self._columns: list[pa.ChunkedArray] = []  # z of each file, not copied
+        self._place = np.full((samples, 2), -1)  # file and row of each sample
+
+    def add(self, part: Path) -> None:
+        for path in sorted(part.glob("z-*.arrow")):
+            with pa.memory_map(str(path)) as file:  # what is read stays mapped, and no file stays open
+                table = pa.ipc.open_file(file).read_all()
+            numbers = table["sample"].to_numpy()
+            self._place[numbers] = np.stack([np.full(len(numbers), len(self._columns)), np.arange(len(numbers))], 1)
+            self._columns.append(table["z"])
+
+    def stored(self, samples: Sequence[int] | slice = slice(None)) -> np.ndarray:
+        """[len(samples)] bool: whether z of a sample is there."""
+        return self._place[samples, 0] >= 0
 
     def read(self, samples: list[int]) -> Tensor:
         """z [N,H] at the label positions of these samples, in order, on the CPU in the run's dtype."""
-        parts = [np.frombuffer(self._z[int(self._row[sample])].as_buffer(), np.uint8) for sample in samples]
-        rows = np.concatenate([np.empty(0, np.uint8), *parts]).reshape(-1, self.hidden * self.dtype.itemsize)
-        return torch.from_numpy(rows).view(self.dtype)
+        rows = [self._columns[file][row].as_buffer() for file, row in self._place[samples].tolist()]
+        parts = [np.frombuffer(row, np.uint8) for row in rows]
+        flat = np.concatenate([np.empty(0, np.uint8), *parts]).reshape(-1, self.hidden * self.dtype.itemsize)
+        return torch.from_numpy(flat).view(self.dtype)
 
 
-def open_shards(
-    folder: Path, key: dict[str, Any], hidden: int, dtype: torch.dtype, runtime: Runtime, fresh: bool = False
-) -> FeatureShards | None:
-    """The cache of this key; None if any rank finds it missing or damaged.
+def open_shards(shards: FeatureShards, key: dict[str, Any], runtime: Runtime) -> bool:
+    """Add the parts that are there and undamaged; False if there is no cache of this key. Collective over the world.
 
-    fresh: just built, so checksums are not computed again. Collective over the world: the ranks share that work.
+    The ranks share the work of checksums. A part that any rank finds damaged is left out.
     """
-    manifest = read_object(folder / MANIFEST)
+    parts = from_main_rank(lambda: _parts(shards.folder, key))
+    if parts is None:
+        return False
+    files = [(name, *file) for name, found in parts.items() for file in found.items()]
+    damaged = {name for name, file, record in files if not _has_size(shards.folder / name / file, record)}
+    mine = files[runtime.rank :: runtime.world_size]
+    damaged |= {
+        name
+        for name, file, record in mine
+        if name not in damaged and file_record(shards.folder / name / file) != record
+    }
+    damaged = set().union(*gather_objects(damaged))
+    for name in parts.keys() - damaged:
+        shards.add(shards.folder / name)
+    return True
+
+
+def _parts(folder: Path, key: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
+    """Sizes and checksums of the files of each part; None without a cache of this key."""
+    if read_object(folder / MANIFEST).get("key") != key:
+        return None
+    found = {path.parent.name: read_object(path).get("files") for path in sorted(folder.glob(f"[0-9a-f]*/{MANIFEST}"))}
+    return {name: files for name, files in found.items() if isinstance(files, dict)}
+
+
+def _has_size(path: Path, record: dict[str, Any]) -> bool:
     try:
-        files = sorted(manifest["files"].items())
-        good = manifest["key"] == key and all((folder / name).stat().st_size == r["size"] for name, r in files)
-        mine = files[runtime.rank :: runtime.world_size]
-        good = good and (fresh or all(file_record(folder / name) == record for name, record in mine))
+        return path.stat().st_size == record["size"]
     except (OSError, KeyError, TypeError):
-        good = False
-    return FeatureShards(folder, hidden, dtype) if all(gather_objects(good)) else None
+        return False
 
 
-def build_shards(
-    folder: Path,
-    key: dict[str, Any],
-    batches: Iterable[Batch],
+def make_shards(shards: FeatureShards, key: dict[str, Any], runtime: Runtime) -> None:
+    """Make the folder of a cache without parts. Collective over the world. Raises `CacheRefused`."""
+
+    def make() -> None:
+        if runtime.is_main:
+            shutil.rmtree(shards.folder, ignore_errors=True)
+            try:
+                shards.folder.mkdir(parents=True)
+                write_atomically(shards.folder / MANIFEST, json.dumps({"key": key}, indent=1))
+            except OSError:
+                shutil.rmtree(shards.folder, ignore_errors=True)
+                raise
+
+    _together(make)
+
+
+def add_part(
+    shards: FeatureShards,
+    batches: EvalLoader,
     samples: Sequence[int],
     features: Callable[[Batch, Tensor], Tensor],
     runtime: Runtime,
     show: Callable[[int], None],
 ) -> None:
-    """Write the cache of a key atomically. Collective over the world.
+    """Compute and write a part of a cache atomically, and add it. Collective over the world.
 
-    batches: this rank's `samples` in this order; all ranks have the same number of batches (padded). features: z at
-    the label positions of a batch. show: called with the number of finished samples. Raises `CacheRefused` on all ranks
-    if a disk fails or z is not finite, and passes on errors of `features`.
+    samples: those of the part; batches: of this rank's share of them. features: z at the label positions of a batch.
+    show: called with the number of finished samples. Raises `CacheRefused` on all ranks if a disk fails or z is not
+    finite, and passes on errors of `features`.
     """
-    first_rank = gather_objects(os.getpid())[0]  # two runs may build the same cache at the same time
+    first_rank = gather_objects(os.getpid())[0]  # two runs may make the same part at the same time
+    folder = shards.folder / key_digest({"samples": sorted(samples)})
     partial = folder.with_name(f".{folder.name}.{first_rank}.partial")
     try:
         # Each rank writes one file
-        _together(lambda: partial.mkdir(parents=True) if runtime.is_main else None)
+        _together(lambda: partial.mkdir() if runtime.is_main else None)
         path = partial / f"z-{runtime.rank:05d}.arrow"
         sink = _together(lambda: pa.OSFile(str(path), "wb"), f"rank {runtime.rank} does not see {partial}: ")
         writer = pa.ipc.new_file(sink, SCHEMA)
-        trouble, done = "", 0
+        trouble, done, mine = "", 0, batches.samples
         with torch.no_grad():
             for batch in batches:
                 mask, keep = batch.learnt_mask, batch.learnt.to(runtime.device)
                 z = features(batch.to(runtime.device), keep).cpu().contiguous()
-                rows = min(mask.shape[0], len(samples) - done)  # the last rows may be padding
-                own = samples[done : done + rows]
+                rows = min(mask.shape[0], len(mine) - done)  # the last rows may be padding
+                own = mine[done : done + rows]
                 done += rows
                 if trouble or not bool(z.isfinite().all()):
                     trouble = trouble or f"z of one of the samples {list(own)} is not finite"
@@ -133,15 +179,22 @@ def build_shards(
 
         files = dict(gather_objects((path.name, _together(finish))))
 
-        # The manifest last: a folder without one is no cache
+        # The manifest last: a folder without one is no part
         def publish() -> None:
             if runtime.is_main:
-                write_atomically(partial / MANIFEST, json.dumps({"key": key, "files": files}, indent=1))
+                write_atomically(partial / MANIFEST, json.dumps({"files": files}, indent=1))
                 shutil.rmtree(folder, ignore_errors=True)
                 partial.rename(folder)
                 sync(folder.parent)
 
         _together(publish)
+
+        def add() -> None:
+            shards.add(folder)
+            if not shards.stored(samples).all():
+                raise OSError(f"{folder} is not seen alike by all ranks (train.feature_cache.dir: a shared folder)")
+
+        _together(add)
     finally:
         if runtime.is_main:
             shutil.rmtree(partial, ignore_errors=True)
