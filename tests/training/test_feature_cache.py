@@ -64,13 +64,19 @@ def same_data(run: Path) -> list[str]:
 
 
 def caches(folder: Path) -> list[Path]:
-    return sorted(path.parent for path in folder.glob("*/manifest.json"))
+    return sorted({path.parent.parent for path in folder.glob("*/*/manifest.json")})
+
+
+def key_of(cache: Path) -> dict[str, object]:
+    (key,) = {path.read_text().partition('"files"')[0] for path in cache.glob("*/manifest.json")}
+    return json.loads(key.rstrip().rstrip(",") + "}")["key"]
 
 
 def opened(cache: Path, dtype: torch.dtype = torch.float32) -> FeatureShards:
-    shards = FeatureShards(cache, WIDTH, dtype, 2 * TEXTS)  # long texts may be cut
-    for part in caches(cache):
-        shards.add(part)
+    parts = list(cache.glob("*/manifest.json"))
+    shards = FeatureShards(cache.parent, key_of(cache), WIDTH, dtype, 2 * TEXTS)  # long texts may be cut
+    for part in parts:
+        shards.add(part.parent)
     return shards
 
 
@@ -179,7 +185,9 @@ def test_a_cached_stage_resumes_on_other_ranks(uncached: Path, kept: Path, tmp_p
 def test_a_damaged_cache_file_is_computed_again(uncached: Path, kept: Path, tmp_path: Path) -> None:
     """Of what no stage has trained: LoRA's last bits are another key under ZeRO-3, and that cache is not looked for."""
     shutil.copytree(kept / "cache", tmp_path / "cache")
-    untrained = min(caches(tmp_path / "cache"), key=lambda made: (made / "manifest.json").stat().st_mtime_ns)
+    untrained = min(
+        caches(tmp_path / "cache"), key=lambda made: min(part.stat().st_mtime_ns for part in made.iterdir())
+    )
     damaged = sorted(untrained.glob("*/z-*.arrow"))[0]
     block = bytearray(damaged.read_bytes())
     block[103] ^= 0x40  # an exponent
@@ -198,9 +206,9 @@ def test_the_cache_key_depends_on_the_data_and_has_the_runs_dtype(uncached: Path
     changes = ["data.sequence_length=20", "train.precision=bf16"]
     train_run(config, *changes, f"train.feature_cache.dir={tmp_path}/cache", *same_data(uncached))
     (made,) = caches(tmp_path / "cache")
-    key = json.loads((made / "manifest.json").read_text())["key"]
+    key = key_of(made)
     for known in caches(kept / "cache"):
-        other = json.loads((known / "manifest.json").read_text())["key"]
+        other = key_of(known)
         same = {name for name in key if key[name] == other[name]}
         assert "tokenizer" in same
         assert not {"data", "dtype"} & same
@@ -258,15 +266,17 @@ def test_a_full_disk_disables_the_cache(uncached: Path, tmp_path: Path, monkeypa
         _alone(lambda: refuse(cache, 10_000), cache, tmp_path, monkeypatch)
 
 
-def _full_at_a_manifest(config: str, overrides: list[str], of: str) -> str:
-    """How a rank ends where rank 0's disk is full at the manifest of the cache, or of a part whose z are written."""
-    from cqwen_dist.training.features import shards
+def _full_at_a_manifest(config: str, overrides: list[str], parts: int) -> str:
+    """How a rank ends where rank 0's disk is full at the manifest of a part, after so many parts."""
+    from cqwen_dist.training.features import cache, shards
 
-    write = shards.write_atomically
+    cache.FIRST_PART, start.CALIBRATION_TOKENS, start.LEVEL_TOKENS = 40, 40, 80
+    write, written = shards.write_atomically, []
 
     def refuse(path: Path, text: str) -> None:
-        if (of == "a part") == path.parent.name.endswith(".partial"):
+        if len(written) == parts:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        written.append(path)
         write(path, text)
 
     shards.write_atomically = refuse
@@ -277,14 +287,14 @@ def _full_at_a_manifest(config: str, overrides: list[str], of: str) -> str:
     return "done"
 
 
-@pytest.mark.parametrize("of", ["the cache", "a part"])
-def test_a_disk_that_is_full_at_a_manifest_disables_the_cache_on_all_ranks(
-    uncached: Path, tmp_path: Path, of: str
-) -> None:
-    config = config_in(tmp_path, [EPOCHS_OF_HEADS[0]])
-    assert run_ranks(_full_at_a_manifest, 2, str(config), same_data(uncached), of, timeout=60) == ["done", "done"]
-    assert not (tmp_path / "run" / "feature_cache").exists()
-    assert losses(tmp_path / "run") == pytest.approx(losses(uncached)[:8], rel=CLOSE)
+def test_a_disk_that_is_full_at_a_manifest_disables_the_cache_on_all_ranks(uncached: Path, tmp_path: Path) -> None:
+    """At the first, in the start, and at the fourth, in the first epoch."""
+    config = str(config_in(tmp_path, [EPOCHS_OF_HEADS[0]]))
+    for parts in (0, 3):
+        own = [f"run.dir={tmp_path}/{parts}", *same_data(uncached)]
+        assert run_ranks(_full_at_a_manifest, 2, config, own, parts, timeout=60) == ["done", "done"]
+        assert not (tmp_path / str(parts) / "feature_cache").exists()
+    assert losses(tmp_path / "3") == pytest.approx(losses(tmp_path / "0"), rel=CLOSE)
 
 
 def _in_small_parts(config: str, overrides: list[str], stop_in: int) -> list[tuple[int, int]]:
@@ -327,7 +337,7 @@ def test_the_first_step_waits_for_a_part_and_a_stop_loses_one(uncached: Path, tm
     assert 12 <= whole[0][1] < 24, "the first step reads 12 texts"
     assert [samples for _, samples in whole[2:]] == [TEXTS] * 6, "all are read in the first epoch"
     (cache,) = caches(tmp_path / "whole-cache")
-    assert len(caches(cache)) == whole[-1][0] > whole[0][0] + 2, "further steps compute further parts"
+    assert len(list(cache.iterdir())) == whole[-1][0] > whole[0][0] + 2, "further steps compute further parts"
 
     stopped = run("stopped", stop_in=whole[0][0] + 2)
     assert 0 < len(stopped) < 3, "in the first epoch"
@@ -355,7 +365,8 @@ def test_foreign_files_in_the_cache_folder_are_kept(tmp_path: Path) -> None:
         (folder / "thesis" / "chapter").write_text("one")
     key = {"base": "b"}
     (own := run / "feature_cache" / key_digest(key)).mkdir()
-    (own / "manifest.json").write_text(json.dumps({"key": key}))
+    (own / "a-part").mkdir()
+    (own / "a-part" / "manifest.json").write_text(json.dumps({"key": key}))
     (beside := run / "feature_cache" / "cache").symlink_to(scratch)
     linked = tmp_path / "linked"
     linked.mkdir()

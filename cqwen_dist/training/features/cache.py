@@ -33,16 +33,8 @@ from cqwen_dist.data.loader import EvalLoader, Loader
 from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.environment import versions
-from cqwen_dist.run.files import FEATURE_CACHE, free_bytes, key_digest
-from cqwen_dist.training.features.shards import (
-    ROOM,
-    CacheRefused,
-    FeatureShards,
-    add_part,
-    is_cache,
-    make_shards,
-    open_shards,
-)
+from cqwen_dist.run.files import FEATURE_CACHE, free_bytes
+from cqwen_dist.training.features.shards import ROOM, CacheRefused, FeatureShards, add_part, is_cache
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.telemetry.progress import Progress
 from cqwen_dist.training.zero.engine import Engine
@@ -114,19 +106,17 @@ class FeatureCache:
             if loader.parts > 1:
                 raise CacheRefused("z of a text is on several ranks (parallel.sequence_group_size)")
             # A cache that is there is always used
-            dataset = loader.dataset
-            key = self._key(dataset)
-            folder = self.folder / key_digest(key)
-            found = self._shards  # of the start, or of the stage before
-            if found is None or found.folder != folder:
-                found = FeatureShards(folder, self.engine.model.config.hidden_size, self.dtype, len(dataset))
-                if not open_shards(found, key, self.runtime):
-                    # Another is made where it pays and has room
-                    if self.settings.mode != "require" and left <= 1.0:
-                        raise CacheRefused(f"the stage has {left:.2g} of an epoch left: no text would be read twice")
-                    self._refuse_size(dataset.report.tokens * found.hidden * self.dtype.itemsize)
-                    make_shards(found, key, self.runtime)
-            say(f"  feature cache: {folder}")
+            dataset, hidden = loader.dataset, self.engine.model.config.hidden_size
+            found = FeatureShards(self.folder, self._key(dataset), hidden, self.dtype, len(dataset))
+            known = self._shards  # of the start, or of the stage before
+            if known is not None and known.folder == found.folder:
+                found = known
+            # Another begins where it pays and has room
+            elif not found.open(self.runtime):
+                if self.settings.mode != "require" and left <= 1.0:
+                    raise CacheRefused(f"the stage has {left:.2g} of an epoch left: no text would be read twice")
+                self._refuse_size(dataset.report.tokens * hidden * self.dtype.itemsize)
+            say(f"  feature cache: {found.folder}")
             if more := int((~found.stored()).sum()):
                 say(f"  z of {more:,} of {len(dataset):,} samples is computed before the first step that reads it")
             return found

@@ -1,10 +1,9 @@
 """z at all label positions of samples, on disk in parts. All ranks write a part; any rank reads it by sample number.
 
     KEY/                          the folder name is a digest of everything that z depends on
-      manifest.json               the key; written first
       PART/                       the folder name is a digest of the part's sample numbers
         z-00000.arrow             of rank 0: one row per sample, its number and z [tokens,H] in the run's dtype as bytes
-        manifest.json             size and SHA-256 of each file; written last
+        manifest.json             the key, and size and SHA-256 of each file; written last
 
 The sample order is global and does not depend on the number of ranks. The rank that reads a sample may not be the one
 that wrote it, so files are memory-mapped and read by sample. A part is there completely or not at all. No file is
@@ -17,6 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +40,34 @@ class CacheRefused(Exception):
 
 
 def is_cache(folder: Path) -> bool:
-    """Whether a folder is a cache: its name must be the digest of its key."""
-    manifest = {} if folder.is_symlink() else read_object(folder / MANIFEST)
-    return "key" in manifest and key_digest(manifest["key"]) == folder.name
+    """Whether a folder is a cache: its name must be the digest of its parts' key."""
+    parts = [] if folder.is_symlink() else folder.glob(f"*/{MANIFEST}")
+    return any(key_digest(read_object(part).get("key", {})) == folder.name for part in parts)
 
 
 class FeatureShards:
     """The parts of a cache that are there, memory-mapped."""
 
-    def __init__(self, folder: Path, hidden: int, dtype: torch.dtype, samples: int) -> None:
-        """hidden: H. samples: of the whole data set."""
-        self.folder, self.hidden, self.dtype = folder, hidden, dtype
+    def __init__(self, root: Path, key: dict[str, Any], hidden: int, dtype: torch.dtype, samples: int) -> None:
+        """root: the folder of caches. hidden: H. samples: of the whole data set."""
+        self.folder, self.key, self.hidden, self.dtype = root / key_digest(key), key, hidden, dtype
         self._columns: list[pa.ChunkedArray] = []  # z of each file, not copied
         self._place = np.full((samples, 2), -1)  # file and row of each sample
+
+    def open(self, runtime: Runtime) -> bool:
+        """Add the parts that are there; False if there are none. Collective over the world.
+
+        The ranks share the work of checksums. A part that any rank finds damaged is left out.
+        """
+        whole = f"[0-9a-f]*/{MANIFEST}"  # not the hidden folders of parts that are being written
+        found = from_main_rank(lambda: {path.parent: read_object(path) for path in self.folder.glob(whole)})
+        parts = {part: known.get("files", {}) for part, known in sorted(found.items()) if known.get("key") == self.key}
+        files = [(part, name, record) for part, known in parts.items() for name, record in known.items()]
+        mine = range(runtime.rank, len(files), runtime.world_size)
+        damaged = {file[0] for i, file in enumerate(files) if not _whole(*file, i in mine)}
+        for part in sorted(parts.keys() - set().union(*gather_objects(damaged))):
+            self.add(part)
+        return bool(parts)
 
     def add(self, part: Path) -> None:
         for path in sorted(part.glob("z-*.arrow")):
@@ -74,57 +89,14 @@ class FeatureShards:
         return torch.from_numpy(flat).view(self.dtype)
 
 
-def open_shards(shards: FeatureShards, key: dict[str, Any], runtime: Runtime) -> bool:
-    """Add the parts that are there and undamaged; False if there is no cache of this key. Collective over the world.
-
-    The ranks share the work of checksums. A part that any rank finds damaged is left out.
-    """
-    parts = from_main_rank(lambda: _parts(shards.folder, key))
-    if parts is None:
-        return False
-    files = [(name, *file) for name, found in parts.items() for file in found.items()]
-    damaged = {name for name, file, record in files if not _has_size(shards.folder / name / file, record)}
-    mine = files[runtime.rank :: runtime.world_size]
-    damaged |= {
-        name
-        for name, file, record in mine
-        if name not in damaged and file_record(shards.folder / name / file) != record
-    }
-    damaged = set().union(*gather_objects(damaged))
-    for name in parts.keys() - damaged:
-        shards.add(shards.folder / name)
-    return True
-
-
-def _parts(folder: Path, key: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
-    """Sizes and checksums of the files of each part; None without a cache of this key."""
-    if read_object(folder / MANIFEST).get("key") != key:
-        return None
-    found = {path.parent.name: read_object(path).get("files") for path in sorted(folder.glob(f"[0-9a-f]*/{MANIFEST}"))}
-    return {name: files for name, files in found.items() if isinstance(files, dict)}
-
-
-def _has_size(path: Path, record: dict[str, Any]) -> bool:
+def _whole(part: Path, file: str, record: Any, hashed: bool) -> bool:
+    """Whether this rank sees the file in its size and, if `hashed`, with its checksum."""
     try:
-        return path.stat().st_size == record["size"]
+        return bool(
+            (part / file).stat().st_size == record["size"] and (not hashed or file_record(part / file) == record)
+        )
     except (OSError, KeyError, TypeError):
         return False
-
-
-def make_shards(shards: FeatureShards, key: dict[str, Any], runtime: Runtime) -> None:
-    """Make the folder of a cache without parts. Collective over the world. Raises `CacheRefused`."""
-
-    def make() -> None:
-        if runtime.is_main:
-            shutil.rmtree(shards.folder, ignore_errors=True)
-            try:
-                shards.folder.mkdir(parents=True)
-                write_atomically(shards.folder / MANIFEST, json.dumps({"key": key}, indent=1))
-            except OSError:
-                shutil.rmtree(shards.folder, ignore_errors=True)
-                raise
-
-    _together(make)
 
 
 def add_part(
@@ -146,7 +118,7 @@ def add_part(
     partial = folder.with_name(f".{folder.name}.{first_rank}.partial")
     try:
         # Each rank writes one file
-        _together(lambda: partial.mkdir() if runtime.is_main else None)
+        _together(lambda: partial.mkdir(parents=True) if runtime.is_main else None)
         path = partial / f"z-{runtime.rank:05d}.arrow"
         sink = _together(lambda: pa.OSFile(str(path), "wb"), f"rank {runtime.rank} does not see {partial}: ")
         writer = pa.ipc.new_file(sink, SCHEMA)
@@ -182,7 +154,7 @@ def add_part(
         # The manifest last: a folder without one is no part
         def publish() -> None:
             if runtime.is_main:
-                write_atomically(partial / MANIFEST, json.dumps({"files": files}, indent=1))
+                write_atomically(partial / MANIFEST, json.dumps({"key": shards.key, "files": files}, indent=1))
                 shutil.rmtree(folder, ignore_errors=True)
                 partial.rename(folder)
                 sync(folder.parent)
@@ -198,6 +170,8 @@ def add_part(
     finally:
         if runtime.is_main:
             shutil.rmtree(partial, ignore_errors=True)
+            with suppress(OSError):  # not empty
+                shards.folder.rmdir()
 
 
 def _together(action: Callable[[], Any], what: str = "") -> Any:
