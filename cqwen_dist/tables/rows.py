@@ -121,7 +121,7 @@ class Parts(NamedTuple):
 
     train: np.ndarray
     valid: np.ndarray  # for evaluation during training and for recalibrating intervals
-    test: np.ndarray
+    test: np.ndarray  # in random order: where time is short, only the first are judged
 
     @property
     def learnt(self) -> np.ndarray:
@@ -177,7 +177,7 @@ def split(
     # the wide part is fitted to these rows too.
     valid = min(max(round(len(rest) / 3), min(ENOUGH_VALID, round(2 * len(rest) / 3))), MOST_VALID)
     valid = _between(rest, valid, same)
-    return Parts(np.sort(rest[valid:]), np.sort(rest[:valid]), np.sort(held[:most]))
+    return Parts(np.sort(rest[valid:]), np.sort(rest[:valid]), held[:most])
 
 
 def repeats(equal: Sequence[Any], parts: Parts) -> list[str]:
