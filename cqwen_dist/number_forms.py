@@ -15,7 +15,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 # Cells of a column of numbers that hold no number
-EMPTY_MARKS = frozenset({"?", "-", "--", "–", "—", ".", "…", "..."})
+_INFINITIES = {sign + word for sign in ("", "+", "-") for word in ("inf", "Inf", "Infinity")}
+EMPTY_MARKS = frozenset({"?", "-", "--", "–", "—", ".", "…", "...", *_INFINITIES})
 _TO_ASCII = str.maketrans("−–—﹣－＋．，％０１２３４５６７８９", "-----+.,%0123456789")
 _SPACES = " \u00a0\u2007\u2009\u202f"
 _CURRENCY = "$€£¥₩₹₽₺₪฿₫₴₦₱￥＄￡"

@@ -53,8 +53,9 @@ def is_empty(value: object) -> bool:
 
 
 def is_missing(value: object) -> bool:
-    """Whether a table cell is empty or contains a word for "missing" (`MISSING`)."""
-    return is_empty(value) or (isinstance(value, str) and value.strip() in MISSING)
+    """Whether a table cell is empty, an infinity, or contains a word for "missing" (`MISSING`)."""
+    infinite = isinstance(value, (float, Decimal, np.floating)) and math.isinf(value)
+    return infinite or is_empty(value) or (isinstance(value, str) and value.strip() in MISSING)
 
 
 def is_number(value: object) -> bool:

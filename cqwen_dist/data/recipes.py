@@ -13,13 +13,14 @@ from cqwen_dist.data.cells import BadLine, TableCells, as_number, is_index
 from cqwen_dist.data.columns import cell_in, columns_of, forms_in, sample
 from cqwen_dist.data.json_rows import no_records
 from cqwen_dist.data.records import Text
-from cqwen_dist.number_forms import EMPTY_MARKS, Form, by_form, said
+from cqwen_dist.number_forms import EMPTY_MARKS, Form, by_form, forms_of, said
 
 _TOTALS = {"total", "totals", "grand total", "sum", "subtotal", "average", "gesamt", "summe", "insgesamt"}
 _TOTALS |= {"total général", "somme", "suma", "totale", "totaal", "totalt"}
 _TOTALS |= {"итого", "всего", "合计", "总计", "合計", "総計"}
 _PROMPTS = ("prompt", "question", "instruction", "input")
-FORMS = "all in one form, such as 1234.5, 1.234,5, $1,234.50, (1,234), 12 % or 12 kg"
+FORMS = "all in one form, such as 1234.5, 1.234,5, $1,234.50, (1,234), 12 % or 12 kg, up to 1e30"
+LARGEST = 1e30  # of a target: its square is finite, and so is it in float32
 
 
 class DataRecipe(NamedTuple):
@@ -60,32 +61,41 @@ def table_columns(
     if target not in names:
         raise UserError("--target", target, f"a column of {source}: {', '.join(names)}")
     indices = [name for name in names if is_index(name) and name != target]
-    unnamed = [name for name in names if not can_be_named(name)]
+    unnamed = [name for name in names if not can_be_named(name) and name not in indices]
     usable = [name for name in names if name not in (target, *indices, *unnamed)]
     if not usable or target in unnamed:
         allowed = f"{target} and a further column, without {{}}:! in their names"
         raise UserError(key, ", ".join(names), allowed, source)
     cells = TableCells(forms, target)
-    for number, record in enumerate(records, 1):
-        _refuse_target(cells, target, record.get(target), f"{source}, record {number}")
+    _check_targets(cells, target, [record.get(target) for record in records], source)
     notes = [f"columns left out, as they number the rows: {', '.join(indices)}"] if indices else []
     notes += [f"columns left out, as a template cannot name them: {', '.join(unnamed)}"] if unnamed else []
     return Columns(usable, cells, [*notes, *_notes(records, target, cells)])
 
 
-def _refuse_target(cells: TableCells, target: str, value: object, where: str) -> None:
-    try:
-        text = cells.text(target, value)
-    except BadLine as bad:
-        raise UserError("--target", bad.found, bad.allowed, where) from None
-    if text and (target not in cells.forms or as_number(text) is None):
-        raise UserError("--target", value, f"numbers in the column {target}, {FORMS}", where)
+def _rarest_first(cells: Sequence[object]) -> list[int]:
+    """The places of a column's cells: first those that are no numbers, then those in a form that few others have."""
+    forms = [forms_of({"": [str(cell)]}, target="").get("") for cell in cells]
+    often = Counter(forms)
+    return sorted(range(len(forms)), key=lambda place: (forms[place] is not None, often[forms[place]]))
+
+
+def _check_targets(cells: TableCells, target: str, values: Sequence[object], source: str) -> None:
+    for row in range(len(values)) if target in cells.forms else _rarest_first(values):
+        where = f"{source}, record {row + 1}"
+        try:
+            text = cells.text(target, values[row])
+        except BadLine as bad:
+            raise UserError("--target", bad.found, bad.allowed, where) from None
+        number = as_number(text)
+        if text and (target not in cells.forms or number is None or abs(number) > LARGEST):
+            raise UserError("--target", values[row], f"numbers in the column {target}, {FORMS}", where)
 
 
 def _notes(records: Sequence[Mapping[str, Any]], target: str, cells: TableCells) -> list[str]:
     """Notes about a table: number forms, cells read as empty, a row of totals."""
     notes = [said({name: form for name, form in cells.forms.items() if not is_index(name)})]
-    marks = [str(r[n]).strip() for r in records for n in cells.forms if isinstance(r.get(n), str)]
+    marks = [str(record.get(name)).strip() for record in records for name in cells.forms]
     held = Counter(mark for mark in marks if mark in EMPTY_MARKS or (mark.startswith("#") and mark != "#N/A"))
     if held:
         notes.append(f"{held.total():,} cells are read as empty: {', '.join(held)}")

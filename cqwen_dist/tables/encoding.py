@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cqwen_dist.data.recipes import LARGEST
 from cqwen_dist.tables.rows import Table
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class EncodedRows:
         self.texts, self.y, self.learnt = texts, y, learnt
         self.has_words = any(re.search(r"\w\w", texts[row]) for row in learnt)  # words have at least two letters
         columns = [np.array([[float(row[name] or "nan")] for row in table.rows]) for name in table.numeric]
+        columns = [column.clip(-LARGEST, LARGEST) for column in columns]
         categories = []
         for name in (name for name in table.columns if name not in table.numeric):
             cells = [row[name] for row in table.rows]

@@ -1,6 +1,7 @@
 """A value has one text, and a column one way to write numbers, whatever file brings them."""
 
 import json
+import math
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -481,7 +482,11 @@ def test_number_columns_are_checked_and_written_as_they_are_read() -> None:
         given_forms(DataConfig(train="t", number_columns={"12,5": ["a"]}))
 
 
-def test_a_number_that_has_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_an_infinity_is_an_empty_cell_of_a_table_whatever_its_type(tmp_path: Path) -> None:
     pd.DataFrame({"a": [1.0, np.inf], "price": [1.5, 2.5]}).to_parquet(tmp_path / "t.parquet")
-    with pytest.raises(UserError, match="--data: found inf, allowed: text, a number"):
-        recognise(str(tmp_path / "t.parquet"), "price")
+    found = recognise(str(tmp_path / "t.parquet"), "price")
+    assert found.keys["empty_cell"] == "unknown"
+    assert "1 cells are read as empty: inf" in found.notes
+    for value in (np.float32("inf"), -math.inf, Decimal("inf"), "-inf", "Infinity"):
+        assert TableCells({"a": Form()}).text("a", value) == ""
+    assert TableCells({}).text("note", "Inf") == "Inf", "a word in a column of words"

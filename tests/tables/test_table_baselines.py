@@ -51,6 +51,14 @@ def test_each_baseline_explains_what_it_can_read() -> None:
     assert words > pairs, "an age is a word there, of a few rows"
 
 
+def test_numbers_as_large_as_they_get_harm_no_model() -> None:
+    """Maps write the least float64 where nothing is known. Its square is infinite, and so is it in float32."""
+    odd = table(True, True)
+    for row in odd.rows[3::20]:
+        row["age"] = "-1.7976931348623157e+308"
+    assert all(np.isfinite(score) for score in r2(odd).values())
+
+
 def test_baselines_handle_tables_of_only_words_or_numbers() -> None:
     words = r2(table(False, True))
     assert "ridge, numeric columns" not in words
