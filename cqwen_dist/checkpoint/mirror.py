@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from cqwen_dist.checkpoint.manifest import list_checkpoints, read_manifest, verify
@@ -21,6 +24,7 @@ from cqwen_dist.config.errors import Said, UserError, reason_of
 from cqwen_dist.config.schema import RunConfig
 from cqwen_dist.run.files import (
     ALARMS,
+    ARCHIVED,
     CHANGES,
     CHECKPOINTS,
     CONFIG,
@@ -31,6 +35,7 @@ from cqwen_dist.run.files import (
     PROBE,
     START,
     START_TENSORS,
+    STATE,
     WANDB_ID,
     sync,
     write_atomically,
@@ -129,23 +134,41 @@ class Mirror:
 
     # ------------------------------------------------------------------------------- fetching back
 
-    def fetch(self) -> str | None:
+    def fetch(self, refuse: Callable[[Path], None] = lambda folder: None) -> str | None:
         """Bring the newest whole checkpoint, and what else a resume reads, into a run folder without checkpoints.
 
-        Returns its name; None if the folder has a checkpoint, or the store has none. Checkpoints that are damaged in
-        the store are passed over with a note. Raises `UserError` if the store does not answer, or has another run
-        than the folder.
+        refuse: raises `UserError` if the run with these config.yaml and state.json is not to be continued. Returns the
+        checkpoint's name; None if the folder has one, or the store has none. Checkpoints that are damaged in the store
+        are passed over with a note. Raises `UserError` if the store does not answer, or has another run.
         """
+        self._refuse_another_run()
         if list_checkpoints(self._run_dir):
-            self._refuse_another_run()
             return None
+        with self._answering():
+            return next(self._whole(refuse), None)
+
+    def archive(self) -> None:
+        """Move what the store has of this run into a subfolder, for a run that starts over. Raises `UserError`."""
+        to = self._at(f"{ARCHIVED}{time.strftime('%Y%m%d-%H%M%S')}")
+        with self._answering():
+            self._store.invalidate_cache()
+            places = [there for each in (CHECKPOINTS, *FOLDERS, *BESIDE) if self._store.exists(there := self._at(each))]
+            files = [str(file) for there in places for file in self._store.find(there)]
+            for file in sorted(files, key=lambda file: not file.endswith(MANIFEST)):  # from now on none counts
+                self._store.mv(file, f"{to}{file[len(self._root) :]}")
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
         try:
-            return next(self._whole(), None)
+            yield
+        except UserError as error:  # of `refuse`
+            found = Said(f"the checkpoints of a run with another {error.key}")
+            raise UserError(KEY, found, f"a store for each run, or that run's {error.key}", self._root) from None
         except Exception as error:  # as above
             raise UserError(KEY, Said(reason_of(error)), "a store that answers, or no mirror", self._root) from None
 
     def _refuse_another_run(self) -> None:
-        """Raises `UserError` if the store has checkpoints of another run, which an upload would delete."""
+        """Raises `UserError` if the folder's run has begun and the store has another, which an upload would delete."""
         own, there = self._run_dir / START, self._at(START)
         try:
             another = bool(self._names()) and self._store.cat_file(there) != own.read_bytes()
@@ -154,10 +177,14 @@ class Mirror:
         if another:
             raise UserError(KEY, Said("the checkpoints of another run"), "a store for each run", self._root)
 
-    def _whole(self) -> Iterator[str]:
+    def _whole(self, refuse: Callable[[Path], None]) -> Iterator[str]:
         for name in sorted(self._names(), reverse=True):
             partial = self._run_dir / CHECKPOINTS / f".{name}.partial"
             shutil.rmtree(partial, ignore_errors=True)
+            with TemporaryDirectory() as small:  # another run is refused at once
+                for there in (self._at(CONFIG), self._at(CHECKPOINTS, name, STATE)):
+                    self._get(there, Path(small, Path(there).name))
+                refuse(Path(small))
             self._get(self._at(CHECKPOINTS, name, MANIFEST), partial / MANIFEST)
             for file in (read_manifest(partial) or {"files": {}})["files"]:
                 self._get(self._at(CHECKPOINTS, name, file), partial / file)

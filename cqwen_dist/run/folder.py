@@ -56,10 +56,10 @@ def open_run(
         refuse_links(folder)
         # The lock first: until it is held, another command may be writing here
         before_writing()
-        if _starts_over(config):
-            _archive(folder, say)
+        if starts_over(config):
+            archive(folder, say)
         begun = has_begun(folder)
-        changes = _changes(config, begun)
+        changes = _changes(config, folder, begun)
         if begun and changes:
             entry = {"time": round(time.time(), 3), "changes": [list(change) for change in changes]}
             with open(folder / CHANGES, "a", encoding="utf-8", opener=not_followed) as file:
@@ -73,10 +73,13 @@ def open_run(
     return folder
 
 
-def refuse_changes(config: Config) -> None:
-    """Raises `UserError` by key if the run in the folder began with a different config. Writes nothing."""
-    folder = Path(config.run.dir)
-    if not _starts_over(config) and has_begun(folder) and (changes := _changes(config)):
+def refuse_changes(config: Config, fetched: Path | None = None) -> None:
+    """Raises `UserError` by key if the run in the folder began with a different config. Writes nothing.
+
+    fetched: a folder with config.yaml and state.json of the run's checkpoint, if they are not in the run folder yet.
+    """
+    folder = fetched or Path(config.run.dir)
+    if not starts_over(config) and (fetched or has_begun(folder)) and (changes := _changes(config, folder)):
         _refuse_past_changes(load_config(folder / CONFIG, saved=True), changes, folder)
 
 
@@ -84,7 +87,7 @@ def is_done(config: Config) -> bool:
     """Whether the run's status is done, it has a checkpoint, and the config asks for no more steps."""
     folder = Path(config.run.dir)
     done = read_status(folder)["status"] == "done" and (folder / LATEST).is_file()
-    return done and not _starts_over(config) and not _changes(config)
+    return done and not starts_over(config) and not _changes(config, folder)
 
 
 def has_begun(folder: Path) -> bool:
@@ -92,14 +95,14 @@ def has_begun(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (START, LATEST))
 
 
-def _starts_over(config: Config) -> bool:
+def starts_over(config: Config) -> bool:
     """Whether this command restarts the run. A job requeued by SLURM does not restart it."""
     return config.run.resume == "restart" and os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
 
 
-def _changes(config: Config, begun: bool = True) -> list[Change]:
-    """Differences from the config in the run folder; empty if there is none."""
-    known = Path(config.run.dir) / CONFIG
+def _changes(config: Config, folder: Path, begun: bool = True) -> list[Change]:
+    """Differences from the config in the folder; empty if there is none."""
+    known = folder / CONFIG
     return changed_keys(load_config(known, saved=True), config, begun) if known.is_file() else []
 
 
@@ -128,7 +131,10 @@ def _refuse_past_changes(old: Config, changes: list[Change], folder: Path) -> No
 
 
 def _progress(folder: Path) -> tuple[int, list[int]]:
-    """(newest checkpoint's step, each stage's last step as saved there); (0, []) without a checkpoint."""
+    """(newest checkpoint's step, each stage's last step as saved there); (0, []) without a checkpoint.
+
+    Without `latest`, the folder itself is the checkpoint.
+    """
     try:
         state = read_object(folder / read_line(folder / LATEST) / STATE)
         return int(state["step"]), [int(stop) for stop in state["schedule"]["stops"]]
@@ -136,7 +142,7 @@ def _progress(folder: Path) -> tuple[int, list[int]]:
         return 0, []
 
 
-def _archive(folder: Path, say: Callable[[str], None]) -> None:
+def archive(folder: Path, say: Callable[[str], None]) -> None:
     """Move the folder's content into a subfolder, except the lock and a running job's logs."""
     kept = (LOCK, SLURM)
     found = [path for path in folder.iterdir() if path.name not in kept and not path.name.startswith(ARCHIVED)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from cqwen_dist.config.schema import Config
 from cqwen_dist.parallel.collectives import Stopped, is_communication, main_rank_first
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.files import AWAY, REFUSED, words_of_disk
-from cqwen_dist.run.folder import open_run, refuse_changes
+from cqwen_dist.run.folder import open_run, refuse_changes, starts_over
 from cqwen_dist.run.lock import run_lock
 from cqwen_dist.run.status import RunStatus, end_status, read_status
 from cqwen_dist.training.callbacks import CallbackError
@@ -47,10 +48,12 @@ def open_session(
 
             def lock() -> None:
                 held.enter_context(run_lock(folder))
-                mirror = None if config.run.resume == "restart" else mirror_of(config.run, say)
-                if mirror is not None and (name := mirror.fetch()) is not None:
+                if (mirror := mirror_of(config.run, say)) is None:
+                    return
+                if starts_over(config):
+                    mirror.archive()
+                elif (name := mirror.fetch(partial(refuse_changes, config))) is not None:
                     say(f"note: {name} is fetched from {config.run.mirror}")
-                    refuse_changes(config)  # compared again, now with the config that was fetched
 
             open_run(config, lock, say)
             write_inputs()

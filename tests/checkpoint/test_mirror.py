@@ -8,11 +8,15 @@ from typing import Any
 
 import fsspec
 import pytest
+import torch
 from support.runs import losses, metrics, set_back, train_run
 
 from cqwen_dist.checkpoint.manifest import list_checkpoints, verify
 from cqwen_dist.checkpoint.mirror import Mirror
-from cqwen_dist.config import UserError
+from cqwen_dist.config import UserError, load_config
+from cqwen_dist.parallel.runtime import Runtime
+from cqwen_dist.training import session
+from cqwen_dist.training.session import open_session
 
 
 def _texts_of(folder: Path) -> dict[str, bytes]:
@@ -174,8 +178,47 @@ def test_a_run_goes_on_from_its_mirror_on_an_empty_disk(two_ranks: Path, tmp_pat
     train_run(config, *given, world=2)
     assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "done"
     shutil.rmtree(tmp_path / "run")
-    with pytest.raises(AssertionError, match=r"train\.seed"):
+    with pytest.raises(AssertionError, match=r"run\.mirror: found the checkpoints of a run with another train\.seed"):
         train_run(config, *given, "train.seed=9", world=1)
+    left = {path.name for path in (tmp_path / "run").rglob("*")}
+    assert left <= {"lock", "checkpoints", "status.json"}, "the folder stays free for a run of its own"
+    train_run(config, given[0], f"{given[1]}-2", "train.seed=9", "stages.0.steps=1", "stages.1.steps=1", world=1)
+
+
+def test_a_run_that_starts_over_puts_its_stored_checkpoints_aside(
+    one_rank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until its first upload the store would have the old run, which the next command fetches, or refuses."""
+    monkeypatch.setattr(session, "main_rank_first", lambda action: action())
+    url, run = f"file://{tmp_path}/store", tmp_path / "run"
+    config = set_back(one_rank, run, 4)
+    _upload(url, run, 4)
+    sweep = tmp_path / "store" / "0" / "checkpoints"
+    sweep.mkdir(parents=True)
+    given, runtime = [f"run.dir={run}", f"run.mirror={url}"], Runtime(0, 1, torch.device("cpu"), 60.0)
+    with open_session(load_config(config, [*given, "run.resume=restart", "train.seed=9"]), runtime):
+        (run / "start.json").write_text("{}")  # killed here
+    (archive,) = (tmp_path / "store").glob("archived-*")
+    assert {"checkpoints", "config.yaml", "start.json", "base"} <= {path.name for path in archive.iterdir()}
+    assert Mirror(f"file://{archive}", tmp_path / "back").fetch() == "step-00000004"
+    assert sweep.is_dir(), "other runs may lie below"
+    with open_session(load_config(config, [*given, "train.seed=9"]), runtime):
+        assert not list_checkpoints(run), "the run that was put aside"
+    _upload(url, _run_with(one_rank, tmp_path / "later", (2,)), 2)
+    shutil.rmtree(run)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with open_session(load_config(config, [*given, "run.resume=restart"]), runtime):
+        assert [path.name for path in list_checkpoints(run)] == ["step-00000002"], "a job that is queued again goes on"
+
+
+def test_a_run_that_began_does_not_fetch_another_runs_checkpoint(one_rank: Path, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    _upload(url, _run_with(one_rank, tmp_path / "run", (4,)), 4)
+    other = _run_with(one_rank, tmp_path / "other", ())
+    (other / "start.json").write_text("{}")
+    with pytest.raises(UserError, match="found the checkpoints of another run"):
+        Mirror(url, other).fetch()
+    assert (other / "start.json").read_text() == "{}"
 
 
 def test_an_s3_server_holds_a_run_as_a_folder_does(one_rank: Path, tmp_path: Path, monkeypatch: Any) -> None:

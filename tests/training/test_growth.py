@@ -9,7 +9,7 @@ import yaml
 from support.runs import cqwen_forked, losses, metrics, set_back, train_run, write_config
 
 from cqwen_dist.config import UserError, load_config
-from cqwen_dist.run.folder import _archive, is_done, refuse_changes
+from cqwen_dist.run.folder import archive, is_done, refuse_changes
 
 
 def grown(config: Path, there: Path, *stages: dict[str, object]) -> Path:
@@ -138,5 +138,5 @@ def test_a_clock_that_shows_a_second_twice_archives_twice(tmp_path: Path, monkey
     monkeypatch.setattr(time, "strftime", lambda form: "20261026-023000")
     for number in range(3):
         (tmp_path / "metrics.jsonl").write_text(str(number))
-        _archive(tmp_path, print)
+        archive(tmp_path, print)
     assert [path.read_text() for path in sorted(tmp_path.glob("archived-*/metrics.jsonl"))] == ["0", "1", "2"]
