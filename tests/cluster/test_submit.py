@@ -144,6 +144,19 @@ def test_a_config_that_cannot_run_is_not_submitted(tmp_path: Path) -> None:
         plan_jobs(config, [], Resources())
 
 
+@pytest.mark.parametrize("limit", ["2", "3", "0:03:00", "2:59", "0-0:03"])
+def test_a_time_limit_within_the_warning_is_refused(tmp_path: Path, limit: str) -> None:
+    """The job would be told to save as it starts, and queue itself again until the budget is spent."""
+    config = write_config(tmp_path)
+    with pytest.raises(UserError, match=f"--time: found '{limit}', allowed: more than the 180 s of --warn-s"):
+        plan_jobs(config, [], Resources(), [f"heads:time={limit}"])
+
+
+@pytest.mark.parametrize("limit", ["4", "0", "3:01", "0:03:01", "1-0", "0-1:00", "unlimited"])
+def test_a_longer_time_limit_is_taken(tmp_path: Path, limit: str) -> None:
+    plan_jobs(write_config(tmp_path), [], Resources(time=limit))
+
+
 def test_neighbouring_stages_with_the_same_needs_share_a_job(tmp_path: Path) -> None:
     stages = [{"name": name, "train": ["heads"], "steps": 1} for name in "abcd"]
     config = load_config(write_config(tmp_path, stages=stages))

@@ -110,6 +110,9 @@ class Job:
             raise UserError("run.dir", str(self.run_dir), "a path without backslashes")
         if self.warn_s < 60:
             raise UserError("--warn-s", self.warn_s, "60 or more: SLURM looks at the clock every 30 s")
+        if self.resources.time is not None and 0 < _seconds(self.resources.time) <= self.warn_s:
+            allowed = f"more than the {self.warn_s} s of --warn-s, in which the job saves and queues again"
+            raise UserError("--time", self.resources.time, allowed)
         if self.container is None and self.container_command != Job.container_command:
             raise UserError("--container-command", self.container_command, "with --container IMAGE")
         if self.max_restarts < 0:
@@ -138,6 +141,16 @@ class Job:
         named = {key: value for key, value in options.items() if value is not None}
         lines = [f"--{key}" if value is True else f"--{key}={_quoted(str(value))}" for key, value in named.items()]
         return [*lines, "--requeue", *(_option(text) for text in r.options)]
+
+
+def _seconds(limit: str) -> float:
+    """A time limit as sbatch reads it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; 0 stands for none."""
+    if limit.isalpha():
+        return 0
+    days, dash, clock = limit.rpartition("-")
+    parts = clock.split(":")
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(int(part) * unit for part, unit in zip(parts, units, strict=False))
 
 
 def render(job: Job) -> str:
