@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -25,7 +26,19 @@ from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.status import read_status
 from cqwen_dist.tools.export.export import export
 from cqwen_dist.tools.report.run_data import read_run
+from cqwen_dist.tools.slurm import run_status
 from cqwen_dist.training.session import open_session
+
+
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def verb(run: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_status, "look", verb)
+    monkeypatch.setattr(sys, "argv", ["cqwen", "status", "runs/x"])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert (left.value.code, capsys.readouterr().err) == (130, "ended by Ctrl-C\n")
 
 
 @pytest.mark.parametrize(

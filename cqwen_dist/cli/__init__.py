@@ -97,6 +97,8 @@ def main() -> None:
     rank = os.environ.get("RANK", "0")
     try:
         code = app(_without_local_rank(sys.argv[1:], os.environ), standalone_mode=False)
+        if code == 130:  # typer's, for KeyboardInterrupt
+            echo("ended by Ctrl-C", err=True)
         sys.stdout.flush()  # while an error can still be reported
         sys.exit(code)
     except (UserError, OSError) as met:
