@@ -29,7 +29,9 @@ from cqwen_dist.cluster.launch import STOPPED, launch, run_words
 from cqwen_dist.config import UserError
 from cqwen_dist.config.architectures.base_architecture import USUAL
 from cqwen_dist.parallel.collectives import Stopped
-from cqwen_dist.run.files import LATEST, METRICS, write_atomically
+from cqwen_dist.run.files import CONFIG, LATEST, LOCK, METRICS, write_atomically
+from cqwen_dist.run.folder import archive
+from cqwen_dist.run.lock import run_lock
 from cqwen_dist.run.status import read_status
 from cqwen_dist.tools.site.measure import said_bandwidths
 
@@ -80,13 +82,17 @@ class Site:
 
     def accept(self) -> dict[str, Any]:
         """Runs all tests, and returns and writes accept.json. Raises `UserError`, and `Stopped` after a signal."""
-        if self.folder.exists() and any(self.folder.iterdir()):
-            raise UserError("--folder", str(self.folder), "a folder that is empty or does not exist yet")
-        self.folder.mkdir(parents=True, exist_ok=True)
         document = {**RUN, "train": {**RUN["train"], "global_batch_size": max(8, 2 * self.ranks)}}
-        (self.folder / "config.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
-        alone, together = self.steps(1), self.steps(self.ranks)
-        rows = [*of_steps(alone, together), *self.equality(together["layouts"]), self.killed()]
+        text, config = yaml.safe_dump(document), self.folder / CONFIG
+        there = [path.name for path in self.folder.iterdir()] if self.folder.exists() else []
+        if {*there} - {LOCK} and not (config.is_file() and config.read_bytes() == text.encode()):
+            raise UserError("--folder", str(self.folder), "an empty or new folder, or one that this command has begun")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with run_lock(self.folder):
+            archive(self.folder, self.say)  # of a command that was stopped
+            config.write_text(text, encoding="utf-8")
+            alone, together = self.steps(1), self.steps(self.ranks)
+            rows = [*of_steps(alone, together), *self.equality(together["layouts"]), self.killed()]
         found = {"ranks": self.ranks, "device": together["device"], "rows": [vars(row) for row in rows]}
         found["passed"] = all(row.passed is not False for row in rows)
         write_atomically(self.folder / "accept.json", json.dumps(found, indent=1))
@@ -107,7 +113,7 @@ class Site:
         run = self.folder / name
         hosts = self.hostfile if ranks > 1 else None
         options = [f"run.dir={run}", *overrides]
-        return _not_stopped(launch(self.folder / "config.yaml", options, ranks, True, hosts, look_first=False)), run
+        return _not_stopped(launch(self.folder / CONFIG, options, ranks, True, hosts, look_first=False)), run
 
     def equality(self, layouts: list[dict[str, Any]]) -> list[Row]:
         """Compares losses and gradient norms between one rank and all ranks, with one row per layout."""
@@ -135,21 +141,25 @@ class Site:
         what, allowed = "killed and gone on with", f"all {STEPS} losses equal to the bit"
         self.say("a run that is killed and gone on with")
         whole, run = self.folder / "zero-1", self.folder / "killed"
-        words = ["launch", str(self.folder / "config.yaml"), f"run.dir={run}", "--ranks", str(self.ranks)]
+        words = ["launch", str(self.folder / CONFIG), f"run.dir={run}", "--ranks", str(self.ranks)]
         words += [] if self.hostfile is None else ["--hostfile", str(self.hostfile), "--no-preflight"]
         log = self.folder / "killed.log"
         with log.open("wb") as output:
             command = [sys.executable, "-m", "cqwen_dist", *words]
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-            began = time.monotonic()
-            while process.poll() is None and not (run / LATEST).exists() and time.monotonic() - began < KILL_WAIT_S:
-                time.sleep(0.01)
-            status = read_status(run)
-            if process.poll() is not None or status.get("host") != platform.node():
+            try:
+                began = time.monotonic()
+                while process.poll() is None and not (run / LATEST).exists() and time.monotonic() - began < KILL_WAIT_S:
+                    time.sleep(0.01)
+                status = read_status(run)
+                if process.poll() is not None or status.get("host") != platform.node():
+                    process.wait()
+                    return Row(what, f"not tried: rank 0 ended, or is on another host ({log})", allowed, None)
+                os.kill(status["pid"], signal.SIGKILL)
                 process.wait()
-                return Row(what, f"not tried: rank 0 ended, or is on another host ({log})", allowed, None)
-            os.kill(status["pid"], signal.SIGKILL)
-            process.wait()
+            finally:  # after Ctrl-C
+                process.terminate()
+                process.wait()
         before = len(figures(run))
         code, _ = self.train("killed", self.ranks)
         same = code == 0 and figures(run) == figures(whole)

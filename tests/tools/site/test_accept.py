@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 import torch
@@ -104,10 +105,32 @@ def test_one_signal_ends_accept_and_its_runs(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(module.Path, "is_file", lambda _: True)
     monkeypatch.setattr(module.Path, "read_text", lambda *_, **__: '{"device": "cpu", "layouts": []}')
     monkeypatch.setattr(module, "of_steps", lambda *_: [])
+    site = Site(2, None, tmp_path / "site", began.append)
     with pytest.raises(Stopped):
-        Site(2, None, tmp_path / "site", began.append).accept()
+        site.accept()
     assert began[-1] == stopped
     assert began.count(stopped) == 1
+    with pytest.raises(Stopped):  # the same command begins anew
+        site.accept()
+    (archived,) = site.folder.glob("archived-*")
+    assert (archived / "config.yaml").is_file()
+
+
+def test_ctrl_c_ends_the_run_that_was_to_be_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    began = []
+
+    def start(command: list[str], **options: object) -> object:
+        began.append(Popen(["sleep", "60"]))
+        return began[0]
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.subprocess, "Popen", start)
+    monkeypatch.setattr(module.time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Site(2, None, tmp_path, print).killed()
+    assert began[0].poll() is not None
 
 
 @pytest.mark.slow
