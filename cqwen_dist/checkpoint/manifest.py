@@ -90,19 +90,6 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
     return choose_checkpoint(run_dir)[0]
 
 
-def describe(folder: Path) -> str:
-    """One line per checkpoint: folder, step, stage, size, evaluation loss, and whether it is the latest."""
-    manifest = read_manifest(folder) or {"files": {}}
-    size = sum(record["size"] for record in manifest["files"].values())
-    parts = [str(folder), f"step {manifest.get('step')}", f"stage {manifest.get('stage')}", f"{size / 2**20:.1f} MiB"]
-    loss, figures = "eval/cls_loss_mean", manifest.get("figures")
-    if isinstance(figures, dict) and isinstance(figures.get(loss), float):
-        parts.append(f"{loss} {figures[loss]:.5g}")
-    if read_line(folder.parent.parent / LATEST).endswith(folder.name):
-        parts.append("latest")
-    return "  ".join(parts)
-
-
 def choose_checkpoint(run_dir: Path, resume: str = "auto") -> tuple[Path | None, str]:
     """Returns (checkpoint to resume or None, note for the user or ""). Writes nothing.
 

@@ -21,7 +21,6 @@ from typing import Any
 
 from cqwen_dist.checkpoint.manifest import list_checkpoints, read_manifest, verify
 from cqwen_dist.config.errors import Said, UserError, reason_of
-from cqwen_dist.config.schema import RunConfig
 from cqwen_dist.run.files import (
     ALARMS,
     ARCHIVED,
@@ -45,11 +44,6 @@ KEY = "run.mirror"
 # Files that a resume reads or continues
 BESIDE = (CONFIG, START, START_TENSORS, CHANGES, METRICS, ALARMS, WANDB_ID, f"{EVALUATIONS}/{PROBE}")
 FOLDERS = ("base", "data")  # built or written once, before the first step
-
-
-def mirror_of(config: RunConfig, say: Callable[[str], None]) -> Mirror | None:
-    """The mirror of a run, if it has one. Raises `UserError`."""
-    return None if config.mirror is None else Mirror(config.mirror, Path(config.dir), say)
 
 
 class Mirror:
@@ -152,8 +146,9 @@ class Mirror:
         to = self._at(f"{ARCHIVED}{time.strftime('%Y%m%d-%H%M%S')}")
         with self._answering():
             self._store.invalidate_cache()
-            places = [there for each in (CHECKPOINTS, *FOLDERS, *BESIDE) if self._store.exists(there := self._at(each))]
-            files = [str(file) for there in places for file in self._store.find(there)]
+            files = [
+                str(file) for each in (CHECKPOINTS, *FOLDERS, *BESIDE) for file in self._store.find(self._at(each))
+            ]
             for file in sorted(files, key=lambda file: not file.endswith(MANIFEST)):  # from now on none counts
                 self._store.mv(file, f"{to}{file[len(self._root) :]}")
 

@@ -37,7 +37,7 @@ def evaluate(
 
 def checkpoint_list(run: Run) -> None:
     """List a run's checkpoints, oldest first."""
-    from cqwen_dist.checkpoint.manifest import describe, list_checkpoints
+    from cqwen_dist.checkpoint.manifest import list_checkpoints
     from cqwen_dist.run.files import CONFIG
     from cqwen_dist.run.status import run_in
 
@@ -48,6 +48,22 @@ def checkpoint_list(run: Run) -> None:
         echo(describe(folder))
     if not found:
         echo("no checkpoint yet", err=True)
+
+
+def describe(folder: Path) -> str:
+    """One line per checkpoint: folder, step, stage, size, evaluation loss, and whether it is the latest."""
+    from cqwen_dist.checkpoint.manifest import read_manifest
+    from cqwen_dist.run.files import LATEST, read_line
+
+    manifest = read_manifest(folder) or {"files": {}}
+    size = sum(record["size"] for record in manifest["files"].values())
+    parts = [str(folder), f"step {manifest.get('step')}", f"stage {manifest.get('stage')}", f"{size / 2**20:.1f} MiB"]
+    loss, figures = "eval/cls_loss_mean", manifest.get("figures")
+    if isinstance(figures, dict) and isinstance(figures.get(loss), float):
+        parts.append(f"{loss} {figures[loss]:.5g}")
+    if read_line(folder.parent.parent / LATEST).endswith(folder.name):
+        parts.append("latest")
+    return "  ".join(parts)
 
 
 def checkpoint_verify(path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint or run.")]) -> None:

@@ -131,12 +131,9 @@ def _refuse_past_changes(old: Config, changes: list[Change], folder: Path) -> No
 
 
 def _progress(folder: Path) -> tuple[int, list[int]]:
-    """(newest checkpoint's step, each stage's last step as saved there); (0, []) without a checkpoint.
-
-    Without `latest`, the folder itself is the checkpoint.
-    """
+    """(newest checkpoint's step, each stage's last step as saved there); (0, []) without a checkpoint."""
     try:
-        state = read_object(folder / read_line(folder / LATEST) / STATE)
+        state = read_object(folder / read_line(folder / LATEST) / STATE)  # without `latest`: the folder's own
         return int(state["step"]), [int(stop) for stop in state["schedule"]["stops"]]
     except (OSError, ValueError, KeyError, TypeError):
         return 0, []

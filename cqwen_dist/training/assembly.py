@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cqwen_dist.checkpoint.manifest import Retention, choose_checkpoint, finish_renames
-from cqwen_dist.checkpoint.mirror import mirror_of
+from cqwen_dist.checkpoint.mirror import Mirror
 from cqwen_dist.checkpoint.resume import KEYS
 from cqwen_dist.checkpoint.saving import Saver
 from cqwen_dist.config.custom import find_custom
@@ -182,7 +182,8 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
     target = asdict(statistics.transform(config.target_transform))
     training = build_training(config, runtime, groups, base, words, loaders.steps_per_epoch, target)
     best = Retention(train.keep_checkpoints, 1, train.best_metric, higher=rises(train.best_metric))
-    mirror = mirror_of(config.run, progress.say) if runtime.is_main else None
+    url = config.run.mirror if runtime.is_main else None
+    mirror = None if url is None else Mirror(url, folder, progress.say)
     return Run(
         **vars(training),
         folder=folder,

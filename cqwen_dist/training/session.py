@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError
 
-from cqwen_dist.checkpoint.mirror import mirror_of
+from cqwen_dist.checkpoint.mirror import Mirror
 from cqwen_dist.config.errors import DiskError, Said, UserError, reason_of
 from cqwen_dist.config.schema import Config
 from cqwen_dist.parallel.collectives import Stopped, is_communication, main_rank_first
@@ -48,8 +48,9 @@ def open_session(
 
             def lock() -> None:
                 held.enter_context(run_lock(folder))
-                if (mirror := mirror_of(config.run, say)) is None:
+                if config.run.mirror is None:
                     return
+                mirror = Mirror(config.run.mirror, folder, say)
                 if starts_over(config):
                     mirror.archive()
                 elif (name := mirror.fetch(partial(refuse_changes, config))) is not None:
