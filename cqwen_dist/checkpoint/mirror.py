@@ -135,7 +135,13 @@ class Mirror:
         checkpoint's name; None if the folder has one, or the store has none. Checkpoints that are damaged in the store
         are passed over with a note. Raises `UserError` if the store does not answer, or has another run.
         """
-        self._refuse_another_run()
+        own, there = self._run_dir / START, self._at(START)
+        try:  # an upload would delete another run's checkpoints
+            another = bool(self._names()) and self._store.cat_file(there) != own.read_bytes()
+        except Exception:  # as above; the folder's run has not begun, or the store does not answer, as uploads will say
+            another = False
+        if another:
+            raise UserError(KEY, Said("the checkpoints of another run"), "a store for each run", self._root)
         if list_checkpoints(self._run_dir):
             return None
         with self._answering():
@@ -161,16 +167,6 @@ class Mirror:
             raise UserError(KEY, found, f"a store for each run, or that run's {error.key}", self._root) from None
         except Exception as error:  # as above
             raise UserError(KEY, Said(reason_of(error)), "a store that answers, or no mirror", self._root) from None
-
-    def _refuse_another_run(self) -> None:
-        """Raises `UserError` if the folder's run has begun and the store has another, which an upload would delete."""
-        own, there = self._run_dir / START, self._at(START)
-        try:
-            another = bool(self._names()) and self._store.cat_file(there) != own.read_bytes()
-        except Exception:  # as above; without an answer the run goes on, and uploads say what is wrong
-            return
-        if another:
-            raise UserError(KEY, Said("the checkpoints of another run"), "a store for each run", self._root)
 
     def _whole(self, refuse: Callable[[Path], None]) -> Iterator[str]:
         for name in sorted(self._names(), reverse=True):
