@@ -55,7 +55,7 @@ class Soak:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.draw = folder, random.Random(seed)
-        self.config = crash_config(folder, train__feature_cache={"mode": "auto"})
+        self.config = crash_config(folder, stages__0__train=["heads"])  # from the feature cache
         self.alone: dict[Layout, tuple[Path, dict[str, Any]]] = {}
         self.fallen: dict[str, int] = {}
         self.runs = self.lost_disks = self.refused = 0
