@@ -112,9 +112,9 @@ def _facts_of(base: str) -> dict[str, Any]:
 
 def _config(data: str, base: str, facts: dict[str, Any], recipe: Any, suits: Any, out: Path) -> str:
     hidden = facts.get("hidden_size", _HIDDEN)
-    held_out, steps = 0.1 if suits.held_out else 0.0, ("" if suits.complete else "at least ") + str(suits.steps)
+    steps = ("" if suits.complete else "at least ") + str(suits.steps)
     return _CONFIG.format(
-        **{**suits._asdict(), "held_out": held_out, "steps": steps},
+        **{**suits._asdict(), "steps": steps},
         name=json.dumps(recipe.name)[1:-1],
         base=json.dumps(base),
         data=json.dumps(data, ensure_ascii=False),

@@ -16,33 +16,46 @@ from cqwen_dist.data.encoder import NumberEncoder, split
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_train
 
-MOST = 2000  # texts to look at: more of them change no setting
+MOST, COUNTED = 2000, 20_000  # texts to look at, and to count: more of them change no setting
 _BYTES = 3  # of a token, a low estimate, so that nearly all texts fit
 _STEPS = 100  # of a stage, at least, where few texts allow it: fewer move the heads little
 _EPOCHS = (2, 30)
 _WARMUP = 20  # steps at most
 _LENGTHS = (64, 2048)  # shortest and longest sequence_length
 _TO_HOLD_OUT = 10  # texts: a tenth of fewer is none
+_HELD_OUT = (64, 1 << 15)  # texts and tokens: where a tenth has more, they cost evaluations much and tell little more
 _NUMBERS, _READ = 2000, 1 << 16  # numbers that the start is fitted to, and tokens that it reads for them, at most
 
 
 class Amount(NamedTuple):
-    """The tokens of each text, about; whether these are all texts; what stopped the reading, if anything did."""
+    """The tokens of each text, about; whether all texts are counted; what stopped the reading, if anything did."""
 
-    lengths: list[int]
+    lengths: list[int]  # of the first texts
     complete: bool
     error: UserError | None = None
-    numbers: int = 0  # in all these texts
+    numbers: int = 0  # in these texts
+    further: int = 0  # texts, only counted
+
+    @property
+    def texts(self) -> int:
+        return len(self.lengths) + self.further
 
     def words(self) -> str:
         """How many texts of what length."""
-        n = len(self.lengths)
+        n = self.texts
         count = f"{n:,}{'' if self.complete or self.error else ' or more'} text{'s' * (n != 1)}"
         return f"{count}, about {sorted(self.lengths)[len(self.lengths) // 2]:,} tokens in the median"
 
     def pieces(self, length: int) -> int:
-        """Sequences of at most `length` tokens: long texts are cut."""
-        return sum(math.ceil(max(n, 1) / length) for n in self.lengths)
+        """Sequences of at most `length` tokens, about: long texts are cut."""
+        pieces = sum(math.ceil(max(n, 1) / length) for n in self.lengths)
+        return round(pieces * self.texts / max(len(self.lengths), 1))
+
+    def to_hold_out(self) -> float:
+        """Share of the texts to hold out."""
+        texts, tokens = _HELD_OUT
+        enough = max(texts, tokens * len(self.lengths) / max(sum(self.lengths), 1)) / max(self.texts, 1)
+        return min(0.1, math.ceil(1000 * enough) / 1000) if self.texts >= _TO_HOLD_OUT else 0.0
 
 
 class Suited(NamedTuple):
@@ -50,7 +63,7 @@ class Suited(NamedTuple):
 
     complete: bool
     length: int
-    held_out: bool
+    held_out: float
     batch: int
     epochs: int
     steps: int
@@ -68,14 +81,17 @@ class Suited(NamedTuple):
 
 
 def amount_of(config: DataConfig, base: Path | None = None) -> Amount:
-    """Look at the first `MOST` texts of data.train. base: a folder with a tokenizer, to count tokens; else estimated.
+    """Look at the first `MOST` texts of data.train, and count them. base: a folder with a tokenizer, to count tokens;
+    else estimated.
 
     An error in a text ends the look; `Amount` has it.
     """
     texts: list[str] = []
-    error = None
+    error, further = None, 0
     try:
-        texts.extend(text.text for text in islice(read_train(config, ReadReport()), MOST))
+        every = read_train(config, ReadReport())
+        texts.extend(text.text for text in islice(every, MOST))
+        further = sum(1 for _ in islice(every, COUNTED - MOST))
     except UserError as met:
         error = met
     file = None if base is None else base / "tokenizer.json"
@@ -87,7 +103,7 @@ def amount_of(config: DataConfig, base: Path | None = None) -> Amount:
     else:
         lengths = [math.ceil(len(text.encode(errors="replace")) / _BYTES) + 2 for text in texts]
         numbers = sum(len(split(text, config.numbers)[1]) for text in texts)
-    return Amount(lengths, error is None and len(texts) < MOST, error, numbers)
+    return Amount(lengths, error is None and further < COUNTED - MOST, error, numbers, further)
 
 
 def suited(amount: Amount, context: int | None) -> Suited:
@@ -97,8 +113,8 @@ def suited(amount: Amount, context: int | None) -> Suited:
     while length < min(most, _LENGTHS[1]):
         length *= 2
     length = min(length, context or length)
-    held_out = len(amount.lengths) >= _TO_HOLD_OUT
-    pieces = max(1, round(amount.pieces(length) * (0.9 if held_out else 1.0)))
+    held_out = amount.to_hold_out()
+    pieces = max(1, round(amount.pieces(length) * (1.0 - held_out)))
     # A power of two with 16 steps in an epoch, where that is 4 to 32 texts.
     batch = min(2 ** max(int(math.log2(pieces / 16)) if pieces >= 16 else 0, 2), 32, 2 ** int(math.log2(pieces)))
     epoch = math.ceil(pieces / batch)

@@ -6,20 +6,20 @@ import pytest
 from support.runs import cqwen_forked
 
 from cqwen_dist.config import Config, DataConfig
-from cqwen_dist.data.amount import MOST, Amount, amount_of, never_warm, suited
+from cqwen_dist.data.amount import COUNTED, MOST, Amount, amount_of, never_warm, suited
 
 
 @pytest.mark.parametrize(
     ("texts", "tokens", "context", "expected"),  # length, held out, batch, epochs, warm-up
     [
-        (1, 9, None, (64, False, 1, 30, 3)),
-        (1, 5000, 512, (512, False, 4, 30, 9)),
-        (9, 30, None, (64, False, 4, 30, 9)),
-        (40, 30, None, (64, True, 4, 12, 10)),
-        (150, 100, None, (128, True, 8, 6, 10)),
-        (150, 100, 64, (64, True, 16, 6, 10)),
-        (1000, 700, 32_768, (1024, True, 32, 4, 11)),
-        (MOST, 5000, None, (2048, True, 32, 2, 20)),
+        (1, 9, None, (64, 0.0, 1, 30, 3)),
+        (1, 5000, 512, (512, 0.0, 4, 30, 9)),
+        (9, 30, None, (64, 0.0, 4, 30, 9)),
+        (40, 30, None, (64, 0.1, 4, 12, 10)),
+        (150, 100, None, (128, 0.1, 8, 6, 10)),
+        (150, 100, 64, (64, 0.1, 16, 6, 10)),
+        (1000, 700, 32_768, (1024, 0.064, 32, 4, 12)),
+        (MOST, 5000, None, (2048, 0.032, 32, 2, 20)),
     ],
 )
 def test_settings_suit_the_amount_and_the_base(
@@ -29,6 +29,25 @@ def test_settings_suit_the_amount_and_the_base(
     assert (found.length, found.held_out, found.batch, found.epochs, found.warmup) == expected
     assert found.warmup < found.steps / 5
     assert found.batch % min(found.batch, 4) == 0
+
+
+@pytest.mark.parametrize(
+    ("texts", "tokens", "held_out"),
+    [(7473, 140, 0.032), (7473, 30, 0.1), (20_000, 30, 0.055), (20_000, 5000, 0.004)],  # 240, 748, 1100 and 80 texts
+)
+def test_of_many_texts_enough_are_held_out_and_not_a_tenth(texts: int, tokens: int, held_out: float) -> None:
+    amount = Amount([tokens] * MOST, texts < COUNTED, further=texts - MOST)
+    found = suited(amount, None)
+    assert found.held_out == held_out
+    assert found.steps == pytest.approx(2 * amount.pieces(found.length) * (1 - held_out) / 32, abs=2)
+
+
+def test_texts_beyond_those_that_are_looked_at_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "t.txt"
+    path.write_text("tea\n" * (MOST + 3), encoding="utf-8")
+    found = amount_of(DataConfig(train=str(path)))
+    assert (len(found.lengths), found.texts, found.complete) == (MOST, MOST + 3, True)
+    assert found.words().startswith("2,003 texts")
 
 
 def test_the_start_reads_a_bounded_number_of_tokens_for_its_numbers() -> None:
