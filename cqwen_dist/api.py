@@ -224,22 +224,15 @@ def predicted_rows(
 
 
 def _table_of(rows: Any) -> tuple[list[str], list[Any]]:
-    """Returns (columns, rows). A field missing from a file's record is None. Raises `UserError`."""
+    """Returns (columns, rows). A field that a record lacks is None. Raises `UserError`."""
     from cqwen_dist.data.columns import columns_of
     from cqwen_dist.data.from_memory import as_rows
     from cqwen_dist.data.recipes import records_in
 
-    if not isinstance(rows, (str, Path)):
-        table = list(as_rows(rows, "rows"))
-        columns = list(table[0]) if table and isinstance(table[0], Mapping) else []
-        for number, row in enumerate(table, 1):
-            if not isinstance(row, Mapping) or list(row) != columns:
-                allowed = (
-                    f"a dict with the columns of the first row: {columns}" if columns else "a dict, cell by column"
-                )
-                raise UserError("rows", row, allowed, f"row {number}")
-        return columns, table
-    found = records_in(str(rows))
+    found = records_in(str(rows)) if isinstance(rows, (str, Path)) else list(as_rows(rows, "rows"))
+    for number, row in enumerate(found, 1):
+        if not isinstance(row, Mapping):
+            raise UserError("rows", row, "a dict, cell by column", f"row {number}")
     columns = columns_of(found)
     return columns, [{name: record.get(name) for name in columns} for record in found]
 
@@ -265,8 +258,7 @@ def _as_learnt(
         try:
             prompts.append(extract.before(row))
         except BadLine as bad:
-            allowed = bad.allowed.replace("data.empty_cell", "--empty TEXT")
-            unread[number] = UserError("FILE", bad.found, allowed, f"record {number + 1}")
+            unread[number] = UserError("FILE", bad.found, bad.allowed, f"record {number + 1}")
             prompts.append("")
     return prompts, [{name: cell_in(extract.cells, name, cell) for name, cell in row.items()} for row in read]
 

@@ -173,7 +173,7 @@ def test_predict_equals_cqwen_predict(ran: Any, tmp_path: Path) -> None:
     assert read[1][2]["amount"] is None
     assert [row["low_90"] for row in read[0]] == [row["low_90"] for row in predict(pair, table, TEMPLATE)]
     assert predict(pair, [], TEMPLATE) == predict(run, pandas.DataFrame(table)[:0], TEMPLATE) == []
-    odd_ones = ((["a"], "row 1: rows: found 'a', allowed: a dict"), ([*table, {"item": "x"}], "row 4: rows"))
+    odd_ones = ((["a"], "row 1: rows: found 'a', allowed: a dict"), ([*table, "x"], "row 4: rows"))
     for odd, match in (*odd_ones, ("no.csv", "FILE"), (tmp_path / "no.parquet", "FILE: found no file")):
         with pytest.raises(UserError, match=match):
             predict(pair, odd, TEMPLATE)

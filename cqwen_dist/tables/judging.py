@@ -51,6 +51,7 @@ def verdict(predictions: Mapping[str, np.ndarray], truth: np.ndarray) -> dict[st
     gaps = drawn[:, :, None] - drawn[:, None, :]  # [draws, model, other model]
     spread = gaps.std(0).clip(min=1e-300)
     reach = np.quantile(np.abs(gaps / spread).max((1, 2)), 0.95) * spread[0, 1:] / unit
+    reach = reach.clip(min=0.05)  # percent: the sentences have one digit of it
     larger = {name: (mean[name] - mean[best]) / unit for name in others}  # percent
     far = {name: float(of) for name, of in zip(others, reach, strict=True)}
     equal = [name for name in others if larger[name] <= far[name]]

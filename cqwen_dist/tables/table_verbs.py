@@ -115,8 +115,8 @@ def _show_fit(folder: Path, found: dict[str, Any]) -> None:
 
 def plain(value: float, error: float) -> str:
     """A number with as many decimals as four digits of the error have: 24,356 or 13.12."""
-    decimals = 3 - math.floor(math.log10(error)) if error > 0 else 3
-    return f"{value:,.{max(decimals, 0)}f}" if decimals < 8 else f"{value:.4g}"
+    decimals = max(3 - math.floor(math.log10(error)), 0) if error > 0 else 3
+    return f"{round(value, decimals) + 0.0:,.{decimals}f}" if decimals < 8 else f"{value:.4g}"  # + 0.0: no -0
 
 
 def numbers(

@@ -101,7 +101,13 @@ def test_the_comparison_fits_80_columns_with_plain_numbers(tmp_path: Path, monke
 
 @pytest.mark.parametrize(
     ("value", "error", "text"),
-    [(24356.4, 24356.4, "24,356"), (13.12345, 13.12345, "13.12"), (0.10984, 0.10984, "0.1098"), (5.0, 0.0, "5.000")],
+    [
+        (24356.4, 24356.4, "24,356"),
+        (13.12345, 13.12345, "13.12"),
+        (0.10984, 0.10984, "0.1098"),
+        (5.0, 0.0, "5.000"),
+        (-3e-9, 1.25, "0.000"),
+    ],
 )
 def test_numbers_have_four_digits_of_the_error(value: float, error: float, text: str) -> None:
     assert plain(value, error) == text
