@@ -59,7 +59,8 @@ class Mirror:
         self._store.auto_mkdir = True  # of a local folder; object stores have none
         self._root, self._run_dir, self._say = root.rstrip("/"), run_dir, say
         self._news = threading.Condition()
-        self._due: str | None = None  # name of the newest checkpoint that is not uploaded yet
+        self.busy: str | None = None  # name of the checkpoint that is being uploaded: it must not be deleted
+        self._due: str | None = None  # of the newest that is not uploaded yet
         self._thread: threading.Thread | None = None
 
     # --------------------------------------------------------------------------------- uploading
@@ -80,7 +81,8 @@ class Mirror:
     def _work(self) -> None:
         while True:
             with self._news:
-                name, self._due = self._due, None
+                name = self.busy = self._due
+                self._due = None
                 if name is None:
                     self._thread = None
                     return

@@ -50,7 +50,9 @@ class About:
 
 
 class Store(Protocol):
-    """Another place for complete checkpoints, such as a `Mirror`."""
+    """Another place for complete checkpoints, such as a `Mirror`. busy: name of the one that is being copied."""
+
+    busy: str | None
 
     def push(self, name: str) -> None:
         """Start to copy the checkpoint of this name, and return."""
@@ -159,7 +161,8 @@ class Saver:
         try:
             for step in self._retention.outdated(evaluated(self._run_dir), newest_step):
                 folder = checkpoint_folder(self._run_dir, step)
-                if not folder.is_symlink():  # a user moved it to a different disk to keep it
+                copied = self._mirror is not None and self._mirror.busy == folder.name  # over a slow link
+                if not copied and not folder.is_symlink():  # a user moved it to a different disk to keep it
                     shutil.rmtree(put_aside(folder))
         except OSError as error:
             what = f"{error.filename or self._run_dir}: {error.strerror or error}"

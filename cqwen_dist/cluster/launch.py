@@ -20,8 +20,8 @@ from cqwen_dist.config.data import source_files
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.reading import load_config
 from cqwen_dist.config.schema import Config
-from cqwen_dist.parallel.hang import stacks_of
 from cqwen_dist.parallel.launcher import LAUNCHER, free_port, taken
+from cqwen_dist.run.files import STACKS
 from cqwen_dist.run.folder import is_done, refuse_changes
 from cqwen_dist.run.status import Status, read_status
 from cqwen_dist.sizes.architecture import feature_parameters, read_architecture
@@ -112,6 +112,11 @@ def launch(
         sys.stderr.write("meanwhile the kernel killed a process of this machine for lack of memory: ")
         sys.stderr.write("fewer ranks, a smaller train.micro_batch_size, or a larger limit may help\n")
     return code
+
+
+def stacks_of(run_dir: Path) -> list[Path]:
+    """The stack files of the ranks that hung."""
+    return sorted(path for path in (run_dir / STACKS).glob("rank-*.txt") if path.stat().st_size)
 
 
 def killed_for_memory() -> int:

@@ -74,8 +74,3 @@ class HangWatch:
                 self._file.truncate(self._file.seek(0))
             self._last = now
             faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._file)
-
-
-def stacks_of(run_dir: Path) -> list[Path]:
-    """The stack files of the ranks that hung."""
-    return sorted(path for path in (run_dir / STACKS).glob("rank-*.txt") if path.stat().st_size)

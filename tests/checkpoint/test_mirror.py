@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 from support.runs import losses, metrics, set_back, train_run
 
-from cqwen_dist.checkpoint.manifest import list_checkpoints, verify
+from cqwen_dist.checkpoint.manifest import Retention, list_checkpoints, verify
 from cqwen_dist.checkpoint.mirror import Mirror
+from cqwen_dist.checkpoint.saving import Saver
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.training import session
@@ -72,6 +74,31 @@ def test_checkpoints_that_the_run_no_longer_keeps_leave_the_store(one_rank: Path
     shutil.rmtree(run / "checkpoints" / "step-00000002")
     _upload(url, run, 4)
     assert sorted(p.name for p in (tmp_path / "store" / "checkpoints").iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_a_checkpoint_stays_while_it_is_uploaded(
+    one_rank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a slow link each would be deleted before it is whole in the store, and the store would stay empty."""
+    mirror = Mirror(f"file://{tmp_path}/store", run := _run_with(one_rank, tmp_path / "run", (2, 3, 4)))
+    put, began, deleted = mirror._store.put_file, threading.Event(), threading.Event()
+
+    def slow(file: str, there: str) -> None:
+        began.set()
+        assert deleted.wait(60)
+        put(file, there)
+
+    monkeypatch.setattr(mirror._store, "put_file", slow)
+    mirror.push("step-00000002")
+    assert began.wait(60)
+    saver = Saver(run, None, Retention(newest=1), mirror=mirror)  # type: ignore[arg-type]
+    saver._prune(4)
+    deleted.set()
+    mirror.wait()
+    assert Mirror(f"file://{tmp_path}/store", tmp_path / "empty").fetch() == "step-00000002"
+    assert [folder.name for folder in list_checkpoints(run)] == ["step-00000002", "step-00000004"]
+    saver._prune(4)
+    assert [folder.name for folder in list_checkpoints(run)] == ["step-00000004"]
 
 
 def test_a_run_does_not_replace_another_runs_checkpoints(one_rank: Path, tmp_path: Path) -> None:

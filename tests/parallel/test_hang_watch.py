@@ -4,7 +4,8 @@ from pathlib import Path
 
 from support.runs import wait_for
 
-from cqwen_dist.parallel.hang import HangWatch, stacks_of
+from cqwen_dist.cluster.launch import stacks_of
+from cqwen_dist.parallel.hang import HangWatch
 
 
 def test_a_long_setup_shows_where_it_stands_and_goes_on(tmp_path: Path) -> None:
