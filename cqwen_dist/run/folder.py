@@ -96,8 +96,9 @@ def has_begun(folder: Path) -> bool:
 
 
 def starts_over(config: Config) -> bool:
-    """Whether this command restarts the run. A job requeued by SLURM does not restart it."""
-    return config.run.resume == "restart" and os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
+    """Whether this command restarts the run. A job requeued by SLURM, or ranks that torchrun starts again, do not."""
+    counts = (os.environ.get(f"{launcher}_RESTART_COUNT", "0") for launcher in ("SLURM", "TORCHELASTIC"))
+    return config.run.resume == "restart" and {*counts} == {"0"}
 
 
 def _changes(config: Config, folder: Path, begun: bool = True) -> list[Change]:

@@ -9,7 +9,7 @@ import yaml
 from support.runs import cqwen_forked, losses, metrics, set_back, train_run, write_config
 
 from cqwen_dist.config import UserError, load_config
-from cqwen_dist.run.folder import archive, is_done, refuse_changes
+from cqwen_dist.run.folder import archive, is_done, refuse_changes, starts_over
 
 
 def grown(config: Path, there: Path, *stages: dict[str, object]) -> Path:
@@ -129,6 +129,10 @@ def test_starting_over_archives_the_old_run_once(
     assert (archive / "checkpoints" / "step-00000003").is_dir()
     assert (archive / "metrics.jsonl").is_file()
     assert [record["step"] for record in metrics(run)] == list(range(1, 7))
+    assert starts_over(load_config(config, again))
+    with monkeypatch.context() as under:
+        under.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        assert not starts_over(load_config(config, again)), "nor ranks that torchrun starts again"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     train_run(config, *again)
     assert len(list(run.glob("archived-*"))) == 1, "a job that is queued again goes on"
