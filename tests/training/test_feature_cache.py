@@ -297,10 +297,11 @@ def test_a_disk_that_is_full_at_a_manifest_disables_the_cache_on_all_ranks(uncac
     assert losses(tmp_path / "3") == pytest.approx(losses(tmp_path / "0"), rel=CLOSE)
 
 
-def _in_small_parts(config: str, overrides: list[str], stop_in: int) -> list[tuple[int, int]]:
-    """(parts of the cache, samples in them) before each step of a run, where a part has few samples.
+def _in_small_parts(config: str, overrides: list[str], stop_in: int, blind: bool = False) -> list[tuple[int, int]]:
+    """(parts made, samples stored) before each step of a run, where a part has few samples.
 
-    stop_in: a signal arrives while this rank computes so many parts; 0: never.
+    stop_in: a signal arrives while this rank computes so many parts; 0: never. blind: the run sees no part of others,
+    as if they were made at the same time.
     """
     from cqwen_dist.training.features import cache
 
@@ -319,6 +320,8 @@ def _in_small_parts(config: str, overrides: list[str], stop_in: int) -> list[tup
         return read(self)
 
     cache.add_part, FeatureCache.next = count, note  # type: ignore[method-assign]  # of this process alone
+    if blind:
+        FeatureShards.open = lambda self, runtime: False  # type: ignore[method-assign]
     with suppress(Stopped):
         train.train_on(load_config(config, overrides), runtime)
     return seen
@@ -345,6 +348,19 @@ def test_the_first_step_waits_for_a_part_and_a_stop_loses_one(uncached: Path, tm
     assert after[-1][0] == whole[-1][0] - whole[0][0] - 1, "only the part that the stop ended is computed again"
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
     assert losses(tmp_path / "whole") == pytest.approx(losses(uncached)[:8], rel=0.5), "another start"
+
+
+def test_parts_that_another_run_makes_meanwhile_are_kept(uncached: Path, tmp_path: Path) -> None:
+    """Two runs at once, as the points of a sweep: deleting a part on a network disk would end the one that reads it."""
+    config = str(config_in(tmp_path, [EPOCHS_OF_HEADS[0]]))
+    own = [f"train.feature_cache.dir={tmp_path}/cache", *same_data(uncached)]
+    for name, blind in (("one", False), ("other", True)):
+        made = run_ranks(_in_small_parts, 2, config, [f"run.dir={tmp_path}/{name}", *own], 0, blind)[0][-1][0]
+        files = {path: path.stat().st_ino for path in (tmp_path / "cache").rglob("*")}
+        if not blind:
+            before = made, files
+    assert (made, files) == before, "it made the same parts and left those that were there"
+    assert losses(tmp_path / "one") == losses(tmp_path / "other")
 
 
 def _alone(action: object, cache: object, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ class FeatureShards:
     def open(self, runtime: Runtime) -> bool:
         """Add the parts that are there; False if there are none. Collective over the world.
 
-        The ranks share the work of checksums. A part that any rank finds damaged is left out.
+        The ranks share the work of checksums. A part that any rank finds damaged is deleted.
         """
         whole = f"[0-9a-f]*/{MANIFEST}"  # not the hidden folders of parts that are being written
         found = from_main_rank(lambda: {path.parent: read_object(path) for path in self.folder.glob(whole)})
@@ -65,8 +65,12 @@ class FeatureShards:
         files = [(part, name, record) for part, known in parts.items() for name, record in known.items()]
         mine = range(runtime.rank, len(files), runtime.world_size)
         damaged = {file[0] for i, file in enumerate(files) if not _whole(*file, i in mine)}
-        for part in sorted(parts.keys() - set().union(*gather_objects(damaged))):
-            self.add(part)
+        damaged = set().union(*gather_objects(damaged))
+        for part in parts:
+            if part not in damaged:
+                self.add(part)
+            elif runtime.is_main:
+                shutil.rmtree(part, ignore_errors=True)
         return bool(parts)
 
     def add(self, part: Path) -> None:
@@ -155,9 +159,9 @@ def add_part(
         def publish() -> None:
             if runtime.is_main:
                 write_atomically(partial / MANIFEST, json.dumps({"key": shards.key, "files": files}, indent=1))
-                shutil.rmtree(folder, ignore_errors=True)
-                partial.rename(folder)
-                sync(folder.parent)
+                if not folder.exists():  # another run may have made it meanwhile, and read it now
+                    partial.rename(folder)
+                    sync(folder.parent)
 
         _together(publish)
 
