@@ -164,13 +164,9 @@ def add_part(
                     sync(folder.parent)
 
         _together(publish)
-
-        def add() -> None:
-            shards.add(folder)
-            if not shards.stored(samples).all():
-                raise OSError(f"{folder} is not seen alike by all ranks (train.feature_cache.dir: a shared folder)")
-
-        _together(add)
+        shards.add(folder)
+        if not all(gather_objects(bool(shards.stored(samples).all()))):
+            raise CacheRefused(f"{folder} is not seen alike by all ranks (train.feature_cache.dir: a shared folder)")
     finally:
         if runtime.is_main:
             shutil.rmtree(partial, ignore_errors=True)
