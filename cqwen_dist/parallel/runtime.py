@@ -169,10 +169,9 @@ def _meeting_place(rank: int, world: int, local_rank: int, timeout: timedelta) -
     own = "MASTER_ADDR" not in os.environ
     if own:
         if world > 1:
-            allowed = (
-                "in a shell of SLURM, cqwen launch --ranks N, or `unset SLURM_NTASKS` for one process; MASTER_ADDR=HOST"
-            )
-            raise UserError("ranks", f"no MASTER_ADDR, but {world} ranks in the environment", f"{allowed} under srun")
+            found = f"no MASTER_ADDR, but {world} ranks in the environment"
+            allowed = "in a shell of SLURM, cqwen launch --ranks N, or `unset SLURM_NTASKS` for one process"
+            raise UserError("ranks", found, f"{allowed}; MASTER_ADDR=HOST under srun")
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(free_port())
     for name, value in zip(_LAUNCHERS[0], (rank, world, local_rank), strict=True):
         os.environ[name] = str(value)
@@ -187,7 +186,9 @@ def _meeting_place(rank: int, world: int, local_rank: int, timeout: timedelta) -
                 raise UserError("MASTER_ADDR", name, here) from None
             if not _stores:
                 _stores.append(next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))[0])
-            yield dist.PrefixStore(f"cqwen-{next(_groups)}", _stores[0])
+            # The store outlives ranks that torchrun starts again. On several hosts its agents may count differently.
+            start = os.environ.get("TORCHELASTIC_RESTART_COUNT") if os.environ.get("GROUP_WORLD_SIZE") == "1" else None
+            yield dist.PrefixStore(f"cqwen-{start}-{next(_groups)}", _stores[0])
     finally:
         if own:
             for name in ("MASTER_ADDR", "MASTER_PORT", *_LAUNCHERS[0]):

@@ -74,10 +74,7 @@ def open_run(
 
 
 def refuse_changes(config: Config, fetched: Path | None = None) -> None:
-    """Raises `UserError` by key if the run in the folder began with a different config. Writes nothing.
-
-    fetched: a folder with config.yaml and state.json of the run's checkpoint, if they are not in the run folder yet.
-    """
+    """Raises `UserError` by key if the run in the folder, or of the files in `fetched`, began with another config."""
     folder = fetched or Path(config.run.dir)
     if not starts_over(config) and (fetched or has_begun(folder)) and (changes := _changes(config, folder)):
         _refuse_past_changes(load_config(folder / CONFIG, saved=True), changes, folder)

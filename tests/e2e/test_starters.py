@@ -56,6 +56,30 @@ def test_every_launcher_gives_the_same_weights(name: str, two_ranks: Path, tmp_p
     assert weights(tmp_path / "run") == weights(two_ranks)
 
 
+MEETING = """
+import os
+import torch
+from cqwen_dist.parallel.collectives import sum_over
+from cqwen_dist.parallel.runtime import distributed
+
+with distributed(60):
+    met = int(sum_over(torch.ones(1)).item())
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os._exit(1)
+    print(f"{met} met again", flush=True)
+"""
+
+
+def test_ranks_that_torchrun_starts_again_meet(tmp_path: Path) -> None:
+    """Its store has the addresses of the ranks that died."""
+    (script := tmp_path / "meeting.py").write_text(MEETING)
+    restarts = ["--standalone", "--nproc-per-node", 2, "--max-restarts", 1, "--monitor-interval", 0.1]
+    process = begun([BIN / "torchrun", *restarts, script], PYTHONPATH=str(LAUNCH.parent))
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    assert out.count("2 met again") == 2
+
+
 @pytest.mark.slow
 def test_two_hosts_without_ssh_give_the_same_weights(two_ranks: Path, tmp_path: Path) -> None:
     """launch/nodes.sh is called on each host. Both hosts are this machine here."""
