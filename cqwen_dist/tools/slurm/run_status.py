@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from shutil import which
 from typing import Any
 
 from cqwen_dist.cluster.batch import read_history
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.run.files import CONFIG, HISTORY, SLURM
+from cqwen_dist.run.files import CONFIG, HISTORY, LOCK, SLURM
 from cqwen_dist.run.status import read_status, run_in
 
 # scontrol keys to show.
 _KEYS = ["JobId", "JobName", "JobState", "Reason", "RunTime"]
 _KEYS += ["TimeLimit", "StartTime", "NodeList", "Restarts", "StdOut"]
-STALE_S = 60.0  # a run writes its status every 10 s; a status older than this means it was killed or hangs
+STALE_S = 60.0  # a run that takes steps writes its status every 10 s, and touches its lock every 5 s
 
 
 def look(run_or_job: str) -> dict[str, Any]:
-    """The status file plus `run`, `job` (from scontrol), `history` (starts and ends) and `stale_s`.
+    """The status file plus `run`, `job` (from scontrol), `history` (starts and ends), `stale_s` and `lock_s`.
 
+    stale_s, lock_s: seconds since a running run wrote its status, and since its process touched the lock, as it always
+    does.
     Raises `UserError` if neither such a folder nor such a job exists.
     """
     folder, job = run_in(Path(run_or_job)), None
@@ -47,6 +50,8 @@ def look(run_or_job: str) -> dict[str, Any]:
     document: dict[str, Any] = {**status, "run": str(folder), "job": _of_interest(job), "history": history}
     if document["status"] == "running" and "updated" in document:
         document["stale_s"] = round(max(0.0, time.time() - document["updated"]), 1)
+        with suppress(OSError):  # no such file
+            document["lock_s"] = round(max(0.0, time.time() - (folder / LOCK).stat().st_mtime), 1)
     return document
 
 
@@ -80,7 +85,9 @@ def lines(document: dict[str, Any]) -> list[str]:
     found = [f"{document['status']}{where}{f', stage {stage}' if stage else ''}"]
     found += [f"why: {document['reason']}"] if document.get("reason") else []
     if document.get("stale_s", 0) > STALE_S:
-        found.append(f"silent for {document['stale_s']:.0f} s by this host's clock: it was killed, or hangs")
+        lives = document.get("lock_s", STALE_S) < STALE_S
+        why = "its process lives, and starts, evaluates, saves or hangs" if lives else "it was killed"
+        found.append(f"no step for {document['stale_s']:.0f} s by this host's clock: {why}")
     if document.get("seconds"):
         eta = document.get("eta_s")
         found.append(f"{_time(document['seconds'])} at work{f', {_time(eta)} to go' if eta else ''}")
