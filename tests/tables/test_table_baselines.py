@@ -59,6 +59,13 @@ def test_numbers_as_large_as_they_get_harm_no_model() -> None:
     assert all(np.isfinite(score) for score in r2(odd).values())
 
 
+def test_a_column_that_is_empty_in_the_rows_learnt_from_harms_no_model() -> None:
+    """As a column with few numbers is in some fold. Gradient boosting cannot bin it."""
+    found = table(True, True)
+    rows = [{**row, "rare": "3" if i == 0 or i in TEST else ""} for i, row in enumerate(found.rows)]
+    assert r2(found._replace(rows=rows, columns=[*found.columns, "rare"], numeric=["age", "rare"]))["extra trees"] > 0.8
+
+
 def test_baselines_handle_tables_of_only_words_or_numbers() -> None:
     words = r2(table(False, True))
     assert "ridge, numeric columns" not in words
