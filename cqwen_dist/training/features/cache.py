@@ -146,12 +146,12 @@ class FeatureCache:
             self._add_part(shards, loader, [sample for step in steps for sample in loader.indices(epoch, step)])
 
     def _add_part(self, shards: FeatureShards, loader: Loader, samples: Sequence[int]) -> None:
-        """Compute z of the first of `samples` that the cache lacks: one or more, at most as many as a part has."""
+        """Compute z of the first of `samples` that the cache lacks, in whole micro-batches: a part."""
         dataset, world = loader.dataset, self.runtime.world_size
-        lengths = dataset.lengths()
-        most = max(FIRST_PART * world, int(lengths[shards.stored()].sum()) // GROWTH)
+        lengths, batch = dataset.lengths(), world * loader.micro_batch_size
+        tokens = max(FIRST_PART * world, int(lengths[shards.stored()].sum()) // GROWTH)
         missing = np.asarray(samples)[~shards.stored(samples)]
-        part = missing[: max(1, int(np.searchsorted(lengths[missing].cumsum(), most, side="right")))]
+        part = missing[: batch * (1 + int(np.searchsorted(lengths[missing].cumsum(), tokens)) // batch)]
         # Each rank's longest first: texts of similar length need no padding
         part = part[np.argsort(-lengths[part], kind="stable")]
         part = np.concatenate([part[r::world] for r in range(world)]).tolist()
