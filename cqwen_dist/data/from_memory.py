@@ -131,8 +131,9 @@ def _plain(value: Any) -> Any:
         return _plain(value.tolist())
     text = as_text(value)
     if text is None:
-        kind = f"{value}" if isinstance(value, (float, np.floating)) else f"a {type(value).__name__}"
-        raise TypeError(kind)
+        if isinstance(value, (float, np.floating)):  # an infinity: an empty cell of a table, no text elsewhere
+            return float(value)
+        raise TypeError(f"a {type(value).__name__}")
     # A decimal that float64 does not hold stays text.
     exact = isinstance(value, (float, np.floating)) or (
         isinstance(value, Decimal) and Decimal(repr(float(value))) == value

@@ -487,6 +487,8 @@ def test_an_infinity_is_an_empty_cell_of_a_table_whatever_its_type(tmp_path: Pat
     found = recognise(str(tmp_path / "t.parquet"), "price")
     assert found.keys["empty_cell"] == "unknown"
     assert "1 cells are read as empty: inf" in found.notes
+    write_records(pd.DataFrame({"a": [1.0, -np.inf], "b": np.float32("inf")}), tmp_path / "t.jsonl", "rows")
+    assert sample(str(tmp_path / "t.jsonl"))[1] == {"a": -math.inf, "b": math.inf}, "rows in memory are read alike"
     for value in (np.float32("inf"), -math.inf, Decimal("inf"), "-inf", "Infinity"):
         assert TableCells({"a": Form()}).text("a", value) == ""
     assert TableCells({}).text("note", "Inf") == "Inf", "a word in a column of words"
