@@ -28,6 +28,7 @@ from rich.table import Table
 from cqwen_dist.cluster.launch import STOPPED, launch, run_words
 from cqwen_dist.config import UserError
 from cqwen_dist.config.architectures.base_architecture import USUAL
+from cqwen_dist.config.errors import writing
 from cqwen_dist.parallel.collectives import Stopped
 from cqwen_dist.run.files import CONFIG, LATEST, LOCK, METRICS, write_atomically
 from cqwen_dist.run.folder import archive
@@ -84,10 +85,11 @@ class Site:
         """Runs all tests, and returns and writes accept.json. Raises `UserError`, and `Stopped` after a signal."""
         document = {**RUN, "train": {**RUN["train"], "global_batch_size": max(8, 2 * self.ranks)}}
         text, config = yaml.safe_dump(document), self.folder / CONFIG
-        there = [path.name for path in self.folder.iterdir()] if self.folder.exists() else []
-        if {*there} - {LOCK} and not (config.is_file() and config.read_bytes() == text.encode()):
+        with writing("--folder", self.folder, "a folder that can be made"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        there = {path.name for path in self.folder.iterdir()}
+        if there - {LOCK} and not (config.is_file() and config.read_bytes() == text.encode()):
             raise UserError("--folder", str(self.folder), "an empty or new folder, or one that this command has begun")
-        self.folder.mkdir(parents=True, exist_ok=True)
         with run_lock(self.folder):
             archive(self.folder, self.say)  # of a command that was stopped
             config.write_text(text, encoding="utf-8")

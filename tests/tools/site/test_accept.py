@@ -87,6 +87,8 @@ def test_refuses_a_folder_that_is_not_empty(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "--folder" in done.stderr
     assert "empty" in done.stderr
+    done = cqwen_forked("accept", "--ranks", 2, "--folder", tmp_path / "thesis" / "x")
+    assert (done.returncode, "--folder: found" in done.stderr) == (2, True), done.stderr
 
 
 @pytest.mark.parametrize("stopped", ["run_words", "launch"])
