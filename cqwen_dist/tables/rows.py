@@ -56,14 +56,14 @@ def read_table(source: str, target: str, wanted: Sequence[str] = (), decimal_com
     not numeric or constant, fewer than `LEAST_ROWS` rows, and numbers with two readings.
     """
     records = records_in(source)
-    names = columns_of(records)
+    names = [*filter(can_be_named, columns_of(records))]
     if odd := [name for name in wanted if name not in names]:
         raise UserError("--text-columns", odd[0], f"out of {', '.join(names)}")
     only = [*wanted, target] if wanted else None
     found = table_columns(
         records, target, source, forms_in(sample(source, "FILE"), source, target, decimal_comma, only), "FILE"
     )
-    columns = [*filter(can_be_named, dict.fromkeys(name for name in wanted or found.usable if name != target))]
+    columns = [*dict.fromkeys(name for name in wanted or found.usable if name != target)]
     if taken := {*NUMBER_COLUMNS, OUTSIDE} & {*columns, target}:
         raise UserError("FILE", f"a column {min(taken)}", "other names than predicted.csv's new columns", source)
     read = _read(records, (*columns, target), found.cells, source)

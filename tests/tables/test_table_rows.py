@@ -114,6 +114,7 @@ def test_words_for_empty_cells_are_the_same_in_fit_training_and_predict(tmp_path
     [
         ({"target": "price"}, "--target", "price"),
         ({"wanted": ["town"]}, "--text-columns", "town"),
+        ({"wanted": ["a:b"], "more": {"a:b": 1}}, "--text-columns", "'a:b', allowed: out of city, age, height, score$"),
         ({"score": "dear"}, "--target", "dear"),
         ({"score": 3}, "--target", "3 in every row"),
         ({"rows": 19}, "FILE", "19 rows"),
