@@ -7,8 +7,11 @@ from typing import Annotated
 
 import typer
 
+from cqwen_dist.checkpoint.manifest import damaged, list_checkpoints, read_manifest, resolve_checkpoint, verify
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.console import AsJson, Checkpoint, Run, echo, print_document, quiet_libraries
+from cqwen_dist.run.files import CONFIG, LATEST, read_line
+from cqwen_dist.run.status import run_in
 
 
 def evaluate(
@@ -37,10 +40,6 @@ def evaluate(
 
 def checkpoint_list(run: Run) -> None:
     """List a run's checkpoints, oldest first."""
-    from cqwen_dist.checkpoint.manifest import list_checkpoints
-    from cqwen_dist.run.files import CONFIG
-    from cqwen_dist.run.status import run_in
-
     found = list_checkpoints(run := run_in(run))
     if not found and not (run / CONFIG).is_file():
         raise UserError("RUN", str(run), f"a run's folder (it holds {CONFIG} and checkpoints)")
@@ -52,9 +51,6 @@ def checkpoint_list(run: Run) -> None:
 
 def describe(folder: Path) -> str:
     """One line per checkpoint: folder, step, stage, size, evaluation loss, and whether it is the latest."""
-    from cqwen_dist.checkpoint.manifest import read_manifest
-    from cqwen_dist.run.files import LATEST, read_line
-
     manifest = read_manifest(folder) or {"files": {}}
     size = sum(record["size"] for record in manifest["files"].values())
     parts = [str(folder), f"step {manifest.get('step')}", f"stage {manifest.get('stage')}", f"{size / 2**20:.1f} MiB"]
@@ -68,9 +64,6 @@ def describe(folder: Path) -> str:
 
 def checkpoint_verify(path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint or run.")]) -> None:
     """Check every file against the manifest's size and checksum; for a run, in every checkpoint."""
-    from cqwen_dist.checkpoint.manifest import damaged, list_checkpoints, resolve_checkpoint, verify
-    from cqwen_dist.run.status import run_in
-
     found = {folder: verify(folder) for folder in list_checkpoints(run_in(path)) or [resolve_checkpoint(path)[1]]}
     for folder, problems in found.items():
         echo(f"{folder}: {'; '.join(problems) or 'good'}")
