@@ -238,9 +238,8 @@ class Extractor:
         if empty is not None and is_empty(value):
             return empty
         if is_empty(value) and value != "":
-            raise BadLine(
-                "empty cell", value, f"something in the field {name!r} (or data.empty_cell, or predict's empty)"
-            )
+            allowed = f"something in the field {name!r} (or data.empty_cell, or predict's empty)"
+            raise BadLine("empty cell", value, allowed)
         if self.config.target_field is not None:
             found = self.cells.text(name, value) or (str(value).strip() if empty is None else empty)
             read_here = name == self.config.target_field and name in self.cells.forms

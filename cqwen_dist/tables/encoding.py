@@ -106,8 +106,7 @@ class EncodedRows:
     def dense(self) -> np.ndarray:
         """For trees: `numbers`, each category as the mean target of its rows, and `components`; at least one column."""
         means = [mean_targets(cells, self.y, self.learnt) for cells in self.categories.T]
-        unknown = np.isnan(self.numbers[self.learnt]).all(0)  # scikit-learn's histograms need a number in each column
-        numbers = np.where(unknown, 0.0, self.numbers)
+        numbers = np.where(np.isnan(self.numbers[self.learnt]).all(0), 0.0, self.numbers)  # histograms need numbers
         return np.column_stack([numbers, self.components, *means, np.zeros(len(self.y))])
 
 

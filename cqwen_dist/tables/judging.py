@@ -51,9 +51,8 @@ def verdict(predictions: Mapping[str, np.ndarray], truth: np.ndarray) -> dict[st
     gaps = drawn[:, :, None] - drawn[:, None, :]  # [draws, model, other model]
     spread = gaps.std(0).clip(min=1e-300)
     reach = np.quantile(np.abs(gaps / spread).max((1, 2)), 0.95) * spread[0, 1:] / unit
-    reach = reach.clip(min=0.05)  # percent: the sentences have one digit of it
     larger = {name: (mean[name] - mean[best]) / unit for name in others}  # percent
-    far = {name: float(of) for name, of in zip(others, reach, strict=True)}
+    far = {name: max(float(of), 0.05) for name, of in zip(others, reach, strict=True)}  # 0.0 % is no difference
     equal = [name for name in others if larger[name] <= far[name]]
     said = [f'Use "{best}".', *_compared(larger, far, rows)]
     if sure := [name for name in (OURS, WIDE_ALONE) if name in (best, *equal)]:
