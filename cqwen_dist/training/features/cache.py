@@ -158,6 +158,7 @@ class FeatureCache:
         rank, size = self.runtime.rank, loader.micro_batch_size
         batches = EvalLoader(dataset, part, rank=rank, world=world, micro_batch_size=size)
         show = partial(self.progress.part, "feature cache", of=len(batches.samples))
+        show(0)  # each part has its own remaining time
         try:
             add_part(shards, batches, part, lambda *at: self.features(*at)[:, : shards.hidden], self.runtime, show)
         except CacheRefused as refusal:
