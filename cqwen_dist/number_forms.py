@@ -172,7 +172,7 @@ def forms_of(
 ) -> dict[str, Form]:
     """The form of each column whose cells are all numbers.
 
-    columns: the cells that are not empty. typed: columns that hold numbers, not text, in the file. delimiter: of the
+    columns: the cells that are not empty. typed: columns that the file stores as numbers. delimiter: of the
     file; "," also for other kinds. decimal_comma: settles cells with two readings. target: may have leading zeros.
     Raises `Unsettled`.
     """

@@ -50,7 +50,7 @@ class About:
 
 
 class Store(Protocol):
-    """Another place for complete checkpoints, such as a `Mirror`. busy: name of the one that is being copied."""
+    """Another place for complete checkpoints, such as a `Mirror`. busy: the checkpoint it copies now."""
 
     busy: str | None
 

@@ -115,7 +115,7 @@ def launch(
 
 
 def stacks_of(run_dir: Path) -> list[Path]:
-    """The stack files of the ranks that hung."""
+    """Stack files of hung ranks."""
     return sorted(path for path in (run_dir / STACKS).glob("rank-*.txt") if path.stat().st_size)
 
 

@@ -150,7 +150,7 @@ class Extractor:
         )
 
     def _unread(self, fields: tuple[str, ...]) -> list[str]:
-        """The kinds of the record's fields that no key of the config names."""
+        """Kinds of fields in the record that the config does not use."""
         if fields not in self._known:
             more = {_TOOLS} if self.config.messages_field is not None else set()
             read = self._named.union(more, (self._columns or self._starred(fields)) if _OTHERS in self._named else ())
@@ -252,7 +252,7 @@ class Extractor:
 
 
 def as_read(numeral: str, policy: NumberPolicy) -> str:
-    """A numeral that the policy reads as its number: "13812345678.0", as 13812345678 looks like a telephone number."""
+    """The numeral as the policy reads it: "13812345678.0", as 13812345678 looks like a telephone number."""
     value = as_number(numeral)
     if value is None or [span.value for span in find_numbers(numeral, policy)] == [value]:
         return numeral

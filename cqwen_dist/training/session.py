@@ -83,7 +83,7 @@ def open_session(
 
 
 def _stop(folder: Path, runtime: Runtime, reason: str) -> None:
-    """Write to status.json that the run was told to stop."""
+    """Write the stop and its reason to status.json."""
     if runtime.is_main:
         end_status(folder, "preempted", reason)
         return

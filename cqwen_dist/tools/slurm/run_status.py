@@ -56,7 +56,7 @@ def look(run_or_job: str) -> dict[str, Any]:
 
 
 def _run_of(job: dict[str, str]) -> Path | None:
-    """Run folder of a job that has started: from the job's comment, or RUN in its output path RUN/slurm/JOB.out."""
+    """A started job's run folder: from the job's comment, or RUN in its output path RUN/slurm/JOB.out."""
     named = (Path(job.get("Comment", "")), Path(job.get("StdOut", "")).parent.parent)
     return next((run for run in named if run.name and (run / SLURM / HISTORY).is_file()), None)
 

@@ -134,7 +134,7 @@ class FeatureCache:
         say(f"  no feature cache: {refusal}")
 
     def fill(self) -> None:
-        """Before a step: add a part if the cache lacks samples of the loader's next step. Collective over the world.
+        """Before a step: compute the z that the cache lacks for the loader's next step. Collective over the world.
 
         Raises `UserError` if a cache is required and the disk fails.
         """
@@ -146,7 +146,7 @@ class FeatureCache:
             self._add_part(shards, loader, [sample for step in steps for sample in loader.indices(epoch, step)])
 
     def _add_part(self, shards: FeatureShards, loader: Loader, samples: Sequence[int]) -> None:
-        """Compute z of the first of `samples` that the cache lacks, in whole micro-batches: a part."""
+        """Compute a part: z of the first missing ones of `samples`, in whole micro-batches."""
         dataset, world = loader.dataset, self.runtime.world_size
         lengths, batch = dataset.lengths(), world * loader.micro_batch_size
         tokens = max(FIRST_PART * world, int(lengths[shards.stored()].sum()) // GROWTH)
