@@ -72,7 +72,6 @@ class RunStatus:
         known = before["status"] != "unknown"
         self._worked = before.get("seconds", 0.0)  # in earlier starts
         self._began = self._written = time.monotonic()
-        self._first_step: int | None = None
         self._fields: dict[str, Any] = {
             "status": "running",
             "step": 0,
@@ -90,17 +89,15 @@ class RunStatus:
         if before["status"] != "done":
             self.write()
 
-    def at(self, step: int, total_steps: int, stage: str | None, checkpoint: str | None = None) -> None:
+    def at(
+        self, step: int, total_steps: int, stage: str | None, checkpoint: str | None = None, eta_s: float | None = None
+    ) -> None:
         """Note the run's position. The file is written every few seconds."""
         if not self._main:
             return
         now = time.monotonic()
-        if self._first_step is None:
-            self._first_step, self._began_steps = step, now
-        # Estimate from this start's steps only: earlier starts may have had different hardware.
-        done = step - self._first_step
-        eta = round((total_steps - step) * (now - self._began_steps) / done, 1) if done else None
-        self._fields.update(step=step, total_steps=total_steps, stage=stage, eta_s=eta)
+        left = None if eta_s is None else round(eta_s, 1)
+        self._fields.update(step=step, total_steps=total_steps, stage=stage, eta_s=left)
         if checkpoint not in (None, self._fields["checkpoint"]):
             self.write(checkpoint=checkpoint)
         elif now - self._written > BEAT_S:

@@ -100,7 +100,7 @@ class Trainer:
 
             # The place after the step: here a stop request saves
             run.runtime.hang.alive()
-            self.status.at(step, run.schedule.total_steps, plan.stage.name, run.saver.newest)
+            self.status.at(step, run.schedule.total_steps, plan.stage.name, run.saver.newest, run.progress.left_s)
             self.place = Place(step, plan.stage.name, run.loaders.state_dict(), self.place.figures)
             at_end = step == plan.stop
             saves = at_end or step % every.checkpoint_every == 0

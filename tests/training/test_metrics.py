@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -252,12 +253,30 @@ def test_the_console_line_shows_stage_step_loss_speed_and_time_left(capsys: pyte
     progress.step(5, "heads", 100, {})
     assert capsys.readouterr().out == "", "not at every step"
     record = {"train/total_loss": 1.25, "train/lr": 1e-3, "train/grad_norm": 0.5, "perf/peak_memory_gib": 2.0}
-    rate = progress.step(6, "heads", 100, record, force=True)
-    assert rate > 0
+    progress.step(6, "heads", 100, record, force=True)
     said = capsys.readouterr().out
     assert re.search(
         r"heads step 6/10  loss 1\.2500  lr 0\.001  gradient 0\.5  2\.0 GiB  [\d,]+ tokens/s  0m \d\ds left", said
     ), said
+
+
+def test_the_time_left_follows_the_speed_of_the_present_stage_and_of_recent_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    progress = Progress(total_steps=1000, start_step=0, silent=True)
+    for step in range(1, 401):  # 100 slow steps, 100 quick ones, then a stage with steps of 3 s
+        now[0] += 10.0 if step <= 100 else 1.0 if step <= 200 else 3.0
+        progress.step(step, "heads" if step <= 200 else "lora", 100, {})
+        if step == 200:
+            assert progress.left_s == pytest.approx(800 * 1.0), "the last 100 steps took 1 s each"
+        if step == 201:
+            assert progress.left_s == pytest.approx(799 * 3.0), "a step of the new stage took 3 s"
+    assert progress.left_s == pytest.approx(600 * 3.0)
+    now[0] += 5.0
+    progress.step(301, "lora", 100, {})  # copies differed: the run went back to a checkpoint
+    assert progress.left_s == pytest.approx(699 * 5.0)
 
 
 def test_on_a_terminal_one_progress_bar_stays_below_the_lines(tmp_path: Path) -> None:

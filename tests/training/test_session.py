@@ -64,10 +64,10 @@ def test_a_status_counts_starts_and_seconds_and_stays_fatal(tmp_path: Path) -> N
     assert (found["status"], found["restarts"], found["checkpoint"]) == ("running", 2, "step-00000004")
     assert found["seconds"] >= 100.0
     status.at(6, 10, "heads")
-    status.at(8, 10, "heads", "step-00000008")
+    status.at(8, 10, "heads", "step-00000008", eta_s=4.04)
     found = read_status(tmp_path)
     assert (found["step"], found["total_steps"], found["checkpoint"]) == (8, 10, "step-00000008")
-    assert found["eta_s"] is not None
+    assert found["eta_s"] == 4.0
     end_status(tmp_path, "fatal", "rank 1: it broke")
     end_status(tmp_path, "running", "rank 0 lost rank 1")
     assert {"status": "fatal", "reason": "rank 1: it broke", "step": 8}.items() <= read_status(tmp_path).items()

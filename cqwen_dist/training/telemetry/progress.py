@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,16 +21,18 @@ _SHOWN = {  # metrics of a step
     "train/grad_norm": "gradient {:.2g}",
     "perf/peak_memory_gib": "{:.1f} GiB",
 }
+RECENT = 100  # steps that the speed is measured over, at most
 SPARSER = 0.01  # least time between two lines relative to the elapsed time: a few hundred lines per run
 
 
 class Progress:
-    """Shows step, speed and remaining time of a run."""
+    """Shows step, speed and remaining time of a run. `left_s` is for all who tell the remaining time."""
 
     def __init__(self, total_steps: int, start_step: int, every_s: float = 5.0, silent: bool = False) -> None:
         """every_s: least seconds between two lines. silent: print no output (on other ranks)."""
         self.console = Console(highlight=False, markup=False, emoji=False, quiet=silent)
         self.every_s = every_s
+        self.left_s: float | None = None  # estimated seconds to the end of the run
         self._part, self._part_began = "", 0.0
         self._bars: Bars | None = None
         self._task = TaskID(0)
@@ -37,27 +40,27 @@ class Progress:
 
     def begin(self, total_steps: int, start_step: int) -> None:
         """Start of training: measure the speed from here."""
-        self.total, self.start = total_steps, start_step
+        self.total, self.left_s = total_steps, None
         self._began = self._shown = time.monotonic()
-        self._tokens = 0
+        self._stage = ""
+        self._recent = deque([(start_step, self._began, 0)], RECENT + 1)  # step, its end, tokens up to it
 
-    def step(self, step: int, stage: str, tokens: int, record: Mapping[str, Any], force: bool = False) -> float:
-        """Show a finished step. record: host metrics of this step or the previous one. force: print a line.
-
-        Returns tokens/s since `begin`.
-        """
+    def step(self, step: int, stage: str, tokens: int, record: Mapping[str, Any], force: bool = False) -> None:
+        """Show a finished step. record: host metrics of this step or the previous one. force: print a line."""
         now = time.monotonic()
-        self._tokens += tokens
-        elapsed = max(now - self._began, 1e-9)
-        rate = self._tokens / elapsed
-        left = (self.total - step) * elapsed / max(step - self.start, 1)
+        if stage != self._stage or step <= self._recent[-1][0]:  # a stage has its own speed; steps may be taken again
+            self._stage, self._recent = stage, deque([(step - 1, *self._recent[-1][1:])], RECENT + 1)
+        first, since, before = self._recent[0]
+        self._recent.append((step, now, self._recent[-1][2] + tokens))
+        elapsed = max(now - since, 1e-9)
+        self.left_s = (self.total - step) * elapsed / max(step - first, 1)
         parts = [form.format(record[name]) for name, form in _SHOWN.items() if name in record]
-        text = "  ".join([*parts, f"{rate:,.0f} tokens/s", f"{_duration(left)} left"])
+        rate = (self._recent[-1][2] - before) / elapsed
+        text = "  ".join([*parts, f"{rate:,.0f} tokens/s", f"{_duration(self.left_s)} left"])
         self._bar(stage, step, self.total, text)
-        if force or (not self._live and now - self._shown >= max(self.every_s, SPARSER * elapsed)):
+        if force or (not self._live and now - self._shown >= max(self.every_s, SPARSER * (now - self._began))):
             self._shown = now
             self.say(f"{stage} step {step}/{self.total}  {text}")
-        return rate
 
     def part(self, what: str, done: int, of: int) -> None:
         """Show progress and remaining time of work before or between steps."""
