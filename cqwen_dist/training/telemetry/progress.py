@@ -50,8 +50,8 @@ class Progress:
         now = time.monotonic()
         if stage != self._stage or step <= self._recent[-1][0]:  # a stage has its own speed; steps may be taken again
             self._stage, self._recent = stage, deque([(step - 1, *self._recent[-1][1:])], RECENT + 1)
-        first, since, before = self._recent[0]
         self._recent.append((step, now, self._recent[-1][2] + tokens))
+        first, since, before = self._recent[0]
         elapsed = max(now - since, 1e-9)
         self.left_s = (self.total - step) * elapsed / max(step - first, 1)
         parts = [form.format(record[name]) for name, form in _SHOWN.items() if name in record]
