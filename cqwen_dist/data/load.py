@@ -51,7 +51,7 @@ def load_datasets(
     if not is_prepared(config):
         report = ReadReport()
         train, held_out = read_split(config, report, Chat(tokenizer.tokenizer))
-        evaluated = tokenise(held_out, tokenizer, config) if held_out else None
+        evaluated = tokenise(held_out, tokenizer, config) if config.eval or held_out else None
         found = Datasets(tokenise(train, tokenizer, config), evaluated, report)
         for name, part in (("train", found.train), ("eval", found.eval)):
             if part is not None and not part.report.texts:

@@ -140,10 +140,7 @@ def read_split(config: DataConfig, report: ReadReport, chat: Chat | None = None)
         report.duplicates += len(train) - len(first)
         train = list(first.values())
     if config.eval is not None:
-        found = [text for one in as_list(config.eval) for text in read_texts(one, config, report, "data.eval", chat)]
-        if not found:
-            raise UserError("data.eval", "no usable text", "one text or more", str(config.eval))
-        return train, found
+        return train, [t for one in as_list(config.eval) for t in read_texts(one, config, report, "data.eval", chat)]
     if not config.eval_fraction or not train:
         return train, []
     out = held_out(first_of_digests(map(text_digest, train)), config.eval_fraction)

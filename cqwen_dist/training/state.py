@@ -14,7 +14,7 @@ from torch import Tensor
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, refuse_exchanged, refuse_strange
 from cqwen_dist.checkpoint.saving import About
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.model.lora import is_lora
+from cqwen_dist.model.lora import is_lora, is_lora_b
 from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.run.files import START_TENSORS, let_read, written_whole
 from cqwen_dist.training.constraint import Constraint
@@ -55,6 +55,14 @@ def restore(run: Run, folder: Path) -> Place:
     state = found.state
     # Another tokenizer, base or data is refused before anything is loaded
     exchanged = refuse_exchanged(state.get("inputs", {}), run.inputs, run.config.run.accept, folder)
+    parts = (found.features, found.feature_moments)
+    if state["model"]["lora"] is None:  # a stage with adapters was appended later: they start now
+        for saved, present in zip(parts, run.engine.feature_state()[:2], strict=True):
+            saved.update({name: value for name, value in present.items() if is_lora(name)})
+    elif run.model.config.lora is None and not any(parts[0][name].any() for name in filter(is_lora_b, parts[0])):
+        for part in parts:  # that stage was taken out before they changed anything
+            for name in filter(is_lora, [*part]):
+                del part[name]
     _restore(run.engine, found, folder)
     place = Place(**{key: state[key] for key in vars(Place()) if key in state})
     place.exchanged = exchanged
@@ -143,9 +151,6 @@ def _restore(engine: Engine, found: TrainState, source: Path) -> None:
     state, shapes = found.state, engine.feature_shapes()
     features = FeatureState(found.features, found.feature_moments, state["feature_steps"])
     heads, moments = {**found.heads, **found.rows}, {**found.head_moments, **found.row_moments}
-    if state["model"]["lora"] is None:  # a stage with adapters was appended later: they start now
-        for saved, present in zip(features[:2], engine.feature_state()[:2], strict=True):
-            saved.update({name: value for name, value in present.items() if is_lora(name)})
     stepped = {name: shape for name, shape in head_shapes(engine).items() if name in state["head_steps"]}
     # Check all names and shapes before loading any: a refused checkpoint must leave the engine unchanged
     refuse_strange(heads, head_shapes(engine), source)

@@ -54,6 +54,17 @@ def test_an_appended_stage_may_add_adapters(tmp_path: Path) -> None:
     train_run(tmp_path / "grown.yaml")  # a checkpoint of it loads
 
 
+def test_a_stage_with_adapters_may_be_taken_out_before_it_begins(one_rank: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    tree = yaml.safe_load(set_back(one_rank, run, 2).read_text(encoding="utf-8"))
+    tree["stages"][1] = {"name": "more", "train": ["heads"], "steps": 1}
+    (tmp_path / "less.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    train_run(tmp_path / "less.yaml", f"run.dir={run}")
+    assert len(losses(run)) == 4
+    assert losses(run) == losses(one_rank)[:4], "the adapters had not changed anything"
+    assert not (run / "checkpoints" / "step-00000004" / "adapter").exists()
+
+
 def test_settings_of_future_stages_may_change(one_rank: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = set_back(one_rank, run, 3)
