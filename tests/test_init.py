@@ -176,7 +176,7 @@ def test_init_sets_empty_cell_by_the_cells_it_finds(tmp_path: Path) -> None:
     tree = {"model": {"name_or_path": "x"}, "data": {"train": str(path), "text_template": "{a} {b}"}}
     (tmp_path / "c.yaml").write_text(json.dumps(tree), encoding="utf-8")
     plain = load_config(tmp_path / "c.yaml").data
-    with pytest.raises(UserError, match=r"t\.jsonl:3: empty cell: found None, allowed: something in the field 'a'"):
+    with pytest.raises(UserError, match=r"t\.jsonl:3: empty cell: found None, allowed: a value in the field 'a'"):
         list(read_texts(str(path), plain, ReadReport()))
     filled = plain.model_copy(update={"empty_cell": "none"})
     assert [text.text for text in read_texts(str(path), filled, ReadReport())] == [

@@ -151,7 +151,7 @@ def _of_text(lines: Lines, config: DataConfig) -> Iterator[Row]:
     for line in chain(lines, [None]):  # None marks the end
         done = line is None
         try:
-            text = "" if line is None else decoded(line)
+            text = "" if line is None else decoded(line).replace("\r\n", "\n")
             size += len(text)
             if size > MAX_TEXT:
                 held, size = [], 0

@@ -24,7 +24,8 @@ def json_line(line: bytes) -> Mapping[str, Any] | None:
     try:
         record = _JSON.decode(text)
     except (ValueError, RecursionError) as error:
-        raise BadLine("broken JSON", text.strip()[:60], f"one JSON object a line ({error})") from None
+        allowed = f"one JSON object a line; a list in a .json, text in a .txt ({error})"
+        raise BadLine("broken JSON", text.strip()[:60], allowed) from None
     if not isinstance(record, dict):
         raise BadLine("no JSON object", text.strip()[:60], 'one JSON object a line, such as {"text": "..."}')
     return record

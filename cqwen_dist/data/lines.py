@@ -70,4 +70,6 @@ def decoded(line: bytes | BadLine) -> str:
         return line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         allowed = f"UTF-8 text, such as iconv -f {'UTF-16' if line[0] >= 0xFE else 'WINDOWS-1252'} -t UTF-8 makes"
+        if line.startswith((b"\x1f\x8b", b"BZh", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"PK\x03\x04")):
+            allowed = "a file that is not packed, or packed by gzip with a name that ends in .gz"
         raise BadLine("not UTF-8", error.object[error.start : error.end], allowed) from None

@@ -41,7 +41,7 @@ from cqwen_dist.data.tokenise import Tokeniser, count
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.run.files import key_digest, known_digest, sync
 
-FORMAT = 7  # increase it when code reads numbers or writes rows differently
+FORMAT = 8  # increase it when code reads numbers or writes rows differently
 MANIFEST = "manifest.json"
 HELD_OUT = "held_out.npy"
 _DIGESTS = "digests.sqlite"  # digests of earlier texts, to find duplicates; deleted at the end

@@ -64,8 +64,7 @@ def table_columns(
     unnamed = [name for name in names if not can_be_named(name) and name not in indices]
     usable = [name for name in names if name not in (target, *indices, *unnamed)]
     if not usable or target in unnamed:
-        allowed = f"{target} and a further column, without {{}}:! in their names"
-        raise UserError(key, ", ".join(names), allowed, source)
+        raise UserError(key, ", ".join(names), f"{target} and a further column, without {{}}:! in their names", source)
     cells = TableCells(forms, target)
     _check_targets(cells, target, [record.get(target) for record in records], source)
     notes = [f"columns left out, as they number the rows: {', '.join(indices)}"] if indices else []

@@ -238,8 +238,7 @@ class Extractor:
         if empty is not None and is_empty(value):
             return empty
         if is_empty(value) and value != "":
-            allowed = f"something in the field {name!r} (or data.empty_cell, or predict's empty)"
-            raise BadLine("empty cell", value, allowed)
+            raise BadLine("empty cell", value, f"a value in the field {name!r} (or data.empty_cell or predict's empty)")
         if self.config.target_field is not None:
             found = self.cells.text(name, value) or (str(value).strip() if empty is None else empty)
             read_here = name == self.config.target_field and name in self.cells.forms
@@ -295,5 +294,4 @@ def _labels(found: Any) -> tuple[tuple[str, bool], ...]:
 
 def too_long(size: int) -> BadLine:
     """Error for a line or text above the size limit."""
-    found = f"no text of at most that: {size / 2**20:,.1f} MiB or more"
-    return BadLine("text too long", found, f"at most {MAX_TEXT / 2**20:g} MiB")
+    return BadLine("text too long", Said(f"{size / 2**20:,.1f} MiB or more"), f"at most {MAX_TEXT / 2**20:g} MiB")

@@ -168,8 +168,7 @@ def held_out(first: np.ndarray, fraction: float) -> np.ndarray:
     # A threshold, not the first `count` indices: equal texts have equal digests and must stay on one side.
     out: np.ndarray = first <= np.partition(first, count - 1)[count - 1]
     if out.all():
-        allowed = f"less, as {len(first)} texts leave none to train on"
-        raise UserError("data.eval_fraction", fraction, allowed)
+        raise UserError("data.eval_fraction", fraction, f"less, as {len(first)} texts leave none to train on")
     return out
 
 

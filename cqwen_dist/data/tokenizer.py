@@ -114,8 +114,7 @@ class NumericalAwareTokenizer:
             loader = PreTrainedTokenizerFast if _is_ours(folder) else AutoTokenizer
             tokenizer = loader.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
         except Exception as error:  # the Rust side raises bare `Exception` for a broken tokenizer.json
-            allowed = f"a folder or hub name with a tokenizer ({reason_of(error, 200)})"
-            raise UserError(key, name, allowed) from None
+            raise UserError(key, name, f"a folder or hub name with a tokenizer ({reason_of(error, 200)})") from None
         saved = folder / POLICY_FILE
         if saved.is_file():
             num_token_id, policy = read_policy(saved, tokenizer, num_token_id, policy)

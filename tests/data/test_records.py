@@ -222,8 +222,8 @@ def test_text_files_by_line_paragraph_and_document(tmp_path: Path) -> None:
         config = DataConfig(train=str(path), sample_by=by)
         found[by] = [(t.text, t.where.rsplit(":", 1)[1]) for t in read_texts(str(path), config, ReadReport())]
     assert found["line"] == [("one", "1"), ("two", "2"), ("three", "5"), ("four", "6")]
-    assert found["paragraph"] == [("one\ntwo", "1"), ("three\r\nfour", "5")]
-    assert found["document"] == [("one\ntwo\n\n\nthree\r\nfour", "1")]
+    assert found["paragraph"] == [("one\ntwo", "1"), ("three\nfour", "5")], "a line end is one in every text"
+    assert found["document"] == [("one\ntwo\n\n\nthree\nfour", "1")]
 
 
 def _mixed(tmp_path: Path, **config: Any) -> list[str]:

@@ -1,7 +1,10 @@
 """Reading: every kind of bad line is one line of error, or a counted skip."""
 
+import bz2
 import gzip
 import json
+import lzma
+from collections.abc import Callable
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -67,6 +70,19 @@ def test_a_table_of_another_encoding_or_line_end_is_refused_with_the_way_out(
     (tmp_path / "excel.csv").write_bytes(content)
     with pytest.raises(UserError, match=told):
         _texts(str(tmp_path / "excel.csv"), text_field="name")
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, lambda data: b"\x28\xb5\x2f\xfd" + data])
+def test_a_packed_file_is_named_as_such(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+    (tmp_path / "a.jsonl.x").write_bytes(pack(b'{"text": "a"}\n'))
+    with pytest.raises(UserError, match=r":1: not UTF-8: .* allowed: a file that is not packed, or packed by gzip"):
+        _texts(str(tmp_path / "a.jsonl.x"))
+
+
+@pytest.mark.parametrize(("content", "way"), [('[{"text": "a"},\n {"text": "b"}]', ".json"), ("# Title", ".txt")])
+def test_a_file_that_has_no_object_a_line_names_the_way_out(tmp_path: Path, content: str, way: str) -> None:
+    with pytest.raises(UserError, match=rf":1: broken JSON: .* in a \{way}\b"):
+        _texts(_write(tmp_path / "a.jsonl", content))
 
 
 def test_bad_lines_are_skipped_and_counted_where_the_config_says_so(tmp_path: Path) -> None:
