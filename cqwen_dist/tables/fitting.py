@@ -200,10 +200,10 @@ def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], 
     parts = Parts(by_length(parts.train, lengths), by_length(parts.valid, lengths), judged)
     tokens, longest = lengths[parts.train], min(LONGEST, context)
     say(f"a row is {int(np.median(tokens))} tokens in the median, {tokens.max()} at most")
-    if longer := int((tokens + 2 > longest).sum()):
-        if longer == len(tokens) or not len(judged):
-            found = Said(f"only rows of more than {longest:,} tokens")
-            raise UserError("FILE", found, "shorter ones (fewer --text-columns)", request.table)
+    if (longer := int((tokens + 2 > longest).sum())) == len(tokens) or not len(judged):
+        found = Said(f"only rows of more than {longest:,} tokens{' to judge by' * (longer < len(tokens))}")
+        raise UserError("FILE", found, "shorter ones (fewer --text-columns)", request.table)
+    if longer:
         say(f"note: {longer:,} rows of more than {longest:,} tokens are not trained on (fewer --text-columns shorten)")
     values = table.values()
     parts, choice, pace = _in_time(request, parts, values, lengths, longest, say, clock)

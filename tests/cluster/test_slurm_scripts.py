@@ -136,6 +136,8 @@ def test_an_option_is_quoted_as_sbatch_reads_it(value: str) -> None:
         ),
         (lambda: Resources(options=("--array=0-3",)), "slurm/sweep.sbatch"),
         (lambda: Resources(options=("-a0-3",)), "slurm/sweep.sbatch"),
+        (lambda: Resources(options=("--time=2",)), "--sbatch: found '--time=2', allowed: --time of cqwen submit"),
+        (lambda: Resources(options=("-t2",)), "allowed: --time of cqwen submit"),
         (lambda: Resources(exclusive=True, cpus_per_task=4), "--cpus-per-task: found 4, allowed: no value"),
         (lambda: Resources(cpus_per_task=0), "--cpus-per-task: found 0, allowed: 1 or more"),
         (lambda: read_stage_option("heads", Resources()), "NAME:key=value"),

@@ -284,6 +284,16 @@ def test_rows_leave_room_for_the_number_in_the_context(one_rank: Path, tmp_path:
     assert any("rows of 64 tokens or more, all that the base reads, are not judged" in line for line in said)
 
 
+def test_rows_to_judge_by_that_are_all_too_long_are_refused(one_rank: Path, tmp_path: Path) -> None:
+    rows = [f"{'a ' * (99 if i < 9 else i % 5)},{i}" for i in range(120)]
+    (tmp_path / "t.csv").write_text("\n".join(["note,score", *rows]), encoding="utf-8")
+    (tmp_path / "split.json").write_text(json.dumps([*range(9)]), encoding="utf-8")
+    split = str(tmp_path / "split.json")
+    asked = FitRequest(str(tmp_path / "t.csv"), "score", str(one_rank / "base"), [], None, 0.5, split, 0, 1.0)
+    with pytest.raises(UserError, match="only rows of more than 64 tokens to judge by"):
+        prepare(asked, tmp_path / "out", lambda text: None)
+
+
 def test_a_table_with_only_too_long_rows_is_one_line(one_rank: Path, tmp_path: Path) -> None:
     table = write_table(tmp_path / "people.csv")
     done = cqwen_forked(

@@ -66,6 +66,8 @@ class Resources:
         for option in self.options:
             if not option.startswith("-"):
                 raise UserError("--sbatch", option, "an option of sbatch, such as --mem=0")
+            if re.match(r"--time[= ]|-t", option):
+                raise UserError("--sbatch", option, "--time of cqwen submit, which knows --warn-s")
             if _ARRAY.match(option):
                 raise UserError("--sbatch", option, "one run a job; slurm/sweep.sbatch queues an array of runs")
             if _GPUS.match(option) and not self.gpus_per_node:
