@@ -137,9 +137,8 @@ class TextDataset:
         sizes = self._pieces.end - self._pieces.start
         if self._folder is None:
             return pack(sizes, self._length)
-        length = f"{self._length}{'-truncated' if self._long == 'truncate' else ''}"
-        name = f"{'all' if self._texts is None else hashlib.sha256(self._texts.data).hexdigest()[:12]}-{length}"
-        paths = [self._folder / f"packed-{name}-{part}.npy" for part in Rows._fields]
+        name = f"packed-{self._content[:12]}-{self._length}-{self._long}"
+        paths = [self._folder / f"{name}-{part}.npy" for part in Rows._fields]
         # Packed rows are cached as files, so ranks map them instead of packing again.
         if not all(path.is_file() for path in paths):
             rows = pack(sizes, self._length)
