@@ -199,9 +199,9 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
         """
         if isinstance(values, bool):  # transformers' second positional argument is skip_special_tokens
             values, skip_special_tokens = None, values
-        ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+        ids, values = _listed(token_ids), _listed(values)
         if isinstance(ids, int):
-            ids = [ids]
+            ids, values = [ids], [values] if isinstance(values, (int, float)) else values
         if len(ids) and isinstance(ids[0], (list, tuple)):
             each = [None] * len(ids) if values is None else values
             return [self.decode(row, v, skip_special_tokens) for row, v in zip(ids, each, strict=True)]
@@ -271,13 +271,19 @@ class _NumberBackend:
 
 def _padded_values(values: Any, ids: Any, side: str) -> Any:
     """Values padded with zeros on `side`, float64, in the ids' shape and type (list, tensor or array)."""
-    values = [v.tolist() if hasattr(v, "tolist") else v for v in values]
+    values = _listed(values)
     single = _is_one_row(ids)
     rows = []
     for row, padded in zip([values] if single else values, [ids] if single else ids, strict=True):
         own, zeros = [float(v) for v in row], [0.0] * (len(padded) - len(row))
         rows.append(zeros + own if side == "left" else own + zeros)
     return _as(ids, rows[0] if single else rows)
+
+
+def _listed(given: Any) -> Any:
+    """Tensors, arrays and lists of them as lists."""
+    given = given.tolist() if hasattr(given, "tolist") else given
+    return [*map(_listed, given)] if isinstance(given, (list, tuple)) else given
 
 
 def _is_one_row(ids: Any) -> bool:

@@ -178,7 +178,7 @@ def _draws(
     drawn = {} if mode == "ovr" else {"temperature": merged.get("temperature")}
     if not own and not any(merged.get(n) is not None for n in ((*WARPERS, *CHANGES) if mode == "ovr" else CHANGES)):
         return drawn
-    top_k = merged.get("top_k") or 0  # transformers may have a default
+    top_k = merged.get("top_k") or (0 if mode == "ovr" else None)  # transformers may have a default
     return drawn | _sampling(model, ids, mask, {**merged, "do_sample": mode == "ovr", "top_k": top_k}, own)
 
 
@@ -274,13 +274,14 @@ def _sampling(
     implied = any(merged.get(name) is not None for name in (*WARPERS, "seed", "generator"))
     sampling = bool(merged.get("do_sample", implied)) and temperature != 0.0
     ends = merged.get("eos_token_id", model.config.eos_token_id)
-    settings = {n: merged[n] for n in (*OF_LOGITS, *SAMPLING, "pad_token_id", "max_length", "num_beams") if n in merged}
+    settings = {n: merged[n] for n in (*OF_LOGITS, *SAMPLING, "pad_token_id", "max_length") if n in merged}
     settings |= {"do_sample": sampling, "eos_token_id": None if ends == [] else ends}  # []: there is no end
     if not sampling:
         settings.pop("temperature", None)
     rows = max(merged.get("num_beams") or 1, merged.get("num_return_sequences") or 1)  # texts of a prompt
     with refused_by_transformers():
         config = GenerationConfig(**settings)
+        config.num_beams, config.num_return_sequences = merged.get("num_beams") or 1, rows
         model._prepare_special_tokens(config, True, device=ids.device)
         found = model._get_logits_processor(
             config,

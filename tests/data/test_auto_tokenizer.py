@@ -8,6 +8,7 @@ import random
 import unicodedata
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.exported import TEXTS
@@ -184,6 +185,12 @@ def test_decoding_without_values_shows_num(tokenizer: CausalQwenTokenizer) -> No
     assert tokenizer.decode(torch.tensor(ids), skip_special_tokens=True) == "he paid <NUM> for the tea"
     assert tokenizer.batch_decode([ids, ids[:1]], [values, values[:1]], skip_special_tokens=True)[0] == text[:-13]
     assert tokenizer.decode([ids], [values]) == [text]
+    cut = [torch.tensor(ids)[2:], torch.tensor(ids[:1])]  # as usual code cuts prompts off: a list of tensors
+    assert tokenizer.batch_decode(cut, [torch.tensor(values)[2:], np.zeros(1)]) == tokenizer.batch_decode(
+        [ids[2:], ids[:1]], [values[2:], [0.0]]
+    )
+    assert tokenizer.decode(list(torch.tensor(ids)), values) == text
+    assert tokenizer.decode(torch.tensor(tokenizer.num_token_id), torch.tensor(2.5)) == "2.5"
     assert tokenizer.decode([]) == ""
 
 

@@ -71,6 +71,21 @@ def test_compatible_generates_what_the_base_generates(pair, prompts, options: di
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("options", [{}, {"num_return_sequences": 3, "top_k": 0, "do_sample": True}, {"num_beams": 2}])
+def test_each_prompts_own_words_are_allowed(pair, prompts, options: dict[str, Any]) -> None:
+    """prefix_allowed_tokens_fn is told which prompt a text continues, however many texts that prompt has."""
+    base, model = pair
+    ids, mask = prompts
+    given = {"max_new_tokens": 4, "prefix_allowed_tokens_fn": lambda prompt, text: range(20 * prompt, 20 * prompt + 9)}
+    torch.manual_seed(5)
+    expected = base.generate(ids, attention_mask=mask, **{"do_sample": False, **given, **options})
+    torch.manual_seed(5)
+    assert torch.equal(model.generate(ids, attention_mask=mask, mode="compatible", **given, **options), expected)
+    found = model.generate(ids, attention_mask=mask, **given)[:, 7:]
+    starts = torch.arange(0, 80, 20)[:, None]
+    assert bool(((found >= starts) & (found < starts + 9)).all())
+
+
 @pytest.mark.parametrize("copies", [1, 2])
 def test_without_a_mask_padding_is_inferred_as_in_transformers(pair, prompts, copies: int) -> None:
     base, model = pair
