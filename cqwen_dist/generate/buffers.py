@@ -89,11 +89,9 @@ class Kept:
 
     @classmethod
     def of(cls, model: Any) -> Kept:
-        """The kept state of this model; created on first use."""
-        if not isinstance(getattr(model, "kept_decoding", None), cls):
-            model.kept_decoding = cls()
-        found: Kept = model.kept_decoding
-        return found
+        """Take the kept state from this model. Empty at first, and while a generation of another thread has it."""
+        found = vars(model).pop("kept_decoding", None)
+        return found if isinstance(found, cls) else cls()
 
     def __deepcopy__(self, memo: Any) -> Kept:
         return Kept()

@@ -276,7 +276,9 @@ class _Continuation:
         ids, numbers = self.now.ids[:, :end], self.now.numbers.until(end)
         if self.kept is None:
             return ids, numbers
-        return ids.clone(), numbers.clone()  # the next generation reuses this memory
+        found = ids.clone(), numbers.clone()
+        self.model.kept_decoding = self.kept  # the next generation reuses this memory
+        return found
 
 
 def whole_step(text: _Continuation) -> None:

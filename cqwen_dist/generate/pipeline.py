@@ -25,8 +25,8 @@ class CausalQwenTextGeneration(TextGenerationPipeline):
     _default_generation_config = GenerationConfig(max_new_tokens=256)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        model = kwargs["model"] if "model" in kwargs else args[0]
-        if getattr(model.config, "model_type", None) != "causal_qwen":
+        config = getattr(kwargs.get("model", next(iter(args), None)), "config", None)  # None: a copy is made
+        if getattr(config, "model_type", "causal_qwen") != "causal_qwen":
             return TextGenerationPipeline(*args, **kwargs)
         return super().__new__(cls)
 
@@ -38,23 +38,22 @@ class CausalQwenTextGeneration(TextGenerationPipeline):
     def postprocess(self, model_outputs: Any, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
         """One record per text, as in the standard pipeline."""
         start = model_outputs["input_ids"].shape[-1]
-        rows = [model_outputs.pop(name)[0] for name in ("generated_sequence", "numeric_values", "numeric_intervals")]
+        numbers_of = [model_outputs.pop(name)[0] for name in ("numeric_values", "numeric_intervals")]
+        rows = zip(model_outputs["generated_sequence"][0], *numbers_of, strict=True)
         tokenizer: Any = self.tokenizer
         records = []
-        try:
-            for ids, values, ends in zip(*rows, strict=True):
-                reading = copy.copy(tokenizer)
-                before = gap(ids, start, tokenizer.num_token_id)
-                reading.decode = partial(_decoded, tokenizer, before, values[start:])
-                self.tokenizer = reading
-                one = {**model_outputs, "generated_sequence": ids[None, None]}
-                at = [i for i in range(start, len(ids)) if not ends[i].isnan().any()]
-                levels = [f"{level:g}" for level in LEVELS]
-                intervals = {i: dict(zip(levels, map(tuple, ends[i].tolist()), strict=True)) for i in at}
-                numbers = [{"value": float(values[i]), "intervals": intervals[i]} for i in at]
-                records += [{**record, "numbers": numbers} for record in super().postprocess(one, *args, **kwargs)]
-        finally:
-            self.tokenizer = tokenizer
+        for row, (ids, values, ends) in enumerate(rows):
+            one = copy.copy(self)  # other threads use this pipeline too
+            one.tokenizer = reading = copy.copy(tokenizer)
+            before = gap(ids, start, tokenizer.num_token_id)
+            reading.decode = partial(_decoded, tokenizer, before, values[start:])
+            own = {k: v if k in ("input_ids", "prompt_text") else v[:, row : row + 1] for k, v in model_outputs.items()}
+            at = [i for i in range(start, len(ids)) if not ends[i].isnan().any()]
+            levels = [f"{level:g}" for level in LEVELS]
+            intervals = {i: dict(zip(levels, map(tuple, ends[i].tolist()), strict=True)) for i in at}
+            numbers = [{"value": float(values[i]), "intervals": intervals[i]} for i in at]
+            found = super(CausalQwenTextGeneration, one).postprocess(own, *args, **kwargs)
+            records += [{**record, "numbers": numbers} for record in found]
         return records
 
 

@@ -8,6 +8,7 @@ Shape letters: B prompts, R rows (B times the beams), T positions of a prompt, t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -139,16 +140,12 @@ class NumberGenerationMixin(GenerationMixin):
         numbers = LoopNumbers(self.model, prompt, config.mode, call.digits)
         if config.use_cache in (None, True) and config.cache_implementation in (None, "dynamic"):
             shown[self.cache_name] = self._cache_of(None, True)  # transformers' own does not know the base's layers
-        own, self.generation_config = self.generation_config, GenerationConfig()  # the call's is whole
-        try:
-            with torch.random.fork_rng(on_gpu, enabled=call.seed is not None), refused_by_transformers():
-                if call.seed is not None:
-                    torch.manual_seed(call.seed)
-                return GenerationMixin.generate(
-                    self, attention_mask=prompt.mask, numbers=numbers, **{**shown, **call.given}
-                )
-        finally:
-            self.generation_config = own
+        writer = copy.copy(self)  # another thread may read the config of the model meanwhile
+        writer.generation_config = GenerationConfig()  # the call's is whole
+        with torch.random.fork_rng(on_gpu, enabled=call.seed is not None), refused_by_transformers():
+            if call.seed is not None:
+                torch.manual_seed(call.seed)
+            return GenerationMixin.generate(writer, attention_mask=prompt.mask, numbers=numbers, **shown | call.given)
 
     def numbers_in(self, sequences: Tensor, prompt: Prompt, call: LoopCall) -> GeneratedNumbers:
         """The numbers of what a loop has written, aligned with its sequences [R,t]. The texts are read once more."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from threading import local
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cqwen_dist.heads.precision import keeping_fp32
+
+INSIDE = local()  # .reading: whether a table is called by its owner, in this thread; PEFT's copy of a table sees it too
 
 
 def phi(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -53,7 +56,6 @@ class NumericalAwareEmbedding(nn.Module):
         is [1+2K,H] and multiplies `value_features`."""
         super().__init__()
         self.take_table(token_embedding)
-        self.reading = False  # whether the table's caller is this module
         self.num_token_id = num_token_id
         self.periods = tuple(periods)
         self.w_num_shape = (1 + 2 * len(periods), hidden_size) if periods else (hidden_size,)
@@ -72,7 +74,7 @@ class NumericalAwareEmbedding(nn.Module):
 
     def _with_num_row(self, table: nn.Module, given: tuple[Tensor, ...], rows: Tensor) -> Tensor:
         """Rows of the table [...,H] with `num_row` at <NUM>. `forward` adds it itself, in fp32 and with the number."""
-        if self.reading or self.num_token_id is None:
+        if getattr(INSIDE, "reading", False) or self.num_token_id is None:
             return rows
         num = (given[0] == self.num_token_id).unsqueeze(-1)
         return torch.where(num, rows.float() + self.num_row.float(), rows.float()).to(rows.dtype)
@@ -96,11 +98,11 @@ class NumericalAwareEmbedding(nn.Module):
 
         inputs_embeds [B,T,H]: used instead of ids. They contain `num_row` if the token table made them.
         """
-        self.reading = True
+        INSIDE.reading = True
         try:
             base = self.token_embedding(input_ids) if inputs_embeds is None else inputs_embeds
         finally:
-            self.reading = False
+            INSIDE.reading = False
         w_num, num_row = (self.w_num, self.num_row) if self._instead is None else self._instead
         dtype = torch.promote_types(w_num.dtype, torch.float32)
         features, rows = value_features(numeric_values, self.periods, dtype), w_num.to(dtype).view(-1, w_num.shape[-1])
