@@ -18,8 +18,7 @@ _SAYS = re.compile(r"\ufeff?\"?sep=(.)\"?\s*", re.IGNORECASE)  # Excel's first l
 
 def delimiter_of(header: str) -> str:
     """Most frequent of comma, semicolon, tab and bar outside quotes; comma if there is none."""
-    bare = _QUOTED.sub("", header)
-    return max(_DELIMITERS, key=bare.count)
+    return max(_DELIMITERS, key=_QUOTED.sub("", header).count)
 
 
 def said_delimiter(line: str) -> str | None:

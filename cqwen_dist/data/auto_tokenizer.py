@@ -271,11 +271,10 @@ class _NumberBackend:
 
 def _padded_values(values: Any, ids: Any, side: str) -> Any:
     """Values padded with zeros on `side`, float64, in the ids' shape and type (list, tensor or array)."""
-    values = _listed(values)
-    single = _is_one_row(ids)
+    values, single = _listed(values), _is_one_row(ids)
     rows = []
     for row, padded in zip([values] if single else values, [ids] if single else ids, strict=True):
-        own, zeros = [float(v) for v in row], [0.0] * (len(padded) - len(row))
+        own, zeros = [*map(float, row)], [0.0] * (len(padded) - len(row))
         rows.append(zeros + own if side == "left" else own + zeros)
     return _as(ids, rows[0] if single else rows)
 

@@ -278,10 +278,11 @@ def _sampling(
     settings |= {"do_sample": sampling, "eos_token_id": None if ends == [] else ends}  # []: there is no end
     if not sampling:
         settings.pop("temperature", None)
-    rows = max(merged.get("num_beams") or 1, merged.get("num_return_sequences") or 1)  # texts of a prompt
+    beams = merged.get("num_beams") or 1
+    rows = max(beams, merged.get("num_return_sequences") or 1)  # texts of a prompt
     with refused_by_transformers():
         config = GenerationConfig(**settings)
-        config.num_beams, config.num_return_sequences = merged.get("num_beams") or 1, rows
+        config.num_beams, config.num_return_sequences = beams, rows
         model._prepare_special_tokens(config, True, device=ids.device)
         found = model._get_logits_processor(
             config,

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from cqwen_dist.heads.precision import keeping_fp32
 
-INSIDE = local()  # .reading: whether a table is called by its owner, in this thread; PEFT's copy of a table sees it too
-
 
 def phi(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """sign(v) ln(1+|v|) (S0 1.3), computed in float64, rounded to dtype; phi(0) = 0 exactly."""
@@ -43,6 +41,8 @@ class NumericalAwareEmbedding(nn.Module):
     phi(0) = 0, so text positions equal the token embedding exactly. The table stays frozen, as it may be tied to the
     base's output head. So the `<NUM>` row is trained as the difference `num_row` from its inherited row.
     """
+
+    inside = local()  # .reading: whether this thread reads a table for its owner; PEFT's copies of a table see it too
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class NumericalAwareEmbedding(nn.Module):
 
     def _with_num_row(self, table: nn.Module, given: tuple[Tensor, ...], rows: Tensor) -> Tensor:
         """Rows of the table [...,H] with `num_row` at <NUM>. `forward` adds it itself, in fp32 and with the number."""
-        if getattr(INSIDE, "reading", False) or self.num_token_id is None:
+        if getattr(self.inside, "reading", False) or self.num_token_id is None:
             return rows
         num = (given[0] == self.num_token_id).unsqueeze(-1)
         return torch.where(num, rows.float() + self.num_row.float(), rows.float()).to(rows.dtype)
@@ -98,11 +98,11 @@ class NumericalAwareEmbedding(nn.Module):
 
         inputs_embeds [B,T,H]: used instead of ids. They contain `num_row` if the token table made them.
         """
-        INSIDE.reading = True
+        self.inside.reading = True
         try:
             base = self.token_embedding(input_ids) if inputs_embeds is None else inputs_embeds
         finally:
-            INSIDE.reading = False
+            self.inside.reading = False
         w_num, num_row = (self.w_num, self.num_row) if self._instead is None else self._instead
         dtype = torch.promote_types(w_num.dtype, torch.float32)
         features, rows = value_features(numeric_values, self.periods, dtype), w_num.to(dtype).view(-1, w_num.shape[-1])

@@ -60,5 +60,4 @@ def _refuse_differences(everyone: list[tuple[str, Facts]]) -> None:
 
 def first_of_host() -> bool:
     """Whether this rank is the first on its host, and so the one that reads large files. Collective over the world."""
-    hosts = gather_objects(platform.node())
-    return hosts.index(platform.node()) == dist.get_rank()
+    return gather_objects(platform.node()).index(platform.node()) == dist.get_rank()
