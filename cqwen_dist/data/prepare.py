@@ -149,7 +149,7 @@ class _Build:
             found = (blocks(source, config, "data.eval") for source in as_list(config.eval))
             overflows["eval"] = self._write("eval", chain.from_iterable(found))
         (self.folder / _DIGESTS).unlink(missing_ok=True)
-        if self.first:
+        if any(map(len, self.first)):
             # Choose among all texts, then drop those with a bad length: the same choice as for data in memory.
             out = held_out(np.concatenate(self.first), config.eval_fraction)[np.concatenate(self.stays)]
             np.save(self.folder / HELD_OUT, np.flatnonzero(out))

@@ -167,7 +167,7 @@ class TokenStore:
         texts: [m] ascending; None: all.
         """
         # One hash per column, so that the result does not depend on batch boundaries.
-        parts = [hashlib.sha256() for _ in range(7)]
+        parts, further = [hashlib.sha256() for _ in range(7)], []
         for b, batch in enumerate(self._batches):
             if texts is not None:
                 low, high = np.searchsorted(texts, self._first[b : b + 2])
@@ -176,10 +176,11 @@ class TokenStore:
             counts = [np.diff(lists.at).astype(np.int64) for lists in (view.ids, view.numbers, view.unlearnt)]
             for part, array in zip(parts, [*(lists.values for lists in view[:4]), *counts], strict=True):
                 part.update(np.ascontiguousarray(array).data)
-            for lists in (view.labels, view.more):
-                if len(lists.values):  # empty columns are skipped, so older digests stay valid
-                    parts[-1].update(np.ascontiguousarray(lists.values).data)
-                    parts[-1].update(np.diff(lists.at).data)
+            further.append([array for lists in (view.labels, view.more) for array in (lists.values, np.diff(lists.at))])
+        columns = [np.concatenate(arrays) for arrays in zip(*further, strict=True)]
+        for values, sizes in zip(columns[::2], columns[1::2], strict=True):
+            if len(values):  # empty columns are skipped, so older digests stay valid
+                parts[-1].update(values.tobytes() + sizes.tobytes())
         return hashlib.sha256(b"".join(part.digest() for part in parts)).hexdigest()
 
 

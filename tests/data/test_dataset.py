@@ -129,6 +129,20 @@ def test_long_texts_are_cut_truncated_or_dropped_and_counted(tokenizer: Numerica
         found["drop"].with_length(3)
 
 
+def test_a_digest_does_not_depend_on_how_texts_are_batched(
+    tokenizer: NumericalAwareTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = DataConfig(train="here")
+    texts = [
+        Text(f"a {i}", "here", labels=(("a", i == 3),) if i % 3 else (), more=(i,) if i % 2 else ()) for i in range(9)
+    ]
+    whole = tokenise(texts, tokenizer, config)
+    monkeypatch.setattr("cqwen_dist.data.sources.CHUNK", 2)
+    assert tokenise(texts, tokenizer, config).digest() == whole.digest(), "prepared data goes on with a run in memory"
+    others = [text._replace(more=(7.0,)) if text.more else text for text in texts]
+    assert tokenise(others, tokenizer, config).digest() != whole.digest()
+
+
 def test_load_datasets_gives_a_runs_datasets(tokenizer: NumericalAwareTokenizer, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": t}) + "\n" for t in [*diabetes_texts("train"), ""]))
@@ -138,8 +152,10 @@ def test_load_datasets_gives_a_runs_datasets(tokenizer: NumericalAwareTokenizer,
     assert (len(loaded.train), len(loaded.eval)) == (342, 100)
     assert loaded.lines()[0] == f"skipped: 1 x empty text, first at {path}:343"
     path.write_text('{"text": ""}\n')
-    with pytest.raises(UserError, match=r"data\.train: found no usable text"):
-        load_datasets(config, tokenizer)
+    parts = config.model_copy(update={"eval": None, "eval_fraction": 0.1, "cache_dir": str(tmp_path / "cache")})
+    for of_nothing in (config, parts):
+        with pytest.raises(UserError, match=r"data\.train: found no usable text"):
+            load_datasets(of_nothing, tokenizer)
     path.write_text('{"text": "a"}\n')
     assert load_datasets(DataConfig(train=str(path)), tokenizer).eval is None
 
