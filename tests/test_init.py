@@ -135,6 +135,11 @@ def test_the_defaults_for_little_data_learn_and_reach_their_rate(
         ('{"b": 1}\n', ("--target", "b"), "--data: found 'b', allowed: b and a further column"),
         ('{"a": 1, "b:c": 1}\n', ("--target", "b:c"), "allowed: b:c and a further column, without {}:! in their names"),
         ('{"a": "x", "b": 1}\n', ("--target", "a"), "--target: found 'x', allowed: numbers in the column a"),
+        (
+            '{"text": ""}\n{"text": "x 1"}\n',
+            (),
+            "data.jsonl:1: empty text: found '', allowed: a text that is not empty",
+        ),
         ('{"text": "x 1"}\n', ("--base", "."), "--base: found '.', allowed: a folder with a config.json"),
     ],
 )

@@ -48,8 +48,7 @@ class Amount(NamedTuple):
 
     def pieces(self, length: int) -> int:
         """Sequences of at most `length` tokens, about: long texts are cut."""
-        pieces = sum(math.ceil(max(n, 1) / length) for n in self.lengths)
-        return round(pieces * self.texts / max(len(self.lengths), 1))
+        return round(sum(math.ceil(n / length) for n in self.lengths) * self.texts / max(len(self.lengths), 1))
 
     def to_hold_out(self) -> float:
         """Share of the texts to hold out."""
@@ -84,7 +83,7 @@ def amount_of(config: DataConfig, base: Path | None = None) -> Amount:
     """Look at the first `MOST` texts of data.train, and count them. base: a folder with a tokenizer, to count tokens;
     else estimated.
 
-    An error in a text ends the look; `Amount` has it.
+    An error in a text ends the look; `Amount` has it. Raises `UserError` if it is in the first.
     """
     texts: list[str] = []
     error, further = None, 0
@@ -93,6 +92,8 @@ def amount_of(config: DataConfig, base: Path | None = None) -> Amount:
         texts.extend(text.text for text in islice(every, MOST))
         further = sum(1 for _ in islice(every, COUNTED - MOST))
     except UserError as met:
+        if not texts:
+            raise
         error = met
     file = None if base is None else base / "tokenizer.json"
     if file is not None and file.is_file():
