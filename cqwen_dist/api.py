@@ -55,6 +55,10 @@ def train(
     """
     from cqwen_dist.console import quiet_libraries
 
+    if not isinstance(callbacks, Sequence):  # an iterator would be at its end after this check
+        raise UserError("callbacks", callbacks, "a list")
+    if not isinstance(overrides or {}, Mapping):
+        raise UserError("overrides", overrides, 'a dict by key, such as {"train.seed": 1}')
     for i, callback in enumerate(callbacks):
         if not isinstance(callback, Callback):
             raise UserError(f"callbacks.{i}", callback, "an object of a class that extends cqwen_dist.Callback")

@@ -66,7 +66,7 @@ class Recorder(Callback):
         self.seen.append(("step", at.step, metrics["train/total_loss"]))
 
     def on_evaluation(self, at: Moment, metrics: Any) -> None:
-        self.seen.append(("evaluation", at.step, metrics["eval/accuracy"]))
+        self.seen.append(("evaluation", at.step, metrics.pop("eval/accuracy")))  # they are the callback's own
         if at.step == self.stop_at:
             at.stop("far enough")
 
@@ -259,6 +259,8 @@ def test_refuses_what_is_not_a_config_data_or_a_callback(one_rank: Path, tmp_pat
     for given, callbacks, match in (
         (None, [], r"^data\.train: found no value"),
         (rows, [Recorder], r"^callbacks\.0: found <class"),
+        (rows, Recorder(), r"^callbacks: found <.*Recorder object.*>, allowed: a list"),
+        (rows, iter([Recorder()]), r"^callbacks: found <list_iterator.*>, allowed: a list"),
         (datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}), [], r"data\.train: found a DatasetDict"),
         ([], [], r"^data\.train: found no row"),
         ([{"text": "a"}, 3], [], r"^row 2: data\.train: found 3, allowed: a text, or"),
@@ -275,6 +277,8 @@ def test_refuses_what_is_not_a_config_data_or_a_callback(one_rank: Path, tmp_pat
         train(3)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"^override train\.seed: train\.seed: found 'x'"):
         train(tree, rows, overrides={"train.seed": "x"})
+    with pytest.raises(UserError, match=r"^overrides: found \['train\.seed=1'\], allowed: a dict by key"):
+        train(tree, rows, overrides=["train.seed=1"])  # type: ignore[arg-type]
 
 
 def test_a_config_may_be_a_file_a_dict_or_objects(tmp_path: Path) -> None:

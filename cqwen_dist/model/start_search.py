@@ -44,8 +44,7 @@ class Histogram(NamedTuple):
         rest = -log_prob_above(gamma * self.norm, self.loc - threshold)
         scale, gap = gamma * self.label_norm, threshold - self.label_loc
         labels = log_prob_above(scale, -gap) - log_prob_above(scale, gap)
-        total = float((self.words * rest).sum() + labels.sum())
-        return total / max(len(self.label_loc), 1)
+        return float((self.words * rest).sum() + labels.sum()) / max(len(self.label_loc), 1)
 
 
 class StartLogits:

@@ -47,7 +47,7 @@ class Trainer:
             if run.config.train.checkpoint_start and run.resume_from is None:
                 self._save()
             if self.place.step == 0 and self.place.figures:
-                self.callbacks.tell("on_evaluation", 0, self.place.stage, self.place.figures)
+                self.callbacks.tell("on_evaluation", 0, self.place.stage, dict(self.place.figures))
             while True:
                 try:
                     self._take_steps()
@@ -213,7 +213,7 @@ class Trainer:
             self.log.add(metrics)
             self.log.flush()  # no extra synchronisation: the evaluation has waited for this step
         if metrics:
-            self.callbacks.tell("on_evaluation", step, self.place.stage, metrics)
+            self.callbacks.tell("on_evaluation", step, self.place.stage, dict(metrics))
         if shown := evaluations.shown(metrics):
             self.run.progress.say(f"  evaluation at step {step}: {shown}")
         return metrics

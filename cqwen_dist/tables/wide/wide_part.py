@@ -176,8 +176,7 @@ def _since(own: Tensor, begin: Tensor, before: Tensor | None) -> Tensor:
 
 def _in_four_digits(values: Tensor) -> Tensor:
     """int64, equal where values agree in their first 14 bits: rounding must not make another word of a number."""
-    bits = values.float().view(torch.int32)
-    return ((bits + 512) >> 10).long()
+    return ((values.float().view(torch.int32) + 512) >> 10).long()
 
 
 def _mixed(x: Tensor) -> Tensor:
