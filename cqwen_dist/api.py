@@ -57,7 +57,7 @@ def train(
 
     if not isinstance(callbacks, Sequence):  # an iterator would be at its end after this check
         raise UserError("callbacks", callbacks, "a list")
-    if not isinstance(overrides or {}, Mapping):
+    if not isinstance(overrides, (Mapping, type(None))):
         raise UserError("overrides", overrides, 'a dict by key, such as {"train.seed": 1}')
     for i, callback in enumerate(callbacks):
         if not isinstance(callback, Callback):

@@ -155,8 +155,7 @@ class Sizes:
     def zero_setting(self, key: str, default: int) -> int:
         """A stage-3 setting: the user's, or DeepSpeed's default."""
         section = self.config.deepspeed.get("zero_optimization", {})
-        value = section.get(key, default) if isinstance(section, dict) else default
-        return int(value)
+        return int(section.get(key, default) if isinstance(section, dict) else default)
 
 
 def stage_sizes(
