@@ -300,7 +300,7 @@ def peak_of(build: Callable[[], Callable[[], None]], device: torch.device) -> in
         before = torch.cuda.memory_allocated()
         work = build()
         gc.collect()
-    return torch.cuda.memory_allocated() - before + (peak_growth_bytes(work, device) or 0)
+        return torch.cuda.memory_allocated() - before + (peak_growth_bytes(work, device) or 0)
     _count_all_threads()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
         work = build()
