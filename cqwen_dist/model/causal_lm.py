@@ -105,7 +105,9 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         """transformers calls this for modules that a checkpoint lacks; ours start as in their constructors."""
         if isinstance(module, (AbductionNetwork, ActionNetwork)):
-            module.reset()
+            # Some of its versions also call it for modules that have been loaded
+            if not all(getattr(part, "_is_hf_initialized", False) for part in module.parameters()):
+                module.reset()
         else:  # the base's own class knows its parts, such as factors that no file has
             transformer: Any = self.model.transformer
             transformer._init_weights(module)

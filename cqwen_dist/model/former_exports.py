@@ -11,7 +11,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 def read_former_exports(model_type: str) -> None:
     """Earlier exports have b_reg and a scalar C of shape []; now they have shape [1], which DeepSpeed needs."""
     names = ("action.reg_bias", "action.threshold")
-    converters: list[Any] = [WeightConverter(name, name, [_InTheShapeOfTheModel()]) for name in names]
+    converters: list[Any] = [WeightConverter(name, name, operations=[_InTheShapeOfTheModel()]) for name in names]
     register_checkpoint_conversion_mapping(model_type, converters, overwrite=True)
 
 
