@@ -4,9 +4,10 @@ PYTHON ?= python3
 # Installed before everything else, so that nothing pulls another build of it; on a GPU machine: make setup TORCH=torch
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
+OLDEST ?= .venv-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup base quickstart demo experiments test test-all test-rounding test-matrix soak test-stand-in test-gpu gpu-table test-cluster conformance \
+.PHONY: help setup base quickstart demo experiments test test-all test-oldest test-rounding test-matrix soak test-stand-in test-gpu gpu-table test-cluster conformance \
   docs lint format clean
 
 help: ## what there is
@@ -38,6 +39,13 @@ test: setup lint ## lint, types and the test suite, on two processes
 
 test-all: setup lint ## with the slow tests (not those that need a GPU or SLURM's daemons)
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not gpu and not cluster'
+
+# In an environment of its own, as uv resolves pyproject.toml to the oldest. On a GPU machine or not, torch brings CUDA libraries (5 GB).
+test-oldest: ## the test suite on the oldest releases that pyproject.toml allows
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install --quiet uv
+	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --editable '.[dev]'
+	$(OLDEST)/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Instructions that every x86-64 has, and sums in other orders: a test that holds on one CPU only fails here.
 OTHER_PATH := MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41
