@@ -6,9 +6,12 @@ import copy
 from functools import partial
 from typing import Any
 
+import transformers
+from packaging import version
 from transformers import GenerationConfig, TextGenerationPipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.streaming import gap
 from cqwen_dist.heads.intervals import LEVELS
 
@@ -28,6 +31,8 @@ class CausalQwenTextGeneration(TextGenerationPipeline):
         config = getattr(kwargs.get("model", next(iter(args), None)), "config", None)  # None: a copy is made
         if getattr(config, "model_type", "causal_qwen") != "causal_qwen":
             return TextGenerationPipeline(*args, **kwargs)
+        if version.parse(transformers.__version__) < version.parse("5.24"):  # it fills in options that nobody has set
+            raise UserError("pipeline", f"transformers {transformers.__version__}", "5.24 or newer, or model.generate")
         return super().__new__(cls)
 
     def _forward(self, model_inputs: Any, **generate_kwargs: Any) -> Any:  # type: ignore[override]  # as the parent's

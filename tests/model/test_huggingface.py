@@ -78,20 +78,6 @@ def test_a_saved_folder_round_trips(shape: str, kind: str, tied: bool, tmp_path:
         assert again.model.abduction.scale_floor == model.model.abduction.scale_floor
 
 
-def test_a_loaded_head_is_not_drawn_anew() -> None:
-    """transformers before 5.12 initialises modules also after it has loaded all of their tensors, which it marks."""
-    model = worn()
-    for part in (model.model.abduction, model.model.action):
-        before = {name: tensor.clone() for name, tensor in part.state_dict().items()}
-        for tensor in part.parameters():
-            tensor._is_hf_initialized = True
-        model._init_weights(part)
-        assert all(torch.equal(tensor, before[name]) for name, tensor in part.state_dict().items())
-    del model.model.action.reg_weight._is_hf_initialized
-    model._init_weights(model.model.action)
-    assert not torch.equal(model.model.action.reg_weight, before["reg_weight"]), "a checkpoint lacks it"
-
-
 def test_config_round_trip_and_registration(tmp_path: Path) -> None:
     config = worn(number_dims=4, lora=LORA).config
     config.save_pretrained(tmp_path)

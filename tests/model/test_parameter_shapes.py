@@ -76,3 +76,17 @@ def test_a_scalar_threshold_counts_for_every_word() -> None:
     assert torch.allclose(*losses, rtol=1e-6)
     per_word = words.model.action.threshold.grad.sum()
     assert torch.allclose(model.model.action.threshold.grad, per_word, rtol=1e-4)
+
+
+def test_a_loaded_head_is_not_drawn_anew() -> None:
+    """transformers before 5.12 initialises modules also after it has loaded all of their tensors, which it marks."""
+    model = tiny_causal_lm()
+    for part in (model.model.abduction, model.model.action):
+        before = {name: tensor.clone() for name, tensor in part.state_dict().items()}
+        for tensor in part.parameters():
+            tensor._is_hf_initialized = True
+        model._init_weights(part)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in part.state_dict().items())
+    del model.model.action.reg_weight._is_hf_initialized
+    model._init_weights(model.model.action)
+    assert not torch.equal(model.model.action.reg_weight, before["reg_weight"]), "a checkpoint lacks it"
