@@ -42,7 +42,7 @@ class _Ids(dict[str, bytes]):
 
 
 class AsciiWords:
-    """Args: backend: a tokenizer for which `suits` holds; plan: its JSON."""
+    """Args: backend: a tokenizer for which `suits` is true; plan: its JSON."""
 
     def __init__(self, backend: Tokenizer, plan: dict[str, Any]) -> None:
         tokens = [token["content"] for token in plan["added_tokens"]]

@@ -92,7 +92,7 @@ def as_text(value: object) -> str | None:
 
 
 def cell_text(value: object) -> str | None:
-    """A table's cell: `as_text`, and one text for one value also where the file holds a text. None: as there."""
+    """A table's cell: `as_text`, and one text for one value also where the file has a text. None: as there."""
     if isinstance(value, (Mapping, list, tuple, np.ndarray)):
         return _json(value)
     text = as_text(value)
