@@ -125,7 +125,7 @@ def test_a_row_without_a_cell_names_what_both_the_verb_and_python_have(tmp_path:
     columns = {"a": {"kind": "text", "empty": 0.0}, "y": {"kind": "number", "empty": 0.0, "form": "1234.5"}}
     learnt, unread = LearntTable.model_validate({"data": data, "columns": columns}), {}
     api._as_learnt([{"a": None}], learnt, learnt.extractor(), unread, print)
-    assert "data.empty_cell, or predict's empty" in str(unread[0])
+    assert "data.empty_cell or predict's empty" in str(unread[0])
     assert "--empty" not in str(unread[0]), "Python has no such option"
 
 
