@@ -50,7 +50,8 @@ def plain_arm(options: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
     seed_everything(options["seed"])
     lora = LoraConfig(**options["lora"], task_type="CAUSAL_LM")
     model = get_peft_model(base, lora).to(runtime.device)
-    with torch.autocast(runtime.device.type, torch.bfloat16, enabled=options["bf16"]):
+    # No cache: it would keep the weights in bf16 as they were at the first step
+    with torch.autocast(runtime.device.type, torch.bfloat16, enabled=options["bf16"], cache_enabled=False):
         losses = [] if options["stage"] is None else _train(model, tokenizer, options)
         model.eval()
         result = {"words": measured_words(plain_scorer(model), options["held_out"], tokenizer, options["base"])}

@@ -21,6 +21,7 @@ from experiments.learn.answers import Predictions, answer_batches, number_metric
 from experiments.learn.arms import BASE, OURS, PLAIN, SCALES, Scale, tasks
 from experiments.learn.corpora import Item, read_items, write_corpora
 from experiments.learn.lanes import Task, run_tasks
+from experiments.learn.plain import plain_arm
 from experiments.learn.words import shared_words
 
 CODE = '''
@@ -162,6 +163,24 @@ def test_each_arm_is_reported_at_its_best_rate(tmp_path: Path, library: Path, mo
 
     (row,) = compare.rows({"ours 0.001": result(3.0), "ours 0.0001": result(2.0)})
     assert (row["lr"], row["words"]["words"]["perplexity"]) == ("0.0001", 2.0)
+
+
+def test_an_ordinary_arm_learns_with_products_in_bf16(tmp_path: Path) -> None:
+    """Autocast may keep a weight in bf16 until its context ends: all steps then see the weights of the first."""
+    data = write_texts(tmp_path / "texts.jsonl", 40)
+    trained = train_tokenizer(data.read_text().splitlines(), 300)
+    trained.save_pretrained(tmp_path / "base")
+    tiny_base(vocab_size=len(trained), max_position_embeddings=512).save_pretrained(tmp_path / "base")
+    toy = Scale(16, 8, problems=8, pieces=2, numbers=3, heads_steps=4, lora_steps=8, batch=8, length=64)
+    (task, *_) = (
+        task
+        for task in tasks(tmp_path, toy, str(tmp_path / "base"), 24, 1.0, bf16=True)
+        if task.kind == "plain" and not task.options["digits"]
+    )
+    task.options["data"]["train"], task.options["stage"]["lr"], task.options["held_out"] = str(data), 0.05, {}
+    with distributed() as runtime:
+        losses = plain_arm(task.options, runtime)["losses"]
+    assert losses[-1] < losses[0] - 0.2, losses
 
 
 def double(options, runtime):
