@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ def offsets_of(counts: np.ndarray | Sequence[int]) -> np.ndarray:
 
 
 class Document(NamedTuple):
-    """The tokens of a text, or of a piece; all [t] arrays have the same length t >= 1."""
+    """The tokens of one text or piece. All [t] arrays have the same length t >= 1."""
 
     ids: np.ndarray  # [t] integers
     values: np.ndarray  # [t] float64; value at <NUM>, 0 at words
@@ -161,26 +162,31 @@ class TokenStore:
                 keep &= np.repeat(mine, np.diff(at))
             yield values if keep.all() else values[keep]
 
+    def _views_of(self, texts: np.ndarray | None) -> Iterator[_View]:
+        """The batches with the given texts only; None: all."""
+        for b, batch in enumerate(self._batches):
+            if texts is not None:
+                low, high = np.searchsorted(texts, self._first[b : b + 2])
+                batch = batch.take(pa.array(texts[low:high] - self._first[b]))
+            yield _view_of(batch)
+
     def digest(self, texts: np.ndarray | None = None) -> str:
         """SHA-256 over ids, numbers, targets and learnt tokens; independent of the batch boundaries.
 
         texts: [m] ascending; None: all.
         """
         # One hash per column, so that the result does not depend on batch boundaries.
-        parts, further = [hashlib.sha256() for _ in range(7)], []
-        for b, batch in enumerate(self._batches):
-            if texts is not None:
-                low, high = np.searchsorted(texts, self._first[b : b + 2])
-                batch = batch.take(pa.array(texts[low:high] - self._first[b]))
-            view = _view_of(batch)
+        parts = [hashlib.sha256() for _ in range(7)]
+        further = set()
+        for view in self._views_of(texts):
             counts = [np.diff(lists.at).astype(np.int64) for lists in (view.ids, view.numbers, view.unlearnt)]
             for part, array in zip(parts, [*(lists.values for lists in view[:4]), *counts], strict=True):
                 part.update(np.ascontiguousarray(array).data)
-            further.append([array for lists in (view.labels, view.more) for array in (lists.values, np.diff(lists.at))])
-        columns = [np.concatenate(arrays) for arrays in zip(*further, strict=True)]
-        for values, sizes in zip(columns[::2], columns[1::2], strict=True):
-            if len(values):  # empty columns are skipped, so older digests stay valid
-                parts[-1].update(values.tobytes() + sizes.tobytes())
+            further |= {name for name in ("labels", "more") if len(getattr(view, name).values)}
+        for name, of_values in product(sorted(further), (True, False)):  # empty columns change no older digest
+            for view in self._views_of(texts):
+                values, at = getattr(view, name)
+                parts[-1].update(np.ascontiguousarray(values if of_values else np.diff(at)).data)
         return hashlib.sha256(b"".join(part.digest() for part in parts)).hexdigest()
 
 
