@@ -69,7 +69,6 @@ class RunStatus:
     def __init__(self, run_dir: Path, main: bool) -> None:
         self._run_dir, self._main = run_dir, main
         before = read_status(run_dir)
-        known = before["status"] != "unknown"
         self._worked = before.get("seconds", 0.0)  # in earlier starts
         self._began = self._written = time.monotonic()
         self._fields: dict[str, Any] = {
@@ -80,7 +79,7 @@ class RunStatus:
             "seconds": self._worked,
             "eta_s": None,
             "checkpoint": before.get("checkpoint"),
-            "restarts": before.get("restarts", 0) + known,
+            "restarts": before.get("restarts", 0) + (before["status"] != "unknown"),
             "reason": None,
             "host": platform.node(),
             "pid": os.getpid(),
@@ -95,12 +94,10 @@ class RunStatus:
         """Note the run's position. The file is written every few seconds."""
         if not self._main:
             return
-        now = time.monotonic()
-        left = None if eta_s is None else round(eta_s, 1)
-        self._fields.update(step=step, total_steps=total_steps, stage=stage, eta_s=left)
+        self._fields.update(step=step, total_steps=total_steps, stage=stage, eta_s=eta_s and round(eta_s, 1))
         if checkpoint not in (None, self._fields["checkpoint"]):
             self.write(checkpoint=checkpoint)
-        elif now - self._written > BEAT_S:
+        elif time.monotonic() - self._written > BEAT_S:
             self.write()
 
     def write(self, **fields: Any) -> None:

@@ -33,6 +33,7 @@ from cqwen_dist.training.zero.settings import deepspeed_config
 
 _GPUS = re.compile(r"--gres[= ].*gpu|--gpus|-G")  # sbatch options that request GPUs
 _ARRAY = re.compile(r"--array\b|-a\b|-a\d")
+_LIMIT = re.compile(r"--time[= ]|-t")
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 
 
@@ -66,7 +67,7 @@ class Resources:
         for option in self.options:
             if not option.startswith("-"):
                 raise UserError("--sbatch", option, "an option of sbatch, such as --mem=0")
-            if re.match(r"--time[= ]|-t", option):
+            if _LIMIT.match(option):
                 raise UserError("--sbatch", option, "--time of cqwen submit, which knows --warn-s")
             if _ARRAY.match(option):
                 raise UserError("--sbatch", option, "one run a job; slurm/sweep.sbatch queues an array of runs")

@@ -40,9 +40,8 @@ class Progress:
 
     def begin(self, total_steps: int, start_step: int) -> None:
         """Start of training: measure the speed from here."""
-        self.total, self.left_s = total_steps, None
+        self.total, self.left_s, self._stage = total_steps, None, ""
         self._began = self._shown = time.monotonic()
-        self._stage = ""
         self._recent = deque([(start_step, self._began, 0)], RECENT + 1)  # step, its end, tokens up to it
 
     def step(self, step: int, stage: str, tokens: int, record: Mapping[str, Any], force: bool = False) -> None:
