@@ -150,8 +150,8 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
                 raise UserError(odd, True, "False: special tokens of a text are special tokens")
         if isinstance(text, (list, tuple)) and not text and not given.get("is_split_into_words"):
             return BatchEncoding({"input_ids": [], "numeric_values": []}, [], tensor_type=given.get("return_tensors"))
-        # transformers calls `_tokenizer` to truncate, pad and return overflowing windows. A shallow copy with a backend
-        # that reads numbers keeps all of that, and keeps concurrent calls apart.
+        # transformers calls `_tokenizer` to truncate, pad and return overflowing windows. This copy has a backend that
+        # reads numbers. Each call has its own copy, so concurrent calls do not meet.
         reading = copy.copy(self)
         reading._tokenizer = backend = _NumberBackend(self._tokenizer, self.reader)
         encoded = super(CausalQwenTokenizer, reading)._encode_plus(text, *args, **given)

@@ -32,7 +32,7 @@ def json_line(line: bytes) -> Mapping[str, Any] | None:
 
 
 def whole(lines: Lines) -> dict[str, Any] | None:
-    """The object that is the whole .json file; None if it has one a line, as JSONL has."""
+    """The one object of a .json file; None if the file has an object per line, like JSONL."""
     try:
         record = _JSON.decode(lines.some(MAX_TEXT).decode("utf-8-sig").strip())
     except (ValueError, RecursionError, BadLine):

@@ -6,7 +6,7 @@ has spare rows (V is 151,936 or 152,064, the tokenizer uses 151,665). If there i
 (`model.base_loading.add_rows`). `cqwen_dist.batch` explains the shape letters.
 
 A text begins as the base tokenizer begins it: with <s> in Llama and Mistral, with nothing in Qwen. It ends with one end
-token. A chat begins as its template says. All code that reads texts takes `begin` and `eos_token_id` from here.
+token. A chat begins as its template says. All readers of texts take `begin` and `eos_token_id` from this module.
 """
 
 from __future__ import annotations

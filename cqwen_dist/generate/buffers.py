@@ -24,7 +24,7 @@ ROOM = 64  # size step of a static cache in positions: texts of similar lengths 
 
 @dataclass(frozen=True)
 class Buffers:
-    """The tensors that a step reads and writes. The write position `at` is a device tensor, so shapes stay fixed."""
+    """The tensors of a step. The write position `at` is a device tensor, so shapes stay fixed."""
 
     ids: Tensor  # [B,T'] int64; padding at unwritten positions
     numbers: GeneratedNumbers  # [B,T'] each

@@ -206,7 +206,7 @@ def _mask_of(model: Any, ids: Tensor, merged: dict[str, Any]) -> Tensor | None:
 
 
 def _set(config: GenerationConfig | None, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The options of a generation config that are set and differ from `known`."""
+    """Options that a generation config sets to other values than `known` has."""
     if config is None:
         return {}
     recorded = ("transformers_version", "bos_token_id")

@@ -54,7 +54,7 @@ class Entries(NamedTuple):
 
 
 class WideState(NamedTuple):
-    """What the tokens that follow need of the text so far."""
+    """State of the text so far, for the tokens that follow."""
 
     symbols: Tensor  # [B,GRAMS-1] the last ones
     sums: Tensor  # [KINDS * FOLDS,B]
@@ -168,7 +168,7 @@ def _symbols_before(symbols: Tensor, state: WideState | None) -> Tensor:
 
 
 def _since(own: Tensor, begin: Tensor, before: Tensor | None) -> Tensor:
-    """Sums of [...,B,T] from begin [B,T] up to each position; where begin is negative, `before` [...,B] in addition."""
+    """Sums of [...,B,T] from begin [B,T] to each position. A negative begin also adds `before` [...,B]."""
     sums = own.cumsum(-1)
     sums = sums - F.pad(sums, (1, 0))[..., :-1].gather(-1, begin.clamp(min=0).expand_as(sums))
     return sums if before is None else sums + (begin < 0) * before.unsqueeze(-1)
