@@ -288,5 +288,6 @@ def test_the_logits_of_a_mode_tell_words_apart_whose_log_p_ties(model, prompts) 
         action.threshold[:] = 1e9
         action.threshold[7:9] = 0.0
         out = twin(ids, values, mask, mode="standard", output_log_probs=True)
-    assert (out.log_probs.argmax(-1) == 7).all(), "log P of both words is the same number"
+    log_p = out.log_probs[..., 7:9]  # 6e-8 apart, a 16th of what fp32 resolves there: a few may round apart
+    assert (log_p[..., 0] == log_p[..., 1]).float().mean() > 0.5, "log P of both words is the same number"
     assert (out.logits.argmax(-1) == 8).all()
