@@ -19,7 +19,8 @@ from cqwen_dist.cluster.batch import read_history
 from cqwen_dist.cluster.hostfile import read_hostfile
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.parallel.hang import HangWatch
-from cqwen_dist.run.files import appearing, read_lines, read_object
+from cqwen_dist.run.appearing import appearing
+from cqwen_dist.run.files import read_lines, read_object
 from cqwen_dist.run.folder import open_run
 from cqwen_dist.run.lock import run_lock
 from cqwen_dist.training.telemetry.metrics import MetricsFile

@@ -241,6 +241,8 @@ class DataConfig(Section):
             sources = len(self.train) if isinstance(self.train, list) else 1
             if len(self.weights) != sources:
                 raise refused("weights", self.weights, f"one weight for each of the {sources} sources of data.train")
+        if self.deduplicate and self.weights is not None and self.mix_until == "all":
+            raise refused("deduplicate", Said("would remove the repeats that data.mix_until: all asks for"))
         if None not in (self.min_tokens, self.max_tokens) and self.min_tokens > self.max_tokens:  # type: ignore[operator]
             raise refused("min_tokens", self.min_tokens, f"at most data.max_tokens ({self.max_tokens})")
         return self

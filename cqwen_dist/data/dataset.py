@@ -38,6 +38,7 @@ class DataReport:
     lost: int = 0  # unused tokens of truncated and dropped texts
     lost_learnt: int = 0  # those of them that would have been learnt
     unlearnt: int = 0  # pieces left out, since no token in them is learnt
+    learnt_too: int = 0  # held-out texts that are training texts too
 
     def lines(self, name: str) -> list[str]:
         """Format the counts for people."""
@@ -57,6 +58,9 @@ class DataReport:
         if self.unlearnt:
             of = f"{self.unlearnt:,} of {self.unlearnt + self.documents:,} pieces left out"
             lines.append(f"{name}: {of}, as no token in them is learnt (data.sequence_length)")
+        if self.learnt_too:
+            which = f"{self.learnt_too:,} of {self.texts:,} texts are in data.train too"
+            lines.append(f"{name}: {which}, so the evaluation flatters the model")
         if self.overflows:
             lines.append(f"{name}: {self.overflows:,} numbers overflow and stay text, first {self.first_overflow}")
         for why, count in (("too short", self.too_short), ("too long", self.too_long)):
@@ -183,6 +187,10 @@ class TextDataset:
         if self._rows is None:
             return sizes
         return np.add.reduceat(sizes[self._rows.pieces], self._rows.begin[:-1]) if len(self) else sizes
+
+    def count_learnt(self, train: TextDataset) -> None:
+        """Count in the report the texts that `train` has too."""
+        self.report.learnt_too = self._store.count_in(train._store)
 
     def text_lengths(self) -> np.ndarray:
         """[texts] int32: tokens in each text."""

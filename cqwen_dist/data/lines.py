@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cqwen_dist.config.data import DataConfig
+from cqwen_dist.config.errors import Said
 from cqwen_dist.data.cells import BadLine
 from cqwen_dist.data.records import MAX_TEXT, too_long
 
@@ -67,9 +68,12 @@ def decoded(line: bytes | BadLine) -> str:
     if isinstance(line, BadLine):
         raise line
     try:
-        return line.decode("utf-8-sig")
+        text = line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         allowed = f"UTF-8 text, such as iconv -f {'UTF-16' if line[0] >= 0xFE else 'WINDOWS-1252'} -t UTF-8 makes"
         if line.startswith((b"\x1f\x8b", b"BZh", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"PK\x03\x04")):
             allowed = "a file that is not packed, or packed by gzip with a name that ends in .gz"
         raise BadLine("not UTF-8", error.object[error.start : error.end], allowed) from None
+    if "\0" in text:
+        raise BadLine("not UTF-8", Said("zero bytes"), "UTF-8 text, such as iconv -f UTF-16LE -t UTF-8 makes")
+    return text

@@ -56,6 +56,8 @@ def load_datasets(
         for name, part in (("train", found.train), ("eval", found.eval)):
             if part is not None and not part.report.texts:
                 raise UserError(f"data.{name}", "no usable text", "one text or more", str(getattr(config, name)))
+        if found.eval is not None:
+            found.eval.count_learnt(found.train)
         return found
     first(lambda: prepare(config, tokenizer))
     return open_prepared(prepare(config, tokenizer), config, tokenizer)

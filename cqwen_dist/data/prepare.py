@@ -35,8 +35,8 @@ from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.chunk import encode_blocks
 from cqwen_dist.data.dataset import DataReport
 from cqwen_dist.data.records import Block, ReadReport
-from cqwen_dist.data.sources import extractor_of, first_of_digests, held_out, read_texts, train_blocks
-from cqwen_dist.data.store import SCHEMA, TokenStore
+from cqwen_dist.data.sources import extractor_of, held_out, read_texts, train_blocks
+from cqwen_dist.data.store import SCHEMA, TokenStore, first_of_digests
 from cqwen_dist.data.tokenise import Tokeniser, count
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.run.files import key_digest, known_digest, sync
@@ -154,8 +154,10 @@ class _Build:
             out = held_out(np.concatenate(self.first), config.eval_fraction)[np.concatenate(self.stays)]
             np.save(self.folder / HELD_OUT, np.flatnonzero(out))
             overflows["eval"], self.reports["eval"] = overflows["train"], DataReport()
-        content = {}
-        for name, (store, texts) in parts_of(self.folder, self.tokenizer.num_token_id).items():
+        content, parts = {}, parts_of(self.folder, self.tokenizer.num_token_id)
+        if config.eval is not None:
+            self.reports["eval"].learnt_too = parts["eval"][0].count_in(parts["train"][0])
+        for name, (store, texts) in parts.items():
             count(self.reports[name], store, texts, overflows[name])
             if not self.reports[name].texts:
                 raise UserError(f"data.{name}", "no usable text", "one text or more", str(getattr(config, name)))
@@ -189,7 +191,7 @@ class _Build:
                 self.reading.duplicates += int((~new).sum())
                 stays = tokeniser.stays(chunk, report, new)
                 if config.eval_fraction:
-                    self.first.append(first_of_digests(chunk.batch.column("digest").to_pylist())[new])
+                    self.first.append(first_of_digests(chunk.batch.column("digest"))[new])
                     self.stays.append(stays[new])
                 batch = chunk.batch.filter(pa.array(stays))
                 if batch.num_rows:

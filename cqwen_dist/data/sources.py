@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import numpy as np
+import pyarrow as pa
 
 from cqwen_dist.config.data import DataConfig, as_list
 from cqwen_dist.config.errors import UserError
@@ -19,6 +20,7 @@ from cqwen_dist.data.cells import BadLine
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.columns import columns_for, forms_by
 from cqwen_dist.data.records import Block, Extractor, ReadReport, Text
+from cqwen_dist.data.store import first_of_digests
 
 CHUNK = 1000  # texts tokenised per call
 _DRAWS = 4096  # sources drawn at a time
@@ -143,7 +145,7 @@ def read_split(config: DataConfig, report: ReadReport, chat: Chat | None = None)
         return train, [t for one in as_list(config.eval) for t in read_texts(one, config, report, "data.eval", chat)]
     if not config.eval_fraction or not train:
         return train, []
-    out = held_out(first_of_digests(map(text_digest, train)), config.eval_fraction)
+    out = held_out(first_of_digests(pa.array(map(text_digest, train), pa.binary(32))), config.eval_fraction)
     rest = [text for text, is_out in zip(train, out, strict=True) if not is_out]
     return rest, [text for text, is_out in zip(train, out, strict=True) if is_out]
 
@@ -154,15 +156,10 @@ def text_digest(text: Text) -> bytes:
     return hashlib.sha256((text.text + extra).encode()).digest()
 
 
-def first_of_digests(digests: Iterable[bytes]) -> np.ndarray:
-    """[n] uint64: first 8 bytes of each digest, enough to distinguish texts."""
-    return np.array([int.from_bytes(digest[:8], "big") for digest in digests], np.uint64)
-
-
 def held_out(first: np.ndarray, fraction: float) -> np.ndarray:
     """[n] bool: texts with the smallest digests. Raises: UserError if every text would be held out.
 
-    first: from `first_of_digests`.
+    first: from `store.first_of_digests`.
     """
     count = math.ceil(fraction * len(first))
     # A threshold, not the first `count` indices: equal texts have equal digests and must stay on one side.

@@ -35,6 +35,12 @@ def offsets_of(counts: np.ndarray | Sequence[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
+def first_of_digests(column: pa.Array) -> np.ndarray:
+    """[n] uint64: first 8 bytes of each digest, enough to distinguish texts. column: n values of 32 bytes."""
+    rows = slice(4 * column.offset, 4 * (column.offset + len(column)), 4)
+    return np.frombuffer(column.buffers()[1] or b"", ">u8")[rows].astype(np.uint64)
+
+
 class Document(NamedTuple):
     """The tokens of one text or piece. All [t] arrays have the same length t >= 1."""
 
@@ -142,6 +148,11 @@ class TokenStore:
             shared = np.minimum(stop, end[piece]) - np.maximum(begin, start[piece] + 1)
             found -= np.bincount(piece, np.maximum(shared, 0), len(found)).astype(np.int64)
         return found
+
+    def count_in(self, other: TokenStore) -> int:
+        """Number of texts that the other store has too."""
+        own, others = ([first_of_digests(b.column("digest")) for b in store._batches] for store in (self, other))
+        return sum(int(np.isin(part, np.concatenate(others)).sum()) for part in own)
 
     def column(self, name: str) -> np.ndarray:
         """An integer column over all texts [n]."""

@@ -34,16 +34,8 @@ from cqwen_dist.data.records import Extractor
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.table import predict_rows, prompts_of, shared_digits, write_table
 from cqwen_dist.number_forms import by_form
-from cqwen_dist.run.files import (
-    BEST,
-    FIT,
-    REPORT,
-    appearing,
-    file_record,
-    not_followed,
-    write_atomically,
-    written_whole,
-)
+from cqwen_dist.run.appearing import appearing
+from cqwen_dist.run.files import BEST, FIT, REPORT, file_record, not_followed, write_atomically, written_whole
 from cqwen_dist.tables.baselines import Rival, baselines
 from cqwen_dist.tables.choices import LEAST_READ, LONGEST, Chosen, Pace, choose, config_text, context_of, measure_pace
 from cqwen_dist.tables.judging import OURS, WIDE_ALONE, conditional, errors, intervals, shown_rows, verdict

@@ -188,6 +188,8 @@ def test_settings_that_contradict_each_other_are_refused(line):
     assert "data.eval_fraction: found 0.1, allowed: 0, as data.eval is given" in line(
         BASE, "data.eval=b", "data.eval_fraction=0.1"
     )
+    mixed = ("data.train=[a.txt, b.txt]", "data.weights=[1, 1]", "data.mix_until=all", "data.deduplicate=true")
+    assert "data.deduplicate: would remove the repeats that data.mix_until: all asks for" in line(BASE, *mixed)
     fixed = line(BASE, "train.thresholds=fixed", "stages.1.train=[thresholds]")
     assert "stages.1.train: found ['thresholds'], allowed: a group that learns (train.thresholds is fixed)" in fixed
 

@@ -102,6 +102,20 @@ def test_prepared_samples_equal_samples_in_memory(
     assert again.train.digest() == mapped.train.digest()
 
 
+def test_held_out_texts_that_are_training_texts_too_are_counted_and_told(
+    tmp_path: Path, tokenizer: NumericalAwareTokenizer
+) -> None:
+    (tmp_path / "train.txt").write_text("".join(f"text {i}\n" for i in range(1500)))
+    (tmp_path / "eval.txt").write_text("text 1\ntext 01\ntext 1499\ntext 1500\ntext 1\n")
+    for data in _both(str(tmp_path / "train.txt"), tmp_path / "cache", tokenizer, eval=str(tmp_path / "eval.txt")):
+        assert data.eval is not None
+        assert data.eval.report.learnt_too == 3
+        assert any("eval: 3 of 5 texts are in data.train too" in line for line in data.lines())
+    for data in _both(str(tmp_path / "train.txt"), tmp_path / "cache", tokenizer, eval_fraction=0.01):
+        assert data.eval is not None
+        assert data.eval.report.learnt_too == 0
+
+
 def test_the_cache_key_depends_on_contents_and_settings_that_change_tokens(
     corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer
 ) -> None:

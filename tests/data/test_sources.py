@@ -61,6 +61,7 @@ def test_a_bad_line_is_an_error_that_names_file_and_line(tmp_path: Path, kind: s
     [
         ("name\ntea 5 €\n".encode("cp1252"), ":2: not UTF-8: .*iconv -f WINDOWS-1252 -t UTF-8"),
         ("name\ntea\n".encode("utf-16"), ":1: not UTF-8: .*iconv -f UTF-16 -t UTF-8"),
+        ("name\ntea\n".encode("utf-16-le"), ":1: not UTF-8: found zero bytes, .*iconv -f UTF-16LE -t UTF-8"),
         (b"name\rtea\r", r":1: broken CSV: .*\\n after a line"),
     ],
 )

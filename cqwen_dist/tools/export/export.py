@@ -33,7 +33,8 @@ from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.heads.intervals import FILE as CALIBRATION
 from cqwen_dist.model import CausalQwenForCausalLM
-from cqwen_dist.run.files import STATE, appearing, read_object
+from cqwen_dist.run.appearing import appearing
+from cqwen_dist.run.files import STATE, read_object
 from cqwen_dist.tools.export.as_base import HELD, plain_model, plain_tokenizer
 from cqwen_dist.tools.export.model_card import model_card, public_name
 
