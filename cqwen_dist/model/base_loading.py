@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
@@ -33,11 +32,10 @@ def load_base(
     """
     loading = quantized_loading(quantize, device or torch.device("cpu"))
     config = base_config(name_or_path, trust_remote_code)
-    path = str(_local_folder(name_or_path) or name_or_path)
+    rows = config.vocab_size if rows_for is None else rows_for(config.vocab_size)
     try:
-        rows = config.vocab_size if rows_for is None else rows_for(config.vocab_size)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
+            str(_local_folder(name_or_path) or name_or_path),
             config=config,
             dtype=dtype,
             use_safetensors=True,
@@ -45,7 +43,7 @@ def load_base(
             output_loading_info=True,
             **loading,
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # transformers raises many kinds of error for a config.json or files that do not fit
         raise base_refusal(name_or_path, error) from None
     base, found = loaded
     if missing := sorted(found["missing_keys"]):  # transformers would initialise them randomly
@@ -67,10 +65,10 @@ def base_config(name_or_path: str, trust_remote_code: bool = False) -> Any:
     path = _local_folder(name_or_path) or name_or_path
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:
         raise base_refusal(name_or_path, error) from None
     found = config.to_dict()
-    part = text_part(found)
+    part = text_part(found, name_or_path)
     architecture(part.get("model_type"), "model_type", name_or_path)
     if part is found:
         return config
@@ -168,7 +166,7 @@ def build_base(settings: dict[str, Any], seed: int) -> PreTrainedModel:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (TypeError, ValueError, RuntimeError, ZeroDivisionError, AttributeError) as error:
+    except Exception as error:
         raise UserError("model.architecture", settings, f"a config that builds ({reason_of(error)})") from None
 
 

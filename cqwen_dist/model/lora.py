@@ -51,9 +51,8 @@ def inject_lora(transformer: nn.Module, config: LoraConfig) -> None:
         inject_adapter_in_model(peft_config(config), transformer, adapter_name=ADAPTER)
     except ValueError as error:
         linear = sorted({n.rsplit(".", 1)[-1] for n, m in transformer.named_modules() if isinstance(m, nn.Linear)})
-        raise UserError(
-            "model.lora.target_modules", config.target_modules, f"names out of {', '.join(linear)}, or all-linear"
-        ) from error
+        allowed = f"names out of {', '.join(linear)}, or all-linear"
+        raise UserError("model.lora.target_modules", config.target_modules, allowed) from error
 
 
 def held_start(lora: dict[str, Any]) -> dict[str, Any]:

@@ -269,7 +269,7 @@ def _read(config: Config) -> dict[str, Any]:
     except UserError as error:
         shown = Said(f"{error.key.removeprefix('model.architecture.')}: {error.found}")
         raise UserError(key, shown, error.allowed, where) from None
-    return found
+    return dict(text_part(found))
 
 
 def feature_parameters(config: Config, architecture: dict[str, Any]) -> int:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.numerics import assert_close
 from support.tiny import CONTEXT, random_batch, random_ids, tiny_base
 
-from cqwen_dist.config import UserError
+from cqwen_dist.config import Config, UserError
 from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.data.tokenizer import train_tokenizer
 from cqwen_dist.model import CausalQwenModel
 from cqwen_dist.model.backbone import FeatureExtractionNetwork
-from cqwen_dist.model.base_loading import base_tokenizer, build_base, load_base
+from cqwen_dist.model.base_loading import base_config, base_tokenizer, build_base, load_base
+from cqwen_dist.sizes.architecture import read_architecture
 
 BASES = [(kind, tied) for kind in ARCHITECTURES for tied in (False, True)]
 
@@ -109,6 +111,41 @@ def test_loading_errors_name_the_cause(tmp_path) -> None:
         build_base({"model_type": "gpt2"}, 0)
     with pytest.raises(UserError, match=r"model\.architecture"):
         build_base({"model_type": "qwen2", "hidden_size": 10, "num_attention_heads": 0}, 0)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}},  # as in Qwen2-VL
+        {"rope_scaling": {"type": "yarn"}},
+        {"hidden_size": "24"},
+        {"dtype": "bf17"},
+        {"pad_token_id": 999},
+    ],
+)
+def test_a_config_that_transformers_refuses_is_one_line(tmp_path: Path, odd: dict[str, Any]) -> None:
+    """It raises KeyError, AttributeError, AssertionError and errors of its own kind."""
+    tiny_base().save_pretrained(tmp_path)
+    found = json.loads((tmp_path / "config.json").read_text())
+    del found["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(found | odd))
+    with pytest.raises(UserError, match=r"^model\.name_or_path: found .* that loads \(.+\)$"):
+        load_base(str(tmp_path), torch.float32)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_weights_that_are_rounded_already_are_refused(tmp_path: Path, nested: bool) -> None:
+    """As in Qwen3.5's FP8 folders: ZeRO-3, and transformers for the text part alone, would leave out their scales."""
+    found: dict[str, Any] = tiny_base("qwen3_5_text").config.to_dict()
+    found = {"model_type": "qwen3_5", "text_config": found} if nested else found
+    rounded = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(found | rounded))
+    config = Config.model_validate({"model": {"name_or_path": str(tmp_path)}, "data": {"train": "x"}})
+    for load in (lambda: base_config(str(tmp_path)), lambda: read_architecture(config)):
+        with pytest.raises(
+            UserError, match=r"quantization_config: .*fp8.*allowed: none: a full base \(model\.quantize"
+        ):
+            load()
 
 
 def test_remote_code_is_never_asked_for_at_the_terminal(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,12 +37,15 @@ _REASONS = {
 _OTHER = "its blocks are not a Llama's"
 
 
-def text_part(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the text model: of a model that also reads images, the part of it that can be a base."""
+def text_part(found: Mapping[str, Any], where: str = "") -> Mapping[str, Any]:
+    """The config of the text model: of a model that also reads images, the part of it that can be a base.
+
+    Raises `UserError` for weights that are rounded already: without their scales they are other numbers."""
+    if (rounded := found.get("quantization_config")) is not None:
+        raise UserError("quantization_config", rounded, "none: a full base (model.quantize rounds it)", where)
     inner = found.get("text_config")
-    if found.get("model_type") in ARCHITECTURES or not isinstance(inner, Mapping):
-        return found
-    if inner.get("model_type") not in ARCHITECTURES or not ARCHITECTURES[inner["model_type"]].nested:
+    kind = ARCHITECTURES.get(str(inner.get("model_type"))) if isinstance(inner, Mapping) else None
+    if found.get("model_type") in ARCHITECTURES or inner is None or kind is None or not kind.nested:
         return found
     tied = bool(inner.get("tie_word_embeddings") or found.get("tie_word_embeddings"))
     return {**inner, "tie_word_embeddings": tied}

@@ -369,6 +369,9 @@ def test_the_architecture_is_read_from_a_model_folder(tmp_path):
         assert by_name(str(tmp_path))["vocab_size"] == rows
     (tmp_path / "tokenizer.json").unlink()
     assert by_name(str(tmp_path)) == SMALL
+    inner = {"model_type": "qwen3_5_text", "max_position_embeddings": 64, "num_attention_heads": 4}
+    file.write_text(json.dumps({"model_type": "qwen3_5", "text_config": inner}))
+    assert by_name(str(tmp_path)) == {**inner, "tie_word_embeddings": False}, "its context and heads are checked"
 
 
 def test_planning_imports_no_torch():
