@@ -73,7 +73,7 @@ class RunStatus:
         self._began = self._written = time.monotonic()
         self._fields: dict[str, Any] = {
             "status": "running",
-            "step": 0,
+            "step": before.get("step", 0),
             "total_steps": None,
             "stage": None,
             "seconds": self._worked,

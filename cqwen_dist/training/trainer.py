@@ -115,6 +115,7 @@ class Trainer:
                 self.place.due, self.place.evaluated = None, True
                 at_end = run.schedule.observe(step, metrics) or at_end
                 run.progress.total = run.schedule.total_steps
+                self.status.write(total_steps=run.schedule.total_steps)
 
             # Save. The log is written first: a run resumed from this checkpoint does not log this step again.
             if saves or at_end:

@@ -5,12 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.runs import cqwen_forked, losses, metrics, train_run, write_config
+from support.runs import cqwen_forked, losses, metrics, set_back, train_run, write_config
 from torch import Tensor
 
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint
 from cqwen_dist.run.files import write_atomically
+from cqwen_dist.run.status import read_status
 
 B1, B2 = 0.9, 0.999
 ENDS = 6  # evaluations after 2, 4 and 6 steps; the base's accuracy does not change
@@ -52,6 +53,15 @@ def test_the_stage_ends_when_evaluation_stops_improving(run: Path) -> None:
     assert saved["stage"] == "heads"
     assert saved["schedule"]["stops"] == [ENDS, ENDS + 4]
     assert state_at(run, ENDS - 1).state["schedule"]["stops"] == [40, 44]
+
+
+def test_the_status_counts_the_steps_that_the_stages_had(run: Path, tmp_path: Path) -> None:
+    """A stage that evaluation ends is shorter than `max_steps`, the run's last one too."""
+    copy = tmp_path / "run"
+    config = set_back(run, copy, ENDS - 1)
+    train_run(config, f"run.dir={copy}", "run.stop_after=heads")
+    status = read_status(copy)
+    assert (status["status"], status["step"], status["total_steps"]) == ("paused", ENDS, ENDS + 4)
 
 
 @pytest.mark.parametrize("step", [3, ENDS, ENDS + 1])

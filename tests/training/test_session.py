@@ -58,9 +58,10 @@ def test_the_place_in_the_schedule_round_trips() -> None:
 
 
 def test_a_status_counts_starts_and_seconds_and_stays_fatal(tmp_path: Path) -> None:
-    write_status(tmp_path, "preempted", seconds=100.0, restarts=1, checkpoint="step-00000004")
+    write_status(tmp_path, "preempted", step=4, seconds=100.0, restarts=1, checkpoint="step-00000004")
     status = RunStatus(tmp_path, main=True)
     found = read_status(tmp_path)
+    assert found["step"] == 4, "a resumed run that fails in its start has not lost its steps"
     assert (found["status"], found["restarts"], found["checkpoint"]) == ("running", 2, "step-00000004")
     assert found["seconds"] >= 100.0
     status.at(6, 10, "heads")
