@@ -25,13 +25,14 @@ def numeral_ids(vocabulary: Mapping[str, int]) -> list[int]:
 
 
 def rows_with_number(vocab_size: int, used: int, num_token_id: int) -> int:
-    """Number of vocabulary rows including <NUM>: `vocab_size`, rounded up to the next block if words use all rows.
+    """Number of vocabulary rows including <NUM>: `vocab_size`, or the next block behind the words if they use all rows.
 
-    used: rows used by the tokenizer. Raises `UserError` if <NUM> or the tokenizer does not fit.
+    used: rows used by the tokenizer; one more than there are, as Gemma 3's has a token for images that its text models
+    lack. Raises `UserError` if <NUM> or the tokenizer does not fit.
     """
     rows = vocab_size
-    if used == vocab_size <= num_token_id:
-        rows = (vocab_size // BLOCK + 1) * BLOCK
+    if vocab_size <= min(used, num_token_id) and used <= vocab_size + 1:
+        rows = (used // BLOCK + 1) * BLOCK
     if max(num_token_id + 1, used) > rows:
         raise UserError(
             "model.num_token_id",
