@@ -50,11 +50,10 @@ test-oldest: ## the test suite on the oldest releases that pyproject.toml allows
 # Instructions that every x86-64 has, and sums in other orders: a test that holds on one CPU only fails here.
 OTHER_PATH := MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41
 MODELS     := tests/ops tests/heads tests/model tests/generate tests/seeds
-ROUNDED    ?= $(MODELS) tests/parallel tests/training
+ORDERS     ?= in-order reversed
 test-rounding: setup ## numerical tests under another code path and other orders of sums
-	$(OTHER_PATH) $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --rounding=by-shape $(ROUNDED)
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --rounding=in-order $(filter $(MODELS),$(ROUNDED))
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --rounding=reversed $(filter $(MODELS),$(ROUNDED))
+	$(OTHER_PATH) $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --rounding=by-shape $(MODELS) tests/parallel tests/training
+	for order in $(ORDERS); do $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --rounding=$$order $(MODELS) || exit 1; done
 
 test-matrix: setup ## ranks x vocabulary groups x ZeRO x precision, whole
 	$(BIN)/pytest tests/matrix -m 'slow or not slow'
