@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pandas
 import pytest
 import torch
@@ -290,6 +291,9 @@ def test_a_config_may_be_a_file_a_dict_or_objects(tmp_path: Path) -> None:
     assert (
         given_config(path, changes) == given_config(tree, changes) == given_config(load_config(path), changes) == known
     )
+    scalars = {"train.seed": np.int64(3), "stages.0.lr": torch.tensor(0.5), "stages.0.steps": torch.tensor([7])[0]}
+    swept = given_config(known, scalars)
+    assert (swept.train.seed, swept.stages[0].lr, swept.stages[0].steps) == (3, 0.5, 7)
     assert given_config(known, {"stages": [Stage(name="a", train=["heads"], steps=2)]}).last_stage == 0
 
 

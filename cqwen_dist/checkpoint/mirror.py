@@ -73,10 +73,10 @@ class Mirror:
                 self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
                 self._thread.start()
 
-    def wait(self) -> None:
+    def wait(self, seconds: float | None = None) -> None:
         """Wait for the uploads in progress. Raises nothing: a store that cannot be reached is told by `say`."""
         if (thread := self._thread) is not None:
-            thread.join()
+            thread.join(seconds)
 
     def _work(self) -> None:
         while True:

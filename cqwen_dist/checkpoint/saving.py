@@ -57,8 +57,8 @@ class Store(Protocol):
     def push(self, name: str) -> None:
         """Start to copy the checkpoint of this name, and return."""
 
-    def wait(self) -> None:
-        """Wait for copies in progress."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait for copies in progress, at most so long."""
 
 
 class Saver:
@@ -123,9 +123,11 @@ class Saver:
             self._mirror.wait()
 
     def close(self, seconds: float = 60.0) -> None:
-        """After the run has failed: let a save in progress finish. Raises nothing."""
+        """After the run has failed: let a save in progress finish, and its copy. Raises nothing."""
         if self._thread is not None:
             self._thread.join(seconds)
+        if self._mirror is not None:
+            self._mirror.wait(seconds)
 
     @torch.no_grad()
     def _copied(self, state: TrainState) -> TrainState:

@@ -31,7 +31,7 @@ MOVED: dict[str, tuple[str, dict[Any, Any]]] = {
     "optimizer.params.weight_decay": ("train.weight_decay", {}),
 }
 # What is done anyway may be said.
-DONE = {
+DONE: dict[str, tuple[Any, ...]] = {
     "optimizer.type": ("AdamW", "Adam"),
     "optimizer.params.betas": ([0.9, 0.999],),
     "optimizer.params.eps": (1e-8,),
@@ -52,6 +52,9 @@ REFUSED = {
     "amp": "train.precision bf16 or fp32",
     "torch_autocast": "train.precision bf16 or fp32",
     "data_types": "nothing: it follows from train.precision and parallel.zero_stage",
+    "tensor_parallel": "parallel.vocab_group_size, or .sequence_group_size for long texts",
+    "activation_checkpointing": "model.gradient_checkpointing",
+    **dict.fromkeys(("pipeline", "hybrid_engine", "data_efficiency", "autotuning"), "nothing: no run here uses it"),
     "zero_optimization.cpu_offload": "parallel.offload: optimizer",
     "zero_optimization.offload_param": "no offload of parameters: each forward pass reads all of them. "
     "parallel.zero_stage 3 divides them over the ranks, model.quantize nf4 makes them smaller",
@@ -87,6 +90,7 @@ _KEYS = {
     "activation_checkpointing": "partition_activations number_checkpoints contiguous_memory_optimization "
     "synchronize_checkpoint_boundary profile cpu_checkpointing",
 }
+DONE |= {f"activation_checkpointing.{key}": (False, None) for key in _KEYS["activation_checkpointing"].split()}
 
 
 def translate(tree: dict[str, Any]) -> None:

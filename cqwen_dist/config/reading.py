@@ -72,11 +72,13 @@ def given_config(given: Config | Mapping[str, Any] | str | Path, overrides: Mapp
 
 
 def _plain(value: Any) -> Any:
-    """Convert sections to dicts and paths to text."""
+    """Convert sections to dicts, paths to text, and NumPy's and torch's scalars to Python's."""
     if isinstance(value, Section):
         return value.model_dump()
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if getattr(value, "shape", None) == ():
+        return value.item()
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

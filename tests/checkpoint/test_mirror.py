@@ -101,6 +101,25 @@ def test_a_checkpoint_stays_while_it_is_uploaded(
     assert [folder.name for folder in list_checkpoints(run)] == ["step-00000004"]
 
 
+def test_a_run_that_fails_waits_for_its_last_upload(
+    one_rank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = Mirror(f"file://{tmp_path}/store", run := _run_with(one_rank, tmp_path / "run", (4,)))
+    put, goes_on = mirror._store.put_file, threading.Event()
+
+    def slow(file: str, there: str) -> None:
+        assert goes_on.wait(60)
+        put(file, there)
+
+    monkeypatch.setattr(mirror._store, "put_file", slow)
+    mirror.push("step-00000004")
+    saver = Saver(run, None, Retention(newest=1), mirror=mirror)  # type: ignore[arg-type]
+    saver.close(0.01)  # a store that does not answer holds no run
+    threading.Timer(0.1, goes_on.set).start()
+    saver.close()
+    assert Mirror(f"file://{tmp_path}/store", tmp_path / "empty").fetch() == "step-00000004"
+
+
 def test_a_run_does_not_replace_another_runs_checkpoints(one_rank: Path, tmp_path: Path) -> None:
     """A copied config: the second run would delete what the first has stored."""
     url, run = f"file://{tmp_path}/store", _run_with(one_rank, tmp_path / "run", (2, 4))

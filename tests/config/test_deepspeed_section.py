@@ -34,6 +34,7 @@ STOCK = """{
     "stage3_prefetch_bucket_size": "auto",
     "stage3_gather_16bit_weights_on_model_save": true
   },
+  "activation_checkpointing": {"partition_activations": false, "number_checkpoints": null},
   "gradient_accumulation_steps": "auto",
   "gradient_clipping": 0.5,
   "steps_per_print": 2000,
@@ -91,6 +92,12 @@ def test_our_key_may_say_the_same_and_nothing_else() -> None:
         ({"zero_optimization": {"stage": 0}}, "parallel.zero_stage: found 0, allowed: 1, 2 or 3 .1 takes the same"),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param.device: .*each forward pass"),
         ({"data_types": {"grad_accum_dtype": "fp32"}}, "data_types.grad_accum_dtype: .*zero_stage"),
+        (
+            {"tensor_parallel": {"autotp_size": 2}},
+            "tensor_parallel.autotp_size: found 2, allowed: parallel.vocab_group_size",
+        ),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "allowed: model.gradient_checkpointing"),
+        ({"pipeline": {"stages": 2}}, "deepspeed.pipeline.stages: found 2, allowed: nothing: no run here uses it"),
         ("none.json", "deepspeed: found 'none.json', allowed: a mapping, or a JSON file with one .No such file"),
     ],
 )

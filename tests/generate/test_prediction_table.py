@@ -146,7 +146,9 @@ def test_rows_that_cannot_be_read_have_empty_cells_and_are_counted(pair) -> None
     assert [row["p_num"] is not None for row in found] == [True, False, False, False, False, True]
     assert all(row[name] is None for row in found[1:5] for name in NUMBER_COLUMNS)
     (alone,) = predict(pair, rows[:1], "{a}")
-    assert {**alone, "p_num": 0} == pytest.approx({**found[0], "p_num": 0})
+    for name in alone:  # six digits are written
+        same = pytest.approx(found[0][name], rel=1e-4) if isinstance(alone[name], float) else found[0][name]
+        assert alone[name] == same or name == "p_num"
     assert said[0].startswith("4 of 6 rows have no prediction, such as record 2: FILE: found '2500 tokens', allowed: ")
     chosen = predict(pair, rows, "{a}", options=[" and", " for"], say=said.append)
     assert [row["chosen"] is not None for row in chosen] == [True, False, False, False, False, True]
