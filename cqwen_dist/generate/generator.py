@@ -108,7 +108,12 @@ class _Continuation:
         # Without padding no mask is passed on: transformers would read a mask on the host in each step
         self.padded = attention_mask is not None and not bool(attention_mask.all())
         self.embeds = inputs_embeds  # until they are in the cache
-        self.static, self.use_cache = settings.static, settings.use_cache or inputs_embeds is not None
+        # LongRoPE turns all positions otherwise in texts longer than its first context: then all words are read again
+        rope = getattr(base, "rope_parameters", None) or {}
+        first = rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else self.total
+        self.turn = first + 1 if prompt <= first < self.total - 1 and inputs_embeds is None else None
+        self.static = settings.static and self.turn is None
+        self.use_cache = settings.use_cache or inputs_embeds is not None
         room = -(-self.total // ROOM) * ROOM if self.static else self.total
         self.now = Buffers.of(model, input_ids, numeric_values, attention_mask, room, self.pad_token_id)
         self.kept = Kept.of(model) if self.static else None
@@ -162,7 +167,10 @@ class _Continuation:
 
     def step(self) -> None:
         """Choose and write the next token of each row; a row that has ended gets padding."""
-        if self.end == self.prompt or not self.use_cache:  # the first step reads the prompt, in a shape of its length
+        if self.end == self.turn and self.use_cache:
+            self.now = replace(self.now, cache=DynamicCache(config=self.model.config.base_config))
+        # The first step reads the prompt, in a shape of its length
+        if self.end in (self.prompt, self.turn) or not self.use_cache:
             u_prime = self.infer(torch.arange(self.end, device=self.now.at.device), self.now.mask[:, : self.end])
             self.write(u_prime, self.choose(u_prime))
         else:

@@ -159,6 +159,20 @@ def test_a_cache_changes_no_generated_token(kind: str) -> None:
         assert torch.equal(model.generate(**prompts, **settings, cache_implementation="static"), plain)
 
 
+def test_a_cache_changes_no_token_where_longrope_turns_to_its_long_factors() -> None:
+    """As in Phi-4-mini behind 4,096 tokens; transformers reads the text again there."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 3, "long_factor": [2.0, 4.0, 8.0]}
+    base = {"rope_parameters": {**rope, "original_max_position_embeddings": 12}}
+    base |= {"original_max_position_embeddings": 12}
+    model = CausalQwenForCausalLM(tiny_model("phi3", base=base).config, tiny_model("phi3", base=base)).eval()
+    for length in (9, 12, 13):
+        prompt, settings = random_ids(2, length), {"max_new_tokens": 12, "mode": "standard"}
+        plain = model.generate(prompt, **settings, use_cache=False)
+        assert len({*plain[0].tolist()}) > 4, "words that would not show it"
+        for kind in ("dynamic", "static"):
+            assert torch.equal(model.generate(prompt, **settings, cache_implementation=kind), plain), (length, kind)
+
+
 def architecture_of(kind: str) -> dict[str, Any]:
     """The tiny base's config, for a run that builds it."""
     config = tiny_base(kind).config.to_diff_dict()
