@@ -54,7 +54,7 @@ class RunData:
     start: dict[str, Any]
     stages: list[Stretch]
     curves: dict[str, Curve]
-    last: dict[str, float]  # the newest value of every metric
+    last: dict[str, float]  # the newest value of every metric, if it is finite
     evaluations: list[dict[str, Any]]  # oldest first
     alarms: list[dict[str, Any]]
     raw: dict[str, list[float]] = field(repr=False)  # every value of every metric, for diagnoses
@@ -81,7 +81,7 @@ def read_run(folder: Path) -> RunData:
     config = load_config(folder / files.CONFIG, [f"run.dir={json.dumps(str(folder))}"], saved=True)
     start = read_object(folder / files.START)
     values: Values = {}
-    stages = _read_metrics(folder / files.METRICS, values)
+    stages, newest = _read_metrics(folder / files.METRICS, values)
     _add_rates(values, config.stages, stages)
     if config.data.eval == "bundled:diabetes/test" and "eval/baseline_mdae" in values:
         from cqwen_dist.tools.diabetes import baselines
@@ -98,17 +98,19 @@ def read_run(folder: Path) -> RunData:
         start=start,
         stages=stages,
         curves={name: _curve(x, y) for name, (x, y) in values.items()},
-        last={name: y[-1] for name, (_, y) in values.items()},
+        last={name: y[-1] for name, (_, y) in values.items() if newest.get(name, y) is not None},
         evaluations=[evaluation for evaluation in found if "step" in evaluation],
         alarms=list(_lines(folder / files.ALARMS)),
         raw={name: y for name, (_, y) in values.items()},
     )
 
 
-def _read_metrics(path: Path, values: Values) -> list[Stretch]:
-    """Add every metric to `values` and return the stages."""
+def _read_metrics(path: Path, values: Values) -> tuple[list[Stretch], dict[str, Any]]:
+    """Add every metric to `values`. Returns the stages and what was logged last under each name."""
     stages: list[Stretch] = []
+    newest: dict[str, Any] = {}
     for record in _lines(path):
+        newest |= record
         step, stage = record.get("step", 0), str(record.get("stage", ""))
         if not stages or stages[-1].name != stage:
             stages.append(Stretch(stage, max(step - 1, 0), step))
@@ -116,7 +118,7 @@ def _read_metrics(path: Path, values: Values) -> list[Stretch]:
         for name, value in record.items():
             if "/" in name:
                 _add(values, name, step, value)
-    return stages
+    return stages, newest
 
 
 def _add_rates(values: Values, stages: Sequence[Stage], taken: Sequence[Stretch]) -> None:

@@ -200,6 +200,17 @@ def test_the_quickstarts_report_has_the_ridge_regression(one_rank: Path, tmp_pat
     assert "always the median 63.5, ridge 40.2" in page
 
 
+def test_a_figure_that_is_infinite_now_is_not_shown_as_it_was_before(one_rank: Path, tmp_path: Path) -> None:
+    """metrics.jsonl has null for it."""
+    (tmp_path / "config.yaml").write_text((one_rank / "config.yaml").read_text())
+    figures = [{"eval/perplexity": 7.5, "eval/reg_mae": None}, {"eval/perplexity": None, "eval/reg_mae": 3.0}]
+    lines = [{"step": step, "stage": "heads", "eval/accuracy": 0.25, **of} for step, of in enumerate(figures)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run(tmp_path)
+    assert run.last == {"eval/accuracy": 0.25, "eval/reg_mae": 3.0}
+    assert run.curves["eval/perplexity"].y == [7.5]
+
+
 def test_the_report_is_not_an_empty_picture(one: Path, tmp_path: Path) -> None:
     """A blank page of this size is a PNG of some 10 kB."""
     picture = tmp_path / "page.png"
