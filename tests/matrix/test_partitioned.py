@@ -123,7 +123,7 @@ def test_head_rows_are_read_from_the_files_tied_or_not(tmp_path: Path) -> None:
         base = tiny_base(tied=tied)
         place = tmp_path / str(tied)
         base.save_pretrained(place)
-        head = WeightFiles(place).head(ARCHITECTURES["qwen2"])
+        head = WeightFiles(place).head(ARCHITECTURES["qwen2"], tied)
         weight = base.get_output_embeddings().weight.detach()
         assert torch.equal(head[:], weight)
         assert torch.equal(head[40:60], weight[40:60])
@@ -180,6 +180,9 @@ def test_refuses_missing_files(tmp_path: Path) -> None:
     tiny_base().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"no model\.layers\.9"):
         WeightFiles(tmp_path).slice_of("model.layers.9.mlp.up_proj.weight")
+    tiny_base(tied=True).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"no lm_head\.weight"):  # as `load_base`, which the export needs
+        WeightFiles(tmp_path).head(ARCHITECTURES["qwen2"], tied=False)
 
 
 def refused_weights(folder: str) -> str:

@@ -67,9 +67,9 @@ class WeightFiles:
         each = ([self.slice_of(f"{folder}.{i}.{part}.weight")[:] for part in parts] for i in range(shape[0]))
         return torch.stack([torch.cat(maps) for maps in each])
 
-    def head(self, base: BaseArchitecture) -> Any:
-        """The output head [V,H]; with tied weights, the token table."""
-        return self.slice_of(base.head if base.head in self._names else base.table)
+    def head(self, base: BaseArchitecture, tied: bool) -> Any:
+        """The output head [V,H]; with tied weights, the token table. Raises `UserError` if it is missing."""
+        return self.slice_of(base.table if tied and base.head not in self._names else base.head)
 
 
 class WithMeanRows:
@@ -109,7 +109,7 @@ def load_partitioned_base(
     names = ARCHITECTURES[shape.model_type]
     rows = shape.vocab_size if rows_for is None else rows_for(shape.vocab_size)
     files = WeightFiles(folder)
-    head, table = files.head(names), files.slice_of(names.table)
+    head, table = files.head(names, shape.tie_word_embeddings), files.slice_of(names.table)
     if rows > shape.vocab_size:
         head, table = WithMeanRows(head, rows), WithMeanRows(table, rows, dtype)
         record_added_rows(shape, rows)
