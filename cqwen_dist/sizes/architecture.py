@@ -74,7 +74,7 @@ class Architecture:
             stack=stack,
             tied=bool(found.get("tie_word_embeddings", kind.tied)),
             biases=frozenset(key for key in named if isinstance(key, str) and found.get(key)),
-            window=found.get("sliding_window", kind.window) if kind.window else None,
+            window=None if kind.window is None else found.get("sliding_window", kind.window) or None,
         )
 
     @property

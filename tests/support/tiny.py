@@ -58,7 +58,7 @@ def tiny_base(kind: str = "qwen2", *, tied: bool = False, seed: int = 0, **chang
         architecture |= {"rope_parameters": {**rope, "rope_theta": 5e5, "original_max_position_embeddings": 16}}
     if kind == "phi3":
         architecture |= {"pad_token_id": 0}
-    if kind in ("mistral", "gemma3_text"):
+    if kind in ("mistral", "phi3", "gemma3_text"):
         architecture |= {"sliding_window": 5}
     return build_base({**architecture, **changes}, seed).eval()
 

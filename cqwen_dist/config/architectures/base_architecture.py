@@ -59,7 +59,7 @@ class BaseArchitecture:
     experts: Block | None = None  # in place of the MLP, in the layers that the config's keys give
     interval: int = 4
     biased: tuple[str, ...] = ()  # keys of biases that are true where config.json lacks them
-    window: int | None = None  # default of sliding_window; None: full attention
+    window: int | None = None  # default of sliding_window, 0 for none; None: never a window
     tied: bool = False  # default of tie_word_embeddings
     spare_rows: bool = True  # whether public models have unused vocabulary rows
     public: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # `sizes` by hub name
