@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from cqwen_dist import api
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.trained import load_trained
-from cqwen_dist.config import load_config
+from cqwen_dist.config import UserError, load_config
 from cqwen_dist.data.collate import collate
 from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader
@@ -334,6 +334,18 @@ def test_a_base_is_measured_alike_by_the_run_its_evaluation_and_its_exports(one_
     for name in ("eval/base_accuracy", "eval/base_perplexity"):
         assert [each[name] for each in found[1:]] == pytest.approx([found[0][name]] * 5, rel=1e-4), name
     assert digits["eval/base_perplexity"] != pytest.approx(found[0]["eval/base_perplexity"], rel=1e-2)
+
+
+def test_other_texts_are_not_taken_for_the_held_out_ones(one_rank: Path, tmp_path: Path) -> None:
+    """The run's file has been written again: its held-out fifth may have been trained on."""
+    run, texts = tmp_path / "run", write_texts(tmp_path / "texts.jsonl", 41)
+    shutil.copytree(one_rank, run)
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace(str(one_rank.parent / "texts.jsonl"), str(texts)))
+    refused = r"data\.eval: found held-out texts other than in the checkpoint, allowed: the same, or --data FILE"
+    with pytest.raises(UserError, match=refused):
+        evaluate_checkpoint(run, None)
+    assert evaluate_checkpoint(run, str(texts))["eval/numbers"] > 0
 
 
 @torch.no_grad()
