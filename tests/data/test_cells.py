@@ -2,7 +2,7 @@
 
 import json
 import math
-from datetime import UTC, date, datetime, time, timedelta
+from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ SAME: dict[str, list[Any]] = {
     ],
     "2024-01-31 10:20:00": [datetime(2024, 1, 31, 10, 20), pd.Timestamp("2024-01-31 10:20"), "2024-01-31T10:20:00.000"],
     "2024-01-31 10:20:00.5": ["2024-01-31 10:20:00.500", datetime(2024, 1, 31, 10, 20, 0, 500000)],
-    "2024-01-31 10:20:00+00:00": [datetime(2024, 1, 31, 10, 20, tzinfo=UTC), "2024-01-31T10:20:00Z"],
+    "2024-01-31 10:20:00+00:00": [datetime(2024, 1, 31, 10, 20, tzinfo=timezone.utc), "2024-01-31T10:20:00Z"],
     "0": [0, -0.0, np.float32(-0.0), Literal("-0"), Literal("-0.00"), Decimal("-0.0")],
     "10:20:00": [time(10, 20), "10:20:00"],
     "1 days 02:00:00": [timedelta(days=1, hours=2), pd.Timedelta(hours=26), "1 days 02:00:00"],

@@ -241,7 +241,7 @@ def test_from_base_with_a_tokenizer_takes_its_first_spare_row(base_folder: Path,
     config = CausalQwenForCausalLM.from_base(str(tmp_path)).config
     assert (config.num_token_id, config.used_rows) == (77, 78)
     assert CausalQwenModel(str(tmp_path)).config.num_token_id == 77
-    save_tokenizer(tmp_path, VOCAB + 1)
+    save_tokenizer(tmp_path, VOCAB + 2)
     with pytest.raises(UserError, match="no row for <NUM>"):
         CausalQwenForCausalLM.from_base(str(tmp_path))
 

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from peft import LoraConfig, PeftModel, get_peft_model
 from support.exported import TEXTS, run_snippet, tiny_pair, write_folder
 from support.numerics import assert_close
+from support.releases import transformers_5_24
 from support.tiny import random_batch, tiny_base, tiny_causal_lm
 from torch.utils.data import DataLoader
 from transformers import (
@@ -52,6 +53,7 @@ def batches(tokenizer: Any) -> list[dict[str, torch.Tensor]]:
     return list(DataLoader([dict(tokenizer(text)) for text in TEXTS], batch_size=3, collate_fn=collate))
 
 
+@transformers_5_24
 def test_the_pipeline_reads_and_writes_numbers(folder: Path, pair) -> None:
     model, tokenizer = pair
     pipe = pipeline("text-generation", model=str(folder))
@@ -92,6 +94,7 @@ def test_the_pipeline_reads_and_writes_numbers(folder: Path, pair) -> None:
         pipe(PROMPTS[0], do_sample=True)
 
 
+@transformers_5_24
 @pytest.mark.parametrize("place", ["static", "beams", "table", "pipeline"])
 def test_a_second_thread_changes_no_answer(pair, place: str) -> None:
     """The second one begins after the first, and ends after it."""
@@ -132,6 +135,7 @@ def test_a_second_thread_changes_no_answer(pair, place: str) -> None:
     assert model.generation_config.to_dict() == config
 
 
+@transformers_5_24
 def test_a_number_right_behind_the_prompts_number_does_not_lengthen_it(pair) -> None:
     model, tokenizer = pair
     prompt, options = "milk costs 12", {"number_first": True, "max_new_tokens": 3}
