@@ -10,6 +10,7 @@ PEFT's tensor names omit the adapter's name. Our names, also for optimizer momen
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,10 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
     return {_our_name(name): tensor for name, tensor in tensors.items()}
 
 
+def _last(names: Iterable[str]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
 def refuse_lora_changes(folder: Path, lora: LoraConfig) -> None:
     """Raises `UserError` with the key if an adapter's shape or scale differs from the settings."""
     try:
@@ -88,11 +93,13 @@ def refuse_lora_changes(folder: Path, lora: LoraConfig) -> None:
     wanted = peft_config(lora)
     # Older PEFT versions do not write these keys.
     saved = {"use_rslora": False, "use_dora": False, "target_parameters": None, **saved}
+    if isinstance(saved.get("target_modules"), str):  # a pattern: the names of its tensors are compared later
+        saved["target_modules"] = wanted.target_modules
     names = {"alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}  # PEFT's names that differ from ours
     for key in ("r", "alpha", "rslora", "dora", "target_modules", "target_parameters"):
         ours, theirs = getattr(wanted, names.get(key, key)), saved.get(names.get(key, key))
-        if isinstance(theirs, list):
-            ours, theirs = (sorted(ours) if isinstance(ours, (set, list)) else ours), sorted(theirs)
+        if isinstance(theirs, list):  # PEFT writes all-linear as the full name of each map
+            ours, theirs = (_last(ours) if isinstance(ours, (set, list)) else ours), _last(theirs)
         if ours != theirs:
             raise UserError(f"model.lora.{key}", ours, f"{theirs!r}, as in {folder / CONFIG}")
     for key in _OTHER_SUMS:

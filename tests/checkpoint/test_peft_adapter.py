@@ -16,6 +16,7 @@ from cqwen_dist.checkpoint.manifest import latest_checkpoint
 from cqwen_dist.checkpoint.resume import load_checkpoint
 from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import LoraConfig, UserError
+from cqwen_dist.config.architectures.base_architecture import USUAL_TARGETS
 
 IDS = list(range(20))
 READ = """
@@ -171,6 +172,8 @@ def test_a_pickled_adapter_is_refused(run: Path, tmp_path: Path, name: str) -> N
         ({"alpha_pattern": {"q_proj": 64}}, "alpha_pattern: found {'q_proj': 64}, allowed: none"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: found 'pissa_niter_4', allowed: true, false, gau"),
         ({"init_lora_weights": "gaussian"}, None),
+        ({"target_modules": [f"model.layers.{i}.x.{name}" for i in (0, 1) for name in USUAL_TARGETS]}, None),
+        ({"target_modules": r".*\.[qkv]_proj"}, None),
         ({}, None),
     ],
 )
