@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
 import sys
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from support.ranks import Crew, Pool, fork_server, held_port, run_ranks, tell
 from cqwen_dist.config import UserError
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, scatter_sum_tokens, sum_partials
-from cqwen_dist.parallel.runtime import distributed, find_ranks, seed_everything
+from cqwen_dist.parallel.runtime import _free_groups, distributed, find_ranks, seed_everything
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 
 
@@ -135,6 +137,23 @@ def test_results_outlive_their_rank_and_half_a_message_is_none() -> None:
     crew = Crew(fork_server(), be_killed_within_a_word, 1)
     assert crew.hear(60) == [(0, None)]
     assert crew.end(60) == [-signal.SIGKILL]
+
+
+def leave_a_group_that_is_frozen_garbage(rank: int, mouth: Connection) -> None:
+    with distributed(alone=True):
+        knot: list[object] = [dist.group.WORLD]
+        knot.append(knot)
+    del knot
+    gc.freeze()  # as a verb that trains does, here after an earlier training
+    _free_groups()
+    names = [file.read_text() for file in Path("/proc/self/task").glob("*/comm")]
+    tell(mouth, [name for name in names if "gloo" in name])
+
+
+def test_no_thread_of_a_group_outlives_a_process_that_froze_its_garbage() -> None:
+    crew = Crew(fork_server(), leave_a_group_that_is_frozen_garbage, 1)
+    assert crew.hear(60) == [(0, [])]
+    assert crew.end(60) == [0]
 
 
 def test_a_held_port_can_be_bound_only_by_the_store() -> None:

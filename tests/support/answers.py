@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import parse
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 PROMPTS = ["tea costs 3.5 and milk costs", "he paid 1,234.50"]
@@ -38,7 +40,8 @@ def answers(folder: Path, **trust: bool) -> dict[str, Any]:
             "spans": [end.nan_to_num() for level in LEVELS for end in numbers.interval(level)],
         }
     static = model.generate(**batch, max_new_tokens=9, digits="auto", cache_implementation="static")
-    return {**found, "static": static, "pipeline": piped(folder, **trust)}
+    by_pipeline = piped(folder, **trust) if parse(transformers.__version__) >= parse("5.24") else "refused"
+    return {**found, "static": static, "pipeline": by_pipeline}
 
 
 def learnt(folder: Path, **trust: bool) -> dict[str, torch.Tensor]:

@@ -216,6 +216,7 @@ def cqwen_forked(*args: object) -> subprocess.CompletedProcess[str]:
 
 def _command(argv: list[str], folder: str, environment: dict[str, str]) -> None:
     from cqwen_dist.cli import main
+    from cqwen_dist.parallel.runtime import _free_groups
 
     gc.freeze()  # as in `support.ranks._rank`
     os.environ.clear()
@@ -232,6 +233,8 @@ def _command(argv: list[str], folder: str, environment: dict[str, str]) -> None:
     except SystemExit as ended:
         code = ended.code
     atexit._run_exitfuncs()
+    if sys.version_info >= (3, 13):
+        _free_groups()  # here a fork forgets what was registered before it
     names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
     assert not [name for name in names if "gloo" in name], "threads of process groups outlive the command"
     sys.exit(code)
