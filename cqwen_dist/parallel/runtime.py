@@ -146,7 +146,7 @@ def _free_groups() -> None:
             with suppress(OSError):  # a thread may end meanwhile
                 if not any("gloo" in file.read_text() for file in Path("/proc/self/task").glob("*/comm")):
                     return
-            gc.unfreeze()  # a group may have been garbage already when a verb froze its imports
+            gc.unfreeze()  # the garbage may hang on what a verb froze
 
 
 def _refuse_mixed_devices(store: Any, rank: int, world: int, device: str) -> None:

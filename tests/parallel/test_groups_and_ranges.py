@@ -144,7 +144,7 @@ def leave_a_group_that_is_frozen_garbage(rank: int, mouth: Connection) -> None:
         knot: list[object] = [dist.group.WORLD]
         knot.append(knot)
     del knot
-    gc.freeze()  # as a verb that trains does, here after an earlier training
+    gc.freeze()  # as a verb that trains does
     _free_groups()
     names = [file.read_text() for file in Path("/proc/self/task").glob("*/comm")]
     tell(mouth, [name for name in names if "gloo" in name])
