@@ -115,17 +115,19 @@ def base_digest(folder: Path, memo: Path) -> str:
 
 
 def refuse_exchanged(
-    saved: Mapping[str, str], found: Mapping[str, str], accept: Sequence[str], source: object
+    saved: Mapping[str, str], found: Mapping[str, str], accept: Sequence[str], source: object, way_out: str = ""
 ) -> list[str]:
     """Names of inputs that differ from the saved ones. Raises `UserError` if `accept` lacks one of them.
 
     saved: digests from a checkpoint; older versions saved none. source: the checkpoint, for the error.
+    way_out: for the error, instead of `run.accept`.
     """
     exchanged = [name for name in KEYS if name in saved and name in found and saved[name] != found[name]]
     for name in exchanged:
         if name not in accept:
-            allowed = f"the same, or run.accept: [{', '.join(exchanged)}] to go on with what is here now"
-            raise UserError(KEYS[name], Said(f"{_NOUNS[name]} other than in the checkpoint"), allowed, str(source))
+            instead = way_out or f"run.accept: [{', '.join(exchanged)}] to go on with what is here now"
+            found_here = Said(f"{_NOUNS[name]} other than in the checkpoint")
+            raise UserError(KEYS[name], found_here, f"the same, or {instead}", str(source))
     return exchanged
 
 

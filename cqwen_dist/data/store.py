@@ -150,9 +150,12 @@ class TokenStore:
         return found
 
     def count_in(self, other: TokenStore) -> int:
-        """Number of texts that the other store has too."""
-        own, others = ([first_of_digests(b.column("digest")) for b in store._batches] for store in (self, other))
-        return sum(int(np.isin(part, np.concatenate(others)).sum()) for part in own)
+        """How many of these texts are in the other store too."""
+        return int(np.isin(self._digests(), other._digests()).sum())
+
+    def _digests(self) -> np.ndarray:
+        parts = (first_of_digests(batch.column("digest")) for batch in self._batches)
+        return np.concatenate([np.zeros(0, np.uint64), *parts])
 
     def column(self, name: str) -> np.ndarray:
         """An integer column over all texts [n]."""

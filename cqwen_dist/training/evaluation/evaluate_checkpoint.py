@@ -12,8 +12,9 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.learnt_table import LearntTable, learnt_table
+from cqwen_dist.checkpoint.resume import refuse_exchanged
 from cqwen_dist.checkpoint.trained import is_exported, load_trained, run_of
-from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.dataset import TextDataset
@@ -53,10 +54,9 @@ def evaluate_checkpoint(
     run, learnt = _run_of(path, data)
     model, tokenizer = load_trained(path)
     dataset = _dataset(run, data, tokenizer, None if learnt is None else learnt.described())
-    saved, digest = {} if data is not None else read_object(run_of(path)[1] / STATE), dataset.digest()
-    if saved.get("inputs", {}).get("eval", digest) != digest:  # older versions saved none
-        found = Said("held-out texts other than in the checkpoint")
-        raise UserError("data.eval", found, "the same, or --data FILE", str(path))
+    if data is None:
+        saved = read_object(run_of(path)[1] / STATE).get("inputs", {})
+        refuse_exchanged(saved, {"eval": dataset.digest()}, (), path, "--data FILE")
     with distributed(alone=True) as runtime:
         inner = model.model.to(runtime.device)
         if data is None and inner.beside is not None and run.model.wide_from_eval:
