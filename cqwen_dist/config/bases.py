@@ -11,7 +11,7 @@ BLOCK = 64  # an extended vocabulary has a multiple of this many rows
 
 
 def rows_used(tokenizer: Any) -> int:
-    """Number of rows that a transformers tokenizer uses."""
+    """How many rows a transformers tokenizer uses."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 

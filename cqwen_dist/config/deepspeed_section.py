@@ -1,7 +1,7 @@
 """The section `deepspeed`: a mapping, or the path of a JSON file, such as the ds_config of a Hugging Face Trainer.
 
-What this project's own keys decide moves to them; "auto" leaves the decision to them. What cannot work is refused with
-the reason and what to take instead, and so is a key that DeepSpeed does not know.
+A key that one of ours replaces moves there, and "auto" leaves the decision to ours. What cannot work is refused with
+the reason and what to take instead. So is a key that DeepSpeed does not know.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DONE: dict[str, tuple[Any, ...]] = {
     "zero_optimization.offload_param.device": ("none",),
     "zero_optimization.cpu_offload": (False,),
 }
-# Sections that say nothing while their switch has one of these values (None: it is not there).
+# A section is ignored while its switch has one of these values (None: there is no switch).
 SWITCHES: dict[str, tuple[Any, ...]] = {
     "fp16.enabled": (False, None),
     "zero_optimization.offload_param.device": ("none", None),
@@ -61,7 +61,7 @@ REFUSED = {
 }
 _SOURCES = "runtime/zero/config runtime/zero/offload_config runtime/zero/leaf_module_config runtime/precision_config"
 _SOURCES += " comm/config monitor/config compile/config"
-# Sections of which DeepSpeed has a model, and the keys of others.
+# DeepSpeed has a model of these sections. The keys of the others are listed below.
 MODELS = {
     "zero_optimization": "DeepSpeedZeroConfig",
     "bf16": "DeepSpeedBF16Config",

@@ -85,7 +85,7 @@ def start_from_weights(transformer: nn.Module, init: Any) -> None:
 
 
 def _first_part(gradient: Tensor, dim: int, size: int) -> Tensor:
-    """The gradient of A or B without that of the start."""
+    """The gradient of A or B, with zeros for the part of the start."""
     kept = gradient.clone()
     kept.narrow(dim, size, size).zero_()
     return kept

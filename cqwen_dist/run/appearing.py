@@ -19,8 +19,8 @@ from cqwen_dist.run.files import let_read
 def appearing(out: Path, key: str) -> Iterator[Path]:
     """Yields a temporary folder that is renamed to `out` on success and deleted after an error.
 
-    Deletes the temporary folders of processes that were killed: the kernel has released their locks. Raises `UserError`
-    for `key` if the folder cannot be created.
+    Also deletes the temporary folders of killed processes, since the kernel has released their locks. Raises
+    `UserError` for `key` if the folder cannot be created.
     """
     partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
     try:

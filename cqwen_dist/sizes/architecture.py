@@ -95,7 +95,7 @@ class Architecture:
         ]
 
     def reads(self, block: Block) -> dict[str, int]:
-        """The width of each tensor that the linear maps of a block read."""
+        """How wide each input of a block's linear maps is."""
         return {each.reads: each.rows for each in self.maps(block)}
 
     def all_maps(self, names: Collection[str] | None = None) -> list[tuple[int, Map]]:
@@ -109,7 +109,7 @@ class Architecture:
         ]
 
     def tensors(self, layer: tuple[Block, ...]) -> list[int]:
-        """The sizes of all parameters of a layer: matrices and biases, further ones, norms."""
+        """How many entries each parameter of a layer has: matrices and biases, further ones, norms."""
         found: list[int] = []
         for block in layer:
             for each in self.maps(block):

@@ -38,9 +38,10 @@ _OTHER = "its blocks are not a Llama's"
 
 
 def text_part(found: Mapping[str, Any], where: str = "") -> Mapping[str, Any]:
-    """The config of the text model: of a model that also reads images, the part of it that can be a base.
+    """The config of the text model. A model that also reads images has it as a part, if the part can be a base.
 
-    Raises `UserError` for weights that are rounded already: without their scales they are other numbers."""
+    Raises `UserError` for weights that are rounded already: without their scales they are other numbers.
+    """
     if (rounded := found.get("quantization_config")) is not None:
         raise UserError("quantization_config", rounded, "none: a full base (model.quantize rounds it)", where)
     inner = found.get("text_config")

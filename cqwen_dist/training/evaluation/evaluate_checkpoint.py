@@ -78,8 +78,10 @@ def evaluate_checkpoint(
 
 
 def _measured_base(run: Config, base: str | None, words: NumericalAwareTokenizer, of: Evaluator) -> dict[str, float]:
-    """`measure_base` of the run's own base (None) as the run measured it, or of another one: whole, and taught <NUM>
-    only if a run has made it."""
+    """`measure_base` of the run's own base (None), as the run measured it, or of another base.
+
+    Another base is whole. It knows <NUM> only if a run has made it.
+    """
     name, rounded, spells = run.base_folder, run.model.quantize, run.spells_numbers
     if base is not None:
         name, rounded, spells = base, "none", not (Path(base).expanduser() / POLICY_FILE).is_file()
