@@ -1,4 +1,4 @@
-"""Folders that a command writes beside a run, such as an export: seen whole or not at all."""
+"""Output folders of commands, such as an export: seen whole or not at all."""
 
 from __future__ import annotations
 
