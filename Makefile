@@ -72,7 +72,7 @@ test-gpu: setup ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
 
 gpu-table: setup ## loss, step, decoding, packing and memory on one GPU, as one table (BUDGET=1200 seconds)
-	$(BIN)/cqwen bench gpu --budget $(or $(BUDGET),1200)
+	$(BIN)/python -m benchmarks gpu --budget $(or $(BUDGET),1200)
 
 test-cluster: setup ## on a real SLURM of namespaces on this machine: root, and SLURM's packages (CONTRIBUTING.md)
 	$(BIN)/pytest tests/cluster -m 'cluster or not cluster'

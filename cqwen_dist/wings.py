@@ -10,14 +10,11 @@ from typing import Any
 
 from cqwen_dist.config.errors import Said, UserError
 
-_BENCH = ("data", "loss", "step", "packed", "memory", "ranks", "generate", "gpu")
 _TOOLS = ("plan", "doctor", "accept", "quickstart", "submit", "status", "report", "explain", "export")
 PLACES = {
     **{verb: f"tools.verbs:{verb}" for verb in _TOOLS},
-    **{f"bench {verb}": f"tools.bench.bench_verbs:{verb}" for verb in _BENCH},
     "serve": "tools.serve.serve_verb:serve",
     "fit": "tables.table_verbs:fit",
-    "bench numbers": "tables.table_verbs:numbers",
     "code of a folder": "tools.export.portable:write_code",
     "a run's page": "tools.report.html:leave_report",
     "a page of runs": "tools.report.html:write_report",

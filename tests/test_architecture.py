@@ -42,14 +42,12 @@ FLOORS = {
     "tools/diabetes": 11,
     "tools/plan": 11,
     "tools/export": 11,
-    "tools/site": 11,
     "tools/slurm": 11,
     "tools/vllm": 11,
     "tables": 11,
-    "tools/bench": 12,
+    "tools/site": 12,
     "tools/report": 12,
     "tools/serve": 12,
-    "tables/benchmark": 12,
     "tools/verbs": 13,
     "tables/table_verbs": 13,
 }
@@ -66,14 +64,12 @@ MOST_COMPLEX = 15  # as radon counts: one more than the branches of a function
 SHARED_NAMES = {
     "__init__": "Python's own",
     "batch": "batch scripts that were rendered before call `python -m cqwen_dist.cluster.batch`",
-    "data": "a section of the config is named after what it configures, a benchmark after its verb",
-    **dict.fromkeys(("loss", "memory", "step"), "a benchmark is named after its verb, which names what it measures"),
     "numbers": "numbers in a text (data), numbers of a generation (generate): each folder's own subject",
 }
-SPEAKS = {"cli", "tools/report", "tools/bench"}  # who may print
+SPEAKS = {"cli", "tools/report"}  # who may print
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "joblib", "marshal"}
 SOURCES = sorted(path for path in (ROOT / PACKAGE).rglob("*.py"))
-EXPERIMENTS = "experiments"  # a folder outside the package: it imports the package, which never imports it
+OUTSIDE = ("experiments", "benchmarks")  # folders beside the package: they import it, it never imports them
 
 
 def part_of(path: Path) -> str:
@@ -165,8 +161,8 @@ def habit_faults(path: Path, source: str) -> list[str]:
             statistics = any(module.split(".")[0] in STATISTICS for module in modules)
             if statistics and not wing_of(part):
                 reason = "the core trains without scikit-learn and scipy: only the wings compare with other methods"
-            if any(module.split(".")[0] == EXPERIMENTS for module in modules):
-                reason = "the package works without its experiments; only they import it"
+            if any(module.split(".")[0] in OUTSIDE for module in modules):
+                reason = "the package works without its experiments and benchmarks; only they import it"
             types_only = isinstance(node, ast.ImportFrom) and {a.name for a in node.names} <= {"ProcessGroup"}
             ranks = any(m.startswith("torch.distributed") for m in modules) and not types_only
             if ranks and part not in ("parallel", "tools/site"):  # the site's checks measure what parallel does
@@ -187,7 +183,7 @@ def habit_faults(path: Path, source: str) -> list[str]:
             elif called in ("eval", "exec"):
                 reason = "text is data here, never code"
             elif called == "print" and part not in SPEAKS:
-                reason = "only cli, the report and the benchmarks speak; elsewhere use logging, or return the value"
+                reason = "only cli and the report speak; elsewhere use logging, or return the value"
         elif isinstance(node, ast.Raise) and node.exc is not None:
             raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
             if _name(raised) == "NotImplementedError":
@@ -288,7 +284,8 @@ def faults() -> dict[str, str]:
     """What breaks a rule -> why it is one."""
     files = all_files()
     found: dict[str, str] = {}
-    tried = {p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in (ROOT / EXPERIMENTS).rglob("*.py")}
+    beside = [path for folder in OUTSIDE for path in (ROOT / folder).rglob("*.py")]
+    tried = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in beside}
     for name, source in {**files, **tried}.items():
         for fault in complex_functions(name, source):
             found[fault] = (
@@ -408,7 +405,7 @@ CASES = [
     ("__main__.py", "from cqwen_dist.tools.plan import plan", "work without tools/plan"),
     ("api.py", "def f():\n    from cqwen_dist.tables.rows import x", "work without tables"),
     ("tables/table_verbs.py", "from cqwen_dist.tools.report import html", "work without tools/report"),
-    ("tools/bench/a.py", "from cqwen_dist.tools import site\nfrom cqwen_dist.api import train", ""),
+    ("tools/serve/a.py", "from cqwen_dist.tools import plan\nfrom cqwen_dist.api import train", ""),
 ]
 
 
@@ -422,6 +419,7 @@ HABITS = [
     "import pickle",
     "from pickle import loads",
     "from experiments.learn import arms",
+    "def f():\n    from benchmarks import loss",
     "def f():\n    from scipy import stats",
     "import_module(name)",
     "import torch.distributed as dist",

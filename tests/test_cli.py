@@ -83,7 +83,7 @@ def data_file(folder: Path, *lines: str | bytes) -> Path:
         (["plan", "x", "--sequences", "-5"], "cqwen plan: invalid value for '--sequences'"),
         (["doctor", "--ranks", "0"], "cqwen doctor: invalid value for '--ranks'"),
         (["config", "schema", "x"], "cqwen config schema: got unexpected extra argument"),
-        (["bench", "nothing"], "cqwen bench: no such command 'nothing'"),
+        (["config", "nothing"], "cqwen config: no such command 'nothing'"),
     ],
 )
 def test_unknown_verbs_and_options_are_refused(refused: Callable[..., str], words: list[str], said: str) -> None:

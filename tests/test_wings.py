@@ -42,7 +42,6 @@ def test_every_place_in_a_wing_exists(name: str) -> None:
     ("arguments", "missing"),
     [
         (["plan", "run.yaml", "--search"], "plan: found no cqwen_dist.tools here"),
-        (["bench", "loss", "--tokens", "3"], "bench loss: found no cqwen_dist.tools here"),
         (["fit", "wine.csv", "--target", "price"], "fit: found no cqwen_dist.tables here"),
     ],
 )

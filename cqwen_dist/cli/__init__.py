@@ -20,7 +20,7 @@ from cqwen_dist.cli import before, look, runs, use
 from cqwen_dist.cli.streams import guard, outlive
 from cqwen_dist.config.errors import DiskError, Said, UserError, reason_of
 from cqwen_dist.console import echo
-from cqwen_dist.wings import PLACES, from_wing
+from cqwen_dist.wings import from_wing
 
 OTHER_RANKS_WAIT_S = 20.0
 SYSTEM = (errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG)
@@ -32,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Distributed LoRA fine-tuning of CausalQwen: language models that read and write numbers as numbers.",
 )
-BEFORE, TRAIN, LOOK, USE, MEASURE = "Before a run", "Train", "Look at a run", "Use a model", "Measure"
+BEFORE, TRAIN, LOOK, USE = "Before a run", "Train", "Look at a run", "Use a model"
 # A verb is a function, or the name of a wing's function (`wings.PLACES`).
 VERBS: dict[str, tuple[Callable[..., None] | str, ...]] = {
     BEFORE: (before.init, "plan", before.prepare, "doctor", "accept"),
@@ -43,7 +43,6 @@ VERBS: dict[str, tuple[Callable[..., None] | str, ...]] = {
 GROUPS: dict[str, tuple[str, str, tuple[Callable[..., None] | str, ...]]] = {
     "config": (BEFORE, "Check a config, or print its JSON Schema.", (before.config_validate, before.config_schema)),
     "checkpoint": (LOOK, "List or verify checkpoints.", (look.checkpoint_list, look.checkpoint_verify)),
-    "bench": (MEASURE, "Measure on this machine.", tuple(p for p in PLACES if p.startswith("bench "))),
 }
 
 
@@ -91,8 +90,8 @@ def options(
     """Options for `cqwen` itself, before the verb."""
 
 
-def main() -> None:
-    """Run a verb; turn the user's mistakes into one line and exit code 2."""
+def main(app: typer.Typer = app) -> None:
+    """Run a verb of the app; turn the user's mistakes into one line and exit code 2."""
     guard()
     rank = os.environ.get("RANK", "0")
     try:

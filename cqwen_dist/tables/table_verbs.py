@@ -1,4 +1,4 @@
-"""The verbs for tables: `cqwen fit` and `cqwen bench numbers`. Imports are local, so that --help stays fast."""
+"""`cqwen fit`. Imports are local, so that --help stays fast."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from cqwen_dist.console import (
     DecimalComma,
     echo,
     plain_console,
-    print_document,
     print_json,
     quiet_libraries,
     slug,
@@ -117,36 +116,3 @@ def plain(value: float, error: float) -> str:
     """A number with as many decimals as four digits of the error have: 24,356 or 13.12."""
     decimals = max(3 - math.floor(math.log10(error)), 0) if error > 0 else 3
     return f"{round(value, decimals) + 0.0:,.{decimals}f}" if decimals < 8 else f"{value:.4g}"  # + 0.0: no -0
-
-
-def numbers(
-    only: Annotated[list[str] | None, typer.Option(help="Only this data set; may be repeated.")] = None,
-    data: Annotated[Path, typer.Option(help="Folder with the data files (docs/numbers-benchmark.md).")] = Path("data"),
-    base: Annotated[str, typer.Option(help="A model's folder or hub name.")] = "HuggingFaceTB/SmolLM2-135M",
-    splits: Annotated[int, typer.Option(min=1, max=20, help="Splits per data set.")] = 3,
-    minutes: Annotated[float, typer.Option(help="Approximate minutes per fit.")] = 10.0,
-    heads: Annotated[bool, typer.Option(help="Also train competing heads on the same z.")] = True,
-    lora_epochs: Annotated[
-        int, typer.Option(min=0, help="Also train these heads with LoRA for at most this many epochs; 0: no.")
-    ] = 0,
-    test_rows: Annotated[
-        int | None, typer.Option(min=2, help="Maximum number of test rows per split, drawn at random.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Output folder; the same command continues there.")] = Path("bench-numbers"),
-    table: Annotated[Path | None, typer.Option(help="Write tables to this Markdown file, and NAME-laws.svg.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """`cqwen fit` on published tables and splits, compared with other heads and with models that read no language."""
-    quiet_libraries()
-    from rich.markdown import Markdown
-
-    from cqwen_dist.tables.benchmark.benchmark_page import laws_picture, page
-    from cqwen_dist.tables.benchmark.published import Benchmark
-
-    say = partial(echo, err=as_json)
-    found = Benchmark(data, out, base, minutes, heads, lora_epochs, test_rows, say).run(only or [], splits)
-    if table is not None:
-        table.write_text(page(found), encoding="utf-8")
-        if found["laws"]:
-            table.with_name(f"{table.stem}-laws.svg").write_text(laws_picture(found), encoding="utf-8")
-    print_document(found, as_json, lambda made: Markdown(page(made)))

@@ -41,7 +41,9 @@ def plan(
     interconnect: Annotated[
         str, typer.Option(help="Network between machines, per rank: ib400, ib200, eth100, ...")
     ] = "ib400",
-    calibrate: Annotated[Path | None, typer.Option(help="Measured rates: output of `bench step --json`.")] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(help="Measured rates: output of `python -m benchmarks step --json`.")
+    ] = None,
     sequences: Annotated[int | None, typer.Option(min=1, help="Texts per epoch; default: counted if cheap.")] = None,
     text_tokens: Annotated[
         float | None, typer.Option(min=1, help="Tokens per packed text (data.pack); default: one text per row.")
@@ -121,8 +123,16 @@ def accept(
     ] = None,
     folder: Annotated[Path, typer.Option(help="A new folder that all hosts share.")] = Path("accept"),
     as_json: AsJson = False,
+    steps: Annotated[Path | None, typer.Option(hidden=True, help="A file: on ranks that this command starts.")] = None,
 ) -> None:
     """Check this site: do N ranks match one rank, do traffic and memory match the plan, does a killed run resume?"""
+    if steps is not None:
+        quiet_libraries()
+        from cqwen_dist.tools.site.ranks import measure_ranks
+
+        if (measured := measure_ranks()) is not None:
+            write_atomically(steps, json.dumps(measured, indent=1))
+        return
     if gpus is not None:
         import torch
 

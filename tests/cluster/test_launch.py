@@ -94,7 +94,7 @@ def test_a_stopped_command_on_ranks_returns_stopped(monkeypatch: pytest.MonkeyPa
     script = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(1)"
     quiet = f"import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN); {script}"
     monkeypatch.setattr(module, "launch_command", lambda *_: [sys.executable, "-c", quiet])
-    assert module.run_words(["bench", "ranks"], 2, None, tmp_path) == module.STOPPED
+    assert module.run_words(["accept"], 2, None, tmp_path) == module.STOPPED
 
 
 def test_no_shell_interprets_user_input() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import CompileConfig
 from transformers.generation import LogitsProcessorList, TopKLogitsWarper
 
+from benchmarks.launches import counting
 from cqwen_dist.config import UserError
 from cqwen_dist.generate import compiling
 from cqwen_dist.generate.compiling import Ending
@@ -24,7 +25,6 @@ from cqwen_dist.generate.modes import MODES
 from cqwen_dist.generate.numbers import GeneratedNumbers
 from cqwen_dist.generate.streaming import NumberStreamer
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
-from cqwen_dist.tools.bench.launches import counting
 
 # The whole graph is captured as for a GPU, but run by torch: compiling C++ for it would take a minute each.
 TRACED = CompileConfig(backend="aot_eager")

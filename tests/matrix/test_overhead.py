@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
 
+from benchmarks.loss import Problem, contenders
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr import WordHead, linear_ovr
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_loss, vocab_range
-from cqwen_dist.tools.bench.loss import Problem, contenders
 
 N, C, V, ROUNDS = 256, 896, 37_984, 9
 

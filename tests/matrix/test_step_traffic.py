@@ -77,7 +77,7 @@ def counted_and_planned(
     zero: int, group: int, precision: str, accumulation: int, extra: dict[str, Any], sequence: int
 ) -> tuple[Counter[Any], Counter[Any]]:
     """Bytes by operation and group."""
-    from cqwen_dist.tools.bench.rig import build_rig
+    from cqwen_dist.tools.site.rig import build_rig
 
     runtime, watched = as_rank(), traffic()
 

@@ -10,10 +10,10 @@ from support.numerics import any_order
 from support.tiny import random_batch, tiny_model
 from torch import Tensor, nn
 
+from benchmarks.launches import counting
 from cqwen_dist.config import LoraConfig
 from cqwen_dist.model.layers import FusedLinear, fuse_adapters
 from cqwen_dist.model.lora import adapters_disabled, inject_lora, is_lora, merge_lora
-from cqwen_dist.tools.bench.launches import counting
 
 N, IN, OUT, R = 37, 20, 28, 3
 

@@ -158,9 +158,11 @@ def wait_for(what: str, condition: Callable[[], object], timeout: float = LIMIT_
         time.sleep(every)
 
 
-def cqwen(*args: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The real command in a process of its own."""
-    words = [sys.executable, "-m", "cqwen_dist", *map(str, args)]
+def cqwen(
+    *args: object, cwd: Path | None = None, program: str = "cqwen_dist", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """The real command in a process of its own. program: the command, or `benchmarks`."""
+    words = [sys.executable, "-m", program, *map(str, args)]
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder, name) for name in ("1", "2")]
         with said[0].open("w") as out, said[1].open("w") as err:
@@ -195,10 +197,13 @@ def end_of(process: subprocess.Popen[Any], *said: Path, seconds: float = LIMIT_S
         raise AssertionError(f"not done after {seconds:.0f} s:\n{text}") from None
 
 
-def cqwen_forked(*args: object) -> subprocess.CompletedProcess[str]:
-    """The command in a fork of the server that `run_ranks` uses: a process of its own without the imports' seconds."""
+def cqwen_forked(*args: object, program: str = "cqwen") -> subprocess.CompletedProcess[str]:
+    """The command in a fork of the server that `run_ranks` uses: a process of its own without the imports' seconds.
+
+    program: `cqwen`, or `benchmarks`.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        argv = ["cqwen", *map(str, args)]
+        argv = [program, *map(str, args)]
         environment = command_environment(DS_ACCELERATOR=stand_in_gpu.device().type)
         process = fork_server().Process(target=_command, args=(argv, folder, environment), daemon=True)
         process.start()
@@ -229,6 +234,10 @@ def _command(argv: list[str], folder: str, environment: dict[str, str]) -> None:
     faulthandler.enable()  # for a SIGABRT
     sys.argv = argv
     try:
+        if argv[0] == "benchmarks":
+            from benchmarks.__main__ import app
+
+            main(app)
         main()
     except SystemExit as ended:
         code = ended.code

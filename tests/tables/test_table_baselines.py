@@ -8,8 +8,8 @@ from itertools import islice
 import numpy as np
 import pytest
 
+from benchmarks.numbers.predicted_laws import Predicted
 from cqwen_dist.tables.baselines import SQUARED, _words, baselines, natural_boosting
-from cqwen_dist.tables.benchmark.predicted_laws import Predicted
 from cqwen_dist.tables.encoding import EncodedRows, date_parts
 from cqwen_dist.tables.judging import errors
 from cqwen_dist.tables.rows import Table

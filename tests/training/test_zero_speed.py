@@ -24,7 +24,7 @@ TINY: dict[str, Any] = {
 
 
 def compare(precision: str, zero: int) -> dict[str, Any]:
-    from cqwen_dist.tools.bench.rig import build_rig
+    from cqwen_dist.tools.site.rig import build_rig
 
     runtime = as_rank()
     config = Config.model_validate(
@@ -77,7 +77,7 @@ def test_the_flat_steps_norms_and_weights_equal_deepspeeds(precision: str, zero:
 
 def gathered_frozen_weights() -> tuple[int, int]:
     """(elements of frozen parameters that are still whole after a step, elements of all frozen ones) under ZeRO-3."""
-    from cqwen_dist.tools.bench.rig import build_rig
+    from cqwen_dist.tools.site.rig import build_rig
 
     runtime = as_rank()
     config = Config.model_validate(

@@ -3,7 +3,7 @@
 Matrix products take operations / (peak x efficiency). Other kernels are bound by memory: bytes / (bandwidth x memory
 efficiency). Kernels are launched one by one, so a micro-batch takes at least `LAUNCH` per kernel. Communication is a
 ring over the slowest link between the ranks. docs/planner.md derives the terms. `--calibrate` scales each part by the
-measurements from `cqwen bench step`.
+measurements from `benchmarks step`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sustained rates of a GPU and of the links between GPUs: from data sheets, or measured by `cqwen bench step`."""
+"""Sustained rates of a GPU and of the links between GPUs: from data sheets, or measured by `benchmarks step`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ INTERCONNECTS = {"ib400": 50 * GB, "ib200": 25 * GB, "eth100": 12.5 * GB, "eth25
 
 
 def machine(name: str, interconnect: str, calibration: Path | None = None) -> Machine:
-    """A machine by name, with its links. calibration: output of `cqwen bench step --json`, with measured factors.
+    """A machine by name, with its links. calibration: output of `benchmarks step --json`, with measured factors.
 
     Raises `UserError`.
     """
@@ -72,7 +72,7 @@ def machine(name: str, interconnect: str, calibration: Path | None = None) -> Ma
         document = json.loads(calibration.read_text(encoding="utf-8"))
         factors = {str(k): float(v) for k, v in document["calibration"]["factors"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise UserError("--calibrate", str(calibration), "a document of `cqwen bench step --json`") from None
+        raise UserError("--calibrate", str(calibration), "a document of `benchmarks step --json`") from None
     good = {part: factor for part, factor in factors.items() if 0 < factor < float("inf")}
     return replace(found, factors=good, calibrated=str(calibration))
 

@@ -1,10 +1,10 @@
 """`cqwen accept`: tests on this site whether ranks behave as the project claims, and shows one table.
 
 It trains a small run with one rank and with all ranks, in every layout of ZeRO stages and vocabulary groups. Then it
-kills a run and resumes it. `cqwen bench ranks` measures messages, memory and speed.
+kills a run and resumes it. The ranks measure messages, memory and speed (`site.ranks`).
 
 FOLDER/config.yaml, RUN/     the runs
-FOLDER/ranks-N.json          `cqwen bench ranks` on N ranks
+FOLDER/ranks-N.json          what N ranks measured
 FOLDER/accept.json           the table
 """
 
@@ -101,10 +101,10 @@ class Site:
         return found
 
     def steps(self, ranks: int) -> dict[str, Any]:
-        """The results from `cqwen bench ranks`. A single rank always runs on this machine."""
+        """The results of `measure_ranks`. A single rank always runs on this machine."""
         out = self.folder / f"ranks-{ranks}.json"
         self.say(f"steps on {ranks} ranks")
-        words = ["bench", "ranks", "--out", str(out)]
+        words = ["accept", "--steps", str(out)]
         code = _not_stopped(run_words(words, ranks, self.hostfile if ranks > 1 else None, self.folder, quiet=True))
         if code or not out.is_file():
             raise UserError(f"cqwen {' '.join(words)}", f"exit {code} on {ranks} ranks", "0; its error is above")
@@ -177,7 +177,7 @@ def _not_stopped(code: int) -> int:
 
 
 def of_steps(alone: dict[str, Any], together: dict[str, Any]) -> list[Row]:
-    """The rows for messages, memory and speed, from `cqwen bench ranks` on one rank and on all."""
+    """The rows for messages, memory and speed, measured by one rank and by all."""
     rows, ranks = [], together["ranks"]
     for row in together["layouts"]:
         layout = f"ZeRO-{row['zero_stage']}, vocabulary group {row['vocab_group_size']}"

@@ -1,4 +1,4 @@
-"""Measurements on all ranks together: network speed and clock differences."""
+"""Seconds of work on a device; on all ranks together, network speed and clock differences."""
 
 from __future__ import annotations
 
@@ -11,6 +11,26 @@ from torch import Tensor
 from cqwen_dist.parallel.collectives import all_gather_into, barrier, gather_objects, reduce_scatter_into, sum_over
 
 ROUNDS, CLOCK_READINGS = 5, 10
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Wall-clock seconds until the device has finished `work`."""
+    wait_for(device)
+    began = time.perf_counter()
+    work()
+    wait_for(device)
+    return time.perf_counter() - began
+
+
+def wait_for(device: torch.device) -> None:
+    """Blocks until the device has finished all queued work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU name, or the CPU with the number of threads."""
+    return torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
 
 
 def _gather(values: Tensor, world: int) -> None:

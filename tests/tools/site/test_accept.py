@@ -12,10 +12,10 @@ from support.ranks import run_ranks
 from support.runs import cqwen, cqwen_forked
 
 from cqwen_dist.parallel.collectives import Stopped
-from cqwen_dist.tools.bench.ranks import layouts
 from cqwen_dist.tools.site import accept as module
 from cqwen_dist.tools.site.accept import Row, Site, _differences, figures, of_steps
 from cqwen_dist.tools.site.measure import OPERATIONS, bus_bandwidth, collective_seconds
+from cqwen_dist.tools.site.ranks import layouts
 
 ALONE = {"ranks": 1, "layouts": [{"tokens_per_s": 100.0}]}
 

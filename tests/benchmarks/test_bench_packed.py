@@ -1,0 +1,50 @@
+"""`bench packed`: rows as a run packs them, texts of the same data, and shares that are counted from the batches."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.runs import cqwen_forked, write_config, write_texts
+
+from benchmarks.packed import texts_of
+from cqwen_dist.config import load_config
+from cqwen_dist.data.load import load_datasets, tokenizer_of
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    write_texts(tmp_path / "texts.jsonl", 200)
+    return write_config(tmp_path, data__pack=True, train__micro_batch_size=3, data__eval_fraction=0.0)
+
+
+def test_packed_rows_equal_a_runs_and_padded_texts_have_as_many_tokens(config: Path) -> None:
+    checked = load_config(config, ["data.pack=false"])
+    tokenizer = tokenizer_of(checked)
+    dataset = load_datasets(checked.data, tokenizer).train
+    rows, texts = texts_of(dataset, 3, 48, 0)
+    whole = load_datasets(load_config(config).data, tokenizer).train
+    known = {tuple(tuple(d.ids.tolist()) for d in whole[i]) for i in range(len(whole))}
+    assert len({tuple(tuple(d.ids.tolist()) for d in row) for row in rows} & known) == 3
+    packed, single = ([len(d.ids) for sample in found for d in sample] for found in (rows, texts))
+    assert 0 <= sum(single) - sum(packed) <= max(single)
+    assert {len(text) for text in texts} == {1}
+
+
+def test_the_command_reports_the_tokens_it_processed(config: Path) -> None:
+    done = cqwen_forked("packed", config, "--rounds", 1, "--json", program="benchmarks")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [row["name"] for row in found["rows"]] == ["padded", "packed, mask", "packed, varlen"]
+    padded, *packed = found["rows"]
+    for row in found["rows"]:
+        places = sum(int(np.prod(shape)) for shape in row["shapes"])
+        assert row["filled"] == pytest.approx(row["tokens"] / places)
+        assert row["by_padding"] == pytest.approx(row["filled"] / padded["filled"])
+        assert row["of_prediction"] == pytest.approx(row["backbone_over_padded"] / row["by_padding"])
+        assert 1 / row["backbone_s_per_token"] > row["tokens_per_s"] > 0
+    assert all(one["shapes"] == other["shapes"] for one, other in pairwise(packed))
+    assert padded["backbone_over_padded"] == padded["by_padding"] == 1

@@ -1,0 +1,74 @@
+"""The GPU table: contenders in turns, what a failing one leaves, the rehearsal, a machine without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.contenders import take_turns
+
+
+def sleeping(seconds: float) -> Any:
+    def work() -> Iterator[Any]:
+        time.sleep(seconds)
+        yield None
+        yield {"pid": os.getpid(), "group": os.getpgid(0)}
+
+    return work
+
+
+def failing() -> Iterator[Any]:
+    print("what it printed")
+    yield None
+    raise RuntimeError("tried to allocate 40 GiB")
+
+
+def dying() -> Iterator[Any]:
+    os._exit(3)
+    yield None
+
+
+def test_each_contender_runs_in_a_process_group_of_its_own(tmp_path: Path) -> None:
+    rows = list(take_turns({"a": sleeping(0), "b": sleeping(0)}, tmp_path / "log", 60, 60, lambda: 120.0))
+    assert [name for name, _, _ in rows] == ["a", "b"]
+    groups = {result["group"] for _, result, _ in rows}
+    assert len(groups) == 2
+    assert all(result["pid"] == result["group"] for _, result, _ in rows)
+
+
+def test_a_contender_that_fails_dies_or_hangs_costs_its_own_row_alone(tmp_path: Path) -> None:
+    works = {"fails": lambda: failing(), "dies": lambda: dying(), "hangs": sleeping(600), "runs": sleeping(0)}
+    began = time.monotonic()
+    rows = {name: (result, why) for name, result, why in take_turns(works, tmp_path / "log", 10, 60, lambda: 120.0)}
+    assert time.monotonic() - began < 60
+    assert rows["fails"] == (None, "RuntimeError: tried to allocate 40 GiB")
+    assert rows["dies"] == (None, "ended with exit code 3")
+    assert rows["hangs"] == (None, "stopped: out of time")
+    assert rows["runs"][0] is not None
+    assert "what it printed" in (tmp_path / "log").read_text(encoding="utf-8")
+
+
+def test_a_rehearsal_measures_the_loss_after_a_check_against_float64(tmp_path: Path) -> None:
+    command = ["gpu", "--rehearse", "--only", "loss, H=32", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "benchmarks", *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "table.md", "log.txt"}
+    rows = {row["name"]: row for row in json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["rows"]}
+    assert 0 < max(rows["triton"]["result"]["errors"].values()) < 4e-3
+    assert "liger" in rows
+    assert (tmp_path / "table.md").read_text(encoding="utf-8").strip() in done.stdout
+
+
+def test_a_wrong_contender_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import gpu_works, loss
+
+    right = loss._ours
+    monkeypatch.setattr(loss, "_ours", lambda p, impl: lambda: [right(p, impl)(), p.weight.grad.mul_(2)])
+    with pytest.raises(ArithmeticError, match="wrong against float64"):
+        next(gpu_works.loss("this", gpu_works.TOY, 32)())
