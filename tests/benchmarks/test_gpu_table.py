@@ -54,6 +54,7 @@ def test_a_contender_that_fails_dies_or_hangs_costs_its_own_row_alone(tmp_path: 
     assert "what it printed" in (tmp_path / "log").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow  # .ci/run rehearses the whole table
 def test_a_rehearsal_measures_the_loss_after_a_check_against_float64(tmp_path: Path) -> None:
     command = ["gpu", "--rehearse", "--only", "loss, H=32", "--out", str(tmp_path)]
     done = subprocess.run([sys.executable, "-m", "benchmarks", *command], capture_output=True, text=True)
