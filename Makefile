@@ -49,11 +49,10 @@ test-oldest: ## the test suite on the oldest releases that pyproject.toml allows
 
 # Instructions that every x86-64 has, and sums in other orders: a test that holds on one CPU only fails here.
 OTHER_PATH := MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41
-MODELS     := tests/ops tests/heads tests/model tests/generate tests/seeds
-ORDERS     ?= in-order reversed
+MODELS     := tests/ops tests/heads tests/model tests/seeds
 test-rounding: setup ## numerical tests under another code path and other orders of sums
-	$(OTHER_PATH) $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --rounding=by-shape $(MODELS) tests/parallel tests/training
-	for order in $(ORDERS); do $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --rounding=$$order $(MODELS) || exit 1; done
+	$(OTHER_PATH) $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --rounding=by-shape $(MODELS) tests/generate tests/parallel tests/training
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --rounding=in-order $(MODELS)
 
 test-matrix: setup ## ranks x vocabulary groups x ZeRO x precision, whole
 	$(BIN)/pytest tests/matrix -m 'slow or not slow'
@@ -62,11 +61,11 @@ soak: setup ## runs struck at drawn moments and gone on with (SOAK=200 SOAK_SEED
 	$(BIN)/pytest tests/crash -m slow -s
 
 # Tests that need a GPU and neither its speed, its memory nor several programs: on its stand-in (tests/support/stand_in_gpu.py)
-STOOD_IN := tests/checkpoint tests/generate tests/matrix tests/model tests/ops/test_ovr_best.py tests/training \
-  tests/parallel/test_staged.py
+STOOD_IN := tests/checkpoint tests/generate tests/matrix tests/model tests/ops/test_ovr_best.py tests/training
 test-stand-in: setup ## tests that need a CUDA device, and commands that use one, on a stand-in for it
 	$(BIN)/pytest --stand-in-gpu -m gpu $(STOOD_IN)
 	$(BIN)/pytest --stand-in-gpu tests/tools/report/test_use.py tests/tables/test_fit.py
+	$(BIN)/pytest tests/e2e/test_stand_in_gpu.py -m slow
 
 test-gpu: setup ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu

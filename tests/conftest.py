@@ -33,7 +33,7 @@ if not os.path.exists("/dev/nvidia0"):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    orders = {"nargs": "?", "const": "by-shape", "choices": ["by-shape", "in-order", "reversed"]}
+    orders = {"nargs": "?", "const": "by-shape", "choices": ["by-shape", "in-order"]}
     parser.addoption("--rounding", **orders, help="as another CPU may round (support/rounding.py)")
     parser.addoption("--stand-in-gpu", action="store_true", help="a GPU's stand-in (support/stand_in_gpu.py)")
 

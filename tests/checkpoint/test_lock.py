@@ -53,11 +53,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("host", ["another", platform.node()])
-def test_a_lock_of_another_host_with_a_heartbeat_is_respected(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, host: str
-) -> None:
+def test_a_lock_of_another_host_with_a_heartbeat_is_respected(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one of the same name: containers are often named alike."""
+    host = platform.node()
     (elsewhere / "lock").write_text(json.dumps({"host": host, "boot": "another", "pid": 7}))
     meanwhile = SimpleNamespace(sleep=lambda _: os.utime(elsewhere / "lock", ns=(7, 7)))
     monkeypatch.setattr(lock, "time", meanwhile)
@@ -74,28 +72,13 @@ def test_a_lock_of_another_host_without_a_heartbeat_is_taken_over(elsewhere: Pat
             time.sleep(0.01)
 
 
-def test_a_heartbeat_outlives_a_moment_without_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    touched = threading.Event()
-    answers = iter([OSError(errno.ESTALE, "Stale file handle")])
-
-    def utime(*_: object) -> None:
-        for error in answers:
-            raise error
-        touched.set()
-
-    monkeypatch.setattr(lock, "BEAT_S", 0.01)
-    monkeypatch.setattr(lock, "os", SimpleNamespace(**{**vars(os), "utime": utime}))
-    with run_lock(tmp_path):
-        assert touched.wait(60), "another host would take the folder"
-
-
 def test_without_file_locks_only_one_of_two_processes_gets_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks")
 
-    monkeypatch.setattr(lock, "BEAT_S", 2.5)  # a fifth of it for two that come at once
+    monkeypatch.setattr(lock, "BEAT_S", 1.0)  # a fifth of it for two that come at once
     monkeypatch.setattr(fcntl, "flock", none)
     got: list[int] = []
     refused: list[UserError] = []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.runs import command_environment, cqwen, train_run, write_config
+from support.runs import command_environment, train_run, write_config
 
 from cqwen_dist.checkpoint import adapter
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
@@ -76,7 +76,7 @@ def test_a_zero_3_runs_adapter_loads_without_deepspeed(run: Path, tmp_path: Path
     torch.testing.assert_close(torch.tensor(found["s"]) + bias, loc_s, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "dora"), [("qwen2", False), ("qwen2", True), ("llama", False), ("mistral", True)])
+@pytest.mark.parametrize(("kind", "dora"), [("qwen2", False), ("mistral", True)])
 def test_adapter_names_convert_to_peft_and_back(tmp_path: Path, kind: str, dora: bool) -> None:
     """Against PEFT's own writing of an adapter, DoRA's magnitudes included."""
     from peft import get_peft_model
@@ -125,38 +125,14 @@ def test_a_run_begins_with_an_adapter_that_peft_saved(run: Path, tmp_path: Path)
         torch.testing.assert_close(mine[name], theirs[name], atol=1e-8, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (["model.lora.r=4"], r"model\.lora\.r: found 4, allowed: 2, as in"),
-        *(
-            pytest.param(*rest, marks=pytest.mark.slow)
-            for rest in (
-                (["model.lora.alpha=4"], r"model\.lora\.alpha: found 4, allowed: 8"),
-                (["model.number_dims=3"], r"model\.number_dims: found 3, allowed: 8"),
-                (["train.thresholds=scalar"], r"train\.thresholds: found"),
-                (["loss.target_transform=none"], r"loss\.target_transform: found 'none', allowed: 'standardise'"),
-                (["stages.1.train=[heads]"], r"model\.warm_start: found adapters in .* no stage trains lora"),
-            )
-        ),
-    ],
-)
-def test_a_mismatched_adapter_is_refused_by_its_key(run: Path, tmp_path: Path, overrides: list[str], says: str) -> None:
-    with pytest.raises(AssertionError, match=says):
-        begin_with(run, tmp_path, run, *overrides)
-
-
-@pytest.mark.parametrize(
-    "name", ["adapter_model.bin", pytest.param("global_step5/mp_rank_00_model_states.pt", marks=pytest.mark.slow)]
-)
-def test_a_pickled_adapter_is_refused(run: Path, tmp_path: Path, name: str) -> None:
-    """None of them is opened: what is in it would run."""
+def test_a_mismatched_or_pickled_adapter_is_refused_by_its_key(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"model\.lora\.r: found 4, allowed: 2, as in"):
+        begin_with(run, tmp_path, run, "model.lora.r=4")
     foreign = tmp_path / "foreign"
-    (foreign / name).parent.mkdir(parents=True)
-    (foreign / name).write_bytes(b"cos\nsystem\n(S'touch /tmp/run'\ntR.")
-    if name == "adapter_model.bin":
-        adapter.write_config(foreign, {"r": 2, "alpha": 8}, None)
-    with pytest.raises(AssertionError, match=rf"found {name}, a pickle, allowed: safetensors"):
+    foreign.mkdir()
+    (foreign / "adapter_model.bin").write_bytes(b"cos\nsystem\n(S'touch /tmp/run'\ntR.")  # what is in it would run
+    adapter.write_config(foreign, {"r": 2, "alpha": 8}, None)
+    with pytest.raises(AssertionError, match=r"found adapter_model.bin, a pickle, allowed: safetensors"):
         begin_with(run, tmp_path, foreign)
     with pytest.raises(UserError, match="a pickle"):
         load_trained(foreign)
@@ -165,13 +141,10 @@ def test_a_pickled_adapter_is_refused(run: Path, tmp_path: Path, name: str) -> N
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"peft_type": "LOHA"}, "peft_type: found 'LOHA', allowed: LORA"),
         ({"lora_alpha": 32}, "model.lora.alpha: found 16, allowed: 32, as in"),
         ({"use_dora": True}, "model.lora.dora: found False, allowed: True"),
         ({"target_modules": ["q_proj"]}, "model.lora.target_modules: found .*, allowed: .'q_proj'., as in"),
         ({"alpha_pattern": {"q_proj": 64}}, "alpha_pattern: found {'q_proj': 64}, allowed: none"),
-        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: found 'pissa_niter_4', allowed: true, false, gau"),
-        ({"init_lora_weights": "gaussian"}, None),
         ({"target_modules": [f"model.layers.{i}.x.{name}" for i in (0, 1) for name in USUAL_TARGETS]}, None),
         ({"target_modules": r".*\.[qkv]_proj"}, None),
         ({}, None),
@@ -212,16 +185,3 @@ def test_an_adapters_modules_are_written_in_order(tmp_path: Path) -> None:
     modules = json.loads((tmp_path / adapter.CONFIG).read_text())["target_modules"]
     assert modules == sorted(modules)
     assert len(modules) == 7
-
-
-@pytest.mark.slow
-def test_equal_runs_have_equal_manifests_with_any_hash_seed(tmp_path: Path) -> None:
-    config, manifests = write_config(tmp_path), []
-    for seed in ("1", "2"):
-        done = cqwen("train", config, PYTHONHASHSEED=seed)
-        assert done.returncode == 0, done.stderr
-        paths = sorted((tmp_path / "run").glob("checkpoints/*/manifest.json"))
-        manifests.append([{**json.loads(path.read_text()), "created": ""} for path in paths])
-        (tmp_path / "run").rename(tmp_path / f"seed-{seed}")
-    assert len(manifests[0]) > 1
-    assert manifests[0] == manifests[1]

@@ -28,8 +28,7 @@ WORLD = 2
 ALL = -1  # every rank
 HANG = 0  # instead of a signal: the rank stays where it is
 STOPPED = 75
-SEEN, STRUCK = "seen.jsonl", "struck"
-OTHER_SEED = "CQWEN_TEST_OTHER_SEED"  # environment variable: the rank that starts with another seed
+STRUCK = "struck"
 SURVIVE_S = 60.0  # how long the other rank may take to find out
 # Where a blow can fall: the function that is called there, at most how often in a run, and for how many milliseconds.
 POINTS: dict[str, tuple[str, str, int, float]] = {
@@ -45,7 +44,6 @@ ELSEWHERE = {
     "setup": ("cqwen_dist.training.stage_loaders:StageLoaders", "__init__", 1, 0.0),
     "start": ("cqwen_dist.training.run_parts:Run", "at", 9, 20.0),
     "prune": ("cqwen_dist.checkpoint.saving:Saver", "_prune", 4, 10.0),
-    "prepare": ("cqwen_dist.data.prepare:_Build", "_write", 1, 30.0),
 }
 
 
@@ -68,7 +66,7 @@ class Blow:
     def drawn_at(draw: random.Random, point: str, world: int = WORLD, number: int = signal.SIGKILL) -> Blow:
         """A blow at a point, the rest by chance."""
         _, _, calls, most_ms = {**POINTS, **ELSEWHERE}[point]
-        rank = 0 if point in ("prune", "prepare") else draw.randrange(world)  # where only rank 0 comes
+        rank = 0 if point == "prune" else draw.randrange(world)  # where only rank 0 comes
         return Blow(rank, point, draw.randint(1, calls), round(draw.uniform(0, most_ms), 1), number)
 
 
@@ -110,12 +108,7 @@ def command(config: Path, *overrides: str, blow: Blow | None = None, world: int 
             while any(process.is_alive() for process in crew.processes):
                 heard = [word for _, word in crew.hear(0.005) if word]
                 said += heard
-                if STRUCK in heard and blow is not None and (blow.rank, blow.point) == (ALL, "prepare"):
-                    for process in crew.processes[1:]:  # these never come there
-                        os.kill(process.pid, blow.number)
                 now = time.monotonic()
-                if blow is not None and blow.number == signal.SIGSTOP:
-                    wake(crew.processes[blow.rank].pid)
                 if died is None and any(process.exitcode for process in crew.processes):
                     died = now
                 limit = died + SURVIVE_S if died is not None else began + LIMIT_S
@@ -167,10 +160,6 @@ def _rank(
     os.dup2(null, 2)
     if blow is not None and blow.rank in (rank, ALL):
         deal(blow, mouth)
-    if SEEN in environment:
-        note_samples()
-    if os.environ.get(OTHER_SEED) == str(rank):
-        overrides = (*overrides, "train.seed=99")
     try:
         train(load_config(config, list(overrides)))
     except Stopped:
@@ -214,36 +203,6 @@ def deal(blow: Blow, mouth: Connection) -> None:
         return plain(*args, **kwargs)
 
     setattr(cls, name, watched)
-
-
-def note_samples() -> None:
-    """Have rank 0 write the samples of every step to SEEN in the run's folder."""
-    from cqwen_dist.training.telemetry.metrics import MetricsLog
-
-    plain, plain_push = MetricsLog.__init__, MetricsLog.push
-
-    def begin(self: Any, run_dir: Path, *args: Any, **kwargs: Any) -> None:
-        self.seen = run_dir / SEEN
-        plain(self, run_dir, *args, **kwargs)
-
-    def push(self: Any, record: dict[str, Any], samples: Any = ()) -> None:
-        if samples:
-            with self.seen.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": record["step"], "samples": list(samples)}) + "\n")
-        plain_push(self, record, samples)
-
-    MetricsLog.__init__, MetricsLog.push = begin, push  # type: ignore[method-assign]
-
-
-def wake(pid: int | None) -> None:
-    """Continue a process that is stopped, a second later."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return
-    if state == "T":
-        time.sleep(1.0)
-        os.kill(int(pid or 0), signal.SIGCONT)
 
 
 def result_of(run: Path) -> dict[str, Any]:

@@ -1,8 +1,4 @@
-"""A run that was stopped goes on over any number of ranks, any vocabulary group, any ZeRO stage: the same losses.
-
-The slow test prints the table: (ranks, vocabulary group, ZeRO stage) before and after, and the largest difference of
-a loss, relative, from the run of one rank that was never stopped.
-"""
+"""A run that was stopped goes on over any number of ranks, any vocabulary group, any ZeRO stage: the same losses."""
 
 import json
 import signal
@@ -25,9 +21,6 @@ class Spread(NamedTuple):
 
 
 PAIRS = [
-    (Spread(1, 1, 1), Spread(2, 1, 1)),
-    (Spread(2, 1, 1), Spread(1, 1, 1)),
-    (Spread(2, 2, 1), Spread(2, 1, 2)),
     (Spread(2, 1, 2), Spread(2, 1, 3)),
     (Spread(2, 1, 3), Spread(2, 2, 2)),
     (Spread(2, 2, 3), Spread(1, 1, 1)),
@@ -37,7 +30,6 @@ PAIRS = [
     (Spread(4, 4, 2), Spread(1, 1, 3)),
     (Spread(4, 2, 3), Spread(3, 1, 2)),
     (Spread(2, 2, 2), Spread(4, 2, 1)),
-    (Spread(3, 3, 2), Spread(4, 1, 3)),
     (Spread(4, 2, 1), Spread(3, 3, 3)),
 ]
 
@@ -76,15 +68,8 @@ def test_zero_2_on_two_ranks_resumes_as_zero_3_on_three(alone: tuple[Path, list[
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_change_of_ranks_groups_and_zero_resumes_equal(alone: tuple[Path, list[float]], tmp_path: Path) -> None:
-    print("\nranks, group, ZeRO   ->  ranks, group, ZeRO   stopped in   largest relative difference of a loss")
-    worst = 0.0
-    for number, (before, after) in enumerate(PAIRS):
-        call = 3 + number % 6  # within a stage, at its end (5), in the next
-        found = difference(alone, tmp_path / str(number), before, after, call)
-        print(
-            f"{before.ranks:5} {before.group:6} {before.zero:5}   -> {after.ranks:6} {after.group:6} {after.zero:5}",
-            end="",
-        )
-        print(f"   {f'step {call}':>10}   {found:.1e}")
-        worst = max(worst, found)
-    assert worst < TOLERANCE
+    found = {
+        (before, after): difference(alone, tmp_path / str(number), before, after, 3 + number % 6)
+        for number, (before, after) in enumerate(PAIRS)  # within a stage, at its end (5), in the next
+    }
+    assert {pair: off for pair, off in found.items() if off >= TOLERANCE} == {}

@@ -25,8 +25,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "model__wide_from_eval": True,
         "train__checkpoint_start": True,
     },
-    "offload": {"parallel__offload": "optimizer"},
-    "constraint": {"loss__constraint": {"mode": "hinge", "eps": 0.05}, "parallel__zero_stage": 2},
+    "offload": {"parallel__offload": "optimizer", "loss__constraint": {"mode": "hinge", "eps": 0.05}},
     "zero 3": {"parallel__zero_stage": 3},
 }
 
@@ -39,34 +38,8 @@ def stand_in(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
-def test_the_stand_in_refuses_operations_on_mixed_devices() -> None:
-    program = """
-from support.stand_in_gpu import install_if_asked
-install_if_asked()
-import torch
-on_cpu = torch.ones(3, requires_grad=True)
-moved = on_cpu.to("cuda")
-assert (moved.device, on_cpu.device) == (torch.device("cuda", 0), torch.device("cpu"))
-(moved * torch.arange(3, device=moved.device)).sum().backward()
-assert on_cpu.grad.device.type == "cpu" and on_cpu.grad.tolist() == [0, 1, 2]
-layer = torch.nn.Linear(3, 2).to(device="cuda", dtype=torch.bfloat16)
-layer(moved.bfloat16()).sum().backward()
-assert layer.weight.grad.is_cuda and torch.zeros_like(layer.weight).is_cuda and (moved + 1.5).is_cuda
-moved[torch.tensor([True, False, True])]
-for mixture in (lambda: moved + on_cpu, lambda: layer(on_cpu.bfloat16()), lambda: moved.detach().numpy()):
-    try:
-        mixture()
-    except (RuntimeError, TypeError) as error:
-        assert "device" in str(error)
-    else:
-        raise AssertionError("two devices in one operation")
-print("refused")
-"""
-    done = stand_in("-c", program)
-    assert done.stdout == "refused\n", done.stderr
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "numbers")) for name in RUNS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
 def test_runs_on_the_stand_in_have_the_cpus_losses(tmp_path: Path, name: str) -> None:
     """bf16, as the GPU's kernels need it; they round otherwise, by at most 2^-8 of a term."""
     steps = {"stages__0__steps": 2, "stages__1__steps": 1}  # Triton's interpreter takes a second for each

@@ -80,9 +80,6 @@ GATHER, SUM = "all-gather in the vocabulary group failed", "all-reduce in the wo
             for rest in (
                 (HEADS, "stalls", "forward", GATHER),
                 (HEADS, "dies", "step", SUM),
-                (HEADS, "stalls", "step", SUM),
-                (FEATURES, "dies", "forward", GATHER),
-                (FEATURES, "stalls", "forward", GATHER),
                 (FEATURES, "dies", "step", SUM),
             )
         ),

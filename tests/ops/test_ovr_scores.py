@@ -121,8 +121,8 @@ def on_rank(counts: list[int]) -> list[np.ndarray]:
     return [part.numpy() for part in (*found[:-1], *found.best)]
 
 
-@pytest.mark.parametrize("counts", [[9, 14], [11, 0, 6]])
-def test_ranks_score_their_own_tokens_over_the_whole_vocabulary(counts: list[int]) -> None:
+def test_ranks_score_their_own_tokens_over_the_whole_vocabulary() -> None:
+    counts = [11, 0, 6]
     expected = oracle(*problem(sum(counts)))
     found = run_ranks(on_rank, len(counts), counts)
     assert [len(log_norm) for log_norm, *_ in found] == counts

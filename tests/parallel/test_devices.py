@@ -20,24 +20,14 @@ def two_gpus(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
 
 
-def test_each_rank_takes_one_gpu(two_gpus):
+def test_each_rank_takes_one_gpu_or_the_cpu_on_request(two_gpus, monkeypatch):
     assert [pick_device(i).index for i in (0, 1)] == [0, 1]
-
-
-def test_more_ranks_than_gpus_are_refused(two_gpus):
-    """NCCL would say "Duplicate GPU detected" in a page of its own log."""
-    with pytest.raises(UserError, match=r"--ranks.*rank 3.*2 GPU.*DS_ACCELERATOR=cpu"):
+    with pytest.raises(UserError, match=r"--ranks.*rank 3.*2 GPU.*DS_ACCELERATOR=cpu"):  # NCCL would write a page
         pick_device(2)
-
-
-def test_the_cpu_is_used_on_request(two_gpus, monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK")
+    assert pick_device(3).index == 1, "SLURM shows each task its own"
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert pick_device(5).type == "cpu"
-
-
-def test_slurm_shows_each_task_its_own_gpu(two_gpus, monkeypatch):
-    monkeypatch.delenv("LOCAL_RANK")
-    assert pick_device(3).index == 1
 
 
 def test_the_backend_and_the_local_rank_given_to_deepspeed(two_gpus, monkeypatch):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
-import socket
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,18 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Crew, Pool, fork_server, held_port, run_ranks, tell
+from support.ranks import Crew, fork_server, tell
 
 from cqwen_dist.config import UserError
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, scatter_sum_tokens, sum_partials
-from cqwen_dist.parallel.runtime import _free_groups, distributed, find_ranks, seed_everything
+from cqwen_dist.parallel.runtime import _free_groups, distributed, find_ranks
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
 def test_vocab_range_is_torch_chunk(size: int) -> None:
-    for v in [*range(1, 40), 101, 151_936, 152_064]:
+    for v in [*range(1, 20), 101, 152_064]:
         chunks = torch.arange(v).chunk(size)
         for rank in range(size):
             start, stop = vocab_range(v, rank, size)
@@ -87,58 +85,6 @@ def test_without_a_group_mappings_are_the_identity() -> None:
     assert exchange_counts(3, None, torch.device("cpu")) == [3]
 
 
-def test_seed_everything_repeats() -> None:
-    seed_everything(2**33)  # numpy takes 32 bits only
-    a = torch.rand(3)
-    seed_everything(2**33)
-    assert torch.equal(a, torch.rand(3))
-
-
-def fail_on_rank_one() -> None:
-    if dist.get_rank() == 1:
-        raise ValueError("the reason")
-    dist.barrier()  # rank 0 waits for a rank that never comes
-
-
-def wait_for_nobody() -> None:
-    if dist.get_rank() == 0:
-        dist.barrier()
-
-
-def test_run_ranks_reports_the_failing_ranks_traceback_and_never_hangs() -> None:
-    with pytest.raises(AssertionError, match=r"rank 1 of 2:[\s\S]*ValueError: the reason"):
-        run_ranks(fail_on_rank_one, 2)
-
-
-def test_a_pool_goes_on_with_fresh_ranks_after_one_raised(pool: Pool) -> None:
-    first = pool(os.getpid, 2)
-    assert pool(os.getpid, 2) == first, "they stay up"
-    with pytest.raises(AssertionError, match=r"rank 1 of 2:[\s\S]*in fail_on_rank_one[\s\S]*ValueError: the reason"):
-        pool(fail_on_rank_one, 2)
-    assert not {*pool(os.getpid, 2)} & {*first}
-
-
-def say_and_leave(rank: int, mouth: Connection) -> None:
-    tell(mouth, torch.full((3,), rank))
-
-
-def be_killed_within_a_word(rank: int, mouth: Connection) -> None:
-    os.write(mouth.fileno(), (1000).to_bytes(4, "big") + b"the first of a thousand bytes")
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_results_outlive_their_rank_and_half_a_message_is_none() -> None:
-    crew = Crew(fork_server(), say_and_leave, 2)
-    for process in crew.processes:
-        process.join()
-    words = crew.hear(60)
-    assert [rank for rank, word in words if word is not None] == [0, 1]
-    assert all(torch.equal(word, torch.full((3,), rank)) for rank, word in words if word is not None)
-    crew = Crew(fork_server(), be_killed_within_a_word, 1)
-    assert crew.hear(60) == [(0, None)]
-    assert crew.end(60) == [-signal.SIGKILL]
-
-
 def leave_a_group_that_is_frozen_garbage(rank: int, mouth: Connection) -> None:
     with distributed(alone=True):
         knot: list[object] = [dist.group.WORLD]
@@ -156,25 +102,10 @@ def test_no_thread_of_a_group_outlives_a_process_that_froze_its_garbage() -> Non
     assert crew.end(60) == [0]
 
 
-def test_a_held_port_can_be_bound_only_by_the_store() -> None:
-    with held_port() as port, socket.socket() as other:
-        with pytest.raises(OSError):
-            other.bind(("127.0.0.1", port))
-        assert dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False).port == port
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        (("x", "2", "0"), "RANK: found 'x', allowed: a whole number"),
-        (("0", "", "0"), "WORLD_SIZE: found '', allowed: a whole number"),
-        (("-1", "2", "0"), "RANK: found '-1', allowed: a whole number"),
-        (("2", "2", "0"), "RANK: found 2, allowed: 0 to 1, as WORLD_SIZE is 2"),
-    ],
-)
-def test_a_launchers_variables_are_checked(values: tuple[str, str, str], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        find_ranks(dict(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), values, strict=True)))
+def test_a_launchers_variables_are_checked() -> None:
+    for rank, said in (("x", "found 'x', allowed: a whole number"), ("2", "found 2, allowed: 0 to 1, as WORLD_SIZE")):
+        with pytest.raises(UserError, match=f"RANK: {said}"):
+            find_ranks({"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
 
 
 def test_a_host_that_does_not_resolve_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,23 +189,6 @@ def test_one_input_alone_is_trained(pool: Pool, world: int, group: int, trainabl
     pool(with_groups, world, one_trainable, group, trainable)
 
 
-def without_gradients(groups: Groups) -> None:
-    problem = Problem(13, counts_of(0))
-    own = problem.tokens([dist.get_rank()])
-    v0, v1 = vocab_range(13, groups.vocab_rank, groups.vocab_size)
-    tensors = [problem.loc[own], problem.scale[own], problem.weight[v0:v1], problem.bias[v0:v1]]
-    tensors.append(problem.threshold[v0:v1])
-    with torch.no_grad():
-        u, head, labels = Cauchy(*tensors[:2]), WordHead(*tensors[2:], v0), problem.labels[own]
-        out = vocab_parallel_loss(u, head, labels, group=groups.vocab, num_token_id=5)
-        assert not out.loss.requires_grad
-
-
-@IN_GROUPS
-def test_no_gradients_where_autograd_is_off(pool: Pool, world: int, group: int) -> None:
-    pool(with_groups, world, without_gradients, group)
-
-
 def conjugate_pairs(groups: Groups) -> None:
     """<f(x), y> = <x, f*(y)>, summed over the ranks of the group, f* being what backward computes."""
     group, g = groups.vocab, torch.Generator().manual_seed(dist.get_rank())

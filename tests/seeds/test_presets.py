@@ -19,22 +19,21 @@ from cqwen_dist.training.train import train_on
 
 
 @pytest.mark.parametrize("start", ["seed", "seed-100"])
-def test_a_preset_trains_a_hundred_steps_without_nan(start, tmp_path):
+def test_a_preset_trains_without_nan(start, tmp_path):
     config = write_config(
         tmp_path,
         start=start,
         stages=[
-            {"name": "heads", "train": ["heads", "embedding"], "steps": 50, "lr": 1e-3},
-            {"name": "lora", "train": ["heads", "embedding", "lora"], "steps": 50, "lr": 1e-3},
+            {"name": "heads", "train": ["heads", "embedding"], "steps": 20, "lr": 1e-3},
+            {"name": "lora", "train": ["heads", "embedding", "lora"], "steps": 20, "lr": 1e-3},
         ],
-        train__eval_every=50,
         train__checkpoint_every=100,
         run__dir=str(tmp_path / "run"),
     )
     train_run(config)
     records = metrics(tmp_path / "run")
     losses = [record["train/total_loss"] for record in records]
-    assert len(losses) == 100
+    assert len(losses) == 40
     assert all(math.isfinite(loss) for loss in losses)
     assert sum(losses[-10:]) < sum(losses[:10])
 

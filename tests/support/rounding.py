@@ -4,7 +4,6 @@ A BLAS picks its kernel by instruction set and by shape, and each kernel sums in
 order that is allowed adds one term after another, each sum rounded to fp32 (to float64, if the terms are that wide):
 
 - `--rounding=in-order` begins at the first term, on every shape,
-- `--rounding=reversed` at the last,
 - `--rounding` alone at a term that the shape picks, and goes from there in a direction that the shape picks too.
 
 So under the last a product over a part of the rows does not have the bits of that part of the whole, as on some CPUs.
@@ -91,7 +90,7 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
 
 def _order(k: int, m: int, n: int) -> np.ndarray:
     """In which order the k terms of each sum of an [m,n] product are added."""
-    asked = os.environ[ASKED]
-    backward = (m + n) % 2 if asked == "by-shape" else asked == "reversed"
-    first = (7 * m + 13 * n) % max(k, 1) if asked == "by-shape" else 0
-    return np.roll(np.arange(k), first)[:: -1 if backward else 1]
+    if os.environ[ASKED] == "in-order":
+        return np.arange(k)
+    first = (7 * m + 13 * n) % max(k, 1)
+    return np.roll(np.arange(k), first)[:: -1 if (m + n) % 2 else 1]

@@ -1,4 +1,4 @@
-"""The byte formula by itself; that the ranks say exactly this is tests/matrix/test_traffic.py."""
+"""The byte formula by itself; that the ranks say exactly this is tests/matrix/test_step_traffic.py."""
 
 from __future__ import annotations
 
