@@ -10,14 +10,9 @@ from typing import Any
 
 from cqwen_dist.config.errors import Said, UserError
 
-_TOOLS = ("plan", "doctor", "accept", "quickstart", "submit", "status", "report", "explain", "export")
 PLACES = {
-    **{verb: f"tools.verbs:{verb}" for verb in _TOOLS},
-    "serve": "tools.serve.serve_verb:serve",
-    "fit": "tables.table_verbs:fit",
     "code of a folder": "tools.export.portable:write_code",
     "a run's page": "tools.report.html:leave_report",
-    "a page of runs": "tools.report.html:write_report",
     "model.wide": "tables.wide.wide_part:WidePart",
     "start of model.wide": "tables.wide.wide_start:WideStart",
     "size of model.wide": "tables.wide.wide_size:wide_numbers",

@@ -23,7 +23,7 @@ from cqwen_dist.checkpoint.manifest import (
     list_checkpoints,
     resolve_checkpoint,
 )
-from cqwen_dist.cli.look import describe
+from cqwen_dist.cli.results import describe
 from cqwen_dist.cluster.batch import read_history
 from cqwen_dist.cluster.hostfile import read_environment, read_hostfile
 from cqwen_dist.config import UserError, load_config

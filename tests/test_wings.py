@@ -19,42 +19,10 @@ from cqwen_dist.data.sources import read_texts
 from cqwen_dist.heads.beside import Beside
 from cqwen_dist.wings import PLACES, from_wing
 
-WITHOUT = """
-import sys
-sys.modules.update({"cqwen_dist.tools": None, "cqwen_dist.tables": None})
-from cqwen_dist.cli import main
-sys.argv = ["cqwen", *sys.argv[1:]]
-main()
-"""
-
-
-def without_wings(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", WITHOUT, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=command_environment())
-
 
 @pytest.mark.parametrize("name", PLACES)
 def test_every_place_in_a_wing_exists(name: str) -> None:
     assert callable(from_wing(name))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "missing"),
-    [
-        (["plan", "run.yaml", "--search"], "plan: found no cqwen_dist.tools here"),
-        (["fit", "wine.csv", "--target", "price"], "fit: found no cqwen_dist.tables here"),
-    ],
-)
-def test_a_verb_of_a_missing_wing_is_refused_in_one_line(arguments: list[str], missing: str) -> None:
-    done = without_wings(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines() == [f"error: {missing}, allowed: an installation of cqwen_dist with this folder"]
-
-
-def test_the_verbs_of_the_core_stay() -> None:
-    assert "Not installed here." in without_wings("--help").stdout
-    done = without_wings("config", "validate", str(Path(__file__).parents[1] / "configs" / "quickstart.yaml"))
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_run_ends_without_its_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -99,8 +67,7 @@ def test_bundled_data_of_a_missing_wing_are_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_missing_library_is_no_missing_wing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PLACES, "plan", "tools.diabetes:diabetes_texts")
     monkeypatch.delitem(sys.modules, "cqwen_dist.tools.diabetes", raising=False)
     monkeypatch.setitem(sys.modules, "numpy", None)
     with pytest.raises(ModuleNotFoundError, match="numpy"):
-        from_wing("plan")
+        from_wing("bundled:diabetes")

@@ -1,5 +1,7 @@
 """The command `cqwen`: a function per verb, a module per family of verbs, with heavy imports inside the functions.
 
+It stands above the core and its wings, and gives both a verb.
+
 Exit codes: 0 done (also if the run was already done), 2 wrong user input (one line with what was found and what is
 allowed), 74 a file system does not answer, 75 stopped in order and can resume, 1 any other failure.
 """
@@ -16,11 +18,11 @@ from typing import Annotated
 import typer
 
 from cqwen_dist import __version__
-from cqwen_dist.cli import before, look, runs, use
+from cqwen_dist.cli import configs, generation, models, results, runs, sites, table_verbs
+from cqwen_dist.cli.options import flat
 from cqwen_dist.cli.streams import guard, outlive
 from cqwen_dist.config.errors import DiskError, Said, UserError, reason_of
 from cqwen_dist.console import echo
-from cqwen_dist.wings import from_wing
 
 OTHER_RANKS_WAIT_S = 20.0
 SYSTEM = (errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG)
@@ -32,49 +34,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Distributed LoRA fine-tuning of CausalQwen: language models that read and write numbers as numbers.",
 )
-BEFORE, TRAIN, LOOK, USE = "Before a run", "Train", "Look at a run", "Use a model"
-# A verb is a function, or the name of a wing's function (`wings.PLACES`).
-VERBS: dict[str, tuple[Callable[..., None] | str, ...]] = {
-    BEFORE: (before.init, "plan", before.prepare, "doctor", "accept"),
-    TRAIN: ("quickstart", "fit", runs.train, runs.launch, "submit"),
-    LOOK: ("status", "report", look.evaluate),
-    USE: (use.generate, use.predict, "explain", "serve", "export"),
+BEFORE, LOOK = "Before a run", "Look at a run"
+VERBS: dict[str, tuple[Callable[..., None], ...]] = {
+    BEFORE: (configs.init, sites.plan, runs.prepare, sites.doctor, sites.accept),
+    "Train": (runs.quickstart, table_verbs.fit, runs.train, runs.launch, runs.submit),
+    LOOK: (results.status, results.report, results.evaluate),
+    "Use a model": (generation.generate, table_verbs.predict, models.explain, models.serve, models.export),
 }
-GROUPS: dict[str, tuple[str, str, tuple[Callable[..., None] | str, ...]]] = {
-    "config": (BEFORE, "Check a config, or print its JSON Schema.", (before.config_validate, before.config_schema)),
-    "checkpoint": (LOOK, "List or verify checkpoints.", (look.checkpoint_list, look.checkpoint_verify)),
+GROUPS: dict[str, tuple[str, str, tuple[Callable[..., None], ...]]] = {
+    "config": (BEFORE, "Check a config, or print its JSON Schema.", (configs.validate, configs.schema)),
+    "checkpoint": (LOOK, "List or verify checkpoints.", (results.checkpoint_list, results.checkpoint_verify)),
 }
-
-
-def _add(to: typer.Typer, verb: Callable[..., None] | str, panel: str | None = None, group: str = "") -> None:
-    """Add a verb. If its wing is not installed, add one that reports this for any arguments."""
-    if callable(verb):
-        name = "eval" if verb is look.evaluate else verb.__name__.removeprefix(f"{group}_")
-        to.command(name, rich_help_panel=panel)(verb)
-        return
-    name = verb.removeprefix(f"{group} ")
-    try:
-        to.command(name, rich_help_panel=panel)(from_wing(verb))
-    except UserError as error:
-        any_arguments = {"ignore_unknown_options": True, "allow_extra_args": True}
-        to.command(name, rich_help_panel=panel, context_settings=any_arguments)(_refusing(error))
-
-
-def _refusing(error: UserError) -> Callable[[], None]:
-    def refuse() -> None:
-        """Not installed here."""
-        raise error
-
-    return refuse
-
-
 for panel, verbs in VERBS.items():
     for verb in verbs:
-        _add(app, verb, panel)
+        app.command("eval" if verb is results.evaluate else None, rich_help_panel=panel)(flat(verb))
 for group, (panel, text, verbs) in GROUPS.items():
     app.add_typer(below := typer.Typer(no_args_is_help=True, help=text), name=group, rich_help_panel=panel)
     for verb in verbs:
-        _add(below, verb, group=group)
+        below.command(verb.__name__.removeprefix(f"{group}_"))(flat(verb))
 
 
 def _version(asked: bool) -> None:

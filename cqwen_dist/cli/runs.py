@@ -1,4 +1,4 @@
-"""Verbs that train: here, or on multiple ranks. Heavy imports are inside, so that --help is instant."""
+"""Verbs that prepare data and train: here, on multiple ranks, on SLURM. Imports are local: --help is instant."""
 
 from __future__ import annotations
 
@@ -16,9 +16,30 @@ import typer
 
 from cqwen_dist.cli.streams import outlive
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.console import ConfigFile, Overrides, echo, load, print_json
+from cqwen_dist.console import AsJson, ConfigFile, Overrides, echo, load, plain_console, print_json, quiet_libraries
+from cqwen_dist.tools.slurm.resources import JobOptions, Resources
 
+SHIPPED = Path(__file__).parents[1] / "configs"  # also in a wheel
 LEAST_FILES = 256
+
+
+def prepare(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: data.workers, or all cores.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tokenise the data once, in parallel, for every run that uses it, and print its statistics.
+
+    The folder (under data.cache_dir) is named by a digest of the sources, the
+    tokenizer and the config, so no work is repeated. Runs find it automatically
+    if data.cache_dir is set or the files are large.
+    """
+    checked = load(config, overrides)
+    quiet_libraries()
+    from cqwen_dist.cli.prepared import prepare_and_show
+
+    prepare_and_show(checked, workers, as_json)
 
 
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
@@ -78,6 +99,58 @@ def launch(
         folder = Path(load(config, overrides).run.dir)
         echo(f"to go on: {' '.join([resuming(folder, 'launch'), *given])}", err=True)
     raise typer.Exit(code)
+
+
+def quickstart(
+    overrides: Overrides = None,
+    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 2,
+    config: Annotated[Path, typer.Option(help="The quickstart config.")] = SHIPPED / "quickstart.yaml",
+    as_json: AsJson = False,
+) -> None:
+    """Everything once on real data, offline: train both stages, export, generate, compare with ridge regression.
+
+    It runs on the CPU, which is fast enough for this small model, or with DS_ACCELERATOR=cuda on one GPU per rank.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from cqwen_dist.cluster.launch import launch as run
+
+    data = load(config, overrides).data
+    if data.eval is None and not data.eval_fraction:
+        raise UserError("data.eval", data.eval, "held-out texts, on which the quickstart shows what was learned")
+    code = run(config, overrides or [], ranks, quiet=as_json)
+    if code:
+        raise typer.Exit(code)
+    quiet_libraries()
+    from cqwen_dist.tools.report.quickstart import show
+
+    metrics = show(config, overrides or [], plain_console(stderr=as_json))
+    if as_json:
+        print_json(metrics)
+
+
+def submit(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    *,
+    resources: Resources,
+    stage: Annotated[list[str] | None, typer.Option(help="Separate job for a stage: heads:nodes=1,time=60.")] = None,
+    job: JobOptions,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Only print the script.")] = False,
+) -> None:
+    """Queue the run on SLURM: render a script, let SLURM check it, submit; print how to follow, stop and resume."""
+    from cqwen_dist.tools.slurm.submission import advice, check_jobs, plan_jobs, render, submit_jobs, waits_for
+
+    checked, jobs = plan_jobs(config, overrides or [], resources, stage or [], job)
+    if not dry:
+        for line in advice(jobs, submit_jobs(checked, jobs)):
+            echo(line)
+        return
+    for words in check_jobs(jobs) or ["not checked by SLURM: there is no sbatch here, or nothing that answers it"]:
+        echo(words, err=True)
+    for index, each in enumerate(jobs):
+        echo(render(each), nl=False)
+        wait = waits_for(f"<id of job {index}>" if index else None)
+        echo(f"{each.script}\n{' '.join(['sbatch', *wait, shlex.quote(str(each.script))])}", err=True)
 
 
 def resuming(folder: Path, verb: str = "train") -> str:

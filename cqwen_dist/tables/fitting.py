@@ -35,9 +35,10 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.table import predict_rows, prompts_of, shared_digits, write_table
 from cqwen_dist.number_forms import by_form
 from cqwen_dist.run.appearing import appearing
-from cqwen_dist.run.files import BEST, FIT, REPORT, file_record, not_followed, write_atomically, written_whole
+from cqwen_dist.run.files import BEST, FIT, file_record, not_followed, write_atomically, written_whole
 from cqwen_dist.tables.baselines import Rival, baselines
 from cqwen_dist.tables.choices import LEAST_READ, LONGEST, Chosen, Pace, choose, config_text, context_of, measure_pace
+from cqwen_dist.tables.fit_request import FitRequest
 from cqwen_dist.tables.judging import OURS, WIDE_ALONE, conditional, errors, intervals, shown_rows, verdict
 from cqwen_dist.tables.rows import (
     Parts,
@@ -52,7 +53,6 @@ from cqwen_dist.tables.rows import (
 )
 from cqwen_dist.tables.wide.wide_alone import MOST, wide_alone
 from cqwen_dist.training.callbacks import Callback, Moment
-from cqwen_dist.wings import from_wing
 
 EMPTY = "unknown"  # replaces an empty cell
 TOLD = 256  # rows between two progress lines
@@ -61,27 +61,6 @@ LONG = 3.0  # minutes in which all rows are surely read
 DIGITS = 7  # digits of a prediction after those common to all targets: the precision of fp32
 REQUEST, CONFIG = "request.json", "fit.yaml"
 OF_FILE = "file"  # key in request.json for the size and SHA-256 of the table
-
-
-@dataclass(frozen=True)
-class FitRequest:
-    """The arguments of `cqwen fit`.
-
-    template: the prompt, with columns in braces; None: one line per column. test_rows: the maximum number of test rows;
-    None: all.
-    """
-
-    table: str
-    target: str
-    base: str
-    text_columns: list[str]
-    template: str | None
-    test_fraction: float
-    split: str | None
-    seed: int
-    minutes: float
-    test_rows: int | None = None
-    decimal_comma: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -254,7 +233,7 @@ def without_base(made: Prepared, say: Callable[[str], None]) -> Rival | None:
 def judge(
     folder: Path, made: Prepared, alone: Rival | None, say: Callable[[str], None], clock: TimeLimit
 ) -> dict[str, Any]:
-    """Predict the test rows with the run and the other models, and write predicted.csv, fit.json, the page.
+    """Predict the test rows with the run and the other models, and write predicted.csv and fit.json.
 
     alone: from `without_base`.
     """
@@ -278,7 +257,6 @@ def judge(
     prompts = [made.prompts[row] for row in parts.test]
     document |= shown_rows(own, prompts, truth) | conditional(predictions, results, ends, truth)
     write_atomically(folder / FIT, to_json(document, indent=1, inf_nan_mode="null").decode())
-    from_wing("a page of runs")([folder], folder / REPORT)
     return document
 
 

@@ -26,7 +26,8 @@ from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.generate.continuation import encoded, padded
 from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.run.files import write_atomically
-from cqwen_dist.tables.fitting import CONFIG, FitRequest, best_checkpoint, prepare
+from cqwen_dist.tables.fit_request import FitRequest
+from cqwen_dist.tables.fitting import CONFIG, best_checkpoint, prepare
 from cqwen_dist.tables.line_chart import line_chart
 from cqwen_dist.tables.rows import write_rows
 from experiments.claims.effects import Law, least_squares, same_quantile, scale_of_errors, true_form

@@ -40,14 +40,14 @@ FULL = Job(
         exclude="node[3,7-9]",
         time="2-00:00:00",
         exclusive=True,
-        options=("--comment=two words", "--mail-type=END"),
+        sbatch=("--comment=two words", "--mail-type=END"),
     ),
     container=f"/images/{HOSTILE}.sif",
     container_command="apptainer exec --nv --bind '/data dir'",
-    setup=("module purge", "module load apptainer"),
+    setup=["module purge", "module load apptainer"],
     warn_s=300,
     max_restarts=2,
-    preflight=False,
+    no_preflight=True,
 )
 
 
@@ -123,9 +123,9 @@ def test_an_option_is_quoted_as_sbatch_reads_it(value: str) -> None:
         (lambda: Resources(nodes=0), "--nodes: found 0, allowed: 1 or more"),
         (lambda: Resources(time="soon"), "--time: found 'soon'"),
         (lambda: replace(PLAIN, resources=Resources(partition="a\nb")), "printable"),
-        (lambda: Resources(options=("mem=0",)), "--sbatch: found 'mem=0'"),
-        (lambda: Resources(options=("--gres=gpu:a100:8",)), "allowed: with --gpus-per-node too"),
-        (lambda: Resources(options=("--gres gpu:8",)), "allowed: with --gpus-per-node too"),
+        (lambda: Resources(sbatch=("mem=0",)), "--sbatch: found 'mem=0'"),
+        (lambda: Resources(sbatch=("--gres=gpu:a100:8",)), "allowed: with --gpus-per-node too"),
+        (lambda: Resources(sbatch=("--gres gpu:8",)), "allowed: with --gpus-per-node too"),
         (lambda: replace(PLAIN, setup=("a\n#SBATCH --nodes=9",)), "printable"),
         (lambda: replace(PLAIN, name="a\nb"), "printable"),
         (lambda: replace(PLAIN, run_dir=Path("/r\\s")), "without backslashes"),
@@ -134,10 +134,10 @@ def test_an_option_is_quoted_as_sbatch_reads_it(value: str) -> None:
             lambda: replace(PLAIN, container_command="docker"),
             "--container-command: found 'docker', allowed: with --container",
         ),
-        (lambda: Resources(options=("--array=0-3",)), "slurm/sweep.sbatch"),
-        (lambda: Resources(options=("-a0-3",)), "slurm/sweep.sbatch"),
-        (lambda: Resources(options=("--time=2",)), "--sbatch: found '--time=2', allowed: --time of cqwen submit"),
-        (lambda: Resources(options=("-t2",)), "allowed: --time of cqwen submit"),
+        (lambda: Resources(sbatch=("--array=0-3",)), "slurm/sweep.sbatch"),
+        (lambda: Resources(sbatch=("-a0-3",)), "slurm/sweep.sbatch"),
+        (lambda: Resources(sbatch=("--time=2",)), "--sbatch: found '--time=2', allowed: --time of cqwen submit"),
+        (lambda: Resources(sbatch=("-t2",)), "allowed: --time of cqwen submit"),
         (lambda: Resources(exclusive=True, cpus_per_task=4), "--cpus-per-task: found 4, allowed: no value"),
         (lambda: Resources(cpus_per_task=0), "--cpus-per-task: found 0, allowed: 1 or more"),
         (lambda: read_stage_option("heads", Resources()), "NAME:key=value"),
@@ -183,7 +183,7 @@ def test_a_job_takes_whole_nodes_only_where_asked(resources: Resources, lines: l
 def test_gpus_are_requested_as_gpus_per_node_or_gres() -> None:
     """A typed one, or --gres alone, in place of --gpus-per-node, which some sites refuse; a rank for each as before."""
     for option in ("--gres=gpu:a100:8", "--gres gpu:8", "-G 16"):
-        needs = Resources(nodes=2, gpus_per_node=8, options=(option,))
+        needs = Resources(nodes=2, gpus_per_node=8, sbatch=(option,))
         lines = render(replace(PLAIN, resources=needs)).splitlines()
         asked = [line for line in lines if line.startswith("#SBATCH") and ("gpu" in line or " -G" in line)]
         assert asked == [f"#SBATCH {option}"]

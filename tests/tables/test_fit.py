@@ -16,10 +16,11 @@ import typer
 from support.runs import cqwen_forked, train_run, write_config
 
 from cqwen_dist.api import predict
+from cqwen_dist.cli.table_verbs import _train_fit
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.tables.fitting import FitRequest, prepare
-from cqwen_dist.tables.table_verbs import _train_fit
+from cqwen_dist.tables.fit_request import FitRequest
+from cqwen_dist.tables.fitting import prepare
 from cqwen_dist.tools.export.export import export
 from cqwen_dist.tools.slurm.run_status import look
 

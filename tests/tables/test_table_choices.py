@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cqwen_dist.cli.table_verbs import _show_fit, plain
 from cqwen_dist.config import load_config
 from cqwen_dist.tables.choices import LEAST_READ, LEAST_STEPS, LONGEST, Pace, best_transform, choose, config_text
-from cqwen_dist.tables.table_verbs import _show_fit, plain
 
 PACE = Pace(0.05, 0.15, "fp32", 576)
 NORMAL = np.random.default_rng(0).normal(50.0, 4.0, 1000)

@@ -16,6 +16,7 @@ from cqwen_dist.sizes.architecture import read_architecture
 from cqwen_dist.tools.plan.limits import limits, render_limits
 from cqwen_dist.tools.plan.machine import machine
 from cqwen_dist.tools.plan.make import Plan, plan
+from cqwen_dist.tools.plan.question import Question
 from cqwen_dist.tools.plan.search import FittingLayout, of_layout, scaling, search, with_layout
 from cqwen_dist.tools.plan.show import head_lines, render, render_scaling
 
@@ -23,63 +24,47 @@ WHAT_MAY_FIT = "more ranks, more memory, shorter texts, or bf16 where it is fp32
 COUNTED_BYTES = 2**30  # texts in larger files are not counted, as that would take too long
 
 
-def run(
-    config: Config,
-    *,
-    nodes: int,
-    gpus_per_node: int,
-    gpu_memory_gib: float | None,
-    gpu: str = "",
-    interconnect: str = "ib400",
-    calibration: Path | None = None,
-    sequences: int | None = None,
-    text_tokens: float | None = None,
-    searching: bool = False,
-    scale: bool = False,
-    limit: bool = False,
-    write: Path | None = None,
-) -> tuple[dict[str, Any], RenderableType]:
+def run(config: Config, asked: Question) -> tuple[dict[str, Any], RenderableType]:
     """Returns the plan and the requested extras, as plain values for JSON and as tables for a terminal.
 
-    write: a new file for the config, with the best layout if `searching`, else unchanged. Raises `UserError`.
+    Raises `UserError`.
     """
-    known = machine(gpu or ("h100" if gpus_per_node else "cpu"), interconnect, calibration)
+    known = machine(asked.gpu or ("h100" if asked.gpus_per_node else "cpu"), asked.interconnect, asked.calibrate)
     architecture = read_architecture(config)
-    options: dict[str, Any] = {"gpu_memory_gib": gpu_memory_gib, "architecture": architecture, "machine": known}
-    further, tables = _further(config, options, scale, limit)
-    options |= {"nodes": nodes, "gpus_per_node": gpus_per_node, "sequences": sequences or count_sequences(config)}
-    options["text"] = text_tokens
-    planned, choices, notes = _planned(config, searching, options)
+    options: dict[str, Any] = {"gpu_memory_gib": asked.gpu_memory_gib, "architecture": architecture, "machine": known}
+    further, tables = _further(config, options, asked)
+    options |= {"nodes": asked.nodes, "gpus_per_node": asked.gpus_per_node, "text": asked.text_tokens}
+    options["sequences"] = asked.sequences or count_sequences(config)
+    planned, choices, notes = _planned(config, asked.search, options)
     document, shown = planned.to_dict(), [*notes, *render(planned, choices).renderables]
     shown += _missing(config) if planned.hours is None else []
-    if searching:
+    if asked.search:
         document["choices"] = [choice.to_dict() for choice in choices]
         shown += [] if choices else [Text(f"no layout fits: {WHAT_MAY_FIT}", style="red")]
     document |= further
     shown += tables
-    if write is not None:
-        if searching and not choices:
-            raise UserError("--write", str(write), "a layout that fits (none was found)")
+    if asked.write is not None:
+        if asked.search and not choices:
+            raise UserError("--write", str(asked.write), "a layout that fits (none was found)")
         chosen, best = (with_layout(config, choices[0].layout), choices[0].plan) if choices else (config, planned)
-        command = f"cqwen plan {write} --nodes {nodes} --gpus-per-node {gpus_per_node}"
-        write_config(write, chosen, best, f"{command} --gpu-memory-gib {planned.gpu_memory_gib:g} --gpu {known.name}")
-        document["written"] = str(write)
-        shown += [Text(f"written: {write}")]
+        command = f"cqwen plan {asked.write} --nodes {asked.nodes} --gpus-per-node {asked.gpus_per_node}"
+        command += f" --gpu-memory-gib {planned.gpu_memory_gib:g} --gpu {known.name}"
+        write_config(asked.write, chosen, best, command)
+        document["written"] = str(asked.write)
+        shown += [Text(f"written: {asked.write}")]
     return document, Group(*shown)
 
 
-def _further(
-    config: Config, options: dict[str, Any], scale: bool, limit: bool
-) -> tuple[dict[str, Any], list[RenderableType]]:
+def _further(config: Config, options: dict[str, Any], asked: Question) -> tuple[dict[str, Any], list[RenderableType]]:
     """What `--scale` and `--limits` add to the document and to the tables."""
     document: dict[str, Any] = {}
     shown: list[RenderableType] = []
-    if scale:
+    if asked.scale:
         points = scaling(config, **options)
         document["scaling"] = [asdict(point) for point in points]
         shown += [render_scaling(points)]
         shown += [Text("* does not fit. 8 GPUs a node; every rank keeps its micro-batch, once a step.")]
-    if limit:
+    if asked.limit:
         gib = options["gpu_memory_gib"] or options["machine"].gib
         rows = limits(config, options["architecture"], options["machine"], gib)
         document["limits"] = [asdict(row) for row in rows]

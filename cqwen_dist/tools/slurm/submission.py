@@ -29,84 +29,24 @@ from cqwen_dist.config.schema import Config
 from cqwen_dist.run.files import CONFIG, SLURM
 from cqwen_dist.run.folder import is_done
 from cqwen_dist.sizes.architecture import feature_parameters, read_architecture
+from cqwen_dist.tools.slurm.resources import CONTAINER_COMMAND, GPUS, JobOptions, Resources
 from cqwen_dist.training.zero.settings import deepspeed_config
 
-_GPUS = re.compile(r"--gres[= ].*gpu|--gpus|-G")  # sbatch options that request GPUs
-_ARRAY = re.compile(r"--array\b|-a\b|-a\d")
-_LIMIT = re.compile(r"--time[= ]|-t")
-_TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 
-
-@dataclass(frozen=True)
-class Resources:
-    """A job's resource requests; None: use the cluster's default."""
-
-    nodes: int = 1
-    gpus_per_node: int = 0  # 0: CPU ranks
-    ranks_per_node: int | None = None  # default: one per GPU, or 1
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    exclude: str | None = None
-    time: str | None = None  # sbatch format: minutes, H:M:S, D-H:M:S, UNLIMITED
-    exclusive: bool = False  # whole nodes, with all of their cores and memory
-    cpus_per_task: int | None = None  # cores per node; default: 4 per GPU, or 1 per CPU rank
-    mem: str | None = None  # memory per node, such as 200G; default: the cluster's
-    options: tuple[str, ...] = ()  # more sbatch options, one #SBATCH line each
-
-    def __post_init__(self) -> None:
-        for name, least in (("nodes", 1), ("gpus_per_node", 0), ("ranks_per_node", 1), ("cpus_per_task", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UserError(f"--{name.replace('_', '-')}", value, f"{least} or more")
-        if self.time is not None and not _TIME.fullmatch(self.time):
-            raise UserError("--time", self.time, "minutes, H:M:S, D-H:M:S or UNLIMITED")
-        if self.exclusive and self.cpus_per_task is not None:
-            raise UserError("--cpus-per-task", self.cpus_per_task, "no value with --exclusive, which takes all cores")
-        for option in self.options:
-            if not option.startswith("-"):
-                raise UserError("--sbatch", option, "an option of sbatch, such as --mem=0")
-            if _LIMIT.match(option):
-                raise UserError("--sbatch", option, "--time of cqwen submit, which knows --warn-s")
-            if _ARRAY.match(option):
-                raise UserError("--sbatch", option, "one run a job; slurm/sweep.sbatch queues an array of runs")
-            if _GPUS.match(option) and not self.gpus_per_node:
-                raise UserError("--sbatch", option, "with --gpus-per-node too: how many that is on a node")
-
-    @property
-    def ranks(self) -> int:
-        """Ranks per node."""
-        return self.ranks_per_node or self.gpus_per_node or 1
-
-    @property
-    def cpus(self) -> int:
-        """Cores per node, if it is shared with other jobs."""
-        return self.cpus_per_task or max(self.ranks, 4 * self.gpus_per_node)
-
-
-@dataclass(frozen=True)
-class Job:
+@dataclass(frozen=True, kw_only=True)
+class Job(JobOptions):
     """A job in a run: its script, and the Python environment on its nodes."""
 
-    name: str
     folder: Path  # working directory
     run_dir: Path
     script: Path  # the resolved config is in the same folder
     resources: Resources
     overrides: tuple[str, ...] = ()
     python: str = sys.executable
-    venv: str | None = None
-    container: str | None = None
-    container_command: str = "apptainer exec --nv"
-    setup: tuple[str, ...] = ()  # bash lines to run first
-    warn_s: int = 180  # seconds from SIGUSR1 to the time limit
-    max_restarts: int = 5  # consecutive restarts without a new checkpoint
-    preflight: bool = True
 
     def __post_init__(self) -> None:
         for value in (*vars(self).values(), *vars(self.resources).values()):
-            for text in value if isinstance(value, tuple) else [value]:
+            for text in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(text, (str, Path)) and not str(text).isprintable():
                     raise UserError("a value of the job", str(text), "printable text on one line")
         if "\\" in str(self.run_dir):  # a backslash in --output turns off the pattern %j
@@ -116,7 +56,7 @@ class Job:
         if self.resources.time is not None and 0 < _seconds(self.resources.time) <= self.warn_s:
             allowed = f"more than the {self.warn_s} s of --warn-s, in which the job saves and queues again"
             raise UserError("--time", self.resources.time, allowed)
-        if self.container is None and self.container_command != Job.container_command:
+        if self.container is None and self.container_command != CONTAINER_COMMAND:
             raise UserError("--container-command", self.container_command, "with --container IMAGE")
         if self.max_restarts < 0:
             raise UserError("--max-restarts", self.max_restarts, "0 or more")
@@ -135,7 +75,7 @@ class Job:
             "output": str(self.run_dir / SLURM).replace("%", "%%") + "/%j.out",
             "nodes": r.nodes,
             "ntasks-per-node": 1,
-            "gpus-per-node": None if any(map(_GPUS.match, r.options)) else r.gpus_per_node or None,
+            "gpus-per-node": None if any(map(GPUS.match, r.sbatch)) else r.gpus_per_node or None,
             **{name: getattr(r, name) for name in ("partition", "account", "qos", "constraint", "exclude", "time")},
             **({"exclusive": True, "mem": r.mem or "0"} if r.exclusive else {"cpus-per-task": r.cpus, "mem": r.mem}),
             "signal": f"B:USR1@{self.warn_s}",
@@ -143,7 +83,7 @@ class Job:
         }
         named = {key: value for key, value in options.items() if value is not None}
         lines = [f"--{key}" if value is True else f"--{key}={_quoted(str(value))}" for key, value in named.items()]
-        return [*lines, "--requeue", *(_option(text) for text in r.options)]
+        return [*lines, "--requeue", *(_option(text) for text in r.sbatch)]
 
 
 def _seconds(limit: str) -> float:
@@ -199,7 +139,7 @@ def read_stage_option(text: str, resources: Resources) -> tuple[str, Resources]:
     known = {
         field.replace("_", "-"): field
         for field in Resources.__dataclass_fields__
-        if field not in ("options", "exclusive")
+        if field not in ("sbatch", "exclusive")
     }
     changes: dict[str, Any] = {}
     for part in re.split(r",(?=[\w-]+=)", rest):  # not at the comma in exclude=node[01-03,07]
@@ -216,11 +156,15 @@ def read_stage_option(text: str, resources: Resources) -> tuple[str, Resources]:
 
 
 def plan_jobs(
-    path: Path, overrides: Sequence[str], resources: Resources, stages: Sequence[str] = (), **options: Any
+    path: Path,
+    overrides: Sequence[str],
+    resources: Resources,
+    stages: Sequence[str] = (),
+    options: JobOptions = JobOptions(),  # noqa: B008
 ) -> tuple[Config, list[Job]]:
     """Config and jobs for a run. Each job waits for the previous one. Writes nothing.
 
-    options: more `Job` fields by name. Raises `UserError` as `cqwen launch`, and if the ranks do not fit the config.
+    Raises `UserError` as `cqwen launch`, and if the ranks do not fit the config.
     """
     config = preflight(path, overrides)
     if is_done(config):
@@ -233,20 +177,19 @@ def plan_jobs(
     folder = next(new for n in count(1) if not (new := run_dir / SLURM / f"submit-{n}").exists())
     # Check every job's ranks and DeepSpeed settings now: an error should not wait for the queue.
     trained = feature_parameters(config, read_architecture(config))
-    name = options.pop("name", None) or f"cqwen-{run_dir.name}"
+    name = options.name or f"cqwen-{run_dir.name}"
     jobs = []
     for number, (last, needs) in enumerate(split, 1):
         config.parallel.refuse_ranks(needs.nodes * needs.ranks)
         deepspeed_config(config, needs.nodes * needs.ranks, trained)  # raises if `deepspeed:` contradicts it
         jobs.append(
             Job(
-                name=name if len(split) == 1 else f"{name}-{last}",
+                **vars(options) | {"name": name if len(split) == 1 else f"{name}-{last}"},
                 folder=Path.cwd(),
                 run_dir=run_dir,
                 script=folder / f"job-{number}.sbatch",
                 resources=needs,
                 overrides=(f"run.stop_after={last}",) if number < len(split) else (),
-                **options,
             )
         )
     return config, jobs

@@ -8,8 +8,8 @@ import pytest
 
 from cqwen_dist.config import Config
 from cqwen_dist.sizes.architecture import Architecture
-from cqwen_dist.tools.plan import plan
 from cqwen_dist.tools.plan.comm import Message, feature_messages, head_messages
+from cqwen_dist.tools.plan.make import plan
 from cqwen_dist.tools.plan.stage_sizes import stage_sizes
 
 SHAPE = {"world": 4, "columns": 10, "gemm_bytes": 2, "matrices": [(9, 5), (3, 2)], "vectors": 7}

@@ -14,8 +14,8 @@ import pytest
 from cqwen_dist.config import load_config
 from cqwen_dist.config.rates import dense_rate
 from cqwen_dist.sizes.architecture import read_architecture
-from cqwen_dist.tools.plan import plan
 from cqwen_dist.tools.plan.machine import machine
+from cqwen_dist.tools.plan.make import plan
 from cqwen_dist.tools.plan.show import head_lines
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -15,9 +15,11 @@ from rich.console import Console
 from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.sizes.architecture import Architecture, known_architecture
 from cqwen_dist.sizes.flops import peak_tflops
-from cqwen_dist.tools.plan import command, plan
+from cqwen_dist.tools.plan import command
 from cqwen_dist.tools.plan.cost import stage_cost
 from cqwen_dist.tools.plan.machine import MACHINES, machine
+from cqwen_dist.tools.plan.make import plan
+from cqwen_dist.tools.plan.question import Question
 from cqwen_dist.tools.plan.search import layouts, scaling, search, with_layout
 from cqwen_dist.tools.plan.show import render
 from cqwen_dist.tools.plan.stage_sizes import Sizes, cache_ratio, flops, softmax_head_ratio, stage_sizes, work_of
@@ -267,7 +269,7 @@ def test_a_gpus_peak_is_found_by_its_full_name(name: str, tflops: float | None) 
 
 def asked(settings: Config, **how: Any) -> tuple[dict[str, Any], str]:
     """`cqwen plan`'s document and what it shows, 100 columns wide."""
-    found, shown = command.run(settings, **{"nodes": 1, "gpus_per_node": 1, "gpu_memory_gib": None, **how})
+    found, shown = command.run(settings, Question(**how))
     out = io.StringIO()
     Console(file=out, width=100).print(shown)
     return found, out.getvalue()
@@ -277,15 +279,15 @@ def test_the_search_uses_the_ranks_that_are_there(tmp_path: Path) -> None:
     settings = config(parallel={"vocab_group_size": 8})
     with pytest.raises(UserError, match=r"parallel\.vocab_group_size: found 8"):
         asked(settings)
-    found, said = asked(settings, searching=True, write=tmp_path / "best.yaml")
+    found, said = asked(settings, search=True, write=tmp_path / "best.yaml")
     assert "the config cannot run here (parallel.vocab_group_size: found 8" in said
     best = load_config(tmp_path / "best.yaml")
     assert best.parallel.vocab_group_size == 1
     assert asked(best)[0]["device_gib"] == pytest.approx(found["device_gib"])
     with pytest.raises(UserError, match="--search: found no layout that fits"):
-        asked(settings, searching=True, gpu_memory_gib=4.0)
+        asked(settings, search=True, gpu_memory_gib=4.0)
     with pytest.raises(UserError, match="--nodes: found 0"):
-        asked(settings, searching=True, nodes=0)
+        asked(settings, search=True, nodes=0)
     with pytest.raises(UserError, match=r"--write: found .*, allowed: a file that does not exist yet"):
         asked(best, write=tmp_path / "best.yaml")
     with pytest.raises(UserError, match=r"--write: found .*, allowed: a place that can be written"):

@@ -13,7 +13,7 @@ from cqwen_dist.config import Config
 from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.config.architectures.base_architecture import EXPERTS
 from cqwen_dist.sizes.architecture import feature_parameters
-from cqwen_dist.tools.plan import plan
+from cqwen_dist.tools.plan.make import plan
 from cqwen_dist.training.parameter_groups import feature_members, head_members
 
 DRAWS = 4  # of each base

@@ -19,11 +19,13 @@ from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.sizes.architecture import Architecture, read_architecture
 from cqwen_dist.tiles import tile_shape
-from cqwen_dist.tools.plan import Plan, activations, command, plan, render
+from cqwen_dist.tools.plan import activations, command
 from cqwen_dist.tools.plan.comm import step_messages
 from cqwen_dist.tools.plan.command import count_sequences
-from cqwen_dist.tools.plan.make import checkpoint_bytes
+from cqwen_dist.tools.plan.make import Plan, checkpoint_bytes, plan
 from cqwen_dist.tools.plan.memory import GIB, phases
+from cqwen_dist.tools.plan.question import Question
+from cqwen_dist.tools.plan.show import render
 from cqwen_dist.tools.plan.stage_sizes import stage_sizes
 
 SMALL: dict[str, Any] = {
@@ -420,7 +422,7 @@ def test_the_plan_expects_a_cache_where_the_run_makes_one() -> None:
 
 @pytest.mark.parametrize(("gpu", "gib"), [("l40s", 44.0), ("h200", 139.0), ("", 80.0)])
 def test_the_memory_is_that_of_the_named_gpu(gpu: str, gib: float) -> None:
-    document, _ = command.run(config(), nodes=1, gpus_per_node=8, gpu_memory_gib=None, gpu=gpu)
+    document, _ = command.run(config(), Question(gpus_per_node=8, gpu=gpu))
     assert document["gpu_memory_gib"] == gib
 
 

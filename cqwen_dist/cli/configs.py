@@ -1,4 +1,4 @@
-"""Verbs before a run: init, config, prepare. Heavy imports are inside, so that --help is instant."""
+"""`cqwen init`, `cqwen config`: a config for your data, its check, its schema. Imports are local: --help is instant."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from cqwen_dist.config.errors import UserError, writing
 from cqwen_dist.config.rates import DENSE, dense_rate, group_rates
-from cqwen_dist.console import AsJson, ConfigFile, DecimalComma, Overrides, echo, load, quiet_libraries, slug
+from cqwen_dist.console import ConfigFile, DecimalComma, Overrides, echo, load, slug
 
 _HIDDEN = 896  # hidden size of the default base; the learning rate of W_loc, a dense map, depends on it
 _CONFIG = """\
@@ -130,7 +130,7 @@ def _config(data: str, base: str, facts: dict[str, Any], recipe: Any, suits: Any
     )
 
 
-def config_validate(config: ConfigFile, overrides: Overrides = None) -> None:
+def validate(config: ConfigFile, overrides: Overrides = None) -> None:
     """Check a config, also against its data and base where they are here, and print it with all defaults."""
     checked = load(config, overrides)
     echo(checked.to_yaml(), nl=False)
@@ -166,35 +166,12 @@ def _check_inputs(config: Any) -> list[str]:
     return [*notes, *never_warm(amount, config)]
 
 
-def config_schema(
+def schema(
     basic: Annotated[bool, typer.Option("--basic", help="Only the keys that most runs set.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown tables instead.")] = False,
 ) -> None:
     """JSON Schema of a config file, for completion in editors."""
-    from cqwen_dist.config.keys import json_schema
+    from cqwen_dist.config.keys import json_schema, schema_markdown
 
-    schema = json_schema(basic)
-    if markdown:
-        from cqwen_dist.config.keys import schema_markdown
-
-        schema = schema_markdown(json.loads(schema))
-    echo(schema, nl=not markdown)
-
-
-def prepare(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: data.workers, or all cores.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Tokenise the data once, in parallel, for every run that uses it, and print its statistics.
-
-    The folder (under data.cache_dir) is named by a digest of the sources, the
-    tokenizer and the config, so no work is repeated. Runs find it automatically
-    if data.cache_dir is set or the files are large.
-    """
-    checked = load(config, overrides)
-    quiet_libraries()
-    from cqwen_dist.cli.prepared import prepare_and_show
-
-    prepare_and_show(checked, workers, as_json)
+    text = json_schema(basic)
+    echo(schema_markdown(json.loads(text)) if markdown else text, nl=not markdown)

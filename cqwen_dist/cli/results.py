@@ -1,4 +1,4 @@
-"""Verbs that inspect a run: eval, checkpoint. Heavy imports are inside, so that --help is instant."""
+"""Verbs that inspect a run: status, report, eval, checkpoint. Imports are local: --help is instant."""
 
 from __future__ import annotations
 
@@ -8,10 +8,44 @@ from typing import Annotated
 import typer
 
 from cqwen_dist.checkpoint.manifest import damaged, list_checkpoints, read_manifest, resolve_checkpoint, verify
-from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.errors import UserError, writing
 from cqwen_dist.console import AsJson, Checkpoint, Run, echo, print_document, quiet_libraries
 from cqwen_dist.run.files import CONFIG, LATEST, read_line
 from cqwen_dist.run.status import run_in
+
+
+def status(
+    run: Annotated[str, typer.Argument(metavar="RUN|JOB", help="A run's folder, or the id of a SLURM job.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show a run's step, time left, last checkpoint, restarts and their reasons."""
+    from cqwen_dist.tools.slurm.run_status import lines, look
+
+    print_document(look(run), as_json, lambda document: "\n".join(lines(document)))
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of runs, or of `cqwen fit`, to compare.")],
+    out: Annotated[Path | None, typer.Option(help="Output file; default: RUN/report.html, or ./report.html.")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Held-out texts that the checkpoints continue.")] = 0,
+) -> None:
+    """Curves, calibration, predictions and a diagnosis of runs in one self-contained HTML page."""
+    if samples:
+        quiet_libraries()
+    from cqwen_dist.run.files import REPORT
+    from cqwen_dist.tools.report.diagnosis import diagnose
+    from cqwen_dist.tools.report.html import write_report
+    from cqwen_dist.tools.report.run_data import read_run
+
+    page = out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
+    with writing("--out", page):
+        echo(f"report: {write_report(runs, page, samples)}")
+    for run in runs:
+        found, where = read_run(run), f"{run}: " if len(runs) > 1 else ""
+        if found.fit:
+            echo(f"  {where}{found.fit['verdict']}")
+        for finding in diagnose(found):
+            echo(f"  {finding.level:4}  {where}{finding.title}. {finding.text}")
 
 
 def evaluate(

@@ -1,4 +1,4 @@
-"""`cqwen fit`. Imports are local, so that --help stays fast."""
+"""Verbs for tables: fit, predict. Imports are local: --help is instant."""
 
 from __future__ import annotations
 
@@ -13,64 +13,98 @@ from typing import Annotated, Any
 
 import typer
 
-from cqwen_dist.config import UserError
-from cqwen_dist.console import (
-    AsJson,
-    DecimalComma,
-    echo,
-    plain_console,
-    print_json,
-    quiet_libraries,
-    slug,
-)
+from cqwen_dist.cli.generation import Device, DigitsOption, digits_of
+from cqwen_dist.cli.runs import start_ranks, train_here
+from cqwen_dist.config.errors import UserError, writing
+from cqwen_dist.console import AsJson, Checkpoint, DecimalComma, echo, plain_console, print_json, quiet_libraries, slug
+from cqwen_dist.run.files import REPORT
 from cqwen_dist.run.status import read_status
+from cqwen_dist.tables.fit_request import FitRequest
 
 
 def fit(
-    table: Annotated[str, typer.Argument(metavar="FILE", help="A table: .csv, .tsv, .parquet, .arrow, .json, .jsonl.")],
-    target: Annotated[str, typer.Option(help="The column of numbers to predict.")],
-    base: Annotated[str, typer.Option(help="A model's folder or hub name.")] = "HuggingFaceTB/SmolLM2-135M",
-    text_columns: Annotated[list[str] | None, typer.Option(help="Read only this column; may be repeated.")] = None,
-    template: Annotated[str | None, typer.Option(help="The prompt, with columns in braces; default: all.")] = None,
-    test_fraction: Annotated[float, typer.Option(help="Share of test rows.")] = 0.2,
-    split: Annotated[str | None, typer.Option(help="JSON file of 0-based test-row indices: FILE.json[#N].")] = None,
-    test_rows: Annotated[int | None, typer.Option(min=2, help="Maximum number of test rows, drawn at random.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed for the split and for training.")] = 0,
-    minutes: Annotated[float, typer.Option(help="Time limit on this machine, for all phases together.")] = 20.0,
-    decimal_comma: DecimalComma = None,
+    *,
+    request: FitRequest,
     out: Annotated[Path | None, typer.Option(help="Folder to write; default: fits/FILE-TARGET.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict a table column from all others, text and numbers: train, evaluate, compare with standard baselines."""
     began = time.monotonic()
-    if not 0 < test_fraction < 0.9:
-        raise UserError("--test-fraction", test_fraction, "a share above 0 and below 0.9")
-    if not minutes > 0:
-        raise UserError("--minutes", minutes, "more than 0")
-    folder = out or Path("fits") / slug(f"{Path(table.partition('#')[0]).name.split('.')[0]}-{target}")
+    folder = out or Path("fits") / slug(f"{Path(request.table.partition('#')[0]).name.split('.')[0]}-{request.target}")
     quiet_libraries()
-    from cqwen_dist.tables.fitting import FitRequest, TimeLimit, judge, only_fit, prepare, without_base
+    from cqwen_dist.tables.fitting import TimeLimit, judge, only_fit, prepare, without_base
+    from cqwen_dist.tools.report.html import write_report
 
-    clock = TimeLimit(minutes, began)
+    clock = TimeLimit(request.minutes, began)
     say = partial(echo, err=as_json)
-    asked = (table, target, base, text_columns or [], template, test_fraction, split, seed, minutes, test_rows)
     with only_fit(folder):
-        made = prepare(FitRequest(*asked, decimal_comma), folder, say, clock)
+        made = prepare(request, folder, say, clock)
         alone = without_base(made, say)
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
             _train_fit(folder, as_json, clock)
         found = judge(folder, made, alone, say, clock)
+        write_report([folder], folder / REPORT)
     if as_json:
         print_json(found)
     else:
         _show_fit(folder, found)
 
 
+def predict(
+    checkpoint: Checkpoint,
+    table: Annotated[Path, typer.Argument(metavar="FILE", help="Table: .csv, .tsv, .parquet, .arrow, .json, .jsonl.")],
+    template: Annotated[str | None, typer.Option(help="Prompt per row, 'age {age}: was'; default: the run's.")] = None,
+    out: Annotated[Path | None, typer.Option(help="CSV file to write; default: stdout.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="Choose one of these texts instead; repeatable.")] = None,
+    reject_below: Annotated[float, typer.Option(help="With --option: choose none if every P is below this.")] = 0.0,
+    digits: DigitsOption = "auto",
+    within: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Search this many tokens for the number; 0: it comes next. Default: 8, or 0 without --template."
+        ),
+    ] = None,
+    empty: Annotated[str | None, typer.Option(help="Text for an empty cell, like data.empty_cell in training.")] = None,
+    decimal_comma: DecimalComma = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 16,
+    device: Device = "auto",
+) -> None:
+    """Predict the next number for each row of a table, with intervals, as CSV; or choose among texts."""
+    if reject_below and not option:
+        raise UserError("--reject-below", reject_below, "with --option")
+    chosen_digits = digits_of(digits)
+    if out is not None and out.exists():
+        raise UserError("--out", str(out), "a file that does not exist yet")
+    quiet_libraries()
+    from cqwen_dist.api import predicted_rows
+    from cqwen_dist.generate.table import write_table
+    from cqwen_dist.run.files import written_whole
+
+    rows = predicted_rows(
+        checkpoint,
+        table,
+        template,
+        empty,
+        decimal_comma,
+        device,
+        partial(echo, err=True),
+        options=option or (),
+        reject_below=reject_below,
+        digits=chosen_digits,
+        within=within,
+        batch_size=batch_size,
+    )
+    if out is None:
+        write_table(rows, sys.stdout)
+        return
+    with writing("--out", out), written_whole(out) as draft, draft.open("w", encoding="utf-8", newline="") as file:
+        count = write_table(rows, file)
+    echo(f"{count} rows to {out}")
+
+
 def _train_fit(folder: Path, as_json: bool, clock: Any) -> None:
     """Trains like `cqwen train`, or like `cqwen launch` on a machine with several GPUs. Raises their errors."""
     import torch
-
-    from cqwen_dist.cli.runs import start_ranks, train_here
 
     config, gpus = folder / "fit.yaml", torch.cuda.device_count()
     if gpus < 2:

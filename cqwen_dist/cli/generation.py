@@ -1,18 +1,16 @@
-"""Verbs that use a trained model: generate, predict. Heavy imports are inside, so that --help is instant."""
+"""`cqwen generate`. Imports are local: --help is instant."""
 
 from __future__ import annotations
 
 import math
-import sys
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cqwen_dist.config.errors import UserError, writing
-from cqwen_dist.console import AsJson, Checkpoint, DecimalComma, echo, print_document, print_json, quiet_libraries
+from cqwen_dist.console import AsJson, Checkpoint, echo, print_document, print_json, quiet_libraries
 
 if TYPE_CHECKING:
     from cqwen_dist.generate.continuation import Individual, Written
@@ -22,26 +20,34 @@ DigitsOption = Annotated[str, typer.Option(help="Significant digits: 1 to 17, or
 Mode = Annotated[str, typer.Option(help="standard, compatible, ovr, causal, individual, noise or sample.")]
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """What `continue_text` takes in every mode."""
+
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens.")] = 64
+    seed: Annotated[int | None, typer.Option(help="Seed for modes with random draws.")] = None
+    temperature: Annotated[
+        float | None, typer.Option(help="Divides logits in compatible, log P in ovr; multiplies scales in other modes.")
+    ] = None
+    top_k: Annotated[int | None, typer.Option(help="Only in modes compatible and ovr.")] = None
+    top_p: Annotated[float | None, typer.Option(help="Only in modes compatible and ovr.")] = None
+    decode_rule: Annotated[str | None, typer.Option(help="Rank words by ovr (P) or loc (loc_S).")] = None
+    stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; may be repeated.")] = None
+    cache_implementation: Annotated[
+        str | None, typer.Option(help="dynamic, or static: fixed shapes, compiled on CUDA; pays for many tokens.")
+    ] = None
+
+
 def generate(
     checkpoint: Checkpoint,
     prompt: Annotated[list[str], typer.Option(help="Text to continue; repeat the option for a batch.")],
     chat: Annotated[bool, typer.Option("--chat", help="Use the chat template: prompts are user messages.")] = False,
     mode: Mode = "standard",
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens.")] = 64,
-    seed: Annotated[int | None, typer.Option(help="Seed for modes with random draws.")] = None,
+    *,
+    sampling: Sampling,
     individuals: Annotated[int | None, typer.Option(help="Continue each prompt under this many individuals.")] = None,
     noises: Annotated[int | None, typer.Option(help="Continue each prompt under this many noises.")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Divides logits in compatible, log P in ovr; multiplies scales in other modes.")
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Only in modes compatible and ovr.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Only in modes compatible and ovr.")] = None,
-    decode_rule: Annotated[str | None, typer.Option(help="Rank words by ovr (P) or loc (loc_S).")] = None,
     digits: DigitsOption = "auto",
-    stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; may be repeated.")] = None,
-    cache_implementation: Annotated[
-        str | None, typer.Option(help="dynamic, or static: fixed shapes, compiled on CUDA; pays for many tokens.")
-    ] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text while generating (one prompt).")] = False,
     device: Device = "auto",
     plot: Annotated[Path | None, typer.Option(help="With --individuals or --noises: SVG of first numbers.")] = None,
@@ -63,10 +69,8 @@ def generate(
 
     model, tokenizer = load_trained(checkpoint, device)
     prompt = [Chat(tokenizer.tokenizer).question(message) for message in prompt] if chat else prompt
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "decode_rule": decode_rule}
-    given |= {"cache_implementation": cache_implementation, "begin": not chat}
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    options |= {"max_new_tokens": max_new_tokens, "seed": seed, "digits": _digits(digits), "stop": stop or ()}
+    options: dict[str, Any] = {name: value for name, value in vars(sampling).items() if value is not None}
+    options |= {"digits": digits_of(digits), "begin": not chat}
     if above is not None:
         encoded = [tokenizer.encode(text, begin=not chat) for text in prompt]
         document = _words_above(model, tokenizer, prompt, encoded, above, decision_threshold)
@@ -187,59 +191,7 @@ def _lines_of_words(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def predict(
-    checkpoint: Checkpoint,
-    table: Annotated[Path, typer.Argument(metavar="FILE", help="Table: .csv, .tsv, .parquet, .arrow, .json, .jsonl.")],
-    template: Annotated[str | None, typer.Option(help="Prompt per row, 'age {age}: was'; default: the run's.")] = None,
-    out: Annotated[Path | None, typer.Option(help="CSV file to write; default: stdout.")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="Choose one of these texts instead; repeatable.")] = None,
-    reject_below: Annotated[float, typer.Option(help="With --option: choose none if every P is below this.")] = 0.0,
-    digits: DigitsOption = "auto",
-    within: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="Search this many tokens for the number; 0: it comes next. Default: 8, or 0 without --template."
-        ),
-    ] = None,
-    empty: Annotated[str | None, typer.Option(help="Text for an empty cell, like data.empty_cell in training.")] = None,
-    decimal_comma: DecimalComma = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 16,
-    device: Device = "auto",
-) -> None:
-    """Predict the next number for each row of a table, with intervals, as CSV; or choose among texts."""
-    if reject_below and not option:
-        raise UserError("--reject-below", reject_below, "with --option")
-    chosen_digits = _digits(digits)
-    if out is not None and out.exists():
-        raise UserError("--out", str(out), "a file that does not exist yet")
-    quiet_libraries()
-    from cqwen_dist.api import predicted_rows
-    from cqwen_dist.generate.table import write_table
-    from cqwen_dist.run.files import written_whole
-
-    rows = predicted_rows(
-        checkpoint,
-        table,
-        template,
-        empty,
-        decimal_comma,
-        device,
-        partial(echo, err=True),
-        options=option or (),
-        reject_below=reject_below,
-        digits=chosen_digits,
-        within=within,
-        batch_size=batch_size,
-    )
-    if out is None:
-        write_table(rows, sys.stdout)
-        return
-    with writing("--out", out), written_whole(out) as draft, draft.open("w", encoding="utf-8", newline="") as file:
-        count = write_table(rows, file)
-    echo(f"{count} rows to {out}")
-
-
-def _digits(text: str) -> Any:
+def digits_of(text: str) -> Any:
     if text != "auto" and not (text.isdecimal() and len(text) <= 2):
         raise UserError("--digits", text, "auto, or 1 to 17")
     return text if text == "auto" else int(text)

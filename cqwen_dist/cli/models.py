@@ -1,15 +1,44 @@
-"""`cqwen serve`."""
+"""Verbs that use a trained model: explain, serve, export. Imports are local: --help is instant."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.console import Checkpoint, echo, quiet_libraries
+from cqwen_dist.config.errors import Said, UserError, writing
+from cqwen_dist.console import AsJson, Checkpoint, echo, print_document, quiet_libraries
+
+
+def explain(
+    checkpoint: Checkpoint,
+    prompt: Annotated[list[str], typer.Option(help="Text whose next word is explained; repeatable.")],
+    chat: Annotated[bool, typer.Option("--chat", help="Use the chat template: prompts are user messages.")] = False,
+    dims: Annotated[int, typer.Option(min=1, help="How many of U's dimensions to name.")] = 8,
+    individuals: Annotated[int, typer.Option(min=0, help="Also draw this many individuals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="SVG file: the prompt's individuals, projected.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda:N, or auto.")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Show which dimensions of U decide the word after a prompt, and what other individuals choose."""
+    if plot is not None and len(prompt) > 1:
+        raise UserError("--plot", str(plot), "with one prompt")
+    quiet_libraries()
+    from cqwen_dist.checkpoint.trained import load_trained
+    from cqwen_dist.data.chat import Chat
+    from cqwen_dist.tools.report.why import picture, tables, why
+
+    model, tokenizer = load_trained(checkpoint, device)
+    texts = [Chat(tokenizer.tokenizer).question(message) for message in prompt] if chat else prompt
+    found = [why(model, tokenizer, text, None, dims, individuals, seed, not chat) for text in texts]
+    if plot is not None:
+        with writing("--plot", plot):
+            plot.write_text(picture(found[0]), encoding="utf-8")
+    print_document({"outputs": [asdict(each) for each in found]}, as_json, lambda _: tables(found))
 
 
 def serve(
@@ -70,3 +99,28 @@ def _batched(folder: Path, name: str, limits: Any, options: str, adapters: list[
         raise UserError("--adapter", odd, "NAME=FOLDER")
     named = dict(each.split("=", 1) for each in adapters)
     return BatchedServer(VllmWriter(folder, named, **found), name, limits)
+
+
+def export(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New or empty folder.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Fold the adapters into the backbone.")] = False,
+    dtype: Annotated[str, typer.Option(help="Backbone dtype, fp32 or bf16; default: as trained. Heads: fp32.")] = "",
+    as_base: Annotated[
+        bool, typer.Option("--as-base", "--as-qwen2", help="Write a plain model of the base's class: logits are loc_S.")
+    ] = False,
+    drop_bias: Annotated[bool, typer.Option("--drop-bias", help="With --as-base: omit the bias.")] = False,
+    shard_size: Annotated[str, typer.Option(help="Maximum file size, such as 5GB.")] = "5GB",
+) -> None:
+    """Write a folder for from_pretrained, with a model card. The folder is verified before it appears."""
+    if drop_bias and not as_base:
+        raise UserError("--drop-bias", True, "with --as-base")
+    quiet_libraries()
+    from cqwen_dist.tools.export.export import export as write
+
+    folder = write(
+        checkpoint, out, merge, dtype=dtype or None, as_base=as_base, drop_bias=drop_bias, shard_size=shard_size
+    )
+    echo(f"exported to {folder}")
+    if as_base:
+        echo("It is a plain language model and writes no numbers: it writes <NUM> in their place.", err=True)

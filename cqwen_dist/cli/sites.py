@@ -1,0 +1,114 @@
+"""Verbs about machines: plan, doctor, accept. Imports are local: --help is instant."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cqwen_dist.config.errors import UserError, writing
+from cqwen_dist.console import (
+    AsJson,
+    ConfigFile,
+    Overrides,
+    echo,
+    load,
+    plain_console,
+    print_document,
+    print_json,
+    quiet_libraries,
+)
+from cqwen_dist.run.files import write_atomically
+from cqwen_dist.tools.plan.question import Question
+
+
+def plan(config: ConfigFile, overrides: Overrides = None, *, question: Question, as_json: AsJson = False) -> None:
+    """Predict whether a run fits, how long it takes, and which layout is best. Needs no torch and no weights."""
+    from cqwen_dist.tools.plan.command import run
+
+    document, shown = run(load(config, overrides), question)
+    print_document(document, as_json, lambda _: shown)
+
+
+def doctor(
+    folder: Annotated[Path, typer.Option(help="The run folder, tested on all nodes.")] = Path("runs"),
+    ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine, to measure between.")] = 1,
+    hostfile: Annotated[Path | None, typer.Option(help="Examine all hosts in this file, over ssh.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only preflight checks: no operators, two sizes.")] = False,
+    as_json: AsJson = False,
+    out: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Examine this machine; under srun, --ranks or --hostfile all machines and their network."""
+    folder = folder.absolute()
+    if folder.exists() and not folder.is_dir():
+        raise UserError("--folder", str(folder), "a folder, or one that can be made")
+    if hostfile is not None or ranks > 1:
+        from cqwen_dist.cluster.launch import run_words
+
+        words = ["doctor", "--folder", str(folder), *["--quick"] * quick]
+        if not as_json or hostfile is None:
+            raise typer.Exit(run_words([*words, *["--json"] * as_json], ranks, hostfile, folder))
+        written = folder / f".doctor-{os.getpid()}.json"  # pdsh puts the host's name before each line of a rank
+        code = run_words([*words, "--out", str(written)], ranks, hostfile, folder, quiet=True)
+        if written.is_file():
+            echo(written.read_text(encoding="utf-8"))
+            written.unlink()
+        raise typer.Exit(code)
+    quiet_libraries()
+    from cqwen_dist.tools.site.doctor import examine, page
+
+    document = examine(folder, quick)
+    if document is None:
+        return
+    if out is not None:
+        with writing("--folder", folder, "a folder that every node may write"):
+            write_atomically(out, json.dumps(document, indent=2))
+    elif as_json:
+        print_json(document)
+    else:
+        plain_console(width=None if sys.stdout.isatty() else 160).print(page(document))
+    raise typer.Exit(1 if document["red"] else 0)
+
+
+def accept(
+    ranks: Annotated[int, typer.Option(min=2, help="Processes on this machine.")] = 2,
+    gpus: Annotated[int | None, typer.Option(min=2, help="Like --ranks, with one local GPU per rank.")] = None,
+    hostfile: Annotated[
+        Path | None, typer.Option(help="Lines `host slots=N`: use these hosts, over ssh, instead of --ranks.")
+    ] = None,
+    folder: Annotated[Path, typer.Option(help="A new folder that all hosts share.")] = Path("accept"),
+    as_json: AsJson = False,
+    steps: Annotated[Path | None, typer.Option(hidden=True, help="A file: on ranks that this command starts.")] = None,
+) -> None:
+    """Check this site: do N ranks match one rank, do traffic and memory match the plan, does a killed run resume?"""
+    if steps is not None:
+        quiet_libraries()
+        from cqwen_dist.tools.site.ranks import measure_ranks
+
+        if (measured := measure_ranks()) is not None:
+            write_atomically(steps, json.dumps(measured, indent=1))
+        return
+    if gpus is not None:
+        import torch
+
+        if gpus > (here := torch.cuda.device_count()):
+            raise UserError("--gpus", gpus, f"at most {here}, the GPUs here; --ranks needs none")
+        ranks = gpus
+    if hostfile is not None:
+        from cqwen_dist.cluster.hostfile import read_hostfile
+
+        ranks = sum(read_hostfile(hostfile).values())
+    quiet_libraries()
+    from cqwen_dist.parallel.collectives import Stopped
+    from cqwen_dist.tools.site.accept import Site, table
+
+    try:
+        found = Site(ranks, hostfile, folder.absolute(), lambda line: echo(line, err=True)).accept()
+    except Stopped:
+        raise typer.Exit(75) from None
+    print_document(found, as_json, table)
+    raise typer.Exit(0 if found["passed"] else 1)

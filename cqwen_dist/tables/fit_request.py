@@ -1,0 +1,36 @@
+"""What `cqwen fit` is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+
+from cqwen_dist.config.errors import UserError
+from cqwen_dist.console import DecimalComma
+
+
+@dataclass(frozen=True)
+class FitRequest:
+    """A table, the column to predict, which rows judge, and the time."""
+
+    table: Annotated[str, typer.Argument(metavar="FILE", help="A table: .csv, .tsv, .parquet, .arrow, .json, .jsonl.")]
+    target: Annotated[str, typer.Option(help="The column of numbers to predict.")]
+    base: Annotated[str, typer.Option(help="A model's folder or hub name.")] = "HuggingFaceTB/SmolLM2-135M"
+    text_columns: Annotated[list[str], typer.Option(help="Read only this column; may be repeated.")] = field(
+        default_factory=list
+    )
+    template: Annotated[str | None, typer.Option(help="The prompt, with columns in braces; default: all.")] = None
+    test_fraction: Annotated[float, typer.Option(help="Share of test rows.")] = 0.2
+    split: Annotated[str | None, typer.Option(help="JSON file of 0-based test-row indices: FILE.json[#N].")] = None
+    seed: Annotated[int, typer.Option(min=0, help="Seed for the split and for training.")] = 0
+    minutes: Annotated[float, typer.Option(help="Time limit on this machine, for all phases together.")] = 20.0
+    test_rows: Annotated[int | None, typer.Option(min=2, help="Maximum number of test rows, drawn at random.")] = None
+    decimal_comma: DecimalComma = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.test_fraction < 0.9:
+            raise UserError("--test-fraction", self.test_fraction, "a share above 0 and below 0.9")
+        if not self.minutes > 0:
+            raise UserError("--minutes", self.minutes, "more than 0")
