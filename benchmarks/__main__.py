@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from cqwen_dist.cli import main
+from cqwen_dist.cli import answer
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
 from cqwen_dist.console import AsJson, ConfigFile, Overrides, echo, load, print_document, quiet_libraries
@@ -233,4 +233,4 @@ for verb in (data, loss, step, packed, memory, ranks, generate, gpu, numbers):
     app.command()(verb)
 
 if __name__ == "__main__":
-    main(app)
+    answer(app)

@@ -67,12 +67,17 @@ def options(
     """Options for `cqwen` itself, before the verb."""
 
 
-def main(program: typer.Typer | None = None) -> None:
-    """Run a verb of `cqwen`, or of another program; turn the user's mistakes into one line and exit code 2."""
+def main() -> None:
+    """`cqwen`."""
+    answer(app)
+
+
+def answer(program: typer.Typer) -> None:
+    """Run a verb; turn the user's mistakes into one line and exit code 2."""
     guard()
     rank = os.environ.get("RANK", "0")
     try:
-        code = (program or app)(_without_local_rank(sys.argv[1:], os.environ), standalone_mode=False)
+        code = program(_without_local_rank(sys.argv[1:], os.environ), standalone_mode=False)
         if code == 130:  # typer's, for KeyboardInterrupt
             echo("ended by Ctrl-C", err=True)
         sys.stdout.flush()  # while an error can still be reported

@@ -220,7 +220,7 @@ def cqwen_forked(*args: object, program: str = "cqwen") -> subprocess.CompletedP
 
 
 def _command(argv: list[str], folder: str, environment: dict[str, str]) -> None:
-    from cqwen_dist.cli import main
+    from cqwen_dist.cli import answer, main
     from cqwen_dist.parallel.runtime import _free_groups
 
     gc.freeze()  # as in `support.ranks._rank`
@@ -237,7 +237,7 @@ def _command(argv: list[str], folder: str, environment: dict[str, str]) -> None:
         if argv[0] == "benchmarks":
             from benchmarks.__main__ import app
 
-            main(app)
+            answer(app)
         main()
     except SystemExit as ended:
         code = ended.code
