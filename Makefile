@@ -7,8 +7,7 @@ BIN    := $(VENV)/bin
 OLDEST ?= .venv-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup base quickstart demo experiments test test-all test-oldest test-rounding test-matrix soak test-stand-in test-gpu gpu-table test-cluster conformance \
-  docs lint format clean
+.PHONY: help setup base quickstart demo experiments test test-all test-oldest test-rounding test-matrix soak test-stand-in test-gpu gpu-table test-cluster docs lint format clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -81,13 +80,12 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-conformance: setup ## docs/conformance.md out of tests/seeds/rows.yaml
-	$(BIN)/python tests/seeds/conformance.py
-
 docs: setup ## the documentation site, build/site
 	$(BIN)/pip install --quiet --editable '.[docs]'
 	cp CHANGELOG.md docs/changelog.md
 	$(BIN)/cqwen config schema --markdown > docs/config.md
+	$(BIN)/python -m cqwen_dist.config.architectures.capability_table > docs/capabilities.md
+	$(BIN)/python tests/seeds/conformance.py > docs/conformance.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 format: setup ## write the house style into the files

@@ -1,7 +1,7 @@
 """Counts the launched operations and host waits in a step, also without a GPU.
 
 Eager PyTorch launches one or a few kernels per dispatched operation. Views and allocations launch no kernel. So the
-number of dispatched operations determines the host time (16 us each on an H200 machine, docs/log/2026-11-20.md), and
+number of dispatched operations determines the host time (16 us each on an H200 machine), and
 it can be counted on a CPU. The host waits when it reads a number or a value-dependent shape, or copies without
 `non_blocking`. A CPU run is treated as if the given batches were on the host and all other tensors on a device.
 

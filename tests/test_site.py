@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from seeds import conformance
 from support.browser import look
 
 from cqwen_dist.config import json_schema
+from cqwen_dist.config.architectures import capability_table
 from cqwen_dist.config.keys import schema_markdown
 
 ROOT = Path(__file__).parents[1]
-MADE = {"config.md", "changelog.md"}  # by `make docs`
+MADE = {"config.md", "capabilities.md", "conformance.md", "changelog.md"}  # by `make docs`
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -32,6 +34,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(ROOT / "mkdocs.yml", folder)
     shutil.copy(ROOT / "CHANGELOG.md", folder / "docs" / "changelog.md")
     (folder / "docs" / "config.md").write_text(schema_markdown(json.loads(json_schema())))
+    (folder / "docs" / "capabilities.md").write_text(capability_table.page())
+    (folder / "docs" / "conformance.md").write_text(conformance.page())
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -83,17 +87,3 @@ def test_the_readme_links_to_files_that_are_there() -> None:
     links = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", (ROOT / "README.md").read_text())
     assert links
     assert not [link for link in links if not (ROOT / link).exists() and Path(link).name not in MADE]
-
-
-def test_every_log_entry_has_a_row_in_the_index() -> None:
-    folder = ROOT / "docs" / "log"
-    entries = set()
-    for page in folder.glob("2*.md"):
-        for title in re.findall(r"^## (.+)", page.read_text(), re.M):
-            anchor = re.sub(r"[^-\w ]", "", title.lower()).replace(" ", "-")  # as GitHub and mkdocs.yml make it
-            entries.add(f"{page.name}#{anchor}")
-    rows = re.findall(r"\]\((2[^)]+)\) \|", (folder / "index.md").read_text())
-    assert set(rows) == entries
-    assert len(rows) == len(entries), "each once"
-    linked = re.findall(r"\]\((2[^)]+)\)", (folder / "did-not-work.md").read_text())
-    assert set(linked) <= entries

@@ -28,7 +28,7 @@ from cqwen_dist.parallel.groups import ALONE, Groups
 # with <NUM>; larger values cost accuracy on words.
 APART = 6.0
 # Tokens that a number follows count as at least this share of all. In Chinese reviews they are 3 %: without the weight
-# the start said 1 of 20 numbers, with it 1 of 3; GSM8K has 12 % and hardly changes (docs/log/2026-11-27.md).
+# the start said 1 of 20 numbers, with it 1 of 3; GSM8K has 12 % and hardly changes (docs/measurements.md).
 FOLLOWED = 0.15
 
 

@@ -1,5 +1,4 @@
-"""docs/experiments.md: the tables and verdicts between its marks come from the results, and the pictures beside it
-too."""
+"""docs/experiments.md: the claims, verdicts and pictures between its marks come from the results."""
 
 from __future__ import annotations
 
@@ -11,39 +10,56 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "experiments.md"
 PICTURES = ROOT / "docs" / "experiments"  # NAME.json and NAME-PICTURE.svg
-CLAIM_HEAD = ["claim", "measure", "bar", "mean over seeds", "95 % interval", "verdict"]
+OTHER = "qwen2.5-0.5b"  # a second base, in a folder of its name
+CLAIM_HEAD = ["claim", "measure", "bar", "mean", "95 % interval", "verdict"]
 
 
-def filled(page: str, results: dict[str, dict[str, Any]]) -> str:
-    """The page with what stands between `<!-- NAME -->` and `<!-- end -->` written anew, for each result by name.
+def filled(
+    page: str, results: dict[str, dict[str, Any]], others: dict[str, dict[str, Any]] | None = None
+) -> str:
+    """The page with the text between `<!-- NAME -->` and `<!-- end -->` replaced, for each result by name.
 
-    Raises ValueError for a result without a mark.
+    others: results on a second base, whose means and verdicts get a column. Raises ValueError for a result without a mark.
     """
     for name, result in results.items():
         mark, end = f"<!-- {name} -->\n", "<!-- end -->"
         if mark not in page:
             raise ValueError(f"no mark {mark.strip()} in the page")
         before, _, rest = page.partition(mark)
-        page = before + mark + section(name, result) + end + rest.partition(end)[2]
+        page = before + mark + section(name, result, (others or {}).get(name)) + end + rest.partition(end)[2]
     return page
 
 
-def section(name: str, result: dict[str, Any]) -> str:
-    """The Markdown of one experiment: how it was run, its claims, its tables, its pictures."""
+def section(name: str, result: dict[str, Any], other: dict[str, Any] | None = None) -> str:
+    """The Markdown of one experiment: how it was run, its claims, its pictures. The file NAME.json has its tables too."""
     run = result["run"]
-    seeds = "one seed" if run["seeds"] == 1 else f"{run['seeds']} seeds (0 to {run['seeds'] - 1})"
-    told = (
-        f"`{run['command']}`, {run['date']}, {seeds}, {run['machine']}, {run['seconds'] / 60:.0f} minutes. "
-        f"{run['sizes'][0].upper()}{run['sizes'][1:]}. Data: {run['data']}."
-    )
+    how = f"`{run['command']}`: {_conditions(run)}. {run['sizes'][0].upper()}{run['sizes'][1:]}."
+    if other is not None:
+        how += f" On {OTHER}: {_conditions(other['run'])}."
+    files = [f"[{name}.json](experiments/{name}.json)"]
+    files += [f"[{OTHER}](experiments/{OTHER}/{name}.json)"] if other is not None else []
     claims = [
         [c["claim"], c["measure"], shown(c["bar"]), shown(c["mean"]), _range(c), f"**{c['verdict']}**"]
         for c in result["claims"]
     ]
-    parts = [told, *([table(CLAIM_HEAD, claims)] if claims else [])]
-    parts += [f"{found['title']}:\n\n{table(found['head'], found['rows'])}" for found in result["tables"]]
+    if other is not None:
+        claims = [[*row, f"{shown(c['mean'])}, {_verdict(c)}"] for row, c in zip(claims, other["claims"], strict=True)]
+    head = [*CLAIM_HEAD, OTHER] if other is not None else CLAIM_HEAD
+    parts = [f"{how} Tables: {', '.join(files)}.", *([table(head, claims)] if claims else [])]
     parts += [f"![{picture}](experiments/{name}-{picture}.svg)" for picture in result["pictures"]]
     return "\n" + "\n\n".join(parts) + "\n\n"
+
+
+def _conditions(run: dict[str, Any]) -> str:
+    seeds = "one seed" if run["seeds"] == 1 else f"{run['seeds']} seeds"
+    return f"{run['date']}, {seeds}, {run['machine']}, {run['seconds'] / 60:.0f} minutes"
+
+
+def _verdict(claim: dict[str, Any]) -> str:
+    """The verdict; one seed has no interval, so only the side of the bar."""
+    if claim["low"] is not None:
+        return str(claim["verdict"])
+    return "above the bar" if claim["mean"] > claim["bar"] else "not above"
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -66,9 +82,10 @@ def _range(claim: dict[str, Any]) -> str:
     return "none" if claim["low"] is None else f"{claim['low']:.3f} to {claim['high']:.3f}"
 
 
-def committed() -> dict[str, dict[str, Any]]:
-    """The results whose tables the page shows, by name."""
-    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(PICTURES.glob("*.json"))}
+def committed(base: str = "") -> dict[str, dict[str, Any]]:
+    """The results that the page shows, by name. base: the folder of the second base's."""
+    files = sorted((PICTURES / base).glob("*.json"))
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in files}
 
 
 def write_page(out: Path, names: list[str]) -> list[str]:
@@ -81,5 +98,5 @@ def write_page(out: Path, names: list[str]) -> list[str]:
             (PICTURES / f"{name}-{picture}.svg").write_text(drawing, encoding="utf-8")
         shown = {**result, "pictures": list(result["pictures"])}
         (PICTURES / f"{name}.json").write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), committed()), encoding="utf-8")
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), committed(), committed(OTHER)), encoding="utf-8")
     return found

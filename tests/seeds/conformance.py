@@ -1,4 +1,4 @@
-"""docs/conformance.md from rows.yaml: `python tests/seeds/conformance.py` (or `make conformance`) writes it."""
+"""The specification, row by row: `python tests/seeds/conformance.py` prints the page, `make docs` writes it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[2]
-PAGE, DECISIONS, ROWS = (
-    ROOT / "docs" / "conformance.md",
-    ROOT / "docs" / "decisions.md",
-    Path(__file__).with_name("rows.yaml"),
-)
+DECISIONS, ROWS = ROOT / "docs" / "decisions.md", Path(__file__).with_name("rows.yaml")
 HEAD = """# The seeds, row by row
 
 The requirements in five documents by CausalQwen's author (S0 to S4, see CONTRIBUTING.md), with the files that implement
-them, the tests that check them, and a decision for each departure. `make conformance` writes this page from
+them, the tests that check them, and a decision for each departure. `make docs` writes this page from
 `tests/seeds/rows.yaml`. The suite fails for a row without a test or a decision, and for a test that does not exist.
 
 | # | asked | seed | lives in | tests | decisions |
@@ -67,4 +63,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    print(page(), end="")
