@@ -14,12 +14,10 @@ OTHER = "qwen2.5-0.5b"  # a second base, in a folder of its name
 CLAIM_HEAD = ["claim", "measure", "bar", "mean", "95 % interval", "verdict"]
 
 
-def filled(
-    page: str, results: dict[str, dict[str, Any]], others: dict[str, dict[str, Any]] | None = None
-) -> str:
+def filled(page: str, results: dict[str, dict[str, Any]], others: dict[str, dict[str, Any]] | None = None) -> str:
     """The page with the text between `<!-- NAME -->` and `<!-- end -->` replaced, for each result by name.
 
-    others: results on a second base, whose means and verdicts get a column. Raises ValueError for a result without a mark.
+    others: results on a second base, for a further column. Raises ValueError for a result without a mark.
     """
     for name, result in results.items():
         mark, end = f"<!-- {name} -->\n", "<!-- end -->"
@@ -31,7 +29,7 @@ def filled(
 
 
 def section(name: str, result: dict[str, Any], other: dict[str, Any] | None = None) -> str:
-    """The Markdown of one experiment: how it was run, its claims, its pictures. The file NAME.json has its tables too."""
+    """The Markdown of one experiment: how it was run, its claims, its pictures."""
     run = result["run"]
     how = f"`{run['command']}`: {_conditions(run)}. {run['sizes'][0].upper()}{run['sizes'][1:]}."
     if other is not None:

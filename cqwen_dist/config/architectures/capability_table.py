@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields
 
 from cqwen_dist.config.architectures import ARCHITECTURES
@@ -44,4 +45,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    sys.stdout.write(page())
