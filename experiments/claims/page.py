@@ -12,6 +12,7 @@ PAGE = ROOT / "docs" / "experiments.md"
 PICTURES = ROOT / "docs" / "experiments"  # NAME.json and NAME-PICTURE.svg
 OTHER = "qwen2.5-0.5b"  # a second base, in a folder of its name
 CLAIM_HEAD = ["claim", "measure", "bar", "mean", "95 % interval", "verdict"]
+VERDICTS = {"holds": "yes", "does not hold": "no", "undecided": "undecided"}
 
 
 def filled(page: str, results: dict[str, dict[str, Any]], others: dict[str, dict[str, Any]] | None = None) -> str:
@@ -37,7 +38,7 @@ def section(name: str, result: dict[str, Any], other: dict[str, Any] | None = No
     files = [f"[{name}.json](experiments/{name}.json)"]
     files += [f"[{OTHER}](experiments/{OTHER}/{name}.json)"] if other is not None else []
     claims = [
-        [c["claim"], c["measure"], shown(c["bar"]), shown(c["mean"]), _range(c), f"**{c['verdict']}**"]
+        [c["claim"], c["measure"], shown(c["bar"]), shown(c["mean"]), _range(c), f"**{VERDICTS[c['verdict']]}**"]
         for c in result["claims"]
     ]
     if other is not None:
@@ -56,7 +57,7 @@ def _conditions(run: dict[str, Any]) -> str:
 def _verdict(claim: dict[str, Any]) -> str:
     """The verdict; one seed has no interval, so only the side of the bar."""
     if claim["low"] is not None:
-        return str(claim["verdict"])
+        return VERDICTS[claim["verdict"]]
     return "above the bar" if claim["mean"] > claim["bar"] else "not above"
 
 
