@@ -42,7 +42,7 @@ def slug(text: str) -> str:
 
 
 def echo(text: object = "", nl: bool = True, err: bool = False) -> None:
-    """Print text that may hold what a stranger wrote: names, notes, records, a model's words."""
+    """Print text that may contain untrusted input: names, notes, records, a model's words."""
     typer.echo(printable(str(text)), nl=nl, err=err)
 
 

@@ -1,4 +1,4 @@
-"""How a run read its rows. Predictions and evaluations need it, from the run or from its export."""
+"""How a run read its rows, stored for predictions and evaluations with the run or its export."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from cqwen_dist.data.records import Extractor, named_fields
 from cqwen_dist.run.files import START, read_object
 
 FILE = "table.json"  # in an exported folder
-# What of the data's keys decides how a row is read; paths stay at home
+# The data keys that decide how a row is read; paths are not stored
 READ = {"prompt_template", "text_template", "target_field", "number_types", "more_values", "labels_field"}
 READ |= {"text_field", "messages_field", "message_keys", "roles", "sample_by", "numeric_targets"}
 READ |= {"calculator_marks", "empty_cell", "number_columns", "numbers"}
-# and which rows an evaluation counts
+# and the rows that an evaluation counts
 READ |= {"sequence_length", "long_texts", "min_tokens", "max_tokens", "on_bad_line", "on_nonfinite"}
 
 
 class Column(BaseModel):
-    """What a column looked like, as `data.columns.described` has it."""
+    """A column, as in `data.columns.described`."""
 
     kind: str
     empty: float
@@ -38,7 +38,7 @@ class Column(BaseModel):
 
 
 class LearntTable(BaseModel):
-    """data: of its keys, those of `READ`. columns: in the order in which {*} names them. median: of the numbers."""
+    """data: the keys in `READ`. columns: in the order of {*}. median: of the training numbers."""
 
     model_config = ConfigDict(frozen=True)
     data: DataConfig
@@ -47,15 +47,15 @@ class LearntTable(BaseModel):
     median: float | None = None
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """The columns, as `data.columns.described` has them."""
+        """The columns, as in `data.columns.described`."""
         return {name: column.model_dump(exclude_none=True) for name, column in self.columns.items()}
 
     def known(self) -> LearntRange | None:
-        """The ranges of the numbers that were learnt from."""
+        """Ranges of the training numbers."""
         return LearntRange.of(self.described(), str(self.data.target_field))
 
     def extractor(self, empty: str | None = None, comma: bool | None = None) -> Extractor:
-        """Reads rows as the run did. empty, comma: replace data.empty_cell and the decimal sign. Raises `UserError`."""
+        """A reader like the run's. empty, comma: override data.empty_cell and the decimal sign. Raises `UserError`."""
         columns = self.described()
         forms = forms_by(self.data, columns)
         if comma is not None:
@@ -69,7 +69,7 @@ class LearntTable(BaseModel):
 
 
 def learnt_table(folder: Path) -> LearntTable | None:
-    """Of a run, a checkpoint or an exported folder; None if nothing tells the columns. Raises `UserError`."""
+    """Load from a run, a checkpoint or an export; None if the columns are not stored. Raises `UserError`."""
     if is_exported(folder):
         return _checked(read_object(folder / FILE), folder) if (folder / FILE).is_file() else None
     config, _ = run_of(folder)
@@ -86,7 +86,7 @@ def learnt_table(folder: Path) -> LearntTable | None:
 
 
 def _checked(found: dict[str, Any], folder: Path) -> LearntTable:
-    """Raises `UserError` for what no run writes."""
+    """Raises `UserError` for content that no run writes."""
     try:
         return LearntTable.model_validate(found)
     except ValidationError as error:

@@ -74,7 +74,7 @@ class Mirror:
                 self._thread.start()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait for the uploads in progress. Raises nothing: a store that cannot be reached is told by `say`."""
+        """Wait for the uploads in progress. Raises nothing: if the store cannot be reached, `say` gets a note."""
         if (thread := self._thread) is not None:
             thread.join(seconds)
 

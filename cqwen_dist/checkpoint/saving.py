@@ -213,7 +213,7 @@ def _agreed(action: Callable[[], Any], partial: Path, groups: Groups, main_only:
             shutil.rmtree(partial, ignore_errors=True)  # make room on a full disk
         rank, (place, text, away) = failures[0]
         if place:
-            allowed = "a disk that takes a checkpoint; then the same command goes on from the one before"
+            allowed = "a disk with free space; rerun the same command to resume from the previous checkpoint"
             raise DiskError("run.dir", Said(text), allowed, place, away)
         if failure is not None:
             raise failure

@@ -1,4 +1,4 @@
-"""How much there is to learn from, and settings that suit it. Reads the first texts, and no torch."""
+"""Estimates the amount of training data from the first texts and proposes settings. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from cqwen_dist.data.encoder import NumberEncoder, split
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_train
 
-MOST, COUNTED = 2000, 20_000  # texts to look at, and to count: more of them change no setting
-_BYTES = 3  # of a token, a low estimate, so that nearly all texts fit
-_STEPS = 100  # of a stage, at least, where few texts allow it: fewer move the heads little
+MOST, COUNTED = 2000, 20_000  # texts to tokenise, and to count: more would not change a setting
+_BYTES = 3  # per token; a low estimate, so that nearly all texts fit
+_STEPS = 100  # minimum per stage if there is enough text: fewer hardly move the heads
 _EPOCHS = (2, 30)
 _WARMUP = 20  # steps at most
 _LENGTHS = (64, 2048)  # shortest and longest sequence_length
-_TO_HOLD_OUT = 10  # texts: a tenth of fewer is none
-_HELD_OUT = (64, 1 << 15)  # texts and tokens: where a tenth has more, they cost evaluations much and tell little more
-_NUMBERS, _READ = 2000, 1 << 16  # numbers that the start is fitted to, and tokens that it reads for them, at most
+_TO_HOLD_OUT = 10  # texts: below this a tenth would be no text
+_HELD_OUT = (64, 1 << 15)  # cap in texts and tokens: more makes evaluations slower, not more precise
+_NUMBERS, _READ = 2000, 1 << 16  # at most: numbers to fit the start to, and tokens to read for them
 
 
 class Amount(NamedTuple):
-    """The tokens of each text, about; whether all texts are counted; what stopped the reading, if anything did."""
+    """Approximate tokens per text; whether all texts were counted; the error that stopped the reading, if any."""
 
-    lengths: list[int]  # of the first texts
+    lengths: list[int]  # for the first texts
     complete: bool
     error: UserError | None = None
-    numbers: int = 0  # in these texts
+    numbers: int = 0  # among these texts
     further: int = 0  # texts, only counted
 
     @property
@@ -41,13 +41,13 @@ class Amount(NamedTuple):
         return len(self.lengths) + self.further
 
     def words(self) -> str:
-        """How many texts of what length."""
+        """A line with the number of texts and their lengths."""
         n = self.texts
         count = f"{n:,}{'' if self.complete or self.error else ' or more'} text{'s' * (n != 1)}"
         return f"{count}, about {sorted(self.lengths)[len(self.lengths) // 2]:,} tokens in the median"
 
     def pieces(self, length: int) -> int:
-        """Sequences of at most `length` tokens, about: long texts are cut."""
+        """Approximate number of sequences of at most `length` tokens; long texts are cut."""
         return round(sum(math.ceil(n / length) for n in self.lengths) * self.texts / max(len(self.lengths), 1))
 
     def to_hold_out(self) -> float:
@@ -58,7 +58,7 @@ class Amount(NamedTuple):
 
 
 class Suited(NamedTuple):
-    """Settings that suit an amount. steps: of a stage, at least if the amount is not complete."""
+    """Proposed settings. steps: per stage, a lower bound if the amount is incomplete."""
 
     complete: bool
     length: int
@@ -71,7 +71,7 @@ class Suited(NamedTuple):
     start_numbers: int
 
     def words(self) -> str:
-        """What was chosen."""
+        """A line with the settings."""
         at_least = "" if self.complete else "at least "
         return (
             f"{at_least}{self.steps} steps of {self.batch} in each stage ({self.epochs} epochs), {self.warmup} of them "
@@ -83,7 +83,7 @@ def amount_of(config: DataConfig, base: Path | None = None) -> Amount:
     """Look at the first `MOST` texts of data.train, and count them. base: a folder with a tokenizer, to count tokens;
     else estimated.
 
-    An error in a text ends the look; `Amount` has it. Raises `UserError` if it is in the first.
+    A bad text ends the reading and `Amount` keeps the error. Raises `UserError` if the first text is bad.
     """
     texts: list[str] = []
     error, further = None, 0
@@ -108,7 +108,7 @@ def amount_of(config: DataConfig, base: Path | None = None) -> Amount:
 
 
 def suited(amount: Amount, context: int | None) -> Suited:
-    """Settings with which a run learns. context: tokens that the base reads; None: unknown."""
+    """Propose settings. context: the base's maximum length in tokens; None: unknown."""
     most = sorted(amount.lengths)[min(len(amount.lengths) - 1, int(0.95 * len(amount.lengths)))]
     length = _LENGTHS[0]
     while length < min(most, _LENGTHS[1]):
@@ -127,7 +127,7 @@ def suited(amount: Amount, context: int | None) -> Suited:
 
 
 def never_warm(amount: Amount, config: Config) -> list[str]:
-    """Stages of which every step is warm-up, in words."""
+    """A sentence for each stage that is all warm-up."""
     found = []
     share = 1.0 if config.data.eval is not None else 1.0 - config.data.eval_fraction
     for index, (stage, (length, batch, _)) in enumerate(zip(config.stages, config.batch_shapes(), strict=True)):

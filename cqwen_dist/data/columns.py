@@ -1,4 +1,4 @@
-"""The columns of a table: how each writes its numbers, and what its cells look like."""
+"""A table's columns: their number formats and kinds of cells."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cqwen_dist.data.csv_rows import delimiter_in
 from cqwen_dist.data.records import named_fields
 from cqwen_dist.number_forms import Form, Unsettled, forms_of
 
-SAMPLE = 10  # how many blocks of a source are read to tell its columns: up to 10,000 rows
+SAMPLE = 10  # blocks read to detect the columns: up to 10,000 rows
 _DAY = re.compile(r"\d{4}-\d\d-\d\d( \d\d:\d\d:\d\d(\.\d+)?([+-]\d\d:\d\d)?)?", re.ASCII)
 _SHAPE = re.compile(r"[\d/.: -]*\d[\d/.: -]*", re.ASCII)
 
@@ -50,7 +50,7 @@ def forms_in(
     decimal_comma: bool | None = None,
     only: Iterable[str] | None = None,
 ) -> dict[str, Form]:
-    """How each column of numbers writes them. only: the columns to look at.
+    """The number format of each numeric column. only: restrict to these columns.
 
     Raises: UserError for data.decimal_comma, if a column has two readings.
     """
@@ -78,7 +78,7 @@ def forms_in(
 def _cells_by_column(
     records: Sequence[Mapping[str, Any]], only: set[str] | None
 ) -> tuple[dict[str, list[str]], set[str], set[str]]:
-    """The texts of each column, the columns with numbers that are no texts, and those with other values."""
+    """Per column its texts; the columns with typed numbers; the columns with other values."""
     texts: dict[str, list[str]] = {}
     typed, others = set[str](), set[str]()
     for record in records:
@@ -95,9 +95,9 @@ def _cells_by_column(
 
 
 def columns_for(config: DataConfig, with_eval: bool = False) -> dict[str, dict[str, Any]]:
-    """`described` for data.train, by a sample, with the forms of data.number_columns or those that the sample shows.
+    """`described` for a sample of data.train, with data.number_columns or the formats found in the sample.
 
-    with_eval: for data.eval too, where the start learns from it. Without data.target_field a text keeps its numbers as
+    with_eval: include data.eval, if the start learns from it. Without data.target_field a text keeps its numbers as
     they are. Then only the columns of CSV with decimal commas are returned: in a text, 3,5 is two numbers.
     """
     sources = as_list(config.train)
@@ -118,7 +118,7 @@ def columns_for(config: DataConfig, with_eval: bool = False) -> dict[str, dict[s
 
 
 def given_forms(config: DataConfig) -> dict[str, Form] | None:
-    """The forms of data.number_columns by column; None if it is not set. Raises `UserError`."""
+    """data.number_columns as format by column; None if not set. Raises `UserError`."""
     if config.number_columns is None:
         return None
     try:
@@ -128,7 +128,7 @@ def given_forms(config: DataConfig) -> dict[str, Form] | None:
 
 
 def sampled(sources: Sequence[str]) -> list[Mapping[str, Any]]:
-    """A sample of tables; none of a source that does not exist, as reading it says so."""
+    """A sample of rows. A missing source gives none; reading it later raises the error."""
     found: list[Any] = []
     for source in sources:
         with suppress(UserError):
@@ -143,7 +143,7 @@ def sampled(sources: Sequence[str]) -> list[Mapping[str, Any]]:
 def described(
     records: Sequence[Mapping[str, Any]], cells: TableCells, only: Sequence[str] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """What a table's columns look like: kind, form of numbers, share of empty cells, and range. only: these columns."""
+    """Per column: kind, number format, share of empty cells, range. only: restrict to these columns."""
     found = {}
     for name in columns_of(records):
         if is_index(name) or (only is not None and name not in only):
@@ -160,12 +160,12 @@ def described(
 
 
 def zones_in(texts: Iterable[str]) -> list[str]:
-    """The zones of times such as 2024-01-31 10:20:00+01:00; "none" of times without one."""
+    """Time zones in times such as 2024-01-31 10:20:00+01:00; "none" for times without one."""
     return sorted({found[3] or "none" for found in map(_DAY.fullmatch, texts) if found and found[1]})
 
 
 def forms_by(config: DataConfig, columns: Mapping[str, Mapping[str, Any]]) -> dict[str, Form]:
-    """The forms of data.number_columns, or those that `described` recorded."""
+    """Number formats from data.number_columns, or as recorded by `described`."""
     found = given_forms(config)
     if found is None:
         found = {name: Form.of(column["form"]) for name, column in columns.items() if "form" in column}
@@ -173,7 +173,7 @@ def forms_by(config: DataConfig, columns: Mapping[str, Mapping[str, Any]]) -> di
 
 
 def cell_in(cells: TableCells, name: str, value: object, key: str = "") -> str:
-    """A cell's text. Raises: UserError for key if it has another form; without a key the cell as it is."""
+    """A cell's text. If its format differs: UserError for key, or without a key the cell unchanged."""
     try:
         return cells.text(name, value)
     except BadLine as bad:
@@ -183,7 +183,7 @@ def cell_in(cells: TableCells, name: str, value: object, key: str = "") -> str:
 
 
 def kind_in(texts: Sequence[str], number: Any = lambda text: None) -> str:
-    """What all texts of a column are: empty, truth, date, a shape of digits such as 0/0/0, or text."""
+    """The common kind of a column's texts: empty, truth, date, a digit pattern such as 0/0/0, or text."""
     if not texts:
         return "empty"
     if all(number(text) is not None for text in texts):

@@ -1,4 +1,4 @@
-"""How a table's columns differ from those that a run learnt from."""
+"""Compares a table's columns with the columns of the training data."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.cells import TableCells, as_number
 from cqwen_dist.data.columns import cell_in, columns_of, forms_by, kind_in, kind_of, sampled, zones_in
 
-MUCH_EMPTIER = 0.2  # a share of empty cells that grew by this is told
+MUCH_EMPTIER = 0.2  # report a column if its share of empty cells grew by this much
 LEAST_TOLD = 5  # cells of a text column that must all be numbers or dates
 _NAMES = {"number": "a number", "truth": "true or false", "date": "a date such as 2024-01-31", "text": "text"}
 
 
 def differences(source: str, config: DataConfig, trained: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """`compare` for a source that a run's config reads. trained: what the run's columns looked like; {}: unknown."""
+    """`compare` for a source in a run's config. trained: the run's columns; {}: unknown."""
     if trained:
         cells = TableCells(forms_by(config, trained), config.target_field)
         yield from compare(trained, sampled([source]), cells, "--data")
@@ -25,9 +25,9 @@ def differences(source: str, config: DataConfig, trained: Mapping[str, Mapping[s
 def compare(
     trained: Mapping[str, Mapping[str, Any]], records: Sequence[Mapping[str, Any]], cells: TableCells, key: str = "FILE"
 ) -> Iterator[str]:
-    """Yields one line for each difference between a table's columns and those that were learnt.
+    """Yield one line per difference between a table's columns and the training columns.
 
-    trained: from `described`. Raises: UserError for a column that cannot have the same text.
+    trained: from `described`. Raises: UserError for a column that cannot be written as in training.
     """
     here = {*columns_of(records)}
     for name, was in trained.items():
@@ -43,7 +43,7 @@ def _differences(name: str, was: Mapping[str, Any], texts: list[str], key: str) 
     if odd and len(odd) == len(filled):
         raise UserError(key, Said(f"{odd[0]} in the column {name}"), f"{what} there, as in training")
     if odd:
-        yield f"{len(odd):,} of {len(filled):,} cells are not {what}, as all were, such as {odd[0]}"
+        yield f"{len(odd):,} of {len(filled):,} cells are not {what} (e.g. {odd[0]}); in training all were"
     kind = kind_in(filled, as_number) if was["kind"] == "text" and len(filled) >= LEAST_TOLD else "text"
     if kind != "text":
         yield f"every cell is {_NAMES.get(kind, kind)}, which was text in training"
@@ -66,7 +66,7 @@ def _outside(was: Mapping[str, Any], numbers: list[float]) -> Iterator[str]:
 
 
 def beyond(number: float | None, low: float, high: float) -> float:
-    """How far a number is from a range, in units of its width; 0 inside, and without a number."""
+    """Distance of a number from a range, in range widths; 0 inside, and for a cell without a number."""
     return 0.0 if number is None else max(low - number, number - high, 0.0) / ((high - low) or abs(high) or 1.0)
 
 

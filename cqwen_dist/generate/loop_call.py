@@ -1,4 +1,4 @@
-"""Calls of `generate` that run in transformers' own loop: beams, drafts, scores, and its caches."""
+"""`generate` calls that transformers runs in its loops: beams, drafts, scores, and its caches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STARTS_A_LOOP = ("num_beams", *DRAFTS[:2], "is_assistant", *SEEN, *CACHES)
 
 @contextmanager
 def refused_by_transformers() -> Iterator[None]:
-    """What transformers refuses inside, as a `UserError`."""
+    """Turns an error raised inside transformers into a `UserError`."""
     try:
         yield
     except ValueError as error:
@@ -41,7 +41,7 @@ def refused_by_transformers() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LoopCall:
-    """A call of transformers' generate."""
+    """A call to transformers' generate."""
 
     given: dict[str, Any]  # its keywords, without the prompt
     digits: Digits | None = None
@@ -49,13 +49,13 @@ class LoopCall:
 
     @property
     def is_draft(self) -> bool:
-        """Whether another model asks for a draft."""
+        """True if the call comes from assisted decoding and asks for a draft."""
         return bool(self.given["generation_config"].is_assistant)
 
 
 def needs_loop(prompt: Prompt, merged: dict[str, Any], options: dict[str, Any]) -> bool:
-    """Whether transformers' generate writes the words. It also takes processors in `standard`, and embeddings in
-    `compatible`, where processors do not see a prompt without ids. options: for `generate.generator.generate`."""
+    """True if transformers' generate has to write the text. It also handles processors in `standard`, and embeddings in
+    `compatible` (processors do not see a prompt without ids). options: for `generate.generator.generate`."""
     asked = [merged[name] for name in STARTS_A_LOOP if merged.get(name) is not None]
     return (
         any(value is True or isinstance(value, Tensor) or value not in (False, 1) for value in asked)
@@ -74,7 +74,7 @@ def loop_call(
     streamer: BaseStreamer | None,
     watch: Sequence[Watch],
 ) -> LoopCall:
-    """The call of transformers' generate; length: of the prompts. Raises `UserError` for what its loops do not do."""
+    """Build the call to transformers' generate; length: prompt length. Raises `UserError` if its loops cannot do it."""
     written = "nothing with beams, drafts, scores or a cache of transformers, whose loops know only ids"
     for name in ("decode_rule", "eps_truncation", "generator", "number_first", "used_rows", "stop_strings"):
         if merged.get(name):

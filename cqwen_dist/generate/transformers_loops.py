@@ -1,9 +1,9 @@
-"""Beams, drafts and scores by transformers' own loops, which know only ids; this adds the numbers.
+"""Beams, drafts and scores by transformers' loops, which pass ids only; this module adds the values of numbers.
 
-The value of a number follows from the text before it. So `LoopNumbers` keeps, for each position of each row, the value
-that a number right behind it would have. When a loop feeds a number back, its value is looked up there.
+A number's value is a function of the text before it. `LoopNumbers` keeps, for each row and position, the value that a
+number there would have. When a loop feeds `<NUM>` back, the value is looked up.
 
-Shape letters: B prompts, R rows (B times the beams), T positions of a prompt, t of a text so far, w of one call.
+Shape letters: B prompts, R rows (B times the beams), T prompt positions, t positions so far, w positions in one call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cqwen_dist.ops.cauchy import Cauchy
 
 
 class LoopNumbers:
-    """The values of numbers in the texts of a loop."""
+    """Values of the numbers in a loop's rows."""
 
     def __init__(self, model: Any, prompt: Prompt, mode: str, digits: Digits | None) -> None:
         """model: a `CausalQwenModel`. mode, digits: as in `Settings`."""
@@ -38,11 +38,11 @@ class LoopNumbers:
         self.mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
         self.ids = self.first = ids
         self.values = self.prompt
-        self.following = self.prompt[:, :0]  # [R,t]: the value of a number that comes right behind this position
+        self.following = self.prompt[:, :0]  # [R,t]: the value of a number that follows this position
         self.intervals, self.powers = Intervals.from_dict(model.config.calibration), POWERS.to(ids.device)
 
     def of(self, ids: Tensor) -> Tensor:
-        """The values [R,t] of these texts. Each continues a text of the last call."""
+        """Values [R,t] for these rows. Each continues a row of the previous call."""
         each, start = len(ids) // len(self.prompt), self.prompt.shape[1]
         if self.hidden:
             ids = torch.cat([self.first[:, : self.hidden].repeat_interleave(each, 0), ids], 1)
@@ -58,14 +58,14 @@ class LoopNumbers:
         return self.values
 
     def _places(self, ids: Tensor, each: int) -> Tensor:
-        """The rows [R] of the last call that these go on from. Beams with the same ids have the same values."""
+        """Indices [R] of the rows in the previous call that these continue. Beams with equal ids have equal values."""
         b, length = len(self.prompt), self.ids.shape[1]
         new, old = ids[:, :length].view(b, each, 1, length), self.ids.view(b, 1, each, length)
         same = (new == old).all(-1).int().argmax(-1)
         return (same + each * torch.arange(b, device=ids.device).unsqueeze(1)).flatten()
 
     def note(self, u: Cauchy) -> None:
-        """Keep the values that numbers behind the last w positions would have, from U [R,w,C] there."""
+        """Store the values that numbers after the last w positions would have, from U [R,w,C]."""
         action, head = self.model.action, self.model.action.number_head
         (rows, end), width, start = self.ids.shape, u.loc.shape[1], self.mask.shape[1]
         real = nn.functional.pad(self.mask, (0, end - start), value=True).repeat_interleave(rows // len(self.mask), 0)
@@ -80,7 +80,7 @@ class LoopNumbers:
 def words_before_a_number(
     draft: Callable[..., Any], drafts: Any, numbers: LoopNumbers, ids: Tensor, **given: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """A draft (`CandidateGenerator.get_candidates`) up to its first number: what comes behind needs its value."""
+    """A draft (`CandidateGenerator.get_candidates`), cut at its first number: the next token needs that value."""
     if isinstance(getattr(drafts, "assistant_model", None), NumberGenerationMixin):
         drafts.assistant_kwargs["numeric_values"] = numbers.of(ids)
     found, logits = draft(ids, **given)
@@ -92,7 +92,7 @@ def words_before_a_number(
 
 
 class NumberGenerationMixin(GenerationMixin):
-    """`GenerationMixin` whose loops feed back numbers with their values. numbers: the `LoopNumbers` of a call."""
+    """`GenerationMixin` that feeds numbers back with their values. numbers: the `LoopNumbers` of a call."""
 
     def prepare_inputs_for_generation(  # type: ignore[override, unused-ignore]
         self,
@@ -102,7 +102,7 @@ class NumberGenerationMixin(GenerationMixin):
         numbers: LoopNumbers | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """What the model reads next, with the values of these positions, and of which mode the logits are."""
+        """The next model inputs, with the values at these positions and the mode that the logits belong to."""
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
         if numbers is not None:
             numeric_values, inputs["mode"] = numbers.of(input_ids), numbers.mode
@@ -130,7 +130,7 @@ class NumberGenerationMixin(GenerationMixin):
         return drafts
 
     def written_by_loop(self: Any, prompt: Prompt, call: LoopCall) -> Any:
-        """What transformers' generate returns. Raises `UserError` for what it refuses."""
+        """Run transformers' generate. Raises `UserError` if it refuses an option."""
         on_gpu = [self.device] if self.device.type == "cuda" else []
         shown = {"inputs_embeds": prompt.embeds} if prompt.embeds is not None else {}
         if not prompt.hidden:
@@ -148,7 +148,7 @@ class NumberGenerationMixin(GenerationMixin):
             return GenerationMixin.generate(writer, attention_mask=prompt.mask, numbers=numbers, **shown | call.given)
 
     def numbers_in(self, sequences: Tensor, prompt: Prompt, call: LoopCall) -> GeneratedNumbers:
-        """The numbers of what a loop has written, aligned with its sequences [R,t]. The texts are read once more."""
+        """The numbers in the generated sequences, aligned with them [R,t]. Reads the sequences once more."""
         whole = prompt.copies(len(sequences) // len(prompt.ids))
         ids = torch.cat([whole.ids[:, : prompt.hidden], sequences], 1)
         config = call.given["generation_config"]

@@ -1,10 +1,10 @@
-"""What stands beside z: a part of the model that reads the ids and values of a text themselves.
+"""An optional side network that reads token ids and values directly, not through z.
 
-At each position it gives a g and an h for the next number. The abduction network adds g to the location of U's number
-dimensions and h to the logarithm of their scale; the word dimensions do not change. The calibrated start fits the part
-in closed form, and no step trains it.
+At each position it returns g and h for the next number. The abduction network adds g to the location of U's number
+dimensions and h to their log scale; the word dimensions do not change. The calibrated start fits it in closed form, and
+training never changes it.
 
-This interface is all that the core knows of such a part. There is one, the wide part (`tables/wide`); `wings` names it.
+The core knows only this interface. The one implementation is the wide part (`tables/wide`), named in `wings`.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from cqwen_dist.config.errors import UserError
 from cqwen_dist.wings import from_wing
 
 BESIDE = "wide"  # the part's name in the model, so in checkpoints; in a config the field with its size, 0 for no part
-BESIDE_Z = 3  # columns behind z: g rounded to z's dtype, the rest of it, and h
+BESIDE_Z = 3  # columns after z: g rounded to z's dtype, the rounding remainder, and h
 
 
 class BesideFit(NamedTuple):
-    """A fit to n numbers. g is up to a constant: what reads it has an intercept."""
+    """A fit to n numbers. g is up to a constant, since the regression has an intercept."""
 
-    tables: dict[str, Tensor]  # the part's parameters by name, fp32
-    folds: Sequence[int]  # [n]: of each number's text
-    left_out: Tensor  # [n] float64: g of each number, by the fit without its fold
-    spread: Tensor  # [n] float64: h in the same way
+    tables: dict[str, Tensor]  # parameters by name, fp32
+    folds: Sequence[int]  # [n]: fold of each number's text
+    left_out: Tensor  # [n] float64: g for each number, out of fold
+    spread: Tensor  # [n] float64: h, out of fold
 
 
 class BesideStart(Protocol):
     """Fits a part; made with (the part, its `CausalQwenConfig`)."""
 
     def texts_before(self, batch: Batch, at: Tensor) -> list[Any]:
-        """What `fit` needs of the texts before numbers; the ranks gather it. at [N]: the positions that the numbers
-        follow, indices into the flattened [B,T]."""
+        """Collect what `fit` needs from the texts before numbers; ranks gather it. at [N]: positions before them,
+        indices into the flattened [B,T]."""
 
     def fit(self, texts: list[Any], targets: Tensor, progress: Callable[[int, int], None]) -> BesideFit | None:
-        """Fit targets [n], in the regression's unit, to the texts before them; None where the median is as good."""
+        """Fit targets [n] (regression's unit) to the texts before them. None if the median is as good."""
 
 
 class Beside(nn.Module):
-    """The interface. In training mode a text that the part was fitted to is read by the fit that left it out."""
+    """The interface. In training mode, texts used for the fit get out-of-fold predictions."""
 
     @classmethod
     @abstractmethod
@@ -54,7 +54,7 @@ class Beside(nn.Module):
 
     @abstractmethod
     def begin(self, line_ends: Sequence[int]) -> None:
-        """Take what a new model knows of its vocabulary: the tokens that end a line."""
+        """Prepare for a vocabulary: which tokens end a line."""
 
     @abstractmethod
     def forward(
@@ -66,7 +66,7 @@ class Beside(nn.Module):
         state: Any = None,
         keep: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """ids [B,T], values [B,T] (raw unit, 0 at text) -> g and h [2,B,T] fp32, and the state behind them.
+        """ids [B,T], values [B,T] (raw unit, 0 at text) -> g and h [2,B,T] fp32, and the state after them.
 
         positions [B,T]: a text begins where they are 0 (default: at the first token, or with `state` before it).
         mask [B, T or more]: 0 at padding; the last T count. keep [N], indices into B*T: g and h of these alone, [2,N].
@@ -83,9 +83,9 @@ class Beside(nn.Module):
         keep: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """z of `FeatureStack`, given the same arguments, with g and h behind it: [...,H+BESIDE_Z].
+        """z from `FeatureStack`, with g and h appended: [...,H+BESIDE_Z].
 
-        A cache keeps what the tokens that follow need. Raises `UserError` for a cache that this model did not fill.
+        A cache also keeps this network's state. Raises `UserError` for a cache that this model did not fill.
         """
         if input_ids is None:  # without ids the words are unknown
             return torch.cat([z, z.new_zeros(*z.shape[:-1], BESIDE_Z)], -1)
@@ -107,7 +107,7 @@ class Beside(nn.Module):
 
 
 def make_beside(config: Any) -> Beside | None:
-    """The part that a `CausalQwenConfig` asks for, or None. Raises `UserError` where its folder is not installed."""
+    """Build the side network named in a `CausalQwenConfig`, or None. Raises `UserError` if it is not installed."""
     if not getattr(config, BESIDE):
         return None
     known = Beside.__subclasses__()  # the code in an exported folder has the class beside this one
@@ -116,7 +116,7 @@ def make_beside(config: Any) -> Beside | None:
 
 
 def beside_start(part: Beside, config: Any) -> BesideStart:
-    """What fits the part. Raises `UserError` where it or scipy is not installed."""
+    """The class that fits it. Raises `UserError` if it or scipy is not installed."""
     start: BesideStart = from_wing(f"start of model.{BESIDE}")(part, config)
     return start
 

@@ -80,7 +80,7 @@ def _cast(module: nn.Module) -> Iterator[None]:
 
 
 def refuse_changed(heads: Mapping[str, nn.Module]) -> None:
-    """Raises `UserError` where another library has put something around or into the heads that they would not see."""
+    """Raises `UserError` if another library wrapped a head (adapters, quantisation): the fused loss would bypass it."""
     action = heads["action"]
     if not hasattr(action, "add_noise"):  # PEFT's wrapper of a parameter
         found = f"action.{getattr(action, 'parameter_name', '')}"

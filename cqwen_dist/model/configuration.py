@@ -142,7 +142,7 @@ class CausalQwenConfig(PretrainedConfig):
 
     @property
     def feature_size(self) -> int:
-        """Columns of what the abduction reads: H, and behind it those of what stands beside z."""
+        """Width of z: H, plus 3 columns if there is a side network."""
         return int(self.hidden_size + (BESIDE_Z if self.beside else 0))
 
     @property

@@ -92,7 +92,7 @@ class CausalModules(nn.Module):
 
     @property
     def beside(self) -> Beside | None:
-        """What stands beside z, if anything does."""
+        """The side network, if there is one."""
         part: Beside | None = getattr(self, BESIDE)
         return part
 

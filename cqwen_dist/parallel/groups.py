@@ -4,7 +4,7 @@ A vocabulary group has consecutive ranks (for instance the 8 GPUs of a node). Wi
 
     vocabulary groups {0,1} {2,3}   each group stores the vocabulary once, each rank a range of rows
     replica groups    {0,2} {1,3}   ranks that store the same rows and sum their gradients
-    sequence groups   {0,1} {2,3}   ranks that have the same texts, each a part of the positions
+    sequence groups   {0,1} {2,3}   ranks with the same texts, each with a slice of the positions
 
 Sequence groups are consecutive ranks too, of any size that divides the world. Each rank has different tokens, with or
 without sequence groups: the data-parallel group is the world.
@@ -67,7 +67,7 @@ class Groups:
 
     @property
     def sequence_rank(self) -> int:
-        """Index of this rank's part of the positions."""
+        """Index of this rank's slice of the positions."""
         return 0 if self.sequence is None else self.sequence.rank()
 
     @property
@@ -77,7 +77,7 @@ class Groups:
 
     @property
     def reading(self) -> dict[str, int]:
-        """Loader arguments of this rank. A sequence group reads its own samples, each of its ranks a part of them."""
+        """This rank's loader arguments. Each sequence group reads different samples, each rank a slice of every sample."""
         size = self.sequence_size
         shared = {"rank": self.rank // size, "world": self.world_size // size}
         return {**shared, "part": self.sequence_rank, "parts": size}

@@ -91,7 +91,7 @@ def sum_partials(partial: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def exchange_counts(count: int, group: ProcessGroup | None, device: torch.device) -> list[int]:
-    """The number of tokens of each rank of the group. One small all-gather, which synchronises with the host."""
+    """Tokens per rank of the group. One small all-gather, which synchronises with the host."""
     if group is None or group.size() == 1:
         return [count]
     counts: list[int] = gather_rows(torch.tensor(count, device=device), group).tolist()

@@ -1,13 +1,13 @@
-"""Attention of texts whose positions are split over the ranks of a group, by DeepSpeed's Ulysses.
+"""Attention over texts that are split across ranks along the positions (DeepSpeed's Ulysses).
 
-Each rank has a part of every text's positions, and all heads. Two exchanges give it all positions of a part of the
-heads, and its own positions of the result again:
+Each rank keeps a slice of every text, with all heads. One exchange gives it all positions for a slice of the heads, a
+second one returns the output at its positions:
 
     forward    all-to-all of q, k, v    [B,T/g,heads,D] -> [B,T,heads/g,D]    attention    all-to-all of its output
     backward   the same of the gradients, in reverse order
 
-So every rank's gradients are those of the loss of *all* positions by its own positions, and a sum over the ranks is the
-whole gradient. Nothing else in a model looks at other positions.
+Each rank then has the gradient of the *total* loss with respect to its positions, and the sum over ranks is the full
+gradient. No other layer looks at other positions.
 
 DeepSpeed's `DistributedAttention` does the exchanges. Its wrapper for transformers (`UlyssesSPAttentionHF`) takes one
 micro-batch size for the whole run, gathers position ids in every layer, and replaces "sdpa" for the whole process.
@@ -27,9 +27,9 @@ Spread = Callable[[Attend, Tensor, Tensor, Tensor], Tensor]
 
 
 def over_sequence(group: ProcessGroup) -> Spread:
-    """A function that runs an attention over the positions of all ranks: (attend, q, k, v of own positions) -> own.
+    """Build (attend, q, k, v of this rank's positions) -> output at these positions, for attention over all positions.
 
-    The group's size divides the heads, and divides the key heads or is a multiple of them: then key heads are repeated.
+    The group size divides the heads. It divides the key heads, or is a multiple (key heads are then repeated).
     Forward and backward are collective over the group.
     """
     from deepspeed.sequence.layer import DistributedAttention  # here: it takes seconds, and few runs need it

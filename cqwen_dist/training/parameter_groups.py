@@ -58,7 +58,7 @@ def feature_members(features: nn.Module) -> list[Member]:
 def head_members(heads: nn.ModuleDict, thresholds: str, train_class_bias: bool) -> list[Member]:
     """The trainable parameters of abduction and action.
 
-    P depends on b_cls and C only by their difference, so by default only C trains. What stands beside z is
+    P depends on b_cls and C only by their difference, so by default only C trains. The side network is
     fitted at the start and never trains.
     """
     fixed = {"action.cls_bias": not train_class_bias, "action.threshold": thresholds == "fixed"}

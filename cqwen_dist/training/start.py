@@ -210,7 +210,7 @@ def _notes(run: Run) -> list[str]:
     config, rows, asked = run.config, run.model.config.vocab_size, run.stepper.options.gemm_dtype
     notes = []
     if config.start == "seed-100":
-        notes.append("C = 100 begins and often ends at the uniform solution: a low loss, and no word learnt")
+        notes.append("C = 100 starts at the uniform solution and often stays there: low loss, no word learnt")
     if config.model.b_noise_init == 0:
         notes.append("b_noise = 0 has no gradient: it stays 0, and causal sampling has no noise to keep as a law")
     if config.loss.vocab_reduction == "mean":

@@ -256,7 +256,7 @@ def test_a_write_error_on_one_rank_is_raised_on_all_and_keeps_the_previous_check
         assert failure == "the checkpoint of step 2 failed"
         assert ".step-00000002.partial: run.dir: found " in error
         assert "File too large" in error
-        assert "a disk that takes a checkpoint; then the same command goes on from the one before" in error
+        assert "a disk with free space; rerun the same command to resume from the previous checkpoint" in error
     assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step-00000001", "step-00000003"]
 
 

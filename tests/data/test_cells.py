@@ -377,7 +377,7 @@ def test_columns_that_differ_from_training_are_told(change: dict[str, Any], said
     assert list(compare(trained, rows, cells)) == ([said] if said else [])
     half = [*TRAINED, {**TRAINED[0], "day": "7 January"}]
     assert list(compare(trained, half, cells)) == [
-        "column day: 1 of 10 cells are not a date such as 2024-01-31, as all were, such as 7 January"
+        "column day: 1 of 10 cells are not a date such as 2024-01-31 (e.g. 7 January); in training all were"
     ]
 
 

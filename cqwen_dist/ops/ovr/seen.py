@@ -1,4 +1,4 @@
-"""What a pass over the words finds besides the loss: the best word, the softmax normaliser, counts above thresholds.
+"""Statistics collected in the loss pass: the best word, the softmax normaliser, counts above thresholds.
 
 The pass hands over each tile's scores before the loss overwrites them, so an evaluation multiplies by W_cls once.
 

@@ -1,21 +1,20 @@
-"""The wide part: what the words and numbers so far say of the next number, linearly (Cheng et al. 2016, "Wide & Deep
-Learning", arXiv 1606.07792).
+"""The wide part: a linear prediction of the next number from the words and numbers so far (Cheng et al. 2016, "Wide &
+Deep Learning", arXiv 1606.07792).
 
-z of a frozen base tells little about earlier words and hardly any number's value. The wide part is a
-ridge regression on the words and the values themselves. At position i of a text it adds to the location that the deep
-part infers from z
+z of a frozen base contains little about earlier words and hardly any values. The wide part is a ridge regression on the
+words and values directly. At position i of a text it adds to the location that the deep part infers from z
 
-    g_i = sum over j <= i: w[each n-gram that ends at j] + where j ends a line: w[the line]
-          + q_i, of the numbers by their names (`named_numbers`)
+    g_i = sum over j <= i: w[each n-gram that ends at j] + w[the line, if j ends one]
+          + q_i, from the named numbers (`named_numbers`)
 
-and to the logarithm of that law's scale an h_i of the same form, with weights of its own: some texts tell more of their
-number than others. In a table's prompt a line is a cell behind its column's name, so it is a category. In n-grams and
-lines a number stands as its value, to four digits. They are hashed into columns of a table w (Weinberger et al. 2009),
-which is fitted in closed form at the start (`wide_start`) and never trained.
+and to the log scale an h_i of the same form, with separate weights: some texts determine their number better than
+others. In a table's prompt a line is `column: cell`, so it acts as a category. In n-grams and lines a number counts as
+its value, to four digits. Both are hashed into columns of a table w (Weinberger et al. 2009), which is fitted in closed
+form at the start (`wide_start`) and never trained.
 
-There are FOLDS such tables of each kind. Each text so far belongs to one fold, by its own hash. In training mode it is
-read with the tables that were fitted without that fold: so g errs on training texts as on new ones, and what is trained
-behind it learns from honest residuals. In eval mode the mean of all tables reads it.
+There are FOLDS tables of each kind. Each text so far belongs to one fold, by hash. In training mode it is read with the
+table fitted without that fold, so later layers train on out-of-fold residuals. In eval mode the mean of all tables is
+used.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from cqwen_dist.tables.wide.named_numbers import KEYS, NamedNumbers
 from cqwen_dist.tables.wide.wide_size import FOLDS, KINDS
 
 GRAMS = 3  # n-grams of 1, 2 and 3 tokens
-MOST = 2.0  # of |h|: new words and values must not make a number certain, or all numbers possible
+MOST = 2.0  # bound on |h|: new words and values must not make a number certain, or all numbers possible
 _NOTHING = -1  # the symbol before a text
 _MULTIPLIER, _INCREMENT = -7046029254386353131, 1442695040888963407  # odd; from splitmix64 and PCG
 
@@ -102,7 +101,7 @@ class WidePart(Beside):
         line = found.line[:, -1] * (self.line_end[ids[:, -1]] == 0)
         behind = WideState(last, sums[..., -1], found.text[:, -1], line, numbers[..., -1])
         fold = fold_of(found.text)
-        if keep is not None:  # the random features cost more than all the rest
+        if keep is not None:  # the random features are the most expensive part
             sums, numbers, fold = (part.flatten(-2)[..., keep] for part in (sums, numbers, fold))
         sums = (sums + self.numbers(numbers)).unflatten(0, (KINDS, FOLDS))
         g, h = sums.gather(1, fold.expand(KINDS, 1, *fold.shape))[:, 0] if self.training else sums.mean(1)
@@ -122,12 +121,12 @@ class WidePart(Beside):
         real = torch.ones_like(is_number) if mask is None else mask[:, -ids.shape[1] :].bool()
         symbols = symbols.where(real, _NOTHING)
 
-        # Where each position's text begins
+        # The start of each position's text
         at = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         begins = at == (0 if state is None else -1) if positions is None else positions == 0
         begin = torch.where(begins, at, -GRAMS).cummax(1).values
 
-        # n-grams, each hashed from the one that is a token shorter
+        # n-grams, each hashed from the one that is one token shorter
         extended = torch.cat([_symbols_before(symbols, state), symbols], 1)
         width = symbols.shape[1]
         before = [
@@ -159,7 +158,7 @@ def lines_begin(columns: int) -> int:
 
 
 def fold_of(text: Tensor) -> Tensor:
-    """The fold, in [0, FOLDS), of a text by the sum of its positions' hashes."""
+    """The fold, in [0, FOLDS), from the sum of the hashes of a text's positions."""
     return (_mixed(text) >> 40) % FOLDS
 
 
@@ -175,7 +174,7 @@ def _since(own: Tensor, begin: Tensor, before: Tensor | None) -> Tensor:
 
 
 def _in_four_digits(values: Tensor) -> Tensor:
-    """int64, equal where values agree in their first 14 bits: rounding must not make another word of a number."""
+    """int64, equal if values agree in their first 14 bits: rounding must not turn a number into a different word."""
     return ((values.float().view(torch.int32) + 512) >> 10).long()
 
 

@@ -1,9 +1,9 @@
-"""The rows F that the wide part's ridge regression reads (`wide_start`), in parts, each of mean square 1 a row:
+"""Feature rows F for the wide part's ridge regression (`wide_start`). Each block has mean square 1 per row:
 
-- words: an n-gram that m of n texts hold weighs its idf, ln((1+n)/(1+m)) + 1
-- lines, in the same way
-- numbers by their names, phi of their values and these themselves, centred, brought to variance 1 and limited
-- random features of these numbers together (`named_numbers`)
+- words: an n-gram found in m of n texts is weighted by its idf, ln((1+n)/(1+m)) + 1
+- lines, weighted the same
+- named numbers: phi(value) and the value, centred, scaled to variance 1 and clipped
+- random features of all named numbers (`named_numbers`)
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from cqwen_dist.tables.wide.named_numbers import FAR, bytes_of
 from cqwen_dist.tables.wide.wide_part import WidePart, fold_of, lines_begin
 from cqwen_dist.tables.wide.wide_size import FOLDS, NAMES
 
-COMMON = 0.05  # share of texts that hold a name, for it to be read
+COMMON = 0.05  # a name counts only if this share of the texts contains it
 MOST = 1e30  # of a value, so that its square is finite
 LEAST_SPREAD = 1e-4  # of phi: below it a value is a constant
 WIDTHS = (0.25, 0.5, 0.7, 1.0, 2.0)  # of the random features' kernel, in units of `NamedRows.unit`
 
 
 class TextBefore(NamedTuple):
-    """The text before a number: the columns of its n-grams and lines [m]; its fold; keys, phi and values of its
-    numbers [k]."""
+    """The text before a number: columns of n-grams and lines [m]; the fold; keys, phi and values of the numbers
+    [k]."""
 
     columns: np.ndarray
     fold: int
@@ -56,7 +56,7 @@ def texts_before(wide: WidePart, batch: Batch, at: Tensor) -> list[TextBefore]:
 
 
 def hashed_rows(texts: Sequence[TextBefore], columns: int) -> tuple[csr_matrix, csr_matrix, np.ndarray]:
-    """Rows of words and of lines [n,columns], and how much one count weighs in them [columns]."""
+    """Rows for words and for lines [n,columns], and the weight per count [columns]."""
     counts = counts_of(texts, columns)
     n, held = len(texts), np.bincount(counts.indices, minlength=columns)
     scaling = np.log((1 + n) / (1 + held)) + 1
@@ -69,7 +69,7 @@ def hashed_rows(texts: Sequence[TextBefore], columns: int) -> tuple[csr_matrix, 
 
 
 def counts_of(texts: Sequence[TextBefore], columns: int) -> csr_matrix:
-    """[n,columns]: count of each column in each text."""
+    """Counts per text and column, [n,columns]."""
     places = np.concatenate([text.columns for text in texts])
     ends = np.cumsum([0, *(len(text.columns) for text in texts)])
     found = csr_matrix((np.ones(len(places)), places, ends), (len(texts), columns))
@@ -78,7 +78,7 @@ def counts_of(texts: Sequence[TextBefore], columns: int) -> csr_matrix:
 
 
 def kernel_of(rows: csr_matrix) -> np.ndarray:
-    """F F^T [n,n]. Columns that many texts share are multiplied as dense ones."""
+    """F F^T [n,n]. Columns shared by many texts are multiplied as dense ones."""
     held = np.bincount(rows.indices, minlength=rows.shape[1])
     common = held > rows.shape[0] // 8
     dense = rows[:, common].toarray()
@@ -99,7 +99,7 @@ class NamedRows:
 
     @classmethod
     def of(cls, texts: Sequence[TextBefore]) -> NamedRows:
-        """Of the names that most texts hold, each held by enough of them and not a constant."""
+        """The most frequent names, if enough texts contain them and they are not constant."""
         text = np.repeat(np.arange(len(texts)), [len(one.names) for one in texts])
         keys, at = np.unique(np.concatenate([one.names for one in texts]), return_inverse=True)
         number = csr_matrix((np.ones(len(at)), (text, at)), (len(texts), len(keys)))
@@ -122,7 +122,7 @@ class NamedRows:
 
     @property
     def unit(self) -> float:
-        """The root mean square of a row of x, its distance from the mean."""
+        """Root mean square distance from the mean, over the rows of x."""
         return float(np.sqrt(max(np.square(self.x).sum(1).mean(), 1e-12)))
 
     @property
@@ -131,7 +131,7 @@ class NamedRows:
 
     @property
     def values(self) -> np.ndarray:
-        """As `linear`, of the values themselves."""
+        """As `linear`, for the raw values."""
         return self.raw / self.unit
 
     def tables(self, weight: np.ndarray, of_values: np.ndarray) -> dict[str, np.ndarray]:

@@ -36,7 +36,7 @@ IN_VLLM = (PENALTY, "min_p")  # what transformers and vLLM know by the same name
 
 
 class VllmWriter:
-    """An exported folder in vLLM. It stands for the model where only end tokens are asked for (`end_ids`)."""
+    """An exported folder in vLLM. It can replace the model in `end_ids`, which only reads end tokens."""
 
     def __init__(self, folder: Path, adapters: Mapping[str, str] | None = None, **options: Any) -> None:
         """adapters: LoRA adapters in PEFT's format, by the name under which a request asks for them. options: of vLLM's
