@@ -1,7 +1,7 @@
 """The section `deepspeed`: a mapping, or the path of a JSON file, such as the ds_config of a Hugging Face Trainer.
 
-A key that one of ours replaces moves there, and "auto" leaves the decision to ours. What cannot work is refused with
-the reason and what to take instead. So is a key that DeepSpeed does not know.
+A key with an equivalent in this project is moved there; "auto" means that key decides. Unsupported settings and keys
+unknown to DeepSpeed are refused, with the reason and an alternative.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.schema import NO_FP16
 from cqwen_dist.config.yaml_text import leaves
 
-# DeepSpeed's key -> ours, and ours for its values. Both may be given if they agree.
+# DeepSpeed's key -> our key, with our names for its values. Both may be set if they agree.
 MOVED: dict[str, tuple[str, dict[Any, Any]]] = {
     "zero_optimization.stage": ("parallel.zero_stage", {}),
     "zero_optimization.offload_optimizer.device": ("parallel.offload", {"cpu": "optimizer"}),
@@ -30,7 +30,7 @@ MOVED: dict[str, tuple[str, dict[Any, Any]]] = {
     "bf16.enabled": ("train.precision", {True: "bf16", False: "fp32"}),
     "optimizer.params.weight_decay": ("train.weight_decay", {}),
 }
-# What is done anyway may be said.
+# Settings that are always on; they may be given.
 DONE: dict[str, tuple[Any, ...]] = {
     "optimizer.type": ("AdamW", "Adam"),
     "optimizer.params.betas": ([0.9, 0.999],),
@@ -39,7 +39,7 @@ DONE: dict[str, tuple[Any, ...]] = {
     "zero_optimization.offload_param.device": ("none",),
     "zero_optimization.cpu_offload": (False,),
 }
-# A section is ignored while its switch has one of these values (None: there is no switch).
+# A section is ignored if its switch has one of these values (None: no switch).
 SWITCHES: dict[str, tuple[Any, ...]] = {
     "fp16.enabled": (False, None),
     "zero_optimization.offload_param.device": ("none", None),
@@ -61,7 +61,7 @@ REFUSED = {
 }
 _SOURCES = "runtime/zero/config runtime/zero/offload_config runtime/zero/leaf_module_config runtime/precision_config"
 _SOURCES += " comm/config monitor/config compile/config"
-# DeepSpeed has a model of these sections. The keys of the others are listed below.
+# DeepSpeed has a pydantic model for these sections. Keys of other sections are listed below.
 MODELS = {
     "zero_optimization": "DeepSpeedZeroConfig",
     "bf16": "DeepSpeedBF16Config",
@@ -94,7 +94,7 @@ DONE |= {f"activation_checkpointing.{key}": (False, None) for key in _KEYS["acti
 
 
 def translate(tree: dict[str, Any]) -> None:
-    """Rewrite the section in a config that was read, in place. Raises `UserError`."""
+    """Rewrite the section of a loaded config in place. Raises `UserError`."""
     given = tree.get("deepspeed")
     if isinstance(given, str):
         tree["deepspeed"] = given = _read(Path(given))
@@ -114,7 +114,7 @@ def translate(tree: dict[str, Any]) -> None:
 
 
 def _said(leaves: dict[str, Any]) -> dict[str, Any]:
-    """Without sections that are switched off, and without what is done anyway."""
+    """Drop sections that are switched off and settings that are always on."""
     for switch, off in SWITCHES.items():
         if leaves.get(switch) in off:
             section = switch.rpartition(".")[0]
@@ -136,7 +136,7 @@ def _read(path: Path) -> Any:
 
 
 def _move(tree: dict[str, Any], path: str, value: Any) -> None:
-    """Set our key to the value of DeepSpeed's. Raises `UserError` if ours is given and differs."""
+    """Set our key to DeepSpeed's value. Raises `UserError` if ours is set to a different value."""
     key, values = MOVED[path]
     section, _, name = key.partition(".")
     theirs = values.get(value, value) if isinstance(value, (str, bool)) else value
@@ -150,7 +150,7 @@ def _move(tree: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _refuse_unknown(path: str) -> None:
-    """Raises `UserError` for the first part of a path that DeepSpeed does not know."""
+    """Raises `UserError` naming the first part of a path that is unknown to DeepSpeed."""
     above = ""
     for part in path.split("."):
         known = known_keys().get(above)
@@ -165,7 +165,7 @@ def _refuse_unknown(path: str) -> None:
 
 @cache
 def known_keys() -> dict[str, set[str]]:
-    """Section -> the keys that the installed DeepSpeed knows there; a section that is not here is not checked.
+    """Section -> keys known to the installed DeepSpeed; other sections are not checked.
 
     They are read from the source of DeepSpeed's config models, because importing them imports torch.
     """

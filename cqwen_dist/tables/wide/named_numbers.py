@@ -1,14 +1,14 @@
-"""What a text's numbers, each known by its name, say of the next number: linearly, and together in any smooth way.
+"""Predicts the next number from the named numbers of a text: linearly, and jointly by a smooth kernel.
 
     q = sum over names k: v_k x_k + v'_k x'_k  +  sum over d: V_d cos(offset_d + sum over k: x_k frequency_kd)
     x_k = slope_k (phi(value_k) - centre_k),  x'_k = slope'_k (value_k - centre'_k),  at most FAR each
 
-The values themselves, x', are for sums: a total is linear in its parts, not in their logarithms.
+The raw values x' are for sums: a total is linear in its parts, not in their logarithms.
 
-A number's name is the words before it in its line. Names that few texts hold do not count, nor does a name that the
-text lacks: x_k = x'_k = 0, as at the mean. The sum, of random Fourier features, makes a ridge regression one with a
-kernel (Rahimi and Recht 2007, "Random Features for Large-Scale Kernel Machines"). All is set by the calibrated start
-(`wide_start`) and never trained.
+A number's name is the text before it in its line. Rare names do not count. If a text lacks a name, x_k = x'_k = 0, as at
+the mean. The random Fourier features turn the ridge regression into a kernel regression (Rahimi and Recht 2007, "Random
+Features for Large-Scale Kernel Machines"). The calibrated start sets all parameters (`wide_start`); training never
+changes them.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch import Tensor, nn
 
 from cqwen_dist.tables.wide.wide_size import NAMES
 
-FAR = 4.0  # standard deviations: a year of 0 among years of which all are near 2000 must not decide alone
+FAR = 4.0  # clip, in standard deviations: one year 0 among years near 2000 must not decide the fit
 KEYS = 2**24  # hashes of names
-_BOUND = 1e6  # of one number's x: sums of a text stay finite
+_BOUND = 1e6  # bound of one number's x: sums over a text stay finite
 _BYTES = (65536, 256, 1)
-_AT_ONCE = 256  # features whose cosines are held for all positions
+_AT_ONCE = 256  # features whose cosines are in memory for all positions at once
 
 
 class NamedNumbers(nn.Module):
-    """q of the numbers so far, one for each of `tables` weights. All are 0 until the start is calibrated: q = 0."""
+    """q of the numbers so far, for each of `tables` weight sets. All are 0 before calibration, so q = 0."""
 
     frequencies: Tensor | None
     offsets: Tensor | None
     weight: Tensor | None
 
     def __init__(self, tables: int, random_features: int) -> None:
-        """random_features: 0: x counts linearly alone."""
+        """random_features: 0 for the linear terms only."""
         super().__init__()
         self.names = _constant(NAMES, len(_BYTES))  # bytes of a name's key: exact in any dtype
         self.centre, self.slope = _constant(2, NAMES), _constant(2, NAMES)  # of phi, of values
@@ -43,9 +43,9 @@ class NamedNumbers(nn.Module):
             self.register_parameter(name, _constant(*shape) if random_features else None)
 
     def read(self, name: Tensor, phi: Tensor, value: Tensor, number: Tensor) -> Tensor:
-        """What each position adds to x and x' of its text: [2*NAMES,B,T] float64.
+        """The increment of x and x' at each position: [2*NAMES,B,T] float64.
 
-        name [B,T]: the key of a number's name. phi, value [B,T]: of it, 0 elsewhere. number [B,T]: 1 at numbers.
+        name [B,T]: key of a number's name. phi, value [B,T]: at numbers, 0 elsewhere. number [B,T]: 1 at numbers.
         """
         known = (self.names.long() * torch.tensor(_BYTES, device=name.device)).sum(-1)
         both = torch.stack([phi.double(), value.double()])[:, None]
@@ -53,7 +53,7 @@ class NamedNumbers(nn.Module):
         return ((name == known[:, None, None]) * x.clamp(-_BOUND, _BOUND)).flatten(0, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x, x' [2*NAMES,...] of the numbers so far, not limited yet -> q [tables,...] fp32."""
+        """x, x' [2*NAMES,...] of the numbers so far, before clipping -> q [tables,...] fp32."""
         x = x.float().clamp(-FAR, FAR)
         q = torch.tensordot(self.linear.float(), x, 1)
         if self.frequencies is None or self.offsets is None or self.weight is None:

@@ -1,4 +1,4 @@
-"""The wide part without a base: fitted to some rows of a table, it predicts the others, with intervals."""
+"""The wide part without a base: fitted to training rows of a table, it predicts test rows with intervals."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from cqwen_dist.training.evaluation.number_metrics import interval_factors
 
 FITTED_TO = "squared error, outliers limited"
 READ = 64  # rows at a time
-NEAREST, LEAST_NEAR = 1 / 3, 60  # share and number of rows whose errors set an interval's width
-MOST = 8192  # rows to learn from: the time grows with their cube, the memory with their square
+NEAREST, LEAST_NEAR = (
+    1 / 3,
+    60,
+)  # an interval's width comes from the errors of this share of the rows, at least this number
+MOST = 8192  # training rows: time grows with their cube, memory with their square
 
 
 class WideAlone(NamedTuple):
-    """g and h of the n rows learnt from, each by the fit without its fold, and of m others.
+    """Out-of-fold g and h for n training rows, and g and h for m test rows.
 
-    All are 0, and there are no folds, where the median predicts as well.
+    All are 0, without folds, if the median predicts as well.
     """
 
     left_out: np.ndarray  # [2,n]
@@ -37,7 +40,7 @@ class WideAlone(NamedTuple):
 
 
 def seconds_alone(rows: int) -> float:
-    """About how long it takes on one core of a CPU, with that many rows to learn from."""
+    """Estimated seconds on one CPU core for that number of training rows."""
     return 0.0 if rows > MOST else 2.5e-5 * min(rows, SEARCHED) ** 2 + 2e-10 * rows**3
 
 
@@ -50,7 +53,7 @@ def fit_alone(
     columns: int,
     random_features: int,
 ) -> WideAlone:
-    """tokens, y [N]: of all rows, the prompts and the targets. learnt [n], asked [m]: rows. columns: of each table."""
+    """tokens, y [N]: prompts and targets of all rows. learnt [n], asked [m]: training and test rows. columns: per table."""
     words = 1 + max(tokenizer.num_token_id, *tokenizer.tokenizer.get_vocab().values())
     part = WidePart(columns, tokenizer.num_token_id, words, random_features).eval()
     part.begin(tokenizer.line_end_ids)
@@ -80,7 +83,7 @@ def wide_alone(
     columns: int,
     random_features: int,
 ) -> Rival:
-    """Its predictions for the test rows, and 90 % intervals as wide as the errors of rows left out demand."""
+    """Predictions for the test rows, with 90 % intervals from out-of-fold errors."""
     unit = TargetUnit.of(values[learnt], by_log)
     y = unit.forward(values)
     found = fit_alone(tokenizer, tokenizer.encode_batch(prompts), y, learnt, test, columns, random_features)
@@ -93,9 +96,9 @@ def wide_alone(
 
 
 def half_widths(known: np.ndarray, scores: np.ndarray, asked: np.ndarray) -> np.ndarray:
-    """Half-widths [m] of 90 % intervals, in scales: by the scores nearest in predicted size, since errors grow with it.
+    """Half-widths [m] of 90 % intervals, in scales: from the scores nearest in predicted size, since errors grow with size.
 
-    known, scores [n]: predictions of the rows left out, and their errors in scales. asked [m]: predictions.
+    known, scores [n]: out-of-fold predictions and their errors in scales. asked [m]: predictions.
     """
     order = np.argsort(known, kind="stable")
     count = min(max(round(NEAREST * len(known)), LEAST_NEAR), len(known))
@@ -105,7 +108,7 @@ def half_widths(known: np.ndarray, scores: np.ndarray, asked: np.ndarray) -> np.
 
 
 def _batches(tokens: Sequence[Encoded], rows: np.ndarray, pad: int) -> Iterator[tuple[Batch, Tensor]]:
-    """Batches of prompts, and each one's last position in the flattened batch."""
+    """Batches of prompts, with the last position of each prompt in the flattened batch."""
     for some in np.array_split(rows, -(-len(rows) // READ)):
         ids, values, mask = pad_rows([tokens[row] for row in some], pad, on_left=False)
         nothing, positions = torch.zeros_like(values), torch.arange(ids.shape[1]).expand_as(ids)

@@ -1,6 +1,6 @@
-"""How far the wide part errs, text by text: a ridge regression of the errors' logarithms, in closed form.
+"""The wide part's scale for each text: a ridge regression on the log errors, in closed form.
 
-e_i is the location's error by a fit without its own fold. log |e| is fitted with the location's own kernel K:
+e_i is the out-of-fold error of the location. log |e| is fitted with the location's kernel K:
 h = K (K + ridge)^-1 (log |e| - its mean). The scale of a number's law is then exp(h) times one constant. (Two linear
 models, of the mean and of the logarithm of the variance: Harvey 1976, "Estimating Regression Models with
 Multiplicative Heteroscedasticity", Econometrica 44.) All in float64 on the CPU.
@@ -18,22 +18,22 @@ from cqwen_dist.model.ridge import SHARES
 from cqwen_dist.tables.wide.wide_part import MOST
 from cqwen_dist.tables.wide.wide_size import FOLDS
 
-RIDGES = np.logspace(-1, 3, 9)  # in units of the mean of K's diagonal: logarithms of single errors are mostly noise
-LEAST = 0.05  # of an error, in median errors: the logarithm of 0 says nothing
-SURE = 2.0  # standard errors by which the loss must fall
+RIDGES = np.logspace(-1, 3, 9)  # in units of K's mean diagonal: logs of single errors are mostly noise
+LEAST = 0.05  # floor of an error, in median errors: log 0 is undefined
+SURE = 2.0  # the loss must fall by this number of standard errors
 
 
 class SpreadFit(NamedTuple):
-    """h of each number by the fit without its fold, [n]; of each fold left out the a with h = K a, [FOLDS,n]."""
+    """Out-of-fold h [n], and per fold left out the coefficients a of h = K a [FOLDS,n]."""
 
     left_out: np.ndarray
     solved: np.ndarray
 
 
 def fit_spread(kernel: np.ndarray, error: np.ndarray, folds: np.ndarray, searched: int) -> SpreadFit:
-    """kernel [n,n], error [n], folds [n] in [0, FOLDS). All 0 where one scale for all is as good.
+    """kernel [n,n], error [n], folds [n] in [0, FOLDS). All 0 if one common scale is as good.
 
-    Ridge and shrinkage have the least Cauchy loss on the folds left out, of the first `searched` numbers.
+    Ridge and shrinkage minimise the out-of-fold Cauchy loss of the first `searched` numbers.
     """
     nothing = SpreadFit(np.zeros(len(error)), np.zeros((FOLDS, len(error))))
     middle = float(np.median(np.abs(error)))
@@ -67,7 +67,7 @@ def fit_spread(kernel: np.ndarray, error: np.ndarray, folds: np.ndarray, searche
 
 
 def _losses(size: np.ndarray, h: np.ndarray) -> np.ndarray:
-    """The Cauchy loss of each error with the scale exp(h) times the constant that suits best, [n], but for log pi."""
+    """Cauchy loss per error [n] (without log pi) at the scale exp(h) times the best constant."""
     h = h.clip(-MOST, MOST)
     relative = size * np.exp(-h)
     constant = max(float(np.median(relative)), 1e-12)

@@ -1,9 +1,8 @@
 """The closed form of the wide part: a ridge regression of the numbers on the text before them.
 
-With far more n-grams than numbers it is solved in the numbers' own space: with rows f_i of weighted entries,
-K = F F^T and targets t, the table without fold k is F^T a with (K_rest + ridge diag(1/weights)) a = t_rest. F has parts
-(`wide_rows`), each with a weight of its own. What is left is explained in the same way (`wide_spread`). All
-in float64 on the CPU.
+There are far more n-grams than numbers, so it is solved in the space of the numbers: with rows f_i of weighted entries,
+K = F F^T and targets t, the table without fold k is F^T a with (K_rest + ridge diag(1/weights)) a = t_rest. F has blocks
+(`wide_rows`), each with a weight. `wide_spread` fits the log errors in the same way. All in float64 on the CPU.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ from cqwen_dist.tables.wide.wide_spread import fit_spread
 
 REACH = 2.0  # of errors that count in full, in median errors
 LIMIT = 6.0  # of targets around the median, in half interquartile ranges: 3 loses R2 on wine prices, none loses MAE
-SEARCHED = 1024  # numbers to choose by; only the ridge is then chosen anew on all
-RIDGES = np.logspace(-3, 1, 9)  # in units of the mean of K's diagonal, of words alone
+SEARCHED = 1024  # numbers used to choose; the ridge alone is then chosen again on all
+RIDGES = np.logspace(-3, 1, 9)  # in units of the mean diagonal of the words' K
 FEW = 500  # numbers: the n-grams of so few texts rarely recur, and one of many candidates is best by chance
 LINES, LINES_OF_FEW = (0.1,), (0.1, 1.0)  # the lines' weight in K, relative to the words': docs/decisions.md, D-wide
 SURE, SURE_OF_FEW = 1.0, 2.0  # standard errors by which a loss must fall
 NUMBERS = (0.01, 0.1, 1.0)  # the numbers' weight, as they count linearly
-VALUES = (1.0, 1e4, 1e6)  # the values', where they are read too: a sum needs hardly any ridge
-RANDOM = 10.0  # that of their random features, while the kernel is chosen
+VALUES = (1.0, 1e4, 1e6)  # the weight of raw values, if used: a sum needs hardly any ridge
+RANDOM = 10.0  # the weight of random features, while the kernel is chosen
 RANDOMS = (1.0, 100.0)  # then also tried
 STEPS = 2 * len(WIDTHS) + 2  # of progress: kernels, their weight, the fit on all
-JUDGES = (0, 1)  # folds by which the ridge is chosen anew
+JUDGES = (0, 1)  # folds for choosing the ridge again
 LEAST = 4 * FOLDS
 
 
@@ -70,14 +69,14 @@ _Kernels = tuple[np.ndarray, np.ndarray, np.ndarray]  # of words, lines, numbers
 
 
 class _Found(NamedTuple):
-    """The Cauchy loss of each number when its fold is left out [n]; ridge and shrinkage."""
+    """Out-of-fold Cauchy loss per number [n], with its ridge and shrinkage."""
 
     losses: np.ndarray
     ridge: float
     share: float
 
     def beats(self, other: _Found) -> bool:
-        """By more standard errors than chance explains."""
+        """True if better by more standard errors than chance explains."""
         gain = other.losses - self.losses
         sure = SURE_OF_FEW if len(gain) < FEW else SURE
         return bool(gain.mean() > sure * gain.std() / math.sqrt(len(gain)))
@@ -96,12 +95,12 @@ class _Targets:
         return _Targets(*(getattr(self, name)[chosen] for name in ("t", "held", "weights", "folds")))
 
     def around_mean(self) -> _Targets:
-        """The same around their mean: a line through values around theirs then needs no intercept, which K has not."""
+        """Targets around their mean. A line through centred values then needs no intercept, which K lacks."""
         mean = float(self.held.mean())
         return replace(self, t=self.t - mean, held=self.held - mean)
 
     def best(self, kernel: np.ndarray) -> _Found:
-        """The ridge and shrinkage of the least loss."""
+        """The ridge and shrinkage with the lowest loss."""
         found = []
         for ridge in RIDGES:
             g, _ = self.left_out(kernel, ridge)
@@ -109,9 +108,9 @@ class _Targets:
         return min(found, key=lambda one: one.losses.mean())
 
     def climbed(self, kernel: np.ndarray, found: _Found) -> float:
-        """The ridge where a neighbour's loss is no less, from that of `found`; by some folds, as `kernel` may be large.
+        """Climb from the ridge in `found` until neither neighbour has a lower loss; uses some folds, as `kernel` may be large.
 
-        As many numbers as random features are fitted exactly by a small ridge, and badly: more of them need a larger.
+        If there are as many random features as numbers, a small ridge fits them exactly and predicts badly.
         """
 
         @cache
@@ -129,10 +128,10 @@ class _Targets:
     def left_out(
         self, kernel: np.ndarray, ridge: float, again: bool = False, folds: Iterable[int] = range(FOLDS)
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(g of each number without its fold [n], a of each fold left out [FOLDS,n], 0 at its own).
+        """Out-of-fold g [n], and the coefficients a without each fold [FOLDS,n], 0 inside that fold.
 
-        folds: those that are left out; g is 0 elsewhere. again: each fit is followed by another, for which outliers are
-        those from the first.
+        folds: the folds to leave out; g is 0 elsewhere. again: fit twice, and weight outliers by the residuals of the first
+        fit.
         """
         g, solved = np.zeros(len(self.t)), np.zeros((FOLDS, len(self.t)))
         inverse = inv(kernel + np.diag(ridge / self.weights), overwrite_a=True, check_finite=False) if again else None
@@ -170,10 +169,10 @@ def fit_wide(
     random_features: int = 0,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> BesideFit | None:
-    """Fit the tables to targets [n], in the regression's unit; None where g predicts no better than the median.
+    """Fit the tables to targets [n] in the regression's unit. None if g predicts no better than the median.
 
-    Targets are clamped and weighted as `ridge.robust_ridge` does; on all numbers then by what a first fit leaves. The
-    parts' weights, the ridge and a shrinkage have the least Cauchy loss on the folds left out.
+    Targets are clamped and weighted as in `ridge.robust_ridge`; the fit on all numbers weights by the residuals of a first
+    fit. Block weights, ridge and shrinkage minimise the out-of-fold Cauchy loss.
     """
     folds = np.array([text.fold for text in texts])
     if len(targets) < LEAST or len(set(folds)) < 2:
@@ -230,9 +229,9 @@ def _search(
     random: Iterator[RandomRows],
     progress: Callable[[int, int], None],
 ) -> tuple[_Found, tuple[float, float], RandomRows | None, float]:
-    """The fit of least loss: (it, weights of lines and numbers, random features or None, their weight).
+    """The fit with the lowest loss: (fit, weights of lines and numbers, random features or None, their weight).
 
-    random: candidates, of these and further numbers.
+    random: candidate features, for these and further numbers.
     """
 
     def loss(candidate: tuple[_Found, Any]) -> float:
@@ -266,10 +265,10 @@ def _weighted(parts: _Kernels, weights: tuple[float, float]) -> np.ndarray:
 
 
 def _with_values(some: _Targets, rest: np.ndarray, values: np.ndarray) -> tuple[_Found, float]:
-    """The fit of least loss that also reads the values themselves, and their weight. rest, values: kernels [n,n].
+    """The fit with the lowest loss that may also use raw values, and their weight. rest, values: kernels [n,n].
 
-    It comes last: unlike random features, a line through far values is not bounded (concrete: RMSE 4.47, 4.92 where
-    features were chosen behind it).
+    It comes last: unlike random features, a line through distant values is unbounded (concrete: RMSE 4.47, and 4.92 if
+    random features are chosen after it).
     """
     found = ((some.best(rest + times * values), times) for times in VALUES)
     return min(found, key=lambda one: float(one[0].losses.mean()))
