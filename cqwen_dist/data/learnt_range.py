@@ -1,4 +1,4 @@
-"""What a run has learnt from, as ranges of numbers. A row far outside of them is marked, and its prediction is held."""
+"""Ranges of the training numbers. A row far outside is marked, and its prediction is limited."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from cqwen_dist.data.differences import beyond
 from cqwen_dist.heads.intervals import LEVELS
 from cqwen_dist.heads.targets import TargetTransform
 
-OUTSIDE = "outside"  # the new column: names of the columns with a number outside
-MARGIN = 0.25  # of the range, beyond either end: still inside, and where a prediction is held
-REACH = 1.0  # of the range, beyond either end: where an interval is held
-DIGITS = 10  # of a held prediction
+OUTSIDE = "outside"  # the added column: names of columns with a number outside
+MARGIN = 0.25  # in ranges beyond either end: still inside; predictions are limited here
+REACH = 1.0  # in ranges beyond either end: intervals are limited here
+DIGITS = 10  # of a limited prediction
 
 
 @dataclass(frozen=True)
 class LearntRange:
-    """The least and the largest number in every column that was learnt from; the target is one of them."""
+    """Minimum and maximum of every training column, including the target."""
 
     target: str
     ends: Mapping[str, tuple[float, float]]
@@ -30,17 +30,17 @@ class LearntRange:
 
     @classmethod
     def of(cls, columns: Mapping[str, Mapping[str, Any]], target: str) -> LearntRange | None:
-        """From the columns that a run describes (`data.columns.described`); None if the target's range is unknown."""
+        """From a run's columns (`data.columns.described`); None if the target's range is unknown."""
         ends = {name: (column["low"], column["high"]) for name, column in columns.items() if "low" in column}
         return cls(target, ends) if target in ends else None
 
     def held(self, cells: Mapping[str, str], found: Mapping[str, Any], unit: TargetTransform) -> dict[str, Any]:
-        """`found`, a row's new columns, with one more, OUTSIDE: the names of the row's numbers that are outside.
+        """Adds OUTSIDE to `found`, a row's new columns: the names of the row's numbers that are outside.
 
-        The prediction is held in the target's range plus MARGIN. If anything is outside, the intervals move with the
+        The prediction is limited to the target's range plus MARGIN. If anything is outside, the intervals move with the
         prediction and grow by the distance to the range, in units of that range, but not beyond the range plus REACH.
-        Nothing goes below 0 if no target did. cells: the row as training reads it. unit: the one in which the target's
-        range is measured.
+        Nothing goes below 0 if no target did. cells: the row as training reads it. unit: of the target's
+        range.
         """
         if found["predicted"] is None:
             return {**found, OUTSIDE: None}

@@ -42,12 +42,12 @@ def text_of(
 
 
 def gap(ids: Tensor, start: int, number: int) -> str:
-    """A blank if ids [t] have a number at `start` right behind another, else nothing. number: the id of <NUM>."""
+    """A space if ids [t] have a number at `start` directly after a number, else "". number: the id of <NUM>."""
     return " " if 0 < start < len(ids) and ids[start - 1] == ids[start] == number else ""
 
 
 def cut(text: str, stop: Sequence[str]) -> tuple[str, bool]:
-    """A text up to the end of the first stop string in it, and whether there is one."""
+    """The text cut after its first stop string, and True if it has one."""
     ends = [text.find(s) + len(s) for s in stop if s in text]
     return text[: min(ends, default=None)], bool(ends)
 
@@ -74,7 +74,7 @@ def ends_at(
 
 
 class NumberStreamer(BaseStreamer):
-    """A streamer for `generate` that passes on the text of one row, including numbers, while it is written.
+    """A streamer for `generate`: passes on the text of one row, including numbers, during generation.
 
     on_text: called with each new piece of text, never empty. A piece may end inside a word, never inside a character.
     ends: end token ids, which are left out; default: the tokenizer's end token. stop: strings that end the text.
@@ -94,7 +94,7 @@ class NumberStreamer(BaseStreamer):
         self.ends: Sequence[int | None] = ends or [tokenizer.eos_token_id]
         self._sent = ""
         self._text = ""
-        self._fixed = (0, "")  # tokens after the prompt whose text is settled, as it was sent
+        self._fixed = (0, "")  # tokens after the prompt whose text is final, since it was sent
         self._whole = (0, "")  # as many tokens as possible whose whole text was sent
 
     def put(self, value: Tensor, numbers: GeneratedNumbers | None = None, prompt: int = 0) -> None:

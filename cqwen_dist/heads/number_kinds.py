@@ -1,11 +1,11 @@
-"""All kinds of number head except the plain one, and the choice of a kind by the model's config.
+"""All number heads except the plain one, and how the model's config selects one.
 
 kind             config               a number is
 NumberHead       default              the location of one law, Y = W_reg U' + b_reg
-SeveralValues    `data.more_values`   the first of R values, each with a law of its own (seed S4 4.7.1)
+SeveralValues    `data.more_values`   the first of R values, each with its law (seed S4 4.7.1)
 TypedNumbers     `data.number_types`  the value of the likeliest of T types (S4 4.7.2)
 WithCopies       `model.copies`       one of the last K numbers of its text, or else a number of the inner kind
-a class of the user's own, which `model.number_head` names: a subclass of NumberHead that overrides what it changes
+a custom subclass of NumberHead, named by `model.number_head`
 
 Letters as in `heads.number_head`, and T types, K copies.
 """
@@ -27,7 +27,7 @@ from cqwen_dist.heads.number_head import Decision, NumberHead, NumberLabels
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.regression import number_nll
 
-COPY_NOISE = 0.3  # the ridge regression of the start fits S_j to -1 and 1
+COPY_NOISE = 0.3  # the start's ridge regression fits S_j to -1 and 1
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class SeveralValues(NumberHead):
         return u_prime.affine(self.net.reg_weight[0], self.net.reg_bias[0])
 
     def values(self, u_prime: Cauchy) -> Cauchy:
-        """The laws of all values: [...,R]."""
+        """Laws of all values: [...,R]."""
         return u_prime.affine(self.net.reg_weight, self.net.reg_bias)
 
     def decide(self, u_prime: Cauchy, memory: Tensor) -> Decision:
@@ -139,7 +139,7 @@ class TypedNumbers(NumberHead):
     @torch.no_grad()
     def start(self, coefficients: Tensor, intercept: float) -> None:
         super().start(coefficients, intercept)
-        self.net.reg_bias[len(self.types) :] = 0.0  # of S_t: every type is as likely as not
+        self.net.reg_bias[len(self.types) :] = 0.0  # of S_t: P = 1/2 for every type
 
     def measure(self, found: Decision, batch: Batch, at: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         labels = self.labels(batch, at)
@@ -148,22 +148,22 @@ class TypedNumbers(NumberHead):
         return {"types": known.sum(), "types_right": ((found.kind == labels.types) & known).sum()}, {}
 
     def metrics(self, sums: Mapping[str, float], lists: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """eval/type_accuracy: share of the numbers of which the likeliest type is the true one."""
+        """eval/type_accuracy: share of numbers whose likeliest type is the true one."""
         return {"eval/type_accuracy": sums["types_right"] / max(sums["types"], 1)}
 
 
 @dataclass(frozen=True)
 class CopyLabels(NumberLabels):
-    own: NumberLabels  # of the kind that the head has
-    recent: Tensor  # [N,K]: the numbers before, NaN where there are fewer
+    own: NumberLabels  # the inner head's labels
+    recent: Tensor  # [N,K]: the previous numbers, NaN if there are fewer
     raw: Tensor  # [N]: the value, raw unit
 
 
 class WithCopies(NumberHead):
-    """Another head, `inner`, and K scores S_j: whether the number is the j-th last one before it.
+    """Wraps a head (`inner`) and adds K scores S_j: is the number equal to the j-th last one before it?
 
-    S_j is linear in U's word part, plus a Cauchy of its own with scale |c_j|. P_j = P(S_j > 0). The likeliest number is
-    copied, all its digits, if its P_j exceeds 1/2.
+    S_j is linear in U's word part, plus an independent Cauchy with scale |c_j|. P_j = P(S_j > 0). The likeliest number
+    is copied with all digits if its P_j exceeds 1/2.
     """
 
     exact = True
@@ -194,7 +194,7 @@ class WithCopies(NumberHead):
         return own._replace(y=Cauchy(loc, own.y.scale), exact=found)
 
     def memory(self, is_number: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-        """The last K numbers of the text at each position, including the position, latest first; NaN if fewer."""
+        """The last K numbers up to and including each position, latest first; NaN if there are fewer."""
         count = self.config.copies
         if not values.numel():
             return values.new_zeros(*values.shape, count)
@@ -264,7 +264,7 @@ NUMBER_KINDS: dict[str, type[NumberHead]] = {"number_types": TypedNumbers, "more
 def number_head_of(net: Any, config: Any, own: Callable[..., Any] | None = None) -> NumberHead:
     """The head for a model's config; its parameters go into the action network `net`. Raises `UserError`.
 
-    own: the custom class that the config names as `number_head`.
+    own: the custom class named by `number_head`.
     """
     asked = [field for field in ("number_head", *NUMBER_KINDS) if getattr(config, field, None)]
     if len(asked) > 1:

@@ -25,19 +25,19 @@ from cqwen_dist.parallel.vocab_parallel import own_part
 
 LOC_CELLS = 8192  # over the range of all logits: a few hundredths of a nat each
 NORM_CELLS = 24  # logarithmic cells from the smallest to the largest norm
-STEPS, LEAST_STEP = 48, 1e-3  # most steps of the search, and its smallest step relative to the range of the logits
+STEPS, LEAST_STEP = 48, 1e-3  # maximum number of steps, and the smallest step relative to the range of the logits
 
 
 class Histogram(NamedTuple):
-    """The pairs of all used words and tokens, and of the labels. Equal on all ranks; float64 on the CPU."""
+    """Histogram of (logit, norm) over all used words and tokens, and the labels. Equal on all ranks; float64, CPU."""
 
     loc: Tensor  # [cells] middle of each
     norm: Tensor  # [cells]
-    words: Tensor  # [cells] how many, labels among them
+    words: Tensor  # [cells] counts, labels included
     label_loc: Tensor  # [n]
     label_norm: Tensor  # [n]
     middle: float  # mean logit
-    spread: float  # mean top logit minus it
+    spread: float  # mean top logit minus the mean logit
 
     def loss(self, threshold: float, gamma: float) -> float:
         """Mean OvR loss per token."""
@@ -95,18 +95,18 @@ class StartLogits:
         return self._total(loss) / max(self.tokens, 1), best, prob_sum
 
     def best_logit(self) -> Tensor:
-        """argmax loc_S [n], of all rows."""
+        """argmax loc_S [n] over all rows."""
         return self._largest(self.logits)[1]
 
     def p_of(self, word: int, threshold: float, gamma: float) -> Tensor:
-        """P of one word [n]."""
+        """P [n] for one word."""
         p = torch.zeros(len(self.loc), device=self.loc.device)
         if (at := word - self.start) in range(self.action.rows):
             p = prob_above((gamma * self.action.row_norms()[at]).expand(len(p)), threshold - self.logits[:, at])
         return sum_partials(p, self.groups.vocab)
 
     def histogram(self) -> Histogram:
-        """The histogram of the present logits."""
+        """Histogram of the current logits."""
         used, world = slice(0, self.in_loss), self.groups.world
         logits, norms = self.logits[:, used], self.action.row_norms()[used].clamp(min=1e-30)
 
@@ -176,10 +176,11 @@ class StartLogits:
 
 
 def best_threshold_and_gamma(seen: Histogram) -> tuple[float, float]:
-    """(C, gamma) of least loss: a 5 x 5 grid over shares of the logits' range and powers of ten, then steps from there.
+    """(C, gamma) with the lowest loss: a 5 x 5 grid over shares of the logits' range and powers of ten, then local
+    search.
 
-    A step leads to the best of four neighbours, or halves the distance to them where none is better: a base that knows
-    little of these texts has its best C far above its mean top logit.
+    A step moves to the best of four neighbours, or halves their distance if none is better. On texts unfamiliar to the
+    base, the best C is far above the mean top logit.
     """
     typical = float((seen.words * seen.norm).sum() / seen.words.sum().clamp(min=1)) or 1.0
     known: dict[tuple[float, float], float] = {}

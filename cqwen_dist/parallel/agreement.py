@@ -1,4 +1,4 @@
-"""Ranks agree before they go on: a rank that found something else is refused by name, on all ranks."""
+"""Ranks compare facts before they continue: a rank that differs is named in an error on all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from cqwen_dist.config.errors import Said, UserError, reason_of
 from cqwen_dist.parallel.collectives import gather_objects
 
-UNSEEN = "not read"  # the value of a fact that this rank leaves to another rank of its host
+UNSEEN = "not read"  # placeholder for a fact that a different rank of this host reads
 _SHOWN = 40  # most characters of a value in a refusal
 Facts = dict[str, str]
 T = TypeVar("T")
@@ -59,5 +59,5 @@ def _refuse_differences(everyone: list[tuple[str, Facts]]) -> None:
 
 
 def first_of_host() -> bool:
-    """Whether this rank is the first on its host, and so the one that reads large files. Collective over the world."""
+    """True on the first rank of each host, which reads large files. Collective over the world."""
     return gather_objects(platform.node()).index(platform.node()) == dist.get_rank()

@@ -77,7 +77,7 @@ class Groups:
 
     @property
     def reading(self) -> dict[str, int]:
-        """Loader arguments. Sequence groups read different samples; each of their ranks keeps a slice of every sample."""
+        """Loader arguments. Sequence groups read different samples; each rank gets a slice of every sample."""
         size = self.sequence_size
         shared = {"rank": self.rank // size, "world": self.world_size // size}
         return {**shared, "part": self.sequence_rank, "parts": size}

@@ -4,8 +4,8 @@ A collective's timeout ends the waiting ranks. It does not end the rank that han
 each rank reports progress. After 0.9 timeouts without progress, a rank writes the stacks of all threads to
 `stacks/rank-N.txt` in the run folder and exits with code 1, before the collective's timeout ends any rank. The clock is
 the C thread of `faulthandler`: it also fires during a call that never returns or keeps the GIL. Just before, a Python
-thread says so, because under srun or torchrun nothing else would. Setup may take long (a download), so until the first
-report the rank only writes its stacks and goes on; the report deletes them.
+thread prints a line, because srun and torchrun print none. Setup may take long (a download), so until the first
+report the rank only writes its stacks and continues; the report deletes them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from cqwen_dist.run.files import STACKS, not_followed
 
 SHARE = 0.9  # of the collective timeout
-TOLD = 0.97  # of that time: when the rank says that it will end
+TOLD = 0.97  # of that time: when the rank announces that it will end
 
 
 class HangWatch:
@@ -36,9 +36,9 @@ class HangWatch:
     def watching(
         self, run_dir: Path, rank: int, timeout_s: float | None, say: Callable[[str], object] = lambda text: None
     ) -> Iterator[None]:
-        """Inside, `alive` must be called at least every 0.9 timeouts, counted from its first call. None: no watch.
+        """Inside, call `alive` at least every 0.9 timeouts, counted from its first call. None: no watch.
 
-        say: told that the rank hangs, just before it ends.
+        say: gets a line just before a hanging rank ends.
         """
         if timeout_s is None:
             yield

@@ -32,22 +32,22 @@ class Map(NamedTuple):
 
     @property
     def entries(self) -> int:
-        """Of its matrix."""
+        """Number of matrix entries."""
         return self.rows * self.columns
 
 
 def _entry(key: str) -> property:
-    """A property of `Architecture`: the size of this key."""
+    """A property of `Architecture` that returns the size of this key."""
     return property(lambda self: int(self.sizes[key]))
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The sizes that determine parameters and activations."""
+    """Sizes that determine parameters and activations."""
 
     model_type: str
-    sizes: Mapping[str, int]  # by their keys in the config, and those that follow from them
-    stack: tuple[tuple[int, tuple[Block, ...]], ...]  # each different layer: how many there are, and its blocks
+    sizes: Mapping[str, int]  # by config key, plus derived sizes
+    stack: tuple[tuple[int, tuple[Block, ...]], ...]  # (count, blocks) of each different layer
     tied: bool
     biases: frozenset[str]  # config keys that give linear maps a bias
     window: int | None  # attention window; None: unlimited
@@ -62,7 +62,7 @@ class Architecture:
         keys = kind.defaults
         size = {key: _size(found, key, default) for key, default in keys.items() if key != "num_key_value_heads"}
         heads = size["num_attention_heads"]
-        # null means the number of attention heads, and so does a missing key without a default
+        # null, or a missing key without a default: the number of attention heads
         kv_heads = heads if "num_key_value_heads" in found else keys.get("num_key_value_heads", heads)
         size["num_key_value_heads"] = _size(found, "num_key_value_heads", kv_heads)
         size["head_dim"] = _size(found, "head_dim", keys.get("head_dim") or max(1, size["hidden_size"] // heads))
@@ -95,11 +95,11 @@ class Architecture:
         ]
 
     def reads(self, block: Block) -> dict[str, int]:
-        """How wide each input of a block's linear maps is."""
+        """Width of each input of a block's linear maps."""
         return {each.reads: each.rows for each in self.maps(block)}
 
     def all_maps(self, names: Collection[str] | None = None) -> list[tuple[int, Map]]:
-        """(how many layers have it, linear map). names: only maps with these names that can have adapters."""
+        """(number of layers, linear map). names: only maps with these names that can have adapters."""
         return [
             (count, each)
             for count, layer in self.stack
@@ -109,7 +109,7 @@ class Architecture:
         ]
 
     def tensors(self, layer: tuple[Block, ...]) -> list[int]:
-        """How many entries each parameter of a layer has: matrices and biases, further ones, norms."""
+        """Entries per parameter of a layer: matrices and biases, other parameters, norms."""
         found: list[int] = []
         for block in layer:
             for each in self.maps(block):
@@ -135,7 +135,7 @@ class Architecture:
 
     @property
     def active_entries(self) -> int:
-        """Entries of the matrices that a token is multiplied by, in all layers: of the experts only those it uses."""
+        """Matrix entries that multiply a token, over all layers; only the experts that it uses."""
         size, total = self.sizes, 0
         for count, layer in self.stack:
             for block in layer:
@@ -148,7 +148,7 @@ class Architecture:
         return total
 
     def adapted(self, target_modules: Sequence[str] | str) -> frozenset[str]:
-        """The names of all maps with an adapter; `EXPERTS` among them for all experts."""
+        """Names of all maps with an adapter; `EXPERTS` stands for all experts."""
         asked = self.kind.targets(target_modules)
         return frozenset(self.kind.linears if isinstance(asked, str) else asked)
 
@@ -180,7 +180,7 @@ def _counted(layers: list[tuple[Block, ...]]) -> tuple[tuple[int, tuple[Block, .
     return tuple((layers.count(layer), layer) for layer in different)
 
 
-CHUNK = 64  # tokens that gated linear attention takes at a time
+CHUNK = 64  # chunk size of gated linear attention, in tokens
 
 
 def _named_sizes(size: Mapping[str, int]) -> dict[str, int]:
@@ -239,7 +239,7 @@ def known_architecture(name: str) -> dict[str, Any] | None:
 
 
 def _rows_in_use(file: Path) -> int | None:
-    """Number of rows that a tokenizer uses; None without a readable file."""
+    """Rows used by a tokenizer; None without a readable file."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         words = found["model"]["vocab"]
@@ -273,7 +273,7 @@ def _read(config: Config) -> dict[str, Any]:
 
 
 def feature_parameters(config: Config, architecture: dict[str, Any]) -> int:
-    """Number of parameters that the engine trains (adapters, w_num, <NUM> row), without building the model."""
+    """Parameters trained by the engine (adapters, w_num, <NUM> row), without building the model."""
     base = Architecture.of(architecture)
     lora = config.model.lora
     adapters = base.lora_parameters(lora.rank, lora.target_modules, lora.dora) if config.trains("lora") else 0

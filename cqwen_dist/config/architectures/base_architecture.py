@@ -10,14 +10,14 @@ from cqwen_dist.config.architectures.layer_blocks import Block, Linear
 from cqwen_dist.config.errors import UserError
 
 USUAL = "qwen2"  # for benchmarks, and if no base is named
-# Linear maps of a layer of the usual architecture. As adapter targets they stand for a base's own (`targets`).
+# A layer's linear maps in the usual architecture. As adapter targets they mean the base's equivalents (`targets`).
 USUAL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 EXPERTS = "experts"  # as adapter target: the parameters with all experts
 
 
 @dataclass(frozen=True)
 class Support:
-    """Whether a feature works on an architecture. note: why not, or what is still unproven."""
+    """Support for a feature on an architecture. note: the reason if it is not fully supported."""
 
     level: Literal["supported", "experimental", "unsupported"] = "supported"
     note: str = ""
@@ -54,9 +54,9 @@ class BaseArchitecture:
     model_type: str
     examples: str  # example models, for docs/bases.md
     defaults: Mapping[str, int]  # transformers' defaults for sizes missing from config.json
-    mixers: Mapping[str, Block]  # what mixes positions, by the layer type; the last is every `interval`-th layer
+    mixers: Mapping[str, Block]  # blocks that mix positions, by layer type; the last one is every `interval`-th layer
     mlp: Block | None = None
-    experts: Block | None = None  # in place of the MLP, in the layers that the config's keys give
+    experts: Block | None = None  # replaces the MLP in the layers given by the config
     interval: int = 4
     biased: tuple[str, ...] = ()  # keys of biases that are true where config.json lacks them
     window: int | None = None  # default of sliding_window, 0 for none; None: never a window
@@ -64,8 +64,8 @@ class BaseArchitecture:
     spare_rows: bool = True  # whether public models have unused vocabulary rows
     public: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # `sizes` by hub name
     layers: str = "layers"  # attribute with the transformer's layers
-    outside: tuple[str, str] | None = None  # (module, parameter of a part of it that it reads itself), for ZeRO-3
-    nested: bool = False  # whether transformers loads it alone out of a model that also reads images
+    outside: tuple[str, str] | None = None  # (module, submodule parameter that it uses directly), for ZeRO-3
+    nested: bool = False  # True if transformers can load only the text part of a multimodal model
     table: str = "model.embed_tokens.weight"  # names of the token table and output head in weight files
     head: str = "lm_head.weight"
     capabilities: Capabilities = Capabilities()
@@ -77,8 +77,8 @@ class BaseArchitecture:
         return {name: each for block in blocks if block.adapted for name, each in block.linears.items()}
 
     def targets(self, asked: Sequence[str] | str) -> list[str] | str:
-        """`model.lora.target_modules` for this base. The usual list stands for this base's own maps of attention,
-        linear attention, MLP and shared experts."""
+        """`model.lora.target_modules` for this base. The usual list means this base's maps of attention, linear
+        attention, MLP and shared experts."""
         if asked == "all-linear":
             return asked if self.experts is None else [*self.linears]
         if tuple(asked) == USUAL_TARGETS:
@@ -86,7 +86,8 @@ class BaseArchitecture:
         return list(asked)
 
     def adapter_targets(self, lora: Any) -> list[str] | str:
-        """`targets` of the section `model.lora`. Raises `UserError` for what this base has not, or experts cannot."""
+        """`targets` for the section `model.lora`. Raises `UserError` for a map this base lacks, or that experts
+        forbid."""
         known = [*self.linears, *[EXPERTS] * (self.experts is not None)]
         found = self.targets(lora.target_modules)
         for name in [] if isinstance(found, str) else found:

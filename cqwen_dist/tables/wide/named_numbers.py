@@ -5,10 +5,10 @@
 
 The raw values x' are for sums: a total is linear in its parts, not in their logarithms.
 
-A number's name is the text before it in its line. Rare names do not count. If a text lacks a name, x_k = x'_k = 0, as at
-the mean. The random Fourier features turn the ridge regression into a kernel regression (Rahimi and Recht 2007, "Random
-Features for Large-Scale Kernel Machines"). The calibrated start sets all parameters (`wide_start`); training never
-changes them.
+A number's name is the text before it in its line. Rare names do not count. If a text lacks a name, x_k = x'_k = 0, as
+at the mean. The random Fourier features turn the ridge regression into a kernel regression (Rahimi and Recht 2007,
+"Random Features for Large-Scale Kernel Machines"). The calibrated start sets all parameters (`wide_start`); training
+never changes them.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def fit_alone(
     columns: int,
     random_features: int,
 ) -> WideAlone:
-    """tokens, y [N]: prompts and targets of all rows. learnt [n], asked [m]: training and test rows. columns: per table."""
+    """tokens, y [N]: prompts and targets. learnt [n], asked [m]: training and test rows. columns: per table."""
     words = 1 + max(tokenizer.num_token_id, *tokenizer.tokenizer.get_vocab().values())
     part = WidePart(columns, tokenizer.num_token_id, words, random_features).eval()
     part.begin(tokenizer.line_end_ids)
@@ -96,7 +96,7 @@ def wide_alone(
 
 
 def half_widths(known: np.ndarray, scores: np.ndarray, asked: np.ndarray) -> np.ndarray:
-    """Half-widths [m] of 90 % intervals, in scales: from the scores nearest in predicted size, since errors grow with size.
+    """Half-widths [m] of 90 % intervals, in scales: from the scores nearest in predicted size (errors grow with size).
 
     known, scores [n]: out-of-fold predictions and their errors in scales. asked [m]: predictions.
     """

@@ -1,8 +1,8 @@
 """The closed form of the wide part: a ridge regression of the numbers on the text before them.
 
 There are far more n-grams than numbers, so it is solved in the space of the numbers: with rows f_i of weighted entries,
-K = F F^T and targets t, the table without fold k is F^T a with (K_rest + ridge diag(1/weights)) a = t_rest. F has blocks
-(`wide_rows`), each with a weight. `wide_spread` fits the log errors in the same way. All in float64 on the CPU.
+K = F F^T and targets t, the table without fold k is F^T a with (K_rest + ridge diag(1/weights)) a = t_rest. F has
+blocks (`wide_rows`), each with a weight. `wide_spread` fits the log errors likewise. All in float64 on the CPU.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class _Targets:
         return min(found, key=lambda one: one.losses.mean())
 
     def climbed(self, kernel: np.ndarray, found: _Found) -> float:
-        """Climb from the ridge in `found` until neither neighbour has a lower loss; uses some folds, as `kernel` may be large.
+        """Climb from the ridge in `found` until neither neighbour has a lower loss, on some folds (`kernel` may be
+        large).
 
         If there are as many random features as numbers, a small ridge fits them exactly and predicts badly.
         """
@@ -130,8 +131,8 @@ class _Targets:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Out-of-fold g [n], and the coefficients a without each fold [FOLDS,n], 0 inside that fold.
 
-        folds: the folds to leave out; g is 0 elsewhere. again: fit twice, and weight outliers by the residuals of the first
-        fit.
+        folds: the folds to leave out; g is 0 elsewhere. again: fit twice; the second fit weights
+        outliers by the residuals of the first.
         """
         g, solved = np.zeros(len(self.t)), np.zeros((FOLDS, len(self.t)))
         inverse = inv(kernel + np.diag(ridge / self.weights), overwrite_a=True, check_finite=False) if again else None
@@ -171,8 +172,8 @@ def fit_wide(
 ) -> BesideFit | None:
     """Fit the tables to targets [n] in the regression's unit. None if g predicts no better than the median.
 
-    Targets are clamped and weighted as in `ridge.robust_ridge`; the fit on all numbers weights by the residuals of a first
-    fit. Block weights, ridge and shrinkage minimise the out-of-fold Cauchy loss.
+    Targets are clamped and weighted as in `ridge.robust_ridge`; the fit on all numbers is weighted by the residuals of
+    a first fit. Block weights, ridge and shrinkage minimise the out-of-fold Cauchy loss.
     """
     folds = np.array([text.fold for text in texts])
     if len(targets) < LEAST or len(set(folds)) < 2:

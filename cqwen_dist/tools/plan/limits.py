@@ -1,7 +1,7 @@
-"""The largest base and the longest text that fit on a number of GPUs, and what bounds them.
+"""The largest base and the longest text that fit on 1, 8 and 64 GPUs, and the limiting part.
 
-Every layout that spares memory is tried: one text at a time and recomputed activations always, ZeRO-3 on several GPUs,
-vocabulary groups, optimizer states or layer inputs on the host, and for long texts sequence groups.
+Tries every layout that saves memory: always one text at a time with recomputed activations; ZeRO-3 with more than one
+GPU, vocabulary groups, optimizer states or layer inputs on the host, and sequence groups for long texts.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ CONTEXT, LARGEST = "the base's context", "no larger one is known"
 
 @dataclass(frozen=True)
 class Limit:
-    """What fits on a number of GPUs."""
+    """The limits for a number of GPUs."""
 
     gpus: int
     base: str  # the largest public one, for texts of `SHORTEST` tokens; empty: none
     base_gib: float  # a rank
     larger: str  # the next larger base, and the largest part of its memory
     longest: int  # tokens of a text, with the config's own base; 0: not even `SHORTEST`
-    longer: str  # what bounds it
+    longer: str  # the limiting part
 
 
 def limits(config: Config, found: Mapping[str, Any], machine: Machine, gib: float) -> list[Limit]:
@@ -73,7 +73,7 @@ def _bound(found: Plan) -> str:
 def _least(
     config: Config, found: Mapping[str, Any], gpus: int, length: int, machine: Machine, gib: float
 ) -> Plan | None:
-    """The plan of the layout that needs least memory; None if no layout can have texts of this length."""
+    """The plan that needs least memory; None if no layout supports texts of this length."""
     plans, model_type = [], Architecture.of(found).model_type
     options: dict[str, Any] = {"architecture": dict(found), "machine": machine, "gpu_memory_gib": gib}
     options |= {"nodes": max(1, gpus // NODE), "gpus_per_node": min(gpus, NODE)}

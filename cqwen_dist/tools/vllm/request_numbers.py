@@ -1,9 +1,9 @@
-"""The numbers of vLLM's requests, by request and position, in the process that runs the model.
+"""Numbers of vLLM requests by request and position, in the process that runs the model.
 
 vLLM passes ids from step to step, and a model sees only the flattened tokens of all requests. A logits processor is the
-one part that vLLM tells which request is in which row of a batch, with its `extra_args`. So this one changes no logit:
-it keeps a table of values [requests, positions] beside the key-value cache. The model reads the values of its tokens
-from the table, and writes there the number that would come next: its value in the next step, if <NUM> is chosen.
+only part that learns which request is in which batch row, with its `extra_args`. So this one changes no logit: it keeps
+a table of values [requests, positions]. The model reads its tokens' values from the table and writes the number that
+would come next, which is the value in the next step if <NUM> is chosen.
 
 A request's extra_args: numbers, the values of its prompt's <NUM>, in order; digits and mode as in `generate`; key,
 under which `NumbersWorker.numbers_of` gives its numbers out.
@@ -29,13 +29,13 @@ HERE: WeakValueDictionary[str, RequestNumbers] = WeakValueDictionary()  # by vLL
 
 @dataclass
 class RequestState:
-    """A request, also while it waits after vLLM has taken its cache away."""
+    """A request, also while it is preempted."""
 
     digits: Digits | None
     mode: str
     slot: int = -1  # its row of the table
     steps: list[tuple[Tensor, int]] = field(default_factory=list)  # (facts [R,F] of a step, its row)
-    sent: int = 0  # steps that were given out
+    sent: int = 0  # steps already returned
 
     def facts(self, start: int = 0) -> list[list[float]]:
         """Facts [F] of the positions that were decided in the steps from `start` on; the first is the position."""
@@ -86,7 +86,7 @@ class RequestNumbers(LogitsProcessor):
             self.rows[row] = self._enter(params, prompt or [], written)
         for one, other, way in batch_update.moved:
             if way != MoveDirectionality.SWAP:
-                self._leave(other)  # it has ended: vLLM lists a row either as removed or as moved to
+                self._leave(other)  # it has ended: vLLM lists a row either as removed or as the target of a move
             moved, met = self.rows.pop(one, None), self.rows.pop(other, None)
             self.rows |= {row: state for row, state in ((other, moved), (one, met)) if state is not None}
         slots = [self.rows[row].slot for row in range(len(self.rows))]
@@ -98,7 +98,7 @@ class RequestNumbers(LogitsProcessor):
             self.free.append(state.slot)
 
     def _enter(self, params: Any, prompt: list[int], written: list[int]) -> RequestState:
-        """Give a request a row of the table, filled with the values that are known: at first those of the prompt."""
+        """Assign a table row to a request and fill in the known values, at first those of the prompt."""
         extra = params.extra_args or {}
         state = extra.get("state")
         if state is None:
@@ -139,7 +139,7 @@ class RequestNumbers(LogitsProcessor):
         return values.nan_to_num(0.0), ~values.isnan(), last
 
     def write(self, value: Tensor, facts: Tensor) -> None:
-        """value [R] float64: what <NUM> would be, if it came next. facts [R,F]: what is told of it besides."""
+        """value [R] float64: what <NUM> would be, if it came next. facts [R,F]: its other facts."""
         assert self.last is not None
         slots, last = self.last
         place = slots, last + 1
@@ -150,7 +150,7 @@ class RequestNumbers(LogitsProcessor):
             state.steps.append((found, row))
 
     def take(self, key: str, done: bool) -> list[list[float]]:
-        """What has been decided for a request since the last call. done: forget it."""
+        """Facts decided for a request since the last call. done: remove the request."""
         state = self.kept.pop(key, None) if done else self.kept.get(key)
         if state is None:
             return []
@@ -159,13 +159,13 @@ class RequestNumbers(LogitsProcessor):
 
 
 class NumbersWorker:
-    """What vLLM's worker can be asked besides (`collective_rpc`)."""
+    """Further calls to vLLM's worker (`collective_rpc`)."""
 
     model_runner: Any
     vllm_config: Any
 
     def number_head(self) -> dict[str, Any]:
-        """What `empty_numbers` needs to know of the number head."""
+        """Facts about the number head for `empty_numbers`."""
         head = self.model_runner.model.model.action.number_head
         return {"types": list(head.types), "more_values": list(head.more_values), "exact": head.exact}
 
