@@ -279,7 +279,7 @@ def _as_given(table: list[Any], rows: Any, template: str, comma: bool | None) ->
 
 
 def _plain_text(cell: Any, form: Form | None) -> str:
-    """A cell for a template that the user gives: a text as it is, another value as `cell_text`."""
+    """A cell for a template that the user gives: a text as it is, any other value as `cell_text`."""
     from cqwen_dist.data.cells import cell_text, is_empty
 
     text = "" if is_empty(cell) else cell if isinstance(cell, str) else cell_text(cell)

@@ -22,7 +22,7 @@ def delimiter_of(header: str) -> str:
 
 
 def said_delimiter(line: str) -> str | None:
-    """The separator of a line such as sep=; before the header; None if it is another line."""
+    """The separator of a line such as sep=; before the header; None for any other line."""
     found = _SAYS.fullmatch(line)
     return found[1] if found is not None else None
 

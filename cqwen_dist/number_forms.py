@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-# Cells of a column of numbers that hold no number
+# Cells of a column of numbers without a number
 _INFINITIES = {sign + word for sign in ("", "+", "-") for word in ("inf", "Inf", "Infinity")}
 EMPTY_MARKS = frozenset({"?", "-", "--", "–", "—", ".", "…", "...", *_INFINITIES})
 _TO_ASCII = str.maketrans("−–—﹣－＋．，％０１２３４５６７８９", "-----+.,%0123456789")
@@ -47,7 +47,7 @@ _OTHER = {".": ",", ",": "."}
 
 
 class Form(NamedTuple):
-    """A way to write numbers. unit: a currency, a percent sign or another unit; before: it stands before the number."""
+    """A way to write numbers. unit: a currency, a percent sign or any unit; before: it stands before the number."""
 
     decimal: str = "."
     unit: str = ""
@@ -73,7 +73,7 @@ class Form(NamedTuple):
         return SCALES.fullmatch(self.unit) is not None
 
     def read(self, cell: str, zeros: bool = False) -> str | None:
-        """The plain numeral of a cell; None if it has another form. zeros: take 007 as 7, which else is a name."""
+        """The plain numeral of a cell; None if its form differs. zeros: take 007 as 7, which else is a name."""
         found = _parsed(cell, self.decimal)
         if found is None or (found[2] and not zeros):
             return None

@@ -135,10 +135,10 @@ class Mirror:
 
         refuse: raises `UserError` if the run with these config.yaml and state.json is not to be continued. Returns the
         checkpoint's name; None if the folder has one, or the store has none. Checkpoints that are damaged in the store
-        are passed over with a note. Raises `UserError` if the store does not answer, or has another run.
+        are passed over with a note. Raises `UserError` if the store does not answer, or has a different run.
         """
         own, there = self._run_dir / START, self._at(START)
-        try:  # an upload would delete another run's checkpoints
+        try:  # an upload would delete a different run's checkpoints
             another = bool(self._names()) and self._store.cat_file(there) != own.read_bytes()
         except Exception:  # as above; the folder's run has not begun, or the store does not answer, as uploads will say
             another = False
@@ -174,7 +174,7 @@ class Mirror:
         for name in sorted(self._names(), reverse=True):
             partial = self._run_dir / CHECKPOINTS / f".{name}.partial"
             shutil.rmtree(partial, ignore_errors=True)
-            with TemporaryDirectory() as small:  # another run is refused at once
+            with TemporaryDirectory() as small:  # a different run is refused at once
                 for there in (self._at(CONFIG), self._at(CHECKPOINTS, name, STATE)):
                     self._get(there, Path(small, Path(there).name))
                 refuse(Path(small))

@@ -50,7 +50,7 @@ class About:
 
 
 class Store(Protocol):
-    """Another place for complete checkpoints, such as a `Mirror`. busy: the checkpoint it copies now."""
+    """A second place for complete checkpoints, such as a `Mirror`. busy: the checkpoint it copies now."""
 
     busy: str | None
 
@@ -224,7 +224,7 @@ def _agreed(action: Callable[[], Any], partial: Path, groups: Groups, main_only:
 def _write_files(partial: Path, state: TrainState, about: About, groups: Groups) -> dict[str, Any]:
     """Write and check this rank's files; returns their records."""
     files: dict[str, Tensors] = {}
-    # Replicas hold equal rows; one of them writes
+    # Replicas have equal rows; one of them writes
     if groups.replica_rank == 0 and state.row_range[1] > state.row_range[0]:
         files[_rows_file(state.row_range)] = state.rows
     if state.moment_range[1] > state.moment_range[0]:

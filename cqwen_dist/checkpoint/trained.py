@@ -92,7 +92,7 @@ def load_exported(folder: Path, **options: Any) -> CausalQwenForCausalLM:
                 for name in tensors.keys():  # noqa: SIM118 (a safetensors handle, not a dict)
                     if (kind := tensors.get_slice(name).get_dtype()) not in ("F32", "BF16", "F16"):
                         raise UserError("CHECKPOINT", Said(f"{name} of {kind}"), "F32, BF16 or F16", str(file))
-        # A tensor of another shape is reported below in one line; transformers would raise with all of them
+        # A tensor of a different shape is reported below in one line; transformers would raise with all of them
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         loaded: Any = CausalQwenForCausalLM.from_pretrained(folder, **options)
     except (UserError, MemoryError, torch.OutOfMemoryError):
@@ -141,8 +141,8 @@ def intervals_of(folder: Path) -> dict[str, Any] | None:
 def run_of(path: str | Path) -> tuple[Config, Path]:
     """Returns (config, checkpoint folder) for a run folder or a checkpoint folder. Raises `UserError`.
 
-    run.dir is set to the run's current folder. A run may come from a stranger, so its config alone cannot enable remote
-    code: CQWEN_TRUST_REMOTE_CODE=1 must be set.
+    run.dir is set to the run's current folder. A run may come from an untrusted source, so its config alone cannot
+    enable remote code: CQWEN_TRUST_REMOTE_CODE=1 must be set.
     """
     if (Path(path) / "config.json").is_file():
         raise UserError("checkpoint", str(path), "a run, or a model that writes numbers (this one is plain)")

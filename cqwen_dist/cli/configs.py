@@ -97,7 +97,7 @@ def init(
 
 
 def _facts_of(base: str) -> dict[str, Any]:
-    """The base's config.json; a public model's sizes; {} for another name. Raises `UserError`."""
+    """The base's config.json; a public model's sizes; {} for an unknown name. Raises `UserError`."""
     from cqwen_dist.sizes.architecture import known_architecture
 
     path = Path(base).expanduser()

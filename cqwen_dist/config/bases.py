@@ -7,11 +7,11 @@ from typing import Any
 
 from cqwen_dist.config.errors import UserError
 
-BLOCK = 64  # an extended vocabulary has a multiple of this many rows
+BLOCK = 64  # an extended vocabulary has a multiple of this number of rows
 
 
 def rows_used(tokenizer: Any) -> int:
-    """How many rows a transformers tokenizer uses."""
+    """Number of rows that a transformers tokenizer uses."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 

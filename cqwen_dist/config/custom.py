@@ -24,7 +24,7 @@ def import_path(value: str) -> str:
 
 
 def source_of(value: str | None) -> Path | None:
-    """The file of the module that an import path names; None for another value, or without such a file."""
+    """The file of the module that an import path names; None for any other value, or without such a file."""
     form = _PATH.fullmatch(value or "")
     try:
         spec = find_spec(form[1]) if form else None

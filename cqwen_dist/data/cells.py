@@ -109,7 +109,8 @@ def cell_text(value: object) -> str | None:
 
 
 def _plain_time(text: str) -> str:
-    """2024-01-07T00:00:00.000 as 2024-01-07, and with another time as 2024-01-07 10:20:00; all other texts as given."""
+    """2024-01-07T00:00:00.000 as 2024-01-07, and with any other time as 2024-01-07 10:20:00; all other texts as
+    given."""
     found = _TIMESTAMP.fullmatch(text)
     if found is None:
         return text
@@ -176,7 +177,7 @@ class TableCells:
         self.forms, self.target = forms, target
 
     def text(self, column: str, value: object) -> str:
-        """The cell's text, "" if it is empty. Raises: BadLine for a number in another form, or no text."""
+        """The cell's text, "" if it is empty. Raises: BadLine for a number in a different form, or no text."""
         if is_missing(value):
             return ""
         form = self.forms.get(column)

@@ -91,7 +91,7 @@ class Chat:
             try:
                 plain = self._fill(said, tools)
                 marked = self._fill([_marked(message) for message in said], tools)
-            except BadLine as bad:  # in the chat's own form this is the reason; another form may suit the template
+            except BadLine as bad:  # in the chat's own form this is the reason; a different form may suit the template
                 refused = bad if said is messages else refused
                 continue
             if _OPEN in plain or _CLOSE in plain:

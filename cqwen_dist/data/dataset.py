@@ -152,7 +152,8 @@ class TextDataset:
         return Rows(*(np.load(path, mmap_mode="r") for path in paths))
 
     def with_length(self, length: int) -> TextDataset:
-        """The same texts (shared memory), cut and packed at another sequence length; self if the length is equal."""
+        """The same texts (shared memory), cut and packed at a different sequence length; self if the length is
+        equal."""
         if length == self._length:
             return self
         other = copy(self)

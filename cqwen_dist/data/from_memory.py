@@ -134,7 +134,7 @@ def _plain(value: Any) -> Any:
         if isinstance(value, (float, np.floating)):  # an infinity: an empty cell of a table, no text elsewhere
             return float(value)
         raise TypeError(f"a {type(value).__name__}")
-    # A decimal that float64 does not hold stays text.
+    # A decimal that float64 cannot represent stays text.
     exact = isinstance(value, (float, np.floating)) or (
         isinstance(value, Decimal) and Decimal(repr(float(value))) == value
     )

@@ -150,7 +150,7 @@ class TokenStore:
         return found
 
     def count_in(self, other: TokenStore) -> int:
-        """How many of these texts are in the other store too."""
+        """Number of these texts that are in the other store too."""
         return int(np.isin(self._digests(), other._digests()).sum())
 
     def _digests(self) -> np.ndarray:

@@ -161,7 +161,7 @@ class NumericalAwareTokenizer:
     def encode(self, text: str, begin: bool = True) -> Encoded:
         """Encode a text, with `begin` before it unless the text has it. Raises: UserError for an overflowing number.
 
-        begin: False for a text that continues another, and for a chat.
+        begin: False for a text that continues a text, and for a chat.
         """
         return self.encode_batch([text], begin)[0]
 

@@ -89,7 +89,7 @@ class Kept:
 
     @classmethod
     def of(cls, model: Any) -> Kept:
-        """Take the kept state from this model. Empty at first, and while a generation of another thread has it."""
+        """Take the kept state from this model. Empty at first, and while a different thread generates."""
         found = vars(model).pop("kept_decoding", None)
         return found if isinstance(found, cls) else cls()
 

@@ -187,7 +187,7 @@ def check_prompt(model: Any, ids: Tensor, values: Tensor | None, mask: Tensor | 
 
 def _check_padding(real: Tensor, left_only: bool) -> None:
     """Check that each row of real [B,T] bool has a token and ends with one. left_only: nothing is left out in between,
-    as for the part beside z."""
+    as for the side network."""
     if not bool(real.any(1).all()):
         raise UserError("prompt", "no tokens", "at least one token in every row")
     if not bool(real[:, -1].all()):

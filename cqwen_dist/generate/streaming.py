@@ -109,7 +109,7 @@ class NumberStreamer(BaseStreamer):
         end = max(start, end)
         self._text = self._read(value, numbers, start, end)
         if not self._text.startswith(self._sent):
-            # This token gives an earlier number another form (the 12 of 12:30 is written 12.0), but that was sent
+            # This token gives an earlier number a different form (the 12 of 12:30 is written 12.0), but that was sent
             self._fixed = self._whole
             self._text = self._read(value, numbers, start, end)
         # The end may still change: an incomplete character, or a blank that depends on the token after a number

@@ -74,7 +74,7 @@ def _prompt(template: str, row: Mapping[str, Any], number: int, empty: str | Non
 
 
 def _check_template(template: str, columns: Sequence[str]) -> None:
-    """Raises `UserError` where it is no text with columns in braces."""
+    """Raises `UserError` if it is no text with columns in braces."""
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:

@@ -46,7 +46,7 @@ class AbductionNetwork(nn.Module):
         scale_floor: float = 1e-6,
         number_dims: int = 0,
     ) -> None:
-        """number_dims: the last dimensions of U, whose law also depends on the columns behind z (`heads.beside`): the
+        """number_dims: the last dimensions of U, whose law also depends on the columns after z (`heads.beside`): the
         first two are added to its location, the exponential of the third is a factor of its scale."""
         super().__init__()
         self.number_dims = number_dims

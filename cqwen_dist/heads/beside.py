@@ -69,7 +69,7 @@ class Beside(nn.Module):
         """ids [B,T], values [B,T] (raw unit, 0 at text) -> g and h [2,B,T] fp32, and the state after them.
 
         positions [B,T]: a text begins where they are 0 (default: at the first token, or with `state` before it).
-        mask [B, T or more]: 0 at padding; the last T count. keep [N], indices into B*T: g and h of these alone, [2,N].
+        mask [B, T or more]: 0 at padding; the last T count. keep [N], indices into B*T: only g and h of these, [2,N].
         """
 
     def behind(
@@ -110,7 +110,7 @@ def make_beside(config: Any) -> Beside | None:
     """Build the side network named in a `CausalQwenConfig`, or None. Raises `UserError` if it is not installed."""
     if not getattr(config, BESIDE):
         return None
-    known = Beside.__subclasses__()  # the code in an exported folder has the class beside this one
+    known = Beside.__subclasses__()  # the code in an exported folder has the class in the same file
     kind: type[Beside] = known[0] if known else from_wing(f"model.{BESIDE}")
     return kind.of(config)
 

@@ -1,6 +1,6 @@
 """The heads compute in fp32, wherever their weights are.
 
-Scales are of order 1e-3 beside logits near 15, so bf16 would lose them. Two kinds of library ask for another dtype:
+Scales are of order 1e-3 next to logits near 15, so bf16 would lose them. Two kinds of library change the dtype:
 
 - `.to(dtype)`, `.half()`, Trainer, accelerate: `keeping_fp32` answers that the heads stay as they are.
 - DeepSpeed and FSDP replace a parameter's storage without asking, and their optimizers need one dtype for all

@@ -85,7 +85,7 @@ def _wide(*tensors: Tensor) -> list[Tensor]:
 
 
 def _warn_of_another_threshold(loc_S: Tensor, own: Tensor) -> None:
-    """Warn if the scores are of a model with another C (`ActionNetwork.forward` notes it on loc_S)."""
+    """Warn if the scores are of a model with a different C (`ActionNetwork.forward` notes it on loc_S)."""
     models = getattr(loc_S, "threshold", own)
     if models is not own and bool((models.detach().to(own) != own.detach()).any()):
         warnings.warn(

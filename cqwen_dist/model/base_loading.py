@@ -112,7 +112,7 @@ def base_tokenizer(name_or_path: str) -> Any:
 
 
 def rows_with_number_for(used: int | None, num_token_id: int | None) -> Callable[[int], int] | None:
-    """`load_base`'s rows_for for a tokenizer that uses this many rows; None without a tokenizer."""
+    """`load_base`'s rows_for for a tokenizer that uses this number of rows; None without a tokenizer."""
     if used is None or num_token_id is None:
         return None
     return lambda rows: rows_with_number(rows, used, num_token_id)

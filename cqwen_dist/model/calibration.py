@@ -5,7 +5,7 @@ The steps, in this order (docs/training.md has measurements):
 1. fit the <NUM> row of W_cls, and lower the rows of numeral tokens (`levelling.fit_numeral_rows`);
 2. level all rows: subtract one vector, so that logits approximate log-probabilities (`levelling.level_logits`);
 3. choose (C, gamma), the threshold and the total scale of U', of least OvR loss;
-4. if the model has a part beside z (`heads.beside`), fit it;
+4. if the model has a side network (`heads.beside`), fit it;
 5. start W_reg, b_reg and U's number dimensions: a robust ridge regression, or the median where that is no better.
 
 With the seeds' constants argmax P differs from argmax loc_S, and the loss starts in the thousands (seeds S3 section 4,
@@ -43,10 +43,10 @@ SURE = 3.0
 LITTLE_NOISE = 0.05  # its share of a number's scale where the individual's own differs from text to text
 LEVEL_TOKENS = 4096  # of all ranks, about: the fits decompose a matrix of them
 MOST = 2 * LEVEL_TOKENS  # texts are of unequal lengths: there may be more positions than were asked for
-NUMBERS = 12_288  # of all ranks, at most: the kernel of what stands beside z has as many rows and columns, 1.2 GB
+NUMBERS = 12_288  # of all ranks, at most: the kernel of the side network has as many rows and columns, 1.2 GB
 NORM_TOKENS = 256  # a rank's, between two looks at whether to go on
 Progress = Callable[[str, int, int], None]  # (what is being done, units done, units in all)
-TextNumber = tuple[Any, float]  # a number in the raw unit that the part beside z alone learns, after its text
+TextNumber = tuple[Any, float]  # a number in the raw unit that only the side network learns, after its text
 Features = Callable[[Batch, Tensor], Tensor]  # (batch, label positions [N]) -> z [N,H]
 
 
@@ -69,7 +69,7 @@ class Calibration:
     num_row_told: float  # share of its target's variance that <NUM>'s fitted row explains; 0: the row is the base's
     num_f1: float | None  # of argmax P being <NUM> where a number follows; None: no number among the tokens
     num_p_mean: float | None  # mean P of <NUM> where a number follows: the gate's mean at the first step
-    numbers: int  # the regression was fitted to so many
+    numbers: int  # the regression was fitted to this number
     reg_mdae: float | None  # median absolute error of those numbers, each predicted by the others, raw unit
     reg_median_mdae: float | None  # the same where their median is always predicted
 
@@ -94,7 +94,7 @@ def calibrate(
 
     batches: this rank's share, as the training collator yields them; the first max_tokens label positions of each rank
     choose (C, gamma). fit_batches: rows and regression are fitted to them (None: to `batches`). beside_batches:
-    more batches; only the part beside z is fitted to their numbers. features: default the model's own; the engine's
+    more batches; only the side network is fitted to their numbers. features: default the model's own; the engine's
     under ZeRO. fit_features: of fit_batches, one after another (None: `features`).
     numerals: the tokens that spell numerals, where <NUM>'s row is to inherit from them. progress: called equally often
     on every rank; it may raise to end the calibration. b_noise_init: as `set_scales`; the total may then be larger than
@@ -109,7 +109,7 @@ def calibrate(
     fit = search
     if fit_batches is not None:
         fit = start.positions(fit_batches, "features to fit rows to", features=fit_features)
-    progress("logits", 0, 1)  # once: ranks may hold unequal numbers of rows
+    progress("logits", 0, 1)  # once: ranks may have unequal numbers of rows
     logits = StartLogits(model.action, start.word_loc(search.z), search.labels, groups, used_rows)
     if not logits.tokens:
         raise ValueError("no labelled positions to calibrate on")
@@ -139,7 +139,7 @@ class _Positions(NamedTuple):
     learnt: Tensor  # [N] bool: whether a value is learnt
     values: Tensor  # [N] float64
     folds: Tensor  # [N] int64: the row's fold
-    texts: list[Any]  # before each value that is learnt, for what stands beside z
+    texts: list[Any]  # before each value that is learnt, for the side network
     memory: Tensor  # [N,K] float64: what the number head knows of the numbers before
 
 
@@ -235,7 +235,7 @@ class _Start:
         return [text for texts, _ in of_ranks for text in texts], [one for _, more in of_ranks for one in more]
 
     def fit_regression(self, fit: _Positions, beside_batches: Iterable[Batch]) -> dict[str, Any]:
-        """Start what stands beside z, W_reg, b_reg and U's number dimensions; `Calibration`'s fields of it."""
+        """Start the side network, W_reg, b_reg and U's number dimensions; `Calibration`'s fields of it."""
         target = self.model.target
         x = fit.z[:, : self.model.config.hidden_size] if self.model.config.number_dims else self.word_loc(fit.z)
         parts = x, fit.values, fit.folds

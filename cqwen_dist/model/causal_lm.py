@@ -124,7 +124,8 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         self.model.features.embedding.take_table(value)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **given: Any) -> Any:
-        """The table, for the size that it has. Raises `UserError` for another: each row has a threshold too."""
+        """The table, for the size that it has. Raises `UserError` for a different size: each row has a threshold
+        too."""
         if new_num_tokens not in (None, self.config.vocab_size):
             allowed = f"{self.config.vocab_size}, the rows of the vocabulary, spare ones included"
             raise UserError("resize_token_embeddings", new_num_tokens, allowed)
@@ -184,7 +185,7 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         either side (S0 5.3). logits_to_keep: the positions that have logits: 0 all, k the last k, or indices [k];
         default all without labels, none with them, as training needs no [B,T,V]. output_scales, output_log_probs:
         further outputs of these positions. inputs_embeds [B,T,H]: instead of ids; phi(v) w_num is added to it.
-        use_cache: begin a cache where none is given. cache: another name of past_key_values. num_items_in_batch: as
+        use_cache: begin a cache where none is given. cache: an alias of past_key_values. num_items_in_batch: as
         `loss_of_labels`. mode: the logits are those by which this mode of `generate` chooses words: log P, or loc_S in
         `compatible`, -inf for words that it never writes. Raises `UserError`.
         """

@@ -60,7 +60,7 @@ class CausalQwenModel(CausalModules):
     ) -> None:
         """qwen_model_path: a base model's folder or hub name (S2 5; the start is preset `seed`), with no further
         argument than causal_hidden_size; or a config. Then `base` gives the transformer, or a new one is built.
-        vocab_start, rows: this range of the vocabulary's rows alone. w_num_scale: a factor on w_num's start. classes:
+        vocab_start, rows: only this range of the vocabulary's rows. w_num_scale: a factor on w_num's start. classes:
         from `classes_of`; a loaded folder has its own. Raises `UserError` for a base that does not load, and as
         `find_loaded`.
         """
@@ -136,7 +136,7 @@ class CausalQwenModel(CausalModules):
         """A base model turned causal; its transformer moves in, so the base object is used up.
 
         start: "seed" or "seed-100", or "calibrated" (the seed's constants until `calibration.calibrate` is run).
-        head, table: the output head's weight and the token table where `base` does not hold them whole
+        head, table: the output head's weight and the token table where `base` does not have them whole
         (`training.zero.partitioned_base`). num_row_init, num_bias_init: of <NUM>'s row, as `inherit_head`; "digits":
         at the input it is the mean row of `numerals`, at the output `calibration` fits it. w_num_scale: None gives
         w_num VALUE_SHARE of the mean norm of these rows, without them a factor of 0.2. reg_gain: of W_reg's Xavier

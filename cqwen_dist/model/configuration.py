@@ -34,7 +34,7 @@ class CausalQwenConfig(PretrainedConfig):
     lora: adapters present in the backbone (`LoraConfig` as a dict), or None. calibration: of the intervals, on held-out
     numbers (`Intervals.to_dict`), or None.
 
-    Raises `UserError` for a value that no model has, as an edited config.json may hold.
+    Raises `UserError` for a value that no model has, as an edited config.json may contain.
     """
 
     model_type = "causal_qwen"
@@ -122,7 +122,7 @@ class CausalQwenConfig(PretrainedConfig):
 
     @property
     def added_rows(self) -> int:
-        """How many rows were added to the base's own, as it had none to spare for <NUM>."""
+        """Number of rows added to the base's own, as it had none to spare for <NUM>."""
         return int(self.base.get("added_rows", 0))
 
     @property
@@ -137,7 +137,7 @@ class CausalQwenConfig(PretrainedConfig):
 
     @property
     def beside(self) -> bool:
-        """Whether anything stands beside z (`heads.beside`)."""
+        """True if there is a side network (`heads.beside`)."""
         return self.wide > 0
 
     @property

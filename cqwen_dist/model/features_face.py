@@ -14,7 +14,8 @@ from cqwen_dist.model.causal_lm import CausalQwenForCausalLM, asked_and_seen
 
 
 class CausalQwenFeatures(CausalQwenForCausalLM):
-    """The same weights with another forward pass: last_hidden_state is z [B,T,H], as other models' AutoModel has it."""
+    """The same weights with a different forward pass: last_hidden_state is z [B,T,H], as other models' AutoModel has
+    it."""
 
     @classmethod
     def can_generate(cls) -> bool:

@@ -66,7 +66,8 @@ def start_from_weights(transformer: nn.Module, init: Any) -> None:
     """Start adapters by PEFT's decomposition of their own weights: PiSSA or OLoRA.
 
     PEFT takes the start B0 A0 away from the base's weight W. Here W stays, so that switched-off adapters are the base,
-    and checkpoints and exports hold plain adapters of twice the rank: W + s [B, -B0] [A; A0]. A0, B0 get no gradient.
+    and checkpoints and exports contain plain adapters of twice the rank: W + s [B, -B0] [A; A0]. A0, B0 get no
+    gradient.
     """
     adapted: list[Any] = [each for each in transformer.modules() if isinstance(each, PeftLinear)]
     for module in adapted:

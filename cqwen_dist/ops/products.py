@@ -1,4 +1,4 @@
-"""Matrix products of bf16 inputs with fp32 results; this module alone decides their dtype and precision.
+"""Matrix products of bf16 inputs with fp32 results; only this module decides their dtype and precision.
 
 A logit near 15 has steps of 1/16 in bf16, and its scale is 1e-3 or less. Rounding the logit to bf16 would change P of
 the best word by half and more. A GPU writes bf16 products as fp32. A CPU can multiply bf16 (AMX, AVX512-BF16), but

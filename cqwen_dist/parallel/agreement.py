@@ -20,7 +20,7 @@ T = TypeVar("T")
 def agree(read: Callable[[], tuple[T, Facts]]) -> tuple[T, Facts]:
     """Refuse ranks whose facts differ from rank 0's. Collective over the world.
 
-    read: returns a value, which stays on this rank, and its facts: config key, or another name that the user knows, to
+    read: returns a value, which stays on this rank, and its facts: config key, or a name that the user knows, to
     text. Returns this rank's value and rank 0's facts. Raises `UserError` on all ranks, with the key, the rank and its
     host. If `read` raises on one rank, all raise, so that no rank waits for one that has left: an OSError becomes a
     `UserError`, and for errors of other kinds the other ranks raise a RuntimeError that quotes it.

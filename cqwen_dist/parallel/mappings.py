@@ -4,7 +4,7 @@
     scatter_sum_tokens     forward: reduce-scatter (sum)    backward: all-gather of rows
     sum_partials           forward: all-reduce (sum)        backward: nothing (identity)
 
-Rows are tokens. Ranks may hold different numbers of tokens (`counts`, one per rank, 0 allowed). The transfer pads them
+Rows are tokens. ranks may have different numbers of tokens (`counts`, one per rank, 0 allowed). The transfer pads them
 to the largest count. A group of one rank does not communicate.
 """
 

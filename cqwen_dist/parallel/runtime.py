@@ -36,7 +36,7 @@ _LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTAS
 
 @dataclass(frozen=True)
 class Runtime:
-    """The rank of this process, its device, and how many ranks the run has."""
+    """The rank of this process, its device, and the number of ranks."""
 
     rank: int
     world_size: int
@@ -150,7 +150,7 @@ def _free_groups() -> None:
 
 
 def _refuse_mixed_devices(store: Any, rank: int, world: int, device: str) -> None:
-    """Raises `UserError` on all ranks if a rank has no GPU and another one has: each would wait for the other."""
+    """Raises `UserError` on all ranks if one rank has no GPU and one has: each would wait for the other."""
     store.set(f"device-{rank}", f"{device} on {platform.node()}")
     found = [value.decode() for value in store.multi_get([f"device-{each}" for each in range(world)])]
     for other, text in enumerate(found):

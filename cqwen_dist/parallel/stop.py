@@ -29,7 +29,7 @@ class StopFlag:
     """Whether this rank received a stop request, and by which signal."""
 
     def __init__(self) -> None:
-        self.reason: str | None = None  # the signal's name, or another reason
+        self.reason: str | None = None  # the signal's name, or a different reason
         self._interrupt = False
 
     @contextmanager

@@ -81,7 +81,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def not_followed(path: str, flags: int) -> int:
-    """An `opener` for `open`: a link is refused, since a run folder may come from a stranger. Raises `UserError`."""
+    """An `opener` for `open`: a link is refused, since a run folder may come from an untrusted source. Raises
+    `UserError`."""
     try:
         return os.open(path, flags | os.O_NOFOLLOW, 0o644)
     except OSError as error:

@@ -47,14 +47,14 @@ def open_run(
 
     Before training starts, every config key may change. If a base was built from a changed key, it is deleted and
     rebuilt. before_writing: called when the folder exists and is still unchanged. say: receives notes. Raises
-    `UserError` by key if the folder belongs to another run or is not writable.
+    `UserError` by key if the folder belongs to a different run or is not writable.
     """
     folder = Path(config.run.dir)
     refuse_changes(config)
     with writing("run.dir", folder, "a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)
         refuse_links(folder)
-        # The lock first: until it is held, another command may be writing here
+        # The lock first: until then a second command may be writing here
         before_writing()
         if starts_over(config):
             archive(folder, say)
@@ -74,7 +74,8 @@ def open_run(
 
 
 def refuse_changes(config: Config, fetched: Path | None = None) -> None:
-    """Raises `UserError` by key if the run in the folder, or of the files in `fetched`, began with another config."""
+    """Raises `UserError` by key if the run in the folder, or of the files in `fetched`, began with a different
+    config."""
     folder = fetched or Path(config.run.dir)
     if not starts_over(config) and (fetched or has_begun(folder)) and (changes := _changes(config, folder)):
         _refuse_past_changes(load_config(folder / CONFIG, saved=True), changes, folder)

@@ -186,7 +186,7 @@ def _histograms(absolute: bool, least: int) -> Any:
 def _lightgbm(absolute: bool, least: int) -> Any:
     from lightgbm import LGBMRegressor
 
-    options = {"n_jobs": 1, "verbose": -1}  # its threads wait for each other by spinning: ruinous beside other work
+    options = {"n_jobs": 1, "verbose": -1}  # its threads wait for each other by spinning: ruinous next to other work
     loss = "l1" if absolute else "l2"
     return LGBMRegressor(objective=loss, n_estimators=300, learning_rate=0.05, min_child_samples=least, **options)
 

@@ -172,7 +172,7 @@ def choose(
     length = min(length, longest)
     batch = 16 if n >= 400 else 8
     heads = min(max(2 * n // batch, 100), 500)
-    a_step = 0.03 + 0.6 * batch * pace.forward  # of the heads alone: the words' scores cost about as much as the base
+    a_step = 0.03 + 0.6 * batch * pace.forward  # of the heads only: the words' scores cost about as much as the base
     apart = 15 + 300 * pace.forward  # the model is loaded twice, the closed forms are fitted
     apart += 0.01 * n  # and the models to compare with
     time_s = 60 * minutes * (1 - ASIDE) - apart

@@ -100,7 +100,7 @@ def conditional(
 def _deciles(
     by: np.ndarray, lost: Mapping[str, np.ndarray], ends: np.ndarray, truth: np.ndarray
 ) -> list[dict[str, Any]]:
-    """Rows sorted by `by` [n], in groups of equal size: mean errors, and how often intervals [n,2] hold.
+    """Rows sorted by `by` [n], in groups of equal size: mean errors, and coverage of intervals [n,2].
 
     lost: absolute errors [n] by model.
     """

@@ -181,7 +181,7 @@ def split(
 
 
 def repeats(equal: Sequence[Any], parts: Parts) -> list[str]:
-    """A note on the rows that repeat another one. equal: rows with the same entry are equal."""
+    """A note on the repeated rows. equal: rows with the same entry are equal."""
     repeated = len(equal) - len({*equal})
     learnt = {equal[row] for part in parts[:2] for row in part}
     across = sum(equal[row] in learnt for row in parts.test)

@@ -72,7 +72,7 @@ def build_training(
 
     steps_per_epoch: one number for all stages, or one per stage. target: the unit of numbers as a dict; None: raw.
     """
-    # Again, as rank 0 alone may have drawn numbers to build the base: w_num, W_reg and the adapters must start equal
+    # Again, as only rank 0 may have drawn numbers to build the base: w_num, W_reg and the adapters must start equal
     seed_everything(config.train.seed)
     start, stop = vocab_range(base.model.config.vocab_size, groups.vocab_rank, groups.vocab_size)
     model = CausalQwenModel.from_base_model(
@@ -231,7 +231,7 @@ def _evaluations(
             progress=progress.part,
         )
 
-    # If what stands beside z was also fitted to the held-out texts, treat them like training texts
+    # If the side network was also fitted to the held-out texts, treat them like training texts
     own = training.forward if config.model.wide_from_eval else training.forward_held_out
     return Evaluations(
         None if held_out is None else evaluator(held_out, own, words.counts),

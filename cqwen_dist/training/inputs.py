@@ -1,4 +1,4 @@
-"""Ranks agree on their inputs before they train: a rank with another config, data or code is refused by name.
+"""Ranks agree on their inputs before they train: a rank with a different config, data or code is refused by name.
 
 On a cluster a config is edited between two starts, a checkout lies on a node's own disk, or a mount is stale. Ranks
 whose inputs differ in value but not in shape would train together without an error, on a loss that no config describes.

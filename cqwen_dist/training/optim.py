@@ -53,7 +53,7 @@ class HeadOptimizer:
     def reduce_gradients(self) -> Tensor:
         """Sum gradients over the ranks. Returns their squared norm, [] fp32, equal on all ranks. Collective.
 
-        Only the gradient rows that this rank steps are valid afterwards; other rows hold leftovers of the transfer.
+        Only the gradient rows that this rank steps are valid afterwards; other rows contain leftovers of the transfer.
         """
         # Every rank visits the shares in the same order, since each share is a collective. A parameter without a
         # gradient on this rank takes part with zeros.

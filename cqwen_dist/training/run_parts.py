@@ -79,7 +79,7 @@ class Training:
         self.runtime.stop.agreed(self.runtime.device)
 
     def forward_held_out(self, batch: Batch, keep: Tensor) -> Tensor:
-        """`forward` for held-out texts. The part beside z was not fitted to them, and runs in eval mode."""
+        """`forward` for held-out texts. The side network was not fitted to them, and runs in eval mode."""
         if self.model.beside is None:
             return self.forward(batch, keep)
         self.model.beside.eval()

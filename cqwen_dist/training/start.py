@@ -95,7 +95,7 @@ def begin(run: Run) -> Place:
 
     # The reference for KL: the model as it is now
     if config.constraint.mode != "off":
-        hidden = run.model.config.hidden_size  # what stands beside z has been fitted since
+        hidden = run.model.config.hidden_size  # the side network has been fitted since
         z = [run.model.with_beside(part[:, :hidden], batch, batch.kept) for part, batch in zip(z, sample, strict=True)]
         run.constraint.begin(run.engine.feature_state()[0], z)
         main_rank_first(lambda: save_start(run.constraint, run.folder / START_TENSORS))

@@ -53,7 +53,7 @@ def restore(run: Run, folder: Path) -> Place:
     kept = [(first + start, first + stop) for start, stop in run.engine.heads.of_rows.kept]
     found = load_checkpoint(folder, row_range(run.model), kept)
     state = found.state
-    # Another tokenizer, base or data is refused before anything is loaded
+    # A different tokenizer, base or data is refused before anything is loaded
     exchanged = refuse_exchanged(state.get("inputs", {}), run.inputs, run.config.run.accept, folder)
     parts = (found.features, found.feature_moments)
     if state["model"]["lora"] is None:  # a stage with adapters was appended later: they start now

@@ -59,7 +59,7 @@ class Stepper:
     ) -> tuple[dict[str, Any], int]:
         """Take one optimizer step. Returns its metrics (tensors still on the device) and the global input tokens.
 
-        cached: z [N,H] of each micro-batch's label positions from a feature cache, without the columns beside it.
+        cached: z [N,H] of each micro-batch's label positions from a feature cache, without its extra columns.
         """
         # For dropout: other masks on each rank, and the same masks when a resumed run takes this step again
         torch.manual_seed((self.seed * 1_000_003 + step) * 4099 + self.groups.rank)

@@ -57,7 +57,7 @@ def train_on(
     """`train` in an existing process group; returns the last evaluation's metrics."""
     stop = runtime.stop
     agree(lambda: (None, config_facts(config)))  # before the run folder: its path is one of the facts
-    groups = groups_of(config, runtime)  # before anything that may fail on one rank alone
+    groups = groups_of(config, runtime)  # before anything that may fail on only one rank
     with open_session(config, runtime, write_inputs) as status:
         # Read the data, load the base. A signal ends this at once: there is no progress to save yet.
         with stop.interruptible():

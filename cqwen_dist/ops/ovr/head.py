@@ -49,7 +49,7 @@ class WordHead(NamedTuple):
 
     @property
     def limit(self) -> int | None:
-        """How many words the full vocabulary uses, if known."""
+        """Number of words that the full vocabulary uses, if known."""
         return min((x for x in (self.vocab_size, self.used_rows) if x is not None), default=None)
 
     @property

@@ -81,7 +81,7 @@ class TileMaths(ABC):
 
     reads_gap = True  # whether the first work buffer is C - loc_S; else it is x W^T
     buffers = 0  # number of work buffers, including two for the scores
-    multiple = 1  # buffer rows start at multiples of this many elements
+    multiple = 1  # buffer rows start at multiples of this number of elements
 
     @abstractmethod
     def __call__(self, tile: Tile, with_grad: bool) -> Sequence[Tensor]:

@@ -37,7 +37,7 @@ from cqwen_dist.tables.wide.wide_spread import fit_spread
 
 REACH = 2.0  # of errors that count in full, in median errors
 LIMIT = 6.0  # of targets around the median, in half interquartile ranges: 3 loses R2 on wine prices, none loses MAE
-SEARCHED = 1024  # numbers used to choose; the ridge alone is then chosen again on all
+SEARCHED = 1024  # numbers used to choose; only the ridge is then chosen again on all
 RIDGES = np.logspace(-3, 1, 9)  # in units of the mean diagonal of the words' K
 FEW = 500  # numbers: the n-grams of so few texts rarely recur, and one of many candidates is best by chance
 LINES, LINES_OF_FEW = (0.1,), (0.1, 1.0)  # the lines' weight in K, relative to the words': docs/decisions.md, D-wide

@@ -155,7 +155,7 @@ def _about(path: Path) -> dict[str, Any]:
         return {"base": None, "adapter": None, **read_object(path / ABOUT)}
     config, folder = run_of(path)
     state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    # Between evaluations a checkpoint keeps the figures of the one before, which are another model's
+    # Between evaluations a checkpoint keeps the figures of the one before, which are a different model's
     measured, built = (state.get("evaluated", True) and state.get("figures")) or {}, config.model.architecture
     return {
         "base": public_name(config.model.name_or_path) or (f"a {built['model_type']} from scratch" if built else None),

@@ -63,8 +63,8 @@ def write_code(folder: str | Path, adapters: bool | None = None, beside: object 
     """Write a model's code into its folder; returns `auto_map` for its config.
 
     adapters: whether the model has any; the code then imports peft. None: the folder of a tokenizer. It only gets code
-    where it has none, since a model's files there share definitions with the tokenizer's. beside: what stands beside
-    its z (`heads.beside`), or None; the code of its class goes along.
+    where it has none, since a model's files there share definitions with the tokenizer's. beside: its side network
+    (`heads.beside`), or None; the code of its class goes along.
     """
     folder, kind = Path(folder), type(beside)
     folder.mkdir(parents=True, exist_ok=True)

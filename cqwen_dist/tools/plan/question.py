@@ -11,7 +11,7 @@ import typer
 
 @dataclass(frozen=True)
 class Question:
-    """The machines to plan for, and what to show and write beside the plan."""
+    """The machines to plan for, and what to show and write besides the plan."""
 
     nodes: Annotated[int, typer.Option(help="Machines.")] = 1
     gpus_per_node: Annotated[int, typer.Option(help="Ranks per machine; 0: one CPU rank per machine.")] = 1

@@ -126,7 +126,7 @@ class Sizes:
         return self.abduction if "abduction" in groups else []
 
     def vectors(self, groups: frozenset[str]) -> int:
-        """How many trained values of the heads every rank steps by itself."""
+        """Number of trained values of the heads every rank steps by itself."""
         return self.whole_head(groups) - sum(rows * columns for rows, columns in self.matrices(groups))
 
     def stepped_head(self, groups: frozenset[str]) -> int:

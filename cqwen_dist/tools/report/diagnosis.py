@@ -189,7 +189,7 @@ def _recalibrated_intervals(run: RunData, conformal: float, count: float) -> Ite
     # Coverage of 0.9 on `count` numbers has variance 0.9 * 0.1 / count; 2.576 standard deviations cover 99 %.
     reach = 2.576 * math.sqrt(0.09 / count)
     inside = abs(conformal - 0.9) <= reach
-    if _knows_numbers(run) or not inside:  # guessed numbers need wide intervals, which hold easily
+    if _knows_numbers(run) or not inside:  # guessed numbers need wide intervals, which cover easily
         yield (good if inside else warn)(
             f"Recalibrated 90 % intervals hold {conformal:.0%}",
             f"Measured on {count:.0f} numbers that did not calibrate them. Chance alone gives "

@@ -75,8 +75,8 @@ def why(
 ) -> Why:
     """How the individual decides the word after a prompt.
 
-    model: a `CausalQwenForCausalLM`. words: ids to explain (default: the likeliest). dims: how many dimensions to name.
-    individuals: how many to draw. begin: False for chats. Raises `UserError`.
+    model: a `CausalQwenForCausalLM`. words: ids to explain (default: the likeliest). dims: number of dimensions to
+    name. individuals: number to draw. begin: False for chats. Raises `UserError`.
     """
     if dims < 1:
         raise UserError("dims", dims, "1 or more")
@@ -138,7 +138,7 @@ def principal_axes(points: np.ndarray) -> tuple[np.ndarray, np.ndarray, tuple[fl
 def map_plot(
     title: str, tokens: Sequence[tuple[str, float, float]], others: Sequence[tuple[str, float, float]], note: str
 ) -> str:
-    """An SVG document: named points, those of tokens joined in order, the last one large; others in another colour.
+    """An SVG document: named points, those of tokens joined in order, the last one large; the rest in a second colour.
 
     The axes span the tokens; others beyond them are drawn at the edge.
     """

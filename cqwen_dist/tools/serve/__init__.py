@@ -1,1 +1,1 @@
-"""A server of one process for a CausalQwen: OpenAI's completions and chats, with numbers beside the text."""
+"""A server of one process for a CausalQwen: OpenAI's completions and chats, with the numbers of the text."""

@@ -63,7 +63,7 @@ def _run_of(job: dict[str, str]) -> Path | None:
 
 def job_of(job: str) -> dict[str, str] | None:
     """Fields of `scontrol show job`; None without scontrol or without such a job."""
-    if which("scontrol") is None or not job.replace("_", "").isdecimal():  # it may come from a stranger's file
+    if which("scontrol") is None or not job.replace("_", "").isdecimal():  # it may come from an untrusted source's file
         return None
     done = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True)
     if done.returncode:

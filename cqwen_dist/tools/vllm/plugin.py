@@ -55,7 +55,7 @@ class VllmRules:
 
 
 def _without_whole_graphs(compilation: Any) -> None:
-    """Values are looked up in Python before the layers, so a CUDA graph may hold layers only."""
+    """Values are looked up in Python before the layers, so a CUDA graph may contain layers only."""
     from vllm.config import CUDAGraphMode
 
     if compilation.cudagraph_mode is not None and compilation.cudagraph_mode.has_full_cudagraphs():

@@ -189,7 +189,7 @@ def _looked(
 
 
 async def _new_tokens(outputs: AsyncIterator[Any]) -> AsyncIterator[list[int]]:
-    """The new ids of each of vLLM's outputs, which hold all ids."""
+    """The new ids of each of vLLM's outputs, which contain all ids."""
     count = 0
     async for output in outputs:
         ids = list(output.outputs[0].token_ids)

@@ -78,9 +78,9 @@ def evaluate_checkpoint(
 
 
 def _measured_base(run: Config, base: str | None, words: NumericalAwareTokenizer, of: Evaluator) -> dict[str, float]:
-    """`measure_base` of the run's own base (None), as the run measured it, or of another base.
+    """`measure_base` of the run's own base (None), as the run measured it, or of a different base.
 
-    Another base is whole. It knows <NUM> only if a run has made it.
+    A different base is whole. It knows <NUM> only if a run has made it.
     """
     name, rounded, spells = run.base_folder, run.model.quantize, run.spells_numbers
     if base is not None:

@@ -183,7 +183,7 @@ class Evaluator:
 
     @torch.no_grad()
     def words(self) -> dict[str, float]:
-        """The metrics of the words alone, equal on all ranks: accuracy, loss, perplexities, F1 of <NUM>."""
+        """The metrics of the words only, equal on all ranks: accuracy, loss, perplexities, F1 of <NUM>."""
         sums, banded = self._zeros()
         for i, batch, keep in self._batches():
             self._add_words(self.model.action.add_noise(self._u(i, batch, keep)), batch, keep, sums, banded)

@@ -7,7 +7,7 @@ A cache grows in parts, each made before the first step that reads it: the first
 stop loses one part. Mode `auto` makes a cache only if the stage has more than one epoch left and the disk has room. An
 existing cache is always used. What a part contains follows from the step and the parts before it, so a resumed run
 continues to the bit. Losses equal those without a cache, up to the rounding of different batch shapes. The cache has no
-columns beside z: the start is fitted to cached z before these exist.
+extra columns of the side network: the start is fitted to cached z before these exist.
 """
 
 from __future__ import annotations
