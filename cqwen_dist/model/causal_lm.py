@@ -124,8 +124,7 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         self.model.features.embedding.take_table(value)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **given: Any) -> Any:
-        """The table, for the size that it has. Raises `UserError` for a different size: each row has a threshold
-        too."""
+        """The table, at its present size. Raises `UserError` for any other size: each row has a threshold too."""
         if new_num_tokens not in (None, self.config.vocab_size):
             allowed = f"{self.config.vocab_size}, the rows of the vocabulary, spare ones included"
             raise UserError("resize_token_embeddings", new_num_tokens, allowed)
