@@ -289,9 +289,9 @@ class Config(Section):
         return None if limit == "usual" else limit
 
     @property
-    def slope_limit(self) -> float:
-        """Limit for the slope of a word's loss, resolved; 0: no limit."""
-        return self._by_start(self.loss.slope_limit, 1.0, 0.0)
+    def word_terms(self) -> dict[str, float]:
+        """The fields of `ops.ovr.head.TermOptions`, resolved."""
+        return self.loss.terms(self.start == "calibrated")
 
     @property
     def constraint(self) -> ConstraintConfig:

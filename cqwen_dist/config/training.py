@@ -192,6 +192,10 @@ class LossConfig(Section):
     constraint: ConstraintConfig = ConstraintConfig()
     """Limit on how far U moves from its start."""
 
+    def terms(self, calibrated: bool) -> dict[str, float]:
+        """The fields of `ops.ovr.head.TermOptions`. calibrated: whether the start is, which decides the defaults."""
+        return {"slope_limit": float(calibrated) if self.slope_limit is None else self.slope_limit}
+
 
 class Ramp(Section):
     """A weight that changes linearly during a stage (seed S4 4.5.3: small at first, larger later)."""

@@ -2,9 +2,10 @@
 
 Each rank has different tokens and different rows. The group gathers the tokens, each rank computes the loss of *all*
 tokens on *its* rows (`ops.ovr.loss`, a slice), and one sum gives each token its total. OvR has no normaliser, so no
-other communication is needed:
+other communication is needed; the softmax term beside it (`TermOptions`) has one, a number a token:
 
     forward    all-gather    loc_u, scale_u [N,C], labels, weights [N]; reduce-scatter of 3 numbers a token
+               all-gather    log-normalisers [N], with a softmax term, and a fourth number a token
     backward   reduce-scatter of the gradients of loc_u, scale_u [N,C]
 
 The traffic does not depend on V (`plan.comm` counts the bytes). It is not overlapped with compute: 8 (g-1) bytes for
@@ -45,6 +46,7 @@ class VocabParallelOutput(NamedTuple):
     loss: Tensor
     per_token: Tensor  # [N_r] fp32, detached, over the full vocabulary
     prob_sum: Tensor  # [N_r] fp32, detached: sum of P over the full vocabulary
+    nll: Tensor | None  # [N_r] fp32, detached: -log softmax(loc_S) of the label; None without a softmax term
     p_num: Tensor | None  # [N_r] P of <NUM>, differentiable; None without num_token_id
     best: Tensor | None  # [N_r] int64: the best word, if `OvrOptions.seen` asks for it
 
@@ -71,21 +73,26 @@ def vocab_parallel_loss(
     if token_weights is not None:
         token_weights = gather_tokens(token_weights, counts, group)
     # The loss of all N tokens on this rank's v rows. If a label is outside of the slice, all rows are negatives.
-    out = ovr_loss(every, head, labels, token_weights, replace(options, want_prob_sum=True))
+    many = group is not None and group.size() > 1
+    of_all = (lambda norm: gather_rows(norm, group).logsumexp(0)) if many else None
+    out = ovr_loss(every, head, labels, token_weights, replace(options, want_prob_sum=True), of_all)
     assert out.prob_sum is not None
-    # One reduce-scatter for all columns [N, 2 or 3]: totals over the vocabulary, for this rank's tokens
+    # One reduce-scatter for all columns [N, 2 to 4]: totals over the vocabulary, for this rank's tokens
     columns = [out.per_token, out.prob_sum]
+    if options.terms.softmax_weight:
+        columns.append(torch.zeros_like(out.per_token) if out.nll is None else out.nll)
     if num_token_id is not None:
         columns.append(_prob_of(num_token_id, every, head))
     own = scatter_sum_tokens(torch.stack([c.float() for c in columns], dim=1), counts, group)
     best = None if out.best is None else out.best.word
-    if out.best is not None and group is not None and group.size() > 1:
+    if out.best is not None and many:
         best = _best_of_ranks(out.best, counts, group).word
     return VocabParallelOutput(
         loss=sum_partials(out.loss, group),
         per_token=own[:, 0].detach(),
         prob_sum=own[:, 1].detach(),
-        p_num=own[:, 2] if num_token_id is not None else None,
+        nll=own[:, 2].detach() if options.terms.softmax_weight else None,
+        p_num=own[:, -1] if num_token_id is not None else None,
         best=best,
     )
 
@@ -106,7 +113,7 @@ def vocab_parallel_partial(
     Collective over `group`, forward and backward.
     """
     every = gather_tokens(words, counts, group)
-    bce = ovr_partial(gather_law(u, counts, group), head, every, options.slope_limit)
+    bce = ovr_partial(gather_law(u, counts, group), head, every, options.terms)
     if options.class_weights is not None and len(head.weight):
         # ~word marks a word that is known not to follow. Words of other ranks have a BCE of 0 here, so any row will do.
         row = (torch.where(every < 0, ~every, every) - head.start).clamp(0, len(head.weight) - 1)

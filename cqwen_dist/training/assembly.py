@@ -30,6 +30,7 @@ from cqwen_dist.model.base_loading import base_config, find_bitsandbytes, load_b
 from cqwen_dist.model.calibration import Features
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.layers import run_layers_as
+from cqwen_dist.ops.ovr.head import TermOptions
 from cqwen_dist.ops.ovr.loss import OvrOptions, runs_on
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import from_main_rank, gather_objects, main_rank_first
@@ -110,7 +111,7 @@ def build_training(
         gate_grad=loss.gate_grad,
         gemm_dtype=dtype_of(config.train.precision),
         used_rows=words.used_rows if loss.negatives == "used" else None,
-        ovr=OvrOptions(weights, loss.vocab_reduction, loss.impl, slope_limit=config.slope_limit),
+        ovr=OvrOptions(weights, loss.vocab_reduction, loss.impl, terms=TermOptions(**config.word_terms)),
     )
     stepper = Stepper(engine, constraint, config.loss, options, config.train.seed, lambda: runtime.stop.reason)
     replicas = Replicas(engine, groups)

@@ -21,7 +21,7 @@ from cqwen_dist.heads.fused_loss import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.heads.number_head import NumberLabels
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
-from cqwen_dist.ops.ovr.loss import OvrOptions
+from cqwen_dist.ops.ovr import OvrOptions, TermOptions
 from cqwen_dist.ops.regression import counts_text
 from cqwen_dist.parallel.groups import ALONE
 from cqwen_dist.parallel.runtime import pick_device
@@ -143,7 +143,7 @@ def train_heads(
     optimizer.noise_unit = float(model.action.b_noise.detach().abs().median()) or 1.0
     model.requires_grad_(False)
     optimizer.enter_stage(plan, plan.stage.groups)
-    ovr = OvrOptions(slope_limit=1.0, want_prob_sum=True)
+    ovr = OvrOptions(terms=TermOptions(slope_limit=1.0), want_prob_sum=True)
     loss = (training.alpha, training.gate, training.gate_grad)
     options = LossOptions(int(model.config.num_token_id), *loss, ovr=ovr)
     targets = model.target.forward(seen.values)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cqwen_dist import tiles
-from cqwen_dist.ops.ovr import linear_ovr, one_pass
+from cqwen_dist.ops.ovr import TermOptions, linear_ovr, one_pass
 
 SHAPES = [(1, 1, 1), (1, 123, 507), (252, 123, 1), (252, 32, 507), (7, 64, 3001)]  # N, C, V
 
@@ -32,14 +32,14 @@ def problem(n, c, v, *, gamma=1.0, threshold=0.0, seed=0, dtype=torch.float32, r
 
 
 def gradients(leaves, labels, dtype=None, **options):
-    """(loss, gradients, per_token, prob_sum) in the leaves' dtype or this one."""
+    """(loss, gradients, per_token, prob_sum, nll) in the leaves' dtype or this one."""
     at = [leaf.detach().to(dtype or leaf.dtype).requires_grad_(leaf.requires_grad) for leaf in leaves]
     for name in ("token_weights", "class_weights"):
         if at[0].dtype == torch.float64 and options.get(name) is not None:
             options[name] = options[name].double()
     out = linear_ovr(*at, labels, **options)
     wanted = [leaf for leaf in at if leaf.requires_grad]
-    return out.loss.detach(), torch.autograd.grad(out.loss, wanted), out.per_token, out.prob_sum
+    return out.loss.detach(), torch.autograd.grad(out.loss, wanted), out.per_token, out.prob_sum, out.nll
 
 
 def relative_error(found, exact):
@@ -97,7 +97,43 @@ def test_the_error_against_float64_is_at_most_the_plain_forms(threshold, gamma):
 def test_the_limited_slopes_error_against_float64(limit, gamma):
     leaves, labels = problem(9, 33, 700, gamma=gamma, threshold=0.0)
     options = {"class_weights": torch.rand(700), "token_weights": torch.rand(9)}
-    assert_as_exact_as_the_materialised(leaves, labels, "chunked", slope_limit=limit, **options)
+    assert_as_exact_as_the_materialised(leaves, labels, "chunked", terms=TermOptions(slope_limit=limit), **options)
+
+
+@pytest.mark.parametrize("impl", ["reference", "chunked"])
+@pytest.mark.parametrize("size", [1.0, 30.0], ids=["near probabilities", "logits of hundreds"])
+def test_the_softmax_term_is_cross_entropy_of_the_locations(impl, size, monkeypatch):
+    """Beside the one-vs-rest loss, whose other gradients (C, scales) it leaves alone. Oracle: torch's, in float64."""
+    monkeypatch.setitem(tiles.TILE_BYTES, "cpu", 4 * 4096)
+    leaves, labels = problem(33, 24, 700, gamma=0.1)
+    leaves[0].data *= size
+    weights = torch.rand(33)
+    at = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    loc = at[0] @ at[2].T + at[3]
+    nll = torch.nn.functional.cross_entropy(loc, labels, reduction="none")
+    added = (3.0 * weights.double() * nll).sum()
+    expected = torch.autograd.grad(added, (at[0], at[2], at[3]))
+    options = {"impl": impl, "token_weights": weights, "class_weights": torch.rand(700)}
+    plain = gradients(leaves, labels, torch.float64, **options)
+    both = gradients(leaves, labels, torch.float64, terms=TermOptions(softmax_weight=3.0), **options)
+    torch.testing.assert_close(both[0] - plain[0], added.detach(), rtol=1e-9, atol=0)
+    torch.testing.assert_close(both[4], nll.detach(), rtol=1e-9, atol=1e-12)
+    for k, wanted in zip((0, 2, 3), expected, strict=True):
+        error = (both[1][k] - plain[1][k] - wanted).abs().max()
+        assert error <= 1e-9 * max(wanted.abs().max(), plain[1][k].abs().max()), k
+    for k in (1, 4):
+        assert torch.equal(both[1][k], plain[1][k]), "scales and C have no part in it"
+    assert_as_exact_as_the_materialised(leaves, labels, impl, terms=TermOptions(1.0, 3.0), want_prob_sum=True)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 15.3])
+def test_bf16_errors_with_the_softmax_term(threshold):
+    leaves, labels = problem(64, 96, 1500, gamma=1e-3, threshold=threshold, dtype=torch.bfloat16)
+    options = {"terms": TermOptions(1.0, 3.0), "want_prob_sum": True}
+    exact = figures(gradients(leaves, labels, torch.float64, impl="reference", **options))
+    plain, fast = (figures(gradients(leaves, labels, impl=i, **options)) for i in ("reference", "chunked"))
+    for i, (e, p, f) in enumerate(zip(exact, plain, fast, strict=True)):
+        assert relative_error(f, e) <= 1.1 * relative_error(p, e) + 2**-9, f"figure {i}"
 
 
 @pytest.mark.parametrize("threshold", [0.0, 15.3, 100.0])
@@ -118,10 +154,10 @@ def test_slope_limit_changes_only_gradients_above_it(impl):
     steepest = free[1][4].abs().max()  # of one token: each word's slope
     assert steepest > 1, "a score stands near its threshold"
     for limit in (0.1, 1.0):
-        found = gradients(leaves, labels, impl=impl, slope_limit=limit)
+        found = gradients(leaves, labels, impl=impl, terms=TermOptions(slope_limit=limit))
         assert torch.equal(found[0], free[0])
         torch.testing.assert_close(found[1][4], free[1][4].clamp(-limit, limit), rtol=1e-5, atol=1e-8)
-    above = gradients(leaves, labels, impl=impl, slope_limit=2 * float(steepest))
+    above = gradients(leaves, labels, impl=impl, terms=TermOptions(slope_limit=2 * float(steepest)))
     for one, other in zip(above[1], free[1], strict=True):
         torch.testing.assert_close(one, other)
 
@@ -237,7 +273,8 @@ def test_ignored_tokens_have_no_effect(impl):
     leaves, labels = problem(10, 8, 40)
     labels = torch.full_like(labels, -1)
     labels[3] = 5
-    _, grads, per_token, _ = gradients(leaves, labels, ignore_index=-1, impl=impl)
+    terms = TermOptions(softmax_weight=3.0)
+    _, grads, per_token, *_ = gradients(leaves, labels, ignore_index=-1, impl=impl, terms=terms)
     rest = torch.arange(10) != 3
     assert per_token[3] > 0
     assert per_token[rest].abs().max() == 0
@@ -246,6 +283,7 @@ def test_ignored_tokens_have_no_effect(impl):
         [leaves[0][3:4].detach().requires_grad_(), leaves[1][3:4].detach().requires_grad_(), *leaves[2:]],
         labels[3:4],
         impl=impl,
+        terms=terms,
     )
     torch.testing.assert_close(grads[2], alone[1][2])
 
@@ -256,7 +294,7 @@ def test_no_tokens_or_no_labels(impl, n, v):
     leaves = [torch.ones(n, 3), torch.ones(n, 3), torch.ones(v, 3), torch.zeros(v), torch.tensor(0.0)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
     labels = torch.zeros(n, dtype=torch.int64)
-    loss, grads, per_token, _ = gradients(leaves, labels, vocab_start=5, impl=impl)
+    loss, grads, per_token, *_ = gradients(leaves, labels, vocab_start=5, impl=impl)
     assert loss == 0
     assert per_token.shape == (n,)
     assert all((g == 0).all() for g in grads)
@@ -291,7 +329,7 @@ def test_zero_rows_and_equal_thresholds_give_no_nan():
     labels[labels == 3] = 5
     labels[labels == 4] = 5
     leaves[3].data[4], leaves[4].data[4] = 0.0, 1.0
-    loss, grads, _, _ = gradients(leaves, labels)
+    loss, grads, *_ = gradients(leaves, labels)
     assert torch.isfinite(loss)
     assert all(torch.isfinite(g).all() for g in grads)
 

@@ -23,7 +23,7 @@ from cqwen_dist.heads.fused_loss import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.heads.number_head import NumberLabels
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr import OvrOptions, WordHead, linear_ovr
+from cqwen_dist.ops.ovr import OvrOptions, TermOptions, WordHead, linear_ovr
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, scatter_sum_tokens, sum_partials
 from cqwen_dist.parallel.vocab_parallel import (
@@ -33,10 +33,14 @@ from cqwen_dist.parallel.vocab_parallel import (
 )
 
 C = 6
-COUNTS = {2: [(3, 4), (5, 0), (0, 0)], 4: [(4, 0, 7, 1), (0, 0, 2, 0), (3, 3, 3, 3)]}  # tokens by rank
+COUNTS = {
+    2: [(3, 4), (5, 0), (0, 0)],
+    3: [(4, 0, 7), (0, 5, 0), (3, 3, 3)],
+    4: [(4, 0, 7, 1), (0, 0, 2, 0), (3, 3, 3, 3)],
+}  # tokens by rank
 VOCABULARIES = (13, 9, 3)  # on 4 ranks: 4 4 4 1, 3 3 3 0, 1 1 1 0
 GROUPS = {
-    f"{world} ranks in groups of {size}": (world, size) for world, size in ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
+    f"{world} ranks in groups of {size}": (world, size) for world, size in ((2, 2), (3, 3), (4, 1), (4, 2), (4, 4))
 }
 IN_GROUPS = pytest.mark.parametrize(("world", "group"), GROUPS.values(), ids=GROUPS)
 SHARES = ["uneven", "one rank has all", "even"]  # of COUNTS
@@ -119,6 +123,9 @@ def check_loss(groups: Groups, problem: Problem, **options: Any) -> None:
     assert_close(out.loss, expected.loss, 1e-5, "loss")
     assert_close(out.per_token, expected.per_token[inside], 1e-5, "per_token")
     assert_close(out.prob_sum, expected.prob_sum[inside], 1e-5, "prob_sum")
+    assert (out.nll is None) == (expected.nll is None)
+    if out.nll is not None:
+        assert_close(out.nll, expected.nll[inside], 1e-5, "nll")
     assert_close(out.p_num, p_num[inside], 1e-5, "p_num")
     for tensor in (out.per_token, out.prob_sum):
         assert not tensor.requires_grad
@@ -161,6 +168,8 @@ def losses_with(groups: Groups, scalar: bool, options: dict[str, Any]) -> None:
         pytest.param(False, {"class_weights": True, "vocab_reduction": "mean"}, id="class weights, mean over words"),
         pytest.param(False, {"impl": "reference"}, id="reference"),
         pytest.param(False, {"used_rows": 9}, id="spare rows"),
+        pytest.param(False, {"terms": TermOptions(1.0, 3.0)}, id="softmax term"),
+        pytest.param(True, {"terms": TermOptions(0.0, 3.0), "impl": "reference"}, id="softmax term, reference"),
     ],
 )
 @IN_GROUPS

@@ -10,10 +10,10 @@ from typing import Literal
 from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr.head import OvrOutput, WordHead
+from cqwen_dist.ops.ovr.head import AS_WRITTEN, OvrOutput, TermOptions, WordHead
 from cqwen_dist.ops.ovr.loss import OvrOptions, ovr_loss
 
-__all__ = ["OvrOptions", "OvrOutput", "WordHead", "linear_ovr"]
+__all__ = ["OvrOptions", "OvrOutput", "TermOptions", "WordHead", "linear_ovr"]
 
 
 def linear_ovr(
@@ -33,7 +33,7 @@ def linear_ovr(
     vocab_reduction: Literal["sum", "mean"] = "sum",
     vocab_size: int | None = None,
     used_rows: int | None = None,
-    slope_limit: float = 0.0,
+    terms: TermOptions = AS_WRITTEN,
 ) -> OvrOutput:
     """OvR loss of the slice: sum_i token_weights_i sum_k w_k BCE_ik (S0 5.1 formulas 3-5, S4 3.4.3).
 
@@ -51,13 +51,22 @@ def linear_ovr(
     impl: "chunked" (torch, any device), "triton" (CUDA: one kernel between the products), "reference" (materialises
         [N, v]); "auto" is "triton" for an fp32 or bf16 weight on CUDA, otherwise "chunked".
     want_prob_sum: also return sum_k P_ik over the words in use, from the same pass.
-    slope_limit: clips the gradient of each BCE with respect to loc_S (and so to C), in 1/nat, before the weights; 0: no
-        clipping. The loss does not change (docs/decisions.md, D-slope).
+    terms: slope_limit clips the gradient of each BCE with respect to loc_S (and so to C), in 1/nat, before the weights;
+        0: no clipping. The loss does not change (docs/decisions.md, D-slope). softmax_weight: adds this times
+        -log softmax(loc_S) of the label over the words in use, once a token and without class weights
+        (docs/decisions.md, D-softmax). Its gradient reaches loc_u, weight and bias.
 
     Gradients go to loc_u, scale_u, weight, bias and threshold if required, in the dtype of each.
     Raises ValueError for wrong shapes, labels out of range (checked on a CPU only) and unknown names, and TypeError for
     wrong dtypes.
     """
     head = WordHead.of(weight, bias, threshold, vocab_start, vocab_size, used_rows)
-    options = OvrOptions(class_weights, vocab_reduction, impl, ignore_index, want_prob_sum, slope_limit)
+    options = OvrOptions(
+        class_weights=class_weights,
+        vocab_reduction=vocab_reduction,
+        impl=impl,
+        ignore_index=ignore_index,
+        want_prob_sum=want_prob_sum,
+        terms=terms,
+    )
     return ovr_loss(Cauchy(loc_u, scale_u), head, labels, token_weights, options)

@@ -100,6 +100,16 @@ class WordHead(NamedTuple):
             raise ValueError(f"threshold must be a scalar or have shape ({v},), found {tuple(self.threshold.shape)}")
 
 
+class TermOptions(NamedTuple):
+    """Options of the terms of a token. Every implementation reads them here, so a new one needs no other argument."""
+
+    slope_limit: float = 0.0  # limit of |dBCE_ik / dloc_S_ik| in 1/nat before the weights; 0: none
+    softmax_weight: float = 0.0  # factor of -log softmax(loc_S) of the label, added to each token's loss
+
+
+AS_WRITTEN = TermOptions()  # S0 5.1
+
+
 class Targets(NamedTuple):
     """The targets of the tokens: constants without gradient. Weights are fp32 (fp64 for fp64)."""
 
@@ -107,9 +117,9 @@ class Targets(NamedTuple):
     token_weights: Tensor  # [N]: factor per token, 0 for a masked token
     class_weights: Tensor | None  # [v]: factor of both terms of a word
     want_prob_sum: bool
-    slope_limit: float = 0.0  # limit of |dBCE_ik / dloc_S_ik| in 1/nat before both weights; 0: none
-    skip_labels: bool = False  # leave the entries at `row` out of the loss, the gradients and the sum of P
+    terms: TermOptions = AS_WRITTEN
     seen: Any = None  # a `Seen`, which reads the scores of the pass
+    log_norm: Tensor | None = None  # [N] log sum_k exp(loc_S,k) over the full vocabulary, for the softmax term
 
 
 class OvrOutput(NamedTuple):
@@ -118,5 +128,6 @@ class OvrOutput(NamedTuple):
     loss: Tensor  # scalar, differentiable
     per_token: Tensor  # [N] detached, without token weight; 0 for ignored tokens
     prob_sum: Tensor | None  # [N] detached: sum of P, on request
+    nll: Tensor | None = None  # [N] detached: -log softmax(loc_S) of a label in the slice, else 0; with a softmax term
     seen: Any = None  # what else the pass found, a `Seen`, on request
     best: Any = None  # of it, the best words, a `TopWord`

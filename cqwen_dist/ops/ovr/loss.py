@@ -10,6 +10,7 @@ Shape letters: N tokens, C causal dimensions, v words of the slice.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr.head import OvrOutput, Targets, WordHead
-from cqwen_dist.ops.ovr.one_pass import Needs, ovr_one_pass, visit
+from cqwen_dist.ops.ovr.head import AS_WRITTEN, OvrOutput, Targets, TermOptions, WordHead
+from cqwen_dist.ops.ovr.one_pass import Needs, log_norm, ovr_one_pass, visit
 from cqwen_dist.ops.ovr.reference import ovr_reference
 from cqwen_dist.ops.ovr.seen import Seen, Wanted
 from cqwen_dist.ops.ovr.tile import TileMaths, TorchTile
@@ -39,7 +40,7 @@ class OvrOptions:
     impl: str = "auto"
     ignore_index: int = -100
     want_prob_sum: bool = False
-    slope_limit: float = 0.0
+    terms: TermOptions = AS_WRITTEN
     seen: Wanted | None = None  # what the pass also finds: `OvrOutput.seen`, `OvrOutput.best`
 
 
@@ -47,9 +48,17 @@ PLAIN = OvrOptions()
 
 
 def ovr_loss(
-    u: Cauchy, head: WordHead, labels: Tensor, token_weights: Tensor | None = None, options: OvrOptions = PLAIN
+    u: Cauchy,
+    head: WordHead,
+    labels: Tensor,
+    token_weights: Tensor | None = None,
+    options: OvrOptions = PLAIN,
+    of_all: Callable[[Tensor], Tensor] | None = None,
 ) -> OvrOutput:
-    """`linear_ovr` for U' [N, C] and a slice of the head; labels, token_weights [N]. Raises as `linear_ovr`."""
+    """`linear_ovr` for U' [N, C] and a slice of the head; labels, token_weights [N]. Raises as `linear_ovr`.
+
+    of_all: gives log sum_k exp(loc_S,k) [N] over the full vocabulary, for that over the slice; None: they are the same.
+    """
     head.check(u)
     _check(u, head, labels, token_weights, options)
     # Labels become rows of the slice (-1: a label elsewhere), masks and the vocabulary mean become token weights
@@ -60,27 +69,32 @@ def ovr_loss(
     if token_weights is not None:
         weights = token_weights.detach().to(head.real)
     targets = Targets(
-        torch.where(inside, labels - head.start, -1),
-        torch.where(valid, weights * factor, 0.0),
-        None if options.class_weights is None else options.class_weights.detach().to(head.real).contiguous(),
-        options.want_prob_sum,
-        options.slope_limit,
+        row=torch.where(inside, labels - head.start, -1),
+        token_weights=torch.where(valid, weights * factor, 0.0),
+        class_weights=None
+        if options.class_weights is None
+        else options.class_weights.detach().to(head.real).contiguous(),
+        want_prob_sum=options.want_prob_sum,
+        terms=options.terms,
         seen=None if options.seen is None else Seen(len(labels), head, options.seen),
     )
     part = head._replace(start=0, used_rows=head.rows)  # from here on rows count from the start of the slice
-    full = ovr_reference
-    if options.impl != "reference":
-        full = partial(ovr_one_pass, maths=_maths(options.impl, part))
+    maths = TorchTile() if options.impl == "reference" else _maths(options.impl, part)
+    full = ovr_reference if options.impl == "reference" else partial(ovr_one_pass, maths=maths)
     with torch.autocast(u.loc.device.type, enabled=False):
-        loss, per_token, prob_sum, *_ = full(u, part, targets)
+        if options.terms.softmax_weight and (of_all is not None or options.impl != "reference"):
+            norm = log_norm(u, part, targets, maths)
+            targets = targets._replace(log_norm=norm if of_all is None else of_all(norm))
+        loss, per_token, prob_sum, nll, *_ = full(u, part, targets)
         per_token = torch.where(valid, per_token * factor, 0.0)
+        nll = None if nll is None else torch.where(valid, nll, 0.0)
         if targets.seen is None:
-            return OvrOutput(loss, per_token, prob_sum)
+            return OvrOutput(loss, per_token, prob_sum, nll)
         at = Cauchy(u.loc.detach(), u.scale.detach())
         if options.impl == "reference":  # it has no tiles
             visit(at, part, targets, Needs(), TorchTile())
         best = targets.seen.finish(at, part)
-    return OvrOutput(loss, per_token, prob_sum, targets.seen, best)
+    return OvrOutput(loss, per_token, prob_sum, nll, targets.seen, best)
 
 
 def runs_on(impl: str, device: torch.device) -> bool:

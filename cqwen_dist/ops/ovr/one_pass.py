@@ -65,6 +65,25 @@ def visit(u: Cauchy, head: WordHead, targets: Targets, need: Needs, maths: TileM
     return work.sums(), work.gradients()
 
 
+@torch.no_grad()
+def log_norm(u: Cauchy, head: WordHead, targets: Targets, maths: TileMaths) -> Tensor:
+    """log sum_k exp(loc_S,k) [N] over the words in use, fp32 (fp64): a pass before `visit`, of one product.
+
+    It is needed before the gradients of the softmax term. The scores are those of `visit`, rounded alike.
+    """
+    work = _Visit(u, head, targets, Needs(), maths)
+    total = torch.full((len(u.loc),), -torch.inf, dtype=torch.float64, device=u.loc.device)
+    with torch.cuda.device_of(u.loc):
+        for v0 in range(0, head.rows, work.n):
+            block = work.open_block(slice(v0, min(head.rows, v0 + work.n)), scales=False)
+            for i0 in range(0, len(u.loc), work.t):
+                some = slice(i0, min(len(u.loc), i0 + work.t))
+                tile = work.tile(block, some)
+                tile.locations(maths.reads_gap)
+                total[some] = torch.logaddexp(total[some], maths.log_norm(tile).double())
+    return total.to(head.real)
+
+
 class _Block(NamedTuple):
     """n words: their rows in the dtype of the GEMMs, and the two parts of their gradient."""
 
@@ -84,20 +103,24 @@ class _Visit:
         # Inputs, in the dtype of their use. Bias and threshold only matter as one offset C - b.
         self.x, self.g = u.loc.detach().to(gemm), u.scale.detach().to(gemm)
         self.offset = head.threshold.detach().to(real).expand(len(head.weight)).contiguous()  # as kernels read it
+        self.bias = torch.zeros_like(self.offset)
         if head.bias is not None:
-            self.offset = self.offset - head.bias.detach().to(real)
+            self.bias = head.bias.detach().to(real).contiguous()
+            self.offset = self.offset - self.bias
         self.leading = self.offset.to(gemm)
         if gemm != real and not head.weight.is_cuda and not self._labels_near():
             self.leading.zero_()
 
-        # Sums, to which the tiles add. d_gap [v] is dloss/dloc_S summed over tokens. The sums per token are fp64, since
-        # a token adds many tiles one after another.
+        # Sums, to which the tiles add. d_gap, d_bias [v] are sums over tokens. The sums per token are fp64, since many
+        # tiles are added to a token, one after another.
         n, c = self.x.shape
         self.d_u = self.x.new_zeros(2, n, c, dtype=real) if any(need[:2]) else None
         self.d_w = torch.empty_like(head.weight) if need.weight else None
-        self.d_gap = self.x.new_zeros(len(head.weight), dtype=real) if need.bias or need.threshold else None
+        self.d_gap = self.x.new_zeros(len(head.weight), dtype=real) if need.threshold else None
+        self.d_bias = self.x.new_zeros(len(head.weight), dtype=real) if need.bias else None
         self.per_token = torch.zeros(n, dtype=torch.float64, device=self.x.device)
         self.prob_sum = torch.zeros_like(self.per_token) if targets.want_prob_sum else None
+        self.label_loc = None if targets.log_norm is None else torch.zeros_like(self.per_token)
 
         # Buffers, made once: an allocation for each tile would cost more than a small tile's products.
         # d_w itself is one of the sums if it has their dtype.
@@ -106,7 +129,8 @@ class _Visit:
         rows = 2 if head.weight.dtype != gemm else 1
         sums = (2 if head.weight.dtype != real else 1) if need.weight else 0
         self.work = self.x.new_empty(maths.buffers, size, dtype=real)
-        self.low = self.x.new_empty(2 if gemm != real else 0, size, dtype=gemm)
+        # Zeros: a CPU's bf16 products may read the padding behind a row, and 0 times NaN is NaN
+        self.low = self.x.new_zeros(2 if gemm != real else 0, size, dtype=gemm)
         self.rows = self.x.new_empty(rows, self.n * c, dtype=gemm)
         self.block_sums = self.x.new_empty(sums, self.n * c, dtype=real)
 
@@ -121,52 +145,60 @@ class _Visit:
         loc = (self.x.to(self.real) * self.head.weight.detach()[row]).sum(1)
         return bool((((self.offset[row] - loc).abs() < loc.abs()) & (self.targets.row >= 0)).any())
 
-    def open_block(self, words: slice) -> _Block:
-        """W and |W| of a block of words in the dtype of the GEMMs, and buffers for its gradient."""
+    def open_block(self, words: slice, scales: bool = True) -> _Block:
+        """W and |W| of a block of words in the dtype of the GEMMs, and buffers for its gradient. scales: make |W|."""
         shape = (words.stop - words.start, self.x.shape[1])
         rows = tuple(_cut(self.rows, *shape))
         if len(rows) == 2:
             rows[0].copy_(self.head.weight[words])
         else:
             rows = (self.head.weight.detach()[words], *rows)
-        torch.abs(rows[0], out=rows[1])
+        if scales:
+            torch.abs(rows[0], out=rows[1])
         sums = None
         if self.d_w is not None:
             own = tuple(_cut(self.block_sums, *shape))
             sums = own if len(own) == 2 else (self.d_w[words], *own)
         return _Block(words, rows, sums)
 
+    def tile(self, block: _Block, some: slice) -> Tile:
+        """The tile of some tokens and the block's words."""
+        words, targets = block.words, self.targets
+        shape = (some.stop - some.start, words.stop - words.start)
+        return Tile(
+            x=self.x[some],
+            g=self.g[some],
+            w=block.rows[0],
+            abs_w=block.rows[1],
+            work=_cut(self.work, *shape, self.maths.multiple),
+            low=_cut(self.low, *shape, self.maths.multiple),
+            offset=self.offset[words],
+            leading=self.leading[words],
+            bias=self.bias[words],
+            target=targets.row[some] - words.start,
+            token_weights=targets.token_weights[some],
+            class_weights=_at(targets.class_weights, words),
+            per_token=self.per_token[some],
+            prob_sum=_at(self.prob_sum, some),
+            gap_sum=_at(self.d_gap, words),
+            bias_sum=_at(self.d_bias, words),
+            log_norm=_at(targets.log_norm, some),
+            label_loc=_at(self.label_loc, some),
+            terms=targets.terms,
+        )
+
     def visit_tile(self, block: _Block, some: slice) -> None:
         """Add the loss of some tokens on the block's words, and multiply the score gradients on to U and W."""
-        words = block.words
-        x, shape = self.x[some], (some.stop - some.start, words.stop - words.start)
-        tile = Tile(
-            x,
-            self.g[some],
-            block.rows[0],
-            block.rows[1],
-            _cut(self.work, *shape, self.maths.multiple),
-            _cut(self.low, *shape, self.maths.multiple),
-            self.offset[words],
-            self.leading[words],
-            self.targets.row[some] - words.start,
-            self.targets.token_weights[some],
-            None if self.targets.class_weights is None else self.targets.class_weights[words],
-            self.per_token[some],
-            None if self.prob_sum is None else self.prob_sum[some],
-            None if self.d_gap is None else self.d_gap[words],
-            self.targets.slope_limit,
-            self.targets.skip_labels,
-        )
+        tile = self.tile(block, some)
         tile.scores(self.maths.reads_gap)
         if self.targets.seen is not None:
             offset = None if self.maths.reads_gap else tile.offset
-            self.targets.seen.add(some, words.start, tile.work[0], tile.work[1], offset)
+            self.targets.seen.add(some, block.words.start, tile.work[0], tile.work[1], offset)
         d = self.maths(tile, any(self.need))
         if self.d_u is not None:
             _spread(d, block.rows, self.d_u[:, some], True)
         if block.sums is not None:  # the first tile writes, all others add: no pass to zero the buffers
-            _spread([a.T for a in d], (x, self.g[some]), block.sums, some.start > 0)
+            _spread([a.T for a in d], (tile.x, tile.g), block.sums, some.start > 0)
 
     def close_block(self, block: _Block) -> None:
         """Finish the weight gradient of a block: d_W = D_loc^T x + sign(W) * (D_scale^T g)."""
@@ -180,11 +212,15 @@ class _Visit:
 
     def sums(self) -> OvrOutput:
         """The sums over all tiles. Only the loss includes the token weights."""
-        weights = self.targets.token_weights
+        targets, weights, loss, nll = self.targets, self.targets.token_weights, self.per_token, None
+        if targets.log_norm is not None and self.label_loc is not None:
+            nll = torch.where(targets.row >= 0, targets.log_norm - self.label_loc, 0.0)
+            loss = loss + targets.terms.softmax_weight * nll
+            nll = nll.to(self.real)
         # A masked token's loss may be infinite, and 0 times infinity is NaN
-        weighted = torch.where(weights != 0, weights * self.per_token, 0.0)
+        weighted = torch.where(weights != 0, weights * loss, 0.0)
         prob_sum = None if self.prob_sum is None else self.prob_sum.to(self.real)
-        return OvrOutput(weighted.sum().to(self.real), self.per_token.to(self.real), prob_sum)
+        return OvrOutput(weighted.sum().to(self.real), self.per_token.to(self.real), prob_sum, nll)
 
     def gradients(self) -> Gradients:
         """The gradients for an upstream gradient of 1; zero for reserved rows."""
@@ -193,11 +229,10 @@ class _Visit:
         if self.d_w is not None:
             # `empty_like` left garbage in rows that no block visited: reserved rows, and all rows without tokens
             self.d_w[self.head.rows if len(self.x) else 0 :].zero_()
+        if self.d_bias is not None and bias is not None:
+            d_bias = self.d_bias.to(bias.dtype)
         if self.d_gap is not None:
-            if self.need.bias and bias is not None:
-                d_bias = self.d_gap.to(bias.dtype)
-            if self.need.threshold:
-                d_threshold = -(self.d_gap if threshold.ndim else self.d_gap.sum()).to(threshold.dtype)
+            d_threshold = -(self.d_gap if threshold.ndim else self.d_gap.sum()).to(threshold.dtype)
         d_u = [self.d_u[i].to(self.u.loc.dtype) if self.need[i] and self.d_u is not None else None for i in (0, 1)]
         return *d_u, self.d_w, d_bias, d_threshold
 
@@ -233,13 +268,13 @@ class _OnePass(torch.autograd.Function):
         used_rows: int | None,
         targets: Targets,
         maths: TileMaths,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         ctx.save_for_backward(loc_u, scale_u, weight, bias, threshold)
         ctx.used_rows, ctx.targets, ctx.maths = used_rows, targets, maths
         head = WordHead(weight, bias, threshold, used_rows=used_rows)
         sums, ctx.gradients = visit(Cauchy(loc_u, scale_u), head, targets, Needs(*ctx.needs_input_grad[:5]), maths)
-        ctx.mark_non_differentiable(*(s for s in (sums.per_token, sums.prob_sum) if s is not None))
-        return sums.loss, sums.per_token, sums.prob_sum
+        ctx.mark_non_differentiable(*(s for s in (sums.per_token, sums.prob_sum, sums.nll) if s is not None))
+        return sums.loss, sums.per_token, sums.prob_sum, sums.nll
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -255,6 +290,10 @@ class _OnePass(torch.autograd.Function):
                 if gradient is not None:
                     gradient.mul_(upstream)
         return *gradients, None, None, None
+
+
+def _at(values: Tensor | None, part: slice) -> Tensor | None:
+    return None if values is None else values[part]
 
 
 def _cut(buffers: Tensor, a: int, b: int, multiple: int = 1) -> Tensor:

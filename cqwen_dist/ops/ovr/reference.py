@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy, log_prob_above, prob_above
-from cqwen_dist.ops.ovr.head import OvrOutput, Targets, WordHead
+from cqwen_dist.ops.ovr.head import AS_WRITTEN, OvrOutput, Targets, TermOptions, WordHead
 
 
 def ovr_reference(u: Cauchy, head: WordHead, targets: Targets) -> OvrOutput:
@@ -26,21 +26,32 @@ def ovr_reference(u: Cauchy, head: WordHead, targets: Targets) -> OvrOutput:
     gap = used.threshold.to(real) - loc
 
     is_label = torch.arange(rows, device=loc.device) == targets.row[:, None]
-    bce = _bce(gap, scale, is_label, targets.slope_limit)
-    if targets.skip_labels:
-        bce = torch.where(is_label, 0.0, bce)
+    bce = _bce(gap, scale, is_label, targets.terms)
     if targets.class_weights is not None:
         bce = bce * targets.class_weights[:rows]
     per_token = bce.sum(1)
-    weights = targets.token_weights
-    loss = (weights * torch.where(weights != 0, per_token, 0.0)).sum()  # a masked token may be inf; 0 * inf is NaN
-    if not targets.want_prob_sum:
-        return OvrOutput(loss, per_token.detach(), None)
-    prob = prob_above(scale, gap)
-    return OvrOutput(loss, per_token.detach(), (prob * ~(is_label & targets.skip_labels)).sum(1).detach())
+    total, nll, weights = per_token, None, targets.token_weights
+    if targets.terms.softmax_weight and rows:
+        nll = _softmax_nll(loc, is_label, targets.log_norm)
+        total = total + targets.terms.softmax_weight * nll
+    loss = (weights * torch.where(weights != 0, total, 0.0)).sum()  # a masked token may be inf; 0 * inf is NaN
+    prob_sum = prob_above(scale, gap).sum(1).detach() if targets.want_prob_sum else None
+    return OvrOutput(loss, per_token.detach(), prob_sum, None if nll is None else nll.detach())
 
 
-def ovr_partial(u: Cauchy, head: WordHead, words: Tensor, slope_limit: float = 0.0) -> Tensor:
+def _softmax_nll(loc: Tensor, is_label: Tensor, log_norm: Tensor | None) -> Tensor:
+    """-log softmax(loc) of the label [N], and 0 where it is not in the slice; loc, is_label [N, rows].
+
+    log_norm: [N] of the full vocabulary, to which this slice contributes; None: the slice is all of it. Summed over the
+    slices, values and gradients are those of the full vocabulary.
+    """
+    norm = loc.logsumexp(1)
+    if log_norm is not None:  # d log_norm / d norm is the slice's share of the normaliser
+        norm = log_norm + (norm - norm.detach()) * (norm.detach() - log_norm).exp()
+    return torch.where(is_label.any(1), norm - (loc * is_label).sum(1), norm - norm.detach())
+
+
+def ovr_partial(u: Cauchy, head: WordHead, words: Tensor, terms: TermOptions = AS_WRITTEN) -> Tensor:
     """BCE of single words [M]; 0 for words outside the rows in use (S4 3.3.1: only labelled words are trained).
 
     u: U' of each label's token [M, C]. words: [M] int64, ids of the full vocabulary; w marks a word that follows, ~w a
@@ -51,13 +62,13 @@ def ovr_partial(u: Cauchy, head: WordHead, words: Tensor, slope_limit: float = 0
     if not len(head.weight):
         return (u.loc.sum(1) + u.scale.sum(1)).to(head.real) * 0.0  # in the graph: all ranks must join in backward
     law, gap = head.take(row.clamp(0, len(head.weight) - 1)).of_own(u.to(head.real))
-    return torch.where(here, _bce(gap, law.scale, words >= 0, slope_limit), 0.0)
+    return torch.where(here, _bce(gap, law.scale, words >= 0, terms), 0.0)
 
 
-def _bce(gap: Tensor, scale: Tensor, is_label: Tensor, slope_limit: float) -> Tensor:
-    """-log P if is_label, otherwise -log(1 - P); slope_limit as in `linear_ovr`."""
-    if slope_limit and gap.requires_grad:
-        gap = _limited(gap, scale, is_label, slope_limit)
+def _bce(gap: Tensor, scale: Tensor, is_label: Tensor, terms: TermOptions) -> Tensor:
+    """-log P if is_label, otherwise -log(1 - P)."""
+    if terms.slope_limit and gap.requires_grad:
+        gap = _limited(gap, scale, is_label, terms.slope_limit)
     return -log_prob_above(scale, torch.where(is_label, gap, -gap))
 
 

@@ -19,6 +19,9 @@ for some token are mended. Gradients in closed form, with q = s^2 + d^2:
 
 If a score is within s of its threshold, dloss/dloc is about 1/s. With s = 1e-3, one word of one token then outweighs
 the rest of the step. `slope_limit` clips it (for comparison: the gradient of softmax is at most 1).
+
+The softmax term, -log softmax(loc_S) of the label, adds softmax(loc_S) - [label] to dloss/dloc. C and the scales have
+no part in it, so it is added behind the sum of C's gradient.
 """
 
 from __future__ import annotations
@@ -31,12 +34,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cqwen_dist.ops.ovr.head import AS_WRITTEN, TermOptions
 from cqwen_dist.ops.products import gap_into, mm_into
 from cqwen_dist.tiles import WORK_BUFFERS
 
 MIN_SCALE = 1.2e-38  # replaces scale 0, as atan2(0, 0) = 0. A P of 0 then has -log P of 87 to 92 instead of inf
 MIN_DENOMINATOR = 1e-30  # keeps gradients finite if q (1-P) vanishes
-FAR = 1e18  # a gap of this size gives zero loss, slope and P in any precision, and its square is still finite
 
 
 class Tile(NamedTuple):
@@ -50,28 +53,35 @@ class Tile(NamedTuple):
     low: Tensor  # [2, t, n] in the dtype of the GEMMs for the gradients; [0, t, n] if that is fp32
     offset: Tensor  # [n] in: C - b
     leading: Tensor  # [n] in the dtype of the GEMMs: a part of it, as in `gap_into`
+    bias: Tensor  # [n] in: b
     target: Tensor  # [t] in: column of the label in this tile, or any value outside [0, n)
     token_weights: Tensor  # [t] in: factor of the gradients (not of per_token)
     class_weights: Tensor | None  # [n] in
     per_token: Tensor  # [t] fp64, added to: sum_k w_k loss_ik
     prob_sum: Tensor | None  # [t] fp64, added to: sum_k P_ik
-    gap_sum: Tensor | None  # [n], added to: sum_i dloss/dloc_ik
-    slope_limit: float = 0.0  # limit of |dloss/dloc| before the weights; 0: none
-    skip_labels: bool = False  # leave out the entries at `target`
+    gap_sum: Tensor | None  # [n], added to: sum_i of dloss/dloc_ik without the softmax term, so of -dloss/dC_k
+    bias_sum: Tensor | None = None  # [n], added to: sum_i dloss/dloc_ik
+    log_norm: Tensor | None = None  # [t] in, for the softmax term
+    label_loc: Tensor | None = None  # [t] fp64, added to with the softmax term: loc_S of a label in the tile
+    terms: TermOptions = AS_WRITTEN
+
+    def locations(self, gap: bool) -> Tensor:
+        """loc = x W^T without bias, or `offset` minus it [t, n], into the first buffer."""
+        if gap:
+            gap_into(self.offset, self.leading, self.x, self.w.T, self.work[0], self.low)
+        else:
+            mm_into(self.x, self.w.T, self.work[0])
+        return self.work[0]
 
     def scores(self, gap: bool) -> None:
-        """loc = x W^T without bias, or `offset` minus it, and scale = g |W|^T [t, n], into the first two buffers."""
-        loc, scale = self.work[:2]
-        if gap:
-            gap_into(self.offset, self.leading, self.x, self.w.T, loc, self.low)
-        else:
-            mm_into(self.x, self.w.T, loc)
-        mm_into(self.g, self.abs_w.T, scale)
+        """`locations`, and scale = g |W|^T [t, n] into the second buffer."""
+        self.locations(gap)
+        mm_into(self.g, self.abs_w.T, self.work[1])
 
-    def add_to_gap(self, d_loc: Tensor) -> None:
-        """Add the column sums of dloss/dloc [t, n] to `gap_sum` if it is wanted."""
-        if self.gap_sum is not None:
-            self.gap_sum.add_(d_loc.sum(0, dtype=self.gap_sum.dtype))
+    @property
+    def softmax_factor(self) -> Tensor:
+        """[t] factor of the gradient of the softmax term."""
+        return self.terms.softmax_weight * self.token_weights
 
 
 class TileMaths(ABC):
@@ -87,11 +97,18 @@ class TileMaths(ABC):
     def __call__(self, tile: Tile, with_grad: bool) -> Sequence[Tensor]:
         """The two gradients; adds to the tile's sums."""
 
+    @abstractmethod
+    def log_norm(self, tile: Tile) -> Tensor:
+        """log sum_k exp(loc_S,ik) over the tile's words [t], from its `Tile.locations`."""
+
 
 class TorchTile(TileMaths):
     """The maths as in-place torch operations: about 15 passes over buffers that stay in cache."""
 
     buffers = WORK_BUFFERS["chunked"]
+
+    def log_norm(self, tile: Tile) -> Tensor:
+        return torch.sub(tile.offset + tile.bias, tile.work[0], out=tile.work[1]).logsumexp(1)
 
     def __call__(self, tile: Tile, with_grad: bool) -> Sequence[Tensor]:
         gap, scale, a, b = tile.work
@@ -99,9 +116,6 @@ class TorchTile(TileMaths):
         # d = C - loc_S, negated at the labels. Labels are a handful of entries: touching only them is cheaper than a
         # mask over the whole tile.
         at, sign = _label_entries(tile.target, gap)
-        if tile.skip_labels:
-            gap.view(-1)[at] += (1.0 - sign) * FAR
-            sign = sign.abs()
         gap.view(-1)[at] *= sign
 
         # -p, the angle of the rarer side; then log(1 - P) as if no d were negative
@@ -116,6 +130,9 @@ class TorchTile(TileMaths):
             # A label was counted with the sign of its negated d
             own = gap.view(-1)[at].sign() * (1.0 + 2.0 * a.view(-1)[at])
             tile.prob_sum.add_(own * (1.0 - sign) / 2.0)
+        if tile.label_loc is not None:
+            threshold = (tile.offset + tile.bias)[tile.target.clamp(0, gap.shape[1] - 1)]
+            tile.label_loc.add_((threshold + gap.view(-1)[at]) * (1.0 - sign) / 2.0)
         if not with_grad:
             return scale, gap
 
@@ -126,14 +143,33 @@ class TorchTile(TileMaths):
         torch.div(tile.token_weights[:, None] / math.pi, b, out=b)
         if tile.class_weights is not None:
             b.mul_(tile.class_weights)
-        d_loc, d_scale = scale.mul_(b), gap.mul_(b)
-        if tile.slope_limit:
-            most = tile.slope_limit * tile.token_weights.abs()[:, None]
+        d_loc = scale.mul_(b)
+        if tile.terms.slope_limit:
+            most = tile.terms.slope_limit * tile.token_weights.abs()[:, None]
             most = most if tile.class_weights is None else most * tile.class_weights.abs()
             torch.clamp(d_loc, -most, most, out=d_loc)
         d_loc.view(-1)[at] *= sign  # dloss/dscale needs no sign: only d was negated
-        tile.add_to_gap(d_loc)
+        if tile.gap_sum is not None:
+            tile.gap_sum.add_(d_loc.sum(0, dtype=tile.gap_sum.dtype))
+        if tile.log_norm is not None:
+            _add_softmax(tile, d_loc, gap, a, at, sign)
+        if tile.bias_sum is not None:
+            tile.bias_sum.add_(d_loc.sum(0, dtype=tile.bias_sum.dtype))
+        d_scale = gap.mul_(b)
         return (tile.low[0].copy_(d_loc), tile.low[1].copy_(d_scale)) if len(tile.low) else (d_loc, d_scale)
+
+
+def _add_softmax(tile: Tile, d_loc: Tensor, gap: Tensor, p: Tensor, at: Tensor, sign: Tensor) -> None:
+    """Add the gradient of the softmax term, factor * (softmax(loc_S) - [label]), to d_loc [t, n].
+
+    gap: C - loc_S, negated at the labels; p: scratch; at, sign: of `_label_entries`.
+    """
+    torch.sub(tile.offset + tile.bias, gap, out=p)
+    p.view(-1)[at] += (1.0 - sign) * gap.view(-1)[at]
+    p.sub_(tile.log_norm[:, None]).exp_()  # type: ignore[index]
+    factor = tile.softmax_factor
+    d_loc.addcmul_(p, factor[:, None])
+    d_loc.view(-1)[at] -= factor * (1.0 - sign) / 2.0
 
 
 def _columns_above(gap: Tensor) -> Tensor | slice:

@@ -6,7 +6,8 @@ is summed by one program in a fixed order: no atomics, reproducible bits.
 
     reads   loc, scale [t, n], offset, class weights [n], token weights [t], all fp32; target [t] int64
     writes  d_loc, d_scale [t, n] (fp32 in place, or bf16/fp16)
-    adds    per_token [t], prob_sum [t] fp64
+    adds    per_token [t], prob_sum [t], label_loc [t] fp64
+    writes  the sum of d_loc over each program's tokens [t / BM, n], without the softmax term, for C's gradient
 
 A select is free here, so one angle (the smaller of pi P and pi (1-P)) and one logarithm of each kind are enough. atan
 and log1p are polynomials (least squares at Chebyshev nodes, relative error below 1e-8 before rounding). Triton has
@@ -17,13 +18,14 @@ Shape letters: t tokens and n words of the tile, BM x BN one step of a program.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cqwen_dist.ops.ovr.tile import FAR, MIN_DENOMINATOR, MIN_SCALE, Tile, TileMaths
+from cqwen_dist.ops.ovr.tile import MIN_DENOMINATOR, MIN_SCALE, Tile, TileMaths
 from cqwen_dist.tiles import ROW_NUMBERS, WORK_BUFFERS
 
 BLOCK_TOKENS, BLOCK_WORDS = 16, 128
@@ -31,7 +33,7 @@ _INV_PI = tl.constexpr(0.3183098861837907)
 _HALF_PI = tl.constexpr(1.5707963267948966)
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _MIN_DENOMINATOR = tl.constexpr(MIN_DENOMINATOR)
-_FAR = tl.constexpr(FAR)
+_FAR = tl.constexpr(1e18)  # a gap of this size gives zero loss, slope and P, and its square is still finite
 _LOG_2 = tl.constexpr(0.6931471805599453)
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -97,21 +99,17 @@ def _entries(
     WITH_GRAD: tl.constexpr,
     HAS_CLASS_WEIGHTS: tl.constexpr,
     SLOPE_LIMIT: tl.constexpr,
-    SKIP_LABELS: tl.constexpr,
 ):
     """(class weight * log probability, P, dloss/dloc, dloss/dscale), [BM, BN] each.
 
     The gradients are undefined without WITH_GRAD. A column with d = FAR adds 0 to all sums.
     """
     s = tl.maximum(s, _MIN_SCALE)
-    if SKIP_LABELS:  # turn labels into negatives far below C, which add 0
-        d = tl.where(is_label, _FAR, d)
-        is_label = is_label & False
     d = tl.where(is_label, -d, d)
     rare = d > 0.0
     small = _angle(s, tl.abs(d)) * _INV_PI  # the smaller of P and 1-P
     term = tl.where(rare, _log1m(small), _log2(small) * _LOG_2)
-    p = tl.where(rare != is_label, small, 1.0 - small)
+    p = tl.where(rare != is_label, small, 1.0 - small)  # of the word, on either side of C
     d_loc, d_scale = d, s
     if WITH_GRAD:
         rest = tl.where(rare, 1.0 - small, small)
@@ -146,14 +144,19 @@ def _tile_kernel(
     class_weights_ptr,  # [n] fp32 in, if HAS_CLASS_WEIGHTS
     per_token_ptr,  # [t] fp64 added to
     prob_sum_ptr,  # [t] fp64 added to, if WANT_PROB_SUM
+    gap_sums_ptr,  # [programs, n] fp32 out, if WANT_GAP_SUM
+    bias_ptr,  # [n] fp32 in, if SOFTMAX_WEIGHT
+    log_norm_ptr,  # [t] fp32 in, if SOFTMAX_WEIGHT
+    label_loc_ptr,  # [t] fp64 added to, if SOFTMAX_WEIGHT
     t,
     n,
     stride,  # row stride of the four matrices
     WITH_GRAD: tl.constexpr,
     HAS_CLASS_WEIGHTS: tl.constexpr,
     WANT_PROB_SUM: tl.constexpr,
+    WANT_GAP_SUM: tl.constexpr,
     SLOPE_LIMIT: tl.constexpr,
-    SKIP_LABELS: tl.constexpr,
+    SOFTMAX_WEIGHT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -164,6 +167,10 @@ def _tile_kernel(
     token_weights = tl.load(token_weights_ptr + rows, mask=in_rows, other=0.0) * _INV_PI
     loss = tl.zeros([BM], dtype=tl.float32)
     prob = tl.zeros([BM], dtype=tl.float32)
+    own = tl.zeros([BM], dtype=tl.float32)
+    log_norm = own
+    if SOFTMAX_WEIGHT > 0:
+        log_norm = tl.load(log_norm_ptr + rows, mask=in_rows, other=0.0)
     for start in range(0, n, BN):
         cols = start + tl.arange(0, BN)
         in_cols = cols < n
@@ -175,26 +182,64 @@ def _tile_kernel(
         w = offset
         if HAS_CLASS_WEIGHTS:
             w = tl.load(class_weights_ptr + cols, mask=in_cols, other=0.0)
+        is_label = cols[None, :] == target[:, None]
         term, p, d_loc, d_scale = _entries(
             offset[None, :] - loc,
             scale,
-            cols[None, :] == target[:, None],
+            is_label,
             token_weights[:, None],
             w[None, :],
             WITH_GRAD,
             HAS_CLASS_WEIGHTS,
             SLOPE_LIMIT,
-            SKIP_LABELS,
         )
         loss -= tl.sum(term, 1)
         if WANT_PROB_SUM:
             prob += tl.sum(p, 1)
+        if WANT_GAP_SUM:
+            tl.store(gap_sums_ptr + tl.program_id(0) * n + cols, tl.sum(d_loc, 0), mask=in_cols)
+        if SOFTMAX_WEIGHT > 0:
+            loc += tl.load(bias_ptr + cols, mask=in_cols, other=0.0)[None, :]
+            own += tl.sum(tl.where(is_label, loc, 0.0), 1)
+            soft = tl.exp(tl.where(inside, loc - log_norm[:, None], 0.0)) - tl.where(is_label, 1.0, 0.0)
+            d_loc += soft * (token_weights * (SOFTMAX_WEIGHT * 3.141592653589793))[:, None]
         if WITH_GRAD:
             tl.store(d_loc_ptr + at, d_loc.to(d_loc_ptr.dtype.element_ty), mask=inside)
             tl.store(d_scale_ptr + at, d_scale.to(d_scale_ptr.dtype.element_ty), mask=inside)
     _add(per_token_ptr + rows, loss, in_rows)
     if WANT_PROB_SUM:
         _add(prob_sum_ptr + rows, prob, in_rows)
+    if SOFTMAX_WEIGHT > 0:
+        _add(label_loc_ptr + rows, own, in_rows)
+
+
+@triton.jit
+def _norm_kernel(
+    loc_ptr,  # [t, n] fp32 in: loc_S without bias
+    bias_ptr,  # [n] fp32 in
+    norm_ptr,  # [t] fp32 out
+    t,
+    n,
+    stride,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """log sum exp of each row in one pass: the sum is kept relative to the largest entry so far."""
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    in_rows = rows < t
+    most = tl.full([BM], -3e38, dtype=tl.float32)
+    total = tl.zeros([BM], dtype=tl.float32)
+    for start in range(0, n, BN):
+        cols = start + tl.arange(0, BN)
+        inside = in_rows[:, None] & (cols < n)[None, :]
+        at = rows[:, None].to(tl.int64) * stride + cols[None, :]
+        bias = tl.load(bias_ptr + cols, mask=cols < n, other=0.0)
+        loc = tl.load(loc_ptr + at, mask=inside, other=0.0) + bias[None, :]
+        loc = tl.where(inside, loc, -3e38)
+        new = tl.maximum(most, tl.max(loc, 1))
+        total = total * tl.exp(most - new) + tl.sum(tl.exp(loc - new[:, None]), 1)
+        most = new
+    tl.store(norm_ptr + rows, most + tl.log(total), mask=in_rows)
 
 
 class TritonTile(TileMaths):
@@ -203,13 +248,23 @@ class TritonTile(TileMaths):
     reads_gap = False
     buffers, multiple = WORK_BUFFERS["triton"], ROW_NUMBERS
 
+    def log_norm(self, tile: Tile) -> Tensor:
+        t, n = tile.work[0].shape
+        norm = tile.work.new_full((t,), -math.inf)
+        if t and n:
+            grid, blocks = (triton.cdiv(t, BLOCK_TOKENS),), {"BM": BLOCK_TOKENS, "BN": BLOCK_WORDS}
+            _norm_kernel[grid](tile.work[0], tile.bias, norm, t, n, tile.work[0].stride(0), **blocks)
+        return norm
+
     def __call__(self, tile: Tile, with_grad: bool) -> Sequence[Tensor]:
         loc, scale = tile.work
         t, n = loc.shape
+        programs, soft = triton.cdiv(t, BLOCK_TOKENS), tile.log_norm is not None
+        gap_sums = loc.new_empty(programs if with_grad and tile.gap_sum is not None else 0, n)
         # In fp32 the gradients overwrite the scores: a program has read an entry before it writes it
         d_loc, d_scale = tile.low if len(tile.low) else (scale, loc)
         if t and n:
-            _tile_kernel[(triton.cdiv(t, BLOCK_TOKENS),)](
+            _tile_kernel[(programs,)](
                 loc,
                 scale,
                 d_loc,
@@ -220,17 +275,25 @@ class TritonTile(TileMaths):
                 tile.offset if tile.class_weights is None else tile.class_weights,
                 tile.per_token,
                 tile.per_token if tile.prob_sum is None else tile.prob_sum,
+                gap_sums if len(gap_sums) else loc,
+                tile.bias,
+                tile.log_norm if soft else loc,
+                tile.label_loc if soft else tile.per_token,
                 t,
                 n,
                 loc.stride(0),
                 WITH_GRAD=with_grad,
                 HAS_CLASS_WEIGHTS=tile.class_weights is not None,
                 WANT_PROB_SUM=tile.prob_sum is not None,
-                SLOPE_LIMIT=tile.slope_limit,
-                SKIP_LABELS=tile.skip_labels,
+                WANT_GAP_SUM=len(gap_sums) > 0,
+                SLOPE_LIMIT=tile.terms.slope_limit,
+                SOFTMAX_WEIGHT=tile.terms.softmax_weight if soft else 0.0,
                 BM=BLOCK_TOKENS,
                 BN=BLOCK_WORDS,
                 enable_fp_fusion=True,  # off by default in Triton 3.10
             )
-        tile.add_to_gap(d_loc)
+        if len(gap_sums) and tile.gap_sum is not None:
+            tile.gap_sum.add_(gap_sums.sum(0))
+        if tile.bias_sum is not None:
+            tile.bias_sum.add_(d_loc.sum(0, dtype=tile.bias_sum.dtype))
         return d_loc, d_scale

@@ -34,4 +34,5 @@ def mean_loss(action: Any, u: Cauchy, words: Tensor, numbers: NumberLabels, num:
 def _word_loss(loc: Tensor, scale: Tensor, head: WordHead, words: Tensor) -> Tensor:
     """The sum of the one-vs-rest losses of n positions."""
     weights = torch.ones(len(words), dtype=head.real, device=words.device)
-    return ovr_reference(Cauchy(loc, scale), head, Targets(words, weights, None, False)).loss
+    targets = Targets(row=words, token_weights=weights, class_weights=None, want_prob_sum=False)
+    return ovr_reference(Cauchy(loc, scale), head, targets).loss
