@@ -291,7 +291,7 @@ class Config(Section):
     @property
     def word_terms(self) -> dict[str, float]:
         """The fields of `ops.ovr.head.TermOptions`, resolved."""
-        return self.loss.terms(self.start == "calibrated")
+        return self.loss.terms(self.start == "calibrated", self.model.architecture is None)
 
     @property
     def constraint(self) -> ConstraintConfig:
@@ -319,6 +319,7 @@ class Config(Section):
             "number_types": self.data.types,
             "more_values": self.data.more_values or None,
             "scalar_threshold": self.train.thresholds == "scalar",
+            "word_terms": self.word_terms,
         }
 
     def number_parameters(self, words: int, size: int) -> int:

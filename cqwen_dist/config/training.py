@@ -187,14 +187,21 @@ class LossConfig(Section):
     slope_limit: NonNegative | None = None
     """Limit for the gradient of a word's loss with respect to loc_S, in 1/nat; 0: no limit; default: 1 if start is
     calibrated, 0 in the seed presets."""
+    softmax_weight: NonNegative | None = None
+    """Weight of -log softmax(loc_S) of each word, beside its one-vs-rest loss. C and the scales do not learn from it.
+    Default: 3 if start is calibrated from a named base, else 0 (docs/decisions.md, D-softmax)."""
     impl: Literal["auto", "reference", "chunked", "triton"] = "auto"
     """Implementation of the one-vs-rest loss; auto: triton on CUDA, else chunked."""
     constraint: ConstraintConfig = ConstraintConfig()
     """Limit on how far U moves from its start."""
 
-    def terms(self, calibrated: bool) -> dict[str, float]:
-        """The fields of `ops.ovr.head.TermOptions`. calibrated: whether the start is, which decides the defaults."""
-        return {"slope_limit": float(calibrated) if self.slope_limit is None else self.slope_limit}
+    def terms(self, calibrated: bool, named: bool) -> dict[str, float]:
+        """The fields of `ops.ovr.head.TermOptions`.
+
+        calibrated: whether the start is; named: whether the base is a named one. They decide the defaults.
+        """
+        usual = {"slope_limit": float(calibrated), "softmax_weight": 3.0 * (calibrated and named)}
+        return {key: default if getattr(self, key) is None else getattr(self, key) for key, default in usual.items()}
 
 
 class Ramp(Section):

@@ -16,6 +16,7 @@ from cqwen_dist.config.custom import find_custom, unusable
 from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.heads.number_head import NumberLabels
 from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr.head import AS_WRITTEN, TermOptions
 from cqwen_dist.ops.ovr.loss import PLAIN, OvrOptions
 from cqwen_dist.ops.regression import GATES, Gate, gate_of
 from cqwen_dist.parallel.vocab_parallel import VocabParallelOutput, vocab_parallel_loss, vocab_parallel_partial
@@ -69,6 +70,7 @@ class LossTerms:
 
     loss: Tensor  # scalar, weighted: word loss of the vocabulary group plus number loss of this rank
     cls_sum: Tensor  # [] detached, unweighted
+    nll_sum: Tensor  # [] detached, unweighted: -log softmax(loc_S) of the labels; 0 without a softmax term
     reg_sum: Tensor  # [] detached, gated, unweighted
     prob_sum: Tensor  # [N] detached: sum of P over the vocabulary
     p_num: Tensor  # [N] detached
@@ -114,6 +116,7 @@ def fused_loss(
     return LossTerms(
         loss=words + token_weight * decided + number_weight * reg_sum,
         cls_sum=cls_sum + decided.detach(),
+        nll_sum=cls_sum.new_zeros(()) if out.nll is None else out.nll.sum(),
         reg_sum=reg_sum.detach(),
         prob_sum=out.prob_sum,
         p_num=out.p_num.detach(),
@@ -121,14 +124,17 @@ def fused_loss(
     )
 
 
-def mean_loss(action: ActionNetwork, u: Cauchy, words: Tensor, numbers: NumberLabels, num: int) -> Tensor:
+def mean_loss(
+    action: ActionNetwork, u: Cauchy, words: Tensor, numbers: NumberLabels, num: int, terms: TermOptions = AS_WRITTEN
+) -> Tensor:
     """The loss of N label positions in one process: the mean of the words' plus the mean of the gated numbers'.
 
     u: U [N,C]; words [N]; num: row of <NUM>. An export has it in plain torch (`tools.export.plain_loss`).
     """
     count = max(int(numbers.is_number.sum()), 1)
     labels = TokenLabels(words, numbers)
-    return fused_loss(action, u, labels, LossOptions(num), 1.0 / max(len(words), 1), 1.0 / count).loss
+    options = LossOptions(num, ovr=OvrOptions(terms=terms))
+    return fused_loss(action, u, labels, options, 1.0 / max(len(words), 1), 1.0 / count).loss
 
 
 def _with_partial(

@@ -17,6 +17,7 @@ from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.shape import NUMBER_KEYS
 from cqwen_dist.heads.beside import BESIDE_Z
 from cqwen_dist.heads.targets import TargetTransform
+from cqwen_dist.ops.ovr.head import TermOptions
 
 OF_BASE = ("max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -32,7 +33,7 @@ class CausalQwenConfig(PretrainedConfig):
     target: the regression's unit (`TargetTransform.to_dict`). kwargs: among others what the number head's kind goes by
     (`NUMBER_KEYS`).
     lora: adapters present in the backbone (`LoraConfig` as a dict), or None. calibration: of the intervals, on held-out
-    numbers (`Intervals.to_dict`), or None.
+    numbers (`Intervals.to_dict`), or None. word_terms: fields of `TermOptions` with which labels are learnt.
 
     Raises `UserError` for a value that no model has, as an edited config.json may contain.
     """
@@ -57,6 +58,7 @@ class CausalQwenConfig(PretrainedConfig):
         wide: int = 0,
         random_features: int = 0,
         value_periods: Sequence[float] = (),
+        word_terms: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
         base_config = AutoConfig.for_model(**(base or {"model_type": USUAL}))
@@ -81,6 +83,7 @@ class CausalQwenConfig(PretrainedConfig):
             setattr(self, name, kwargs.pop(name, key.default))
         self.wide, self.random_features = wide, random_features
         self.value_periods = list(value_periods)
+        self.word_terms = word_terms or {}
         self._check(base_config.vocab_size)
         kwargs.setdefault("tie_word_embeddings", False)
         self.use_cache = kwargs.pop("use_cache", True)
@@ -96,6 +99,7 @@ class CausalQwenConfig(PretrainedConfig):
             ("scale_activation", self.scale_activation, self.scale_activation in ("softplus", "exp"), "softplus, exp"),
             ("scale_floor", self.scale_floor, _above_0(self.scale_floor), "a number above 0"),
             ("wide", self.wide, not self.wide or self.number_dims > 0, "0 without number_dims, through which it acts"),
+            ("word_terms", self.word_terms, _fit(self.word_terms), "numbers of at least 0 by name of a term's option"),
             ("value_periods", self.value_periods, all(map(_above_0, self.value_periods)), "numbers above 0"),
         ):
             if not fits:
@@ -149,6 +153,11 @@ class CausalQwenConfig(PretrainedConfig):
     def causal_hidden_size(self) -> int:
         """C: word part plus number dimensions."""
         return int(self.causal_size + self.number_dims)
+
+
+def _fit(terms: Any) -> bool:
+    known = isinstance(terms, dict) and terms.keys() <= {*TermOptions._fields}
+    return known and all(_above_0(value) or value == 0 for value in terms.values())
 
 
 def _above_0(value: Any) -> bool:

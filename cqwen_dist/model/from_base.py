@@ -12,6 +12,7 @@ from transformers.utils import logging
 from cqwen_dist.batch import Batch
 from cqwen_dist.config.bases import line_end_ids, numeral_ids, rows_used
 from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.training import LossConfig
 from cqwen_dist.data.from_memory import text_batches
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.base_loading import base_tokenizer, load_base, rows_with_number_for
@@ -35,6 +36,7 @@ def turned_causal(
     used, vocabulary = (None, {}) if found is None else (rows_used(found), found.get_vocab())
     if start == "calibrated":
         options.setdefault("w_num_scale", None)
+        options.setdefault("word_terms", LossConfig().terms(calibrated=True, named=True))
         if options.setdefault("num_row_init", "digits") == "digits":
             options.setdefault("numerals", numeral_ids(vocabulary))
     options.setdefault("line_ends", line_end_ids(vocabulary))

@@ -63,6 +63,7 @@ class Work:
     words: int  # C_w, dimensions of the word part of U
     vocab: float  # V, times the sampled share
     recurrent: int = 0  # multiplications of a token with the state of linear attention, in all layers
+    softmax: bool = False  # the words' loss has a softmax term, whose normaliser takes a product of its own
 
     def forward(self, length: float) -> float:
         """Forward pass of the backbone for a token in a text of `length` tokens, including adapters."""
@@ -97,7 +98,7 @@ class Work:
             backbone_forward=0.0 if cached else forward,
             backbone_backward=graph * (2.0 * self.matrices + adapters + 4.0 * self.recurrent + 2 * scores),
             abduction=2.0 * self.abduction * (1 + ("abduction" in trained) + graph),
-            word_head=words * (1 + tokens + ("classifier" in trained)),
+            word_head=words * (1 + tokens + ("classifier" in trained) + self.softmax / 2),
             recomputed=graph * (scores / 2 + checkpointing * forward),
             between_texts=0.0 if cached or row is None else 2 * self.scores(row) - scores,
         )

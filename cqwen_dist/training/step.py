@@ -72,7 +72,7 @@ class Stepper:
         counts = self._exchange(micro_batches, keeps)
 
         # Gradients, accumulated over micro-batches
-        sums = torch.zeros(5, device=self.device)
+        sums = torch.zeros(6, device=self.device)
         kl_sums = torch.zeros(4, device=self.device)
         right = torch.zeros(2, device=self.device)
         for i, (batch, keep) in enumerate(zip(micro_batches, keeps, strict=True)):
@@ -101,7 +101,8 @@ class Stepper:
             self.engine.backward(loss, last)
             num_label = (labels == self.model.config.num_token_id).float()
             p_num = (terms.p_num * num_label).sum()
-            sums += torch.stack([terms.cls_sum, terms.reg_sum, terms.prob_sum.sum(), p_num, num_label.sum()])
+            told = [terms.cls_sum, terms.nll_sum, terms.reg_sum, terms.prob_sum.sum(), p_num, num_label.sum()]
+            sums += torch.stack(told)
             if terms.best is not None:
                 right += torch.stack([(terms.best == labels).sum(), (labels != IGNORE_INDEX).sum()])
 
@@ -109,7 +110,7 @@ class Stepper:
         norm = self.engine.step()
         chosen = self.experts.take().to(self.device) if self.engine.features_train else sums.new_zeros(0)
         packed = sum_over(torch.cat([sums, kl_sums, right, chosen]))
-        sums, kl_sums, (hits, seen), chosen = packed.split([5, 4, 2, len(chosen)])
+        sums, kl_sums, (hits, seen), chosen = packed.split([6, 4, 2, len(chosen)])
         metrics = self._metrics(sums, norm, counts, reg_weight)
         metrics |= {"train/lr": plan.stage.lr * plan.factor(step), "train/reg_weight": reg_weight}
         if measures_kl:
@@ -122,12 +123,15 @@ class Stepper:
         return metrics, counts.tokens
 
     def _metrics(self, sums: Tensor, norm: float, counts: StepCounts, reg_weight: float) -> dict[str, Any]:
-        """sums [5] over all ranks: L_cls, L_reg, sum of P, P of <NUM> at <NUM> labels, count of <NUM> labels."""
-        cls_sum, reg_sum, prob_sum, p_num, num_labels = sums
-        cls_mean = cls_sum / max(counts.words, 1)
+        """sums [6] over all ranks: L_cls, -log softmax, L_reg, P, P of <NUM> at <NUM> labels, count of <NUM> labels."""
+        cls_sum, nll_sum, reg_sum, prob_sum, p_num, num_labels = sums
+        cls_mean, nll_mean = cls_sum / max(counts.words, 1), nll_sum / max(counts.words, 1)
         reg_mean = reg_sum / max(counts.numbers, 1)
+        weight = self.options.ovr.terms.softmax_weight
+        perplexity = {"train/perplexity": nll_mean.exp()} if weight else {}
         return {
-            "train/total_loss": cls_mean + reg_weight * reg_mean,
+            "train/total_loss": cls_mean + weight * nll_mean + reg_weight * reg_mean,
+            **perplexity,
             "train/cls_loss_mean": cls_mean,
             "train/reg_loss_effective": reg_mean,
             "train/prob_sum_mean": prob_sum / max(counts.all_labels, 1),

@@ -101,4 +101,5 @@ def work_in(config: Config, model: Any) -> Work:
     base, lora = Architecture.of(model.transformer.config.to_dict()), config.model.lora
     adapters = base.lora_parameters(lora.rank, lora.target_modules, active=True) if config.trains("lora") else 0
     abduction = sum(p.numel() for p in model.abduction.parameters() if p.ndim == 2)
-    return base.work(adapters, model.config.causal_size, abduction)
+    softmax = model.config.word_terms.get("softmax_weight", 0.0) > 0
+    return base.work(adapters, model.config.causal_size, abduction, softmax)

@@ -44,7 +44,7 @@ SETTINGS = {
         "w_num_scale": 1.0,  # D24
         "num_row_init": "inherit",  # D-numeral
         "max_grad_norm": 1.0,  # D-clip
-        "word_terms": {"slope_limit": 0.0},  # D-slope
+        "word_terms": {"slope_limit": 0.0, "softmax_weight": 0.0},  # D-slope, D-softmax
         "target_transform": "none",  # D35
         "constraint": "monitor",  # D31
         "kl_bounded": False,
@@ -54,7 +54,7 @@ SETTINGS = {
         "w_num_scale": None,
         "num_row_init": "digits",
         "max_grad_norm": None,
-        "word_terms": {"slope_limit": 1.0},
+        "word_terms": {"slope_limit": 1.0, "softmax_weight": 3.0},
         "target_transform": "standardise",
         "constraint": "dual",
         "kl_bounded": True,

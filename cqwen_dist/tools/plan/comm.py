@@ -49,6 +49,7 @@ def head_messages(
     matrices: Sequence[tuple[int, int]],
     vectors: int,
     full_gate_grad: bool = False,
+    softmax: bool = False,
     gloo: bool = False,
 ) -> list[Message]:
     """The head messages on one rank in one optimizer step: first for each micro-batch in order, then for the step.
@@ -56,7 +57,8 @@ def head_messages(
     tokens: label positions by [micro-batch][rank in the vocabulary group]. columns: C. gemm_bytes: bytes per number in
     loc_u (2 in bf16). rows: v. row_columns: columns of each trained tensor with one row per word (W_cls C, thresholds
     1, ...). matrices: (rows, columns) of the abduction matrices, if trained. vectors: other trained numbers, replicated
-    on every rank. gloo: on a CPU, gradients are all-reduced instead of scattered (`collectives.sum_to_owners`).
+    on every rank. softmax: the word loss has a softmax term. gloo: on a CPU, gradients are all-reduced instead of
+    scattered (`collectives.sum_to_owners`).
     """
     group = len(tokens[0])
     replicas = world // group
@@ -71,7 +73,9 @@ def head_messages(
         padded = group * max(counts)
         for width in (columns * gemm_bytes, columns * gemm_bytes, INT64, FP32):
             send("all-gather", "vocabulary", group, padded * width)
-        send("reduce-scatter", "vocabulary", group, padded * 3 * FP32)
+        if softmax:  # the ranks' normalisers, of all tokens
+            send("all-gather", "vocabulary", group, group * sum(counts) * FP32)
+        send("reduce-scatter", "vocabulary", group, padded * (3 + softmax) * FP32)
         send("all-reduce", "vocabulary", group, FP32)
         for _ in ("loc_u", "scale_u"):
             send("reduce-scatter", "vocabulary", group, padded * columns * gemm_bytes)
@@ -104,6 +108,7 @@ def stage_head_messages(s: Sizes, group: int) -> list[Message]:
         matrices=s.matrices(s.trainable),
         vectors=s.vectors(s.trainable),
         full_gate_grad=s.config.loss.gate_grad == "full",
+        softmax=s.config.word_terms["softmax_weight"] > 0,
         gloo=s.kind == "cpu",
     )
 

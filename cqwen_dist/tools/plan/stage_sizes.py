@@ -192,7 +192,8 @@ def work_of(s: Sizes) -> Work:
     adapters = 0
     if "lora" in s.ever_trainable:
         adapters = s.base.lora_parameters(lora.rank, lora.target_modules, active=True)
-    return s.base.work(adapters, s.words, sum(rows * columns for rows, columns in s.abduction))
+    softmax = s.config.word_terms["softmax_weight"] > 0
+    return s.base.work(adapters, s.words, sum(rows * columns for rows, columns in s.abduction), softmax)
 
 
 def flops(s: Sizes) -> Flops:

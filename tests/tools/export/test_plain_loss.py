@@ -11,14 +11,19 @@ from support.tiny import NUM, random_batch, tiny_causal_lm
 
 from cqwen_dist.heads import fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr import TermOptions
+from cqwen_dist.ops.ovr.head import AS_WRITTEN
 from cqwen_dist.tools.export import plain_loss
 
 SHAPES: list[dict[str, Any]] = [{}, {"scalar_threshold": True, "copies": 2}, {"number_types": ["a", "b"]}]
 
 
+@pytest.mark.parametrize("terms", [AS_WRITTEN, TermOptions(1.0, 3.0)], ids=["as written", "with softmax"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("scores", [1, 1000, 1 << 23])
-def test_plain_loss_equals_the_fused_one(shape: dict[str, Any], scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_loss_equals_the_fused_one(
+    shape: dict[str, Any], scores: int, terms: TermOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(plain_loss, "SCORES", scores)
     model, batch = tiny_causal_lm(number_dims=2, **shape).model, random_batch()
     kept = batch.kept
@@ -27,7 +32,7 @@ def test_plain_loss_equals_the_fused_one(shape: dict[str, Any], scores: int, mon
     for mean_loss in (plain_loss.mean_loss, fused_loss.mean_loss):
         model.zero_grad()
         numbers = model.action.number_head.value_labels(batch, kept)
-        loss = mean_loss(model.action, model.abduction(features), batch.labels.flatten()[kept], numbers, NUM)
+        loss = mean_loss(model.action, model.abduction(features), batch.labels.flatten()[kept], numbers, NUM, terms)
         loss.backward()
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         found.append((loss.detach(), gradients))
