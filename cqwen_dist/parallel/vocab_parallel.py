@@ -73,8 +73,8 @@ def vocab_parallel_loss(
     if token_weights is not None:
         token_weights = gather_tokens(token_weights, counts, group)
     # The loss of all N tokens on this rank's v rows. If a label is outside of the slice, all rows are negatives.
-    many = group is not None and group.size() > 1
-    of_all = (lambda norm: gather_rows(norm, group).logsumexp(0)) if many else None
+    others = None if group is None or group.size() == 1 else group
+    of_all = None if others is None else lambda norm: gather_rows(norm, others).logsumexp(0)
     out = ovr_loss(every, head, labels, token_weights, replace(options, want_prob_sum=True), of_all)
     assert out.prob_sum is not None
     # One reduce-scatter for all columns [N, 2 to 4]: totals over the vocabulary, for this rank's tokens
@@ -85,8 +85,8 @@ def vocab_parallel_loss(
         columns.append(_prob_of(num_token_id, every, head))
     own = scatter_sum_tokens(torch.stack([c.float() for c in columns], dim=1), counts, group)
     best = None if out.best is None else out.best.word
-    if out.best is not None and many:
-        best = _best_of_ranks(out.best, counts, group).word
+    if out.best is not None and others is not None:
+        best = _best_of_ranks(out.best, counts, others).word
     return VocabParallelOutput(
         loss=sum_partials(out.loss, group),
         per_token=own[:, 0].detach(),

@@ -433,8 +433,8 @@ def memberships(groups: Groups) -> None:
     assert dist.get_process_group_ranks(groups.replica) == list(range(rank % size, world, size))
     assert groups.world_size == world
     assert groups.vocab_rank == rank % size
-    with pytest.raises(UserError, match=f"found 3, allowed: a divisor of the {world} rank"):
-        build_groups(3)
+    with pytest.raises(UserError, match=f"found 5, allowed: a divisor of the {world} rank"):
+        build_groups(5)
 
 
 @IN_GROUPS
