@@ -29,7 +29,6 @@ from cqwen_dist.model.from_base import turned_causal
 from cqwen_dist.model.labels_loss import loss_of_labels, refuse_foreign
 from cqwen_dist.model.lora import merge_lora, refuse_rounded
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr.head import TermOptions
 from cqwen_dist.wings import from_wing
 
 logger = logging.get_logger(__name__)
@@ -211,8 +210,7 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
             loss = None
             if labels is not None:
                 given = input_ids, labels, numeric_values, attention_mask
-                terms = TermOptions(**self.config.word_terms)
-                loss = loss_of_labels(action, u, *given, self.config.num_token_id, num_items_in_batch, terms)
+                loss = loss_of_labels(action, u, *given, self.config, num_items_in_batch)
         laws: Any = {"loc_U": u.loc, "scale_U": u.scale, "loc_Y": y.loc, "scale_Y": y.scale}
         output = CausalQwenOutput(loss=loss, cache=cache, **scores, **laws, **asked_and_seen(asked, seen))
         return self._answer(output, return_dict)

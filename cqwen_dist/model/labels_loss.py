@@ -11,7 +11,7 @@ from cqwen_dist.batch import IGNORE_INDEX, Batch, positions_in
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.heads.fused_loss import mean_loss
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr.head import AS_WRITTEN, TermOptions
+from cqwen_dist.ops.ovr.head import TermOptions
 
 
 def refuse_foreign(given: dict[str, Any]) -> None:
@@ -33,14 +33,14 @@ def loss_of_labels(
     labels: Tensor,
     values: Tensor | None,
     mask: Tensor | None,
-    num: int,
+    config: Any,
     num_items_in_batch: Tensor | int | None = None,
-    terms: TermOptions = AS_WRITTEN,
 ) -> Tensor:
     """`mean_loss` of U [B,T,C] and unshifted labels [B,T] (S0 5.3 with alpha 0, the gate without gradient, lambda 1).
 
-    num: row of <NUM>. num_items_in_batch: labels of all micro-batches of the step, as Trainer counts them. The loss is
-    then this micro-batch's share, so that micro-batches count by their labels. terms: of the word loss, as in the run.
+    config: a `CausalQwenConfig`, for the row of <NUM> and the terms of the word loss. num_items_in_batch: labels of all
+    micro-batches of the step, as Trainer counts them. The loss is then this micro-batch's share, so that micro-batches
+    count by their labels.
     """
     width, items = labels.shape[1], (labels[:, 1:] != IGNORE_INDEX).sum()  # as Trainer counts
     real = torch.ones_like(labels, dtype=torch.bool)
@@ -57,9 +57,10 @@ def loss_of_labels(
         position_ids=positions_in(real),
         labels=labels,
         numeric_labels=values.roll(-1, 1),
-        numeric_mask=labels == num,
+        numeric_mask=labels == config.num_token_id,
     )
     kept = batch.kept
     at = Cauchy(*(t.flatten(0, 1)[kept] for t in u))
-    loss = mean_loss(action, at, labels.flatten()[kept], action.number_head.value_labels(batch, kept), num, terms)
+    numbers, terms = action.number_head.value_labels(batch, kept), TermOptions(**config.word_terms)
+    loss = mean_loss(action, at, labels.flatten()[kept], numbers, int(config.num_token_id), terms)
     return loss if num_items_in_batch is None else loss * (items / num_items_in_batch)

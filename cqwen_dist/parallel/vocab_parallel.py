@@ -78,12 +78,9 @@ def vocab_parallel_loss(
     out = ovr_loss(every, head, labels, token_weights, replace(options, want_prob_sum=True), of_all)
     assert out.prob_sum is not None
     # One reduce-scatter for all columns [N, 2 to 4]: totals over the vocabulary, for this rank's tokens
-    columns = [out.per_token, out.prob_sum]
-    if options.terms.softmax_weight:
-        columns.append(torch.zeros_like(out.per_token) if out.nll is None else out.nll)
-    if num_token_id is not None:
-        columns.append(_prob_of(num_token_id, every, head))
-    own = scatter_sum_tokens(torch.stack([c.float() for c in columns], dim=1), counts, group)
+    p_num = None if num_token_id is None else _prob_of(num_token_id, every, head)
+    columns = [c.float() for c in (out.per_token, out.prob_sum, out.nll, p_num) if c is not None]
+    own = scatter_sum_tokens(torch.stack(columns, dim=1), counts, group)
     best = None if out.best is None else out.best.word
     if out.best is not None and others is not None:
         best = _best_of_ranks(out.best, counts, others).word
@@ -91,8 +88,8 @@ def vocab_parallel_loss(
         loss=sum_partials(out.loss, group),
         per_token=own[:, 0].detach(),
         prob_sum=own[:, 1].detach(),
-        nll=own[:, 2].detach() if options.terms.softmax_weight else None,
-        p_num=own[:, -1] if num_token_id is not None else None,
+        nll=None if out.nll is None else own[:, 2].detach(),
+        p_num=None if p_num is None else own[:, -1],
         best=best,
     )
 

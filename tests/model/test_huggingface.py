@@ -265,7 +265,7 @@ def test_from_base_with_texts_starts_as_a_run_does_and_warns_without(
     base = str(one_rank / "base")
     batch = CausalQwenTokenizer.from_pretrained(base)(texts, padding=True, return_tensors="pt", padding_side="right")
     loss = {}
-    for name, given in (("seed", {}), ("calibrated", {"texts": iter(texts)})):
+    for name, given in (("seed", {}), ("calibrated", {"texts": iter(texts), "word_terms": {}})):
         model = CausalQwenForCausalLM.from_base(base, **given).eval()
         with torch.no_grad():
             loss[name] = float(model(**batch, labels=batch["input_ids"]).loss)

@@ -31,8 +31,8 @@ def ovr_reference(u: Cauchy, head: WordHead, targets: Targets) -> OvrOutput:
         bce = bce * targets.class_weights[:rows]
     per_token = bce.sum(1)
     total, nll, weights = per_token, None, targets.token_weights
-    if targets.terms.softmax_weight and rows:
-        nll = _softmax_nll(loc, is_label, targets.log_norm)
+    if targets.terms.softmax_weight:
+        nll = _softmax_nll(loc, is_label, targets.log_norm) if rows else torch.zeros_like(per_token)
         total = total + targets.terms.softmax_weight * nll
     loss = (weights * torch.where(weights != 0, total, 0.0)).sum()  # a masked token may be inf; 0 * inf is NaN
     prob_sum = prob_above(scale, gap).sum(1).detach() if targets.want_prob_sum else None
