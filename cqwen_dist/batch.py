@@ -71,7 +71,7 @@ class Batch:
     numeric_values: torch.Tensor  # [B,T] float64; value at <NUM>, 0 at words
     attention_mask: torch.Tensor  # [B,T] bool; True at real tokens
     position_ids: torch.Tensor  # [B,T] int64; restarts at 0 at each packed document
-    labels: torch.Tensor  # [B,T] int64; IGNORE_INDEX where the model learns no word
+    labels: torch.Tensor  # [B,T] int64; IGNORE_INDEX if the model learns no word
     numeric_labels: torch.Tensor  # [B,T] float64; the label's value in its raw unit, 0 for a word
     numeric_mask: torch.Tensor  # [B,T] bool; True if the label is <NUM> and its value is learnt
     # [M,2] int64: partial labels, in order. First an index into the flattened B*T (its label is IGNORE_INDEX), then w

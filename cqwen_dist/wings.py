@@ -1,4 +1,5 @@
-"""Names, as text, what the core uses from its two wings, `tools` and `tables`. Each is imported on first use.
+"""Names, as text, the verbs and functions that the core uses from its two wings, `tools` and `tables`. Each is imported
+on first use.
 
 No core module imports a wing (tests/test_architecture.py), so the core can be read and changed without them.
 """

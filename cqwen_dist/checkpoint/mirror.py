@@ -1,7 +1,7 @@
 """A copy of a run in an object store (`run.mirror`), for machines whose disk does not outlive them.
 
     URL/checkpoints/step-00000200/...   a checkpoint; its manifest is written last and deleted first
-    URL/config.yaml, start.json, ...    what else a resume reads, as of the newest checkpoint
+    URL/config.yaml, start.json, ...    other files that a resume reads, as of the newest checkpoint
 
 Rank 0 uploads each complete checkpoint in the background. A checkpoint in the store counts only if its manifest is
 there and every file has the digest in it, so a kill between any two writes loses at most the newest one. Any store of
@@ -113,7 +113,7 @@ class Mirror:
             if not self._has(f"{there}/{file}", record["size"]):
                 raise OSError(f"{file} has another size in the store")
         self._store.put_file(str(folder / MANIFEST), f"{there}/{MANIFEST}")
-        # Only now what the run no longer keeps
+        # Last, delete checkpoints that the run no longer keeps
         kept = {known.name for known in list_checkpoints(self._run_dir)} | {name}
         for old in self._names():
             if old not in kept:
@@ -131,7 +131,8 @@ class Mirror:
     # ------------------------------------------------------------------------------- fetching back
 
     def fetch(self, refuse: Callable[[Path], None] = lambda folder: None) -> str | None:
-        """Bring the newest whole checkpoint, and what else a resume reads, into a run folder without checkpoints.
+        """Bring the newest whole checkpoint, and the other files that a resume reads, into a run folder without
+        checkpoints.
 
         refuse: raises `UserError` if the run with these config.yaml and state.json is not to be continued. Returns the
         checkpoint's name; None if the folder has one, or the store has none. Checkpoints that are damaged in the store

@@ -2,7 +2,7 @@
 
 It stands above the core and its wings, and gives both a verb.
 
-Exit codes: 0 done (also if the run was already done), 2 wrong user input (one line with what was found and what is
+Exit codes: 0 done (also if the run was already done), 2 wrong user input (one line with the value found and the values
 allowed), 74 a file system does not answer, 75 stopped in order and can resume, 1 any other failure.
 """
 

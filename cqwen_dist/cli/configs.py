@@ -131,7 +131,7 @@ def _config(data: str, base: str, facts: dict[str, Any], recipe: Any, suits: Any
 
 
 def validate(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Check a config, also against its data and base where they are here, and print it with all defaults."""
+    """Check a config, also against its data and base if they are here, and print it with all defaults."""
     checked = load(config, overrides)
     echo(checked.to_yaml(), nl=False)
     for note in _check_inputs(checked):
@@ -140,7 +140,7 @@ def validate(config: ConfigFile, overrides: Overrides = None) -> None:
 
 
 def _check_inputs(config: Any) -> list[str]:
-    """What could not be checked, and stages that do not reach their rate. Raises `UserError`."""
+    """Notes: checks that were not possible, and stages that do not reach their rate. Raises `UserError`."""
     from cqwen_dist.config.data import as_list, source_files
     from cqwen_dist.sizes.architecture import read_architecture
 

@@ -22,7 +22,7 @@ Mode = Annotated[str, typer.Option(help="standard, compatible, ovr, causal, indi
 
 @dataclass(frozen=True)
 class Sampling:
-    """What `continue_text` takes in every mode."""
+    """Options of `continue_text` in every mode."""
 
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens.")] = 64
     seed: Annotated[int | None, typer.Option(help="Seed for modes with random draws.")] = None

@@ -24,7 +24,7 @@ def explain(
     device: Annotated[str, typer.Option(help="cpu, cuda:N, or auto.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Show which dimensions of U decide the word after a prompt, and what other individuals choose."""
+    """Show which dimensions of U decide the word after a prompt, and the choices of other individuals."""
     if plot is not None and len(prompt) > 1:
         raise UserError("--plot", str(plot), "with one prompt")
     quiet_libraries()

@@ -65,7 +65,7 @@ def summary(datasets: Datasets, sequence_length: int) -> dict[str, Any]:
 
 
 def around(tokenizer: NumericalAwareTokenizer, chats: bool) -> str:
-    """What comes before and after each text, in words."""
+    """Sentences on the tokens before and after each text."""
     begin = f"with {tokenizer.decode(tokenizer.begin)}" if tokenizer.begin else "without a token of the tokenizer's own"
     begin = "as the chat template writes it" if chats else begin
     return f"a text begins {begin} and ends with {tokenizer.decode([tokenizer.eos_token_id or 0])}"

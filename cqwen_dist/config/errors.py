@@ -12,7 +12,7 @@ class Said(str):
 
 
 class UserError(Exception):
-    """Wrong user input: one line with the key, what was found and what is allowed (exit 2).
+    """Wrong user input: one line with the key, the value found and the values allowed (exit 2).
 
     `found` is shown as repr, except text that starts with "no " ("no such file") or is `Said`. With allowed "", `found`
     is the complete message.
@@ -55,7 +55,8 @@ _HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 
 
 def printable(text: str) -> str:
-    """Text for a terminal: what could move the cursor, recolour, hide or reverse other text is shown as an escape."""
+    """Text for a terminal: characters that could move the cursor, recolour, hide or reverse other text is shown as an
+    escape."""
     return _HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)  # a form that JSON has too
 
 

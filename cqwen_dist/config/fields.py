@@ -17,7 +17,7 @@ def no_bool(value: object) -> object:
 
 
 def unless(reasons: Mapping[object, str]) -> BeforeValidator:
-    """Rejects these values, each with its reason, before the type lists what it allows."""
+    """Rejects these values, each with its reason, before the type lists the allowed values."""
 
     def check(value: object) -> object:
         if isinstance(value, (str, int)) and not isinstance(value, bool) and value in reasons:

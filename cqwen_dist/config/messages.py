@@ -123,7 +123,7 @@ def explain(error: ValidationError, tree: Any) -> tuple[Path, object, str]:
 
 
 def forget_removed(tree: Any) -> None:
-    """Take removed keys out of a saved config, in place, where they have their default; others are refused later."""
+    """Take removed keys out of a saved config, in place, if they have their default; others are refused later."""
 
     def forget(at: Any, path: list[str], value: Any) -> None:
         if path[0] == "N" and isinstance(at, list):

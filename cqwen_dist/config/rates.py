@@ -11,6 +11,6 @@ def dense_rate(hidden: int) -> float:
 
 
 def group_rates(hidden: int) -> dict[str, float]:
-    """Peak rates of the heads' other groups, where W_loc has `dense_rate` (docs/training.md, Rates)."""
+    """Peak rates of the heads' other groups, if W_loc has `dense_rate` (docs/training.md, Rates)."""
     rate = dense_rate(hidden)
     return {"classifier": rate / 10, "regression": rate * 10, "thresholds": 1e-3}

@@ -182,7 +182,7 @@ class Config(Section):
                 raise refused(error.key, error.found, error.allowed) from None
 
     def _check_sequence_groups(self) -> None:
-        """Reject what a rank with a part of each text cannot do."""
+        """Reject features that need whole texts on a rank."""
         if self.parallel.sequence_group_size == 1:
             return
         under = "under parallel.sequence_group_size above 1"
@@ -279,7 +279,7 @@ class Config(Section):
 
     @property
     def spells_numbers(self) -> bool:
-        """Whether any digit counts as a number where the base is measured."""
+        """True if any digit counts as a number when the base is measured."""
         return self.model.architecture is None or self.num_row_init == "digits"
 
     @property
@@ -303,7 +303,7 @@ class Config(Section):
 
     @property
     def kl_bounded(self) -> bool:
-        """Whether alarms and pages compare KL with its eps: not where, by default, it is only measured (D31)."""
+        """True if alarms and pages compare KL with its eps; False if, by default, it is only measured (D31)."""
         return self.constraint.mode != "monitor" or self.loss.constraint.mode is not None
 
     @property

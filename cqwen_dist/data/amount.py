@@ -116,7 +116,7 @@ def suited(amount: Amount, context: int | None) -> Suited:
     length = min(length, context or length)
     held_out = amount.to_hold_out()
     pieces = max(1, round(amount.pieces(length) * (1.0 - held_out)))
-    # A power of two with 16 steps in an epoch, where that is 4 to 32 texts.
+    # A power of two with 16 steps in an epoch, if that is 4 to 32 texts.
     batch = min(2 ** max(int(math.log2(pieces / 16)) if pieces >= 16 else 0, 2), 32, 2 ** int(math.log2(pieces)))
     epoch = math.ceil(pieces / batch)
     epochs = min(max(math.ceil(_STEPS / epoch), _EPOCHS[0]), _EPOCHS[1])

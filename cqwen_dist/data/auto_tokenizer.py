@@ -71,8 +71,8 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
         return given
 
     def save_pretrained(self, save_directory: Any, *args: Any, **given: Any) -> Any:
-        """As transformers', with the code that the folder needs where this package is not installed."""
-        if __name__.startswith("cqwen_dist."):  # where this class is a folder's own, transformers copies its file
+        """As transformers', with the code that the folder needs if this package is not installed."""
+        if __name__.startswith("cqwen_dist."):  # if this class is a folder's copy, transformers copies its file
             self._auto_map = from_wing("code of a folder")(save_directory)
         return super().save_pretrained(save_directory, *args, **given)
 

@@ -19,7 +19,7 @@ import numpy as np
 from cqwen_dist.delimited import MISSING
 from cqwen_dist.number_forms import EMPTY_MARKS, Form, numeral
 
-_INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0")  # what pandas calls an index without a name
+_INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0")  # pandas' name for an index without one
 _TIMESTAMP = re.compile(
     r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d)(?::(\d\d)(?:\.(\d+))?)?(?: ?(Z|UTC|[+-]\d\d:?\d\d))?", re.ASCII
 )
@@ -92,7 +92,7 @@ def as_text(value: object) -> str | None:
 
 
 def cell_text(value: object) -> str | None:
-    """A table's cell: `as_text`, and one text for one value also where the file has a text. None: as there."""
+    """A table's cell: `as_text`, and one text for one value even if the file has a text. None: as there."""
     if isinstance(value, (Mapping, list, tuple, np.ndarray)):
         return _json(value)
     text = as_text(value)

@@ -60,7 +60,7 @@ class Chat:
     def __call__(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
     ) -> tuple[str, Spans, tuple[str, ...]]:
-        """Render a chat; returns the text, its learnt spans, and what of the chat is not learnt or not written.
+        """Render a chat; returns the text, its learnt spans, and notes on parts that are not learnt or not written.
 
         Args: messages, tools: from `cqwen_dist.data.turns`. Raises: BadLine; UserError for a broken template or one
         that does not write tool calls.

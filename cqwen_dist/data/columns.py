@@ -137,7 +137,7 @@ def sampled(sources: Sequence[str]) -> list[Mapping[str, Any]]:
     return [record for record in found if isinstance(record, Mapping)]
 
 
-# ------------------------------------------------------------------------------------------------ what cells look like
+# ------------------------------------------------------------------------------------------------ kinds of cells
 
 
 def described(

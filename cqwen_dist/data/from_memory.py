@@ -125,7 +125,7 @@ def _plain(value: Any) -> Any:
         return None
     if isinstance(value, Mapping):
         return {str(name): _plain(value[name]) for name in value}
-    if isinstance(value, (list, tuple)) or getattr(value, "ndim", None):  # or an array, which keeps what its items are
+    if isinstance(value, (list, tuple)) or getattr(value, "ndim", None):  # or an array, which keeps its items' types
         return [_plain(_of_python(item)) for item in value]
     if hasattr(value, "tolist") and not isinstance(value, np.floating):  # numpy's and torch's scalars
         return _plain(value.tolist())

@@ -13,7 +13,7 @@ from cqwen_dist.data.cells import BadLine, Literal
 from cqwen_dist.data.lines import Lines, decoded
 from cqwen_dist.data.records import MAX_TEXT, Row
 
-# NaN, as Python and R write it, is an empty cell; Infinity is no text, which matters only where a template names it.
+# NaN, as Python and R write it, is an empty cell; Infinity is no text, which matters only if a template names it.
 _JSON = json.JSONDecoder(parse_int=Literal, parse_float=Literal, parse_constant=float)
 
 

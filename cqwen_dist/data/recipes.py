@@ -28,7 +28,7 @@ class DataRecipe(NamedTuple):
 
     name: str
     keys: dict[str, Any]
-    notes: Sequence[str] = ()  # what a table has that is not learnt as it stands
+    notes: Sequence[str] = ()  # values of a table that are not learnt as they are
 
 
 class Columns(NamedTuple):

@@ -34,7 +34,7 @@ class Text(NamedTuple):
     labels: tuple[tuple[str, bool], ...] = ()  # words, and whether each comes next after the text (seed S4 3.3.1)
     typed: Spans = ()  # numbers in the first span have type 1, in the second type 2, ...
     more: tuple[float, ...] = ()  # additional values of the target
-    unused: tuple[str, ...] = ()  # what of the record is not learnt, one for each field, turn or thought
+    unused: tuple[str, ...] = ()  # notes on parts that are not learnt, one for each field, turn or thought
 
 
 @dataclass
@@ -46,7 +46,7 @@ class ReadReport:
     skipped: dict[str, int] = field(default_factory=dict)  # kind of bad line -> count
     first: dict[str, str] = field(default_factory=dict)  # kind of bad line -> place of the first
     unused: dict[str, int] = field(default_factory=dict)  # kind of part that teaches nothing -> count
-    columns: dict[str, dict[str, Any]] | None = None  # what a table's columns look like (`data.columns`); None: unknown
+    columns: dict[str, dict[str, Any]] | None = None  # a table's columns (`data.columns`); None: unknown
 
     def add(self, other: ReadReport) -> None:
         """Add a later report."""
@@ -76,7 +76,7 @@ class ReadReport:
 Row = tuple[str, "Mapping[str, Any] | BadLine | Text"]
 # Returns rows, in any process (so it is picklable): a partial of a module function, or `partial(list, rows)`.
 Block = Callable[[], Iterable[Row]]
-# A text, its learnt spans, the spans of the located fields, and what is not learnt.
+# A text, its learnt spans, the spans of the located fields, and notes on parts that are not learnt.
 _Composed = tuple[str, "Spans | None", dict[str, tuple[int, int]], tuple[str, ...]]
 _FIELD, _NAMED = "field ", 8  # the kind of an unread field, before its name; fields named in a report
 MAX_TEXT = 16 * 2**20  # bytes of a line or record; one with more is a bad line

@@ -18,7 +18,7 @@ from cqwen_dist.batch import IGNORE_INDEX
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 
-# ChatML as the tokenizer writes it without a template, with TRL's marks around what the assistant says
+# ChatML as the tokenizer writes it without a template, with TRL's marks around the assistant's words
 _CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + '<|im_end|>\n' }}{% endgeneration %}{% else %}"

@@ -41,7 +41,7 @@ def read_texts(
 
 
 def extractor_of(config: DataConfig, report: ReadReport, chat: Chat | None = None) -> Extractor:
-    """The extractor with the forms of the config's columns. The report keeps what the columns look like."""
+    """The extractor with the forms of the config's columns. The report keeps the columns' kinds."""
     if report.columns is None:
         report.columns = columns_for(config)
     return Extractor(config, chat or Chat(), forms_by(config, report.columns), report.columns)

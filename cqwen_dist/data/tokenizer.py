@@ -126,7 +126,7 @@ class NumericalAwareTokenizer:
         self.write_policy(folder)
 
     def write_policy(self, folder: str | Path) -> Path:
-        """Write only `number_policy.json`. token: what the tokenizer has in <NUM>'s row; null: nothing."""
+        """Write only `number_policy.json`. token: the tokenizer's token in <NUM>'s row, or null."""
         path = Path(folder) / POLICY_FILE
         data = {"num_token_id": self.num_token_id, "token": self.literal, "policy": self.policy.model_dump()}
         path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

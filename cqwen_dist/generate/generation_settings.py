@@ -113,7 +113,7 @@ class Prompt:
     values: Tensor | None = None  # [B,T]
     mask: Tensor | None = None  # [B,T]
     embeds: Tensor | None = None  # [B,T,H]: read instead of the ids
-    hidden: int = 0  # T where there are only embeds: texts are then returned without these positions
+    hidden: int = 0  # T if there are only embeds: texts are then returned without these positions
 
     def copies(self, each: int) -> Prompt:
         """Each row `each` times."""
@@ -126,7 +126,7 @@ class Prompt:
         """The prompts of a call of `CausalQwenForCausalLM.generate`; without any, the token that begins a text.
 
         Also takes lists, which a tokenizer returns without return_tensors. Raises `UserError` for rows of different
-        lengths, and for no prompt where no token begins a text.
+        lengths, and for no prompt if no token begins a text.
         """
         hidden = 0
         if ids is None and embeds is not None:

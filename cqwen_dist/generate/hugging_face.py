@@ -54,7 +54,7 @@ OF_LOGITS = (
 )
 CHANGES = (*OF_LOGITS, "prefix_allowed_tokens_fn")
 LOGIT_MODES = ("compatible", "ovr", "standard")  # a processor sees loc_S in `compatible`, log P elsewhere
-# Where a mode does not take the option: the value with which it has no effect, so callers may pass it. So may None.
+# If a mode does not take the option: the value with which it has no effect, so callers may pass it. So may None.
 _OFF = ("early_stopping", "low_memory", "output_attentions", "output_hidden_states", "output_logits", "output_scores")
 NEUTRAL = {
     **dict.fromkeys((*_OFF, "remove_invalid_values", "renormalize_logits", "synced_gpus", "token_healing"), False),
@@ -73,7 +73,7 @@ INSTEAD_OF = {
     "prefill_chunk_size": "None; a prompt is read at once",
     "synced_gpus": "False: a process generates by itself, so give each whole weights",
 }
-# The modes that take an option, where not all do.
+# The modes that take an option, if not all do.
 ONLY_IN = {
     **dict.fromkeys((*CHANGES, *SEEN, *CACHES, "logits_processor"), LOGIT_MODES),
     **dict.fromkeys(BEAMS, ("compatible", "ovr")),
@@ -89,7 +89,7 @@ class CausalQwenGeneration(GenerateDecoderOnlyOutput):
     """The output with return_dict_in_generate: sequences [B,T'] int64 (prompt + continuation) and their numbers.
 
     For callers that only pass on tensors: numeric_values [B,T'] and numeric_intervals [B,T',levels,2]
-    (`GeneratedNumbers.interval` at `LEVELS`), both float64. The other fields are transformers', where asked for.
+    (`GeneratedNumbers.interval` at `LEVELS`), both float64. The other fields are transformers', on request.
     """
 
     numbers: GeneratedNumbers | None = None
@@ -103,7 +103,7 @@ class CausalQwenBeams(CausalQwenGeneration, GenerateBeamDecoderOnlyOutput):
 
 
 def with_numbers(numbers: GeneratedNumbers, found: Mapping[str, Any]) -> CausalQwenGeneration | CausalQwenBeams:
-    """What transformers gives of a generation, and its numbers."""
+    """transformers' output of a generation, and its numbers."""
     ends = torch.stack([torch.stack(numbers.interval(level), -1) for level in LEVELS], -2)
     kind = CausalQwenBeams if "beam_indices" in found else CausalQwenGeneration
     return kind(**found, numbers=numbers, numeric_values=numbers.values, numeric_intervals=ends)
@@ -116,7 +116,7 @@ class Call:
     options: dict[str, Any]  # for `generate.generator.generate`
     copies: int  # rows per prompt
     as_output: bool  # whether to return a `CausalQwenGeneration`
-    loop: LoopCall | None  # of transformers' generate, where the call needs one of its loops
+    loop: LoopCall | None  # of transformers' generate, if the call needs one of its loops
 
 
 def translate(
@@ -134,7 +134,7 @@ def translate(
 ) -> Call:
     """Translate a call of `CausalQwenForCausalLM.generate`.
 
-    Priority: `given`, then generation_config where it differs from the model's (servers pass a copy of the model's),
+    Priority: `given`, then generation_config if it differs from the model's (servers pass a copy of the model's),
     then the model's generation config. All modes except `compatible` only use lengths and end tokens from the model's
     config, as its temperature is meant for softmax. A generation config may also set the mode. Raises `UserError` for
     options that are unknown or not supported by the mode.
@@ -168,7 +168,7 @@ def translate(
 def _draws(
     model: Any, ids: Tensor, mask: Tensor | None, mode: str, merged: dict[str, Any], own: Sequence[Any]
 ) -> dict[str, Any]:
-    """What changes the draws of a mode. own: processors of logits. Raises `UserError`."""
+    """Options that change the draws of a mode. own: processors of logits. Raises `UserError`."""
     if own and mode not in LOGIT_MODES:
         raise UserError("logits_processor", "", _only_in("logits_processor"))
     longest = min(ids.shape[1] + merged["max_length"], model.config.max_position_embeddings)
@@ -228,7 +228,7 @@ def _merged(own: dict[str, Any], asked: dict[str, Any], mode: str) -> dict[str, 
 def _with_effect(asked: dict[str, Any], mode: str) -> dict[str, Any]:
     """The options of a call that its mode takes, without those that have no effect. Raises `UserError` for others."""
     known = {*PASSED_ON, *PLAIN, *SAMPLING, *LENGTH, *CHANGES, *LOOPS}
-    if asked.get("is_assistant"):  # transformers sets every option where it asks for a draft
+    if asked.get("is_assistant"):  # transformers sets every option if it asks for a draft
         asked = {n: value for n, value in asked.items() if n in known and mode in ONLY_IN.get(n, (mode,))}
     found = {}
     for name, value in asked.items():

@@ -137,7 +137,7 @@ def ovr_logits(gap: Tensor, scores: Cauchy, rows: int | None = None) -> Tensor:
     """The logits of the other modes from S [..., v] of the words in use and gap = C - loc_S: log P, -inf for further
     words up to `rows`. Their softmax is P / sum P, and the largest is that of the best word."""
     logits = log_prob_above(scores.scale, gap)
-    # log P rounds where z does not, and is -inf where P is 0: the best word gets the next number above the largest
+    # log P rounds more coarsely than z, and is -inf at P = 0: the best word gets the next number above the largest
     best = strongest(gap, scores)[..., None]
     its = logits.gather(-1, best).clamp(min=torch.finfo(logits.dtype).min)
     top = logits.detach().amax(-1, keepdim=True)

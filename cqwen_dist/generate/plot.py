@@ -20,7 +20,7 @@ class Mark(NamedTuple):
 
 
 def interval_plot(title: str, marks: Sequence[Mark], note: str) -> str:
-    """An SVG document. The axis spans what is finite; an interval that reaches beyond is cut at the edge."""
+    """An SVG document. The axis spans the finite values; an interval that reaches beyond is cut at the edge."""
     values = sorted(x for m in marks for x in (m.value, m.low, m.high) if math.isfinite(x))
     low, high = (values[0], values[-1]) if values else (0.0, 1.0)
     if high <= low:

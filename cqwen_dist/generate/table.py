@@ -26,7 +26,7 @@ NUMBER_COLUMNS = ("predicted", *(f"{end}_{level * 100:g}" for level in LEVELS fo
 CHOICE = "chosen"
 SORTED = 8  # batches
 LEAST_DIGITS = 6  # of an interval's ends
-OF_WIDTH = 4  # digits of an interval's width, at least, where its ends begin alike: 1,700,000,123 to 1,700,000,456
+OF_WIDTH = 4  # digits of an interval's width, at least, if its ends begin alike: 1,700,000,123 to 1,700,000,456
 
 
 def number_columns(model: Any) -> list[str]:
@@ -111,7 +111,7 @@ def predict_numbers(
     number has to come in the first `within` tokens, since a model may write a blank or words first. Without a number
     all are None, except p_num: the largest P(<NUM>) of these tokens. within 0: it is the Y of the prompt's end,
     whatever words are likelier there. model: a `CausalQwenForCausalLM`. digits: of the predicted value ("auto": what
-    its 50 % interval leaves), and of the ends where these are more than `LEAST_DIGITS`. Some `SORTED` batches at a time
+    its 50 % interval leaves), and of the ends if these are more than `LEAST_DIGITS`. Some `SORTED` batches at a time
     are sorted by length, as padding costs as much as text. Raises `UserError`.
     """
     check_digits(digits)
@@ -180,7 +180,7 @@ def predict_rows(
 ) -> Iterator[dict[str, Any]]:
     """The rows with their new columns. prompts, unread: of `prompts_of`; an unread row's new cells are None.
 
-    known: what the run learnt from; numbers are held in it and marked (`data.learnt_range.LearntRange.held`). cells:
+    known: training ranges; numbers are limited to them and marked (`data.learnt_range.LearntRange.held`). cells:
     the rows' cells as training reads them; given together with `known`.
 
     options: choose one of these texts for each row instead (columns `p OPTION` and `chosen`, which is None if no option
@@ -219,7 +219,8 @@ def _held(
 def _without_prediction(
     model: Any, tokenizer: Tokenizer, prompts: Sequence[Prompt], options: Sequence[str], unread: Unread | None
 ) -> Unread:
-    """`unread` with what the model cannot read. Raises `UserError`: the first, without `unread` or with no row left."""
+    """`unread` with the rows that the model cannot read. Raises `UserError`: the first, without `unread` or with no row
+    left."""
     words, found = reader(tokenizer), {} if unread is None else unread
     after = max((len(words.encode(option, begin=False)[0]) for option in options), default=1)
     room = model.config.base_config.max_position_embeddings - after

@@ -23,8 +23,8 @@ class ActionNetwork(nn.Module):
 
     A bias shifts a location and never enters a scale (S2 3.4). W_cls, b_cls and the thresholds C are rows of the
     vocabulary: all V, or a rank's range [vocab_start, vocab_start + rows). word_size: how many of U's dimensions words
-    see (default all; the rest are number dimensions). `number_head` speaks for numbers: W_reg, b_reg and what else its
-    kind has are parameters of this module. Weights are fp32 masters.
+    see (default all; the rest are number dimensions). `number_head` speaks for numbers: W_reg, b_reg and the other
+    parameters that its kind has are parameters of this module. Weights are fp32 masters.
     """
 
     def __init__(

@@ -132,7 +132,7 @@ class NumberHead:
 
     @torch.no_grad()
     def widen(self, scale: float, u_scale: Tensor) -> None:
-        """Multiply W_reg so that Y has this scale, in the target's unit, where U' has the scales u_scale [C]."""
+        """Multiply W_reg so that Y has this scale, in the target's unit, if U' has the scales u_scale [C]."""
         weight = self.net.reg_weight
         weight.mul_((scale / (weight.abs() @ u_scale)).unsqueeze(-1))
 

@@ -4,7 +4,7 @@ Scales are of order 1e-3 next to logits near 15, so bf16 would lose them. Two ki
 
 - `.to(dtype)`, `.half()`, Trainer, accelerate: `keeping_fp32` answers that the heads stay as they are.
 - DeepSpeed and FSDP replace a parameter's storage without asking, and their optimizers need one dtype for all
-  parameters. They keep fp32 masters themselves. So the heads accept what they get and cast it on use (`at_hand`).
+  parameters. They keep fp32 masters themselves. So the heads accept any dtype and cast on use (`at_hand`).
   A second set of masters in a buffer would double the memory of W_cls and contradict the optimizer's.
 """
 
@@ -35,7 +35,7 @@ def keeping_fp32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def made_in_fp32() -> Iterator[None]:
-    """Inside, new parameters are fp32 where the default dtype is lower, as in from_config(dtype=bfloat16)."""
+    """Inside, new parameters are fp32 if the default dtype is lower, as in from_config(dtype=bfloat16)."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.promote_types(default, torch.float32))
     try:

@@ -6,7 +6,7 @@ The steps, in this order (docs/training.md has measurements):
 2. level all rows: subtract one vector, so that logits approximate log-probabilities (`levelling.level_logits`);
 3. choose (C, gamma), the threshold and the total scale of U', of least OvR loss;
 4. if the model has a side network (`heads.beside`), fit it;
-5. start W_reg, b_reg and U's number dimensions: a robust ridge regression, or the median where that is no better.
+5. start W_reg, b_reg and U's number dimensions: a robust ridge regression, or the median if that is no better.
 
 With the seeds' constants argmax P differs from argmax loc_S, and the loss starts in the thousands (seeds S3 section 4,
 S1). There are two word-head products: one for the normalisers, one for the logits of the search, which stay in memory.
@@ -40,12 +40,12 @@ from cqwen_dist.parallel.vocab_parallel import vocab_parallel_scores
 # shrinkage are tried, and held-out residuals leak the targets of other folds. For 85 or fewer wines, one standard error
 # was not enough: R2 fell from 0.48 to 0.12.
 SURE = 3.0
-LITTLE_NOISE = 0.05  # its share of a number's scale where the individual's own differs from text to text
+LITTLE_NOISE = 0.05  # its share of a number's scale if the individual's own differs from text to text
 LEVEL_TOKENS = 4096  # of all ranks, about: the fits decompose a matrix of them
 MOST = 2 * LEVEL_TOKENS  # texts are of unequal lengths: there may be more positions than were asked for
 NUMBERS = 12_288  # of all ranks, at most: the kernel of the side network has as many rows and columns, 1.2 GB
 NORM_TOKENS = 256  # a rank's, between two looks at whether to go on
-Progress = Callable[[str, int, int], None]  # (what is being done, units done, units in all)
+Progress = Callable[[str, int, int], None]  # (description, units done, units in all)
 TextNumber = tuple[Any, float]  # a number in the raw unit that only the side network learns, after its text
 Features = Callable[[Batch, Tensor], Tensor]  # (batch, label positions [N]) -> z [N,H]
 
@@ -71,7 +71,7 @@ class Calibration:
     num_p_mean: float | None  # mean P of <NUM> where a number follows: the gate's mean at the first step
     numbers: int  # the regression was fitted to this number
     reg_mdae: float | None  # median absolute error of those numbers, each predicted by the others, raw unit
-    reg_median_mdae: float | None  # the same where their median is always predicted
+    reg_median_mdae: float | None  # the same if their median is always predicted
 
 
 @torch.no_grad()
@@ -96,7 +96,7 @@ def calibrate(
     choose (C, gamma). fit_batches: rows and regression are fitted to them (None: to `batches`). beside_batches:
     more batches; only the side network is fitted to their numbers. features: default the model's own; the engine's
     under ZeRO. fit_features: of fit_batches, one after another (None: `features`).
-    numerals: the tokens that spell numerals, where <NUM>'s row is to inherit from them. progress: called equally often
+    numerals: the tokens that spell numerals, if <NUM>'s row is to inherit from them. progress: called equally often
     on every rank; it may raise to end the calibration. b_noise_init: as `set_scales`; the total may then be larger than
     the best gamma, and the report is of the total. Collective over the world: every rank brings the same number of
     batches, and ends with the same values. Raises ValueError if no rank has a label.
@@ -140,7 +140,7 @@ class _Positions(NamedTuple):
     values: Tensor  # [N] float64
     folds: Tensor  # [N] int64: the row's fold
     texts: list[Any]  # before each value that is learnt, for the side network
-    memory: Tensor  # [N,K] float64: what the number head knows of the numbers before
+    memory: Tensor  # [N,K] float64: the number head's facts about earlier numbers
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class _Start:
         return torch.cat(parts)
 
     def fit_rows(self, fit: _Positions, logits: StartLogits) -> dict[str, Any]:
-        """Fit <NUM>'s row, where asked for, and level all rows; `Calibration`'s fields of it."""
+        """Fit <NUM>'s row, if asked for, and level all rows; `Calibration`'s fields of it."""
         # Only the first `MOST` of all ranks are used below, so no rank computes normalisers of more
         before = sum(exchange_counts(len(fit.z), self.groups.world, fit.z.device)[: self.groups.rank])
         used = slice(max(MOST - before, 0))
@@ -258,7 +258,7 @@ class _Start:
             if read is None:
                 g, tables, own_folds, shift = h, {}, folds, 0.0
             else:
-                # One cross-fit for both regressions, and the median of what the first leaves of all its numbers
+                # One cross-fit for both regressions, and the median residual of the first
                 left = every - read.left_out.to(every)
                 g, h = (part[: len(values)].to(targets) for part in (read.left_out, read.spread))
                 tables = read.tables

@@ -38,7 +38,7 @@ logger = logging.get_logger(__name__)
 class CausalQwenOutput(ModelOutput):
     """The outputs of a forward pass, in fp32; Y is in the target's unit (`CausalQwenConfig.target`).
 
-    loss: scalar, where labels are given: the mean OvR loss of the words plus the gated mean NLL of the numbers.
+    loss: scalar, if labels are given: the mean OvR loss of the words plus the gated mean NLL of the numbers.
     logits: loc_S [B,k,V] of the positions that logits_to_keep names; with labels only if it is given.
     scale_S, log_probs: on demand, of the same positions: S's scale, and log P(S_k > C_k), one word against the rest.
     loc_U, scale_U [B,T,C]: the individual. loc_Y, scale_Y [B,T]: the law of the number, if one comes next.
@@ -86,7 +86,7 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         "ActionNetwork",
     ]
     _keep_in_fp32_modules_strict = {"abduction", "action", BESIDE, "w_num", "num_row"}  # noqa: RUF012  transformers' name
-    # Of each quantiser in transformers: what it leaves alone. A name counts from the model's start on.
+    # Of each quantiser in transformers: modules that it leaves unchanged. A name counts from the model's start on.
     _keep_in_fp32_modules = {"model.abduction", "model.action", f"model.{BESIDE}"}  # noqa: RUF012
 
     def __init__(self, config: CausalQwenConfig, model: CausalQwenModel | None = None) -> None:
@@ -147,7 +147,7 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         default with texts, or with calibration_batches instead), "seed" (the default without, with a warning: the
         first loss is then in the hundreds or thousands), or "seed-100". num_token_id: default len(tokenizer) of the
         model's tokenizer, or the last row without one. options: of `CausalQwenModel.from_base_model` (causal_size,
-        number_dims, ...), the base's dtype (float32) and device (the CPU), where it is calibrated. The calibrated
+        number_dims, ...), the base's dtype (float32) and device (the CPU), for calibration. The calibrated
         start makes <NUM>'s rows from the digits' unless num_row_init is given. Raises `UserError`.
         """
         model, base = turned_causal(name_or_path, start, num_token_id, calibration_batches, texts, **options)
@@ -179,12 +179,12 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
     ) -> CausalQwenOutput | tuple[Any, ...]:
         """[B,T] each -> `CausalQwenOutput`, or with return_dict False a tuple of its values that are not None.
 
-        labels [B,T]: as Hugging Face's, not shifted (position t learns labels[t+1] and, where that is <NUM>, its
+        labels [B,T]: as Hugging Face's, not shifted (position t learns labels[t+1] and, if that is <NUM>, its
         numeric_values). -100 is ignored, and so is padding by the attention_mask [B,T], as input and as label, on
         either side (S0 5.3). logits_to_keep: the positions that have logits: 0 all, k the last k, or indices [k];
         default all without labels, none with them, as training needs no [B,T,V]. output_scales, output_log_probs:
         further outputs of these positions. inputs_embeds [B,T,H]: instead of ids; phi(v) w_num is added to it.
-        use_cache: begin a cache where none is given. cache: an alias of past_key_values. num_items_in_batch: as
+        use_cache: begin a cache if none is given. cache: an alias of past_key_values. num_items_in_batch: as
         `loss_of_labels`. mode: the logits are those by which this mode of `generate` chooses words: log P, or loc_S in
         `compatible`, -inf for words that it never writes. Raises `UserError`.
         """
@@ -217,7 +217,7 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
 
     def _check(self, ids: Tensor | None, values: Tensor | None, embeds: Tensor | None = None) -> None:
         """Refuse inputs that do not fit together, and heads that somebody has changed past what they compute with; warn
-        once where <NUM> in the ids has no value. Raises `UserError`."""
+        once if <NUM> in the ids has no value. Raises `UserError`."""
         if self.dtype == torch.float64:
             raise UserError("dtype", "torch.float64", "float32, bfloat16 or float16; the heads compute in float32")
         if not torch.compiler.is_compiling():
@@ -332,13 +332,13 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         return cache_name(self.model.transformer)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
-        """As transformers', with the code that the folder needs where this package is not installed.
+        """As transformers', with the code that the folder needs if this package is not installed.
 
         Raises `UserError` for the model of a run with `model.quantize`.
         """
-        if getattr(self, "hf_quantizer", None) is None:  # transformers writes the scales of what it has quantised
+        if getattr(self, "hf_quantizer", None) is None:  # transformers writes the scales of quantised weights
             refuse_rounded(self)
-        # Where this class is a folder's own, transformers copies its file
+        # If this class is a folder's copy, transformers copies its file
         if __name__.startswith("cqwen_dist.") and options.get("is_main_process", True):
             write_code = from_wing("code of a folder")
             self.config.auto_map = write_code(save_directory, self.config.lora is not None, self.model.beside)

@@ -136,7 +136,7 @@ class CausalQwenModel(CausalModules):
         """A base model turned causal; its transformer moves in, so the base object is used up.
 
         start: "seed" or "seed-100", or "calibrated" (the seed's constants until `calibration.calibrate` is run).
-        head, table: the output head's weight and the token table where `base` does not have them whole
+        head, table: the output head's weight and the token table if `base` does not have them whole
         (`training.zero.partitioned_base`). num_row_init, num_bias_init: of <NUM>'s row, as `inherit_head`; "digits":
         at the input it is the mean row of `numerals`, at the output `calibration` fits it. w_num_scale: None gives
         w_num VALUE_SHARE of the mean norm of these rows, without them a factor of 0.2. reg_gain: of W_reg's Xavier

@@ -1,4 +1,4 @@
-"""What `AutoModel` gives: the features, for extraction and for heads of other libraries."""
+"""The result of `AutoModel`: the features, for extraction and for heads of other libraries."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def start_at_data(heads: Heads, median: Tensor, scale: float) -> None:
 def override_start(
     heads: Heads, threshold: float | Tensor | None, gamma: float | None, b_noise: float | None = None
 ) -> None:
-    """Set C, one number or [rows], and the scales of the words (`set_scales`), where they are given."""
+    """Set C, one number or [rows], and the scales of the words (`set_scales`), if given."""
     if threshold is not None:
         heads.action.threshold.copy_(torch.as_tensor(threshold))
     if gamma is not None:

@@ -28,7 +28,7 @@ from cqwen_dist.model.varlen import attend_within_texts
 def run_layers_as(transformer: Any, asked: ModelConfig, on_host: bool = False) -> None:
     """Set up the layers of a transformer for training, in place. Names of modules and parameters do not change.
 
-    on_host: gradient checkpointing keeps layer inputs in host memory. Raises `UserError` where transformers is too old.
+    on_host: gradient checkpointing keeps layer inputs in host memory. Raises `UserError` if transformers is too old.
     """
     base = architecture(transformer.config.model_type)
     if asked.gradient_checkpointing:

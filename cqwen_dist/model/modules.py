@@ -1,4 +1,4 @@
-"""The model's modules put together: what a step, an evaluation and generation compute (seed S2 section 5).
+"""The model's modules put together, for a step, an evaluation and generation (seed S2 section 5).
 
 input_ids, numeric_values --FeatureStack--> z [B,T,H] --AbductionNetwork--> U [B,T,C]
                                                       --ActionNetwork--> S [B,T,V] and Y [B,T]

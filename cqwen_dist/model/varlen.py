@@ -98,7 +98,7 @@ def _even(q: Tensor, k: Tensor, v: Tensor, length: int, scale: float, dropout: f
 
 
 def kernel_for(dtype: torch.dtype, width: int, window: int | None) -> Kernel | None:
-    """What runs all texts of a batch on this GPU at once; None where nothing does.
+    """The kernel for all texts of a batch on this GPU; None if there is none.
 
     width: D. Returns: (q, k, v, begin, longest, scale) -> [N,heads,D], begin and longest as of `Texts`.
     """
@@ -137,7 +137,7 @@ def _torch_kernel(window: int | None) -> Kernel | None:
 
 @cache
 def _flash_attn_kernel(window: int | None) -> Kernel | None:
-    """The package flash-attn's, where it is installed."""
+    """The package flash-attn's, if installed."""
     if find_spec("flash_attn") is None:
         return None
     from flash_attn import flash_attn_varlen_func

@@ -26,11 +26,11 @@ FOLDS = 3
 TREES = 100
 LEAF = 2  # rows in a leaf of a forest, at least
 SQUARED, ABSOLUTE = "squared error", "absolute error"
-Ways = dict[str, Callable[[np.ndarray], np.ndarray]]  # what it is fitted to: rows -> predictions; fits when called
+Ways = dict[str, Callable[[np.ndarray], np.ndarray]]  # the loss: rows -> predictions; fits when called
 
 
 class Rival(NamedTuple):
-    """A model's name, its predictions [m] for the test rows, what it was fitted to; 90 % intervals [m,2], if any."""
+    """A model's name, its predictions [m] for the test rows, its loss; 90 % intervals [m,2], if any."""
 
     name: str
     predicted: np.ndarray
@@ -138,7 +138,7 @@ def _ridge(of: EncodedRows, x: Any) -> Ways:
 
 
 def _words(of: EncodedRows) -> Ways:
-    """Ridge regression on words and pairs, and where there is time on parts of words too."""
+    """Ridge regression on words and pairs, and if there is time on parts of words too."""
     kinds = {"": of.pairs}
     if len(of.learnt) <= MANY:
         kinds[", with parts of words"] = of.characters

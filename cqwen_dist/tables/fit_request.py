@@ -1,4 +1,4 @@
-"""What `cqwen fit` is asked for."""
+"""The options of `cqwen fit`."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _marks(
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
-    """The ends of an axis, a little apart where all values are equal."""
+    """The ends of an axis, a little apart if all values are equal."""
     low, high = min(values), max(values)
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 

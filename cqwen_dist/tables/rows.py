@@ -45,7 +45,7 @@ class Table(NamedTuple):
         return np.array([float(row[self.target]) for row in self.rows])
 
     def equal(self) -> list[Any]:
-        """What equal rows share."""
+        """The key of equal rows."""
         return [tuple(row.values()) for row in self.rows]
 
 
@@ -121,7 +121,7 @@ class Parts(NamedTuple):
 
     train: np.ndarray
     valid: np.ndarray  # for evaluation during training and for recalibrating intervals
-    test: np.ndarray  # in random order: where time is short, only the first are judged
+    test: np.ndarray  # in random order: if time is short, only the first are judged
 
     @property
     def learnt(self) -> np.ndarray:

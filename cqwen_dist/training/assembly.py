@@ -132,7 +132,7 @@ def groups_of(config: Config, runtime: Runtime) -> Groups:
 
 def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
     """Read the data, load the model, assemble the run. Collective over the world. Raises `UserError`."""
-    # Refuse what cannot work before the slow parts
+    # Refuse impossible settings before the slow parts
     abduction_named(config.model.abduction, config.run.dir)
     find_bitsandbytes(config.model.quantize)
     if config.model.number_head is not None:
@@ -141,7 +141,7 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
     if not runs_on(config.loss.impl, runtime.device):
         raise UserError("loss.impl", config.loss.impl, "auto, chunked or reference on a CPU: kernels need a GPU")
 
-    # The run folder: finish what a kill interrupted, and choose the checkpoint; a damaged one is refused
+    # The run folder: finish an interrupted change, and choose the checkpoint; a damaged one is refused
     seed_everything(config.train.seed)
     rank, world, folder = runtime.rank, groups.world_size, Path(config.run.dir)
     progress = Progress(0, 0, silent=not runtime.is_main)
@@ -179,7 +179,7 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
     of_z = {name: inputs[name] for name in ("base", "tokenizer")}
     of_z |= model.model_dump(include={"quantize", "value_periods"})
 
-    # Model, engine and stepper, and what stands around the steps
+    # Model, engine and stepper, and the parts around the steps
     target = asdict(statistics.transform(config.target_transform))
     training = build_training(config, runtime, groups, base, words, loaders.steps_per_epoch, target)
     best = Retention(train.keep_checkpoints, 1, train.best_metric, higher=rises(train.best_metric))

@@ -13,7 +13,7 @@ weight * KL with weight = multiplier * (KL / eps)^4, and 0 below an eighth of ep
 integral controller would react too late, as KL starts at 0 and rises within a few steps. The power uses the KL of the
 previous step, so the term is linear in the tokens and decomposes like `hinge`. After each step the log of the
 multiplier moves by a tenth of the relative distance of the global mean KL from its target, faster up than down. Both
-factors are tensors, so no step waits for them, except where a second pass depends on them.
+factors are tensors, so no step waits for them, except if a second pass depends on them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The parts of a run on this rank, as values: what `training.assembly` builds, and start, loop and checkpoints use."""
+"""The parts of a run on this rank, as values: `training.assembly` builds them, and start, loop and checkpoints use."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Run(Training):
     resume_from: Path | None  # checkpoint folder
     texts: TextDataset  # training texts
     reports: list[str]  # on the data, for people
-    columns: dict[str, dict[str, Any]] | None  # what a table's columns look like (`data.columns`)
+    columns: dict[str, dict[str, Any]] | None  # a table's columns (`data.columns`)
     statistics: NumericStatistics
     inputs: dict[str, str]  # digests of data, tokenizer and base (`checkpoint.resume`)
     loaders: StageLoaders

@@ -274,7 +274,7 @@ def _refuse_shape(config: Config, ours: Any, saved: dict[str, Any], source: Path
 
 
 def refuse_unknown_metrics(config: Config, metrics: Mapping[str, Any]) -> None:
-    """Raises `UserError` by key where the config names a metric that is not among an evaluation's."""
+    """Raises `UserError` by key if the config names a metric that is not among an evaluation's."""
     named = {f"stages.{i}.until.metric": s.until.metric for i, s in enumerate(config.stages) if s.until is not None}
     if metrics:
         named["train.best_metric"] = config.train.best_metric

@@ -89,7 +89,7 @@ def save_start(constraint: Constraint, path: Path) -> None:
 
 
 def load_start(constraint: Constraint, path: Path, state: dict[str, Any]) -> None:
-    """Restore what `save_start` wrote, and the `state_dict`. Raises `UserError` if the file does not fit."""
+    """Restore the files of `save_start`, and the `state_dict`. Raises `UserError` if the file does not fit."""
     try:
         tensors = load_file(path)
         adapted = tensors.pop("adapted").reshape(())

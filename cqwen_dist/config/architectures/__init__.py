@@ -19,7 +19,7 @@ from cqwen_dist.config.errors import Said, UserError
 
 _ALL = (QWEN2, QWEN3, QWEN3_5, QWEN3_NEXT, QWEN2_MOE, QWEN3_MOE, QWEN3_5_MOE, LLAMA, MISTRAL, PHI3, GEMMA3)
 ARCHITECTURES = {each.model_type: each for each in _ALL}
-# What can have an adapter in at least one of them
+# Linear maps that can have an adapter in at least one of them
 LINEARS = (*dict.fromkeys(name for each in _ALL for name in each.linears), EXPERTS)
 # Why others cannot be a base. Substring of the `model_type` -> reason; the first match counts.
 _NESTED = "its text model is part of a larger one"

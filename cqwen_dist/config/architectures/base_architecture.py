@@ -58,7 +58,7 @@ class BaseArchitecture:
     mlp: Block | None = None
     experts: Block | None = None  # replaces the MLP in the layers given by the config
     interval: int = 4
-    biased: tuple[str, ...] = ()  # keys of biases that are true where config.json lacks them
+    biased: tuple[str, ...] = ()  # keys of biases that are true if config.json lacks them
     window: int | None = None  # default of sliding_window, 0 for none; None: never a window
     tied: bool = False  # default of tie_word_embeddings
     spare_rows: bool = True  # whether public models have unused vocabulary rows

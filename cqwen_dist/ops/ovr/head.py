@@ -129,5 +129,5 @@ class OvrOutput(NamedTuple):
     per_token: Tensor  # [N] detached, without token weight; 0 for ignored tokens
     prob_sum: Tensor | None  # [N] detached: sum of P, on request
     nll: Tensor | None = None  # [N] detached: -log softmax(loc_S) of a label in the slice, else 0; with a softmax term
-    seen: Any = None  # what else the pass found, a `Seen`, on request
+    seen: Any = None  # further statistics of the pass, a `Seen`, on request
     best: Any = None  # of it, the best words, a `TopWord`

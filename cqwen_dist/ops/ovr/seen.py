@@ -24,7 +24,7 @@ RankBy = Literal["ovr", "loc"]
 
 
 class Wanted(NamedTuple):
-    """What to find, besides the best word."""
+    """Options: statistics besides the best word."""
 
     below: int | None = None  # ids from this one on are neither the best word nor counted
     norm: bool = False  # also the normaliser
@@ -107,7 +107,7 @@ class Seen:
         return self.best(u, u.loc.device.type == "cpu" and gemm_dtype(u.loc.dtype, u.loc.device) != self.head.real)
 
     def best(self, u: Cauchy, rounded: bool = False) -> TopWord:
-        """The best words of what was added."""
+        """The best words so far."""
         blocks = [tuple(torch.cat(part) for part in zip(*block, strict=True)) for block in self.of_blocks if block]
         if not blocks:
             none = self.log_norm.new_full((len(self.log_norm),), -torch.inf).float()

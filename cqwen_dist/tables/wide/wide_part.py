@@ -38,7 +38,7 @@ _MULTIPLIER, _INCREMENT = -7046029254386353131, 1442695040888963407  # odd; from
 
 
 class Entries(NamedTuple):
-    """What each position adds. A negative `begin`: its text begins before these tokens."""
+    """Increments at each position. A negative `begin`: its text begins before these tokens."""
 
     columns: Tensor  # [B,T,GRAMS+1] of the tables: n-grams, the line
     counts: Tensor  # [B,T,GRAMS+1] 1: this n-gram or line ends here

@@ -84,7 +84,7 @@ class _Found(NamedTuple):
 
 @dataclass(frozen=True)
 class _Targets:
-    """n targets around their median, in units of half their interquartile range, and what a fit of them needs."""
+    """n targets around their median, in units of half their interquartile range, and the inputs of a fit."""
 
     t: np.ndarray
     held: np.ndarray  # t, outliers limited

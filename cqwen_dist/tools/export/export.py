@@ -167,7 +167,8 @@ def _about(path: Path) -> dict[str, Any]:
 
 
 def _rounded_base(path: Path, model: CausalQwenForCausalLM) -> dict[str, Any]:
-    """How the model on the full base differs from what a run with `model.quantize` trained; for the model card."""
+    """How the model on the full base differs from the model that a run with `model.quantize` trained; for the model
+    card."""
     if is_exported(path) or (kind := run_of(path)[0].model.quantize) == "none":
         return {}
     here = find_spec("bitsandbytes") is not None

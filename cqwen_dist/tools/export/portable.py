@@ -40,7 +40,7 @@ FILES: dict[str, list[Name]] = {
 }
 # The copy's loss is the one in plain torch: the package's brings ranks and kernels.
 INSTEAD = {("cqwen_dist.heads.fused_loss", "mean_loss"): ("cqwen_dist.tools.export.plain_loss", "mean_loss")}
-# What only this package's runs use; the copies only raise. Names without a class match methods of any class.
+# Functions that only this package's runs use; the copies only raise. Names without a class match methods of any class.
 RUNS = {
     *("labels", "inherit", "centre", "start", "score_targets", "start_scores", "measure", "metrics", "_every"),
     "CausalQwenForCausalLM.from_base",
@@ -63,7 +63,7 @@ def write_code(folder: str | Path, adapters: bool | None = None, beside: object 
     """Write a model's code into its folder; returns `auto_map` for its config.
 
     adapters: whether the model has any; the code then imports peft. None: the folder of a tokenizer. It only gets code
-    where it has none, since a model's files there share definitions with the tokenizer's. beside: its side network
+    if it has none, since a model's files there share definitions with the tokenizer's. beside: its side network
     (`heads.beside`), or None; the code of its class goes along.
     """
     folder, kind = Path(folder), type(beside)

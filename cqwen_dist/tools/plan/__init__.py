@@ -1,1 +1,1 @@
-"""Arithmetic on a config, before anything is started: does it fit, what does it cost? No torch."""
+"""Arithmetic on a config, before anything is started: does it fit, how long is a step? No torch."""

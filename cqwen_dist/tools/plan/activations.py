@@ -65,7 +65,7 @@ def _recurrence(s: Sizes, block: Block) -> float:
     """Bytes per token that gated linear attention saves, by transformers' own formula in fp32.
 
     Texts are taken in parts of `CHUNK` tokens. Of each part it keeps five [CHUNK, CHUNK] a head, twelve tensors like
-    the keys (eight in bf16, where the copies in fp32 serve twice), seven like the values, nine numbers, and the state.
+    the keys (eight in bf16, whose copies in fp32 serve twice), seven like the values, nine numbers, and the state.
     """
     size, w = s.base.sizes, s.width
     heads, dk, dv = (size[f"linear_{name}"] for name in ("num_value_heads", "key_head_dim", "value_head_dim"))
@@ -146,7 +146,8 @@ def saved(s: Sizes) -> int:
 
 
 def on_host(s: Sizes) -> int:
-    """Of `saved`, what parallel.offload: activations moves to the host: the layers' inputs but for the last one's."""
+    """Of `saved`, the bytes that parallel.offload: activations moves to the host: the layers' inputs but for the last
+    one's."""
     moved = s.graph and s.checkpointing and s.kind == "cuda" and s.config.parallel.offload == "activations"
     return (s.base.layers - 1) * s.tokens * s.width * s.base.hidden if moved else 0
 

@@ -56,7 +56,7 @@ def run(config: Config, asked: Question) -> tuple[dict[str, Any], RenderableType
 
 
 def _further(config: Config, options: dict[str, Any], asked: Question) -> tuple[dict[str, Any], list[RenderableType]]:
-    """What `--scale` and `--limits` add to the document and to the tables."""
+    """The parts that `--scale` and `--limits` add to the document and to the tables."""
     document: dict[str, Any] = {}
     shown: list[RenderableType] = []
     if asked.scale:

@@ -1,4 +1,4 @@
-"""What `cqwen plan` is asked: its options."""
+"""The options of `cqwen plan`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 @dataclass(frozen=True)
 class Question:
-    """The machines to plan for, and what to show and write besides the plan."""
+    """The machines to plan for, and further output besides the plan."""
 
     nodes: Annotated[int, typer.Option(help="Machines.")] = 1
     gpus_per_node: Annotated[int, typer.Option(help="Ranks per machine; 0: one CPU rank per machine.")] = 1

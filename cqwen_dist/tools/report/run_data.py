@@ -106,7 +106,7 @@ def read_run(folder: Path) -> RunData:
 
 
 def _read_metrics(path: Path, values: Values) -> tuple[list[Stretch], dict[str, Any]]:
-    """Add every metric to `values`. Returns the stages and what was logged last under each name."""
+    """Add every metric to `values`. Returns the stages and the last value logged under each name."""
     stages: list[Stretch] = []
     newest: dict[str, Any] = {}
     for record in _lines(path):

@@ -51,7 +51,8 @@ class MapPoint:
 
 @dataclass(frozen=True)
 class Why:
-    """What decides the word after a prompt. The map's axes are the principal components of the tokens' individuals."""
+    """The explanation of the word after a prompt. The map's axes are the principal components of the tokens'
+    individuals."""
 
     prompt: str
     dims: list[int]  # those that contribute most to the first word

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's protocol as options of `continue_text`, and what is written as its answers.
+"""Requests of OpenAI's protocol as options of `continue_text`, and the answers in its form.
 
 Fields that a CausalQwen has and OpenAI does not: `mode`, `top_k`, `digits` in a request, `numbers` in a choice and in a
 chunk of a stream. An unknown field is refused, so that no option is silently without effect.
@@ -25,7 +25,7 @@ NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "ec
 
 
 class Asked(BaseModel):
-    """What completions and chats share."""
+    """Fields of both completions and chats."""
 
     model_config = ConfigDict(extra="forbid")
     model: str = ""
@@ -41,7 +41,7 @@ class Asked(BaseModel):
     mode: str | None = None
     top_k: int | None = Field(None, ge=1)
     digits: int | Literal["auto"] = "auto"
-    # accepted where they ask for nothing
+    # accepted if they ask for nothing
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logprobs: bool | int | None = None
@@ -61,7 +61,7 @@ class Asked(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def options(self, most_tokens: int) -> dict[str, Any]:
-        """Keywords of `continue_text`. Raises `UserError` for what has no meaning here, by field.
+        """Keywords of `continue_text`. Raises `UserError` for fields without a meaning here.
 
         Without a mode, `temperature`, `top_p` or `top_k` draws from softmax (mode compatible), as OpenAI's clients
         expect; without them, or with a temperature of 0, the mode is standard, which draws nothing.

@@ -36,7 +36,7 @@ LOOK_S = 0.25  # how often a waiting request looks whether its client is still t
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for. Seconds are from a request's arrival, waiting included."""
+    """Limits of one request. Seconds are from a request's arrival, waiting included."""
 
     tokens: int = 2048
     texts: int = 16  # prompts times n
@@ -47,7 +47,7 @@ class Limits:
 
 
 class Done(NamedTuple):
-    """What a request has brought."""
+    """The body of a request."""
 
     written: list[Written]
     prompt_tokens: int
@@ -142,7 +142,7 @@ class Server:
     async def pieces(
         self, request: Request, work: Callable[..., Done], options: dict[str, Any]
     ) -> AsyncIterator[tuple[str, list[NumberRecord]] | Done]:
-        """(text, its numbers) while they are written, then what was written."""
+        """(text, its numbers) during generation, then the whole text."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
         ends = end_ids(self.model, self.tokenizer)
         put: Any = queue.put_nowait
@@ -207,7 +207,7 @@ async def _events(
 
 
 def _json(document: Any) -> Response:
-    """null for what is not finite."""
+    """null for values that are not finite."""
     return Response(to_json(document, inf_nan_mode="null"), media_type="application/json")
 
 

@@ -4,7 +4,7 @@ It trains a small run with one rank and with all ranks, in every layout of ZeRO 
 kills a run and resumes it. The ranks measure messages, memory and speed (`site.ranks`).
 
 FOLDER/config.yaml, RUN/     the runs
-FOLDER/ranks-N.json          what N ranks measured
+FOLDER/ranks-N.json          measurements on N ranks
 FOLDER/accept.json           the table
 """
 

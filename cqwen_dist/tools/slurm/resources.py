@@ -1,4 +1,4 @@
-"""What `cqwen submit` is asked for, each option once: the resources of a job, and its script."""
+"""The options of `cqwen submit`, each once: the resources of a job, and its script."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONTAINER_COMMAND = "apptainer exec --nv"
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job gets. None: the cluster's default."""
+    """Resources of a job. None: the cluster's default."""
 
     nodes: Annotated[int, typer.Option(help="Number of machines.")] = 1
     gpus_per_node: Annotated[int, typer.Option(help="GPUs (and ranks) per machine; 0: CPU ranks.")] = 0

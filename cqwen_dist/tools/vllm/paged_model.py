@@ -49,7 +49,7 @@ class PagedCausalQwen(nn.Module, SupportsLoRA):
         return HERE[self.instance]
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Embeddings without values, which vLLM asks for where it makes inputs by itself."""
+        """Embeddings without values, which vLLM asks for if it makes inputs by itself."""
         return self.model.features.embedding(input_ids, torch.zeros_like(input_ids, dtype=torch.float64))
 
     def forward(

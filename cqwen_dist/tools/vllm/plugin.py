@@ -1,4 +1,4 @@
-"""What vLLM calls in each of its processes (entry point `vllm.general_plugins`): CausalQwen is one of its models.
+"""Called by vLLM in each of its processes (entry point `vllm.general_plugins`): CausalQwen is one of its models.
 
 prompt ids, numbers --engine--> vLLM's scheduler --> `request_numbers`: values by request and position
                                                  --> `paged_model`: embedding, vLLM's transformer, our heads
@@ -27,7 +27,7 @@ class VllmConfigOfModel(CausalQwenConfig):
 
 
 class VllmRules:
-    """What vLLM's own settings must be for a CausalQwen."""
+    """The vLLM settings that a CausalQwen needs."""
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
@@ -35,7 +35,7 @@ class VllmRules:
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Set what numbers need. Raises `UserError` for what they cannot work with."""
+        """Set the options that numbers need. Raises `UserError` for options that exclude them."""
         config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
         architecture(config.base["model_type"]).require("vllm", "--engine", "vllm")
         for key, found, fits, allowed in (

@@ -32,7 +32,7 @@ from cqwen_dist.run.files import read_object
 
 MODES = ("standard", "ovr", "compatible")
 PENALTY = "repetition_penalty"
-IN_VLLM = (PENALTY, "min_p")  # what transformers and vLLM know by the same name, besides `SAMPLING`
+IN_VLLM = (PENALTY, "min_p")  # options with one name in transformers and vLLM, besides `SAMPLING`
 
 
 class VllmWriter:
@@ -127,7 +127,7 @@ class VllmWriter:
         return written_of(self.tokenizer, prompt, text.ids, numbers_of_text, 0, start, end, ends, digits, stop), start
 
     async def _numbers(self, key: str, done: bool = False) -> list[list[float]]:
-        """What the model has decided for a request since the last call: one call to the worker, between two steps."""
+        """The numbers decided for a request since the last call: one call to the worker, between two steps."""
         found: list[list[float]] = (await self.engine.collective_rpc("numbers_of", args=(key, done)))[0]
         return found
 
@@ -198,9 +198,9 @@ async def _new_tokens(outputs: AsyncIterator[Any]) -> AsyncIterator[list[int]]:
 
 
 def sampling(mode: str, drawing: Mapping[str, Any], base: GenerationConfig | None = None) -> dict[str, Any]:
-    """What vLLM calls the options of a draw. Logits are log P, in mode compatible loc_S. Raises `UserError`.
+    """vLLM's names for the options of a draw. Logits are log P, in mode compatible loc_S. Raises `UserError`.
 
-    base: mode compatible has its settings where `drawing` has none, as in `generate`.
+    base: mode compatible has its settings if `drawing` has none, as in `generate`.
     """
     if mode not in MODES:
         raise UserError("mode", mode, f"{', '.join(MODES)}; others without vLLM")

@@ -240,7 +240,7 @@ class Evaluator:
     def _numbers(
         self, u_prime: Cauchy, batch: Batch, keep: Tensor, texts: int, sums: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """The lists of a batch's numbers; adds what is counted to the sums. texts: in earlier batches."""
+        """The lists of a batch's numbers; adds the counts to the sums. texts: in earlier batches."""
         head, is_number = self.model.action.number_head, batch.numeric_mask.flatten()[keep]
         at, own = keep[is_number], Cauchy(u_prime.loc[is_number], u_prime.scale[is_number])
         decision, true = head.decide(own, head.memory_at(batch, at)), batch.numeric_labels.flatten()[at]
@@ -282,7 +282,7 @@ class Evaluator:
             yield i, batch.to(self.device), batch.kept.to(self.device)
 
     def _scores(self, u_prime: Cauchy, labels: Tensor, rank_by: RankBy) -> OvrScores:
-        """What one pass over the words tells of the label positions; "loc" ranks all rows."""
+        """Results of one pass over the words for the label positions; "loc" ranks all rows."""
         action, label_set, rows = self.model.action, self.decisions.label_set, self.model.config.used_rows
         return vocab_parallel_scores(
             action.word_part(u_prime).to(self.gemm_dtype),

@@ -83,7 +83,7 @@ class Evaluations:
             parts.append(f"{name} {now:.1%} (base {base:.1%})")
         return ", ".join(parts)
 
-    # ---------------------------------------------------------------------------- what a report draws
+    # ---------------------------------------------------------------------------- data for a report's charts
 
     def _write(self, folder: Path, step: int, stage: str, found: Evaluation) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ in each epoch, even with dropout. The key of a cache includes everything that z 
 
 A cache grows in parts, each made before the first step that reads it: the first step waits for a few texts only, and a
 stop loses one part. Mode `auto` makes a cache only if the stage has more than one epoch left and the disk has room. An
-existing cache is always used. What a part contains follows from the step and the parts before it, so a resumed run
+existing cache is always used. The contents of a part follow from the step and the parts before it, so a resumed run
 continues to the bit. Losses equal those without a cache, up to the rounding of different batch shapes. The cache has no
 extra columns of the side network: the start is fitted to cached z before these exist.
 """
@@ -40,7 +40,7 @@ from cqwen_dist.training.telemetry.progress import Progress
 from cqwen_dist.training.zero.engine import Engine
 
 FIRST_PART = 8192  # tokens a rank
-GROWTH = 8  # a later part has at most an 8th of what is stored: some dozens of parts, and a stop loses little
+GROWTH = 8  # a later part has at most an 8th of the stored tokens: some dozens of parts, and a stop loses little
 
 
 @dataclass
@@ -111,7 +111,7 @@ class FeatureCache:
             known = self._shards  # of the start, or of the stage before
             if known is not None and known.folder == found.folder:
                 found = known
-            # Another begins where it pays and has room
+            # A new one begins if it pays and has room
             elif not found.open(self.runtime):
                 if self.settings.mode != "require" and left <= 1.0:
                     raise CacheRefused(f"the stage has {left:.2g} of an epoch left: no text would be read twice")

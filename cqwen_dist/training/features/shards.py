@@ -7,7 +7,7 @@
 
 The sample order is global and does not depend on the number of ranks. The rank that reads a sample may not be the one
 that wrote it, so files are memory-mapped and read by sample. A part is there completely or not at all. No file is
-flushed to the disk: a slow one would take longer than the features, and the checksums find what a crash loses.
+flushed to the disk: a slow one would take longer than the features, and the checksums find data lost in a crash.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class FeatureShards:
 
     def add(self, part: Path) -> None:
         for path in sorted(part.glob("z-*.arrow")):
-            with pa.memory_map(str(path)) as file:  # what is read stays mapped, and no file stays open
+            with pa.memory_map(str(path)) as file:  # data that is read stays mapped, and no file stays open
                 table = pa.ipc.open_file(file).read_all()
             numbers = table["sample"].to_numpy()
             self._place[numbers] = np.stack([np.full(len(numbers), len(self._columns)), np.arange(len(numbers))], 1)

@@ -43,7 +43,7 @@ class Tracker(Protocol):
         """Shows an alarm as the service shows them."""
 
     def close(self) -> None:
-        """Sends what is left. Nothing is written afterwards."""
+        """Sends the remaining records. Nothing is written afterwards."""
 
 
 class MetricsFile:

@@ -20,11 +20,11 @@ from cqwen_dist.config.yaml_text import leaves
 from cqwen_dist.run.files import TENSORBOARD, WANDB_ID, read_line, write_atomically
 from cqwen_dist.training.telemetry.metrics import Tracker
 
-PROJECT = "cqwen"  # where the tracker's own variable names no other
+PROJECT = "cqwen"  # if the tracker's variable names none
 
 
 def open_trackers(run_dir: Path, run: RunConfig, config: dict[str, Any], step: int, written: int) -> list[Tracker]:
-    """The run's trackers, each of which raises `UserError` by key where its package or service is missing.
+    """The run's trackers, each of which raises `UserError` by key if its package or service is missing.
 
     step: step of the checkpoint to resume from. written: last step that was sent before, or -1.
     """
@@ -40,7 +40,7 @@ def open_trackers(run_dir: Path, run: RunConfig, config: dict[str, Any], step: i
 
 
 def _run_id(run_dir: Path) -> str:
-    """The run's id in all services, made at its first start, or where the file has no plain name."""
+    """The run's id in all services, made at its first start, or if the file has no plain name."""
     path = run_dir / WANDB_ID
     if not re.fullmatch(r"[\w-]{1,64}", read_line(path), re.ASCII):
         write_atomically(path, secrets.token_hex(4))
@@ -48,7 +48,7 @@ def _run_id(run_dir: Path) -> str:
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """A record's finite numbers, without its step: services differ in what they do with NaN."""
+    """A record's finite numbers, without its step: services treat NaN differently."""
     numbers = {name: value for name, value in record.items() if name != "step" and isinstance(value, (int, float))}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
