@@ -125,7 +125,7 @@ def refuse_exchanged(
     exchanged = [name for name in KEYS if name in saved and name in found and saved[name] != found[name]]
     for name in exchanged:
         if name not in accept:
-            instead = way_out or f"run.accept: [{', '.join(exchanged)}] to go on with what is here now"
+            instead = way_out or f"run.accept: [{', '.join(exchanged)}] to continue with the present files"
             found_here = Said(f"{_NOUNS[name]} other than in the checkpoint")
             raise UserError(KEYS[name], found_here, f"the same, or {instead}", str(source))
     return exchanged

@@ -270,7 +270,7 @@ def _write(path: Path, tensors: Tensors) -> dict[str, Any]:
     with safe_open(path, framework="pt") as file:
         found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (a handle)
         if found != {name: tuple(tensor.shape) for name, tensor in ready.items()}:
-            raise RuntimeError(f"{path.name}: what was read back has other names or shapes")
+            raise RuntimeError(f"{path.name}: the names or shapes read back differ")
         for name in names[:: max(1, len(names) // SAMPLES)]:
             tensor = ready[name]
             there = file.get_slice(name)[:1] if tensor.ndim else file.get_tensor(name)

@@ -136,7 +136,7 @@ def _show_fit(folder: Path, found: dict[str, Any]) -> None:
     console.print("* the lowest error; in 90 %: how often the truth is in the 90 % interval, and its median width")
     console.print(found["verdict"])
     if found["outside"]:
-        console.print(f"{found['outside']:,} rows are far outside of what was learnt (predicted.csv, outside)")
+        console.print(f"{found['outside']:,} rows are far outside the training range (predicted.csv, outside)")
     for row in found["examples"]:
         console.print(" | ".join(row["prompt"].strip().splitlines()), no_wrap=True, overflow="ellipsis")
         ends = plain(row["low_90"], best), plain(row["high_90"], best)

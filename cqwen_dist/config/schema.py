@@ -149,7 +149,7 @@ class Config(Section):
             allowed = f"{1 + len(self.data.more_values)} weights, of the number and of each of data.more_values"
             raise refused("loss.value_weights", self.loss.value_weights, allowed)
         if self.train.thresholds == "scalar" and isinstance(self.model.threshold_init, str):
-            allowed = "a number where train.thresholds is scalar"
+            allowed = "a number if train.thresholds is scalar"
             raise refused("model.threshold_init", self.model.threshold_init, allowed)
 
     def _check_lengths(self, index: int, stage: Stage) -> None:

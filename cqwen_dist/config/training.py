@@ -41,7 +41,7 @@ def rises(metric: str) -> bool:
 # Prefixes of evaluation metrics: held-out texts, data.watch texts.
 JUDGED = ("eval/", "watch/")
 
-NO_STAGE_0 = "1 takes the same steps with less memory; 0 has no place where the heads' gradients enter DeepSpeed's norm"
+NO_STAGE_0 = "1 takes the same steps with less memory; in stage 0 the heads' gradients cannot enter DeepSpeed's norm"
 
 
 class ParallelConfig(Section):
@@ -104,8 +104,8 @@ class LoraConfig(Section):
     dropout: Share = 0.0
     """Dropout before the adapters."""
     target_modules: Annotated[list[str], Field(min_length=1)] | Literal["all-linear"] = Field(list(USUAL_TARGETS))
-    """Linear layers that get an adapter, or all-linear; experts stands for all experts of a mixture. The default stands
-    for the base's own layers in attention, linear attention, MLP and shared experts."""
+    """Linear layers that get an adapter, or all-linear; experts stands for all experts of a mixture. The default means
+    the base's layers in attention, linear attention, MLP and shared experts."""
     rslora: bool = False
     """Scale by alpha / sqrt(r) instead (rank-stabilised LoRA)."""
     dora: bool = False
@@ -188,7 +188,7 @@ class LossConfig(Section):
     """Limit for the gradient of a word's loss with respect to loc_S, in 1/nat; 0: no limit; default: 1 if start is
     calibrated, 0 in the seed presets."""
     softmax_weight: NonNegative | None = None
-    """Weight of -log softmax(loc_S) of each word, beside its one-vs-rest loss. C and the scales do not learn from it.
+    """Weight of -log softmax(loc_S) of each word, added to its one-vs-rest loss. C and the scales do not learn from it.
     Default: 3 if start is calibrated from a named base, else 0 (docs/decisions.md, D-softmax)."""
     impl: Literal["auto", "reference", "chunked", "triton"] = "auto"
     """Implementation of the one-vs-rest loss; auto: triton on CUDA, else chunked."""

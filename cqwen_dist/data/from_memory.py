@@ -86,7 +86,7 @@ def write_records(rows: Any, path: Path, key: str, text_field: str = "text", kee
         if not count:
             raise UserError(key, "no row", "one or more")
         if keep and path.is_file() and file_record(path) != file_record(partial):
-            allowed = "the same, or run.accept: [data, eval] to go on with these, or another run.dir"
+            allowed = "the same, or run.accept: [data, eval] to continue with these, or a new run.dir"
             raise UserError(key, Said(f"other rows than the run began with ({path})"), allowed)
 
 

@@ -246,7 +246,7 @@ def read_policy(
     if now is not None and (data["token"] != str(now) if "token" in data else not now.special):
         found = Said(f"row {row} for <NUM>, which is the token {now} now")
         allowed = f"the tokenizer without that token, or model.num_token_id: {1 + max(tokenizer.get_vocab().values())}"
-        raise UserError("num_token_id", found, f"{allowed} (<NUM> then starts anew there)", str(path))
+        raise UserError("num_token_id", found, f"{allowed} (<NUM> then starts again there)", str(path))
     return row if given is None else given, policy or its
 
 

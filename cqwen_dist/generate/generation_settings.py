@@ -61,7 +61,7 @@ class Settings:
         if self.cache_implementation not in (None, "dynamic", "static"):
             raise UserError("cache_implementation", self.cache_implementation, "dynamic, static")
         if self.static and not self.use_cache:
-            raise UserError("cache_implementation", "static", "dynamic where use_cache is false")
+            raise UserError("cache_implementation", "static", "dynamic if use_cache is false")
         if self.used_rows is not None and self.used_rows < 1:
             raise UserError("used_rows", self.used_rows, "1 or more")
         if self.seed is not None and self.generator is not None:

@@ -200,7 +200,7 @@ def _mask_of(model: Any, ids: Tensor, merged: dict[str, Any]) -> Tensor | None:
         text = ids.ne(pad)
         return (text.cumsum(1) * text.flip(1).cumsum(1).flip(1) > 0).long()
     if len(ids[:, 0].eq(pad).unique()) > 1:
-        said = f"generate: rows begin with pad_token_id, {pad}, which is read as text where there is no attention_mask"
+        said = f"generate: rows begin with pad_token_id, {pad}, which is read as text without an attention_mask"
         warnings.warn(said, stacklevel=5)
     return None
 
@@ -313,7 +313,7 @@ def _watch(
     strings = merged.get("stop_strings")
     if strings:
         if tokenizer is None:
-            raise UserError("tokenizer", None, "the NumericalAwareTokenizer, where stop_strings are given")
+            raise UserError("tokenizer", None, "the NumericalAwareTokenizer, if stop_strings are given")
         digits = MOST_DIGITS if merged.get("digits") is None else merged["digits"]
         watch.append(ends_at([strings] if isinstance(strings, str) else strings, tokenizer, prompt, digits))
     if isinstance(streamer, NumberStreamer):

@@ -82,7 +82,7 @@ def loop_call(
     if watch or isinstance(streamer, NumberStreamer):
         raise UserError("streamer", "a NumberStreamer", written)
     if model.model.beside is not None and (merged.get("num_beams", 1) > 1 or any(merged.get(n) for n in DRAFTS[:2])):
-        raise UserError("num_beams", Said("beams or drafts"), "neither: the part beside z only goes forward")
+        raise UserError("num_beams", Said("beams or drafts"), "neither: model.wide only goes forward")
     Settings(mode=options["mode"], temperature=options.get("temperature"))
     names = (*BEAMS, *DRAFTS[1:], *SEEN, *PLAIN, "cache_config", "num_return_sequences", "return_dict_in_generate")
     mode, room = options["mode"], model.config.max_position_embeddings - length

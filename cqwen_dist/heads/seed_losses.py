@@ -89,8 +89,8 @@ def _warn_of_another_threshold(loc_S: Tensor, own: Tensor) -> None:
     models = getattr(loc_S, "threshold", own)
     if models is not own and bool((models.detach().to(own) != own.detach()).any()):
         warnings.warn(
-            "The loss has another C than the model, which generates by its own. Pass the model's as C_ovr, then both "
-            "have the same one: CausalQwenLoss(V, NUM, model.action.threshold)",
+            "The loss has a different C than the model, which generates with its C. Pass that as C_ovr, so that both "
+            "have one: CausalQwenLoss(V, NUM, model.action.threshold)",
             stacklevel=2,
         )
 

@@ -246,7 +246,7 @@ class _Start:
 
         def tell(done: int, of: int) -> None:
             if self.groups.world_size == 1:  # progress is collective: other ranks only wait for this one
-                self.progress("what stands beside z", done, of)
+                self.progress("the wide part", done, of)
 
         def ridge() -> tuple[dict[str, Tensor], tuple[Tensor, float, float, float], float, float]:
             targets = target.forward(values).double()

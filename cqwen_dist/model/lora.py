@@ -46,7 +46,7 @@ def inject_lora(transformer: nn.Module, config: LoraConfig) -> None:
     The outputs of the model stay equal to the bit: B = 0, and DoRA's magnitude equals the norm that it divides by.
     """
     if config.dora and any(hasattr(p, "ds_id") for p in transformer.parameters()):
-        raise UserError("model.lora.dora", True, "false where ZeRO-3 partitions the base: its norms need whole weights")
+        raise UserError("model.lora.dora", True, "false if ZeRO-3 partitions the base: its norms need whole weights")
     try:
         inject_adapter_in_model(peft_config(config), transformer, adapter_name=ADAPTER)
     except ValueError as error:

@@ -156,5 +156,5 @@ def use_own_products(transformer: nn.Module) -> None:
             module._apply(lambda part: part)
             if isinstance(module, Nf4Linear) and module.weight.device.type == "cpu" and module.in_features % 64:
                 found = Said(f"nf4 with a linear map that reads {module.in_features} numbers")
-                allowed = "int8 or none: on a CPU bitsandbytes dequantises wrongly where 64 does not divide this number"
+                allowed = "int8 or none: on a CPU bitsandbytes dequantises wrongly if 64 does not divide this number"
                 raise UserError("model.quantize", found, allowed)

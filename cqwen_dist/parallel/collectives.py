@@ -31,7 +31,7 @@ class Stopped(BaseException):
     """A rank received a stop request (`parallel.stop`). This is not a failure; only `train` may catch it."""
 
     def __init__(self, reason: str | None = None) -> None:
-        super().__init__(reason or "another rank was told to stop")
+        super().__init__(reason or "a different rank got a signal to stop")
 
 
 def is_communication(error: BaseException) -> bool:

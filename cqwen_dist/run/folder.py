@@ -149,4 +149,4 @@ def archive(folder: Path, say: Callable[[str], None]) -> None:
         archive.mkdir()
         for path in found:
             path.rename(archive / path.name)
-        say(f"starts over; what was there is in {archive}")
+        say(f"starts again; the earlier run is in {archive}")

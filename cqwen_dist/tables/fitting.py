@@ -127,7 +127,7 @@ def prepare(request: FitRequest, folder: Path, say: Callable[[str], None], clock
     else:
         earlier, before = request_of(folder)
         if earlier != request:
-            allowed = "a folder that does not exist yet, or one of the very same command, which then goes on"
+            allowed = "a folder that does not exist yet, or one of the same command, which then continues"
             raise UserError("--out", str(folder), allowed)
         if None not in (before, now) and before != now:
             found = Said(f"a fit of {file.name} as it was before")

@@ -71,7 +71,7 @@ def open_session(
             held.enter_context(runtime.hang.watching(folder, runtime.rank, runtime.timeout_s, tell))
             yield status
         except Stopped as stopped:
-            _stop(folder, runtime, f"told to stop: {stopped}")
+            _stop(folder, runtime, f"signal to stop: {stopped}")
             raise
         except Exception as error:
             shown = _as_disk_error(error, folder) or error
@@ -138,5 +138,5 @@ def _as_disk_error(error: Exception, folder: Path) -> DiskError | None:
     if not isinstance(error, SafetensorError) and not (isinstance(error, OSError) and error.errno in REFUSED + AWAY):
         return None
     place, message, away = words_of_disk(error, folder)
-    allowed = "a disk that can be read and written; then the same command goes on"
+    allowed = "a disk that can be read and written; then the same command resumes"
     return DiskError("run.dir", Said(message), allowed, place, away)

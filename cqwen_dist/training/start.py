@@ -196,7 +196,7 @@ def _described(found: Calibration) -> list[str]:
         f"{found.prob_sum_median:.2f}; levelled by {found.levelled:.0%}"
     ]
     if found.num_f1 is not None:
-        lines.append(f"<NUM> at the start: F1 {found.num_f1:.3f}, mean P where a number follows {found.num_p_mean:.2f}")
+        lines.append(f"<NUM> at the start: F1 {found.num_f1:.3f}, mean P before a number {found.num_p_mean:.2f}")
     if found.reg_mdae is not None:
         lines.append(
             f"numbers at the start: median error {found.reg_mdae:.4g}, always predicting the median "

@@ -88,7 +88,7 @@ class Stepper:
                     z = self.engine.forward(batch_on_device, keep)
                 else:
                     if len(cached[i]) != keep.numel():  # these features belong to other samples
-                        found = f"the feature cache has {len(cached[i])} positions where the batch has {keep.numel()}"
+                        found = f"the feature cache has {len(cached[i])} positions if the batch has {keep.numel()}"
                         raise RuntimeError(found)
                     z = self.model.with_beside(cached[i].to(self.device, non_blocking=True), batch_on_device, keep)
             u = self.model.abduction(z)

@@ -225,7 +225,7 @@ class Trainer:
 
     def _save_on_stop(self) -> None:
         self.run.saver.wait()  # if a failed save stopped the run, its error is raised here
-        self.run.progress.say("told to stop: saving")
+        self.run.progress.say("signal to stop: saving")
         if self.log is not None:
             self.log.flush()
         if self.place.step > self.saved_step:

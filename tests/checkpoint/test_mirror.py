@@ -209,4 +209,4 @@ def test_a_run_that_starts_over_puts_its_stored_checkpoints_aside(
     shutil.rmtree(run)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     with open_session(load_config(config, [*given, "run.resume=restart"]), runtime):
-        assert [path.name for path in list_checkpoints(run)] == ["step-00000002"], "a job that is queued again goes on"
+        assert [path.name for path in list_checkpoints(run)] == ["step-00000002"], "a requeued job resumes"

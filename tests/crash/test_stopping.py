@@ -48,7 +48,7 @@ def test_a_run_stopped_anywhere_resumes_equal_to_the_bit(
     # A signal that is quicker than the step's first all-reduce stops before it.
     assert status["step"] in (step - (blow.point == "step"), step, step + (blow.point == "save"))
     assert status["checkpoint"] == (f"step-{status['step']:08d}" if step else None)
-    assert "told to stop: " in status["reason"]
+    assert "signal to stop: " in status["reason"]
 
     again = command(config, f"run.dir={run}")
     assert again.codes == [0, 0], again.said

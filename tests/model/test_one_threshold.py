@@ -69,5 +69,5 @@ def test_a_loss_with_another_threshold_than_the_model_warns() -> None:
         warnings.simplefilter("error")
         CausalQwenLoss(VOCAB, NUM)(*scores, *given)  # both 0
         CausalQwenLoss(VOCAB, NUM, model.action.threshold)(*scores, *given)
-    with pytest.warns(UserWarning, match="another C than the model"):
+    with pytest.warns(UserWarning, match="a different C than the model"):
         CausalQwenLoss(VOCAB, NUM, 5.0)(*scores, *given)

@@ -92,9 +92,9 @@ def agree(told: int) -> list[str]:
 
 def test_all_ranks_learn_that_one_was_told_to_stop() -> None:
     assert run_ranks(agree, 3, 1) == [
-        ["another rank was told to stop", "SIGUSR1"],
+        ["a different rank got a signal to stop", "SIGUSR1"],
         ["SIGTERM", "SIGUSR1"],
-        ["another rank was told to stop", "SIGUSR1"],
+        ["a different rank got a signal to stop", "SIGUSR1"],
     ]
 
 

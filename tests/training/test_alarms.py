@@ -123,7 +123,7 @@ def test_a_stage_that_begins_with_a_far_higher_number_loss_is_reported() -> None
 
     (alarm,) = run(Alarms(V), stages(2.0, 12.0, 11.0, 9.0, *[2.0] * 20))
     assert (alarm.kind, alarm.step) == ("number-loss-jump", 34)
-    assert "begins with a number loss of 9, where the stage before ended with 1.9: give it warmup_steps" in alarm.text
+    assert "begins with a number loss of 9, while the stage before ended with 1.9: give it warmup_steps" in alarm.text
     assert run(Alarms(V), stages(2.0, 12.0, *[2.5] * 30)) == [], "a single step is no beginning"
     assert run(Alarms(V), stages(*[2.0] * 25, *[9.0] * 9)) == [], "later steps are a spike's matter"
     assert run(Alarms(V), [record(n, reg_loss_effective=9.0) for n in range(1, 30)]) == [], (

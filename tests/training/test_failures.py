@@ -294,7 +294,7 @@ def test_a_signal_to_one_rank_before_the_first_step_is_a_stop(tmp_path: Path, do
         write_status(tmp_path / "run", "done", step=6, total_steps=6)
     assert run_ranks(told_alone, 2, str(write_config(tmp_path))) == ["CollectiveError", "Stopped"]
     found = read_status(tmp_path / "run")
-    assert (found["status"], found["reason"]) == ("preempted", "told to stop: SIGTERM")
+    assert (found["status"], found["reason"]) == ("preempted", "signal to stop: SIGTERM")
 
 
 def one_rank_rounds_otherwise(path: str) -> list[int]:

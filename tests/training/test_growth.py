@@ -146,7 +146,7 @@ def test_starting_over_archives_the_old_run_once(
         assert not starts_over(load_config(config, again)), "nor ranks that torchrun starts again"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     train_run(config, *again)
-    assert len(list(run.glob("archived-*"))) == 1, "a job that is queued again goes on"
+    assert len(list(run.glob("archived-*"))) == 1, "a requeued job resumes"
 
 
 def test_a_clock_that_shows_a_second_twice_archives_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from cqwen_dist.tools.plan.question import Question
 from cqwen_dist.tools.plan.search import FittingLayout, of_layout, scaling, search, with_layout
 from cqwen_dist.tools.plan.show import head_lines, render, render_scaling
 
-WHAT_MAY_FIT = "more ranks, more memory, shorter texts, or bf16 where it is fp32"
+WHAT_MAY_FIT = "more ranks, more memory, shorter texts, or bf16 in place of fp32"
 COUNTED_BYTES = 2**30  # texts in larger files are not counted, as that would take too long
 
 

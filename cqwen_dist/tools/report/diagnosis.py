@@ -142,7 +142,7 @@ def _convergence(run: RunData) -> Iterator[Finding]:
 def _num(run: RunData, f1: float, mdae: float) -> Iterator[Finding]:
     if f1 < 0.8:
         precision, recall = run.last.get("eval/num_precision", 0.0), run.last.get("eval/num_recall", 0.0)
-        which = "it misses numbers" if recall <= precision else "it sees numbers where words are"
+        which = "it misses numbers" if recall <= precision else "it predicts numbers in place of words"
         yield warn(
             f"Telling numbers from words: F1 {f1:.2f}",
             f"Precision {precision:.2f}, recall {recall:.2f}: {which}. The gate of the regression depends on it.",
@@ -177,7 +177,7 @@ def _raw_intervals(run: RunData, raw: float) -> Iterator[Finding]:
     if abs(raw - 0.9) > 0.05:
         wide, measured = raw > 0.9, "eval/width_90_conformal" in run.last
         yield note(
-            f"The Cauchy's own 90 % intervals hold {raw:.0%}",
+            f"The Cauchy's 90 % intervals contain {raw:.0%}",
             f"They are too {'wide, as a Cauchy fitted to light-tailed errors is' if wide else 'narrow'}; "
             + ("use the recalibrated ones." if measured else "recalibrated ones need 9 held-out numbers or more."),
         )

@@ -170,7 +170,7 @@ def plan_jobs(
     if is_done(config):
         raise UserError("run.dir", config.run.dir, "a run that is not done yet, or a new folder")
     if config.run.resume in ("never", "restart"):
-        raise UserError("run.resume", config.run.resume, "auto or last-good: a job that is queued again goes on")
+        raise UserError("run.resume", config.run.resume, "auto or last-good: a requeued job resumes")
     by_stage = dict(read_stage_option(text, resources) for text in stages)
     split = split_stages(config, resources, by_stage)
     run_dir = Path(config.run.dir).absolute()
@@ -249,8 +249,8 @@ def advice(jobs: Sequence[Job], ids: Sequence[str]) -> list[str]:
     return [
         *lines,
         f"follow: cqwen status {shlex.quote(str(run_dir))}    tail -F {log}",
-        f"stop:   scancel {' '.join(ids)}    (in order, to go on later: scancel --batch --signal=TERM {ids[0]})",
-        f"resume: sbatch {shlex.quote(str(jobs[-1].script))}    (it goes on from the last checkpoint)",
+        f"stop:   scancel {' '.join(ids)}    (in order, to resume later: scancel --batch --signal=TERM {ids[0]})",
+        f"resume: sbatch {shlex.quote(str(jobs[-1].script))}    (it resumes from the last checkpoint)",
     ]
 
 

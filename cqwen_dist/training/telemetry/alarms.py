@@ -131,7 +131,7 @@ class Alarms:
             how = f"has not risen in {self._unlearnt} steps while words are learnt: numbers are not"
         remedy = "" if self.gate_pays else "`loss.gate_grad: full` pays for that; otherwise "
         return fell or self._unlearnt >= self.UNLEARNT_STEPS, (
-            f"P of <NUM> where <NUM> is right is {self._p_num:.2g}; it {how}. {remedy}lower the rates or reg_weight"
+            f"P of <NUM> at numbers is {self._p_num:.2g}; it {how}. {remedy}lower the rates or reg_weight"
         )
 
     def _dead_noise(self, record: Mapping[str, Any]) -> tuple[bool, str]:
@@ -167,7 +167,7 @@ class Alarms:
             unit = max(spread, 0.02 * abs(median), 1e-3)
             raised = loss - median > self.SPIKE * unit
             text = (
-                f"the loss is {loss:.4g} where the median of the last {len(self._losses)} steps was {median:.4g} "
+                f"the loss is {loss:.4g} while the median of the last {len(self._losses)} steps was {median:.4g} "
                 f"({(loss - median) / unit:.0f} deviations)"
             )
         self._losses.append(loss)
@@ -184,7 +184,7 @@ class Alarms:
             return False, ""
         self._jumped += loss - self._before > self.JUMP
         return self._jumped >= 3, (
-            f"stage {record.get('stage')} begins with a number loss of {loss:.3g}, where the stage before ended with "
+            f"stage {record.get('stage')} begins with a number loss of {loss:.3g}, while the stage before ended with "
             f"{self._before:.3g}: give it warmup_steps, or lower rates for embedding, lora and scales"
         )
 
