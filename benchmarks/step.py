@@ -34,7 +34,7 @@ from cqwen_dist.tools.plan.cost import stage_cost
 from cqwen_dist.tools.plan.machine import MACHINES, TERA, Machine, machine
 from cqwen_dist.tools.plan.make import allocated_bytes
 from cqwen_dist.tools.plan.memory import GIB
-from cqwen_dist.tools.plan.stage_sizes import Sizes, cache_ratio, flops, softmax_head_ratio, stage_sizes
+from cqwen_dist.tools.plan.stage_sizes import Sizes, flops, stage_sizes, work_of
 from cqwen_dist.tools.site.measure import device_name, seconds_of, wait_for
 from cqwen_dist.tools.site.rig import DOCUMENTS, Rig, build_rig
 from cqwen_dist.tools.site.traffic import Traffic, Transfer
@@ -320,3 +320,15 @@ def _empty(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def softmax_head_ratio(s: Sizes) -> float:
+    """Predicted tokens/s of this stage relative to the same backbone with a trained softmax head, by operations."""
+    each = flops(s)
+    return (each.backbone + 6 * s.base.hidden * s.base.vocab) / each.useful
+
+
+def cache_ratio(s: Sizes) -> float:
+    """Predicted tokens/s with z from a cache relative to computing z, by operations."""
+    heads = flops(s).heads
+    return (work_of(s).forward(s.attended) + heads) / heads

@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.line_chart import line_chart, sheet
 from benchmarks.numbers.predicted_laws import HELD, LAWS
 from benchmarks.numbers.published import PROTOCOLS
 from cqwen_dist.tables.judging import OURS
-from cqwen_dist.tables.line_chart import line_chart, sheet
 
 # A substring of a competitor's name decides its kind. The empty one matches every name, so it is tried last.
 KINDS = {"best head on z": ", on z", "best with adapters": ", LoRA", "best without a language model": ""}

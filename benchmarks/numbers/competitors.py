@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -17,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.numbers.predicted_laws import QUANTILES, Predicted
+from cqwen_dist.tables.encoding import EncodedRows
+from cqwen_dist.tables.rows import Table
 
 T = TypeVar("T")
 HeadOf = Callable[[np.ndarray], nn.Module]  # training rows -> the trained head
@@ -205,3 +208,15 @@ def best(
                 found = min(found, (lost(trained), rate, epoch))
     least, rate, epoch = found
     return lambda rows: next(islice(epochs(rate, rows), epoch, None)), least
+
+
+def natural_boosting(table: Table, train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """Means and standard deviations [m] for the test rows from NGBoost's normal law; None if not installed."""
+    if not find_spec("ngboost"):
+        return None
+    from ngboost import NGBRegressor
+
+    y = table.values()
+    x = np.nan_to_num(EncodedRows(table, [""] * len(y), y, train).dense, nan=-1.0)
+    law = NGBRegressor(verbose=False, random_state=0).fit(x[train], y[train]).pred_dist(x[test])
+    return law.params["loc"], law.params["scale"]

@@ -31,7 +31,6 @@ from cqwen_dist.data.recipes import records_in
 from cqwen_dist.heads.intervals import LEVELS
 from cqwen_dist.run.environment import git_commit
 from cqwen_dist.run.files import write_atomically
-from cqwen_dist.tables.baselines import natural_boosting
 from cqwen_dist.tables.fitting import Prepared, prepare, request_of
 from cqwen_dist.tables.judging import OURS
 from cqwen_dist.tables.rows import write_rows
@@ -170,6 +169,8 @@ class Benchmark:
 
     def scores(self, name: str, folder: Path, results: dict[str, dict[str, float]]) -> dict[str, Any]:
         """The result for `one_split`, read from a `cqwen fit` folder."""
+        from benchmarks.numbers.competitors import ARMS, Stored, natural_boosting
+
         made = self.prepared(folder)
         values, parts = made.table.values(), made.parts
         truth = values[parts.test]
@@ -179,8 +180,6 @@ class Benchmark:
         if law := natural_boosting(made.table, parts.learnt, parts.test):
             found["NGBoost"] = Predicted.normal(*law, truth).scores(truth)
         if self.heads:
-            from benchmarks.numbers.competitors import ARMS, Stored
-
             stages = [Stored(self.z(name, made)(made.prompts), parts.train)]
             found |= dict(_arms(stages, made, {arm: f"{arm}, on z" for arm in ARMS}))
         return {"results": found, "errors": (truth - quantiles[:, len(LEVELS)]).tolist()}

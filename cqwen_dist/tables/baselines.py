@@ -83,18 +83,6 @@ def baselines(
         yield Rival(name, unit.back(ways[chosen](test)), chosen)
 
 
-def natural_boosting(table: Table, train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Means and standard deviations [m] for the test rows from NGBoost's normal law; None if not installed."""
-    if not find_spec("ngboost"):
-        return None
-    from ngboost import NGBRegressor
-
-    y = table.values()
-    x = np.nan_to_num(EncodedRows(table, [""] * len(y), y, train).dense, nan=-1.0)
-    law = NGBRegressor(verbose=False, random_state=0).fit(x[train], y[train]).pred_dist(x[test])
-    return law.params["loc"], law.params["scale"]
-
-
 def _models(rows: EncodedRows) -> dict[str, Callable[[EncodedRows], Ways]]:
     """The models that can read these rows and are installed."""
     found: dict[str, Callable[[EncodedRows], Ways]] = {}

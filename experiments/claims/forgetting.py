@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.line_chart import line_chart
 from cqwen_dist.config.training import HEADS
-from cqwen_dist.tables.line_chart import line_chart
 from experiments.claims.measures import Claim, cell
 from experiments.claims.subject import Ask, Training
 from experiments.claims.trainings import LORA_LR, OTHERS, START, LoraArm, Measures, heads_arms, lora_arms

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from benchmarks.line_chart import line_chart
 from cqwen_dist.generate.continuation import counterfactuals
 from cqwen_dist.run.files import write_atomically
-from cqwen_dist.tables.line_chart import line_chart
 from experiments.claims import individuals, treatments
 from experiments.claims.people import DOSES
 from experiments.claims.subject import Ask

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.line_chart import line_chart
 from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.run.files import write_atomically
-from cqwen_dist.tables.line_chart import line_chart
 from experiments.claims.measures import Claim, cell
 from experiments.claims.scores import scored
 from experiments.claims.subject import Ask, Positions, Training, calibrated, read, train_heads

@@ -18,9 +18,9 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
+from benchmarks.line_chart import line_chart
 from cqwen_dist.ops.products import product
 from cqwen_dist.run.files import write_atomically
-from cqwen_dist.tables.line_chart import line_chart
 from experiments.claims.measures import Claim, calibration_error, cell
 from experiments.claims.subject import Ask, calibrated, read
 from experiments.claims.texts import texts_of

@@ -19,10 +19,10 @@ import numpy as np
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
+from benchmarks.line_chart import line_chart
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.run.files import write_atomically
-from cqwen_dist.tables.line_chart import line_chart
 from experiments.claims.measures import Claim, auroc, cell
 from experiments.claims.subject import Ask, calibrated
 from experiments.claims.texts import Sizes, texts_of

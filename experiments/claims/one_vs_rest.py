@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cqwen_dist.tables.line_chart import line_chart
+from benchmarks.line_chart import line_chart
 from experiments.claims import growth
 from experiments.claims.lists import PROMPTS
 from experiments.claims.measures import Claim, calibration_error, cell

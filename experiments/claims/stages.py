@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cqwen_dist.tables.line_chart import line_chart
+from benchmarks.line_chart import line_chart
 from experiments.claims.measures import Claim, cell
 from experiments.claims.subject import Ask, Training
 from experiments.claims.trainings import OTHERS, START, LoraArm, Measures, heads_arms, lora_arms

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.line_chart import line_chart
 from cqwen_dist import train
 from cqwen_dist.checkpoint.learnt_table import learnt_table
 from cqwen_dist.checkpoint.trained import load_trained
@@ -28,7 +29,6 @@ from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.run.files import write_atomically
 from cqwen_dist.tables.fit_request import FitRequest
 from cqwen_dist.tables.fitting import CONFIG, best_checkpoint, prepare
-from cqwen_dist.tables.line_chart import line_chart
 from cqwen_dist.tables.rows import write_rows
 from experiments.claims.effects import Law, least_squares, same_quantile, scale_of_errors, true_form
 from experiments.claims.measures import Claim, by_tenths, cell, rank_correlation

@@ -17,8 +17,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from benchmarks.line_chart import line_chart
 from cqwen_dist.heads.intervals import Intervals
-from cqwen_dist.tables.line_chart import line_chart
 from experiments.claims.measures import Claim, auroc, by_tenths, cell, rank_correlation, rejection_curve
 from experiments.claims.scores import STAGES, Scores
 from experiments.claims.texts import KINDS

@@ -10,9 +10,9 @@ import torch
 from support.runs import write_texts
 from support.tiny import tiny_base, tiny_model
 
+from benchmarks.line_chart import ticks
 from cqwen_dist.config import UserError
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
-from cqwen_dist.tables.line_chart import ticks
 from experiments.claims import individuals, run
 from experiments.claims.lists import PROMPTS, asked_lists
 from experiments.claims.measures import Claim, auroc, calibration_error, rank_correlation, rejection_curve

@@ -2,14 +2,12 @@
 
 import tracemalloc
 from datetime import date, timedelta
-from importlib.util import find_spec
 from itertools import islice
 
 import numpy as np
 import pytest
 
-from benchmarks.numbers.predicted_laws import Predicted
-from cqwen_dist.tables.baselines import SQUARED, _words, baselines, natural_boosting
+from cqwen_dist.tables.baselines import SQUARED, _words, baselines
 from cqwen_dist.tables.encoding import EncodedRows, date_parts
 from cqwen_dist.tables.judging import errors
 from cqwen_dist.tables.rows import Table
@@ -141,23 +139,6 @@ def test_dates_become_numbers_and_rare_categories_share_a_column() -> None:
 def test_stronger_models_are_compared_if_installed(library: str) -> None:
     pytest.importorskip(library)
     assert r2(table(True, True))[BY_LIBRARY[library]] > 0.8
-
-
-@pytest.mark.skipif(find_spec("ngboost") is None, reason="ngboost is not installed")
-@pytest.mark.parametrize("kinds", [(True, True), (False, True), (True, False)])
-def test_ngboost_gives_a_normal_law_if_installed(kinds: tuple[bool, bool]) -> None:
-    found = table(*kinds)
-    law = natural_boosting(found, TRAIN, TEST)
-    assert law is not None
-    truth = found.values()[TEST]
-    scores = Predicted.normal(*law, truth).scores(truth)
-    assert scores["r2"] > 0.8
-    assert np.isfinite(scores["log_likelihood"])
-
-
-@pytest.mark.skipif(find_spec("ngboost") is not None, reason="ngboost is installed")
-def test_without_ngboost_its_law_is_missing() -> None:
-    assert natural_boosting(table(True, True), TRAIN, TEST) is None
 
 
 def test_errors_equal_the_textbook_formulas() -> None:

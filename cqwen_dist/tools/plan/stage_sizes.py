@@ -200,15 +200,3 @@ def flops(s: Sizes) -> Flops:
     """Operations per token in this stage."""
     row = s.length if masked(s) else None
     return work_of(s).flops(s.attended, s.trainable, cached=s.cached, checkpointing=s.checkpointing, row=row)
-
-
-def softmax_head_ratio(s: Sizes) -> float:
-    """Predicted tokens/s of this stage relative to the same backbone with a trained softmax head, by operations."""
-    each = flops(s)
-    return (each.backbone + 6 * s.base.hidden * s.base.vocab) / each.useful
-
-
-def cache_ratio(s: Sizes) -> float:
-    """Predicted tokens/s with z from a cache relative to computing z, by operations."""
-    heads = flops(s).heads
-    return (work_of(s).forward(s.attended) + heads) / heads

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from benchmarks.step import cache_ratio, softmax_head_ratio
 from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.sizes.architecture import Architecture, known_architecture
 from cqwen_dist.sizes.flops import peak_tflops
@@ -22,7 +23,7 @@ from cqwen_dist.tools.plan.make import plan
 from cqwen_dist.tools.plan.question import Question
 from cqwen_dist.tools.plan.search import layouts, scaling, search, with_layout
 from cqwen_dist.tools.plan.show import render
-from cqwen_dist.tools.plan.stage_sizes import Sizes, cache_ratio, flops, softmax_head_ratio, stage_sizes, work_of
+from cqwen_dist.tools.plan.stage_sizes import Sizes, flops, stage_sizes, work_of
 
 ALL = {"name": "all", "train": ["heads", "embedding", "lora"], "steps": 100}
 HEADS = {"name": "heads", "train": ["heads"], "steps": 100}
