@@ -45,7 +45,7 @@ def test_each_contender_runs_in_a_process_group_of_its_own(tmp_path: Path) -> No
 def test_a_contender_that_fails_dies_or_hangs_costs_its_own_row_alone(tmp_path: Path) -> None:
     works = {"fails": lambda: failing(), "dies": lambda: dying(), "hangs": sleeping(600), "runs": sleeping(0)}
     began = time.monotonic()
-    rows = {name: (result, why) for name, result, why in take_turns(works, tmp_path / "log", 10, 60, lambda: 120.0)}
+    rows = {name: (result, why) for name, result, why in take_turns(works, tmp_path / "log", 5, 60, lambda: 120.0)}
     assert time.monotonic() - began < 60
     assert rows["fails"] == (None, "RuntimeError: tried to allocate 40 GiB")
     assert rows["dies"] == (None, "ended with exit code 3")

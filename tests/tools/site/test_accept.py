@@ -12,6 +12,7 @@ from support.ranks import run_ranks
 from support.runs import cqwen, cqwen_forked
 
 from cqwen_dist.parallel.collectives import Stopped
+from cqwen_dist.run import lock
 from cqwen_dist.tools.site import accept as module
 from cqwen_dist.tools.site.accept import Row, Site, _differences, figures, of_steps
 from cqwen_dist.tools.site.measure import OPERATIONS, bus_bandwidth, collective_seconds
@@ -107,6 +108,7 @@ def test_one_signal_ends_accept_and_its_runs(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(module.Path, "is_file", lambda _: True)
     monkeypatch.setattr(module.Path, "read_text", lambda *_, **__: '{"device": "cpu", "layouts": []}')
     monkeypatch.setattr(module, "of_steps", lambda *_: [])
+    monkeypatch.setattr(lock, "BEAT_S", 0.01)  # the lock reads its holder from the text above, and waits for its beat
     site = Site(2, None, tmp_path / "site", began.append)
     with pytest.raises(Stopped):
         site.accept()
