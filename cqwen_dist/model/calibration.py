@@ -1,6 +1,6 @@
 """The calibrated start: closed-form fits on sample tokens transfer the base's knowledge to the heads.
 
-The steps, in this order (docs/training.md has measurements):
+The steps, in this order (docs/training.md; docs/measurements.md has the figures):
 
 1. fit the <NUM> row of W_cls, and lower the rows of numeral tokens (`levelling.fit_numeral_rows`);
 2. level all rows: subtract one vector, so that logits approximate log-probabilities (`levelling.level_logits`);

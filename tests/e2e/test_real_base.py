@@ -101,7 +101,7 @@ def test_the_base_trains_and_its_plain_export_keeps_the_vocabulary(tmp_path: Pat
 
 @pytest.mark.slow
 def test_the_calibrated_start_says_num_where_numbers_follow(tmp_path: Path) -> None:
-    """GSM8K, held-out problems, before the first step: what docs/training.md says, with room for the draw."""
+    """GSM8K, held-out problems, before the first step: what docs/measurements.md says, with room for the draw."""
     texts = shared_path("data/gsm8k/train.jsonl").read_text(encoding="utf-8").splitlines()
     for name, part in (("train", texts[:200]), ("eval", texts[-32:])):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(part), encoding="utf-8")
