@@ -85,11 +85,6 @@ class HalfGate:
         return 0.5 * num_mask.to(p_num.dtype) * p_num
 
 
-class NoOptions(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-
-
 class TooNarrow(AbductionNetwork):
     def forward(self, features: Tensor) -> Cauchy:
         u = super().forward(features)
@@ -99,8 +94,3 @@ class TooNarrow(AbductionNetwork):
 class SumGate(HalfGate):
     def __call__(self, num_mask: Tensor, p_num: Tensor, alpha: float) -> Tensor:
         return super().__call__(num_mask, p_num, alpha).sum()
-
-
-class PairGate(HalfGate):
-    def __call__(self, num_mask: Tensor, p_num: Tensor) -> Tensor:
-        return p_num

@@ -112,16 +112,6 @@ def _train(config: str, overrides: list[str]) -> dict[str, Any]:
     return train_on(load_config(config, overrides), as_rank())
 
 
-def train_and_say(config: str, overrides: list[str]) -> list[str]:
-    """Train on this rank, for `run_ranks`; the lines of its console."""
-    from cqwen_dist.training.telemetry.progress import Progress
-
-    said: list[str] = []
-    Progress.say = lambda self, text: said.append(text)  # type: ignore[method-assign]
-    _train(config, overrides)
-    return said
-
-
 def set_back(run: Path, copy: Path, step: int) -> Path:
     """A copy of a finished run as a kill after the checkpoint of `step` would have left it; its config file."""
     shutil.copytree(run, copy)
@@ -142,7 +132,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 def weights(run: Path) -> dict[str, str]:
     """Digests of the last checkpoint's tensors, moments among them."""
-    found = {path.name: file_record(path)["sha256"] for path in checkpoint_folder(run, 6).glob("*.safetensors")}
+    found = {path.name: file_record(path)["sha256"] for path in checkpoint_folder(run, 6).rglob("*.safetensors")}
     assert len(found) >= 6
     return found
 

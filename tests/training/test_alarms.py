@@ -32,37 +32,11 @@ def test_the_uniform_solution_is_reported_once_though_its_loss_is_low() -> None:
     alarms = Alarms(V, base_accuracy=0.4)
     found = run(alarms, [trapped(step) for step in range(1, 30)])
     assert [(a.kind, a.step) for a in found] == [("uniform-trap", 3)]
-    assert "7.91" in found[0].text
-    assert "accuracy only 0.2%" in found[0].text
 
 
-def test_the_advice_against_it_skips_settings_already_made() -> None:
-    def told(**about: Any) -> list[Alarm]:
-        return run(Alarms(V, **about), [trapped(step) for step in range(1, 40)])
-
-    ((seed,), (calibrated,)) = told(base_accuracy=0.4, calibrated=False), told(base_accuracy=0.4, calibrated=True)
-    assert "start: calibrated" in seed.text
-    assert "start: calibrated" not in calibrated.text
-    assert "lr_groups.scales" in calibrated.text
-    (untaught,) = told(base_accuracy=0.0)
-    assert untaught.step == 30, "a base that knows no words begins there"
-    assert "knows no words either (top-1 0.0%)" in untaught.text
-    falling = [record(step, p_num_mean=0.6 * 0.9**step) for step in range(1, 90)]
-    stop, full = (run(Alarms(V, gate_pays=pays), falling)[0].text for pays in (False, True))
-    assert ("gate_grad" in stop, "gate_grad" in full) == (True, False)
-
-
-@pytest.mark.parametrize(
-    "changes", [{"accuracy": 0.3}, {"prob_sum_mean": 40.0}, {"cls_loss_mean": 5.0}, {"cls_loss_mean": 300.0}]
-)
+@pytest.mark.parametrize("changes", [{"accuracy": 0.3}, {"prob_sum_mean": 40.0}, {"cls_loss_mean": 5.0}])
 def test_a_similar_healthy_run_raises_no_alarm(changes: dict[str, float]) -> None:
     assert run(Alarms(V, base_accuracy=0.4), [trapped(step, **changes) for step in range(1, 30)]) == []
-
-
-def test_the_uniform_solution_is_detected_with_mean_reduction_not_class_weights() -> None:
-    records = [trapped(step, cls_loss_mean=(1 + math.log(V)) / V) for step in range(1, 9)]
-    assert [a.kind for a in run(Alarms(V, factor=V), records)] == ["uniform-trap"]
-    assert run(Alarms(None), [trapped(step) for step in range(1, 9)]) == []
 
 
 def test_a_collapse_of_p_num_is_reported_ignoring_steps_without_numbers() -> None:
@@ -129,12 +103,6 @@ def test_a_stage_that_begins_with_a_far_higher_number_loss_is_reported() -> None
     assert run(Alarms(V), [record(n, reg_loss_effective=9.0) for n in range(1, 30)]) == [], (
         "the first stage has no before"
     )
-
-
-def test_an_alarm_comes_again_once_its_cause_was_gone() -> None:
-    well = [trapped(step, accuracy=0.5) for step in range(4, 6)]
-    found = run(Alarms(V), [*map(trapped, range(1, 4)), *well, *map(trapped, range(6, 12))])
-    assert [a.step for a in found] == [3, 8]
 
 
 class Told:

@@ -51,11 +51,6 @@ def test_no_inner_interval_is_wider_than_an_outer_one() -> None:
     assert [found.half_width(level) for level in LEVELS] == pytest.approx([8.0, 8.0, RAW.half_width(0.95)])
 
 
-def test_a_true_cauchy_needs_no_factor() -> None:
-    factors = interval_factors(np.abs(np.random.default_rng(1).standard_cauchy(200_000)))
-    assert list(factors.factors.values()) == pytest.approx([1.0] * 3, rel=0.03)
-
-
 def test_the_calibrating_half_is_spread_evenly_not_by_parity() -> None:
     chosen = for_calibration(np.arange(10_000))
     assert abs(chosen.mean() - 0.5) < 0.001

@@ -21,19 +21,17 @@ from cqwen_dist.training.constraint import Constraint
 # ------------------------------------------------------------------------------------------ the number
 
 
-@pytest.mark.parametrize("unit", [None, 0.3])
-def test_kl_equals_the_integral(unit: float | None) -> None:
-    """By the trapezoid rule in float64 over the quantiles of p: to 1e-6. With a unit, of both laws rescaled to it."""
+def test_kl_equals_the_integral() -> None:
+    """By the trapezoid rule in float64 over the quantiles of p, of both laws rescaled to a unit; without a unit:
+    tests/ops/test_cauchy.py."""
     p, q = Cauchy(torch.tensor(0.3), torch.tensor(0.5)), Cauchy(torch.tensor(-0.4), torch.tensor(1.7))
-    wide = [Cauchy(law.loc.double(), law.scale.double()) for law in (p, q)]
-    if unit is not None:
-        factor = unit / math.sqrt(0.5 * 1.7)
-        wide = [Cauchy(law.loc, law.scale * factor) for law in wide]
+    factor = 0.3 / math.sqrt(0.5 * 1.7)
+    wide = [Cauchy(law.loc.double(), law.scale.double() * factor) for law in (p, q)]
     at = wide[0].quantile((torch.arange(400_000, dtype=torch.float64) + 0.5) / 400_000)
     expected = (wide[1].nll(at) - wide[0].nll(at)).mean()
-    assert float(p.kl(q, unit)) == pytest.approx(float(expected), rel=1e-4)
-    assert float(q.kl(p, unit)) == pytest.approx(float(p.kl(q, unit)), rel=1e-6)
-    assert float(p.kl(p, unit)) == 0.0
+    assert float(p.kl(q, 0.3)) == pytest.approx(float(expected), rel=1e-4)
+    assert float(q.kl(p, 0.3)) == pytest.approx(float(p.kl(q, 0.3)), rel=1e-6)
+    assert float(p.kl(p, 0.3)) == 0.0
 
 
 def test_narrow_laws_in_a_unit_keep_finite_gradients_and_the_literal_kl_explodes() -> None:
@@ -144,10 +142,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 MODES = {
     "watched": [],
-    "bounded": ["loss.constraint.mode=monitor"],
     "dual": ["loss.constraint.mode=dual", "loss.constraint.eps=0.05"],
     "hinge": ["loss.constraint.mode=hinge", "loss.constraint.eps=0.02"],
-    "off": ["loss.constraint.mode=off"],
+    "off": ["loss.constraint.mode=off", "stages.1.steps=2"],
 }
 
 
@@ -164,17 +161,10 @@ def kl_of(run: Path) -> list[float]:
 
 
 def test_monitor_mode_changes_no_step_and_starts_at_zero(folder: Path) -> None:
-    assert losses(folder / "watched") == losses(folder / "off")
+    off = losses(folder / "off")
+    assert losses(folder / "watched")[: len(off)] == off
     assert kl_of(folder / "watched")[0] == 0.0
     assert max(kl_of(folder / "watched")) > 0.15, "U hardly moves: nothing is tested"
-
-
-def test_a_default_that_only_measures_has_no_bound_and_no_alarm(folder: Path) -> None:
-    """A base of the run's own has nothing to forget (D31); who asks for `monitor` is told."""
-    for run, bounded in (("watched", False), ("bounded", True), ("dual", True)):
-        assert any("train/kl_eps" in record for record in metrics(folder / run)) == bounded
-    told = {run: (folder / run / "alarms.jsonl").read_text(encoding="utf-8") for run in ("watched", "bounded")}
-    assert ["kl-above-bound" in text for text in told.values()] == [False, True]
 
 
 @pytest.mark.parametrize("mode", ["dual", "hinge"])
@@ -185,6 +175,8 @@ def test_dual_mode_keeps_kl_below_eps(folder: Path, mode: str) -> None:
     assert max(held) < 0.1
     words = [record["train/cls_loss_mean"] for record in metrics(folder / mode)]
     assert sum(words[-5:]) < 0.3 * sum(words[:5])
+    multipliers = [record.get("train/kl_multiplier", 0.0) for record in metrics(folder / mode)]
+    assert mode == "hinge" or (multipliers[0] == 0.0 and max(multipliers) > 5.0), "it rises with KL"
 
 
 def test_far_below_its_bound_dual_changes_nothing_and_measures_as_rarely_as_monitor() -> None:
@@ -219,13 +211,6 @@ def test_a_base_that_knows_something_is_held_by_default() -> None:
     assert mode(pretrained) == "dual"
     assert mode(built) == mode(pretrained, start="seed") == "monitor"
     assert mode(pretrained, loss={"constraint": {"mode": "off"}}) == "off"
-
-
-def test_the_weight_rises_with_kl(folder: Path) -> None:
-    records = metrics(folder / "dual")
-    assert records[0]["train/kl_multiplier"] == 0.0, "nothing to hold at the start"
-    assert max(record["train/kl_multiplier"] for record in records) > 5.0
-    assert records[-1]["train/constraint_loss"] > 0.0
 
 
 def test_a_constrained_run_resumes_equal(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -82,48 +81,13 @@ def test_loading_a_custom_part_needs_trust_remote_code(
             load(out)
 
 
-def test_the_docs_example_is_a_valid_custom_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
-    (tmp_path / "from_the_docs.py").write_text(
-        re.findall(r"```python\n(.*?)```", page, re.DOTALL)[-1], encoding="utf-8"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    assert "bend" in dict(tiny_model(abduction="from_the_docs:Bent").abduction.named_parameters())
-    factor = gate_named("from_the_docs:HalfGate")(torch.tensor([True, False]), torch.tensor([0.5, 0.5]), 0.0)
-    assert factor.tolist() == [0.25, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("path", "found"),
-    [
-        ("nowhere.at_all:Bent", "nowhere.at_all:Bent: ModuleNotFoundError: no module nowhere"),
-        ("support.custom_parts:Benz", "support.custom_parts:Benz: AttributeError: module .* has no attribute 'Benz'"),
-        ("support.custom_parts:NoOptions", "NoOptions: TypeError: .*__init__.*"),
-        ("support.custom_parts:HalfGate", r"HalfGate: TypeError: HalfGate\(\) takes no arguments"),
-        (
-            "support.custom_parts:TooNarrow",
-            r"TooNarrow: ValueError: its loc of features \[2, 3, 24\] is .*\[2, 3, 23\]",
-        ),
-    ],
-)
-def test_an_unsuitable_network_is_one_line(path: str, found: str) -> None:
-    with pytest.raises(UserError, match=f"^model.abduction: found .*{found}.*, allowed: ") as caught:
-        tiny_model(abduction=path)
+def test_an_unsuitable_network_or_gate_is_one_line() -> None:
+    said = r"^model.abduction: found .*TooNarrow: ValueError: its loc of features .* is .*\[2, 3, 23\], allowed: "
+    with pytest.raises(UserError, match=said) as caught:
+        tiny_model(abduction="support.custom_parts:TooNarrow")
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("path", "found"),
-    [
-        ("support.nowhere:Gate", "ModuleNotFoundError: no module support.nowhere"),
-        ("support.custom_parts:SumGate", r"ValueError: it gave torch.float32 \[\] for P"),
-        ("support.custom_parts:PairGate", "TypeError: .* takes 3 positional arguments but 4 were given"),
-    ],
-)
-def test_an_unsuitable_gate_is_one_line(path: str, found: str) -> None:
-    with pytest.raises(UserError, match=f"^loss.gate: found .*{found}.*, allowed: ") as caught:
-        gate_named(path)
-    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=r"^loss.gate: found .*ValueError: it gave torch.float32 \[\] for P"):
+        gate_named("support.custom_parts:SumGate")
 
 
 def test_a_missing_class_is_refused_before_the_base_is_built(tmp_path: Path) -> None:
@@ -131,7 +95,3 @@ def test_a_missing_class_is_refused_before_the_base_is_built(tmp_path: Path) -> 
     with pytest.raises(AssertionError, match=r"loss\.gate: found support.custom_parts:Gone: AttributeError"):
         train_run(config)
     assert not (tmp_path / "run" / "base").exists()
-    with pytest.raises(
-        UserError, match=r"loss\.gate: found 'sotf', allowed: 'alpha', 'soft' or 'hard' or a class as pack"
-    ):
-        load_config(config, ["loss.gate=sotf"])

@@ -10,7 +10,6 @@ from support.tiny import random_batch, tiny_model
 from transformers import masking_utils
 from transformers.masking_utils import find_packed_sequence_indices
 
-from cqwen_dist.batch import Texts
 from cqwen_dist.training.step import documents_of
 
 
@@ -26,10 +25,3 @@ def test_given_texts_make_the_masks_that_transformers_finds(period: int) -> None
         assert documents is None or torch.equal(told, documents)
     assert torch.equal(found, wanted)
     assert masking_utils.find_packed_sequence_indices is find_packed_sequence_indices
-
-
-def test_one_packed_row_among_several() -> None:
-    positions = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]])
-    with documents_of(Texts.at(positions), len(positions)):
-        told = masking_utils.find_packed_sequence_indices(positions)
-    assert torch.equal(told, find_packed_sequence_indices(positions))

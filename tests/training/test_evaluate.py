@@ -23,8 +23,7 @@ from cqwen_dist.config import UserError, load_config
 from cqwen_dist.data.collate import collate
 from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader
-from cqwen_dist.data.tokenizer import POLICY_FILE, NumericalAwareTokenizer, train_tokenizer
-from cqwen_dist.generate.continuation import padded
+from cqwen_dist.data.tokenizer import POLICY_FILE, NumericalAwareTokenizer
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.parallel.vocab_parallel import vocab_range
@@ -165,11 +164,14 @@ def _spread(law: str, kept: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("kept", [1 << 19, 100])
-@pytest.mark.parametrize("law", LAWS)
-def test_a_spread_is_computed_over_all_ranks_values(pool: Pool, law: str, kept: int) -> None:
+def test_a_spread_is_computed_over_all_ranks_values(pool: Pool, kept: int) -> None:
     """Mean and deviation exactly. Quartiles too while the values are few; else within 0.2 %, and of values closer
     together than a bin as of an even law."""
-    found = pool(_spread, 2, law, kept)[0]
+    for law in LAWS:
+        check_spread(pool(_spread, 2, law, kept)[0], law, kept)
+
+
+def check_spread(found: dict[str, float], law: str, kept: int) -> None:
     values = LAWS[law](torch.Generator().manual_seed(0)).double().flatten().numpy()
     q1, median, q3 = np.quantile(values, [0.25, 0.5, 0.75])
     assert found["mean"] == pytest.approx(values.mean(), rel=1e-12)
@@ -249,9 +251,8 @@ def _base_measured(numerals: list[int], kind: str = "qwen2", **of_num: Any) -> l
     return [evaluator.measure_base(), measure_base(tiny.tiny_base(kind), batches, "x", tiny.NUM, numerals)]
 
 
-@pytest.mark.parametrize("world", [1, 2])
 @torch.no_grad()
-def test_at_numbers_any_digit_counts_as_right_for_the_base(pool: Pool, world: int) -> None:
+def test_at_numbers_any_digit_counts_as_right_for_the_base(pool: Pool) -> None:
     """Against the base itself, which reads the digits' mean where <NUM> stands."""
     base, right, hits, surprise = tiny.tiny_base(), 0, 0, []
     table = base.get_input_embeddings().weight
@@ -270,24 +271,21 @@ def test_at_numbers_any_digit_counts_as_right_for_the_base(pool: Pool, world: in
     assert hits > 2, "no digit where a number is next: nothing is tested"
     every = torch.cat(surprise)
     expected = {"eval/base_accuracy": right / len(every), "eval/base_perplexity": float(every.mean().exp())}
-    for by_heads, by_base in pool(_base_measured, world, DIGITS):
+    for by_heads, by_base in pool(_base_measured, 2, DIGITS):
         # one of some 200 positions may be a near tie, which rounding decides
         for found in (by_heads, by_base):
             assert found["eval/base_accuracy"] == pytest.approx(expected["eval/base_accuracy"], abs=1.5 / len(every))
             assert found["eval/base_perplexity"] == pytest.approx(expected["eval/base_perplexity"], rel=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "numerals"), [("qwen2", []), ("gemma3_text", []), ("gemma3_text", DIGITS)])
-def test_a_base_by_itself_measures_as_in_its_run(pool: Pool, kind: str, numerals: list[int]) -> None:
+def test_a_base_by_itself_measures_as_in_its_run_whatever_that_starts_from(pool: Pool) -> None:
     """Without numeral tokens it is scored by <NUM>. Gemma's token table scales its rows."""
-    ((by_heads, by_base),) = pool(_base_measured, 1, numerals, kind)
-    assert by_heads == pytest.approx(by_base, rel=1e-4)
-
-
-@pytest.mark.parametrize("start", [{"num_row_init": "mean"}, {"num_row_init": "small"}, {"num_bias_init": 3.0}])
-def test_the_base_is_measured_with_its_own_row_whatever_the_run_starts_from(pool: Pool, start: dict[str, Any]) -> None:
-    for by_heads, by_base in pool(partial(_base_measured, **start), 2, []):
+    for numerals in ([], DIGITS):
+        ((by_heads, by_base),) = pool(_base_measured, 1, numerals, "gemma3_text")
         assert by_heads == pytest.approx(by_base, rel=1e-4)
+    for start in ({"num_row_init": "mean"}, {"num_bias_init": 3.0}):
+        for by_heads, by_base in pool(partial(_base_measured, **start), 2, []):
+            assert by_heads == pytest.approx(by_base, rel=1e-4)
 
 
 def test_cqwen_eval_of_the_runs_texts_equals_the_runs_evaluation(one_rank: Path) -> None:
@@ -298,20 +296,6 @@ def test_cqwen_eval_of_the_runs_texts_equals_the_runs_evaluation(one_rank: Path)
     kept = "eval/accuracy_words"  # by frequency in training, which eval does not read
     names = [name for name in last if name.startswith("eval/") and not name.startswith(kept)]
     assert {name: figures[name] for name in names} == pytest.approx({name: last[name] for name in names}, rel=1e-4)
-
-
-def test_cqwen_eval_measures_a_base_with_added_rows_as_its_run_did(tmp_path: Path) -> None:
-    """Words use all rows of its vocabulary, so <NUM> gets a new one, which the base never saw."""
-    base, texts = tmp_path / "base", write_texts(tmp_path / "texts.jsonl")
-    tokenizer = train_tokenizer(texts.read_text().splitlines(), 270)
-    tokenizer.save_pretrained(base)
-    tiny.tiny_base("llama", vocab_size=len(tokenizer)).save_pretrained(base)
-    model = {"name_or_path": str(base), "num_row_init": "inherit"}
-    stages = [{"name": "a", "train": ["heads"], "steps": 1}]
-    train_run(write_config(tmp_path, model=model, stages=stages))
-    found, last = evaluate_checkpoint(tmp_path / "run", None), metrics(tmp_path / "run")[-1]
-    for name in ("eval/base_accuracy", "eval/base_perplexity"):
-        assert found[name] == pytest.approx(last[name], rel=1e-4), name
 
 
 def test_a_base_is_measured_alike_by_the_run_its_evaluation_and_its_exports(one_rank: Path, tmp_path: Path) -> None:
@@ -377,52 +361,6 @@ def test_metrics_of_label_sets_and_abstention(one_rank: Path, held_out: Batch) -
     assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("option", "value"), [("--label-set", "0"), ("--reject-below", "1.5"), ("--base", "nowhere/x")]
-)
-def test_a_wrong_eval_option_is_one_line(one_rank: Path, option: str, value: str) -> None:
-    done = cqwen_forked("eval", one_rank, option, value)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert value in done.stderr
-
-
-def test_two_ranks_evaluate_as_one(one_rank: Path, two_ranks: Path) -> None:
-    alone, together = metrics(one_rank)[2], metrics(two_ranks)[2]
-    names = [name for name in alone if name.startswith(("eval/", "dist/"))]
-    assert len(names) > 15
-    for name in names:
-        drawn = name.endswith("_causal")  # of individuals: each rank draws its own
-        assert together[name] == pytest.approx(alone[name], rel=0.1 if drawn else 1e-4, abs=1e-6), name
-
-
-def test_the_reports_data_is_kept_for_the_start_and_each_stages_end(one_rank: Path) -> None:
-    folder = one_rank / "evaluations"
-    found = {path.name: json.loads(path.read_text()) for path in folder.glob("step-*.json")}
-    assert sorted(found) == ["step-00000000.json", "step-00000003.json", "step-00000006.json"]
-    start, heads, lora = (found[name] for name in sorted(found))
-    assert (heads["stage"], lora["stage"]) == ("heads", "lora")
-    last = metrics(one_rank)[-1]
-    at = lora["numbers"]["levels"].index(0.9)
-    assert lora["numbers"]["raw"][at] == pytest.approx(last["eval/coverage_90"])
-    assert sum(lora["numbers"]["pit"]) == lora["numbers"]["count"] == last["eval/numbers"]
-    errors = np.abs(np.subtract(lora["numbers"]["predicted"], lora["numbers"]["true"]))
-    assert np.median(errors) == pytest.approx(last["eval/reg_mdae"], rel=1e-4)
-    assert [token["kl"] for token in start["tokens"]] == pytest.approx([0.0] * len(start["tokens"]), abs=1e-6)
-    assert [token["word"] for token in lora["tokens"]] == [token["word"] for token in start["tokens"]]
-    assert "<NUM>" in {token["word"] for token in lora["tokens"]}
-    assert min(token["kl"] for token in lora["tokens"]) > 0
-    assert 0 < min(token["shift"] for token in lora["tokens"]) < max(token["shift"] for token in lora["tokens"]) < 10
-
-
-def test_interval_factors_are_saved_and_loaded_with_the_checkpoint(one_rank: Path) -> None:
-    state = json.loads((one_rank / "checkpoints" / "step-00000006" / "state.json").read_text())
-    factors = state["figures"]["calibration"]
-    assert factors["n"] == metrics(one_rank)[-1]["eval/numbers"]
-    assert factors["levels"]["0.5"] > 0
-    assert "calibration" not in metrics(one_rank)[-1]
-
-
 def test_files_in_a_run_folder_have_the_folders_permissions(one_rank: Path) -> None:
     """Colleagues on a cluster: safetensors alone writes files that only their owner can read."""
     allowed = one_rank.stat().st_mode & 0o666
@@ -444,52 +382,14 @@ def test_evaluation_rows_are_read_by_the_fold_that_left_them_out(tmp_path: Path)
     assert seen == [last["step"]] * 2
 
 
-def test_samples_of_a_chat_begin_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the template writes it, also where the tokenizer puts a token before other texts."""
-    turns = [{"role": "user", "content": "what costs 5?"}, {"role": "assistant", "content": "tea costs 5"}]
-    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 4)
-    chats = str(tmp_path / "chats.jsonl")
-    data = {"train": chats, "eval": chats, "messages_field": "messages", "sequence_length": 48}
-    config = write_config(tmp_path, data=data, stages=[{"name": "heads", "train": ["regression"], "steps": 1}])
-    train_run(config)
-    read: list[list[int]] = []
-
-    def with_begin(*given: Any) -> Any:
-        model, tokenizer = load_trained(*given)
-        tokenizer.begin = (7,)
-        return model, tokenizer
-
-    def noted(model: Any, tokenizer: Any, rows: Any) -> Any:
-        read.extend(ids for ids, _ in rows)
-        return padded(model, tokenizer, rows)
-
-    monkeypatch.setattr("cqwen_dist.checkpoint.trained.load_trained", with_begin)
-    for user in ("generate.continuation", "tools.report.why"):
-        monkeypatch.setattr(f"cqwen_dist.{user}.padded", noted)
-    sample_texts(tmp_path / "run", load_config(config), 1)
-    assert len(read) >= 2
-    assert 7 not in [ids[0] for ids in read]
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        {"messages_field": "said"},
-        {"recipe": "question-answer"},
-        {"text_field": "answer"},
-        {"text_field": "answer", "on_nonfinite": "skip"},
-    ],
-)
-def test_an_export_is_evaluated_as_its_run_is(tmp_path: Path, read: dict[str, str]) -> None:
+def test_an_export_is_evaluated_as_its_run_is(tmp_path: Path) -> None:
     """On texts of which the run's own keys say what is learnt, and where they are cut."""
     answers = [json.loads(line)["text"] for line in write_texts(tmp_path / "texts.jsonl", 12).read_text().splitlines()]
     turns = [[{"role": "user", "content": "what?"}, {"role": "assistant", "content": answer}] for answer in answers]
-    rows = [{"said": said, "question": "what?", "answer": answers[i]} for i, said in enumerate(turns)]
-    if "on_nonfinite" in read:
-        rows[0]["answer"] = f"{'9' * 400} and 3"
+    rows = [{"said": said} for said in turns]
     texts = tmp_path / "rows.jsonl"
     texts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"train": str(texts), "eval": str(texts), "sequence_length": 40, **read}
+    data = {"train": str(texts), "eval": str(texts), "sequence_length": 40, "messages_field": "said"}
     stages = [{"name": "heads", "train": ["heads"], "steps": 1}]
     train_run(write_config(tmp_path, data=data, stages=stages, loss__negatives="used"))
     export(tmp_path / "run", tmp_path / "out")

@@ -1,10 +1,8 @@
 """What goes wrong while training: nothing that is not finite enters a parameter, and the run says where it stood."""
 
-import errno
 import json
 import os
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from support.runs import as_rank, cqwen_forked, metrics, write_config, write_tex
 from torch import Tensor
 
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
-from cqwen_dist.config import UserError, load_config
+from cqwen_dist.config import load_config
 from cqwen_dist.run.status import read_status, write_status
 
 
@@ -40,30 +38,31 @@ def entered(path: str, stage: int) -> tuple[Any, Any, Any]:
     return run, plan, run.loaders.enter(plan)
 
 
-def poisoned_step(path: str, stage: int) -> tuple[str, list[str], float]:
-    """One step of a stage whose last rank meets a NaN; (what was raised, what changed, gradient norm without it)."""
+def refused_steps(path: str, stage: int) -> list[tuple[str, list[str]]]:
+    """A step whose last rank meets a NaN, one whose loss is infinite there with a finite gradient: what is raised, and
+    what has changed."""
     from cqwen_dist.training.zero.engine import NonFiniteStep
 
     run, plan, batches = entered(path, stage)
-    runtime = run.runtime
-    good, bad = next(batches), next(batches)
-    figures, _ = run.stepper(good, plan, plan.start)
-    if runtime.rank == runtime.world_size - 1:
-        bad[-1].numeric_values[0, 0] = torch.nan
-        bad[-1].input_ids[0, 0] = run.model.config.num_token_id
-    before = everything(run)
-    try:
-        run.stepper(bad, plan, plan.start + 1)
-        said = "nothing"
-    except NonFiniteStep as error:
-        said = str(error)
-    after = everything(run)
-    assert before.keys() == after.keys()
-    return (
-        said,
-        [name for name in before if not torch.equal(before[name], after[name])],
-        float(figures["train/grad_norm"]),
-    )
+    last = run.runtime.rank == run.runtime.world_size - 1
+    figures, _ = run.stepper(next(batches), plan, plan.start)
+    assert 0 < float(figures["train/grad_norm"]) < float("inf")
+    found, whole = [], run.stepper._loss
+    for kind in ("nan", "infinite"):
+        batch = next(batches)
+        if last and kind == "nan":
+            batch[-1].numeric_values[0, 0] = torch.nan
+            batch[-1].input_ids[0, 0] = run.model.config.num_token_id
+        elif last:
+            run.stepper._loss = lambda *a: replace(terms := whole(*a), loss=terms.loss + torch.inf)
+        before = everything(run)
+        with pytest.raises(NonFiniteStep) as refused:
+            run.stepper(batch, plan, plan.start + 1)
+        after = everything(run)
+        assert before.keys() == after.keys()
+        changed = [name for name in before if not torch.equal(before[name], after[name])]
+        found.append((str(refused.value), changed))
+    return found
 
 
 def everything(run: object) -> dict[str, Tensor]:
@@ -99,9 +98,7 @@ def steps_around(path: str, poison: bool) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("zero", "precision", "offload"),
     [
-        pytest.param(1, "fp32", "none", marks=pytest.mark.slow),
         (3, "fp32", "none"),
-        pytest.param(1, "bf16", "none", marks=pytest.mark.slow),
         (2, "bf16", "optimizer"),
     ],
 )
@@ -121,49 +118,13 @@ def test_a_refused_step_does_not_affect_the_next_one(tmp_path: Path, zero: int, 
         assert changed == []
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_nan_on_one_rank_is_refused_on_all_ranks(tmp_path: Path, stage: int, precision: str) -> None:
+@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (1, "fp32")])
+def test_what_is_not_finite_on_one_rank_is_refused_on_all_ranks(tmp_path: Path, stage: int, precision: str) -> None:
     config = write_config(tmp_path, train__precision=precision, train__micro_batch_size=3)
-    for said, changed, norm in run_ranks(poisoned_step, 2, str(config), stage):
-        assert "not finite" in said or "nan" in said
-        assert changed == []
-        assert 0 < norm < float("inf")
-
-
-def infinite_loss(path: str, stage: int) -> tuple[str, list[str]]:
-    """A step whose loss is infinite on the last rank, with a finite gradient."""
-    from cqwen_dist.run.folder import open_run
-    from cqwen_dist.training.assembly import build_run, groups_of
-    from cqwen_dist.training.start import begin
-    from cqwen_dist.training.zero.engine import NonFiniteStep
-
-    runtime = as_rank()
-    config = load_config(path)
-    if runtime.is_main:
-        open_run(config)
-    dist.barrier()
-    run = build_run(config, runtime, groups_of(config, runtime))
-    begin(run)
-    plan = run.schedule.plans[stage]
-    run.enter_stage(plan, fresh=True)
-    run.engine.set_lr(plan, plan.start)
-    batch = next(run.loaders.enter(plan))
-    if runtime.rank == runtime.world_size - 1:
-        whole = run.stepper._loss
-        run.stepper._loss = lambda *a: replace(terms := whole(*a), loss=terms.loss + torch.inf)
-    before = everything(run)
-    with pytest.raises(NonFiniteStep) as refused:
-        run.stepper(batch, plan, plan.start)
-    after = everything(run)
-    return str(refused.value), [name for name in before if not torch.equal(before[name], after[name])]
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_an_infinite_loss_is_refused_though_its_gradient_is_finite(tmp_path: Path, stage: int) -> None:
-    for said, changed in run_ranks(infinite_loss, 2, str(write_config(tmp_path)), stage):
-        assert "all features are finite" in said
-        assert changed == []
+    for nan, infinite in run_ranks(refused_steps, 2, str(config), stage):
+        assert "not finite" in nan[0] or "nan" in nan[0]
+        assert "all features are finite" in infinite[0]
+        assert nan[1] == infinite[1] == []
 
 
 def test_a_diverging_run_ends_with_code_1_and_names_step_and_stage(tmp_path: Path) -> None:
@@ -200,19 +161,6 @@ def test_refused_steps_are_skipped_logged_and_counted(tmp_path: Path) -> None:
     dataset = 32  # 40 texts, a fifth held out
     assert len(alarm["samples"]) == 12 or len(alarm["samples"]) == dataset % 12
     assert all(0 <= sample < dataset for sample in alarm["samples"])
-    assert ", ".join(map(str, alarm["samples"])) in alarm["text"]
-    assert alarm["text"] in " ".join(done.stdout.split("\n"))
-
-
-def test_a_failing_disk_is_one_line_with_a_reason(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").write_text("in the way")
-    done = cqwen_forked("train", config)
-    assert done.returncode == 2
-    assert read_status(tmp_path / "run")["status"] == "fatal"
-    assert "checkpoints" in read_status(tmp_path / "run")["reason"]
-    assert len(metrics(tmp_path / "run")) >= 2, "steps before the first checkpoint; it is written while others follow"
 
 
 def test_bf16_trains_and_keeps_the_heads_in_fp32(tmp_path: Path) -> None:
@@ -254,10 +202,9 @@ def groups_while_a_signal_may_end_a_rank(path: str) -> tuple[list[bool], int]:
     return made, len(metrics(Path(config.run.dir)))
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
-def test_no_group_is_made_while_a_signal_may_end_a_rank_alone(tmp_path: Path, zero_stage: int) -> None:
+def test_no_group_is_made_while_a_signal_may_end_a_rank_alone(tmp_path: Path) -> None:
     """To make a group, torch waits in the store for each rank, where it does not see that one has left."""
-    config = write_config(tmp_path, parallel__zero_stage=zero_stage, stages__0__steps=1, stages__1__steps=1)
+    config = write_config(tmp_path, parallel__zero_stage=3, stages__0__steps=1, stages__1__steps=1)
     for made, steps in run_ranks(groups_while_a_signal_may_end_a_rank, 2, str(config)):
         assert (any(made), steps) == (False, 2)
         assert len(made) >= 4, "the run made no groups: the test watches the wrong function"
@@ -286,12 +233,11 @@ def told_alone(path: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("done", [False, True], ids=["a new run", "a done run with more steps to do"])
-def test_a_signal_to_one_rank_before_the_first_step_is_a_stop(tmp_path: Path, done: bool) -> None:
-    """Not a lost rank: then `cqwen launch` would end with 1, and a job would count a failure."""
+def test_a_signal_to_one_rank_before_the_first_step_is_a_stop(tmp_path: Path) -> None:
+    """Not a lost rank: then `cqwen launch` would end with 1, and a job would count a failure. A run that was done and
+    has more steps to do is stopped, too."""
     (tmp_path / "run").mkdir()
-    if done:
-        write_status(tmp_path / "run", "done", step=6, total_steps=6)
+    write_status(tmp_path / "run", "done", step=6, total_steps=6)
     assert run_ranks(told_alone, 2, str(write_config(tmp_path))) == ["CollectiveError", "Stopped"]
     found = read_status(tmp_path / "run")
     assert (found["status"], found["reason"]) == ("preempted", "signal to stop: SIGTERM")
@@ -318,48 +264,3 @@ def test_ranks_end_a_stage_together_though_their_figures_differ_in_the_last_bit(
     stages = [{"name": "heads", "train": ["heads", "embedding"], "lr": 1e-2, "until": until}]
     config = write_config(tmp_path, stages=stages, train__eval_every=1, train__checkpoint_every=9)
     assert run_ranks(one_rank_rounds_otherwise, 2, str(config), timeout=60) == [[0, 1, 2, 3, 4]] * 2
-
-
-def tracker_is_missing(path: str) -> str:
-    from cqwen_dist.training.train import train_on
-
-    sys.modules["mlflow"] = None  # type: ignore[assignment]
-    with pytest.raises(UserError) as refused:
-        train_on(load_config(path), as_rank())
-    return str(refused.value)
-
-
-def test_a_missing_tracker_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    """Only rank 0 opens trackers; the others would see a rank that died."""
-    said = run_ranks(tracker_is_missing, 2, str(write_config(tmp_path, run__trackers=["mlflow"])), timeout=60)
-    assert said[0] == said[1]
-    assert "pip install 'cqwen-dist[mlflow]'" in said[0]
-
-
-def one_rank_cannot_write(path: str) -> str:
-    """How a rank ends where rank 1 cannot write its stacks into the run folder, first of all after rank 0."""
-    from cqwen_dist.training.train import train_on
-
-    runtime = as_rank()
-    if runtime.rank == 1:
-
-        def refuse(*_: object) -> None:
-            raise OSError(errno.EROFS, "Read-only file system", "/run/stacks")
-
-        runtime.hang.watching = refuse  # type: ignore[method-assign,assignment]
-    try:
-        train_on(load_config(path), runtime)
-    except Exception as error:
-        dist.barrier = lambda: None  # of the harness: who has failed leaves
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def test_a_rank_that_leaves_before_the_data_are_read_is_noticed_at_once(tmp_path: Path) -> None:
-    """All groups exist by then: a rank that makes one waits for one that has left until the timeout."""
-    lost, cause = run_ranks(one_rank_cannot_write, 2, str(write_config(tmp_path)), timeout=60)
-    assert "a rank died or does not answer" in lost
-    assert "run.dir: found Read-only file system" in cause
-    assert read_status(tmp_path / "run")["reason"].startswith(
-        "a disk that takes no more: rank 1: DiskError: /run/stacks"
-    )

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 import torch
 from support.numerics import assert_close
@@ -16,10 +15,9 @@ from support.runs import as_rank, cqwen_forked, losses, metrics, set_back, train
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config import FeatureCacheConfig, load_config
+from cqwen_dist.config import load_config
 from cqwen_dist.parallel.collectives import Stopped
-from cqwen_dist.parallel.runtime import Runtime
-from cqwen_dist.run.files import file_record, key_digest
+from cqwen_dist.run.files import file_record
 from cqwen_dist.training import start, train
 from cqwen_dist.training.constraint import Constraint
 from cqwen_dist.training.features.cache import FeatureCache
@@ -80,14 +78,12 @@ def opened(cache: Path, dtype: torch.dtype = torch.float32) -> FeatureShards:
     return shards
 
 
-def test_losses_equal_the_uncached_ones(uncached: Path, kept: Path) -> None:
+def test_losses_and_evaluations_equal_the_uncached_ones(uncached: Path, kept: Path) -> None:
     assert losses(kept / "run") == pytest.approx(losses(uncached), rel=CLOSE)
     assert len(caches(kept / "cache")) == 2, "one of the untrained features, one of those that LoRA has moved"
     assert losses(uncached)[7] < 0.9 * losses(uncached)[0]
 
-
-def test_evaluations_equal_the_uncached_ones(uncached: Path, kept: Path) -> None:
-    """At the start, whose fits read the cache, and while the heads train, where z of an evaluation is kept."""
+    # Evaluations too: at the start, whose fits read the cache, and while the heads train
     ours, without = ([r for r in metrics(run) if "eval/perplexity" in r] for run in (kept / "run", uncached))
     assert [record["step"] for record in ours] == [2, 4, 6, 8, 10, 12, 14, 16]
     for one, other in zip(ours, without, strict=True):
@@ -147,11 +143,9 @@ def _sample_of_the_reference(config: str, overrides: list[str]) -> float:
     return apart[0]
 
 
-@pytest.mark.parametrize("mode", ["never", "auto"])
-def test_the_reference_of_kl_has_what_the_start_fits_beside_z(uncached: Path, tmp_path: Path, mode: str) -> None:
+def test_the_reference_of_kl_has_what_the_start_fits_beside_z(uncached: Path, tmp_path: Path) -> None:
     config = str(config_in(tmp_path, [EPOCHS_OF_HEADS[0]]))
-    changes = [f"train.feature_cache.mode={mode}", *same_data(uncached)]
-    assert run_ranks(_sample_of_the_reference, 1, config, changes)[0] < CLOSE
+    assert run_ranks(_sample_of_the_reference, 1, config, same_data(uncached))[0] < CLOSE
 
 
 def test_ranks_read_each_others_shards(uncached: Path, kept: Path, tmp_path: Path) -> None:
@@ -161,16 +155,6 @@ def test_ranks_read_each_others_shards(uncached: Path, kept: Path, tmp_path: Pat
     train_run(config, f"train.feature_cache.dir={kept}/cache", *same_data(uncached))
     assert losses(tmp_path / "run")[:7] == pytest.approx(losses(uncached)[:7], rel=CLOSE)
     assert {path: path.stat().st_mtime_ns for path in (kept / "cache").rglob("*")} == before
-
-
-def test_a_rank_computes_its_longest_texts_first(kept: Path) -> None:
-    files = [file for folder in caches(kept / "cache") for file in folder.glob("*/z-*.arrow")]
-    assert files
-    for file in files:
-        with pa.ipc.open_file(str(file)) as table:
-            sizes = [len(z) for z in table.read_all()["z"].to_pylist()]
-        assert len(set(sizes)) > 1
-        assert sizes == sorted(sizes, reverse=True), "texts of similar length share a batch, without padding"
 
 
 def test_a_cached_stage_resumes_on_other_ranks(uncached: Path, kept: Path, tmp_path: Path) -> None:
@@ -201,30 +185,21 @@ def test_a_damaged_cache_file_is_computed_again(uncached: Path, kept: Path, tmp_
     assert_close(z, before, 1e-5, "z")  # fp32 through two layers, in products of other shapes
 
 
-def test_the_cache_key_depends_on_the_data_and_has_the_runs_dtype(uncached: Path, kept: Path, tmp_path: Path) -> None:
-    config = config_in(tmp_path, stages=[EPOCHS_OF_HEADS[0]])
-    changes = ["data.sequence_length=20", "train.precision=bf16"]
-    train_run(config, *changes, f"train.feature_cache.dir={tmp_path}/cache", *same_data(uncached))
-    (made,) = caches(tmp_path / "cache")
-    key = key_of(made)
+def test_the_cache_key_depends_on_data_dtype_and_value_periods(uncached: Path, kept: Path, tmp_path: Path) -> None:
+    """Periods are no weights: w_num, of the same shape, starts the same."""
+    config = config_in(tmp_path, [EPOCHS_OF_HEADS[0]])
+    own = ["data.sequence_length=20", "train.precision=bf16", f"train.feature_cache.dir={tmp_path}/cache"]
+    for run, periods in (("one", "[10,100]"), ("other", "[7,50]")):
+        train_run(config, f"run.dir={tmp_path}/{run}", f"model.value_periods={periods}", *own, *same_data(uncached))
+    made = caches(tmp_path / "cache")
+    assert len(made) == 2
     for known in caches(kept / "cache"):
-        other = key_of(known)
-        same = {name for name in key if key[name] == other[name]}
+        same = {name for name, value in key_of(made[0]).items() if value == key_of(known)[name]}
         assert "tokenizer" in same
         assert not {"data", "dtype"} & same
-    assert {"base", "trained", "data", "tokenizer", "dtype"} <= key.keys()
-    z = opened(made, torch.bfloat16).read([3, 0])
+    z = opened(made[0], torch.bfloat16).read([3, 0])
     assert z.dtype == torch.bfloat16, "in the run's own dtype"
     assert bool(z.float().std() > 0.1)
-
-
-def test_the_cache_key_depends_on_value_periods(uncached: Path, tmp_path: Path) -> None:
-    """They are no weights: w_num, of the same shape, starts the same."""
-    config = config_in(tmp_path, [EPOCHS_OF_HEADS[0]])
-    own = [f"train.feature_cache.dir={tmp_path}/cache", *same_data(uncached)]
-    for run, periods in (("one", "[10,100]"), ("other", "[7,50]")):
-        train_run(config, f"run.dir={tmp_path}/{run}", f"model.value_periods={periods}", *own)
-    assert len(caches(tmp_path / "cache")) == 2
 
 
 def test_resuming_in_a_stages_last_epoch_uses_the_existing_cache(uncached: Path, tmp_path: Path) -> None:
@@ -246,24 +221,6 @@ def test_mode_required_is_refused_with_the_reason_where_impossible(uncached: Pat
     said = " ".join(done.stderr.split())
     assert "train.feature_cache.mode: found 'require', allowed: auto" in said
     assert "stages.1: embedding and lora train in this stage, so z is another at every step" in said
-
-
-def test_mode_auto_says_why_there_is_no_cache(uncached: Path, tmp_path: Path) -> None:
-    config = config_in(tmp_path, stages=[EPOCHS_OF_HEADS[0] | {"steps": 3}])
-    done = cqwen_forked("train", config, *same_data(uncached))
-    assert done.returncode == 0, done.stderr
-    assert "no feature cache: the stage has 1 of an epoch left: no text would be read twice" in done.stdout
-    assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3]
-
-
-def test_a_full_disk_disables_the_cache(uncached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cqwen_dist.training.features import cache as feature_cache
-
-    refuse = feature_cache.FeatureCache._refuse_size
-    monkeypatch.setattr(feature_cache, "free_bytes", lambda folder: 1000)
-    cache = feature_cache.FeatureCache.__new__(feature_cache.FeatureCache)
-    with pytest.raises(feature_cache.CacheRefused, match="GiB free"):
-        _alone(lambda: refuse(cache, 10_000), cache, tmp_path, monkeypatch)
 
 
 def _full_at_a_manifest(config: str, overrides: list[str], parts: int) -> str:
@@ -361,37 +318,3 @@ def test_parts_that_another_run_makes_meanwhile_are_kept(uncached: Path, tmp_pat
             before = made, files
     assert (made, files) == before, "it made the same parts and left those that were there"
     assert losses(tmp_path / "one") == losses(tmp_path / "other")
-
-
-def _alone(action: object, cache: object, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a process group: one rank's answer is everyone's."""
-    from cqwen_dist.training.features import cache as feature_cache
-
-    monkeypatch.setattr(feature_cache, "gather_objects", lambda value: [value])
-    cache.settings, cache.folder = FeatureCacheConfig(), folder  # type: ignore[attr-defined]
-    action()  # type: ignore[operator]
-
-
-def test_foreign_files_in_the_cache_folder_are_kept(tmp_path: Path) -> None:
-    """A link to a scratch disk, and whatever lies beside caches; only what carries its own key goes."""
-    scratch = tmp_path / "scratch"
-    run = tmp_path / "run"
-    for folder in (scratch, run / "feature_cache"):
-        (folder / "thesis").mkdir(parents=True)
-        (folder / "thesis" / "chapter").write_text("one")
-    key = {"base": "b"}
-    (own := run / "feature_cache" / key_digest(key)).mkdir()
-    (own / "a-part").mkdir()
-    (own / "a-part" / "manifest.json").write_text(json.dumps({"key": key}))
-    (beside := run / "feature_cache" / "cache").symlink_to(scratch)
-    linked = tmp_path / "linked"
-    linked.mkdir()
-    (linked / "feature_cache").symlink_to(scratch)
-    for folder in (run, linked):
-        cache = FeatureCache.__new__(FeatureCache)
-        cache.settings, cache.folder, cache._shards = FeatureCacheConfig(), folder / "feature_cache", None
-        cache.runtime = Runtime(0, 1, torch.device("cpu"))
-        cache.close()
-    assert [own.exists(), beside.exists()] == [False, True]
-    for kept in (scratch, run / "feature_cache", linked / "feature_cache"):
-        assert (kept / "thesis" / "chapter").read_text() == "one"

@@ -1,7 +1,6 @@
 """A run that has begun may grow: longer, by further stages, with other rates for what lies ahead; the past stays."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import yaml
 from support.runs import cqwen_forked, losses, metrics, set_back, train_run, write_config
 
 from cqwen_dist.config import UserError, load_config
-from cqwen_dist.run.folder import archive, is_done, refuse_changes, starts_over
+from cqwen_dist.run.folder import is_done, refuse_changes, starts_over
 
 
 def grown(config: Path, there: Path, *stages: dict[str, object]) -> Path:
@@ -52,33 +51,6 @@ def test_an_appended_stage_may_add_adapters(tmp_path: Path) -> None:
     assert (folder / "adapter" / "adapter_model.safetensors").is_file()
     assert json.loads((folder / "state.json").read_text())["feature_steps"]["lora"] == 2
     train_run(tmp_path / "grown.yaml")  # a checkpoint of it loads
-
-
-def test_a_stage_with_adapters_may_be_taken_out_before_it_begins(one_rank: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    tree = yaml.safe_load(set_back(one_rank, run, 2).read_text(encoding="utf-8"))
-    tree["stages"][1] = {"name": "more", "train": ["heads"], "steps": 1}
-    (tmp_path / "less.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-    train_run(tmp_path / "less.yaml", f"run.dir={run}")
-    assert len(losses(run)) == 4
-    assert losses(run) == losses(one_rank)[:4], "the adapters had not changed anything"
-    assert not (run / "checkpoints" / "step-00000004" / "adapter").exists()
-
-
-def test_settings_of_future_stages_may_change(one_rank: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    config = set_back(one_rank, run, 3)
-    ahead = ["stages.1.lr=1e-3", "stages.1.global_batch_size=6", "stages.1.name=later", "stages.1.steps=4"]
-    train_run(config, f"run.dir={run}", *ahead, "train.micro_batch_size=6")
-    assert [record["stage"] for record in metrics(run)] == ["heads"] * 3 + ["later"] * 4
-
-
-def test_an_appended_stage_with_an_unknown_metric_is_refused_before_any_step(one_rank: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    stage = {"name": "more", "train": ["heads"], "until": {"max_steps": 9, "metric": "eval/acuracy"}}
-    done = cqwen_forked("train", grown(set_back(one_rank, run, 6), tmp_path, stage), f"run.dir={run}")
-    assert done.returncode == 2
-    assert "stages.2.until.metric: found 'eval/acuracy'" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize(
@@ -147,11 +119,3 @@ def test_starting_over_archives_the_old_run_once(
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     train_run(config, *again)
     assert len(list(run.glob("archived-*"))) == 1, "a requeued job resumes"
-
-
-def test_a_clock_that_shows_a_second_twice_archives_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "strftime", lambda form: "20261026-023000")
-    for number in range(3):
-        (tmp_path / "metrics.jsonl").write_text(str(number))
-        archive(tmp_path, print)
-    assert [path.read_text() for path in sorted(tmp_path.glob("archived-*/metrics.jsonl"))] == ["0", "1", "2"]

@@ -30,7 +30,7 @@ BETAS, DECAY, LR = (0.9, 0.999), 0.1, 1e-2
 CLIP = torch.tensor(0.5)
 STEPS = 3
 PLAN = Schedule([Stage(name="all", train=["heads"], steps=99, lr=LR, schedule="constant")], 1).at(0)
-RANKS = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 1), (4, 2), (4, 4)]
+RANKS = [(1, 1), (2, 1), (3, 1), (4, 2), (4, 4)]
 Shape = tuple[int, int, int]  # V, H, C
 # Ranges of whole vectors of 16 numbers; ranges with tails; 3 rows, which are fewer than 4 ranks.
 SHAPES: list[Shape] = [(64, 16, 16), (101, 7, 9), (4, 5, 3)]

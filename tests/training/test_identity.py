@@ -8,29 +8,26 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from support.runs import cqwen_forked, losses, metrics, set_back, train_run, write_texts
+from support.ranks import run_ranks
+from support.runs import as_rank, losses, metrics, set_back, train_run, write_texts
 
 from cqwen_dist.checkpoint.trained import load_trained
-from cqwen_dist.config import UserError
+from cqwen_dist.config import UserError, load_config
+from cqwen_dist.training.train import train_on
 
 
-def texts_of(run: Path) -> list[str]:
-    return (run.parent / "texts.jsonl").read_text(encoding="utf-8").splitlines()
+def other_numbers(run: Path, there: Path) -> list[str]:
+    path = there / "other.jsonl"
+    path.write_text((run.parent / "texts.jsonl").read_text(encoding="utf-8").replace(".", "000."), encoding="utf-8")
+    return [f"data.train={path}"]
 
 
-def data(change: Callable[[list[str]], list[str]]) -> Callable[[Path, Path], list[str]]:
-    def write(run: Path, there: Path) -> list[str]:
-        path = there / "other.jsonl"
-        path.write_text("\n".join(change(texts_of(run))) + "\n", encoding="utf-8")
-        return [f"data.train={path}"]
-
-    return write
-
-
-def thousandfold(lines: list[str]) -> list[str]:
-    return [line.replace(".", "000.") for line in lines]
+def other_order(run: Path, there: Path) -> list[str]:
+    path = there / "order.jsonl"
+    lines = (run.parent / "texts.jsonl").read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join(lines[::-1]) + "\n", encoding="utf-8")
+    return [f"data.train={path}"]
 
 
 def other_tokenizer(run: Path, there: Path) -> list[str]:
@@ -52,41 +49,38 @@ def other_base(run: Path, there: Path) -> list[str]:
     return []
 
 
-CHANGES: dict[str, tuple[Callable[[Path, Path], list[str]], str, str]] = {
-    "numbers": (data(thousandfold), "data.train: found training texts other than in the checkpoint", "data, eval"),
-    "order": (
-        data(lambda lines: lines[::-1]),
-        "data.train: found training texts other than in the checkpoint",
-        "data, eval",
-    ),
-    "fewer": (
-        data(lambda lines: lines[:14]),
-        "data.train: found training texts other than in the checkpoint",
-        "data, eval",
-    ),
-    "tokenizer": (
-        other_tokenizer,
-        "model.tokenizer: found a tokenizer other than in the checkpoint",
-        "tokenizer",
-    ),
-    "base": (other_base, "model.name_or_path: found a base model other than in the checkpoint", "base"),
-}
+CHANGES: list[tuple[Callable[[Path, Path], list[str]], str, str]] = [
+    (other_numbers, "data.train: found training texts other than in the checkpoint", "data, eval"),
+    (other_order, "data.train: found training texts other than in the checkpoint", "data, eval"),
+    (other_tokenizer, "model.tokenizer: found a tokenizer other than in the checkpoint", "tokenizer"),
+    (other_base, "model.name_or_path: found a base model other than in the checkpoint", "base"),
+]
 
 
-@pytest.mark.parametrize("kind", CHANGES)
-def test_a_changed_input_is_refused_by_name_and_changes_nothing(one_rank: Path, tmp_path: Path, kind: str) -> None:
-    change, said, accept = CHANGES[kind]
-    config = set_back(one_rank, tmp_path / "run", 3)
-    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    options = change(one_rank, tmp_path)
-    done = cqwen_forked("train", config, f"run.dir={tmp_path / 'run'}", *options)
-    assert done.returncode == 2, done.stderr[-2000:]
-    assert said in done.stderr
-    assert f"allowed: the same, or run.accept: [{accept}] to go on" in " ".join(done.stderr.split())
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
-    if kind in ("tokenizer", "base"):
-        with pytest.raises(UserError, match=said):
-            load_trained(tmp_path / "run")
+def refusals(config: str, runs: list[list[str]]) -> list[str]:
+    found = []
+    for options in runs:
+        with pytest.raises(UserError) as refused:
+            train_on(load_config(config, options), as_rank())
+        found.append(str(refused.value))
+    return found
+
+
+def test_a_changed_input_is_refused_by_name_and_changes_nothing(one_rank: Path, tmp_path: Path) -> None:
+    runs, options = [], []
+    for change, _, _ in CHANGES:
+        runs.append((folder := tmp_path / change.__name__) / "run")
+        set_back(one_rank, runs[-1], 3)
+        options.append([f"run.dir={runs[-1]}", *change(one_rank, folder)])
+    before = (runs[0] / "metrics.jsonl").read_bytes()
+    said = run_ranks(refusals, 1, str(one_rank.parent / "config.yaml"), options)[0]
+    for run, (change, words, accept), text in zip(runs, CHANGES, said, strict=True):
+        assert words in text
+        assert f"allowed: the same, or run.accept: [{accept}] to go on" in text
+        assert (run / "metrics.jsonl").read_bytes() == before
+        if change in (other_tokenizer, other_base):
+            with pytest.raises(UserError, match=words):
+                load_trained(run)
 
 
 def test_moved_texts_count_as_the_same_input(one_rank: Path, tmp_path: Path) -> None:
@@ -112,18 +106,13 @@ def test_accepted_texts_begin_a_new_epoch_and_the_change_is_logged(one_rank: Pat
     assert "eval/accuracy" in known
     assert not known & {"eval/base_accuracy", "eval/base_perplexity"}, "those are of the held-out texts before"
 
-    # The checkpoint holds the new texts' digest now: the old ones are the strangers.
-    done = cqwen_forked("train", config, options[0])
-    assert done.returncode == 2
-    assert "run.accept: [data, eval]" in " ".join(done.stderr.split())
+    with pytest.raises(AssertionError, match=r"run\.accept: \[data, eval\]"):  # the old ones are the strangers now
+        train_run(config, options[0])
 
 
 def test_a_warm_start_of_another_base_is_refused(one_rank: Path, tmp_path: Path) -> None:
-    same = ["run.dir=" + str(tmp_path / "new"), f"model.warm_start={one_rank}"]
-    done = cqwen_forked("train", one_rank.parent / "config.yaml", *same, "train.seed=7")
-    assert done.returncode == 2, "another seed builds another base"
-    assert "model.name_or_path: found a base model other than in the checkpoint" in done.stderr
-    torch.manual_seed(0)
-    same[1] += "/latest"  # the file that names the newest checkpoint is as good as its folder
-    accepted = cqwen_forked("train", one_rank.parent / "config.yaml", *same, "train.seed=7", "run.accept=[base]")
-    assert accepted.returncode == 0, accepted.stderr
+    """Another seed builds another base; the file that names the newest checkpoint is as good as its folder."""
+    same = [f"run.dir={tmp_path}/new", f"model.warm_start={one_rank}/latest", "train.seed=7", "stages.0.steps=1"]
+    with pytest.raises(AssertionError, match=r"model\.name_or_path: found a base model other than in the checkpoint"):
+        train_run(one_rank.parent / "config.yaml", *same)
+    train_run(one_rank.parent / "config.yaml", *same, "stages.1.steps=1", "run.accept=[base]")

@@ -151,21 +151,10 @@ def test_number_types_of_a_table_are_learnt(tmp_path: Path, kind: str, cache: bo
     ("changes", "said"),
     [
         ({"data__number_types": ["no"]}, "number_types.0: found 'no'"),
-        ({"data__number_types": ["price", "price"]}, "number_types.1: found 'price'"),
         ({"data__number_types": ["price"], "data__more_values": ["high"]}, "more_values"),
-        ({"data__more_values": ["high"], "data__target_field": None}, "more_values: needs data.target_field"),
         ({"loss__value_weights": [1.0, 1.0, 1.0]}, "loss.value_weights: found .*2 weights"),
     ],
 )
 def test_mismatched_number_types_are_refused(tmp_path: Path, changes: dict[str, object], said: str) -> None:
     with pytest.raises(UserError, match=said):
         load_config(configured(tmp_path, "values", **changes))
-
-
-def test_further_values_need_one_number_each(tmp_path: Path) -> None:
-    path = tmp_path / "table.csv"
-    config = load_config(configured(tmp_path, "values", data__eval_fraction=0.0))
-    for cells, said in (("tea,3-4,1,1,7", "2 numbers|0 numbers"), ("tea,3,1,1,many", "a number in the field 'high'")):
-        path.write_text(f"item,price,age,box,high\n{cells}\n")
-        with pytest.raises(UserError, match=said):
-            load_datasets(config.data, tiny_pair()[1])

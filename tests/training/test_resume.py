@@ -4,27 +4,19 @@ import json
 from pathlib import Path
 
 import pytest
-from support.runs import losses, metrics, set_back, train_run
+from support.runs import losses, metrics, set_back, train_run, weights
 
-from cqwen_dist.checkpoint.manifest import checkpoint_folder, evaluated, verify
+from cqwen_dist.checkpoint.manifest import evaluated
 from cqwen_dist.run.status import read_status
 from cqwen_dist.training.telemetry.metrics import MetricsFile
 
 
-def weights_of(run: Path, step: int = 6) -> dict[str, str]:
-    """Checksums of all weights and moments of a checkpoint, by file name."""
-    folder = checkpoint_folder(run, step)
-    assert verify(folder) == []
-    files = json.loads((folder / "manifest.json").read_text())["files"]
-    return {name: record["sha256"] for name, record in files.items() if name.endswith(".safetensors")}
-
-
-@pytest.mark.parametrize("step", [2, 3, 5])
+@pytest.mark.parametrize("step", [3, 5])
 def test_resuming_within_and_across_stages_is_equal_to_the_bit(two_ranks: Path, tmp_path: Path, step: int) -> None:
     copy = tmp_path / "run"
     config = set_back(two_ranks, copy, step)
     train_run(config, f"run.dir={copy}", world=2)
-    assert weights_of(copy) == weights_of(two_ranks)
+    assert weights(copy) == weights(two_ranks)
     assert [record["step"] for record in metrics(copy)] == [1, 2, 3, 4, 5, 6]
     assert losses(copy) == losses(two_ranks)
     assert read_status(copy)["status"] == "done"
@@ -42,28 +34,14 @@ def test_a_checkpoint_of_the_start_resumes_like_any_other(one_rank: Path, tmp_pa
     (copy / "start.json").unlink()
     train_run(config, f"run.dir={copy}", *often)
     assert not (copy / "start.json").exists(), "it was calibrated again"
-    assert weights_of(copy) == weights_of(run)
+    assert weights(copy) == weights(run)
     assert losses(copy) == losses(run)
     assert [record["step"] for record in metrics(copy)] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_a_two_rank_run_resumes_on_one(two_ranks: Path, one_rank: Path, tmp_path: Path, step: int) -> None:
-    copy = tmp_path / "run"
-    config = set_back(two_ranks, copy, step)
-    train_run(config, f"run.dir={copy}", "train.micro_batch_size=3")
-    assert losses(copy) == pytest.approx(losses(one_rank), rel=1e-5)
-    assert metrics(copy)[-1]["eval/cls_loss_mean"] == pytest.approx(
-        metrics(one_rank)[-1]["eval/cls_loss_mean"], rel=1e-5
-    )
-
-
-@pytest.mark.parametrize("step", [2, 4])
-def test_a_run_resumes_with_other_groups_and_zero_stages(
-    two_ranks: Path, one_rank: Path, tmp_path: Path, step: int
-) -> None:
+def test_a_run_resumes_with_other_groups_and_zero_stages(two_ranks: Path, one_rank: Path, tmp_path: Path) -> None:
     """A checkpoint knows of no ranks: the rows go to a vocabulary group of two, the features to ZeRO-3, and back."""
-    copy = tmp_path / "run"
+    copy, step = tmp_path / "run", 2
     config = set_back(two_ranks, copy, step)
     spread = ["parallel.vocab_group_size=2", "parallel.zero_stage=3", "train.checkpoint_every=1"]
     train_run(config, f"run.dir={copy}", *spread, world=2)
@@ -84,34 +62,16 @@ def test_a_finished_run_is_not_changed(one_rank: Path) -> None:
     assert read_status(one_rank)["status"] == "done"
 
 
-def test_a_finished_run_with_a_lost_status_finishes_again(one_rank: Path, tmp_path: Path) -> None:
-    """Killed between the last checkpoint and the last word: the launcher reads the status file."""
-    copy = tmp_path / "run"
-    config = set_back(one_rank, copy, 6)
-    (copy / "status.json").write_text('{"status": "running"}')
-    train_run(config, f"run.dir={copy}")
-    assert read_status(copy)["status"] == "done"
-    assert [record["step"] for record in metrics(copy)] == [1, 2, 3, 4, 5, 6]
-
-
 def test_a_changed_config_is_refused_by_key_and_changes_nothing(one_rank: Path) -> None:
+    """Others may change: train.checkpoint_every, for one."""
     known = (one_rank / "config.yaml").read_text()
-    for override, key in [
-        ("train.seed=1", "train.seed"),
-        ("stages.0.lr=0.5", "stages.0.lr"),
-        ("model.lora.r=4", "model.lora.r"),
-        ("loss.alpha=0.5", "loss.alpha"),
-    ]:
-        with pytest.raises(
-            AssertionError, match=rf"UserError: .*config\.yaml: {key}: found .*, (with which|as stage heads)"
-        ):
-            train_run(one_rank.parent / "config.yaml", override)
+    train_run(one_rank.parent / "config.yaml", "train.checkpoint_every=5", "run.name=x")
+    said = r"UserError: .*config\.yaml: model\.lora\.r: found .*, with which"
+    with pytest.raises(AssertionError, match=said):
+        train_run(one_rank.parent / "config.yaml", "model.lora.r=4")
+    train_run(one_rank.parent / "config.yaml")
     assert (one_rank / "config.yaml").read_text() == known
     assert read_status(one_rank)["status"] == "done", "another command's mistake is not this run's end"
-
-
-def test_settings_that_do_not_change_the_result_may_change(one_rank: Path) -> None:
-    train_run(one_rank.parent / "config.yaml", "train.micro_batch_size=4", "train.checkpoint_every=5", "run.name=x")
 
 
 def test_metrics_after_the_checkpoint_and_broken_lines_are_removed(tmp_path: Path) -> None:
@@ -122,10 +82,3 @@ def test_metrics_after_the_checkpoint_and_broken_lines_are_removed(tmp_path: Pat
     file.write({"step": 3})
     file.close()
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
-
-
-def test_undecodable_bytes_in_metrics_do_not_stop_a_resume(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n\xff\xfe\n')
-    MetricsFile(path, 1).close()
-    assert path.read_text() == '{"step": 1}\n'

@@ -70,23 +70,3 @@ def test_a_run_resumed_on_two_ranks_keeps_the_bases_metrics(tmp_path: Path) -> N
     for name in ("same", "plain"):
         assert last[f"watch/{name}/base_accuracy"] == first[f"watch/{name}/base_accuracy"]
     assert last["watch/same/accuracy"] == pytest.approx(last["eval/accuracy"], abs=1e-9)
-    page = tmp_path / "report.html"
-    assert cqwen_forked("report", run, "--out", page).returncode == 0
-    assert "Kept: plain" in page.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("watch", "said"),
-    [
-        ({"code": {"source": "nowhere.jsonl"}}, "data.watch.code.source"),
-        ({"Co de": {"source": "a.jsonl"}}, "data.watch"),
-        ({"code": {"file": "a.jsonl"}}, "data.watch.code.file"),
-    ],
-)
-def test_unusable_watched_texts_are_one_line(tmp_path: Path, watch: dict, said: str) -> None:
-    config = write_config(tmp_path, data__watch=watch)
-    done = cqwen_forked("train", config)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr

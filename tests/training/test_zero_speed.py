@@ -7,37 +7,12 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import run_ranks
-from support.runs import as_rank
-
-from cqwen_dist.config import Config
-
-TINY: dict[str, Any] = {
-    "model_type": "qwen2",
-    "vocab_size": 101,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
+from test_step_waits import rig_of
 
 
 def compare(precision: str, zero: int) -> dict[str, Any]:
-    from cqwen_dist.tools.site.rig import build_rig
-
-    runtime = as_rank()
-    config = Config.model_validate(
-        {
-            "model": {"architecture": TINY},
-            "data": {"train": "unused", "sequence_length": 16},
-            "stages": [{"name": "all", "train": ["heads", "embedding", "lora"], "steps": 5}],
-            "parallel": {"zero_stage": zero},
-            "train": {"micro_batch_size": 2, "global_batch_size": 2 * runtime.world_size, "precision": precision},
-        }
-    )
-    rig = build_rig(config, TINY, runtime)
-    plan = rig.enter(0)
+    rig = rig_of(zero, precision)
+    plan = rig.enter(1)
     rig.step(rig.batches(plan), plan)
     optimizer = rig.engine.engine.optimizer
     found: dict[str, Any] = {"norms": []}
@@ -77,21 +52,9 @@ def test_the_flat_steps_norms_and_weights_equal_deepspeeds(precision: str, zero:
 
 def gathered_frozen_weights() -> tuple[int, int]:
     """(elements of frozen parameters that are still whole after a step, elements of all frozen ones) under ZeRO-3."""
-    from cqwen_dist.tools.site.rig import build_rig
-
-    runtime = as_rank()
-    config = Config.model_validate(
-        {
-            "model": {"architecture": TINY, "gradient_checkpointing": True},
-            "data": {"train": "unused", "sequence_length": 16},
-            "stages": [{"name": "all", "train": ["heads", "embedding", "lora"], "steps": 5}],
-            "parallel": {"zero_stage": 3},
-            "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
-            "train": {"micro_batch_size": 2, "global_batch_size": 2 * runtime.world_size},
-        }
-    )
-    rig = build_rig(config, TINY, runtime)
-    plan = rig.enter(0)
+    whole = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    rig = rig_of(3, "fp32", model={"gradient_checkpointing": True}, deepspeed=whole)
+    plan = rig.enter(1)
     rig.step(rig.batches(plan), plan)
     frozen = [p for p in rig.engine.engine.module.parameters() if not p.requires_grad and hasattr(p, "ds_status")]
     whole = sum(p.ds_numel for p in frozen if p.ds_status.name == "AVAILABLE")
