@@ -30,23 +30,20 @@ def end_of(monkeypatch: pytest.MonkeyPatch, config: Path, script: str) -> int:
 WRITE = 'import sys; open(sys.argv[1] + "/status.json", "w").write(\'{"status": "%s"}\')'
 
 
-@pytest.mark.parametrize(
-    ("status", "code"), [("done", 0), ("preempted", 75), ("running", 1), ("fatal", 1), ("whatever", 1)]
-)
+@pytest.mark.parametrize(("status", "code"), [("done", 0), ("preempted", 75), ("running", 1)])
 def test_the_runs_status_decides_when_the_launcher_exits_with_0(
     monkeypatch: pytest.MonkeyPatch, config: Path, status: str, code: int
 ) -> None:
     assert end_of(monkeypatch, config, WRITE % status) == code
 
 
-@pytest.mark.parametrize("status", ["done", "preempted"])
-def test_a_status_of_an_earlier_command_is_ignored(monkeypatch: pytest.MonkeyPatch, config: Path, status: str) -> None:
+def test_a_status_of_an_earlier_command_is_ignored(monkeypatch: pytest.MonkeyPatch, config: Path) -> None:
     """The launcher returns 0 where a rank died by a signal, for instance of no memory before its first word."""
-    write_status(config.parent / "run", status)
+    write_status(config.parent / "run", "done")
     assert end_of(monkeypatch, config, "pass") == 1
 
 
-@pytest.mark.parametrize(("launcher", "code"), [(2, 2), (1, 1), (3, 1), (137, 1)])
+@pytest.mark.parametrize(("launcher", "code"), [(2, 2), (137, 1)])
 def test_exit_code_is_2_for_wrong_input_and_1_for_other_failures(
     monkeypatch: pytest.MonkeyPatch, config: Path, launcher: int, code: int
 ) -> None:
@@ -57,17 +54,6 @@ def test_a_stop_that_rank_0_wrote_is_one_though_the_others_lost_a_rank(
     monkeypatch: pytest.MonkeyPatch, config: Path
 ) -> None:
     assert end_of(monkeypatch, config, WRITE % "preempted" + "; sys.exit(1)") == 75
-
-
-@pytest.mark.parametrize("counts", [(3, 4), (3, 3)])
-def test_a_rank_that_was_killed_for_memory_is_told(
-    monkeypatch: pytest.MonkeyPatch, config: Path, capfd: pytest.CaptureFixture[str], counts: tuple[int, int]
-) -> None:
-    assert module.killed_for_memory() >= 0, "what this machine says"
-    said = iter(counts)
-    monkeypatch.setattr(module, "killed_for_memory", lambda: next(said))
-    assert end_of(monkeypatch, config, "pass") == 1
-    assert ("lack of memory" in capfd.readouterr().err) == (counts[1] > counts[0])
 
 
 def test_a_rank_that_hears_no_signal_does_not_outlive_the_launcher(
@@ -89,26 +75,11 @@ open(sys.argv[1] + "/pid", "w").write(str(child.pid))
         assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_stopped_command_on_ranks_returns_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also one that hears nothing and ends by itself: `cqwen accept` goes no further."""
-    script = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(1)"
-    quiet = f"import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN); {script}"
-    monkeypatch.setattr(module, "launch_command", lambda *_: [sys.executable, "-c", quiet])
-    assert module.run_words(["accept"], 2, None, tmp_path) == module.STOPPED
-
-
 def test_no_shell_interprets_user_input() -> None:
     hostile = ["run.dir=a'; echo foo", "data.text_template={question} $(touch x)\n{answer}"]
     command = module.launch_command(["train", "my config.yaml", *hostile], 3, 29500)
     assert command[-3:] == ["my config.yaml", *hostile]
     assert command[command.index("--num_accelerators") + 1] == "3"
-
-
-def test_ports_differ_and_are_free() -> None:
-    ports = [module.free_port() for _ in range(5)]
-    assert len(set(ports)) > 1
-    # No connection gets these while ranks import: of those from 32768 on, 400 sockets took one in thirty.
-    assert all(20_000 <= port < 32_768 for port in ports)
 
 
 def test_wrong_configs_are_refused_before_any_rank_starts(monkeypatch: pytest.MonkeyPatch, config: Path) -> None:
@@ -122,8 +93,3 @@ def test_wrong_configs_are_refused_before_any_rank_starts(monkeypatch: pytest.Mo
         module.launch(config, [], 2, env_file=Path("x"))
     with pytest.raises(UserError, match=r"data\.train: found no file .*/none\.jsonl, allowed: a file or folder"):
         module.launch(config, [f"data.train={config.parent}/none.jsonl"], 2)
-
-
-@pytest.mark.parametrize("source", ["bundled:diabetes/train", "hf:openai/gsm8k/main#train", "{}", "{}#test"])
-def test_launch_accepts_every_kind_of_data_source(config: Path, source: str) -> None:
-    module.preflight(config, [f"data.train={source.format(config.parent)}"])

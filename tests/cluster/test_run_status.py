@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from cqwen_dist.config import UserError
-from cqwen_dist.run.lock import run_lock
 from cqwen_dist.run.status import write_status
 from cqwen_dist.tools.slurm.run_status import lines, look
 
@@ -72,27 +70,3 @@ def test_status_reports_a_run_without_recent_steps(run: Path, monkeypatch: pytes
     assert document["job"] is None
     assert 499 < document["stale_s"] < 510
     assert "no step for 500 s by this host's clock: it was killed" in lines(document)
-
-
-def test_a_run_that_only_evaluates_is_not_called_killed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or that starts, saves, or waits for an upload: no step is taken, but its process holds the lock."""
-    monkeypatch.setenv("PATH", "/nowhere")
-    status = json.loads((run / "status.json").read_text())
-    (run / "status.json").write_text(json.dumps({**status, "updated": time.time() - 500}))
-    with run_lock(run):
-        assert any("500 s by this host's clock: its process lives" in line for line in lines(look(str(run))))
-
-
-def test_status_of_a_waiting_job_without_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scontrol(tmp_path, monkeypatch, "JobId=6 JobName=x\n   JobState=PENDING Reason=Resources\n")
-    document = look("6")
-    assert (document["status"], document["job"]["Reason"]) == ("not started", "Resources")
-    assert lines(document)[0] == "not started"
-
-
-def test_refuses_what_is_neither_a_folder_nor_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UserError, match="RUN: found 'nowhere'"):
-        look("nowhere")
-    with pytest.raises(UserError, match="JOB: found '77'"):
-        look("77")

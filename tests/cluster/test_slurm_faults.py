@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 
@@ -85,29 +84,6 @@ def test_a_job_killed_by_its_time_limit_continues(cluster: Cluster, tmp_path: Pa
     assert set(run.endings()[:-1]) == {"preempted"}
 
 
-@pytest.mark.slow
-def test_a_preempted_job_continues(run: SlurmRun, cluster: Cluster, undisturbed: list[float]) -> None:
-    job = run.submit("--nodes", 2)
-    run.wait_saved(2 * EVERY)
-    other = cluster.slurm(
-        "sbatch", "--parsable", "-p", "high", "-N3", "--exclusive", "-o", "/dev/null", "--wrap=sleep 3"
-    )
-    cluster.wait_end(other.strip())
-    run.must_end_done(job, undisturbed)
-    assert run.endings() == ["preempted", "done"]
-    assert len(run.starts()) == 2
-
-
-@pytest.mark.slow
-def test_a_job_requeued_by_scontrol_continues(run: SlurmRun, cluster: Cluster, undisturbed: list[float]) -> None:
-    job = run.submit("--nodes", 2)
-    run.wait_saved(2 * EVERY)
-    cluster.slurm("scontrol", "requeue", job)
-    run.must_end_done(job, undisturbed)
-    assert len(run.starts()) == 2
-    assert run.starts()[1]["step"] >= 2 * EVERY
-
-
 def test_a_job_with_a_killed_rank_continues(run: SlurmRun, undisturbed: list[float]) -> None:
     job = run.submit("--nodes", 2)
     run.wait_saved(2 * EVERY)
@@ -155,45 +131,3 @@ def test_a_mistake_in_the_data_ends_the_job_at_once(cluster: Cluster, tmp_path: 
     assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0")
     assert run.endings() == ["fatal"]
     assert "texts.jsonl:41: broken JSON" in run.output(job).partition("--- the last lines of")[2]
-
-
-@pytest.mark.slow
-def test_an_exception_on_one_rank_ends_the_job_at_once(cluster: Cluster, tmp_path: Path) -> None:
-    """A bug, put into one rank's Python from outside."""
-    run = SlurmRun(cluster, tmp_path)
-    job = run.submit("--nodes", 2, "--setup", f"export PYTHONPATH={tmp_path}:${{PYTHONPATH:-}}")
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\n"
-        "if os.environ.get('RANK') == '1' and 'cqwen_dist.cluster.rank' in ' '.join(sys.orig_argv):\n"
-        "    import cqwen_dist.training.step as step\n"
-        "    before = step.Stepper.__call__\n"
-        "    def call(self, micro_batches, plan, at, *more):\n"
-        "        if at == 15:\n"
-        "            raise ValueError('a bug of mine')\n"
-        "        return before(self, micro_batches, plan, at, *more)\n"
-        "    step.Stepper.__call__ = call\n"
-    )
-    ended = cluster.wait_end(job)
-    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0")
-    assert run.endings() == ["fatal"]
-    said = run.output(job).partition("--- the last lines of")[2]
-    assert "rank-1.log" in said.splitlines()[0]
-    assert "ValueError: a bug of mine" in said
-
-
-@pytest.mark.slow
-def test_a_job_without_new_checkpoints_gives_up(cluster: Cluster, tmp_path: Path) -> None:
-    """Killed again and again before the first checkpoint: two more tries, with growing pauses, then no more."""
-    run = SlurmRun(cluster, tmp_path, train__checkpoint_every=10_000)
-    job = run.submit("--nodes", 2, "--max-restarts", 1)
-    for start in (0, 1):
-        wait_for("steps", lambda start=start: _at_work(run, start), 100)
-        os.kill(rank_of(run, 0).pid, signal.SIGKILL)
-    ended = cluster.wait_end(job)
-    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "1")
-    assert run.endings() == ["lost", "lost"]
-
-
-def _at_work(run: SlurmRun, start: int) -> bool:
-    status = read_status(run.run)
-    return len(run.starts()) == start + 1 and status.get("status") == "running" and (status.get("restarts") == start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,18 +81,13 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: f"{p.parent.name}/{p.name}")
-def test_bash_accepts_the_scripts(path: Path) -> None:
-    done = subprocess.run(["bash", "-n", path], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: f"{p.parent.name}/{p.name}")
-def test_shellcheck_accepts_the_scripts(path: Path) -> None:
-    if shutil.which("shellcheck") is None:
-        pytest.skip("shellcheck is not installed")
-    done = subprocess.run(["shellcheck", path], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "")
+@pytest.mark.parametrize("command", [["bash", "-n"], ["shellcheck"]], ids=lambda command: command[0])
+def test_bash_and_shellcheck_accept_the_scripts(command: list[str]) -> None:
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    for path in SCRIPTS:
+        done = subprocess.run([*command, path], capture_output=True, text=True)
+        assert (done.returncode, done.stdout + done.stderr) == (0, ""), path
 
 
 def test_hostile_strings_arrive_unchanged(tmp_path: Path) -> None:
@@ -107,7 +103,7 @@ def test_hostile_strings_arrive_unchanged(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("value", ["plain", "two words", HOSTILE, 'a "quoted" \\ word', "$(id) `id` # no comment"])
+@pytest.mark.parametrize("value", ["plain", HOSTILE, 'a "quoted" \\ word'])
 def test_an_option_is_quoted_as_sbatch_reads_it(value: str) -> None:
     """sbatch takes double quotes and backslashes; it expands nothing. (On the real one: test_slurm_jobs.)"""
     quoted = _quoted(value)
@@ -117,43 +113,28 @@ def test_an_option_is_quoted_as_sbatch_reads_it(value: str) -> None:
         assert quoted[1:-1].replace('\\"', "\0").replace("\\\\", "\\").replace("\0", '"') == value
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
+def test_refuses_options_that_make_no_valid_job() -> None:
+    made: list[tuple[Callable[[], object], str]] = [
         (lambda: Resources(nodes=0), "--nodes: found 0, allowed: 1 or more"),
         (lambda: Resources(time="soon"), "--time: found 'soon'"),
         (lambda: replace(PLAIN, resources=Resources(partition="a\nb")), "printable"),
         (lambda: Resources(sbatch=("mem=0",)), "--sbatch: found 'mem=0'"),
         (lambda: Resources(sbatch=("--gres=gpu:a100:8",)), "allowed: with --gpus-per-node too"),
-        (lambda: Resources(sbatch=("--gres gpu:8",)), "allowed: with --gpus-per-node too"),
         (lambda: replace(PLAIN, setup=("a\n#SBATCH --nodes=9",)), "printable"),
-        (lambda: replace(PLAIN, name="a\nb"), "printable"),
         (lambda: replace(PLAIN, run_dir=Path("/r\\s")), "without backslashes"),
         (lambda: replace(PLAIN, warn_s=5), "--warn-s: found 5"),
-        (
-            lambda: replace(PLAIN, container_command="docker"),
-            "--container-command: found 'docker', allowed: with --container",
-        ),
+        (lambda: replace(PLAIN, container_command="docker"), "found 'docker', allowed: with --container"),
         (lambda: Resources(sbatch=("--array=0-3",)), "slurm/sweep.sbatch"),
-        (lambda: Resources(sbatch=("-a0-3",)), "slurm/sweep.sbatch"),
-        (lambda: Resources(sbatch=("--time=2",)), "--sbatch: found '--time=2', allowed: --time of cqwen submit"),
         (lambda: Resources(sbatch=("-t2",)), "allowed: --time of cqwen submit"),
         (lambda: Resources(exclusive=True, cpus_per_task=4), "--cpus-per-task: found 4, allowed: no value"),
-        (lambda: Resources(cpus_per_task=0), "--cpus-per-task: found 0, allowed: 1 or more"),
-        (lambda: read_stage_option("heads", Resources()), "NAME:key=value"),
-        (lambda: read_stage_option("heads:nodes=two", Resources()), "--stage heads:nodes: found 'two'"),
         (lambda: read_stage_option("heads:colour=red", Resources()), "nodes, gpus-per-node"),
-    ],
-)
-def test_refuses_options_that_make_no_valid_job(make: object, said: str) -> None:
-    with pytest.raises(UserError) as refused:
-        make()  # type: ignore[operator]
-    assert said in str(refused.value)
-
-
-@pytest.mark.parametrize("time", ["90", "1-12", "0-1:30:00", "UNLIMITED", "infinite"])
-def test_a_time_limit_is_written_as_sbatch_takes_it(time: str) -> None:
-    assert f"--time={time}" in replace(PLAIN, resources=Resources(time=time)).directives()
+    ]
+    for make, said in made:
+        with pytest.raises(UserError) as refused:
+            make()
+        assert said in str(refused.value)
+    for time in ("90", "1-12", "UNLIMITED"):
+        assert f"--time={time}" in replace(PLAIN, resources=Resources(time=time)).directives()
 
 
 def test_a_stage_may_ask_for_other_resources() -> None:
@@ -171,7 +152,6 @@ def test_a_stage_may_ask_for_other_resources() -> None:
         (Resources(ranks_per_node=2), ["--cpus-per-task=2"]),
         (Resources(gpus_per_node=2, cpus_per_task=24, mem="200G"), ["--cpus-per-task=24", "--mem=200G"]),
         (Resources(gpus_per_node=8, exclusive=True), ["--exclusive", "--mem=0"]),
-        (Resources(gpus_per_node=8, exclusive=True, mem="1T"), ["--exclusive", "--mem=1T"]),
     ],
 )
 def test_a_job_takes_whole_nodes_only_where_asked(resources: Resources, lines: list[str]) -> None:
@@ -181,11 +161,9 @@ def test_a_job_takes_whole_nodes_only_where_asked(resources: Resources, lines: l
 
 
 def test_gpus_are_requested_as_gpus_per_node_or_gres() -> None:
-    """A typed one, or --gres alone, in place of --gpus-per-node, which some sites refuse; a rank for each as before."""
-    for option in ("--gres=gpu:a100:8", "--gres gpu:8", "-G 16"):
-        needs = Resources(nodes=2, gpus_per_node=8, sbatch=(option,))
-        lines = render(replace(PLAIN, resources=needs)).splitlines()
-        asked = [line for line in lines if line.startswith("#SBATCH") and ("gpu" in line or " -G" in line)]
-        assert asked == [f"#SBATCH {option}"]
+    """A typed one in place of --gpus-per-node, which some sites refuse; a rank for each as before."""
+    needs = Resources(nodes=2, gpus_per_node=8, sbatch=("--gres=gpu:a100:8",))
+    lines = render(replace(PLAIN, resources=needs)).splitlines()
+    assert [line for line in lines if line.startswith("#SBATCH") and "gpu" in line] == ["#SBATCH --gres=gpu:a100:8"]
     assert "ranks=8" in lines
     assert "export DS_ACCELERATOR=cpu" not in lines

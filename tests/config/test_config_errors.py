@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cqwen_dist.config import Config, UserError, load_config
-from cqwen_dist.config.messages import ELSEWHERE, _places
+from cqwen_dist.config import UserError, load_config
 
 MODEL = "model: {name_or_path: x}\n"
 BASE = MODEL + "data: {train: a}\n"
@@ -28,35 +27,17 @@ def line(tmp_path):
 
 
 UNKNOWN = [
-    ("data.foo=1", "data.foo", " (known keys: train, eval,"),
     ("data.trian=1", "data.trian", "; did you mean train? (known keys: train, eval,"),
-    ("stages.0.xyz=1", "stages.0.xyz", " (known keys: name, train, steps,"),
     ("stages.0.stepz=1", "stages.0.stepz", "; did you mean steps? (known keys: name,"),
-    ("model.pretrain.stepz=1", "model.pretrain.stepz", "; did you mean steps? (known keys: steps)"),
-    ("model.lora.rank=1", "model.lora.rank", " (known keys: r, alpha,"),
     ("data.numbers.sign=true", "data.numbers.sign", "; did you mean signs? (known keys: signs,"),
-    ("modl=1", "modl", "; did you mean model? (known keys: model, data,"),
     ("lr=1", "lr", "; did you mean stages.N.lr? (known keys: model,"),
-    ("data={trian: x}", "data.trian", "; did you mean train? (known keys: train,"),
     ("loss.lambda=1", "loss.lambda", "; did you mean loss.reg_weight? (known keys: alpha,"),
-    ("model.C_ovr=100", "model.C_ovr", "; did you mean model.threshold_init? (known keys: name_or_path,"),
-    ("learnable_threshold=true", "learnable_threshold", "; did you mean train.thresholds? (known keys: model,"),
-    (
-        "model.qwen_model_path=x",
-        "model.qwen_model_path",
-        "; did you mean model.name_or_path? (known keys: name_or_path,",
-    ),
-    ("train.learning_rate=1", "train.learning_rate", "; did you mean stages.N.lr? (known keys: global_batch_size,"),
 ]
 
 
-@pytest.mark.parametrize(("override", "key", "hint"), UNKNOWN)
-def test_an_unknown_key_shows_the_fields_of_its_own_section(line, override, key, hint):
-    assert line(BASE, override).startswith(f"override {override}: {key}: unknown key{hint}")
-
-
-def test_names_of_other_trainers_point_to_existing_keys():
-    assert set(ELSEWHERE.values()) <= set(_places(Config, ""))
+def test_an_unknown_key_shows_the_fields_of_its_own_section(line):
+    for override, key, hint in UNKNOWN:
+        assert line(BASE, override).startswith(f"override {override}: {key}: unknown key{hint}")
 
 
 def test_errors_in_an_overridden_list_point_to_the_override(line):
@@ -71,25 +52,18 @@ WRONG = [
     (MODEL + "data: {}", "FILE, line 2: data.train: found no value, allowed: a value (this key is required)"),
     (MODEL + "data: 3", "FILE, line 2: data: found 3, allowed: a section with train, eval"),
     (MODEL + "data:\n  train: 3", "FILE, line 3: data.train: found 3, allowed: text (put it in quotes) or a list"),
-    (MODEL + "data: {train: [3]}", "FILE, line 2: data.train.0: found 3, allowed: text"),
     (MODEL + "data: {train: []}", "FILE, line 2: data.train: found [], allowed: text (put it in quotes) or at least 1"),
-    (MODEL + "data: {train: ''}", "FILE, line 2: data.train: found '', allowed: paths that are not empty"),
     (
         "model: {architecture: {model_type: qwen2, max_position_embeddings: 64}}\n"
         "data: {train: a, sequence_length: 65}",
         "FILE, line 2: data.sequence_length: found 65, allowed: at most 64, the base's context",
     ),
     (BASE + "stages: 5", "FILE, line 3: stages: found 5, allowed: a list"),
-    (BASE + "stages: []", "FILE, line 3: stages: found [], allowed: at least 1 item"),
     (BASE + "stages: [3]", "FILE, line 3: stages.0: found 3, allowed: a section with name, train"),
     (BASE + "train:", "FILE, line 3: train: found None, allowed: a section with global_batch_size"),
-    (BASE + "1: 2", "FILE, line 3: 1: found 1, allowed: a name"),
     (BASE + "? [a]\n: 2", "FILE, line 3: config: found a list or mapping as a key, allowed: plain names"),
     ("model: {}\ndata: {train: a}", "FILE, line 1: model.name_or_path/architecture: found neither, allowed: exactly"),
     ("", "FILE: config: found no content, allowed: a mapping with model, data"),
-    ("# only a comment\n", "FILE: config: found no content, allowed: a mapping with model, data"),
-    ("- a\n", "FILE: config: found ['a'], allowed: a mapping with model, data"),
-    ("word", "FILE: config: found 'word', allowed: a mapping with model, data"),
     ("model:\n\tname_or_path: x", "FILE, line 2: config: found a tab, allowed: spaces"),
     ("model: [", "FILE, line 1: config: found expected the node content"),
     ("a: 1\n---\nb: 2", "FILE, line 2: config: found another document, allowed: YAML"),
@@ -107,40 +81,26 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("text", "start"), WRONG)
-def test_an_error_in_a_file_names_line_key_found_and_allowed(line, text, start):
-    assert line(text).startswith(start)
+def test_an_error_in_a_file_names_line_key_found_and_allowed(line):
+    for text, start in WRONG:
+        assert line(text).startswith(start)
 
 
 VALUES = [
     ("train.global_batch_size=3", "global_batch_size: found 3, allowed: a multiple of train.micro_batch_size (8)"),
     ("stages.1.name=heads", "stages.1.name: found 'heads', allowed: a name that no other stage has"),
     ("stages.0.lr=.nan", "stages.0.lr: found nan, allowed: a finite number"),
-    ("stages.0.lr=-.inf", "stages.0.lr: found -inf, allowed: a finite number"),
-    ("stages.0.lr=1e999", "stages.0.lr: found inf, allowed: a finite number"),
     ("stages.0.lr=0", "stages.0.lr: found 0, allowed: greater than 0"),
-    ("stages.0.lr=true", "stages.0.lr: found True, allowed: a number"),
     ("stages.0.lr=fast", "stages.0.lr: found 'fast', allowed: a number"),
-    ("stages.0.steps=true", "stages.0.steps: found True, allowed: a whole number"),
     ("stages.0.steps=2.5", "stages.0.steps: found 2.5, allowed: a whole number"),
-    ("stages.0.steps=0", "stages.0.steps: found 0, allowed: greater than 0"),
     ("stages.0.train=[foo]", "stages.0.train.0: found 'foo', allowed: 'embedding', "),
-    ("stages.0.train=[]", "stages.0.train: found [], allowed: at least 1 item"),
-    ("stages.0.train=heads", "stages.0.train: found 'heads', allowed: a list"),
     ("stages.0.lr_groups.foo=1", "stages.0.lr_groups.foo: found 'foo', allowed: 'embedding', "),
-    ("stages.0.name=", "stages.0.name: found None, allowed: text"),
     ("start=calibrate", "start: found 'calibrate', allowed: 'calibrated', 'seed' or 'seed-100'"),
-    ("parallel.zero_stage=true", "parallel.zero_stage: found True, allowed: a whole number"),
     ("parallel.zero_stage=4", "parallel.zero_stage: found 4, allowed: 1, 2 or 3"),
     ("parallel.offload=activations", "parallel.offload: found 'activations', allowed: none, optimizer, or"),
-    ("parallel.vocab_group_size=0", "parallel.vocab_group_size: found 0, allowed: greater than 0"),
     ("loss.class_weights={a: 1}", "loss.class_weights.a: found 'a', allowed: a whole number"),
-    ("loss.class_weights={5: -1}", "loss.class_weights.5: found -1, allowed: greater than or equal to 0"),
     ("train.seed=4294967296", "train.seed: found 4294967296, allowed: less than 4294967296"),
-    ("train.seed=-1", "train.seed: found -1, allowed: greater than or equal to 0"),
     ("data.text_template={a", "data.text_template: found '{a', allowed: a format with {field}s"),
-    ("data.text_template=abc", "data.text_template: found 'abc', allowed: only named JSON fields in braces"),
-    ("data.text_template={} {0}", "data.text_template: found '{} {0}', allowed: only named JSON fields in braces"),
     ("data.prompt_template={q:.2f}", "data.prompt_template: found '{q:.2f}', allowed: only named JSON fields in"),
     (
         "data.watch={a: {source: b, text_template: '{q!r}'}}",
@@ -148,24 +108,19 @@ VALUES = [
     ),
     ("model={name_or_path: x, gamma_init: 1, b_noise_init: 2}", "b_noise_init: found 2.0, allowed: at most 0.5, half"),
     ("model.threshold_init=high", "model.threshold_init: found 'high', allowed: a number, or a .safetensors file"),
-    ("model=3", "model: found 3, allowed: a section with name_or_path, architecture"),
     ("model.lora={r: 1, r: 2}", "model.lora.r: found it twice, allowed: each key once"),
     ("model.pretrain.steps=3", "model.pretrain: needs model.architecture"),
     ("model.architecture={model_type: qwen2}", "model.name_or_path/architecture: found both, allowed: exactly one"),
-    ("stages.x.steps=1", "stages: found index x, allowed: an index from 0 to 1"),
     ("stages.9.steps=1", "stages: found index 9, allowed: an index from 0 to 1"),
-    ("stages.-1.steps=1", "stages: found index -1, allowed: an index from 0 to 1"),
     ("data.train.0=b", "data.train: found 'a', allowed: a list or section, to set 0 in it"),
-    ("=3", "found '=3', allowed: key=value, for instance stages.0.steps=3"),
     ("a..b=1", "found 'a..b=1', allowed: key=value, for instance stages.0.steps=3"),
-    ("steps", "found 'steps', allowed: key=value, for instance stages.0.steps=3"),
     ("\udcff=3", "found '\\udcff=3', allowed: key=value, for instance stages.0.steps=3"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("override", "rest"), VALUES)
-def test_a_wrong_value_names_key_found_and_allowed(line, override, rest):
-    assert rest in line(BASE, override)
+def test_a_wrong_value_names_key_found_and_allowed(line):
+    for override, rest in VALUES:
+        assert rest in line(BASE, override)
 
 
 def test_an_error_names_the_override_or_line_that_caused_it(line):
@@ -176,12 +131,6 @@ def test_an_error_names_the_override_or_line_that_caused_it(line):
     assert line(BASE + "stages: [{name: a, train: [lora]}]", "run.name=a").startswith(neither)
     long = line(BASE, "start=" + "a" * 200)
     assert len(long) < 320
-
-
-def test_an_unknown_group_lists_all_groups(line):
-    message = line(BASE, "stages.0.train=[foo]")
-    for group in ("embedding", "abduction", "classifier", "noise", "regression", "thresholds", "lora", "heads"):
-        assert f"'{group}'" in message
 
 
 def test_settings_that_contradict_each_other_are_refused(line):
@@ -217,9 +166,3 @@ def test_a_message_is_one_printable_line():
     message = str(UserError("a\nb", "x\ty\x07", "c\r\nd", "e\udcff"))
     assert message.isprintable()
     assert str(UserError("k", "x" * 500, "short")).count("x") < 120
-
-
-def test_sections_are_frozen(tmp_path):
-    config = Config.model_validate({"model": {"name_or_path": "x"}, "data": {"train": "a"}})
-    with pytest.raises(ValueError, match="frozen"):
-        config.train.seed = 3  # type: ignore[misc]

@@ -79,18 +79,5 @@ def test_an_old_run_is_resumed_evaluated_and_exported(one_rank: Path, old_run: P
     train_run(one_rank.parent / "config.yaml", f"run.dir={old_run}")
     assert losses(old_run) == losses(one_rank)
     load_trained(old_run)
-    for command in (
-        ("eval", old_run),
-        ("export", old_run, tmp_path / "exported"),
-        ("report", old_run, "--out", tmp_path / "r.html"),
-    ):
-        done = cqwen_forked(*command)
-        assert done.returncode == 0, done.stderr
-
-
-def test_an_old_run_with_another_value_is_refused_by_key(one_rank: Path, old_run: Path) -> None:
-    text = (old_run / "config.yaml").read_text()
-    (old_run / "config.yaml").write_text(text.replace("keep_every: 0", "keep_every: 5"))
-    done = cqwen_forked("train", one_rank.parent / "config.yaml", f"run.dir={old_run}")
-    assert done.returncode == 2
-    assert "train.keep_every: this key was removed" in " ".join(done.stderr.split())
+    done = cqwen_forked("eval", old_run)
+    assert done.returncode == 0, done.stderr

@@ -14,7 +14,6 @@ import pytest
 from support.runs import (
     command_environment,
     cqwen,
-    cqwen_forked,
     end_of,
     losses,
     metrics,
@@ -183,33 +182,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(config: Path, launch: Callable[...
     launched.ends(family, 1)
 
 
-@pytest.mark.slow
-def test_a_second_command_on_the_same_folder_is_refused(config: Path, launch: Callable[..., Launched]) -> None:
-    """The second is refused in one line, and the first does not notice."""
-    run = config.parent / "shared"
-    long = (f"run.dir={run}", "stages.0.steps=1000000")
-    first = launch(config, *long)
-    family = first.at_work(run)
-    second = cqwen_forked("train", config, *long)
-    assert (second.returncode, len(second.stderr.splitlines())) == (2, 1), second.stderr
-    assert "run.dir: found process" in second.stderr
-    assert read_status(run)["status"] == "running"
-    first.process.send_signal(signal.SIGTERM)
-    first.ends(family, 75)
-
-
-def test_a_command_that_hangs_is_ended_and_shows_where_it_stands(tmp_path: Path) -> None:
-    child = "import sys, time; print('stands', file=sys.stderr, flush=True); time.sleep(77)"
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen([sys.executable, "-c", code], env=command_environment(), stderr=log)
-    wait_for("its child", lambda: "stands" in (tmp_path / "log").read_text())
-    with pytest.raises(AssertionError, match=r"not done after 1 s:(?s:.*)most recent call first") as failed:
-        end_of(process, tmp_path / "log", seconds=1.0)
-    assert str(failed.value).count("Fatal Python error: Aborted") == 2
-    assert process.poll() is not None
-
-
+@pytest.mark.slow  # tests/training/test_agreement.py is its short form
 def test_a_users_mistake_on_two_ranks_is_one_line_and_no_hang(config: Path) -> None:
     bad = config.parent / "bad.jsonl"
     bad.write_text('{"text": "a 1"}\n{oops\n')
@@ -218,8 +191,3 @@ def test_a_users_mistake_on_two_ranks_is_one_line_and_no_hang(config: Path) -> N
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stderr.startswith(f"error: {bad}:2: broken JSON")
     assert read_status(config.parent / "bad")["status"] == "fatal"
-
-
-def test_a_finished_run_says_so_at_once(two_ranks: Path) -> None:
-    done = cqwen("launch", two_ranks.parent / "config.yaml", "--ranks", 2)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"already done: {two_ranks}\n", "")

@@ -75,6 +75,7 @@ def test_ranks_stop_cleanly_when_their_launcher_dies(tmp_path: Path, blow: str) 
     assert status(run)["checkpoint"] == f"step-{status(run)['step']:08d}"
 
 
+@pytest.mark.slow
 def test_under_nohup_a_closed_terminal_does_not_stop_the_run(tmp_path: Path) -> None:
     config = write_config(tmp_path, stages=[{**LONG[0], "steps": 300}], train__checkpoint_every=200)
     run = tmp_path / "run"

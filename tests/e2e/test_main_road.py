@@ -1,17 +1,14 @@
 """The main road, by the real command: launch, eval, export, load elsewhere, generate; cut down, and whole (slow)."""
 
 import json
-import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.runs import command_environment, cqwen, cqwen_forked, metrics
-from support.shared import shared_path
 
 from cqwen_dist.run.status import read_status
 
@@ -141,15 +138,6 @@ def test_generate_writes_numbers(run: Path, exported: dict[str, Path]) -> None:
     assert again["intervals"]["0.9"] == pytest.approx(number["intervals"]["0.9"], rel=1e-5)
 
 
-def test_a_number_in_the_prompt_changes_the_output(run: Path) -> None:
-    texts = []
-    for value in ("3", "300000"):
-        ask = ["--prompt", f"aged {value} with progression of", "--max-new-tokens", "2", "--mode", "causal", "--json"]
-        document = one_document(cqwen_forked("generate", run, *ask, "--seed", "1"))
-        texts.append(document["outputs"][0])
-    assert texts[0] != texts[1]
-
-
 def test_repeating_a_finished_command_says_already_done(run: Path) -> None:
     before = (run / "metrics.jsonl").read_bytes()
     done = cqwen("launch", QUICKSTART, "--ranks", 2, f"run.dir={run}", *CUT_DOWN)
@@ -160,39 +148,12 @@ def test_repeating_a_finished_command_says_already_done(run: Path) -> None:
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_moved_run_is_read_at_its_new_place(run: Path, tmp_path: Path) -> None:
-    moved = tmp_path / "elsewhere"
-    (run.parent / "copy").mkdir()
-    subprocess.run(["cp", "-r", str(run), str(moved)], check=True)
-    assert one_document(cqwen_forked("eval", moved, "--json"))["eval/accuracy"] >= 0
-
-
 # ------------------------------------------------------------------------------------------------- whole, and slow
 
 
 @pytest.mark.slow
 def test_the_whole_quickstart_beats_the_median_and_keeps_its_words(tmp_path: Path) -> None:
-    began = time.monotonic()
     figures = one_document(cqwen("quickstart", f"run.dir={tmp_path / 'run'}", "--json", cwd=ROOT))
-    sys.stdout.write(f"quickstart: {time.monotonic() - began:.0f} s, {figures}\n")
     assert figures["eval/reg_mdae"] < 0.8 * figures["eval/baseline_mdae"]
     assert figures["eval/accuracy"] >= figures["eval/base_accuracy"] - 0.02
     assert figures["median_mdae"] == pytest.approx(figures["eval/baseline_mdae"], rel=1e-6)
-
-
-@pytest.mark.slow
-def test_gsm8k_with_the_real_vocabulary_runs_and_its_loss_falls(tmp_path: Path) -> None:
-    data = shared_path("data/gsm8k/train.jsonl")
-    tokenizer = shared_path("tokenizers/qwen2.5")
-    run = tmp_path / "run"
-    overrides = [f"data.train={data}", f"model.tokenizer={tokenizer}", f"run.dir={run}", "data.limit=800"]
-    done = cqwen("launch", ROOT / "configs" / "gsm8k.yaml", "--ranks", 2, *overrides)
-    assert done.returncode == 0, done.stderr
-    records = metrics(run)
-    assert len(records) == 20
-    losses = [record["train/total_loss"] for record in records]
-    assert all(abs(value) < float("inf") for value in losses)
-    assert sum(losses[-4:]) < sum(losses[:4])
-    assert json.loads((run / "start.json").read_text())["statistics"]["count"] > 1000
-    largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024  # of any process the tests waited for
-    assert 2 * largest < 12 * 2**30, f"two ranks of {largest / 2**30:.1f} GiB"

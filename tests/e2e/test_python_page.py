@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from support.ranks import fork_server
 from support.runs import command_environment, metrics, write_config
@@ -54,6 +55,7 @@ def test_every_code_block_of_python_md_runs(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_launch_line_of_python_md_trains_on_two_ranks(tmp_path: Path) -> None:
     """Twice in one process: torchrun's store keeps what the first group has left in it."""
     config = write_config(tmp_path, data__train="texts.jsonl", data__eval_fraction=0.5)

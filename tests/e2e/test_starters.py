@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from support.runs import command_environment, weights
 
-from cqwen_dist.cluster.hostfile import read_hostfile
 from cqwen_dist.parallel.launcher import free_port
 
 BIN = Path(sys.executable).parent
@@ -70,6 +69,7 @@ with distributed(60):
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_torchrun_starts_again_meet(tmp_path: Path) -> None:
     """Its store has the addresses of the ranks that died."""
     (script := tmp_path / "meeting.py").write_text(MEETING)
@@ -89,21 +89,4 @@ def test_two_hosts_without_ssh_give_the_same_weights(two_ranks: Path, tmp_path: 
     port, change = str(free_port()), f"run.dir={tmp_path / 'run'}"
     hosts = [begun([LAUNCH / "nodes.sh", *words, rank, "127.0.0.1", change], MASTER_PORT=port) for rank in range(2)]
     ended(*hosts)
-    assert weights(tmp_path / "run") == weights(two_ranks)
-
-
-def test_the_sample_hostfile_is_one() -> None:
-    assert read_hostfile(LAUNCH / "hostfile.example") == {"node1": 8, "node2": 8}
-
-
-def test_the_script_that_calls_train_is_short() -> None:
-    assert len((LAUNCH / "train.py").read_text().splitlines()) <= 20
-
-
-@pytest.mark.slow
-def test_srun_variables_start_the_same_run(two_ranks: Path, tmp_path: Path) -> None:
-    """Its variables, and MASTER_ADDR and MASTER_PORT, which its user sets. The real one: tests/cluster."""
-    command = [sys.executable, *TRAIN, two_ranks.parent / "config.yaml", f"run.dir={tmp_path / 'run'}"]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_NTASKS": "2"}
-    ended(*(begun(command, **place, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in range(2)))
     assert weights(tmp_path / "run") == weights(two_ranks)

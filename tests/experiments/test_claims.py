@@ -10,19 +10,15 @@ import torch
 from support.runs import write_texts
 from support.tiny import tiny_base, tiny_model
 
-from benchmarks.line_chart import ticks
 from cqwen_dist.config import UserError
-from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
+from cqwen_dist.data.tokenizer import train_tokenizer
 from experiments.claims import individuals, run
-from experiments.claims.lists import PROMPTS, asked_lists
+from experiments.claims.lists import PROMPTS
 from experiments.claims.measures import Claim, auroc, calibration_error, rank_correlation, rejection_curve
-from experiments.claims.one_vs_rest import widened
 from experiments.claims.page import OTHER, PAGE, committed, filled
 from experiments.claims.scores import scored
 from experiments.claims.subject import Positions, train_heads
-from experiments.claims.texts import LANGUAGES, SIZES, Sizes, shuffled
-from experiments.claims.uncertainty import added, of_errors, of_texts
-from experiments.claims.writers import GumbelNoise, Way, diversity, matched, surprise_of, write
+from experiments.claims.texts import SIZES, Sizes
 
 TOY = Sizes(
     10,
@@ -79,13 +75,6 @@ def test_auroc_calibration_and_correlation_equal_values_by_hand() -> None:
     assert dict(curve)[0.5] == 1.0
 
 
-def test_axis_ticks_are_round_and_inside_the_range() -> None:
-    assert ticks(0.0, 1.0) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    assert ticks(0.517, 0.997) == pytest.approx([0.6, 0.7, 0.8, 0.9])
-    assert ticks(-3.0, 41.5) == [0, 10, 20, 30, 40]
-    assert ticks(1e-4, 3e-4) == pytest.approx([1e-4, 1.5e-4, 2e-4, 2.5e-4, 3e-4])
-
-
 def test_a_claim_holds_only_if_the_whole_interval_does() -> None:
     def verdict(values: list[float], bar: float = 0.5) -> str:
         return Claim("c", "m", bar, values).judged()["verdict"]
@@ -128,43 +117,6 @@ def test_scores_equal_the_models() -> None:
     assert found["bins ovr"][1].sum() <= found["p_sum"].sum() * (1 + 1e-6)
 
 
-def test_constant_scales_predict_no_errors_and_larger_scales_at_errors_do() -> None:
-    model, seen = tiny_model(), positions()
-    same = scored(model, seen)
-    right = np.flatnonzero(same["is_number"] == 0)[:3]
-    same["label"][right] = same["best"][right]
-    assert of_errors(same)["mean scale_U"] == 0.5, "every U has one scale at the start"
-    assert of_errors(same)["right"] == pytest.approx(3 / 30)
-    same["scale"] = np.where(same["best"] != same["label"], 2.0, 1.0)
-    assert of_errors(same)["scale_S of the chosen word"] == 1.0
-    other = {**same, "p_sum": same["p_sum"] / 2}
-    found = of_texts({"start/held out": same, **{f"start/{kind}": other for kind in run.uncertainty.KINDS}}, "start")
-    assert found["code"]["softmax: entropy"] == 0.5
-    assert found["code"]["small sum of P"] > 0.5
-
-
-def test_a_scale_that_is_too_narrow_is_widened() -> None:
-    g = np.random.default_rng(0)
-    gap = g.normal(0, 1, 4000)
-    chance = np.arctan2(1.0, gap) / np.pi
-    right = g.random(4000) < chance
-    narrow = np.arctan2(0.01, gap) / np.pi
-    words = {"p": narrow, "scale": np.full(4000, 0.01), "best": np.zeros(4000), "label": 1.0 - right}
-    p, factor = widened({**words, "text": np.arange(4000) // 100})
-    assert factor == pytest.approx(100, rel=0.5)
-    assert calibration_error(p, right) < 0.05 < calibration_error(narrow, right)
-
-
-def test_added_auroc_of_scales_over_entropy() -> None:
-    g = np.random.default_rng(0)
-    wrong = g.random(400) < 0.4
-    words = {"best": wrong.astype(float), "label": np.zeros(400), "text": np.arange(400) // 20, "u_scale": np.ones(400)}
-    words |= {"soft_entropy": wrong + g.normal(0, 1, 400), "scale": np.exp(wrong + g.normal(0, 1, 400))}
-    assert added(words) > 0.05
-    assert added({**words, "scale": np.ones(400)}) == pytest.approx(0.0, abs=1e-9)
-    assert math.isnan(added({**words, "label": words["best"]}))
-
-
 def test_train_heads_changes_only_the_heads() -> None:
     model, seen = tiny_model(start="seed", number_dims=2), positions(60)
     before = {name: value.clone() for name, value in model.named_parameters()}
@@ -173,73 +125,6 @@ def test_train_heads_changes_only_the_heads() -> None:
     changed = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
     assert {"abduction.loc_net.weight", "action.cls_weight", "action.threshold", "action.reg_weight"} <= changed
     assert not any(name.startswith("features.") for name in changed)
-
-
-def test_list_words_are_ranked_among_all_words(base: tuple[str, str]) -> None:
-    tokenizer = NumericalAwareTokenizer.from_pretrained(base[0])
-    model = tiny_model(base={"vocab_size": tokenizer.num_token_id + 1}, num_token_id=tokenizer.num_token_id)
-    found = asked_lists(model, tokenizer)
-    assert set(found) == {"prompt", "p", "soft", "rank_p", "rank_soft"}
-    assert len(found["p"]) > 10
-    assert len(np.unique(found["prompt"])) > 3
-    own = found["prompt"] == found["prompt"][0]
-    assert (np.argsort(found["rank_p"][own]) == np.argsort(-found["p"][own])).all()
-    assert (found["soft"] <= 1).all()
-
-
-def test_gumbel_noise_samples_from_the_softmax() -> None:
-    logits = torch.tensor([[2.0, 1.0, 0.0]]).expand(20_000, -1)
-    ids = torch.zeros(20_000, 5, dtype=torch.int64)
-    drawn = GumbelNoise(Way("fresh", 1.0), 0, 0, 5)(ids, logits).argmax(1)
-    shares = torch.bincount(drawn, minlength=3) / 20_000
-    assert shares.tolist() == pytest.approx(logits[0].softmax(0).tolist(), abs=0.015)
-    few = GumbelNoise(Way("fresh", 1.0, nucleus=0.6), 0, 0, 5)(ids, logits).argmax(1)
-    assert set(few.tolist()) == {0}, "e^2 of e^2 + e + 1 is 0.67: the most probable word alone makes up the nucleus"
-    zero = torch.zeros(4, 7)
-
-    def noise(kind: str, prompt: int, step: int) -> torch.Tensor:
-        return GumbelNoise(Way(kind, 1.0), 3, prompt, 5)(torch.zeros(4, 5 + step, dtype=torch.int64), zero)
-
-    for kind, by_prompt, by_step in (("fresh", False, False), ("replayed", True, False), ("constant", True, True)):
-        first = noise(kind, 0, 0)
-        assert torch.equal(first, noise(kind, 0, 0))
-        assert torch.equal(first, noise(kind, 1, 0)) == by_prompt
-        assert torch.equal(first, noise(kind, 0, 1)) == by_step
-        assert not torch.equal(first[0], first[1]), "writers differ"
-
-
-def test_the_style_measure_finds_a_planted_style() -> None:
-    g = np.random.default_rng(0)
-    subject = g.integers(0, 50, (6, 1, 8))  # words of the prompt's subject
-    chance = np.concatenate([np.broadcast_to(subject, (6, 5, 8)), g.integers(100, 200, (6, 5, 8))], 2)
-    manner = np.concatenate(
-        [np.broadcast_to(subject, (6, 5, 8)), np.broadcast_to(g.integers(100, 200, (1, 5, 8)), (6, 5, 8))], 2
-    )
-    assert individuals.same_writer(individuals.bags(manner)) == 1.0
-    assert individuals.named(individuals.bags(manner), 0) == 1.0
-    assert individuals.same_writer(individuals.bags(chance)) == pytest.approx(0.5, abs=0.15)
-    assert individuals.named(individuals.bags(chance), 0) < 0.7
-    assert diversity(torch.tensor([[[1, 2], [1, 2]], [[3, 4], [5, 6]]])) == 0.5
-
-
-def test_each_writer_keeps_its_draw_over_prompts(base: tuple[str, str]) -> None:
-    tokenizer = NumericalAwareTokenizer.from_pretrained(base[0])
-    model = tiny_model(base={"vocab_size": tokenizer.num_token_id + 1}, num_token_id=tokenizer.num_token_id)
-    prompts = list(individuals.PROMPTS[:2])
-    texts = write(model, tokenizer, prompts, Way("individual", 5.0), writers=3, words=5, seed=1)
-    assert texts.ids.shape == (2, 3, 5)
-    again = write(model, tokenizer, prompts[1:], Way("individual", 5.0), writers=3, words=5, seed=1)
-    assert torch.equal(again.ids[0], texts.ids[1]), "a writer is the same one whatever came before"
-    cold = write(model, tokenizer, prompts, Way("constant", 1e-3), writers=3, words=5, seed=1)
-    assert diversity(cold.ids) == 0.0
-    ids = torch.randint(0, 50, (2, 9))
-    values = torch.zeros(2, 9, dtype=torch.float64)
-    loc = model(ids, values)[0]
-    own = -loc.log_softmax(-1)[:, 3:-1].gather(2, ids[:, 4:, None])[..., 0].mean(1)
-    assert surprise_of(model, ids, values, 4).tolist() == pytest.approx(own.tolist(), rel=1e-4)
-    way = matched(model, tokenizer, prompts, Way("constant", 1.0), 0.4, (1e-3, 100.0), 3, 5, seed=1, tries=8)
-    found = diversity(write(model, tokenizer, prompts, way, 3, 5, 1, judged=False).ids)
-    assert found == pytest.approx(0.4, abs=0.3)
 
 
 @pytest.mark.slow
@@ -288,9 +173,3 @@ def test_experiments_md_shows_the_stored_results() -> None:
     for name, result in committed().items():
         for picture in result["pictures"]:
             assert (PAGE.parent / "experiments" / f"{name}-{picture}.svg").stat().st_size < 60_000
-
-
-def test_texts_of_other_kinds_are_read() -> None:
-    assert sorted(shuffled("a b c d", 1).split()) == ["a", "b", "c", "d"]
-    assert shuffled("a b c d e f", 1) == shuffled("a b c d e f", 1)
-    assert len(set(LANGUAGES)) == len(LANGUAGES) >= TOY.pieces

@@ -1,26 +1,19 @@
 """experiments.learn: its texts, its measures, its list of trainings; every arm once on a tiny base."""
 
-import json
 import re
 import sysconfig
 from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
-from support.ranks import fork_server
 from support.runs import write_texts
 from support.tiny import tiny_base
 
-from cqwen_dist.config import Config, UserError
+from cqwen_dist.config import Config
 from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer, train_tokenizer
-from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.parallel.runtime import distributed
 from experiments.learn import arms, compare
-from experiments.learn.answers import Predictions, answer_batches, number_metrics, numbers_after_prompts
 from experiments.learn.arms import BASE, OURS, PLAIN, SCALES, Scale, tasks
-from experiments.learn.corpora import Item, read_items, write_corpora
-from experiments.learn.lanes import Task, run_tasks
 from experiments.learn.plain import plain_arm
 from experiments.learn.words import shared_words
 
@@ -48,58 +41,6 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "broken.py").write_text("def (")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(root)})
     return root
-
-
-def test_corpora_are_of_two_kinds_and_split_by_content(tmp_path: Path, library: Path) -> None:
-    asked = [f"Ann has {n} apples and buys 3 more. How many has she?" for n in range(30)]
-    lines = [
-        json.dumps({"question": q, "answer": f"{n}+3 = <<{n}+3={n + 3}>>{n + 3}\n#### {n + 3}"})
-        for n, q in enumerate(asked)
-    ]
-    (tmp_path / "gsm.jsonl").write_text("\n".join(lines))
-    sizes = {"texts": 20, "held_out": 10, "problems": 8, "pieces": 5}
-    counts = write_corpora(tmp_path / "out", str(tmp_path / "gsm.jsonl"), **sizes)
-    assert counts == {"train": 20, "words": 8, "prose": 5, "code": 5}
-    train, test = (read_items(tmp_path / "out" / f"{name}.jsonl") for name in ("train", "words"))
-    assert not set(train) & set(test)
-    item = test[0]
-    assert item.text.startswith(item.prompt)
-    assert item.prompt.endswith("?\n")
-    assert "<<" not in item.text
-    code = read_items(tmp_path / "out" / "code.jsonl")[0].text
-    assert code.startswith("def area_")
-    assert "Documented" not in code
-    assert "comment" not in code
-    (tmp_path / "gsm.jsonl").unlink()
-    assert write_corpora(tmp_path / "out", str(tmp_path / "gsm.jsonl"), **sizes) == counts  # not read again
-
-
-def test_only_numbers_after_the_prompt_are_scored() -> None:
-    items = [Item("2 and 3 make 5, then 6", "2 and 3 make "), Item("no number", ""), Item("7 is 8", "")]
-    tokenizer = NumericalAwareTokenizer(train_tokenizer([item.text for item in items], 300), vocab_size=301)
-    (batch,) = answer_batches(items, tokenizer)
-    values = [batch.numeric_labels[row][batch.numeric_mask[row]].tolist() for row in range(3)]
-    assert values == [[5.0, 6.0], [], [8.0]]  # a number that opens a text has nothing before it
-    assert numbers_after_prompts(items, tokenizer.policy) == [
-        (0, 13, 5.0, False),
-        (0, 21, 6.0, False),
-        (2, 5, 8.0, False),
-    ]
-    again = numbers_after_prompts([Item("Is 4 more? 4 is. 9", "Is 4 more? ")], tokenizer.policy)
-    assert again == [(0, 11, 4.0, True), (0, 17, 9.0, False)]
-
-
-def test_number_metrics_equal_values_by_hand() -> None:
-    truth = np.arange(2000.0)
-    repeated = truth >= 500
-    predictions = Predictions(
-        truth, np.where(repeated, truth + 2.0, truth), np.where(repeated, 0.9, 1.1) * Intervals().half_width(0.9), truth
-    )
-    found = number_metrics(predictions, 0.0, repeated)
-    assert (found["numbers"], found["mdae"], found["mae"], found["exact"]) == (2000, 2.0, 1.5, 0.25)
-    assert (found["mdae_repeated"], found["mdae_new"], found["median_mdae"]) == (2.0, 0.0, 999.5)
-    assert (found["coverage"], found["crps"]) == (0.75, 999.5)
-    assert "crps" not in number_metrics(predictions._replace(crps=np.full(2000, np.nan)), 0.0, repeated)
 
 
 @pytest.mark.parametrize("scale", sorted(SCALES))
@@ -154,15 +95,6 @@ def test_each_arm_is_reported_at_its_best_rate(tmp_path: Path, library: Path, mo
     assert rows["ours"]["words"]["words"]["num_f1"] == pytest.approx(0.5, abs=0.5)
     assert "num_f1" not in rows[BASE]["words"]["words"]
     assert "numbers" not in rows["LoRA + softmax, <NUM>"]
-    console = Console(width=200, record=True)
-    console.print(compare.table(summary))
-    assert "least word perplexity" in console.export_text()
-
-    def result(perplexity: float) -> dict:
-        return {"words": {"words": {"top1": 0.5, "perplexity": perplexity, "words": 9}}}
-
-    (row,) = compare.rows({"ours 0.001": result(3.0), "ours 0.0001": result(2.0)})
-    assert (row["lr"], row["words"]["words"]["perplexity"]) == ("0.0001", 2.0)
 
 
 def test_an_ordinary_arm_learns_with_products_in_bf16(tmp_path: Path) -> None:
@@ -181,36 +113,3 @@ def test_an_ordinary_arm_learns_with_products_in_bf16(tmp_path: Path) -> None:
     with distributed() as runtime:
         losses = plain_arm(task.options, runtime)["losses"]
     assert losses[-1] < losses[0] - 0.2, losses
-
-
-def double(options, runtime):
-    if options["x"] < 0:
-        raise ValueError("below zero")
-    return {"twice": 2 * options["x"], "rank": runtime.rank}
-
-
-def test_lanes_run_every_task_once_also_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiprocessing.get_context", lambda _: fork_server())  # a spawned lane imports for 7 s
-    tasks = [
-        Task("one", "double", {"x": 1}),
-        Task("bad", "double", {"x": -1}),
-        Task("two", "double", {"x": 3}),
-    ]
-    said: list[str] = []
-    results = run_tasks(tasks, {"double": double}, tmp_path, 1, 200.0, said.append)
-    assert results["one"]["twice"] == 2
-    assert "below zero" in results["bad"]["error"]
-    assert results["two"]["twice"] == 6
-    assert len(said) == 3
-    assert run_tasks(tasks, {}, tmp_path, 1, 200.0, said.append) == results  # nothing is left to do
-    assert len(said) == 3
-
-
-def test_wrong_arguments_are_refused_by_name(library: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--scale: found 'huge', allowed: small or full"):
-        compare.run("base", "data", out=tmp_path, scale="huge")
-    with pytest.raises(UserError, match=r"--data: found no file"):
-        compare.run("base", str(tmp_path / "nothing.jsonl"), out=tmp_path)
-    few = write_texts(tmp_path / "few.jsonl", 3)
-    with pytest.raises(UserError, match=r"--data: found 0 texts to train on, 3 held out, allowed: 8 or more of each"):
-        compare.run("base", str(few), out=tmp_path)

@@ -7,12 +7,7 @@ from support.runs import write_texts
 from support.tiny import tiny_base
 
 from cqwen_dist.data.tokenizer import train_tokenizer
-from experiments.ovr_draws import SETTINGS, distinct_2, main
-
-
-def test_distinct_2_counts_pairs_over_all_texts() -> None:
-    assert distinct_2([[1, 2, 1, 2], [1, 2]]) == 2 / 4
-    assert distinct_2([[1]]) == 0.0
+from experiments.ovr_draws import SETTINGS, main
 
 
 def test_every_setting_has_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
