@@ -1,21 +1,18 @@
 """experiments.learn: its texts, its measures, its list of trainings; every arm once on a tiny base."""
 
-import re
 import sysconfig
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support.runs import write_texts
 from support.tiny import tiny_base
 
 from cqwen_dist.config import Config
-from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer, train_tokenizer
+from cqwen_dist.data.tokenizer import train_tokenizer
 from cqwen_dist.parallel.runtime import distributed
 from experiments.learn import arms, compare
 from experiments.learn.arms import BASE, OURS, PLAIN, SCALES, Scale, tasks
 from experiments.learn.plain import plain_arm
-from experiments.learn.words import shared_words
 
 CODE = '''
 def area(width, height):
@@ -54,19 +51,6 @@ def test_every_arm_is_a_valid_config_with_equal_steps(scale: str) -> None:
             steps.add(task.options["stage"]["steps"])
     assert len(steps) == 1, steps
     assert len({task.name for task in found}) == len(found) == 1 + 3 * (len(OURS) + len(PLAIN))
-
-
-def test_all_arms_are_scored_on_the_same_words() -> None:
-    texts = ["Ann pays 12.50 for 3 apples on 2024-05-01, and 7 more.", "no number", "3x4 is twelve"]
-    trained = train_tokenizer(texts, 300)
-    numbers, digits = NumericalAwareTokenizer(trained, vocab_size=301), DigitTokenizer(trained)
-    for text in texts:
-        mine, theirs = shared_words(text, numbers, digits)
-        ids, spelt = np.array(numbers.encode(text)[0]), np.array(digits.encode(text)[0])
-        assert np.array_equal(ids[mine], spelt[theirs])
-        assert numbers.num_token_id not in ids[mine]
-        words = trained.decode(ids[mine].tolist())
-        assert words == re.sub(r"12\.50|(?<= )3(?= )|(?<= )7(?= )|3(?=x)|(?<=x)4", "", text)
 
 
 def test_each_arm_is_reported_at_its_best_rate(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:

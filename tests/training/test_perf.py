@@ -10,9 +10,7 @@ from support.tiny import random_batch, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from cqwen_dist.config import Config
-from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.sizes.flops import Work
-from cqwen_dist.tools.plan.stage_sizes import flops, stage_sizes
 from cqwen_dist.training.telemetry import perf
 from cqwen_dist.training.telemetry.perf import Clock
 from cqwen_dist.training.train import work_in
@@ -56,22 +54,6 @@ def test_counted_parameters_equal_the_models() -> None:
         assert work.adapters == sum(size for name, size in own.items() if ".lora_" in name)
         assert work.matrices == sum(own.values()) - work.adapters
         assert work.vocab == 101
-
-
-@pytest.mark.parametrize("abduction", ["linear", "two_layer"])
-def test_the_abductions_flops_equal_torchs_count(abduction: str) -> None:
-    model = tiny_model(number_dims=0, abduction=abduction)
-    z = torch.randn(24, model.config.hidden_size, requires_grad=True)
-    with FlopCounterMode(display=False) as counter:
-        u = model.abduction(z)
-        (u.loc.sum() + u.scale.sum()).backward()
-    given = {"name_or_path": "x", "lora": {}, "number_dims": 0, "abduction": abduction}
-    stage = {"name": "all", "train": ["abduction", "embedding"], "steps": 1}
-    tree = {"model": given, "data": {"train": "x", "sequence_length": 24}, "stages": [stage]}
-    base = Architecture.of(model.transformer.config.to_dict())
-    (sizes,) = stage_sizes(Config.model_validate(tree), base, world=1, kind="cpu")
-    assert 24 * flops(sizes).abduction == counter.get_total_flops()
-    assert counted(model).flops(24, sizes.trainable, cached=False).abduction == flops(sizes).abduction
 
 
 def test_the_clock_separates_waiting_from_working(monkeypatch: pytest.MonkeyPatch) -> None:
