@@ -2,7 +2,7 @@
 
 Floors (CONTRIBUTING.md): a module imports only from lower floors, and never from another folder of its own floor.
 Imports inside functions and under TYPE_CHECKING count: what they hide is a dependency all the same.
-`python tests/test_architecture.py` prints how much code a training step and the trainer import.
+`python tests/test_architecture.py` prints how many files and lines the files of `CLOSURES` import.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import pytest
 from radon.complexity import cc_visit
+from support.sources import OUTSIDE, PACKAGE, ROOT, all_files, closure, dotted_name, imports_of
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = "cqwen_dist"
 FLOORS = {
     "config": 0,
     "batch": 1,
@@ -52,9 +50,16 @@ FLOORS = {
 WINGS = ("tools", "tables")  # the core never imports them: `wings.py` names what it takes from them, as text
 BY_NAME = {"config/__init__.py", "config/custom.py", "wings.py"}  # files that import modules by names they are given
 STATISTICS = ("scipy", "sklearn")  # for the wings alone
-# What a file imports, directly or not, is what its reader may have to read: (files, lines) at most.
-# `train.py` puts the run together, so it imports nearly all of the core.
-CLOSURES = {"training/step.py": (55, 7000), "training/trainer.py": (100, 14000), "training/train.py": (153, 22000)}
+# Files that a file imports, directly or not: what its reader may have to read. A tenth more is let pass, so that nobody
+# squeezes a change into the limit. `train.py` puts the run together, so it imports nearly all of the core.
+CLOSURES = {
+    "training/step.py": 50,
+    "training/trainer.py": 100,
+    "training/train.py": 150,
+    "model/causal_lm.py": 70,  # an export, loaded with the package
+    "auto.py": 85,  # with its tokenizer
+    "cluster/launch.py": 37,
+}
 OTHER_MODULE = 0  # any further top-level module stands on the ground and imports nothing of ours
 LONGEST = {"package": 350, "tests": 499, "function": 80}  # lines, a function's docstring among them
 MOST_COMPLEX = 15  # as radon counts: one more than the branches of a function
@@ -67,7 +72,6 @@ SHARED_NAMES = {
 SPEAKS = {"cli", "tools/report"}  # who may print
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "joblib", "marshal"}
 SOURCES = sorted(path for path in (ROOT / PACKAGE).rglob("*.py"))
-OUTSIDE = ("experiments", "benchmarks")  # folders beside the package: they import it, it never imports them
 
 
 def part_of(path: Path) -> str:
@@ -97,7 +101,7 @@ def imported_parts(tree: ast.AST, path: Path) -> Iterator[tuple[int, str]]:
             start = ".".join(here[: len(here) - node.level + 1]) if node.level else ""
             module = ".".join(name for name in (start, node.module) if name)
             names = [f"{module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Call) and _name(node.func) in ("importlib.import_module", "import_module"):
+        elif isinstance(node, ast.Call) and dotted_name(node.func) in ("importlib.import_module", "import_module"):
             names = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
         for name in names:
             parts = name.split(".")
@@ -136,12 +140,6 @@ def _ours(path: Path, source: str) -> list[tuple[int, str]]:
     return sorted(imported_parts(ast.parse(source), path))
 
 
-def _name(node: ast.AST) -> str:
-    if isinstance(node, ast.Attribute):
-        return f"{_name(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""
-
-
 def _is_true(keywords: dict[str | None, ast.expr], name: str) -> bool:
     value = keywords.get(name)
     return isinstance(value, ast.Constant) and value.value is True
@@ -166,7 +164,7 @@ def habit_faults(path: Path, source: str) -> list[str]:
             if ranks and part not in ("parallel", "tools/site"):  # the site's checks measure what parallel does
                 reason = "only parallel/ talks to torch.distributed; a group is passed in and used by its functions"
         elif isinstance(node, ast.Call):
-            keywords, called = {k.arg: k.value for k in node.keywords}, _name(node.func)
+            keywords, called = {k.arg: k.value for k in node.keywords}, dotted_name(node.func)
             if called == "torch.load" and not _is_true(keywords, "weights_only"):
                 reason = "torch.load without weights_only=True runs code from the file"
             elif _is_true(keywords, "allow_pickle"):
@@ -184,7 +182,7 @@ def habit_faults(path: Path, source: str) -> list[str]:
                 reason = "only cli and the report speak; elsewhere use logging, or return the value"
         elif isinstance(node, ast.Raise) and node.exc is not None:
             raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
-            if _name(raised) == "NotImplementedError":
+            if dotted_name(raised) == "NotImplementedError":
                 reason = "what is not there is left out, not promised"
         if reason:
             found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {reason}")  # type: ignore[attr-defined]
@@ -192,15 +190,13 @@ def habit_faults(path: Path, source: str) -> list[str]:
     return found + [f"{path.relative_to(ROOT)}:{line}: finish it, or write an issue" for line in words]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT / PACKAGE)))
-def test_imports_go_down_only(path):
-    faults = floor_faults(path, path.read_text(encoding="utf-8"))
+def test_imports_go_down_only():
+    faults = [fault for path in SOURCES for fault in floor_faults(path, path.read_text(encoding="utf-8"))]
     assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT / PACKAGE)))
-def test_no_unsafe_unfinished_or_printing_code(path):
-    faults = habit_faults(path, path.read_text(encoding="utf-8"))
+def test_no_unsafe_unfinished_or_printing_code():
+    faults = [fault for path in SOURCES for fault in habit_faults(path, path.read_text(encoding="utf-8"))]
     assert not faults, "\n".join(faults)
 
 
@@ -244,7 +240,7 @@ def repeated_classes(files: dict[str, str]) -> Iterator[str]:
 def circles(files: dict[str, str]) -> Iterator[str]:
     """Groups of files that import each other, by whatever way round. Names are paths below the package."""
     module_of = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in files}
-    reached = {name: {n for n in _imports(name, source, module_of) if n != name} for name, source in files.items()}
+    reached = {name: {n for n in imports_of(name, source, module_of) if n != name} for name, source in files.items()}
     for middle in files:
         for own in reached.values():
             if middle in own:
@@ -255,27 +251,6 @@ def circles(files: dict[str, str]) -> Iterator[str]:
             circle = sorted(other for other in reached[name] if name in reached[other])
             told.update(circle)
             yield f"circle {', '.join(circle)}"
-
-
-def _imports(name: str, source: str, module_of: dict[str, str]) -> Iterator[str]:
-    """The files that a file imports from, wherever in it. A folder is its __init__."""
-    for node in ast.walk(ast.parse(source)):
-        modules: list[str] = []
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            here = (PACKAGE, *Path(name).parts[:-1])
-            start = here[: len(here) - node.level + 1] if node.level else ()
-            parent = ".".join([*start, *([node.module] if node.module else [])])
-            inner = [f"{parent}.{alias.name}" for alias in node.names]
-            modules = [m if m.removeprefix(f"{PACKAGE}.") in module_of else parent for m in inner]
-        for module in modules:
-            if (found := module.removeprefix(f"{PACKAGE}.")) in module_of and module.startswith(f"{PACKAGE}."):
-                yield module_of[found]
-
-
-def all_files() -> dict[str, str]:
-    return {path.relative_to(ROOT / PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in SOURCES}
 
 
 def faults() -> dict[str, str]:
@@ -331,33 +306,33 @@ def test_the_size_and_name_checks_find_violations():
     assert list(repeated_classes(classes)) == ["class A: a.py, b.py"]
 
 
-@pytest.mark.parametrize(
-    ("files", "circle"),
-    [
-        ({"a/x.py": "from cqwen_dist.a import y", "a/y.py": "from .x import f"}, "circle a/x.py, a/y.py"),
-        (
-            {"a/x.py": "def f():\n    import cqwen_dist.b.y", "b/y.py": "from cqwen_dist.a.x import f"},
-            "circle a/x.py, b/y.py",
-        ),
-        (
-            {
-                "a.py": "if TYPE_CHECKING:\n    from cqwen_dist.b import B",
-                "b.py": "from cqwen_dist import c",
-                "c.py": "from . import a",
-                "d.py": "from cqwen_dist import a",
-            },
-            "circle a.py, b.py, c.py",
-        ),
-        ({"a/__init__.py": "from cqwen_dist.a.x import f", "a/x.py": "from cqwen_dist.a.y import f", "a/y.py": ""}, ""),
-        (
-            {"a/__init__.py": "from cqwen_dist.a.x import f", "a/x.py": "from cqwen_dist.a import g"},
-            "circle a/__init__.py, a/x.py",
-        ),
-        ({"a/x.py": "import os\nfrom a import x", "b.py": "from cqwen_dist.a.x import f"}, ""),
-    ],
-)
-def test_the_circle_check_finds_circles(files, circle):
-    assert list(circles(files)) == ([circle] if circle else [])
+CIRCLES = [
+    ({"a/x.py": "from cqwen_dist.a import y", "a/y.py": "from .x import f"}, "circle a/x.py, a/y.py"),
+    (
+        {"a/x.py": "def f():\n    import cqwen_dist.b.y", "b/y.py": "from cqwen_dist.a.x import f"},
+        "circle a/x.py, b/y.py",
+    ),
+    (
+        {
+            "a.py": "if TYPE_CHECKING:\n    from cqwen_dist.b import B",
+            "b.py": "from cqwen_dist import c",
+            "c.py": "from . import a",
+            "d.py": "from cqwen_dist import a",
+        },
+        "circle a.py, b.py, c.py",
+    ),
+    ({"a/__init__.py": "from cqwen_dist.a.x import f", "a/x.py": "from cqwen_dist.a.y import f", "a/y.py": ""}, ""),
+    (
+        {"a/__init__.py": "from cqwen_dist.a.x import f", "a/x.py": "from cqwen_dist.a import g"},
+        "circle a/__init__.py, a/x.py",
+    ),
+    ({"a/x.py": "import os\nfrom a import x", "b.py": "from cqwen_dist.a.x import f"}, ""),
+]
+
+
+def test_the_circle_check_finds_circles():
+    for files, circle in CIRCLES:
+        assert list(circles(files)) == ([circle] if circle else [])
 
 
 def test_pages_name_files_that_exist():
@@ -408,10 +383,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "source", "reason"), CASES)
-def test_the_floor_check_finds_violations(name, source, reason):
-    faults = floor_faults(ROOT / PACKAGE / name, source)
-    assert (reason in faults[0]) if reason else not faults
+def test_the_floor_check_finds_violations():
+    for name, source, reason in CASES:
+        faults = floor_faults(ROOT / PACKAGE / name, source)
+        assert (reason in faults[0]) if reason else not faults, (name, source)
 
 
 HABITS = [
@@ -435,9 +410,8 @@ HABITS = [
 ]
 
 
-@pytest.mark.parametrize("source", HABITS)
-def test_the_habit_check_finds_violations(source):
-    assert habit_faults(ROOT / PACKAGE / "training/a.py", source)
+def test_the_habit_check_finds_violations():
+    assert not [source for source in HABITS if not habit_faults(ROOT / PACKAGE / "training/a.py", source)]
 
 
 def test_the_habit_check_accepts_good_code():
@@ -449,16 +423,6 @@ def test_the_habit_check_accepts_good_code():
     assert not habit_faults(ROOT / PACKAGE / "ops/a.py", "import_module('triton')")
 
 
-def closure(start: str, files: dict[str, str]) -> set[str]:
-    """The files that a file imports, those that they import, and so on; itself among them."""
-    module_of = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in files}
-    found, new = {start}, {start}
-    while new:
-        new = {name for each in new for name in _imports(each, files[each], module_of)} - found
-        found |= new
-    return found
-
-
 def closure_sizes() -> dict[str, tuple[int, int]]:
     """(files, lines) of the closure of each file of `CLOSURES`."""
     files = all_files()
@@ -466,10 +430,14 @@ def closure_sizes() -> dict[str, tuple[int, int]]:
     return {start: (len(names), sum(len(files[n].splitlines()) for n in names)) for start, names in closures.items()}
 
 
-def test_a_step_and_the_trainer_import_no_more_than_before():
-    for start, (files, lines) in closure_sizes().items():
-        assert files <= CLOSURES[start][0], f"{start} imports {files} files: pass a value, or move what it needs below"
-        assert lines <= CLOSURES[start][1], f"{start} imports {lines} lines: its reader may have to read all of them"
+def test_closures_stay_small():
+    """Files only: lines are printed (see above) and no test counts them, or statements would be squeezed."""
+    faults = [
+        f"{start} imports {files} files, {CLOSURES[start]} are wanted: pass a value, or move what it needs below"
+        for start, (files, _) in closure_sizes().items()
+        if files > 1.1 * CLOSURES[start]
+    ]
+    assert not faults, "\n".join(faults)
 
 
 def test_the_closure_sees_it():

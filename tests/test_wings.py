@@ -20,9 +20,8 @@ from cqwen_dist.heads.beside import Beside
 from cqwen_dist.wings import PLACES, from_wing
 
 
-@pytest.mark.parametrize("name", PLACES)
-def test_every_place_in_a_wing_exists(name: str) -> None:
-    assert callable(from_wing(name))
+def test_every_place_in_a_wing_exists() -> None:
+    assert not [name for name in PLACES if not callable(from_wing(name))]
 
 
 def test_a_run_ends_without_its_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from cqwen_dist.heads.precision import at_hand, refuse_changed
 from cqwen_dist.model.backbone import cache_name, seen_inside
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.configuration import CausalQwenConfig
-from cqwen_dist.model.from_base import turned_causal
 from cqwen_dist.model.labels_loss import loss_of_labels, refuse_foreign
 from cqwen_dist.model.lora import merge_lora, refuse_rounded
 from cqwen_dist.ops.cauchy import Cauchy
@@ -150,10 +150,10 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         number_dims, ...), the base's dtype (float32) and device (the CPU), for calibration. The calibrated
         start makes <NUM>'s rows from the digits' unless num_row_init is given. Raises `UserError`.
         """
-        model, base = turned_causal(name_or_path, start, num_token_id, calibration_batches, texts, **options)
+        found = import_module("cqwen_dist.model.from_base")  # by name: a loaded model needs no texts and no calibration
+        model, base = found.turned_causal(name_or_path, start, num_token_id, calibration_batches, texts, **options)
         causal = cls(model.config, model).eval()  # as from_pretrained leaves a model
-        if base.generation_config is not None:
-            causal.generation_config = base.generation_config
+        causal.generation_config = base.generation_config or causal.generation_config
         return causal
 
     def forward(

@@ -42,7 +42,7 @@ def run_layers_as(transformer: Any, asked: ModelConfig, on_host: bool = False) -
     if asked.attention == "varlen":
         attend_within_texts(transformer)
     if asked.compile_layers:
-        compile_layers(transformer.get_submodule(base.layers))
+        compile_layers(transformer.layers)
 
 
 def compile_layers(layers: nn.Module, **options: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from cqwen_dist.checkpoint.manifest import Retention, choose_checkpoint, finish_
 from cqwen_dist.checkpoint.mirror import Mirror
 from cqwen_dist.checkpoint.resume import KEYS
 from cqwen_dist.checkpoint.saving import Saver
+from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.custom import find_custom
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
@@ -52,10 +54,10 @@ from cqwen_dist.training.stage_loaders import StageLoaders
 from cqwen_dist.training.stages import Schedule
 from cqwen_dist.training.step import Stepper
 from cqwen_dist.training.telemetry.progress import Progress
-from cqwen_dist.training.zero.engine import Engine
+from cqwen_dist.training.zero.engine import Engine, EngineSettings
 from cqwen_dist.training.zero.partitioned_base import load_partitioned_base
 from cqwen_dist.training.zero.patches import join_deepspeed
-from cqwen_dist.training.zero.settings import engine_settings
+from cqwen_dist.training.zero.settings import deepspeed_config
 
 _START_KEYS = {"b_noise_init", "num_bias_init", "reg_gain"}  # keys of the section `model`, passed on unchanged
 
@@ -113,10 +115,18 @@ def build_training(
         used_rows=words.used_rows if loss.negatives == "used" else None,
         ovr=OvrOptions(weights, loss.vocab_reduction, loss.impl, terms=TermOptions(**config.word_terms)),
     )
-    stepper = Stepper(engine, constraint, config.loss, options, config.train.seed, lambda: runtime.stop.reason)
-    replicas = Replicas(engine, groups)
-    schedule = Schedule(config.stages, steps_per_epoch)
-    return Training(config, runtime, groups, model, engine, constraint, stepper, replicas, schedule, words)
+    return Training(
+        config=config,
+        runtime=runtime,
+        groups=groups,
+        model=model,
+        engine=engine,
+        constraint=constraint,
+        stepper=Stepper(engine, constraint, config.loss, options, config.train.seed, lambda: runtime.stop.reason),
+        replicas=Replicas(engine, groups),
+        schedule=Schedule(config.stages, steps_per_epoch),
+        words=words,
+    )
 
 
 def groups_of(config: Config, runtime: Runtime) -> Groups:
@@ -239,4 +249,20 @@ def _evaluations(
         {name: evaluator(dataset, training.forward_held_out) for name, dataset in watched.items()},
         Path(config.run.dir) if runtime.is_main else None,
         tokenizer.decode,
+    )
+
+
+def engine_settings(config: Config, world_size: int, model_type: str) -> EngineSettings:
+    """The engine settings for `world_size` ranks. model_type: of the base."""
+    train = config.train
+    return EngineSettings(
+        thresholds=train.thresholds,
+        class_bias=train.train_class_bias,
+        weight_decay=train.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        bf16=train.precision == "bf16",
+        zero_stage=config.parallel.zero_stage,
+        offload=config.parallel.offload == "optimizer",
+        outside=architecture(model_type).outside,
+        deepspeed=partial(deepspeed_config, config, world_size),
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.parallel.collectives import gather_objects
+from cqwen_dist.parallel.failures import KnownFailure
 from cqwen_dist.parallel.stop import StopFlag
 from cqwen_dist.run.files import CHECKPOINTS
 from cqwen_dist.training.stages import Schedule
@@ -67,8 +68,11 @@ class TrainResult:
     rank: int
 
 
-class CallbackError(RuntimeError):
-    """A callback raised. All ranks raise this error; on the rank of the callback its exception is the cause."""
+class CallbackError(KnownFailure):
+    """A callback raised. All ranks raise this error; on the rank of the callback its exception is the cause.
+
+    A failure of the program, even if its text speaks of a timeout: the callback's own request may have met one.
+    """
 
 
 class Callbacks:

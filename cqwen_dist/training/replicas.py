@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.parallel.collectives import gather_rows
+from cqwen_dist.parallel.failures import Cause, KnownFailure
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.training.zero.engine import Engine
 
@@ -22,12 +23,13 @@ _BLOCK = 1 << 20
 _SPREAD = 0x3C6EF372FE94F82A  # even: an index times it, plus 1, is odd
 
 
-class RanksDiffer(RuntimeError):
+class RanksDiffer(KnownFailure):
     """Copies differ after a step. again: they also differed after a replay from a checkpoint."""
 
     def __init__(self, text: str, step: int, again: bool) -> None:
         super().__init__(text)
         self.step, self.again = step, again
+        self.cause = Cause("ranks that differ again", False) if again else Cause("ranks that differ", True)
 
 
 class Replicas:

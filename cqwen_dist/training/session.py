@@ -7,26 +7,21 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
 from safetensors import SafetensorError
 
 from cqwen_dist.checkpoint.mirror import Mirror
-from cqwen_dist.config.errors import DiskError, Said, UserError, reason_of
+from cqwen_dist.config.errors import DiskError, Said, reason_of
 from cqwen_dist.config.schema import Config
-from cqwen_dist.parallel.collectives import Stopped, is_communication, main_rank_first
+from cqwen_dist.parallel.collectives import Stopped, main_rank_first
+from cqwen_dist.parallel.failures import cause_of
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.files import AWAY, REFUSED, words_of_disk
 from cqwen_dist.run.folder import open_run, refuse_changes, starts_over
 from cqwen_dist.run.lock import run_lock
 from cqwen_dist.run.status import RunStatus, end_status, read_status
-from cqwen_dist.training.callbacks import CallbackError
-from cqwen_dist.training.replicas import RanksDiffer
 from cqwen_dist.training.telemetry.progress import Progress
-from cqwen_dist.training.zero.engine import NonFiniteStep
 
-LOST_RANK = "a lost rank"
 REASON = 400  # most characters of an error message in status.json; torch's messages may have pages
 
 
@@ -103,34 +98,6 @@ def _end(folder: Path, runtime: Runtime, error: Exception) -> None:
     with suppress(OSError):  # the disk may be what failed; the error itself is on the console
         status = "running" if cause.passing else "fatal"
         end_status(folder, status, f"{cause.name}: {rank}{type(error).__name__}: {reason_of(error, REASON)}")
-
-
-class Cause(NamedTuple):
-    """A class of failures. passing: a retry may succeed, perhaps on different nodes; otherwise a fix is needed."""
-
-    name: str
-    passing: bool
-
-
-def cause_of(error: BaseException) -> Cause:
-    """The class of a failure."""
-    if isinstance(error, DiskError):
-        return Cause("a file system that is away", True) if error.away else Cause("a disk that takes no more", False)
-    if isinstance(error, UserError):
-        return Cause("input", False)
-    if isinstance(error, RanksDiffer):
-        return Cause("ranks that differ again", False) if error.again else Cause("ranks that differ", True)
-    if isinstance(error, NonFiniteStep):
-        return Cause("a loss that is not finite", False)
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return Cause("memory", False)
-    if is_communication(error) and not isinstance(error, CallbackError):  # whose own request may have timed out
-        return Cause(LOST_RANK, True)
-    text = str(error)
-    signs = ("CUDA error", "ECC", "NVLink", "device is lost")
-    if isinstance(error, RuntimeError) and any(sign in text for sign in signs) and "device-side assert" not in text:
-        return Cause("a device", True)
-    return Cause("the program", False)
 
 
 def _as_disk_error(error: Exception, folder: Path) -> DiskError | None:

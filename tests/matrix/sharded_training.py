@@ -32,9 +32,9 @@ from cqwen_dist.model.layers import fuse_adapters
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.parallel.vocab_parallel import vocab_range
+from cqwen_dist.training.assembly import engine_settings
 from cqwen_dist.training.stages import Schedule
 from cqwen_dist.training.zero.engine import Engine
-from cqwen_dist.training.zero.settings import engine_settings
 
 
 class Case(NamedTuple):

@@ -34,9 +34,9 @@ from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.run.status import write_status
+from cqwen_dist.training.assembly import engine_settings
 from cqwen_dist.training.zero.engine import Engine
 from cqwen_dist.training.zero.partitioned_base import WeightFiles, load_partitioned_base
-from cqwen_dist.training.zero.settings import engine_settings
 
 BOTH = "heads+lora"
 

@@ -10,13 +10,14 @@ from support.runs import write_config
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.config.errors import DiskError
 from cqwen_dist.parallel.collectives import CollectiveError
+from cqwen_dist.parallel.failures import cause_of
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.folder import open_run, refuse_changes
 from cqwen_dist.run.status import RunStatus, end_status, read_status, write_status
 from cqwen_dist.training import session
 from cqwen_dist.training.callbacks import CallbackError
 from cqwen_dist.training.replicas import RanksDiffer
-from cqwen_dist.training.session import cause_of, open_session
+from cqwen_dist.training.session import open_session
 
 
 def test_a_command_that_failed_before_training_allows_config_changes(tmp_path: Path) -> None:

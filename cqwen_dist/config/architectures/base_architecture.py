@@ -63,7 +63,6 @@ class BaseArchitecture:
     tied: bool = False  # default of tie_word_embeddings
     spare_rows: bool = True  # whether public models have unused vocabulary rows
     public: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # `sizes` by hub name
-    layers: str = "layers"  # attribute with the transformer's layers
     outside: tuple[str, str] | None = None  # (module, submodule parameter that it uses directly), for ZeRO-3
     nested: bool = False  # True if transformers can load only the text part of a multimodal model
     table: str = "model.embed_tokens.weight"  # names of the token table and output head in weight files

@@ -14,7 +14,14 @@ from typing import Any
 from cqwen_dist.sizes.flops import Flops
 from cqwen_dist.tools.plan.activations import SAVED, on_host, widest
 from cqwen_dist.tools.plan.comm import Message, bytes_sent, feature_messages, step_messages
-from cqwen_dist.tools.plan.machine import Machine
+from cqwen_dist.tools.plan.machine import (
+    HEAD_EFFICIENCY,
+    HOST,
+    LATENCY_BETWEEN,
+    LATENCY_INSIDE,
+    MEMORY_EFFICIENCY,
+    Machine,
+)
 from cqwen_dist.tools.plan.stage_sizes import FP32, Sizes, flops
 
 # Measured on an H200 (docs/planner.md). LAUNCH: seconds to start a kernel from Python. TENSOR: seconds per trained
@@ -102,7 +109,7 @@ def stage_cost(s: Sizes, m: Machine, ranks_per_node: int) -> StageCost:
 def micro_batch_times(s: Sizes, m: Machine) -> dict[str, float]:
     """Seconds per micro-batch on one rank, by part. exposed_launches: launch time that no computation hides."""
     each, n = flops(s), s.tokens
-    rate, memory = m.peak(s.width) * m.efficiency, m.memory * m.memory_efficiency
+    rate, memory = m.peak(s.width) * m.efficiency, m.memory * MEMORY_EFFICIENCY
     compiled = s.config.model.compile_layers
     passes = layer_bytes(s) * (COMPILED_PASSES if compiled else 1)
     between = each.between_texts
@@ -111,11 +118,11 @@ def micro_batch_times(s: Sizes, m: Machine) -> dict[str, float]:
     again = s.graph * (2.5 + s.checkpointing)
     backward = n * ((each.backbone_backward + each.recomputed + again * between) / rate)
     backward += n * s.graph * (2 + s.checkpointing) * passes / memory
-    copied = on_host(s) / m.host  # on the compute stream, so no computation hides it
+    copied = on_host(s) / HOST  # on the compute stream, so no computation hides it
     forward, backward = forward + copied, backward + copied
     words = s.base.vocab * PASSES[s.loss_impl] + 15 * s.causal * FP32
     operations = each.word_head + each.abduction
-    heads = n * (operations / (m.peak(s.width) * m.head_efficiency) + words / memory)
+    heads = n * (operations / (m.peak(s.width) * HEAD_EFFICIENCY) + words / memory)
     exposed = 0.0
     # Measured times already include the launches, so only stated rates need this term.
     if s.kind == "cuda" and not m.calibrated:
@@ -155,14 +162,14 @@ def optimizer_time(s: Sizes, m: Machine) -> float:
     # DeepSpeed's step loops over the tensors in Python. `zero.flat_step` updates one flat buffer instead.
     looped = s.kind == "cuda" and s.graph and (s.zero == 3 or offloaded)
     tensors = 2 * sum(count for count, _ in s.base.all_maps(s.adapters)) * TENSOR * looped
-    here = 0.0 if offloaded else ADAMW * (heads + features) / (m.memory * m.memory_efficiency)
-    host = (features * (ADAMW + 2 * s.width) + heads * (ADAMW + 3 * FP32)) / m.host if offloaded else 0.0
+    here = 0.0 if offloaded else ADAMW * (heads + features) / (m.memory * MEMORY_EFFICIENCY)
+    host = (features * (ADAMW + 2 * s.width) + heads * (ADAMW + 3 * FP32)) / HOST if offloaded else 0.0
     return (here + tensors) * m.factor("optimizer") + host
 
 
 def message_time(message: Message, s: Sizes, m: Machine, ranks_per_node: int) -> float:
     """Seconds of one collective: a ring over the slowest link in the group."""
     spans = {"vocabulary": s.group, "sequence": s.sequence}.get(message.group, s.world)
-    rate, latency = (m.between, m.latency_between) if spans > ranks_per_node else (m.inside, m.latency_inside)
+    rate, latency = (m.between, LATENCY_BETWEEN) if spans > ranks_per_node else (m.inside, LATENCY_INSIDE)
     rounds = (2 if message.operation == "all-reduce" else 1) * max(1, (message.ranks - 1).bit_length())
     return message.wire_bytes / rate + latency * rounds

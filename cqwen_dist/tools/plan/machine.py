@@ -11,6 +11,11 @@ from cqwen_dist.config.errors import UserError
 from cqwen_dist.sizes.flops import PEAK_TFLOPS
 
 GB, TERA = 1e9, 1e12
+# Equal for all machines
+LATENCY_INSIDE, LATENCY_BETWEEN = 10e-6, 20e-6  # seconds per round of a collective, within a node and between nodes
+HEAD_EFFICIENCY = 0.58  # fraction of the peak that the word head reaches with its fp32 sums
+MEMORY_EFFICIENCY = 0.75  # fraction of the bandwidth in elementwise passes
+HOST = 20 * GB  # bytes/s to host memory, and of AdamW there
 
 
 @dataclass(frozen=True)
@@ -24,12 +29,7 @@ class Machine:
     inside: float  # bytes/s that a rank sends within its node
     gib: float = 80.0  # memory
     between: float = 50 * GB  # bytes/s that a rank sends to other nodes
-    latency_inside: float = 10e-6  # seconds per round of a collective
-    latency_between: float = 20e-6
     efficiency: float = 0.70  # fraction of the peak in large products
-    head_efficiency: float = 0.58  # the same for the word head with its fp32 sums
-    memory_efficiency: float = 0.75  # fraction of the bandwidth in elementwise passes
-    host: float = 20 * GB  # bytes/s to host memory, and of AdamW there
     calibrated: str = ""  # source of measured rates
     factors: dict[str, float] = field(default_factory=dict)  # measured / roofline seconds by part
 

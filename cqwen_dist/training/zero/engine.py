@@ -23,6 +23,7 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.parallel.collectives import gather_objects, naming
+from cqwen_dist.parallel.failures import Cause, KnownFailure
 from cqwen_dist.parallel.groups import Groups, limit_wait
 from cqwen_dist.training.moments import BETAS
 from cqwen_dist.training.optim import HeadOptimizer
@@ -48,11 +49,13 @@ class EngineSettings:
     deepspeed: Callable[[int], dict[str, Any]]  # number of parameters that the engine trains -> DeepSpeed's config
 
 
-class NonFiniteStep(RuntimeError):
+class NonFiniteStep(KnownFailure):
     """The gradient norm is not finite. All ranks refused the step, and no parameter changed.
 
     ranks: the ranks with features that are not finite.
     """
+
+    cause = Cause("a loss that is not finite", passing=False)
 
     def __init__(self, text: str, ranks: list[int] | None = None) -> None:
         super().__init__(text)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
-
-if TYPE_CHECKING:
-    from cqwen_dist.training.zero.engine import EngineSettings
 
 # Derived settings that the user may change: they affect speed and logging, not results.
 TUNABLE = {
@@ -25,24 +20,6 @@ FOLLOWS = {
     "train_batch_size": "train.micro_batch_size and the number of ranks",
     "gradient_accumulation_steps": "train.global_batch_size; the trainer accumulates itself",
 }
-
-
-def engine_settings(config: Config, world_size: int, model_type: str) -> EngineSettings:
-    """The engine settings for `world_size` ranks. model_type: of the base."""
-    from cqwen_dist.training.zero.engine import EngineSettings  # here: the launcher must not import DeepSpeed
-
-    train = config.train
-    return EngineSettings(
-        thresholds=train.thresholds,
-        class_bias=train.train_class_bias,
-        weight_decay=train.weight_decay,
-        max_grad_norm=config.max_grad_norm,
-        bf16=train.precision == "bf16",
-        zero_stage=config.parallel.zero_stage,
-        offload=config.parallel.offload == "optimizer",
-        outside=architecture(model_type).outside,
-        deepspeed=partial(deepspeed_config, config, world_size),
-    )
 
 
 def deepspeed_config(config: Config, world_size: int, trained: int) -> dict[str, Any]:

@@ -1,0 +1,53 @@
+"""The package's sources as text: names, and which file imports which."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "cqwen_dist"
+OUTSIDE = ("experiments", "benchmarks")  # folders beside the package: they import it, it never imports them
+
+
+def all_files() -> dict[str, str]:
+    """Path below the package -> source."""
+    return {
+        path.relative_to(ROOT / PACKAGE).as_posix(): path.read_text(encoding="utf-8")
+        for path in sorted((ROOT / PACKAGE).rglob("*.py"))
+    }
+
+
+def dotted_name(node: ast.AST) -> str:
+    """`a.b` of an expression that is one, or what of it is."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted_name(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def imports_of(name: str, source: str, module_of: dict[str, str]) -> Iterator[str]:
+    """The files that a file imports from, wherever in it. A folder is its __init__."""
+    for node in ast.walk(ast.parse(source)):
+        modules: list[str] = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            here = (PACKAGE, *Path(name).parts[:-1])
+            start = here[: len(here) - node.level + 1] if node.level else ()
+            parent = ".".join([*start, *([node.module] if node.module else [])])
+            inner = [f"{parent}.{alias.name}" for alias in node.names]
+            modules = [m if m.removeprefix(f"{PACKAGE}.") in module_of else parent for m in inner]
+        for module in modules:
+            if (found := module.removeprefix(f"{PACKAGE}.")) in module_of and module.startswith(f"{PACKAGE}."):
+                yield module_of[found]
+
+
+def closure(start: str, files: dict[str, str]) -> set[str]:
+    """The files that a file imports, those that they import, and so on; itself among them."""
+    module_of = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in files}
+    found, new = {start}, {start}
+    while new:
+        new = {name for each in new for name in imports_of(each, files[each], module_of)} - found
+        found |= new
+    return found
