@@ -17,6 +17,7 @@ from cqwen_dist.config.custom import TRUST
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.reading import load_config
 from cqwen_dist.config.schema import Config
+from cqwen_dist.config.trainable import is_trainable
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.tokenizer import POLICY_FILE, NumericalAwareTokenizer
 from cqwen_dist.generate.continuation import end_ids
@@ -30,7 +31,6 @@ from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.run.files import CONFIG, DIGESTS, read_object
 
 _LOG = logging.getLogger(__name__)
-EMBEDDING = ("embedding.w_num", "embedding.num_row")  # the embedding's trained parameters
 
 
 def is_exported(path: Path) -> bool:
@@ -171,7 +171,7 @@ def assemble(
     shape = CausalQwenConfig(**saved)
     base = load_base(config.base_folder, dtype, trust, quantize, device, lambda _: int(shape.vocab_size))
     model = CausalQwenModel(shape, base=base, classes=classes_of(shape, config.run.dir))
-    parameters = {n: p for n, p in model.features.named_parameters() if n in EMBEDDING or is_lora(n)}
+    parameters = {n: p for n, p in model.features.named_parameters() if is_trainable(n, config.trained)}
     parameters |= torch.nn.ModuleDict(model.heads).named_parameters()  # the base provides all others
     found = {**state.features, **state.heads, **state.rows}
     refuse_strange(found, {name: parameter.shape for name, parameter in parameters.items()}, source)

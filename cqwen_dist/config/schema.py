@@ -243,7 +243,12 @@ class Config(Section):
 
     def trains(self, group: str) -> bool:
         """Whether any stage trains the group."""
-        return any(group in stage.groups for stage in self.stages)
+        return group in self.trained
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """All groups that any stage trains."""
+        return frozenset[str]().union(*(stage.groups for stage in self.stages))
 
     @property
     def base_folder(self) -> str:

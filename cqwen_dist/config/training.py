@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -24,11 +24,12 @@ from cqwen_dist.config.fields import (
     refused,
     unless,
 )
+from cqwen_dist.config.trainable import GROUPS, HEADS
 
-Group = Literal["embedding", "abduction", "classifier", "noise", "regression", "thresholds", "lora"]
-GROUPS: tuple[str, ...] = get_args(Group)
-# `heads` in a stage's `train` means these five.
-HEADS: tuple[str, ...] = ("abduction", "classifier", "noise", "regression", "thresholds")
+if TYPE_CHECKING:
+    Group = str
+else:
+    Group = Literal[GROUPS]
 # Metrics with these endings are better when higher, the remaining ones when lower.
 _RISING = ("accuracy", "precision", "recall", "f1")
 

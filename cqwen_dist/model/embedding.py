@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from threading import local
 from typing import Any
 
@@ -62,7 +61,6 @@ class NumericalAwareEmbedding(nn.Module):
         self.w_num = nn.Parameter(torch.randn(self.w_num_shape) * (w_num_scale * hidden_size**-0.5))
         self.num_row = nn.Parameter(torch.zeros(hidden_size))
         self.numeral_row = torch.zeros(hidden_size)  # `num_row` with which the base by itself is measured
-        self._instead: tuple[Tensor, Tensor] | None = None
 
     def take_table(self, table: nn.Module) -> None:
         """Use this token table. Others who call it, as `get_input_embeddings()`, read <NUM>'s trained row there."""
@@ -84,15 +82,6 @@ class NumericalAwareEmbedding(nn.Module):
             part._apply(fn)
         return super()._apply(keeping_fp32(fn), recurse=False)
 
-    @contextmanager
-    def using(self, w_num: Tensor, num_row: Tensor) -> Iterator[None]:
-        """Inside, these tensors replace the parameters (for instance, by their values at the start)."""
-        self._instead = (w_num, num_row)
-        try:
-            yield
-        finally:
-            self._instead = None
-
     def forward(self, input_ids: Tensor | None, numeric_values: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
         """input_ids [B,T] int64, numeric_values [B,T] (0 at text) -> [B,T,H] in the table's dtype.
 
@@ -103,12 +92,12 @@ class NumericalAwareEmbedding(nn.Module):
             base = self.token_embedding(input_ids) if inputs_embeds is None else inputs_embeds
         finally:
             self.inside.reading = False
-        w_num, num_row = (self.w_num, self.num_row) if self._instead is None else self._instead
-        dtype = torch.promote_types(w_num.dtype, torch.float32)
-        features, rows = value_features(numeric_values, self.periods, dtype), w_num.to(dtype).view(-1, w_num.shape[-1])
+        dtype = torch.promote_types(self.w_num.dtype, torch.float32)
+        features = value_features(numeric_values, self.periods, dtype)
+        rows = self.w_num.to(dtype).view(-1, self.w_num.shape[-1])
         number = features[0].unsqueeze(-1) * rows[0]
         for feature, row in zip(features[1:], rows[1:], strict=True):
             number = number + feature.unsqueeze(-1) * row
         if self.num_token_id is not None and input_ids is not None:
-            number = number + (input_ids == self.num_token_id).unsqueeze(-1) * num_row.to(dtype)
+            number = number + (input_ids == self.num_token_id).unsqueeze(-1) * self.num_row.to(dtype)
         return (base.to(dtype) + number).to(base.dtype)

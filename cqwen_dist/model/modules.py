@@ -7,7 +7,8 @@ input_ids, numeric_values --FeatureStack--> z [B,T,H] --AbductionNetwork--> U [B
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,6 +55,33 @@ class FeatureStack(nn.Module):
             embeddings, attention_mask, position_ids=position_ids, past_key_values=past_key_values, texts=texts
         )
         return z if keep is None else z.flatten(0, 1).index_select(0, keep)
+
+    @contextmanager
+    def using(self, instead: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, these tensors are read in place of the parameters of these names. Only without gradient.
+
+        They are exchanged while the module that has them runs: ZeRO-3 gathers its parameters before that, and releases
+        them after that.
+        """
+        hooks = []
+        for name, value in instead.items():
+            owner, _, own = name.rpartition(".")
+            module, kept = self.get_submodule(owner), []
+
+            def enter(module: Any, _: Any, own: str = own, value: Tensor = value, kept: list[Tensor] = kept) -> None:
+                kept.append(getattr(module, own).data)
+                getattr(module, own).data = value
+
+            def leave(module: Any, _: Any, __: Any, own: str = own, kept: list[Tensor] = kept) -> None:
+                getattr(module, own).data = kept.pop()
+
+            hooks.append(module.register_forward_pre_hook(enter))
+            hooks.append(module.register_forward_hook(leave, prepend=True, always_call=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 class CausalModules(nn.Module):

@@ -18,6 +18,7 @@ from cqwen_dist.config.architectures.layer_blocks import Block
 from cqwen_dist.config.bases import rows_with_number
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.schema import Config
+from cqwen_dist.config.trainable import feature_counts
 from cqwen_dist.sizes.flops import Work
 
 
@@ -274,8 +275,5 @@ def _read(config: Config) -> dict[str, Any]:
 
 
 def feature_parameters(config: Config, architecture: dict[str, Any]) -> int:
-    """Parameters trained by the engine (adapters, w_num, <NUM> row), without building the model."""
-    base = Architecture.of(architecture)
-    lora = config.model.lora
-    adapters = base.lora_parameters(lora.rank, lora.target_modules, lora.dora) if config.trains("lora") else 0
-    return (2 + 2 * len(config.model.value_periods)) * base.hidden + adapters
+    """Number of parameters of the features that the engine trains, without building the model."""
+    return sum(feature_counts(config, Architecture.of(architecture), config.trained).values())

@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from cqwen_dist.config.trainable import trains_features
+
 # Dense bf16 peaks in TFLOP/s from data sheets, by device name. The longest match wins.
 PEAK_TFLOPS = {
     **dict.fromkeys(("A100", "A800"), 312.0),
@@ -89,7 +91,7 @@ class Work:
         Backward: one product per frozen matrix, two per trained adapter, and two per attention product, as both factors
         have a gradient.
         """
-        graph = bool(trained & {"embedding", "lora"})
+        graph = trains_features(trained)
         forward, scores = self.forward(length), self.scores(length)
         adapters = (4.0 if "lora" in trained else 2.0) * self.adapters
         words = 2 * 2.0 * self.words * self.vocab  # loc and scale

@@ -102,7 +102,7 @@ def build_training(
         model.features.backbone.spread = over_sequence(groups.sequence)
     settings = engine_settings(config, groups.world_size, model.config.base["model_type"])
     engine = Engine(model, settings, runtime.device, groups, runtime.timeout_s)
-    constraint = Constraint(model, config.constraint, engine.forward, config.kl_bounded)
+    constraint = Constraint(model, config.constraint, engine.forward, engine.feature_shapes(), config.kl_bounded)
     loss, action = config.loss, model.action
     weights = class_weights(loss, words.counts, action.vocab_start, action.rows, model.config.vocab_size)
     weights = None if weights is None else weights.to(action.cls_weight.device)
@@ -258,6 +258,7 @@ def engine_settings(config: Config, world_size: int, model_type: str) -> EngineS
     return EngineSettings(
         thresholds=train.thresholds,
         class_bias=train.train_class_bias,
+        trained=config.trained,
         weight_decay=train.weight_decay,
         max_grad_norm=config.max_grad_norm,
         bf16=train.precision == "bf16",

@@ -1,7 +1,7 @@
 """KL(U || U at the start) against forgetting (seed S3 2.3): monitored, or constrained.
 
-    U at the start = abduction of the base features by the start's weights, in all stages (adapters off, w_num and <NUM>
-                     row of the start); a run that starts with trained adapters has KL > 0 from the first step
+    U at the start = abduction of the base features by the start's weights, in all stages (adapters off, the start's
+                     other trained features); a run that starts with trained adapters has KL > 0 from the first step
     KL of a token  = mean over C dimensions of the closed form for two Cauchy laws (`ops.cauchy.Cauchy.kl`)
 
 Cost: until a feature group trains, z equals the start's z, and the start's U costs two GEMMs [N,H]x[H,C]; the loss
@@ -18,7 +18,7 @@ factors are tensors, so no step waits for them, except if a second pass depends 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
+from cqwen_dist.config.trainable import is_added
 from cqwen_dist.config.training import ConstraintConfig
-from cqwen_dist.model.lora import adapters_disabled, is_lora_b
+from cqwen_dist.model.lora import adapters_disabled, is_lora, is_lora_b
 from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.collectives import sum_over
@@ -50,18 +51,25 @@ class Constraint:
         model: CausalModules,
         config: ConstraintConfig,
         features: Callable[[Batch, Tensor], Tensor],
+        shapes: Mapping[str, torch.Size],
         bounded: bool = True,
     ) -> None:
-        """features: forward pass of the engine, (batch on the device, keep [N]) -> z [N,H]. bounded: as
-        `Config.kl_bounded`."""
+        """features: forward pass of the engine, (batch on the device, keep [N]) -> z [N,H]. shapes: of the features'
+        trained parameters, by name. bounded: as `Config.kl_bounded`."""
         self.model, self.config, self._features, self._bounded = model, config, features, bounded
         self.mode = config.mode or "monitor"
         self.device = model.action.cls_weight.device
-        self.features_moved = False  # whether embedding or lora has ever trained
+        self.features_moved = False  # whether a group of the features has ever trained
         self.adapted = False  # whether the run began with trained adapters
         self._abduction = _frozen_copy(model)
-        self._w_num = torch.ones(model.features.embedding.w_num_shape, device=self.device)
-        self._num_row = torch.ones(model.config.hidden_size, device=self.device)
+        # The features' trained parameters at the start, without adapters, which are switched off. Ours are computed in
+        # fp32, the base's in its dtype.
+        dtypes = {name: parameter.dtype for name, parameter in model.features.named_parameters()}
+        self._features_then = {
+            name: torch.ones(shape, device=self.device, dtype=torch.float32 if is_added(name) else dtypes[name])
+            for name, shape in shapes.items()
+            if not is_lora(name)
+        }
         self._spread = torch.ones(model.config.causal_hidden_size, device=self.device)
         self.multiplier = torch.tensor(BETA, device=self.device)
         self._answer = torch.tensor(0.0, device=self.device)
@@ -76,8 +84,8 @@ class Constraint:
         keeps the spread above 0 in dimensions without variation (number dimensions).
         """
         self._abduction = _frozen_copy(self.model)
-        self._w_num.copy_(features["embedding.w_num"])
-        self._num_row.copy_(features["embedding.num_row"])
+        for name, value in self._features_then.items():
+            value.copy_(features[name])
         self.adapted = any(bool(value.any()) for name, value in features.items() if is_lora_b(name))
         size = self.model.config.causal_hidden_size
         laws = [torch.zeros(2, 0, size, device=self.device)]
@@ -94,7 +102,8 @@ class Constraint:
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the start by their names in its file."""
         abduction = {f"abduction.{name}": value for name, value in self._abduction.state_dict().items()}
-        return {**abduction, "w_num": self._w_num, "num_row": self._num_row, "spread": self._spread}
+        features = {f"features.{name}": value for name, value in self._features_then.items()}
+        return {**abduction, **features, "spread": self._spread}
 
     def load(self, tensors: dict[str, Tensor], adapted: bool, state: dict[str, Any]) -> None:
         """Restore `tensors`, `adapted` and a `state_dict`."""
@@ -130,8 +139,7 @@ class Constraint:
     @torch.no_grad()
     def start_features(self, batch: Batch, keep: Tensor) -> Tensor:
         """z [N,H] with the parameters of the start. Collective if the engine's forward pass is."""
-        embedding = self.model.features.embedding.using(self._w_num, self._num_row)
-        with adapters_disabled(self.model.transformer), embedding:
+        with adapters_disabled(self.model.transformer), self.model.features.using(self._features_then):
             return self._features(batch, keep)
 
     def term(self, u: Cauchy, z_start: Tensor, weight: float) -> tuple[Tensor, Tensor]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import nn
 
+from cqwen_dist.config.trainable import feature_group, heads_group, is_trainable
 from cqwen_dist.heads.beside import BESIDE
-from cqwen_dist.model.lora import is_lora, is_magnitude
-
-# Groups of `Action`'s parameters; its number head is in `regression`. Other heads have a group of their name.
-_ACTION = {"cls_weight": "classifier", "cls_bias": "classifier", "b_noise": "noise", "threshold": "thresholds"}
+from cqwen_dist.model.lora import is_magnitude
 
 
 @dataclass(frozen=True)
@@ -44,15 +43,14 @@ class Member:
         return self.parameter.ndim > 1 and self.group != "embedding"
 
 
-def feature_members(features: nn.Module) -> list[Member]:
-    """w_num and the <NUM> row (`embedding`) and adapters (`lora`). All other feature parameters are frozen."""
-    members = []
-    for name, parameter in features.named_parameters():
-        if name in ("embedding.w_num", "embedding.num_row"):
-            members.append(Member(name, parameter, "embedding"))
-        elif is_lora(name):
-            members.append(Member(name, parameter, "lora", "magnitude" if is_magnitude(name) else ""))
-    return members
+def feature_members(features: nn.Module, groups: Collection[str] = ()) -> list[Member]:
+    """The parameters of the features that the engine trains. groups: all that any stage trains; they decide about the
+    base's own parameters. All other feature parameters are frozen."""
+    return [
+        Member(name, parameter, str(feature_group(name)), "magnitude" if is_magnitude(name) else "")
+        for name, parameter in features.named_parameters()
+        if is_trainable(name, groups)
+    ]
 
 
 def head_members(heads: nn.ModuleDict, thresholds: str, train_class_bias: bool) -> list[Member]:
@@ -65,10 +63,8 @@ def head_members(heads: nn.ModuleDict, thresholds: str, train_class_bias: bool) 
     scalar = bool(heads["action"].scalar_threshold)
     members = []
     for name, parameter in heads.named_parameters():
-        part, _, own_name = name.partition(".")
-        if part != BESIDE and not fixed.get(name):
-            group = _ACTION.get(own_name, "regression") if part == "action" else part
-            members.append(Member(name, parameter, group, has_rows=has_rows(name, scalar)))
+        if name.partition(".")[0] != BESIDE and not fixed.get(name):
+            members.append(Member(name, parameter, heads_group(name), has_rows=has_rows(name, scalar)))
     return members
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from cqwen_dist.config.trainable import trains_features
 from cqwen_dist.config.training import Ramp, Stage, rises
 
 # Learning rate of b_scale, b_noise and C. Training moves b_scale by about 10 units: 1e5 Adam steps at 1e-4, but only a
@@ -155,7 +156,7 @@ class Schedule:
 
     def features_trained_by(self, plan: StagePlan) -> bool:
         """Whether embedding or lora trains in this stage or an earlier one."""
-        return any(p.stage.groups & {"embedding", "lora"} for p in self.plans[: plan.index + 1])
+        return any(trains_features(p.stage.groups) for p in self.plans[: plan.index + 1])
 
     def newly_trained(self, plan: StagePlan) -> frozenset[str]:
         """Groups that train in this stage but not in the previous one; their moments start at zero."""

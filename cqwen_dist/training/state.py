@@ -14,6 +14,7 @@ from torch import Tensor
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, refuse_exchanged, refuse_strange
 from cqwen_dist.checkpoint.saving import About
 from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.trainable import FEATURE_GROUPS, feature_group
 from cqwen_dist.model.lora import is_lora, is_lora_b
 from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.run.files import START_TENSORS, let_read, written_whole
@@ -56,9 +57,10 @@ def restore(run: Run, folder: Path) -> Place:
     # A different tokenizer, base or data is refused before anything is loaded
     exchanged = refuse_exchanged(state.get("inputs", {}), run.inputs, run.config.run.accept, folder)
     parts = (found.features, found.feature_moments)
-    if state["model"]["lora"] is None:  # a stage with adapters was appended later: they start now
+    missing = run.config.trained.difference(map(feature_group, parts[0]))
+    if missing & FEATURE_GROUPS.keys():  # a stage that trains this group was appended later: it starts now
         for saved, present in zip(parts, run.engine.feature_state()[:2], strict=True):
-            saved.update({name: value for name, value in present.items() if is_lora(name)})
+            saved.update({name: value for name, value in present.items() if feature_group(name) in missing})
     elif run.model.config.lora is None and not any(parts[0][name].any() for name in filter(is_lora_b, parts[0])):
         for part in parts:  # that stage was taken out before they changed anything
             for name in filter(is_lora, [*part]):

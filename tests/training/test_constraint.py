@@ -17,6 +17,7 @@ from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.training import constraint
 from cqwen_dist.training.constraint import Constraint
+from cqwen_dist.training.parameter_groups import feature_members
 
 # ------------------------------------------------------------------------------------------ the number
 
@@ -54,7 +55,12 @@ def begun(seed: int) -> tuple[CausalQwenModel, Constraint, Batch, Tensor]:
     model = tiny_model(number_dims=2, lora={"r": 2, "alpha": 4, "target_modules": ["q_proj", "v_proj"]})
     batch = random_batch(seed=seed)
     keep = batch.label_mask.flatten().nonzero()[:, 0]
-    constraint = Constraint(model, ConstraintConfig(mode="dual"), model.kept_features)
+    constraint = Constraint(
+        model,
+        ConstraintConfig(mode="dual"),
+        model.kept_features,
+        {m.name: m.parameter.shape for m in feature_members(model.features)},
+    )
     return model, constraint, batch, keep
 
 

@@ -27,6 +27,7 @@ from cqwen_dist.model.base_loading import load_base
 from cqwen_dist.run.files import file_record
 from cqwen_dist.tools.vllm.vllm_writer import VllmWriter
 from cqwen_dist.training.constraint import Constraint
+from cqwen_dist.training.parameter_groups import feature_members
 from cqwen_dist.training.state import load_start, save_start
 
 ROWS = "rows-00000000-00000291"
@@ -120,16 +121,18 @@ def test_a_warm_start_with_mismatched_tensors_or_settings_is_refused(one_rank: P
 
 def test_a_constraints_start_with_missing_tensors_is_refused(tmp_path: Path) -> None:
     model, path = tiny_model(number_dims=2), tmp_path / "start.safetensors"
-    constraint = Constraint(model, ConstraintConfig(), lambda batch, keep: model.kept_features(batch, keep))
+    shapes = {m.name: m.parameter.shape for m in feature_members(model.features)}
+    constraint = Constraint(model, ConstraintConfig(), model.kept_features, shapes)
     tensors = {f"abduction.{name}": value for name, value in model.abduction.state_dict().items()}
-    tensors |= {"w_num": torch.ones(HIDDEN), "num_row": torch.ones(HIDDEN), "spread": torch.ones(HIDDEN + 2)}
+    tensors |= {f"features.embedding.{name}": torch.ones(HIDDEN) for name in ("w_num", "num_row")}
+    tensors["spread"] = torch.ones(HIDDEN + 2)
     save_file(tensors | {"adapted": torch.tensor(True)}, path)
     load_start(constraint, path, constraint.state_dict())
     save_start(constraint, path)
     changes: list[tuple[Change, str]] = [
         (lambda t: t.pop("abduction.loc_net.weight"), "no abduction.loc_net.weight"),
         (lambda t: t.update(x=torch.zeros(2)), "x, which is no part of the model"),
-        (put("w_num", lambda v: v[:1]), "w_num of shape [1]"),
+        (put("features.embedding.w_num", lambda v: v[:1]), "features.embedding.w_num of shape [1]"),
         (put("spread", with_nan), "spread with a NaN or an infinity"),
     ]
     for change, said in changes:

@@ -148,7 +148,7 @@ def feature_messages(s: Sizes) -> list[Message]:
             send("reduce-scatter", ceil_div(s.trained_features, s.world) * s.world * s.width, s.accumulation)
             send("all-reduce", 2 * FP32, len(s.engine_parameters))
         return found
-    trained = [count for name, count in s.engine_parameters.items() if s.engine_group(name) in s.trainable]
+    trained = [count for group, count in s.engine_parameters.items() if group in s.trainable]
     send("all-reduce", sum(trained) * s.width, s.accumulation if s.zero == 2 else 1)
     send("all-reduce", FP32)
     for count in trained:
@@ -170,7 +170,7 @@ def _zero3_numbers(s: Sizes) -> tuple[int, int]:
     frozen = sum(count * partitioned(*a.tensors(layer)) for count, layer in a.stack)
     r = s.config.model.lora.rank
     adapters = sum(count * partitioned(r * each.rows, r * each.columns) for count, each in a.all_maps(s.adapters))
-    of_numbers = s.engine_parameters["embedding of numbers"] - a.hidden, a.hidden  # w_num and the <NUM> row
+    of_numbers = s.engine_parameters["embedding"] - a.hidden, a.hidden  # w_num and the <NUM> row
     ends = partitioned(a.embedding_parameters, a.hidden, *of_numbers)
     every = a.backbone_parameters + a.embedding_parameters + s.trained_features
     persistent = s.graph * (every - frozen - adapters - ends)

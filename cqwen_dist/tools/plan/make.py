@@ -185,8 +185,8 @@ def plan(
 
 def _trained(s: Sizes) -> int:
     """The number of parameters that any stage trains, over all ranks."""
-    embedding = 0 if "embedding" in s.ever_trainable else s.engine_parameters["embedding of numbers"]
-    return s.head(s.ever_trainable) + s.trained_features - embedding
+    features = sum(count for group, count in s.engine_parameters.items() if group in s.ever_trainable)
+    return s.head(s.ever_trainable) + features
 
 
 def checkpoint_bytes(s: Sizes) -> int:

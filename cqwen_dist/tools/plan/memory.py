@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from cqwen_dist.config.trainable import FEATURE_GROUPS, trains_features
 from cqwen_dist.tiles import CHUNK_BYTES, WORK_BUFFERS, tile_shape
 from cqwen_dist.tools.plan import activations
 from cqwen_dist.tools.plan.stage_sizes import FP32, MAX_LIVE, Sizes, ceil_div
@@ -103,9 +104,10 @@ def _frozen(s: Sizes) -> Iterator[Part]:
 
 def _engine(s: Sizes) -> Iterator[Part]:
     """The weights, and this rank's share of the fp32 masters and Adam moments."""
-    for name, count in s.engine_parameters.items():
-        trained = ADAM_MOMENTS if s.engine_group(name) in s.reached else 0
+    for group, count in s.engine_parameters.items():
+        name, trained = FEATURE_GROUPS[group].title, ADAM_MOMENTS if group in s.reached else 0
         whole = count if s.zero < 3 or s.over(3) == 1 else ceil_div(count, s.over(3))
+        whole *= FEATURE_GROUPS[group].added  # a base's own weights count among the base's
         yield Part(f"{name}: weights", whole * s.width, f"{count:,} x {s.width} bytes")
         if s.zero == 3:  # ZeRO-3 allocates one flat gradient buffer and never frees it
             yield Part(f"{name}: gradients", ceil_div(count, s.world) * s.width + count * s.width, "ZeRO-3's buffers")
@@ -208,7 +210,7 @@ def _features_and_u(s: Sizes, forward: bool) -> int:
         size += 2 * w * c * s.base.hidden * s.graph  # the two rounded matrices, kept for the gradient of z
     if s.group > 1:
         size += s.group * n * (2 * s.words * w + 12)
-    if s.config.constraint.mode != "off" and s.reached & {"embedding", "lora"}:
+    if s.config.constraint.mode != "off" and trains_features(s.reached):
         size += n * w * s.base.hidden  # z as it was at the start
     return size
 

@@ -9,6 +9,7 @@ value.
 from __future__ import annotations
 
 from cqwen_dist.config.schema import Config
+from cqwen_dist.config.trainable import feature_counts, trains_features
 from cqwen_dist.config.training import Stage
 from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.sizes.flops import Flops, Work
@@ -49,10 +50,10 @@ class Sizes:
         self.step_tokens = self.global_batch * self.length  # tokens of all ranks per optimizer step
         # The trained groups. The engine is never rebuilt, so memory of a group that trains in any stage is permanent
         self.trainable = stage.groups
-        self.ever_trainable = frozenset[str]().union(*(each.groups for each in config.stages))
+        self.ever_trainable = config.trained
         until_now = config.stages[: 1 + [each.name for each in config.stages].index(stage.name)]
         self.reached = frozenset[str]().union(*(each.groups for each in until_now))  # groups with Adam moments
-        self.graph = bool(self.trainable & {"embedding", "lora"})  # whether gradients run through the backbone
+        self.graph = trains_features(self.trainable)  # whether gradients run through the backbone
         self.checkpointing = config.model.gradient_checkpointing
         # The backbone, the heads, the layout
         self.width = 2 if config.train.precision == "bf16" else FP32  # w
@@ -67,18 +68,11 @@ class Sizes:
         self.abduction = [(c, h)] * 2 + [(h, h)] * 2 * (config.model.abduction == "two_layer")  # its matrices
         abduction = sum(rows * (columns + 1) for rows, columns in self.abduction)
         self.whole_heads = {"abduction": abduction, "regression": config.number_parameters(self.words, c), "noise": c}
-        # Names of maps with an adapter; parameters of DeepSpeed's engine by part, always with w_num and the <NUM> row
-        lora, self.adapters = config.model.lora, frozenset[str]()
-        self.engine_parameters = {"embedding of numbers": (2 + 2 * len(config.model.value_periods)) * h}
-        if "lora" in self.ever_trainable:
-            self.adapters = base.adapted(lora.target_modules)
-            self.engine_parameters["LoRA"] = base.lora_parameters(lora.rank, lora.target_modules, lora.dora)
+        # Names of maps with an adapter; parameters of DeepSpeed's engine by group
+        adapted = "lora" in self.ever_trainable
+        self.adapters = base.adapted(config.model.lora.target_modules) if adapted else frozenset[str]()
+        self.engine_parameters = feature_counts(config, base, self.ever_trainable)
         self.trained_features = sum(self.engine_parameters.values())
-
-    @staticmethod
-    def engine_group(part: str) -> str:
-        """The trainable group of a part of `engine_parameters`."""
-        return "lora" if part == "LoRA" else "embedding"
 
     @property
     def steps(self) -> int | None:

@@ -111,8 +111,9 @@ class Evaluator:
 
         self._exchange_row()
         w_num = torch.zeros(embedding.w_num_shape, device=self.device)  # the base reads no values
+        base = {"embedding.w_num": w_num, "embedding.num_row": embedding.numeral_row.to(w_num)}
         try:
-            with adapters_disabled(self.model.transformer), embedding.using(w_num, embedding.numeral_row.to(w_num)):
+            with adapters_disabled(self.model.transformer), self.model.features.using(base):
                 self.base = base_metrics(scored(), self.model.config.num_token_id, spelt)
         finally:
             self._exchange_row()

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.trainable import FEATURE_GROUPS
 from cqwen_dist.config.training import FeatureCacheConfig
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import EvalLoader, Loader
@@ -100,7 +101,7 @@ class FeatureCache:
         """The cache of the stage from a step on. Without a cache prints the reason and returns None."""
         left = (self._plan.stop - step) / loader.steps_per_epoch
         try:
-            if trained := sorted(self._plan.stage.groups & {"embedding", "lora"}):
+            if trained := sorted(self._plan.stage.groups & FEATURE_GROUPS.keys()):
                 verb = "trains" if len(trained) == 1 else "train"
                 raise CacheRefused(f"{' and '.join(trained)} {verb} in this stage, so z is another at every step")
             if loader.parts > 1:

@@ -40,6 +40,7 @@ class EngineSettings:
 
     thresholds: str
     class_bias: bool  # whether it trains
+    trained: frozenset[str]  # the groups that any stage trains
     weight_decay: float
     max_grad_norm: float | None
     bf16: bool
@@ -110,7 +111,7 @@ class Engine:
         heads = nn.ModuleDict(model.heads)
         members = head_members(heads, settings.thresholds, settings.class_bias)
         self.heads = HeadOptimizer(members, groups, settings.weight_decay, settings.offload)
-        self.feature_members = feature_members(model.features)
+        self.feature_members = feature_members(model.features, settings.trained)
         self.slots = {m.slot: m for m in sorted(self.feature_members, key=lambda m: m.slot)}  # one member per slot
         self.names = {m.parameter: m.name for m in self.feature_members}
         trained = sum(m.parameter.numel() for m in self.feature_members)

@@ -1,0 +1,80 @@
+"""What can train: the groups under a stage's `train:`. Only this module names the parameters of the features' groups.
+
+The schema, the engine, checkpoints, the KL's start and the plan ask here. So an entry in `FEATURE_GROUPS` is all that a
+further group of the features needs. The heads' groups are told by `heads_group`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+# `heads` in a stage's `train` means these five.
+HEADS = ("abduction", "classifier", "noise", "regression", "thresholds")
+_ACTION = {"cls_weight": "classifier", "cls_bias": "classifier", "b_noise": "noise", "threshold": "thresholds"}
+
+
+@dataclass(frozen=True)
+class FeatureGroup:
+    """A trainable group of the features, that is of the embedding and the backbone."""
+
+    names: str  # a regular expression that is found in the names of its parameters, and in no other of the features
+    title: str  # in a plan
+    count: Callable[[Any, Any], int]  # (`Config`, `sizes.architecture.Architecture`) -> number of its parameters
+    added: bool = (
+        False  # whether the package adds them to the base; a base's own parameters belong only where they train
+    )
+    always: bool = False  # whether every model has them, even if no stage trains them
+
+
+def _adapters(config: Any, base: Any) -> int:
+    lora = config.model.lora
+    return int(base.lora_parameters(lora.rank, lora.target_modules, lora.dora))
+
+
+FEATURE_GROUPS: dict[str, FeatureGroup] = {
+    "embedding": FeatureGroup(
+        names=r"^embedding\.(w_num|num_row)$",
+        title="embedding of numbers",
+        count=lambda config, base: (2 + 2 * len(config.model.value_periods)) * base.hidden,
+        added=True,
+        always=True,
+    ),
+    "lora": FeatureGroup(names=r"\.lora_", title="LoRA", count=_adapters, added=True),
+}
+GROUPS = ("embedding", *HEADS, *(name for name in FEATURE_GROUPS if name != "embedding"))  # as pages list them
+
+
+def feature_group(name: str) -> str | None:
+    """The group of a parameter of the features, by its name; None if it never trains."""
+    return next((group for group, each in FEATURE_GROUPS.items() if re.search(each.names, name)), None)
+
+
+def is_trainable(name: str, groups: Collection[str]) -> bool:
+    """Whether the run has this parameter of the features in its engine and its checkpoints. groups: those that ever
+    train."""
+    return is_added(name) or feature_group(name) in groups
+
+
+def is_added(name: str) -> bool:
+    """Whether this package adds a parameter of the features to the base."""
+    group = feature_group(name)
+    return group is not None and FEATURE_GROUPS[group].added
+
+
+def trains_features(groups: Collection[str]) -> bool:
+    """Whether gradients run through the backbone while these groups train."""
+    return not FEATURE_GROUPS.keys().isdisjoint(groups)
+
+
+def feature_counts(config: Any, base: Any, groups: Collection[str]) -> dict[str, int]:
+    """Group -> number of its parameters in the engine. config, base: a `Config`, an `Architecture`. groups: that train."""
+    return {name: each.count(config, base) for name, each in FEATURE_GROUPS.items() if each.always or name in groups}
+
+
+def heads_group(name: str) -> str:
+    """The group of a parameter of the heads, by its name (`action.b_noise`). Another head has a group of its name."""
+    part, _, own = name.partition(".")
+    return _ACTION.get(own, "regression") if part == "action" else part
