@@ -70,7 +70,7 @@ def trains_features(groups: Collection[str]) -> bool:
 
 
 def feature_counts(config: Any, base: Any, groups: Collection[str]) -> dict[str, int]:
-    """Group -> number of its parameters in the engine. config, base: a `Config`, an `Architecture`. groups: that train."""
+    """Group -> number of its parameters. config, base: a `Config`, an `Architecture`. groups: all that ever train."""
     return {name: each.count(config, base) for name, each in FEATURE_GROUPS.items() if each.always or name in groups}
 
 
