@@ -13,7 +13,7 @@ runs=$(grep -cEv '^[[:space:]]*(#|$)' "$points" || true)
 for ((number = 0; number < runs; number++)); do
   words=()
   while IFS= read -r -d '' word; do words+=("$word"); done \
-    < <(python3 -m cqwen_dist.cluster.batch point "$number" "$config" "$points" "$@")
+    < <(python3 -m cqwen_dist.cluster.job point "$number" "$config" "$points" "$@")
   if [ "${#words[@]}" -eq 0 ]; then exit 2; fi # the error is printed
   echo "run $number of $runs: ${words[*]}"
   python3 -m cqwen_dist launch --ranks "$ranks" "${words[@]}"

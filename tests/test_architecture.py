@@ -66,7 +66,6 @@ MOST_COMPLEX = 15  # as radon counts: one more than the branches of a function
 # Base names that several files have, each with its reason.
 SHARED_NAMES = {
     "__init__": "Python's own",
-    "batch": "batch scripts that were rendered before call `python -m cqwen_dist.cluster.batch`",
     "numbers": "numbers in a text (data), numbers of a generation (generate): each folder's own subject",
 }
 SPEAKS = {"cli", "tools/report"}  # who may print

@@ -83,11 +83,6 @@ class Cauchy(NamedTuple):
         """P(X < c); c broadcasts."""
         return prob_above(self.scale, self.loc - c)
 
-    def pdf(self, x: Tensor | float) -> Tensor:
-        """Density at x: scale / (pi (scale^2 + (x - loc)^2)), computed without squares (no overflow); x broadcasts."""
-        radius = torch.hypot(self.scale, x - self.loc)
-        return self.scale / radius / radius / math.pi
-
     def nll(self, x: Tensor | float) -> Tensor:
         """-log density at x: log(pi scale) + log(1 + ((x - loc)/scale)^2) (S0 5.2), in nats; x broadcasts.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.runs import command_environment, write_config
 
-from cqwen_dist.cluster.batch import sweep_point
+from cqwen_dist.cluster.job import sweep_point
 from cqwen_dist.config import load_config
 
 ROOT = Path(__file__).parents[2]

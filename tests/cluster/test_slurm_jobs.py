@@ -16,7 +16,7 @@ from support.runs import losses, metrics, train_run
 from support.slurm_cluster import Cluster, wait_for
 from support.slurm_runs import EVERY, STEPS, SlurmRun
 
-from cqwen_dist.cluster.batch import read_history
+from cqwen_dist.cluster.job import read_history
 from cqwen_dist.cluster.rank import Order
 from cqwen_dist.run.status import read_status
 

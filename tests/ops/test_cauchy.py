@@ -69,7 +69,7 @@ def test_scale_zero_is_a_point_mass():
     torch.testing.assert_close(scale.grad, torch.tensor([-2.0, -1.0]) / math.pi)  # -1/(pi |d|)
 
 
-@pytest.mark.parametrize("name", ["log_sf", "log_cdf", "sf", "cdf", "pdf", "nll"])
+@pytest.mark.parametrize("name", ["log_sf", "log_cdf", "sf", "cdf", "nll"])
 def test_gradients_equal_finite_differences(name):
     loc, scale = pair()
     x = torch.linspace(-2, 2, 5, dtype=torch.float64)
@@ -88,10 +88,9 @@ def test_gradients_of_affine_kl_quantile_and_sample():
     assert torch.autograd.gradcheck(lambda m, g, p: Cauchy(m, g).quantile(p), (loc, scale, p))
 
 
-def test_density_and_nll_agree():
+def test_nll_is_that_of_scipy():
     law = Cauchy(torch.tensor(1.5, dtype=torch.float64), torch.tensor(0.3, dtype=torch.float64))
     x = torch.linspace(-50, 50, 101, dtype=torch.float64)
-    np.testing.assert_allclose(law.pdf(x).numpy(), scipy.stats.cauchy.pdf(x.numpy(), 1.5, 0.3), rtol=1e-12)
     np.testing.assert_allclose(law.nll(x).numpy(), -scipy.stats.cauchy.logpdf(x.numpy(), 1.5, 0.3), rtol=1e-12)
 
 

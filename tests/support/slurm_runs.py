@@ -10,7 +10,7 @@ from typing import Any
 from support.runs import losses, metrics, wait_for, write_config
 from support.slurm_cluster import Cluster
 
-from cqwen_dist.cluster.batch import read_history
+from cqwen_dist.cluster.job import read_history
 from cqwen_dist.run.status import read_status
 
 STEPS = 60  # of each of the two stages

@@ -9,7 +9,7 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from cqwen_dist.cluster.batch import read_history
+from cqwen_dist.cluster.job import read_history
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.run.files import CONFIG, HISTORY, LOCK, SLURM
 from cqwen_dist.run.status import read_status, run_in

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.runs import write_config
 
-from cqwen_dist.cluster.batch import begin, fruitless_starts, guilty_log, judge, read_history, sweep_point
+from cqwen_dist.cluster.job import begin, fruitless_starts, guilty_log, judge, read_history, sweep_point
 from cqwen_dist.config import UserError
 from cqwen_dist.run.status import write_status
 
@@ -143,7 +143,7 @@ def test_a_new_checkpoint_a_clean_stop_or_a_manual_job_reset_the_restart_count(s
 
 def test_wrong_input_is_one_line_before_anything_is_started(tmp_path: Path) -> None:
     config = write_config(tmp_path, data__train=str(tmp_path / "nowhere.jsonl"))
-    command = [sys.executable, "-m", "cqwen_dist.cluster.batch", "begin", "--max-restarts", "1", "--", str(config)]
+    command = [sys.executable, "-m", "cqwen_dist.cluster.job", "begin", "--max-restarts", "1", "--", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, env={"SLURM_JOB_ID": "1"})
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: data.train: found ")
