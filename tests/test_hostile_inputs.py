@@ -24,8 +24,8 @@ from cqwen_dist.checkpoint.manifest import (
     resolve_checkpoint,
 )
 from cqwen_dist.cli.results import describe
-from cqwen_dist.cluster.job import read_history
 from cqwen_dist.cluster.hostfile import read_environment, read_hostfile
+from cqwen_dist.cluster.job import read_history
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.run.folder import is_done, refuse_changes
 from cqwen_dist.run.status import read_status

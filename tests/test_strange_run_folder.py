@@ -15,8 +15,8 @@ import pytest
 from support.runs import command_environment, cqwen_forked, write_config
 
 from cqwen_dist.checkpoint.manifest import choose_checkpoint, resolve_checkpoint
-from cqwen_dist.cluster.job import read_history
 from cqwen_dist.cluster.hostfile import read_hostfile
+from cqwen_dist.cluster.job import read_history
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.parallel.hang import HangWatch
 from cqwen_dist.run.appearing import appearing
