@@ -15,18 +15,18 @@ from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.reading import given_config
 from cqwen_dist.config.schema import Config
 from cqwen_dist.config.training import Stage
-from cqwen_dist.number_forms import Form
+from cqwen_dist.data.number_forms import Form
 from cqwen_dist.parallel.collectives import Stopped
 from cqwen_dist.training.callbacks import Callback, CallbackError, Moment, TrainResult
 
 if TYPE_CHECKING:
-    from cqwen_dist.checkpoint.learnt_table import LearntTable
     from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
     from cqwen_dist.data.records import Extractor
     from cqwen_dist.generate.numbers import Digits
     from cqwen_dist.generate.streaming import Tokenizer
-    from cqwen_dist.generate.table import Prompt, Unread
     from cqwen_dist.model import CausalQwenForCausalLM
+    from cqwen_dist.prediction.learnt_table import LearntTable
+    from cqwen_dist.prediction.table import Prompt, Unread
 
 __all__ = ["Callback", "CallbackError", "Config", "Moment", "Stage", "Stopped", "TrainResult", "UserError"]
 __all__ += ["evaluate", "load", "predict", "train"]
@@ -145,8 +145,8 @@ def evaluate(
     if data is None or isinstance(data, (str, Path)):
         source = None if data is None else str(data)
         return evaluate_checkpoint(_folder(model), source, micro_batch_size, base=base, decisions=decisions)
-    from cqwen_dist.checkpoint.learnt_table import learnt_table
     from cqwen_dist.data.from_memory import write_records
+    from cqwen_dist.prediction.learnt_table import learnt_table
 
     folder = _folder(model)
     read = learnt_table(folder)
@@ -174,8 +174,9 @@ def predict(
 ) -> list[dict[str, Any]]:
     """Predict the next number for each row of a table, like `cqwen predict`.
 
-    Returns the rows with new columns `predicted`, `low_50` to `high_95` and `p_num` (`generate.table.NUMBER_COLUMNS`);
-    None if the model writes no number. With the run's prompt there is also `outside`, the columns whose numbers are far
+    Returns the rows with new columns `predicted`, `low_50` to `high_95` and `p_num`
+    (`prediction.table.NUMBER_COLUMNS`); None if the model writes no number. With the run's prompt there is also
+    `outside`, the columns whose numbers are far
     outside of what was learnt (`LearntRange.held`). model: a folder, or the result of `load`. rows: a CSV, Parquet or
     JSONL file, a DataFrame, or a list of dicts. template: prompt for a row, with columns in braces; None: the run's
     prompt, with its data.empty_cell and its forms of numbers; `say` then gets how the columns differ from training.
@@ -203,7 +204,7 @@ def predicted_rows(
 ) -> Iterator[dict[str, Any]]:
     """`predict`, batch by batch as the rows are taken. The same arguments; settings: of `predict_rows`."""
     from cqwen_dist.checkpoint.trained import load_trained
-    from cqwen_dist.generate.table import predict_rows, prompts_of
+    from cqwen_dist.prediction.table import predict_rows, prompts_of
 
     columns, table = _table_of(rows)
     if not table:
@@ -248,7 +249,7 @@ def _as_learnt(
     the columns differ. Raises: UserError for columns that are missing or cannot be read as then."""
     from cqwen_dist.data.cells import BadLine
     from cqwen_dist.data.columns import cell_in
-    from cqwen_dist.data.differences import compare
+    from cqwen_dist.prediction.differences import compare
 
     if lacks := [name for name in extract.inputs if name not in table[0]]:
         allowed = f"the columns that the run learnt from; found here: {', '.join(table[0])}"
@@ -290,7 +291,7 @@ def _plain_text(cell: Any, form: Form | None) -> str:
 
 def _learnt_table(model: Any) -> LearntTable:
     """How the run read a row. Raises `UserError`."""
-    from cqwen_dist.checkpoint.learnt_table import learnt_table
+    from cqwen_dist.prediction.learnt_table import learnt_table
 
     found = None if isinstance(model, tuple) else learnt_table(_folder(model))
     if found is None or found.data.target_field is None:

@@ -17,9 +17,9 @@ from benchmarks.numbers.adapted_base import StartingBase, products_in
 from cqwen_dist.batch import pad_rows
 from cqwen_dist.config.data import column_lines
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.generate.table import prompts_of
 from cqwen_dist.model.calibration import SURE
 from cqwen_dist.model.ridge import robust_ridge
+from cqwen_dist.prediction.table import prompts_of
 from cqwen_dist.tables.baselines import ALPHAS, LEAF, TREES
 from cqwen_dist.tables.choices import RANDOM_FEATURES, WIDE
 from cqwen_dist.tables.encoding import EncodedRows

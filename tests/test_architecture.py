@@ -31,9 +31,10 @@ FLOORS = {
     "model": 5,
     "checkpoint": 6,
     "auto": 6,  # what transformers' Auto classes are told: model and tokenizer
-    "training": 7,
-    "cluster": 8,
-    "api": 9,
+    "prediction": 7,
+    "training": 8,
+    "cluster": 9,
+    "api": 10,
     # the wings, which may import all of the core
     "tools/diabetes": 11,
     "tools/plan": 11,
@@ -369,7 +370,7 @@ CASES = [
     ("ops/a.py", "from ..sizes import flops", "both stand on floor 1"),
     ("data/a.py", "from cqwen_dist.generate import x", "both stand on floor 4"),
     ("data/a.py", "import importlib\nimportlib.import_module('cqwen_dist.cli')", "floor 13 is above"),
-    ("delimited.py", "from cqwen_dist.config import x", "stands on the ground"),
+    ("tiles.py", "from cqwen_dist.config import x", "stands on the ground"),
     ("__init__.py", "from cqwen_dist.config import x", "free of cost"),
     ("training/a.py", "from cqwen_dist.model import x\nfrom .b import y\nimport cqwen_dist.config", ""),
     ("cli/runs.py", "from cqwen_dist.cluster.launch import x", ""),

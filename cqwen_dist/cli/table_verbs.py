@@ -77,7 +77,7 @@ def predict(
         raise UserError("--out", str(out), "a file that does not exist yet")
     quiet_libraries()
     from cqwen_dist.api import predicted_rows
-    from cqwen_dist.generate.table import write_table
+    from cqwen_dist.prediction.table import write_table
     from cqwen_dist.run.files import written_whole
 
     rows = predicted_rows(

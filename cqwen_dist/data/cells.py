@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from cqwen_dist.delimited import MISSING
-from cqwen_dist.number_forms import EMPTY_MARKS, Form, numeral
+from cqwen_dist.data.delimited import MISSING
+from cqwen_dist.data.number_forms import EMPTY_MARKS, Form, numeral
 
 _INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0")  # pandas' name for an index without one
 _TIMESTAMP = re.compile(

@@ -13,8 +13,8 @@ from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.cells import BadLine, TableCells, as_number, is_index, is_missing, is_number
 from cqwen_dist.data.csv_rows import delimiter_in
+from cqwen_dist.data.number_forms import Form, Unsettled, forms_of
 from cqwen_dist.data.records import named_fields
-from cqwen_dist.number_forms import Form, Unsettled, forms_of
 
 SAMPLE = 10  # blocks read to detect the columns: up to 10,000 rows
 _DAY = re.compile(r"\d{4}-\d\d-\d\d( \d\d:\d\d:\d\d(\.\d+)?([+-]\d\d:\d\d)?)?", re.ASCII)

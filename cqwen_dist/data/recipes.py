@@ -12,8 +12,8 @@ from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.cells import BadLine, TableCells, as_number, is_index
 from cqwen_dist.data.columns import cell_in, columns_of, forms_in, sample
 from cqwen_dist.data.json_rows import no_records
+from cqwen_dist.data.number_forms import EMPTY_MARKS, Form, by_form, forms_of, said
 from cqwen_dist.data.records import Text
-from cqwen_dist.number_forms import EMPTY_MARKS, Form, by_form, forms_of, said
 
 _TOTALS = {"total", "totals", "grand total", "sum", "subtotal", "average", "gesamt", "summe", "insgesamt"}
 _TOTALS |= {"total général", "somme", "suma", "totale", "totaal", "totalt"}

@@ -16,9 +16,9 @@ from cqwen_dist.config.data import DataConfig, NumberPolicy, filled, template_fi
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.cells import BadLine, TableCells, as_number, as_text, is_empty, is_index
 from cqwen_dist.data.chat import Chat, Spans
+from cqwen_dist.data.number_forms import Form, said
 from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.turns import messages_of, tools_of
-from cqwen_dist.number_forms import Form, said
 
 # GSM8K's calculator marks. They need "=" and have no letters: "cout << a; cin >> b" must not match.
 _MARKS = re.compile(r"<<[^<>A-Za-z;\n]*=[^<>A-Za-z;\n]*>>")

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cqwen_dist.data.learnt_range import MARGIN
 from cqwen_dist.data.statistics import signed_log
+from cqwen_dist.prediction.learnt_range import MARGIN
 from cqwen_dist.tables.encoding import EncodedRows
 from cqwen_dist.tables.rows import Table
 

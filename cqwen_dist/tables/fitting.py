@@ -23,17 +23,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic_core import to_json
 
-from cqwen_dist.checkpoint.learnt_table import learnt_table
 from cqwen_dist.checkpoint.manifest import Retention, checkpoint_folder, evaluated
 from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.config.data import column_lines
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.columns import given_forms
+from cqwen_dist.data.number_forms import by_form
 from cqwen_dist.data.records import Extractor
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.generate.table import predict_rows, prompts_of, shared_digits, write_table
-from cqwen_dist.number_forms import by_form
+from cqwen_dist.prediction.learnt_table import learnt_table
+from cqwen_dist.prediction.table import predict_rows, prompts_of, shared_digits, write_table
 from cqwen_dist.run.appearing import appearing
 from cqwen_dist.run.files import BEST, FIT, file_record, not_followed, write_atomically, written_whole
 from cqwen_dist.tables.baselines import Rival, baselines
@@ -269,7 +269,7 @@ def best_checkpoint(run: Path) -> Path:
 def _predict(
     folder: Path, checkpoint: Path, made: Prepared, say: Callable[[str], None], clock: TimeLimit
 ) -> list[dict[str, Any]]:
-    """Writes predicted.csv and returns the rows: the test rows with the columns `generate.table.NUMBER_COLUMNS`, and
+    """Writes predicted.csv and returns the rows: the test rows with the columns `prediction.table.NUMBER_COLUMNS`, and
     `outside`."""
     from cqwen_dist.checkpoint.trained import load_trained
 

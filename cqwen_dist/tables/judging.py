@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cqwen_dist.data.learnt_range import OUTSIDE
-from cqwen_dist.generate.table import NUMBER_COLUMNS
+from cqwen_dist.prediction.learnt_range import OUTSIDE
+from cqwen_dist.prediction.table import NUMBER_COLUMNS
 
 OURS, WIDE_ALONE = "CausalQwen", "the wide part alone"  # those that give intervals
 DRAWS = 2000  # of the paired bootstrap

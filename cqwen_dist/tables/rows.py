@@ -16,11 +16,11 @@ from cqwen_dist.config.data import can_be_named
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.cells import BadLine, Literal, TableCells, as_number, cell_text, is_missing
 from cqwen_dist.data.columns import columns_of, forms_in, sample
-from cqwen_dist.data.learnt_range import OUTSIDE
+from cqwen_dist.data.delimited import write_rows as write_csv
+from cqwen_dist.data.number_forms import Form
 from cqwen_dist.data.recipes import records_in, table_columns
-from cqwen_dist.delimited import write_rows as write_csv
-from cqwen_dist.generate.table import NUMBER_COLUMNS
-from cqwen_dist.number_forms import Form
+from cqwen_dist.prediction.learnt_range import OUTSIDE
+from cqwen_dist.prediction.table import NUMBER_COLUMNS
 
 LEAST_ROWS = 20
 ENOUGH_VALID, MOST_VALID = 200, 400

@@ -22,10 +22,10 @@ import torch
 
 from benchmarks.line_chart import line_chart
 from cqwen_dist import train
-from cqwen_dist.checkpoint.learnt_table import learnt_table
 from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.generate.continuation import encoded, padded
 from cqwen_dist.heads.intervals import Intervals
+from cqwen_dist.prediction.learnt_table import learnt_table
 from cqwen_dist.run.files import write_atomically
 from cqwen_dist.tables.fit_request import FitRequest
 from cqwen_dist.tables.fitting import CONFIG, best_checkpoint, prepare

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.cells import Literal, TableCells, cell_text, is_empty
 from cqwen_dist.data.columns import described, forms_in, given_forms, sample
-from cqwen_dist.data.differences import compare
 from cqwen_dist.data.from_memory import as_rows, write_records
 from cqwen_dist.data.from_memory import records as from_memory
+from cqwen_dist.data.number_forms import Form, Unsettled, by_form, forms_of, numeral
 from cqwen_dist.data.recipes import recognise
 from cqwen_dist.data.records import ReadReport, Text
 from cqwen_dist.data.sources import read_texts
-from cqwen_dist.number_forms import Form, Unsettled, by_form, forms_of, numeral
+from cqwen_dist.prediction.differences import compare
 
 SAME: dict[str, list[Any]] = {
     "2024-01-07": [

@@ -12,9 +12,9 @@ import pytest
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.config.data import column_lines
 from cqwen_dist.data.chat import Chat
+from cqwen_dist.data.delimited import MISSING
 from cqwen_dist.data.records import Extractor
-from cqwen_dist.delimited import MISSING
-from cqwen_dist.generate.table import prompts_of
+from cqwen_dist.prediction.table import prompts_of
 from cqwen_dist.tables.fitting import only_fit
 from cqwen_dist.tables.rows import BLOCK, by_length, held_out_rows, read_parts, read_table, repeats, split
 

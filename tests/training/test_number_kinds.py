@@ -17,7 +17,7 @@ from cqwen_dist.config import UserError, load_config
 from cqwen_dist.data.collate import collate
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.generate.continuation import continue_text
-from cqwen_dist.generate.table import NUMBER_COLUMNS, number_columns
+from cqwen_dist.prediction.table import NUMBER_COLUMNS, number_columns
 from cqwen_dist.tools.export.export import export
 
 KINDS = {

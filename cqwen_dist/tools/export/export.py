@@ -24,8 +24,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from cqwen_dist.checkpoint.adapter import WEIGHTS, to_peft, write_config
-from cqwen_dist.checkpoint.learnt_table import FILE as TABLE
-from cqwen_dist.checkpoint.learnt_table import learnt_table
 from cqwen_dist.checkpoint.trained import is_exported, load_exported, load_trained, run_of
 from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.errors import UserError, reason_of
@@ -33,6 +31,8 @@ from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.heads.intervals import FILE as CALIBRATION
 from cqwen_dist.model import CausalQwenForCausalLM
+from cqwen_dist.prediction.learnt_table import FILE as TABLE
+from cqwen_dist.prediction.learnt_table import learnt_table
 from cqwen_dist.run.appearing import appearing
 from cqwen_dist.run.files import STATE, read_object
 from cqwen_dist.tools.export.as_base import HELD, plain_model, plain_tokenizer

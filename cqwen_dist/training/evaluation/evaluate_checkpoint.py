@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.checkpoint.learnt_table import LearntTable, learnt_table
 from cqwen_dist.checkpoint.resume import refuse_exchanged
 from cqwen_dist.checkpoint.trained import is_exported, load_trained, run_of
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.dataset import TextDataset
-from cqwen_dist.data.differences import differences
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.records import ReadReport
@@ -32,6 +30,8 @@ from cqwen_dist.ops.ovr.head import WordHead
 from cqwen_dist.ops.ovr.scores import OvrScores, ovr_scores
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
+from cqwen_dist.prediction.differences import differences
+from cqwen_dist.prediction.learnt_table import LearntTable, learnt_table
 from cqwen_dist.run.files import START, STATE, read_object
 from cqwen_dist.training.evaluation.evaluator import Decisions, Evaluator, base_metrics
 

@@ -13,8 +13,8 @@ import pytest
 from pydantic_core import to_json
 from support.browser import look
 
-from cqwen_dist.data.learnt_range import OUTSIDE
-from cqwen_dist.generate.table import NUMBER_COLUMNS
+from cqwen_dist.prediction.learnt_range import OUTSIDE
+from cqwen_dist.prediction.table import NUMBER_COLUMNS
 from cqwen_dist.tables.judging import OURS, conditional, errors, intervals, shown_rows, verdict
 from cqwen_dist.tools.report.html import write_report
 

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from cqwen_dist.config.data import filled, unescaped
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.delimited import MISSING, write_rows
+from cqwen_dist.data.delimited import MISSING, write_rows
 from cqwen_dist.generate.continuation import Prompt, encoded, generate_batch
 from cqwen_dist.generate.decisions import choose
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, check_digits, shown
 from cqwen_dist.generate.streaming import Tokenizer, reader
 from cqwen_dist.heads.intervals import LEVELS
+from cqwen_dist.prediction.learnt_range import OUTSIDE, LearntRange
 
 Unread = dict[int, UserError]  # why a row, counted from 0, has no prediction
 
@@ -174,20 +175,20 @@ def predict_rows(
     options: Sequence[str] = (),
     reject_below: float = 0.0,
     unread: Unread | None = None,
-    known: Any = None,
+    known: LearntRange | None = None,
     cells: Sequence[Mapping[str, str]] = (),
     **settings: Any,
 ) -> Iterator[dict[str, Any]]:
     """The rows with their new columns. prompts, unread: of `prompts_of`; an unread row's new cells are None.
 
-    known: training ranges; numbers are limited to them and marked (`data.learnt_range.LearntRange.held`). cells:
-    the rows' cells as training reads them; given together with `known`.
+    known: training ranges; numbers are limited to them and marked (`LearntRange.held`). cells: the rows' cells as
+    training reads them; given together with `known`.
 
     options: choose one of these texts for each row instead (columns `p OPTION` and `chosen`, which is None if no option
     reaches reject_below). settings: of `predict_numbers`. Raises `UserError`, also if the table already has one of the
     new columns.
     """
-    marked = [] if known is None else [known.column]
+    marked = [] if known is None else [OUTSIDE]
     added = [CHOICE, *(f"p {option}" for option in options)] if options else number_columns(model) + marked
     taken = [name for name in added if rows and name in rows[0]]
     if taken:
@@ -206,7 +207,11 @@ def predict_rows(
 
 
 def _held(
-    known: Any, cells: Sequence[Mapping[str, str]], without: Unread, found: Iterator[dict[str, Any]], model: Any
+    known: LearntRange | None,
+    cells: Sequence[Mapping[str, str]],
+    without: Unread,
+    found: Iterator[dict[str, Any]],
+    model: Any,
 ) -> Iterator[dict[str, Any]]:
     """Predictions for all rows except those in `without`, held near the training range."""
     if known is None:

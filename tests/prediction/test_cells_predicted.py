@@ -9,14 +9,14 @@ from data.test_cells import KINDS, table, written
 from support.exported import tiny_pair, write_folder
 
 from cqwen_dist import api
-from cqwen_dist.checkpoint.learnt_table import LearntTable
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.columns import columns_for
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
 from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.generate.continuation import encoded
-from cqwen_dist.generate.table import NUMBER_COLUMNS
+from cqwen_dist.prediction.learnt_table import LearntTable
+from cqwen_dist.prediction.table import NUMBER_COLUMNS
 
 
 def test_all_that_is_known_of_a_column_is_kept(tmp_path: Path) -> None:

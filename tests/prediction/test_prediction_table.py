@@ -15,10 +15,10 @@ from support.exported import tiny_pair
 from cqwen_dist.api import predict, predicted_rows
 from cqwen_dist.config import UserError
 from cqwen_dist.data.recipes import records_in
-from cqwen_dist.generate import table as generated_table
 from cqwen_dist.generate.continuation import continue_text, generate_batch
 from cqwen_dist.generate.decisions import choose
-from cqwen_dist.generate.table import NUMBER_COLUMNS, predict_numbers, predict_rows, prompts_of, write_table
+from cqwen_dist.prediction import table as generated_table
+from cqwen_dist.prediction.table import NUMBER_COLUMNS, predict_numbers, predict_rows, prompts_of, write_table
 
 TABLE = 'item,amount,note\ntea,3.5,"a, b"\nmilk,12,\n"rice ""x""",-4,{z}\n'
 TEMPLATE = "{item} costs {amount} and bread costs"
@@ -69,7 +69,7 @@ def test_decimal_commas_of_a_template_are_found_by_the_cells(
 ) -> None:
     (tmp_path / "t.csv").write_text(text, encoding="utf-8")
     prompts: list[str] = []
-    monkeypatch.setattr("cqwen_dist.generate.table.predict_rows", lambda *given, **_: prompts.extend(given[3]) or [])
+    monkeypatch.setattr("cqwen_dist.prediction.table.predict_rows", lambda *given, **_: prompts.extend(given[3]) or [])
     predict((None, None), tmp_path / "t.csv", "{item}: {amount}", decimal_comma=comma)  # type: ignore[arg-type]
     assert prompts == [f"tea: {amount}"]
 

@@ -13,8 +13,8 @@ from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.training import LossConfig
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.columns import columns_for, forms_by
-from cqwen_dist.data.learnt_range import LearntRange
 from cqwen_dist.data.records import Extractor, named_fields
+from cqwen_dist.prediction.learnt_range import LearntRange
 from cqwen_dist.run.files import START, read_object
 
 FILE = "table.json"  # in an exported folder

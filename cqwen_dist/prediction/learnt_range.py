@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from cqwen_dist.data.cells import as_number
-from cqwen_dist.data.differences import beyond
 from cqwen_dist.heads.intervals import LEVELS
 from cqwen_dist.heads.targets import TargetTransform
+from cqwen_dist.prediction.differences import beyond
 
 OUTSIDE = "outside"  # the added column: names of columns with a number outside
 MARGIN = 0.25  # in ranges beyond either end: still inside; predictions are limited here
@@ -26,7 +26,6 @@ class LearntRange:
 
     target: str
     ends: Mapping[str, tuple[float, float]]
-    column: ClassVar[str] = OUTSIDE  # for `generate.table`, which imports no `data`
 
     @classmethod
     def of(cls, columns: Mapping[str, Mapping[str, Any]], target: str) -> LearntRange | None:
