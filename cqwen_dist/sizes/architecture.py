@@ -166,14 +166,24 @@ class Architecture:
             total += layers * r * e * (2 * self.hidden + 3 * i)
         return total
 
-    def work(self, adapters: int, words: int, abduction: int, softmax: bool = False) -> Work:
-        """Operations of a model on this base. adapters, abduction: entries of their matrices. words: C_w. softmax:
-        whether the word loss has a softmax term."""
+    def work(self, config: Config, words: int, abduction: int) -> Work:
+        """Operations of a run's model on this base. words: C_w. abduction: entries of its matrices."""
+        lora = config.model.lora
+        adapters = self.lora_parameters(lora.rank, lora.target_modules, active=True) if config.trains("lora") else 0
         blocks = [(count, block.kind) for count, layer in self.stack for block in layer]
         attending = sum(count for count, kind in blocks if kind == "attention")
         state = sum(count for count, kind in blocks if kind == "recurrence") * self.sizes.get("linear state", 0)
-        attention = self.heads * self.head_dim
-        return Work(self.active_entries, adapters, attending, attention, abduction, words, self.vocab, state, softmax)
+        return Work(
+            matrices=self.active_entries,
+            adapters=adapters,
+            layers=attending,
+            attention=self.heads * self.head_dim,
+            abduction=abduction,
+            words=words,
+            vocab=self.vocab,
+            recurrent=state,
+            softmax=config.word_terms["softmax_weight"] > 0,
+        )
 
 
 def _counted(layers: list[tuple[Block, ...]]) -> tuple[tuple[int, tuple[Block, ...]], ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_split
 from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.model.base_loading import build_base
-from cqwen_dist.run.files import let_read
+from cqwen_dist.run.appearing import appearing
 
 
 def build_run_base(config: Config, say: Callable[[str], None], device: torch.device) -> None:
@@ -41,11 +40,6 @@ def build_run_base(config: Config, say: Callable[[str], None], device: torch.dev
     reads = config.model.tokenizer == TRAIN_TOKENIZER or config.model.pretrain is not None
     texts = read_split(config.data, ReadReport())[0] if reads else []
     vocab_size, tokenizer = base.config.vocab_size, tokenizer_of(config, texts)
-    partial = folder.with_name(".base.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    if config.model.tokenizer == TRAIN_TOKENIZER:
-        tokenizer.save_pretrained(partial)
     if tokenizer.rows_for(vocab_size) > vocab_size:
         raise UserError("model.architecture.vocab_size", vocab_size, f"{tokenizer.num_token_id + 1} or more, for <NUM>")
     if config.model.pretrain is not None:
@@ -53,9 +47,10 @@ def build_run_base(config: Config, say: Callable[[str], None], device: torch.dev
         _pretrain(base.to(device), dataset, config.model.pretrain.steps, config.train.seed, say)
         base.cpu()
     base.config.eos_token_id = base.generation_config.eos_token_id = tokenizer.eos_token_id  # ends generation
-    base.save_pretrained(partial)
-    let_read(partial)
-    partial.rename(folder)
+    with appearing(folder, "run.dir") as partial:
+        if config.model.tokenizer == TRAIN_TOKENIZER:
+            tokenizer.save_pretrained(partial)
+        base.save_pretrained(partial)
 
 
 def _pretrain(base: Any, dataset: TextDataset, steps: int, seed: int, say: Callable[[str], None]) -> None:

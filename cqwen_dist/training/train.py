@@ -42,10 +42,15 @@ def train(
         folder = Path(config.run.dir)
         ended = from_main_rank(lambda: read_status(folder))
     newest = ended.get("checkpoint")
-    checkpoint = None if newest is None else folder / CHECKPOINTS / newest
-    metrics = {name: float(value) for name, value in metrics.items()}
-    step, reason = ended.get("step", 0), ended.get("reason")
-    return TrainResult(folder, ended["status"], step, metrics, checkpoint, reason, runtime.rank)
+    return TrainResult(
+        folder=folder,
+        status=ended["status"],
+        step=ended.get("step", 0),
+        metrics={name: float(value) for name, value in metrics.items()},
+        checkpoint=None if newest is None else folder / CHECKPOINTS / newest,
+        reason=ended.get("reason"),
+        rank=runtime.rank,
+    )
 
 
 def train_on(
@@ -81,9 +86,14 @@ def train_on(
                     status.write(status="done")
                 return place.figures
             # The steps. The clock counts operations by the model as it is, adapters included
-            flops = work_in(config, run.model).flops
-            clock = Clock(flops, runtime.device, run.groups.world_size, peak_of(runtime.device))
-            trainer = Trainer(run, status, called, place, clock, partial(open_log, run, on_record=called.step))
+            trainer = Trainer(
+                run,
+                status,
+                called,
+                place,
+                Clock(work_in(config, run.model).flops, runtime.device, run.groups.world_size, peak_of(runtime.device)),
+                partial(open_log, run, on_record=called.step),
+            )
             status.at(place.step, total, run.schedule.at(place.step).stage.name)
             status.write(status="running")
             return trainer.train()
@@ -98,8 +108,5 @@ def peak_of(device: torch.device) -> float | None:
 
 def work_in(config: Config, model: Any) -> Work:
     """The operation count of a run's `CausalQwenModel`, as the planner computes it."""
-    base, lora = Architecture.of(model.transformer.config.to_dict()), config.model.lora
-    adapters = base.lora_parameters(lora.rank, lora.target_modules, active=True) if config.trains("lora") else 0
     abduction = sum(p.numel() for p in model.abduction.parameters() if p.ndim == 2)
-    softmax = model.config.word_terms.get("softmax_weight", 0.0) > 0
-    return base.work(adapters, model.config.causal_size, abduction, softmax)
+    return Architecture.of(model.transformer.config.to_dict()).work(config, model.config.causal_size, abduction)

@@ -182,12 +182,7 @@ def ceil_div(count: int, parts: int) -> int:
 
 def work_of(s: Sizes) -> Work:
     """The work of a stage."""
-    lora = s.config.model.lora
-    adapters = 0
-    if "lora" in s.ever_trainable:
-        adapters = s.base.lora_parameters(lora.rank, lora.target_modules, active=True)
-    softmax = s.config.word_terms["softmax_weight"] > 0
-    return s.base.work(adapters, s.words, sum(rows * columns for rows, columns in s.abduction), softmax)
+    return s.base.work(s.config, s.words, sum(rows * columns for rows, columns in s.abduction))
 
 
 def flops(s: Sizes) -> Flops:
