@@ -247,7 +247,7 @@ def _as_learnt(
 ) -> tuple[list[Prompt], list[dict[str, str]]]:
     """The prompts of rows, and their cells, as the run read them. unread: gets the rows without a prompt; say: gets how
     the columns differ. Raises: UserError for columns that are missing or cannot be read as then."""
-    from cqwen_dist.data.cells import BadLine
+    from cqwen_dist.config.errors import BadLine
     from cqwen_dist.data.columns import cell_in
     from cqwen_dist.prediction.differences import compare
 

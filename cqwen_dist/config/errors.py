@@ -36,6 +36,14 @@ class DiskError(UserError):
         self.away = away
 
 
+class BadLine(Exception):
+    """An unusable line or record. kind: counted in the report; found and allowed: as in `UserError`."""
+
+    def __init__(self, kind: str, found: object, allowed: str) -> None:
+        super().__init__(kind, found, allowed)
+        self.kind, self.found, self.allowed = kind, found, allowed
+
+
 def reason_of(error: object, most: int = 160) -> str:
     """An error's message in one line, at most `most` characters; its type if the message is empty."""
     return " ".join(str(error).split())[:most] or type(error).__name__

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.config.data import DataConfig, source_files
-from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.data.cells import BadLine
+from cqwen_dist.config.errors import BadLine, Said, UserError
 from cqwen_dist.data.csv_rows import of_csv
 from cqwen_dist.data.json_rows import json_line, no_records, of_array, whole
 from cqwen_dist.data.lines import Lines, decoded

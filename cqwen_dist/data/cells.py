@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from cqwen_dist.config.errors import BadLine
 from cqwen_dist.data.delimited import MISSING
 from cqwen_dist.data.number_forms import EMPTY_MARKS, Form, numeral
 
@@ -25,14 +26,6 @@ _TIMESTAMP = re.compile(
 )
 _TRUTH = {"true", "True", "TRUE", "false", "False", "FALSE"}
 _MOST_NESTED = 1 << 16  # characters of a cell that is tried as nested
-
-
-class BadLine(Exception):
-    """An unusable line or record. kind: counted in the report; found and allowed: as in `UserError`."""
-
-    def __init__(self, kind: str, found: object, allowed: str) -> None:
-        super().__init__(kind, found, allowed)
-        self.kind, self.found, self.allowed = kind, found, allowed
 
 
 class Literal(str):

@@ -21,8 +21,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from cqwen_dist.config.errors import Said, UserError, reason_of
-from cqwen_dist.data.cells import BadLine
+from cqwen_dist.config.errors import BadLine, Said, UserError, reason_of
 
 # Qwen's format, for a tokenizer without a template.
 CHATML = (

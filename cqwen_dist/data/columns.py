@@ -9,9 +9,9 @@ from itertools import islice
 from typing import Any
 
 from cqwen_dist.config.data import DataConfig, as_list, source_files
-from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.errors import BadLine, Said, UserError
 from cqwen_dist.data.blocks import blocks
-from cqwen_dist.data.cells import BadLine, TableCells, as_number, is_index, is_missing, is_number
+from cqwen_dist.data.cells import TableCells, as_number, is_index, is_missing, is_number
 from cqwen_dist.data.csv_rows import delimiter_in
 from cqwen_dist.data.number_forms import Form, Unsettled, forms_of
 from cqwen_dist.data.records import named_fields

@@ -9,8 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from cqwen_dist.config.data import DataConfig, source_files
-from cqwen_dist.config.errors import UserError
-from cqwen_dist.data.cells import BadLine
+from cqwen_dist.config.errors import BadLine, UserError
 from cqwen_dist.data.delimited import delimiter_of, said_delimiter
 from cqwen_dist.data.lines import Lines, decoded
 from cqwen_dist.data.records import MAX_TEXT, Row, needed_columns

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.data.cells import BadLine, Literal
+from cqwen_dist.config.errors import BadLine, Said, UserError
+from cqwen_dist.data.cells import Literal
 from cqwen_dist.data.lines import Lines, decoded
 from cqwen_dist.data.records import MAX_TEXT, Row
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cqwen_dist.config.data import DataConfig
-from cqwen_dist.config.errors import Said
-from cqwen_dist.data.cells import BadLine
+from cqwen_dist.config.errors import BadLine, Said
 from cqwen_dist.data.records import MAX_TEXT, too_long
 
 _BROKEN_GZIP = (EOFError, zlib.error, gzip.BadGzipFile)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cqwen_dist.config.data import QUESTION_AND_ANSWER, RECIPES, can_be_named, column_lines
-from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.data.cells import BadLine, TableCells, as_number, is_index
+from cqwen_dist.config.errors import BadLine, Said, UserError
+from cqwen_dist.data.cells import TableCells, as_number, is_index
 from cqwen_dist.data.columns import cell_in, columns_of, forms_in, sample
 from cqwen_dist.data.json_rows import no_records
 from cqwen_dist.data.number_forms import EMPTY_MARKS, Form, by_form, forms_of, said

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cqwen_dist.config.data import DataConfig, NumberPolicy, filled, template_fields
-from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.data.cells import BadLine, TableCells, as_number, as_text, is_empty, is_index
+from cqwen_dist.config.errors import BadLine, Said, UserError
+from cqwen_dist.data.cells import TableCells, as_number, as_text, is_empty, is_index
 from cqwen_dist.data.chat import Chat, Spans
 from cqwen_dist.data.number_forms import Form, said
 from cqwen_dist.data.numbers import find_numbers

@@ -14,9 +14,8 @@ import numpy as np
 import pyarrow as pa
 
 from cqwen_dist.config.data import DataConfig, as_list
-from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.errors import BadLine, UserError
 from cqwen_dist.data.blocks import blocks
-from cqwen_dist.data.cells import BadLine
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.columns import columns_for, forms_by
 from cqwen_dist.data.records import Block, Extractor, ReadReport, Text

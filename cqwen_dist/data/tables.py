@@ -11,8 +11,8 @@ import pyarrow
 import pyarrow.ipc
 
 from cqwen_dist.config.data import DataConfig
-from cqwen_dist.config.errors import UserError, reason_of
-from cqwen_dist.data.cells import BadLine, shortened
+from cqwen_dist.config.errors import BadLine, UserError, reason_of
+from cqwen_dist.data.cells import shortened
 from cqwen_dist.data.records import Block, Row, needed_columns
 
 _AT_ONCE = 16  # rows read at a time: a dictionary of one large value makes 1,000 rows of gigabytes out of 299 bytes

@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from cqwen_dist.data.cells import BadLine, Literal, as_text
+from cqwen_dist.config.errors import BadLine
+from cqwen_dist.data.cells import Literal, as_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _CALL = "function_call"  # ShareGPT's role for an assistant message that is a call as JSON

@@ -13,8 +13,8 @@ import numpy as np
 
 from cqwen_dist.config import UserError
 from cqwen_dist.config.data import can_be_named
-from cqwen_dist.config.errors import Said
-from cqwen_dist.data.cells import BadLine, Literal, TableCells, as_number, cell_text, is_missing
+from cqwen_dist.config.errors import BadLine, Said
+from cqwen_dist.data.cells import Literal, TableCells, as_number, cell_text, is_missing
 from cqwen_dist.data.columns import columns_of, forms_in, sample
 from cqwen_dist.data.delimited import write_rows as write_csv
 from cqwen_dist.data.number_forms import Form

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 from cqwen_dist.batch import IGNORE_INDEX
 from cqwen_dist.config import DataConfig, UserError
-from cqwen_dist.data.cells import BadLine
+from cqwen_dist.config.errors import BadLine
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.collate import collate
 from cqwen_dist.data.dataset import TextDataset

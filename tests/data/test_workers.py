@@ -14,9 +14,9 @@ import pyarrow.parquet
 import pytest
 
 from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.config.errors import BadLine
 from cqwen_dist.data import blocks as cutting
 from cqwen_dist.data.blocks import Row, blocks
-from cqwen_dist.data.cells import BadLine
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.chunk import encode_blocks
 from cqwen_dist.data.prepare import prepare, read_manifest

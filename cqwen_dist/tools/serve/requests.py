@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cqwen_dist.config.errors import UserError
-from cqwen_dist.data.cells import BadLine
+from cqwen_dist.config.errors import BadLine, UserError
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.turns import messages_of
 from cqwen_dist.generate.continuation import Written
