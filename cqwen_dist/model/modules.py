@@ -66,7 +66,8 @@ class FeatureStack(nn.Module):
         hooks = []
         for name, value in instead.items():
             owner, _, own = name.rpartition(".")
-            module, kept = self.get_submodule(owner), []
+            module = self.get_submodule(owner)
+            kept: list[Tensor] = []
 
             def enter(module: Any, _: Any, own: str = own, value: Tensor = value, kept: list[Tensor] = kept) -> None:
                 kept.append(getattr(module, own).data)
