@@ -63,11 +63,11 @@ def _fields(node: ast.ClassDef, classes: dict[str, tuple[str, ast.ClassDef]]) ->
         found |= _fields(classes[base][1], classes) if base in classes and base != node.name else {}
     for line in node.body:
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and "ClassVar" not in ast.dump(line):
-            # field(init=False) takes no argument; what field(default_factory=...) makes is filled, not given
-            made = isinstance(line.value, ast.Call) and {"init", "default_factory"} & {
-                k.arg for k in line.value.keywords
-            }
-            found[line.target.id] = line.value is not None and not made
+            # field(init=False) takes no argument; what field(default_factory=...) makes is filled, not given; a verb's
+            # option is given on the command line
+            keywords = {k.arg for k in line.value.keywords} if isinstance(line.value, ast.Call) else set()
+            elsewhere = {"init", "default_factory"} & keywords or "typer.Option" in ast.unparse(line.annotation)
+            found[line.target.id] = line.value is not None and not elsewhere
     return found
 
 
@@ -80,6 +80,7 @@ def test_every_option_is_used():
 
 def test_the_check_of_options_finds_unused_ones():
     record = "class A(NamedTuple):\n    a: int\n    b: int = 0\n    c: int = 0\n    d: ClassVar[int] = 0\n"
+    record += "    e: Annotated[int, typer.Option()] = 0\n"
     unused = ["a.py A.b", "a.py A.c"]
     uses = {
         "A(1)": unused,
