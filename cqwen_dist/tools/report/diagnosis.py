@@ -191,7 +191,7 @@ def _recalibrated_intervals(run: RunData, conformal: float, count: float) -> Ite
     inside = abs(conformal - 0.9) <= reach
     if _knows_numbers(run) or not inside:  # guessed numbers need wide intervals, which cover easily
         yield (good if inside else warn)(
-            f"Recalibrated 90 % intervals hold {conformal:.0%}",
+            f"Recalibrated 90 % intervals contain {conformal:.0%}",
             f"Measured on {count:.0f} numbers that did not calibrate them. Chance alone gives "
             f"{max(0.9 - reach, 0):.0%} to {min(0.9 + reach, 1):.0%} (99 % of the time).",
         )

@@ -60,7 +60,7 @@ def test_a_good_run_gets_only_good_sentences() -> None:
     assert [f.title for f in findings()] == [
         "Words: 50.0% right",
         "Numbers: median absolute error 3",
-        "Recalibrated 90 % intervals hold 89%",
+        "Recalibrated 90 % intervals contain 89%",
         "The probabilities add up to 1.10",
     ]
 
@@ -78,7 +78,7 @@ def test_a_good_run_gets_only_good_sentences() -> None:
         ({"eval/reg_mae": 80.0}, {}, "A few extreme errors"),
         ({"eval/reg_mdae": 21.0, "eval/reg_mae": 22.0}, {}, "Numbers are no better than always saying the median"),
         ({"eval/coverage_90": 0.99}, {}, "The Cauchy's 90 % intervals contain 99%"),
-        ({"eval/coverage_90_conformal": 0.80}, {}, "Recalibrated 90 % intervals hold 80%"),
+        ({"eval/coverage_90_conformal": 0.80}, {}, "Recalibrated 90 % intervals contain 80%"),
         ({"dist/U_loc_mean": 1.0}, {}, "The locations of U are skewed"),
         ({"dist/U_scale_std": 9.0}, {}, "The scales of U have heavy tails"),
         ({"train/kl": 2.2, "train/kl_eps": 0.1}, {}, "U moved further from its start than allowed: KL 2.2, bound 0.1"),
@@ -105,7 +105,7 @@ def test_the_scales_are_judged_with_number_dimensions_too() -> None:
 
 def test_recalibrated_intervals_are_recommended_only_where_they_were_measured() -> None:
     for more, advice in (({}, "need 9 held-out numbers"), ({"eval/width_90_conformal": 4.0}, "use the recalibrated")):
-        (found,) = (f for f in findings({"eval/coverage_90": 0.5, **more}) if f.title.startswith("The Cauchy's own"))
+        (found,) = (f for f in findings({"eval/coverage_90": 0.5, **more}) if f.title.startswith("The Cauchy's 90"))
         assert advice in found.text
 
 
@@ -115,7 +115,7 @@ def test_nothing_is_called_good_when_words_are_bad() -> None:
     assert [f.title for f in found if f.level == "bad"] == ["Words: only 1.1% right"]
     assert [f.title for f in found if f.level == "good"] == [
         "Numbers: median absolute error 3",
-        "Recalibrated 90 % intervals hold 89%",
+        "Recalibrated 90 % intervals contain 89%",
     ]
     assert "every word has the same probability" in " ".join(f.text for f in found)
     built = {"architecture": {"model_type": "qwen2"}, "tokenizer": "train"}
@@ -166,7 +166,7 @@ def test_usual_clipping_is_not_a_fault() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "recall", "which"), [(0.9, 0.2, "it misses"), (0.2, 0.9, "it sees"), (0, 0, "it misses")]
+    ("precision", "recall", "which"), [(0.9, 0.2, "it misses"), (0.2, 0.9, "it predicts"), (0, 0, "it misses")]
 )
 def test_the_direction_of_num_errors_is_named(precision: float, recall: float, which: str) -> None:
     changes = {"eval/num_f1": 0.3, "eval/num_precision": precision, "eval/num_recall": recall}
