@@ -126,8 +126,8 @@ def ranks(
 ) -> None:
     """Training steps on the ranks of a launcher: messages and memory compared with the plan, and tokens/s."""
     quiet_libraries()
+    from benchmarks.ranks import lines, measure_ranks
     from cqwen_dist.run.files import write_atomically
-    from cqwen_dist.tools.site.ranks import lines, measure_ranks
 
     found = measure_ranks()
     if found is None:

@@ -43,7 +43,7 @@ def machine(size: Size) -> Work:
         import transformers
         from triton import __version__ as triton_version
 
-        from cqwen_dist.tools.site.measure import device_name, seconds_of
+        from benchmarks.timing import device_name, seconds_of
 
         device = _device()
         a, b = (torch.randn(size.square, size.square, device=device).bfloat16() for _ in range(2))
@@ -74,7 +74,7 @@ def loss(name: str, size: Size, hidden: int, tokens: int | None = None) -> Work:
 
     def work() -> Iterator[Any]:
         from benchmarks.loss import OURS, contenders, extra_mib, make_problem, one_step
-        from cqwen_dist.tools.site.measure import seconds_of
+        from benchmarks.timing import seconds_of
 
         device = _device()
         make = contenders("auto")[name]
@@ -112,9 +112,9 @@ def ours(config: str, size: Size, **changes: Any) -> Work:
     """Our training step in the config's last stage, by part. changes: dotted config keys."""
 
     def work() -> Iterator[Any]:
+        from benchmarks.rig import build_rig
         from benchmarks.step import WARM_UP, Timer, sizes_of, stage_parts
         from cqwen_dist.parallel.runtime import distributed
-        from cqwen_dist.tools.site.rig import build_rig
 
         checked, architecture = _trained(config, size, changes)
         with distributed() as runtime:
@@ -139,9 +139,9 @@ def peer(config: str, size: Size, *, liger: bool, **changes: Any) -> Work:
     def work() -> Iterator[Any]:
         from benchmarks.parts import device_counts
         from benchmarks.peer import peer_step
+        from benchmarks.rig import random_batches
         from benchmarks.step import WARM_UP, Timer, sizes_of
         from cqwen_dist.parallel.runtime import distributed
-        from cqwen_dist.tools.site.rig import random_batches
 
         checked, architecture = _trained(config, size, changes)
         with distributed() as runtime:
@@ -166,7 +166,7 @@ def decoding(name: str, size: Size, batch: int, cache: str) -> Work:
 
     def work() -> Iterator[Any]:
         from benchmarks.generate import prepared
-        from cqwen_dist.tools.site.measure import seconds_of
+        from benchmarks.timing import seconds_of
 
         device = _device()
         shape: dict[str, Any] = {} if size is GPU else {"hidden": 64, "layers": 2, "vocab": 503}
@@ -213,8 +213,8 @@ def memory(case: str) -> Work:
 
     def work() -> Iterator[Any]:
         from benchmarks.memory_check import cases
+        from benchmarks.step_memory import config_of, measure
         from cqwen_dist.parallel.runtime import distributed
-        from cqwen_dist.tools.site.step_memory import config_of, measure
 
         with distributed() as runtime:
             found = cases(runtime.device.type)

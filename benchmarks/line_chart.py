@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-from cqwen_dist.generate.plot import drawing
-
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 460, 280, 60, 40, 48
 LETTER = 6.6  # pixels, about
 COLOURS = ("#146", "#c50", "#2a7", "#a2a", "#777", "#b90")
@@ -107,3 +105,11 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
 def _path(places: Sequence[tuple[float, float]], colour: str, dashes: str) -> str:
     way = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     return f'<path d="M{way}" stroke="{colour}" stroke-width="2" fill="none" stroke-dasharray="{dashes}"/>'
+
+
+def drawing(title: str, width: int, height: int, lines: Sequence[str]) -> str:
+    """An SVG document of some elements, on white, with its title."""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+    white = '<rect width="100%" height="100%" fill="white"/>'
+    named = f'<text x="12" y="22" font-size="14">{escape(title)}</text>'
+    return "\n".join([head + 'font-family="sans-serif" font-size="12">', white, named, *lines, "</svg>"]) + "\n"

@@ -28,13 +28,12 @@ import torch.nn.functional as F
 from rich.table import Column, Table
 from torch import Tensor
 
-from benchmarks.timing import in_turn, spread
+from benchmarks.step_memory import peak_growth_bytes
+from benchmarks.timing import device_name, in_turn, seconds_of, spread
 from cqwen_dist.ops.ovr import linear_ovr
 from cqwen_dist.ops.ovr.loss import IMPLEMENTATIONS
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.tiles import tile_shape
-from cqwen_dist.tools.site.measure import device_name, seconds_of
-from cqwen_dist.tools.site.step_memory import peak_growth_bytes
 
 PLAIN_COPIES = {"seed": 9, "stable": 14, "softmax": 4}  # live [N, V] fp32 tensors in the materialising contenders
 OURS = ("this", "chunked", "triton")  # implementations of this loss

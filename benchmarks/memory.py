@@ -6,7 +6,7 @@ import threading
 import time
 from pathlib import Path
 
-from cqwen_dist.tools.site.step_memory import status_bytes
+from benchmarks.step_memory import status_bytes
 
 
 class MemoryWatch:

@@ -17,13 +17,12 @@ from typing import Any
 from rich.table import Column, Table
 
 from benchmarks.fake_world import one_of
-from benchmarks.timing import said
+from benchmarks.step_memory import ALL, BF16, SMALL, Case, config_of, measure
+from benchmarks.timing import device_name, said
 from cqwen_dist.config import Config, load_config
 from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.sizes.architecture import known_architecture, read_architecture
-from cqwen_dist.tools.site.measure import device_name
-from cqwen_dist.tools.site.step_memory import ALL, BF16, SMALL, Case, config_of, measure
 
 PARTS = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "num_experts": 8}
 PARTS |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_experts_per_tok": 2}

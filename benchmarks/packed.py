@@ -22,7 +22,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from benchmarks.parts import Marks, marked
-from benchmarks.timing import in_turn
+from benchmarks.rig import Rig, build_rig
+from benchmarks.timing import device_name, in_turn
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import Config
 from cqwen_dist.data.collate import collate
@@ -35,8 +36,6 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.varlen import attend_within_texts
 from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.sizes.architecture import read_architecture
-from cqwen_dist.tools.site.measure import device_name
-from cqwen_dist.tools.site.rig import Rig, build_rig
 from cqwen_dist.training.stages import StagePlan
 
 PADDED, MASK, VARLEN = "padded", "packed, mask", "packed, varlen"

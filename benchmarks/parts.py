@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from cqwen_dist.tools.site.rig import Rig
+from benchmarks.rig import Rig
 
 STEPS = 2
 ROWS = 40

@@ -22,7 +22,9 @@ import torch
 from benchmarks.launches import counting
 from benchmarks.parts import Marks, between, device_counts, marked, profile_steps
 from benchmarks.peer import PeerStep, peer_step
-from benchmarks.timing import said, spread
+from benchmarks.rig import DOCUMENTS, Rig, build_rig
+from benchmarks.timing import device_name, said, seconds_of, spread, wait_for
+from benchmarks.traffic import Traffic, Transfer
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import Config
 from cqwen_dist.ops.products import dtype_of
@@ -35,9 +37,6 @@ from cqwen_dist.tools.plan.machine import MACHINES, TERA, Machine, machine
 from cqwen_dist.tools.plan.make import allocated_bytes
 from cqwen_dist.tools.plan.memory import GIB
 from cqwen_dist.tools.plan.stage_sizes import Sizes, flops, stage_sizes, work_of
-from cqwen_dist.tools.site.measure import device_name, seconds_of, wait_for
-from cqwen_dist.tools.site.rig import DOCUMENTS, Rig, build_rig
-from cqwen_dist.tools.site.traffic import Traffic, Transfer
 from cqwen_dist.training.stages import StagePlan
 
 PEERS = {"hf+peft": False, "hf+peft+liger": True}  # name -> whether it uses Liger kernels

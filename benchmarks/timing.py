@@ -1,10 +1,13 @@
-"""Rounds of measurements, and their spread."""
+"""Seconds of work on a device, rounds of measurements, and their spread."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
+
+import torch
 
 from cqwen_dist.config.errors import reason_of
 
@@ -41,3 +44,23 @@ def said(error: Exception) -> str:
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Wall-clock seconds until the device has finished `work`."""
+    wait_for(device)
+    began = time.perf_counter()
+    work()
+    wait_for(device)
+    return time.perf_counter() - began
+
+
+def wait_for(device: torch.device) -> None:
+    """Blocks until the device has finished all queued work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU name, or the CPU with the number of threads."""
+    return torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"

@@ -20,7 +20,7 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.calibration import SURE
 from cqwen_dist.model.ridge import robust_ridge
 from cqwen_dist.prediction.table import prompts_of
-from cqwen_dist.tables.baselines import ALPHAS, LEAF, TREES
+from cqwen_dist.tables.baselines import ALPHAS
 from cqwen_dist.tables.choices import RANDOM_FEATURES, WIDE
 from cqwen_dist.tables.encoding import EncodedRows
 from cqwen_dist.tables.fitting import EMPTY
@@ -138,7 +138,7 @@ def trees(of: Sequence[EncodedRows], more: np.ndarray, fit: Callable[[int], Any]
 def forest(rows: int) -> Any:
     from sklearn.ensemble import ExtraTreesRegressor
 
-    return ExtraTreesRegressor(TREES, min_samples_leaf=LEAF, random_state=0)
+    return ExtraTreesRegressor(100, min_samples_leaf=2, random_state=0)
 
 
 def boosted(rows: int) -> Any:

@@ -161,7 +161,7 @@ def habit_faults(path: Path, source: str) -> list[str]:
                 reason = "the package works without its experiments and benchmarks; only they import it"
             types_only = isinstance(node, ast.ImportFrom) and {a.name for a in node.names} <= {"ProcessGroup"}
             ranks = any(m.startswith("torch.distributed") for m in modules) and not types_only
-            if ranks and part not in ("parallel", "tools/site"):  # the site's checks measure what parallel does
+            if ranks and part != "parallel":
                 reason = "only parallel/ talks to torch.distributed; a group is passed in and used by its functions"
         elif isinstance(node, ast.Call):
             keywords, called = {k.arg: k.value for k in node.keywords}, dotted_name(node.func)

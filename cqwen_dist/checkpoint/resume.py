@@ -76,8 +76,8 @@ def load_checkpoint(
             # Adapters lie apart in PEFT's format, so that other libraries can load them
             features=load_file(folder / "features.safetensors") | adapters,
             feature_moments=load_file(folder / "features.moments.safetensors") if wanted else {},
-            heads=_with_dimension(load_file(folder / "heads.safetensors")),
-            head_moments=_with_dimension(load_file(folder / "heads.moments.safetensors")) if wanted else {},
+            heads=load_file(folder / "heads.safetensors"),
+            head_moments=load_file(folder / "heads.moments.safetensors") if wanted else {},
             rows=_load_rows(folder, [row_range], ROWS),
             row_moments=_load_rows(folder, wanted, ROW_MOMENTS),
             row_range=row_range,
@@ -85,11 +85,6 @@ def load_checkpoint(
         )
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError("checkpoint", str(folder), f"files that can be read ({error})") from None
-
-
-def _with_dimension(tensors: Tensors) -> Tensors:
-    """b_reg and a scalar C have shape [1]. Earlier checkpoints have shape []."""
-    return {name: torch.atleast_1d(tensor) for name, tensor in tensors.items()}
 
 
 def _load_rows(folder: Path, ranges: Sequence[tuple[int, int]], names: re.Pattern[str]) -> Tensors:

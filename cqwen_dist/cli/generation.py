@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cqwen_dist.config.errors import UserError, writing
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.console import AsJson, Checkpoint, echo, print_document, print_json, quiet_libraries
 
 if TYPE_CHECKING:
@@ -33,9 +32,6 @@ class Sampling:
     top_p: Annotated[float | None, typer.Option(help="Only in modes compatible and ovr.")] = None
     decode_rule: Annotated[str | None, typer.Option(help="Rank words by ovr (P) or loc (loc_S).")] = None
     stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; may be repeated.")] = None
-    cache_implementation: Annotated[
-        str | None, typer.Option(help="dynamic, or static: fixed shapes, compiled on CUDA; pays for many tokens.")
-    ] = None
 
 
 def generate(
@@ -50,7 +46,6 @@ def generate(
     digits: DigitsOption = "auto",
     stream: Annotated[bool, typer.Option("--stream", help="Print the text while generating (one prompt).")] = False,
     device: Device = "auto",
-    plot: Annotated[Path | None, typer.Option(help="With --individuals or --noises: SVG of first numbers.")] = None,
     above: Annotated[float | None, typer.Option(help="Generate no text; list words with P above this.")] = None,
     decision_threshold: Annotated[
         float | None, typer.Option(help="With --above: one threshold C for all words.")
@@ -58,7 +53,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Continue prompts. Numbers have 50, 90 and 95 % intervals (--json: a record per token)."""
-    kind, drawn = _drawn(individuals, noises, plot, prompt)
+    kind, drawn = _drawn(individuals, noises)
     if decision_threshold is not None and above is None:
         raise UserError("--decision-threshold", decision_threshold, "with --above")
     _check_together(mode, kind, drawn is not None, above, alone=stream, several=len(prompt) > 1 or as_json)
@@ -83,9 +78,7 @@ def generate(
     elif len(prompt) > 1:
         _print_treatments(treatments(model, tokenizer, prompt, drawn, kind, **options), prompt, kind, as_json)
     else:
-        _print_counterfactuals(
-            counterfactuals(model, tokenizer, prompt[0], drawn, kind, **options), kind, plot, as_json
-        )
+        _print_counterfactuals(counterfactuals(model, tokenizer, prompt[0], drawn, kind, **options), kind, as_json)
 
 
 def _check_together(mode: str, kind: str, drawn: bool, above: float | None, alone: bool, several: bool) -> None:
@@ -98,16 +91,12 @@ def _check_together(mode: str, kind: str, drawn: bool, above: float | None, alon
         raise UserError("--mode", mode, f"{kind}, as with --individuals or --noises, or none")
 
 
-def _drawn(
-    individuals: int | None, noises: int | None, plot: Path | None, prompts: list[str]
-) -> tuple[str, int | None]:
+def _drawn(individuals: int | None, noises: int | None) -> tuple[str, int | None]:
     """Mode and count from --individuals or --noises; count None without either."""
     drawn = noises if individuals is None else individuals
     if (individuals is not None and noises is not None) or (drawn is not None and drawn < 1):
         named, other = ("--noises", "--individuals") if individuals is None else ("--individuals", "--noises")
         raise UserError(named, drawn, f"1 or more, and not together with {other}")
-    if plot is not None and (drawn is None or len(prompts) > 1):
-        raise UserError("--plot", str(plot), "with --individuals or --noises, and one prompt")
     return "individual" if noises is None else "noise", drawn
 
 
@@ -126,25 +115,19 @@ def _print_continued(written: list[Written], mode: str, streamed: bool, as_json:
             echo("    " + "   ".join(parts), err=True)
 
 
-def _print_counterfactuals(written: list[Written], mode: str, plot: Path | None, as_json: bool) -> None:
+def _print_counterfactuals(written: list[Written], mode: str, as_json: bool) -> None:
     from rich.console import Group
     from rich.table import Table
 
     from cqwen_dist.generate.continuation import Diversity
-    from cqwen_dist.generate.plot import Mark, interval_plot
 
     diversity, prompt = Diversity.of([w.text for w in written]), written[0].prompt
-    marks = []
     table = Table("", "text", "first number", "90 % interval", title=f"{mode}s of: {prompt}", title_justify="left")
     for i, w in enumerate(written, 1):
         first = w.numbers[0] if w.numbers else None
-        value, low, high = (math.nan,) * 3 if first is None else (first.value, *first.intervals["0.9"])
+        low, high = (math.nan, math.nan) if first is None else first.intervals["0.9"]
         interval = f"{low:.4g} to {high:.4g}" if high > low else ""  # a single individual's number has no interval
         table.add_row(str(i), w.text, "" if first is None else f"{first.written:g}", interval)
-        marks.append(Mark(f"{mode} {i}", value, low, high))
-    if plot is not None:
-        with writing("--plot", plot):
-            plot.write_text(interval_plot(prompt[-80:], marks, "first number with its 90 % interval"), encoding="utf-8")
     differ = f"{diversity.distinct} of {diversity.n} texts differ; mean word distance {diversity.distance:.3f}"
     document = {"mode": mode, "diversity": asdict(diversity), "outputs": [w.to_dict() for w in written]}
     print_document(document, as_json, lambda _: Group(table, differ))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cqwen_dist.config.errors import Said, UserError, writing
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.console import AsJson, Checkpoint, echo, print_document, quiet_libraries
 
 
@@ -20,24 +20,18 @@ def explain(
     dims: Annotated[int, typer.Option(min=1, help="How many of U's dimensions to name.")] = 8,
     individuals: Annotated[int, typer.Option(min=0, help="Also draw this many individuals.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="SVG file: the prompt's individuals, projected.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda:N, or auto.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Show which dimensions of U decide the word after a prompt, and the choices of other individuals."""
-    if plot is not None and len(prompt) > 1:
-        raise UserError("--plot", str(plot), "with one prompt")
     quiet_libraries()
     from cqwen_dist.checkpoint.trained import load_trained
     from cqwen_dist.data.chat import Chat
-    from cqwen_dist.tools.report.why import picture, tables, why
+    from cqwen_dist.tools.report.why import tables, why
 
     model, tokenizer = load_trained(checkpoint, device)
     texts = [Chat(tokenizer.tokenizer).question(message) for message in prompt] if chat else prompt
     found = [why(model, tokenizer, text, None, dims, individuals, seed, not chat) for text in texts]
-    if plot is not None:
-        with writing("--plot", plot):
-            plot.write_text(picture(found[0]), encoding="utf-8")
     print_document({"outputs": [asdict(each) for each in found]}, as_json, lambda _: tables(found))
 
 
@@ -54,9 +48,6 @@ def serve(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     engine: Annotated[str, typer.Option(help="generate: one text at a time; vllm: in batches.")] = "generate",
     engine_args: Annotated[str, typer.Option(help="JSON with further fields of vLLM's AsyncEngineArgs.")] = "{}",
-    adapter: Annotated[
-        list[str] | None, typer.Option(help="With vllm: NAME=FOLDER of a LoRA adapter; clients ask for model NAME.")
-    ] = None,
 ) -> None:
     """Serve a model by OpenAI's protocol: completions and chats, with values and intervals of numbers."""
     quiet_libraries()
@@ -69,7 +60,7 @@ def serve(
     called = name or Path(checkpoint).resolve().name
     limits = Limits(tokens=max_tokens, seconds=max_seconds, waiting=max_waiting)
     if engine == "vllm":
-        server = _batched(Path(checkpoint), called, limits, engine_args, adapter or [])
+        server = _batched(Path(checkpoint), called, limits, engine_args)
     elif engine == "generate":
         from cqwen_dist.checkpoint.trained import load_trained
 
@@ -86,7 +77,7 @@ def serve(
     uvicorn.Server(config).run([socket])
 
 
-def _batched(folder: Path, name: str, limits: Any, options: str, adapters: list[str]) -> Any:
+def _batched(folder: Path, name: str, limits: Any, options: str) -> Any:
     """A server in front of vLLM. Raises `UserError`."""
     from cqwen_dist.tools.serve.batched import BatchedServer
     from cqwen_dist.tools.vllm.vllm_writer import VllmWriter
@@ -95,10 +86,7 @@ def _batched(folder: Path, name: str, limits: Any, options: str, adapters: list[
         found = dict(json.loads(options))
     except (ValueError, TypeError):
         raise UserError("--engine-args", options, """a JSON object, such as '{"max_num_seqs": 64}'""") from None
-    if odd := next((each for each in adapters if "=" not in each), None):
-        raise UserError("--adapter", odd, "NAME=FOLDER")
-    named = dict(each.split("=", 1) for each in adapters)
-    return BatchedServer(VllmWriter(folder, named, **found), name, limits)
+    return BatchedServer(VllmWriter(folder, **found), name, limits)
 
 
 def export(

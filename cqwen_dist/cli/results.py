@@ -27,11 +27,8 @@ def status(
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of runs, or of `cqwen fit`, to compare.")],
     out: Annotated[Path | None, typer.Option(help="Output file; default: RUN/report.html, or ./report.html.")] = None,
-    samples: Annotated[int, typer.Option(min=0, help="Held-out texts that the checkpoints continue.")] = 0,
 ) -> None:
     """Curves, calibration, predictions and a diagnosis of runs in one self-contained HTML page."""
-    if samples:
-        quiet_libraries()
     from cqwen_dist.run.files import REPORT
     from cqwen_dist.tools.report.diagnosis import diagnose
     from cqwen_dist.tools.report.html import write_report
@@ -39,7 +36,7 @@ def report(
 
     page = out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
     with writing("--out", page):
-        echo(f"report: {write_report(runs, page, samples)}")
+        echo(f"report: {write_report(runs, page)}")
     for run in runs:
         found, where = read_run(run), f"{run}: " if len(runs) > 1 else ""
         if found.fit:

@@ -38,7 +38,7 @@ def doctor(
     folder: Annotated[Path, typer.Option(help="The run folder, tested on all nodes.")] = Path("runs"),
     ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine, to measure between.")] = 1,
     hostfile: Annotated[Path | None, typer.Option(help="Examine all hosts in this file, over ssh.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Only preflight checks: no operators, two sizes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Only two message sizes.")] = False,
     as_json: AsJson = False,
     out: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -82,16 +82,8 @@ def accept(
     ] = None,
     folder: Annotated[Path, typer.Option(help="A new folder that all hosts share.")] = Path("accept"),
     as_json: AsJson = False,
-    steps: Annotated[Path | None, typer.Option(hidden=True, help="A file: on ranks that this command starts.")] = None,
 ) -> None:
-    """Check this site: do N ranks match one rank, do traffic and memory match the plan, does a killed run resume?"""
-    if steps is not None:
-        quiet_libraries()
-        from cqwen_dist.tools.site.ranks import measure_ranks
-
-        if (measured := measure_ranks()) is not None:
-            write_atomically(steps, json.dumps(measured, indent=1))
-        return
+    """Check this site: do N ranks match one rank, does a killed run resume?"""
     if gpus is not None:
         import torch
 

@@ -1,4 +1,4 @@
-"""Decisions without generating text: sets of words, a choice between options, and scores of continuations.
+"""Decisions without generating text: sets of words, and a choice between options.
 
 One-vs-rest decides separately for each word whether it holds, P_k = P(S_k > C_k). So two or more words may hold (seed
 S4 3.3.2), or no word (3.3.1: "I do not know"), and the meaning of a threshold does not depend on the other words.
@@ -108,26 +108,15 @@ def choose(
         raise UserError("options", list(options), "texts of different words (P of a number is not that of its value)")
     result = []
     for prompt in prompts:
-        p = {s.text: math.exp(s.log_p) for s in score(model, tokenizer, prompt, options)}
+        p = dict(zip(options, map(math.exp, _log_p(model, tokenizer, prompt, options)), strict=True))
         best = max(p, key=lambda option: p[option])
         result.append(Choice(best if p[best] >= reject_below else None, p))
     return result
 
 
-@dataclass(frozen=True)
-class Score:
-    """How well a text continues a prompt, in nats: sums over its tokens."""
-
-    text: str
-    tokens: int
-    log_p: float  # log P of its words, one-vs-rest
-    log_softmax: float  # log softmax(loc_S) of its words, as in the base model
-    log_density: float  # log density of its numbers, per unit of the raw number; 0 without numbers
-
-
 @torch.no_grad()
-def score(model: Any, tokenizer: Tokenizer, prompt: Prompt, continuations: Sequence[str]) -> list[Score]:
-    """Score several continuations of one prompt in one batch. Raises `UserError` if one has no tokens."""
+def _log_p(model: Any, tokenizer: Tokenizer, prompt: Prompt, continuations: Sequence[str]) -> list[float]:
+    """log P of each continuation of one prompt, summed over its tokens. Raises `UserError` if one has no tokens."""
     tokenizer = reader(tokenizer)
     before_ids, before_values = encoded(tokenizer, prompt)
     if not before_ids:
@@ -135,24 +124,15 @@ def score(model: Any, tokenizer: Tokenizer, prompt: Prompt, continuations: Seque
     # Prompt and continuation are encoded apart, so that a continuation cannot change how the prompt is tokenized.
     after = [tokenizer.encode(text, begin=False) for text in continuations]
     lengths = [len(ids) for ids, _ in after]
-    if not lengths or not all(lengths):
+    if not all(lengths):
         raise UserError("continuation", "no tokens", "some text")
-    rows = [(before_ids + ids, before_values + values) for ids, values in after]
-    batch = padded(model, tokenizer, rows)
+    batch = padded(model, tokenizer, [(before_ids + ids, before_values + values) for ids, values in after])
     width, device = batch.ids.shape[1], batch.ids.device
     targets = torch.stack([torch.arange(width) >= width - n for n in lengths]).to(device)
     law = _law(model, batch, targets.flatten().nonzero()[:, 0] - 1)  # each token is predicted one position before it
-    labels = batch.ids[targets]
-    action, target = model.model.action, model.model.target
+    action = model.model.action
     with at_hand(action):
         seen = action.word_part(law)
-        found = ovr_scores(seen, action.word_head(), labels.to(seen.loc.device))
-        y = action.number_head.value(law)
-    # The density in the raw unit: that in the target's unit times the transform's derivative.
-    raw = batch.values[targets].to(y.loc.device)
-    nll = y.to(torch.float64).nll(target.forward(raw).double()) - target.log_derivative(raw)
-    density = -nll * (labels.to(nll.device) == model.config.num_token_id)
-    parts = found.label_log_p, found.label_loc - found.log_norm, density
-    owner = targets.nonzero()[:, 0].cpu()
-    sums = [torch.zeros(len(rows), dtype=torch.float64).index_add_(0, owner, part.double().cpu()) for part in parts]
-    return [Score(text, lengths[i], *(float(total[i]) for total in sums)) for i, text in enumerate(continuations)]
+        found = ovr_scores(seen, action.word_head(), batch.ids[targets].to(seen.loc.device))
+    log_p = found.label_log_p.double().cpu().split(lengths)
+    return [float(each.sum()) for each in log_p]

@@ -27,8 +27,8 @@ from cqwen_dist.generate.generator import Watch
 from cqwen_dist.generate.loop_call import (
     BEAMS,
     CACHES,
-    DRAFTS,
     LOOPS,
+    OF_STEPS,
     PLAIN,
     SEEN,
     LoopCall,
@@ -63,11 +63,11 @@ NEUTRAL = {
     **dict.fromkeys(("diversity_penalty", "epsilon_cutoff", "eta_cutoff", "min_p"), 0.0),
     **dict.fromkeys(("min_length", "min_new_tokens", "top_k"), 0),
     **dict.fromkeys(("encoder_no_repeat_ngram_size", "no_repeat_ngram_size"), 0),
-    "is_assistant": False,
+    **{"is_assistant": False, "cache_implementation": "dynamic", "disable_compile": False},
 }
 # Advice for options that no mode takes.
 INSTEAD_OF = {
-    "assistant_early_exit": "None; assistant_model takes a smaller model",
+    **dict.fromkeys(("assistant_model", "prompt_lookup_num_tokens"), "None; there are no drafts of numbers"),
     "guidance_scale": "1; it reads the text once more without its numbers",
     "penalty_alpha": "None; mode='compatible' takes repetition_penalty",
     "prefill_chunk_size": "None; a prompt is read at once",
@@ -75,9 +75,8 @@ INSTEAD_OF = {
 }
 # The modes that take an option, if not all do.
 ONLY_IN = {
-    **dict.fromkeys((*CHANGES, *SEEN, *CACHES, "logits_processor"), LOGIT_MODES),
+    **dict.fromkeys((*CHANGES, *SEEN, *CACHES, *OF_STEPS, "logits_processor"), LOGIT_MODES),
     **dict.fromkeys(BEAMS, ("compatible", "ovr")),
-    **dict.fromkeys(DRAFTS, ("compatible", "standard")),
     **dict.fromkeys(("top_k", "top_p"), ("compatible", "ovr")),
 }
 WHOLE = ("max_new_tokens", "max_length", "num_return_sequences", "top_k", "seed", "used_rows")
@@ -228,8 +227,6 @@ def _merged(own: dict[str, Any], asked: dict[str, Any], mode: str) -> dict[str, 
 def _with_effect(asked: dict[str, Any], mode: str) -> dict[str, Any]:
     """The options of a call that its mode takes, without those that have no effect. Raises `UserError` for others."""
     known = {*PASSED_ON, *PLAIN, *SAMPLING, *LENGTH, *CHANGES, *LOOPS}
-    if asked.get("is_assistant"):  # transformers sets every option if it asks for a draft
-        asked = {n: value for n, value in asked.items() if n in known and mode in ONLY_IN.get(n, (mode,))}
     found = {}
     for name, value in asked.items():
         if name in known and mode in ONLY_IN.get(name, (mode,)):

@@ -1,4 +1,4 @@
-"""`generate` calls that transformers runs in its loops: beams, drafts, scores, and its caches."""
+"""`generate` calls that transformers runs in its loops: beams, scores, and its caches."""
 
 from __future__ import annotations
 
@@ -11,22 +11,19 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.generation_settings import Prompt, Settings
 from cqwen_dist.generate.generator import Watch
 from cqwen_dist.generate.numbers import Digits
 from cqwen_dist.generate.streaming import NumberStreamer
 
-PLAIN = ("eos_token_id", "pad_token_id", "use_cache", "cache_implementation", "compile_config", "disable_compile")
+PLAIN = ("eos_token_id", "pad_token_id", "use_cache")
 BEAMS = ("num_beams", "length_penalty", "early_stopping")
-DRAFTS = (
-    *("assistant_model", "prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens", "is_assistant"),
-    *("num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind"),
-)
 SEEN = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 CACHES = ("cache", "past_key_values", "cache_config", "position_ids")
-LOOPS = (*BEAMS, *DRAFTS, *SEEN, *CACHES)
-STARTS_A_LOOP = ("num_beams", *DRAFTS[:2], "is_assistant", *SEEN, *CACHES)
+OF_STEPS = ("cache_implementation", "compile_config", "disable_compile")
+LOOPS = (*BEAMS, *SEEN, *CACHES, *OF_STEPS)
+STARTS_A_LOOP = ("num_beams", *SEEN, *CACHES)
 
 
 @contextmanager
@@ -47,11 +44,6 @@ class LoopCall:
     digits: Digits | None = None
     seed: int | None = None
 
-    @property
-    def is_draft(self) -> bool:
-        """True if the call comes from assisted decoding and asks for a draft."""
-        return bool(self.given["generation_config"].is_assistant)
-
 
 def needs_loop(prompt: Prompt, merged: dict[str, Any], options: dict[str, Any]) -> bool:
     """True if transformers' generate has to write the text. It also handles processors in `standard`, and embeddings in
@@ -59,7 +51,7 @@ def needs_loop(prompt: Prompt, merged: dict[str, Any], options: dict[str, Any]) 
     asked = [merged[name] for name in STARTS_A_LOOP if merged.get(name) is not None]
     return (
         any(value is True or isinstance(value, Tensor) or value not in (False, 1) for value in asked)
-        or merged.get("cache_implementation") not in (None, "dynamic", "static")
+        or merged.get("cache_implementation") not in (None, "dynamic")
         or (options["mode"] == "standard" and options.get("logits_processor") is not None)
         or (options["mode"] == "compatible" and prompt.embeds is not None)
     )
@@ -75,16 +67,18 @@ def loop_call(
     watch: Sequence[Watch],
 ) -> LoopCall:
     """Build the call to transformers' generate; length: prompt length. Raises `UserError` if its loops cannot do it."""
-    written = "nothing with beams, drafts, scores or a cache of transformers, whose loops know only ids"
+    written = "nothing with beams, scores or a cache of transformers, whose loops know only ids"
+    if merged.get("cache_implementation") == "static":  # transformers' own would take every layer for plain attention
+        raise UserError("cache_implementation", "static", "dynamic; cqwen serve --engine vllm runs compiled steps")
     for name in ("decode_rule", "eps_truncation", "generator", "number_first", "used_rows", "stop_strings"):
         if merged.get(name):
             raise UserError(name, merged[name], written)
     if watch or isinstance(streamer, NumberStreamer):
         raise UserError("streamer", "a NumberStreamer", written)
-    if model.model.beside is not None and (merged.get("num_beams", 1) > 1 or any(merged.get(n) for n in DRAFTS[:2])):
-        raise UserError("num_beams", Said("beams or drafts"), "neither: model.wide only goes forward")
+    if model.model.beside is not None and merged.get("num_beams", 1) > 1:
+        raise UserError("num_beams", merged["num_beams"], "1: the part beside z only goes forward")
     Settings(mode=options["mode"], temperature=options.get("temperature"))
-    names = (*BEAMS, *DRAFTS[1:], *SEEN, *PLAIN, "cache_config", "num_return_sequences", "return_dict_in_generate")
+    names = (*BEAMS, *SEEN, *PLAIN, *OF_STEPS, "cache_config", "num_return_sequences", "return_dict_in_generate")
     mode, room = options["mode"], model.config.max_position_embeddings - length
     drawn = options.get("do_sample", mode == "ovr")
     fields = {name: merged[name] for name in (*names, "max_time") if merged.get(name) is not None}
@@ -99,7 +93,6 @@ def loop_call(
         "logits_processor": options.get("logits_processor"),
         "stopping_criteria": criteria,
         "streamer": streamer,
-        "assistant_model": merged.get("assistant_model"),
         "position_ids": merged.get("position_ids"),
         model.cache_name: merged.get("cache", merged.get("past_key_values")),
     }

@@ -1,4 +1,4 @@
-"""Beams, drafts and scores by transformers' loops, which pass ids only; this module adds the values of numbers.
+"""Beams and scores by transformers' loops, which pass ids only; this module adds the values of numbers.
 
 A number's value is a function of the text before it. `LoopNumbers` keeps, for each row and position, the value that a
 number there would have. When a loop feeds `<NUM>` back, the value is looked up.
@@ -9,8 +9,6 @@ Shape letters: B prompts, R rows (B times the beams), T prompt positions, t posi
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -77,20 +75,6 @@ class LoopNumbers:
         self.following = torch.cat([self.following[:, : end - width], value], 1)
 
 
-def words_before_a_number(
-    draft: Callable[..., Any], drafts: Any, numbers: LoopNumbers, ids: Tensor, **given: Any
-) -> tuple[Tensor, Tensor | None]:
-    """A draft (`CandidateGenerator.get_candidates`), cut at its first number: the next token needs that value."""
-    if isinstance(getattr(drafts, "assistant_model", None), NumberGenerationMixin):
-        drafts.assistant_kwargs["numeric_values"] = numbers.of(ids)
-    found, logits = draft(ids, **given)
-    at = (found[0, ids.shape[1] :] == numbers.model.config.num_token_id).nonzero()
-    if not len(at):
-        return found, logits
-    kept = int(at[0])
-    return found[:, : ids.shape[1] + kept], logits[:, :kept] if kept and logits is not None else None
-
-
 class NumberGenerationMixin(GenerationMixin):
     """`GenerationMixin` that feeds numbers back with their values. numbers: the `LoopNumbers` of a call."""
 
@@ -118,16 +102,6 @@ class NumberGenerationMixin(GenerationMixin):
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **given)
 
     model: Any
-
-    def _get_candidate_generator(  # type: ignore[override, unused-ignore]
-        self: Any, *, model_kwargs: Any, **given: Any
-    ) -> Any:
-        passed = {name: value for name, value in model_kwargs.items() if name != "numbers"}
-        drafts: Any = GenerationMixin._get_candidate_generator(self, model_kwargs=passed, **given)
-        numbers = model_kwargs.get("numbers")
-        if numbers is not None:
-            drafts.get_candidates = partial(words_before_a_number, drafts.get_candidates, drafts, numbers)
-        return drafts
 
     def written_by_loop(self: Any, prompt: Prompt, call: LoopCall) -> Any:
         """Run transformers' generate. Raises `UserError` if it refuses an option."""

@@ -12,11 +12,9 @@ from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.embedding import NumericalAwareEmbedding
 from cqwen_dist.model.features_face import CausalQwenFeatures
-from cqwen_dist.model.former_exports import read_former_exports
 
 AutoConfig.register(CausalQwenConfig.model_type, CausalQwenConfig, exist_ok=True)
 AutoModel.register(CausalQwenConfig, CausalQwenFeatures, exist_ok=True)
-read_former_exports(CausalQwenConfig.model_type)
 AutoModelForCausalLM.register(CausalQwenConfig, CausalQwenForCausalLM, exist_ok=True)
 
 __all__ = [

@@ -311,7 +311,7 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         if call.loop is not None:
             found = self.written_by_loop(prompt, call.loop)
             written = found.sequences if call.as_output else found
-            if call.loop.is_draft or not (call.as_output or return_numbers):
+            if not (call.as_output or return_numbers):
                 return found
             numbers = self.numbers_in(written, prompt, call.loop)
         else:

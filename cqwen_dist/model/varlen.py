@@ -4,7 +4,7 @@ With a mask [T,T], packed rows compute all scores, also between texts, repeat k 
 mask. Here the texts of a batch are concatenated, [B T, heads, D], and use
 
     all of one length (no row is packed)   torch's causal attention over all texts at once
-    CUDA, bf16 or fp16, D at most 256      one call of a variable-length kernel: torch's own, or flash-attn's
+    CUDA, bf16 or fp16, D at most 256      one call of torch's variable-length kernel
     otherwise                              torch's causal attention, text by text
 
 Positions may be split over ranks (`parallel.sequence`): then each rank attends with some heads over whole texts.
@@ -18,7 +18,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -104,7 +103,7 @@ def kernel_for(dtype: torch.dtype, width: int, window: int | None) -> Kernel | N
     """
     if dtype not in (torch.bfloat16, torch.float16) or width % 8 or width > 256 or not _has_flash():
         return None
-    return _torch_kernel(window) or _flash_attn_kernel(window)
+    return _kernel(window)
 
 
 @cache
@@ -114,40 +113,18 @@ def _has_flash() -> bool:
 
 
 @cache
-def _torch_kernel(window: int | None) -> Kernel | None:
-    """torch's own. Before torch 2.11 it had neither a window nor a scale; `enable_gqa` came after them."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
+def _kernel(window: int | None) -> Kernel:
+    """torch's own kernel."""
+    from torch.nn.attention.varlen import varlen_attn
+
     call: Any = varlen_attn
     takes = inspect.signature(call).parameters
-    if not {"window_size", "scale"} <= takes.keys():
-        return None
     seen = (-1 if window is None else window - 1, 0)  # tokens before oneself, and behind
 
     def run(q: Tensor, k: Tensor, v: Tensor, begin: Tensor, longest: int, scale: float) -> Tensor:
         # the kernel shares key heads in every version; later ones want to be told
         grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in takes else {}
         out: Tensor = call(q, k, v, begin, begin, longest, longest, scale=scale, window_size=seen, **grouped)
-        return out
-
-    return run
-
-
-@cache
-def _flash_attn_kernel(window: int | None) -> Kernel | None:
-    """The package flash-attn's, if installed."""
-    if find_spec("flash_attn") is None:
-        return None
-    from flash_attn import flash_attn_varlen_func
-
-    seen = (-1, -1) if window is None else (window - 1, 0)
-
-    def run(q: Tensor, k: Tensor, v: Tensor, begin: Tensor, longest: int, scale: float) -> Tensor:
-        out: Tensor = flash_attn_varlen_func(
-            q, k, v, begin, begin, longest, longest, softmax_scale=scale, causal=True, window_size=seen
-        )
         return out
 
     return run

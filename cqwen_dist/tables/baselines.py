@@ -2,7 +2,7 @@
 
 Every one is fitted in the unit that CausalQwen's target has, to the squared and to the absolute error. Folds of the
 training rows choose between the two. Predictions are held in the same range as CausalQwen's. The models are
-scikit-learn's, and LightGBM, XGBoost and CatBoost if installed.
+scikit-learn's, and LightGBM and CatBoost if installed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ ALPHAS = np.logspace(-3, 4, 15)
 MANY = 4096  # rows
 FEW = 1000  # rows: all folds choose, not only the first
 FOLDS = 3
-TREES = 100
-LEAF = 2  # rows in a leaf of a forest, at least
 SQUARED, ABSOLUTE = "squared error", "absolute error"
 Ways = dict[str, Callable[[np.ndarray], np.ndarray]]  # the loss: rows -> predictions; fits when called
 
@@ -91,12 +89,9 @@ def _models(rows: EncodedRows) -> dict[str, Callable[[EncodedRows], Ways]]:
     if rows.has_words:
         found["ridge, TF-IDF and one-hot"] = lambda of: _ridge(of, of.linear)
         found["ridge, TF-IDF of words and pairs"] = _words
-    found["extra trees"] = _forest
     found["gradient boosting"] = lambda of: _trees(of, _histograms)
     if find_spec("lightgbm"):
         found["LightGBM"] = lambda of: _trees(of, _lightgbm)
-    if find_spec("xgboost"):
-        found["XGBoost"] = lambda of: _trees(of, _xgboost)
     if find_spec("catboost"):
         found["CatBoost"] = _catboost
     return found
@@ -133,26 +128,6 @@ def _words(of: EncodedRows) -> Ways:
     return {f"{way}{kind}": fit for kind, x in kinds.items() for way, fit in _ridge(of, x).items()}
 
 
-def _forest(of: EncodedRows) -> Ways:
-    """Extremely random trees. For the absolute error, the median of the training rows that share a row's leaves."""
-    from sklearn.ensemble import ExtraTreesRegressor
-    from sklearn.preprocessing import OneHotEncoder
-
-    x, y = np.nan_to_num(of.dense, nan=-1e9), of.y[of.learnt]
-    options = {"n_jobs": -1 if len(y) > FEW else None, "random_state": 0}
-    forest = ExtraTreesRegressor(TREES, min_samples_leaf=LEAF, **options).fit(x[of.learnt], y)
-
-    def median(rows: np.ndarray) -> np.ndarray:
-        leaves = OneHotEncoder(handle_unknown="ignore").fit(forest.apply(x[of.learnt]))
-        own, asked = (leaves.transform(forest.apply(x[some])) for some in (of.learnt, rows))
-        weights = (asked.multiply(1 / own.sum(0)) @ own.T).tocsr()  # [rows, training rows]
-        order = np.argsort(y)
-        shares = (row.toarray()[0][order].cumsum() for row in weights)
-        return np.array([y[order][np.searchsorted(share, share[-1] / 2)] for share in shares])
-
-    return {SQUARED: lambda rows: np.asarray(forest.predict(x[rows])), ABSOLUTE: median}
-
-
 def _trees(of: EncodedRows, make: Callable[[bool, int], Any]) -> Ways:
     """Boosted trees. make: (whether to the absolute error, the least rows in a leaf) -> the model."""
 
@@ -177,13 +152,6 @@ def _lightgbm(absolute: bool, least: int) -> Any:
     options = {"n_jobs": 1, "verbose": -1}  # its threads wait for each other by spinning: ruinous next to other work
     loss = "l1" if absolute else "l2"
     return LGBMRegressor(objective=loss, n_estimators=300, learning_rate=0.05, min_child_samples=least, **options)
-
-
-def _xgboost(absolute: bool, least: int) -> Any:
-    from xgboost import XGBRegressor
-
-    loss = "reg:absoluteerror" if absolute else "reg:squarederror"
-    return XGBRegressor(objective=loss, n_estimators=300, learning_rate=0.05, min_child_weight=least, n_jobs=1)
 
 
 def _catboost(of: EncodedRows) -> Ways:

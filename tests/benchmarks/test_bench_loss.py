@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.loss import run
-from cqwen_dist.tools.site.step_memory import peak_growth_bytes
+from benchmarks.step_memory import peak_growth_bytes
 
 
 def test_reports_every_contender_or_why_not():

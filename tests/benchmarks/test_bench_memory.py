@@ -13,7 +13,7 @@ from support.ranks import run_ranks
 from support.runs import as_rank, cqwen, cqwen_forked
 
 from benchmarks.memory_check import HEADS, cases
-from cqwen_dist.tools.site.step_memory import ALL, BF16, SMALL, Case, config_of
+from benchmarks.step_memory import ALL, BF16, SMALL, Case, config_of
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
@@ -27,8 +27,8 @@ def test_the_configurations_that_are_measured_are_valid(kind):
 
 def planned_over_measured(chosen: list[Case]) -> list[tuple[str, float]]:
 
+    from benchmarks.step_memory import measure
     from cqwen_dist.parallel.groups import build_groups
-    from cqwen_dist.tools.site.step_memory import measure
 
     runtime, groups = as_rank(), build_groups(1)
     return [(case.name, measure(config_of(case), case.architecture, runtime, groups)["ratio"]) for case in chosen]

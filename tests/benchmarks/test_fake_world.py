@@ -10,8 +10,8 @@ import torch
 from support.ranks import run_ranks
 
 from benchmarks.fake_world import one_of
+from benchmarks.step_memory import peak_of
 from cqwen_dist.config import UserError
-from cqwen_dist.tools.site.step_memory import peak_of
 
 
 def handed_over() -> Callable[[], None]:

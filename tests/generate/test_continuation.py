@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from typing import Any
 
@@ -105,25 +104,6 @@ def test_streaming_yields_the_text_as_it_is_written(model: CausalQwenForCausalLM
     assert all(pieces)
     with pytest.raises(UserError, match="stream: found '2 prompts', allowed: one"):
         continue_text(model, Words(), ["w3", "w4"], on_text=pieces.append)
-
-
-def test_generation_config_may_ask_for_a_dict(model: CausalQwenForCausalLM) -> None:
-    model = copy.deepcopy(model)
-    model.generation_config.return_dict_in_generate = True
-    assert continue_text(model, Words(), ["w3"], max_new_tokens=2)[0].tokens
-
-
-def test_eos_ends_the_text(model: CausalQwenForCausalLM) -> None:
-    class EndsEarly(Words):
-        def __init__(self, eos: int) -> None:
-            self.eos_token_id = eos
-
-    plain = continue_text(model, Words(), ["w3 w8 w41"], max_new_tokens=8)[0]
-    ids, _ = Words().encode(plain.text)
-    assert len(set(ids)) > 1
-    eos = next(i for i in ids if i != ids[0])
-    ended = continue_text(model, EndsEarly(eos), ["w3 w8 w41"], max_new_tokens=8)[0]
-    assert Words().encode(ended.text)[0] == ids[: ids.index(eos)]
 
 
 def test_refuses_an_empty_prompt_and_an_unknown_mode(model: CausalQwenForCausalLM) -> None:

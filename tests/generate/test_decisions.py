@@ -1,4 +1,4 @@
-"""Words that hold, options to choose from or refuse, continuations scored, each against its formula."""
+"""Words that hold, and options to choose from or refuse, each against its formula."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cqwen_dist.config import UserError
 from cqwen_dist.generate.continuation import padded
-from cqwen_dist.generate.decisions import choose, multi_label, score
+from cqwen_dist.generate.decisions import choose, multi_label
 from cqwen_dist.model import CausalQwenForCausalLM
 from cqwen_dist.ops.cauchy import Cauchy
 
@@ -69,28 +69,6 @@ def test_multi_label_returns_every_word_above_the_threshold(model: CausalQwenFor
             multi_label(model, batch, **options)
 
 
-def test_a_score_is_the_sum_over_its_positions(model: CausalQwenForCausalLM) -> None:
-    continuations = ["w9 w4", "-12.5", "w1 250 w2 w80"]
-    for prompt in PROMPTS:
-        found = score(model, Words(), prompt, continuations)
-        for text, s in zip(continuations, found, strict=True):
-            before = len(Words().encode(prompt)[0])
-            ids, values, scores, y = at_every_position(model, f"{prompt} {text}")
-            at, new = list(range(before - 1, len(ids) - 1)), ids[before:]
-            log_p = scores.log_sf(model.model.action.threshold.detach())[at, new]
-            softmax = scores.loc.log_softmax(-1)[at, new]
-            density = sum(
-                -float(Cauchy(y.loc[t] * 40 + 150, y.scale[t] * 40).nll(values[t + 1])) for t in at if ids[t + 1] == NUM
-            )
-            assert s.tokens == len(new)
-            assert s.log_p == pytest.approx(float(log_p.sum()), rel=1e-4)
-            assert s.log_softmax == pytest.approx(float(softmax.sum()), rel=1e-4)
-            assert s.log_density == pytest.approx(density, rel=1e-4)
-    for prompt, text in (("", "w1"), ("w1", " ")):
-        with pytest.raises(UserError, match="no tokens"):
-            score(model, Words(), prompt, [text])
-
-
 def test_choose_returns_the_best_option_or_none(model: CausalQwenForCausalLM) -> None:
     options = ["w9", "w17", "w4 w4"]
     chosen = choose(model, Words(), PROMPTS, options)
@@ -98,10 +76,15 @@ def test_choose_returns_the_best_option_or_none(model: CausalQwenForCausalLM) ->
         p = p_behind(model, prompt)
         assert choice.p["w9"] == pytest.approx(float(p[9]), rel=1e-4)
         assert choice.p["w17"] == pytest.approx(float(p[17]), rel=1e-4)
+        again = p_behind(model, f"{prompt} w4")  # an option's P is the product over its tokens
+        assert choice.p["w4 w4"] == pytest.approx(float(p[4] * again[4]), rel=1e-4)
         assert choice.option == max(choice.p, key=choice.p.__getitem__)
     best = max(chosen[0].p.values())
     assert choose(model, Words(), PROMPTS[:1], options, best * 0.999)[0].option is not None
     assert choose(model, Words(), PROMPTS[:1], options, min(1.0, best * 1.001))[0].option is None
+    for prompt, text in (("", "w1"), ("w1", " ")):
+        with pytest.raises(UserError, match="no tokens"):
+            choose(model, Words(), [prompt], [text])
     for bad, limit in ((["w1", "w1"], 0.0), ([], 0.0), (["w1"], 1.5), (["w1 5", "w1 6"], 0.0)):
         with pytest.raises(UserError):
             choose(model, Words(), PROMPTS, bad, limit)

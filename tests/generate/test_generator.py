@@ -17,7 +17,6 @@ from support.tiny import (
     number_writer,
     random_ids,
     tiny_base,
-    tiny_causal_lm,
     tiny_model,
 )
 from torch import Tensor
@@ -28,7 +27,6 @@ from cqwen_dist.generate.modes import MODES
 from cqwen_dist.generate.numbers import GeneratedNumbers
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
-from cqwen_dist.ops.cauchy import Cauchy
 
 
 @pytest.fixture(scope="module")
@@ -108,12 +106,6 @@ def test_every_step_equals_a_decision_on_the_text_so_far(model, prompts) -> None
     assert not numbers.generated[:, :8].any()
 
 
-def test_a_number_in_the_prompt_changes_the_continuation(model, prompts) -> None:
-    ids, values, mask = prompts
-    zero, _ = run(model, (ids, torch.zeros_like(values), mask))
-    assert not torch.equal(zero, run(model, prompts)[0])
-
-
 @pytest.mark.parametrize(
     ("kind", "tied"), [("qwen2", False), ("qwen2", True), ("qwen3", False), ("llama", True), ("mistral", False)]
 )
@@ -154,14 +146,6 @@ def test_a_row_ends_at_eos_and_is_padded(model, prompts) -> None:
     assert alone.shape[1] == 8 + free[0, 8:].tolist().index(eos) + 1  # stops when every row has ended
 
 
-def test_pad_token_id_minus_1_means_none() -> None:
-    """Old configs say so; a row that has ended would be read on with it."""
-    model = tiny_causal_lm(base={"eos_token_id": 17}).model
-    model.config.base["pad_token_id"] = -1
-    ids, watch = random_ids(2, 4), [lambda ids, numbers: torch.tensor([True, False])]
-    assert generate(model, ids, watch=watch, max_new_tokens=3)[0][0, 5:].eq(17).all()
-
-
 def test_the_base_s_own_eos_is_the_default() -> None:
     base = tiny_base(eos_token_id=list(range(VOCAB)), pad_token_id=4)
     model = CausalQwenModel.from_base_model(base, start="seed", num_token_id=NUM).eval()
@@ -178,13 +162,6 @@ def test_spare_rows_are_written_only_in_mode_compatible(model) -> None:
         new = generate(spare, ids, mode=mode, max_new_tokens=4, seed=0)[0][:, 4:]
         assert bool((new == NUM + 3).all()) == (mode == "compatible"), mode
     assert bool((generate(spare, ids, max_new_tokens=2, used_rows=VOCAB)[0][:, 4:] == NUM + 3).all())
-
-
-def test_generates_after_num_as_the_first_token(model) -> None:
-    ids, values = torch.tensor([[NUM]]), torch.tensor([[42.0]])
-    a, numbers = generate(model, ids, values, max_new_tokens=3)
-    assert a.shape == (1, 4)
-    assert float(numbers.values[0, 0]) == 42.0
 
 
 def test_the_interval_is_the_cauchys_mapped_through_the_target() -> None:
@@ -249,29 +226,6 @@ def test_extreme_scales_are_defined(mode: str, scale: str, prompts) -> None:
     assert bool((ids < limit).all())
 
 
-def test_sampled_steps_use_the_generators_draws_row_by_row(model, prompts) -> None:
-    """Individual: the u of every step is at the same quantiles of its U, by what the model is asked and answers."""
-    asked: list[Cauchy] = []
-
-    class Watched:
-        action, target, config, beside = model.action, model.target, model.config, None
-
-        def infer(self, *args: Any, **context: Any) -> Cauchy:
-            u = model.infer(*args, **context)
-            asked.append(u)
-            return u
-
-    ids, numbers = run(Watched(), prompts, mode="individual", seed=3)
-    eps = torch.rand(asked[0].loc.shape, generator=torch.Generator().manual_seed(3))
-    for step, u in enumerate(asked):
-        law = Cauchy(u.sample(eps), model.action.b_noise.abs().expand_as(u.loc))
-        p = model.action.scores(law).sf(model.action.threshold)[:, : NUM + 1]
-        assert torch.equal(p.argmax(-1), ids[:, 8 + step])
-        value = model.target.inverse(model.action.number_head.value(law).loc)
-        is_num = ids[:, 8 + step] == NUM
-        assert_close(numbers.values[:, 8 + step], value.where(is_num, 0.0), 1e-5)
-
-
 def test_wrong_options_are_user_errors(model) -> None:
     ids = random_ids(2, 4)
     ones = torch.ones_like(ids)
@@ -311,13 +265,3 @@ def test_wrong_options_are_user_errors(model) -> None:
     part = tiny_model(vocab_start=20, rows=40)
     with pytest.raises(ValueError, match="gather it first"):
         generate(part, ids)
-
-
-def test_model_generate_returns_ids_or_ids_and_numbers() -> None:
-    lm = tiny_causal_lm()
-    ids = random_ids(2, 3)
-    plain = lm.generate(ids, max_new_tokens=4)
-    both, numbers = lm.generate(ids, max_new_tokens=4, return_numbers=True)
-    assert torch.equal(plain, both)
-    assert numbers.values.shape == both.shape
-    assert torch.equal(plain[:, :3], ids)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -279,10 +277,3 @@ def test_an_unknown_mode_lists_the_modes() -> None:
     ):
         find_mode("greedy")
     assert NUM < VOCAB
-
-
-def test_the_page_names_every_mode() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "generation.md").read_text(encoding="utf-8")
-    table = page.partition("\n| mode |")[2].partition("\n\n")[0]
-    named = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
-    assert sorted(named) == sorted(MODES), "docs/generation.md lists the modes that there are"

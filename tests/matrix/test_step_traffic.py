@@ -12,11 +12,11 @@ import pytest
 from support.ranks import Pool
 from support.runs import as_rank
 
+from benchmarks.traffic import Traffic
 from cqwen_dist.config import Config
 from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.tools.plan.comm import step_messages
 from cqwen_dist.tools.plan.stage_sizes import stage_sizes
-from cqwen_dist.tools.site.traffic import Traffic
 
 SIZES: dict[str, Any] = {
     "model_type": "qwen2",
@@ -77,7 +77,7 @@ def counted_and_planned(
     zero: int, group: int, precision: str, accumulation: int, extra: dict[str, Any], sequence: int
 ) -> tuple[Counter[Any], Counter[Any]]:
     """Bytes by operation and group."""
-    from cqwen_dist.tools.site.rig import build_rig
+    from benchmarks.rig import build_rig
 
     runtime, watched = as_rank(), traffic()
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from cqwen_dist.checkpoint.trained import load_trained
-from cqwen_dist.config import LoraConfig
+from cqwen_dist.config import LoraConfig, UserError
 from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.model import CausalQwenForCausalLM
 from cqwen_dist.model.base_loading import load_base
@@ -155,8 +155,8 @@ def test_a_cache_changes_no_generated_token(kind: str) -> None:
     prompts, settings = number_prompts(), {"max_new_tokens": 6, "mode": "standard"}
     plain = model.generate(**prompts, **settings, use_cache=False)
     assert torch.equal(model.generate(**prompts, **settings), plain)
-    for _ in range(2):  # the second generation reuses the cache of the first
-        assert torch.equal(model.generate(**prompts, **settings, cache_implementation="static"), plain)
+    with pytest.raises(UserError, match="cache_implementation: found 'static', allowed: dynamic"):
+        model.generate(**prompts, **settings, cache_implementation="static")
 
 
 def test_a_cache_changes_no_token_where_longrope_turns_to_its_long_factors() -> None:
@@ -169,8 +169,7 @@ def test_a_cache_changes_no_token_where_longrope_turns_to_its_long_factors() -> 
         prompt, settings = random_ids(2, length), {"max_new_tokens": 12, "mode": "standard"}
         plain = model.generate(prompt, **settings, use_cache=False)
         assert len({*plain[0].tolist()}) > 4, "words that would not show it"
-        for kind in ("dynamic", "static"):
-            assert torch.equal(model.generate(prompt, **settings, cache_implementation=kind), plain), (length, kind)
+        assert torch.equal(model.generate(prompt, **settings), plain), length
 
 
 def architecture_of(kind: str) -> dict[str, Any]:
@@ -240,29 +239,11 @@ def test_the_text_part_of_a_model_with_images_is_loaded_alone(kind: str, tmp_pat
     assert sizes == Architecture.of(plain.config.to_dict())
 
 
-@pytest.mark.parametrize("kind", WITH_EXPERTS)
-def test_experts_are_read_whole_from_a_file_that_has_each_apart(kind: str, tmp_path: Path) -> None:
-    plain = tiny_base(kind)
-    plain.save_pretrained(tmp_path)
-    files = WeightFiles(tmp_path)
-    for name, p in plain.named_parameters():
-        assert torch.equal(files.tensor(name, p.shape), p), name
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_staged_run_on_two_ranks_resumes_and_exports(kind: str, zero: int, tmp_path: Path) -> None:
     run_and_export(tmp_path, parallel__zero_stage=zero, model__architecture=architecture_of(kind))
-
-
-@pytest.mark.slow
-def test_a_run_with_adapters_started_from_weights_resumes_and_exports(tmp_path: Path) -> None:
-    model = run_and_export(tmp_path, parallel__zero_stage=2, model__lora__init="pissa")
-    for name, p in model.named_parameters():
-        if ".lora_B." in name:
-            assert p.shape[1] == 4
-            assert not torch.equal(p[:, :2], -p[:, 2:]), "only the start was learnt"
 
 
 def run_and_export(tmp_path: Path, **options: Any) -> CausalQwenForCausalLM:

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from support.numerics import assert_close
-from support.tiny import CONTEXT, random_batch, random_ids, tiny_base
+from support.tiny import random_batch, random_ids, tiny_base
 
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.config.architectures import ARCHITECTURES
-from cqwen_dist.data.tokenizer import train_tokenizer
 from cqwen_dist.model import CausalQwenModel
 from cqwen_dist.model.backbone import FeatureExtractionNetwork
-from cqwen_dist.model.base_loading import base_config, base_tokenizer, build_base, load_base
+from cqwen_dist.model.base_loading import base_config, build_base, load_base
 from cqwen_dist.sizes.architecture import read_architecture
 
 BASES = [(kind, tied) for kind in ARCHITECTURES for tied in (False, True)]
@@ -38,15 +37,6 @@ def test_features_are_the_base_last_hidden_state(kind: str, tied: bool) -> None:
     assert torch.equal(model.features(ids, zeros), alone)
     seeds = FeatureExtractionNetwork(base)  # S2 3.2: of the whole causal model, as a seeds' reader has it
     assert torch.equal(seeds(base.get_input_embeddings()(ids), mask), expected)
-
-
-@torch.no_grad()
-def test_keep_selects_flattened_positions() -> None:
-    model = CausalQwenModel.from_base_model(tiny_base(), start="seed", num_token_id=90).eval()
-    ids = random_ids(2, 5)
-    zeros = torch.zeros(ids.shape, dtype=torch.float64)
-    keep = torch.tensor([0, 6, 9])
-    assert torch.equal(model.features(ids, zeros, keep=keep), model.features(ids, zeros).flatten(0, 1)[keep])
 
 
 @pytest.mark.parametrize("kind", [name for name, base in ARCHITECTURES.items() if base.capabilities.packing.note == ""])
@@ -113,26 +103,6 @@ def test_loading_errors_name_the_cause(tmp_path) -> None:
         build_base({"model_type": "qwen2", "hidden_size": 10, "num_attention_heads": 0}, 0)
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [
-        {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}},  # as in Qwen2-VL
-        {"rope_scaling": {"type": "yarn"}},
-        {"hidden_size": "24"},
-        {"dtype": "bf17"},
-        {"pad_token_id": 999},
-    ],
-)
-def test_a_config_that_transformers_refuses_is_one_line(tmp_path: Path, odd: dict[str, Any]) -> None:
-    """It raises KeyError, AttributeError, AssertionError and errors of its own kind."""
-    tiny_base().save_pretrained(tmp_path)
-    found = json.loads((tmp_path / "config.json").read_text())
-    del found["rope_parameters"]
-    (tmp_path / "config.json").write_text(json.dumps(found | odd))
-    with pytest.raises(UserError, match=r"^model\.name_or_path: found .* that loads \(.+\)$"):
-        load_base(str(tmp_path), torch.float32)
-
-
 @pytest.mark.parametrize("nested", [False, True])
 def test_weights_that_are_rounded_already_are_refused(tmp_path: Path, nested: bool) -> None:
     """As in Qwen3.5's FP8 folders: ZeRO-3, and transformers for the text part alone, would leave out their scales."""
@@ -146,27 +116,6 @@ def test_weights_that_are_rounded_already_are_refused(tmp_path: Path, nested: bo
             UserError, match=r"quantization_config: .*fp8.*allowed: none: a full base \(model\.quantize"
         ):
             load()
-
-
-def test_remote_code_is_never_asked_for_at_the_terminal(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as an exported CausalQwen: its code does not run here, and no question stops a job."""
-    train_tokenizer(["tea"], 260).save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "strange"}')
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    own = {"tokenizer_class": "Strange", "auto_map": {"AutoTokenizer": ["strange.Strange", None]}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | own))
-    monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))
-    assert base_tokenizer(str(tmp_path)) is None
-
-
-def test_build_base_depends_only_on_the_seed() -> None:
-    torch.manual_seed(3)
-    a = tiny_base(seed=5).state_dict()
-    state = torch.random.get_rng_state()
-    b = tiny_base(seed=5).state_dict()
-    assert torch.equal(state, torch.random.get_rng_state())
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    assert tiny_base().config.max_position_embeddings == CONTEXT
 
 
 def test_a_rounded_base_needs_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

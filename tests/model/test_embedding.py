@@ -97,17 +97,3 @@ def test_value_periods_distinguish_digits_and_are_zero_at_zero() -> None:
     for value, row in zip(values, features.tolist(), strict=True):
         turns = [f(2 * math.pi * value / p) for p in periods for f in (lambda x: math.cos(x) - 1, math.sin)]
         assert row == pytest.approx([math.copysign(math.log1p(abs(value)), value), *turns], abs=1e-6)
-
-
-def test_value_periods_add_rows_to_w_num_and_keep_text() -> None:
-    torch.manual_seed(0)
-    embedding = NumericalAwareEmbedding(nn.Embedding(V, H), H, NUM, periods=(10.0, 100.0))
-    assert embedding.w_num.shape == (5, H)
-    ids = torch.tensor([[3, NUM]])
-    values = torch.tensor([[0.0, 42.0]], dtype=torch.float64)
-    e, plain = embedding(ids, values)[0], embedding.token_embedding(ids)[0]
-    assert torch.equal(e[0], plain[0])
-    expected = plain[1] + torch.stack(value_features(values[0, 1], (10.0, 100.0))) @ embedding.w_num
-    assert_close(e[1], expected, 1e-6)
-    e.sum().backward()
-    assert embedding.w_num.grad.ne(0).all()

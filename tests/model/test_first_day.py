@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, get_peft_model
 from support.exported import tiny_pair, write_folder
 from support.numerics import assert_close
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
@@ -33,13 +32,6 @@ def test_the_config_states_what_libraries_ask_for(folder: Path) -> None:
     config.use_cache, config.eos_token_id = False, 3  # TRL writes both
     again = type(config).from_dict(config.to_dict())
     assert (again.use_cache, again.eos_token_id) == (False, 3)
-
-
-@pytest.mark.parametrize("kind", [LoraConfig, IA3Config])
-def test_peft_knows_the_targets(folder: Path, kind: type) -> None:
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), kind(task_type="CAUSAL_LM"))
-    targets = {name.partition("_proj.")[0][-1:] for name, p in adapted.named_parameters() if p.requires_grad}
-    assert targets == ({"q", "v"} if kind is LoraConfig else {"q", "v", "n"}), "n: down_proj"
 
 
 def test_auto_model_gives_features(folder: Path) -> None:
@@ -78,13 +70,3 @@ def test_a_folder_saved_again_has_the_files_that_its_auto_map_names(folder: Path
         for place in named:
             module = (place[1] if isinstance(place, list) else place).partition(".")[0]
             assert (tmp_path / f"{module}.py").is_file(), place
-
-
-@pytest.mark.slow
-def test_the_forward_pass_compiles_whole(folder: Path) -> None:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    batch = tokenizer("tea costs 3.5", return_tensors="pt")
-    with torch.no_grad():
-        wanted = model(**batch).logits
-        found = torch.compile(model, backend="eager", fullgraph=True)(**batch).logits
-    assert_close(found, wanted, 1e-6)

@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.releases import transformers_5_24
 from support.tiny import NUM, VOCAB, random_ids, tiny_base, tiny_causal_lm
 from support.words import Words
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import (
-    LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
-    SuppressTokensLogitsProcessor,
 )
 from transformers.generation.streamers import BaseStreamer
 
@@ -72,24 +69,6 @@ def test_compatible_generates_what_the_base_generates(pair, prompts, options: di
     assert torch.equal(found, expected)
 
 
-OF_ONE_PROMPT = {"num_return_sequences": 3, "top_k": 0, "do_sample": True}  # before 5.24 transformers counts texts
-
-
-@pytest.mark.parametrize("options", [{}, pytest.param(OF_ONE_PROMPT, marks=transformers_5_24), {"num_beams": 2}])
-def test_each_prompts_own_words_are_allowed(pair, prompts, options: dict[str, Any]) -> None:
-    """prefix_allowed_tokens_fn is told which prompt a text continues, however many texts that prompt has."""
-    base, model = pair
-    ids, mask = prompts
-    given = {"max_new_tokens": 4, "prefix_allowed_tokens_fn": lambda prompt, text: range(20 * prompt, 20 * prompt + 9)}
-    torch.manual_seed(5)
-    expected = base.generate(ids, attention_mask=mask, **{"do_sample": False, **given, **options})
-    torch.manual_seed(5)
-    assert torch.equal(model.generate(ids, attention_mask=mask, mode="compatible", **given, **options), expected)
-    found = model.generate(ids, attention_mask=mask, **given)[:, 7:]
-    starts = torch.arange(0, 80, 20)[:, None]
-    assert bool(((found >= starts) & (found < starts + 9)).all())
-
-
 @pytest.mark.parametrize("copies", [1, 2])
 def test_without_a_mask_padding_is_inferred_as_in_transformers(pair, prompts, copies: int) -> None:
     base, model = pair
@@ -113,30 +92,6 @@ def test_a_token_left_out_between_others_is_not_read(pair, prompts) -> None:
     found = model.generate(ids, mode="compatible", **given)
     assert torch.equal(found, base.generate(ids, **given))
     assert torch.equal(found, model.generate(ids, mode="compatible", num_beams=1, output_scores=True, **given))
-
-
-def test_ambiguous_padding_is_read_as_text_with_a_warning(pair, prompts) -> None:
-    _, model = pair
-    ids, mask = prompts
-    ids = ids.masked_fill(ids == 3, 4).masked_fill(mask == 0, 3)
-    given = {"pad_token_id": 3, "eos_token_id": [3], "max_new_tokens": 2}
-    with pytest.warns(UserWarning, match="rows begin with pad_token_id, 3, which is read as text"):
-        found = model.generate(ids, **given)
-    assert torch.equal(found, model.generate(ids, attention_mask=torch.ones_like(ids), **given))
-
-
-def test_custom_logits_processors(pair, prompts) -> None:
-    base, model = pair
-    ids, mask = prompts
-    own = LogitsProcessorList([SuppressTokensLogitsProcessor([int(base.generate(ids, max_new_tokens=1)[0, -1])])])
-    theirs = base.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=9, logits_processor=own)
-    ours = model.generate(ids, attention_mask=mask, mode="compatible", max_new_tokens=9, logits_processor=own)
-    assert torch.equal(ours, theirs)
-    for mode in ("causal", "individual"):
-        with pytest.raises(UserError, match=r"logits_processor: .*nothing but in mode compatible or ovr or standard"):
-            model.generate(ids, mode=mode, logits_processor=own)
-        with pytest.raises(UserError, match=r"repetition_penalty: found 1\.2"):
-            model.generate(ids, mode=mode, repetition_penalty=1.2)
 
 
 def test_the_generation_config_is_the_default_and_is_saved(pair, prompts, tmp_path: Path) -> None:
@@ -200,8 +155,6 @@ def test_mode_ovr_takes_top_k_top_p_and_temperature() -> None:
     assert written() != best
     assert written(temperature=1.0) == written(top_k=0) == written(top_p=1.0) == written(), "no default is left"
     assert written(temperature=0.2) != written()
-    static = {"cache_implementation": "static", "disable_compile": True}
-    assert written(temperature=0.5, top_k=20, **static) == written(temperature=0.5, top_k=20)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,7 +1,5 @@
 """The adapters' family: the start is exact, every member trains, merging keeps the function, odd wishes are refused."""
 
-from typing import Any
-
 import pytest
 import torch
 from peft import inject_adapter_in_model
@@ -82,19 +80,6 @@ def test_adapters_started_from_weights_are_pefts_and_leave_the_base(init: str) -
     assert_close(z_of(model, batch), before, 1e-5, "merged")
 
 
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
-def test_a_map_smaller_than_the_rank_starts_from_all_of_its_weights(init: str) -> None:
-    batch, model = random_batch(), tiny_model(lora=LoraConfig(r=16, alpha=6, init=init).model_dump())
-    z = z_of(model, batch)
-    assert_close(z, z_of(tiny_model(), batch), 1e-5, "z")
-    layer: Any = model.transformer.get_submodule("layers.0.self_attn.k_proj")  # [12,24]
-    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    product = b[:, :16] @ a[:16] * (1.0 if init == "olora" else layer.scaling["default"])
-    assert_close(product, layer.weight, 1e-4, "B0 A0")
-    (z * torch.randn(z.shape, generator=torch.Generator().manual_seed(6))).sum().backward()
-    assert b.grad[:, :16].any(0).all(), "what is beyond the map's size learns too"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", FAMILY.values(), ids=FAMILY)
 def test_new_adapters_change_nothing_and_disabling_gives_the_base(
@@ -109,15 +94,6 @@ def test_new_adapters_change_nothing_and_disabling_gives_the_base(
     assert not torch.allclose(z_of(model, batch), wanted, atol=1e-2)
     with adapters_disabled(model.transformer):
         assert torch.equal(z_of(model, batch), wanted)
-
-
-def test_rank_stabilised_scaling_divides_by_the_root_of_the_rank() -> None:
-    found = {}
-    for name in ("lora", "rslora"):
-        model = adapted(FAMILY[name])
-        layer = model.transformer.get_submodule("layers.0.self_attn.q_proj")
-        found[name] = layer.scaling["default"]
-    assert found == {"lora": 6 / 4, "rslora": 6 / 2}
 
 
 @pytest.mark.parametrize("options", FAMILY.values(), ids=FAMILY)
@@ -143,37 +119,4 @@ def test_unknown_target_modules_are_refused_with_the_known_ones() -> None:
     assert refusal.value.key == "model.lora.target_modules"
 
 
-def test_dora_of_a_partitioned_base_is_refused() -> None:
-    """Its norms would be of what a rank holds: ZeRO-3 leaves (0,) outside a module's own forward."""
-    model = tiny_model()
-    for p in model.transformer.parameters():
-        p.ds_id = 1  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match="whole weights") as refusal:
-        inject_lora(model.transformer, LoraConfig(dora=True))
-    assert refusal.value.key == "model.lora.dora"
-
-
 # ---------------------------------------------------------------------- recomputed activations, a frozen embedding
-
-
-@pytest.mark.parametrize("trained", ["lora", "embedding and lora"])
-def test_checkpointing_gives_equal_gradients_with_a_frozen_embedding(trained: str) -> None:
-    """Non-reentrant: the inputs of a layer need no gradient for its adapters to get theirs."""
-    grads = []
-    for recompute in (False, True):
-        model = adapted({"dropout": 0.3}).train()
-        for p in model.parameters():
-            p.requires_grad_(False)
-        for member in feature_members(model.features):
-            member.parameter.requires_grad_(member.group in trained)
-        move(model)
-        if recompute:
-            model.transformer.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        torch.manual_seed(7)  # dropout's: the recomputation draws the same
-        z_of(model, random_batch()).square().mean().backward()
-        grads.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    assert grads[0].keys() == grads[1].keys()
-    assert any("lora_A" in name for name in grads[0])
-    assert all(bool(g.any()) for g in grads[0].values())
-    for name, value in grads[0].items():
-        torch.testing.assert_close(grads[1][name], value, rtol=1e-6, atol=1e-8, msg=name)

@@ -22,9 +22,8 @@ from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model import calibration
 from cqwen_dist.model.calibration import Calibration, calibrate
 from cqwen_dist.model.causal_qwen import CausalQwenModel
-from cqwen_dist.model.initialise import VALUE_SHARE, start_regression
-from cqwen_dist.model.levelling import APART, fit_numeral_rows
-from cqwen_dist.model.ridge import ridges_by_leave_one_out
+from cqwen_dist.model.initialise import start_regression
+from cqwen_dist.model.levelling import APART
 from cqwen_dist.parallel.collectives import Stopped
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 
@@ -183,35 +182,6 @@ def test_without_numbers_the_row_is_fitted_to_the_bases_mass_of_digits() -> None
     torch.testing.assert_close(*own, atol=1e-4, rtol=1e-4)
 
 
-def test_tokens_that_a_number_follows_count_as_15_percent_where_they_are_fewer() -> None:
-    """Ten of 180: each counts three times."""
-    model = turned()
-    torch.manual_seed(5)
-    loc, labels = torch.randn(180, HIDDEN), torch.zeros(180, dtype=torch.int64)
-    labels[:10] = NUM
-    rows, bias = rows_of(model.action, DIGITS)
-    written = (loc @ rows.T + bias).double().logsumexp(1)
-    norm = torch.full_like(written, 3.0)
-    target = torch.where(labels == NUM, written.maximum(norm), written.minimum(norm - APART))
-
-    def ridge(times: float) -> Tensor:
-        root = torch.where(labels == NUM, times, 1.0).double().sqrt()
-        return ridges_by_leave_one_out(root[:, None] * loc.double(), (root * target)[:, None], intercept=False)[0][0]
-
-    fit_numeral_rows(model, loc, norm, labels, DIGITS)
-    torch.testing.assert_close(model.action.cls_weight[NUM].double(), ridge(3.0), atol=1e-6, rtol=1e-5)
-    assert float((ridge(3.0) - ridge(1.0)).norm()) > 0.2
-
-
-def test_without_numerals_no_row_is_fitted() -> None:
-    model = turned(num_row_init="inherit", numerals=(), w_num_scale=0.2)
-    before = model.action.cls_weight.detach().clone()
-    report = calibrate(model, [batch_of(0)])
-    v = before[0] - model.action.cls_weight.detach()[0]
-    torch.testing.assert_close(model.action.cls_weight.detach(), before - v)
-    assert report.num_row_told == 0
-
-
 def test_fitting_rows_changes_no_other_row(monkeypatch: pytest.MonkeyPatch) -> None:
     model = turned()
     before = model.action.cls_weight.detach().clone()
@@ -243,21 +213,6 @@ def test_the_input_row_is_the_mean_of_the_digits(tied: bool) -> None:
     assert torch.equal(embedding.token_embedding.weight, table), "the table itself is the base's"
     ids, unseen = torch.full((1, 1), NUM), torch.zeros(1, 1, dtype=torch.float64)
     torch.testing.assert_close(embedding(ids, unseen)[0, 0], table[DIGITS].mean(0), atol=1e-6, rtol=1e-5)
-
-
-@torch.no_grad()
-def test_w_num_has_its_share_of_the_digits_norm() -> None:
-    table = tiny_base().get_input_embeddings().weight.detach()
-    size = float(table[DIGITS].norm(dim=1).mean())
-    starts = ("inherit", 1.0, DIGITS), ("digits", None, DIGITS), ("digits", 0.5, DIGITS), ("digits", None, ())
-    unit, by_norm, given, without = (
-        tiny_model(start="calibrated", num_row_init=how, numerals=digits, w_num_scale=scale).features.embedding.w_num
-        for how, scale, digits in starts
-    )
-    assert 0.5 < float(unit.norm()) < 2.0, "drawn with a norm of about 1"
-    torch.testing.assert_close(by_norm, VALUE_SHARE * size * unit, atol=1e-7, rtol=1e-5)
-    torch.testing.assert_close(given, 0.5 * unit, atol=1e-7, rtol=1e-5)
-    torch.testing.assert_close(without, 0.2 * unit, msg="a tokenizer without digits: as a row that is inherited")
 
 
 # ----------------------------------------------------------------------------------------------------------- ranks
@@ -310,26 +265,6 @@ def test_y_starts_as_the_fitted_line() -> None:
         torch.testing.assert_close(y.loc.double(), expected, atol=1e-5, rtol=1e-5)
         scale = torch.full_like(y.scale, 0.7) if dims else u_prime.scale @ coefficients.abs().float()
         torch.testing.assert_close(y.scale, scale, atol=1e-5, rtol=1e-5)
-
-
-@torch.no_grad()
-def test_y_has_a_scale_even_if_only_the_median_is_known() -> None:
-    batch = random_batch()
-    for dims in (8, 0):
-        model = tiny_model(start="calibrated", number_dims=dims)
-        start_regression(model, torch.zeros(HIDDEN, dtype=torch.float64), 3.5, 0.7)
-        *_, scale_y = model(batch.input_ids, batch.numeric_values, batch.attention_mask)
-        assert (scale_y > 0).all(), "a scale of 0 makes the first loss infinite"
-
-
-@torch.no_grad()
-def test_exactly_predicted_numbers_get_the_smallest_scale() -> None:
-    batch = random_batch()
-    model = tiny_model(start="calibrated", number_dims=8)
-    start_regression(model, torch.ones(HIDDEN, dtype=torch.float64), 3.5, 1e-9)
-    *_, scale_y = model(batch.input_ids, batch.numeric_values, batch.attention_mask)
-    assert (scale_y >= model.abduction.scale_floor).all()
-    assert (scale_y < 3 * model.abduction.scale_floor).all()
 
 
 TARGETS = {

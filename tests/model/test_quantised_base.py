@@ -15,7 +15,6 @@ from support.tiny import NUM, random_batch, tiny_base
 from cqwen_dist.config import UserError
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.model.base_loading import load_base
-from cqwen_dist.model.layers import compile_layers
 from cqwen_dist.model.lora import is_lora
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (pip install cqwen-dist[quant])")
@@ -112,38 +111,6 @@ def test_gradients_are_those_of_a_plain_base_with_the_dequantised_weights(
     assert {n for n in plain_gradients if "transformer" not in n} <= shared
     for name in shared:
         assert_close(gradients[name], plain_gradients[name], 1e-4, name)
-
-
-def test_compiled_and_recomputed_layers_give_the_same(folder: Path) -> None:
-    model = adapted(load_base(folder, torch.float32, quantize="nf4")).train()
-    loss, gradients = loss_and_gradients(model)
-    model.zero_grad()
-    model.model.transformer.gradient_checkpointing_enable({"use_reentrant": False})
-    compile_layers(model.model.transformer.layers, backend="aot_eager")
-    again, found = loss_and_gradients(model)
-    assert_close(again, loss, 1e-6, "loss")
-    for name, gradient in gradients.items():
-        assert_close(found[name], gradient, 1e-5, name)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_layers_keep_no_dequantised_weight_for_backward(folder: Path, kind: str) -> None:
-    """A compiler that sees one computed in forward and again in backward computes it once, and keeps it."""
-    model, kept = adapted(load_base(folder, torch.bfloat16, quantize=kind)).train(), []
-    batch = random_batch()
-    for backend in (None, "aot_eager_decomp_partition"):
-        if backend:
-            compile_layers(model.model.transformer.layers, backend=backend)
-        sizes: dict[int, int] = {}
-
-        def note(t: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
-            sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            model(batch.input_ids, batch.numeric_values)
-        kept.append(sum(sizes.values()))
-    assert kept[1] < kept[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,12 +12,11 @@ import pytest
 import torch
 from support.exported import tiny_pair
 
-from cqwen_dist.api import predict, predicted_rows
+from cqwen_dist.api import predict
 from cqwen_dist.config import UserError
 from cqwen_dist.data.recipes import records_in
-from cqwen_dist.generate.continuation import continue_text, generate_batch
+from cqwen_dist.generate.continuation import continue_text
 from cqwen_dist.generate.decisions import choose
-from cqwen_dist.prediction import table as generated_table
 from cqwen_dist.prediction.table import NUMBER_COLUMNS, predict_numbers, predict_rows, prompts_of, write_table
 
 TABLE = 'item,amount,note\ntea,3.5,"a, b"\nmilk,12,\n"rice ""x""",-4,{z}\n'
@@ -45,45 +44,6 @@ def test_rows_become_prompts(table: Path) -> None:
     ]
 
 
-def test_the_header_decides_the_delimiter(tmp_path: Path) -> None:
-    path = tmp_path / "t.csv"
-    for sign in ";\t|":
-        path.write_text(f"item{sign}price\nt,ea{sign}1.5\n", encoding="utf-8")
-        assert records_in(str(path)) == [{"item": "t,ea", "price": "1.5"}]
-    path.write_text("\nitem, price \ntea,1.5\n", encoding="utf-8")
-    assert records_in(str(path)) == [{"item": "tea", "price": "1.5"}], "names as training strips them"
-
-
-@pytest.mark.parametrize(
-    ("text", "comma", "amount"),
-    [
-        ("item;amount\ntea;1.234,5\n", None, "1234.5"),
-        ('item,amount\ntea,"1.234,5"\n', None, "1234.5"),
-        ('item,amount\ntea,"1.234,5"\n', False, "1.234,5"),
-        ('item,amount\ntea,"1,234"\n', None, "1,234"),
-        ('item,amount\ntea,"1,234"\n', True, "1.234"),
-    ],
-)
-def test_decimal_commas_of_a_template_are_found_by_the_cells(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, comma: bool | None, amount: str
-) -> None:
-    (tmp_path / "t.csv").write_text(text, encoding="utf-8")
-    prompts: list[str] = []
-    monkeypatch.setattr("cqwen_dist.prediction.table.predict_rows", lambda *given, **_: prompts.extend(given[3]) or [])
-    predict((None, None), tmp_path / "t.csv", "{item}: {amount}", decimal_comma=comma)  # type: ignore[arg-type]
-    assert prompts == [f"tea: {amount}"]
-
-
-def test_a_written_table_is_read_back_equal(tmp_path: Path) -> None:
-    cells = ["a\rb", "a\r\nb", "a\nb", 'a "b"', "a,b", " a ", "\u2028", ""]
-    for name in ("note", "a;b;c;d", "a\tb\tc\td", "a\nb", 'x;;; "y"'):
-        rows = [{name: cell, "n": "1"} for cell in cells]
-        with (tmp_path / "t.csv").open("w", encoding="utf-8", newline="") as file:
-            write_table(rows, file)
-        assert records_in(str(tmp_path / "t.csv")) == rows
-    assert (tmp_path / "t.csv").read_bytes().endswith(b"\n,1\n")
-
-
 def test_a_prediction_is_the_first_generated_number(pair, table: Path) -> None:
     model, tokenizer = pair
     out = io.StringIO()
@@ -107,25 +67,6 @@ def test_a_prediction_is_the_first_generated_number(pair, table: Path) -> None:
     one_by_one = list(predict_numbers(model, tokenizer, prompts, batch_size=1, digits=17))
     for alone, row in zip(one_by_one, written, strict=True):
         assert str(alone["predicted"] or "")[:6] == row["predicted"][:6]
-
-
-def test_rows_are_written_while_others_are_predicted(pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Predictions of a large table are never all in memory."""
-    read: list[int] = []
-
-    def counted(model: Any, tokenizer: Any, prompts: list[str], **options: Any) -> Any:
-        read.append(len(prompts))
-        return generate_batch(model, tokenizer, prompts, **options)
-
-    monkeypatch.setattr(generated_table, "generate_batch", counted)
-    rows = [{"item": "tea", "amount": str(n)} for n in range(40)]
-    settings: dict[str, Any] = {"within": 0, "batch_size": 2, "digits": "auto"}
-    found = predicted_rows(pair, rows, TEMPLATE, None, None, "cpu", print, **settings)
-    assert next(found)["amount"] == "0"
-    assert sum(read) == 16, "eight batches"
-    out = io.StringIO()
-    assert write_table(found, out) == 39
-    assert sum(read) == 40
 
 
 def test_prompts_leave_room_for_a_number_in_the_context(pair) -> None:
@@ -154,12 +95,6 @@ def test_rows_that_cannot_be_read_have_empty_cells_and_are_counted(pair) -> None
     assert [row["chosen"] is not None for row in chosen] == [True, False, False, False, False, True]
     with pytest.raises(UserError, match="record 1 with an empty cell"):
         predict(pair, rows[2:5], "{a}")
-
-
-def test_escaped_line_ends_in_a_template_equal_those_of_training() -> None:
-    assert prompts_of(
-        r"{a}:\n\t{Sepal.Length}{2019}", ["a", "Sepal.Length", "2019"], [{"a": "x", "Sepal.Length": "1", "2019": "2"}]
-    ) == ["x:\n\t12"]
 
 
 def test_a_row_without_a_number_has_empty_cells_and_says_how_likely_one_was(pair) -> None:
@@ -221,20 +156,3 @@ def test_wrong_tables_and_templates_are_refused(pair, tmp_path: Path, text: str,
 def test_a_wrong_option_is_refused(pair, table: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError):
         predict(pair, table, TEMPLATE, **wrong)
-
-
-def test_refuses_files_that_are_not_tables(pair, tmp_path: Path) -> None:
-    (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "book.xlsx").write_bytes(b"PK")
-    (tmp_path / "half.jsonl").write_text('{"a": "\\ud800"}\n')
-    for name, said in (
-        ("missing.csv", "FILE: found no file"),
-        ("bytes.csv", "bytes.csv:1: not UTF-8"),
-        ("book.xlsx", "FILE: found '.*book.xlsx', allowed: .* save the sheet as a .csv"),
-        ("half.jsonl", r"record 1: FILE: found '\\ud800', allowed: Unicode text without lone surrogates"),
-    ):
-        with pytest.raises(UserError, match=said):
-            predict(pair, tmp_path / name, "{a}")
-    for option, value in (("batch_size", 0), ("within", -1)):
-        with pytest.raises(UserError, match=f"{value + 1} or more"):
-            list(predict_numbers(*pair, ["x"], **{option: value}))

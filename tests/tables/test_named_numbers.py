@@ -4,15 +4,13 @@ import numpy as np
 import pytest
 import torch
 from support.numerics import assert_close
-from support.tiny import NUM, VOCAB, tiny_model
+from support.tiny import NUM, VOCAB
 from tables.test_wide import BUCKETS, batch_of
 
-from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.embedding import phi
-from cqwen_dist.tables.wide.named_numbers import FAR, NamedNumbers, bytes_of
+from cqwen_dist.tables.wide.named_numbers import FAR
 from cqwen_dist.tables.wide.wide_part import WidePart
 from cqwen_dist.tables.wide.wide_rows import WIDTHS, NamedRows, texts_before
-from cqwen_dist.tables.wide.wide_size import FOLDS
 from cqwen_dist.tables.wide.wide_start import fit_wide
 
 COUNT = 512
@@ -89,15 +87,6 @@ def test_a_text_in_pieces_has_the_same_features(cuts):
     assert_close(packed.view(2, 5, 9), whole, 1e-5)
 
 
-def test_numbers_with_unknown_names_are_ignored():
-    part, ids, values, _ = fitted(100)
-    known = part.entries(ids[:1], values[:1])
-    x = part.numbers.read(known.name, known.phi, known.value, known.number)
-    assert [x[:, 0, at].abs().max() > 0 for at in range(9)] == [i in (2, 6) for i in range(9)]
-    other = part.entries(torch.tensor([[9, 9, NUM]]), torch.tensor([[0.0, 0.0, 5.0]], dtype=torch.float64))
-    assert not part.numbers.read(other.name, other.phi, other.value, other.number).any()
-
-
 def linear(values: torch.Tensor) -> torch.Tensor:
     return 2.0 * phi(values[:, 2]).double() - phi(values[:, 6]).double()
 
@@ -136,27 +125,6 @@ def test_constant_and_rare_names_are_ignored():
     assert found.x.shape == (100, 1)
     assert (found.x[:5] == 0).all()
     assert found.x[5:].std() == pytest.approx(1.0, rel=0.05)
-
-
-def test_names_survive_a_change_of_dtype():
-    columns = torch.tensor([0, 255, 256, 262_143, 2**24 - 1])
-    part = NamedNumbers(FOLDS, 4)
-    part.names.data[:5] = bytes_of(columns)
-    part.to(torch.bfloat16)
-    assert (part.names[:5].long() * torch.tensor([65536, 256, 1])).sum(-1).tolist() == columns.tolist()
-
-
-def test_the_calibrated_start_fits_the_random_features():
-    ids, values = rows(240)
-    y = truth_of(values)
-    shape = {"start": "calibrated", "number_dims": 2, "target": {"name": "standardise", "median": 0.0, "scale": 1.0}}
-    errors = []
-    for count in (0, COUNT):
-        model = tiny_model(**shape, wide=BUCKETS, random_features=count)
-        model.wide.line_end.data[0] = 1.0
-        batches = [batch_of(ids[at : at + 40], values[at : at + 40], y[at : at + 40]) for at in range(0, 240, 40)]
-        errors.append(calibrate(model, batches).reg_mdae)
-    assert errors[1] < 0.5 * errors[0]
 
 
 def test_sums_are_nearly_exact():

@@ -10,13 +10,12 @@ import pyarrow.parquet
 import pytest
 
 from cqwen_dist.config import DataConfig, UserError
-from cqwen_dist.config.data import column_lines
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.delimited import MISSING
 from cqwen_dist.data.records import Extractor
 from cqwen_dist.prediction.table import prompts_of
 from cqwen_dist.tables.fitting import only_fit
-from cqwen_dist.tables.rows import BLOCK, by_length, held_out_rows, read_parts, read_table, repeats, split
+from cqwen_dist.tables.rows import held_out_rows, read_parts, read_table, repeats, split
 
 
 def written(folder: Path, records: list[dict[str, object]]) -> str:
@@ -62,17 +61,6 @@ def test_a_target_that_is_mostly_one_number_gets_a_note(tmp_path: Path) -> None:
     records = [{**record, "claims": 0 if i % 5 else i} for i, record in enumerate(cities(30))]
     assert read_table(written(tmp_path, records), "claims").notes[-1].startswith("claims is 0 in 25 of 30 rows: ")
     assert not [note for note in read_table(written(tmp_path, cities(30)), "score").notes if "score is" in note]
-
-
-def test_column_names_may_have_dots_brackets_and_digits(tmp_path: Path) -> None:
-    names = ["Sepal.Length", "height [cm]", "2019", "0", "<NUM>", "年龄 (😀)", "a\nb", "a]"]
-    records = [{**dict.fromkeys(names, f"{i} x"), "score.kg": i} for i in range(20)]
-    table = read_table(written(tmp_path, records), "score.kg")
-    assert table.columns == names
-    prompt, text = column_lines(names) + "score.kg: ", "{score.kg}"
-    read = Extractor(DataConfig(train="t", prompt_template=prompt, text_template=text, target_field="score.kg"), Chat())
-    for row, filled in zip(table.rows, prompts_of(prompt, names, table.rows), strict=True):
-        assert read(row, "here").text == filled + row["score.kg"]
 
 
 def test_targets_are_written_so_that_training_reads_them_as_numbers(tmp_path: Path) -> None:
@@ -188,17 +176,6 @@ def test_test_rows_does_not_change_the_other_parts() -> None:
     assert set(split(101, 3, 0.5, given).test) == set(given)
 
 
-def test_rows_are_sorted_by_length_within_blocks() -> None:
-    draw = np.random.default_rng(0)
-    lengths, rows = draw.integers(10, 200, 1000), np.sort(draw.permutation(1000)[:700])
-    found = by_length(rows, lengths)
-    for first in range(0, 700, BLOCK):
-        block = slice(first, first + BLOCK)
-        assert sorted(found[block]) == list(rows[block]), "no row leaves its block"
-        assert (np.diff(lengths[found[block]]) <= 0).all()
-    assert by_length(rows[:0], lengths).size == 0
-
-
 @pytest.mark.parametrize("copies", [2, 3, 5])
 @pytest.mark.parametrize("given", [None, [0, 7, 9]])
 def test_equal_rows_stay_in_one_part(tmp_path: Path, copies: int, given: list[int] | None) -> None:
@@ -241,18 +218,6 @@ def test_a_row_of_totals_is_pointed_out(tmp_path: Path, last: dict[str, object],
 
 
 @pytest.mark.parametrize(
-    ("cells", "found"), [(["1 kg", "2 lb"], "1 kg"), (["10%", "0.1"], "10%"), (["2024-01-31", "5"], "2024-01-31")]
-)
-def test_a_target_in_two_forms_is_refused_with_a_way_out(tmp_path: Path, cells: list[str], found: str) -> None:
-    records = cities(24)
-    for i, record in enumerate(records):
-        record["score"] = cells[i % 2]
-    with pytest.raises(UserError, match="all in one form, such as") as met:
-        read_table(written(tmp_path, records), "score")
-    assert f"record 1: --target: found '{found}'" in str(met.value)
-
-
-@pytest.mark.parametrize(
     ("usual", "odd"),
     [
         ("$1,200", "call us"),
@@ -282,18 +247,6 @@ def test_infinities_are_empty_cells_whatever_the_file(tmp_path: Path) -> None:
         assert "ratio" in table.numeric, source
         assert [row["ratio"] for row in table.rows[2:6]] == ["1", "", "2", ""]
         assert "2 cells are read as empty: inf, -inf" in table.notes
-
-
-def test_row_numbers_that_pandas_saved_are_left_out(tmp_path: Path) -> None:
-    for name in ("__index_level_0__", "__index_level_12__", "Unnamed: 0"):
-        records = [{**record, name: i} for i, record in enumerate(cities(24))]
-        table = read_table(written(tmp_path, records), "score")
-        assert name not in table.columns
-        assert [note for note in table.notes if "left out" in note] == [
-            f"columns left out, as they number the rows: {name}"
-        ]
-        if ":" not in name:
-            assert read_table(written(tmp_path, records), "score", [name]).columns == [name], "where asked for"
 
 
 def test_two_fits_at_once_into_one_folder_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

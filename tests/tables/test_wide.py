@@ -11,7 +11,6 @@ from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import UserError
 from cqwen_dist.heads.beside import columns_beside_z
 from cqwen_dist.model.calibration import calibrate
-from cqwen_dist.tables.wide import wide_start
 from cqwen_dist.tables.wide.wide_part import GRAMS, WidePart
 from cqwen_dist.tables.wide.wide_rows import NamedRows, counts_of, hashed_rows, kernel_of, texts_before
 from cqwen_dist.tables.wide.wide_size import FOLDS
@@ -105,17 +104,6 @@ def test_packed_and_padded_texts_do_not_mix(training):
     assert_close(padded[..., 4:], alone, 1e-6)
 
 
-def test_order_words_and_values_change_the_features():
-    part, (ids, values) = worn_part(), texts(1)
-    last = part(ids, values)[0][0, 0, -1]
-    turned, other, more = ids.clone(), ids.clone(), values.clone()
-    turned[0, [0, 1]] = ids[0, [1, 0]]
-    other[0, 3] = 31
-    more[0, 5] += 1
-    for changed in ((turned, values), (other, values), (ids, more)):
-        assert (part(*changed)[0][0, 0, -1] - last).abs() > 1e-4
-
-
 def test_a_whole_line_is_a_feature_wherever_it_stands():
     part = WidePart(BUCKETS, NUM, VOCAB).eval()
     part.line_end.data[0] = 1.0
@@ -168,26 +156,6 @@ def test_training_texts_are_read_without_their_fold_others_by_all_folds():
     truth = truth_of(new, new_values)
     error = (part(new, new_values)[0][0, :, -1] - (truth - y.median())).abs().mean()
     assert error < 0.75 * (truth - y.median()).abs().mean()
-
-
-@pytest.mark.parametrize(("rows", "helps"), [(120, True), (wide_start.FEW, False)])
-def test_with_few_texts_a_line_may_weigh_as_much_as_its_words(rows, helps, monkeypatch):
-    """One line says what the number is, by two words together; twelve others are noise. Line ends: the ids below 5."""
-    draw = torch.Generator().manual_seed(4)
-    cells, noise = torch.randint(5, 9, (rows, 2), generator=draw), torch.randint(9, 30, (rows, 12), generator=draw)
-    end = torch.zeros(rows, 1, dtype=torch.int64)
-    ids = torch.cat([cells, end, noise, end], 1)
-    effect = torch.randn(9, 9, generator=draw, dtype=torch.float64)
-    y = effect[cells[:, 0], cells[:, 1]] + 0.3 * torch.randn(rows, generator=draw, dtype=torch.float64)
-    values = torch.zeros(ids.shape, dtype=torch.float64)
-    before = texts_before(worn_part(), batch_of(ids, values, y), torch.arange(rows) * 16 + 15)
-
-    def error() -> float:
-        return float((y - y.median() - fit_wide(before, y, BUCKETS).left_out).abs().mean())
-
-    found = error()
-    monkeypatch.setattr(wide_start, "LINES_OF_FEW", wide_start.LINES)
-    assert (found < 0.9 * error()) if helps else (found == error())
 
 
 def test_with_few_numbers_a_better_fit_needs_two_standard_errors():
@@ -285,12 +253,6 @@ def test_g_survives_the_dtype_of_z(dtype, tolerance):
 def test_gradient_descent_does_not_change_the_wide_part():
     """Also under a trainer that trains whatever asks for a gradient: its tables are those of the closed form."""
     assert [name for name, p in worn_part().named_parameters() if p.requires_grad] == []
-
-
-def test_there_is_one_table_a_fold():
-    part, (ids, values) = WidePart(64, NUM, VOCAB), texts(800)
-    folds = [t.fold for t in texts_before(part, batch_of(ids, values, torch.zeros(800)), torch.arange(800) * 9 + 8)]
-    assert np.bincount(folds, minlength=FOLDS).min() > 60  # of 100; four standard deviations
 
 
 def test_the_ridge_grows_when_numbers_equal_features() -> None:

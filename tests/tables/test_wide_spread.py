@@ -18,6 +18,7 @@ from cqwen_dist.tables.wide.wide_size import FOLDS
 from cqwen_dist.tables.wide.wide_spread import RIDGES, fit_spread
 from cqwen_dist.tables.wide.wide_start import fit_wide
 
+FEW_BUCKETS = 256
 WORD = 30  # where it stands, errors are FACTOR times as large
 FACTOR = 6.0
 
@@ -91,9 +92,9 @@ def test_a_word_with_larger_errors_gets_a_larger_scale():
 def test_the_calibrated_start_gives_each_number_its_own_scale():
     """The median of |error| / scale_Y is 1 for a Cauchy, whatever the text says."""
     shape = {"start": "calibrated", "number_dims": 2, "target": {"name": "standardise", "median": 1.0, "scale": 2.0}}
-    ids, values, y, _ = law_of(800)
-    model = tiny_model(**shape, wide=BUCKETS)
-    calibrate(model, [batch_of(ids[at : at + 40], values[at : at + 40], y[at : at + 40]) for at in range(0, 800, 40)])
+    ids, values, y, _ = law_of(200)
+    model = tiny_model(**shape, wide=FEW_BUCKETS)
+    calibrate(model, [batch_of(ids[at : at + 40], values[at : at + 40], y[at : at + 40]) for at in range(0, 200, 40)])
     new, new_values, truth, loud = law_of(400, seed=4)
     _, _, loc, scale = (part[:, -1].detach() for part in model.eval()(new, new_values))
     error = (loc - model.target.forward(truth)).abs()

@@ -13,8 +13,8 @@ from support.ranks import Pool
 from support.runs import as_rank
 
 from benchmarks.launches import counting
+from benchmarks.rig import Rig, build_rig
 from cqwen_dist.config import Config
-from cqwen_dist.tools.site.rig import Rig, build_rig
 
 SIZES: dict[str, Any] = {
     "model_type": "qwen2",

@@ -1,9 +1,8 @@
-"""`cqwen plan`: the plan and, with options, the layout search, the scaling table and a written config."""
+"""`cqwen plan`: the plan and, with --search, the layouts that fit."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +12,24 @@ from rich.text import Text
 from cqwen_dist.config import Config, UserError, source_files
 from cqwen_dist.config.errors import Said
 from cqwen_dist.sizes.architecture import read_architecture
-from cqwen_dist.tools.plan.limits import limits, render_limits
 from cqwen_dist.tools.plan.machine import machine
 from cqwen_dist.tools.plan.make import Plan, plan
 from cqwen_dist.tools.plan.question import Question
-from cqwen_dist.tools.plan.search import FittingLayout, of_layout, scaling, search, with_layout
-from cqwen_dist.tools.plan.show import head_lines, render, render_scaling
+from cqwen_dist.tools.plan.search import FittingLayout, of_layout, search
+from cqwen_dist.tools.plan.show import render
 
 WHAT_MAY_FIT = "more ranks, more memory, shorter texts, or bf16 in place of fp32"
 COUNTED_BYTES = 2**30  # texts in larger files are not counted, as that would take too long
 
 
 def run(config: Config, asked: Question) -> tuple[dict[str, Any], RenderableType]:
-    """Returns the plan and the requested extras, as plain values for JSON and as tables for a terminal.
+    """Returns the plan, and with `asked.search` the layouts found, for JSON and as tables for a terminal.
 
     Raises `UserError`.
     """
     known = machine(asked.gpu or ("h100" if asked.gpus_per_node else "cpu"), asked.interconnect, asked.calibrate)
-    architecture = read_architecture(config)
-    options: dict[str, Any] = {"gpu_memory_gib": asked.gpu_memory_gib, "architecture": architecture, "machine": known}
-    further, tables = _further(config, options, asked)
-    options |= {"nodes": asked.nodes, "gpus_per_node": asked.gpus_per_node, "text": asked.text_tokens}
+    options: dict[str, Any] = {"gpu_memory_gib": asked.gpu_memory_gib, "machine": known, "text": asked.text_tokens}
+    options |= {"nodes": asked.nodes, "gpus_per_node": asked.gpus_per_node, "architecture": read_architecture(config)}
     options["sequences"] = asked.sequences or count_sequences(config)
     planned, choices, notes = _planned(config, asked.search, options)
     document, shown = planned.to_dict(), [*notes, *render(planned, choices).renderables]
@@ -41,35 +37,7 @@ def run(config: Config, asked: Question) -> tuple[dict[str, Any], RenderableType
     if asked.search:
         document["choices"] = [choice.to_dict() for choice in choices]
         shown += [] if choices else [Text(f"no layout fits: {WHAT_MAY_FIT}", style="red")]
-    document |= further
-    shown += tables
-    if asked.write is not None:
-        if asked.search and not choices:
-            raise UserError("--write", str(asked.write), "a layout that fits (none was found)")
-        chosen, best = (with_layout(config, choices[0].layout), choices[0].plan) if choices else (config, planned)
-        command = f"cqwen plan {asked.write} --nodes {asked.nodes} --gpus-per-node {asked.gpus_per_node}"
-        command += f" --gpu-memory-gib {planned.gpu_memory_gib:g} --gpu {known.name}"
-        write_config(asked.write, chosen, best, command)
-        document["written"] = str(asked.write)
-        shown += [Text(f"written: {asked.write}")]
     return document, Group(*shown)
-
-
-def _further(config: Config, options: dict[str, Any], asked: Question) -> tuple[dict[str, Any], list[RenderableType]]:
-    """The parts that `--scale` and `--limits` add to the document and to the tables."""
-    document: dict[str, Any] = {}
-    shown: list[RenderableType] = []
-    if asked.scale:
-        points = scaling(config, **options)
-        document["scaling"] = [asdict(point) for point in points]
-        shown += [render_scaling(points)]
-        shown += [Text("* does not fit. 8 GPUs a node; every rank keeps its micro-batch, once a step.")]
-    if asked.limit:
-        gib = options["gpu_memory_gib"] or options["machine"].gib
-        rows = limits(config, options["architecture"], options["machine"], gib)
-        document["limits"] = [asdict(row) for row in rows]
-        shown += [render_limits(rows, config.model.name_or_path or "the config's base", gib)]
-    return document, shown
 
 
 def _planned(
@@ -89,18 +57,6 @@ def _planned(
         raise UserError("--search", Said("no layout that fits"), WHAT_MAY_FIT)
     note = f"As it is, the config cannot run here ({refused}). This is the best layout."
     return choices[0].plan, choices, [Text(note, style="yellow")]
-
-
-def write_config(path: Path, config: Config, planned: Plan, command: str) -> None:
-    """Writes the resolved config below a summary of the plan in comments. Raises `UserError` if the file exists."""
-    head = "".join(f"# {line}\n" for line in head_lines(planned, command))
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(head + config.to_yaml())
-    except FileExistsError:
-        raise UserError("--write", str(path), "a file that does not exist yet") from None
-    except OSError as error:
-        raise UserError("--write", str(path), f"a place that can be written ({error.strerror})") from None
 
 
 def _missing(config: Config) -> list[Text]:

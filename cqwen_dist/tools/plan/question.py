@@ -11,7 +11,7 @@ import typer
 
 @dataclass(frozen=True)
 class Question:
-    """The machines to plan for, and further output besides the plan."""
+    """The machines to plan for, and whether to search for layouts."""
 
     nodes: Annotated[int, typer.Option(help="Machines.")] = 1
     gpus_per_node: Annotated[int, typer.Option(help="Ranks per machine; 0: one CPU rank per machine.")] = 1
@@ -27,7 +27,4 @@ class Question:
     text_tokens: Annotated[
         float | None, typer.Option(min=1, help="Tokens per packed text (data.pack); default: one text per row.")
     ] = None
-    search: Annotated[bool, typer.Option("--search", help="Try every layout; print the best and why.")] = False
-    scale: Annotated[bool, typer.Option("--scale", help="Efficiency from 1 to 1,024 GPUs by layout.")] = False
-    limit: Annotated[bool, typer.Option("--limits", help="Largest base and longest text on 1, 8, 64 GPUs.")] = False
-    write: Annotated[Path | None, typer.Option(help="Write the config (with --search: the best layout).")] = None
+    search: Annotated[bool, typer.Option("--search", help="Try every layout; print the best.")] = False

@@ -1,4 +1,4 @@
-"""Searches the layout with the highest tokens/s, with reasons for the choice, and predicts how layouts scale.
+"""Searches the layout with the highest tokens/s.
 
 The search tries the micro-batch size (powers of two up to a rank's share), the ZeRO stage, the vocabulary group (the
 config's value and every divisor of the ranks per node), gradient checkpointing and offload. The meaning of a run
@@ -7,10 +7,9 @@ config's value and every divisor of the ranks per node), gradient checkpointing 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
-from math import gcd
 from typing import Any
 
 from cqwen_dist.config import Config, UserError
@@ -20,11 +19,6 @@ from cqwen_dist.tools.plan.stage_sizes import ceil_div
 SIMPLER_WITHIN = 0.01  # a plainer layout is preferred if it is slower by less than this share
 MAX_GROUP = 64
 MOST = 5  # layouts to return
-RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-NODE = 8
-# (ZeRO stage, vocabulary group). A group is limited to the ranks in a node, but 64 spans nodes.
-LAYOUTS = ((1, 1), (1, NODE), (3, 1), (3, NODE), (3, 64))
-ON_HOST = {"optimizer": "moments and the engine's masters", "activations": "layer inputs"}
 # The keys that the search may choose, each with the config section.
 SECTION = {
     "micro_batch_size": "train",
@@ -71,37 +65,14 @@ class FittingLayout:
         """Tokens/s over all ranks in the slowest stage."""
         return self.plan.slowest.tokens_per_s
 
-    @property
-    def why(self) -> str:
-        """The slowest part of a step, and the effect of each setting."""
-        layout, planned = self.layout, self.plan
-        parts = [f"bound by {planned.slowest.bound}"]
-        if layout.vocab_group_size > 1:
-            spared = planned.head_bytes_sent_unsharded - planned.head_bytes_sent
-            verb = "spares" if spared > 0 else "costs"
-            rows = f"the word head's rows over {layout.vocab_group_size} ranks"
-            parts.append(f"{rows}: {verb} {abs(spared) / 2**20:,.0f} MiB on the wire a step")
-        elif planned.world > 1:
-            parts.append("every rank has the whole word head")
-        if layout.zero_stage == 3:
-            parts.append("ZeRO-3 spreads the frozen backbone")
-        if layout.gradient_checkpointing:
-            parts.append("activations computed twice to hold fewer")
-        if layout.offload != "none":
-            parts.append(f"{ON_HOST[layout.offload]} on the host")
-        return "; ".join(parts)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {
             "overrides": self.layout.to_overrides(),
             "tokens_per_s": self.tokens_per_s,
-            "mfu": self.plan.slowest.mfu,
             "device_gib": round(self.plan.device_gib, 3),
             "host_gib": round(self.plan.host_gib, 3),
             "hours": self.plan.hours,
-            "gpu_hours": self.plan.gpu_hours,
-            "why": self.why,
         }
 
 
@@ -163,54 +134,5 @@ def with_layout(config: Config, layout: Layout) -> Config:
     sections: dict[str, dict[str, Any]] = {}
     for key, value in asdict(layout).items():
         sections.setdefault(SECTION[key], {})[key] = value
-    return with_keys(config, {}, **sections)
-
-
-def with_keys(config: Config, of_stages: Mapping[str, Any], **sections: Mapping[str, Any]) -> Config:
-    """The config with keys of sections, and of every stage, replaced; not validated."""
     changed = {name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
-    return config.model_copy(update={**changed, "stages": [s.model_copy(update=of_stages) for s in config.stages]})
-
-
-# -------------------------------------------------------------------------------------------- weak scaling
-
-
-@dataclass(frozen=True)
-class Point:
-    """The prediction for one layout on a number of ranks."""
-
-    ranks: int
-    zero_stage: int
-    vocab_group_size: int
-    tokens_per_s: float
-    efficiency: float
-    communication: float  # share of the step
-    device_gib: float
-    fits: bool
-
-
-def scaling(config: Config, **options: Any) -> list[Point]:
-    """Plans every layout for every number of ranks, with 8 ranks per node.
-
-    options: those of `plan` except nodes and GPUs. Raises `UserError` like `plan`.
-    """
-    alone = _planned(config, 1, 1, 1, options).slowest.tokens_per_s
-    found = []
-    for (zero, group), ranks in product(LAYOUTS, RANKS):
-        if group > NODE and ranks < group:
-            continue
-        size = min(group, ranks)
-        planned = _planned(config, ranks, zero, size, options)
-        rate, share = planned.slowest.tokens_per_s, planned.slowest.time["communication"] / planned.slowest.seconds
-        found.append(Point(ranks, zero, size, rate, rate / ranks / alone, share, planned.device_gib, planned.fits))
-    return found
-
-
-def _planned(config: Config, ranks: int, zero: int, group: int, options: dict[str, Any]) -> Plan:
-    """The plan for a layout with one micro-batch per step on every rank."""
-    sequence = gcd(ranks, config.parallel.sequence_group_size)
-    batch = config.train.micro_batch_size * ranks // sequence
-    own = {"global_batch_size": None, "micro_batch_size": None}
-    parallel = {"zero_stage": zero, "vocab_group_size": group, "sequence_group_size": sequence}
-    grown = with_keys(config, own, train={"global_batch_size": batch}, parallel=parallel)
-    return plan(grown, nodes=max(1, ranks // NODE), gpus_per_node=min(ranks, NODE), **options)
+    return config.model_copy(update=changed)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from cqwen_dist.tools.plan.make import Plan
 from cqwen_dist.tools.plan.memory import GIB, MIB
-from cqwen_dist.tools.plan.search import LAYOUTS, NODE, RANKS, SIMPLER_WITHIN, FittingLayout, Point
+from cqwen_dist.tools.plan.search import SIMPLER_WITHIN, FittingLayout
 
 
 def render(plan: Plan, choices: Sequence[FittingLayout] = ()) -> Group:
@@ -90,7 +90,7 @@ def _duration(hours: float) -> str:
 
 
 def _choices(plan: Plan, choices: Sequence[FittingLayout]) -> list[RenderableType]:
-    """One row per layout within 80 columns, then the reasons for each layout, and the overrides for the first.
+    """One row per layout within 80 columns, and the overrides for the first.
 
     gain: tokens/s compared with the layout in the config.
     """
@@ -98,45 +98,11 @@ def _choices(plan: Plan, choices: Sequence[FittingLayout]) -> list[RenderableTyp
     numbers = [Column(name, justify="right") for name in ("", "micro", "ZeRO", "group", "recompute")]
     rest = [Column(name, justify="right") for name in ("GiB", "tokens/s", "gain")]
     table = Table(*numbers, "offload", *rest, title=title, title_justify="left")
-    notes = Table.grid(padding=(0, 1))
     for number, choice in enumerate(choices, 1):
         at, planned = choice.layout, choice.plan
-        notes.add_row(f"{number}", Text(choice.why))
         recomputed = "yes" if at.gradient_checkpointing else "no"
         gain = round(100 * (choice.tokens_per_s / plan.slowest.tokens_per_s - 1))
         keys = (number, at.micro_batch_size, at.zero_stage, at.vocab_group_size, recomputed, at.offload)
         table.add_row(*map(str, keys), f"{planned.device_gib:.1f}", f"{choice.tokens_per_s:,.0f}", f"{gain:+d}%")
     overrides = " ".join(choices[0].layout.to_overrides())
-    return [table, notes, Text(f"The first, as overrides (--write FILE writes it): {overrides}")]
-
-
-def render_scaling(points: Sequence[Point]) -> Table:
-    """Efficiency by number of ranks (rows) and layout (columns). points: the result of `scaling`."""
-    title = "Weak scaling: tokens/s a GPU against one GPU (and communication's share of the step)"
-    names = ("GPUs", *(f"ZeRO-{zero}, group {group}" for zero, group in LAYOUTS))
-    table = Table(*(Column(name, justify="right") for name in names), title=title, title_justify="left")
-    by = {(p.ranks, p.zero_stage, p.vocab_group_size): p for p in points}
-    for ranks in RANKS:
-        cells = []
-        for zero, group in LAYOUTS:
-            point = by.get((ranks, zero, group if group > NODE else min(group, ranks)))  # None: `scaling` skips it
-            cells.append(
-                f"{point.efficiency:.0%} ({point.communication:.0%}){'' if point.fits else ' *'}" if point else ""
-            )
-        table.add_row(f"{ranks:,}", *cells)
-    return table
-
-
-def head_lines(plan: Plan, command: str) -> list[str]:
-    """The lines above a written config: command, memory, time. A test regenerates and compares them."""
-    lines = [command, f"{plan.reason} ({plan.stage}: {plan.moment})"]
-    for stage in plan.stages:
-        lines.append(
-            f"{stage.stage}: {stage.seconds:.3g} s a step of {stage.tokens:,} tokens, "
-            f"{stage.tokens_per_s:,.0f} tokens/s, {stage.mfu:.0%} MFU, bound by {stage.bound}"
-        )
-    rates = "measured" if plan.machine.calibrated else "stated"
-    if plan.hours is not None and plan.gpu_hours is not None:
-        lines.append(f"{plan.hours:.1f} hours, {plan.gpu_hours:.3g} GPU-hours at the {rates} rates")
-    lines.append(f"checkpoint {plan.checkpoint_bytes / GIB:.1f} GiB")
-    return lines
+    return [table, Text(f"The first, as overrides: {overrides}")]

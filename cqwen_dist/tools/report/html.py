@@ -25,18 +25,10 @@ from cqwen_dist.tools.report.diagnosis import diagnose
 from cqwen_dist.tools.report.run_data import RunData, read_run
 
 
-def write_report(folders: Sequence[Path], out: Path, samples: int = 0) -> Path:
-    """Read the runs and write the page atomically. samples: number of held-out texts that each model continues.
-
-    Raises `UserError` if a folder is not a run, or if sampling is impossible.
-    """
+def write_report(folders: Sequence[Path], out: Path) -> Path:
+    """Read the runs and write the page atomically. Raises `UserError` if a folder is not a run."""
     try:
         runs = [read_run(folder) for folder in folders]
-        if samples:
-            from cqwen_dist.tools.report.samples import sample_texts
-
-            for run in runs:
-                run.samples = sample_texts(run.folder, run.config, samples)
         page = render(runs)
     except (ArithmeticError, AttributeError, LookupError, TemplateError, TypeError, ValueError) as error:
         # The files may be a stranger's: their values need not have the types that this package writes

@@ -58,7 +58,6 @@ class RunData:
     evaluations: list[dict[str, Any]]  # oldest first
     alarms: list[dict[str, Any]]
     raw: dict[str, list[float]] = field(repr=False)  # every value of every metric, for diagnoses
-    samples: list[dict[str, Any]] = field(default_factory=list)  # from `sample_texts`
     fit: dict[str, Any] = field(default_factory=dict)  # fit.json of `cqwen fit`
 
     @property

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from cqwen_dist.tools.serve.requests import ChatCompletion, Completion
 from cqwen_dist.tools.serve.server import Done, Limits, Refused, Server
 from cqwen_dist.tools.vllm.vllm_writer import VllmWriter
 
@@ -21,14 +20,6 @@ class BatchedServer(Server):
     def __init__(self, engine: VllmWriter, name: str, limits: Limits) -> None:
         super().__init__(engine, engine.tokenizer, name, limits)
         self.engine = engine
-
-    @property
-    def names(self) -> list[str]:
-        return [self.name, *self.engine.adapters]
-
-    def begin(self, asked: Completion | ChatCompletion) -> tuple[dict[str, Any], list[str]]:
-        options, prompts = super().begin(asked)
-        return (options | {"adapter": asked.model} if asked.model in self.engine.adapters else options), prompts
 
     async def work(  # type: ignore[override]
         self, options: dict[str, Any], prompts: list[str], n: int, until: float, stop: threading.Event, **more: Any

@@ -69,19 +69,14 @@ class Server:
         self.worker = ThreadPoolExecutor(1, "generate")
         self.waiting = 0
 
-    @property
-    def names(self) -> list[str]:
-        """The models that a client can ask for."""
-        return [self.name]
-
     def close(self) -> None:
         """End the worker after the token in progress."""
         self.worker.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, asked: Completion | ChatCompletion) -> tuple[dict[str, Any], list[str]]:
         """(options, prompts). Raises `UserError` and `Refused`."""
-        if asked.model and asked.model not in self.names:
-            raise UserError("model", asked.model, ", ".join(self.names))
+        if asked.model not in ("", self.name):
+            raise UserError("model", asked.model, self.name)
         options, prompts = asked.options(self.limits.tokens), asked.prompts(self.tokenizer)
         if not 0 < len(prompts) * asked.n <= self.limits.texts:
             raise UserError("n", len(prompts) * asked.n, f"1 to {self.limits.texts} texts a request (prompts times n)")
@@ -131,7 +126,7 @@ class Server:
     async def answer(self, asked: Completion | ChatCompletion, request: Request) -> Any:
         """The answer to a request, whole or as a stream."""
         options, prompts = self.begin(asked)
-        answer = Answer(asked, asked.model or self.name)
+        answer = Answer(asked, self.name)
         work = partial(self.work, options, prompts, asked.n, time.monotonic() + self.limits.seconds)
         if not asked.stream:
             return _json(answer.whole(*await self.run(request, work)))
@@ -275,8 +270,7 @@ def make_app(server: Server) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> Any:
-        found = [{"id": name, "object": "model", "owned_by": "cqwen"} for name in server.names]
-        return {"object": "list", "data": found}
+        return {"object": "list", "data": [{"id": server.name, "object": "model", "owned_by": "cqwen"}]}
 
     @app.get("/health")
     async def health() -> Any:

@@ -1,7 +1,7 @@
 """`cqwen doctor`: examines a machine or every node in a job, and reports faults with their remedies.
 
 Each node collects facts separately. Then the ranks compare them and measure together. Only `findings` decides
-whether a fact is a fault. A preflight runs the quick part: no DeepSpeed import, two message sizes.
+whether a fact is a fault. A preflight sends two message sizes alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from cqwen_dist.run.files import free_bytes, write_atomically
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20)
 QUICK_SIZES = (2**20, 16 * 2**20)
 TOOLS = ("ninja", "g++", "nvcc", "pdsh", "srun")
-OPERATORS = ("installed", "can be built", "not here")
 LOW_DISK_GIB = 5.0
 LARGE_SKEW_S = 2.0
 SLOW_FOLDER_S = 1.0
@@ -39,13 +38,13 @@ WAIT_FOR_FILE_S = 30.0
 
 
 def examine(folder: Path, quick: bool = False) -> dict[str, Any] | None:
-    """Returns the results on rank 0 and None on other ranks. Collective under a launcher."""
+    """Returns the results on rank 0 and None on other ranks. quick: two message sizes. Collective under a launcher."""
     from cqwen_dist.parallel.collectives import gather_objects
     from cqwen_dist.parallel.runtime import distributed
-    from cqwen_dist.tools.site.measure import bus_bandwidth, clock_spread, collective_seconds
+    from cqwen_dist.tools.site.measure import all_reduce_seconds, bus_bandwidth, clock_spread
 
     join_srun()
-    facts = node_facts(folder, quick)
+    facts = node_facts(folder)
     with distributed(60.0) as runtime:
         world = runtime.world_size
         nodes: dict[str, dict[str, Any]] = {}
@@ -59,7 +58,7 @@ def examine(folder: Path, quick: bool = False) -> dict[str, Any] | None:
             together |= _shared(folder, facts["host"], runtime.is_main)
         if world > 1:
             together["clock_spread_s"] = clock_spread()
-            times = collective_seconds(QUICK_SIZES if quick else SIZES, runtime.device, world)
+            times = all_reduce_seconds(QUICK_SIZES if quick else SIZES, runtime.device, world)
             together["backend"] = "nccl" if runtime.device.type == "cuda" else "gloo"
             together["all_reduce"] = [
                 {"bytes": size, "seconds": s, "gib_per_s": bus_bandwidth(size, s, world) / 2**30}
@@ -104,7 +103,7 @@ def join_srun() -> None:
     os.environ.update(MASTER_ADDR=hosts[0], MASTER_PORT=str(20000 + (job * 37 + step) % 12000))
 
 
-def node_facts(folder: Path, quick: bool) -> dict[str, Any]:
+def node_facts(folder: Path) -> dict[str, Any]:
     """Collects the facts about this machine."""
     import torch
 
@@ -126,7 +125,6 @@ def node_facts(folder: Path, quick: bool) -> dict[str, Any]:
         "cpus": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "tools": {name: shutil.which(name) is not None for name in TOOLS},
-        "operators": {} if quick else _operators(),
         "disk_gib": {str(path): _free_gib(path) for path in dict.fromkeys((folder, Path("/tmp"), Path.home()))},
         "folder": _try_folder(folder),
         "environment": {
@@ -230,7 +228,6 @@ def _column(node: dict[str, Any], packages: Iterable[str]) -> dict[str, str]:
         "cores, memory": f"{node['cpus']}, {node['memory_gib']:.0f} GiB",
         "tools": " ".join(name for name, found in tools.items() if found),
         "no": " ".join(name for name, found in tools.items() if not found),
-        "DeepSpeed's operators": _operators_by_kind(node["operators"]),
         "free disk": ", ".join(f"{path} {free} GiB" for path, free in node["disk_gib"].items()),
         "run folder": folder["error"]
         or f"write {1e3 * folder['write_s']:.1f} ms, read {1e3 * folder['read_s']:.1f} ms",
@@ -241,11 +238,6 @@ def _column(node: dict[str, Any], packages: Iterable[str]) -> dict[str, str]:
 def _gpus(gpus: list[dict[str, Any]]) -> str:
     kinds = dict.fromkeys(f"{gpu['name']} {gpu['memory_gib']:.0f} GiB" for gpu in gpus)
     return f"{len(gpus)} x {', '.join(kinds)}" if gpus else "none"
-
-
-def _operators_by_kind(operators: dict[str, str]) -> str:
-    kinds = {how: " ".join(name for name, found in operators.items() if found == how) for how in OPERATORS[:2]}
-    return "; ".join(f"{how}: {names}" for how, names in kinds.items() if names)
 
 
 def _measured(together: dict[str, Any]) -> Group:
@@ -318,19 +310,3 @@ def _interconnect() -> dict[str, Any]:
             continue
         ports.append({"name": f"{port.parts[-3]}:{port.name}", "state": state, "rate": rate})
     return {"topology": topology, "infiniband": ports}
-
-
-def _operators() -> dict[str, str]:
-    """The state of DeepSpeed's compiled operators: installed, can be built when needed, or unavailable."""
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if has_gpu() else "cpu")
-    try:
-        import deepspeed.ops
-        from deepspeed.git_version_info import installed_ops
-
-        compatible = deepspeed.ops.__compatible_ops__
-    except ImportError:
-        return {}
-    return {
-        name: OPERATORS[0] if installed_ops[name] else OPERATORS[1] if compatible.get(name) else OPERATORS[2]
-        for name in sorted(installed_ops)
-    }

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-from vllm.model_executor.models.interfaces import SupportsLoRA
 from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_prefix
 
 from cqwen_dist.generate.modes import MODES, ovr_logits, softmax_logits
@@ -24,10 +23,8 @@ from cqwen_dist.tools.vllm.request_numbers import HERE, RequestNumbers
 BACKBONE = "model.features.backbone.transformer."
 
 
-class PagedCausalQwen(nn.Module, SupportsLoRA):
+class PagedCausalQwen(nn.Module):
     """vLLM's interface of a text model. Shape letters: N tokens of a step, R requests, V vocabulary."""
-
-    embedding_modules: dict[str, str] = {}  # noqa: RUF012  vLLM's name
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
@@ -38,7 +35,6 @@ class PagedCausalQwen(nn.Module, SupportsLoRA):
         )
         transformer: Any = base.model
         object.__setattr__(transformer, "base_model", transformer)  # as transformers' models have it; no submodule
-        self.packed_modules_mapping = getattr(base, "packed_modules_mapping", {})
         self.model = CausalQwenModel(config, base=base)
         self.intervals = Intervals.from_dict(config.calibration)
         self.powers = POWERS.to(self.model.action.cls_weight.device)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from cqwen_dist.checkpoint.adapter import CONFIG as ADAPTER_CONFIG
 from cqwen_dist.checkpoint.trained import exported_tokenizer, is_exported
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
@@ -28,7 +27,6 @@ from cqwen_dist.generate.streaming import NumberStreamer, ends_at
 from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.configuration import CausalQwenConfig
-from cqwen_dist.run.files import read_object
 
 MODES = ("standard", "ovr", "compatible")
 PENALTY = "repetition_penalty"
@@ -38,9 +36,8 @@ IN_VLLM = (PENALTY, "min_p")  # options with one name in transformers and vLLM, 
 class VllmWriter:
     """An exported folder in vLLM. It can replace the model in `end_ids`, which only reads end tokens."""
 
-    def __init__(self, folder: Path, adapters: Mapping[str, str] | None = None, **options: Any) -> None:
-        """adapters: LoRA adapters in PEFT's format, by the name under which a request asks for them. options: of vLLM's
-        `AsyncEngineArgs`. Raises `UserError` for a folder that is no exported model."""
+    def __init__(self, folder: Path, **options: Any) -> None:
+        """options: of vLLM's `AsyncEngineArgs`. Raises `UserError` for a folder that is no exported model."""
         if not is_exported(folder):
             raise UserError("CHECKPOINT", str(folder), "a folder of `cqwen export --merge`: vLLM loads no run")
         self.config = CausalQwenConfig.from_pretrained(folder)
@@ -50,18 +47,12 @@ class VllmWriter:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the second model runner has other logits processors
         from vllm import SamplingParams
         from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.lora.request import LoRARequest
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.generation_config = _generation_config(folder)
         self.params = SamplingParams
-        self.adapters = {
-            name: LoRARequest(name, number, path) for number, (name, path) in enumerate((adapters or {}).items(), 1)
-        }
         own: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": str(self.config.dtype).removeprefix("torch.")}
         own |= {"hf_overrides": {"calibration": self.config.calibration}}
-        if adapters:
-            own |= {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": _rank(adapters)}
         self.engine: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(str(folder), **{**own, **options}))
         self.context = int(self.engine.model_config.max_model_len)
         self.head: Any = None  # what `empty_numbers` reads of a number head
@@ -80,7 +71,6 @@ class VllmWriter:
         digits: Digits = "auto",
         stop: Sequence[str] = (),
         streamer: NumberStreamer | None = None,
-        adapter: str | None = None,
         until: float = math.inf,
         **drawing: Any,
     ) -> tuple[Written, int]:
@@ -107,8 +97,7 @@ class VllmWriter:
         text = await self._row(given, total)
         ended = [ends_at(stop, self.tokenizer, start, digits)] if stop else []
         looks = [] if streamer is None else [lambda ids, found: streamer.put(ids, found, start)]
-        end, lora = start, None if adapter is None else self.adapters[adapter]
-        outputs = self.engine.generate({"prompt_token_ids": given.ids}, params, key, lora_request=lora)
+        end, outputs = start, self.engine.generate({"prompt_token_ids": given.ids}, params, key)
         try:
             async for new in _new_tokens(outputs):
                 text.ids[0, end : end + len(new)] = torch.tensor(new)
@@ -222,17 +211,6 @@ def _own_sampling(base: GenerationConfig) -> dict[str, Any]:
         found = Said(f"compatible, with {odd[0]} in generation_config.json")
         raise UserError("mode", found, f"{', '.join(MODES)}; there only {', '.join((*SAMPLING, *IN_VLLM))}")
     return own
-
-
-def _rank(adapters: Mapping[str, str]) -> int:
-    """vLLM's room for the ranks of adapters, a power of two. Raises `UserError` for a folder without an adapter."""
-    ranks = [8]
-    for name, path in adapters.items():
-        rank = read_object(Path(path) / ADAPTER_CONFIG).get("r")
-        if not isinstance(rank, int):
-            raise UserError("--adapter", f"{name}={path}", f"a folder with {ADAPTER_CONFIG}, as PEFT writes it")
-        ranks.append(rank)
-    return int(2 ** math.ceil(math.log2(max(ranks))))
 
 
 def _generation_config(folder: Path) -> GenerationConfig:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from cqwen_dist.config import Config
 from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.tools.plan.comm import Message, feature_messages, head_messages
@@ -13,15 +11,6 @@ from cqwen_dist.tools.plan.make import plan
 from cqwen_dist.tools.plan.stage_sizes import stage_sizes
 
 SHAPE = {"world": 4, "columns": 10, "gemm_bytes": 2, "matrices": [(9, 5), (3, 2)], "vectors": 7}
-
-
-def transfer_share(vocab: int, group: int, *, flops: float, bytes_per_s: float, gemm_bytes: int = 2) -> float:
-    """Time of the token transfers over time of the loss's products, whatever N and C are.
-
-    A rank receives 2 N C (g-1) numbers and sends as many gradients back; its six products are 12 (g N) C (V/g) flops.
-    flops, bytes_per_s: what a rank sustains.
-    """
-    return (4 * (group - 1) * gemm_bytes / bytes_per_s) / (12 * vocab / flops)
 
 
 def test_a_group_of_one_rank_sends_nothing() -> None:
@@ -66,12 +55,6 @@ def test_only_the_replica_sum_depends_on_the_vocabulary() -> None:
     assert without_replicas(100) == without_replicas(75_968)
     one_group = {**SHAPE, "world": 2}
     assert not [m for m in head_messages([[3, 5]], rows=10, row_columns=[10], **one_group) if m.group == "replica"]
-
-
-def test_the_share_of_time_spent_on_transfers() -> None:
-    inside_a_node = transfer_share(152_064, 8, flops=600e12, bytes_per_s=450e9)
-    assert inside_a_node == pytest.approx(0.041, abs=0.001)
-    assert transfer_share(152_064, 8, flops=600e12, bytes_per_s=50e9) == pytest.approx(9 * inside_a_node)
 
 
 def test_the_plan_reports_the_bytes_that_sharding_the_head_saves() -> None:

@@ -15,8 +15,8 @@ from cqwen_dist.config import load_config
 from cqwen_dist.config.rates import dense_rate
 from cqwen_dist.sizes.architecture import read_architecture
 from cqwen_dist.tools.plan.machine import machine
-from cqwen_dist.tools.plan.make import plan
-from cqwen_dist.tools.plan.show import head_lines
+from cqwen_dist.tools.plan.make import Plan, plan
+from cqwen_dist.tools.plan.memory import GIB
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 # file: nodes, GPUs on each, GiB of one, its kind
@@ -27,6 +27,20 @@ CLUSTERS = {
     "qwen2.5-32b.yaml": (4, 8, 80, "h100"),
     "qwen2.5-72b.yaml": (8, 8, 80, "h100"),
 }
+
+
+def head_lines(found: Plan, command: str) -> list[str]:
+    """The lines above a config: command, memory, time."""
+    lines = [command, f"{found.reason} ({found.stage}: {found.moment})"]
+    for stage in found.stages:
+        lines.append(
+            f"{stage.stage}: {stage.seconds:.3g} s a step of {stage.tokens:,} tokens, "
+            f"{stage.tokens_per_s:,.0f} tokens/s, {stage.mfu:.0%} MFU, bound by {stage.bound}"
+        )
+    if found.hours is not None and found.gpu_hours is not None:
+        lines.append(f"{found.hours:.1f} hours, {found.gpu_hours:.3g} GPU-hours at the stated rates")
+    lines.append(f"checkpoint {found.checkpoint_bytes / GIB:.1f} GiB")
+    return lines
 
 
 def head_of(name: str) -> list[str]:

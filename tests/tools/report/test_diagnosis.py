@@ -97,12 +97,6 @@ def test_each_rule_gives_only_its_sentence(changes: dict, raw: dict, title: str)
     assert said(changes, **raw) == [title]
 
 
-def test_the_scales_are_judged_with_number_dimensions_too() -> None:
-    with_dims = {"start": "calibrated", "model": {**BASE, "number_dims": 8}}
-    titles = [f.title for f in findings({"dist/U_scale_std": 9.0}, config=with_dims) if f.level != "good"]
-    assert titles == ["The scales of U have heavy tails"]
-
-
 def test_recalibrated_intervals_are_recommended_only_where_they_were_measured() -> None:
     for more, advice in (({}, "need 9 held-out numbers"), ({"eval/width_90_conformal": 4.0}, "use the recalibrated")):
         (found,) = (f for f in findings({"eval/coverage_90": 0.5, **more}) if f.title.startswith("The Cauchy's 90"))

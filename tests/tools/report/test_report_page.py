@@ -1,25 +1,18 @@
 """The report of real (tiny) runs: complete, self-contained, and drawn by a real browser."""
 
-import csv
-import html
-import io
 import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import yaml
 from support.browser import look
 from support.runs import cqwen_forked
 
-from cqwen_dist.config import UserError, load_config
-from cqwen_dist.data.store import Document
-from cqwen_dist.tools.report.html import main_metrics, render, write_report
+from cqwen_dist.config import UserError
+from cqwen_dist.tools.report.html import render, write_report
 from cqwen_dist.tools.report.run_data import POINTS, read_run
-from cqwen_dist.tools.report.samples import cut
-from cqwen_dist.training.stages import StagePlan
 
 
 @pytest.fixture(scope="module")
@@ -98,94 +91,11 @@ def test_several_runs_are_shown_side_by_side(both: Path, tmp_path: Path, one_ran
     )
 
 
-USE = """<script>
-const named = (f) => f.querySelector("figcaption").textContent === "Word loss";
-const figure = [...document.querySelectorAll("figure")].find(named);
-const ticks = () => [...figure.querySelectorAll("svg text")].map((t) => t.textContent).join(" ");
-const before = ticks();
-figure.querySelector("button").click();
-const link = figure.querySelector("a.csv");
-link.addEventListener("click", (event) => event.preventDefault());
-link.click();
-const svg = figure.querySelector("svg"), box = svg.getBoundingClientRect();
-svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + box.width * 0.6, clientY: box.top + 50 }));
-const lines = document.querySelectorAll("figure .line").length;
-document.querySelector("#shown input").click();
-const select = document.querySelector("#evaluations select");
-select.value = "0";
-select.dispatchEvent(new Event("change"));
-document.getElementById("smooth").click();
-document.body.dataset.seen = JSON.stringify({
-  switched: before !== ticks(),
-  csv: [link.download, decodeURIComponent(link.href.split(",").slice(1).join(","))],
-  tip: figure.querySelector(".tip").innerText,
-  lines,
-  left: document.querySelectorAll("figure .line").length,
-  chosen: select.selectedOptions[0].textContent,
-  drawn: document.querySelectorAll("#evaluations figure svg").length,
-});
-</script></body>"""
-
-
-def test_axes_switch_tooltips_work_and_runs_can_be_hidden(both: Path, tmp_path: Path) -> None:
-    page = tmp_path / "used.html"
-    page.write_text(both.read_text(encoding="utf-8").replace("</body>", USE), encoding="utf-8")
-    seen = look(page, tmp_path / "profile", "--dump-dom")
-    assert "CONSOLE" not in seen.stderr, seen.stderr[-2000:]
-    found = json.loads(html.unescape(re.search(r'data-seen="(.*?)"', seen.stdout)[1]))
-    assert found["switched"], "another axis has other ticks"
-    name, text = found["csv"]
-    table = list(csv.DictReader(io.StringIO(text)))
-    assert name == "word-loss.csv"
-    assert {row["run"] for row in table} == {run["name"] for run in data_of(both)["runs"]}
-    curve = data_of(both)["runs"][1]["curves"]["train/cls_loss_mean"]["y"]
-    second = [row for row in table if row["run"] == data_of(both)["runs"][1]["name"]]
-    assert [float(r["value"]) for r in second if r["metric"] == "train/cls_loss_mean"] == curve
-    rows = found["tip"].split("\n")
-    assert rows[0].startswith("step ")
-    assert len(rows) == 1 + 4, "training and held out of two runs"
-    assert all(re.search(r": [\d.]+$", row) for row in rows[1:])
-    assert 0 < found["left"] < found["lines"], "one run's curves are gone"
-    assert found["chosen"] == "before training"
-    assert found["drawn"] == 6, "three drawings a run"
-
-
 def test_the_head_names_base_data_and_machine(one: Path, one_rank: Path) -> None:
     head = one.read_text()[: one.read_text().index("<main>")]
     assert "qwen2, 2 layers of 16, with random weights" in head
     assert str(one_rank.parent / "texts.jsonl") in head
     assert f"torch {torch.__version__}" in head
-
-
-def test_each_group_has_its_learning_rate_curve(one_rank: Path, tmp_path: Path) -> None:
-    """As the stages plan them; a group that sleeps has none."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    config = yaml.safe_load((one_rank / "config.yaml").read_text())
-    config["stages"][0] |= {"lr_groups": {"classifier": 1e-4}, "warmup_steps": 1, "train": ["classifier", "thresholds"]}
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    stages = load_config(folder / "config.yaml").stages
-    plans = [StagePlan(stages[0], 0, 0, 3), StagePlan(stages[1], 1, 3, 6)]
-    taken = [plan for plan in plans for _ in range(3)]
-    lines = [
-        {"step": step + 1, "stage": plan.stage.name, "train/lr": plan.stage.lr * plan.factor(step)}
-        for step, plan in enumerate(taken)
-    ]
-    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    curves = read_run(folder).curves
-    for group, first in (("classifier", 0), ("thresholds", 0), ("lora", 3)):
-        steps = range(first, 6)
-        assert curves[f"rate/{group}"].x == [step + 1 for step in steps]
-        rates = [taken[step].lr(group, group == "thresholds", step) for step in steps]
-        assert curves[f"rate/{group}"].y == pytest.approx(rates, rel=1e-4)
-
-
-def test_the_tile_of_kl_has_its_bound(one_rank: Path) -> None:
-    run = read_run(one_rank)
-    for bound, said in (({}, ""), ({"train/kl_eps": 0.1}, "the bound is 0.100")):
-        run.last.update(bound)
-        (tile,) = (tile for tile in main_metrics(run) if tile["label"].startswith("KL"))
-        assert tile["compared"] == said
 
 
 def test_the_quickstarts_report_has_the_ridge_regression(one_rank: Path, tmp_path: Path) -> None:
@@ -211,14 +121,6 @@ def test_a_figure_that_is_infinite_now_is_not_shown_as_it_was_before(one_rank: P
     assert run.curves["eval/perplexity"].y == [7.5]
 
 
-def test_the_report_is_not_an_empty_picture(one: Path, tmp_path: Path) -> None:
-    """A blank page of this size is a PNG of some 10 kB."""
-    picture = tmp_path / "page.png"
-    look(one, tmp_path / "profile", f"--screenshot={picture}")
-    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert picture.stat().st_size > 80_000
-
-
 def test_a_run_leaves_its_report_and_the_verb_writes_one(one_rank: Path, two_ranks: Path, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "page.html"
     done = cqwen_forked("report", one_rank, two_ranks, "--out", out)
@@ -237,31 +139,6 @@ def test_a_run_leaves_its_report_and_the_verb_writes_one(one_rank: Path, two_ran
     done = cqwen_forked("train", config)
     assert done.returncode == 0, done.stderr
     assert (one_rank / "report.html").read_text().startswith("<!doctype html>")
-
-
-def test_samples_are_continuations_of_held_out_texts(one: Path, one_rank: Path, tmp_path: Path) -> None:
-    out = tmp_path / "page.html"
-    done = cqwen_forked("report", one_rank, "--samples", 2, "--out", out)
-    assert done.returncode == 0, done.stderr
-    text = html.unescape(out.read_text())
-    known = {json.loads(line)["text"] for line in (one_rank.parent / "texts.jsonl").read_text().splitlines()}
-    found = re.findall(r"<b>Prompt</b>(.*?)<br><b>Truth</b>(.*?)\n(.*?)</div>", text, re.S)
-    assert len(found) == 2
-    for prompt, truth, written in found:
-        assert prompt + truth in known
-        assert re.findall(r"<b>Step (\d+)</b>", written) == ["1", "6"]
-    assert text.count("How U decides the word after the prompt") == text.count("principal components") == 2
-    assert '<section id="samples">' not in one.read_text(), "they are made where they are asked for"
-
-
-def test_where_held_out_texts_are_cut_into_prompts() -> None:
-    ids, no = np.arange(8), np.zeros(8, bool)
-    one, two = no.copy(), no.copy()
-    one[6], two[[2, 6]] = True, True
-    learnt = np.arange(8) >= 3
-    cuts = [cut(Document(ids, ids * 0.0, targets, mask)) for targets, mask in ((no, None), (one, None), (two, None))]
-    assert cuts == [4, 6, 4]
-    assert cut(Document(ids, ids * 0.0, one, learnt)) == 3
 
 
 def test_hostile_names_and_broken_lines_are_harmless(one_rank: Path, tmp_path: Path) -> None:

@@ -86,7 +86,6 @@ def test_texts_and_numbers_equal_continue_text_and_clients_do_not_mix(served: An
 
 
 def test_a_model_that_is_not_served_is_refused_by_name(served: Any) -> None:
-    """A misspelt adapter would else be answered by the model without it."""
     for name, wanted in (("te", 400), ("tea", 200), ("", 200)):
         status, answer = post(served, "completions", {"model": name, "prompt": PROMPTS[0], "max_tokens": 1})
         assert status == wanted

@@ -18,7 +18,7 @@ from cqwen_dist.tools.site.doctor import findings, node_facts, page
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Two healthy nodes: this machine's facts, twice."""
-    facts = node_facts(tmp_path_factory.mktemp("runs"), quick=True)
+    facts = node_facts(tmp_path_factory.mktemp("runs"))
     facts["disk_gib"] = {"/scratch": 100.0}
     nodes = [{**copy.deepcopy(facts), "host": host} for host in ("node1", "node2")]
     together = {

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from support.serving import running
 from support.tiny import tiny_causal_lm
 from transformers import GenerationConfig
@@ -105,7 +104,6 @@ def test_what_cannot_be_served_is_refused_before_vllm_starts(tmp_path: Path, mon
 
     assert "--engine: found 'fast', allowed: generate, vllm" in said("fast")
     assert "--engine-args" in said("vllm", "--engine-args", "[1]")
-    assert "--adapter: found 'x', allowed: NAME=FOLDER" in said("vllm", "--adapter", "x")
     assert "cqwen export --merge" in said("vllm")
     exported(tmp_path / "out", "qwen2")
     monkeypatch.setattr("cqwen_dist.tools.vllm.vllm_writer.find_spec", lambda name: None)
@@ -170,19 +168,8 @@ def test_ids_and_numbers_equal_those_of_generate_also_after_preemption(name: str
     assert any(number.copied for number in numbers) == (name == "copies")
 
 
-def adapter_of(lm: Any, folder: Path) -> Any:
-    """A LoRA adapter with visible weights, saved by PEFT; returns the adapted model."""
-    adapted = get_peft_model(lm, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
-    torch.manual_seed(5)
-    for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
-            parameter.data.normal_(std=0.3)
-    adapted.save_pretrained(folder)
-    return adapted
-
-
 @needs_vllm
-def test_openais_clients_read_numbers_streams_chats_and_adapters(tmp_path: Path) -> None:
+def test_openais_clients_read_numbers_streams_and_chats(tmp_path: Path) -> None:
     from cqwen_dist.tools.serve.batched import GRACE_S, BatchedServer
     from cqwen_dist.tools.serve.server import Limits
 
@@ -190,26 +177,21 @@ def test_openais_clients_read_numbers_streams_chats_and_adapters(tmp_path: Path)
     lm, tokenizer = exported(tmp_path / "out", "qwen2")
     want = [continue_text(lm, tokenizer, [text], max_new_tokens=NEW)[0] for text in prompts(6)]
     (chatted,) = continue_text(lm, tokenizer, ["the cat has 3 "], max_new_tokens=8, begin=False)
-    adapter_of(lm, tmp_path / "adapter")
-    other = [continue_text(lm, tokenizer, [text], max_new_tokens=NEW)[0] for text in prompts(6)]
-    assert [each.text for each in other] != [each.text for each in want]
-    engine = VllmWriter(tmp_path / "out", {"own": str(tmp_path / "adapter")}, enforce_eager=True, max_num_seqs=4)
+    engine = VllmWriter(tmp_path / "out", enforce_eager=True, max_num_seqs=4)
     server = BatchedServer(engine, "tiny", Limits(tokens=64, texts=4))
     with running(server) as url:
         client = openai.OpenAI(base_url=url, api_key="none", timeout=120, max_retries=0)
-        assert [each.id for each in client.models.list()] == ["tiny", "own"]
+        assert [each.id for each in client.models.list()] == ["tiny"]
 
-        def ask(index: int, model: str = "tiny") -> Any:
-            return client.completions.create(model=model, prompt=prompts(6)[index], max_tokens=NEW).choices[0]
+        def ask(index: int) -> Any:
+            return client.completions.create(model="tiny", prompt=prompts(6)[index], max_tokens=NEW).choices[0]
 
         with ThreadPoolExecutor(6) as clients:
             found = list(clients.map(ask, range(6)))
-            adapted = list(clients.map(lambda index: ask(index, "own"), range(6)))
         assert [each.text for each in found] == [each.text for each in want]
         assert [[n["written"] for n in each.numbers] for each in found] == [
             [n.written for n in e.numbers] for e in want
         ]
-        assert [each.text for each in adapted] == [each.text for each in other]
 
         pieces = [
             piece.choices[0]

@@ -2,7 +2,6 @@
 
 For each ZeRO stage, on random weights, it reports the collective bytes per step on this rank (counted, and predicted
 by `plan.comm`), the peak of torch's allocator over all ranks (measured, and predicted by `plan.memory`) and tokens/s.
-It also reports the link bandwidth in each collective by message size.
 """
 
 from __future__ import annotations
@@ -11,36 +10,20 @@ import statistics
 import time
 from typing import Any
 
+from benchmarks.rig import build_rig
+from benchmarks.step_memory import ALL, BF16, SMALL, Case, config_of, measure
+from benchmarks.timing import device_name, seconds_of
+from benchmarks.traffic import Traffic
 from cqwen_dist.config import Config
 from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.sizes.architecture import Architecture, known_architecture
 from cqwen_dist.tools.plan.comm import step_messages
 from cqwen_dist.tools.plan.stage_sizes import stage_sizes
-from cqwen_dist.tools.site.measure import (
-    OPERATIONS,
-    bus_bandwidth,
-    collective_seconds,
-    device_name,
-    said_bandwidths,
-    seconds_of,
-)
-from cqwen_dist.tools.site.rig import build_rig
-from cqwen_dist.tools.site.step_memory import ALL, BF16, SMALL, Case, config_of, measure
-from cqwen_dist.tools.site.traffic import Traffic
+from cqwen_dist.tools.site.accept import layouts
 
 WARM, TIMED = 2, 5  # steps
-LARGEST_GROUP = 8  # ranks that share the vocabulary, usually the GPUs in one machine
 TINY = 64  # bytes per rank; counts, norms and flags are smaller, and the plan leaves them out
-MESSAGES_MIB = (1, 16, 64, 256)  # full buffer sizes; CPUs skip the last
-
-
-def layouts(world: int) -> list[tuple[int, int]]:
-    """(ZeRO stage, vocabulary group) pairs to measure. Stage 3 is last because it patches torch for good."""
-    if world == 1:
-        return [(1, 1)]
-    group = max(size for size in range(1, min(world, LARGEST_GROUP) + 1) if world % size == 0)
-    return [(1, 1), (2, group), (3, group)]
 
 
 def measure_ranks() -> dict[str, Any] | None:
@@ -51,16 +34,7 @@ def measure_ranks() -> dict[str, Any] | None:
         gpu = runtime.device.type == "cuda"
         found: dict[str, Any] = {"ranks": runtime.world_size, "device": device_name(runtime.device)}
         found["layouts"] = [_layout(runtime, traffic, *at, gpu) for at in layouts(runtime.world_size)]
-        if runtime.world_size > 1:
-            found["gib_per_s"] = {name: _bandwidths(runtime, name, gpu) for name in OPERATIONS}
         return found if runtime.is_main else None
-
-
-def _bandwidths(runtime: Runtime, operation: str, gpu: bool) -> dict[str, float]:
-    """Link bandwidth in GiB/s, keyed by the buffer size in MiB."""
-    world, sizes = runtime.world_size, [mib * 2**20 for mib in MESSAGES_MIB[: None if gpu else -1]]
-    seconds = collective_seconds(sizes, runtime.device, world, operation)
-    return {str(n // 2**20): bus_bandwidth(n, s, world, operation) / 2**30 for n, s in seconds.items()}
 
 
 def _layout(runtime: Runtime, traffic: Traffic, zero: int, group: int, gpu: bool) -> dict[str, Any]:
@@ -114,5 +88,4 @@ def lines(found: dict[str, Any]) -> str:
             f"(planned {row['planned_bytes']:,}), {row['measured_mib']:,.1f} MiB (planned {row['planned_mib']:,.1f}), "
             f"{row['tokens_per_s']:,.0f} tokens/s"
         )
-    out += [f"{name}: {said_bandwidths(sizes)}" for name, sizes in found.get("gib_per_s", {}).items()]
     return "\n".join(out)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.rig import build_rig
 from cqwen_dist.config import Config
 from cqwen_dist.config.architectures.base_architecture import USUAL
 from cqwen_dist.config.reading import given_config
@@ -25,7 +26,6 @@ from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.tools.plan.make import allocated_bytes, worst
 from cqwen_dist.tools.plan.memory import MIB
 from cqwen_dist.tools.plan.stage_sizes import stage_sizes
-from cqwen_dist.tools.site.rig import build_rig
 
 STEPS = 2  # plain steps, before the step that measures accuracy and constraint
 ALL = ["heads", "embedding", "lora"]
