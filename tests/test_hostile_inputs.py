@@ -78,7 +78,7 @@ def _looks(run: Path, draw: random.Random) -> list[Callable[[], object]]:
         lambda: choose_checkpoint(run, draw.choice(["auto", "last-good", "never"])),
         lambda: finish_renames(run),
         lambda: resolve_checkpoint(run),
-        lambda: load_config(run / "config.yaml", saved=True),
+        lambda: load_config(run / "config.yaml"),
         lambda: (refuse_changes(config := load_config(run.parent / "good.yaml", [f"run.dir={run}"])), is_done(config)),
         lambda: write_report([run], out),
     ]

@@ -18,7 +18,7 @@ from typing import Any
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.run.files import BEST, CHECKPOINTS, CONFIG, LATEST, MANIFEST, file_record, read_line, read_object, sync
 
-FORMAT = 2
+FORMAT = 3  # of a checkpoint and its run folder; increase it when their files change their meaning
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
 
 
@@ -35,12 +35,12 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return manifest if whole else None
 
 
-def refuse_newer(folder: Path) -> None:
-    """Raises `UserError` for a checkpoint in a newer format: its content is whole, but this version cannot judge it."""
+def refuse_other_format(folder: Path) -> None:
+    """Raises `UserError` for a checkpoint in another format: its content is whole, but this version cannot judge it."""
     written = read_object(folder / MANIFEST).get("format")
-    if isinstance(written, int) and written > FORMAT:
-        found = Said(f"a checkpoint that a newer cqwen_dist wrote (format {written}; this version reads {FORMAT})")
-        raise UserError("checkpoint", found, "this run with that version, or another run.dir", str(folder))
+    if isinstance(written, int) and written != FORMAT:
+        allowed = f"{FORMAT}, which this version reads (the version that wrote it, or another run.dir)"
+        raise UserError("format", written, allowed, str(folder / MANIFEST))
 
 
 def verify(folder: Path) -> list[str]:
@@ -98,7 +98,7 @@ def choose_checkpoint(run_dir: Path, resume: str = "auto") -> tuple[Path | None,
     """
     known = list_checkpoints(run_dir)
     for folder in sorted((run_dir / CHECKPOINTS).glob("step-*")):
-        refuse_newer(folder)  # also with a `latest`: training on would replace it
+        refuse_other_format(folder)  # also with a `latest`: training on would replace it
     named = run_dir / read_line(run_dir / LATEST)
     # A kill before the first `latest` was written leaves a complete checkpoint without it.
     if named.parent != run_dir / CHECKPOINTS:  # no `latest`, or it names no checkpoint
@@ -170,7 +170,7 @@ def resolve_checkpoint(path: str | Path, key: str = "checkpoint") -> tuple[Path,
         if not named.resolve().is_relative_to(path.resolve()):
             raise UserError("checkpoint", Said(f"{named} is a path outside of the folder"), "", str(best))
         path = named
-    refuse_newer(path)
+    refuse_other_format(path)
     if read_manifest(path) is not None:
         if problems := verify(path):
             raise UserError("checkpoint", Said(problems[0]), "a whole checkpoint", str(path))

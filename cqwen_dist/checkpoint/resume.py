@@ -114,7 +114,7 @@ def refuse_exchanged(
 ) -> list[str]:
     """Names of inputs that differ from the saved ones. Raises `UserError` if `accept` lacks one of them.
 
-    saved: digests from a checkpoint; older versions saved none. source: the checkpoint, for the error.
+    saved: digests from a checkpoint. source: the checkpoint, for the error.
     way_out: for the error, instead of `run.accept`.
     """
     exchanged = [name for name in KEYS if name in saved and name in found and saved[name] != found[name]]

@@ -62,11 +62,11 @@ def load_trained(
         config.tokenizer_source, saved["num_token_id"], saved["vocab_size"], config.data.numbers
     )
     known = {"tokenizer": tokenizer.digest(), "base": base}
-    refuse_exchanged(state.state.get("inputs", {}), known, config.run.accept, folder)
+    refuse_exchanged(state.state["inputs"], known, config.run.accept, folder)
     where = torch.device(_place(device))
     model = assemble(state, config, folder, "none" if full_base else config.model.quantize, where)
     model.config.calibration = (state.state.get("figures") or {}).get("calibration") or intervals_of(folder)
-    if model.config.calibration is not None and not state.state.get("evaluated", True):
+    if model.config.calibration is not None and not state.state["evaluated"]:
         _LOG.warning("the intervals are as wide as an earlier step needed: %s was not evaluated", folder.name)
     _let_texts_end(model, tokenizer, config.data.messages_field is not None)
     return model.to(where).eval(), tokenizer  # type: ignore[arg-type]  # transformers wraps `to`
@@ -147,7 +147,7 @@ def run_of(path: str | Path) -> tuple[Config, Path]:
     if (Path(path) / "config.json").is_file():
         raise UserError("checkpoint", str(path), "a run, or a model that writes numbers (this one is plain)")
     run, folder = resolve_checkpoint(path)
-    config = load_config(run / CONFIG, [f"run.dir={json.dumps(str(run))}"], saved=True)
+    config = load_config(run / CONFIG, [f"run.dir={json.dumps(str(run))}"])
     if config.model.trust_remote_code and os.environ.get(TRUST) != "1":
         raise UserError("model.trust_remote_code", True, f"false, or {TRUST}=1 in the environment", str(run / CONFIG))
     return config, folder

@@ -60,43 +60,6 @@ _NAMES = {
 }
 ELSEWHERE = {name: key for key, names in _NAMES.items() for name in names.split()}
 
-# Keys of earlier versions -> the value that they have in saved configs by default, and why they are gone.
-REMOVED: dict[str, tuple[Any, str]] = {
-    "data.max_text_mib": (16.0, "a line or record of more than 16 MiB is a bad line"),
-    "data.mix_seed": (0, "sources are drawn from in one order; another order of samples: train.seed"),
-    "data.prefetch": (2, "the batches of two steps are made ahead of time"),
-    "data.tools_field": ("tools", "a chat's tools are in the field tools"),
-    "loss.class_weight_limit": (10.0, "weights lie between 0.1 and 10; loss.class_weights takes a list"),
-    "loss.class_weight_power": (0.5, "weights are count^-0.5; loss.class_weights takes a list"),
-    "loss.constraint.beta": (10.0, "the weight of the hinge is 10; loss.constraint.eps sets what is allowed"),
-    "loss.constraint.every": (10, "monitor measures KL every 10 steps"),
-    "loss.constraint.rate": (0.1, "the multiplier of dual adapts at a rate of 0.1"),
-    "loss.negatives_share": (None, "a part of the words saved little time; loss.negatives is full or used"),
-    "loss.scale_dtype": ("bf16", "fp8 was slower than bf16 on an H200"),
-    "model.level_logits": (True, "a calibrated start levels the rows; start: seed keeps W_cls as it is"),
-    "model.pretrain.batch_size": (32, "a step pretrains on 32 sequences"),
-    "model.pretrain.lr": (3e-3, "the peak rate is 3e-3"),
-    "model.lora.lr_ratio": (1.0, "both matrices of an adapter have the rate lr_groups.lora"),
-    "parallel.backend": ("auto", "GPUs use NCCL, CPUs gloo; start at most one rank a GPU"),
-    "run.peak_tflops": (None, "perf/mfu takes the peak from the data sheets of common GPUs"),
-    "run.tensorboard": (False, "set run.trackers=[tensorboard]"),
-    "run.wandb_entity": (None, "set the environment variable WANDB_ENTITY"),
-    "run.wandb_group": (None, "set the environment variable WANDB_RUN_GROUP"),
-    "run.wandb_notes": (None, "set the environment variable WANDB_NOTES"),
-    "run.wandb_project": ("cqwen", "set the environment variable WANDB_PROJECT"),
-    "run.wandb_tags": ([], "set the environment variable WANDB_TAGS"),
-    "stages.N.reg_weight.shape": ("linear", "the weight changes linearly"),
-    "stages.N.until.better": (None, "higher is better for accuracy, precision, recall and f1, lower for the others"),
-    "stages.N.until.min_delta": (0.0, "any improvement counts; stages.N.until.patience sets how long to wait for one"),
-    "train.background_save": (True, "checkpoints are written while training continues"),
-    "train.betas": ([0.9, 0.999], "AdamW's betas are 0.9 and 0.999"),
-    "train.check_ranks_every": (100, "ranks are compared every 100 steps and at every save"),
-    "train.feature_cache.max_gib": (None, "a cache may fill its disk; train.feature_cache.dir moves it"),
-    "train.keep_best": (1, "the best checkpoint by train.best_metric is kept"),
-    "train.keep_every": (0, "train.keep_checkpoints keeps more"),
-    "train.max_refused_steps": (3, "a run stops at the third refused step in a row"),
-}
-
 
 def explain(error: ValidationError, tree: Any) -> tuple[Path, object, str]:
     """Returns (path, found, allowed) for the most helpful error. tree: the validated input."""
@@ -113,30 +76,13 @@ def explain(error: ValidationError, tree: Any) -> tuple[Path, object, str]:
     if kind == "refused":
         return (*path, *first["ctx"]["key"].split(".")), first["ctx"]["found"], first["ctx"]["allowed"]
     if kind == "extra_forbidden":
-        return path, Said(_unknown(path)), ""
+        return path, Said(f"unknown key{_instead(path)}"), ""
     if kind == "invalid_key":
         return path, first["input"], "a name"
     if kind == "missing":
         return path, "no value", _section_words(annotation_at(path)) or "a value (this key is required)"
     found = Said("a mapping") if isinstance(first["input"], dict) else first["input"]
     return path, found, " or ".join(dict.fromkeys(_allowed(item, path) for item in same))
-
-
-def forget_removed(tree: Any) -> None:
-    """Take removed keys out of a saved config, in place, if they have their default; others are refused later."""
-
-    def forget(at: Any, path: list[str], value: Any) -> None:
-        if path[0] == "N" and isinstance(at, list):
-            for item in at:
-                forget(item, path[1:], value)
-        elif isinstance(at, dict) and path[0] in at:
-            if len(path) > 1:
-                forget(at[path[0]], path[1:], value)
-            elif at[path[0]] == value:
-                del at[path[0]]
-
-    for key, (value, _) in REMOVED.items():
-        forget(tree, key.split("."), value)
 
 
 def annotation_at(path: Path) -> Any:
@@ -208,11 +154,6 @@ def _allowed(item: Any, path: Path) -> str:
 def _section_words(annotation: Any) -> str:
     section = section_of(annotation)
     return "" if section is None else f"a section with {', '.join(section.model_fields)}"
-
-
-def _unknown(path: Path) -> str:
-    removed = REMOVED.get(".".join("N" if part.isdecimal() else part for part in path))
-    return f"this key was removed: {removed[1]}" if removed else f"unknown key{_instead(path)}"
 
 
 def _instead(path: Path) -> str:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from cqwen_dist.config import yaml_text
 from cqwen_dist.config.deepspeed_section import translate
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.config.messages import annotation_at, explain, forget_removed, members_of, section_of
+from cqwen_dist.config.messages import annotation_at, explain, members_of, section_of
 from cqwen_dist.config.schema import Config, Section
 
 # Keys that may change when a run is resumed.
@@ -33,15 +33,14 @@ _OF_A_COMMAND = ("resume", "accept", "stop_after")  # keys of `run` that a run f
 _RESUMABLE_OF_A_STAGE = re.compile(r"stages\.\d+\.micro_batch_size")
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), saved: bool = False) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML config, apply dotted overrides, validate. Raises `UserError`. Does not write.
 
     path: a file, or a run folder, which has the config of its last command, overrides included.
-    saved: written by a run, perhaps of an earlier version. Removed keys are ignored if they have their default.
     """
     folder = Path(path)
     if of_a_run := (folder / _OF_A_RUN).is_file():
-        path, saved = folder / _OF_A_RUN, True
+        path = folder / _OF_A_RUN
     try:
         tree, lines = yaml_text.parse(_read(Path(path)))
     except UserError as error:
@@ -50,8 +49,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), saved: bool = F
     if not isinstance(tree, dict):
         found = "no content" if tree is None else tree
         raise UserError("config", found, f"a mapping with {', '.join(Config.model_fields)}", str(path))
-    if saved:
-        forget_removed(tree)
     if of_a_run:  # it may have been moved
         kept = {key: value for key, value in tree.get("run", {}).items() if key not in _OF_A_COMMAND}
         tree["run"] = {**kept, "dir": str(folder)}

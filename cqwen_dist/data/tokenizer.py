@@ -238,12 +238,11 @@ def read_policy(
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        row, its = int(data["num_token_id"]), NumberPolicy(**data["policy"])
+        row, its, token = int(data["num_token_id"]), NumberPolicy(**data["policy"]), data["token"]
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(POLICY_FILE, reason_of(error), "the file as save_pretrained wrote it", str(path)) from None
     now = None if given is not None else tokenizer.added_tokens_decoder.get(row)
-    # Files of earlier versions do not name the token. They got a special one if they were told to.
-    if now is not None and (data["token"] != str(now) if "token" in data else not now.special):
+    if now is not None and token != str(now):
         found = Said(f"row {row} for <NUM>, which is the token {now} now")
         allowed = f"the tokenizer without that token, or model.num_token_id: {1 + max(tokenizer.get_vocab().values())}"
         raise UserError("num_token_id", found, f"{allowed} (<NUM> then starts again there)", str(path))

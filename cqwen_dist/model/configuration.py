@@ -21,6 +21,7 @@ from cqwen_dist.ops.ovr.head import TermOptions
 
 OF_BASE = ("max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+EXPORT_FORMAT = 1  # of config.json and the weights; increase it when either changes its meaning
 
 
 class CausalQwenConfig(PretrainedConfig):
@@ -77,7 +78,7 @@ class CausalQwenConfig(PretrainedConfig):
         self.scale_floor = scale_floor
         self.scalar_threshold = scalar_threshold
         self.target = target or asdict(TargetTransform())
-        self.lora = lora and {key: value for key, value in lora.items() if key != "lr_ratio"}  # 0.1.0 saved it too
+        self.lora = lora
         self.calibration = calibration
         for name, key in NUMBER_KEYS.items():
             setattr(self, name, kwargs.pop(name, key.default))
@@ -87,9 +88,19 @@ class CausalQwenConfig(PretrainedConfig):
         self._check(base_config.vocab_size)
         kwargs.setdefault("tie_word_embeddings", False)
         self.use_cache = kwargs.pop("use_cache", True)
+        kwargs.pop("causal_qwen_format", None)
+        self.causal_qwen_format = EXPORT_FORMAT
         for name in TOKENS:
             setattr(self, name, kwargs.pop(name, getattr(base_config, name, None)))
         super().__init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As transformers' own. Raises `UserError` for a config.json in another format."""
+        if (found := config_dict.get("causal_qwen_format")) != EXPORT_FORMAT:
+            allowed = f"{EXPORT_FORMAT}, which this version reads (export the run again)"
+            raise UserError("causal_qwen_format", found, allowed, f"{kwargs.get('name_or_path', '')}/config.json")
+        return super().from_dict(config_dict, **kwargs)
 
     def _check(self, rows: int) -> None:
         """Refuse values with which a model would be built, and fail later or write nonsense. rows: the vocabulary's."""

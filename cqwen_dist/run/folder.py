@@ -78,7 +78,7 @@ def refuse_changes(config: Config, fetched: Path | None = None) -> None:
     config."""
     folder = fetched or Path(config.run.dir)
     if not starts_over(config) and (fetched or has_begun(folder)) and (changes := _changes(config, folder)):
-        _refuse_past_changes(load_config(folder / CONFIG, saved=True), changes, folder)
+        _refuse_past_changes(load_config(folder / CONFIG), changes, folder)
 
 
 def is_done(config: Config) -> bool:
@@ -102,7 +102,7 @@ def starts_over(config: Config) -> bool:
 def _changes(config: Config, folder: Path, begun: bool = True) -> list[Change]:
     """Differences from the config in the folder; empty if there is none."""
     known = folder / CONFIG
-    return changed_keys(load_config(known, saved=True), config, begun) if known.is_file() else []
+    return changed_keys(load_config(known), config, begun) if known.is_file() else []
 
 
 def _refuse_past_changes(old: Config, changes: list[Change], folder: Path) -> None:

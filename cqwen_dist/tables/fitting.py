@@ -132,7 +132,7 @@ def prepare(request: FitRequest, folder: Path, say: Callable[[str], None], clock
         if None not in (before, now) and before != now:
             found = Said(f"a fit of {file.name} as it was before")
             raise UserError("--out", found, f"the same table, or a folder that does not exist yet, not {folder}")
-    config = load_config(folder / CONFIG, saved=True)
+    config = load_config(folder / CONFIG)
     table, parts = read_parts(folder / "table", given_forms(config.data) or {})
     extract = Extractor(config.data, Chat(), table.forms)
     return Prepared(table, parts, ["".join(extract.before(row)) for row in table.written], config)

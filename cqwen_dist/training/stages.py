@@ -70,9 +70,8 @@ class StagePlan:
 
 
 def _asked(stage: Stage) -> list[Any]:
-    """The length of a stage in the config, with the keys that checkpoints of 0.1.0 have."""
-    until = stage.until and {"better": None, "min_delta": 0.0, **stage.until.model_dump(mode="json")}
-    return [stage.steps, stage.epochs, until]
+    """The length of a stage in the config."""
+    return [stage.steps, stage.epochs, stage.until and stage.until.model_dump(mode="json")]
 
 
 def _judged(asked: list[Any]) -> str | None:
@@ -137,7 +136,7 @@ class Schedule:
         A stage with a changed length in the config has not ended (`run.folder` only allows this for the current stage).
         The best metric is kept if the stage still uses the same metric.
         """
-        asked = state.get("asked", [])
+        asked = state["asked"]
         for index, stop in enumerate(state["stops"][: len(self._stages)]):
             plan = self.plans[index]  # earlier stages keep their ends
             same = index >= len(asked) or asked[index] == _asked(plan.stage)

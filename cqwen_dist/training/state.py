@@ -55,7 +55,7 @@ def restore(run: Run, folder: Path) -> Place:
     found = load_checkpoint(folder, row_range(run.model), kept)
     state = found.state
     # A different tokenizer, base or data is refused before anything is loaded
-    exchanged = refuse_exchanged(state.get("inputs", {}), run.inputs, run.config.run.accept, folder)
+    exchanged = refuse_exchanged(state["inputs"], run.inputs, run.config.run.accept, folder)
     parts = (found.features, found.feature_moments)
     missing = run.config.trained.difference(map(feature_group, parts[0]))
     if missing & FEATURE_GROUPS.keys():  # a stage that trains this group was appended later: it starts now
@@ -66,7 +66,7 @@ def restore(run: Run, folder: Path) -> Place:
             for name in filter(is_lora, [*part]):
                 del part[name]
     _restore(run.engine, found, folder)
-    place = Place(**{key: state[key] for key in vars(Place()) if key in state})
+    place = Place(**{key: state[key] for key in vars(Place())})
     place.exchanged = exchanged
     if "eval" in exchanged:  # metrics on the old held-out texts are not comparable
         state |= {"base": {}, "schedule": {**state["schedule"], "best": None, "waited": 0}}
@@ -75,7 +75,7 @@ def restore(run: Run, folder: Path) -> Place:
     run.schedule.load_state_dict(state["schedule"], place.step)
     if run.config.constraint.mode != "off":
         load_start(run.constraint, run.folder / START_TENSORS, state["constraint"])
-    run.engine.usual.seen = list(state.get("norms", []))
+    run.engine.usual.seen = list(state["norms"])
     # A position in other texts has no meaning: these start a new epoch
     run.loaders.load_state_dict(state["loader"], "data" in exchanged)
     run.evaluations.load_state_dict(state, factors)

@@ -16,7 +16,7 @@ from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
 from cqwen_dist.data.tokenise import tokenise
-from cqwen_dist.data.tokenizer import POLICY_FILE, NumericalAwareTokenizer, train_tokenizer
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 
 CORPUS = [f"A patient aged {a} weighs {a * 1.5} kg, tea costs {a}.\n" for a in range(20, 60)]
 TURNS = "{% for m in messages %}{{ '[' + m['role'] + '] ' + m['content'] + eos_token }}{% endfor %}"
@@ -137,15 +137,11 @@ def test_num_never_takes_the_row_of_a_token_that_was_added(tmp_path: Path, speci
     assert moved.encode("<foo>5").ids == [row, row + 2]
 
 
-def test_num_may_have_a_token_of_its_own_as_before(tmp_path: Path) -> None:
+def test_num_may_have_a_token_of_its_own(tmp_path: Path) -> None:
     base = small()
     base.add_tokens([AddedToken("<reserved>", special=True)])
     row = base.convert_tokens_to_ids("<reserved>")
     NumericalAwareTokenizer(base, row).save_pretrained(tmp_path)
-    assert NumericalAwareTokenizer.from_pretrained(tmp_path).num_token_id == row
-    earlier = json.loads((tmp_path / POLICY_FILE).read_text())
-    del earlier["token"]  # an earlier version wrote none
-    (tmp_path / POLICY_FILE).write_text(json.dumps(earlier))
     assert NumericalAwareTokenizer.from_pretrained(tmp_path).num_token_id == row
 
 

@@ -24,6 +24,7 @@ from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.config.training import ConstraintConfig
 from cqwen_dist.model.base_loading import load_base
+from cqwen_dist.model.configuration import EXPORT_FORMAT
 from cqwen_dist.run.files import file_record
 from cqwen_dist.tools.vllm.vllm_writer import VllmWriter
 from cqwen_dist.training.constraint import Constraint
@@ -189,6 +190,9 @@ def test_a_spoiled_export_is_refused_in_one_line(tmp_path: Path) -> None:
     refused("CHECKPOINT: found", weights, whole[weights][: len(whole[weights]) // 2])
     for wrong in ({"base": [1]}, {"hidden_size": "wide"}, {"vocab_size": -3}):
         refused("CHECKPOINT: found", config, json.dumps(json.loads(whole[config]) | wrong).encode())
+    for written in (EXPORT_FORMAT + 1, None):
+        edited = json.dumps(json.loads(whole[config]) | {"causal_qwen_format": written}).encode()
+        refused(f"config.json: causal_qwen_format: found .*, allowed: {EXPORT_FORMAT}", config, edited)
     # The model would read every number as a word that it has never seen
     other = json.loads(whole[policy])
     other["num_token_id"] += 1

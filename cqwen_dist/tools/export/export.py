@@ -156,10 +156,10 @@ def _about(path: Path) -> dict[str, Any]:
     config, folder = run_of(path)
     state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     # Between evaluations a checkpoint keeps the figures of the one before, which are a different model's
-    measured, built = (state.get("evaluated", True) and state.get("figures")) or {}, config.model.architecture
+    measured, built = (state["evaluated"] and state["figures"]) or {}, config.model.architecture
     return {
         "base": public_name(config.model.name_or_path) or (f"a {built['model_type']} from scratch" if built else None),
-        "step": state.get("step"),
+        "step": state["step"],
         "stages": ", ".join(stage.name for stage in config.stages),
         "figures": {k: v for k, v in measured.items() if isinstance(v, (int, float)) and math.isfinite(v)},
         "adapter": None,

@@ -77,7 +77,7 @@ def read_run(folder: Path) -> RunData:
         return replace(read_run(folder / "run"), name=folder.resolve().name, fit=fit)
     if not (folder / files.CONFIG).is_file():
         raise UserError("RUN", str(folder), "a run's folder (it holds config.yaml and metrics.jsonl)")
-    config = load_config(folder / files.CONFIG, [f"run.dir={json.dumps(str(folder))}"], saved=True)
+    config = load_config(folder / files.CONFIG, [f"run.dir={json.dumps(str(folder))}"])
     start = read_object(folder / files.START)
     values: Values = {}
     stages, newest = _read_metrics(folder / files.METRICS, values)

@@ -128,7 +128,7 @@ class Evaluations:
 
     def load_state_dict(self, state: dict[str, Any], factors: dict[str, Any] | None) -> None:
         """Restore `state_dict` and `factors`."""
-        for name, base in state.get("watch", {}).items():
+        for name, base in state["watch"].items():
             self.watched[name].base = base
         if self.held_out is not None:
             self.held_out.base = state["base"]
