@@ -96,7 +96,7 @@ def _on_cpu() -> list[Case]:
         case("wide", hidden_size=512, intermediate_size=1024),
         case("KL held", KL_HELD, hidden_size=512, num_hidden_layers=2),
         case("no constraint", {"loss.constraint.mode": "off"}),
-        case("scalar C, seeds' start", {"train.thresholds": "scalar", "start": "seed"}),
+        case("seeds' start", {"start": "seed"}),
         case("heads, then all", None, HEADS, ALL),
         case("ZeRO-3", ZERO_3),  # last, because DeepSpeed then patches torch's linear map for the process
         case("ZeRO-3, q and v", ZERO_3 | QV),
@@ -132,7 +132,6 @@ def _on_gpu() -> list[Case]:
         case("0.5B, fp32", 4, {"train.precision": "fp32"}),
         case("0.5B, ZeRO-2", 8, ZERO_2),
         case("0.5B, KL held", 8, KL_HELD),
-        case("0.5B, chunked loss", 8, {"loss.impl": "chunked"}, num_hidden_layers=6),
         case("7B wide, 4 layers, 4 x 1024", 4, size="7B", num_hidden_layers=4),
         case("7B wide, 4 layers, heads", 8, trains=HEADS, size="7B", num_hidden_layers=4),
         case("7B wide, 8 layers, checkpointing", 8, CHECKPOINTING, size="7B", num_hidden_layers=8),

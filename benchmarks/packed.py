@@ -96,7 +96,7 @@ def _rig(config: Config, tokenizer: NumericalAwareTokenizer) -> Iterator[tuple[R
     """A rig with random weights in the last stage."""
     architecture = read_architecture(config)
     architecture = {**architecture, "vocab_size": tokenizer.rows_for(int(architecture["vocab_size"]))}
-    with distributed(config.parallel.timeout_min * 60) as runtime:
+    with distributed() as runtime:
         rig = build_rig(config, architecture, runtime, num_token_id=tokenizer.num_token_id)
         yield rig, rig.enter(len(config.stages) - 1)
 

@@ -47,7 +47,7 @@ WARM_UP = 3  # steps
 def measure(config: Config, *, gpu: str, **how: Any) -> dict[str, Any] | None:
     """Calls `run` in the launcher's process group, or in a new one. Returns None on every rank except the first."""
     architecture = read_architecture(config)
-    with distributed(config.parallel.timeout_min * 60) as runtime:
+    with distributed() as runtime:
         known = machine(gpu or "cpu", "ib400")
         peak: float | None = known.peak(dtype_of(config.train.precision).itemsize)
         if runtime.device.type == "cuda" and not gpu:

@@ -124,10 +124,13 @@ def test_a_disk_error_in_safetensors_is_a_user_error(
     assert "No space left" in read_status(tmp_path)["reason"]
 
 
-def test_a_kernel_on_a_cpu_is_refused_before_the_data_is_read(tmp_path: Path, one_rank: Path) -> None:
-    done = cqwen_forked("train", one_rank.parent / "config.yaml", "loss.impl=triton", f"run.dir={tmp_path}/run")
+def test_a_kernel_on_a_cpu_is_refused_before_the_data_is_read(
+    tmp_path: Path, one_rank: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CQWEN_OVR_IMPL", "triton")
+    done = cqwen_forked("train", one_rank.parent / "config.yaml", f"run.dir={tmp_path}/run")
     assert done.returncode == 2
-    assert "error: loss.impl: found 'triton', allowed: auto, chunked or reference" in " ".join(done.stderr.split())
+    assert "error: CQWEN_OVR_IMPL: found 'triton', allowed: auto, chunked, reference" in " ".join(done.stderr.split())
     assert "texts" not in done.stdout
 
 

@@ -27,8 +27,8 @@ FOLDER = "adapter"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _OURS, _PEFT = "backbone.transformer.", "base_model.model.model."
 # PEFT settings that add the same tensors differently, and initialisations that leave the base unchanged
-_OTHER_SUMS = ("alpha_pattern", "rank_pattern", "layer_replication", "alora_invocation_tokens", "use_qalora",
-               "use_bdlora", "arrow_config", "kasa_config", "monteclora_config")  # fmt: skip
+_OTHER_SUMS = ("use_rslora", "alpha_pattern", "rank_pattern", "layer_replication", "alora_invocation_tokens",
+               "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config")  # fmt: skip
 _KEEPS_BASE = ("gaussian", "orthogonal", "eva")
 
 
@@ -92,11 +92,11 @@ def refuse_lora_changes(folder: Path, lora: LoraConfig) -> None:
         raise UserError("peft_type", kind, "LORA", str(folder / CONFIG))
     wanted = peft_config(lora)
     # Older PEFT versions do not write these keys.
-    saved = {"use_rslora": False, "use_dora": False, "target_parameters": None, **saved}
+    saved = {"use_dora": False, "target_parameters": None, **saved}
     if isinstance(saved.get("target_modules"), str):  # a pattern: the names of its tensors are compared later
         saved["target_modules"] = wanted.target_modules
-    names = {"alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}  # PEFT's names that differ from ours
-    for key in ("r", "alpha", "rslora", "dora", "target_modules", "target_parameters"):
+    names = {"alpha": "lora_alpha", "dora": "use_dora"}  # PEFT's names that differ from ours
+    for key in ("r", "alpha", "dora", "target_modules", "target_parameters"):
         ours, theirs = getattr(wanted, names.get(key, key)), saved.get(names.get(key, key))
         if isinstance(theirs, list):  # PEFT writes all-linear as the full name of each map
             ours, theirs = (_last(ours) if isinstance(ours, (set, list)) else ours), _last(theirs)

@@ -10,9 +10,10 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from cqwen_dist.config.architectures import LINEARS, architecture
 from cqwen_dist.config.custom import import_path
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.config.fields import Above0, Count, NonNegative, Positive, Real, Section, refused
+from cqwen_dist.config.fields import Above0, Count, Positive, Section, refused
 from cqwen_dist.config.training import LoraConfig
 
+Columns = Annotated[int, Field(ge=0, multiple_of=4, strict=True)]
 TRAIN_TOKENIZER = "train"  # model.tokenizer: build one from the data
 
 
@@ -41,50 +42,24 @@ class ModelConfig(Section):
     """C, the size of U's word part; default: the hidden size H (seed S0). If it is below H, the word head is the best
     approximation of that rank, and the run's base metrics belong to that head (`cqwen eval` measures the base
     model)."""
-    number_dims: Count | None = None
-    """Dimensions of U that are used only for numbers; default: 8 if start is calibrated, else 0."""
-    wide: Count = Field(0, multiple_of=4)
+    wide: Columns | tuple[Annotated[Columns, Field(gt=0)], Count] = 0
     """Columns of the wide part's tables; 0: no wide part. It adds a linear function of the words and numbers so far to
-    a number's location and log scale, fitted in closed form by the calibrated start (docs/tables.md). 262144 suits
-    tables with some thousand rows."""
-    wide_from_eval: bool = False
-    """Fit the wide part also to data.eval. Evaluation then uses out-of-fold fits for these texts, as training does, so
-    metrics and recalibrated intervals stay unbiased."""
+    a number's location and log scale. The calibrated start fits it in closed form to the training and held-out texts;
+    evaluation reads each held-out text by a fit without it (docs/tables.md). A list [columns, R] also has R random
+    Fourier features of the numbers so far, each identified by the words before it on its line, which affect the next
+    number jointly and smoothly. [262144, 6144] suits tables with some thousand rows."""
     copies: Annotated[int, Field(ge=0, le=64)] = 0
     """K: a number can be a copy of one of the last K numbers in its text. Each has a one-vs-rest probability. The
     likeliest is copied if its probability exceeds 1/2. 8 suits worked solutions; 0: no copies."""
-    random_features: Count = 0
-    """Random Fourier features for the wide part: the numbers so far, each identified by the words before it on its
-    line, affect the next number jointly and smoothly. 6144 suits tables. Requires model.wide."""
     abduction: Literal["linear", "two_layer"] | Annotated[str, AfterValidator(import_path)] = "linear"
     """Network from features to U. two_layer is nonlinear and initialised to match linear. Or your class as
     package.module:Name (docs/training.md)."""
     number_head: Annotated[str, AfterValidator(import_path)] | None = None
     """Your number head class as package.module:Name (docs/training.md); null: chosen by data.number_types and
     data.more_values, else one value per number."""
-    threshold_init: Real | str | None = None
-    """Initial C: a number for all words, or a .safetensors file with `threshold` [V]; default: set by `start`."""
-    gamma_init: Above0 | None = None
-    """Initial total scale of U for words, noise included; default: set by `start`."""
-    reg_gain: Above0 = 1.0
-    """Gain of W_reg's initialisation (seed S1 5: 0.1 for new layers)."""
-    scale_activation: Literal["softplus", "exp"] = "softplus"
-    """Function that keeps scale_U positive (softplus: seeds S0, S3; exp: S1)."""
-    w_num_scale: NonNegative | None = None
-    """Factor for the initial w_num; 0: values have no effect at first. Default: 0.2 if calibrated (0.08 of the digit
-    rows' norm if <NUM> inherits from digits), 1 in the seed presets (costs 4 to 5 points of the base's top-1)."""
     value_periods: list[Above0] = Field([])
     """Also embed sines and cosines of a value with these periods, each with a row of w_num; [10, 100, 1000]
     distinguishes three digits. Default: none, as in the seeds."""
-    b_noise_init: NonNegative | None = None
-    """Initial |b_noise|; default: half of the calibrated scale or gamma_init, 0.1 in the seed presets."""
-    num_row_init: Literal["digits", "inherit", "mean", "small"] | None = None
-    """Initial rows of <NUM>. digits: the input row is the mean of the digit rows, and the output row is fitted to
-    positions where the base would write a numeral. inherit, mean, small: the output row is the reserved row, the
-    mean row, or a small random row. Default: digits if start is calibrated and the base never saw <NUM>, else
-    inherit."""
-    num_bias_init: Real = 0.0
-    """Initial class bias of <NUM>."""
     start_numbers: Count = 0
     """Approximate number of numbers used to fit the regression's calibrated start; default: those in 4,096 tokens,
     which are few in tables with long rows and in short texts. `cqwen init` writes 2,000, or those in 65,536 tokens."""
@@ -107,6 +82,11 @@ class ModelConfig(Section):
     """Initialise weights from this folder: another run, a checkpoint, or an adapter saved by PEFT. Optimizers and
     stages start fresh."""
 
+    @property
+    def wide_size(self) -> tuple[int, int]:
+        """The wide part's columns and random features; (0, 0) without it."""
+        return (self.wide, 0) if isinstance(self.wide, int) else self.wide
+
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
         if (self.name_or_path is None) == (self.architecture is None):
@@ -119,9 +99,6 @@ class ModelConfig(Section):
                 architecture(self.architecture.get("model_type"), "architecture.model_type")
             except UserError as error:
                 raise refused(error.key, error.found, error.allowed) from None
-        total, noise = self.gamma_init, self.b_noise_init
-        if total is not None and noise is not None and noise > total / 2:
-            raise refused("b_noise_init", noise, f"at most {total / 2:g}, half of model.gamma_init (the total scale)")
         targets = self.lora.target_modules
         for name in [] if targets == "all-linear" else targets:
             if name not in LINEARS:
@@ -134,13 +111,6 @@ class ModelConfig(Section):
             allowed = "false with attention varlen and gradient_checkpointing (recomputed layers would not be compiled)"
             raise refused("compile_layers", True, allowed)
         return self
-
-    @field_validator("threshold_init")
-    @classmethod
-    def _number_or_file(cls, value: float | str | None) -> float | str | None:
-        if isinstance(value, str) and not value.endswith(".safetensors"):
-            raise ValueError("a number, or a .safetensors file with `threshold` [V]")
-        return value
 
     @field_validator("architecture")
     @classmethod

@@ -29,10 +29,7 @@ _WORDS = {
 _NAMES = {
     "model.name_or_path": "qwen_model_path base_model model_name_or_path",
     "model.causal_size": "causal_hidden_size causal_dim",
-    "model.threshold_init": "C_ovr ovr_threshold_init",
-    "train.thresholds": "learnable_threshold",
-    "model.gamma_init": "gamma_0 sigma_init",
-    "model.b_noise_init": "b_noise",
+    "start": "C_ovr ovr_threshold_init gamma_0 sigma_init b_noise",
     "loss.reg_weight": "lambda",
     "loss.constraint.eps": "epsilon",
     "train.max_grad_norm": "max_norm",

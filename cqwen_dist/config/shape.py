@@ -21,9 +21,9 @@ NUMBER_KEYS = {
     "number_head": NumberKey("model.number_head", None, lambda name, words, size: 0),  # its size is unknown here
     "copies": NumberKey("model.copies", 0, lambda count, words, size: count * (words + 2)),
 }
-_MODEL = ("causal_size", "number_dims", "wide", "random_features", "value_periods", "abduction", "scale_activation")
 SHAPE_KEYS = {
-    **{name: f"model.{name}" for name in _MODEL},
-    "scalar_threshold": "train.thresholds",
+    **{name: f"model.{name}" for name in ("causal_size", "wide", "value_periods", "abduction")},
+    "random_features": "model.wide",
+    "number_dims": "start",
     **{name: key.key for name, key in NUMBER_KEYS.items()},
 }

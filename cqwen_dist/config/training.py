@@ -18,7 +18,6 @@ from cqwen_dist.config.fields import (
     Positive,
     Section,
     Share,
-    Unit,
     WordId,
     no_bool,
     refused,
@@ -58,8 +57,6 @@ class ParallelConfig(Section):
     offload: Literal["none", "optimizer", "activations"] = "none"
     """What is kept in host memory. optimizer: optimizer states, also the heads', which step there. activations: the
     layer inputs that model.gradient_checkpointing saves."""
-    timeout_min: Above0 = 30.0
-    """Minutes that a rank waits for other ranks before the run fails."""
 
     def refuse_ranks(self, world: int) -> None:
         """Raises `UserError` if a group's size does not divide the number of ranks."""
@@ -107,8 +104,6 @@ class LoraConfig(Section):
     target_modules: Annotated[list[str], Field(min_length=1)] | Literal["all-linear"] = Field(list(USUAL_TARGETS))
     """Linear layers that get an adapter, or all-linear; experts stands for all experts of a mixture. The default means
     the base's layers in attention, linear attention, MLP and shared experts."""
-    rslora: bool = False
-    """Scale by alpha / sqrt(r) instead (rank-stabilised LoRA)."""
     dora: bool = False
     """Learn each weight's magnitude separately from its direction (DoRA)."""
     init: Annotated[str, AfterValidator(_start_of_adapters)] = "default"
@@ -129,7 +124,6 @@ class LoraConfig(Section):
         """Raises for settings of a run that cannot be with adapters that start from the base's weights."""
         allowed: dict[str, tuple[object, object]] = {
             "model.lora.dora": (self.dora, False),
-            "model.lora.rslora": (self.rslora, False),
             "model.quantize": (quantize, "none"),
             "train.weight_decay": (weight_decay, 0),  # it would shrink the start that is held
             "parallel.zero_stage": (zero_stage, min(zero_stage, 2)),  # partitioned weights cannot be decomposed
@@ -152,20 +146,14 @@ class ConstraintConfig(Section):
     pretrained base, else monitor."""
     eps: Above0 = 0.1
     """Bound on KL, in nats per dimension."""
-    unit: Above0 | Literal["spread", "scale"] = "spread"
-    """Unit for shifts of U's location: spread, the deviation over tokens at the start for each dimension; scale, the
-    scale of U (the literal KL); or a number."""
 
 
 class LossConfig(Section):
     """L = L_cls + reg_weight * L_reg (seed S0 5.3). Each term is divided by its global count."""
 
-    alpha: Unit = 0.0
-    """Gate floor: m (alpha + (1-alpha) P_NUM)."""
     gate: Literal["alpha", "soft", "hard"] | Annotated[str, AfterValidator(import_path)] = "alpha"
-    """Gate formula (seeds S0 5.2, S4 4.7.3, 4.2.4), or your class as package.module:Name (docs/training.md)."""
-    gate_grad: Literal["stop", "full"] = "stop"
-    """Whether gradients flow through the gate to P_NUM."""
+    """Gate of a number's loss (seeds S0 5.2, S4 4.7.3, 4.2.4): P(<NUM>) by default. Or your class as
+    package.module:Name (docs/training.md)."""
     reg_weight: NonNegative = 1.0
     """lambda, the weight of the regression loss."""
     value_weights: list[NonNegative] | None = None
@@ -177,22 +165,12 @@ class LossConfig(Section):
     """Unit of the regression: standardise by median and IQR/2, none (raw), signed_log, or standardise_log (logarithms
     by median and IQR/2, for numbers of many magnitudes). Default: standardise if calibrated, none in the seed
     presets."""
-    cls_denominator: Literal["valid", "attention"] = "valid"
-    """The count that divides L_cls."""
-    vocab_reduction: Literal["sum", "mean"] = "sum"
-    """Reduction over words. mean divides L_cls by the number of words V (or of used words), so reg_weight counts V
-    times more (use reg_weight / V for the balance of sum). For V in the ten thousands, W_cls's gradients fall below
-    AdamW's eps of 1e-8."""
-    negatives: Literal["full", "used"] = "full"
-    """full: all V_full rows. used: only used rows and <NUM>."""
     slope_limit: NonNegative | None = None
     """Limit for the gradient of a word's loss with respect to loc_S, in 1/nat; 0: no limit; default: 1 if start is
     calibrated, 0 in the seed presets."""
     softmax_weight: NonNegative | None = None
     """Weight of -log softmax(loc_S) of each word, added to its one-vs-rest loss. C and the scales do not learn from it.
     Default: 3 if start is calibrated from a named base, else 0 (docs/decisions.md, D-softmax)."""
-    impl: Literal["auto", "reference", "chunked", "triton"] = "auto"
-    """Implementation of the one-vs-rest loss; auto: triton on CUDA, else chunked."""
     constraint: ConstraintConfig = ConstraintConfig()
     """Limit on how far U moves from its start."""
 
@@ -254,11 +232,9 @@ class Stage(Section):
     """Peak learning rates by group; scales ({b_scale, b_noise, C}) defaults to 1e-2. High rates for classifier and
     thresholds, which have parameters per word, forget words that are missing from the data."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Decay after warm-up."""
+    """Decay after warm-up, to a tenth of the peak rate."""
     warmup_steps: Count = 0
     """Linear warm-up steps."""
-    min_lr_ratio: Unit = 0.1
-    """Final learning rate as a share of lr."""
     reg_weight: NonNegative | Ramp | None = None
     """lambda in this stage: a number or {start, end}; default: loss.reg_weight."""
     sequence_length: Positive | None = None

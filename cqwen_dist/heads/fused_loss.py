@@ -60,7 +60,6 @@ class LossOptions:
     gate: str | Gate = "alpha"  # a name of `GATES`, or a function
     gate_grad: str = "stop"  # "full": gradients flow through the gate's probabilities
     gemm_dtype: torch.dtype = torch.float32  # dtype of GEMMs and communicated tokens; the rows stay fp32
-    used_rows: int | None = None  # leave out words from this row on
     ovr: OvrOptions = PLAIN
 
 
@@ -97,7 +96,7 @@ def fused_loss(
     # Words: all tokens of the group on this rank's rows. Only here U and P of <NUM> cross ranks.
     out = vocab_parallel_loss(
         action.word_part(u_prime).to(options.gemm_dtype),
-        action.word_head(options.used_rows),
+        action.word_head(),
         labels.words,
         torch.full(labels.words.shape, token_weight, device=labels.words.device),
         options.ovr,
@@ -154,7 +153,7 @@ def _with_partial(
     seen = action.word_part(u_prime)
     loss, own = vocab_parallel_partial(
         Cauchy(seen.loc[place], seen.scale[place]),
-        action.word_head(options.used_rows),
+        action.word_head(),
         words,
         token_weight,
         options.ovr,

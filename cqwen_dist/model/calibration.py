@@ -82,9 +82,7 @@ def calibrate(
     groups: Groups = ALONE,
     features: Features | None = None,
     fit_features: Features | None = None,
-    b_noise_init: float | None = None,
     max_tokens: int = 1024,
-    used_rows: int | None = None,
     fit_batches: Iterable[Batch] | None = None,
     beside_batches: Iterable[Batch] = (),
     numerals: Sequence[int] = (),
@@ -97,8 +95,7 @@ def calibrate(
     more batches; only the side network is fitted to their numbers. features: default the model's own; the engine's
     under ZeRO. fit_features: of fit_batches, one after another (None: `features`).
     numerals: the tokens that spell numerals, if <NUM>'s row is to inherit from them. progress: called equally often
-    on every rank; it may raise to end the calibration. b_noise_init: as `set_scales`; the total may then be larger than
-    the best gamma, and the report is of the total. Collective over the world: every rank brings the same number of
+    on every rank; it may raise to end the calibration. Collective over the world: every rank brings the same number of
     batches, and ends with the same values. Raises ValueError if no rank has a label.
     """
     beside = None if model.beside is None else beside_start(model.beside, model.config)
@@ -110,7 +107,7 @@ def calibrate(
     if fit_batches is not None:
         fit = start.positions(fit_batches, "features to fit rows to", features=fit_features)
     progress("logits", 0, 1)  # once: ranks may have unequal numbers of rows
-    logits = StartLogits(model.action, start.word_loc(search.z), search.labels, groups, used_rows)
+    logits = StartLogits(model.action, start.word_loc(search.z), search.labels, groups)
     if not logits.tokens:
         raise ValueError("no labelled positions to calibrate on")
     base_best = logits.best_logit()
@@ -123,7 +120,7 @@ def calibrate(
     histogram = logits.histogram()
     threshold, gamma = groups.agreed(lambda: best_threshold_and_gamma(histogram))
     progress("numbers", 0, 1)  # it may raise, and nothing has to be undone before the constants are set
-    gamma = set_scales(model, gamma, b_noise_init)
+    set_scales(model, gamma)
     model.action.threshold.fill_(threshold)
     regression = start.fit_regression(fit, beside_batches)
 

@@ -51,7 +51,7 @@ def inherit_head(
     Word part C_w = H: W_loc = I, W_cls = W. C_w > H: zero-padded, loc_S unchanged. C_w < H: the top C_w right singular
     directions of W. Number dimensions: none in W_cls, zero in W_loc, 1/m in W_reg: words do not see them.
     weight: a tensor, or a slice object of a safetensors file. bias: the base head's, or None (Qwen has none): b_cls.
-    num_row_init: "mean": <NUM>'s row is the mean row; "small": it is small and random; else it is inherited.
+    num_row_init: "small": <NUM>'s row is small and random (S1 4.1.2 has 0); else it is inherited.
     num_bias_init: added to its bias. reg_gain: a factor on the words' part of W_reg's Xavier start (S1 5 has 0.1).
     """
     config, action, abduction = heads.config, heads.action, heads.abduction
@@ -80,10 +80,7 @@ def inherit_head(
     row = config.num_token_id - action.vocab_start
     if 0 <= row < action.rows:
         action.base_row = [action.cls_weight[row].clone(), action.cls_bias[row].clone()]
-        if num_row_init == "mean":
-            mean = weight[:].float().mean(0)
-            action.cls_weight[row, :shared] = mean if words >= hidden else (mean.double() @ top).to(action.cls_weight)
-        elif num_row_init == "small":
+        if num_row_init == "small":
             # A zero row would give scale_S 0, P 0 or 1, and an infinite gradient
             with torch.random.fork_rng(devices=[]):  # only this rank draws
                 torch.nn.init.normal_(action.cls_weight[row, :shared], std=0.1 * float(weight[:].float().std()))
@@ -107,7 +104,7 @@ def find_numeral_row(embedding: NumericalAwareEmbedding, table: Any, numerals: S
 
 
 @torch.no_grad()
-def set_scales(heads: Heads, gamma: float, b_noise: float | None) -> float:
+def set_scales(heads: Heads, gamma: float, b_noise: float | None = None) -> float:
     """Set the total scale of U' on word dimensions to gamma. Returns the actual total.
 
     By default |b_noise| and scale_U are gamma/2 each. If b_noise is given, scale_U is max(gamma - b_noise, gamma/2), so
@@ -171,14 +168,3 @@ def start_at_data(heads: Heads, median: Tensor, scale: float) -> None:
     u_prime = heads.action.add_noise(heads.abduction(nowhere))  # W_scale is 0: the same scales everywhere
     heads.action.number_head.centre(median)
     heads.action.number_head.widen(scale, u_prime.scale[0])
-
-
-@torch.no_grad()
-def override_start(
-    heads: Heads, threshold: float | Tensor | None, gamma: float | None, b_noise: float | None = None
-) -> None:
-    """Set C, one number or [rows], and the scales of the words (`set_scales`), if given."""
-    if threshold is not None:
-        heads.action.threshold.copy_(torch.as_tensor(threshold))
-    if gamma is not None:
-        set_scales(heads, gamma, b_noise)

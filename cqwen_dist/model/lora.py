@@ -34,7 +34,6 @@ def peft_config(config: LoraConfig) -> PeftLoraConfig:
         lora_dropout=config.dropout,
         target_modules=modules,
         target_parameters=parameters,
-        use_rslora=config.rslora,
         use_dora=config.dora,
         init_lora_weights="gaussian" if config.init == "gaussian" else True,
     )

@@ -50,16 +50,13 @@ class Histogram(NamedTuple):
 class StartLogits:
     """loc_S [n, rows] of this rank's rows for the n tokens of its vocabulary group, kept during the search."""
 
-    def __init__(
-        self, action: ActionNetwork, loc: Tensor, labels: Tensor, groups: Groups, used_rows: int | None
-    ) -> None:
-        """loc [N,C_w] loc_U, labels [N]: this rank's tokens. used_rows: the loss leaves out words from here on."""
+    def __init__(self, action: ActionNetwork, loc: Tensor, labels: Tensor, groups: Groups) -> None:
+        """loc [N,C_w] loc_U, labels [N]: this rank's tokens."""
         self.action, self.groups, self.start = action, groups, action.vocab_start
         counts = exchange_counts(len(loc), groups.vocab, loc.device)
         self._own = own_part(counts, groups.vocab_rank)
         self.loc, self.labels = (gather_tokens(part, counts, groups.vocab) for part in (loc, labels))
         self.tokens = sum(exchange_counts(len(loc), groups.world, loc.device))
-        self.in_loss = action.word_head(used_rows).rows
         self.logits = loc.new_empty(len(self.loc), action.rows)
         for at in range(0, action.rows, step := max(1024, chunk_rows(self.loc))):
             rows = slice(at, at + step)
@@ -77,17 +74,17 @@ class StartLogits:
 
     def at(self, threshold: float, gamma: float) -> tuple[float, Tensor, Tensor]:
         """(mean loss of all ranks' tokens, argmax P [n], this rank's part of sum P [n])."""
-        rows, norms = self.in_loss, self.action.row_norms()
+        norms = self.action.row_norms()
         loss = torch.zeros((), dtype=torch.float64, device=norms.device)
         prob_sum = torch.zeros(len(self.loc), device=norms.device)
         step = chunk_rows(self.loc, 1)
-        for logits, norm in zip(self.logits[:, :rows].split(step, 1), norms[:rows].split(step), strict=True):
+        for logits, norm in zip(self.logits.split(step, 1), norms.split(step), strict=True):
             gap, scale = threshold - logits, (gamma * norm).expand(len(self.loc), -1)
             # One angle for P and log(1 - P): that of the rarer side, as in `ops.ovr.tile`
             above, rarer = gap < 0, prob_above(scale, gap.abs())
             loss -= torch.where(above, rarer.log(), torch.log1p(-rarer)).double().sum()
             prob_sum += torch.where(above, 1 - rarer, rarer).sum(1)
-        rows_at, label_at = self._labels(rows)
+        rows_at, label_at = self._labels()
         gap = threshold - self.logits[rows_at, label_at]
         scale = gamma * norms[label_at]
         loss += (log_prob_above(scale, -gap) - log_prob_above(scale, gap)).double().sum()
@@ -107,8 +104,7 @@ class StartLogits:
 
     def histogram(self) -> Histogram:
         """Histogram of the current logits."""
-        used, world = slice(0, self.in_loss), self.groups.world
-        logits, norms = self.logits[:, used], self.action.row_norms()[used].clamp(min=1e-30)
+        logits, norms, world = self.logits, self.action.row_norms().clamp(min=1e-30), self.groups.world
 
         # Cells, the same on every rank
         low, high = self._range(logits)
@@ -128,7 +124,7 @@ class StartLogits:
         count = sum_partials(count, world).cpu()
 
         # Labels, and the range of the search
-        rows_at, label_at = self._labels(self.in_loss)
+        rows_at, label_at = self._labels()
         own = torch.stack([logits[rows_at, label_at], norms[label_at]], 1)
         labels = gather_tokens(own, exchange_counts(len(own), world, own.device), world).double().cpu()
         middle = float((count * loc).sum() / count.sum().clamp(min=1))
@@ -145,9 +141,9 @@ class StartLogits:
         own, world = sum_partials(part, self.groups.vocab)[self._own], self.groups.world
         return gather_tokens(own, exchange_counts(len(own), world, own.device), world)
 
-    def _labels(self, rows: int) -> tuple[Tensor, Tensor]:
+    def _labels(self) -> tuple[Tensor, Tensor]:
         """(token, row) of the labels in this rank's rows."""
-        here = (self.labels >= self.start) & (self.labels < self.start + rows)
+        here = (self.labels >= self.start) & (self.labels < self.start + self.action.rows)
         return here.nonzero()[:, 0], self.labels[here] - self.start
 
     def _largest(self, scores: Tensor) -> tuple[Tensor, Tensor]:

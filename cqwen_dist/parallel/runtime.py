@@ -33,6 +33,8 @@ from cqwen_dist.parallel.stop import StopFlag
 # (rank, world size, local rank) of each launcher; the first with all names set is used.
 _LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
 
+TIMEOUT = "CQWEN_TIMEOUT_MIN"  # minutes that a rank waits for other ranks before the run fails; 30 if unset
+
 
 @dataclass(frozen=True)
 class Runtime:
@@ -97,14 +99,24 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def _timeout_s() -> float:
+    """Seconds that a rank waits for other ranks. Raises `UserError`."""
+    given = os.environ.get(TIMEOUT, "30")
+    minutes = float(given) if given.replace(".", "", 1).isdecimal() else 0.0
+    if minutes == 0:
+        raise UserError(TIMEOUT, given, "minutes, a number above 0")
+    return 60 * minutes
+
+
 @contextmanager
-def distributed(timeout_s: float = 1800.0, stop: StopFlag | None = None, alone: bool = False) -> Iterator[Runtime]:
+def distributed(timeout_s: float | None = None, stop: StopFlag | None = None, alone: bool = False) -> Iterator[Runtime]:
     """Start the process group (gloo on CPUs, nccl on GPUs), yield the `Runtime`, destroy the group. If a group exists
     already, use it.
 
-    stop: the flag that signals set, if installed. alone: a group of one rank, even under a launcher. A single process
-    also gets a group, so that all runs use the same code.
+    timeout_s: None: as `TIMEOUT` says. stop: the flag that signals set, if installed. alone: a group of one rank, even
+    under a launcher. A single process also gets a group, so that all runs use the same code. Raises `UserError`.
     """
+    timeout_s = _timeout_s() if timeout_s is None else timeout_s
     rank, world, local_rank = find_ranks(os.environ)
     device = pick_device(local_rank)
     if dist.is_initialized():

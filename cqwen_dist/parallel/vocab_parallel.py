@@ -163,7 +163,6 @@ def vocab_parallel_scores(
     group: ProcessGroup | None,
     prob_thresholds: Sequence[float] = (),
     rank_by: RankBy = "ovr",
-    loss_rows: int | None = None,
 ) -> OvrScores:
     """`ovr_scores` of this rank's tokens U' [N_r,C], labels [N_r], over the sharded vocabulary of a group.
 
@@ -171,10 +170,10 @@ def vocab_parallel_scores(
     best of the ranks' best words wins, all other values are summed. Raises as `ovr_scores`. Collective over `group`.
     """
     if group is None or group.size() == 1:
-        return ovr_scores(u, head, labels, prob_thresholds, rank_by, loss_rows)
+        return ovr_scores(u, head, labels, prob_thresholds, rank_by)
     counts = exchange_counts(len(u.loc), group, u.loc.device)
     every, labels = gather_law(u, counts, group), gather_tokens(labels, counts, group)
-    part = ovr_scores(every, head, labels, prob_thresholds, rank_by, loss_rows)
+    part = ovr_scores(every, head, labels, prob_thresholds, rank_by)
     # Probabilities do not add up in the logarithm: each rank's normaliser covers its own rows only
     log_norm = gather_rows(part.log_norm, group).logsumexp(0)[own_part(counts, group.rank())]
     columns = [part.label_loc, part.label_log_p, part.per_token, part.prob_sum]

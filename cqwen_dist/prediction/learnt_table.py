@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from cqwen_dist.checkpoint.trained import is_exported, run_of
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.config.training import LossConfig
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.columns import columns_for, forms_by
 from cqwen_dist.data.records import Extractor, named_fields
@@ -43,7 +42,6 @@ class LearntTable(BaseModel):
     model_config = ConfigDict(frozen=True)
     data: DataConfig
     columns: dict[str, Column]
-    loss: LossConfig = LossConfig()
     median: float | None = None
 
     def described(self) -> dict[str, dict[str, Any]]:
@@ -79,10 +77,9 @@ def learnt_table(folder: Path) -> LearntTable | None:
     if not columns and config.data.target_field is not None and "*" in named_fields(config.data):
         return None
     data = config.data.model_dump(mode="json", include=READ, exclude_defaults=True)
-    loss = config.loss.model_dump(include={"negatives"})
     numbers = start.get("statistics", {"count": 0})
     median = numbers["median"] if numbers["count"] else None
-    return _checked({"data": {"train": FILE, **data}, "columns": columns, "loss": loss, "median": median}, folder)
+    return _checked({"data": {"train": FILE, **data}, "columns": columns, "median": median}, folder)
 
 
 def _checked(found: dict[str, Any], folder: Path) -> LearntTable:

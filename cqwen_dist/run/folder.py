@@ -36,7 +36,7 @@ from cqwen_dist.run.status import read_status
 
 BUILDS_BASE = ("model.", "data.", "train.seed")  # keys that affect the base built from model.architecture
 LENGTH = ("steps", "epochs", "until")  # keys that set a stage's length
-RATES = ("lr", "lr_groups", "min_lr_ratio")  # keys that a later step reads anew
+RATES = ("lr", "lr_groups")  # keys that a later step reads anew
 Change = tuple[str, object, object]  # key, before, now
 
 

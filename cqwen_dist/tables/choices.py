@@ -33,9 +33,9 @@ model:
   name_or_path: {base}
   lora: {{r: 16, alpha: 32}}
   start_numbers: {rows}  # the number starts by ridge regressions on all rows:
-  wide: {wide}  # one on the words and numbers of a row, one on z for what that leaves
-  wide_from_eval: true  # and on data.eval's rows, each read by a fit without it
-  random_features: {random_features}  # in which numbers act together, in any smooth way
+  # one on the words and numbers of a row (also of data.eval's rows, each read by a fit without it) and on random
+  # features, in which numbers act together, in any smooth way; one on z for what that leaves
+  wide: [{wide}, {random_features}]
 data:
   train: {train}
   eval: {valid}  # watches training and recalibrates intervals
@@ -64,7 +64,6 @@ stages:
   seed: {seed}
   eval_every: {every}
   checkpoint_every: {every}
-  checkpoint_start: true  # the closed form by itself, which may be the best
   best_metric: eval/crps_target
 run:
   dir: {run}

@@ -223,7 +223,7 @@ def without_base(made: Prepared, say: Callable[[str], None]) -> Rival | None:
         return None
     say(f"fitting {WIDE_ALONE} to {len(learnt):,} rows, which needs no base")
     tokenizer = NumericalAwareTokenizer.from_pretrained(made.config.tokenizer_source)
-    settings = made.by_log, model.wide, model.random_features
+    settings = made.by_log, *model.wide_size
     found = wide_alone(tokenizer, made.prompts, values, learnt, parts.test, *settings)
     mae = errors(found.predicted, values[parts.test])["mae"]
     say(f"{WIDE_ALONE} is ready: MAE {mae:.4g} on the {len(parts.test):,} rows to judge by, before the base is read")

@@ -5,6 +5,7 @@ The trainer, the benchmark rig and the tests all use these functions, so they me
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from cqwen_dist.checkpoint.manifest import Retention, choose_checkpoint, finish_renames
 from cqwen_dist.checkpoint.mirror import Mirror
@@ -33,7 +35,7 @@ from cqwen_dist.model.calibration import Features
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.layers import run_layers_as
 from cqwen_dist.ops.ovr.head import TermOptions
-from cqwen_dist.ops.ovr.loss import OvrOptions, runs_on
+from cqwen_dist.ops.ovr.loss import IMPLEMENTATIONS, OvrOptions, runs_on
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import from_main_rank, gather_objects, main_rank_first
 from cqwen_dist.parallel.groups import Groups, build_groups
@@ -59,7 +61,15 @@ from cqwen_dist.training.zero.partitioned_base import load_partitioned_base
 from cqwen_dist.training.zero.patches import join_deepspeed
 from cqwen_dist.training.zero.settings import deepspeed_config
 
-_START_KEYS = {"b_noise_init", "num_bias_init", "reg_gain"}  # keys of the section `model`, passed on unchanged
+IMPLEMENTATION = "CQWEN_OVR_IMPL"  # for debugging: how the word loss is computed
+
+
+def _implementation(device: torch.device) -> str:
+    """The implementation of the word loss. Raises `UserError`."""
+    name = os.environ.get(IMPLEMENTATION, "auto")
+    if name not in IMPLEMENTATIONS or not runs_on(name, device):
+        raise UserError(IMPLEMENTATION, name, "auto, chunked, reference, or on a GPU triton")
+    return name
 
 
 def build_training(
@@ -93,7 +103,6 @@ def build_training(
         line_ends=words.line_ends,
         target=target,
         lora=config.model.lora.model_dump() if config.trains("lora") else None,
-        **config.model.model_dump(include=_START_KEYS),
         **config.model_shape(),
     )
     moved = config.parallel.offload == "activations" and runtime.device.type == "cuda"  # elsewhere they are on the host
@@ -108,12 +117,9 @@ def build_training(
     weights = None if weights is None else weights.to(action.cls_weight.device)
     options = LossOptions(
         num_token_id=words.num_token_id,
-        alpha=loss.alpha,
         gate=gate_named(loss.gate),
-        gate_grad=loss.gate_grad,
         gemm_dtype=dtype_of(config.train.precision),
-        used_rows=words.used_rows if loss.negatives == "used" else None,
-        ovr=OvrOptions(weights, loss.vocab_reduction, loss.impl, terms=TermOptions(**config.word_terms)),
+        ovr=OvrOptions(weights, impl=_implementation(runtime.device), terms=TermOptions(**config.word_terms)),
     )
     return Training(
         config=config,
@@ -148,8 +154,7 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
     if config.model.number_head is not None:
         find_custom("model.number_head", config.model.number_head, config.run.dir)
     gate_named(config.loss.gate, config.run.dir)
-    if not runs_on(config.loss.impl, runtime.device):
-        raise UserError("loss.impl", config.loss.impl, "auto, chunked or reference on a CPU: kernels need a GPU")
+    _implementation(runtime.device)
 
     # The run folder: finish an interrupted change, and choose the checkpoint; a damaged one is refused
     seed_everything(config.train.seed)
@@ -234,7 +239,6 @@ def _evaluations(
             EvalLoader(dataset, micro_batch_size=size, **groups.reading),
             groups,
             baseline_value=statistics.median if statistics.count else None,
-            used_rows=training.stepper.options.used_rows,
             gemm_dtype=training.stepper.options.gemm_dtype,
             word_counts=word_counts,
             kept=KeptFeatures(forward, training.check_stop, training.engine) if keeps else None,
@@ -242,10 +246,9 @@ def _evaluations(
             progress=progress.part,
         )
 
-    # If the side network was also fitted to the held-out texts, treat them like training texts
-    own = training.forward if config.model.wide_from_eval else training.forward_held_out
+    # The side network was also fitted to the held-out texts: treat them like training texts
     return Evaluations(
-        None if held_out is None else evaluator(held_out, own, words.counts),
+        None if held_out is None else evaluator(held_out, training.forward, words.counts),
         {name: evaluator(dataset, training.forward_held_out) for name, dataset in watched.items()},
         Path(config.run.dir) if runtime.is_main else None,
         tokenizer.decode,
@@ -256,8 +259,6 @@ def engine_settings(config: Config, world_size: int, model_type: str) -> EngineS
     """The engine settings for `world_size` ranks. model_type: of the base."""
     train = config.train
     return EngineSettings(
-        thresholds=train.thresholds,
-        class_bias=train.train_class_bias,
         trained=config.trained,
         weight_decay=train.weight_decay,
         max_grad_norm=config.max_grad_norm,

@@ -148,20 +148,17 @@ class Constraint:
         u: current U [N,C]. z_start [N,H]. weight: number of ranks divided by the global number of tokens.
         """
         held = self.mode in ("hinge", "dual")
-        named = self.config.unit
-        unit = self._spread if named == "spread" else None if named == "scale" else float(named)
         with torch.no_grad():
             before = self._abduction(z_start)
         with torch.set_grad_enabled(held):
-            kl = u.kl(before, unit).mean(-1)
+            kl = u.kl(before, self._spread).mean(-1)
             excess = (kl - self.config.eps).clamp(min=0.0)
             if self.mode == "hinge":
                 penalty = BETA * excess.sum()
             else:
                 penalty = self.multiplier * self._answer * kl.sum() if held else torch.zeros((), device=self.device)
         with torch.no_grad():
-            width = u.scale.sqrt() * before.scale.sqrt() if unit is None else unit
-            drift = ((u.loc - before.loc).abs() / width).mean(-1).sum()
+            drift = ((u.loc - before.loc).abs() / self._spread).mean(-1).sum()
             sums = torch.stack([kl.sum(), drift, (excess > 0).sum().float(), penalty.detach()])
         return weight * penalty, sums.detach()
 

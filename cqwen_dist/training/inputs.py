@@ -52,8 +52,6 @@ def read_tokenizer(config: Config, resume_from: Path | None) -> tuple[NumericalA
         # The weights that the run begins with; without a memo, another rank of this host reads large files
         facts = {"run.resume": "none" if resume_from is None else _digest_of([resume_from / MANIFEST])}
         facts[KEYS["base"]] = UNSEEN if memo is None else base_digest(base_folder_of(config.base_folder), memo)
-        if isinstance(threshold := config.model.threshold_init, str):
-            facts["model.threshold_init"] = _digest_of([Path(threshold).expanduser()])
         if config.model.warm_start is not None and memo is None:
             facts["model.warm_start"] = UNSEEN  # resolving it verifies all of its files
         elif config.model.warm_start is not None:

@@ -36,7 +36,6 @@ class HeadOptimizer:
         # A step of 1e-2 in b_scale changes the scale by 1 %, since a softplus follows (exponential in this range). In
         # b_noise the same step would be 700 times the calibrated scale. So its rate is relative to this unit.
         self.noise_unit = 1.0
-        self._noise: Tensor | None = None  # max |gradient| of b_noise in the last step, if it trains
 
     def enter_stage(self, plan: StagePlan, newly_trained: frozenset[str]) -> None:
         """Set the trained groups. Groups in `newly_trained` start with zero moments and Adam step 0."""
@@ -62,7 +61,6 @@ class HeadOptimizer:
         rows = [share for share in trained if share.member.has_rows]
         for shares in (replicated, rows):
             self._reduce(shares)
-        self._noise = next((_gradient(s).abs().amax() for s in trained if s.member.group == "noise"), None)
 
         # One rank counts each square. All ranks keep the remainder rows, so only the first rank counts these.
         device = self.members[0].parameter.device
@@ -90,10 +88,6 @@ class HeadOptimizer:
                     rest.copy_(summed.view_as(rest))
         for part in (*rests, *(s.own(g) for s, g in zip(shares, gradients, strict=True))):
             part.div_(world)
-
-    def metrics(self) -> dict[str, Tensor]:
-        """{"train/b_noise_grad": []} of the last step over all ranks; {} if b_noise is frozen."""
-        return {} if self._noise is None else {"train/b_noise_grad": self._noise}
 
     def step(self, coefficient: float) -> None:
         """Scale gradients by the clip coefficient, step, and gather the new weights. Collective."""

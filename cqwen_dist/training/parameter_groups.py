@@ -53,17 +53,16 @@ def feature_members(features: nn.Module, groups: Collection[str] = ()) -> list[M
     ]
 
 
-def head_members(heads: nn.ModuleDict, thresholds: str, train_class_bias: bool) -> list[Member]:
+def head_members(heads: nn.ModuleDict) -> list[Member]:
     """The trainable parameters of abduction and action.
 
-    P depends on b_cls and C only by their difference, so by default only C trains. The side network is
-    fitted at the start and never trains.
+    P depends on b_cls and C only by their difference, so only C trains. The side network is fitted at the start
+    and never trains.
     """
-    fixed = {"action.cls_bias": not train_class_bias, "action.threshold": thresholds == "fixed"}
     scalar = bool(heads["action"].scalar_threshold)
     members = []
     for name, parameter in heads.named_parameters():
-        if name.partition(".")[0] != BESIDE and not fixed.get(name):
+        if name.partition(".")[0] != BESIDE and name != "action.cls_bias":
             members.append(Member(name, parameter, heads_group(name), has_rows=has_rows(name, scalar)))
     return members
 

@@ -18,6 +18,7 @@ from cqwen_dist.config.training import Ramp, Stage, rises
 # Learning rate of b_scale, b_noise and C. Training moves b_scale by about 10 units: 1e5 Adam steps at 1e-4, but only a
 # thousand at 1e-2.
 DEFAULT_SCALES_LR = 1e-2
+FINAL = 0.1  # the last learning rate of a stage that decays, as a share of its peak
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class StagePlan:
         return self.stop - self.start
 
     def factor(self, step: int) -> float:
-        """Learning rate factor at a step of the run: warm-up, then decay to min_lr_ratio at the stage's last step."""
+        """Learning rate factor at a step of the run: warm-up, then decay to `FINAL` at the stage's last step."""
         stage, done = self.stage, step - self.start
         if done < stage.warmup_steps:
             return (done + 1) / (stage.warmup_steps + 1)
@@ -43,7 +44,7 @@ class StagePlan:
         span = max(self.steps - stage.warmup_steps - 1, 1)
         progress = min((done - stage.warmup_steps) / span, 1.0)
         decay = 1.0 - progress if stage.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-        return stage.min_lr_ratio + (1.0 - stage.min_lr_ratio) * decay
+        return FINAL + (1.0 - FINAL) * decay
 
     def lr(self, group: str, is_scale: bool, step: int, unit: float = 1.0) -> float:
         """Learning rate of a group at a step; 0 if the group is frozen.

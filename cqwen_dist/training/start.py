@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
@@ -30,7 +29,7 @@ from cqwen_dist.data.columns import columns_for
 from cqwen_dist.data.loader import Loader
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.calibration import LEVEL_TOKENS, Calibration, Features, calibrate
-from cqwen_dist.model.initialise import override_start, start_at_data
+from cqwen_dist.model.initialise import start_at_data
 from cqwen_dist.ops.products import gemm_dtype
 from cqwen_dist.parallel.collectives import main_rank_first
 from cqwen_dist.run.environment import write_environment
@@ -60,11 +59,9 @@ def begin(run: Run) -> Place:
     config, say = run.config, run.progress.say
     for line in (*run.reports, *_notes(run)):
         say(line)
-    columns = columns_for(config.data, with_eval=True) if run.columns and config.model.wide_from_eval else run.columns
+    # The wide part is fitted to held-out texts too
+    columns = columns_for(config.data, with_eval=True) if run.columns and run.model.config.wide else run.columns
     start: dict[str, Any] = {"start": config.start, "statistics": asdict(run.statistics), "columns": columns}
-
-    # A bad file is refused before the long parts
-    threshold = read_threshold(config.model.threshold_init, run.model.config.vocab_size, row_range(run.model))
 
     # Metrics of the base model: now or never, since training changes it
     run.evaluations.measure_base()
@@ -79,13 +76,11 @@ def begin(run: Run) -> Place:
         say(f"begins with the weights of {source}")
     sample, z = _sample(run)
     if not has_heads:
-        if config.start == "calibrated":
+        if config.calibrated:
             start["calibration"] = _calibrate(run, sample, z)
-        override_start(run.model, threshold, config.model.gamma_init, config.model.b_noise_init)
-        if config.start != "calibrated" and run.statistics.count:
+        elif run.statistics.count:
             median = run.model.target.forward(torch.tensor(run.statistics.median, dtype=torch.float64))
-            scale = run.statistics.scale_of(config.target_transform) * config.model.reg_gain
-            start_at_data(run.model, median, scale)
+            start_at_data(run.model, median, run.statistics.scale_of(config.target_transform))
         # b_noise's learning rate is relative to its start (`HeadOptimizer`)
         run.engine.heads.noise_unit = float(run.model.action.b_noise.abs().median()) or 1.0
 
@@ -110,14 +105,11 @@ def begin(run: Run) -> Place:
 
 def open_log(run: Run, place: Place, on_record: Callable[[Mapping[str, Any]], None]) -> MetricsLog:
     """The metrics log with alarms, of rank 0. Drops metrics that were logged after `place`."""
-    config, loss = run.config, run.config.loss
-    words = run.stepper.options.used_rows or run.model.config.vocab_size
+    config = run.config
     alarms = Alarms(
-        None if loss.class_weights is not None else words,
-        factor=words if loss.vocab_reduction == "mean" else 1.0,
+        None if config.loss.class_weights is not None else run.model.config.vocab_size,
         base_accuracy=run.evaluations.base_accuracy,
-        calibrated=config.start == "calibrated",
-        gate_pays=loss.gate_grad == "full",
+        calibrated=config.calibrated,
         kl_held=config.constraint.mode in ("hinge", "dual"),
     )
     logged = place.step - (place.due is not None)
@@ -130,21 +122,6 @@ def open_log(run: Run, place: Place, on_record: Callable[[Mapping[str, Any]], No
         names = ", ".join(KEYS[name] for name in place.exchanged)
         log.alarm(Alarm(place.step, "exchanged-inputs", f"the run goes on with another {names}, as run.accept allows"))
     return log
-
-
-def read_threshold(given: float | str | None, vocab_size: int, rows: tuple[int, int]) -> float | Tensor | None:
-    """`model.threshold_init`: a number, or this rank's rows of `threshold` [V] in a file. Raises `UserError`."""
-    if not isinstance(given, str):
-        return given
-    key, allowed = "model.threshold_init", f"a safetensors file with `threshold` [{vocab_size}], finite numbers"
-    try:
-        with safe_open(Path(given).expanduser(), framework="pt") as tensors:
-            whole = tensors.get_tensor("threshold")
-    except (OSError, SafetensorError) as error:
-        raise UserError(key, Said(f"{given}: {error}"), allowed) from None
-    if whole.shape != (vocab_size,) or not whole.is_floating_point() or not bool(whole.isfinite().all()):
-        raise UserError(key, Said(f"{whole.dtype} of shape {list(whole.shape)}"), allowed, given)
-    return whole[rows[0] : rows[1]]
 
 
 def _features(run: Run, loader: Loader) -> Features:
@@ -167,15 +144,13 @@ def _sample(run: Run) -> tuple[list[Batch], list[Tensor]]:
 def _calibrate(run: Run, sample: list[Batch], z: list[Tensor]) -> dict[str, Any]:
     """Calibrate the heads (`model.calibration`) on a sample and its z. Returns the result as a dict."""
     loader = run.calibration_loader(LEVEL_TOKENS, run.config.model.start_numbers)
-    held_out = run.evaluations.held_out if run.config.model.wide_from_eval else None
+    held_out = run.evaluations.held_out if run.model.config.wide else None
     known = iter(z)
     found = calibrate(
         run.model,
         sample,
         groups=run.groups,
         features=lambda batch, keep: next(known),
-        b_noise_init=run.config.model.b_noise_init,
-        used_rows=run.stepper.options.used_rows,
         fit_features=_features(run, loader),
         fit_batches=next(iter(loader)),
         beside_batches=() if held_out is None else held_out.batches,
@@ -207,14 +182,10 @@ def _described(found: Calibration) -> list[str]:
 
 def _notes(run: Run) -> list[str]:
     """Warnings about settings that are valid but known to work badly."""
-    config, rows, asked = run.config, run.model.config.vocab_size, run.stepper.options.gemm_dtype
+    config, asked = run.config, run.stepper.options.gemm_dtype
     notes = []
     if config.start == "seed-100":
         notes.append("C = 100 starts at the uniform solution and often stays there: low loss, no word learnt")
-    if config.model.b_noise_init == 0:
-        notes.append("b_noise = 0 has no gradient: it stays 0, and causal sampling has no noise to keep as a law")
-    if config.loss.vocab_reduction == "mean":
-        notes.append(f"vocab_reduction: mean makes reg_weight weigh {rows:,} times as much against the words")
     if gemm_dtype(asked, run.runtime.device) != asked:
         notes.append("this CPU has no bf16 instructions: train.precision=fp32 is several times as fast")
     return [f"note: {note}" for note in notes]

@@ -168,7 +168,7 @@ class Stepper:
         """Exchange counts over all ranks and micro-batches in one small all-gather. Batches are still on the CPU."""
         kept = [keep.numel() for keep in keeps]
         tokens = sum(int(b.attention_mask.sum()) for b in micro_batches)
-        words = tokens if self.loss.cls_denominator == "attention" else sum(kept)
+        words = sum(kept)
         numbers = sum(kept) if counts_text(self.options.gate) else sum(int(b.numeric_mask.sum()) for b in micro_batches)
         table = self._gather([words, numbers, tokens], [*kept, *(len(b.partial) for b in micro_batches)])
         first = self.groups.rank - self.groups.vocab_rank  # vocabulary groups are consecutive ranks

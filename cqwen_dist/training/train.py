@@ -37,7 +37,7 @@ def train(
     write_inputs: as in `open_session`. Raises `UserError` on all ranks for wrong input, and `Stopped` if a signal
     stopped the run; the run can be resumed.
     """
-    with StopFlag().installed() as stop, distributed(config.parallel.timeout_min * 60, stop) as runtime:
+    with StopFlag().installed() as stop, distributed(stop=stop) as runtime:
         metrics = train_on(config, runtime, callbacks, write_inputs)
         folder = Path(config.run.dir)
         ended = from_main_rank(lambda: read_status(folder))

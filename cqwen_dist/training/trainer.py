@@ -44,8 +44,8 @@ class Trainer:
         """Train to the end of the run, or of this command's last stage. Returns the metrics of the last evaluation."""
         run, reason = self.run, None
         try:
-            if run.config.train.checkpoint_start and run.resume_from is None:
-                self._save()
+            if run.model.config.wide and run.resume_from is None:
+                self._save()  # the closed form by itself may be the best
             if self.place.step == 0 and self.place.figures:
                 self.callbacks.tell("on_evaluation", 0, self.place.stage, dict(self.place.figures))
             while True:
@@ -163,7 +163,7 @@ class Trainer:
             tokens = 0
         record = {"step": step + 1, "stage": plan.stage.name, **metrics}
         if self.log is not None:  # `push` writes the record of the step before, so this step is not waited for
-            record |= run.engine.heads.metrics() | run.saver.take()
+            record |= run.saver.take()
             record |= self.clock.metrics(tokens, plan.stage.groups, cached is not None)
             before = self.log.push(record, loader.handed_out())
             at_end = step + 1 == plan.stop

@@ -138,7 +138,7 @@ def train_heads(
         name="heads", train=train, steps=steps, lr=training.rate * rate, lr_groups=groups, warmup_steps=WARM_UP
     )
     plan = StagePlan(stage, 0, 0, steps)
-    members = head_members(nn.ModuleDict(model.heads), "per-word", False)
+    members = head_members(nn.ModuleDict(model.heads))
     optimizer = HeadOptimizer(members, ALONE, weight_decay=0.0)
     optimizer.noise_unit = float(model.action.b_noise.detach().abs().median()) or 1.0
     model.requires_grad_(False)

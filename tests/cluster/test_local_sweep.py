@@ -17,10 +17,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_a_local_sweep_trains_two_points(tmp_path: Path) -> None:
-    """C and gamma_0 are what the points say, and a second call finds both done."""
+    """The start is what the points say, and a second call finds both done."""
     config = write_config(tmp_path, stages=[{"name": "heads", "train": ["heads"], "steps": 1}])
     points = tmp_path / "points"
-    points.write_text("# starts\nmodel.threshold_init=7.5\n\nmodel.gamma_init=0.25 loss.reg_weight=10\n")
+    points.write_text("# starts\nmodel.causal_size=8\n\nstart=seed loss.reg_weight=10\n")
     command = [ROOT / "launch" / "sweep.sh", "1", config, points]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     for word in ("run 1 of 2", "already done"):
@@ -30,7 +30,7 @@ def test_a_local_sweep_trains_two_points(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr[-2000:]
         assert word in done.stdout
     starts = [json.loads((tmp_path / "run" / n / "start.json").read_text())["eval"] for n in "01"]
-    assert abs(starts[1]["dist/U_scale_median"] - 0.125) < 1e-3  # of the words' U; the other half is noise
+    assert abs(starts[1]["dist/U_scale_median"] - 1.3133) < 1e-3  # the seeds' gamma_0
     assert starts[0]["eval/cls_loss_mean"] != starts[1]["eval/cls_loss_mean"]
 
 
@@ -45,7 +45,7 @@ def test_the_shipped_points_are_valid_configs(name: str) -> None:
 def test_the_sensitivity_sweep_has_the_causal_dimension_and_lambda() -> None:
     """S4 5.3 names these two; three values of each or more, with the config's own."""
     words = (ROOT / "configs" / "sensitivity.points").read_text().split()
-    for key in ("model.causal_size", "model.number_dims", "loss.reg_weight", "model.threshold_init"):
+    for key in ("model.causal_size", "loss.reg_weight"):
         assert len({word for word in words if word.startswith(f"{key}=")}) >= 2, key
 
 

@@ -70,7 +70,7 @@ def test_a_job_warned_before_its_limit_saves_requeues_and_finishes(
 @pytest.mark.slow
 def test_a_job_killed_by_its_time_limit_continues(cluster: Cluster, tmp_path: Path, undisturbed: list[float]) -> None:
     """A minute of warning in a limit of three: whatever is not done by then goes on in the next start."""
-    run = SlurmRun(cluster, tmp_path, parallel__timeout_min=10.0)
+    run = SlurmRun(cluster, tmp_path, timeout_min=10.0)
     job = run.submit("--nodes", 2, "--time", 3, "--warn-s", 60)
     run.wait_saved(EVERY)
     ranks = [rank_of(run, number) for number in (0, 1)]

@@ -25,9 +25,9 @@ def load(tmp_path: Path, *overrides: str) -> Config:
 
 
 def test_training_sections_keep_the_given_values(tmp_path: Path) -> None:
-    config = load(tmp_path, "loss.class_weights=frequency", "loss.constraint.unit=0.5")
+    config = load(tmp_path, "loss.class_weights=frequency", "model.wide=[64, 16]")
     assert config.loss.constraint.mode == "off"
-    assert config.loss.constraint.unit == 0.5
+    assert config.model.wide_size == (64, 16)
     assert isinstance(config.stages[0].reg_weight, Ramp)
     assert config.stages[0].until is not None
     again = tmp_path / "again.yaml"
@@ -46,18 +46,8 @@ def test_training_sections_keep_the_given_values(tmp_path: Path) -> None:
         (["model.lora.dora=true", "parallel.zero_stage=3"], "model.lora.dora", "parallel.zero_stage 3"),
         (["model.quantize=nf4", "parallel.zero_stage=3"], "model.quantize", "partitioned"),
         (["model.quantize=int8", "model.lora.init=pissa"], "model.quantize", "none with model.lora.init"),
-        (["model.random_features=16"], "model.random_features", "model.wide above 0"),
-        (
-            [
-                "model.wide=64",
-                "model.wide_from_eval=true",
-                "data.eval_fraction=0.0",
-                "stages.0.until=null",
-                "stages.0.steps=3",
-            ],
-            "model.wide_from_eval",
-            "data.eval or data.eval_fraction",
-        ),
+        (["model.wide=[0, 16]"], "model.wide.0", "greater than 0"),
+        (["model.wide=64", "start=seed"], "model.wide", "start calibrated"),
     ],
 )
 def test_wrong_training_settings_are_refused_by_key(tmp_path: Path, overrides: list[str], key: str, says: str) -> None:

@@ -11,10 +11,13 @@ TIMEOUT_S = 9.0
 
 
 @pytest.mark.slow
-def test_a_hanging_rank_ends_all_ranks_within_the_timeout_and_shows_its_stack(tmp_path: Path) -> None:
+def test_a_hanging_rank_ends_all_ranks_within_the_timeout_and_shows_its_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = crash_config(tmp_path)
-    slow = f"parallel.timeout_min={TIMEOUT_S / 60}"
-    ended = command(config, slow, blow=Blow(1, "step", 4, 0.0, HANG))
+    with monkeypatch.context() as environment:
+        environment.setenv("CQWEN_TIMEOUT_MIN", str(TIMEOUT_S / 60))
+        ended = command(config, blow=Blow(1, "step", 4, 0.0, HANG))
     assert ended.codes == [1, 1]
     assert (ended.survived_s or 0.0) < TIMEOUT_S, "one rank ended a timeout after the other"
     run = tmp_path / "run"

@@ -38,7 +38,7 @@ def test_two_layers_are_saved_with_the_model_and_trained_with_the_group(tmp_path
     found, expected = (m.infer(batch.input_ids, batch.numeric_values).loc for m in (again.model, model))
     assert_close(found, expected, 1e-5, "loc_U")  # two layers of fp32; tensors mapped from a file lie elsewhere
     heads = torch.nn.ModuleDict({"abduction": model.abduction, "action": model.action})
-    groups = {m.name: m.group for m in head_members(heads, "vector", False)}
+    groups = {m.name: m.group for m in head_members(heads)}
     assert groups["abduction.up.weight"] == groups["abduction.down.bias"] == "abduction"
 
 

@@ -79,7 +79,6 @@ def config_of(case: Case) -> Config:
                 "precision": case.precision,
                 "max_grad_norm": CLIP,
                 "weight_decay": DECAY,
-                "thresholds": "scalar" if "scalar C" in case.kind else "per-word",
             },
         }
     )
@@ -148,7 +147,7 @@ def token_counts(case: Case, groups: Groups, step: int) -> list[list[int]]:
     return [list(counts) for counts in zip(*by_rank, strict=True)]
 
 
-def forward_and_backward(case: Case, groups: Groups, engine: Engine, step: int, gate_grad: str = "") -> Tensor:
+def forward_and_backward(case: Case, groups: Groups, engine: Engine, step: int) -> Tensor:
     """All micro-batches of this rank; its share of the mean loss, []."""
     whole = step_batch(step)
     words, numbers = int(whole.label_mask.sum()), int(whole.numeric_mask.sum())
@@ -169,7 +168,7 @@ def forward_and_backward(case: Case, groups: Groups, engine: Engine, step: int, 
             LossOptions(
                 NUM,
                 gemm_dtype=torch.bfloat16 if case.precision == "bf16" else torch.float32,
-                gate_grad=gate_grad or gate_grad_of(case.kind),
+                gate_grad=gate_grad_of(case.kind),
             ),
             token_weight=case.world / words,
             number_weight=case.world / numbers,

@@ -43,8 +43,8 @@ def tokens(n: int = 70, seed: int = 0, noise: float = 3.0) -> tuple[Tensor, Tens
     return loc, (logits + noise * draw)[:, :NUM].argmax(1)
 
 
-def search(model: CausalQwenModel, loc: Tensor, labels: Tensor, used_rows: int | None = None) -> StartLogits:
-    return StartLogits(model.action, loc, labels, ALONE, used_rows)
+def search(model: CausalQwenModel, loc: Tensor, labels: Tensor) -> StartLogits:
+    return StartLogits(model.action, loc, labels, ALONE)
 
 
 def norms_of(model: CausalQwenModel) -> Tensor:
@@ -63,18 +63,16 @@ def mean_loss(loc_s: Tensor, scale_s: Tensor, labels: Tensor, threshold: float) 
     return float(loss(loc_s[None], scale_s[None], labels[None])[0].mean())
 
 
-@pytest.mark.parametrize("used", [None, NUM + 1])
 @pytest.mark.parametrize("point", POINTS)
 @torch.no_grad()
-def test_a_point_gives_the_loss_the_best_word_and_the_sum_of_p(point: tuple[float, float], used: int | None) -> None:
+def test_a_point_gives_the_loss_the_best_word_and_the_sum_of_p(point: tuple[float, float]) -> None:
     model, (loc, labels) = model_of(), tokens()
-    loss, best, prob_sum = search(model, loc, labels, used).at(*point)
+    loss, best, prob_sum = search(model, loc, labels).at(*point)
     loc_s, scale_s = exact(model, loc, *point)
-    rows = slice(0, used)
     p = 0.5 + torch.atan((loc_s - point[0]) / scale_s) / math.pi
     # logits of order 30 round by 2e-6 in fp32, which the least scale here (1e-3 times a norm of 4) makes 1e-3 of P's z
-    assert loss == pytest.approx(mean_loss(loc_s[:, rows], scale_s[:, rows], labels, point[0]), rel=1e-5)
-    torch.testing.assert_close(prob_sum.double(), p[:, rows].sum(1), rtol=1e-3, atol=1e-5)
+    assert loss == pytest.approx(mean_loss(loc_s, scale_s, labels, point[0]), rel=1e-5)
+    torch.testing.assert_close(prob_sum.double(), p.sum(1), rtol=1e-3, atol=1e-5)
     top = ((loc_s - point[0]) / scale_s).topk(2, 1)
     clear = top.values[:, 0] - top.values[:, 1] > 1e-4 * top.values.abs().amax(1)
     assert clear.float().mean() > 0.9
@@ -185,13 +183,13 @@ AT = (6.0, 1e-2)
 
 
 @torch.no_grad()
-def on_rank(loc: Tensor, labels: Tensor, counts: tuple[int, int], group: int, used: int | None) -> dict[str, Any]:
+def on_rank(loc: Tensor, labels: Tensor, counts: tuple[int, int], group: int) -> dict[str, Any]:
     """What a rank finds with its part of the tokens and of the rows."""
     groups = groups_of(group)
     start, stop = vocab_range(VOCAB, groups.vocab_rank, groups.vocab_size)
     model = model_of(start, stop - start)
     own = slice(counts[0]) if dist.get_rank() == 0 else slice(counts[0], None)
-    seen = StartLogits(model.action, loc[own], labels[own], groups, used)
+    seen = StartLogits(model.action, loc[own], labels[own], groups)
     histogram = seen.histogram()
     loss, best, prob_sum = seen.at(*AT)
     return {
@@ -206,17 +204,14 @@ def on_rank(loc: Tensor, labels: Tensor, counts: tuple[int, int], group: int, us
     }
 
 
-@pytest.mark.parametrize("used", [None, 60], ids=["all rows in use", "60 of 101 rows in use"])
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("counts", [(45, 25), (70, 0), (0, 70)])
 @torch.no_grad()
-def test_two_ranks_search_as_one(pool: Pool, counts: tuple[int, int], group: int, used: int | None) -> None:
-    """With 60 rows in use the second rank of a group has 9 of its 50 in use."""
+def test_two_ranks_search_as_one(pool: Pool, counts: tuple[int, int], group: int) -> None:
     loc, labels = tokens()
-    labels = labels.clamp(max=59)
-    one = search(model_of(), loc, labels, used)
+    one = search(model_of(), loc, labels)
     expected, (loss, best, prob_sum) = one.histogram(), one.at(*AT)
-    for rank, found in enumerate(pool(on_rank, 2, loc, labels, counts, group, used)):
+    for rank, found in enumerate(pool(on_rank, 2, loc, labels, counts, group)):
         seen = Histogram(*(torch.from_numpy(x) if not isinstance(x, float) else x for x in found["histogram"]))
         own = slice(None) if group == 2 else slice(counts[0]) if rank == 0 else slice(counts[0], None)
         assert found["tokens"] == 70

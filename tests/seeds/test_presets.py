@@ -5,8 +5,10 @@ import math
 import random
 
 import pytest
+import torch
 from support.ranks import run_ranks
 from support.runs import as_rank, metrics, train_run, write_config
+from support.tiny import random_batch, tiny_model
 
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.checkpoint.resume import load_checkpoint
@@ -15,6 +17,7 @@ from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.model import causal_qwen
+from cqwen_dist.model.initialise import SEED_GAMMA, SEED_NOISE, set_scales, start_at_data
 from cqwen_dist.training.train import train_on
 
 
@@ -40,6 +43,7 @@ def test_a_preset_trains_without_nan(start, tmp_path):
 
 SETTINGS = {
     "seeds": {
+        "calibrated": False,
         "number_dims": 0,  # D-number-dims
         "w_num_scale": 1.0,  # D24
         "num_row_init": "inherit",  # D-numeral
@@ -50,6 +54,7 @@ SETTINGS = {
         "kl_bounded": False,
     },
     "calibrated": {
+        "calibrated": True,
         "number_dims": 8,
         "w_num_scale": None,
         "num_row_init": "digits",
@@ -113,12 +118,24 @@ def test_a_preset_starts_at_the_median_and_half_the_quartiles_distance(tmp_path)
     texts = [json.dumps({"text": f"tea costs {draw.uniform(900, 1100):.2f}."}) for _ in range(40)]
     (tmp_path / "texts.jsonl").write_text("\n".join(texts) + "\n")
     stages = [{"name": "words", "train": ["classifier"], "steps": 1, "lr": 1e-3}]
-    train_run(write_config(tmp_path, start="seed", stages=stages, model__gamma_init=10.5, model__b_noise_init=0.5))
+    train_run(write_config(tmp_path, start="seed", stages=stages))
     start = json.loads((tmp_path / "run" / "start.json").read_text())
     saved = load_checkpoint(checkpoint_folder(tmp_path / "run", 1), (0, 2**62))
     assert float(saved.heads["action.reg_bias"]) == pytest.approx(start["statistics"]["median"], rel=1e-6)
     half = start["statistics"]["scale"]
     weight = saved.heads["action.reg_weight"].abs().sum()
-    assert float(weight) * 10.5 == pytest.approx(half, rel=1e-4), "scale_Y of the start"
-    assert start["eval"]["dist/U_scale_median"] == pytest.approx(10.0, rel=1e-4), "S1 3.1 asks for 10, of U itself"
+    assert float(weight) * (SEED_GAMMA + SEED_NOISE) == pytest.approx(half, rel=1e-4), "scale_Y of the start"
     assert start["eval"]["eval/reg_mdae"] == pytest.approx(start["eval"]["eval/baseline_mdae"], rel=0.1)
+
+
+@torch.no_grad()
+def test_a_scale_of_ten_is_u_s_own_and_the_numbers_still_start_at_the_data():
+    """S1 3.1 asks for 10, of U itself; S1 4.2 for IQR/2, of Y."""
+    model, batch = tiny_model(start="seed"), random_batch()
+    set_scales(model, 10.5, 0.5)
+    start_at_data(model, torch.tensor(7.0, dtype=torch.float64), 2.5)
+    u = model.infer(batch.input_ids, batch.numeric_values)
+    assert float(u.scale.median()) == pytest.approx(10.0, rel=1e-5)
+    *_, scale_y = model(batch.input_ids, batch.numeric_values, batch.attention_mask)
+    assert float(scale_y.median()) == pytest.approx(2.5, rel=1e-5)
+    assert float(model.action.reg_bias) == 7.0

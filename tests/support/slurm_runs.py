@@ -20,15 +20,17 @@ EVERY = 10  # steps between checkpoints
 class SlurmRun:
     """A run's folder, config and jobs."""
 
-    def __init__(self, cluster: Cluster, folder: Path, **overrides: Any) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, timeout_min: float = 0.6, **overrides: Any) -> None:
+        """timeout_min: that ranks wait for each other."""
         self.cluster, self.folder, self.run = cluster, folder, folder / "run"
+        self.python = ("env", f"CQWEN_TIMEOUT_MIN={timeout_min}", sys.executable)
         steps = {f"stages__{i}__steps": STEPS for i in (0, 1)}
         usual = {"train__checkpoint_every": EVERY, "train__keep_checkpoints": 2, "model__lora__dropout": 0.1}
-        self.config = write_config(folder, **{**steps, **usual, "parallel__timeout_min": 0.6, **overrides})
+        self.config = write_config(folder, **{**steps, **usual, **overrides})
 
     def cqwen(self, *words: object, timeout: float = 100.0) -> Any:
         """A command of a person at the head."""
-        return self.cluster.run_on("head", sys.executable, "-m", "cqwen_dist", *words, cwd=self.folder, timeout=timeout)
+        return self.cluster.run_on("head", *self.python, "-m", "cqwen_dist", *words, cwd=self.folder, timeout=timeout)
 
     def submit(self, *options: object) -> str:
         """The job's id."""

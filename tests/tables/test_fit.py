@@ -84,7 +84,6 @@ def test_fit_is_judged_on_unseen_rows(fitted: tuple[Path, list[object]]) -> None
     assert found["results"]["CausalQwen"]["mae"] == pytest.approx(sum(errors) / 12, rel=1e-5)  # cells have seven digits
     config = load_config(out / "fit.yaml")
     assert [stage.name for stage in config.stages] == ["heads", "lora"]
-    assert config.model.wide_from_eval
     page = html.unescape((out / "report.html").read_text(encoding="utf-8"))
     assert "the wide part alone</th>" in page
     assert 0 < page.index(found["verdict"]) < page.index("The largest errors") < page.index("At a glance</h2>")

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
-from support.runs import VOCAB, as_rank, write_config, write_texts
+from support.runs import as_rank, write_config, write_texts
 
 import cqwen_dist.training.inputs as inputs
 from cqwen_dist.config import Config, UserError, load_config
@@ -110,16 +108,12 @@ def test_other_texts_on_one_rank_are_refused(pool: Any, tmp_path: Path, how: str
     assert not (tmp_path / "run" / "metrics.jsonl").exists(), "no step was taken"
 
 
-def test_other_watched_texts_and_other_thresholds_are_refused(pool: Any, tmp_path: Path) -> None:
+def test_other_watched_texts_are_refused(pool: Any, tmp_path: Path) -> None:
     first, second = _two_copies(tmp_path, data__watch={"kept": {"source": "kept.jsonl"}})
     for n, folder in enumerate((first, second)):
         write_texts(folder / "kept.jsonl", 6, seed=n)
-        save_file({"threshold": torch.full((VOCAB,), float(n))}, folder / "C.safetensors")
     said = pool(_train_apart, 2, [str(first), str(second)], [])
     assert said[0].startswith("data.watch.kept: ")
-    shutil.copy(first / "kept.jsonl", second / "kept.jsonl")
-    changes = ["model.threshold_init=C.safetensors", "train.thresholds=per-word", "run.resume=restart"]
-    assert "model.threshold_init" in pool(_train_apart, 2, [str(first), str(second)], changes)[0]
 
 
 def test_other_code_or_another_version_is_refused(pool: Any, tmp_path: Path) -> None:

@@ -370,7 +370,7 @@ def test_files_in_a_run_folder_have_the_folders_permissions(one_rank: Path) -> N
 
 def test_evaluation_rows_are_read_by_the_fold_that_left_them_out(tmp_path: Path) -> None:
     """`eval` comes to the run's figures; the report's samples are of such a model too."""
-    config = write_config(tmp_path, model__wide=64, model__wide_from_eval=True, data__eval_fraction=0.3)
+    config = write_config(tmp_path, model__wide=64, data__eval_fraction=0.3)
     train_run(config)
     run = tmp_path / "run"
     last = metrics(run)[-1]
@@ -388,7 +388,7 @@ def test_an_export_is_evaluated_as_its_run_is(tmp_path: Path) -> None:
     texts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"train": str(texts), "eval": str(texts), "sequence_length": 40, "messages_field": "said"}
     stages = [{"name": "heads", "train": ["heads"], "steps": 1}]
-    train_run(write_config(tmp_path, data=data, stages=stages, loss__negatives="used"))
+    train_run(write_config(tmp_path, data=data, stages=stages))
     export(tmp_path / "run", tmp_path / "out")
     own, exported = (evaluate_checkpoint(tmp_path / name, str(texts)) for name in ("run", "out"))
     assert exported == {name: pytest.approx(own[name], rel=1e-5) for name in exported}

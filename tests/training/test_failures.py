@@ -165,7 +165,7 @@ def test_refused_steps_are_skipped_logged_and_counted(tmp_path: Path) -> None:
 
 def test_bf16_trains_and_keeps_the_heads_in_fp32(tmp_path: Path) -> None:
     steps = {f"stages__{i}__steps": 8 for i in (0, 1)}
-    config = write_config(tmp_path, train__precision="bf16", train__checkpoint_every=8, model__w_num_scale=1.0, **steps)
+    config = write_config(tmp_path, train__precision="bf16", train__checkpoint_every=8, **steps)
     done = cqwen_forked("train", config)
     assert done.returncode == 0, done.stderr
     records = metrics(tmp_path / "run")

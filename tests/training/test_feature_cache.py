@@ -38,7 +38,7 @@ EPOCHS_OF_HEADS = [
 
 def config_in(folder: Path, stages: list[dict[str, object]] = EPOCHS_OF_HEADS) -> Path:
     often = {"train__checkpoint_every": 1, "train__keep_checkpoints": 30, "train__eval_every": 2}
-    return write_config(folder, stages=stages, model__wide=1024, model__random_features=16, **often)
+    return write_config(folder, stages=stages, model__wide=[1024, 16], **often)
 
 
 @pytest.fixture(scope="module")

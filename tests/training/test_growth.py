@@ -79,11 +79,11 @@ def test_settings_of_past_stages_may_not_change(
 def test_the_rates_of_a_running_stage_may_change_and_are_recorded(one_rank: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = set_back(one_rank, run, 5)
-    train_run(config, f"run.dir={run}", "stages.1.lr=1e-5", "stages.1.min_lr_ratio=0.5")
+    train_run(config, f"run.dir={run}", "stages.1.lr=1e-5", "stages.1.lr_groups.lora=0.5")
     (line,) = (run / "changes.jsonl").read_text().splitlines()
     assert [(key, now) for key, _, now in json.loads(line)["changes"]] == [
         ("stages.1.lr", 1e-5),
-        ("stages.1.min_lr_ratio", 0.5),
+        ("stages.1.lr_groups.lora", 0.5),
     ]
     assert [record["step"] for record in metrics(run)] == list(range(1, 7))
 

@@ -49,7 +49,7 @@ def heads_of(shape: Shape, rows: slice) -> list[Member]:
     for name in ("cls_weight", "cls_bias", "threshold"):
         whole = getattr(heads["action"], name).detach()
         setattr(heads["action"], name, nn.Parameter(whole[rows].clone()))
-    return head_members(heads.requires_grad_(False), "per-word", train_class_bias=True)
+    return head_members(heads.requires_grad_(False))
 
 
 def gradient(name: str, shape: tuple[int, ...], step: int, rank: int) -> Tensor:
@@ -142,11 +142,12 @@ def planned_bytes(shape: Shape, world: int, group: int) -> int:
     vocab, hidden, causal = shape
     config = Config.model_validate(
         {
-            "model": {"name_or_path": "unused", "causal_size": causal, "number_dims": 0},
+            "model": {"name_or_path": "unused", "causal_size": causal},
             "data": {"train": "unused"},
+            "start": "seed",
             "stages": [{"name": "all", "train": ["heads"], "steps": 1}],
             "parallel": {"vocab_group_size": group},
-            "train": {"global_batch_size": 24, "train_class_bias": True},
+            "train": {"global_batch_size": 24},
         }
     )
     base = Architecture.of(

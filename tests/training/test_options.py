@@ -1,7 +1,7 @@
 """Options of the config that change how a run trains: each alone, a few steps of both stages, in one process.
 
 An option is told from one that nothing reads by the losses: they differ from the run without it, or are known to be
-the same (recomputed activations, another implementation of the loss, a gate that comes to the default's).
+the same (recomputed activations, a gate that comes to the default's).
 """
 
 import json
@@ -16,14 +16,9 @@ from support.runs import as_rank, losses, write_config, write_texts
 from cqwen_dist.config import load_config
 
 CHANGES = [
-    "model.number_dims=0",
-    "model.wide=4096 + model.random_features=64",
+    "model.wide=[4096, 64]",
     "model.value_periods=[10,100]",
-    "model.scale_activation=exp",
-    "model.w_num_scale=0.0",
-    "model.num_row_init=mean",
     "model.lora.target_modules=[q_proj] + model.lora.dropout=0.5",
-    "model.lora.rslora=true",
     "model.lora.dora=true",
     "data.numeric_targets=last",
     "data.numbers.signs=false",
@@ -33,24 +28,17 @@ CHANGES = [
     "loss.class_weights={101: 3.0}",
     "loss.class_weights=frequency",
     "loss.constraint.mode=hinge + loss.constraint.eps=1e-5",
-    "loss.constraint.mode=dual + loss.constraint.eps=1e-4 + loss.constraint.unit=scale",
     "loss.target_transform=signed_log",
-    "loss.cls_denominator=attention",
-    "loss.vocab_reduction=mean",
     "stages.0.reg_weight={start: 0.0, end: 2.0}",
     "stages.0.sequence_length=16",
     "stages.1.global_batch_size=6",
     "stages.0.lr_groups={scales: 0.1}",
-    "stages.0.min_lr_ratio=1.0",
-    "train.thresholds=scalar",
-    "train.train_class_bias=true",
     "train.weight_decay=10.0",
     "train.max_grad_norm=0.001",
 ]
 SAME = [
     "model.gradient_checkpointing=true + parallel.offload=activations",
-    "loss.impl=reference",
-    "loss.gate=hard + loss.alpha=0.3",
+    "loss.gate=hard",
     "stages.1.micro_batch_size=3",
 ]
 

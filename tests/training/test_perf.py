@@ -21,9 +21,11 @@ CPU = torch.device("cpu")
 def counted(model: Any, lora: dict[str, Any] | None = None, **config: Any) -> Work:
     """What a run of this model counts."""
     stage = {"name": "all", "train": ["heads", "embedding", *["lora"] * (lora is not None)], "steps": 1}
-    given = {"name_or_path": "x", "lora": lora or {}, "number_dims": 0}
+    given = {"name_or_path": "x", "lora": lora or {}}
     data = {"train": "x", "sequence_length": 64}
-    return work_in(Config.model_validate({"model": given, "data": data, "stages": [stage], **config}), model)
+    return work_in(
+        Config.model_validate({"model": given, "data": data, "stages": [stage], "start": "seed", **config}), model
+    )
 
 
 @pytest.mark.parametrize("gradients", [True, False])

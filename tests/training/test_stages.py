@@ -16,15 +16,15 @@ def plan_of(steps: int = 11, start: int = 5, **options: object) -> StagePlan:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "expected"), [("constant", [1, 1, 1]), ("linear", [1, 0.6, 0.2]), ("cosine", [1, 0.6, 0.2])]
+    ("schedule", "expected"), [("constant", [1, 1, 1]), ("linear", [1, 0.55, 0.1]), ("cosine", [1, 0.55, 0.1])]
 )
 def test_decay_begins_at_one_and_ends_at_the_floor(schedule: str, expected: list[float]) -> None:
-    plan = plan_of(schedule=schedule, min_lr_ratio=0.2)
+    plan = plan_of(schedule=schedule)
     assert [plan.factor(step) for step in (5, 10, 15)] == pytest.approx(expected)
 
 
 def test_warm_up_rises_from_above_zero_and_the_decay_begins_behind_it() -> None:
-    plan = plan_of(steps=7, start=0, warmup_steps=3, schedule="linear", min_lr_ratio=0.1)
+    plan = plan_of(steps=7, start=0, warmup_steps=3, schedule="linear")
     assert [plan.factor(step) for step in range(7)] == pytest.approx([0.25, 0.5, 0.75, 1, 0.7, 0.4, 0.1])
     assert plan_of(steps=1, start=0).factor(0) == 1.0
 

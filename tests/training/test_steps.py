@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from support.numerics import assert_all_close
 from support.runs import VOCAB, losses, metrics, train_run, write_config, write_texts
 from torch import Tensor
@@ -13,8 +12,8 @@ from torch import Tensor
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint
-from cqwen_dist.checkpoint.trained import assemble, load_trained, run_of
-from cqwen_dist.config import Config, UserError, load_config
+from cqwen_dist.checkpoint.trained import assemble, run_of
+from cqwen_dist.config import Config, load_config
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.loader import Loader
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
@@ -22,7 +21,6 @@ from cqwen_dist.model import CausalQwenModel
 from cqwen_dist.training.evaluation.evaluate_checkpoint import evaluate_checkpoint
 from cqwen_dist.training.parameter_groups import Member, feature_members, head_members
 from cqwen_dist.training.stages import Schedule, StagePlan
-from cqwen_dist.training.start import read_threshold
 
 ALL = (0, 2**62)  # rows
 
@@ -137,7 +135,7 @@ class HandLoop:
     def __init__(self, model: CausalQwenModel, state: TrainState, config: Config) -> None:
         heads = torch.nn.ModuleDict({"abduction": model.abduction, "action": model.action})
         self.model, self.unit = model, state.state["noise_unit"]
-        self.members: list[Member] = [*feature_members(model.features), *head_members(heads, "per-word", False)]
+        self.members: list[Member] = [*feature_members(model.features), *head_members(heads)]
         model.requires_grad_(False)
         self.adamw = torch.optim.AdamW([{"params": [m.parameter], "weight_decay": 0.0} for m in self.members])
         moments = {**state.feature_moments, **state.head_moments, **state.row_moments}
@@ -221,13 +219,12 @@ def test_train_accuracy_covers_every_token_of_the_step(one_rank: Path, two_ranks
 
 
 OPTIONS = {
-    "used negatives, class weights and biases, means": [
-        *("loss.negatives=used", "loss.class_weights={5: 2.0, 289: 0.5}", "loss.cls_denominator=attention"),
-        *("loss.vocab_reduction=mean", "loss.target_transform=signed_log", "train.train_class_bias=true"),
+    "class weights, signed logarithms": [
+        *("loss.class_weights={5: 2.0, 289: 0.5}", "loss.target_transform=signed_log"),
         *("model.architecture.vocab_size=401", "model.lora.dora=true", "loss.constraint.mode=dual"),
     ],
-    "fixed thresholds, smaller U, ZeRO-3": [
-        *("train.thresholds=fixed", "model.causal_size=12", "model.scale_activation=exp", "start=seed-100"),
+    "smaller U, ZeRO-3": [
+        *("model.causal_size=12", "start=seed-100"),
         *("model.gradient_checkpointing=true", "parallel.zero_stage=3", "train.weight_decay=0.1"),
     ],
 }
@@ -241,26 +238,9 @@ def test_two_ranks_sharing_the_vocabulary_train_as_one_with_any_options(tmp_path
     alone = losses(tmp_path / "run")
     assert losses(tmp_path / "two") == pytest.approx(alone, rel=1e-5)
     assert alone[-1] != alone[0]
-    if "loss.negatives=used" in options:
-        assert load_trained(tmp_path / "run")[0].config.used_rows < 401, "no row is unused: nothing is tested"
     both = [evaluate_checkpoint(tmp_path / name, None)["eval/cls_loss_mean"] for name in ("run", "two")]
     assert both[0] == pytest.approx(metrics(tmp_path / "run")[-1]["eval/cls_loss_mean"], rel=1e-5)
     assert both[1] == pytest.approx(both[0], rel=1e-4)
-
-
-def test_thresholds_start_from_a_file_on_any_ranks(tmp_path: Path) -> None:
-    start, wrong = tmp_path / "start.safetensors", tmp_path / "wrong.safetensors"
-    threshold = torch.linspace(1.0, 7.0, VOCAB)
-    save_file({"threshold": threshold}, start)
-    save_file({"threshold": threshold[1:]}, wrong)
-    stages = [{"name": "s", "train": ["regression"], "steps": 1, "lr": 1e-3}]
-    config = write_config(tmp_path, stages=stages, model__threshold_init=str(start))
-    train_run(config, "parallel.vocab_group_size=2", world=2)
-    assert torch.equal(state_at(tmp_path / "run", 1).rows["action.threshold"], threshold)
-    assert torch.equal(read_threshold(str(start), VOCAB, (5, 9)), threshold[5:9])
-    for file, found in ((wrong, r"float32 of shape \[290\]"), (tmp_path / "none.safetensors", "No such file")):
-        with pytest.raises(UserError, match=rf"threshold_init: found .*{found}.* allowed: .* `threshold` \[291\]"):
-            read_threshold(str(file), VOCAB, (0, VOCAB))
 
 
 def test_a_rank_without_any_sequence_changes_nothing(tmp_path: Path) -> None:

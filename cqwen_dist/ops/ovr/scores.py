@@ -41,13 +41,12 @@ def ovr_scores(
     labels: Tensor,
     prob_thresholds: Sequence[float] = (),
     rank_by: RankBy = "ovr",
-    loss_rows: int | None = None,
 ) -> OvrScores:
     """Scores of U' [N, C] for a slice of the head, in one pass over its words. No gradient.
 
     labels: [N] int64, ids in the full vocabulary. prob_thresholds: each in (0, 1). rank_by: the best word is that with
-    the largest P, or with the largest loc_S; then scales are not computed. loss_rows: the loss and the sum of P leave
-    out words from this one on (None: none). Words from head.used_rows on are never counted.
+    the largest P, or with the largest loc_S; then scales are not computed. The loss and the
+    sum of P count all words, all else those below head.used_rows.
     Raises ValueError for an unknown rank_by, and as `ovr_loss`.
     """
     head.check(u)
@@ -55,7 +54,7 @@ def ovr_scores(
         raise ValueError(f"rank_by must be 'ovr' or 'loc', found {rank_by!r}")
     wanted = Wanted(head.used_rows, True, tuple(prob_thresholds))
     if rank_by == "ovr":
-        out = ovr_loss(u, head._replace(used_rows=loss_rows), labels, None, OvrOptions(want_prob_sum=True, seen=wanted))
+        out = ovr_loss(u, head._replace(used_rows=None), labels, None, OvrOptions(want_prob_sum=True, seen=wanted))
         assert out.prob_sum is not None
         seen, found, best = out.seen, (out.per_token, out.prob_sum), out.best
     else:

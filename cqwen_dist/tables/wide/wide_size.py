@@ -12,6 +12,6 @@ BYTES = 3  # of a name's key
 
 def wide_numbers(model: ModelConfig, vocab: int) -> int:
     """The number of parameters of a config's wide part on a base with `words` words (a test counts the real one)."""
-    tables, features = KINDS * FOLDS, model.random_features
+    tables, (columns, features) = KINDS * FOLDS, model.wide_size
     named = NAMES * (BYTES + 4 + 2 * tables) + features * (NAMES + 1 + tables)  # 4: centre and slope of phi and value
-    return tables * model.wide + vocab + named
+    return tables * columns + vocab + named

@@ -48,7 +48,6 @@ def head_messages(
     row_columns: Sequence[int],
     matrices: Sequence[tuple[int, int]],
     vectors: int,
-    full_gate_grad: bool = False,
     softmax: bool = False,
     gloo: bool = False,
 ) -> list[Message]:
@@ -79,8 +78,6 @@ def head_messages(
         send("all-reduce", "vocabulary", group, FP32)
         for _ in ("loc_u", "scale_u"):
             send("reduce-scatter", "vocabulary", group, padded * columns * gemm_bytes)
-        if full_gate_grad:
-            send("all-gather", "vocabulary", group, padded * 3 * FP32)
     spread: list[tuple[GroupName, int, Sequence[tuple[int, int]], int]] = [
         ("world", world, matrices, vectors),
         ("replica", replicas, [(rows, columns) for columns in row_columns], 0),
@@ -107,7 +104,6 @@ def stage_head_messages(s: Sizes, group: int) -> list[Message]:
         row_columns=s.row_columns(s.trainable),
         matrices=s.matrices(s.trainable),
         vectors=s.vectors(s.trainable),
-        full_gate_grad=s.config.loss.gate_grad == "full",
         softmax=s.config.word_terms["softmax_weight"] > 0,
         gloo=s.kind == "cpu",
     )

@@ -34,7 +34,7 @@ ADAPTER_KERNELS = {1: 2, 2: 2, 3: 6}  # by ZeRO stage; ZeRO-3 runs PEFT's slower
 COMPILED_PASSES = 0.4
 # Bytes read and written per (token, word) pair outside the products. The fused value is an estimate, not measured:
 # 4 bytes, plus the arithmetic expressed as bytes.
-PASSES = {"triton": 16, "chunked": 160, "reference": 200}
+PASSES = {"triton": 16, "chunked": 160}
 ADAMW = 28 + 8 + 8  # bytes per trained number: AdamW in one pass, clipping, the gradient norm
 
 

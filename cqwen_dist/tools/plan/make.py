@@ -196,7 +196,7 @@ def checkpoint_bytes(s: Sizes) -> int:
     trained heads. The frozen backbone is not saved.
     """
     v = s.base.vocab
-    heads = sum(s.whole_heads.values()) + v * s.words + v + (1 if s.config.train.thresholds == "scalar" else v)
+    heads = sum(s.whole_heads.values()) + v * (s.words + 2)
     heads += memory.wide_part(s)
     return (s.trained_features + heads) * FP32 + (s.trained_features + s.head(s.ever_trainable)) * ADAM_MOMENTS
 
@@ -212,9 +212,7 @@ def _advice(s: Sizes, parts: tuple[Part, ...]) -> str:
         checkpoint = "" if config.model.gradient_checkpointing else "model.gradient_checkpointing, "
         shorter = "a smaller train.micro_batch_size or data.sequence_length, a larger parallel.sequence_group_size"
         return f"Try {checkpoint}{shorter}."
-    if name == "loss tiles":
-        return "Try loss.impl auto." if config.loss.impl == "reference" else "Try a larger parallel.vocab_group_size."
-    if name in ("W_cls", "gradients", "gradients of the rows", "accumulated gradients"):
+    if name in ("loss tiles", "W_cls", "gradients", "gradients of the rows", "accumulated gradients"):
         return "Try a larger parallel.vocab_group_size."
     if name == "moments of the heads":
         return "Try more ranks, or parallel.offload optimizer."

@@ -18,7 +18,6 @@ from cqwen_dist.wings import from_wing
 
 GIB, MIB = 2**30, 2**20
 ADAM_MOMENTS = 2 * FP32
-REFERENCE_TENSORS = 9
 CHUNKS = 4  # live buffers with `tiles.CHUNK_BYTES` each while the best words are found (`ops.ovr.seen`)
 # fp32 tensors [N, C] for KL(U || U at the start), including its backward.
 KL_TENSORS = 8
@@ -132,7 +131,7 @@ def _heads(s: Sizes) -> Iterator[Part]:
         yield Part(name, count * FP32, f"{count:,} x 4 bytes")
     spread = f", over {s.group} ranks" if s.group > 1 else ""
     yield Part("W_cls", v * words * FP32, f"v C = {v:,} x {words:,}, 4 bytes{spread}")
-    yield Part("b_cls and C", (v + (v if s.config.train.thresholds != "scalar" else 1)) * FP32, "fp32")
+    yield Part("b_cls and C", 2 * v * FP32, "fp32")
     wide = wide_part(s)
     yield Part("wide part (frozen)", wide * FP32, f"{wide:,} x 4 bytes, whole on every rank")
     stepped = s.stepped_head(s.reached)
@@ -220,12 +219,9 @@ def _loss(s: Sizes) -> Iterator[Part]:
     n, c = s.group * s.tokens, s.words
     need_u = s.graph or bool(s.trainable & {"abduction", "noise"})
     rows = FP32 * s.row_numbers(s.trainable)
-    gap = FP32 * s.rows * (1 + bool(s.trainable & {"thresholds"} or s.config.train.train_class_bias))
+    gap = FP32 * s.rows * (1 + ("thresholds" in s.trainable))
     yield Part("gradients of U", need_u * 2 * n * c * (FP32 + (s.width if s.width < FP32 else 0)), "two [g N, C]")
     yield Part("gradients of the rows", rows + gap, "fp32, made in forward")
-    if s.loss_impl == "reference":
-        yield Part("loss tiles", REFERENCE_TENSORS * n * s.rows * FP32, f"{REFERENCE_TENSORS} tensors [g N, v]")
-        return
     t, words = tile_shape(n, s.rows, c, s.kind)
     low = s.width < FP32
     tiles = t * words * FP32 * WORK_BUFFERS[s.loss_impl] + low * 2 * t * words * s.width

@@ -15,7 +15,7 @@ from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.sizes.flops import Flops, Work
 
 FP32 = 4
-FASTEST = {"cpu": "chunked", "cuda": "triton"}  # loss.impl auto
+FASTEST = {"cpu": "chunked", "cuda": "triton"}  # implementation of the word loss
 # DeepSpeed's ZeRO-3 defaults: most parameters that stay gathered, and size below which they are never partitioned.
 MAX_LIVE, PERSISTENT_BELOW = 1_000_000_000, 100_000
 
@@ -61,7 +61,7 @@ class Sizes:
         self.causal = self.words + config.number_dims  # C
         self.zero = config.parallel.zero_stage
         self.group = config.parallel.vocab_group_size  # g
-        self.loss_impl = FASTEST[kind] if config.loss.impl == "auto" else config.loss.impl
+        self.loss_impl = FASTEST[kind]
         self.rows = ceil_div(base.vocab, self.group)  # v, largest over the ranks
         c, h = self.causal, base.hidden
         # Sizes of replicated parts of the heads
@@ -102,14 +102,7 @@ class Sizes:
 
     def row_columns(self, groups: frozenset[str]) -> list[int]:
         """Columns of each trained tensor with one row per word."""
-        train, found = self.config.train, []
-        if "classifier" in groups:
-            found.append(self.words)
-            if train.train_class_bias:
-                found.append(1)
-        if "thresholds" in groups and train.thresholds == "per-word":
-            found.append(1)
-        return found
+        return [self.words] * ("classifier" in groups) + [1] * ("thresholds" in groups)
 
     def row_numbers(self, groups: frozenset[str]) -> int:
         """Number of trained values in this rank's rows."""
@@ -135,8 +128,7 @@ class Sizes:
 
     def whole_head(self, groups: frozenset[str]) -> int:
         """Number of trained replicated values of the heads."""
-        scalar = self.config.train.thresholds == "scalar" and "thresholds" in groups
-        return sum(size for name, size in self.whole_heads.items() if name in groups) + scalar
+        return sum(size for name, size in self.whole_heads.items() if name in groups)
 
     def head(self, groups: frozenset[str]) -> int:
         """Number of trained values of the heads over all ranks."""

@@ -59,7 +59,7 @@ def evaluate_checkpoint(
         refuse_exchanged(saved, {"eval": dataset.digest()}, (), path, "--data FILE")
     with distributed(alone=True) as runtime:
         inner = model.model.to(runtime.device)
-        if data is None and inner.beside is not None and run.model.wide_from_eval:
+        if data is None and inner.beside is not None:
             inner.beside.train()  # each text uses the fit that left this text out
         evaluator = Evaluator(
             inner,
@@ -67,7 +67,6 @@ def evaluate_checkpoint(
             EvalLoader(dataset, rank=0, world=1, micro_batch_size=micro_batch_size),
             build_groups(1),
             baseline_value=None if learnt is None else learnt.median,
-            used_rows=inner.config.used_rows if run.loss.negatives == "used" else None,
             gemm_dtype=model.dtype,
             decisions=decisions or Decisions(),
             known=Intervals() if data is None else Intervals.from_dict(inner.config.calibration),
@@ -107,8 +106,8 @@ def _run_of(path: Path, data: str | None) -> tuple[Config, LearntTable | None]:
             raise UserError("--data", "no value", "a file or bundled:NAME (an exported folder has no data)")
         learnt = learnt_table(path)
         known = {} if learnt is None else learnt.to_dict()
-        tree = {"data": {**known.get("data", {}), "train": data}, "loss": known.get("loss", {})}
-        return Config.model_validate({"model": {"name_or_path": str(path)}, **tree}), learnt
+        tree = {"model": {"name_or_path": str(path)}, "data": {**known.get("data", {}), "train": data}}
+        return Config.model_validate(tree), learnt
     run, _ = run_of(path)
     if not read_object(Path(run.run.dir) / START):
         raise UserError(START, "no such file", "the file that the run wrote when it began", run.run.dir)

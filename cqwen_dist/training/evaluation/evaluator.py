@@ -76,7 +76,6 @@ class Evaluator:
     groups: Groups
     _: KW_ONLY
     baseline_value: float | None  # median of the training numbers, raw unit
-    used_rows: int | None = None  # the word loss leaves out words from this row on
     gemm_dtype: torch.dtype = torch.float32
     word_counts: np.ndarray | None = None  # [V] occurrences in training, for metrics by frequency
     decisions: Decisions = field(default_factory=Decisions)
@@ -149,7 +148,7 @@ class Evaluator:
             # One individual drawn from U, with only the noise as scale
             drawn = u.sample(torch.rand(u.loc.shape, generator=generator, device=self.device))
             seen = action.word_part(Cauchy(drawn, action.b_noise.abs())).to(self.gemm_dtype)
-            head = action.word_head(self.used_rows)
+            head = action.word_head()
             lists["prob_sum_causal"].append(vocab_parallel_prob_sums(*seen, head, self.groups.vocab))
 
             # Numbers: decisions of the number head, truth (raw unit), Y, index of the text, and metrics of the head
@@ -292,7 +291,6 @@ class Evaluator:
             self.groups.vocab,
             () if label_set is None or rank_by == "loc" else (label_set,),
             rank_by,
-            self.used_rows,
         )
 
 

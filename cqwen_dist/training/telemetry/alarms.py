@@ -34,18 +34,15 @@ class Alarms:
     """Watches the records of a run."""
 
     words: int | None  # number of words in the loss; None with class weights, which change the level of the loss
-    factor: float = 1.0  # converts the loss to a sum over words (vocab_reduction: mean divides)
     base_accuracy: float | None = None  # top-1 of the base model, if known
     _: KW_ONLY
     calibrated: bool = True  # whether the run started with `start: calibrated`
-    gate_pays: bool = False  # whether the gate passes gradients to P of <NUM>
     kl_held: bool = False  # whether the loss keeps KL below its bound
 
     TRAP_LOOKS = 3  # consecutive values of train/accuracy, for a pretrained base
     UNTAUGHT_LOOKS = 30  # the same for an untrained base, whose training starts at the uniform solution
     UNTAUGHT = 0.1  # a base with a lower top-1 counts as untrained
     KL_LOOKS = 2  # consecutive measurements of a held KL above its bound: batches scatter; otherwise one
-    DEAD_STEPS = 20  # consecutive steps without a gradient
     UNLEARNT_STEPS = 100  # consecutive steps with <NUM> labels and P of <NUM> near 0
     HISTORY = 64  # number of losses to compare a spike with
     LEAST_HISTORY = 20
@@ -59,7 +56,7 @@ class Alarms:
         self.poor = max(0.02, 0.2 * (self.base_accuracy or 0.0))
         self._stage: str | None = None
         self._raised: set[str] = set()
-        self._trapped = self._dead = self._beyond = 0
+        self._trapped = self._beyond = 0
         self._p_num: float | None = None
         self._best_p_num = self._accuracy = 0.0
         self._unlearnt = 0
@@ -79,7 +76,6 @@ class Alarms:
         found = {
             "uniform-trap": self._uniform_trap(record),
             "p-num-collapse": self._p_num_collapse(record),
-            "b-noise-without-gradient": self._dead_noise(record),
             "loss-spike": self._spike(record),
             "kl-above-bound": self._kl(record),
             "number-loss-jump": self._jump(record),
@@ -98,11 +94,10 @@ class Alarms:
         accuracy, loss, prob_sum = (record.get(name) for name in names)
         if self.uniform is None or accuracy is None or loss is None or prob_sum is None:
             return "uniform-trap" in self._raised, ""
-        level = loss * self.factor
-        near = abs(level - self.uniform) < 0.05 * self.uniform and 0.5 < prob_sum < 2.0 and accuracy < self.poor
+        near = abs(loss - self.uniform) < 0.05 * self.uniform and 0.5 < prob_sum < 2.0 and accuracy < self.poor
         self._trapped = self._trapped + 1 if near else 0
         return self._trapped >= (self.UNTAUGHT_LOOKS if self.untaught else self.TRAP_LOOKS), (
-            f"the word loss is {level:.2f}; P = 1/V everywhere costs 1 + ln V = {self.uniform:.2f}. The sum of P is "
+            f"the word loss is {loss:.2f}; P = 1/V everywhere costs 1 + ln V = {self.uniform:.2f}. The sum of P is "
             f"{prob_sum:.2f} but accuracy only {accuracy:.1%}. The run sits in the uniform solution: {self._way_out()}"
         )
 
@@ -129,19 +124,8 @@ class Alarms:
         how = f"fell from {self._best_p_num:.2g}: numbers are being unlearnt"
         if not fell:
             how = f"has not risen in {self._unlearnt} steps while words are learnt: numbers are not"
-        remedy = "" if self.gate_pays else "`loss.gate_grad: full` pays for that; otherwise "
         return fell or self._unlearnt >= self.UNLEARNT_STEPS, (
-            f"P of <NUM> at numbers is {self._p_num:.2g}; it {how}. {remedy}lower the rates or reg_weight"
-        )
-
-    def _dead_noise(self, record: Mapping[str, Any]) -> tuple[bool, str]:
-        gradient = record.get("train/b_noise_grad")
-        if gradient is None:
-            return False, ""
-        self._dead = self._dead + 1 if gradient == 0 else 0
-        return self._dead >= self.DEAD_STEPS, (
-            f"b_noise had no gradient for {self._dead} steps while its group trains: |b| has none at b = 0. "
-            "Begin with model.b_noise_init above 0, or leave `noise` out of the stage"
+            f"P of <NUM> at numbers is {self._p_num:.2g}; it {how}. Lower the rates or reg_weight"
         )
 
     def _kl(self, record: Mapping[str, Any]) -> tuple[bool, str]:

@@ -38,8 +38,6 @@ from cqwen_dist.training.zero.patches import forget_trace, join_deepspeed, patch
 class EngineSettings:
     """The config values that `training.zero.engine` uses."""
 
-    thresholds: str
-    class_bias: bool  # whether it trains
     trained: frozenset[str]  # the groups that any stage trains
     weight_decay: float
     max_grad_norm: float | None
@@ -109,7 +107,7 @@ class Engine:
         self.settings, self.device, self.groups = settings, device, groups
         self.model = model.to(device).requires_grad_(False)
         heads = nn.ModuleDict(model.heads)
-        members = head_members(heads, settings.thresholds, settings.class_bias)
+        members = head_members(heads)
         self.heads = HeadOptimizer(members, groups, settings.weight_decay, settings.offload)
         self.feature_members = feature_members(model.features, settings.trained)
         self.slots = {m.slot: m for m in sorted(self.feature_members, key=lambda m: m.slot)}  # one member per slot

@@ -60,7 +60,7 @@ def test_only_the_replica_sum_depends_on_the_vocabulary() -> None:
 def test_the_plan_reports_the_bytes_that_sharding_the_head_saves() -> None:
     config = Config.model_validate(
         {
-            "model": {"name_or_path": "unused", "number_dims": 8},
+            "model": {"name_or_path": "unused"},
             "data": {"train": "unused", "sequence_length": 1024},
             "parallel": {"vocab_group_size": 8},
             "train": {"global_batch_size": 16, "micro_batch_size": 2, "precision": "bf16"},

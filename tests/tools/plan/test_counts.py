@@ -23,30 +23,29 @@ def drawn(kind: str, tied: bool, draw: random.Random) -> Config:
     """A config of the tiny base; the values of a column are equally likely."""
     columns: dict[str, list[Any]] = {
         "causal_size": [None, 8, 30],
-        "number_dims": [0, 3],
         "wide": [0, 64],
         "value_periods": [[], [7.0], [7.0, 90.0]],
         "copies": [0, 3],
         "abduction": ["linear", "two_layer"],
     }
     model = {key: draw.choice(values) for key, values in columns.items()}
-    model["wide"] *= model["number_dims"] > 0
+    start = draw.choice(["calibrated", "seed"])
+    model["wide"] *= start == "calibrated"
     names = [*ARCHITECTURES[kind].linears]
     targets = draw.choice(["all-linear", None, draw.sample(names, 2)])
-    start = {"dora": True}, {"init": "pissa"}, {"init": "olora"}, {"rslora": True}
-    lora: dict[str, Any] = {"r": draw.choice([1, 3, 16]), **draw.choice(start)}
+    kinds = {"dora": True}, {"init": "pissa"}, {"init": "olora"}, {}
+    lora: dict[str, Any] = {"r": draw.choice([1, 3, 16]), **draw.choice(kinds)}
     if ARCHITECTURES[kind].experts is not None and draw.random() < 0.3:
         lora, targets = {"r": 3}, [names[0], EXPERTS]
     model["lora"] = lora if targets is None else {**lora, "target_modules": targets}
     of_numbers: dict[str, Any] = draw.choice([{}, {"number_types": ["a"]}, {"target_field": "a", "more_values": ["b"]}])
     trained = draw.choice([["heads"], ["heads", "embedding", "lora"], ["lora"], ["abduction", "embedding"]])
-    train = {"thresholds": draw.choice(["per-word", "scalar", "fixed"]), "train_class_bias": draw.random() < 0.5}
     return Config.model_validate(
         {
             "model": {"architecture": tiny_base(kind, tied=tied).config.to_dict(), **model},
             "data": {"train": "x", "sequence_length": 16, "text_template": "{a}", **of_numbers},
             "stages": [{"name": "s", "train": trained, "steps": 1}],
-            "train": train,
+            "start": start,
         }
     )
 
@@ -62,7 +61,7 @@ def test_counts_are_the_models(kind: str) -> None:
         model = tiny_model(kind, tied=tied, lora=lora, **config.model_shape())
         heads = nn.ModuleDict(model.heads)
         features = feature_members(model.features)
-        members = head_members(heads, config.train.thresholds, config.train.train_class_bias)
+        members = head_members(heads)
 
         def count(found: Any) -> int:
             return sum(parameter.numel() for parameter in found)

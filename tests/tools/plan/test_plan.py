@@ -123,7 +123,7 @@ def test_the_size_of_the_wide_part_equals_the_models(features):
 
     with torch.device("meta"):
         real = WidePart(4096, num_token_id=999, vocab_size=1000, random_features=features)
-    result = planned(config(model={"wide": 4096, "random_features": features}))
+    result = planned(config(model={"wide": [4096, features]}))
     assert size(result, "wide part (frozen)") == 4 * sum(p.numel() for p in real.parameters())
     assert "wide part (frozen)" not in {part.name for part in planned(config()).parts}
 
@@ -131,7 +131,7 @@ def test_the_size_of_the_wide_part_equals_the_models(features):
 def test_each_part_of_memory_equals_values_by_hand():
     stage = [{"name": "all", "train": ["heads", "embedding", "lora"], "steps": 1}]
     train = {"precision": "bf16", "micro_batch_size": 4}
-    result = planned(config(model={"number_dims": 0}, train=train, stages=stage), gpus=2)
+    result = planned(config(start="seed", train=train, stages=stage), gpus=2)
     base = Architecture.of(SMALL)
     assert size(result, "backbone (frozen)") == 2 * base.backbone_parameters
     assert size(result, "token embedding (frozen)") == 2 * 1000 * 64
@@ -364,7 +364,7 @@ def test_the_memory_is_that_of_the_named_gpu(gpu: str, gib: float) -> None:
     "changes",
     [
         {},
-        {"train__thresholds": "scalar", "model__value_periods": [7.0, 90.0]},
+        {"model__value_periods": [7.0, 90.0]},
         {"model__wide": 64, "model__abduction": "two_layer"},
     ],
     ids=str,
