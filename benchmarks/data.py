@@ -52,7 +52,7 @@ def run(data: DataConfig, tokenizer: Any, rounds: int, repeat: int, workers: lis
     if not texts:
         raise UserError("data.train", "no usable text", "one text or more")
     memory: dict[str, dict[str, float]] = {}
-    kept = {key: getattr(data, key) for key in ("numbers", "numeric_targets", "on_nonfinite")}
+    kept = {key: getattr(data, key) for key in ("numbers", "numeric_targets")}
     with tempfile.TemporaryDirectory(prefix="cqwen-bench-") as folder:
 
         def plain() -> None:
@@ -61,9 +61,9 @@ def run(data: DataConfig, tokenizer: Any, rounds: int, repeat: int, workers: lis
 
         def ours(path: Path, count: int) -> Callable[[], None]:
             def make() -> None:
-                own = DataConfig(train=str(path), cache_dir=f"{folder}/{time.monotonic_ns()}", workers=count, **kept)
+                own = DataConfig(train=str(path), cache_dir=f"{folder}/{time.monotonic_ns()}", **kept)
                 with MemoryWatch(os.getpid()) as watch:
-                    prepare(own, tokenizer)
+                    prepare(own, tokenizer, workers=count)
                 peaks = {"main_mib": watch.root_mib, "worker_mib": max(watch.worker_mib, default=0.0)}
                 memory[f"{path.stem}, workers {count}"] = {"bytes": path.stat().st_size, **peaks}
 

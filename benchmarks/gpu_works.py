@@ -193,7 +193,7 @@ def packing(kind: str, size: Size, folder: Path) -> Work:
         large = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
         changes = [
             *(f"data.train={source}", "data.text_template=null", "data.text_field=text"),
-            *("data.calculator_marks=keep", "data.on_nonfinite=skip", "model.tokenizer=train"),
+            "model.tokenizer=train",
             f"data.sequence_length={1024 if size is GPU else 256}",
             *(f"model.architecture.{key}={value}" for key, value in (small or large).items()),
             *(f"train.{key}={size.rows}" for key in ("global_batch_size", "micro_batch_size")),

@@ -7,14 +7,13 @@ vocabulary (V_full), v vocabulary rows on this rank. U, S and Y are random varia
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 IGNORE_INDEX = -100
-SPARSE = ("partial", "typed", "more")  # fields of a `Batch` whose rows begin with an index into the flattened B*T
 
 
 class Padded(NamedTuple):
@@ -74,13 +73,6 @@ class Batch:
     labels: torch.Tensor  # [B,T] int64; IGNORE_INDEX if the model learns no word
     numeric_labels: torch.Tensor  # [B,T] float64; the label's value in its raw unit, 0 for a word
     numeric_mask: torch.Tensor  # [B,T] bool; True if the label is <NUM> and its value is learnt
-    # [M,2] int64: partial labels, in order. First an index into the flattened B*T (its label is IGNORE_INDEX), then w
-    # if word w comes next, ~w if it does not
-    partial: torch.Tensor = field(default_factory=lambda: torch.zeros((0, 2), dtype=torch.int64))
-    # [M,2] int64: flat index of a number label, and its type 1, 2, ...; other labels have type 0
-    typed: torch.Tensor = field(default_factory=lambda: torch.zeros((0, 2), dtype=torch.int64))
-    # [M,3] float64: flat index of a number label with additional values, the value's place 1, 2, ..., and the value
-    more: torch.Tensor = field(default_factory=lambda: torch.zeros((0, 3), dtype=torch.float64))
 
     def to(self, device: torch.device | str) -> Batch:
         """Copy the batch to a device (asynchronously from pinned memory)."""
@@ -118,15 +110,10 @@ class Batch:
             raise ValueError(f"rows of {whole} positions do not split into {ranks} equal parts")
         width = whole // ranks
 
-        def own(value: torch.Tensor, name: str) -> torch.Tensor:
-            if name not in SPARSE:
-                return value[:, rank * width : (rank + 1) * width].contiguous()
-            row, at = value[:, 0].long() // whole, value[:, 0].long() % whole
-            value = value.clone()
-            value[:, 0] = row * width + at % width
-            return value[at // width == rank]
+        def own(value: torch.Tensor) -> torch.Tensor:
+            return value[:, rank * width : (rank + 1) * width].contiguous()
 
-        return self._known_of(Batch(**{f.name: own(getattr(self, f.name), f.name) for f in fields(self)}))
+        return self._known_of(Batch(**{f.name: own(getattr(self, f.name)) for f in fields(self)}))
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors, including `texts.begin`."""
@@ -156,15 +143,3 @@ class Batch:
     def kept(self) -> torch.Tensor:
         """[N] int64: label positions as indices into the flattened [B*T]. Synchronises on a GPU."""
         return self.label_mask.flatten().nonzero()[:, 0]
-
-    @property
-    def learnt(self) -> torch.Tensor:
-        """[N'] int64: `kept` plus positions of partial labels, in order; training needs features there."""
-        return self.learnt_mask.flatten().nonzero()[:, 0]
-
-    @property
-    def learnt_mask(self) -> torch.Tensor:
-        """[B,T] bool: mask of `learnt`."""
-        mask = self.label_mask
-        mask.view(-1)[self.partial[:, 0]] = True
-        return mask

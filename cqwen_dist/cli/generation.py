@@ -110,8 +110,6 @@ def _print_continued(written: list[Written], mode: str, streamed: bool, as_json:
             low, high = number.intervals["0.9"]
             interval = f"90 % interval {low:.6g} to {high:.6g}" if high > low else "no interval: this individual's own"
             parts = [f"{number.written:g}", interval, f"P(<NUM>) {number.p_num:.3f}"]
-            parts += [] if number.type is None else [f"type {number.type}"]
-            parts += [f"{name} {further.value:.6g}" for name, further in number.more.items()]
             echo("    " + "   ".join(parts), err=True)
 
 

@@ -1,4 +1,4 @@
-"""`cqwen prepare`: prepares the data and shows its content as a table and two plots."""
+"""`cqwen prepare`: prepares the data and shows its content as a table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-from rich.bar import Bar
 from rich.console import Group, RenderableType
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
@@ -26,36 +25,33 @@ from cqwen_dist.data.store import Document
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 
 SUMMARY = "summary.json"
-PLOT = "summary.svg"
 _TARGETS = ("median", "iqr_half")  # None without targets
-BAR = 40  # length of the longest bar in characters
 SHOWN = 300  # tokens shown from the first text
 
 
 def prepare_and_show(config: Config, workers: int | None, as_json: bool) -> None:
-    """Prepare the config's data, write the summary and its plots into the folder, and print it. Raises `UserError`."""
+    """Prepare the config's data, write the summary into the folder, and print it. Raises `UserError`."""
     tokenizer = tokenizer_of(config)
-    data = config.data if workers is None else config.data.model_copy(update={"workers": workers})
+    data = config.data
     began = time.monotonic()
     with _ProgressLine() as progress:
-        folder = prepare(data, tokenizer, progress)
+        folder = prepare(data, tokenizer, progress, workers)
     datasets = open_prepared(folder, data, tokenizer)
     found = summary(datasets, data.sequence_length)
     found["first_text"] = as_read(datasets.train[0][0], tokenizer) if len(datasets.train) else ""
     found["around"] = around(tokenizer, chats=data.messages_field is not None)
     found["folder"], found["seconds"] = str(folder), round(time.monotonic() - began, 2)
     (folder / SUMMARY).write_text(json.dumps(found, indent=1), encoding="utf-8")
-    console = plain_console(record=True, width=100, stderr=as_json)
+    console = plain_console(width=100, stderr=as_json)
     console.print(drawn(found))
-    console.save_svg(str(folder / PLOT), title="prepared data")
     if as_json:
         print_json(found)
     else:
-        console.print(f"in {folder} after {found['seconds']:.1f} s; {PLOT} has the plots too")
+        console.print(f"in {folder} after {found['seconds']:.1f} s")
 
 
 def summary(datasets: Datasets, sequence_length: int) -> dict[str, Any]:
-    """Counts, shares, median and IQR/2 of the targets, and two histograms, as JSON types."""
+    """Counts, shares, and median and IQR/2 of the targets, as JSON types."""
     parts = {"train": datasets.train, **({"eval": datasets.eval} if datasets.eval is not None else {})}
     return {
         "sequence_length": sequence_length,
@@ -97,41 +93,20 @@ def _of(dataset: TextDataset, sequence_length: int) -> dict[str, Any]:
         "tokens_per_sequence": report.tokens / max(report.sequences, 1) / sequence_length,
         "median": statistics.median if statistics.count else None,
         "iqr_half": statistics.scale if statistics.count else None,
-        "text_lengths": _lengths(dataset.text_lengths()),
-        "number_sizes": _sizes(dataset),
+        "text_lengths": np.quantile(dataset.text_lengths(), (0.5, 0.95, 1)).round().tolist() if len(dataset) else [],
     }
 
 
-def _lengths(lengths: np.ndarray) -> list[tuple[str, int]]:
-    """Histogram of text lengths in tokens, by powers of 2."""
-    powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
-    counts = np.bincount(powers)
-    first = int(np.flatnonzero(counts)[0]) if counts.any() else 0
-    return [(f"to {2**power:,}", int(counts[power])) for power in range(first, len(counts))]
-
-
-def _sizes(dataset: TextDataset) -> list[tuple[str, int]]:
-    """Histogram of all numbers by sign and power of 10, from the most negative to the largest."""
-    low, high = -6, 12  # numbers beyond these go into the outermost bins
-    width = high - low + 1
-    counts = np.zeros(2 * width + 1, np.int64)  # negative, zero, positive
-    for part in dataset.number_parts(targets=False):
-        with np.errstate(divide="ignore"):
-            power = np.clip(np.floor(np.log10(np.abs(part))), low, high)
-        bins = np.sign(part) * (power - low + 1)
-        counts += np.bincount(bins.astype(int) + width, minlength=2 * width + 1)
-    powers = [f"1e{power}" for power in range(low, high + 1)]
-    names = [*(f"-{power}" for power in reversed(powers)), "0", *powers]
-    filled = np.flatnonzero(counts)
-    return [(names[i], int(counts[i])) for i in range(filled[0], filled[-1] + 1)] if len(filled) else []
-
-
 def drawn(found: dict[str, Any]) -> RenderableType:
-    """Render the summary as a table and bars."""
+    """Render the summary as a table."""
     names = [name for name in ("train", "eval") if name in found]
     table = Table("", *(Column(name, justify="right") for name in names), box=None, pad_edge=False)
     parts = [
-        {**found[name], **{k: "none" if found[name][k] is None else f"{found[name][k]:.6g}" for k in _TARGETS}}
+        {
+            **found[name],
+            **{k: "none" if found[name][k] is None else f"{found[name][k]:.6g}" for k in _TARGETS},
+            "lengths": ", ".join(f"{length:,.0f}" for length in found[name]["text_lengths"]),
+        }
         for name in names
     ]
     rows = {
@@ -139,12 +114,12 @@ def drawn(found: dict[str, Any]) -> RenderableType:
         "tokens": "{tokens:,}",
         f"sequences of at most {found['sequence_length']:,}": "{sequences:,}",
         "  filled by tokens": "{tokens_per_sequence:.1%}",
+        "tokens of a text: median, 95 %, most": "{lengths}",
         "numbers": "{numbers:,}",
         "  a token": "{numbers_per_token:.4f}",
         "  learnt by the regression": "{targets:,}",
         "numerals left as text": "{left:,} ({left_share:.2%})",
         "  beyond float64": "{overflows:,}",
-        "texts left out: too short, too long": "{too_short:,}, {too_long:,}",
         "long texts truncated, dropped": "{truncated:,}, {dropped:,}",
         "  tokens that are lost, of them to learn": "{lost:,}, {lost_learnt:,}",
         "pieces left out: no token in them is learnt": "{unlearnt:,}",
@@ -153,32 +128,14 @@ def drawn(found: dict[str, Any]) -> RenderableType:
     }
     for title, text in rows.items():
         table.add_row(title, *(text.format(**part) for part in parts))
-    train = found["train"]
     return Group(
         table,
         *(Text(printable(line), style="yellow") for line in found["skipped"]),
-        "",
-        "tokens of a text",
-        _bars(train["text_lengths"]),
-        "",
-        "numbers, by power of ten",
-        _bars(train["number_sizes"]) if train["number_sizes"] else "none",
         "",
         "the first text as the model reads it: numbers as <NUM value>, learnt text between [[ and ]]",
         Text("".join(f"    {line}\n" for line in printable(found["first_text"]).split("\n"))),
         Text(printable(found["around"])),
     )
-
-
-def _bars(counts: list[tuple[str, int]]) -> RenderableType:
-    table = Table(
-        Column(justify="right"), Column(justify="right"), Column(), show_header=False, box=None, pad_edge=False
-    )
-    most = max(count for _, count in counts)
-    for name, count in counts:
-        too_short = 0 < 8 * BAR * count < most  # less than an eighth of a character
-        table.add_row(name, f"{count:,}", "·" if too_short else Bar(max(most, 1), 0, count, width=BAR))
-    return table
 
 
 class _ProgressLine(Progress):

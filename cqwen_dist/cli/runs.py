@@ -26,7 +26,7 @@ LEAST_FILES = 256
 def prepare(
     config: ConfigFile,
     overrides: Overrides = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: data.workers, or all cores.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one per core.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Tokenise the data once, in parallel, for every run that uses it, and print its statistics.

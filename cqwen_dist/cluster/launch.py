@@ -37,7 +37,7 @@ def preflight(path: Path, overrides: Sequence[str]) -> Config:
     Raises `UserError`.
     """
     config = load_config(path, list(overrides))
-    watched = [(f"data.watch.{name}.source", texts.source) for name, texts in config.data.watch.items()]
+    watched = [(f"data.watch.{name}", source) for name, source in config.data.watch.items()]
     for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval), *watched):
         for source in [sources] if isinstance(sources, str) else sources or []:
             source_files(source, key)

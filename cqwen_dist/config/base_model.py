@@ -55,8 +55,7 @@ class ModelConfig(Section):
     """Network from features to U. two_layer is nonlinear and initialised to match linear. Or your class as
     package.module:Name (docs/training.md)."""
     number_head: Annotated[str, AfterValidator(import_path)] | None = None
-    """Your number head class as package.module:Name (docs/training.md); null: chosen by data.number_types and
-    data.more_values, else one value per number."""
+    """Your number head class as package.module:Name (docs/training.md); default: one value per number."""
     value_periods: list[Above0] = Field([])
     """Also embed sines and cosines of a value with these periods, each with a row of w_num; [10, 100, 1000]
     distinguishes three digits. Default: none, as in the seeds."""

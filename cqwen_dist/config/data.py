@@ -14,12 +14,6 @@ from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.fields import Above0, Positive, Section, Share, refused
 
 Sources = str | Annotated[list[str], Field(min_length=1)]
-OTHER = "other"  # type of numbers outside the fields in number_types
-# Keys of `data` that watched texts share.
-_OF_ALL = (
-    *("sequence_length", "numbers", "calculator_marks", "on_bad_line", "on_nonfinite", "sample_by"),
-    "decimal_comma",
-)
 
 # Defaults set by `data.recipe`. `cqwen init` writes the same keys.
 QUESTION_AND_ANSWER = (("question", "answer"), ("prompt", "completion"), ("prompt", "response"), ("input", "output"))
@@ -109,20 +103,11 @@ class NumberPolicy(Section):
     """Read numerals in v1.2.3, A4, IP addresses and phone numbers as numbers (otherwise they stay text)."""
 
 
-class WatchedTexts(Section):
-    """Other texts that are evaluated but not trained on."""
-
-    source: str = Field(min_length=1)
-    """A source as in data.train. It should be small, because it is read into memory."""
-    text_field: str = Field("text", min_length=1)
-    """Field (column) with the text."""
-    text_template: Template | None = None
-    """Template over the fields; replaces text_field."""
-
-    @model_validator(mode="after")
-    def _fields(self) -> WatchedTexts:
-        _names("text_template", self.text_template)
-        return self
+POLICIES = {
+    "plain": NumberPolicy(),
+    "accounting": NumberPolicy(accounting=True),
+    "all": NumberPolicy(accounting=True, leading_zeros=True, dates=True, identifiers=True),
+}
 
 
 class DataConfig(Section):
@@ -135,13 +120,12 @@ class DataConfig(Section):
     """Held-out data; default: eval_fraction of train."""
     eval_fraction: Share = 0.0
     """Share of train to hold out if `eval` is not set."""
-    watch: dict[Annotated[str, Field(pattern="^[a-z0-9_]+$")], WatchedTexts] = Field({})
-    """Other texts by name, evaluated but not trained on. Each evaluation logs watch/NAME/accuracy for the model and its
-    base, which shows forgetting."""
+    watch: dict[Annotated[str, Field(pattern="^[a-z0-9_]+$")], Annotated[str, Field(min_length=1)]] = Field({})
+    """Other texts, as name: source, evaluated but not trained on; small, as they are read into memory. Their field is
+    text. Each evaluation logs watch/NAME/accuracy for the model and its base, which shows forgetting."""
     weights: Annotated[list[Above0], Field(min_length=2)] | None = None
-    """Sampling weight of each source in train; default: read the sources one after another."""
-    mix_until: Literal["first", "all"] = "first"
-    """Mixing by weights ends when the first source is exhausted, or repeats short sources until all are."""
+    """Sampling weight of each source in train, until the first source is exhausted; default: read the sources one
+    after another."""
     recipe: Literal[tuple(RECIPES)] | None = None  # type: ignore[valid-type]
     """Sets default keys for this kind of records (docs/data.md)."""
     text_field: str = Field("text", min_length=1)
@@ -153,70 +137,43 @@ class DataConfig(Section):
     messages_field: str | None = Field(None, min_length=1)
     """Field with a chat, [{role, content}, ...]. The tokenizer's chat template formats it, and only assistant turns are
     learnt."""
-    message_keys: dict[Literal["role", "content", "tool_calls"], str] = Field({})
-    """Names for these keys in chat messages; {from, value} are known."""
-    roles: dict[str, str] = Field({})
-    """Maps role names to system, user, assistant or tool; human, gpt and similar names are known."""
     target_field: str | None = Field(None, min_length=1)
     """Field in text_template; the regression learns only this field's number."""
-    number_types: Annotated[list[str], Field(max_length=100)] = Field([])
-    """Fields in text_template. Each field's numbers form a type with a separate P and regression; all other numbers
-    have type other (seed S4 4.7.2)."""
-    more_values: list[str] = Field([])
-    """Fields with additional values for target_field's number, such as a range's upper end. They are not in the text,
-    but they are predicted (seed S4 4.7.1)."""
-    labels_field: str | None = Field(None, min_length=1)
-    """Field {word: true or false, ...} with words that can or cannot come next after the text (partial labels); all
-    other words are unknown. Texts without it end as usual."""
-    sample_by: Literal["line", "paragraph", "document"] = "line"
-    """Unit of a .txt file that becomes a text."""
     sequence_length: Positive = 512
     """Maximum sequence length in tokens."""
     long_texts: Literal["cut", "truncate", "drop"] = "cut"
     """For texts above sequence_length: cut into pieces and learn them all, truncate to the beginning, or drop."""
     pack: bool = False
     """Concatenate texts to full sequences; attention stays within each text."""
-    group_by_length: bool = False
-    """Put sequences of similar length into the same step: less padding, but a less random order."""
-    calculator_marks: Literal["strip", "keep"] = "strip"
-    """GSM8K's <<48/2=24>> marks: strip them, or keep them as text."""
     numeric_targets: Literal["all", "last"] = "all"
     """Numbers that the regression learns: all, or only the last in each text."""
-    deduplicate: bool = False
-    """Drop repeated texts."""
-    min_tokens: Positive | None = None
-    """Skip texts with fewer tokens."""
-    max_tokens: Positive | None = None
-    """Skip texts with more tokens."""
     on_bad_line: Literal["error", "skip"] = "error"
     """For a broken line, a text that is empty or above 16 MiB, or a missing field: stop, or skip and count."""
     empty_cell: str | None = None
     """Template text for an empty cell, a null, a NaN or a missing JSON field; with target_field also for a cell NaN,
     NA, N/A, None, NULL or similar. Default: empty cells become empty text, the others are bad lines. In target_field
     these are always bad lines."""
-    decimal_comma: bool | None = None
-    """How to read a column of cells such as 1.238 if both readings fit: true: 1238, false: 1.238. Default: by all its
-    cells; if they leave it open, the run asks."""
     number_columns: dict[str, list[str]] | None = None
     """How numbers are written, and in which columns, such as {'1234,5 €': [price]}; init and fit write it. Default: by
     the first cells of train, for tables. The text has the plain number."""
-    on_nonfinite: Literal["error", "skip"] = "error"
-    """For a number that overflows to infinity: stop with an error, or leave it as text and count it."""
     limit: Positive | None = None
     """Use only this many texts from the start of train."""
     cache_dir: str | None = Field(None, min_length=1)
     """Folder for prepared data; default: $CQWEN_DATA_CACHE or ~/.cache/cqwen/data for large data, and small files are
     read into memory."""
-    workers: Positive | None = None
-    """Number of tokenising processes; default: one per core."""
-    numbers: NumberPolicy = NumberPolicy()
-    """Which numerals become <NUM>."""
+    numbers: Literal[tuple(POLICIES)] = "plain"  # type: ignore[valid-type]
+    """Which numerals become <NUM> (docs/numbers.md): plain; accounting: in (1,234) too, as -1234; all: also those with
+    leading zeros, in dates and in identifiers."""
 
     def of_watched(self, name: str) -> DataConfig:
         """Config for reading `watch[name]`: numbers and lengths as in the run; whole texts, in order."""
-        own = self.watch[name]
-        kept = {key: getattr(self, key) for key in _OF_ALL}
-        return DataConfig(train=own.source, text_field=own.text_field, text_template=own.text_template, **kept)
+        kept = {key: getattr(self, key) for key in ("sequence_length", "numbers", "on_bad_line")}
+        return DataConfig(train=self.watch[name], **kept)
+
+    @property
+    def policy(self) -> NumberPolicy:
+        """The policy that `numbers` names."""
+        return POLICIES[self.numbers]
 
     @model_validator(mode="before")
     @classmethod
@@ -241,20 +198,14 @@ class DataConfig(Section):
             sources = len(self.train) if isinstance(self.train, list) else 1
             if len(self.weights) != sources:
                 raise refused("weights", self.weights, f"one weight for each of the {sources} sources of data.train")
-        if self.deduplicate and self.weights is not None and self.mix_until == "all":
-            raise refused("deduplicate", Said("would remove the repeats that data.mix_until: all asks for"))
-        if None not in (self.min_tokens, self.max_tokens) and self.min_tokens > self.max_tokens:  # type: ignore[operator]
-            raise refused("min_tokens", self.min_tokens, f"at most data.max_tokens ({self.max_tokens})")
         return self
 
     @model_validator(mode="after")
     def _chat(self) -> DataConfig:
         if self.messages_field is not None:
-            for key in ("text_template", "prompt_template", "target_field", "labels_field", "number_types"):
-                if getattr(self, key) not in (None, []):
+            for key in ("text_template", "prompt_template", "target_field"):
+                if getattr(self, key) is not None:
                     raise refused(key, Said("cannot be combined with data.messages_field"))
-        elif self.message_keys or self.roles:
-            raise refused("message_keys" if self.message_keys else "roles", Said("needs data.messages_field"))
         return self
 
     @model_validator(mode="after")
@@ -266,18 +217,7 @@ class DataConfig(Section):
                 raise refused("target_field", self.target_field, "a field of data.text_template, in braces there once")
             if self.numeric_targets != "all":
                 raise refused("target_field", Said("cannot be combined with data.numeric_targets: last"))
-        for i, name in enumerate(self.number_types):
-            if name not in text or name in self.number_types[:i] or name == OTHER:
-                allowed = f"fields of data.text_template, in braces there once, each named once, none {OTHER!r}"
-                raise refused(f"number_types.{i}", name, allowed)
-        if self.more_values and (self.target_field is None or self.number_types):
-            raise refused("more_values", Said("needs data.target_field, and no data.number_types"))
         return self
-
-    @property
-    def types(self) -> list[str] | None:
-        """Names of the number types; None without number_types."""
-        return [OTHER, *self.number_types] if self.number_types else None
 
 
 def _names(key: str, template: str | None) -> list[str]:

@@ -23,10 +23,10 @@ from cqwen_dist.config.schema import Config, Section
 RESUMABLE = (
     *("run.", "parallel.", "deepspeed.", "model.compile_layers", "model.attention"),
     *("train.micro_batch_size", "train.checkpoint_", "train.eval_every", "train.keep_", "train.best_metric"),
-    *("train.feature_cache.", "data.cache_dir", "data.workers"),
+    *("train.feature_cache.", "data.cache_dir"),
     # Paths may change; their contents are compared instead (`checkpoint.resume`).
     *("data.train", "data.eval", "model.name_or_path", "model.tokenizer"),
-    *("data.decimal_comma", "data.number_columns"),  # how the same texts are read
+    "data.number_columns",  # how the same texts are read
 )
 _OF_A_RUN = "config.yaml"  # in a run folder, as resolved
 _OF_A_COMMAND = ("resume", "accept", "stop_after")  # keys of `run` that a run folder's next command does not take over

@@ -129,9 +129,6 @@ class Config(Section):
         if self.model.wide and not (self.calibrated and ":" not in self.model.abduction):
             allowed = "0, or start calibrated and model.abduction linear or two_layer"
             raise refused("model.wide", self.model.wide, allowed)
-        if self.loss.value_weights is not None and len(self.loss.value_weights) != 1 + len(self.data.more_values):
-            allowed = f"{1 + len(self.data.more_values)} weights, of the number and of each of data.more_values"
-            raise refused("loss.value_weights", self.loss.value_weights, allowed)
 
     def _check_lengths(self, index: int, stage: Stage) -> None:
         """Check a stage's settings against the rest of the config."""
@@ -305,8 +302,6 @@ class Config(Section):
             **self.model.model_dump(include={"causal_size", "value_periods", "abduction", "number_head", "copies"}),
             **dict(zip(("wide", "random_features"), self.model.wide_size, strict=True)),
             "number_dims": self.number_dims,
-            "number_types": self.data.types,
-            "more_values": self.data.more_values or None,
             "word_terms": self.word_terms,
         }
 

@@ -16,8 +16,6 @@ class NumberKey(NamedTuple):
 
 # `CausalQwenConfig` field -> config key.
 NUMBER_KEYS = {
-    "number_types": NumberKey("data.number_types", None, lambda types, words, size: (2 * len(types) - 1) * (size + 1)),
-    "more_values": NumberKey("data.more_values", None, lambda names, words, size: len(names) * (size + 1)),
     "number_head": NumberKey("model.number_head", None, lambda name, words, size: 0),  # its size is unknown here
     "copies": NumberKey("model.copies", 0, lambda count, words, size: count * (words + 2)),
 }

@@ -156,8 +156,6 @@ class LossConfig(Section):
     package.module:Name (docs/training.md)."""
     reg_weight: NonNegative = 1.0
     """lambda, the weight of the regression loss."""
-    value_weights: list[NonNegative] | None = None
-    """Weights w_i for the NLL of the number and of each value in data.more_values (S4 4.7.1); default: 1 each."""
     class_weights: dict[WordId, NonNegative] | Literal["frequency"] | None = None
     """Weights by word id (others have weight 1); or frequency: count^-0.5, with mean 1 over the training words,
     between 0.1 and 10."""

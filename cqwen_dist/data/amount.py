@@ -98,12 +98,12 @@ def amount_of(config: DataConfig, base: Path | None = None) -> Amount:
     file = None if base is None else base / "tokenizer.json"
     if file is not None and file.is_file():
         words = Tokenizer.from_file(str(file))
-        read = NumberEncoder(words, words.get_vocab_size(), config.numbers).read(texts)
+        read = NumberEncoder(words, words.get_vocab_size(), config.policy).read(texts)
         lengths = [len(reading.ids) + 2 for reading in read]  # tokens before and after the text
         numbers = sum(len(reading.numbers) for reading in read)
     else:
         lengths = [math.ceil(len(text.encode(errors="replace")) / _BYTES) + 2 for text in texts]
-        numbers = sum(len(split(text, config.numbers)[1]) for text in texts)
+        numbers = sum(len(split(text, config.policy)[1]) for text in texts)
     return Amount(lengths, error is None and further < COUNTED - MOST, error, numbers, further)
 
 

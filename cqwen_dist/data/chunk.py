@@ -1,4 +1,4 @@
-"""Texts to `cqwen_dist.data.store.SCHEMA` rows: ids, numbers, learnt tokens, target types.
+"""Texts to `cqwen_dist.data.store.SCHEMA` rows: ids, numbers, learnt tokens.
 
 Blocks are processed in order, in this process or in worker processes. Workers start quickly because this module imports
 neither torch nor transformers.
@@ -24,7 +24,7 @@ from cqwen_dist.data.encoder import NumberEncoder, Reading
 from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.records import Block, Extractor, ReadReport, Text
 from cqwen_dist.data.sources import read_block, text_digest
-from cqwen_dist.data.store import SCHEMA, offsets_of
+from cqwen_dist.data.store import SCHEMA
 
 _AHEAD = 2  # blocks queued per worker
 _WORTH = 8  # starting workers takes a second or two each: not worth it for fewer blocks
@@ -41,94 +41,60 @@ class Recipe(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Tokenised texts, one row each, and overflowing numbers as (row, place, literal)."""
+    """Tokenised texts, one row each, and the numbers too large for float64, which stay text, as (row, place)."""
 
     batch: pa.RecordBatch
-    overflows: list[tuple[int, str, str]]
-
-
-class _Row(NamedTuple):
-    """A text, its segments with whether each is learnt, a reading per segment, and the tokens that are not learnt."""
-
-    text: Text
-    segments: list[tuple[str, bool]]
-    readings: list[Reading]
-    unlearnt: list[int]  # start, end, start, end, ...
+    overflows: list[tuple[int, str]]
 
 
 def encode_chunk(texts: Sequence[Text], recipe: Recipe) -> Chunk:
-    """Tokenise texts, from `begin` to one end token. A number at position 0 is no target: no token precedes it."""
-    encoder = recipe.encoder
-    rows = _read(texts, recipe)
-    ids = [b"".join([reading.ids for reading in row.readings]) for row in rows]  # int32 bytes
-    offsets = offsets_of([len(own) // 4 for own in ids])
-    flat = np.frombuffer(b"".join(ids), np.int32)
-    numbers = np.fromiter(chain.from_iterable(r.numbers for row in rows for r in row.readings), np.float64)
-    numbers_at, targets = _targets(rows, flat, offsets, recipe)
-    overflows = [(i, row.text.where, word) for i, row in enumerate(rows) for r in row.readings for word in r.overflows]
-    columns = [
-        _lists(flat, offsets),
-        _lists(numbers, numbers_at),
-        _lists(targets, numbers_at),
-        _nested([row.unlearnt for row in rows], np.int32),
-        _nested([_labels(text, encoder) for text in texts], np.int32),
-        _nested([text.more for text in texts], np.float64),
-        pa.array(np.bincount(np.array([i for i, *_ in overflows], np.int64), minlength=len(rows)), pa.int32()),
-        pa.array([sum(reading.left for reading in row.readings) for row in rows], pa.int32()),
-        pa.array(map(text_digest, texts), pa.binary(32)),
-    ]
+    """Tokenise texts, from `begin` to one end token."""
+    segments = [_segments(text) for text in texts]
+    # All segments of all texts in one call
+    readings = iter(recipe.encoder.read([segment for own in segments for segment, _ in own]))
+    rows, overflows = [], []
+    for i, (text, own) in enumerate(zip(texts, segments, strict=True)):
+        found = list(islice(readings, len(own)))
+        rows.append(_row(text, own, found, recipe))
+        overflows += [(i, f"{text.where}: {word[:40]}") for reading in found for word in reading.overflows]
+    columns = [pa.array([row[field.name] for row in rows], field.type) for field in SCHEMA]
     return Chunk(pa.RecordBatch.from_arrays(columns, schema=SCHEMA), overflows)
 
 
-def _labels(text: Text, encoder: NumberEncoder) -> list[int]:
-    """Partial labels of a text, encoded as in `SCHEMA`. Raises `UserError` for a word with multiple tokens."""
-    found = []
-    for (word, holds), reading in zip(text.labels, encoder.read([word for word, _ in text.labels]), strict=True):
-        if len(reading.ids) != 1:
-            raise UserError("data.labels_field", word, "words of one token, mostly with the space before", text.where)
-        found.append(reading.ids[0] if holds else ~reading.ids[0])
-    return found
-
-
-def _targets(rows: list[_Row], flat: np.ndarray, offsets: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
-    """Returns numbers_at [n+1], each row's offset into all numbers, and targets [M] int8: 1 + type, 0 if not learnt."""
-    places = np.flatnonzero(flat == recipe.encoder.num_token_id)
-    owner = np.searchsorted(offsets, places, "right") - 1
-    numbers_at = offsets_of(np.bincount(owner, minlength=len(rows)))
-    targets = (places > offsets[owner]).astype(np.int8)
-    if recipe.numeric_targets == "last":
-        # Keep a number only if the next one belongs to a different text.
-        targets[:-1] *= owner[1:] != owner[:-1]
-    for i, row in enumerate(rows):
-        mine = slice(numbers_at[i], numbers_at[i + 1])
-        if row.unlearnt:
-            targets[mine] *= np.repeat([learnt for _, learnt in row.segments], [len(r.numbers) for r in row.readings])
-        if row.text.target is not None:
-            targets[mine] *= _inside(row.segments, row.text.target, recipe.encoder)
-        for kind, span in enumerate(row.text.typed, 1):
-            # A product, so numbers that are not learnt stay 0.
-            targets[mine] *= np.where(_inside(row.segments, span, recipe.encoder), 1 + kind, 1).astype(np.int8)
-        if row.text.more and targets[mine].sum() != 1:
-            found, allowed = int(targets[mine].sum()), "one number in data.target_field, with data.more_values"
-            raise UserError("data.target_field", f"{found} numbers", allowed, row.text.where)
-    return numbers_at, targets
-
-
-def _read(texts: Sequence[Text], recipe: Recipe) -> list[_Row]:
-    """Encode all segments of all texts in one call. The first has the beginning, the last the end token."""
-    segments = [_segments(text) for text in texts]
-    readings = iter(recipe.encoder.read([segment for own in segments for segment, _ in own]))
+def _row(text: Text, segments: list[tuple[str, bool]], readings: list[Reading], recipe: Recipe) -> dict[str, Any]:
+    """A text's row of `SCHEMA`. segments: with whether each is learnt; readings: of the segments."""
+    parts, learnt = [reading.ids for reading in readings], [is_learnt for _, is_learnt in segments]
     begin = array("i", recipe.begin)
-    rows = []
-    for text, own in zip(texts, segments, strict=True):
-        found = list(islice(readings, len(own)))
-        if found[0].ids[: len(begin)] != begin:
-            found[0] = found[0]._replace(ids=begin + found[0].ids)
-        # Chat templates write the end token themselves, often with a line end after it.
-        if recipe.end_text is None or not text.text.rstrip().endswith(recipe.end_text):
-            found[-1] = found[-1]._replace(ids=found[-1].ids + array("i", [recipe.end]))
-        rows.append(_Row(text, own, found, _unlearnt(text, own, found)))
-    return rows
+    if parts[0][: len(begin)] != begin:
+        parts[0] = begin + parts[0]
+    # Chat templates write the end token themselves, often with a line end after it.
+    if recipe.end_text is None or not text.text.rstrip().endswith(recipe.end_text):
+        parts[-1] = parts[-1] + array("i", [recipe.end])
+    ends = list(accumulate(map(len, parts), initial=0))
+    ids = np.frombuffer(b"".join(parts), np.int32)
+    targets = _targets(text, segments, readings, recipe)
+    if ids[0] == recipe.encoder.num_token_id:
+        targets[0] = 0  # no token precedes it
+    return {
+        "ids": ids,
+        "numbers": [number for reading in readings for number in reading.numbers],
+        "targets": targets,
+        "unlearnt": [end for i, is_learnt in enumerate(learnt) if not is_learnt for end in ends[i : i + 2]],
+        "overflows": sum(len(reading.overflows) for reading in readings),
+        "left": sum(reading.left for reading in readings),
+        "digest": text_digest(text),
+    }
+
+
+def _targets(text: Text, segments: list[tuple[str, bool]], readings: list[Reading], recipe: Recipe) -> np.ndarray:
+    """[M] int8: 1 for each number of the text that is learnt."""
+    learnt = np.array([is_learnt for _, is_learnt in segments], np.int8)
+    targets = np.repeat(learnt, [len(reading.numbers) for reading in readings])
+    if recipe.numeric_targets == "last":
+        targets[:-1] = 0
+    if text.target is not None:
+        targets *= _inside(segments, text.target, recipe.encoder)
+    return targets
 
 
 def _segments(text: Text) -> list[tuple[str, bool]]:
@@ -143,14 +109,6 @@ def _segments(text: Text) -> list[tuple[str, bool]]:
     return [piece for piece in pieces if piece[0]]
 
 
-def _unlearnt(text: Text, segments: list[tuple[str, bool]], readings: list[Reading]) -> list[int]:
-    """Token ranges that are not learnt, as start, end, start, end, ..."""
-    if text.learnt is None:
-        return []
-    ends = list(accumulate([len(reading.ids) for reading in readings], initial=0))
-    return [end for i, (_, learnt) in enumerate(segments) if not learnt for end in ends[i : i + 2]]
-
-
 def _inside(segments: list[tuple[str, bool]], target: tuple[int, int], encoder: NumberEncoder) -> np.ndarray:
     """[M] bool: whether each number lies within the characters of `target`."""
     found, position = [], 0
@@ -160,15 +118,6 @@ def _inside(segments: list[tuple[str, bool]], target: tuple[int, int], encoder: 
                 found.append(target[0] <= position + start and position + end <= target[1])
         position += len(segment)
     return np.array(found, bool)
-
-
-def _lists(values: np.ndarray, offsets: np.ndarray) -> pa.ListArray:
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))
-
-
-def _nested(rows: Sequence[Sequence[float]], dtype: Any) -> pa.ListArray:
-    """Column with one list per row."""
-    return _lists(np.fromiter(chain.from_iterable(rows), dtype), offsets_of([len(row) for row in rows]))
 
 
 # ------------------------------------------------------------------------------------------------- multiple processes
@@ -203,8 +152,8 @@ def encode_blocks(blocks: Iterator[Block], extract: Extractor, recipe: Recipe, w
             while waiting:
                 yield waiting.popleft().result()
         except BrokenProcessPool:
-            allowed = "processes that live; fewer (data.workers) take less memory"
-            raise UserError("data.workers", "no living process: one was killed", allowed) from None
+            allowed = "processes that live; cqwen prepare --workers 1 takes the least memory"
+            raise UserError("workers", "no living process: one was killed", allowed) from None
         finally:
             for future in waiting:
                 future.cancel()

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
-from cqwen_dist.data.store import Document, Sample
+from cqwen_dist.data.store import Sample
 
 # Row lengths are multiples of 8: fewer distinct shapes, and aligned matrix products.
 MULTIPLE = 8
@@ -39,7 +39,6 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int, num_token_id: int, 
     position_ids = np.zeros((rows, width), dtype=np.int64)
     numeric_values, numeric_labels = np.zeros((2, rows, width), dtype=np.float64)
     attention_mask, numeric_mask = np.zeros((2, rows, width), dtype=bool)
-    sparse = [(np.zeros((0, 2), np.int64), np.zeros((0, 2), np.int64), np.zeros((0, 3)))]
     steps = np.arange(width)
     if not samples:
         position_ids[0] = steps
@@ -59,31 +58,10 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int, num_token_id: int, 
                 labels[row, unlearnt] = IGNORE_INDEX
                 numeric_labels[row, unlearnt] = 0.0
                 numeric_mask[row, unlearnt] = False
-            if document.labels is not None:
-                # Partial labels replace the word after the text (at end - 1), which position end - 2 predicts.
-                labels[row, end - 2] = IGNORE_INDEX
-            sparse.append(
-                _sparse_labels(document, row * width + start, np.flatnonzero(numeric_mask[row, start : end - 1]))
-            )
             start = end
         # After a single document the positions continue into the padding: without a restart, transformers uses the
         # faster plain causal kernels. After packed documents the padding counts as one more document.
         first = start if len(sample) == 1 else 0
         position_ids[row, start:] = steps[: width - start] + first
     dense = (input_ids, numeric_values, attention_mask, position_ids, labels, numeric_labels, numeric_mask)
-    return Batch(*map(torch.from_numpy, [*dense, *(np.concatenate(parts) for parts in zip(*sparse, strict=True))]))
-
-
-def _sparse_labels(document: Document, first: int, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A document's rows of `Batch.partial`, `typed` and `more`.
-
-    first: flat position (in B*T) of its first token; targets: positions whose next token is a number to learn.
-    """
-    labels = np.zeros(0, np.int64) if document.labels is None else document.labels
-    kinds = np.zeros(len(targets), np.int64) if document.types is None else document.types[targets + 1]
-    more = np.zeros(0) if document.more is None or not len(targets) else document.more  # these texts have one target
-    return (
-        np.stack([np.full(len(labels), first + len(document.ids) - 2), labels], 1),
-        np.stack([first + targets, kinds], 1)[kinds > 0],
-        np.stack([np.full(len(more), first + targets[:1].sum()), 1 + np.arange(len(more)), more], 1),
-    )
+    return Batch(*map(torch.from_numpy, dense))

@@ -29,7 +29,7 @@ def sample(source: str, key: str = "--data", most: int | None = SAMPLE, strict: 
     found = []
     most = 1 if most is not None and source.startswith("hf:") else most
     for block in islice(blocks(source, DataConfig(train=source, text_template="{*}"), key), most):
-        for where, record in block():
+        for where, record in block:
             if isinstance(record, BadLine):
                 if strict:
                     raise UserError(record.kind, record.found, record.allowed, where)
@@ -52,7 +52,7 @@ def forms_in(
 ) -> dict[str, Form]:
     """The number format of each numeric column. only: restrict to these columns.
 
-    Raises: UserError for data.decimal_comma, if a column has two readings.
+    Raises: UserError for data.number_columns, if a column has two readings.
     """
     texts, typed, others = _cells_by_column(records, None if only is None else {*only})
     # Numbers of a JSON or Parquet file have a decimal point and no unit ("0" stands for them); texts in the same column
@@ -66,9 +66,11 @@ def forms_in(
         found |= forms_of(beside, decimal_comma=False, **plain)
     except Unsettled as error:
         point, comma = error.values
-        allowed = f"false (the number is {point}) or true (it is {comma}); --no-decimal-comma or --decimal-comma"
+        allowed = f"1234.5: [...] (the number is {point}) or 1234,5: [...] (it is {comma})"
         said = Said(f"{error.cells} in the column {error.column}")
-        raise UserError("data.decimal_comma", said, allowed, source) from None
+        raise UserError(
+            "data.number_columns", said, f"{allowed}; --no-decimal-comma or --decimal-comma", source
+        ) from None
     # A target that Python reads as numbers, such as 1_000, is a column of numbers too
     if target in columns and all(as_number(cell) is not None for cell in columns[target]):
         found.setdefault(str(target), Form())
@@ -109,7 +111,7 @@ def columns_for(config: DataConfig, with_eval: bool = False) -> dict[str, dict[s
     only = columns_of(records) if "*" in named else named
     forms = given_forms(config)
     if forms is None:
-        forms = forms_in(records, sources[0], config.target_field, config.decimal_comma, only)
+        forms = forms_in(records, sources[0], config.target_field, only=only)
     if not is_table:
         forms = {name: form for name, form in forms.items() if form == Form(",")}
         only = [*forms]

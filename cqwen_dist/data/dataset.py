@@ -6,16 +6,14 @@ import hashlib
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.packing import Pieces, Rows, cut, pack
-from cqwen_dist.data.statistics import Gather, NumericStatistics, numeric_statistics
+from cqwen_dist.data.statistics import NumericStatistics, numeric_statistics
 from cqwen_dist.data.store import Sample, TokenStore
-from cqwen_dist.run.files import written_whole
 
 
 @dataclass
@@ -31,8 +29,6 @@ class DataReport:
     overflows: int = 0  # numbers too large for float64; they stay text
     first_overflow: str = ""
     left: int = 0  # numerals that stay text by policy
-    too_short: int = 0  # skipped texts
-    too_long: int = 0
     truncated: int = 0  # texts longer than sequence_length; the first sequence_length tokens are used
     dropped: int = 0  # skipped texts longer than sequence_length
     lost: int = 0  # unused tokens of truncated and dropped texts
@@ -63,9 +59,6 @@ class DataReport:
             lines.append(f"{name}: {which}, so the evaluation flatters the model")
         if self.overflows:
             lines.append(f"{name}: {self.overflows:,} numbers overflow and stay text, first {self.first_overflow}")
-        for why, count in (("too short", self.too_short), ("too long", self.too_long)):
-            if count:
-                lines.append(f"{name}: {count:,} texts left out as {why}")
         return lines
 
 
@@ -77,8 +70,8 @@ class TextDataset:
     or none. `pack` puts complete pieces together into rows of at most T tokens (`packing.pack`).
 
     Args: store: tokenised texts; texts: [m] int64, ascending: this dataset's texts, None for all; config:
-    sequence_length, long_texts, pack, group_by_length; content: digest of the texts, or "" to compute it; folder: cache
-    for packed rows. Raises: UserError if sequence_length is below 2, or excludes every text.
+    sequence_length, long_texts, pack; content: digest of the texts, or "" to compute it. Raises: UserError
+    if sequence_length is below 2, or excludes every text.
     """
 
     def __init__(
@@ -89,12 +82,10 @@ class TextDataset:
         pad_token_id: int,
         report: DataReport,
         content: str = "",
-        folder: Path | None = None,
     ) -> None:
         self.pad_token_id, self.num_token_id = pad_token_id, store.num_token_id
         self.report = report
-        self.group_by_length = config.group_by_length
-        self._store, self._given, self._pack, self._folder = store, texts, config.pack, folder
+        self._store, self._given, self._pack = store, texts, config.pack
         self._long = config.long_texts
         self._content = content
         self._cut(config.sequence_length)
@@ -118,7 +109,7 @@ class TextDataset:
         self.report.lost = 0 if self._long == "cut" else tokens - self.report.truncated * length
         most = 1 if self._long == "truncate" else None
         self._pieces = self._that_teach(cut(self.text_lengths(), self._texts, length, most))
-        self._rows: Rows | None = self._packed() if self._pack else None
+        self._rows: Rows | None = pack(self._pieces.end - self._pieces.start, length) if self._pack else None
         self.report.documents, self.report.sequences = len(self._pieces.text), len(self)
 
     def _that_teach(self, pieces: Pieces) -> Pieces:
@@ -136,20 +127,6 @@ class TextDataset:
             allowed = "more: prompts fill every piece of that length, so no token is learnt"
             raise UserError("data.sequence_length", self._length, allowed)
         return Pieces(*(part[stays] for part in pieces)) if self.report.unlearnt else pieces
-
-    def _packed(self) -> Rows:
-        sizes = self._pieces.end - self._pieces.start
-        if self._folder is None:
-            return pack(sizes, self._length)
-        name = f"packed-{self._content[:12]}-{self._length}-{self._long}"
-        paths = [self._folder / f"{name}-{part}.npy" for part in Rows._fields]
-        # Packed rows are cached as files, so ranks map them instead of packing again.
-        if not all(path.is_file() for path in paths):
-            rows = pack(sizes, self._length)
-            for path, array in zip(paths, rows, strict=True):  # processes may race: all write the same content
-                with written_whole(path) as partial, partial.open("xb") as file:
-                    np.save(file, array)
-        return Rows(*(np.load(path, mmap_mode="r") for path in paths))
 
     def with_length(self, length: int) -> TextDataset:
         """The same texts (shared memory), cut and packed at a different sequence length; self if the length is
@@ -197,13 +174,13 @@ class TextDataset:
         """[texts] int32: tokens in each text."""
         return self._store.lengths if self._texts is None else self._store.lengths[self._texts]
 
-    def number_parts(self, targets: bool = True, which: slice = slice(None)) -> Iterator[np.ndarray]:
-        """Yield target values (or all numbers) in parts, float64. which: selects parts."""
-        return self._store.parts("targets" if targets else "numbers", self._texts, which)
+    def number_parts(self) -> Iterator[np.ndarray]:
+        """Yield the targets' values in parts, float64."""
+        return self._store.parts("targets", self._texts)
 
-    def statistics(self, rank: int = 0, world: int = 1, gather: Gather = lambda own: [own]) -> NumericStatistics:
-        """Median and IQR/2 of the targets (seed S1 2). Each rank counts its share; `gather` combines them."""
-        return numeric_statistics(lambda: self.number_parts(which=slice(rank, None, world)), gather)
+    def statistics(self) -> NumericStatistics:
+        """Median and IQR/2 of the targets (seed S1 2)."""
+        return numeric_statistics(self.number_parts())
 
     def word_counts(self, vocab_size: int) -> np.ndarray:
         """[V] int64: occurrences of each word."""

@@ -22,7 +22,6 @@ from tokenizers.normalizers import NFC
 
 from cqwen_dist.config.data import NumberPolicy
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.data.ascii_words import AsciiWords
 from cqwen_dist.data.numbers import find_numbers
 
 # A noncharacter. Texts that contain it anyway are encoded piece by piece.
@@ -60,12 +59,6 @@ class NumberEncoder:
         return type(self), (self._backend.to_str(), self.num_token_id, self.policy, self.literal)
 
     @cached_property
-    def _ascii(self) -> AsciiWords | None:
-        """Fast path for ASCII; None if this tokenizer does not allow it."""
-        plan = json.loads(self._backend.to_str())
-        return AsciiWords(self._backend, plan) if AsciiWords.suits(plan) else None
-
-    @cached_property
     def _marked(self) -> tuple[Tokenizer, int]:
         """A copy of the tokenizer with the marker, and the marker's id."""
         tokenizer = Tokenizer.from_str(self._backend.to_str())
@@ -86,7 +79,7 @@ class NumberEncoder:
         """Encode each text separately, without special tokens."""
         found = [split(text, self.policy) for text in texts]
         pieces = [own for own, *_ in found]
-        ids = self._many(texts, pieces) if sum(map(len, texts)) > _LITTLE else [self._one(own) for own in pieces]
+        ids = self._in_bulk(pieces) if sum(map(len, texts)) > _LITTLE else [self._one(own) for own in pieces]
         return [
             Reading(own_ids, numbers, overflows, len(_NUMERAL.findall(_MARK.join(own))))
             for own_ids, (own, numbers, overflows, _) in zip(ids, found, strict=True)
@@ -123,18 +116,7 @@ class NumberEncoder:
         found.__setstate__(json.dumps(state).encode())  # unpickling keeps word ids; Encoding.merge loses them
         return found, values, overflows
 
-    def _many(self, texts: Sequence[str], pieces: list[list[str]]) -> list[array[int]]:
-        if self._ascii is None:
-            return self._in_bulk(pieces)
-        quick = [self._ascii.takes(text) for text in texts]
-        plain = [own for own, is_quick in zip(pieces, quick, strict=True) if is_quick]
-        other = [own for own, is_quick in zip(pieces, quick, strict=True) if not is_quick]
-        ways = {True: iter(self._ascii.encode(plain, self.num_token_id)), False: iter(self._in_bulk(other))}
-        return [next(ways[is_quick]) for is_quick in quick]
-
     def _in_bulk(self, texts: list[list[str]]) -> list[array[int]]:
-        if not texts:
-            return []
         tokenizer, mark = self._marked
         joined = [_MARK.join(pieces) for pieces in texts]
         found = [array("i", e.ids) for e in tokenizer.encode_batch_fast(joined, add_special_tokens=False)]

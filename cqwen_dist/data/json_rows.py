@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -63,49 +62,37 @@ def _are_rows(value: list[Any]) -> bool:
 
 _BEFORE_RECORD = re.compile(r"\s*([\[,])\s*")
 _END_OF_ARRAY = re.compile(r"\s*(\[\s*)?\]\s*")
-_CHUNK = 1 << 16
 
 
 def of_array(lines: Lines) -> Iterator[Row]:
-    """Yield the records of a JSON array, with one record in memory at a time.
+    """Yield the records of a JSON array.
 
     Raises: UserError for broken JSON, because no later record can be found.
     """
-    decode = codecs.getincrementaldecoder("utf-8-sig")().decode
-    text, at, number, done, first = "", 0, 1, False, True
 
-    def refusal(kind: str, found: object, allowed: str, end: int) -> UserError:
-        return UserError(kind, found, allowed, f"{lines.path}:{number + text.count(chr(10), at, end)}")
+    def refusal(kind: str, found: object, allowed: str, newlines: int) -> UserError:
+        return UserError(kind, found, allowed, f"{lines.path}:{1 + newlines}")
 
-    while True:
+    try:
+        text = lines.some(-1).decode("utf-8-sig")
+    except UnicodeDecodeError as wrong:
+        newlines = wrong.object.count(b"\n", 0, wrong.start)
+        raise refusal("not UTF-8", wrong.object[wrong.start : wrong.end], "UTF-8 text", newlines) from None
+    except BadLine as bad:
+        raise refusal(bad.kind, bad.found, bad.allowed, 0) from None
+    at = newlines = 0
+    while not _END_OF_ARRAY.fullmatch(text, at):
         sign = _BEFORE_RECORD.match(text, at)
         try:
-            if sign is None or (sign[1] == "[") != first:
+            if sign is None or (sign[1] == "[") != (at == 0):
                 raise json.JSONDecodeError("no list of records", text, at)
             record, end = _JSON.raw_decode(text, sign.end())
-            # A number at the buffer's end may continue in the next chunk: read more before accepting it.
-            if end == len(text) and not done:
-                raise json.JSONDecodeError("it goes on", text, end)
         except (ValueError, RecursionError) as error:
-            if done and _END_OF_ARRAY.fullmatch(text, at):
-                return
-            if done or len(text) - at > MAX_TEXT:
-                allowed = f"a list of records of at most {MAX_TEXT / 2**20:g} MiB"
-                reason = getattr(error, "msg", error)
-                raise refusal(
-                    "broken JSON", text[at : at + 60], f"{allowed} ({reason})", getattr(error, "pos", at)
-                ) from None
-            try:
-                # The buffer doubles with each try, so a large record is parsed only a few times.
-                data = lines.some(max(_CHUNK, len(text) - at))
-                text, at, done = text[at:] + decode(data, final=not data), 0, not data
-            except UnicodeDecodeError as wrong:
-                raise refusal("not UTF-8", wrong.object[wrong.start : wrong.end], "UTF-8 text", len(text)) from None
-            except BadLine as bad:
-                raise refusal(bad.kind, bad.found, bad.allowed, len(text)) from None
-            continue
-        number += text.count("\n", at, sign.end())
+            newlines += text.count("\n", at, getattr(error, "pos", at))
+            allowed = f"a list of records ({getattr(error, 'msg', error)})"
+            raise refusal("broken JSON", text[at : at + 60], allowed, newlines) from None
+        newlines += text.count("\n", at, sign.end())
         what = record if isinstance(record, dict) else BadLine("no JSON object", record, "a list of JSON objects")
-        yield f"{lines.path}:{number}", what
-        number += text.count("\n", sign.end(), end)
-        at, first = end, False
+        yield f"{lines.path}:{1 + newlines}", what
+        newlines += text.count("\n", sign.end(), end)
+        at = end

@@ -67,7 +67,7 @@ def read_watched(config: DataConfig, tokenizer: NumericalAwareTokenizer) -> dict
     """The texts of `data.watch` by name, in memory. Raises `UserError`."""
     found = {}
     for name in config.watch:
-        key, own = f"data.watch.{name}.source", config.of_watched(name)
+        key, own = f"data.watch.{name}", config.of_watched(name)
         found[name] = tokenise(read_texts(str(own.train), own, ReadReport(), key), tokenizer, own)
         if not found[name].report.texts:
             raise UserError(key, "no usable text", "one text or more", str(own.train))
@@ -93,13 +93,13 @@ def open_prepared(folder: Path, config: DataConfig, tokenizer: NumericalAwareTok
     sets = {}
     for name, (store, texts) in parts_of(folder, tokenizer.num_token_id).items():
         report, content = DataReport(**manifest["reports"][name]), manifest["content"][name]
-        sets[name] = TextDataset(store, texts, config, tokenizer.pad_token_id, report, content, folder)
+        sets[name] = TextDataset(store, texts, config, tokenizer.pad_token_id, report, content)
     return Datasets(sets["train"], sets.get("eval"), ReadReport(**manifest["reading"]))
 
 
 def tokenizer_of(config: Config, texts: Sequence[Text] = ()) -> NumericalAwareTokenizer:
     """The run's tokenizer. If the run folder has none yet, trains it (texts: if already read). Raises `UserError`."""
-    number, policy = config.model.num_token_id, config.data.numbers
+    number, policy = config.model.num_token_id, config.data.policy
     if config.model.tokenizer != TRAIN_TOKENIZER or Path(config.base_folder).is_dir():
         key = "model.name_or_path" if config.model.tokenizer is None else "model.tokenizer"
         return NumericalAwareTokenizer.from_pretrained(config.tokenizer_source, number, None, policy, key)

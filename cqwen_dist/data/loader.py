@@ -10,10 +10,10 @@ page-locked memory if there is a GPU. The saved position is the one after the la
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from queue import Queue
 from typing import TypeVar
 
 import numpy as np
@@ -25,8 +25,6 @@ from cqwen_dist.data.collate import collate
 from cqwen_dist.data.dataset import TextDataset
 
 T = TypeVar("T")
-
-_GROUPED = 50  # steps per length-sorted window: more save padding, fewer keep the order random
 
 
 def share(count: int, rank: int, world: int) -> range:
@@ -41,64 +39,23 @@ def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.RandomState([seed % 2**32, epoch]).permutation(count)
 
 
-def grouped_order(lengths: np.ndarray, seed: int, epoch: int, batch: int) -> np.ndarray:
-    """`epoch_order` with samples of similar length in each step of `batch` samples.
-
-    The samples of every 50 steps are sorted by length and cut into steps again, and the steps are shuffled. An
-    incomplete last step stays last.
-    """
-    order = epoch_order(len(lengths), seed, epoch)
-    whole = len(order) // batch
-    for begin in range(0, whole * batch, _GROUPED * batch):
-        mine = order[begin : min(begin + _GROUPED * batch, whole * batch)]
-        mine[:] = mine[np.argsort(-lengths[mine], kind="stable")]
-    # The extra 1 selects a random stream that is independent of the permutation above.
-    steps = np.random.RandomState([seed % 2**32, epoch, 1]).permutation(whole)
-    return np.concatenate([order[: whole * batch].reshape(whole, batch)[steps].ravel(), order[whole * batch :]])
-
-
-JOIN_S = 10.0  # longest wait in seconds: the thread may hang on a dead disk
-
-
 def ahead(items: Iterator[T], count: int) -> Generator[T, None, None]:
-    """Yield the items. A thread makes up to `count` of them ahead of time; its errors are raised here."""
+    """Yield the items, none of which is None. A thread makes up to `count` of them ahead of time; its errors are raised
+    here."""
     if not count:
         yield from items
         return
-    made: Queue[tuple[T | None, BaseException | None]] = Queue()
-    # A semaphore instead of a bounded queue: the `finally` below can wake a thread that waits for room.
-    room = threading.Semaphore(count)
-    stop = threading.Event()
-
-    def work() -> None:
+    # The thread has ended when this does: if the process ended while it is inside torch, C++ would abort it ("terminate
+    # called without an active exception") after a successful run.
+    with ThreadPoolExecutor(1, "cqwen-loader") as pool:
+        made = deque(pool.submit(next, items, None) for _ in range(count))
         try:
-            for item in items:
-                room.acquire()
-                if stop.is_set():
-                    return
-                made.put((item, None))
-            made.put((None, StopIteration()))
-        except BaseException as error:
-            made.put((None, error))
-
-    thread = threading.Thread(target=work, name="cqwen-loader", daemon=True)
-    try:
-        thread.start()  # a signal may end this wait too
-        while True:
-            item, error = made.get()
-            room.release()
-            if isinstance(error, StopIteration):
-                return
-            if error is not None:
-                raise error
-            yield item  # type: ignore[misc]
-    finally:
-        stop.set()
-        room.release()
-        # If the process ends while the thread is inside torch, C++ aborts it ("terminate called without an active
-        # exception") after a successful run.
-        if thread.is_alive():
-            thread.join(JOIN_S)
+            while (item := made.popleft().result()) is not None:
+                made.append(pool.submit(next, items, None))
+                yield item
+        finally:
+            for future in made:
+                future.cancel()
 
 
 def _micro_batches(
@@ -149,7 +106,6 @@ class Loader:
         self.epoch, self.step, self.prefetch = 0, 0, prefetch
         self._handed_out = (0, 0)
         self._orders: dict[int, np.ndarray] = {}
-        self._lengths = dataset.lengths() if dataset.group_by_length else None
 
     def __iter__(self) -> Generator[list[Batch], None, None]:
         with closing(ahead(self._made(), self.prefetch)) as made:
@@ -175,10 +131,7 @@ class Loader:
         """The samples of a step over all ranks, in order."""
         order = self._orders.get(epoch)
         if order is None:
-            if self._lengths is None:
-                order = epoch_order(len(self.dataset), self.seed, epoch)
-            else:
-                order = grouped_order(self._lengths, self.seed, epoch, self.global_batch_size)
+            order = epoch_order(len(self.dataset), self.seed, epoch)
             # Keep the neighbouring epoch too: the prefetch thread may already be in the next one.
             self._orders = {**{e: known for e, known in self._orders.items() if abs(e - epoch) == 1}, epoch: order}
         return order[step * self.global_batch_size : (step + 1) * self.global_batch_size].tolist()

@@ -15,7 +15,7 @@ defines the policy by examples; `NumberPolicy` switches parts of it. The pattern
   a part of it.
 - Digits before "=" are arithmetic, never a date or a phone number.
 - Full-width digits and dots read as ASCII. A full-width comma ends a clause, so it does not group digits.
-- Overflow returns infinity here; `DataConfig.on_nonfinite` decides what happens then.
+- Overflow returns infinity here; such a numeral stays text.
 """
 
 from __future__ import annotations

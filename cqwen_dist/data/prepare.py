@@ -4,7 +4,6 @@
       train.arrow, eval.arrow    `cqwen_dist.data.store.SCHEMA` rows
       held_out.npy               train.arrow rows held out by `eval_fraction`
       manifest.json              inputs, counts, skipped lines, file sizes, content digests
-      packed-*.npy               packed rows, written when a run first needs them
 
 KEY is a digest over the sources' content, the tokenizer and the `data` keys that affect tokens (not those that only
 affect how samples are cut). A folder is written under a temporary name, under a lock, and renamed when complete.
@@ -17,7 +16,6 @@ import hashlib
 import json
 import os
 import shutil
-import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -37,28 +35,32 @@ from cqwen_dist.data.dataset import DataReport
 from cqwen_dist.data.records import Block, ReadReport
 from cqwen_dist.data.sources import extractor_of, held_out, read_texts, train_blocks
 from cqwen_dist.data.store import SCHEMA, TokenStore, first_of_digests
-from cqwen_dist.data.tokenise import Tokeniser, count
+from cqwen_dist.data.tokenise import count, recipe_of
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.run.files import key_digest, known_digest, sync
 
-FORMAT = 8  # increase it when code reads numbers or writes rows differently
+FORMAT = 9  # increase it when code reads numbers or writes rows differently
 MANIFEST = "manifest.json"
 HELD_OUT = "held_out.npy"
-_DIGESTS = "digests.sqlite"  # digests of earlier texts, to find duplicates; deleted at the end
 # `data` keys that do not change tokens.
 _OF_SAMPLES = {
     *("train", "eval", "watch", "recipe"),
-    *("sequence_length", "long_texts", "pack", "group_by_length"),
-    *("cache_dir", "workers"),
+    *("sequence_length", "long_texts", "pack", "cache_dir"),
 }
 
 # Called with the number of texts and tokens so far.
 Progress = Callable[[int, int], None]
 
 
-def prepare(config: DataConfig, tokenizer: NumericalAwareTokenizer, progress: Progress | None = None) -> Path:
+def prepare(
+    config: DataConfig,
+    tokenizer: NumericalAwareTokenizer,
+    progress: Progress | None = None,
+    workers: int | None = None,
+) -> Path:
     """Prepare this data unless its folder exists; returns the folder. One process builds it, others wait.
 
+    workers: number of processes that tokenise; default: one per core. It does not change the folder.
     Raises: UserError for bad data or an unwritable folder; no partial folder remains.
     """
     root = Path(config.cache_dir or os.environ.get("CQWEN_DATA_CACHE") or "~/.cache/cqwen/data").expanduser()
@@ -77,7 +79,7 @@ def prepare(config: DataConfig, tokenizer: NumericalAwareTokenizer, progress: Pr
             partial = root / f".{folder.name}.{os.getpid()}.partial"
             partial.mkdir()
             try:
-                _Build(partial, config, tokenizer, progress).run(key)
+                _Build(partial, config, tokenizer, progress, workers).run(key)
                 partial.rename(folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -131,15 +133,19 @@ class _Build:
     """Builds a folder: reads, tokenises and writes each split, keeps texts for evaluation, and writes the manifest."""
 
     def __init__(
-        self, folder: Path, config: DataConfig, tokenizer: NumericalAwareTokenizer, progress: Progress | None
+        self,
+        folder: Path,
+        config: DataConfig,
+        tokenizer: NumericalAwareTokenizer,
+        progress: Progress | None,
+        workers: int | None,
     ) -> None:
         self.folder, self.config, self.tokenizer, self.progress = folder, config, tokenizer, progress
+        self.workers = workers or len(os.sched_getaffinity(0))
         self.began, self.texts, self.tokens = time.monotonic(), 0, 0
         self.reading, self.chat = ReadReport(), Chat(tokenizer.tokenizer)
         self.reports: dict[str, DataReport] = {}
-        # For eval_fraction, per text: the first bytes of its digest, and whether its length is allowed
-        self.first: list[np.ndarray] = []
-        self.stays: list[np.ndarray] = []
+        self.first: list[np.ndarray] = []  # for eval_fraction: the first bytes of each text's digest
 
     def run(self, key: dict[str, Any]) -> None:
         """Build everything, the manifest last. key: from `data_key`."""
@@ -148,11 +154,8 @@ class _Build:
         if config.eval is not None:
             found = (blocks(source, config, "data.eval") for source in as_list(config.eval))
             overflows["eval"] = self._write("eval", chain.from_iterable(found))
-        (self.folder / _DIGESTS).unlink(missing_ok=True)
         if any(map(len, self.first)):
-            # Choose among all texts, then drop those with a bad length: the same choice as for data in memory.
-            out = held_out(np.concatenate(self.first), config.eval_fraction)[np.concatenate(self.stays)]
-            np.save(self.folder / HELD_OUT, np.flatnonzero(out))
+            np.save(self.folder / HELD_OUT, np.flatnonzero(held_out(np.concatenate(self.first), config.eval_fraction)))
             overflows["eval"], self.reports["eval"] = overflows["train"], DataReport()
         content, parts = {}, parts_of(self.folder, self.tokenizer.num_token_id)
         if config.eval is not None:
@@ -178,46 +181,25 @@ class _Build:
             sync(path)
 
     def _write(self, name: str, part: Iterator[Block]) -> list[tuple[int, str]]:
-        """Tokenise a split and write its file; returns the overflowing numbers."""
-        config, report = self.config, self.reports.setdefault(name, DataReport())
-        tokeniser = Tokeniser(self.tokenizer, config)
-        extract = extractor_of(config, self.reading, self.chat)
-        workers = config.workers or len(os.sched_getaffinity(0))
-        seen = _SeenOnDisk(self.folder / _DIGESTS) if config.deduplicate and name == "train" else None
+        """Tokenise a split and write its file; returns the overflowing numbers as (row, place)."""
+        self.reports.setdefault(name, DataReport())
+        extract, recipe = extractor_of(self.config, self.reading, self.chat), recipe_of(self.tokenizer, self.config)
+        overflows: list[tuple[int, str]] = []
+        rows = 0
         with pa.OSFile(str(self.folder / f"{name}.arrow"), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
-            for chunk, read in encode_blocks(part, extract, tokeniser.recipe, workers):
+            for chunk, read in encode_blocks(part, extract, recipe, self.workers):
                 self.reading.add(read)
-                new = np.ones(chunk.batch.num_rows, bool) if seen is None else seen.new_ones(chunk.batch)
-                self.reading.duplicates += int((~new).sum())
-                stays = tokeniser.stays(chunk, report, new)
-                if config.eval_fraction:
-                    self.first.append(first_of_digests(chunk.batch.column("digest"))[new])
-                    self.stays.append(stays[new])
-                batch = chunk.batch.filter(pa.array(stays))
+                batch = chunk.batch
+                if self.config.eval_fraction:
+                    self.first.append(first_of_digests(batch.column("digest")))
+                overflows += [(rows + row, said) for row, said in chunk.overflows]
+                rows += batch.num_rows
                 if batch.num_rows:
                     writer.write_batch(batch)
                 self.texts, self.tokens = self.texts + batch.num_rows, self.tokens + len(batch.column("ids").values)
                 if self.progress is not None:
                     self.progress(self.texts, self.tokens)
-        return tokeniser.overflows
-
-
-class _SeenOnDisk:
-    """Digests of earlier texts in an SQLite file, so memory does not grow with the corpus."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = sqlite3.connect(path, isolation_level=None)
-        self._file.execute("PRAGMA journal_mode=OFF")
-        self._file.execute("PRAGMA synchronous=OFF")
-        self._file.execute("PRAGMA cache_size=-65536")  # KiB
-        self._file.execute("CREATE TABLE seen (digest BLOB PRIMARY KEY) WITHOUT ROWID")
-        self._file.execute("BEGIN")
-
-    def new_ones(self, batch: pa.RecordBatch) -> np.ndarray:
-        """[n] bool: which texts of a batch are new. Adds them."""
-        insert = "INSERT OR IGNORE INTO seen VALUES (?)"
-        digests = batch.column("digest").to_pylist()
-        return np.array([self._file.execute(insert, (digest,)).rowcount > 0 for digest in digests], bool)
+        return overflows
 
 
 # --------------------------------------------------------------------------------------------------- parts of the key

@@ -6,9 +6,10 @@ learnt. One field can be the regression target.
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,9 +32,6 @@ class Text(NamedTuple):
     where: str  # `file:line` or `bundled:name:number`
     learnt: Spans | None = None  # None: everything, end token included
     target: tuple[int, int] | None = None  # numbers inside are targets; None: by data.numeric_targets
-    labels: tuple[tuple[str, bool], ...] = ()  # words, and whether each comes next after the text (seed S4 3.3.1)
-    typed: Spans = ()  # numbers in the first span have type 1, in the second type 2, ...
-    more: tuple[float, ...] = ()  # additional values of the target
     unused: tuple[str, ...] = ()  # notes on parts that are not learnt, one for each field, turn or thought
 
 
@@ -42,7 +40,6 @@ class ReadReport:
     """Counts of texts read and skipped."""
 
     read: int = 0  # texts
-    duplicates: int = 0  # skipped repeated texts
     skipped: dict[str, int] = field(default_factory=dict)  # kind of bad line -> count
     first: dict[str, str] = field(default_factory=dict)  # kind of bad line -> place of the first
     unused: dict[str, int] = field(default_factory=dict)  # kind of part that teaches nothing -> count
@@ -51,7 +48,6 @@ class ReadReport:
     def add(self, other: ReadReport) -> None:
         """Add a later report."""
         self.read += other.read
-        self.duplicates += other.duplicates
         for kind, count in other.skipped.items():
             self.skipped[kind] = self.skipped.get(kind, 0) + count
             self.first.setdefault(kind, other.first[kind])
@@ -63,7 +59,6 @@ class ReadReport:
         forms = {name: Form.of(column["form"]) for name, column in (self.columns or {}).items() if "form" in column}
         lines = [said(forms)] if forms else []
         lines += [f"skipped: {count:,} x {kind}, first at {self.first[kind]}" for kind, count in self.skipped.items()]
-        lines += [f"left out: {self.duplicates:,} equal texts"] if self.duplicates else []
         fields = {kind.removeprefix(_FIELD): count for kind, count in self.unused.items() if kind.startswith(_FIELD)}
         lines += [f"not used: {count:,} x {kind}" for kind, count in self.unused.items() if not kind.startswith(_FIELD)]
         if fields:
@@ -74,10 +69,9 @@ class ReadReport:
 
 # A place with a record, an error, or a finished text.
 Row = tuple[str, "Mapping[str, Any] | BadLine | Text"]
-# Returns rows, in any process (so it is picklable): a partial of a module function, or `partial(list, rows)`.
-Block = Callable[[], Iterable[Row]]
-# A text, its learnt spans, the spans of the located fields, and notes on parts that are not learnt.
-_Composed = tuple[str, "Spans | None", dict[str, tuple[int, int]], tuple[str, ...]]
+Block = list[Row]
+# A text, its learnt spans, the span of the target field, and notes on parts that are not learnt.
+_Composed = tuple[str, "Spans | None", "tuple[int, int] | None", tuple[str, ...]]
 _FIELD, _NAMED = "field ", 8  # the kind of an unread field, before its name; fields named in a report
 MAX_TEXT = 16 * 2**20  # bytes of a line or record; one with more is a bad line
 _TOOLS = "tools"  # the field with a chat's tools, if a record has it
@@ -90,8 +84,6 @@ def named_fields(config: DataConfig) -> list[str]:
         return [config.messages_field]
     names = template_fields(config.prompt_template)
     names += [config.text_field] if config.text_template is None else template_fields(config.text_template)
-    names += config.more_values
-    names += [config.labels_field] if config.labels_field is not None else []
     return list(dict.fromkeys(names))
 
 
@@ -123,31 +115,17 @@ class Extractor:
         self._named = frozenset(named_fields(config))
         self._columns = self._starred(columns) if config.target_field is not None else []
         self._known: dict[tuple[str, ...], list[str]] = {}  # the fields of a record -> the unread ones
-        fields = {name for name in (config.target_field, *config.number_types) if name is not None}
-        self._keys = {str(ours): theirs for ours, theirs in config.message_keys.items()}
-        # Fields whose position in the text is needed, in template order.
-        self._located = sorted(fields, key=lambda name: (self._template or "").index(f"{{{name}}}"))
 
     def __call__(self, record: Mapping[str, Any], where: str) -> Text:
-        config = self.config
-        of_chat = config.messages_field is not None
-        text, learnt, spans, unused = self._chat(record) if of_chat else self._plain(record)
+        of_chat = self.config.messages_field is not None
+        text, learnt, target, unused = self._chat(record) if of_chat else self._plain(record)
         try:
             size = len(text) if text.isascii() else len(text.encode("utf-8"))
         except UnicodeEncodeError as error:
             raise BadLine("not Unicode text", text[error.start : error.end], "no lone surrogates") from None
         if size > MAX_TEXT:
             raise too_long(size)
-        return Text(
-            text,
-            where,
-            learnt,
-            spans.get(config.target_field or ""),
-            _labels(None if config.labels_field is None else record.get(config.labels_field)),
-            tuple(spans[name] for name in config.number_types),
-            tuple(_number(record, name) for name in config.more_values),
-            (*unused, *self._unread(tuple(record))),
-        )
+        return Text(text, where, learnt, target, (*unused, *self._unread(tuple(record))))
 
     def _unread(self, fields: tuple[str, ...]) -> list[str]:
         """Kinds of fields in the record that the config does not use."""
@@ -176,44 +154,43 @@ class Extractor:
         return tuple(filter(None, (self._fill(part, record) for part in self._before)))
 
     def _chat(self, record: Mapping[str, Any]) -> _Composed:
-        config = self.config
         try:
-            messages = messages_of(_field(record, str(config.messages_field)), self._keys, config.roles)
+            messages = messages_of(_field(record, str(self.config.messages_field)))
             text, learnt, unused = self.chat(messages, tools_of(record.get(_TOOLS)))
-            return text, learnt, {}, unused
+            return text, learnt, None, unused
         except RecursionError:
             raise BadLine("no chat", Said("values nested too deep"), "a few levels") from None
 
     def _plain(self, record: Mapping[str, Any]) -> _Composed:
-        config = self.config
-        spans: dict[str, tuple[int, int]] = {}
-        if self._template is None:
-            text = self._clean(self._cell(record, config.text_field, None))
-        else:
-            text, spans = self._fill_located(self._template, record)
-            if config.target_field is not None:
-                _refuse_unread(text, spans[config.target_field], config.target_field, config.numbers)
+        text, target = self._text(record)
         if not text.strip():
             raise BadLine("empty text", text, "a text that is not empty")
         if self._prompt is None:
-            return text, None, spans, ()
+            return text, None, target, ()
         prompt = self._fill(self._prompt, record)
-        moved = {name: (start + len(prompt), end + len(prompt)) for name, (start, end) in spans.items()}
-        return prompt + text, ((len(prompt), len(prompt) + len(text)),), moved, ()
+        start, end = len(prompt), len(prompt) + len(text)
+        moved = None if target is None else (start + target[0], start + target[1])
+        return prompt + text, ((start, end),), moved, ()
 
-    def _fill_located(self, template: str, record: Mapping[str, Any]) -> tuple[str, dict[str, tuple[int, int]]]:
-        """Fill the template; also returns the span of each located field in the NFC text."""
-        text, rest, spans = "", template, {}
-        for name in self._located:
-            head, _, rest = rest.partition(f"{{{name}}}")
-            cell = _field(record, name)
-            if not self._filled(name, cell):
-                raise BadLine("empty cell", cell, f"a number in the field {name!r}")
-            # Reading normalises to NFC later, which can shorten a text. Normalise here, so that spans stay valid.
-            before = unicodedata.normalize("NFC", text + self._fill(head, record))
-            text = unicodedata.normalize("NFC", before + self._cell(record, name, None))
-            spans[name] = (len(before), len(text))
-        return text + self._fill(rest, record), spans
+    def _text(self, record: Mapping[str, Any]) -> tuple[str, tuple[int, int] | None]:
+        """The text without a prompt, and the span of the target field in the NFC text."""
+        config, name = self.config, self.config.target_field
+        if self._template is None:
+            return _MARKS.sub("", self._cell(record, config.text_field, None)), None
+        if name is None:
+            return self._fill(self._template, record), None
+        head, _, rest = self._template.partition(f"{{{name}}}")
+        cell = _field(record, name)
+        # "-" is empty in a column of numbers
+        if is_empty(cell) or (name in self.cells.forms and not self.cells.text(name, cell)):
+            raise BadLine("empty cell", cell, f"a number in the field {name!r}")
+        # Reading normalises to NFC later, which can shorten a text. Normalise here, so that the span stays valid.
+        before = unicodedata.normalize("NFC", self._fill(head, record))
+        text = unicodedata.normalize("NFC", before + self._cell(record, name, None))
+        span = len(before), len(text)
+        text += self._fill(rest, record)
+        _refuse_unread(text, span, name, config.policy)
+        return text, span
 
     def _fill(self, template: str, record: Mapping[str, Any]) -> str:
         """Fill the template with the record's cells."""
@@ -223,14 +200,7 @@ class Extractor:
         if _OTHERS in names:
             others = self._columns or self._starred(record)
             values[_OTHERS] = "".join(f"{name}: {self._cell(record, name, empty)}\n" for name in others)
-        return self._clean(filled(template, values.__getitem__))
-
-    def _filled(self, name: str, cell: object) -> bool:
-        """Whether a located field has a number or text; "-" is empty in a column of numbers."""
-        return not is_empty(cell) and (name not in self.cells.forms or self.cells.text(name, cell) != "")
-
-    def _clean(self, text: str) -> str:
-        return _MARKS.sub("", text) if self.config.calculator_marks == "strip" else text
+        return _MARKS.sub("", filled(template, values.__getitem__))
 
     def _cell(self, record: Mapping[str, Any], name: str, empty: str | None) -> str:
         """Cell as text. empty: replaces an empty or missing cell; None: only "" may be empty."""
@@ -242,7 +212,7 @@ class Extractor:
         if self.config.target_field is not None:
             found = self.cells.text(name, value) or (str(value).strip() if empty is None else empty)
             read_here = name == self.config.target_field and name in self.cells.forms
-            return as_read(found, self.config.numbers) if read_here else found
+            return as_read(found, self.config.policy) if read_here else found
         text = as_text(value)
         if text is None:
             raise BadLine("wrong type", value, f"a string or a number in the field {name!r}")
@@ -264,13 +234,6 @@ def _field(record: Mapping[str, Any], name: str) -> Any:
     return record[name]
 
 
-def _number(record: Mapping[str, Any], name: str) -> float:
-    found = as_number(_field(record, name))
-    if found is None:
-        raise BadLine("wrong type", record[name], f"a number in the field {name!r}")
-    return found
-
-
 def _refuse_unread(text: str, place: tuple[int, int], name: str, policy: NumberPolicy) -> None:
     """Raises: BadLine if the target, alone or in the text, does not read as its number."""
     start, end = place
@@ -278,18 +241,10 @@ def _refuse_unread(text: str, place: tuple[int, int], name: str, policy: NumberP
     # Read the cell twice, alone and in the text: neighbouring characters can change what is a number.
     found, exact = [span.value for span in find_numbers(cell, policy)], as_number(cell)
     there = [span.value for span in find_numbers(text, policy) if start <= span.start and span.end <= end]
-    if not found or found != there or (exact is not None and found != [exact]):
+    if not found or found != there or math.inf in map(abs, found) or (exact is not None and found != [exact]):
         around = text[max(start - 20, 0) : end + 20]
         allowed = f"what is read as <NUM> in the field {name!r}, here in {around!r} (data.numbers, docs/numbers.md)"
         raise BadLine("no number", cell, allowed)
-
-
-def _labels(found: Any) -> tuple[tuple[str, bool], ...]:
-    """Words in `data.labels_field` with whether each holds; unknown ones (None) are skipped."""
-    known = {} if found is None else found
-    if not isinstance(known, Mapping) or not all(value is None or type(value) is bool for value in known.values()):
-        raise BadLine("wrong labels", found, 'words with true or false, such as {" sweet": true, " cold": false}')
-    return tuple((word, holds) for word, holds in known.items() if holds is not None)
 
 
 def too_long(size: int) -> BadLine:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -48,7 +47,7 @@ def extractor_of(config: DataConfig, report: ReadReport, chat: Chat | None = Non
 
 def read_block(block: Block, extract: Extractor, report: ReadReport) -> Iterator[Text]:
     """Yield a block's texts in order. Bad lines are counted or raised as in `read_texts`."""
-    for where, record in block():
+    for where, record in block:
         try:
             if isinstance(record, BadLine):
                 raise record
@@ -75,7 +74,7 @@ def train_blocks(config: DataConfig, report: ReadReport, chat: Chat) -> Iterator
         return
     for chunk in chunks(read_train(config, report, chat)):
         report.read -= len(chunk)  # `read_block` counts them again
-        yield partial(list, [(text.where, text) for text in chunk])
+        yield [(text.where, text) for text in chunk]
 
 
 def read_train(config: DataConfig, report: ReadReport, chat: Chat | None = None) -> Iterator[Text]:
@@ -89,38 +88,30 @@ def read_train(config: DataConfig, report: ReadReport, chat: Chat | None = None)
     if config.weights is None:
         texts = (text for i in range(len(sources)) for text in open_source(i))
     else:
-        texts = mixed(open_source, config.weights, config.mix_until == "all")
+        texts = mixed(open_source, config.weights)
     for number, text in enumerate(texts, 1):
         yield text
         if number == config.limit:
             return
 
 
-def mixed(open_source: Callable[[int], Iterator[Text]], weights: list[float], all_of: bool) -> Iterator[Text]:
-    """Yield texts from multiple sources, drawn by weight. Depends only on the sources (MT19937, seed 0).
+def mixed(open_source: Callable[[int], Iterator[Text]], weights: list[float]) -> Iterator[Text]:
+    """Yield texts from multiple sources, drawn by weight, until a source is exhausted.
 
-    Ends when a source is exhausted. all_of: ends when every source was exhausted once, and short ones restart. An empty
-    source is no longer drawn.
+    Depends only on the sources (MT19937, seed 0). An empty source is no longer drawn.
     """
     draw = np.random.RandomState(0)
     shares = np.array(weights) / sum(weights)
     sources = [open_source(i) for i in range(len(weights))]
     given = [0] * len(weights)
-    used_up = [False] * len(weights)
     while shares.sum() > 0:
         # Draw in blocks: one call per text would be slow.
         for i in draw.choice(len(weights), size=_DRAWS, p=shares / shares.sum()):
             text = next(sources[i], None)
-            if text is None and given[i]:
-                used_up[i] = True
-                if not all_of or all(done or not share for done, share in zip(used_up, shares, strict=True)):
-                    return
-                sources[i] = open_source(i)
-                text = next(sources[i], None)
             if text is None:
-                # Empty even after reopening: drop the source and draw again from the others.
-                shares[i] = 0.0
-                used_up[i] = True
+                if given[i]:
+                    return
+                shares[i] = 0.0  # empty: draw again from the others
                 break
             given[i] += 1
             yield text
@@ -134,12 +125,6 @@ def read_split(config: DataConfig, report: ReadReport, chat: Chat | None = None)
     UserError if every text would be held out.
     """
     train = list(read_train(config, report, chat))
-    if config.deduplicate:
-        first: dict[bytes, Text] = {}
-        for text in train:
-            first.setdefault(text_digest(text), text)
-        report.duplicates += len(train) - len(first)
-        train = list(first.values())
     if config.eval is not None:
         return train, [t for one in as_list(config.eval) for t in read_texts(one, config, report, "data.eval", chat)]
     if not config.eval_fraction or not train:
@@ -150,9 +135,8 @@ def read_split(config: DataConfig, report: ReadReport, chat: Chat | None = None)
 
 
 def text_digest(text: Text) -> bytes:
-    """SHA-256 over the text, its labels and its additional values [32 bytes]."""
-    extra = f"\0{text.labels}{text.more}" if text.labels or text.more else ""
-    return hashlib.sha256((text.text + extra).encode()).digest()
+    """SHA-256 of the text [32 bytes]."""
+    return hashlib.sha256(text.text.encode()).digest()
 
 
 def held_out(first: np.ndarray, fraction: float) -> np.ndarray:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,10 +18,8 @@ SCHEMA = pa.schema(
     [
         ("ids", pa.list_(pa.int32())),  # the end token included
         ("numbers", pa.list_(pa.float64())),  # one per <NUM> in ids
-        ("targets", pa.list_(pa.int8())),  # one per number: 1 + type if the regression learns it, else 0
+        ("targets", pa.list_(pa.int8())),  # one per number: 1 if the regression learns it, else 0
         ("unlearnt", pa.list_(pa.int32())),  # start, end, start, end, ...: tokens in the context that are not learnt
-        ("labels", pa.list_(pa.int32())),  # partial labels after the text: w if word w can come next, ~w if not
-        ("more", pa.list_(pa.float64())),  # additional values of the text's single target
         ("overflows", pa.int32()),
         ("left", pa.int32()),  # numerals that stayed text
         ("digest", pa.binary(32)),  # SHA-256 of the text
@@ -48,9 +45,6 @@ class Document(NamedTuple):
     values: np.ndarray  # [t] float64; value at <NUM>, 0 at words
     targets: np.ndarray  # [t] bool; True at a <NUM> whose value the regression learns
     learnt: np.ndarray | None = None  # [t] bool; False at context tokens, such as a prompt; None: all are learnt
-    types: np.ndarray | None = None  # [t] int8: target type, 0 elsewhere; None: all 0
-    more: np.ndarray | None = None  # [k] float64: additional values of the single target; None: none
-    labels: np.ndarray | None = None  # [k] int32: partial labels after the text (`SCHEMA`); None: none
 
 
 # One batch row: a document, or multiple packed ones.
@@ -75,8 +69,6 @@ class _View(NamedTuple):
     numbers: _Lists
     targets: _Lists
     unlearnt: _Lists
-    labels: _Lists
-    more: _Lists
 
 
 class TokenStore:
@@ -110,23 +102,14 @@ class TokenStore:
         before = np.count_nonzero(whole[:start] == self.num_token_id)
         mine = slice(before, before + np.count_nonzero(is_number))
         values = np.zeros(len(ids))
-        targets = np.zeros(len(ids), np.int8)
+        targets = np.zeros(len(ids), bool)
         values[is_number] = view.numbers.of(row)[mine]
         targets[is_number] = view.targets.of(row)[mine]
-        types = np.maximum(targets - 1, 0) if (targets > 1).any() else None
-        labels, more, marks = view.labels.of(row), view.more.of(row), view.unlearnt.of(row)
+        marks = view.unlearnt.of(row)
         learnt = np.ones(len(ids), bool) if len(marks) else None
         for low, high in zip(marks[::2], marks[1::2], strict=True):
             learnt[max(low - start, 0) : max(high - start, 0)] = False  # type: ignore[index]
-        return Document(
-            ids,
-            values,
-            targets != 0,
-            learnt,
-            types,
-            more if len(more) and targets.any() else None,
-            labels if len(labels) and end == len(whole) else None,  # labels follow the text's last piece
-        )
+        return Document(ids, values, targets, learnt)
 
     def learnt_tokens(self, text: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
         """[P] tokens that pieces of texts teach: those that are learnt, without the first, which nothing predicts.
@@ -161,12 +144,9 @@ class TokenStore:
         """An integer column over all texts [n]."""
         return np.concatenate([np.zeros(0, np.int32), *(b.column(name).to_numpy() for b in self._batches)])
 
-    def parts(self, kind: str, texts: np.ndarray | None = None, which: slice = slice(None)) -> Iterator[np.ndarray]:
-        """Yield ids, numbers or target values (`kind`) of the given texts, batch by batch.
-
-        texts: [m] ascending; None: all. which: selects batches.
-        """
-        for b, view in list(enumerate(self._views))[which]:
+    def parts(self, kind: str, texts: np.ndarray | None = None) -> Iterator[np.ndarray]:
+        """Yield ids, numbers or target values (`kind`), batch by batch. texts: [m] ascending; None: all."""
+        for b, view in enumerate(self._views):
             values, at = view.ids if kind == "ids" else view.numbers
             keep = np.ones(len(values), bool) if kind != "targets" else view.targets.values != 0
             if texts is not None:
@@ -191,16 +171,10 @@ class TokenStore:
         """
         # One hash per column, so that the result does not depend on batch boundaries.
         parts = [hashlib.sha256() for _ in range(7)]
-        further = set()
         for view in self._views_of(texts):
             counts = [np.diff(lists.at).astype(np.int64) for lists in (view.ids, view.numbers, view.unlearnt)]
-            for part, array in zip(parts, [*(lists.values for lists in view[:4]), *counts], strict=True):
+            for part, array in zip(parts, [*(lists.values for lists in view), *counts], strict=True):
                 part.update(np.ascontiguousarray(array).data)
-            further |= {name for name in ("labels", "more") if len(getattr(view, name).values)}
-        for name, of_values in product(sorted(further), (True, False)):  # empty columns change no older digest
-            for view in self._views_of(texts):
-                values, at = getattr(view, name)
-                parts[-1].update(np.ascontiguousarray(values if of_values else np.diff(at)).data)
         return hashlib.sha256(b"".join(part.digest() for part in parts)).hexdigest()
 
 

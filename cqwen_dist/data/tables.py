@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,69 +14,45 @@ import pyarrow.ipc
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import BadLine, UserError, reason_of
 from cqwen_dist.data.cells import shortened
-from cqwen_dist.data.records import Block, Row, needed_columns
+from cqwen_dist.data.records import Row, needed_columns
 
 _AT_ONCE = 16  # rows read at a time: a dictionary of one large value makes 1,000 rows of gigabytes out of 299 bytes
 
 
-def of_parquet(path: Path, config: DataConfig, rows: int, size: int) -> Iterator[Block]:
-    """Yield a file's blocks. rows: maximum per block; size: bytes after which a block ends."""
-    import pyarrow.parquet
-
-    number = 1
+def of_columns(path: Path, config: DataConfig) -> Iterator[Row]:
+    """Yield the rows of a Parquet file, or of one in Arrow's file format (Feather) or stream format."""
+    number, kind = 1, "Parquet" if path.suffix.lower() == ".parquet" else "Arrow"
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            fields = needed_columns(config, file.schema_arrow.names, str(path))
-            unread = dict.fromkeys(name for name in file.schema_arrow.names if name not in fields)
-            held: list[pyarrow.RecordBatch] = []
-            for batch in file.iter_batches(batch_size=_AT_ONCE, columns=fields, use_threads=False):
-                held.append(batch)
-                if sum(part.num_rows for part in held) >= rows or sum(part.nbytes for part in held) >= size:
-                    table, held = pyarrow.Table.from_batches(held), []
-                    yield partial(_table_rows, str(path), number, table, unread)
-                    number += table.num_rows
-            if held:
-                yield partial(_table_rows, str(path), number, pyarrow.Table.from_batches(held), unread)
+        with _opened_columns(path, kind) as (columns, batches_of):
+            fields = needed_columns(config, columns, str(path))
+            unread = dict.fromkeys(name for name in columns if name not in fields)  # so that they can be counted
+            for batch in batches_of(fields):
+                for record in short_floats(batch.to_pylist(), batch.schema):
+                    yield f"{path}:{number}", record | unread
+                    number += 1
     except BadLine as bad:
-        yield partial(list, [(str(path), bad)])
-    except pyarrow.ArrowException as error:
-        yield partial(list, [(f"{path}:{number}", _broken_table(error))])
-
-
-def of_arrow(path: Path, config: DataConfig, rows: int) -> Iterator[Block]:
-    """Yield the blocks of a file in Arrow's file format (Feather) or stream format. rows: maximum per block."""
-    number = 1
-    try:
-        with pyarrow.memory_map(str(path)) as file:
-            try:
-                table = pyarrow.ipc.open_file(file).read_all()
-            except pyarrow.ArrowInvalid:
-                table = pyarrow.ipc.open_stream(file).read_all()
-        fields = needed_columns(config, table.column_names, str(path))
-        unread = dict.fromkeys(name for name in table.column_names if name not in fields)
-        for start in range(0, table.num_rows, rows):
-            yield partial(_table_rows, str(path), start + 1, table.select(fields).slice(start, rows), unread)
-            number = start + 1
-    except BadLine as bad:
-        yield partial(list, [(str(path), bad)])
-    except pyarrow.ArrowException as error:
-        yield partial(list, [(f"{path}:{number}", _broken_table(error, "an Arrow file"))])
-
-
-def _table_rows(name: str, first: int, batch: pyarrow.Table, unread: dict[str, None]) -> Iterator[Row]:
-    """Rows of a batch. unread: the names of columns that were not read, so that they can be counted."""
-    try:
-        records = batch.to_pylist()
+        yield str(path), bad
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        yield f"{name}:{first}", _broken_table(error)
+        allowed = f"{'a' if kind == 'Parquet' else 'an'} {kind} file"
+        yield f"{path}:{number}", BadLine(f"broken {kind}", f"no readable table ({reason_of(error, 100)})", allowed)
+
+
+@contextmanager
+def _opened_columns(path: Path, kind: str) -> Iterator[tuple[list[str], Callable[[list[str]], Iterable[Any]]]]:
+    """The names of a file's columns, and a function from some of them to their record batches."""
+    if kind == "Parquet":
+        from pyarrow.parquet import ParquetFile
+
+        with ParquetFile(path) as file:
+            read = partial(file.iter_batches, batch_size=_AT_ONCE, use_threads=False)
+            yield file.schema_arrow.names, lambda fields: read(columns=fields)
         return
-    for number, record in enumerate(short_floats(records, batch.schema), first):
-        yield f"{name}:{number}", record | unread
-
-
-def _broken_table(error: Exception, allowed: str = "a Parquet file") -> BadLine:
-    kind = "broken Parquet" if "Parquet" in allowed else "broken Arrow"
-    return BadLine(kind, f"no readable table ({reason_of(error, 100)})", allowed)
+    with pyarrow.memory_map(str(path)) as memory:
+        try:
+            table = pyarrow.ipc.open_file(memory).read_all()
+        except pyarrow.ArrowInvalid:
+            table = pyarrow.ipc.open_stream(memory).read_all()
+        yield table.column_names, lambda fields: table.select(fields).to_batches(_AT_ONCE)
 
 
 def of_datasets(source: str, config: DataConfig, key: str) -> Iterator[Row]:

@@ -27,13 +27,17 @@ from cqwen_dist.batch import pad_rows
 from cqwen_dist.config.bases import line_end_ids, numeral_ids, rows_used, rows_with_number
 from cqwen_dist.config.data import NumberPolicy
 from cqwen_dist.config.errors import Said, UserError, reason_of
-from cqwen_dist.data.ascii_words import QWEN2_PATTERN
 from cqwen_dist.data.encoder import NumberEncoder, split
 from cqwen_dist.data.write_numbers import write_numbers
 
 POLICY_FILE = "number_policy.json"
 OWN_CLASS = "CausalQwenTokenizer"  # `data.auto_tokenizer` writes this into tokenizer_config.json
 PLACEHOLDER = "<NUM>"  # written for a number without a value
+# Qwen2's pre-tokenisation (transformers, models/qwen2/tokenization_qwen2.py).
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 

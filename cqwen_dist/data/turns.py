@@ -19,15 +19,15 @@ _SHAREGPT = {
 }
 
 
-def messages_of(found: Any, keys: Mapping[str, str], roles: Mapping[str, str]) -> list[dict[str, Any]]:
+def messages_of(found: Any) -> list[dict[str, Any]]:
     """A chat's messages in the format of chat templates. Raises `BadLine`.
 
-    keys: field names for role, content and tool_calls; default: these, or ShareGPT's from and value. roles: maps roles
-    to standard roles. A null value counts as missing, because tables have every key in every message.
+    ShareGPT's keys from and value are known too. A null value counts as missing, because tables have every key in every
+    message.
     """
     if not isinstance(found, (list, tuple)) or not found:
         raise BadLine("no chat", found, "a list of messages, [{role, content}, ...]")
-    return [_message(message, keys, roles) for message in found]
+    return [_message(message) for message in found]
 
 
 def tools_of(found: Any) -> list[dict[str, Any]] | None:
@@ -40,17 +40,15 @@ def tools_of(found: Any) -> list[dict[str, Any]] | None:
     return [_function(tool, "tools") for tool in tools]
 
 
-def _message(found: Any, keys: Mapping[str, str], roles: Mapping[str, str]) -> dict[str, Any]:
+def _message(found: Any) -> dict[str, Any]:
     if not isinstance(found, Mapping):
         raise BadLine("no chat", found, "messages with a role and a content, both text")
-    names = {"role": "role", "content": "content", "tool_calls": "tool_calls"}
-    names |= {ours: theirs for ours, theirs in (("role", "from"), ("content", "value")) if ours not in found}
-    names |= keys
-    role, content, calls = (found.get(name) for name in names.values())
-    role = _role(role, roles)
+    names = ("role" if "role" in found else "from", "content" if "content" in found else "value", "tool_calls")
+    role, content, calls = map(found.get, names)
+    role = _role(role)
     if role == _CALL:
         role, content, calls = "assistant", None, content
-    rest = {key: _plain(value) for key, value in found.items() if value is not None and key not in names.values()}
+    rest = {key: _plain(value) for key, value in found.items() if value is not None and key not in names}
     calls = _plain(_from_json(calls, "tool_calls as JSON"))
     if not calls:
         return {**rest, "role": role, "content": _content(content)}
@@ -61,13 +59,10 @@ def _message(found: Any, keys: Mapping[str, str], roles: Mapping[str, str]) -> d
     return {**rest, "role": role, "content": _content(content or ""), "tool_calls": functions}
 
 
-def _role(found: Any, roles: Mapping[str, str]) -> str:
-    named = roles.get(found, found) if isinstance(found, str) else None
-    role = _SHAREGPT.get(named or "", named)
-    if role is None or role not in (*ROLES, _CALL):
-        raise BadLine(
-            "no chat", found, f"messages with a role, {', '.join(ROLES)} (others by data.roles), and a content"
-        )
+def _role(found: Any) -> str:
+    role = _SHAREGPT.get(found, found) if isinstance(found, str) else ""
+    if role not in (*ROLES, _CALL):
+        raise BadLine("no chat", found, f"messages with a role, {', '.join(ROLES)}, and a content")
     return role
 
 

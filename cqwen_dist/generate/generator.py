@@ -210,11 +210,6 @@ class _Continuation:
         self.put(numbers.p_num, p_num.where(new, math.nan))
         self.put(numbers.p_word, p_word.where(new, math.nan))
         self.put(numbers.generated, number)
-        if numbers.kinds is not None:
-            self.put(numbers.kinds, decision.kind.to(device))
-        if numbers.more is not None:
-            for kept, law in zip(numbers.more, decision.more, strict=True):
-                self.put(kept, law.double().to(device))
         action.number_head.remember(now.memory, value, number)
         now.lengths.add_(new)
         for end in self.ends:

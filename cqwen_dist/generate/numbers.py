@@ -6,7 +6,6 @@ Shape letters: B rows, T' positions of prompt and continuation.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -37,18 +36,13 @@ class GeneratedNumbers:
     p_word: Tensor  # [B,T'] float64, P of the written word; nan as p_num
     target: TargetTransform
     intervals: Intervals = field(default_factory=Intervals)
-    types: Sequence[str] = ()  # names of number types
-    kinds: Tensor | None = None  # [B,T'] int64: type of each generated number
-    more_values: Sequence[str] = ()  # names of additional values
-    more: Cauchy | None = None  # [B,T',R-1] float64: laws of additional values in the target's unit, if generated
     copied: Tensor | None = None  # [B,T'] bool: copy of an earlier number, with all its digits
 
     def until(self, end: int | None, begin: int = 0) -> GeneratedNumbers:
         """The positions before `end` (None: all), from `begin` on, as views."""
         at = slice(begin, end)
         cut: dict[str, Any] = {name: value[:, at] for name, value in vars(self).items() if isinstance(value, Tensor)}
-        more = None if self.more is None else Cauchy(*(part[:, at] for part in self.more))
-        return replace(self, **cut, more=more)
+        return replace(self, **cut)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """(low, high), each [B,T'] float64 in the raw unit, by `number_interval`; nan if not generated."""
@@ -70,18 +64,11 @@ class GeneratedNumbers:
         if not bool(self.generated[row, position]):
             return None
         copy = self.is_copy(row, position)
-        more = {}
-        for i, name in enumerate(self.more_values):
-            assert self.more is not None
-            law = Cauchy(self.more.loc[row, position, i], self.more.scale[row, position, i])
-            more[name] = FurtherValue(float(self.target.inverse(law.loc)), self._intervals(law, Intervals()))
         return NumberRecord(
             value=float((self.values if copy else self.target.inverse(self.loc))[row, position]),
             written=self.written(row, position, digits),
-            intervals=self._intervals(self._law(row, position), self.intervals),
+            intervals=self._intervals(self._law(row, position)),
             p_num=float(self.p_num[row, position]),
-            type=None if self.kinds is None else self.types[int(self.kinds[row, position])],
-            more=more,
             copied=copy,
         )
 
@@ -97,17 +84,9 @@ class GeneratedNumbers:
     def _law(self, row: int, position: int) -> Cauchy:
         return Cauchy(self.loc[row, position], self.scale[row, position])
 
-    def _intervals(self, y: Cauchy, intervals: Intervals) -> dict[str, tuple[float, float]]:
-        found = {f"{level:g}": number_interval(y, self.target, intervals, level) for level in LEVELS}
+    def _intervals(self, y: Cauchy) -> dict[str, tuple[float, float]]:
+        found = {f"{level:g}": number_interval(y, self.target, self.intervals, level) for level in LEVELS}
         return {level: (float(low), float(high)) for level, (low, high) in found.items()}
-
-
-@dataclass(frozen=True)
-class FurtherValue:
-    """An additional value of a number (S4 4.7.1), raw unit. Its intervals are never recalibrated."""
-
-    value: float
-    intervals: dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -118,8 +97,6 @@ class NumberRecord:
     written: float  # the value in the text, as fed back to the model
     intervals: dict[str, tuple[float, float]]  # level -> (low, high)
     p_num: float  # P(<NUM>) at the position
-    type: str | None = None  # the likeliest type, if the model has types
-    more: dict[str, FurtherValue] = field(default_factory=dict)  # additional values by name
     copied: bool = False  # copy of an earlier number
 
     def __str__(self) -> str:
@@ -215,9 +192,5 @@ def empty_numbers(values: Tensor, head: Any, intervals: Intervals) -> GeneratedN
         p_word=torch.full_like(values, math.nan),
         target=head.target,
         intervals=intervals,
-        types=head.types,
-        kinds=torch.zeros_like(values, dtype=torch.int64) if head.types else None,
-        more_values=head.more_values,
-        more=Cauchy(*values.new_zeros(2, *values.shape, len(head.more_values))) if head.more_values else None,
         copied=torch.zeros_like(values, dtype=torch.bool) if head.exact else None,
     )

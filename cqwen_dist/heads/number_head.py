@@ -9,7 +9,7 @@ laws and labels are fp32 in the target's unit (`CausalQwenConfig.target`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,8 +35,6 @@ class Decision(NamedTuple):
 
     y: Cauchy  # law of the number
     exact: Tensor | None = None  # [...] float64: an exact value; NaN if the value is the location of Y
-    kind: Tensor | None = None  # [...] int64: type, an index of `NumberHead.types`
-    more: Cauchy | None = None  # [...,R-1]: laws of `NumberHead.more_values`
 
 
 class NumberHead:
@@ -45,8 +43,6 @@ class NumberHead:
     The parameters belong to the action network: in checkpoints and exports they are action.reg_weight and so on.
     """
 
-    types: Sequence[str] = ()  # names of the types of a number
-    more_values: Sequence[str] = ()  # names of the values that it has besides the first
     exact = False  # whether `Decision.exact` is given
 
     def __init__(self, net: Any, config: Any, *rows: int) -> None:
@@ -90,12 +86,8 @@ class NumberHead:
 
     # --------------------------------------------------------------------------------- labels and loss
 
-    def labels(self, batch: Batch, keep: Tensor, weights: Sequence[float] | None = None) -> NumberLabels:
-        """The labels at positions `keep` [N] of a batch. weights: weights of the values (`loss.value_weights`)."""
-        return self.value_labels(batch, keep)
-
-    def value_labels(self, batch: Batch, keep: Tensor) -> NumberLabels:
-        """Labels with one value per number, without types or additional values, as for Hugging Face's labels."""
+    def labels(self, batch: Batch, keep: Tensor) -> NumberLabels:
+        """The labels at positions `keep` [N] of a batch."""
         values = batch.numeric_labels.flatten()[keep]
         return NumberLabels(self.target.forward(values), batch.numeric_mask.flatten()[keep])
 

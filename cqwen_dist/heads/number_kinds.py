@@ -1,18 +1,21 @@
 """All number heads except the plain one, and how the model's config selects one.
 
-kind             config               a number is
-NumberHead       default              the location of one law, Y = W_reg U' + b_reg
-SeveralValues    `data.more_values`   the first of R values, each with its law (seed S4 4.7.1)
-TypedNumbers     `data.number_types`  the value of the likeliest of T types (S4 4.7.2)
-WithCopies       `model.copies`       one of the last K numbers of its text, or else a number of the inner kind
+kind             a number is
+NumberHead       the location of one law, Y = W_reg U' + b_reg
+WithCopies       one of the last K numbers of its text (`model.copies`), or else a number of the inner kind
+SeveralValues    the first of R values, each with a law of its own (seed S4 4.7.1)
+TypedNumbers     the value of the likeliest of T types (S4 4.7.2)
 a custom subclass of NumberHead, named by `model.number_head`
+
+SeveralValues and TypedNumbers are for Python: `CausalQwenConfig(more_values=R - 1)` or `(number_types=T)` selects one,
+and its loss takes `SeveralLabels` or `TypedLabels`.
 
 Letters as in `heads.number_head`, and T types, K copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,15 +37,14 @@ COPY_NOISE = 0.3  # the start's ridge regression fits S_j to -1 and 1
 class SeveralLabels(NumberLabels):
     """values: [N,R]."""
 
-    weights: Tensor  # [N,R] fp32, 0 where a number lacks this value, or [R]
+    weights: Tensor  # [R] or [N,R] fp32: w_i, 0 where a number lacks this value
 
 
 class SeveralValues(NumberHead):
     """R values per number, W_reg [R,C]. Each marginal law is exact; the values are dependent."""
 
     def __init__(self, net: Any, config: Any) -> None:
-        self.more_values = config.more_values
-        super().__init__(net, config, 1 + len(self.more_values))
+        super().__init__(net, config, 1 + config.more_values)
 
     def value(self, u_prime: Cauchy) -> Cauchy:
         return u_prime.affine(self.net.reg_weight[0], self.net.reg_bias[0])
@@ -51,40 +53,11 @@ class SeveralValues(NumberHead):
         """Laws of all values: [...,R]."""
         return u_prime.affine(self.net.reg_weight, self.net.reg_bias)
 
-    def decide(self, u_prime: Cauchy, memory: Tensor) -> Decision:
-        more = self.values(u_prime)
-        return Decision(self.value(u_prime), more=Cauchy(more.loc[..., 1:], more.scale[..., 1:]))
-
-    def labels(self, batch: Batch, keep: Tensor, weights: Sequence[float] | None = None) -> NumberLabels:
-        values, own_weights = self._every(batch, keep, weights)
-        return SeveralLabels(self.target.forward(values), batch.numeric_mask.flatten()[keep], own_weights)
-
-    def _every(self, batch: Batch, keep: Tensor, weights: Sequence[float] | None = None) -> tuple[Tensor, Tensor]:
-        """All values [N,R] in the raw unit, and their weights [N,R]: 0 for a missing value."""
-        factor = torch.tensor(weights or [1.0] * (1 + len(self.more_values)), device=keep.device)
-        values = torch.zeros(len(keep), len(factor), dtype=torch.float64, device=keep.device)
-        own = torch.zeros(values.shape, device=keep.device)
-        values[:, 0], own[:, 0] = batch.numeric_labels.flatten()[keep], factor[0]
-        places, which = torch.searchsorted(keep, batch.more[:, 0].long()), batch.more[:, 1].long()
-        values[places, which], own[places, which] = batch.more[:, 2], factor[which]
-        return values, own
-
     def loss(self, u_prime: Cauchy, labels: NumberLabels, stop: bool) -> tuple[Tensor, Tensor]:
         if not isinstance(labels, SeveralLabels):
             return super().loss(u_prime, labels, stop)
         nll = number_nll(self.values(u_prime).nll(labels.values), labels.weights)
         return nll, nll.new_zeros(())
-
-    def measure(self, found: Decision, batch: Batch, at: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        assert found.more is not None
-        values, there = self._every(batch, at)
-        error = (self.target.inverse(found.more.loc.double()) - values[:, 1:]).abs()
-        return {}, {f"error {name}": error[there[:, 1 + i] > 0, i] for i, name in enumerate(self.more_values)}
-
-    def metrics(self, sums: Mapping[str, float], lists: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """eval/mdae_NAME: median absolute error of an additional value, raw unit; NaN without such values."""
-        errors = {name: lists[f"error {name}"] for name in self.more_values}
-        return {f"eval/mdae_{name}": float(np.median(each)) if len(each) else np.nan for name, each in errors.items()}
 
 
 @dataclass(frozen=True)
@@ -96,34 +69,21 @@ class TypedNumbers(NumberHead):
     """T types, W_reg [2T,C]: the value of each type, then the score S_t of each type. P_t = P(S_t > 0)."""
 
     def __init__(self, net: Any, config: Any) -> None:
-        self.types = config.number_types
-        super().__init__(net, config, 2 * len(self.types))
+        self.count = config.number_types
+        super().__init__(net, config, 2 * self.count)
 
     def values(self, u_prime: Cauchy) -> Cauchy:
         """The law of the value for each type: [...,T]."""
-        return u_prime.affine(self.net.reg_weight[: len(self.types)], self.net.reg_bias[: len(self.types)])
+        return u_prime.affine(self.net.reg_weight[: self.count], self.net.reg_bias[: self.count])
 
     def type_scores(self, u_prime: Cauchy) -> Cauchy:
         """S_t: [...,T]."""
-        return u_prime.affine(self.net.reg_weight[len(self.types) :], self.net.reg_bias[len(self.types) :])
+        return u_prime.affine(self.net.reg_weight[self.count :], self.net.reg_bias[self.count :])
 
     def value(self, u_prime: Cauchy) -> Cauchy:
         """The law for the likeliest type."""
-        return self._likeliest(u_prime).y
-
-    def decide(self, u_prime: Cauchy, memory: Tensor) -> Decision:
-        return self._likeliest(u_prime)
-
-    def _likeliest(self, u_prime: Cauchy) -> Decision:
-        laws, kind = self.values(u_prime), _strength(self.type_scores(u_prime)).argmax(-1)
-        return Decision(Cauchy(*(part.gather(-1, kind.unsqueeze(-1))[..., 0] for part in laws)), kind=kind)
-
-    def labels(self, batch: Batch, keep: Tensor, weights: Sequence[float] | None = None) -> NumberLabels:
-        own = self.value_labels(batch, keep)
-        types = own.is_number.long() - 1
-        places, kind = batch.typed.unbind(1)
-        types[torch.searchsorted(keep, places.contiguous())] = kind
-        return TypedLabels(own.values, own.is_number, types)
+        kind = _strength(self.type_scores(u_prime)).argmax(-1, keepdim=True)
+        return Cauchy(*(part.gather(-1, kind)[..., 0] for part in self.values(u_prime)))
 
     def loss(self, u_prime: Cauchy, labels: NumberLabels, stop: bool) -> tuple[Tensor, Tensor]:
         """The NLL under the law of the true type times P_t, and the one-vs-rest cross entropy of all types."""
@@ -139,17 +99,7 @@ class TypedNumbers(NumberHead):
     @torch.no_grad()
     def start(self, coefficients: Tensor, intercept: float) -> None:
         super().start(coefficients, intercept)
-        self.net.reg_bias[len(self.types) :] = 0.0  # of S_t: P = 1/2 for every type
-
-    def measure(self, found: Decision, batch: Batch, at: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        labels = self.labels(batch, at)
-        assert isinstance(labels, TypedLabels)
-        known = labels.types >= 0
-        return {"types": known.sum(), "types_right": ((found.kind == labels.types) & known).sum()}, {}
-
-    def metrics(self, sums: Mapping[str, float], lists: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """eval/type_accuracy: share of numbers whose likeliest type is the true one."""
-        return {"eval/type_accuracy": sums["types_right"] / max(sums["types"], 1)}
+        self.net.reg_bias[self.count :] = 0.0  # of S_t: P = 1/2 for every type
 
 
 @dataclass(frozen=True)
@@ -170,7 +120,6 @@ class WithCopies(NumberHead):
 
     def __init__(self, inner: NumberHead, net: Any, config: Any) -> None:
         self.inner, self.net, self.config = inner, net, config
-        self.types, self.more_values = inner.types, inner.more_values
 
     def add_scores(self) -> None:
         net, count = self.net, self.config.copies
@@ -211,14 +160,8 @@ class WithCopies(NumberHead):
         latest = torch.cat([value[:, None], memory[:, :-1]], 1)
         memory.copy_(latest.where(is_number[:, None], memory))
 
-    def labels(self, batch: Batch, keep: Tensor, weights: Sequence[float] | None = None) -> NumberLabels:
-        return self._with_recent(self.inner.labels(batch, keep, weights), batch, keep)
-
-    def value_labels(self, batch: Batch, keep: Tensor) -> NumberLabels:
-        return self._with_recent(self.inner.value_labels(batch, keep), batch, keep)
-
-    def _with_recent(self, own: NumberLabels, batch: Batch, keep: Tensor) -> CopyLabels:
-        raw = batch.numeric_labels.flatten()[keep]
+    def labels(self, batch: Batch, keep: Tensor) -> NumberLabels:
+        own, raw = self.inner.labels(batch, keep), batch.numeric_labels.flatten()[keep]
         return CopyLabels(own.values, own.is_number, own, self.memory_at(batch, keep), raw)
 
     def loss(self, u_prime: Cauchy, labels: NumberLabels, stop: bool) -> tuple[Tensor, Tensor]:

@@ -61,6 +61,6 @@ def loss_of_labels(
     )
     kept = batch.kept
     at = Cauchy(*(t.flatten(0, 1)[kept] for t in u))
-    numbers, terms = action.number_head.value_labels(batch, kept), TermOptions(**config.word_terms)
+    numbers, terms = action.number_head.labels(batch, kept), TermOptions(**config.word_terms)
     loss = mean_loss(action, at, labels.flatten()[kept], numbers, int(config.num_token_id), terms)
     return loss if num_items_in_batch is None else loss * (items / num_items_in_batch)

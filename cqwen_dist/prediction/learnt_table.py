@@ -18,11 +18,9 @@ from cqwen_dist.run.files import START, read_object
 
 FILE = "table.json"  # in an exported folder
 # The data keys that decide how a row is read; paths are not stored
-READ = {"prompt_template", "text_template", "target_field", "number_types", "more_values", "labels_field"}
-READ |= {"text_field", "messages_field", "message_keys", "roles", "sample_by", "numeric_targets"}
-READ |= {"calculator_marks", "empty_cell", "number_columns", "numbers"}
-# and the rows that an evaluation counts
-READ |= {"sequence_length", "long_texts", "min_tokens", "max_tokens", "on_bad_line", "on_nonfinite"}
+READ = {"prompt_template", "text_template", "target_field"}
+READ |= {"text_field", "messages_field", "numeric_targets", "empty_cell", "number_columns", "numbers"}
+READ |= {"sequence_length", "long_texts", "on_bad_line"}  # and which rows an evaluation counts
 
 
 class Column(BaseModel):

@@ -16,7 +16,7 @@ from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.delimited import MISSING, write_rows
 from cqwen_dist.generate.continuation import Prompt, encoded, generate_batch
 from cqwen_dist.generate.decisions import choose
-from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, check_digits, shown
+from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, check_digits
 from cqwen_dist.generate.streaming import Tokenizer, reader
 from cqwen_dist.heads.intervals import LEVELS
 from cqwen_dist.prediction.learnt_range import OUTSIDE, LearntRange
@@ -28,13 +28,6 @@ CHOICE = "chosen"
 SORTED = 8  # batches
 LEAST_DIGITS = 6  # of an interval's ends
 OF_WIDTH = 4  # digits of an interval's width, at least, if its ends begin alike: 1,700,000,123 to 1,700,000,456
-
-
-def number_columns(model: Any) -> list[str]:
-    """`NUMBER_COLUMNS`, and columns of the number's type and of its further values, if the model has them."""
-    head = model.model.action.number_head
-    more = [f"{column}_{name}" for name in head.more_values for column in NUMBER_COLUMNS[:-1]]
-    return [*NUMBER_COLUMNS, *(["type"] if head.types else []), *more]
 
 
 def prompts_of(
@@ -119,7 +112,6 @@ def predict_numbers(
     for name, value, least in (("--batch-size", batch_size, 1), ("--within", within, 0)):
         if value < least:
             raise UserError(name, value, f"{least} or more")
-    columns = number_columns(model)
     options: dict[str, Any] = {"watch": [lambda ids, numbers: numbers.generated[:, -1]]}
     options |= {"max_new_tokens": max(within, 1), "number_first": not within}
     for first in range(0, len(prompts), SORTED * batch_size):
@@ -129,12 +121,12 @@ def predict_numbers(
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
             written = generate_batch(model, tokenizer, [some[row] for row in rows], mode="standard", **options)
-            found |= zip(rows, _cells_of(columns, *written, digits), strict=True)
+            found |= zip(rows, _cells_of(*written, digits), strict=True)
         yield from (found[row] for row in range(len(some)))
 
 
 def _cells_of(
-    columns: Sequence[str], ids: Tensor, numbers: GeneratedNumbers, width: int, digits: Digits
+    ids: Tensor, numbers: GeneratedNumbers, width: int, digits: Digits
 ) -> Iterator[dict[str, float | str | None]]:
     """The new columns of each row of a batch. ids, numbers, width: as of `generate_batch`."""
     of_ends = LEAST_DIGITS if digits == "auto" else max(digits, LEAST_DIGITS)
@@ -142,14 +134,10 @@ def _cells_of(
         record = numbers.record(row, int(numbers.generated[row].int().argmax()), digits)
         if record is None:
             seen = float(numbers.p_num[row, width:].nan_to_num(0.0).max())
-            yield {**dict.fromkeys(columns), "p_num": float(f"{seen:.6g}")}
+            yield {**dict.fromkeys(NUMBER_COLUMNS), "p_num": float(f"{seen:.6g}")}
             continue
         cells: list[float | str] = [record.written, *_ends(record.intervals, of_ends), float(f"{record.p_num:.6g}")]
-        cells += [] if record.type is None else [record.type]
-        for further in record.more.values():
-            low, high = further.intervals["0.5"]
-            cells += [shown(further.value, (high - low) / 2, digits), *_ends(further.intervals, of_ends)]
-        yield dict(zip(columns, cells, strict=True))
+        yield dict(zip(NUMBER_COLUMNS, cells, strict=True))
 
 
 def _ends(intervals: dict[str, tuple[float, float]], digits: int) -> list[float]:
@@ -189,7 +177,7 @@ def predict_rows(
     new columns.
     """
     marked = [] if known is None else [OUTSIDE]
-    added = [CHOICE, *(f"p {option}" for option in options)] if options else number_columns(model) + marked
+    added = [CHOICE, *(f"p {option}" for option in options)] if options else [*NUMBER_COLUMNS, *marked]
     taken = [name for name in added if rows and name in rows[0]]
     if taken:
         raise UserError("FILE", f"a column {taken[0]}", "other names than the new columns'")

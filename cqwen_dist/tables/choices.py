@@ -45,8 +45,7 @@ data:
   number_columns: {numbers}
   empty_cell: {empty}
   sequence_length: {length}
-  max_tokens: {length}  # longer rows are left out
-  group_by_length: true
+  long_texts: drop
 loss:
   target_transform: {transform}
 stages:

@@ -37,7 +37,7 @@ from cqwen_dist.model.layers import run_layers_as
 from cqwen_dist.ops.ovr.head import TermOptions
 from cqwen_dist.ops.ovr.loss import IMPLEMENTATIONS, OvrOptions, runs_on
 from cqwen_dist.ops.products import dtype_of
-from cqwen_dist.parallel.collectives import from_main_rank, gather_objects, main_rank_first
+from cqwen_dist.parallel.collectives import from_main_rank, main_rank_first
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, seed_everything
 from cqwen_dist.parallel.sequence import over_sequence
@@ -158,7 +158,7 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
 
     # The run folder: finish an interrupted change, and choose the checkpoint; a damaged one is refused
     seed_everything(config.train.seed)
-    rank, world, folder = runtime.rank, groups.world_size, Path(config.run.dir)
+    folder = Path(config.run.dir)
     progress = Progress(0, 0, silent=not runtime.is_main)
     from_main_rank(lambda: finish_renames(folder))
     resume_from, note = from_main_rank(lambda: choose_checkpoint(folder, config.run.resume))
@@ -180,7 +180,7 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
 
     # Read the data, and the word counts and tokens that the model needs
     (datasets, watched), samples = read_texts(config.data, tokenizer)
-    statistics = datasets.train.statistics(rank, world, gather_objects)
+    statistics = from_main_rank(datasets.train.statistics)
     loaders = StageLoaders(datasets.train, config.batch_shapes(), train.seed, groups.reading)
     words = Words(
         tokenizer.num_token_id,

@@ -35,7 +35,6 @@ class StepCounts:
     numbers: float  # denominator of L_reg
     tokens: int  # input positions, for tokens/s
     labels: list[list[int]]  # label positions by [micro-batch][rank of the vocabulary group]
-    partial: list[list[int]]  # partial labels, likewise
     all_labels: int  # label positions of all ranks and micro-batches
 
 
@@ -68,7 +67,7 @@ class Stepper:
         counts_hits = step % ACCURACY_EVERY == 0 or step == plan.stop - 1
 
         # Denominators over all ranks, before any loss: each micro-batch then adds its part of the global mean
-        keeps = [batch.learnt for batch in micro_batches]
+        keeps = [batch.kept for batch in micro_batches]
         counts = self._exchange(micro_batches, keeps)
 
         # Gradients, accumulated over micro-batches
@@ -147,16 +146,10 @@ class Stepper:
         world, options = self.groups.world_size, self.options
         if counts_hits:
             options = replace(options, ovr=replace(options.ovr, seen=Wanted(self.model.config.used_rows)))
-        at, words = batch.partial.unbind(1)  # [M] each: position in the flattened batch, word
         return fused_loss(
             self.model.action,
             u,
-            TokenLabels(
-                batch.labels.flatten()[keep],
-                self.model.action.number_head.labels(batch, keep, self.loss.value_weights),
-                partial=torch.stack([torch.searchsorted(keep, at.contiguous()), words], 1),
-                partial_counts=counts.partial[i],
-            ),
+            TokenLabels(batch.labels.flatten()[keep], self.model.action.number_head.labels(batch, keep)),
             options,
             token_weight=world / max(counts.words, 1),
             number_weight=reg_weight * world / max(counts.numbers, 1),
@@ -170,23 +163,22 @@ class Stepper:
         tokens = sum(int(b.attention_mask.sum()) for b in micro_batches)
         words = sum(kept)
         numbers = sum(kept) if counts_text(self.options.gate) else sum(int(b.numeric_mask.sum()) for b in micro_batches)
-        table = self._gather([words, numbers, tokens], [*kept, *(len(b.partial) for b in micro_batches)])
+        table = self._gather([words, numbers, tokens], kept)
         first = self.groups.rank - self.groups.vocab_rank  # vocabulary groups are consecutive ranks
         by_micro_batch = table[first : first + self.groups.vocab_size, 4:].T.tolist()
-        n = len(kept)
         words, numbers, tokens = table[:, :3].sum(0).tolist()
-        all_labels = int(table[:, 4 : 4 + n].sum())
-        return StepCounts(words, numbers, tokens, by_micro_batch[:n], by_micro_batch[n:], all_labels)
+        all_labels = int(table[:, 4:].sum())
+        return StepCounts(words, numbers, tokens, by_micro_batch, all_labels)
 
     def give_up(self, micro_steps: int) -> None:
         """Join the exchange without batches to stop the other ranks. Raises `Stopped`."""
-        self._gather([0, 0, 0], [0] * (2 * micro_steps))
+        self._gather([0, 0, 0], [0] * micro_steps)
 
     def _gather(self, sums: list[int], kept: list[int]) -> Tensor:
         """All-gather to [rank, (*sums, stop flag, *kept)], int64 on the CPU.
 
-        kept: the number of label positions of each micro-batch, then the number of partial labels of each. Raises
-        `Stopped` on all ranks if any rank received a stop request.
+        kept: the number of label positions of each micro-batch. Raises `Stopped` on all ranks if any rank received a
+        stop request.
         """
         # The stop flag travels with the counts: no rank can enter a step that another rank leaves
         reason = self.stop_reason()

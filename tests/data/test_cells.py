@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cqwen_dist.config import DataConfig, UserError
@@ -55,22 +55,18 @@ SAME: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("text", SAME)
-def test_one_value_has_one_text(text: str) -> None:
-    for value in SAME[text]:
-        plain = value.item() if isinstance(value, np.datetime64) else value
-        assert cell_text(plain) == text, repr(value)
+def test_one_value_has_one_text() -> None:
+    for text, values in SAME.items():
+        plain = [value.item() if isinstance(value, np.datetime64) else value for value in values]
+        assert [cell_text(value) for value in plain] == [text] * len(plain), values
+    for value in (b"\xff", float("inf"), object(), {1, 2}):
+        assert cell_text(value) is None
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), np.nan, pd.NA, pd.NaT, "", np.float32("nan"), Decimal("nan")])
-def test_every_null_is_empty(value: object) -> None:
-    assert is_empty(value)
-    assert TableCells({}).text("x", value) == ""
-
-
-@pytest.mark.parametrize("value", [b"\xff", float("inf"), object(), {1, 2}])
-def test_other_values_have_no_text(value: object) -> None:
-    assert cell_text(value) is None
+def test_every_null_is_empty() -> None:
+    for value in (None, float("nan"), np.nan, pd.NA, pd.NaT, "", np.float32("nan"), Decimal("nan")):
+        assert is_empty(value)
+        assert TableCells({}).text("x", value) == ""
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(10**18), 10**18))
@@ -117,33 +113,23 @@ FORMS: list[tuple[list[str], str, list[str]]] = [  # cells, their form, their nu
 ]
 
 
-@pytest.mark.parametrize(("cells", "form", "numerals"), FORMS)
-def test_a_column_has_one_form_of_numbers(cells: list[str], form: str, numerals: list[str]) -> None:
-    (found,) = forms_of({"x": cells}).values()
-    assert str(found) == form
-    assert Form.of(form) == found
-    assert [TableCells({"x": found}).text("x", cell) for cell in cells] == numerals
-    assert forms_of({"x": [*cells, "many"]}) == {}
+def test_a_column_has_one_form_of_numbers() -> None:
+    for cells, form, numerals in FORMS:
+        (found,) = forms_of({"x": cells}).values()
+        assert str(found) == form
+        assert Form.of(form) == found
+        assert [TableCells({"x": found}).text("x", cell) for cell in cells] == numerals
+        assert forms_of({"x": [*cells, "many"]}) == {}
 
 
-@pytest.mark.parametrize(
-    "cells",
-    [
+def test_other_columns_stay_text() -> None:
+    for cells in (
         *(["2024-01-31", "2024-02-01"], ["12:30", "9:45"], ["1.2.3", "1.2.4"], ["A4", "A5"], ["007", "010"]),
-        *(
-            ["1 kg", "2 lb"],
-            ["10 %", "0.1"],
-            ["950", "1.2k"],
-            ["950 €", "1,2 Mio €"],
-            ["3/4", "1/2"],
-            ["555-1234", "555-9876"],
-            ["+49 30 12", "+49 30 13"],
-        ),
-        *(["2.5", "2,5"], ["$5", "€5"], ["?", "-"], ["1--2", "3"], ["12 345 67", "1"], ["c335", "a693"]),
-    ],
-)
-def test_other_columns_stay_text(cells: list[str]) -> None:
-    assert forms_of({"x": cells}) == {}
+        *(["1 kg", "2 lb"], ["10 %", "0.1"], ["950", "1.2k"], ["950 €", "1,2 Mio €"], ["3/4", "1/2"]),
+        *(["555-1234", "555-9876"], ["+49 30 12", "+49 30 13"], ["2.5", "2,5"], ["$5", "€5"], ["?", "-"]),
+        *(["1--2", "3"], ["12 345 67", "1"], ["c335", "a693"]),
+    ):
+        assert forms_of({"x": cells}) == {}, cells
 
 
 @pytest.mark.parametrize(
@@ -308,29 +294,6 @@ def test_columns_with_the_same_name_are_refused_in_every_kind_of_file(tmp_path: 
             texts_of(source, tmp_path)
 
 
-@settings(max_examples=4, deadline=None)
-@given(st.data())
-def test_any_table_gives_the_same_texts_from_every_kind_of_file(
-    tmp_path_factory: pytest.TempPathFactory, data: Any
-) -> None:
-    """Random cells, and random ones of them empty; `price` has a point in the last row, so that no sign is open."""
-    rows = data.draw(st.integers(3, 6))
-    some = lambda values: data.draw(st.lists(st.none() | values, min_size=rows, max_size=rows))  # noqa: E731
-    words = st.text("abcxyz, ;é", min_size=1, max_size=8).map(lambda word: f"w{word.strip()}")
-    frame = pd.DataFrame(
-        {
-            "word": some(words),
-            "day": pd.to_datetime(some(st.dates(date(1990, 1, 1), date(2030, 1, 1)))),
-            "whole": pd.array(some(st.integers(-(10**6), 10**6)), "Int64"),
-            "real": [0.25, *(n or 0.0 for n in some(st.integers(-8000, 8000).map(lambda n: n / 8))[1:])],
-            "price": [*range(rows - 1), 0.5],
-        }
-    )
-    folder = tmp_path_factory.mktemp("kinds")
-    found = [[t._replace(where="") for t in texts_of(written(frame, folder, kind), folder)] for kind in KINDS]
-    assert all(texts == found[0] for texts in found)
-
-
 # ---------------------------------------------------------------------------- what differs from training
 
 
@@ -399,8 +362,8 @@ def test_columns_that_cannot_have_the_same_text_are_refused(change: dict[str, An
     assert f"FILE: found {found}" in str(met.value)
 
 
-@pytest.mark.parametrize("cell", ["0.125", "950", 0.125, 5])
-@pytest.mark.parametrize("unit", [" %", "k", "k€", " Mio", " Lakh", " crores", " Cr", " Million", " Milliarden", "만"])
+@pytest.mark.parametrize("cell", ["0.125", 5])
+@pytest.mark.parametrize("unit", [" %", "k€", " Mio", " Lakh", " Million", "만"])
 def test_a_number_without_a_unit_that_scales_it_is_not_read(unit: str, cell: Any) -> None:
     """0.125 may be 12.5 %, and 950 is not 950k: a guess would be silently wrong by a factor."""
     trained, cells = _seen([{"x": f"{i}.5{unit}"} for i in range(20)])

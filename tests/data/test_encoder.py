@@ -25,21 +25,9 @@ def test_encoding_in_bulk_equals_encoding_one_by_one(some: list[str], policy: Nu
         assert read == [tokenizer.encoder.read([text])[0] for text in many]
 
 
-@settings(max_examples=300)
-@given(
-    st.lists(st.text(st.characters(max_codepoint=127) | st.sampled_from("  '\n\r\t\v\x1c"), max_size=25), max_size=20)
-)
-def test_the_fast_ascii_encoder_equals_the_tokenizer(some: list[str]) -> None:
-    read = SMALL.encoder.read([*some, "It's <|im_end|>!", "x" * encoder._LITTLE])[: len(some) + 1]
-    assert SMALL.encoder._ascii, "train_tokenizer makes Qwen's pattern"
-    assert read == [SMALL.encoder.read([text])[0] for text in [*some, "It's <|im_end|>!"]]
-
-
 def test_encoding_in_bulk_with_the_real_vocabulary() -> None:
     tokenizer = NumericalAwareTokenizer.from_pretrained(shared_path("tokenizers/qwen2.5"))
     lines = shared_path("data/gsm8k/train.jsonl").read_text(encoding="utf-8").splitlines()[:300]
     lines += ["价格是99.9元", "l'été coûte 5 €\u0301", "\u1112\u1161\u11ab 7", "ﬁ ½ Å 3", "a\u0327\u0301 10"]
     lines += ["I'LL 'S 've\x1c\x1d \v \f a\r\n\r\n b   \n  c", "x <|im_start|> y", "\x00\x7f 5"]
-    assert "_ascii" not in vars(tokenizer.encoder)
     assert tokenizer.encoder.read(lines) == [tokenizer.encoder.read([line])[0] for line in lines]
-    assert tokenizer.encoder._ascii, "Qwen2.5's own tokenizer goes the quick way"

@@ -1,6 +1,7 @@
 """However a text is made, numbers are found in time that grows as its length does."""
 
 import time
+from itertools import product
 from random import Random
 
 import pytest
@@ -82,20 +83,13 @@ def _seconds(text: str, policy: NumberPolicy) -> float:
     return time.process_time() - began
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_reading_time_is_linear_in_the_text(family: str) -> None:
-    small, large = _text(family, SMALL), _text(family, SMALL * TIMES)
-    for policy in (NumberPolicy(), NumberPolicy(accounting=True, dates=True, identifiers=True, leading_zeros=True)):
+def test_reading_time_is_linear_in_the_text() -> None:
+    all_of = NumberPolicy(accounting=True, dates=True, identifiers=True, leading_zeros=True)
+    for family, policy in product(FAMILIES, (NumberPolicy(), all_of)):
+        small, large = _text(family, SMALL), _text(family, SMALL * TIMES)
         for _ in range(4):  # the machine may have been busy: linear once is linear
             once, more = min(_seconds(small, policy) for _ in range(2)), _seconds(large, policy)
             if more < 2.5 * TIMES * once + 0.01:
                 break
         else:
-            pytest.fail(f"{len(small)} characters took {once:.3f} s, {len(large)} took {more:.3f} s")
-
-
-def test_a_megabyte_of_spaced_integers_takes_seconds() -> None:
-    text = _text("rows of integers", 1_000_000)
-    began = time.process_time()
-    assert len(find_numbers(text)) == 250_000
-    assert time.process_time() - began < 5, "a pattern looks through the rest of the text again at each number"
+            pytest.fail(f"{family}: {len(small)} characters took {once:.3f} s, {len(large)} took {more:.3f} s")

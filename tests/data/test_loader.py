@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import UserError
-from cqwen_dist.data.loader import EvalLoader, Loader, ahead, epoch_order, grouped_order, share
+from cqwen_dist.data.loader import EvalLoader, Loader, ahead, share
 from cqwen_dist.data.store import Document, Sample
 
 
 class Numbered:
     """Sample i is the document [i + 10, 1]."""
 
-    pad_token_id, num_token_id, group_by_length = 0, 9, False
+    pad_token_id, num_token_id = 0, 9
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -161,45 +161,14 @@ def test_the_prefetch_thread_passes_errors_on_and_ends_with_the_loader() -> None
     assert threading.active_count() == before
 
 
-def test_a_signal_while_the_prefetch_thread_starts_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[threading.Thread] = []
-    start = threading.Thread.start
-
-    def interrupted(thread: threading.Thread) -> None:
-        start(thread)
-        started.append(thread)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        next(ahead(iter(int, 1), 2))
-    started[0].join(20)
-    assert not started[0].is_alive()
-
-
-@given(st.integers(1, 400), st.integers(1, 9), st.integers(0, 5))
-def test_grouping_by_length_only_reorders_the_samples(count: int, batch: int, epoch: int) -> None:
-    lengths = np.random.default_rng(count).integers(1, 100, count)
-    order = grouped_order(lengths, 0, epoch, batch)
-    assert sorted(order.tolist()) == list(range(count))
-    assert order.tolist() == grouped_order(lengths, 0, epoch, batch).tolist()
-    left = count - count % batch
-    assert set(order[left:].tolist()) == set(epoch_order(count, 0, epoch)[left:].tolist())
-
-    def spread(some: np.ndarray) -> int:
-        return int(np.ptp(lengths[some[:left].reshape(-1, batch)], axis=1).sum()) if left else 0
-
-    assert spread(order) <= spread(epoch_order(count, 0, epoch))
-
-
 def test_the_prefetch_thread_ends_with_the_iteration() -> None:
     """A process that ends while it is inside torch is aborted, though all its work was done."""
     loader = Loader(Numbered(40), rank=0, world=1, global_batch_size=4, micro_batch_size=2, seed=0, prefetch=2)
     batches = iter(loader)
     next(batches)
-    assert any(thread.name == "cqwen-loader" for thread in threading.enumerate())
+    assert any(thread.name.startswith("cqwen-loader") for thread in threading.enumerate())
     batches.close()
-    assert not any(thread.name == "cqwen-loader" for thread in threading.enumerate())
+    assert not any(thread.name.startswith("cqwen-loader") for thread in threading.enumerate())
 
 
 @given(st.integers(1, 9), st.integers(1, 3))

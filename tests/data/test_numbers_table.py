@@ -5,9 +5,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.corpora import policies, texts
 from support.left import find_left
 from support.shared import shared_path
@@ -20,23 +18,15 @@ from cqwen_dist.data.write_numbers import write_numbers
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "numbers.md"
 ROWS = re.findall(r"^\| `(.+?)` \| ([^|]*) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-NUMBERS = [(text, values) for text, values in ROWS if re.fullmatch(r"[-0-9., ]+", values)]
-TEXT = [text for text, values in ROWS if (text, values) not in NUMBERS]
 
 
-def test_numbers_md_has_the_tested_rows() -> None:
-    assert len(NUMBERS) > 20
-    assert len(TEXT) == 10
-
-
-@pytest.mark.parametrize(("text", "values"), NUMBERS)
-def test_each_row_of_numbers_is_read_as_the_page_says(text: str, values: str) -> None:
-    assert [span.value for span in find_numbers(text)] == [float(value) for value in values.split(", ")]
-
-
-@pytest.mark.parametrize("text", TEXT)
-def test_each_row_of_text_has_no_number(text: str) -> None:
-    assert find_numbers(text) == []
+def test_each_row_of_the_page_is_read_as_it_says() -> None:
+    with_numbers = [(text, values) for text, values in ROWS if re.fullmatch(r"[-0-9., ]+", values)]
+    assert (len(with_numbers), len(ROWS) - len(with_numbers)) == (len(ROWS) - 10, 10)
+    assert len(with_numbers) > 20
+    for text, values in ROWS:
+        wanted = [float(value) for value in values.split(", ")] if (text, values) in with_numbers else []
+        assert [span.value for span in find_numbers(text)] == wanted, text
 
 
 def test_accounting_applies_only_to_groups_of_three_digits() -> None:
@@ -54,18 +44,6 @@ def test_numbers_and_left_digits_cover_every_ascii_digit_once(text: str, policy:
     assert all(a[1] <= b[0] for a, b in pairwise(spans))
     covered = {i for start, end in spans for i in range(start, end)}
     assert all(i in covered for i, letter in enumerate(text) if letter in "0123456789")
-
-
-@settings(max_examples=300)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["(", " of ", " = ", " $", "价"]), st.floats(allow_nan=False, allow_infinity=False))
-    )
-)
-def test_written_numbers_are_read_as_they_were(pairs: list[tuple[str, float]]) -> None:
-    for policy in (NumberPolicy(), NumberPolicy(accounting=True)):
-        written = write_numbers([piece for pair in pairs for piece in pair], policy)
-        assert [repr(span.value) for span in find_numbers(written, policy)] == [repr(value) for _, value in pairs]
 
 
 def test_a_number_before_zeros_is_written_so_that_the_zeros_stay_text() -> None:

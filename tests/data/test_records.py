@@ -24,7 +24,6 @@ from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts, read_train
-from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.model import CausalQwenModel
 from cqwen_dist.tools.diabetes import diabetes_texts
@@ -214,16 +213,12 @@ def test_a_column_without_a_name_is_not_read(tmp_path: Path) -> None:
             assert [text.text for text in found] == expected
 
 
-def test_text_files_by_line_paragraph_and_document(tmp_path: Path) -> None:
+def test_text_files_are_read_by_line(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one\ntwo\n\n\nthree\r\nfour", newline="")
-    found = {}
-    for by in ("line", "paragraph", "document"):
-        config = DataConfig(train=str(path), sample_by=by)
-        found[by] = [(t.text, t.where.rsplit(":", 1)[1]) for t in read_texts(str(path), config, ReadReport())]
-    assert found["line"] == [("one", "1"), ("two", "2"), ("three", "5"), ("four", "6")]
-    assert found["paragraph"] == [("one\ntwo", "1"), ("three\nfour", "5")], "a line end is one in every text"
-    assert found["document"] == [("one\ntwo\n\n\nthree\nfour", "1")]
+    found = read_texts(str(path), DataConfig(train=str(path)), ReadReport())
+    lines = [(text.text, text.where.rsplit(":", 1)[1]) for text in found]
+    assert lines == [("one", "1"), ("two", "2"), ("three", "5"), ("four", "6")]
 
 
 def _mixed(tmp_path: Path, **config: Any) -> list[str]:
@@ -242,9 +237,6 @@ def test_sources_are_mixed_by_weight_alone(tmp_path: Path) -> None:
     of_a = [text for text in first if text[0] == "a"]
     assert of_a == [f"a{i}" for i in range(30)]  # until the first is used up
     assert 2.0 < (len(first) - 30) / 30 < 4.5
-    every = _mixed(tmp_path, weights=[1.0, 3.0], mix_until="all")
-    assert {text for text in every if text[0] == "b"} == {f"b{i}" for i in range(300)}
-    assert [text for text in every if text[0] == "a"][:60] == [f"a{i}" for i in range(30)] * 2
     assert len(_mixed(tmp_path, weights=[1.0, 3.0, 2.0])) > 30  # an empty source ends nothing
     assert len(_mixed(tmp_path, weights=[1.0, 3.0], limit=17)) == 17
 
@@ -253,48 +245,6 @@ def logits(model: CausalQwenModel, features: torch.Tensor) -> tuple[torch.Tensor
     """loc_S, scale_S, loc_Y, scale_Y."""
     u = model.abduction(features)
     return tuple(model.action(u.loc, u.scale))
-
-
-@pytest.mark.parametrize("cache", [False, True])
-def test_partial_labels_follow_the_text(tmp_path: Path, tokenizer: NumericalAwareTokenizer, cache: bool) -> None:
-    """S4 3.3.1, of each sample: nothing is said of the other words, and nothing else changes."""
-    texts = ["age 3 sex", "age 4 and a body mass index of 3, which is long enough to be cut", "age 5"]
-    known = [{" age": True, " sex": False, " of": None}, {" sex": True}, None]
-    records = [{"text": t} | ({} if k is None else {"labels": k}) for t, k in zip(texts, known, strict=True)]
-    options: dict[str, Any] = {"sequence_length": 12, "pack": True}
-    if cache:
-        options["cache_dir"] = str(tmp_path / "cache")
-    dataset = _data(tmp_path / "a.jsonl", records, tokenizer, labels_field="labels", **options)
-    plain = _data(tmp_path / "a.jsonl", records, tokenizer, **options)
-    assert dataset.digest() != plain.digest()
-    ids = {"pad_token_id": tokenizer.pad_token_id, "num_token_id": tokenizer.num_token_id}
-    batch = collate([dataset[i] for i in range(len(dataset))], **ids)
-    usual = collate([plain[i] for i in range(len(plain))], **ids)
-    word = {w: tokenizer.encode(w)[0][0] for w in (" age", " sex")}
-    at = batch.partial[:, 0]
-    assert sorted(batch.partial[:, 1].tolist()) == sorted([word[" age"], ~word[" sex"], word[" sex"]])
-    assert (usual.labels.flatten()[at] == tokenizer.eos_token_id).all()  # behind the text, where its end is elsewhere
-    assert (batch.labels.flatten()[at] == IGNORE_INDEX).all()
-    changed = (batch.labels != usual.labels).flatten().nonzero()[:, 0]
-    assert changed.tolist() == sorted(set(at.tolist()))
-    assert batch.learnt.tolist() == usual.kept.tolist()
-    assert torch.equal(batch.input_ids, usual.input_ids)
-    assert not len(usual.partial)
-
-
-@pytest.mark.parametrize(
-    ("labels", "said"),
-    [
-        ({" unheard of": True}, "words of one token"),
-        ({" age": 1}, "wrong labels|true or false"),
-        ("age", "true or fal"),
-    ],
-)
-def test_refuses_wrong_partial_labels(
-    tmp_path: Path, tokenizer: NumericalAwareTokenizer, labels: Any, said: str
-) -> None:
-    with pytest.raises(UserError, match=said):
-        _data(tmp_path / "a.jsonl", [{"text": "age", "labels": labels}], tokenizer, labels_field="labels")
 
 
 @torch.no_grad()
@@ -322,8 +272,3 @@ def test_packed_documents_have_the_logits_of_each_alone(tmp_path: Path, tokenize
             assert np.array_equal(batch.labels[0, start : start + size - 1].numpy(), document.ids[1:])
             assert batch.labels[0, start + size - 1] == IGNORE_INDEX
             start += size
-
-
-def test_tokenise_accepts_what_read_texts_yields(tokenizer: NumericalAwareTokenizer) -> None:
-    config = DataConfig(train="bundled:diabetes/test")
-    assert len(tokenise(read_texts("bundled:diabetes/test", config, ReadReport()), tokenizer, config)) == 100

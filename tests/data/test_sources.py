@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 from support.shared import shared_path
 
 from cqwen_dist.config import DataConfig, NumberPolicy, UserError
-from cqwen_dist.data import json_rows
+from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.cells import as_text
 from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_split, read_texts
-from cqwen_dist.data.tables import of_parquet
 from cqwen_dist.tools.diabetes import diabetes_table, diabetes_texts
 
 
@@ -143,18 +142,16 @@ def test_bad_templates_are_refused(tmp_path: Path, template: str, message: str) 
         _texts(path, text_template=template)
 
 
-def test_calculator_marks_are_removed_on_request(tmp_path: Path) -> None:
+def test_calculator_marks_are_removed(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.jsonl", json.dumps({"text": "48/2 = <<48/2=24>>24 clips, 1 << 2"}))
     assert _texts(path) == ["48/2 = 24 clips, 1 << 2"]
-    assert _texts(path, calculator_marks="keep") == ["48/2 = <<48/2=24>>24 clips, 1 << 2"]
     code = "cout << a; cin >> b; if (x << 1 == y >> 1) f(); <<EOF >>log"
     assert _texts(_write(tmp_path / "code.jsonl", json.dumps({"text": code}))) == [code]
 
 
-def test_a_json_array_is_read_record_by_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_json_array_is_read_record_by_record(tmp_path: Path) -> None:
     records = [{"text": f"é {i} {'x' * (i % 90)}", "n": {"a": [i, "]"]}} for i in range(200)]
     forms = {"pretty.json": json.dumps(records, indent=1), "flat.json": json.dumps(records, ensure_ascii=False)}
-    monkeypatch.setattr(json_rows, "_CHUNK", 61)  # cut anywhere, inside letters of two bytes too
     for name, text in forms.items():
         path = tmp_path / name
         path.write_text(f"\n {text} \n" if name == "flat.json" else text, encoding="utf-8-sig")
@@ -172,17 +169,13 @@ def test_a_json_array_is_read_record_by_record(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (
-            b'[{"text": "a"},\n {"text": "b"]',
-            r":2: broken JSON: found .*a list of records of at most 16 MiB .Expecting",
-        ),
+        (b'[{"text": "a"},\n {"text": "b"]', r":2: broken JSON: found .*a list of records .Expecting"),
         (b'[{"text": "a"}', r":1: broken JSON: .*no list of records"),
         (b'[{"text": "a"}\n {"text": "b"}]', r":[12]: broken JSON: .*no list of records"),
         (b'[{"text": "a"}] more', r":1: broken JSON"),
         (b'[{"text": "a"},\n\n7]', r":3: no JSON object: found '7', allowed: a list of JSON objects"),
         (b'[{"text": "\xff"}]', r":1: not UTF-8"),
         (b'[{"text": NaN}]', r":1: empty cell: found nan"),
-        (b'[{"text": "' + b"x" * 20_000_000, r":1: broken JSON: .*at most 16 MiB"),
     ],
 )
 def test_a_broken_json_array_is_one_line(tmp_path: Path, text: bytes, told: str) -> None:
@@ -203,7 +196,7 @@ def test_the_csv_delimiter_and_decimal_sign_are_detected(tmp_path: Path) -> None
     assert _texts(comma, on_bad_line="skip") == ["a", "c"]  # a column that is not asked for says nothing
     read = {"text_template": "{text} {x} {y}", "on_bad_line": "skip"}
     assert _texts(comma, **read) == ["a 1234.5 b", "c -0.25 1,x"]
-    assert _texts(comma, **read, decimal_comma=False) == ["a 1.234,5 b", "c -0,25 1,x"]
+    assert _texts(comma, **read, number_columns={}) == ["a 1.234,5 b", "c -0,25 1,x"]
     with pytest.raises(
         UserError, match=r"c\.csv:1: missing field: found \['text', 'x', 'y'\], allowed: a table with .*'z'"
     ):
@@ -242,6 +235,7 @@ def test_a_target_is_taken_exactly(value: float) -> None:
         ('"n/a"', "empty cell: found 'n/a'"),
         ('"-"', "empty cell: found '-'"),
         ('"#DIV/0!"', "empty cell: found '#DIV/0!'"),
+        ('"1e999"', "no number: found '1e999'"),
     ],
 )
 def test_a_target_that_is_not_a_number_is_a_bad_line(tmp_path: Path, cell: str, told: str) -> None:
@@ -271,9 +265,9 @@ def test_a_target_is_written_as_the_plain_numeral_that_reads_as_its_number(
 
 
 def test_watched_texts_are_read_as_the_training_texts(tmp_path: Path) -> None:
-    path = _write(tmp_path / "a.csv", "a;b", "3,500;x")
-    config = DataConfig(train="t", decimal_comma=True, watch={"w": {"source": path, "text_template": "{a} {b}"}})
-    assert [text.text for text in read_texts(path, config.of_watched("w"), ReadReport())] == ["3.5 x"]
+    path = _write(tmp_path / "a.csv", "text", "(1,234)")
+    config = DataConfig(train="t", numbers="accounting", sequence_length=7, watch={"w": path}).of_watched("w")
+    assert (config.train, config.sequence_length, config.policy.accounting) == (path, 7, True)
 
 
 def test_a_file_pattern_reads_its_files_in_order(tmp_path: Path) -> None:
@@ -344,6 +338,4 @@ def test_a_parquet_dictionary_of_one_large_value_is_read_in_small_blocks(tmp_pat
     texts = pa.DictionaryArray.from_arrays(pa.array([0] * 200, pa.int32()), pa.array([text]))
     pyarrow.parquet.write_table(pa.table({"text": texts}), path, compression="zstd")
     assert path.stat().st_size < 10_000
-    blocks = list(of_parquet(path, DataConfig(train=str(path)), 1000, 1 << 20))
-    assert len(blocks) == 13
-    assert sum(len(list(block())) for block in blocks) == 200
+    assert [len(block) for block in blocks(str(path), DataConfig(train=str(path)), "")] == [1] * 200

@@ -103,18 +103,14 @@ def test_a_template_may_move_tools_to_the_last_question(tmp_path: Path) -> None:
         _learnt(path, _chat(opens), recipe="chat")
 
 
-def test_reads_chats_with_other_keys_and_roles(tmp_path: Path) -> None:
+def test_an_unknown_role_is_a_bad_line_and_a_turn_of_weight_0_is_not_learnt(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"talk": [{"who": "customer", "says": "5?"}, {"who": "clerk", "says": 5}]}))
-    keys = {"messages_field": "talk", "message_keys": {"role": "who", "content": "says"}}
-    assert _learnt(path, Chat(), **keys, roles={"customer": "user", "clerk": "assistant"}) == ["5<|im_end|>"]
-    with pytest.raises(UserError, match=r"a\.jsonl:1: no chat: found 'customer', allowed: .*data\.roles"):
-        _learnt(path, Chat(), **keys)
+    path.write_text(json.dumps({"talk": [{"from": "customer", "value": "5?"}, {"from": "gpt", "value": 5}]}))
+    with pytest.raises(UserError, match=r"a\.jsonl:1: no chat: found 'customer', allowed: messages with a role"):
+        _learnt(path, Chat(), messages_field="talk")
     shown = [{"role": "user", "content": "4?"}, {"role": "assistant", "content": "5", "weight": 0}]
     path.write_text(json.dumps({"messages": [*shown, {"role": "assistant", "content": "4", "weight": 1}]}))
     assert _learnt(path, Chat(), recipe="chat") == ["4<|im_end|>"]
-    with pytest.raises(ValueError, match=r"needs data\.messages_field"):
-        DataConfig(train="a", roles={"a": "user"})
 
 
 WRONG_CALLS = {

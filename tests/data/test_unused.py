@@ -164,7 +164,7 @@ def test_no_sample_is_without_a_learnt_token(
     tmp_path: Path, tokenizer: NumericalAwareTokenizer, how: str, pack: bool, prepared: bool
 ) -> None:
     path = _chats(tmp_path / "a.jsonl", [LONG] * 4 + [SHORT] * 4)
-    config = {"train": path, "recipe": "chat", "sequence_length": 40, "long_texts": how, "pack": pack, "workers": 1}
+    config = {"train": path, "recipe": "chat", "sequence_length": 40, "long_texts": how, "pack": pack}
     found = load_datasets(
         DataConfig.model_validate({**config, "cache_dir": str(tmp_path / "p") if prepared else None}), tokenizer
     )

@@ -5,7 +5,6 @@ import gzip
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from cqwen_dist.data.blocks import Row, blocks
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.chunk import encode_blocks
 from cqwen_dist.data.prepare import prepare, read_manifest
-from cqwen_dist.data.records import Extractor
-from cqwen_dist.data.tokenise import Tokeniser
+from cqwen_dist.data.records import Extractor, Text
+from cqwen_dist.data.tokenise import recipe_of
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.tools.diabetes import diabetes_texts
 
@@ -63,28 +62,17 @@ def test_any_number_of_workers_prepares_the_same_bytes(
     tmp_path: Path, tokenizer: NumericalAwareTokenizer, small_blocks: None
 ) -> None:
     paths = {name: str(path) for name, path in _corpus(tmp_path).items()}
-    every: dict[str, Any] = {
-        "train": list(paths.values()), "on_bad_line": "skip", "on_nonfinite": "skip"
-    }  # fmt: skip
+    every: dict[str, Any] = {"train": list(paths.values()), "on_bad_line": "skip"}
     cases = [
-        (
-            every
-            | {
-                "train": str(tmp_path / "a.*"),
-                "deduplicate": True,
-                "min_tokens": 30,
-                "max_tokens": 68,
-                "eval_fraction": 0.1,
-            },
-            (3,),
-        ),
+        (every | {"train": str(tmp_path / "a.*"), "eval_fraction": 0.1}, (3,)),
         (every | {"prompt_template": "{n}: ", "train": paths["parquet"], "eval": paths["csv"]}, (2,)),
         (every | {"train": every["train"][:2], "weights": [2, 1], "limit": 380}, (2,)),
     ]
     for i, (case, several) in enumerate(cases):
         found = []
         for workers in (1, *several):
-            folder = prepare(DataConfig(**case, cache_dir=str(tmp_path / f"{i}-{workers}"), workers=workers), tokenizer)
+            config = DataConfig(**case, cache_dir=str(tmp_path / f"{i}-{workers}"))
+            folder = prepare(config, tokenizer, workers=workers)
             manifest = read_manifest(folder)
             manifest.pop("seconds")
             arrays = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
@@ -97,7 +85,6 @@ def test_any_number_of_workers_prepares_the_same_bytes(
         "broken JSON", "not UTF-8", "empty text", "text too long", "broken gzip", "wrong number of cells"
     }  # fmt: skip
     assert reading["first"]["text too long"] == f"{paths['jsonl']}:101"
-    assert reading["duplicates"] > 4 * 50
 
 
 def test_blocks_contain_whole_lines_with_their_position(tmp_path: Path, small_blocks: None) -> None:
@@ -105,15 +92,15 @@ def test_blocks_contain_whole_lines_with_their_position(tmp_path: Path, small_bl
     config = DataConfig(train="a")
     for name, path in paths.items():
         cut = list(blocks(str(path), config, "data.train"))
-        rows: list[Row] = [row for block in cut for row in block()]
+        rows: list[Row] = [row for block in cut for row in block]
         assert len(cut) > 3, name
-        assert all(1 <= len(list(block())) <= 100 for block in cut)
+        assert all(1 <= len(block) <= 100 for block in cut)
         places = [int(where.rsplit(":", 1)[1]) for where, _ in rows]
         assert places == sorted(set(places)), name
         good = [record for _, record in rows if not isinstance(record, BadLine)]
         assert len(good) >= 250, name
     lines = paths["jsonl"].read_bytes().split(b"\n")
-    for where, record in (row for block in blocks(str(paths["jsonl"]), config, "") for row in block()):
+    for where, record in (row for block in blocks(str(paths["jsonl"]), config, "") for row in block):
         line = lines[int(where.rsplit(":", 1)[1]) - 1]
         if isinstance(record, dict):
             assert json.loads(line)["text"] == record["text"]
@@ -127,29 +114,27 @@ def test_an_error_in_a_worker_names_file_and_line(
 ) -> None:
     path = tmp_path / "a.jsonl"
     lines = [json.dumps({"text": text}) + "\n" for text in diabetes_texts("train")[:200]]
-    for bad, told in (('{"text": [5]}', "wrong type: found"), ('{"text": "1e999"}', "number: found '1e999'")):
-        path.write_text("".join([*lines[:150], bad + "\n", *lines[150:], "{\n"]))
-        for workers in (1, 2):
-            config = DataConfig(train=str(path), cache_dir=str(tmp_path / "cache"), workers=workers)
-            with pytest.raises(UserError) as error:
-                prepare(config, tokenizer)
-            assert str(error.value).startswith(f"{path}:151: {told}")
+    path.write_text("".join([*lines[:150], '{"text": [5]}\n', *lines[150:], "{\n"]))
+    for workers in (1, 2):
+        with pytest.raises(UserError) as error:
+            prepare(DataConfig(train=str(path), cache_dir=str(tmp_path / "cache")), tokenizer, workers=workers)
+        assert str(error.value).startswith(f"{path}:151: wrong type: found")
     assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir() and path.name != "contents"] == []
 
 
-def _killed() -> Iterator[Row]:
-    os.kill(os.getpid(), signal.SIGKILL)
-    yield from ()
+class Killed(Extractor):
+    def __call__(self, *_: object) -> Text:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
 
 
 def test_a_killed_worker_is_one_line(tokenizer: NumericalAwareTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cqwen_dist.data.chunk._WORTH", 1)
-    config = DataConfig(train="a")
-    recipe = Tokeniser(tokenizer, config).recipe
-    with pytest.raises(UserError, match=r"data\.workers: found no living process: one was killed"):
-        list(encode_blocks(iter([_killed]), Extractor(config, Chat()), recipe, 2))
+    config, block = DataConfig(train="a"), [("a:1", {"text": "a"})]
+    with pytest.raises(UserError, match="workers: found no living process: one was killed"):
+        list(encode_blocks(iter([block]), Killed(config, Chat()), recipe_of(tokenizer, config), 2))
 
 
 def test_rows_of_any_size_make_blocks_of_limited_size() -> None:
     long: list[Row] = [(str(i), {"messages": [{"content": "x" * 400_000}]}) for i in range(7)]
-    assert [len(list(block())) for block in cutting._of_rows(iter(long))] == [3, 3, 1]
+    assert [len(block) for block in cutting._in_blocks(iter(long))] == [3, 3, 1]

@@ -37,7 +37,7 @@ def case() -> dict[str, Tensor]:
 
 def action(kind: str = "several") -> ActionNetwork:
     torch.manual_seed(1)
-    kinds = {"more_values": ["b", "c"]} if kind == "several" else {"number_types": ["a", "b", "c"]}
+    kinds = {"more_values": 2} if kind == "several" else {"number_types": 3}
     return ActionNetwork(C, V, config=SimpleNamespace(**kinds))
 
 

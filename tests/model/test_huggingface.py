@@ -28,8 +28,8 @@ SHAPES = {
     "scalar C, exp": {"scalar_threshold": True, "scale_activation": "exp"},
     "standardised": {"target": {"name": "standardise", "median": 152.0, "scale": 40.5}},
     "lora": {"lora": LORA},
-    "types of number": {"number_types": ["other", "price", "age"], "number_dims": 2},
-    "several values": {"more_values": ["high"]},
+    "types of number": {"number_types": 3, "number_dims": 2},
+    "several values": {"more_values": 1},
     "wide": {"wide": 64, "number_dims": 2},
 }
 

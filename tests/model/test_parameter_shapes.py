@@ -14,8 +14,8 @@ from cqwen_dist.heads.seed_losses import CausalQwenLoss
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "scalar C": {"scalar_threshold": True},
-    "several values": {"more_values": ["high"]},
-    "types": {"number_types": ["other", "price"]},
+    "several values": {"more_values": 1},
+    "types": {"number_types": 2},
     "copies": {"copies": 2},
     "wide, two layers": {"wide": 64, "random_features": 8, "number_dims": 2, "abduction": "two_layer"},
     "periods, adapters": {

@@ -50,8 +50,8 @@ class WholeNumbers(NumberHead):
         value = self.target.inverse(y.loc).round().masked_fill(~whole, torch.nan)
         return Decision(Cauchy(self.target.forward(value).where(whole, y.loc), y.scale), exact=value)
 
-    def labels(self, batch: Batch, keep: Tensor, weights: object = None) -> WholeLabels:
-        own, raw = self.value_labels(batch, keep), batch.numeric_labels.flatten()[keep]
+    def labels(self, batch: Batch, keep: Tensor) -> WholeLabels:
+        own, raw = super().labels(batch, keep), batch.numeric_labels.flatten()[keep]
         return WholeLabels(own.values, own.is_number, raw == raw.round())
 
     def loss(self, u_prime: Cauchy, labels: NumberLabels, stop: bool) -> tuple[Tensor, Tensor]:

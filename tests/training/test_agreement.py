@@ -109,7 +109,7 @@ def test_other_texts_on_one_rank_are_refused(pool: Any, tmp_path: Path, how: str
 
 
 def test_other_watched_texts_are_refused(pool: Any, tmp_path: Path) -> None:
-    first, second = _two_copies(tmp_path, data__watch={"kept": {"source": "kept.jsonl"}})
+    first, second = _two_copies(tmp_path, data__watch={"kept": "kept.jsonl"})
     for n, folder in enumerate((first, second)):
         write_texts(folder / "kept.jsonl", 6, seed=n)
     said = pool(_train_apart, 2, [str(first), str(second)], [])

@@ -21,8 +21,7 @@ CHANGES = [
     "model.lora.target_modules=[q_proj] + model.lora.dropout=0.5",
     "model.lora.dora=true",
     "data.numeric_targets=last",
-    "data.numbers.signs=false",
-    "data.labels_field=labels",
+    "data.numbers=all",
     "start=seed",
     "loss.gate=soft",
     "loss.class_weights={101: 3.0}",
@@ -48,8 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float] |
     """Losses by option, or the traceback of what failed; "" is the run without any."""
     folder = tmp_path_factory.mktemp("options")
     records = [json.loads(line) for line in write_texts(folder / "texts.jsonl", 24).read_text().splitlines()]
-    known = [{"labels": {" and": False, " costs": bool(i % 2)}} if i % 3 else {} for i in range(len(records))]
-    lines = [json.dumps(record | labels) for record, labels in zip(records, known, strict=True)]
+    lines = [json.dumps({"text": record["text"] + " on 2024-01-31"}) for record in records]
     (folder / "texts.jsonl").write_text("\n".join(lines))
     config = write_config(
         folder,

@@ -12,13 +12,13 @@ FIGURES = ("accuracy", "base_accuracy", "perplexity", "base_perplexity", "cls_lo
 
 
 def watching(folder: Path) -> tuple[Path, Path]:
-    """A config whose watched texts are its held-out ones under another name and field, and others without numbers."""
+    """A config whose watched texts are its held-out ones under another name and others without numbers."""
     held_out = write_texts(folder / "held.jsonl", 12)
     texts = [json.loads(line)["text"] for line in held_out.read_text(encoding="utf-8").splitlines()]
     same = folder / "same.jsonl"
-    same.write_text("".join(json.dumps({"said": text}) + "\n" for text in texts), encoding="utf-8")
+    same.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     (folder / "plain.txt").write_text("we have tea\nwe have bread and tea\n", encoding="utf-8")
-    watch = {"same": {"source": str(same), "text_field": "said"}, "plain": {"source": str(folder / "plain.txt")}}
+    watch = {"same": str(same), "plain": str(folder / "plain.txt")}
     config = write_config(
         folder, data__eval=str(held_out), data__eval_fraction=0.0, data__watch=watch, train__eval_every=2
     )

@@ -76,7 +76,7 @@ def count_sequences(config: Config) -> int | None:
     Returns None for texts that are packed or mixed, and for files that are missing, large, or without a text per line.
     """
     data = config.data
-    if data.pack or data.weights or data.sample_by != "line":
+    if data.pack or data.weights:
         return None
     total = 0
     try:

@@ -110,7 +110,7 @@ class ChatCompletion(Asked):
     def prompts(self, tokenizer: Any) -> list[str]:
         """The turns as the chat template writes them, read as training reads a chat. Raises `UserError`."""
         try:
-            turns = messages_of([message.model_dump(exclude_none=True) for message in self.messages], {}, {})
+            turns = messages_of([message.model_dump(exclude_none=True) for message in self.messages])
         except BadLine as bad:
             raise UserError("messages", bad.found, bad.allowed) from None
         return [Chat(tokenizer.tokenizer).prompt(turns, "messages")]

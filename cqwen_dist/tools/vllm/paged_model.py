@@ -95,10 +95,9 @@ class PagedCausalQwen(nn.Module):
                 [row for row, state in numbers.rows.items() if state.digits == digits], device=last.device
             )
             value[own] = written_values(_rows(decision, own), target, self.intervals, digits, self.powers)
-        facts = [*decision.y, p_num, decision.kind, None if decision.exact is None else ~decision.exact.isnan()]
-        more = [] if decision.more is None else [*decision.more]
+        facts = [*decision.y, p_num, None if decision.exact is None else ~decision.exact.isnan()]
         columns = [torch.zeros_like(value) if each is None else each.double() for each in facts]
-        numbers.write(value, torch.cat([torch.stack(columns, 1), *(each.double() for each in more)], 1))
+        numbers.write(value, torch.stack(columns, 1))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load an exported folder: vLLM's transformer takes the base's tensors, everything else is ours."""

@@ -167,8 +167,8 @@ class NumbersWorker:
     def number_head(self) -> dict[str, Any]:
         """Facts about the number head for `empty_numbers`."""
         head = self.model_runner.model.model.action.number_head
-        return {"types": list(head.types), "more_values": list(head.more_values), "exact": head.exact}
+        return {"exact": head.exact}
 
     def numbers_of(self, key: str, done: bool) -> list[list[float]]:
-        """`RequestNumbers.take`: [position, value, loc, scale, p_num, type, copied, laws of more values] each."""
+        """`RequestNumbers.take`: [position, value, loc, scale, p_num, copied] each."""
         return HERE[self.vllm_config.instance_id].take(key, done)

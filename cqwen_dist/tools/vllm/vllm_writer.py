@@ -146,19 +146,14 @@ class _Row:
         numbers = self.numbers
         self.facts |= {int(at): facts for at, *facts in found}
         for at in range(start, end):
-            value, loc, scale, p_num, kind, copied, *more = self.facts[at]
+            value, loc, scale, p_num, copied = self.facts[at]
             numbers.p_num[0, at] = p_num
             if int(self.ids[0, at]) != self.num_token_id:
                 continue
             numbers.values[0, at], numbers.loc[0, at], numbers.scale[0, at] = value, loc, scale
             numbers.generated[0, at], numbers.p_word[0, at] = True, p_num
-            if numbers.kinds is not None:
-                numbers.kinds[0, at] = int(kind)
             if numbers.copied is not None:
                 numbers.copied[0, at] = bool(copied)
-            if numbers.more is not None:
-                for law, part in zip(numbers.more, torch.tensor(more, dtype=torch.float64).chunk(2), strict=True):
-                    law[0, at] = part
 
 
 def _looked(

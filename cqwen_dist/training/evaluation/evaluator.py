@@ -6,7 +6,7 @@ eval/perplexity_ovr    P_k / sum P                                 eval/num_*   
 eval/accuracy_words_*                                              by label frequency (`frequency.BAND_NAMES`)
 dist/C_words_*                                                     mean threshold by the same bands
 eval/reg_*, coverage_*, width_*, crps                              numbers (`number_metrics`)
-eval/type_accuracy, ...                                            metrics of the number head (`NumberHead.metrics`)
+eval/copied, ...                                                   metrics of the number head (`NumberHead.metrics`)
 eval/multilabel_*, eval/reject_*                                   on request: sets of words, abstaining
 dist/U_loc_*, _scale_* over all tokens and the words' dimensions   dist/ovr_prob_sum_*    1 is calibrated
 dist/U_number_*        the same over the number dimensions, if any (`Spread`)

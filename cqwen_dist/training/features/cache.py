@@ -92,7 +92,7 @@ class FeatureCache:
         own = iter([mine[k * size : (k + 1) * size] for k in range(other.micro_steps)])
 
         def read(batch: Batch, keep: Tensor) -> Tensor:
-            z = shards.read(next(own)).to(keep.device)[torch.isin(batch.learnt, keep)]
+            z = shards.read(next(own)).to(keep.device)[torch.isin(batch.kept, keep)]
             return self.engine.model.with_beside(z, batch, keep)
 
         return read

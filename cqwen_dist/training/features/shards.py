@@ -129,7 +129,7 @@ def add_part(
         trouble, done, mine = "", 0, batches.samples
         with torch.no_grad():
             for batch in batches:
-                mask, keep = batch.learnt_mask, batch.learnt.to(runtime.device)
+                mask, keep = batch.label_mask, batch.kept.to(runtime.device)
                 z = features(batch.to(runtime.device), keep).cpu().contiguous()
                 rows = min(mask.shape[0], len(mine) - done)  # the last rows may be padding
                 own = mine[done : done + rows]

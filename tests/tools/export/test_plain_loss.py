@@ -15,7 +15,7 @@ from cqwen_dist.ops.ovr import TermOptions
 from cqwen_dist.ops.ovr.head import AS_WRITTEN
 from cqwen_dist.tools.export import plain_loss
 
-SHAPES: list[dict[str, Any]] = [{}, {"scalar_threshold": True, "copies": 2}, {"number_types": ["a", "b"]}]
+SHAPES: list[dict[str, Any]] = [{}, {"scalar_threshold": True, "copies": 2}, {"number_types": 2}]
 
 
 @pytest.mark.parametrize("terms", [AS_WRITTEN, TermOptions(1.0, 3.0)], ids=["as written", "with softmax"])
@@ -31,7 +31,7 @@ def test_plain_loss_equals_the_fused_one(
     found = []
     for mean_loss in (plain_loss.mean_loss, fused_loss.mean_loss):
         model.zero_grad()
-        numbers = model.action.number_head.value_labels(batch, kept)
+        numbers = model.action.number_head.labels(batch, kept)
         loss = mean_loss(model.action, model.abduction(features), batch.labels.flatten()[kept], numbers, NUM, terms)
         loss.backward()
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -43,7 +43,7 @@ def test_plain_loss_equals_the_fused_one(
 def test_no_labels_give_a_loss_of_zero_with_gradients() -> None:
     model, batch = tiny_causal_lm().model, random_batch()
     none = batch.kept[:0]
-    numbers = model.action.number_head.value_labels(batch, none)
+    numbers = model.action.number_head.labels(batch, none)
     u = Cauchy(torch.zeros(0, 24, requires_grad=True), torch.ones(0, 24))
     loss = plain_loss.mean_loss(model.action, u, batch.labels.flatten()[none], numbers, NUM)
     loss.backward()

@@ -45,11 +45,11 @@ def same(found: Any, wanted: Any, where: str = "") -> None:
 
 
 def test_exported_code_gives_the_packages_answers(tmp_path: Path) -> None:
-    shape = {"more_values": ["high"], "number_dims": 2, "wide": 64, "value_periods": [10.0, 100.0], "copies": 2}
+    shape = {"more_values": 1, "number_dims": 2, "wide": 64, "value_periods": [10.0, 100.0], "copies": 2}
     merged = write_folder(tmp_path / "a", *tiny_pair(lora=LORA, **shape))
     factors = {"levels": {"0.5": 0.9, "0.9": 0.25}, "n": 80}
     (merged / "calibration.json").write_text(json.dumps(factors))
-    other = tiny_pair(lora={**LORA, "dora": True}, number_types=["other", "price"], abduction="two_layer", kind="llama")
+    other = tiny_pair(lora={**LORA, "dora": True}, number_types=2, abduction="two_layer", kind="llama")
     folders = [
         export(merged, tmp_path / "merged", merge=True),
         export(write_folder(tmp_path / "b", *other), tmp_path / "adapters"),

@@ -38,12 +38,11 @@ def drawn(kind: str, tied: bool, draw: random.Random) -> Config:
     if ARCHITECTURES[kind].experts is not None and draw.random() < 0.3:
         lora, targets = {"r": 3}, [names[0], EXPERTS]
     model["lora"] = lora if targets is None else {**lora, "target_modules": targets}
-    of_numbers: dict[str, Any] = draw.choice([{}, {"number_types": ["a"]}, {"target_field": "a", "more_values": ["b"]}])
     trained = draw.choice([["heads"], ["heads", "embedding", "lora"], ["lora"], ["abduction", "embedding"]])
     return Config.model_validate(
         {
             "model": {"architecture": tiny_base(kind, tied=tied).config.to_dict(), **model},
-            "data": {"train": "x", "sequence_length": 16, "text_template": "{a}", **of_numbers},
+            "data": {"train": "x", "sequence_length": 16, "text_template": "{a}"},
             "stages": [{"name": "s", "train": trained, "steps": 1}],
             "start": start,
         }

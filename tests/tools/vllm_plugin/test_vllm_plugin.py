@@ -32,8 +32,8 @@ NEW = 40
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("qwen2", {}),
     "copies": ("qwen3", {"copies": 3}),
-    "types": ("llama", {"number_types": ["a", "b"], "value_periods": [10.0, 100.0]}),
-    "more": ("mistral", {"more_values": ["x"], "number_dims": 2, "abduction": "two_layer"}),
+    "types": ("llama", {"number_types": 2, "value_periods": [10.0, 100.0]}),
+    "more": ("mistral", {"more_values": 1, "number_dims": 2, "abduction": "two_layer"}),
 }
 
 
@@ -156,13 +156,9 @@ def test_ids_and_numbers_equal_those_of_generate_also_after_preemption(name: str
         assert (found.text, found.end) == (want.text, want.end)
         assert [token.p_num for token in found.tokens] == pytest.approx([t.p_num for t in want.tokens], rel=1e-4)
         for number, own in zip(found.numbers, want.numbers, strict=True):
-            assert (number.written, number.type, number.copied) == (own.written, own.type, own.copied)
+            assert (number.written, number.copied) == (own.written, own.copied)
             assert number.value == pytest.approx(own.value, rel=1e-5)
             assert number.intervals["0.9"] == pytest.approx(own.intervals["0.9"], rel=1e-4)
-            assert list(number.more) == list(own.more)
-            assert [each.value for each in number.more.values()] == pytest.approx(
-                [each.value for each in own.more.values()], rel=1e-4
-            )
     numbers = [number for each in wanted for number in each.numbers]
     assert len(numbers) > 5
     assert any(number.copied for number in numbers) == (name == "copies")
