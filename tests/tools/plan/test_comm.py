@@ -70,7 +70,7 @@ def test_the_plan_reports_the_bytes_that_sharding_the_head_saves() -> None:
     found = plan(config, nodes=1, gpus_per_node=8, gpu_memory_gib=80.0, architecture=sizes)
     c, u, n = 3584, 3592, 2 * 1024
     replicated = 7 / 8 * 2 * 4 * (2 * (u * c + u) + 2 * u + 1)  # a reduce-scatter and an all-gather send as much
-    tokens = 7 * n * (4 * c * 2 + 8 + 4 + 3 * 4)
+    tokens = 7 * n * (4 * c * 2 + 8 + 4 + 4 * 4 + 8 * 4)  # the last: each rank's normalisers of all 8 n tokens
     assert found.head_bytes_sent == round(tokens + replicated + 2 * 7 / 8 * 2 * 4)
     assert found.head_bytes_sent_unsharded == round(
         7 / 8 * 2 * 4 * 152_064 * (c + 1) + replicated + 2 * 7 / 8 * 4

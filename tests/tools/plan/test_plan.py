@@ -112,7 +112,7 @@ def test_the_count_of_adapters_equals_pefts():
         assert Architecture.of(SMALL).lora_parameters(4, targets, dora) == made
         lora = {"r": 4, "target_modules": targets, "dora": dora}
         one = stage_sizes(config(model={"lora": lora}), Architecture.of(SMALL), world=1, kind="cpu")[0]
-        assert one.engine_parameters["LoRA"] == made
+        assert one.engine_parameters["lora"] == made
 
 
 @pytest.mark.parametrize("features", [0, 256])
