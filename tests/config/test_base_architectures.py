@@ -82,7 +82,7 @@ def test_the_names_are_those_of_the_real_model(kind: str) -> None:
     base, real = architecture(kind), tiny_base(kind)
     sizes = Architecture.of(real.config.to_dict())
     plan = [layer for count, layer in sizes.stack for _ in range(count)]
-    layers = [*real.model.get_submodule(base.layers)]
+    layers = [*real.model.layers]
     assert len(plan) == len(layers) == 2
     for blocks, layer in zip(plan, layers, strict=True):
         maps = {(n.rsplit(".", 1)[-1], m) for n, m in layer.named_modules() if isinstance(m, torch.nn.Linear)}
