@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +108,12 @@ def open_log(run: Run, place: Place, on_record: Callable[[Mapping[str, Any]], No
     alarms = Alarms(
         None if config.loss.class_weights is not None else run.model.config.vocab_size,
         base_accuracy=run.evaluations.base_accuracy,
-        calibrated=config.calibrated,
         kl_held=config.constraint.mode in ("hinge", "dual"),
     )
     logged = place.step - (place.due is not None)
     run.progress.begin(run.schedule.total_steps, place.step)
-    opened = partial(open_trackers, run.folder, config.run, config.model_dump(mode="json"), logged)
-    log = MetricsLog(run.folder, logged, alarms, run.progress.say, on_record, opened)
+    trackers = open_trackers(run.folder, config.run, config.model_dump(mode="json"), logged)
+    log = MetricsLog(run.folder, logged, alarms, run.progress.say, on_record, trackers)
     if logged == 0 and place.figures:
         log.start(run.schedule.at(0).stage.name, place.figures)
     if place.exchanged:

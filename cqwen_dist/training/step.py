@@ -19,7 +19,6 @@ from cqwen_dist.ops.ovr.seen import Wanted
 from cqwen_dist.ops.regression import counts_text
 from cqwen_dist.parallel.collectives import Stopped, gather_rows, sum_over
 from cqwen_dist.training.constraint import Constraint
-from cqwen_dist.training.expert_load import ExpertLoad
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.zero.engine import Engine
 
@@ -51,7 +50,6 @@ class Stepper:
 
     def __post_init__(self) -> None:
         self.model, self.groups, self.device = self.engine.model, self.engine.groups, self.engine.device
-        self.experts = ExpertLoad(self.model.transformer)
 
     def __call__(
         self, micro_batches: list[Batch], plan: StagePlan, step: int, cached: list[Tensor] | None = None
@@ -78,7 +76,6 @@ class Stepper:
             last = i == len(micro_batches) - 1
             batch_on_device, keep = batch.to(self.device), keep.to(self.device, non_blocking=True)
             labels = batch_on_device.labels.flatten()[keep]
-            self.experts.real = batch_on_device.attention_mask.flatten()
             second = measures_kl and self.constraint.second_pass
             # The CPU batch knows its texts; asking the device would synchronise
             with documents_of(batch.texts, len(batch.input_ids)):
@@ -107,16 +104,13 @@ class Stepper:
 
         # The step waits for the gradient norm. All metric sums share one all-reduce, for which the host does not wait.
         norm = self.engine.step()
-        chosen = self.experts.take().to(self.device) if self.engine.features_train else sums.new_zeros(0)
-        packed = sum_over(torch.cat([sums, kl_sums, right, chosen]))
-        sums, kl_sums, (hits, seen), chosen = packed.split([6, 4, 2, len(chosen)])
+        sums, kl_sums, (hits, seen) = sum_over(torch.cat([sums, kl_sums, right])).split([6, 4, 2])
         metrics = self._metrics(sums, norm, counts, reg_weight)
         metrics |= {"train/lr": plan.stage.lr * plan.factor(step), "train/reg_weight": reg_weight}
         if measures_kl:
             metrics |= self.constraint.after_step(kl_sums, counts.all_labels)
             if "train/constraint_loss" in metrics:
                 metrics["train/total_loss"] = metrics["train/total_loss"] + metrics["train/constraint_loss"]
-        metrics |= self.experts.metrics(chosen)
         if counts_hits:
             metrics["train/accuracy"] = hits / seen.clamp(min=1)
         return metrics, counts.tokens

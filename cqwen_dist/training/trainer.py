@@ -67,7 +67,7 @@ class Trainer:
             if self.log is not None:
                 self.log.close()
         # The last checkpoint must be on the disk before status.json names it
-        run.saver.settle()
+        run.saver.wait()
         run.cache.close()
         self.callbacks.checkpoints(self.place.step, self.place.stage, run.saver.whole)
         self.callbacks.agreed()
@@ -233,4 +233,3 @@ class Trainer:
             self._save()
         self.run.saver.wait()
         self.status.write(checkpoint=self.run.saver.newest)
-        self.run.saver.settle()

@@ -25,10 +25,8 @@ from cqwen_dist.model import CausalQwenForCausalLM
 from cqwen_dist.model.base_loading import load_base
 from cqwen_dist.model.layers import fuse_adapters
 from cqwen_dist.model.lora import is_lora, merge_lora, peft_config
-from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.tools.export.export import export
-from cqwen_dist.training.expert_load import ROUTER, ExpertLoad
 from cqwen_dist.training.zero.partitioned_base import WeightFiles
 
 KINDS = list(ARCHITECTURES)
@@ -98,29 +96,6 @@ def test_gradients_of_adapters_equal_pefts_on_the_plain_model(kind: str, experts
     assert_all_close(found, {name: inner[name].grad for name in found}, 1e-4)
     size = Architecture.of(tiny_base(kind).config.to_dict())
     assert size.lora_parameters(2, lora["target_modules"]) == sum(inner[name].numel() for name in found)
-
-
-@pytest.mark.parametrize("kind", WITH_EXPERTS)
-def test_the_load_of_experts_is_that_of_the_training_passes(kind: str) -> None:
-    model, chosen = tiny_model(kind).train(), []
-    for name, module in model.transformer.named_modules():
-        if name.endswith(ROUTER):
-            module.register_forward_hook(lambda _, __, output: chosen.append(output[2][real].flatten()))
-    load, batch = ExpertLoad(model.transformer), random_batch()
-    load.real = real = batch.attention_mask.flatten()
-    assert not real.all(), "padding, which would all choose the same experts"
-    model.kept_features(batch, batch.kept)
-    counts = torch.stack([each.bincount(minlength=5) for each in chosen]).double()
-    assert len(counts) == 2
-    wanted = (counts.amax(1) / counts.mean(1)).mean()
-    with torch.no_grad():
-        model.kept_features(batch, batch.kept)  # as the start's, for the constraint
-    model.eval().kept_features(batch, batch.kept)  # as an evaluation
-    with distributed(alone=True):
-        assert_close(load.metrics(load.take())["train/expert_load"], wanted, 1e-6, "load")
-        assert not load.metrics(load.take())["train/expert_load"], "counted twice"
-    without = ExpertLoad(tiny_model().transformer)
-    assert without.metrics(without.take()) == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)

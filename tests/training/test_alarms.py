@@ -37,22 +37,6 @@ def test_a_similar_healthy_run_raises_no_alarm(changes: dict[str, float]) -> Non
     assert run(Alarms(V, base_accuracy=0.4), [trapped(step, **changes) for step in range(1, 30)]) == []
 
 
-def test_a_collapse_of_p_num_is_reported_ignoring_steps_without_numbers() -> None:
-    falling = [record(step, p_num_mean=0.6 * 0.9**step if step % 3 else 0.0) for step in range(1, 90)]
-    assert [a.kind for a in run(Alarms(V), falling)] == ["p-num-collapse"]
-    draw = random.Random(0)
-    assert run(Alarms(V), [record(step, p_num_mean=draw.uniform(0.2, 0.9)) for step in range(1, 300)]) == []
-    assert run(Alarms(V), [record(step, p_num_mean=0.0) for step in range(1, 300)]) == [], "data without numbers"
-
-
-def test_p_num_that_never_rises_while_words_are_learnt_is_reported() -> None:
-    """As seen with a gate that passes gradients: P_NUM 0.004 from the twentieth step on, accuracy 0.7 all the same."""
-    held = [record(step, p_num_mean=0.004, accuracy=0.7) for step in range(1, 150)]
-    assert [(a.kind, a.step) for a in run(Alarms(V, base_accuracy=0.4), held)] == [("p-num-collapse", 100)]
-    young = [record(step, p_num_mean=0.004, accuracy=0.01) for step in range(1, 150)]
-    assert run(Alarms(V, base_accuracy=0.4), young) == [], "nothing is learnt yet"
-
-
 def test_a_loss_spike_names_step_and_samples_but_a_new_stage_is_no_spike() -> None:
     draw = random.Random(0)
     calm = [record(s, total_loss=5 - s / 100 + draw.gauss(0, 0.1)) for s in range(1, 100)]

@@ -155,17 +155,16 @@ LAWS = {
 
 def _spread(law: str, kept: int) -> dict[str, float]:
     world, rank = dist.get_world_size(), dist.get_rank()
-    spread, values = Spread(torch.device("cpu"), kept), LAWS[law](torch.Generator().manual_seed(0))
+    spread, values = Spread(kept), LAWS[law](torch.Generator().manual_seed(0))
     for part in values[rank::world].split(100):
         spread.add(part)
     spread.add(values[:0])
     return spread.summary()
 
 
-@pytest.mark.parametrize("kept", [1 << 19, 100])
+@pytest.mark.parametrize("kept", [1 << 18, 1500])
 def test_a_spread_is_computed_over_all_ranks_values(pool: Pool, kept: int) -> None:
-    """Mean and deviation exactly. Quartiles too while the values are few; else within 0.2 %, and of values closer
-    together than a bin as of an even law."""
+    """Mean and deviation exactly. Quartiles too while the values are few; else of a part of them."""
     for law in LAWS:
         check_spread(pool(_spread, 2, law, kept)[0], law, kept)
 
@@ -175,10 +174,11 @@ def check_spread(found: dict[str, float], law: str, kept: int) -> None:
     q1, median, q3 = np.quantile(values, [0.25, 0.5, 0.75])
     assert found["mean"] == pytest.approx(values.mean(), rel=1e-12)
     assert found["std"] == pytest.approx(values.std(ddof=1), rel=1e-9, abs=1e-12)
-    exact = len(values) <= kept
-    assert found["median"] == pytest.approx(median, rel=1e-12 if exact else 2e-3)
-    near = 1e-12 if exact else 0.05 if law == "narrow" else 4e-3
-    assert found["iqr"] == pytest.approx(q3 - q1, rel=near, abs=1e-12)
+    if len(values) <= kept:
+        assert (found["median"], found["iqr"]) == pytest.approx((median, q3 - q1), rel=1e-12, abs=1e-12)
+    else:
+        assert abs(found["median"] - median) <= 0.1 * (q3 - q1)
+        assert found["iqr"] == pytest.approx(q3 - q1, rel=0.15, abs=1e-12)
 
 
 def _evaluated(run: str, micro_batch_sizes: list[int]) -> list[dict[str, float]]:

@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from cqwen_dist.training.telemetry.trackers import open_trackers
 
 
 def opened(folder: Path, run: RunConfig, config: dict[str, Any], step: int) -> MetricsLog:
-    return MetricsLog(folder, step, open_trackers=partial(open_trackers, folder, run, config, step))
+    return MetricsLog(folder, step, trackers=open_trackers(folder, run, config, step))
 
 
 def log_two_steps(run: str, step: int) -> None:
@@ -126,7 +125,7 @@ def test_the_start_is_step_0_everywhere_once(tmp_path: Path, monkeypatch: pytest
     assert "loss-spike" in seen.alerts
 
 
-def test_without_its_package_a_tracker_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(UserError, match=r"run\.trackers.*pip install 'cqwen-dist\[mlflow\]'"):
-        opened(tmp_path, RunConfig(dir=str(tmp_path), trackers=["mlflow"]), {}, 0)
+def test_without_its_package_tensorboard_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UserError, match=r"run\.tensorboard.*pip install 'cqwen-dist\[tensorboard\]'"):
+        opened(tmp_path, RunConfig(dir=str(tmp_path), tensorboard=True), {}, 0)

@@ -132,7 +132,7 @@ class Evaluator:
         generator = torch.Generator(self.device).manual_seed(0)  # the same individuals in each evaluation
         probe: tuple[Tensor, Cauchy] | None = None
         action = self.model.action
-        individual = SpreadsOfU(action.word_size, action.causal_hidden_size, self.device)
+        individual = SpreadsOfU(action.word_size, action.causal_hidden_size, self.groups.world_size)
         texts, numbers = 0, None
 
         # This rank's batches: sums over tokens, and lists of values for medians

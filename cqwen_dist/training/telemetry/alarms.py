@@ -36,14 +36,12 @@ class Alarms:
     words: int | None  # number of words in the loss; None with class weights, which change the level of the loss
     base_accuracy: float | None = None  # top-1 of the base model, if known
     _: KW_ONLY
-    calibrated: bool = True  # whether the run started with `start: calibrated`
     kl_held: bool = False  # whether the loss keeps KL below its bound
 
     TRAP_LOOKS = 3  # consecutive values of train/accuracy, for a pretrained base
     UNTAUGHT_LOOKS = 30  # the same for an untrained base, whose training starts at the uniform solution
     UNTAUGHT = 0.1  # a base with a lower top-1 counts as untrained
     KL_LOOKS = 2  # consecutive measurements of a held KL above its bound: batches scatter; otherwise one
-    UNLEARNT_STEPS = 100  # consecutive steps with <NUM> labels and P of <NUM> near 0
     HISTORY = 64  # number of losses to compare a spike with
     LEAST_HISTORY = 20
     SPIKE = 10.0  # robust deviations
@@ -57,9 +55,6 @@ class Alarms:
         self._stage: str | None = None
         self._raised: set[str] = set()
         self._trapped = self._beyond = 0
-        self._p_num: float | None = None
-        self._best_p_num = self._accuracy = 0.0
-        self._unlearnt = 0
         self._losses: deque[float] = deque(maxlen=self.HISTORY)
         self._number_losses: deque[float] = deque(maxlen=self.FIRST_STEPS)
         self._before: float | None = None  # the number loss at the end of the previous stage
@@ -75,7 +70,6 @@ class Alarms:
             self._left, self._jumped = self.FIRST_STEPS, 0
         found = {
             "uniform-trap": self._uniform_trap(record),
-            "p-num-collapse": self._p_num_collapse(record),
             "loss-spike": self._spike(record),
             "kl-above-bound": self._kl(record),
             "number-loss-jump": self._jump(record),
@@ -98,34 +92,8 @@ class Alarms:
         self._trapped = self._trapped + 1 if near else 0
         return self._trapped >= (self.UNTAUGHT_LOOKS if self.untaught else self.TRAP_LOOKS), (
             f"the word loss is {loss:.2f}; P = 1/V everywhere costs 1 + ln V = {self.uniform:.2f}. The sum of P is "
-            f"{prob_sum:.2f} but accuracy only {accuracy:.1%}. The run sits in the uniform solution: {self._way_out()}"
-        )
-
-    def _way_out(self) -> str:
-        """Advice on leaving the uniform solution; it depends on the start of the run."""
-        if self.untaught:
-            return (
-                f"its base knows no words either (top-1 {self.base_accuracy:.1%}); begin again from a pretrained one "
-                "(model.name_or_path), or with higher rates"
-            )
-        again = "" if self.calibrated else "from `start: calibrated`, or "
-        return f"begin again {again}with larger rates for {{b_scale, C}} (lr_groups.scales)"
-
-    def _p_num_collapse(self, record: Mapping[str, Any]) -> tuple[bool, str]:
-        p_num = record.get("train/p_num_mean")
-        if not p_num:  # 0: the step has no <NUM> label; P itself is never 0
-            return "p-num-collapse" in self._raised, ""
-        self._p_num = p_num if self._p_num is None else 0.9 * self._p_num + 0.1 * p_num
-        self._best_p_num = max(self._best_p_num, self._p_num)
-        self._accuracy = record.get("train/accuracy", self._accuracy)
-        # It may also never rise: the words are learned, but <NUM> is not
-        self._unlearnt = self._unlearnt + 1 if self._p_num < 0.02 and self._accuracy > max(0.1, self.poor) else 0
-        fell = self._p_num < 0.1 * self._best_p_num and self._best_p_num > 0.05
-        how = f"fell from {self._best_p_num:.2g}: numbers are being unlearnt"
-        if not fell:
-            how = f"has not risen in {self._unlearnt} steps while words are learnt: numbers are not"
-        return fell or self._unlearnt >= self.UNLEARNT_STEPS, (
-            f"P of <NUM> at numbers is {self._p_num:.2g}; it {how}. Lower the rates or reg_weight"
+            f"{prob_sum:.2f} but accuracy only {accuracy:.1%}. The run sits in the uniform solution: begin again "
+            "from a pretrained base with `start: calibrated`, or with larger rates for {b_scale, C} (lr_groups.scales)"
         )
 
     def _kl(self, record: Mapping[str, Any]) -> tuple[bool, str]:

@@ -51,12 +51,10 @@ class MetricsFile:
 
     def __init__(self, path: Path, step: int) -> None:
         """Open for appending. Drops lines after `step`, the step of the checkpoint, as these steps are repeated. At
-        step 0 this drops all lines: the start is written again too. `written`: the last step before, or -1."""
-        self.written = -1
+        step 0 this drops all lines: the start is written again too."""
         if path.is_file():
-            whole = [record for record in read_lines(path) if isinstance(record.get("step"), int)]
-            self.written = max((record["step"] for record in whole), default=-1)
-            kept = [record for record in whole if step and record["step"] <= step]
+            found = [record for record in read_lines(path) if isinstance(record.get("step"), int)]
+            kept = [record for record in found if step and record["step"] <= step]
             write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = open(path, "a", encoding="utf-8", opener=not_followed)  # noqa: SIM115 (kept open)
 
@@ -103,14 +101,11 @@ class MetricsLog:
         alarms: Alarms | None = None,
         say: Callable[[str], None] = lambda text: None,
         on_record: Callable[[Mapping[str, Any]], None] = lambda record: None,
-        open_trackers: Callable[[int], Sequence[Tracker]] = lambda written: (),
+        trackers: Sequence[Tracker] = (),
     ) -> None:
-        """step: step of the checkpoint to resume from. say: prints alarms. on_record: called with each record.
-        open_trackers: called with the last step that was written before, or -1.
-        """
+        """step: step of the checkpoint to resume from. say: prints alarms. on_record: called with each record."""
         self._file, self._alarm_file = MetricsFile(run_dir / METRICS, step), MetricsFile(run_dir / ALARMS, step)
-        self._trackers = open_trackers(self._file.written)
-        self._alarms, self._say, self._on_record = alarms, say, on_record
+        self._trackers, self._alarms, self._say, self._on_record = trackers, alarms, say, on_record
         self._record: dict[str, Any] = {}
         self._pending: Callable[[], dict[str, Any]] | None = None
         self._samples: Sequence[int] = ()
