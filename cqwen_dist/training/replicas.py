@@ -24,12 +24,9 @@ _SPREAD = 0x3C6EF372FE94F82A  # even: an index times it, plus 1, is odd
 
 
 class RanksDiffer(KnownFailure):
-    """Copies differ after a step. again: they also differed after a replay from a checkpoint."""
+    """Copies differ after a step. A resume takes the steps since the last checkpoint again."""
 
-    def __init__(self, text: str, step: int, again: bool) -> None:
-        super().__init__(text)
-        self.step, self.again = step, again
-        self.cause = Cause("ranks that differ again", False) if again else Cause("ranks that differ", True)
+    cause = Cause("ranks that differ", passing=True)
 
 
 class Replicas:
@@ -40,17 +37,11 @@ class Replicas:
     def __init__(self, engine: Engine, groups: Groups) -> None:
         self.engine, self.groups = engine, groups
         self.good = 0  # the last step with equal copies
-        self._suspect: tuple[int, Tensor] | None = None  # a step with different copies, and the hashes
 
-    def check(self, step: int, due: bool = False) -> str:
-        """Compare every `EVERY` steps and if `due`. Collective over the world.
-
-        Raises `RanksDiffer` on all ranks. The trainer may then replay that step. If the copies are equal after the
-        replay, this returns a text that names the faulty machine; otherwise "".
-        """
-        again = self._suspect is not None and step == self._suspect[0]
-        if self.groups.world_size == 1 or not (due or again or step % self.EVERY == 0):
-            return ""
+    def check(self, step: int, due: bool = False) -> None:
+        """Compare every `EVERY` steps and if `due`. Collective over the world. Raises `RanksDiffer` on all ranks."""
+        if self.groups.world_size == 1 or not (due or step % self.EVERY == 0):
+            return
         # (name, tensor, kinds): ranks with equal rank % kinds have copies of the same tensor
         rows, heads = self.groups.vocab_size, self.engine.heads.copies()
         copies = [(name, value, max(1, rows * member.has_rows)) for member, name, value in heads]
@@ -61,17 +52,9 @@ class Replicas:
         hashes = gather_rows(torch.stack([bit_hash(value).to(device) for _, value, _ in copies])).cpu()
         for (name, _, kinds), values in zip(copies, hashes.T.tolist(), strict=True):
             if odd := _odd(values, kinds):
-                text = f"{name} is not equal on rank {odd}, and was equal after step {self.good}"
-                error = RanksDiffer(text, step, again=self._suspect is not None)
-                self._suspect = step, hashes
-                raise error
+                equal = f"all ranks were equal after step {self.good}"
+                raise RanksDiffer(f"after step {step} {name} is not equal on rank {odd}; {equal}")
         self.good = step
-        if self._suspect is None or not again:
-            return ""
-        faulty = (hashes != self._suspect[1]).any(1).nonzero().flatten().tolist()
-        self._suspect = None
-        machine = f"the machine of rank {', '.join(map(str, faulty))}" if len(faulty) < len(hashes) else "some machine"
-        return f"step {step} was taken again and all ranks agree: it was a passing fault of {machine}"
 
 
 def _odd(values: list[int], kinds: int) -> str:
@@ -82,7 +65,7 @@ def _odd(values: list[int], kinds: int) -> str:
         if others:
             clear = 2 * count > len(ranks)
             which = ", ".join(str(rank) for rank in ranks if not clear or values[rank] != usual)
-            return which if clear else f"{which} (which of them is right shows after a replay)"
+            return which if clear else f"{which} (no majority tells which of them is right)"
     return ""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from cqwen_dist.config.schema import Config
 from cqwen_dist.parallel.agreement import agree
-from cqwen_dist.parallel.collectives import from_main_rank
+from cqwen_dist.parallel.collectives import from_main_rank, main_rank_first
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.parallel.stop import StopFlag
 from cqwen_dist.run.files import CHECKPOINTS, METRICS
@@ -92,7 +91,7 @@ def train_on(
                 called,
                 place,
                 Clock(work_in(config, run.model).flops, runtime.device, run.groups.world_size, peak_of(runtime.device)),
-                partial(open_log, run, on_record=called.step),
+                main_rank_first(lambda: open_log(run, place, called.step)),
             )
             status.at(place.step, total, run.schedule.at(place.step).stage.name)
             status.write(status="running")

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.checkpoint.manifest import latest_checkpoint
 from cqwen_dist.parallel.agreement import agree
-from cqwen_dist.parallel.collectives import Stopped, from_main_rank, main_rank_first
+from cqwen_dist.parallel.collectives import Stopped, from_main_rank
 from cqwen_dist.run.status import RunStatus
 from cqwen_dist.training.callbacks import Callbacks
-from cqwen_dist.training.replicas import RanksDiffer
 from cqwen_dist.training.run_parts import Run
 from cqwen_dist.training.stages import StagePlan
-from cqwen_dist.training.state import Place, restore, save
+from cqwen_dist.training.state import Place, save
 from cqwen_dist.training.telemetry.alarms import Alarm, Refusals
 from cqwen_dist.training.telemetry.metrics import MetricsLog
 from cqwen_dist.training.telemetry.perf import Clock
@@ -31,14 +29,13 @@ class Trainer:
         callbacks: Callbacks,
         place: Place,
         clock: Clock,
-        open_log: Callable[[Place], MetricsLog],
+        log: MetricsLog | None,
     ) -> None:
-        """place: where the run starts or continues. open_log: opens the log at a place, on rank 0."""
+        """place: where the run starts or continues. log: on rank 0."""
         self.run, self.status, self.callbacks, self.place, self.clock = run, status, callbacks, place, clock
+        self.log = log
         self.saved_step = place.step
         self.refusals = Refusals()
-        self._open_log = open_log
-        self.log = main_rank_first(lambda: open_log(place))
 
     def train(self) -> dict[str, Any]:
         """Train to the end of the run, or of this command's last stage. Returns the metrics of the last evaluation."""
@@ -48,12 +45,7 @@ class Trainer:
                 self._save()  # the closed form by itself may be the best
             if self.place.step == 0 and self.place.figures:
                 self.callbacks.tell("on_evaluation", 0, self.place.stage, dict(self.place.figures))
-            while True:
-                try:
-                    self._take_steps()
-                    break
-                except RanksDiffer as found:
-                    self._go_back(found)
+            self._take_steps()
         # All ranks raise it before the same step, and all save there
         except Stopped:
             self._save_on_stop()
@@ -106,7 +98,7 @@ class Trainer:
             saves = at_end or step % every.checkpoint_every == 0
 
             # Compare copies before the save: a corrupt copy must not reach a checkpoint
-            self._check_ranks(step, due=saves)
+            run.replicas.check(step, due=saves)
 
             # Evaluate. If a signal ends the evaluation, the place has the record, and a resumed run repeats it.
             if at_end or step % every.eval_every == 0:
@@ -120,7 +112,7 @@ class Trainer:
             # Save. The log is written first: a run resumed from this checkpoint does not log this step again.
             if saves or at_end:
                 if not saves:  # the evaluation ended the stage
-                    self._check_ranks(step, due=True)
+                    run.replicas.check(step, due=True)
                 if self.log is not None:
                     self.log.flush()
                 self._save()
@@ -180,28 +172,6 @@ class Trainer:
             self.run.stepper.give_up(self.run.loaders.current.micro_steps)
             raise
 
-    def _check_ranks(self, step: int, due: bool) -> None:
-        """Compare the copies on all ranks if due. Raises `RanksDiffer`."""
-        if passing_fault := self.run.replicas.check(step, due):
-            self._alarm(Alarm(step, "ranks-differ", passing_fault))
-
-    def _go_back(self, found: RanksDiffer) -> None:
-        """Return to the last checkpoint after copies differed. Raises `found` if there is none, or after a replay."""
-        run = self.run
-        run.loaders.close()
-        run.saver.wait()
-        # The ranks disagree about weights, so only rank 0 chooses the checkpoint
-        folder = from_main_rank(lambda: latest_checkpoint(run.folder))
-        if folder is None or found.again:
-            raise found
-        if self.log is not None:
-            self.log.close()
-        self.place = restore(run, folder)
-        self.saved_step = self.place.step
-        self.log = main_rank_first(lambda: self._open_log(self.place))
-        text = f"after step {found.step}: {found}; the steps after {self.place.step} are taken again"
-        self._alarm(Alarm(self.place.step, "ranks-differ", text))
-
     def _alarm(self, alarm: Alarm) -> None:
         if self.log is not None:
             self.log.alarm(alarm)
@@ -229,7 +199,7 @@ class Trainer:
         if self.log is not None:
             self.log.flush()
         if self.place.step > self.saved_step:
-            self._check_ranks(self.place.step, due=True)
+            self.run.replicas.check(self.place.step, due=True)
             self._save()
         self.run.saver.wait()
         self.status.write(checkpoint=self.run.saver.newest)
