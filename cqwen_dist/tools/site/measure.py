@@ -1,4 +1,4 @@
-"""Network speed and clock differences, measured by all ranks together."""
+"""Network speed, measured by all ranks together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from cqwen_dist.parallel.collectives import barrier, gather_objects, sum_over
 
-ROUNDS, CLOCK_READINGS = 5, 10
+ROUNDS = 5
 
 
 def all_reduce_seconds(sizes: Sequence[int], device: torch.device, world: int) -> dict[int, float]:
@@ -32,16 +32,3 @@ def all_reduce_seconds(sizes: Sequence[int], device: torch.device, world: int) -
 def bus_bandwidth(size: int, seconds: float, world: int) -> float:
     """Bytes/s on each rank's link in a ring, which an all-reduce has carry (n-1)/n of the buffer twice."""
     return 2 * (world - 1) / world * size / seconds
-
-
-def clock_spread() -> float:
-    """The largest difference between the ranks' clocks in seconds, read after a barrier; the minimum over rounds.
-
-    It is an upper bound, as it includes the time to leave the barrier. Collective.
-    """
-    best = float("inf")
-    for _ in range(CLOCK_READINGS):
-        barrier()
-        clocks = gather_objects(time.time())
-        best = min(best, max(clocks) - min(clocks))
-    return best

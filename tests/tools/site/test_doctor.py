@@ -23,10 +23,8 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     nodes = [{**copy.deepcopy(facts), "host": host} for host in ("node1", "node2")]
     together = {
         "ranks": 2,
-        "unresolved": {},
         "folder_seen_s": 0.01,
         "folder_unseen": [],
-        "clock_spread_s": 0.001,
         "backend": "gloo",
         "all_reduce": [{"bytes": 2**20, "seconds": 0.001, "gib_per_s": 0.98}],
     }
@@ -51,17 +49,8 @@ FAULTS: list[tuple[Change, str, str, str]] = [
     (lambda n, t: n.update(nccl="2.1"), "node2", "nccl 2.1, on node1", "same environment"),
     (lambda n, t: n.update(gpus=[{"name": "x", "memory_gib": 1}]), "node2", "1 GPUs, on node1 0", "--constraint"),
     (lambda n, t: n.update(folder={"path": "/r", "error": "Read-only"}), "node2", "Read-only", "every node may write"),
-    (lambda n, t: n["folder"].update(write_s=3.0), "node2", "takes 3.0 s", "another file system"),
     (lambda n, t: n["disk_gib"].update({"/scratch": 1.0}), "node2", "1.0 GiB free in /scratch", "make room"),
-    (
-        lambda n, t: n["interconnect"].update(infiniband=[{"name": "mlx5_0:1", "state": "1: DOWN", "rate": "0"}]),
-        "node2",
-        "mlx5_0:1 is 1: DOWN",
-        "NCCL_IB_HCA",
-    ),
-    (lambda n, t: t.update(unresolved={"node2": ["node1"]}), "node2", "does not know the name node1", "/etc/hosts"),
     (lambda n, t: t.update(folder_unseen=["node2"]), "node2", "does not see", "shared file system"),
-    (lambda n, t: t.update(clock_spread_s=9.0), "all", "clocks differ by 9.0 s", "chrony"),
 ]
 
 
