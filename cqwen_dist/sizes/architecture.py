@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cqwen_dist.config.architectures import ARCHITECTURES, BaseArchitecture, architecture, text_part
-from cqwen_dist.config.architectures.base_architecture import EXPERTS
-from cqwen_dist.config.architectures.layer_blocks import Block
+from cqwen_dist.config.architectures.base_architecture import EXPERTS, Block
 from cqwen_dist.config.bases import rows_with_number
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.schema import Config

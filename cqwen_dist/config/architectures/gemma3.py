@@ -1,7 +1,6 @@
 """Gemma 3 (text): norms before and after each block, a window in five of six layers, a scaled token table."""
 
-from cqwen_dist.config.architectures.base_architecture import BaseArchitecture
-from cqwen_dist.config.architectures.layer_blocks import attention, mlp, sizes
+from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, attention, mlp, sizes
 
 _ATTENTION = attention("attention_bias", "attention_bias", qk_norm=True, norms=2)
 

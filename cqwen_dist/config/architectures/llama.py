@@ -1,7 +1,13 @@
 """Llama and SmolLM. Linear layers may have biases. Without num_key_value_heads there is one per attention head."""
 
-from cqwen_dist.config.architectures.base_architecture import NOT_MEASURED, BaseArchitecture, Capabilities
-from cqwen_dist.config.architectures.layer_blocks import attention, mlp, sizes
+from cqwen_dist.config.architectures.base_architecture import (
+    NOT_MEASURED,
+    BaseArchitecture,
+    Capabilities,
+    attention,
+    mlp,
+    sizes,
+)
 
 LLAMA = BaseArchitecture(
     model_type="llama",

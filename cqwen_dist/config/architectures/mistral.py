@@ -1,7 +1,13 @@
 """Mistral 7B and NeMo: Llama's block without biases; attention may use a sliding window."""
 
-from cqwen_dist.config.architectures.base_architecture import NOT_MEASURED, BaseArchitecture, Capabilities
-from cqwen_dist.config.architectures.layer_blocks import attention, mlp, sizes
+from cqwen_dist.config.architectures.base_architecture import (
+    NOT_MEASURED,
+    BaseArchitecture,
+    Capabilities,
+    attention,
+    mlp,
+    sizes,
+)
 
 _WHOLE = {"sliding_window": None}  # later releases have full attention
 

@@ -1,7 +1,6 @@
 """Phi-3, Phi-3.5 and Phi-4 (text): Llama's block with q, k and v in one map, and gate and up in one."""
 
-from cqwen_dist.config.architectures.base_architecture import BaseArchitecture
-from cqwen_dist.config.architectures.layer_blocks import Block, Linear, sizes
+from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, Block, Linear, sizes
 
 _ATTENTION = {
     "o_proj": Linear("attention", "queries", "hidden"),

@@ -1,7 +1,13 @@
 """Qwen2 and Qwen2.5: Llama's block with biases for q, k and v."""
 
-from cqwen_dist.config.architectures.base_architecture import NOT_MEASURED, BaseArchitecture, Capabilities
-from cqwen_dist.config.architectures.layer_blocks import attention, mlp, sizes
+from cqwen_dist.config.architectures.base_architecture import (
+    NOT_MEASURED,
+    BaseArchitecture,
+    Capabilities,
+    attention,
+    mlp,
+    sizes,
+)
 
 QWEN2 = BaseArchitecture(
     model_type="qwen2",

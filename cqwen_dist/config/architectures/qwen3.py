@@ -1,7 +1,13 @@
 """Qwen3 (dense): Llama's block with q and k norms, and an independent head size."""
 
-from cqwen_dist.config.architectures.base_architecture import NOT_MEASURED, BaseArchitecture, Capabilities
-from cqwen_dist.config.architectures.layer_blocks import attention, mlp, sizes
+from cqwen_dist.config.architectures.base_architecture import (
+    NOT_MEASURED,
+    BaseArchitecture,
+    Capabilities,
+    attention,
+    mlp,
+    sizes,
+)
 
 QWEN3 = BaseArchitecture(
     model_type="qwen3",

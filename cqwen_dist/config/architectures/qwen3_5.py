@@ -1,7 +1,14 @@
 """Qwen3.5 to 3.8 (dense): gated linear attention in three of four layers, gated attention in the fourth."""
 
-from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, Capabilities, Support
-from cqwen_dist.config.architectures.layer_blocks import attention, gated_delta, mlp, sizes
+from cqwen_dist.config.architectures.base_architecture import (
+    BaseArchitecture,
+    Capabilities,
+    Support,
+    attention,
+    gated_delta,
+    mlp,
+    sizes,
+)
 
 _STATE = Support("unsupported", "its recurrent layers carry their state from a packed text into the next")
 RECURRENT = {

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from cqwen_dist.config.architectures.base_architecture import Capabilities
-from cqwen_dist.config.architectures.layer_blocks import experts, gated_delta, mlp, sizes
+from cqwen_dist.config.architectures.base_architecture import Capabilities, experts, gated_delta, mlp, sizes
 from cqwen_dist.config.architectures.qwen3_5 import GATED, QWEN3_5, RECURRENT, SIZES
 from cqwen_dist.config.architectures.qwen_moe import WITH_EXPERTS
 

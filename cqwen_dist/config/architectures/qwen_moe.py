@@ -1,7 +1,14 @@
 """Qwen2's and Qwen3's mixtures of experts: the attention of Qwen2 and Qwen3, and experts in place of the MLP."""
 
-from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, Capabilities, Support
-from cqwen_dist.config.architectures.layer_blocks import attention, experts, mlp, sizes
+from cqwen_dist.config.architectures.base_architecture import (
+    BaseArchitecture,
+    Capabilities,
+    Support,
+    attention,
+    experts,
+    mlp,
+    sizes,
+)
 
 WITH_EXPERTS = {
     "compiled_layers": Support("experimental", "not yet tried with experts"),

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cqwen_dist.config.architectures.base_architecture import EXPERTS
-from cqwen_dist.config.architectures.layer_blocks import Block
+from cqwen_dist.config.architectures.base_architecture import EXPERTS, Block
 from cqwen_dist.sizes.architecture import CHUNK
 from cqwen_dist.tools.plan.stage_sizes import FP32, Sizes, ceil_div, masked
 
