@@ -133,24 +133,20 @@ def submit(
     overrides: Overrides = None,
     *,
     resources: Resources,
-    stage: Annotated[list[str] | None, typer.Option(help="Separate job for a stage: heads:nodes=1,time=60.")] = None,
     job: JobOptions,
     dry: Annotated[bool, typer.Option("--dry-run", help="Only print the script.")] = False,
 ) -> None:
     """Queue the run on SLURM: render a script, let SLURM check it, submit; print how to follow, stop and resume."""
-    from cqwen_dist.tools.slurm.submission import advice, check_jobs, plan_jobs, render, submit_jobs, waits_for
+    from cqwen_dist.tools.slurm.submission import advice, check_job, plan_job, render, submit_job
 
-    checked, jobs = plan_jobs(config, overrides or [], resources, stage or [], job)
+    checked, made = plan_job(config, overrides or [], resources, job)
     if not dry:
-        for line in advice(jobs, submit_jobs(checked, jobs)):
+        for line in advice(made, submit_job(checked, made)):
             echo(line)
         return
-    for words in check_jobs(jobs) or ["not checked by SLURM: there is no sbatch here, or nothing that answers it"]:
-        echo(words, err=True)
-    for index, each in enumerate(jobs):
-        echo(render(each), nl=False)
-        wait = waits_for(f"<id of job {index}>" if index else None)
-        echo(f"{each.script}\n{' '.join(['sbatch', *wait, shlex.quote(str(each.script))])}", err=True)
+    unchecked = "not checked by SLURM: there is no sbatch here, or nothing that answers it"
+    echo(check_job(made) or unchecked, err=True)
+    echo(render(made), nl=False)
 
 
 def resuming(folder: Path, verb: str = "train") -> str:

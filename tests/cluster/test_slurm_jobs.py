@@ -1,4 +1,4 @@
-"""Real daemons, nothing in the way: the shipped scripts, submit with its chains, doctor, status, and ssh."""
+"""Real daemons, nothing in the way: the shipped scripts, submit, doctor, status, and ssh."""
 
 from __future__ import annotations
 
@@ -52,28 +52,22 @@ def test_the_shipped_script_on_two_nodes_with_two_ranks_each(cluster: Cluster, t
     assert not (folder / "x").exists()
 
 
-def test_a_chain_of_jobs_is_one_run(cluster: Cluster, tmp_path: Path) -> None:
-    """The first stage on one node, the second on two; the second job waits for the first, and status tells of both."""
+def test_a_submitted_job_is_one_run(cluster: Cluster, tmp_path: Path) -> None:
+    """On two nodes; status tells of the job before and after it has run."""
     run = SlurmRun(cluster, tmp_path, stages__0__steps=6, stages__1__steps=6, model__lora__dropout=0.0)
-    words = ["--nodes", 2, "--stage", "heads:nodes=1", "--name", HOSTILE, "--sbatch=--export=NONE"]
-    done = run.cqwen("submit", run.config, *words, "--setup", "true $OF_NOBODY")
+    words = ["--nodes", 2, "--name", HOSTILE, "--sbatch=--export=NONE", "--setup", "true $OF_NOBODY"]
+    done = run.cqwen("submit", run.config, *words)
     assert done.returncode == 0, done.stderr
-    first, second = re.findall(r"^job (\d+)", done.stdout, re.MULTILINE)
-    assert f"job {second}, after {first}" in done.stdout
-    assert cluster.job(second)["Dependency"].startswith(f"afterok:{first}")
-    waiting = run.cqwen("status", second)
-    assert waiting.stdout.splitlines()[0] in ("not started", "starting"), waiting
-    assert "JobState PENDING" in waiting.stdout
-    assert cluster.wait_end(first)["JobState"] == "COMPLETED", run.output(first)
-    assert cluster.wait_end(second)["JobState"] == "COMPLETED", run.output(second)
-    assert [entry["nodes"] for entry in run.starts()] == ["node1", "node[1-2]"]
+    (job,) = re.findall(r"^job (\d+)", done.stdout, re.MULTILINE)
+    assert cluster.wait_end(job)["JobState"] == "COMPLETED", run.output(job)
+    assert [entry["nodes"] for entry in run.starts()] == ["node[1-2]"]
     assert read_status(run.run)["status"] == "done"
     train_run(run.config, f"run.dir={tmp_path}/whole")
     assert losses(run.run) == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
-    document = json.loads(run.cqwen("status", second, "--json").stdout)
+    document = json.loads(run.cqwen("status", job, "--json").stdout)
     assert (document["run"], document["status"], document["step"]) == (str(run.run), "done", 12)
     assert document["job"]["JobState"] == "COMPLETED"
-    assert f"JobName={HOSTILE}-lora" in cluster.slurm("scontrol", "show", "job", second)
+    assert f"JobName={HOSTILE}" in cluster.slurm("scontrol", "show", "job", job)
 
 
 def test_slurm_itself_refuses_what_the_cluster_does_not_have(cluster: Cluster, tmp_path: Path) -> None:

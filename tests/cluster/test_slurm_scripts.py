@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cqwen_dist.config import UserError
-from cqwen_dist.tools.slurm.submission import Job, Resources, _quoted, _template, read_stage_option, render
+from cqwen_dist.tools.slurm.submission import Job, Resources, _quoted, _template, render
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -30,7 +30,6 @@ FULL = Job(
     folder=Path(f"/home/me/{HOSTILE}"),
     run_dir=Path(f'/scratch/50% of "me"/{HOSTILE}'),
     script=Path(f"/scratch/{HOSTILE}/job-1.sbatch"),
-    overrides=("run.stop_after=heads", f"data.train=$(touch x) {HOSTILE}"),
     resources=Resources(
         nodes=4,
         ranks_per_node=2,
@@ -98,8 +97,8 @@ def test_hostile_strings_arrive_unchanged(tmp_path: Path) -> None:
     script = f'{assignment}\n{python}\nprintf \'%s\\0\' "${{run[@]}}" "${{python[@]}}"\n'
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True)
     words = done.stdout.split("\0")[:-1]
-    assert words[:3] == [str(FULL.config), *FULL.overrides]
-    assert words[3:] == ["apptainer", "exec", "--nv", "--bind", "/data dir", f"/images/{HOSTILE}.sif", "python3"]
+    assert words[0] == str(FULL.config)
+    assert words[1:] == ["apptainer", "exec", "--nv", "--bind", "/data dir", f"/images/{HOSTILE}.sif", "python3"]
     assert not list(tmp_path.iterdir())
 
 
@@ -127,7 +126,6 @@ def test_refuses_options_that_make_no_valid_job() -> None:
         (lambda: Resources(sbatch=("--array=0-3",)), "slurm/sweep.sbatch"),
         (lambda: Resources(sbatch=("-t2",)), "allowed: --time of cqwen submit"),
         (lambda: Resources(exclusive=True, cpus_per_task=4), "--cpus-per-task: found 4, allowed: no value"),
-        (lambda: read_stage_option("heads:colour=red", Resources()), "nodes, gpus-per-node"),
     ]
     for make, said in made:
         with pytest.raises(UserError) as refused:
@@ -135,14 +133,6 @@ def test_refuses_options_that_make_no_valid_job() -> None:
         assert said in str(refused.value)
     for time in ("90", "1-12", "UNLIMITED"):
         assert f"--time={time}" in replace(PLAIN, resources=Resources(time=time)).directives()
-
-
-def test_a_stage_may_ask_for_other_resources() -> None:
-    name, needs = read_stage_option("heads:nodes=1,gpus-per-node=2,partition=small", PLAIN.resources)
-    assert name == "heads"
-    assert (needs.nodes, needs.gpus_per_node, needs.partition, needs.time) == (1, 2, "small", "12:00:00")
-    _, needs = read_stage_option("heads:exclude=node[01-03,07],gpu-a,nodes=3", PLAIN.resources)
-    assert (needs.nodes, needs.exclude) == (3, "node[01-03,07],gpu-a")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from support.runs import command_environment, write_config
 from cqwen_dist.cli import main
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.run.status import write_status
-from cqwen_dist.tools.slurm.submission import Resources, plan_jobs, split_stages
+from cqwen_dist.tools.slurm.submission import Resources, plan_job
 
 ROOT = Path(__file__).parents[2]
 SBATCH = """#!/bin/bash
@@ -46,29 +46,24 @@ def cqwen(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *w
     return int(left.value.code or 0), out, err
 
 
-def test_submits_two_dependent_jobs_for_one_run(
+def test_submits_a_job_with_its_own_copy_of_the_config(
     tmp_path: Path, sbatch: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SLURM_CPU_BIND", "quiet,mask_cpu:0x1")  # submitted from within a job
     config = write_config(tmp_path)
-    words = ["submit", config, "train.seed=3", "--nodes", 2, "--ranks-per-node", 2, "--stage", "heads:nodes=1,time=10"]
-    code, out, err = cqwen(monkeypatch, capfd, *words, "--partition", "main", "--sbatch=--mem=0")
+    words = ["submit", config, "train.seed=3", "--nodes", 2, "--ranks-per-node", 2, "--partition", "main"]
+    code, out, err = cqwen(monkeypatch, capfd, *words, "--sbatch=--mem=0", "--sbatch=--dependency=afterok:7")
     assert (code, err) == (0, "")
-    folder = tmp_path / "run" / "slurm" / "submit-1"
-    first, second = (folder / f"job-{number}.sbatch" for number in (1, 2))
-    calls = (sbatch / "calls").read_text().splitlines()
-    assert calls == [f"--parsable {first}", f"--parsable --dependency=afterok:41 --kill-on-invalid-dep=yes {second}"]
-    assert out.splitlines()[:2] == [
-        "job 41: cqwen-run-heads, 1 nodes x 2 ranks",
-        "job 42, after 41: cqwen-run-lora, 2 nodes x 2 ranks",
-    ]
-    assert [line.partition(":")[0] for line in out.splitlines()[2:]] == ["follow", "stop", "resume"]
-    assert load_config(folder / "config.yaml").train.seed == 3, "what is queued does not change when the file does"
-    texts = [path.read_text() for path in (first, second)]
-    assert f"run=({folder}/config.yaml run.stop_after=heads)\n" in texts[0]
-    assert f"run=({folder}/config.yaml)\n" in texts[1]
-    assert ["#SBATCH --time=10\n" in text for text in texts] == [True, False]
-    assert all("#SBATCH --mem=0\n" in text and "#SBATCH --partition=main\n" in text for text in texts)
+    script = tmp_path / "run" / "slurm" / "submit-1" / "job.sbatch"
+    assert (sbatch / "calls").read_text().splitlines() == [f"--parsable {script}"]
+    assert out.splitlines()[0] == "job 41: cqwen-run, 2 nodes x 2 ranks"
+    assert [line.partition(":")[0] for line in out.splitlines()[1:]] == ["follow", "stop", "resume"]
+    copied = script.with_name("config.yaml")
+    assert load_config(copied).train.seed == 3, "what is queued does not change when the file does"
+    text = script.read_text()
+    assert f"run=({copied})\n" in text
+    for line in ("--mem=0", "--partition=main", "--dependency=afterok:7"):
+        assert f"#SBATCH {line}\n" in text
 
     code, out, err = cqwen(monkeypatch, capfd, "submit", config, "train.seed=3", "--dry-run")
     assert (code, out.splitlines()[0]) == (0, "#!/usr/bin/env bash")
@@ -108,17 +103,15 @@ def test_a_dry_run_needs_no_gpu_slurm_or_network(words: list[str], tmp_path: Pat
 def test_a_config_that_cannot_run_is_not_submitted(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     with pytest.raises(UserError, match="run.resume"):  # noqa: RUF043
-        plan_jobs(config, ["run.resume=never"], Resources())
-    with pytest.raises(UserError, match="--stage: found 'body', allowed: a stage of the config: heads, lora"):
-        plan_jobs(config, [], Resources(), ["body:nodes=1"])
+        plan_job(config, ["run.resume=never"], Resources())
     with pytest.raises(UserError, match="data.train"):  # noqa: RUF043
-        plan_jobs(config, ["data.train=nowhere"], Resources())
+        plan_job(config, ["data.train=nowhere"], Resources())
     run = tmp_path / "run"
     run.mkdir()
     write_status(run, "done")
     (run / "latest").write_text("step-00000006\n")
     with pytest.raises(UserError, match="a run that is not done yet"):
-        plan_jobs(config, [], Resources())
+        plan_job(config, [], Resources())
 
 
 @pytest.mark.parametrize(("limit", "longer"), [("3", "4"), ("0:03:00", "0:03:01"), ("0-0:03", "1-0")])
@@ -126,13 +119,5 @@ def test_a_time_limit_within_the_warning_is_refused(tmp_path: Path, limit: str, 
     """The job would be told to save as it starts, and queue itself again until the budget is spent."""
     config = write_config(tmp_path)
     with pytest.raises(UserError, match=f"--time: found '{limit}', allowed: more than the 180 s of --warn-s"):
-        plan_jobs(config, [], Resources(), [f"heads:time={limit}"])
-    plan_jobs(config, [], Resources(time=longer))
-
-
-def test_neighbouring_stages_with_the_same_needs_share_a_job(tmp_path: Path) -> None:
-    stages = [{"name": name, "train": ["heads"], "steps": 1} for name in "abcd"]
-    config = load_config(write_config(tmp_path, stages=stages))
-    usual, other = Resources(nodes=2), Resources(nodes=4)
-    assert split_stages(config, usual, {}) == [("d", usual)]
-    assert split_stages(config, usual, {"b": other, "c": other}) == [("a", usual), ("c", other), ("d", usual)]
+        plan_job(config, [], Resources(time=limit))
+    plan_job(config, [], Resources(time=longer))

@@ -1,8 +1,7 @@
 """Runs as SLURM jobs: rendered to a readable script, checked by SLURM, submitted.
 
 The script (job.sbatch.j2) does the work; `slurm/*.sbatch` contain the same text for users who call sbatch
-directly. If stages need different resources, the run becomes a chain of jobs, one per group of stages. Each job waits
-for the previous one (`afterok`: a requeued job keeps its id).
+directly.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from itertools import count, groupby
+from itertools import count
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -41,7 +40,6 @@ class Job(JobOptions):
     run_dir: Path
     script: Path  # the resolved config is in the same folder
     resources: Resources
-    overrides: tuple[str, ...] = ()
     python: str = sys.executable
 
     def __post_init__(self) -> None:
@@ -117,82 +115,27 @@ def _template() -> Any:
     return environment.from_string(text)
 
 
-# ------------------------------------------------------------------------------------------------- chains of jobs
-
-
-def split_stages(config: Config, resources: Resources, by_stage: dict[str, Resources]) -> list[tuple[str, Resources]]:
-    """(last stage, resources) per job. Adjacent stages with equal resources share a job.
-
-    Raises `UserError` for an unknown stage.
-    """
-    names = [stage.name for stage in config.stages]
-    for name in by_stage:
-        if name not in names:
-            raise UserError("--stage", name, f"a stage of the config: {', '.join(names)}")
-    neighbours = groupby(names, key=lambda name: by_stage.get(name, resources))
-    return [(list(group)[-1], needs) for needs, group in neighbours]
-
-
-def read_stage_option(text: str, resources: Resources) -> tuple[str, Resources]:
-    """Parse `NAME:nodes=4,gpus-per-node=8,partition=big`, the resources for one stage. Raises `UserError`."""
-    name, colon, rest = text.partition(":")
-    known = {
-        field.replace("_", "-"): field
-        for field in Resources.__dataclass_fields__
-        if field not in ("sbatch", "exclusive")
-    }
-    changes: dict[str, Any] = {}
-    for part in re.split(r",(?=[\w-]+=)", rest):  # not at the comma in exclude=node[01-03,07]
-        key, equals, value = part.partition("=")
-        if not (name and colon and equals and key in known):
-            raise UserError("--stage", text, f"NAME:key=value,... with keys out of {', '.join(known)}")
-        if known[key] in ("nodes", "gpus_per_node", "ranks_per_node", "cpus_per_task"):
-            if not value.isdecimal():
-                raise UserError(f"--stage {name}:{key}", value, "a whole number")
-            changes[known[key]] = int(value)
-        else:
-            changes[known[key]] = value
-    return name, replace(resources, **changes)
-
-
-def plan_jobs(
+def plan_job(
     path: Path,
     overrides: Sequence[str],
     resources: Resources,
-    stages: Sequence[str] = (),
     options: JobOptions = JobOptions(),  # noqa: B008
-) -> tuple[Config, list[Job]]:
-    """Config and jobs for a run. Each job waits for the previous one. Writes nothing.
-
-    Raises `UserError` as `cqwen launch`, and if the ranks do not fit the config.
-    """
+) -> tuple[Config, Job]:
+    """Config and job of a run. Writes nothing. Raises `UserError` as `cqwen launch`, and if the ranks do not fit."""
     config = preflight(path, overrides)
     if is_done(config):
         raise UserError("run.dir", config.run.dir, "a run that is not done yet, or a new folder")
     if config.run.resume in ("never", "restart"):
         raise UserError("run.resume", config.run.resume, "auto or last-good: a requeued job resumes")
-    by_stage = dict(read_stage_option(text, resources) for text in stages)
-    split = split_stages(config, resources, by_stage)
+    # Check ranks and DeepSpeed settings now: an error should not wait for the queue.
+    ranks = resources.nodes * resources.ranks
+    config.parallel.refuse_ranks(ranks)
+    deepspeed_config(config, ranks, feature_parameters(config, read_architecture(config)))
     run_dir = Path(config.run.dir).absolute()
     folder = next(new for n in count(1) if not (new := run_dir / SLURM / f"submit-{n}").exists())
-    # Check every job's ranks and DeepSpeed settings now: an error should not wait for the queue.
-    trained = feature_parameters(config, read_architecture(config))
-    name = options.name or f"cqwen-{run_dir.name}"
-    jobs = []
-    for number, (last, needs) in enumerate(split, 1):
-        config.parallel.refuse_ranks(needs.nodes * needs.ranks)
-        deepspeed_config(config, needs.nodes * needs.ranks, trained)  # raises if `deepspeed:` contradicts it
-        jobs.append(
-            Job(
-                **vars(options) | {"name": name if len(split) == 1 else f"{name}-{last}"},
-                folder=Path.cwd(),
-                run_dir=run_dir,
-                script=folder / f"job-{number}.sbatch",
-                resources=needs,
-                overrides=(f"run.stop_after={last}",) if number < len(split) else (),
-            )
-        )
-    return config, jobs
+    named = vars(options) | {"name": options.name or f"cqwen-{run_dir.name}"}
+    script = folder / "job.sbatch"
+    return config, Job(**named, folder=Path.cwd(), run_dir=run_dir, script=script, resources=resources)
 
 
 # ------------------------------------------------------------------------------------------------ talking to SLURM
@@ -203,60 +146,46 @@ _OF_THE_SITE = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"
 _UNREACHABLE = ("unable to contact slurm controller", "could not establish a configuration source", "unable to resolve")
 
 
-def check_jobs(jobs: Sequence[Job]) -> list[str]:
-    """Output of `sbatch --test-only`: when and where each job would start. Empty if no cluster answers.
+def check_job(job: Job) -> str:
+    """Output of `sbatch --test-only`: when and where the job would start. "" if no cluster answers.
 
-    Raises `UserError` with SLURM's message if it would reject a job.
+    Raises `UserError` with SLURM's message if it would reject the job.
     """
-    answers = []
-    for job in jobs if which("sbatch") else []:
-        done = _sbatch("--test-only", script=render(job))
-        if done.returncode == 0:
-            answers.append(_words(done.stderr))
-        elif not any(words in done.stderr.lower() for words in _UNREACHABLE):
-            raise UserError("sbatch --test-only", Said(_words(done.stderr)), "a job that this cluster can run")
-    return answers
+    if which("sbatch") is None:
+        return ""
+    done = _sbatch("--test-only", script=render(job))
+    if done.returncode == 0:
+        return _words(done.stderr)
+    if any(words in done.stderr.lower() for words in _UNREACHABLE):
+        return ""
+    raise UserError("sbatch --test-only", Said(_words(done.stderr)), "a job that this cluster can run")
 
 
-def submit_jobs(config: Config, jobs: Sequence[Job]) -> list[str]:
-    """Write config and scripts into the run folder and submit them; returns job ids. Raises `UserError`."""
-    if not check_jobs(jobs):
+def submit_job(config: Config, job: Job) -> str:
+    """Write config and script into the run folder and submit them; returns the job's id. Raises `UserError`."""
+    if not check_job(job):
         said = "no such command here, or nothing that answers it; submit on a machine of the cluster, or use --dry-run"
         raise UserError("sbatch", Said(said), "")
-    folder = jobs[0].script.parent
+    folder = job.script.parent
     with writing("run.dir", folder, "a folder that can be written"):
         folder.mkdir(parents=True)
-        jobs[0].config.write_text(config.to_yaml(), encoding="utf-8")
-        for job in jobs:
-            job.script.write_text(render(job), encoding="utf-8")
-    ids: list[str] = []
-    for job in jobs:
-        done = _sbatch("--parsable", *waits_for(ids[-1] if ids else None), str(job.script))
-        if done.returncode:
-            raise UserError("sbatch", Said(_words(done.stderr)), "a job that this cluster takes")
-        ids.append(done.stdout.strip().split(";")[0])
-    return ids
+        job.config.write_text(config.to_yaml(), encoding="utf-8")
+        job.script.write_text(render(job), encoding="utf-8")
+    done = _sbatch("--parsable", str(job.script))
+    if done.returncode:
+        raise UserError("sbatch", Said(_words(done.stderr)), "a job that this cluster takes")
+    return done.stdout.strip().split(";")[0]
 
 
-def advice(jobs: Sequence[Job], ids: Sequence[str]) -> list[str]:
-    """Lines for the user after submitting: job ids, and how to follow, stop and resume."""
-    run_dir = jobs[0].run_dir
-    lines = []
-    for index, (number, job) in enumerate(zip(ids, jobs, strict=True)):
-        after = f", after {ids[index - 1]}" if index else ""
-        lines.append(f"job {number}{after}: {job.name}, {job.resources.nodes} nodes x {job.resources.ranks} ranks")
-    log = shlex.quote(str(run_dir / SLURM / "latest" / "rank-0.log"))
+def advice(job: Job, number: str) -> list[str]:
+    """Lines for the user after submitting: the job's id, and how to follow, stop and resume."""
+    log = shlex.quote(str(job.run_dir / SLURM / "latest" / "rank-0.log"))
     return [
-        *lines,
-        f"follow: cqwen status {shlex.quote(str(run_dir))}    tail -F {log}",
-        f"stop:   scancel {' '.join(ids)}    (in order, to resume later: scancel --batch --signal=TERM {ids[0]})",
-        f"resume: sbatch {shlex.quote(str(jobs[-1].script))}    (it resumes from the last checkpoint)",
+        f"job {number}: {job.name}, {job.resources.nodes} nodes x {job.resources.ranks} ranks",
+        f"follow: cqwen status {shlex.quote(str(job.run_dir))}    tail -F {log}",
+        f"stop:   scancel {number}    (in order, to resume later: scancel --batch --signal=TERM {number})",
+        f"resume: sbatch {shlex.quote(str(job.script))}    (it resumes from the last checkpoint)",
     ]
-
-
-def waits_for(job: str | None) -> list[str]:
-    """sbatch options for a job that starts when `job` has succeeded, and is dropped if it fails."""
-    return [f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes"] if job else []
 
 
 def _sbatch(*options: str, script: str | None = None) -> subprocess.CompletedProcess[str]:
