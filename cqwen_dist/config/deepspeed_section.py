@@ -1,17 +1,15 @@
 """The section `deepspeed`: a mapping, or the path of a JSON file, such as the ds_config of a Hugging Face Trainer.
 
-A key with an equivalent in this project is moved there; "auto" means that key decides. Unsupported settings and keys
-unknown to DeepSpeed are refused, with the reason and an alternative.
+A key with an equivalent in this project is moved there; "auto" means that key decides. Unsupported settings are
+refused, with the reason and an alternative, and sections that DeepSpeed does not have, which it would ignore. Inside of
+its sections DeepSpeed itself refuses unknown keys (`training.zero.engine.refuse_unknown`).
 """
 
 from __future__ import annotations
 
-import ast
 import difflib
 import json
-from collections.abc import Iterator, Mapping
-from functools import cache
-from importlib.util import find_spec
+from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -38,6 +36,13 @@ DONE: dict[str, tuple[Any, ...]] = {
     "fp16.enabled": (False,),
     "zero_optimization.offload_param.device": ("none",),
     "zero_optimization.cpu_offload": (False,),
+    **{
+        f"activation_checkpointing.{key}": (False, None)
+        for key in (
+            *("partition_activations", "number_checkpoints", "contiguous_memory_optimization"),
+            *("synchronize_checkpoint_boundary", "profile", "cpu_checkpointing"),
+        )
+    },
 }
 # A section is ignored if its switch has one of these values (None: no switch).
 SWITCHES: dict[str, tuple[Any, ...]] = {
@@ -59,38 +64,17 @@ REFUSED = {
     "zero_optimization.offload_param": "no offload of parameters: each forward pass reads all of them. "
     "parallel.zero_stage 3 divides them over the ranks, model.quantize nf4 makes them smaller",
 }
-_SOURCES = "runtime/zero/config runtime/zero/offload_config runtime/zero/leaf_module_config runtime/precision_config"
-_SOURCES += " comm/config monitor/config compile/config"
-# DeepSpeed has a pydantic model for these sections. Keys of other sections are listed below.
-MODELS = {
-    "zero_optimization": "DeepSpeedZeroConfig",
-    "bf16": "DeepSpeedBF16Config",
-    "fp16": "DeepSpeedFP16Config",
-    "comms_logger": "CommsLoggerConfig",
-    "compile": "CompileConfig",
-    "tensorboard": "TensorBoardConfig",
-    "wandb": "WandbConfig",
-    "csv_monitor": "CSVConfig",
-    "comet": "CometConfig",
-}
-_KEYS = {
-    "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation "
+# Whatever DeepSpeed reads at the top level: it ignores other names.
+_TOP = (
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation "
     "optimizer scheduler zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer fp16 bf16 amp "
     "torch_autocast data_types gradient_clipping gradient_predivide_factor prescale_gradients gradient_allreduce_op "
     "communication_data_type seq_parallel_communication_data_type disable_allgather steps_per_print dump_state "
     "wall_clock_breakdown memory_breakdown disable_python_gc activation_checkpointing comms_logger flops_profiler "
     "tensorboard wandb csv_monitor comet aio autotuning data_efficiency hybrid_engine pipeline checkpoint compile "
-    "tensor_parallel timers dataloader_drop_last log_level vocabulary_size weight_quantization",
-    "optimizer": "type params legacy_fusion",
-    "scheduler": "type params",
-    "data_types": "grad_accum_dtype param_dtype buffer_dtype",
-    "timers": "throughput",
-    "checkpoint": "tag_validation load_universal use_node_local_storage parallel_write",
-    "flops_profiler": "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
-    "activation_checkpointing": "partition_activations number_checkpoints contiguous_memory_optimization "
-    "synchronize_checkpoint_boundary profile cpu_checkpointing",
-}
-DONE |= {f"activation_checkpointing.{key}": (False, None) for key in _KEYS["activation_checkpointing"].split()}
+    "tensor_parallel timers dataloader_drop_last log_level vocabulary_size weight_quantization"
+)
+_SECTIONS = _TOP.split()
 
 
 def translate(tree: dict[str, Any]) -> None:
@@ -101,8 +85,11 @@ def translate(tree: dict[str, Any]) -> None:
     if not isinstance(given, dict) or not given:
         return
     found = dict(leaves(given))
-    for path in found:
-        _refuse_unknown(path)
+    for section in given:
+        if section not in _SECTIONS:
+            meant = difflib.get_close_matches(section, _SECTIONS, n=1)
+            hint = f"; did you mean {meant[0]}?" if meant else ""
+            raise UserError(f"deepspeed.{section}", Said(f"DeepSpeed has no such key{hint}"), "")
     found = _said({path: value for path, value in found.items() if value != "auto"})
     for path in [path for path in found if path in MOVED]:
         _move(tree, path, found.pop(path))
@@ -147,57 +134,6 @@ def _move(tree: dict[str, Any], path: str, value: Any) -> None:
         return  # the schema refuses it
     if ours.setdefault(name, theirs) != theirs:
         raise UserError(f"deepspeed.{path}", value, f"auto, or what {key} says ({ours[name]})")
-
-
-def _refuse_unknown(path: str) -> None:
-    """Raises `UserError` naming the first part of a path that is unknown to DeepSpeed."""
-    above = ""
-    for part in path.split("."):
-        known = known_keys().get(above)
-        if known is not None and part not in known:
-            meant = difflib.get_close_matches(part, known, n=1) or [
-                f"{section}.{part}" for section, keys in known_keys().items() if part in keys
-            ]
-            hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
-            raise UserError(f"deepspeed.{above and above + '.'}{part}", Said(f"DeepSpeed has no such key{hint}"), "")
-        above = f"{above}.{part}" if above else part
-
-
-@cache
-def known_keys() -> dict[str, set[str]]:
-    """Section -> keys known to the installed DeepSpeed; other sections are not checked.
-
-    They are read from the source of DeepSpeed's config models, because importing them imports torch.
-    """
-    found = {section: set(keys.split()) for section, keys in _KEYS.items()}
-    spec = find_spec("deepspeed")
-    root = Path(spec.origin).parent if spec and spec.origin else Path()
-    models: dict[str, ast.ClassDef] = {}
-    for source in _SOURCES.split():
-        file = root / f"{source}.py"
-        tree = ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else ast.Module([], [])
-        models |= {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-
-    def add(section: str, model: str) -> None:
-        fields = [node for node in models[model].body if isinstance(node, ast.AnnAssign)]
-        found[section] = {name for field in fields for name in _names(field)}
-        for field in fields:
-            for name in (n.id for n in ast.walk(field.annotation) if isinstance(n, ast.Name) and n.id in models):
-                if name.endswith("Config"):
-                    add(f"{section}.{ast.unparse(field.target)}", name)
-
-    for section, model in MODELS.items():
-        if model in models:
-            add(section, model)
-    return found
-
-
-def _names(field: ast.AnnAssign) -> Iterator[str]:
-    """A field's name and its alias."""
-    yield ast.unparse(field.target)
-    for keyword in field.value.keywords if isinstance(field.value, ast.Call) else ():
-        if keyword.arg == "alias" and isinstance(keyword.value, ast.Constant):
-            yield str(keyword.value.value)
 
 
 def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ from cqwen_dist.training.stage_loaders import StageLoaders
 from cqwen_dist.training.stages import Schedule
 from cqwen_dist.training.step import Stepper
 from cqwen_dist.training.telemetry.progress import Progress
-from cqwen_dist.training.zero.engine import Engine, EngineSettings
+from cqwen_dist.training.zero.engine import Engine, EngineSettings, refuse_unknown
 from cqwen_dist.training.zero.partitioned_base import load_partitioned_base
 from cqwen_dist.training.zero.patches import join_deepspeed
 from cqwen_dist.training.zero.settings import deepspeed_config
@@ -154,6 +154,7 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
         find_custom("model.number_head", config.model.number_head, config.run.dir)
     gate_named(config.loss.gate, config.run.dir)
     _implementation(runtime.device)
+    refuse_unknown(config.deepspeed)
 
     # The run folder: finish an interrupted change, and choose the checkpoint; a damaged one is refused
     seed_everything(config.train.seed)

@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
 
 from cqwen_dist.config import Config, UserError
-from cqwen_dist.config.deepspeed_section import MOVED, known_keys
+from cqwen_dist.config.deepspeed_section import MOVED
 from cqwen_dist.config.messages import _places
 from cqwen_dist.config.reading import given_config
 
@@ -82,8 +79,7 @@ def test_our_key_may_say_the_same_and_nothing_else() -> None:
     ("section", "says"),
     [
         ({"zero_optimisation": {}}, "zero_optimisation: DeepSpeed has no such key; did you mean zero_optimization"),
-        ({"zero_optimization": {"overlap_com": True}}, "overlap_com: .* did you mean overlap_comm"),
-        ({"overlap_comm": True}, "did you mean zero_optimization.overlap_comm"),
+        ({"overlap_comm": True}, "overlap_comm: DeepSpeed has no such key"),
         ({"optimizer": {"type": "Lamb"}}, "deepspeed.optimizer.type: found 'Lamb', allowed: AdamW"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}, "optimizer.params.lr: .*stages.N.lr"),
         ({"fp16": {"enabled": True}}, "deepspeed.fp16.enabled: found True, .*loss scale.*bf16"),
@@ -106,20 +102,6 @@ def test_what_cannot_be_is_refused_by_name_with_the_reason(section: Any, says: s
 def test_fp16_is_refused_with_what_to_take_instead() -> None:
     with pytest.raises(UserError, match=r"train.precision: found 'fp16', allowed: fp32 or bf16 .*loss scale"):
         config({}, train={"precision": "fp16"})
-
-
-@pytest.mark.parametrize(
-    ("section", "model"),
-    [
-        ("zero_optimization", DeepSpeedZeroConfig),
-        ("zero_optimization.offload_optimizer", DeepSpeedZeroOffloadOptimizerConfig),
-        ("bf16", DeepSpeedBF16Config),
-        ("fp16", DeepSpeedFP16Config),
-    ],
-)
-def test_the_known_keys_are_those_of_the_installed_deepspeed(section: str, model: Any) -> None:
-    fields = {name for key, field in model.model_fields.items() for name in (key, field.alias) if name}
-    assert known_keys()[section] == fields
 
 
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:

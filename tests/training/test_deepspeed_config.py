@@ -10,6 +10,7 @@ from matrix.sharded_training import Case, config_of
 
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.sizes.architecture import feature_parameters
+from cqwen_dist.training.zero.engine import refuse_unknown
 from cqwen_dist.training.zero.settings import deepspeed_config
 
 
@@ -58,3 +59,9 @@ def test_the_number_of_parameters_needs_no_model() -> None:
     found["model"]["lora"] = {**found["model"]["lora"], **LORA}
     found["model"]["value_periods"] = model.config.value_periods
     assert feature_parameters(Config.model_validate(found), model.config.base) == counted
+
+
+def test_a_key_that_deepspeed_does_not_have_is_refused_by_name() -> None:
+    refuse_unknown({"steps_per_print": 2, "zero_optimization": {"overlap_comm": True}})
+    with pytest.raises(UserError, match=r"deepspeed\.zero_optimization\.overlap_com: found True, .*not permitted"):
+        refuse_unknown({"zero_optimization": {"overlap_com": True}})
