@@ -1,9 +1,10 @@
 """Tokens/s in every mode, compared with Hugging Face's generate on the same base model.
 
-Hugging Face is also timed with a static cache, with compiled steps on CUDA (on a CPU if asked for). Weights are random,
-as speed depends only on shapes, with one exception: on a CPU, mode `standard` computes few scales if P separates words
+Both use the same cache: dynamic, or static with compiled steps on CUDA (on a CPU if asked for). Weights are random, as
+speed depends only on shapes, with one exception: on a CPU, mode `standard` computes few scales if P separates words
 well, else all of them (`ops.ovr.best`). Row "standard" has equal scales, like a calibrated start. Row "standard, all
-scales" is the worst case. The heads are always fp32.
+scales" is the worst case. The heads are always fp32. With a bf16 backbone, on CUDA or with a static cache, the modes
+with argmax P use a bf16 copy of W_cls.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def _contenders(
     theirs = {"do_sample": False, "min_new_tokens": new_tokens, "pad_token_id": 0, **options}
     found: dict[str, Callable[[Tensor], Any]] = {THEIRS: lambda ids: base.generate(ids, **theirs)}
     even = model.model.action.b_noise.detach().clone()
-    for mode in modes if cache == "dynamic" else ():  # CausalQwen has no static cache
+    for mode in modes:
         found[mode] = partial(_generate, model, mode, even, options)
     if cache == "dynamic" and even.device.type == "cpu":
         uneven = even * torch.logspace(-2, 2, even.numel())

@@ -32,6 +32,9 @@ class Sampling:
     top_p: Annotated[float | None, typer.Option(help="Only in modes compatible and ovr.")] = None
     decode_rule: Annotated[str | None, typer.Option(help="Rank words by ovr (P) or loc (loc_S).")] = None
     stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; may be repeated.")] = None
+    cache_implementation: Annotated[
+        str | None, typer.Option(help="dynamic, or static: fixed shapes, compiled on CUDA; pays for many tokens.")
+    ] = None
 
 
 def generate(

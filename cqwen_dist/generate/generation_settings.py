@@ -38,6 +38,10 @@ class Settings:
     generator: torch.Generator | None = None
     seed: int | None = None
     use_cache: bool = True
+    # "static": steps of fixed shapes, compiled on CUDA; "dynamic" or None: a growing cache
+    cache_implementation: Literal["dynamic", "static"] | None = None
+    compile_config: Any = None  # transformers' CompileConfig for a static cache; if given, it also compiles on a CPU
+    disable_compile: bool = False
     number_first: bool = False  # force <NUM> as the first word
     digits: Digits | None = None  # digits of written and fed back numbers (`generate.numbers.shown`); None: all
     # Words from this row on are never written, except in `compatible`. None: the config's value.
@@ -54,6 +58,10 @@ class Settings:
             raise UserError("decode_rule", self.decode_rule, "ovr, loc")
         if self.digits is not None:
             check_digits(self.digits)
+        if self.cache_implementation not in (None, "dynamic", "static"):
+            raise UserError("cache_implementation", self.cache_implementation, "dynamic, static")
+        if self.static and not self.use_cache:
+            raise UserError("cache_implementation", "static", "dynamic if use_cache is false")
         if self.used_rows is not None and self.used_rows < 1:
             raise UserError("used_rows", self.used_rows, "1 or more")
         if self.seed is not None and self.generator is not None:
@@ -68,6 +76,11 @@ class Settings:
         having = ", ".join(name for name, other in MODES.items() if other.draws is not False)
         elsewhere = f"none in mode {self.mode}, or a mode out of {having}"
         raise UserError("temperature", self.temperature, "in logits_processor" if mode.has_logits else elsewhere)
+
+    @property
+    def static(self) -> bool:
+        """Whether steps have fixed shapes."""
+        return self.cache_implementation == "static"
 
     def generator_on(self, device: torch.device) -> torch.Generator | None:
         """The random generator; None for torch's global state."""

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from cqwen_dist.generate.buffers import Buffers
+from cqwen_dist.generate.buffers import ROOM, Buffers, Kept
+from cqwen_dist.generate.compiling import CompiledSteps, Ending
 from cqwen_dist.generate.generation_settings import Settings, check_prompt
 from cqwen_dist.generate.modes import Draws, Options, best, find_mode
 from cqwen_dist.generate.numbers import GeneratedNumbers, written_values
@@ -53,10 +54,11 @@ def generate(
     """
     chosen = Settings(**settings)
     check_prompt(model, input_ids, numeric_values, attention_mask)
+    # Inference-mode tensors cannot be modified later, and the static cache outlives this call
     with torch.inference_mode(False), torch.no_grad(), at_hand(model.action):
         text = _Continuation(model, chosen, input_ids, numeric_values, attention_mask, inputs_embeds)
-        now = text.now
-        while text.end < text.total and not bool(now.done.all()):
+        now, over = text.now, Ending(text.now.done, at_once=bool(watch))
+        while text.end < text.total and not over():
             text.step()
             for look in watch:
                 ended = look(now.ids[:, : text.end], now.numbers.until(text.end))
@@ -110,39 +112,78 @@ class _Continuation:
         rope = getattr(base, "rope_parameters", None) or {}
         first = rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else self.total
         self.turn = first + 1 if prompt <= first < self.total - 1 and inputs_embeds is None else None
+        self.static = settings.static and self.turn is None
         self.use_cache = settings.use_cache or inputs_embeds is not None
-        self.now = Buffers.of(model, input_ids, numeric_values, attention_mask, self.total, self.pad_token_id)
-        if self.use_cache:
+        room = -(-self.total // ROOM) * ROOM if self.static else self.total
+        self.now = Buffers.of(model, input_ids, numeric_values, attention_mask, room, self.pad_token_id)
+        self.kept = Kept.of(model) if self.static else None
+        if self.kept is not None:
+            types = getattr(base, "layer_types", None) or ["attention"] * base.num_hidden_layers
+            self.now = self.kept.take(self.now, types, self.dtype)
+        elif self.use_cache:
             self.now = replace(self.now, cache=DynamicCache(config=base))
         self.mode = find_mode(settings.mode)
         self.options = self.options_of(settings)
         temperature = 1.0 if settings.temperature is None else settings.temperature
         self.draws = Draws(settings.generator_on(input_ids.device), temperature, settings.eps_truncation)
+        self.steps = None
+        if self.kept is not None:
+            self.steps = CompiledSteps.of(self.kept, settings, self.padded, model, input_ids.device)
 
     def options_of(self, settings: Settings) -> Options:
         """The options of the mode's `choose`."""
         config, mode, weight = self.model.config, self.mode, self.action.cls_weight
         rank_by = settings.decode_rule or mode.rank_by
-        # Row norms read all of W_cls, which only pays off over two or more steps, for a few rows on a CPU
+        # Row norms and the bf16 copy read all of W_cls, which only pays off over two or more steps
         several = mode.choose is best and rank_by == "ovr" and self.total > self.prompt + 1
-        few = len(self.now.ids) <= A_FEW and not weight.is_cuda
+        fixed = self.static or weight.is_cuda
         return Options(
             used_rows=int(config.used_rows) if settings.used_rows is None else settings.used_rows,
             rank_by=rank_by,
             do_sample=bool(mode.draws if settings.do_sample is None else settings.do_sample),
             processors=settings.logits_processor,
             added_from=config.added_from,
-            sizes=row_sizes(weight) if several and few else None,
+            sizes=row_sizes(weight) if several and not fixed and len(self.now.ids) <= A_FEW else None,
+            near=self.near() if several and fixed else None,
         )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the backbone, read from its token table, since w_num stays fp32."""
+        found: torch.dtype = self.model.features.embedding.token_embedding.weight.dtype
+        return found
+
+    def near(self) -> Tensor | None:
+        """W_cls in bf16 for a shortlist. None if W_cls is not fp32, if the backbone is fp32 (the user wants full
+        precision), or if all scales are 0, as infinite z have no order."""
+        weight = self.action.cls_weight
+        if weight.dtype != torch.float32 or self.dtype.itemsize != 2:
+            return None
+        if self.mode.drawn == "individual" and not (
+            self.mode.noise and bool(self.action.b_noise[: weight.shape[1]].any())
+        ):
+            return None
+        return weight.bfloat16() if self.kept is None else self.kept.copied(weight)
 
     def step(self) -> None:
         """Choose and write the next token of each row; a row that has ended gets padding."""
         if self.end == self.turn and self.use_cache:
             self.now = replace(self.now, cache=DynamicCache(config=self.model.config.base_config))
-        whole = self.end in (self.prompt, self.turn) or not self.use_cache
-        columns = torch.arange(0 if whole else self.end - 1, self.end, device=self.now.at.device)
-        u_prime = self.infer(columns, self.now.mask[:, : self.end])
-        self.write(u_prime, self.choose(u_prime))
+        # The first step reads the prompt, in a shape of its length
+        if self.end in (self.prompt, self.turn) or not self.use_cache:
+            u_prime = self.infer(torch.arange(self.end, device=self.now.at.device), self.now.mask[:, : self.end])
+            self.write(u_prime, self.choose(u_prime))
+        else:
+            if self.kept is not None:
+                self.draw_ahead(self.kept)
+            torch.compiler.cudagraph_mark_step_begin()  # the CUDA graph may overwrite the outputs of the last step
+            if self.steps is None:
+                whole_step(self)
+            elif self.options.processors is None:
+                self.steps(whole_step, self)
+            else:  # processors run uncompiled between two compiled halves: they see ids of growing length
+                u_prime = self.steps(_Continuation.infer_next, self)
+                self.steps(_Continuation.write, self, u_prime, self.choose(u_prime))
         self.end += 1
 
     def read(self, ids: Tensor) -> None:
@@ -161,6 +202,18 @@ class _Continuation:
                     self.now.done.logical_or_(after_end[:, t])
                 self.write(Cauchy(*(part[:, t - 1 - begin] for part in u_prime)), ids[:, t])
             begin, self.end = until, until + 1
+
+    def draw_ahead(self, kept: Kept) -> None:
+        """Draw the random numbers of the next step: a compiled step cannot draw from a generator."""
+        found = self.mode.random(self.action, self.options)
+        if found is not None:
+            law, width = found
+            self.draws.draw_ahead(kept.random(len(self.now.ids), width, self.action.cls_weight.device), law)
+
+    def infer_next(self) -> Cauchy:
+        """`infer` for the last column, using the cache. With a static cache the mask covers all columns: unwritten
+        columns stay True, and the causal mask hides them."""
+        return self.infer(self.now.at - 1, self.now.mask if self.static else self.now.mask[:, : self.end])
 
     def infer(self, columns: Tensor, mask: Tensor, every: bool = False) -> Cauchy:
         """U' [B,C] at the last of these columns [w], which are not in the cache yet; on the device of the head. every:
@@ -185,9 +238,9 @@ class _Continuation:
         """The next word of each row [B], on the device of the head."""
         if self.number_first and self.end == self.prompt:
             return torch.full_like(self.now.lengths, self.num_token_id, device=u_prime.loc.device)
+        ids = self.now.ids if self.options.processors is None else self.now.ids[:, : self.end]
         seen = self.action.word_part(u_prime)
-        ids = self.now.ids[:, : self.end].to(seen.loc.device)
-        return self.mode.choose(self.action, seen, self.draws, self.options, ids)
+        return self.mode.choose(self.action, seen, self.draws, self.options, ids.to(seen.loc.device))
 
     def write(self, u_prime: Cauchy, word: Tensor) -> None:
         """Write the word [B] or number of each row with its probabilities and laws, and advance `at`."""
@@ -223,4 +276,15 @@ class _Continuation:
     def result(self) -> tuple[Tensor, GeneratedNumbers]:
         """Prompt and continuation, cut to the longest row."""
         end = self.prompt + int(self.now.lengths.max())
-        return self.now.ids[:, :end], self.now.numbers.until(end)
+        ids, numbers = self.now.ids[:, :end], self.now.numbers.until(end)
+        if self.kept is None:
+            return ids, numbers
+        found = ids.clone(), numbers.clone()
+        self.model.kept_decoding = self.kept  # the next generation reuses this memory
+        return found
+
+
+def whole_step(text: _Continuation) -> None:
+    """A step after the first: reads only the last column."""
+    u_prime = text.infer_next()
+    text.write(u_prime, text.choose(u_prime))

@@ -28,7 +28,6 @@ from cqwen_dist.generate.loop_call import (
     BEAMS,
     CACHES,
     LOOPS,
-    OF_STEPS,
     PLAIN,
     SEEN,
     LoopCall,
@@ -63,7 +62,7 @@ NEUTRAL = {
     **dict.fromkeys(("diversity_penalty", "epsilon_cutoff", "eta_cutoff", "min_p"), 0.0),
     **dict.fromkeys(("min_length", "min_new_tokens", "top_k"), 0),
     **dict.fromkeys(("encoder_no_repeat_ngram_size", "no_repeat_ngram_size"), 0),
-    **{"is_assistant": False, "cache_implementation": "dynamic", "disable_compile": False},
+    "is_assistant": False,
 }
 # Advice for options that no mode takes.
 INSTEAD_OF = {
@@ -75,7 +74,7 @@ INSTEAD_OF = {
 }
 # The modes that take an option, if not all do.
 ONLY_IN = {
-    **dict.fromkeys((*CHANGES, *SEEN, *CACHES, *OF_STEPS, "logits_processor"), LOGIT_MODES),
+    **dict.fromkeys((*CHANGES, *SEEN, *CACHES, "logits_processor"), LOGIT_MODES),
     **dict.fromkeys(BEAMS, ("compatible", "ovr")),
     **dict.fromkeys(("top_k", "top_p"), ("compatible", "ovr")),
 }

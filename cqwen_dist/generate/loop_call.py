@@ -17,12 +17,11 @@ from cqwen_dist.generate.generator import Watch
 from cqwen_dist.generate.numbers import Digits
 from cqwen_dist.generate.streaming import NumberStreamer
 
-PLAIN = ("eos_token_id", "pad_token_id", "use_cache")
+PLAIN = ("eos_token_id", "pad_token_id", "use_cache", "cache_implementation", "compile_config", "disable_compile")
 BEAMS = ("num_beams", "length_penalty", "early_stopping")
 SEEN = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 CACHES = ("cache", "past_key_values", "cache_config", "position_ids")
-OF_STEPS = ("cache_implementation", "compile_config", "disable_compile")
-LOOPS = (*BEAMS, *SEEN, *CACHES, *OF_STEPS)
+LOOPS = (*BEAMS, *SEEN, *CACHES)
 STARTS_A_LOOP = ("num_beams", *SEEN, *CACHES)
 
 
@@ -51,7 +50,7 @@ def needs_loop(prompt: Prompt, merged: dict[str, Any], options: dict[str, Any]) 
     asked = [merged[name] for name in STARTS_A_LOOP if merged.get(name) is not None]
     return (
         any(value is True or isinstance(value, Tensor) or value not in (False, 1) for value in asked)
-        or merged.get("cache_implementation") not in (None, "dynamic")
+        or merged.get("cache_implementation") not in (None, "dynamic", "static")
         or (options["mode"] == "standard" and options.get("logits_processor") is not None)
         or (options["mode"] == "compatible" and prompt.embeds is not None)
     )
@@ -68,8 +67,6 @@ def loop_call(
 ) -> LoopCall:
     """Build the call to transformers' generate; length: prompt length. Raises `UserError` if its loops cannot do it."""
     written = "nothing with beams, scores or a cache of transformers, whose loops know only ids"
-    if merged.get("cache_implementation") == "static":  # transformers' own would take every layer for plain attention
-        raise UserError("cache_implementation", "static", "dynamic; cqwen serve --engine vllm runs compiled steps")
     for name in ("decode_rule", "eps_truncation", "generator", "number_first", "used_rows", "stop_strings"):
         if merged.get(name):
             raise UserError(name, merged[name], written)
@@ -78,7 +75,7 @@ def loop_call(
     if model.model.beside is not None and merged.get("num_beams", 1) > 1:
         raise UserError("num_beams", merged["num_beams"], "1: the part beside z only goes forward")
     Settings(mode=options["mode"], temperature=options.get("temperature"))
-    names = (*BEAMS, *SEEN, *PLAIN, *OF_STEPS, "cache_config", "num_return_sequences", "return_dict_in_generate")
+    names = (*BEAMS, *SEEN, *PLAIN, "cache_config", "num_return_sequences", "return_dict_in_generate")
     mode, room = options["mode"], model.config.max_position_embeddings - length
     drawn = options.get("do_sample", mode == "ovr")
     fields = {name: merged[name] for name in (*names, "max_time") if merged.get(name) is not None}

@@ -40,11 +40,13 @@ class Draws:
     generator: torch.Generator | None = None  # None: torch's global state
     temperature: float = 1.0  # factor of the scale in draws
     eps_truncation: float = 0.0  # clamps uniforms to this distance from 0 and 1, which cuts the far tails
+    # [B,C] uniforms or [B,n] exponentials of one step, drawn before it: a compiled step cannot draw from a generator.
+    ahead: Tensor | None = field(default=None, repr=False)
     _kept: Tensor | None = field(default=None, repr=False)
 
     def from_law(self, law: Cauchy, once: bool) -> Tensor:
         """Draw loc + temperature scale tan(pi (eps - 1/2)), [B,C]. once: later calls reuse the first eps."""
-        eps = self._kept
+        eps = self._kept if self.ahead is None else self.ahead
         if eps is None:
             eps = self.fill(torch.empty_like(law.loc), Tensor.uniform_)
             self._kept = eps if once else None
@@ -57,7 +59,7 @@ class Draws:
         Gives the same draws as torch.multinomial, without its checks, which synchronise. The first of exponential
         clocks with these rates is such a draw.
         """
-        clocks = self.fill(torch.empty_like(weights), Tensor.exponential_)
+        clocks = self.fill(torch.empty_like(weights), Tensor.exponential_) if self.ahead is None else self.ahead
         return (weights / clocks).argmax(-1)
 
     def fill(self, memory: Tensor, law: Callable[..., Tensor]) -> Tensor:
@@ -65,6 +67,13 @@ class Draws:
         if self.generator is None or self.generator.device == memory.device:
             return law(memory, generator=self.generator)
         return memory.copy_(law(torch.empty_like(memory, device=self.generator.device), generator=self.generator))
+
+    def draw_ahead(self, memory: Tensor, law: Callable[..., Tensor]) -> None:
+        """Draw the random numbers of a step into memory before the step, in the same order as the step."""
+        if self._kept is None:
+            self.ahead = self.fill(memory, law)
+        elif self.ahead is None:
+            self.ahead = memory.copy_(self._kept)
 
 
 @dataclass(frozen=True)
@@ -78,13 +87,14 @@ class Options:
     processors: Callable[[Tensor, Tensor], Tensor] | None = None
     added_from: int | None = None  # for `compatible`: rows from this one on were added to the base; never chosen
     sizes: RowSizes | None = None  # row norms of W_cls, with which `best_word` needs fewer scales; None: all scales
+    near: Tensor | None = None  # W_cls in bf16, for the shortlist of `best_word`
 
 
 def best(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
     """argmax P [B], ties go to the larger loc_S; with rank_by "loc" argmax loc_S."""
     u, head = u_prime.to(action.cls_weight.dtype), action.word_head(options.used_rows)
     if options.rank_by == "ovr":
-        return best_word(u, head, options.sizes)
+        return best_word(u, head, options.sizes, options.near)
     used = head.take(slice(0, head.rows))
     return (all_scores(u, used)[1].loc if u.loc.is_cuda else used.loc(u)).argmax(1)  # on CUDA |W| is free
 
@@ -180,6 +190,15 @@ class Mode:
     def draws(self) -> bool | None:
         """Whether the mode draws; None: do_sample decides."""
         return None if self.choose is softmax_sample else self.drawn is not None or self.choose is ovr_sample
+
+    def random(self, action: Any, options: Options) -> tuple[Callable[..., Tensor], int] | None:
+        """Random numbers per row and step: (law for `Draws.fill`, count); None if a step draws no numbers."""
+        if self.drawn is not None:
+            return Tensor.uniform_, action.b_noise.numel()
+        if not self.has_logits or not options.do_sample or options.processors is not None:
+            return None
+        rows = None if self.choose is softmax_sample else options.used_rows
+        return Tensor.exponential_, action.word_head(rows).rows
 
     def law(self, action: Any, u: Cauchy, draws: Draws) -> Cauchy:
         """U' from U, both [B,C]."""

@@ -44,6 +44,11 @@ class GeneratedNumbers:
         cut: dict[str, Any] = {name: value[:, at] for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **cut)
 
+    def clone(self) -> GeneratedNumbers:
+        """A copy in new memory."""
+        own: dict[str, Any] = {name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **own)
+
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """(low, high), each [B,T'] float64 in the raw unit, by `number_interval`; nan if not generated."""
         low, high = number_interval(Cauchy(self.loc, self.scale), self.target, self.intervals, level)

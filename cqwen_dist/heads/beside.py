@@ -96,7 +96,13 @@ class Beside(nn.Module):
             raise UserError("past_key_values", wrong, "one that this model filled")
         found, state = self(input_ids, numeric_values, position_ids, attention_mask, state, keep)
         if cache is not None:
-            cache.beside_state = state
+            # In the memory of the first state: steps of fixed shapes read it where it was
+            if (memory := getattr(cache, "beside_memory", None)) is None:
+                cache.beside_memory = memory = state
+            else:
+                for old, new in zip(memory, state, strict=True):
+                    old.copy_(new)
+            cache.beside_state = memory
         return torch.cat([z, columns_beside_z(found.to(z.device), z.dtype)], -1)
 
 

@@ -13,7 +13,7 @@ def test_every_mode_is_timed_beside_hugging_face() -> None:
     torch.manual_seed(0)
     result = bench.run(hidden=64, layers=1, vocab=300, batches=(1, 2), prompt=5, new_tokens=3, rounds=2)
     rows = result["results"]
-    each = 1 + len(bench.MODES) + 2  # a growing cache; Hugging Face's static one
+    each = 2 * (1 + len(bench.MODES)) + 1
     assert [row["batch"] for row in rows] == [1] * each + [2] * each
     assert {row["contender"] for row in rows} == {"Hugging Face", "standard, all scales", *bench.MODES}
     assert {row["cache"] for row in rows} == {"dynamic", "static"}

@@ -155,6 +155,8 @@ def test_mode_ovr_takes_top_k_top_p_and_temperature() -> None:
     assert written() != best
     assert written(temperature=1.0) == written(top_k=0) == written(top_p=1.0) == written(), "no default is left"
     assert written(temperature=0.2) != written()
+    static = {"cache_implementation": "static", "disable_compile": True}
+    assert written(temperature=0.5, top_k=20, **static) == written(temperature=0.5, top_k=20)
 
 
 @pytest.mark.parametrize("mode", MODES)

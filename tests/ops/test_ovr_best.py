@@ -37,8 +37,8 @@ def test_the_best_word_equals_the_plain_search(spread: float, threshold: float, 
         for used in (1003, 400):
             plain = ovr_top_word(loc, scale, weight, bias, c + threshold, used_rows=used).word
             whole = WordHead(weight, bias, c + threshold, used_rows=used)
-            for sizes in (row_sizes(weight), None):
-                quick = best_word(Cauchy(loc, scale), whole, sizes)
+            for sizes, near in ((row_sizes(weight), None), (None, None), (None, weight.bfloat16())):
+                quick = best_word(Cauchy(loc, scale), whole, sizes, near)
                 other = (quick != plain).nonzero()[:, 0]
                 above = loc[other].double() @ weight.double().T + (bias - c - threshold).double()
                 z = above / (scale[other].double() @ weight.double().abs().T)
@@ -53,3 +53,28 @@ def test_with_scale_zero_ties_are_broken_by_loc() -> None:
         for threshold in (0.5, 9.0):
             head = WordHead.of(weight, None, threshold)
             assert best_word(Cauchy(one, zero), head, sizes).tolist() == [1, 1]  # the first of equals
+
+
+def test_the_fp32_rows_decide_among_a_shortlist() -> None:
+    """Words that bf16 cannot tell apart, in far groups; and words that no precision can: the first one."""
+    weight = torch.randn(3000, 16, generator=torch.Generator().manual_seed(0)) * 0.1
+    weight[[2901, 1500, 40]] = torch.ones(16)
+    weight[1500] += 1e-3
+    assert torch.equal(weight[1500].bfloat16(), weight[40].bfloat16())
+    u = Cauchy(torch.ones(70, 16), torch.full((70, 16), 1e-3))  # 70: in two parts
+    assert best_word(u, WordHead.of(weight, None, 20.0), None, weight.bfloat16()).tolist() == [1500] * 70
+    assert best_word(u, WordHead.of(weight, None, 20.0, 0, 3000, 1500), None, weight.bfloat16()).unique().item() == 40
+    few = weight[[40, 7, 1500]]
+    assert best_word(u, WordHead.of(few, None, 20.0), None, few.bfloat16()).unique().item() == 2
+    weight[1500] = 1.0
+    assert best_word(u, WordHead.of(weight, None, 20.0), None, weight.bfloat16()).unique().item() == 40
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+def test_the_shortlist_on_a_gpu(tokens: int) -> None:
+    weight, bias, c = (part.cuda() for part in head(20_000, 896))
+    whole, u = WordHead(weight, bias, c + 200.0, used_rows=19_999), Cauchy(*(x.cuda() for x in law(tokens, 896, 0.3)))
+    for find in (best_word, torch.compile(best_word, fullgraph=True)):
+        assert torch.equal(find(u, whole, None, weight.bfloat16()), best_word(u, whole, None))

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr.best import first_best, strength
+from cqwen_dist.ops.ovr.best import LISTED, first_best, strength
 from cqwen_dist.ops.ovr.head import WordHead, chunk_rows
 from cqwen_dist.ops.products import gemm_dtype
 from cqwen_dist.tiles import CHUNK_BYTES, kind_of
-
-LISTED = 8  # best words by rounded scores that are compared again in fp32
 
 RankBy = Literal["ovr", "loc"]
 
