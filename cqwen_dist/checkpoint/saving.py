@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -49,6 +49,18 @@ class About:
     base: str | None = None  # base model name for adapter_config.json
 
 
+class Store(Protocol):
+    """A second place for complete checkpoints, such as a `Mirror`. busy: the checkpoint it copies now."""
+
+    busy: str | None
+
+    def push(self, name: str) -> None:
+        """Start to copy the checkpoint of this name, and return."""
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait for copies in progress, at most so long."""
+
+
 class Saver:
     """Saves a run's checkpoints. Every method is collective over the world."""
 
@@ -60,11 +72,13 @@ class Saver:
         *,
         on_failure: Callable[[str], None] = lambda reason: None,
         say: Callable[[str], None] = lambda note: None,
+        mirror: Store | None = None,
     ) -> None:
         """on_failure: called as soon as a background save fails; `wait` raises the error. say: receives notes about
         problems that are not failures."""
         self._run_dir, self._groups, self._retention = run_dir, groups, retention
         self._on_failure, self._say = on_failure, say
+        self._mirror = mirror  # of rank 0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.whole: list[str] = []  # names of complete checkpoints, in order
@@ -102,10 +116,18 @@ class Saver:
             error, self._error = self._error, None
             raise error
 
+    def settle(self) -> None:
+        """`wait`, then wait for the mirror, at the end of a command."""
+        self.wait()
+        if self._mirror is not None:
+            self._mirror.wait()
+
     def close(self, seconds: float = 60.0) -> None:
-        """After the run has failed: let a save in progress finish. Raises nothing."""
+        """After the run has failed: let a save in progress finish, and its copy. Raises nothing."""
         if self._thread is not None:
             self._thread.join(seconds)
+        if self._mirror is not None:
+            self._mirror.wait(seconds)
 
     @torch.no_grad()
     def _copied(self, state: TrainState) -> TrainState:
@@ -129,6 +151,8 @@ class Saver:
             self.whole.append(write_checkpoint(self._run_dir, state, about, self._groups).name)
             if self._groups.rank == 0:
                 self._prune(about.step)
+                if self._mirror is not None:
+                    self._mirror.push(self.whole[-1])
             self._seconds["perf/save_s"] = time.monotonic() - began
         except BaseException as error:  # `wait` raises it
             self._error = error
@@ -139,7 +163,8 @@ class Saver:
         try:
             for step in self._retention.outdated(evaluated(self._run_dir), newest_step):
                 folder = checkpoint_folder(self._run_dir, step)
-                if not folder.is_symlink():  # a user moved it to a different disk to keep it
+                copied = self._mirror is not None and self._mirror.busy == folder.name  # over a slow link
+                if not copied and not folder.is_symlink():  # a user moved it to a different disk to keep it
                     shutil.rmtree(put_aside(folder))
         except OSError as error:
             what = f"{error.filename or self._run_dir}: {error.strerror or error}"

@@ -157,7 +157,7 @@ def guilty_log(logs: Path) -> Path | None:
 
 
 def sweep_point(index: int, config: Path, points: Path, overrides: list[str]) -> list[str]:
-    """Arguments for run `index` of a sweep: config, overrides, the line's arguments, a folder of its own."""
+    """Arguments for run `index` of a sweep: config, overrides, the line's arguments, a folder and mirror of its own."""
     try:
         text = points.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -170,7 +170,9 @@ def sweep_point(index: int, config: Path, points: Path, overrides: list[str]) ->
     except ValueError as error:
         raise UserError(f"{points}, run {index}", lines[index], f"words as a shell reads them ({error})") from None
     given = [*overrides, *own]
-    return [str(config), *given, f"run.dir={Path(load_config(config, given).run.dir) / str(index)}"]
+    run = load_config(config, given).run
+    stores = [] if run.mirror is None else [f"run.mirror={run.mirror.rstrip('/')}/{index}"]
+    return [str(config), *given, f"run.dir={Path(run.dir) / str(index)}", *stores]
 
 
 # ------------------------------------------------------------------------------------------------- small parts

@@ -65,6 +65,9 @@ class RunConfig(Section):
     stop_after: str | None = None
     """Stage after which this command ends successfully and the run pauses. A command without this key, or with a later
     stage, resumes the run, so jobs with different resources can share it."""
+    mirror: str | None = None
+    """URL of an object store (s3://BUCKET/RUN, gs://, ...) that gets each checkpoint; a start on an empty disk resumes
+    from it."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Weights & Biases logging mode. Project, team, group, tags and notes: W&B's own variables (docs/wandb.md)."""
     tensorboard: bool = False

@@ -73,10 +73,11 @@ def open_run(
     return folder
 
 
-def refuse_changes(config: Config) -> None:
-    """Raises `UserError` by key if the run in the folder began with a different config."""
-    folder = Path(config.run.dir)
-    if not starts_over(config) and has_begun(folder) and (changes := _changes(config, folder)):
+def refuse_changes(config: Config, fetched: Path | None = None) -> None:
+    """Raises `UserError` by key if the run in the folder, or of the files in `fetched`, began with a different
+    config."""
+    folder = fetched or Path(config.run.dir)
+    if not starts_over(config) and (fetched or has_begun(folder)) and (changes := _changes(config, folder)):
         _refuse_past_changes(load_config(folder / CONFIG), changes, folder)
 
 
@@ -131,7 +132,7 @@ def _refuse_past_changes(old: Config, changes: list[Change], folder: Path) -> No
 def _progress(folder: Path) -> tuple[int, list[int]]:
     """(newest checkpoint's step, each stage's last step as saved there); (0, []) without a checkpoint."""
     try:
-        state = read_object(folder / read_line(folder / LATEST) / STATE)
+        state = read_object(folder / read_line(folder / LATEST) / STATE)  # without `latest`: the folder's own
         return int(state["step"]), [int(stop) for stop in state["schedule"]["stops"]]
     except (OSError, ValueError, KeyError, TypeError):
         return 0, []

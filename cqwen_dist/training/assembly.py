@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from cqwen_dist.checkpoint.manifest import Retention, choose_checkpoint, finish_renames
+from cqwen_dist.checkpoint.mirror import Mirror
 from cqwen_dist.checkpoint.resume import KEYS
 from cqwen_dist.checkpoint.saving import Saver
 from cqwen_dist.config.architectures import architecture
@@ -198,6 +199,8 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
     target = asdict(statistics.transform(config.target_transform))
     training = build_training(config, runtime, groups, base, words, loaders.steps_per_epoch, target)
     best = Retention(train.keep_checkpoints, 1, train.best_metric, higher=rises(train.best_metric))
+    url = config.run.mirror if runtime.is_main else None
+    mirror = None if url is None else Mirror(url, folder, progress.say)
     return Run(
         **vars(training),
         folder=folder,
@@ -211,7 +214,7 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
         cache=FeatureCache(train.feature_cache, folder, runtime, training.engine, training.forward, of_z, progress),
         evaluations=_evaluations(training, datasets.eval, watched, tokenizer, statistics, progress),
         # A failed save stops the run at the next step
-        saver=Saver(folder, groups, best, on_failure=runtime.stop.ask, say=progress.say),
+        saver=Saver(folder, groups, best, on_failure=runtime.stop.ask, say=progress.say, mirror=mirror),
         progress=progress,
     )
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from cqwen_dist.checkpoint.mirror import Mirror
 from cqwen_dist.config.errors import DiskError, Said, reason_of
 from cqwen_dist.config.schema import Config
 from cqwen_dist.parallel.collectives import Stopped, main_rank_first
 from cqwen_dist.parallel.failures import cause_of
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.files import AWAY, REFUSED, words_of_disk
-from cqwen_dist.run.folder import open_run
+from cqwen_dist.run.folder import open_run, refuse_changes, starts_over
 from cqwen_dist.run.lock import run_lock
 from cqwen_dist.run.status import RunStatus, end_status, read_status
 from cqwen_dist.training.telemetry.progress import Progress
@@ -37,10 +39,19 @@ def open_session(
     with ExitStack() as held:
 
         def hold() -> RunStatus:
+            say = Progress(0, 0).say
+
             def lock() -> None:
                 held.enter_context(run_lock(folder))
+                if config.run.mirror is None:
+                    return
+                mirror = Mirror(config.run.mirror, folder, say)
+                if starts_over(config):
+                    mirror.archive()
+                elif (name := mirror.fetch(partial(refuse_changes, config))) is not None:
+                    say(f"note: {name} is fetched from {config.run.mirror}")
 
-            open_run(config, lock, Progress(0, 0).say)
+            open_run(config, lock, say)
             write_inputs()
             return RunStatus(folder, main=True)  # here: it must not replace the failure that another rank writes next
 

@@ -59,7 +59,7 @@ class Trainer:
             if self.log is not None:
                 self.log.close()
         # The last checkpoint must be on the disk before status.json names it
-        run.saver.wait()
+        run.saver.settle()
         run.cache.close()
         self.callbacks.checkpoints(self.place.step, self.place.stage, run.saver.whole)
         self.callbacks.agreed()
@@ -203,3 +203,4 @@ class Trainer:
             self._save()
         self.run.saver.wait()
         self.status.write(checkpoint=self.run.saver.newest)
+        self.run.saver.settle()

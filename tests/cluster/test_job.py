@@ -161,6 +161,8 @@ def test_reads_the_points_of_a_sweep(tmp_path: Path) -> None:
         "model.tokenizer=a b",
         f"run.dir={tmp_path}/run/1",
     ]
+    mirrored = sweep_point(1, config, points, ["run.mirror=s3://bucket/runs/"])
+    assert mirrored[-1] == "run.mirror=s3://bucket/runs/1", "in one store, runs delete each other's checkpoints"
     with pytest.raises(UserError, match="0 to 1, the lines of"):
         sweep_point(2, config, points, [])
     points.write_text("train.seed='1\n")
