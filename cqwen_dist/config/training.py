@@ -80,8 +80,8 @@ class ParallelConfig(Section):
 class FeatureCacheConfig(Section):
     """For stages that train nothing before z: compute z once, store it, and train the heads on it."""
 
-    mode: Literal["auto", "never", "require"] = "auto"
-    """auto: use the cache if valid and worthwhile, or if it exists; require: fail if it is not valid."""
+    mode: Literal["auto", "never"] = "auto"
+    """auto: use the cache if it exists, or if it is possible and worthwhile."""
     dir: str | None = Field(None, min_length=1)
     """Folder for a cache shared by multiple runs; default: in the run folder, for one stage."""
 

@@ -214,15 +214,6 @@ def test_resuming_in_a_stages_last_epoch_uses_the_existing_cache(uncached: Path,
     assert losses(tmp_path / "copy") == losses(tmp_path / "run")
 
 
-def test_mode_required_is_refused_with_the_reason_where_impossible(uncached: Path, tmp_path: Path) -> None:
-    config = config_in(tmp_path)
-    done = cqwen_forked("train", config, f"run.dir={tmp_path / 'run'}", "train.feature_cache.mode=require")
-    assert done.returncode == 2, done.stderr
-    said = " ".join(done.stderr.split())
-    assert "train.feature_cache.mode: found 'require', allowed: auto" in said
-    assert "stages.1: embedding and lora train in this stage, so z is another at every step" in said
-
-
 def _full_at_a_manifest(config: str, overrides: list[str], parts: int) -> str:
     """How a rank ends where rank 0's disk is full at the manifest of a part, after so many parts."""
     from cqwen_dist.training.features import cache, shards

@@ -91,11 +91,8 @@ class Sizes:
 
         In auto mode, a stage given in steps over data of unknown size counts as uncached.
         """
-        mode = self.config.train.feature_cache.mode
-        if self.graph or mode == "never" or self.sequence > 1:
+        if self.graph or self.config.train.feature_cache.mode == "never" or self.sequence > 1:
             return False
-        if mode == "require":
-            return True
         if self.sequences_in_data is None:
             return self.stage.epochs is not None and self.stage.epochs > 1
         return (self.steps or 0) > ceil_div(self.sequences_in_data, self.global_batch)

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.trainable import FEATURE_GROUPS
 from cqwen_dist.config.training import FeatureCacheConfig
 from cqwen_dist.data.dataset import TextDataset
@@ -65,10 +64,7 @@ class FeatureCache:
         self._loader: Loader
 
     def enter(self, plan: StagePlan, step: int, loader: Loader) -> None:
-        """Start or resume a stage, with a cache if possible. Collective over the world.
-
-        Raises `UserError` if a cache is required and impossible.
-        """
+        """Start or resume a stage, with a cache if possible. Collective over the world."""
         self._plan, self._loader = plan, loader
         self._shards = None if self.settings.mode == "never" else self._shards_of(step, loader, self.progress.say)
         self._delete_others(None if self._shards is None else self._shards.folder)
@@ -77,7 +73,6 @@ class FeatureCache:
         """A function that returns z [N,H] of the batches of `other`'s first step, in order; None without a cache.
 
         Begins the cache of a stage before the stage; loader: the loader of this stage. Collective over the world.
-        Raises as `enter`.
         """
         if self.settings.mode == "never" or other.dataset is not loader.dataset:
             return None
@@ -114,7 +109,7 @@ class FeatureCache:
                 found = known
             # A new one begins if it pays and has room
             elif not found.open(self.runtime):
-                if self.settings.mode != "require" and left <= 1.0:
+                if left <= 1.0:
                     raise CacheRefused(f"the stage has {left:.2g} of an epoch left: no text would be read twice")
                 self._refuse_size(dataset.report.tokens * hidden * self.dtype.itemsize)
             say(f"  feature cache: {found.folder}")
@@ -126,19 +121,13 @@ class FeatureCache:
             return None
 
     def _give_up(self, refusal: CacheRefused, say: Callable[[str], None]) -> None:
-        """Go on without a cache. Raises `UserError` if one is required."""
-        if self.settings.mode == "require":
-            allowed = f"auto: stages.{self._plan.index}: {refusal}"
-            raise UserError("train.feature_cache.mode", "require", allowed) from None
+        """Go on without a cache."""
         self._shards = None
         self._delete_others(None)
         say(f"  no feature cache: {refusal}")
 
     def fill(self) -> None:
-        """Before a step: compute the z that the cache lacks for the loader's next step. Collective over the world.
-
-        Raises `UserError` if a cache is required and the disk fails.
-        """
+        """Before a step: compute the z that the cache lacks for the loader's next step. Collective over the world."""
         while (shards := self._shards) is not None:
             loader, epoch = self._loader, self._loader.epoch
             if shards.stored(loader.indices(epoch, loader.step)).all():
