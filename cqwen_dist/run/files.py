@@ -30,7 +30,6 @@ METRICS = "metrics.jsonl"  # one line per optimizer step; step 0 is the start
 ALARMS = "alarms.jsonl"
 REPORT = "report.html"
 EVALUATIONS = "evaluations"  # data for a report's plots
-PROBE = "probe_start.safetensors"  # in `evaluations`
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"  # path of the newest checkpoint, updated once it is complete
 BEST, FIT = "best", "fit.json"  # next to a run: the path of the checkpoint that `cqwen fit` predicts with; its verdict

@@ -27,7 +27,6 @@ from cqwen_dist.config.training import rises
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.statistics import NumericStatistics
-from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.heads.abduction import abduction_named
 from cqwen_dist.heads.fused_loss import LossOptions, gate_named
 from cqwen_dist.model.base_loading import base_config, find_bitsandbytes, load_base
@@ -212,7 +211,7 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
         loaders=loaders,
         inputs=inputs,
         cache=FeatureCache(train.feature_cache, folder, runtime, training.engine, training.forward, of_z, progress),
-        evaluations=_evaluations(training, datasets.eval, watched, tokenizer, statistics, progress),
+        evaluations=_evaluations(training, datasets.eval, watched, statistics, progress),
         # A failed save stops the run at the next step
         saver=Saver(folder, groups, best, on_failure=runtime.stop.ask, say=progress.say, mirror=mirror),
         progress=progress,
@@ -223,7 +222,6 @@ def _evaluations(
     training: Training,
     held_out: TextDataset | None,
     watched: Mapping[str, TextDataset],
-    tokenizer: NumericalAwareTokenizer,
     statistics: NumericStatistics,
     progress: Progress,
 ) -> Evaluations:
@@ -252,7 +250,6 @@ def _evaluations(
         None if held_out is None else evaluator(held_out, training.forward, words.counts),
         {name: evaluator(dataset, training.forward_held_out) for name, dataset in watched.items()},
         Path(config.run.dir) if runtime.is_main else None,
-        tokenizer.decode,
     )
 
 

@@ -39,8 +39,6 @@ from cqwen_dist.training.evaluation.number_metrics import Numbers, number_metric
 from cqwen_dist.training.evaluation.spread import SpreadsOfU
 from cqwen_dist.training.frequency import BAND_NAMES, band_of, mean_thresholds
 
-PROBED = 48  # number of tokens whose U is compared between evaluations
-
 
 @dataclass(frozen=True)
 class Decisions:
@@ -51,19 +49,6 @@ class Decisions:
 
     label_set: float | None = None
     reject_below: float | None = None
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Data for a report's charts, in addition to the metrics.
-
-    numbers: the drawing of `number_metrics`; None without numbers. labels [n] and probe [n,C]: the first held-out
-    tokens of this rank and their U, on the CPU.
-    """
-
-    numbers: dict[str, Any] | None
-    labels: Tensor
-    probe: Cauchy
 
 
 @dataclass
@@ -87,7 +72,7 @@ class Evaluator:
     def __post_init__(self) -> None:
         self.base: dict[str, float] = {}  # metrics of the base model; all evaluations include them
         self.factors: Intervals | None = None  # interval factors of the last evaluation
-        self.last: Evaluation | None = None
+        self.drawing: dict[str, Any] | None = None  # of the numbers of the last evaluation, for a report's charts
         self.device = self.model.action.cls_weight.device
         self.band = None if self.word_counts is None else torch.from_numpy(band_of(self.word_counts)).to(self.device)
 
@@ -126,22 +111,18 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
-        """All metrics, equal on all ranks. Also sets `factors` and `last`."""
+        """All metrics, equal on all ranks. Also sets `factors` and `drawing`."""
         sums, banded = self._zeros()
         lists: dict[str, list[Tensor]] = defaultdict(list)
         generator = torch.Generator(self.device).manual_seed(0)  # the same individuals in each evaluation
-        probe: tuple[Tensor, Cauchy] | None = None
         action = self.model.action
         individual = SpreadsOfU(action.word_size, action.causal_hidden_size, self.groups.world_size)
-        texts, numbers = 0, None
+        texts, self.drawing = 0, None
 
         # This rank's batches: sums over tokens, and lists of values for medians
         for i, batch, keep in self._batches():
             u = self._u(i, batch, keep)
             u_prime = action.add_noise(u)
-            if probe is None and len(keep):
-                labels = batch.labels.flatten()[keep[:PROBED]]
-                probe = labels.cpu(), Cauchy(u.loc[:PROBED].cpu(), u.scale[:PROBED].cpu())
             lists["prob_sum_standard"].append(self._add_words(u_prime, batch, keep, sums, banded))
             individual.add(u)
 
@@ -171,14 +152,12 @@ class Evaluator:
             exact = gathered["exact"].astype(bool)
             found = number_metrics(Numbers(*columns, exact), self.model.target, self.baseline_value, self.known)
             metrics.update(found.metrics)
-            self.factors, numbers = found.factors, found.drawing
+            self.factors, self.drawing = found.factors, found.drawing
         if self.band is not None:
             bands = zip(BAND_NAMES, hits, found_labels, strict=True)
             metrics.update({f"eval/accuracy_words_{name}": h / n for name, h, n in bands if n})
             own = self.band[action.vocab_start : action.vocab_start + action.rows]
             metrics.update(mean_thresholds(action.word_head().threshold, own, self.groups))
-        none = torch.zeros(0)
-        self.last = Evaluation(numbers, *(probe or (none.long(), Cauchy(none, none))))
         return metrics
 
     @torch.no_grad()

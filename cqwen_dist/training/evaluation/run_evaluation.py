@@ -5,24 +5,18 @@ watch/NAME/base_accuracy  top-1 of the base model on them; likewise perplexity, 
 
 Rank 0 writes chart data to RUN/evaluations, for the evaluation before training and the last one of each stage:
 
-step-00000150.json        {"step", "stage", "numbers": the drawing of `number_metrics`, "tokens": [...]}
-probe_start.safetensors   U of the first held-out tokens before training, for comparison with later ones
+step-00000150.json        {"step", "stage", "numbers": the drawing of `number_metrics`}
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-
 from cqwen_dist.heads.intervals import Intervals
-from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.run.files import EVALUATIONS, PROBE, let_read, read_object, write_atomically, written_whole
-from cqwen_dist.training.evaluation.evaluator import Evaluation, Evaluator
+from cqwen_dist.run.files import EVALUATIONS, read_object, write_atomically
+from cqwen_dist.training.evaluation.evaluator import Evaluator
 from cqwen_dist.training.evaluation.number_metrics import CALIBRATION
 
 WATCHED = ("accuracy", "base_accuracy", "perplexity", "base_perplexity", "cls_loss_mean")
@@ -31,18 +25,10 @@ WATCHED = ("accuracy", "base_accuracy", "perplexity", "base_perplexity", "cls_lo
 class Evaluations:
     """Evaluates a run before and during training. Collective over the world."""
 
-    def __init__(
-        self,
-        held_out: Evaluator | None,
-        watched: dict[str, Evaluator],
-        run_dir: Path | None,
-        decode: Callable[[list[int]], str],
-    ) -> None:
-        """held_out: None without held-out texts. watched: evaluators by name. run_dir: None except on rank 0. decode:
-        from ids to text."""
+    def __init__(self, held_out: Evaluator | None, watched: dict[str, Evaluator], run_dir: Path | None) -> None:
+        """held_out: None without held-out texts. watched: evaluators by name. run_dir: None except on rank 0."""
         self.held_out, self.watched = held_out, watched
         self.folder = None if run_dir is None else run_dir / EVALUATIONS
-        self.decode = decode
 
     @property
     def base_accuracy(self) -> float | None:
@@ -63,8 +49,8 @@ class Evaluations:
             metrics |= {f"watch/{name}/{key}": found[f"eval/{key}"] for key in WATCHED if f"eval/{key}" in found}
         if self.held_out is not None:
             metrics |= self.held_out()
-            if self.folder is not None and self.held_out.last is not None:
-                self._write(self.folder, step, stage, self.held_out.last)
+            if self.folder is not None:
+                self._write(self.folder, step, stage, self.held_out.drawing)
         return metrics
 
     def shown(self, metrics: dict[str, Any]) -> str:
@@ -85,34 +71,14 @@ class Evaluations:
 
     # ---------------------------------------------------------------------------- data for a report's charts
 
-    def _write(self, folder: Path, step: int, stage: str, found: Evaluation) -> None:
+    def _write(self, folder: Path, step: int, stage: str, numbers: dict[str, Any] | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        start = folder / PROBE
-        if step == 0 or not start.is_file():
-            with written_whole(start) as partial:
-                save_file({"loc": found.probe.loc.contiguous(), "scale": found.probe.scale.contiguous()}, partial)
-                let_read(partial)
-        tokens = self._tokens(found, Cauchy(**load_file(start)))
-        content = {"step": step, "stage": stage, "numbers": found.numbers, "tokens": tokens}
+        content = {"step": step, "stage": stage, "numbers": numbers}
         write_atomically(folder / f"step-{step:08d}.json", json.dumps(content, ensure_ascii=False))
         for other in folder.glob("step-" + 8 * "[0-9]" + ".json"):
             at = int(other.stem.removeprefix("step-"))
             if at > step or (0 < at < step and read_object(other).get("stage") == stage):
                 other.unlink()
-
-    def _tokens(self, found: Evaluation, start: Cauchy) -> list[dict[str, Any]]:
-        """For each probed token: the next word, the shift of U, and its change of scale."""
-        if not len(found.labels) or start.loc.shape != found.probe.loc.shape:
-            return []
-        kl = found.probe.kl(start).mean(1)
-        # Pooled over dimensions, since number dimensions have no spread before training
-        spread = start.loc.var(0).mean().sqrt().clamp(min=1e-12) if len(start.loc) > 1 else torch.ones(())
-        shift = (found.probe.loc - start.loc).square().mean(1).sqrt() / spread
-        widened = (found.probe.scale.log() - start.scale.log()).median(1).values
-        columns: dict[str, list[Any]] = {"word": [self.decode([label]) for label in found.labels.tolist()]}
-        for name, column in (("kl", kl), ("shift", shift), ("scale", widened.exp())):
-            columns[name] = [float(f"{value:.4g}") for value in column.tolist()]
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     # ------------------------------------------------------------------------------------ checkpoint
 

@@ -76,7 +76,6 @@ def test_a_browser_draws_every_chart_without_errors(one: Path, tmp_path: Path) -
     assert [head for head in said if not head[0].isupper() and head[0] not in "λ"] == [], "heads are alike"
     for bad in ("NaN", "undefined", "Infinity"):
         assert bad not in re.sub(r"<script.*?</script>", "", seen.stdout, flags=re.S), bad
-    assert seen.stdout.count('class="heat"') == 2, "U's drift after each stage"
 
 
 def test_several_runs_are_shown_side_by_side(both: Path, tmp_path: Path, one_rank: Path, two_ranks: Path) -> None:

@@ -330,24 +330,6 @@
       root.append(group);
     });
   };
-  const addTokens = (root) => {
-    data.runs.forEach((run) => {
-      const found = run.evaluations.filter((e) => e.step > 0 && (e.tokens || []).length);
-      if (!found.length) return;
-      const top = Math.max(0.02, ...found.flatMap((e) => e.tokens.map((t) => t.shift)));
-      const group = make("div", { class: "group" }, make("h3", {}, `${many ? `${run.name}: ` : ""}How far U has moved, token by token`), make("p", { class: "quiet" }, `The first held-out tokens; a deeper colour means that the location of U is farther from its place before training (deepest: ${show(top)} of its spread over these tokens). Point at a token for its values, KL among them.`));
-      for (const e of found) {
-        const line = make("div", { class: "heat" }, make("b", {}, `${e.stage}, step ${show(e.step)}`));
-        for (const t of e.tokens) {
-          const share = Math.min(1, t.shift / top);
-          const span = make("span", { style: `background:color-mix(in srgb, var(--c1) ${(70 * share).toFixed(0)}%, transparent)`, title: `KL ${show(t.kl)} nats a dimension; location moved by ${show(t.shift)} spreads; scales × ${show(t.scale)}` }, t.word.replace(/\n/g, "⏎"));
-          line.append(span, "\u200b");
-        }
-        group.append(line);
-      }
-      root.append(group);
-    });
-  };
 
   // ------------------------------------------------------------------ the page
   for (const grid of document.querySelectorAll(".charts")) {
@@ -357,10 +339,9 @@
     } else for (const chart of data.charts) if (chart.section === section) addChart(grid, chart);
   }
   redraws.forEach((draw) => draw()); // after layout, when every card has its width
-  const numbers = document.getElementById("evaluations"), tokens = document.getElementById("tokens");
+  const numbers = document.getElementById("evaluations");
   document.querySelectorAll(".fit").forEach(addFit);
   if (numbers) addEvaluations(numbers);
-  if (tokens) addTokens(tokens);
   document.getElementById("smooth").addEventListener("change", (event) => { smooth = event.target.checked; redraws.forEach((draw) => draw()); });
   const shown = document.getElementById("shown");
   if (shown)
