@@ -87,7 +87,7 @@ docs: setup ## the documentation site, build/site
 	$(BIN)/pip install --quiet --editable '.[docs]'
 	cp CHANGELOG.md docs/changelog.md
 	$(BIN)/cqwen config schema --markdown > docs/config.md
-	$(BIN)/python -m cqwen_dist.config.architectures.capability_table > docs/capabilities.md
+	$(BIN)/python tests/support/capability_table.py > docs/capabilities.md
 	$(BIN)/python tests/seeds/conformance.py > docs/conformance.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 

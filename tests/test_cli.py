@@ -183,16 +183,6 @@ def test_launch_checks_the_config_before_it_starts_ranks(refused: Callable[..., 
     assert "stages.0.steps" in refused("launch", config, "--ranks", 2, "stages.0.steps=-1")
 
 
-def test_launch_dry_run_prints_the_command_and_starts_nothing(cqwen: Command, config: Path) -> None:
-    code, out, _ = cqwen("launch", config, "--ranks", 2, "--dry-run", "parallel.zero_stage=2", "train.precision=bf16")
-    said = json.loads(out)
-    assert code == 0
-    assert said["deepspeed"]["zero_optimization"]["stage"] == 2
-    assert said["deepspeed"]["bf16"]["enabled"]
-    assert said["command"][-2:] == ["parallel.zero_stage=2", "train.precision=bf16"]
-    assert not Path(said["config"]["run"]["dir"]).exists()
-
-
 # ------------------------------------------------------------------------------------------------------------ data
 
 

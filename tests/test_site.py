@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from seeds import conformance
+from support import capability_table
 from support.browser import look
 
 from cqwen_dist.config import json_schema
-from cqwen_dist.config.architectures import capability_table
 from cqwen_dist.config.keys import schema_markdown
 
 ROOT = Path(__file__).parents[1]

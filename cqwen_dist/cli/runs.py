@@ -84,14 +84,8 @@ def launch(
     hostfile: Annotated[Path | None, typer.Option(help="Lines `host slots=N`: train on these hosts over ssh.")] = None,
     env_file: Annotated[Path | None, typer.Option(help="File with NAME=VALUE lines for the hosts' ranks.")] = None,
     blind: Annotated[bool, typer.Option("--no-preflight", help="Skip the check of the hosts.")] = False,
-    dry: Annotated[bool, typer.Option("--dry-run", help="Print command and configs; start nothing.")] = False,
 ) -> None:
     """Train on multiple ranks on this machine, or on a hostfile's hosts, with the `deepspeed` launcher."""
-    if dry:
-        from cqwen_dist.cluster.launch import dry_run
-
-        print_json(dry_run(config, overrides or [], ranks, hostfile))
-        return
     code = start_ranks(config, overrides or [], ranks, hostfile=hostfile, env_file=env_file, look_first=not blind)
     if code == 75:
         options = {"--ranks": ranks, "--hostfile": hostfile, "--env-file": env_file}

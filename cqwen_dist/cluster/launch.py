@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -12,10 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from cqwen_dist.cluster.hostfile import hosts_command, prepared, read_environment, read_hostfile
-from cqwen_dist.cluster.rank import Order, rank_environment
+from cqwen_dist.cluster.hostfile import prepared, read_environment, read_hostfile
+from cqwen_dist.cluster.rank import rank_environment
 from cqwen_dist.config.data import source_files
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.reading import load_config
@@ -24,8 +22,6 @@ from cqwen_dist.parallel.launcher import LAUNCHER, free_port, taken
 from cqwen_dist.run.files import STACKS
 from cqwen_dist.run.folder import is_done, refuse_changes
 from cqwen_dist.run.status import Status, read_status
-from cqwen_dist.sizes.architecture import feature_parameters, read_architecture
-from cqwen_dist.training.zero.settings import deepspeed_config
 
 STOPPED = 75  # exit code after an orderly stop: the run can resume
 GRACE_S = 10.0  # seconds between SIGTERM and SIGKILL
@@ -49,26 +45,6 @@ def launch_command(words: list[str], ranks: int, port: int) -> list[str]:
     """The `deepspeed` command line that runs `cqwen` with these words (a list: no shell parses the user's words)."""
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--num_accelerators", str(ranks)]
     return [*launcher, "--master_port", str(port), "--no_local_rank", "--module", "cqwen_dist", *words]
-
-
-def dry_run(path: Path, overrides: Sequence[str], ranks: int, hostfile: Path | None = None) -> dict[str, Any]:
-    """Describes `launch`: the command, the resolved config and DeepSpeed's configuration.
-
-    Checks like `launch` but starts nothing. Raises `UserError`.
-    """
-    config = preflight(path, overrides)
-    command = launch_command(["train", str(path), *overrides], ranks, 0)
-    if hostfile is not None:
-        hosts = read_hostfile(hostfile)
-        word = Order("", ["train", str(path.absolute()), *overrides], os.getcwd()).encode()
-        command, ranks = hosts_command(hosts, hostfile, 0, word), sum(hosts.values())
-    config.parallel.refuse_ranks(ranks)
-    trained = feature_parameters(config, read_architecture(config))
-    return {
-        "command": command,
-        "config": config.model_dump(mode="json"),
-        "deepspeed": deepspeed_config(config, ranks, trained),
-    }
 
 
 def launch(
@@ -99,7 +75,7 @@ def launch(
         (sys.stderr if quiet else sys.stdout).write(f"already done: {run_dir}\n")
         return 0
     # Compare the status before and after: the launcher's exit code does not tell how the run ended.
-    before, shared, killed = read_status(run_dir), run_dir.absolute(), killed_for_memory()
+    before, shared = read_status(run_dir), run_dir.absolute()
     start = partial(_run_words, ranks=ranks, hosts=hosts, environment=environment, shared=shared)
     if hosts and look_first and (red := start(["doctor", "--quick", "--folder", str(shared)])[0]):
         sys.stderr.write("the hosts cannot run this: see the red lines above\n")
@@ -107,25 +83,12 @@ def launch(
     code, stopped = start(["train", str(path.absolute()), *overrides], quiet=quiet)
     for stacks in stacks_of(run_dir):
         sys.stderr.write(f"a rank hung; its stacks: {stacks}\n")
-    code = _exit_code(code, stopped, before, read_status(run_dir))
-    if code == 1 and killed_for_memory() > killed:
-        sys.stderr.write("meanwhile the kernel killed a process of this machine for lack of memory: ")
-        sys.stderr.write("fewer ranks, a smaller train.micro_batch_size, or a larger limit may help\n")
-    return code
+    return _exit_code(code, stopped, before, read_status(run_dir))
 
 
 def stacks_of(run_dir: Path) -> list[Path]:
     """Stack files of hung ranks."""
     return sorted(path for path in (run_dir / STACKS).glob("rank-*.txt") if path.stat().st_size)
-
-
-def killed_for_memory() -> int:
-    """Number of processes that the kernel has killed for lack of memory, in a cgroup or not; 0 if it does not say."""
-    try:
-        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(encoding="ascii"), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
 
 
 def _exit_code(code: int, stopped: bool, before: Status, after: Status) -> int:

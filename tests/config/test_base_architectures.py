@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from peft.tuners.lora import Linear as PeftLinear
+from support import capability_table
 from support.exported import tiny_pair, write_folder
 from support.tiny import tiny_base, tiny_model
 
 from cqwen_dist.config import Config, LoraConfig, UserError
-from cqwen_dist.config.architectures import ARCHITECTURES, LINEARS, architecture, capability_table
+from cqwen_dist.config.architectures import ARCHITECTURES, LINEARS, architecture
 from cqwen_dist.config.architectures.base_architecture import USUAL, USUAL_TARGETS, Capabilities, Linear, Support
 from cqwen_dist.model.layers import FusedLinear, run_layers_as
 from cqwen_dist.sizes.architecture import Architecture

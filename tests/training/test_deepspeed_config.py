@@ -26,7 +26,7 @@ def test_the_deepspeed_config_follows_from_the_projects_config() -> None:
     assert found["bf16"] == {"enabled": True}
     assert found["data_types"] == {"grad_accum_dtype": "fp32"}
     assert "data_types" not in deepspeed_config(config(zero=1), 4, 1000)
-    assert json.loads(json.dumps(found)) == found  # --dry-run prints it
+    assert json.loads(json.dumps(found)) == found  # environment.json has it
 
 
 def test_extra_deepspeed_settings_are_merged() -> None:

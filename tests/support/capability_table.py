@@ -1,4 +1,4 @@
-"""What works on each architecture, as a page: `python -m cqwen_dist.config.architectures.capability_table`."""
+"""What works on each architecture, as a page: `python tests/support/capability_table.py`."""
 
 from __future__ import annotations
 
