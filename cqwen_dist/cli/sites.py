@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cqwen_dist.config.errors import UserError, writing
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.console import (
     AsJson,
     ConfigFile,
@@ -22,7 +20,6 @@ from cqwen_dist.console import (
     print_json,
     quiet_libraries,
 )
-from cqwen_dist.run.files import write_atomically
 from cqwen_dist.tools.plan.question import Question
 
 
@@ -40,34 +37,25 @@ def doctor(
     hostfile: Annotated[Path | None, typer.Option(help="Examine all hosts in this file, over ssh.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Only two message sizes.")] = False,
     as_json: AsJson = False,
-    out: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Examine this machine; under srun, --ranks or --hostfile all machines and their network."""
     folder = folder.absolute()
     if folder.exists() and not folder.is_dir():
         raise UserError("--folder", str(folder), "a folder, or one that can be made")
+    if as_json and hostfile is not None:
+        raise UserError("--json", True, "without --hostfile: pdsh puts the host's name before each line")
     if hostfile is not None or ranks > 1:
         from cqwen_dist.cluster.launch import run_words
 
-        words = ["doctor", "--folder", str(folder), *["--quick"] * quick]
-        if not as_json or hostfile is None:
-            raise typer.Exit(run_words([*words, *["--json"] * as_json], ranks, hostfile, folder))
-        written = folder / f".doctor-{os.getpid()}.json"  # pdsh puts the host's name before each line of a rank
-        code = run_words([*words, "--out", str(written)], ranks, hostfile, folder, quiet=True)
-        if written.is_file():
-            echo(written.read_text(encoding="utf-8"))
-            written.unlink()
-        raise typer.Exit(code)
+        words = ["doctor", "--folder", str(folder), *["--quick"] * quick, *["--json"] * as_json]
+        raise typer.Exit(run_words(words, ranks, hostfile, folder))
     quiet_libraries()
     from cqwen_dist.tools.site.doctor import examine, page
 
     document = examine(folder, quick)
     if document is None:
         return
-    if out is not None:
-        with writing("--folder", folder, "a folder that every node may write"):
-            write_atomically(out, json.dumps(document, indent=2))
-    elif as_json:
+    if as_json:
         print_json(document)
     else:
         plain_console(width=None if sys.stdout.isatty() else 160).print(page(document))
@@ -76,7 +64,6 @@ def doctor(
 
 def accept(
     ranks: Annotated[int, typer.Option(min=2, help="Processes on this machine.")] = 2,
-    gpus: Annotated[int | None, typer.Option(min=2, help="Like --ranks, with one local GPU per rank.")] = None,
     hostfile: Annotated[
         Path | None, typer.Option(help="Lines `host slots=N`: use these hosts, over ssh, instead of --ranks.")
     ] = None,
@@ -84,12 +71,6 @@ def accept(
     as_json: AsJson = False,
 ) -> None:
     """Check this site: do N ranks match one rank, does a killed run resume?"""
-    if gpus is not None:
-        import torch
-
-        if gpus > (here := torch.cuda.device_count()):
-            raise UserError("--gpus", gpus, f"at most {here}, the GPUs here; --ranks needs none")
-        ranks = gpus
     if hostfile is not None:
         from cqwen_dist.cluster.hostfile import read_hostfile
 

@@ -102,14 +102,11 @@ def _exit_code(code: int, stopped: bool, before: Status, after: Status) -> int:
     return 0 if not code and after["status"] in ("done", "paused") else 1
 
 
-def run_words(words: list[str], ranks: int, hostfile: Path | None, shared: Path, quiet: bool = False) -> int:
-    """Exit code of `cqwen` with these words on multiple ranks, here or on a hostfile's hosts; 75 after a stop request.
-
-    quiet: see `launch`.
-    """
+def run_words(words: list[str], ranks: int, hostfile: Path | None, shared: Path) -> int:
+    """Exit code of `cqwen` with these words on several ranks, here or on a hostfile's hosts; 75 after a stop."""
     hosts = None if hostfile is None else read_hostfile(hostfile)
     environment = {} if hosts is None else read_environment(None)
-    code, stopped = _run_words(words, ranks, hosts, environment, shared.absolute(), quiet)
+    code, stopped = _run_words(words, ranks, hosts, environment, shared.absolute())
     return STOPPED if stopped else code
 
 
