@@ -27,11 +27,9 @@ from cqwen_dist.run.files import (
     CHANGES,
     CHECKPOINTS,
     CONFIG,
-    EVALUATIONS,
     LATEST,
     MANIFEST,
     METRICS,
-    PROBE,
     START,
     START_TENSORS,
     STATE,
@@ -42,7 +40,7 @@ from cqwen_dist.run.files import (
 
 KEY = "run.mirror"
 # Files that a resume reads or continues
-BESIDE = (CONFIG, START, START_TENSORS, CHANGES, METRICS, ALARMS, WANDB_ID, f"{EVALUATIONS}/{PROBE}")
+BESIDE = (CONFIG, START, START_TENSORS, CHANGES, METRICS, ALARMS, WANDB_ID)
 FOLDERS = ("base", "data")  # built or written once, before the first step
 
 
