@@ -98,21 +98,7 @@ def test_gradients_of_adapters_equal_pefts_on_the_plain_model(kind: str, experts
     assert size.lora_parameters(2, lora["target_modules"]) == sum(inner[name].numel() for name in found)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_recomputed_layers_have_the_same_gradients(kind: str) -> None:
-    batch, found = random_batch(), []
-    for again in (False, True):
-        model = tiny_model(kind, lora=lora_of(kind)).train()
-        if again:
-            model.transformer.gradient_checkpointing_enable({"use_reentrant": False})
-        moved(model.transformer)
-        z = model.kept_features(batch, batch.kept)
-        (z * torch.randn(z.shape, generator=torch.Generator().manual_seed(6))).sum().backward()
-        found.append({name: p.grad for name, p in model.transformer.named_parameters() if is_lora(name)})
-    assert_all_close(found[1], found[0], 1e-6)
-
-
-@pytest.mark.parametrize(("kind", "experts"), EVERYTHING)
+@pytest.mark.parametrize(("kind", "experts"), [(kind, kind in WITH_EXPERTS) for kind in KINDS])
 @torch.no_grad()
 def test_merged_adapters_keep_the_features(kind: str, experts: bool) -> None:
     batch, model = random_batch(), tiny_model(kind, lora=lora_of(kind, experts))

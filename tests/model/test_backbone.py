@@ -19,7 +19,7 @@ from cqwen_dist.model.backbone import FeatureExtractionNetwork
 from cqwen_dist.model.base_loading import base_config, build_base, load_base
 from cqwen_dist.sizes.architecture import read_architecture
 
-BASES = [(kind, tied) for kind in ARCHITECTURES for tied in (False, True)]
+BASES = [("qwen2", True), *((kind, False) for kind in ARCHITECTURES)]
 
 
 @pytest.mark.parametrize(("kind", "tied"), BASES)
@@ -39,22 +39,6 @@ def test_features_are_the_base_last_hidden_state(kind: str, tied: bool) -> None:
     assert torch.equal(seeds(base.get_input_embeddings()(ids), mask), expected)
 
 
-@pytest.mark.parametrize("kind", [name for name, base in ARCHITECTURES.items() if base.capabilities.packing.note == ""])
-@torch.no_grad()
-def test_packed_positions_keep_documents_apart(kind: str) -> None:
-    """position_ids that restart are a packed sequence, each row cut elsewhere: no document sees another."""
-    model = CausalQwenModel.from_base_model(tiny_base(kind), start="seed", num_token_id=90).eval()
-    ids = random_ids(2, 12)
-    zeros = torch.zeros(ids.shape, dtype=torch.float64)
-    cuts = (7, 4)
-    positions = torch.stack([torch.cat([torch.arange(cut), torch.arange(12 - cut)]) for cut in cuts])
-    packed = model.features(ids, zeros, None, positions)
-    for row, cut in enumerate(cuts):
-        for part in (slice(0, cut), slice(cut, 12)):
-            alone = model.features(ids[row : row + 1, part], zeros[row : row + 1, part])
-            assert_close(packed[row : row + 1, part], alone, 5e-5, "document")
-
-
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 @torch.no_grad()
 def test_features_of_a_training_batch_need_no_mask(kind: str) -> None:
@@ -70,11 +54,8 @@ def test_features_of_a_training_batch_need_no_mask(kind: str) -> None:
     ("kind", "why"),
     [
         ("mixtral", "its experts are stored in another way"),
-        ("phimoe", "its experts are stored in another way"),
         ("gemma2", "it scales embeddings"),
         ("gpt2", "it learns positions"),
-        ("qwen2_5_vl", "its text model is part of a larger one"),
-        ("bert", "its blocks are not a Llama's"),
     ],
 )
 def test_unsupported_models_are_refused_with_the_reason(tmp_path, kind: str, why: str) -> None:
@@ -88,19 +69,12 @@ def test_unsupported_models_are_refused_with_the_reason(tmp_path, kind: str, why
 def test_loading_errors_name_the_cause(tmp_path) -> None:
     with pytest.raises(UserError, match=r"model\.name_or_path.*config\.json"):
         load_base(str(tmp_path), torch.float32)
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(UserError, match=r"model_type.*qwen2, qwen3, .*llama, mistral"):
-        load_base(str(tmp_path), torch.float32)
     with pytest.raises(
         UserError, match=r"found 'bases/of_a_run', .*folder, as seen from the current one, or a hub name"
     ):
         load_base("bases/of_a_run", torch.float32)
     with pytest.raises(UserError, match=r"model\.architecture\.hidden_sise"):
         build_base({"model_type": "qwen2", "hidden_sise": 8}, 0)
-    with pytest.raises(UserError, match=r"model\.architecture\.model_type"):
-        build_base({"model_type": "gpt2"}, 0)
-    with pytest.raises(UserError, match=r"model\.architecture"):
-        build_base({"model_type": "qwen2", "hidden_size": 10, "num_attention_heads": 0}, 0)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -116,10 +90,3 @@ def test_weights_that_are_rounded_already_are_refused(tmp_path: Path, nested: bo
             UserError, match=r"quantization_config: .*fp8.*allowed: none: a full base \(model\.quantize"
         ):
             load()
-
-
-def test_a_rounded_base_needs_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny_base().save_pretrained(tmp_path)
-    monkeypatch.setattr("cqwen_dist.model.base_loading.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"model.quantize: found int8 without bitsandbytes, .*cqwen-dist\[quant\]"):
-        load_base(str(tmp_path), torch.float32, quantize="int8")

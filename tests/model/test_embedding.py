@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
@@ -39,17 +38,6 @@ def test_text_tokens_get_exactly_the_token_embedding(embedding: NumericalAwareEm
     assert torch.equal(e[:, [0, 1, 3]], plain[:, [0, 1, 3]])
     expected = plain[:, 2] + math.log(100.9) * embedding.w_num + embedding.num_row
     assert_close(e[:, 2], expected, 1e-6, "<NUM>")
-
-
-def test_the_row_of_num_is_added_once_to_a_copied_table(embedding: NumericalAwareEmbedding) -> None:
-    """PEFT copies the table that modules_to_save names, with its hooks."""
-    ids, values = torch.tensor([[1, NUM]]), torch.tensor([[0.0, 2.0]])
-    with torch.no_grad():
-        embedding.num_row.normal_()
-        wanted, read = embedding(ids, values), embedding.token_embedding(ids)
-        embedding.token_embedding = copy.deepcopy(embedding.token_embedding)
-        assert torch.equal(embedding(ids, values), wanted)
-        assert torch.equal(embedding.token_embedding(ids), read), "others read the trained row"
 
 
 def test_a_number_anywhere_is_added_without_a_branch(embedding: NumericalAwareEmbedding) -> None:

@@ -20,20 +20,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("exported"), *tiny_pair())
 
 
-def test_the_config_states_what_libraries_ask_for(folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    config, base = model.config, model.config.base_config
-    assert config.use_cache is True
-    assert (config.eos_token_id, config.bos_token_id, config.pad_token_id) == (
-        base.eos_token_id,
-        base.bos_token_id,
-        base.pad_token_id,
-    )
-    config.use_cache, config.eos_token_id = False, 3  # TRL writes both
-    again = type(config).from_dict(config.to_dict())
-    assert (again.use_cache, again.eos_token_id) == (False, 3)
-
-
 def test_auto_model_gives_features(folder: Path) -> None:
     model, tokenizer = AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert type(model) is CausalQwenFeatures
@@ -48,17 +34,6 @@ def test_auto_model_gives_features(folder: Path) -> None:
     one = tokenizer("tea costs 3.5", return_tensors="pt")
     with torch.no_grad():
         assert_close(extracted, model(**one).last_hidden_state, 1e-5)
-
-
-def test_input_embeddings_have_the_trained_row_of_num(folder: Path) -> None:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    batch = tokenizer("tea costs 3.5", return_tensors="pt")
-    assert (batch["input_ids"] == tokenizer.num_token_id).any()
-    with torch.no_grad():
-        wanted = model(**batch, labels=batch["input_ids"], logits_to_keep=0)
-        rows = model.get_input_embeddings()(batch.pop("input_ids"))
-        found = model(**batch, inputs_embeds=rows, logits_to_keep=0)
-    assert_close(found.logits, wanted.logits, 1e-5)
 
 
 def test_a_folder_saved_again_has_the_files_that_its_auto_map_names(folder: Path, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from cqwen_dist.config import UserError
 from cqwen_dist.generate.generator import generate as low_level
-from cqwen_dist.generate.modes import MODES
 from cqwen_dist.generate.streaming import NumberStreamer
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 
@@ -48,50 +47,33 @@ def prompts() -> tuple[Tensor, Tensor]:
         {"do_sample": False, "repetition_penalty": 1.3},
         {"do_sample": False, "no_repeat_ngram_size": 1, "min_new_tokens": 6},
         {"do_sample": True, "top_k": 9, "top_p": 0.9, "temperature": 1.7},
-        {"do_sample": True, "top_k": 0, "min_p": 0.02, "bad_words_ids": [[4], [8]]},
         {"do_sample": True, "top_k": 0, "typical_p": 0.8, "num_return_sequences": 3},
         {"do_sample": False, "max_length": 15},
-        {"do_sample": False, "max_new_tokens": 5, "suppress_tokens": [7, 40]},
-        {"do_sample": False, "max_new_tokens": 4, "forced_eos_token_id": 17},
     ],
     ids=lambda o: "+".join(list(o)[1:]),
 )
-@pytest.mark.parametrize("in_config", [False, True])
-def test_compatible_generates_what_the_base_generates(pair, prompts, options: dict[str, Any], in_config: bool) -> None:
+def test_compatible_generates_what_the_base_generates(pair, prompts, options: dict[str, Any]) -> None:
     base, model = pair
     ids, mask = prompts
     options = {"max_new_tokens": 12, **options} if "max_length" not in options else options
-    given = {"generation_config": GenerationConfig(**options)} if in_config else options
     torch.manual_seed(5)
-    expected = base.generate(ids, attention_mask=mask, **given)
+    expected = base.generate(ids, attention_mask=mask, **options)
     torch.manual_seed(5)
-    found = model.generate(ids, attention_mask=mask, mode="compatible", **given)
+    found = model.generate(ids, attention_mask=mask, mode="compatible", **options)
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("copies", [1, 2])
-def test_without_a_mask_padding_is_inferred_as_in_transformers(pair, prompts, copies: int) -> None:
+def test_without_a_mask_padding_is_inferred_as_in_transformers(pair, prompts) -> None:
     base, model = pair
     ids, mask = prompts
     ids = ids.masked_fill(ids == 3, 4).masked_fill(mask == 0, 3)
     given = {"pad_token_id": 3, "eos_token_id": 17, "max_new_tokens": 8}
     expected = base.generate(ids, do_sample=False, **given)
     assert torch.equal(model.generate(ids, mode="compatible", do_sample=False, **given), expected)
-    given |= {"num_return_sequences": copies, "seed": 1, "mode": "causal"}
+    given |= {"num_return_sequences": 2, "seed": 1, "mode": "causal"}
     assert torch.equal(model.generate(ids, **given), model.generate(ids, attention_mask=mask, **given))
     with pytest.raises(UserError, match="padding at the end'"):
         model.generate(ids.flip(1), **given)
-
-
-def test_a_token_left_out_between_others_is_not_read(pair, prompts) -> None:
-    base, model = pair
-    ids, mask = prompts
-    mask = mask.clone()
-    mask[:, -2] = 0
-    given = {"attention_mask": mask, "do_sample": False, "eos_token_id": 17, "pad_token_id": 3, "max_new_tokens": 8}
-    found = model.generate(ids, mode="compatible", **given)
-    assert torch.equal(found, base.generate(ids, **given))
-    assert torch.equal(found, model.generate(ids, mode="compatible", num_beams=1, output_scores=True, **given))
 
 
 def test_the_generation_config_is_the_default_and_is_saved(pair, prompts, tmp_path: Path) -> None:
@@ -159,21 +141,6 @@ def test_mode_ovr_takes_top_k_top_p_and_temperature() -> None:
     assert written(temperature=0.5, top_k=20, **static) == written(temperature=0.5, top_k=20)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_options_without_effect_are_accepted_in_every_mode(mode: str) -> None:
-    model, ids = tiny_causal_lm(), random_ids(1, 3)
-    off: dict[str, Any] = {
-        **dict.fromkeys(("output_scores", "early_stopping", "synced_gpus"), False),
-        **dict.fromkeys(("length_penalty", "encoder_repetition_penalty", "repetition_penalty", "temperature"), 1.0),
-        **dict.fromkeys(("num_beams", "num_beam_groups", "logits_to_keep", "top_p", "typical_p"), 1),
-        **dict.fromkeys(("assistant_model", "prefix_allowed_tokens_fn", "bad_words_ids"), None),
-        **dict.fromkeys(("min_length", "top_k"), 0),
-    }
-    options = {"mode": mode, "max_new_tokens": 3, "seed": 1} if mode != "standard" else {"max_new_tokens": 3}
-    wanted = model.generate(ids, **options, **({"temperature": 1.0} if mode == "compatible" else {}))
-    assert torch.equal(model.generate(ids, **options, **off), wanted)
-
-
 def test_unsupported_generate_options_are_refused() -> None:
     model, ids = tiny_causal_lm(), random_ids(1, 3)
     for options, match in (
@@ -184,22 +151,11 @@ def test_unsupported_generate_options_are_refused() -> None:
         ),
         ({"colour": "red"}, "colour: found 'red', allowed: an option of this generate"),
         ({"max_new_token": 3}, "max_new_token: found 3, allowed: .*the nearest is max_new_tokens"),
-        ({"top_p": 0.5}, "top_p: .*compatible"),
-        ({"mode": "causal", "top_k": 5}, "top_k: found 5, allowed: nothing but in mode compatible or ovr"),
         ({"mode": "ovr", "top_p": 1.5}, r"top_p: found 1\.5"),
         ({"mode": "ovr", "temperature": -1.0}, r"temperature: found -1\.0"),
-        ({"mode": "compatible", "top_p": 1.5, "do_sample": True}, r"top_p: found 1\.5"),
-        ({"mode": "compatible", "top_p": 0.0}, r"top_p: found 0\.0"),
-        ({"mode": "compatible", "top_k": -1}, "top_k: found -1"),
-        ({"mode": "compatible", "temperature": -1.0}, "temperature: found -1.0"),
-        ({"stop_strings": "w3"}, "tokenizer"),
         ({"do_sample": True}, "allowed: False, as mode standard draws nothing; mode='compatible' or 'ovr' draws words"),
-        ({"mode": "ovr", "do_sample": False}, "do_sample: found False, allowed: True, as mode ovr draws"),
-        ({"num_return_sequences": 0}, "num_return_sequences: found 0, allowed: 1 or more"),
         ({"max_new_tokens": 2.5}, r"max_new_tokens: found 2\.5, allowed: a whole number"),
         ({"mode": "causal", "seed": "one"}, "seed: found 'one', allowed: a whole number"),
-        ({"mode": "causal", "temperature": "hot"}, "temperature: found 'hot', allowed: a number"),
-        ({"max_time": "soon"}, "max_time: found 'soon', allowed: a number"),
     ):
         with pytest.raises(UserError, match=match):
             model.generate(ids, **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from support.numerics import assert_best, assert_close
 from support.tiny import HIDDEN, NUM, VOCAB, random_batch, random_ids, tiny_base, tiny_model
 from torch import Tensor
 
-from cqwen_dist.config import UserError
 from cqwen_dist.heads.seed_losses import OvrClassificationLoss
 from cqwen_dist.model import CausalQwenModel
 from cqwen_dist.model.calibration import calibrate
@@ -24,12 +22,15 @@ def logits_of(model: CausalQwenModel, ids: Tensor) -> Tensor:
     return model(ids, torch.zeros(ids.shape, dtype=torch.float64))[0]
 
 
-@pytest.mark.parametrize("start", ["seed", "seed-100", "calibrated"])
+@pytest.mark.parametrize("start", ["seed", "calibrated"])
 @pytest.mark.parametrize(
-    "shape", [{}, {"number_dims": 4}, {"causal_size": HIDDEN + 7}, {"causal_size": HIDDEN + 7, "number_dims": 4}]
-)
-@pytest.mark.parametrize(
-    ("kind", "tied"), [("qwen2", False), ("qwen2", True), ("qwen3", False), ("llama", True), ("mistral", False)]
+    ("shape", "kind", "tied"),
+    [
+        ({}, "qwen2", False),
+        ({}, "llama", True),
+        ({"number_dims": 4}, "qwen2", True),
+        ({"causal_size": HIDDEN + 7, "number_dims": 4}, "mistral", False),
+    ],
 )
 @torch.no_grad()
 def test_the_softmax_of_loc_equals_the_bases(start: str, shape: dict[str, int], kind: str, tied: bool) -> None:
@@ -106,8 +107,7 @@ def test_words_ignore_number_dimensions_which_have_scale_one() -> None:
             assert_close(found, expected, 1e-5, "S without number dimensions")
 
 
-@pytest.mark.parametrize("gamma", [1e-7, 1e-4, 2.0])
-@pytest.mark.parametrize("noise", [None, 0.0])
+@pytest.mark.parametrize(("gamma", "noise"), [(1e-7, None), (1e-4, 0.0), (2.0, None)])
 @torch.no_grad()
 def test_set_scales_splits_the_total(gamma: float, noise: float | None) -> None:
     model = tiny_model()
@@ -147,11 +147,6 @@ def test_a_range_of_rows_starts_as_that_part_of_the_head() -> None:
     rows = slice(60, 95)
     for name in ("cls_weight", "cls_bias", "threshold"):
         assert torch.equal(getattr(part.action, name), getattr(whole.action, name)[rows])
-
-
-def test_num_token_id_outside_the_vocabulary_is_refused() -> None:
-    with pytest.raises(UserError, match=rf"num_token_id: found {VOCAB}"):
-        tiny_model(num_token_id=VOCAB)
 
 
 # ---- calibration ----
@@ -219,18 +214,6 @@ def test_calibration_reports_the_loss_that_the_model_then_has(learnt_base: Causa
         loss, _ = OvrClassificationLoss(VOCAB, model.action.threshold.detach())(loc, scale, batch.labels)
     assert float(loss[batch.label_mask].mean()) == pytest.approx(report.loss, rel=1e-4)
     assert int(batch.label_mask.sum()) == report.tokens
-
-
-def test_calibration_is_deterministic_and_stops_at_max_tokens(learnt_base: CausalQwenModel) -> None:
-    reports = [calibrate(turned(learnt_base), [chain_batch(learnt_base, 0)], max_tokens=64) for _ in range(2)]
-    assert reports[0] == reports[1]
-    assert reports[0].tokens == 64
-    assert asdict(reports[0])["gamma"] == reports[0].gamma
-
-
-def test_calibration_without_labels_is_refused() -> None:
-    with pytest.raises(ValueError, match="no labelled positions"):
-        calibrate(tiny_model(), [])
 
 
 def test_seed_gamma_is_softplus_of_one() -> None:

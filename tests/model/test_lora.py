@@ -15,9 +15,7 @@ from cqwen_dist.training.parameter_groups import feature_members
 
 FAMILY = {
     "lora": {},
-    "dora": {"dora": True},
     "dora of all": {"dora": True, "target_modules": "all-linear"},
-    "of a llama": {"kind": "llama", "target_modules": "all-linear"},
     "of a mistral": {"kind": "mistral", "dora": True},
 }
 

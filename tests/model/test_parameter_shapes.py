@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from support.tiny import NUM, VOCAB, tiny_causal_lm
 
 import cqwen_dist.auto  # noqa: F401  registers
@@ -30,17 +29,3 @@ def test_every_parameter_has_a_dimension(shape: dict[str, Any]) -> None:
     model = tiny_causal_lm(**shape)
     assert [name for name, p in model.named_parameters() if p.ndim == 0] == []
     assert [name for name, p in CausalQwenLoss(VOCAB, NUM).named_parameters() if p.ndim == 0] == []
-
-
-def test_a_loaded_head_is_not_drawn_anew() -> None:
-    """transformers before 5.12 initialises modules also after it has loaded all of their tensors, which it marks."""
-    model = tiny_causal_lm()
-    for part in (model.model.abduction, model.model.action):
-        before = {name: tensor.clone() for name, tensor in part.state_dict().items()}
-        for tensor in part.parameters():
-            tensor._is_hf_initialized = True
-        model._init_weights(part)
-        assert all(torch.equal(tensor, before[name]) for name, tensor in part.state_dict().items())
-    del model.model.action.reg_weight._is_hf_initialized
-    model._init_weights(model.model.action)
-    assert not torch.equal(model.model.action.reg_weight, before["reg_weight"]), "a checkpoint lacks it"

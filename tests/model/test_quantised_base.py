@@ -37,10 +37,10 @@ def maps(model: Any) -> dict[str, Any]:
     return {n: m for n, m in model.named_modules() if type(m) in KINDS.values()}
 
 
-def adapted(base: Any, **lora: Any) -> CausalQwenForCausalLM:
+def adapted(base: Any) -> CausalQwenForCausalLM:
     """With an adapter that is not zero on every map."""
     torch.manual_seed(3)
-    settings = {"r": 4, "alpha": 8, "target_modules": "all-linear", **lora}
+    settings = {"r": 4, "alpha": 8, "target_modules": "all-linear"}
     model = CausalQwenModel.from_base_model(base, start="seed", num_token_id=NUM, lora=settings)
     with torch.no_grad():
         for name, parameter in model.features.named_parameters():
@@ -85,16 +85,13 @@ def test_each_map_is_near_the_full_one_and_its_product_is_exact(
 
 @DEVICES
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("lora", [{}, {"dora": True}], ids=["lora", "dora"])
-def test_gradients_are_those_of_a_plain_base_with_the_dequantised_weights(
-    folder: Path, kind: str, lora: dict[str, Any], device: str
-) -> None:
+def test_gradients_are_those_of_a_plain_base_with_the_dequantised_weights(folder: Path, kind: str, device: str) -> None:
     """Also after an evaluation, which bitsandbytes' own maps do not survive on some CPUs, and in evaluation mode."""
     rounded = load_base(folder, torch.float32, quantize=kind, device=torch.device(device))
     plain = load_base(folder, torch.float32).to(device)
     for name, module in maps(rounded.model).items():
         plain.model.get_submodule(name).weight.data = module.dense(torch.float32)
-    model, wanted = adapted(rounded, **lora).to(device), adapted(plain, **lora).to(device)
+    model, wanted = adapted(rounded).to(device), adapted(plain).to(device)
     batch = random_batch().to(model.device)
     with torch.no_grad():
         seen = model.eval()(batch.input_ids, batch.numeric_values).logits
@@ -107,7 +104,7 @@ def test_gradients_are_those_of_a_plain_base_with_the_dequantised_weights(
     plain_loss, plain_gradients = loss_and_gradients(wanted)
     assert_close(loss, plain_loss, 1e-5, "loss")
     shared = {n for n in plain_gradients if n in gradients}
-    assert len([n for n in shared if is_lora(n)]) == (42 if lora else 28)
+    assert len([n for n in shared if is_lora(n)]) == 28
     assert {n for n in plain_gradients if "transformer" not in n} <= shared
     for name in shared:
         assert_close(gradients[name], plain_gradients[name], 1e-4, name)

@@ -26,8 +26,7 @@ def linear(n: int, p: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return x, coefficients, x @ coefficients + 7
 
 
-@pytest.mark.parametrize(("n", "p"), [(300, 24), (24, 300), (40, 40)])
-@pytest.mark.parametrize("noise", [0.1, 3.0])
+@pytest.mark.parametrize(("n", "p", "noise"), [(300, 24, 0.1), (24, 300, 3.0), (40, 40, 0.1)])
 def test_without_an_intercept_it_equals_scikit_learns(n: int, p: int, noise: float) -> None:
     from sklearn.linear_model import RidgeCV
 
@@ -80,8 +79,9 @@ def test_outliers_hardly_change_the_fit() -> None:
     assert float((fit.left_out - clean)[kept].abs().median()) < 0.5 * float(of_median)
 
 
-@pytest.mark.parametrize(("n", "p"), [(200, 10), (40, 100)])
-@pytest.mark.parametrize(("unit", "shift"), [(1e6, 0.0), (1e-6, 0.0), (3.0, 500.0), (-2.0, -4.0)])
+@pytest.mark.parametrize(
+    ("n", "p", "unit", "shift"), [(200, 10, 1e6, 0.0), (40, 100, 1e-6, 0.0), (200, 10, -2.0, 500.0)]
+)
 def test_the_fit_does_not_depend_on_units(n: int, p: int, unit: float, shift: float) -> None:
     x, _, clean = linear(n, p)
     y = clean + 0.1 * cauchy(n, 4)
@@ -117,8 +117,7 @@ def test_an_uninformative_x_gives_the_median() -> None:
     assert is_median(robust_ridge(broken, y), y)
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 5, 15, 16, 17])
-@pytest.mark.parametrize("p", [1, 40])
+@pytest.mark.parametrize(("n", "p"), [(0, 1), (1, 40), (15, 1), (16, 40), (17, 1)])
 def test_few_numbers_give_a_fit_too(n: int, p: int) -> None:
     x, _, y = linear(n, p)
     fit = robust_ridge(x, y)
@@ -142,7 +141,7 @@ def test_equal_numbers_are_predicted_exactly() -> None:
         assert 0 < fit.scale <= LEAST_SCALE
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_left_out_predictions_are_never_worse_than_the_median(seed: int) -> None:
     """Median errors, of wild and tame laws, telling and untelling x, and numbers of two places far apart."""
     g = torch.Generator().manual_seed(seed)

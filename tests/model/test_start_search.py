@@ -47,10 +47,6 @@ def search(model: CausalQwenModel, loc: Tensor, labels: Tensor) -> StartLogits:
     return StartLogits(model.action, loc, labels, ALONE)
 
 
-def norms_of(model: CausalQwenModel) -> Tensor:
-    return model.action.cls_weight.detach().abs().sum(1)
-
-
 def exact(model: CausalQwenModel, loc: Tensor, threshold: float, gamma: float) -> tuple[Tensor, Tensor]:
     """(loc_S, scale_S) [n,V] float64 of U = Cauchy(loc, gamma)."""
     weight = model.action.cls_weight.detach().double()
@@ -103,16 +99,6 @@ def test_the_histograms_loss_equals_the_exact_loss() -> None:
         assert seen.loss(threshold, gamma) == pytest.approx(expected, rel=0.01), (threshold, gamma)
 
 
-@torch.no_grad()
-def test_the_histogram_counts_labels_exactly() -> None:
-    """Of a single word's logits a histogram may say what it likes; the labels' are exact."""
-    model, (loc, labels) = model_of(), tokens()
-    seen = search(model, loc, labels).histogram()
-    loc_s, _ = exact(model, loc, 0.0, 1.0)
-    torch.testing.assert_close(seen.label_loc, loc_s.gather(1, labels[:, None])[:, 0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(seen.label_norm, norms_of(model).double()[labels], rtol=1e-6, atol=1e-6)
-
-
 def least_on_a_grid(seen: Histogram) -> float:
     """Of 24 x 24 points over all logits and six powers of ten."""
     typical = float((seen.words * seen.norm).sum() / seen.words.sum())
@@ -133,29 +119,6 @@ def test_the_search_finds_what_a_fine_grid_finds(knows: float, sharpness: float)
     found = seen.loss(*best_threshold_and_gamma(seen))
     assert found <= 1.002 * least_on_a_grid(seen)
     assert found < 1 + math.log(VOCAB), "better than P = 1/V"
-
-
-@torch.no_grad()
-def test_labels_that_are_random_end_at_the_uniform_loss() -> None:
-    """Nothing is known: no (C, gamma) is much better than P = 1/V for every word."""
-    model, (loc, _) = model_of(), tokens()
-    labels = torch.randint(0, VOCAB, (len(loc),), generator=torch.Generator().manual_seed(2))
-    seen = search(model, loc, labels).histogram()
-    found = seen.loss(*best_threshold_and_gamma(seen))
-    assert 0.9 * (1 + math.log(VOCAB)) < found < 1.05 * (1 + math.log(VOCAB))
-
-
-@torch.no_grad()
-def test_the_search_handles_one_token_and_equal_rows() -> None:
-    model, (loc, labels) = model_of(), tokens()
-    model.action.cls_weight.copy_(model.action.cls_weight[:1].expand(VOCAB, -1).clone())
-    model.action.cls_bias.zero_()
-    for n in (1, len(loc)):
-        seen = search(model, loc[:n], labels[:n]).histogram()
-        threshold, gamma = best_threshold_and_gamma(seen)
-        assert math.isfinite(threshold)
-        assert 0 < gamma < math.inf
-        assert math.isfinite(seen.loss(threshold, gamma))
 
 
 @torch.no_grad()
@@ -204,8 +167,7 @@ def on_rank(loc: Tensor, labels: Tensor, counts: tuple[int, int], group: int) ->
     }
 
 
-@pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize("counts", [(45, 25), (70, 0), (0, 70)])
+@pytest.mark.parametrize(("counts", "group"), [((45, 25), 1), ((45, 25), 2), ((70, 0), 1), ((0, 70), 2)])
 @torch.no_grad()
 def test_two_ranks_search_as_one(pool: Pool, counts: tuple[int, int], group: int) -> None:
     loc, labels = tokens()

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from support.numerics import any_order, assert_all_close, assert_close, gradients, relative_error
 from support.ranks import Pool
 from support.tiny import CONTEXT, NUM, tiny_model
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
-from torch.nn.attention import varlen as torch_varlen
 from transformers.masking_utils import sdpa_mask
 
 from cqwen_dist.batch import Batch, Texts
@@ -227,27 +224,6 @@ def test_attention_equals_the_formula_with_shared_key_heads_and_a_window(window:
         assert_close(one, other, any_order(40), "gradient")
 
 
-def v2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
-    return reference(q, k, v, cu_q, window_size, scale)
-
-
-def v2_12(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
-    assert enable_gqa == (q.shape[1] != k.shape[1])
-    return reference(q, k, v, cu_q, window_size, scale)
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, window: tuple[int, int], scale: float) -> Tensor:
-    """What FlashAttention's documentation says of these arguments."""
-    assert window[1] == 0, "not causal"
-    left = window[0] if window[0] >= 0 else len(q)
-    out = []
-    for begin, end in zip(cu.tolist(), cu.tolist()[1:], strict=False):
-        back = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
-        one = (x[begin:end].transpose(0, 1)[None] for x in (q, k, v))
-        out.append(F.scaled_dot_product_attention(*one, (back >= 0) & (back <= left), scale=scale, enable_gqa=True))
-    return torch.cat([part[0].transpose(0, 1) for part in out])
-
-
 @pytest.fixture
 def on_ampere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if the GPU ran FlashAttention-2."""
@@ -255,19 +231,6 @@ def on_ampere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     varlen._kernel.cache_clear()
     yield
     varlen._kernel.cache_clear()
-
-
-@pytest.mark.parametrize("signature", [v2_11, v2_12])
-@pytest.mark.parametrize("window", [None, 4])
-def test_the_kernel_call_fits_each_torch_version(
-    signature: Callable[..., Any], window: int | None, on_ampere: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch_varlen, "varlen_attn", signature)
-    q, k, v = given()
-    kernel = kernel_for(torch.bfloat16, 8, window)
-    assert kernel is not None
-    found = kernel(q, k, v, texts().begin, 17, 8**-0.5)
-    assert_close(found, _within(q, k, v, texts(), 8**-0.5, 0.0, window), 1e-6, "attention")
 
 
 def test_this_torchs_kernel_accepts_the_arguments_and_has_a_gradient(on_ampere: None) -> None:
