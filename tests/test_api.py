@@ -36,7 +36,6 @@ from cqwen_dist import (
     train,
 )
 from cqwen_dist.config import DataConfig, LossConfig, TrainConfig, given_config, load_config
-from cqwen_dist.data.from_memory import records
 from cqwen_dist.run.status import read_status
 
 TEMPLATE = "{item} costs {amount} and bread costs"
@@ -246,7 +245,6 @@ def test_the_api_is_imported_lazily_and_seen_by_type_checkers() -> None:
         ({"stages": [{"name": "a", "train": ["feet"], "steps": 1}]}, r"^stages\.0\.train\.0: found 'feet', allowed: "),
         ({"trian": {}}, r"^trian: unknown key; did you mean train\?"),
         ({"loss": LossConfig}, "^loss: found <class"),
-        ({"train": {"seed": -1}}, r"^train\.seed: found -1"),
     ],
 )
 def test_a_config_out_of_python_is_refused_in_one_line(one_rank: Path, change: dict[str, Any], match: str) -> None:
@@ -259,27 +257,16 @@ def test_refuses_what_is_not_a_config_data_or_a_callback(one_rank: Path, tmp_pat
     tree, rows = of(one_rank, tmp_path)
     for given, callbacks, match in (
         (None, [], r"^data\.train: found no value"),
-        (rows, [Recorder], r"^callbacks\.0: found <class"),
         (rows, Recorder(), r"^callbacks: found <.*Recorder object.*>, allowed: a list"),
-        (rows, iter([Recorder()]), r"^callbacks: found <list_iterator.*>, allowed: a list"),
         (datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}), [], r"data\.train: found a DatasetDict"),
-        ([], [], r"^data\.train: found no row"),
         ([{"text": "a"}, 3], [], r"^row 2: data\.train: found 3, allowed: a text, or"),
-        (["a text", {"text": object()}], [], r"^row 2: data\.train: found a.* object"),
     ):
         with pytest.raises(UserError, match=match):
             train(tree, given, callbacks=callbacks)  # type: ignore[arg-type]
-    written = tmp_path / "run" / "data" / "train.jsonl"
-    written.write_text("of a call that failed before it learnt anything, so it binds nobody")
-    with pytest.raises(UserError, match=r"^model\.tokenizer: found no folder /nowhere"):
-        train(tree, rows, overrides={"model.tokenizer": "/nowhere"})
-    assert [json.loads(line) for line in written.read_text().splitlines()] == rows
     with pytest.raises(UserError, match=r"^config: found 3, allowed: a path, a dict"):
         train(3)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"^override train\.seed: train\.seed: found 'x'"):
         train(tree, rows, overrides={"train.seed": "x"})
-    with pytest.raises(UserError, match=r"^overrides: found \['train\.seed=1'\], allowed: a dict by key"):
-        train(tree, rows, overrides=["train.seed=1"])  # type: ignore[arg-type]
 
 
 def test_a_config_may_be_a_file_a_dict_or_objects(tmp_path: Path) -> None:
@@ -295,13 +282,3 @@ def test_a_config_may_be_a_file_a_dict_or_objects(tmp_path: Path) -> None:
     swept = given_config(known, scalars)
     assert (swept.train.seed, swept.stages[0].lr, swept.stages[0].steps) == (3, 0.5, 7)
     assert given_config(known, {"stages": [Stage(name="a", train=["heads"], steps=2)]}).last_stage == 0
-
-
-def test_cells_are_written_as_tables_are_read() -> None:
-    frame = pandas.DataFrame({"a": [1.0, 2.5], "t": [pandas.Timestamp("2026-01-02"), pandas.NaT], "n": [None, "x"]})
-    assert list(records(frame, "rows")) == [
-        {"a": 1, "t": "2026-01-02", "n": None},
-        {"a": 2.5, "t": None, "n": "x"},
-    ]
-    (row,) = records([{"x": torch.tensor([1.5, 2.0]), "m": [{"role": "user"}]}], "rows")
-    assert row == {"x": [1.5, 2], "m": [{"role": "user"}]}

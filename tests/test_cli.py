@@ -1,6 +1,5 @@
 """The command: whatever is wrong in the user's input is one line on stderr and exit code 2."""
 
-import gc
 import json
 import math
 import shutil
@@ -16,12 +15,8 @@ from transformers import AutoTokenizer, BertConfig
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.cli import main
-from cqwen_dist.config import load_config
 from cqwen_dist.console import print_json
 from cqwen_dist.generate.continuation import continue_text
-from cqwen_dist.run.files import CONFIG, METRICS, REPORT
-from cqwen_dist.run.status import write_status
-from cqwen_dist.tools.report.html import leave_report
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -77,12 +72,8 @@ def data_file(folder: Path, *lines: str | bytes) -> Path:
     ("words", "said"),
     [
         (["trian", "x"], "cqwen: no such command 'trian'"),
-        (["--bogus"], "cqwen: no such option: --bogus (see cqwen --help)"),
         (["train"], "cqwen train: missing argument 'CONFIG' (see cqwen train --help)"),
         (["plan", "x", "--nodes", "two"], "cqwen plan: invalid value for '--nodes'"),
-        (["plan", "x", "--sequences", "-5"], "cqwen plan: invalid value for '--sequences'"),
-        (["doctor", "--ranks", "0"], "cqwen doctor: invalid value for '--ranks'"),
-        (["config", "schema", "x"], "cqwen config schema: got unexpected extra argument"),
         (["config", "nothing"], "cqwen config: no such command 'nothing'"),
     ],
 )
@@ -103,8 +94,7 @@ def test_explain_shows_what_decides_the_next_word(cqwen: Command, one_rank: Path
     assert str(found["dims"][0]) in shown
 
 
-@pytest.mark.parametrize("words", [["--local_rank=1"], ["--local-rank", "1"]])
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("words", "after"), [(["--local_rank=1"], False), (["--local-rank", "1"], True)])
 def test_a_launchers_local_rank_is_accepted_and_checked(
     cqwen: Command, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, words: list[str], after: bool
 ) -> None:
@@ -135,38 +125,18 @@ GOOD = '{"text": "tea costs 3 and milk 4.5"}'
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["trian.seed=1"], "trian"),
         (["train.sed=1"], "train.sed"),
         (["nonsense"], "override: found 'nonsense', allowed: key=value"),
-        (["stages.7.steps=1"], "index 7"),
-        (["train.seed=x"], "train.seed"),
-        (["parallel.zero_stage=0"], "parallel.zero_stage: found 0, allowed: 1, 2 or 3"),
         (["parallel.vocab_group_size=2"], "parallel.vocab_group_size: found 2, allowed: a divisor of the 1 rank: 1"),
         (["model.lora.target_modules=[nope]"], "model.lora.target_modules: found 'nope', allowed: names out of q_"),
-        (["model.num_token_id=5"], "model.num_token_id: found 5"),
         ([f"model.num_token_id={VOCAB}"], f"ids below the model's vocabulary size {VOCAB}"),
         (["data.train=none.jsonl"], "data.train: found no file none.jsonl"),
-        (["data.train=bundled:nope"], "data.train: found 'bundled:nope', allowed: bundled:diabetes"),
-        (["data.eval=none.jsonl", "data.eval_fraction=0"], "data.eval: found no file none.jsonl"),
         (["data.text_template={question}"], "missing field"),
-        (["data.sequence_length=1"], "data.sequence_length: found 1, allowed: 2 or more"),
         (["model.name_or_path=./nope"], "model.name_or_path: found './nope', allowed: a folder with a config.json"),
-        (["model.tokenizer=./nope"], "model.tokenizer: found no folder ./nope"),
     ],
 )
 def test_a_wrong_config_is_one_line(refused: Callable[..., str], config: Path, overrides: list[str], said: str) -> None:
     assert said in refused("train", config, *overrides)
-
-
-def test_training_looks_for_garbage_but_not_in_what_it_has_imported(
-    refused: Callable[..., str], config: Path, tmp_path: Path
-) -> None:
-    """The imports' 500,000 objects cost a second at the start and half a second at the end."""
-    gc.unfreeze()
-    refused("train", config, f"data.train={data_file(tmp_path, '')}")
-    assert gc.isenabled()
-    assert gc.get_freeze_count() > 100_000
-    gc.unfreeze()
 
 
 def test_refuses_a_missing_config_and_one_that_is_not_yaml(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -190,12 +160,8 @@ def test_launch_checks_the_config_before_it_starts_ranks(refused: Callable[..., 
     ("line", "said"),
     [
         ("{oops", ":2: broken JSON: found '{oops'"),
-        ("[1]", ":2: no JSON object"),
         ('{"text": ""}', ":2: empty text"),
-        ('{"text": " \\n"}', ":2: empty text"),
         ('{"texts": "x"}', ":2: missing field: found ['texts'], allowed: a JSON object with the field 'text'"),
-        ('{"text": [3]}', ":2: wrong type"),
-        ('{"text": NaN}', ":2: empty cell: found nan"),
         (b'{"text": "\xff"}', ":2: not UTF-8"),
     ],
 )
@@ -224,7 +190,7 @@ def test_bad_lines_are_skipped_and_counted_with_bad_lines_skip(config: Path, tmp
 # ----------------------------------------------------------------------------------------- models and vocabularies
 
 
-@pytest.mark.parametrize(("size", "num_token_id"), [(VOCAB + 9, "null"), (VOCAB + 9, "295")])
+@pytest.mark.parametrize(("size", "num_token_id"), [(VOCAB + 9, "null")])
 def test_refuses_a_vocabulary_smaller_than_the_tokenizer(
     refused: Callable[..., str], config: Path, base: Path, tmp_path: Path, size: int, num_token_id: str
 ) -> None:
@@ -268,10 +234,6 @@ def test_refuses_a_run_folder_that_cannot_be_made(refused: Callable[..., str], c
         )
 
 
-def test_refuses_to_write_a_report_over_a_folder(refused: Callable[..., str], one_rank: Path, tmp_path: Path) -> None:
-    assert f"--out: found '{tmp_path}', allowed: a file" in refused("report", one_rank, "--out", tmp_path)
-
-
 def test_refuses_a_run_folder_of_another_run(refused: Callable[..., str], config: Path, one_rank: Path) -> None:
     for command in (["train", config], ["launch", config, "--ranks", 2]):
         said = refused(*command, f"run.dir={one_rank}")
@@ -293,7 +255,7 @@ def test_refuses_a_path_that_is_not_a_checkpoint(refused: Callable[..., str], tm
         assert f"checkpoint: found '{path}', allowed: a run folder with `latest`, or a checkpoint folder" in said
 
 
-@pytest.mark.parametrize("verb", [*VERBS, "verify", "train"])
+@pytest.mark.parametrize("verb", ["generate", "verify", "train"])
 def test_a_damaged_checkpoint_is_named_by_its_file(
     refused: Callable[..., str], one_rank: Path, tmp_path: Path, verb: str
 ) -> None:
@@ -309,27 +271,6 @@ def test_a_damaged_checkpoint_is_named_by_its_file(
     said = refused(*commands[verb])
     assert f"{path.parent}: checkpoint: found heads.safetensors: checksum differs from the manifest" in said
     assert "run.resume=last-good goes on from checkpoints/step-00000005" in said
-
-
-def test_refuses_a_run_whose_base_model_is_gone(refused: Callable[..., str], one_rank: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(one_rank, run)
-    shutil.rmtree(run / "base")
-    assert "model.name_or_path" in refused("generate", run, "--prompt", "x")
-
-
-def test_generate_refuses_an_empty_prompt_an_unknown_mode_and_no_tokens(
-    refused: Callable[..., str], one_rank: Path
-) -> None:
-    assert "prompt: found no tokens, allowed: some text" in refused("generate", one_rank, "--prompt", "")
-    assert "mode: found 'loud', allowed:" in refused("generate", one_rank, "--prompt", "x", "--mode", "loud")
-    assert "number: found '1e999'" in refused("generate", one_rank, "--prompt", "x 1e999")
-
-
-def test_the_quickstart_needs_held_out_texts_before_it_trains(refused: Callable[..., str], tmp_path: Path) -> None:
-    config = write_config(tmp_path, data__eval_fraction=0.0)
-    assert "data.eval: found None, allowed: held-out texts" in refused("quickstart", "--config", config)
-    assert not (tmp_path / "run").exists()
 
 
 def test_eval_refuses_what_it_cannot_evaluate(refused: Callable[..., str], one_rank: Path, tmp_path: Path) -> None:
@@ -349,12 +290,6 @@ def test_export_does_not_write_over_anything(refused: Callable[..., str], one_ra
         )
     assert "OUT" in refused("export", one_rank, tmp_path / "file" / "below")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out"]
-
-
-def test_verbs_that_look_refuse_missing_paths(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert "RUN" in refused("status", tmp_path / "none")
-    assert "RUN" in refused("checkpoint", "list", tmp_path / "none")
-    assert "checkpoint" in refused("checkpoint", "verify", tmp_path / "none")
 
 
 # --------------------------------------------------------------------------------------------------- what goes well
@@ -403,14 +338,3 @@ def test_generate_chat_uses_the_chat_template_and_ends_with_the_turn(cqwen: Comm
         _, out, _ = cqwen("generate", folder, "--chat", "--prompt", "2 and 3?", "--max-new-tokens", 1, "--json")
         asked = "<|im_start|>user\n2 and 3?<|im_end|>\n<|im_start|>assistant\n"
         assert json.loads(out)["outputs"][0]["prompt"] == asked
-
-
-def test_no_report_for_a_run_stopped_before_its_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_status(tmp_path, status="preempted")
-    leave_report(tmp_path)
-    assert capsys.readouterr().out == f"preempted: {tmp_path}\n"
-    assert not (tmp_path / REPORT).exists()
-    (tmp_path / METRICS).write_text("")
-    (tmp_path / CONFIG).write_text(load_config(write_config(tmp_path)).to_yaml())
-    leave_report(tmp_path)
-    assert (tmp_path / REPORT).is_file()

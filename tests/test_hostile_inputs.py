@@ -5,13 +5,11 @@ HOSTILE=2000 draws that many, HOSTILE_SEED others.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from cqwen_dist.checkpoint.manifest import (
     resolve_checkpoint,
 )
 from cqwen_dist.cli.results import describe
-from cqwen_dist.cluster.hostfile import read_environment, read_hostfile
 from cqwen_dist.cluster.job import read_history
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.run.folder import is_done, refuse_changes
@@ -119,35 +116,10 @@ def test_a_damaged_run_folder_gives_one_line(one_rank: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["latest", "best"])
-@pytest.mark.parametrize("data", [b"\xc8heckpoints/step-00000006", b"\0", b"x" * 5000, b"/etc\0"])
+@pytest.mark.parametrize("data", [b"\xc8heckpoints/step-00000006", b"/etc\0"])
 def test_a_file_that_names_no_checkpoint_gives_one_line(one_rank: Path, tmp_path: Path, name: str, data: bytes) -> None:
     run = tmp_path / "run"
     shutil.copytree(one_rank, run, ignore=shutil.ignore_patterns("*.safetensors", "base"))
     (run / name).write_bytes(data)
     for number, look_at in enumerate(_looks(run, random.Random(0))):
         _gives_one_line(look_at, number)
-
-
-def test_a_history_with_other_types_is_not_read(tmp_path: Path) -> None:
-    """`cqwen status` would pass its job on to scontrol."""
-    (tmp_path / "config.yaml").touch()
-    history = tmp_path / "slurm" / "history.jsonl"
-    history.parent.mkdir()
-    start = {"event": "start", "time": 1.0, "job": "1", "start": 0, "nodes": "n", "step": 0}
-    for key, value in itertools.product(start, VALUES):
-        history.write_text(json.dumps({**start, key: value}))
-        found = look(str(tmp_path))
-        assert found["job"] is None or found["history"][0]["job"].isdecimal()
-        lines(found)
-
-
-@pytest.mark.parametrize("read", [read_hostfile, read_environment, load_config])
-def test_a_damaged_text_file_gives_one_line(one_rank: Path, tmp_path: Path, read: Callable[[Path], object]) -> None:
-    good = (one_rank / "config.yaml").read_bytes()
-    if read is not load_config:
-        good = b"node1 slots=8\nnode2 slots=8 # two\n" if read is read_hostfile else b"A=1\nexport B='2'\n"
-    path = tmp_path / "file"
-    for number in range(5 * COUNT):
-        draw = random.Random(f"{SEED}-{number}")
-        path.write_bytes(_mangled(good, draw))
-        _gives_one_line(partial(read, path), number)

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from support.runs import cqwen, cqwen_forked, metrics, train_run
 
-from cqwen_dist.config import DataConfig, UserError, load_config
+from cqwen_dist.config import DataConfig, load_config
 from cqwen_dist.config.rates import dense_rate
 from cqwen_dist.data.recipes import recognise
 from cqwen_dist.data.records import ReadReport
@@ -23,12 +23,9 @@ CHAT = [{"role": "user", "content": "2 and 3?"}, {"role": "assistant", "content"
 SHAREGPT = [{"from": "human", "value": "2 and 3?"}, {"from": "gpt", "value": "5"}]
 RECORDS = {  # of a JSON lines file: what is recognised, the first text
     "ShareGPT": ({"conversations": SHAREGPT, "id": "x"}, {"messages_field": "conversations"}, None),
-    "chats": ({"messages": CHAT}, {"messages_field": "messages"}, None),
-    "instructions": ({"instruction": "Add 2 and 3", "output": 5}, None, "Add 2 and 3\n5"),
     "with input": ({"instruction": "Add", "input": "2 and 3", "output": "5"}, None, "Add\n2 and 3\n5"),
     "questions": ({"question": "2 and 3?", "answer": "5", "id": 7}, None, "2 and 3?\n5"),
     "texts": ({"text": "2 and 3 make 5", "source": "x"}, {}, "2 and 3 make 5"),
-    "another field": ({"body": "2 and 3 make 5", "x": "y"}, {"text_field": "body"}, "2 and 3 make 5"),
     "a table": ({"city": "Rome", "age": 31, "score": 4.5}, None, "city: Rome\nage: 31\nscore: 4.5\n"),
 }
 
@@ -82,20 +79,10 @@ SMALL = {
 }
 
 
-def test_a_base_that_is_neither_here_nor_known_is_said(tmp_path: Path) -> None:
-    data = tmp_path / "text.txt"
-    data.write_text(SMALL["text.txt"], encoding="utf-8")
-    done = cqwen_forked("init", "--data", data, "--base", "bases/smolm2", "--out", tmp_path / "run.yaml")
-    assert "note: no folder bases/smolm2 here, nor a model that is known" in done.stderr
-    done = cqwen_forked("init", "--data", data, "--out", tmp_path / "other.yaml")
-    assert "no folder" not in done.stderr, "Qwen2.5-0.5B, the default, is known"
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("chats.jsonl", "150 texts, about 2. tokens in the median: 102 steps of 8 in each stage"),
-        ("table.csv", "40 texts, about .. tokens in the median: 108 steps of 4 in each stage"),
         (
             "text.txt",
             "1 text, about .* steps of .* in each stage .*; 64 tokens at most; too few texts to hold",
@@ -129,11 +116,7 @@ def test_the_defaults_for_little_data_learn_and_reach_their_rate(
 @pytest.mark.parametrize(
     ("text", "options", "said"),
     [
-        ("", (), "--data: found"),
         ('{"a": [1]}\n', (), "--data: found 'a', allowed: chats, instruction and output"),
-        ('{"a": "x", "b": 1}\n', ("--target", "c"), "--target: found 'c', allowed: a column of"),
-        ('{"b": 1}\n', ("--target", "b"), "--data: found 'b', allowed: b and a further column"),
-        ('{"a": 1, "b:c": 1}\n', ("--target", "b:c"), "allowed: b:c and a further column, without {}:! in their names"),
         ('{"a": "x", "b": 1}\n', ("--target", "a"), "--target: found 'x', allowed: numbers in the column a"),
         (
             '{"text": ""}\n{"text": "x 1"}\n',
@@ -170,36 +153,6 @@ def test_some_empty_records_do_not_change_the_recognised_kind(tmp_path: Path) ->
     assert (found["empty_cell"], found["on_bad_line"]) == ("unknown", "skip")
     config = DataConfig(train=str(path), **found)
     assert [text.text for text in read_texts(str(path), config, ReadReport())] == ["a: unknown\nb: 2\n"]
-
-
-def test_init_sets_empty_cell_by_the_cells_it_finds(tmp_path: Path) -> None:
-    path = tmp_path / "t.jsonl"
-    path.write_text(
-        '{"a": "x", "b": 1}\n{"a": "", "b": 2}\n{"a": null, "b": 3}\n{"a": "y", "b": ""}\n{"b": 5}\n',
-        encoding="utf-8",
-    )
-    tree = {"model": {"name_or_path": "x"}, "data": {"train": str(path), "text_template": "{a} {b}"}}
-    (tmp_path / "c.yaml").write_text(json.dumps(tree), encoding="utf-8")
-    plain = load_config(tmp_path / "c.yaml").data
-    with pytest.raises(UserError, match=r"t\.jsonl:3: empty cell: found None, allowed: a value in the field 'a'"):
-        list(read_texts(str(path), plain, ReadReport()))
-    filled = plain.model_copy(update={"empty_cell": "none"})
-    assert [text.text for text in read_texts(str(path), filled, ReadReport())] == [
-        "x 1",
-        "none 2",
-        "none 3",
-        "y none",
-        "none 5",
-    ]
-    nothing = plain.model_copy(update={"empty_cell": ""})
-    assert [text.text for text in read_texts(str(path), nothing, ReadReport())] == ["x 1", " 2", " 3", "y ", " 5"]
-    path.write_text('{"b": 5}\n', encoding="utf-8")
-    with pytest.raises(UserError, match=r"t\.jsonl:1: missing field: found \['b'\], allowed: .*'a'"):
-        list(read_texts(str(path), plain, ReadReport()))
-    path.write_text('{"a": 1, "b": 2}\n' * 3 + '{"a": "y", "b": ""}\n', encoding="utf-8")
-    target = filled.model_copy(update={"target_field": "b"})
-    with pytest.raises(UserError, match=r"t\.jsonl:4: empty cell: found '', allowed: a number in the field 'b'"):
-        list(read_texts(str(path), target, ReadReport()))
 
 
 SHORT = ["model.pretrain.steps=40", "data.limit=64", "stages.0.steps=3", "stages.1.steps=3"]

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from seeds import conformance
 from support import capability_table
-from support.browser import look
 
 from cqwen_dist.config import json_schema
 from cqwen_dist.config.keys import schema_markdown
@@ -40,27 +39,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "build" / "site"
-
-
-FRAME = """<!doctype html><body><script>
-const frame = document.createElement("iframe");
-frame.style = "width: 420px; height: 900px; border: 0";
-frame.onload = () => {
-  const page = frame.contentDocument, broken = [...page.images].filter((image) => !image.naturalWidth);
-  document.body.dataset.found = `${page.title}, ${page.documentElement.scrollWidth}, ${broken.length}`;
-};
-frame.src = "SITE/index.html";
-document.body.append(frame);
-</script></body>"""
-
-
-def test_the_front_page_opens_on_a_phone_without_errors(site: Path, tmp_path: Path) -> None:
-    (tmp_path / "frame.html").write_text(FRAME.replace("SITE", site.as_uri()))
-    seen = look(tmp_path / "frame.html", tmp_path / "profile", "--allow-file-access-from-files", "--dump-dom")
-    assert "CONSOLE" not in seen.stderr, [line for line in seen.stderr.splitlines() if "CONSOLE" in line]
-    title, wide, broken = re.search(r'data-found="(.*?)"', seen.stdout)[1].split(", ")
-    assert (title, broken) == ("cqwen_dist", "0")
-    assert int(wide) <= 420, "nothing scrolls sideways"
 
 
 def test_the_site_builds_without_a_warning(site: Path) -> None:

@@ -95,9 +95,5 @@ def test_the_check_of_options_finds_unused_ones():
     }
     for use, found in uses.items():
         assert list(never_set({"a.py": record}, [record, use])) == found, use
-    dataclass = "@dataclass(frozen=True)\nclass A:\n    a: int = 0\n    b: list = field(default_factory=list)\n"
-    assert list(never_set({"a.py": dataclass}, [dataclass])) == ["a.py A.a"]
-    heir = dataclass + "@dataclass\nclass B(A):\n    c: int = 0\nB(1, [], 2)"
-    assert not list(never_set({"a.py": heir}, [heir]))
     inner = "class A(NamedTuple):\n    a: int = 0\n    @classmethod\n    def of(cls):\n        return cls(1)"
     assert not list(never_set({"a.py": inner}, [inner]))

@@ -13,9 +13,7 @@ from support.runs import command_environment
 from support.tiny import tiny_model
 
 from cqwen_dist import api
-from cqwen_dist.config import DataConfig, UserError
-from cqwen_dist.data.records import ReadReport
-from cqwen_dist.data.sources import read_texts
+from cqwen_dist.config import UserError
 from cqwen_dist.heads.beside import Beside
 from cqwen_dist.wings import PLACES, from_wing
 
@@ -57,16 +55,3 @@ calibrate(model, [batch])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     wanted = r"UserError: start of model\.wide: found no scipy\S* here, allowed: pip install 'cqwen-dist\[tables\]'"
     assert re.search(wanted, done.stderr), done.stderr
-
-
-def test_bundled_data_of_a_missing_wing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cqwen_dist.tools.diabetes", None)
-    with pytest.raises(UserError, match=r"bundled:diabetes: found no cqwen_dist\.tools here"):
-        list(read_texts("bundled:diabetes", DataConfig(train="bundled:diabetes"), ReadReport()))
-
-
-def test_a_missing_library_is_no_missing_wing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "cqwen_dist.tools.diabetes", raising=False)
-    monkeypatch.setitem(sys.modules, "numpy", None)
-    with pytest.raises(ModuleNotFoundError, match="numpy"):
-        from_wing("bundled:diabetes")

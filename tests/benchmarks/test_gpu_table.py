@@ -34,14 +34,6 @@ def dying() -> Iterator[Any]:
     yield None
 
 
-def test_each_contender_runs_in_a_process_group_of_its_own(tmp_path: Path) -> None:
-    rows = list(take_turns({"a": sleeping(0), "b": sleeping(0)}, tmp_path / "log", 60, 60, lambda: 120.0))
-    assert [name for name, _, _ in rows] == ["a", "b"]
-    groups = {result["group"] for _, result, _ in rows}
-    assert len(groups) == 2
-    assert all(result["pid"] == result["group"] for _, result, _ in rows)
-
-
 def test_a_contender_that_fails_dies_or_hangs_costs_its_own_row_alone(tmp_path: Path) -> None:
     works = {"fails": lambda: failing(), "dies": lambda: dying(), "hangs": sleeping(600), "runs": sleeping(0)}
     began = time.monotonic()

@@ -73,7 +73,3 @@ def test_a_quantile_grid_approximates_any_law() -> None:
         0.01, abs=0.01
     )
     assert np.abs(np.array(found["quantile grid"]["held"]) - HELD).max() < 0.02
-
-
-def test_a_quantile_grid_of_equal_errors_is_finite() -> None:
-    assert np.isfinite(QuantileGrid(np.zeros(8)).logpdf(np.array([-1.0, 0.0, 2.0]))).all()

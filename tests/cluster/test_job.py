@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -99,13 +97,6 @@ def test_when_all_ranks_lost_each_other_the_first_to_notice_is_shown(starts: Sta
     assert log.name == "rank-1.log"
 
 
-def test_a_users_mistake_is_reported_as_its_error_message(starts: Starts) -> None:
-    starts.start()
-    starts.rank_ends(0, "wrong input", log="hello\nerror: data.train: found no such file\n", message="exit code 2")
-    assert starts.end() == ("failed", "fatal")
-    assert read_history(starts.run)[-1]["reason"] == "data.train: found no such file"
-
-
 def test_unfit_nodes_end_the_job_but_a_hanging_preflight_does_not(starts: Starts) -> None:
     starts.start()
     assert starts.end(1, phase="preflight") == ("failed", "fatal")
@@ -139,15 +130,6 @@ def test_a_new_checkpoint_a_clean_stop_or_a_manual_job_reset_the_restart_count(s
     assert fruitless_starts(read_history(starts.run)) <= 1
     starts.start(number=0)
     assert starts.end()[0] == "requeue 10"
-
-
-def test_wrong_input_is_one_line_before_anything_is_started(tmp_path: Path) -> None:
-    config = write_config(tmp_path, data__train=str(tmp_path / "nowhere.jsonl"))
-    command = [sys.executable, "-m", "cqwen_dist.cluster.job", "begin", "--max-restarts", "1", "--", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, env={"SLURM_JOB_ID": "1"})
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: data.train: found ")
-    assert not (tmp_path / "run").exists()
 
 
 def test_reads_the_points_of_a_sweep(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 from support.runs import write_config
 
 from cqwen_dist.cluster import launch as module
-from cqwen_dist.config import UserError
 from cqwen_dist.run.status import write_status
 
 
@@ -80,16 +79,3 @@ def test_no_shell_interprets_user_input() -> None:
     command = module.launch_command(["train", "my config.yaml", *hostile], 3, 29500)
     assert command[-3:] == ["my config.yaml", *hostile]
     assert command[command.index("--num_accelerators") + 1] == "3"
-
-
-def test_wrong_configs_are_refused_before_any_rank_starts(monkeypatch: pytest.MonkeyPatch, config: Path) -> None:
-    def never(*_: object) -> list[str]:
-        raise AssertionError("ranks were started")
-
-    monkeypatch.setattr(module, "launch_command", never)
-    with pytest.raises(UserError, match=r"vocab_group_size: found 2, allowed: a divisor of the 3 ranks: 1, 3"):
-        module.launch(config, ["parallel.vocab_group_size=2"], 3)
-    with pytest.raises(UserError, match=r"--env-file: use it with --hostfile"):
-        module.launch(config, [], 2, env_file=Path("x"))
-    with pytest.raises(UserError, match=r"data\.train: found no file .*/none\.jsonl, allowed: a file or folder"):
-        module.launch(config, [f"data.train={config.parent}/none.jsonl"], 2)

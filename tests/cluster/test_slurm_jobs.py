@@ -70,22 +70,6 @@ def test_a_submitted_job_is_one_run(cluster: Cluster, tmp_path: Path) -> None:
     assert f"JobName={HOSTILE}" in cluster.slurm("scontrol", "show", "job", job)
 
 
-def test_slurm_itself_refuses_what_the_cluster_does_not_have(cluster: Cluster, tmp_path: Path) -> None:
-    run = SlurmRun(cluster, tmp_path)
-    for words in (["--nodes", 9], ["--partition", HOSTILE], ["--gpus-per-node", 8]):
-        for dry in ([], ["--dry-run"]):
-            done = run.cqwen("submit", run.config, *words, *dry)
-            assert (done.returncode, done.stdout) == (2, ""), done
-            assert done.stderr.startswith("error: sbatch --test-only: found "), done.stderr
-            assert len(done.stderr.splitlines()) == 1
-    assert not run.run.exists(), "nothing is written for a job that cannot be"
-    shown = run.cqwen("submit", run.config, "--dry-run")
-    assert (shown.returncode, shown.stdout.splitlines()[0]) == (0, "#!/usr/bin/env bash")
-    assert "to start at" in shown.stderr
-    assert not run.run.exists()
-    assert run.cqwen("status", 999_999).returncode == 2
-
-
 def test_a_sweep_is_an_array(cluster: Cluster, tmp_path: Path) -> None:
     """Its last task, whose own id is the whole array's, queues itself again, and not the others."""
     run = SlurmRun(cluster, tmp_path)
@@ -101,17 +85,6 @@ def test_a_sweep_is_an_array(cluster: Cluster, tmp_path: Path) -> None:
         assert read_status(run.run / str(index))["status"] == "done"
         assert [entry["event"] for entry in read_history(run.run / str(index))] == ["start", "end"] * (1 + index)
     assert losses(run.run / "0") != losses(run.run / "1")
-
-
-def test_the_doctor_looks_at_every_node(cluster: Cluster, tmp_path: Path) -> None:
-    doctor = [sys.executable, "-m", "cqwen_dist", "doctor", "--quick", "--folder", tmp_path, "--json"]
-    done = cluster.run_on("head", "srun", "-N3", "--ntasks-per-node=1", *doctor, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
-    assert [node["host"] for node in document["nodes"]] == ["node1", "node2", "node3"]
-    assert document["together"]["ranks"] == 3
-    assert [line["bytes"] for line in document["together"]["all_reduce"]] == [2**20, 2**24]
-    assert document["red"] == []
 
 
 class Hosts:

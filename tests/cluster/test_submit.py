@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.runs import command_environment, write_config
+from support.runs import write_config
 
 from cqwen_dist.cli import main
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.run.status import write_status
 from cqwen_dist.tools.slurm.submission import Resources, plan_job
 
-ROOT = Path(__file__).parents[2]
 SBATCH = """#!/bin/bash
 for word in "$@"; do
   if [ -n "$SLURM_CPU_BIND" ]; then echo "sbatch: error: of a job around it" >&2; exit 1; fi
@@ -85,21 +82,6 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("words", [["plan", "qwen2.5-0.5b"], ["submit", "quickstart", "--dry-run"]])
-def test_a_dry_run_needs_no_gpu_slurm_or_network(words: list[str], tmp_path: Path) -> None:
-    """In a network namespace that has no link; the base's architecture is known by its name."""
-    alone = [shutil.which("unshare") or "unshare", "-rn"]
-    if not Path(alone[0]).is_file() or subprocess.run([*alone, "true"], capture_output=True).returncode:
-        pytest.skip("this system makes no namespaces")
-    verb, config, *more = words
-    command = [*alone, sys.executable, "-m", "cqwen_dist", verb, ROOT / "configs" / f"{config}.yaml", *more]
-    environment = {**command_environment(PATH=os.devnull), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert ("fits: " in done.stdout) if verb == "plan" else done.stdout.startswith("#!/usr/bin/env bash")
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_config_that_cannot_run_is_not_submitted(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     with pytest.raises(UserError, match="run.resume"):  # noqa: RUF043
@@ -114,7 +96,7 @@ def test_a_config_that_cannot_run_is_not_submitted(tmp_path: Path) -> None:
         plan_job(config, [], Resources())
 
 
-@pytest.mark.parametrize(("limit", "longer"), [("3", "4"), ("0:03:00", "0:03:01"), ("0-0:03", "1-0")])
+@pytest.mark.parametrize(("limit", "longer"), [("3", "4")])
 def test_a_time_limit_within_the_warning_is_refused(tmp_path: Path, limit: str, longer: str) -> None:
     """The job would be told to save as it starts, and queue itself again until the budget is spent."""
     config = write_config(tmp_path)

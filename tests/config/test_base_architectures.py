@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft.tuners.lora import Linear as PeftLinear
 from support import capability_table
 from support.exported import tiny_pair, write_folder
-from support.tiny import tiny_base, tiny_model
+from support.tiny import tiny_base
 
 from cqwen_dist.config import Config, LoraConfig, UserError
-from cqwen_dist.config.architectures import ARCHITECTURES, LINEARS, architecture
-from cqwen_dist.config.architectures.base_architecture import USUAL, USUAL_TARGETS, Capabilities, Linear, Support
-from cqwen_dist.model.layers import FusedLinear, run_layers_as
+from cqwen_dist.config.architectures import ARCHITECTURES, architecture
+from cqwen_dist.config.architectures.base_architecture import USUAL, Capabilities, Support
 from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.tools.export.export import export
 
@@ -148,33 +146,3 @@ def test_an_export_that_an_architecture_does_not_support_is_refused(
     with pytest.raises(UserError, match=rf"{key}: found True.*its layers have hooks"):
         export(folder, tmp_path / "out", drop_bias=True, **{option: True})
     assert not list(tmp_path.glob("out*"))
-
-
-def test_adapters_stay_pefts_where_an_architecture_cannot_fuse_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    for support, kept in ((Support(), FusedLinear), (BROKEN, PeftLinear)):
-        base = replace(ARCHITECTURES["llama"], capabilities=Capabilities(fused_adapters=support))
-        monkeypatch.setitem(ARCHITECTURES, "llama", base)
-        transformer = tiny_model("llama", lora=LoraConfig().model_dump()).transformer
-        run_layers_as(transformer, config_of("llama").model)
-        assert {type(m) for m in transformer.modules() if isinstance(m, PeftLinear)} == {kept}
-
-
-def test_an_architecture_with_other_maps_is_planned_and_its_targets_are_its_own() -> None:
-    """Such as one with q, k and v in one map: its file alone says so."""
-    usual = ARCHITECTURES["llama"].mixers["full_attention"]
-    maps = {"joint_proj": Linear("attention norm", "hidden", "queries", True), "o_proj": usual.linears["o_proj"]}
-    odd = replace(ARCHITECTURES["llama"], model_type="odd", mixers={"full_attention": replace(usual, linears=maps)})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ARCHITECTURES, "odd", odd)
-        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 3}
-        base = Architecture.of({"model_type": "odd", **sizes, "attention_bias": True})
-        found = {m.name: (count, m.rows, m.columns, m.bias) for count, m in base.all_maps()}
-        assert found["joint_proj"] == (3, 64, 64, True)
-        assert found["o_proj"] == (3, 64, 64, True)
-        assert not found["up_proj"][3]
-        assert base.lora_parameters(4, ["joint_proj"]) == 3 * 4 * (64 + 64)
-        assert base.adapted(USUAL_TARGETS) == {*maps, "gate_proj", "up_proj", "down_proj"}
-        allowed = "names out of joint_proj, o_proj, gate_proj, up_proj, down_proj, or all-linear"
-        with pytest.raises(UserError, match=f"target_modules: found 'q_proj', allowed: {allowed}"):
-            config_of("llama", model={"lora": {"target_modules": ["q_proj"]}}).fit_to("odd")
-    assert "joint_proj" not in LINEARS

@@ -29,7 +29,6 @@ def line(tmp_path):
 UNKNOWN = [
     ("data.trian=1", "data.trian", "; did you mean train? (known keys: train, eval,"),
     ("stages.0.stepz=1", "stages.0.stepz", "; did you mean steps? (known keys: name,"),
-    ("lr=1", "lr", "; did you mean stages.N.lr? (known keys: model,"),
     ("loss.lambda=1", "loss.lambda", "; did you mean loss.reg_weight? (known keys: gate,"),
 ]
 
@@ -49,34 +48,22 @@ def test_errors_in_an_overridden_list_point_to_the_override(line):
 WRONG = [
     (MODEL, "FILE: data: found no value, allowed: a section with train, eval"),
     (MODEL + "data: {}", "FILE, line 2: data.train: found no value, allowed: a value (this key is required)"),
-    (MODEL + "data: 3", "FILE, line 2: data: found 3, allowed: a section with train, eval"),
     (MODEL + "data:\n  train: 3", "FILE, line 3: data.train: found 3, allowed: text (put it in quotes) or a list"),
-    (MODEL + "data: {train: []}", "FILE, line 2: data.train: found [], allowed: text (put it in quotes) or at least 1"),
     (
         "model: {architecture: {model_type: qwen2, max_position_embeddings: 64}}\n"
         "data: {train: a, sequence_length: 65}",
         "FILE, line 2: data.sequence_length: found 65, allowed: at most 64, the base's context",
     ),
-    (BASE + "stages: 5", "FILE, line 3: stages: found 5, allowed: a list"),
-    (BASE + "stages: [3]", "FILE, line 3: stages.0: found 3, allowed: a section with name, train"),
-    (BASE + "train:", "FILE, line 3: train: found None, allowed: a section with global_batch_size"),
-    (BASE + "? [a]\n: 2", "FILE, line 3: config: found a list or mapping as a key, allowed: plain names"),
     ("model: {}\ndata: {train: a}", "FILE, line 1: model.name_or_path/architecture: found neither, allowed: exactly"),
     ("", "FILE: config: found no content, allowed: a mapping with model, data"),
     ("model:\n\tname_or_path: x", "FILE, line 2: config: found a tab, allowed: spaces"),
-    ("model: [", "FILE, line 1: config: found expected the node content"),
-    ("a: 1\n---\nb: 2", "FILE, line 2: config: found another document, allowed: YAML"),
     (
         "model:\n  lora:\n    r: 1\n    r: 1",
         "FILE, line 4: model.lora.r: found it in lines 3 and 4, allowed: each key once",
     ),
-    ("model: {lora: {r: 1, r: 1}}", "FILE, line 1: model.lora.r: found it twice, allowed: each key once"),
     ("a: &x 1\nb: *x", "FILE, line 1: config: found the anchor x, allowed: values written out"),
     ("a: !!python/name:os.system", "FILE, line 1: config: found could not determine a constructor"),
-    ('a: "\\ud800"', "FILE, line 1: config: found '\\ud800', allowed: text without lone surrogates"),
-    ("a: " + "[" * 3000, "FILE: config: found values nested too deep, allowed: a few levels"),
     (b"model: 1\ndata: \xff\n", "FILE, line 2: config: found byte 0xff, allowed: UTF-8 text"),
-    (b"a: \x00\n", "FILE: config: found special characters are not allowed, allowed: YAML"),
 ]
 
 
@@ -87,29 +74,17 @@ def test_an_error_in_a_file_names_line_key_found_and_allowed(line):
 
 VALUES = [
     ("train.global_batch_size=3", "global_batch_size: found 3, allowed: a multiple of train.micro_batch_size (8)"),
-    ("stages.1.name=heads", "stages.1.name: found 'heads', allowed: a name that no other stage has"),
     ("stages.0.lr=.nan", "stages.0.lr: found nan, allowed: a finite number"),
-    ("stages.0.lr=0", "stages.0.lr: found 0, allowed: greater than 0"),
     ("stages.0.lr=fast", "stages.0.lr: found 'fast', allowed: a number"),
     ("stages.0.steps=2.5", "stages.0.steps: found 2.5, allowed: a whole number"),
-    ("stages.0.train=[foo]", "stages.0.train.0: found 'foo', allowed: 'embedding', "),
-    ("stages.0.lr_groups.foo=1", "stages.0.lr_groups.foo: found 'foo', allowed: 'embedding', "),
     ("start=calibrate", "start: found 'calibrate', allowed: 'calibrated', 'seed' or 'seed-100'"),
     ("parallel.zero_stage=4", "parallel.zero_stage: found 4, allowed: 1, 2 or 3"),
-    ("parallel.offload=activations", "parallel.offload: found 'activations', allowed: none, optimizer, or"),
-    ("loss.class_weights={a: 1}", "loss.class_weights.a: found 'a', allowed: a whole number"),
-    ("train.seed=4294967296", "train.seed: found 4294967296, allowed: less than 4294967296"),
     ("data.text_template={a", "data.text_template: found '{a', allowed: a format with {field}s"),
-    ("data.prompt_template={q:.2f}", "data.prompt_template: found '{q:.2f}', allowed: only named JSON fields in"),
     ("data.watch={a: {source: b}}", "data.watch.a: found a mapping, allowed: text"),
     ("data.numbers=some", "data.numbers: found 'some', allowed: 'plain', 'accounting' or 'all'"),
-    ("model.lora={r: 1, r: 2}", "model.lora.r: found it twice, allowed: each key once"),
-    ("model.pretrain.steps=3", "model.pretrain: needs model.architecture"),
     ("model.architecture={model_type: qwen2}", "model.name_or_path/architecture: found both, allowed: exactly one"),
     ("stages.9.steps=1", "stages: found index 9, allowed: an index from 0 to 1"),
-    ("data.train.0=b", "data.train: found 'a', allowed: a list or section, to set 0 in it"),
     ("a..b=1", "found 'a..b=1', allowed: key=value, for instance stages.0.steps=3"),
-    ("\udcff=3", "found '\\udcff=3', allowed: key=value, for instance stages.0.steps=3"),
 ]  # fmt: skip
 
 
@@ -145,12 +120,6 @@ def test_settings_that_contradict_each_other_are_refused(line):
 def test_refuses_architectures_that_are_not_finite(line, architecture, key, found):
     text = f"model: {{architecture: {architecture}}}\ndata: {{train: a}}"
     assert f"model.architecture.{key}: found {found}, allowed: " in line(text)
-
-
-def test_refuses_what_is_not_a_file(tmp_path):
-    for path, found in ((tmp_path, "a folder"), (tmp_path / "no.yaml", "no such file"), ("a\0b", "embedded null byte")):
-        with pytest.raises(UserError, match=found):
-            load_config(path)
 
 
 def test_a_message_is_one_printable_line():

@@ -164,7 +164,6 @@ BUILT = "model: {architecture: {model_type: qwen2}}\ndata: {train: a}\n"
         (BUILT, [], "inherit", 0.2),  # a random one knows no digits either
         (BUILT, ["model.pretrain.steps=3"], "inherit", 1.0),  # on texts with <NUM>; there is little to preserve
         (BASE, ["start=seed"], "inherit", 1.0),
-        (BASE, ["start=seed-100"], "inherit", 1.0),
         (BUILT, ["model.pretrain.steps=3", "start=seed"], "inherit", 1.0),
     ],
 )
@@ -180,10 +179,7 @@ def test_the_default_start_of_num_depends_on_the_bases_data(load, base, override
     [
         ([], None),
         (["start=seed"], 1.0),
-        (["start=seed-100"], 1.0),
         (["train.max_grad_norm=usual"], None),
-        (["train.max_grad_norm=usual", "start=seed"], None),
-        (["train.max_grad_norm=2.5"], 2.5),
         (["train.max_grad_norm=2.5", "start=seed"], 2.5),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -80,17 +79,13 @@ def test_our_key_may_say_the_same_and_nothing_else() -> None:
     [
         ({"zero_optimisation": {}}, "zero_optimisation: DeepSpeed has no such key; did you mean zero_optimization"),
         ({"overlap_comm": True}, "overlap_comm: DeepSpeed has no such key"),
-        ({"optimizer": {"type": "Lamb"}}, "deepspeed.optimizer.type: found 'Lamb', allowed: AdamW"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}, "optimizer.params.lr: .*stages.N.lr"),
         ({"fp16": {"enabled": True}}, "deepspeed.fp16.enabled: found True, .*loss scale.*bf16"),
-        ({"zero_optimization": {"stage": 0}}, "parallel.zero_stage: found 0, allowed: 1, 2 or 3 .1 takes the same"),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param.device: .*each forward pass"),
-        ({"data_types": {"grad_accum_dtype": "fp32"}}, "data_types.grad_accum_dtype: .*zero_stage"),
         (
             {"tensor_parallel": {"autotp_size": 2}},
             "tensor_parallel.autotp_size: found 2, allowed: parallel.vocab_group_size",
         ),
-        ({"pipeline": {"stages": 2}}, "deepspeed.pipeline.stages: found 2, allowed: nothing: no run here uses it"),
         ("none.json", "deepspeed: found 'none.json', allowed: a mapping, or a JSON file with one .No such file"),
     ],
 )
@@ -102,9 +97,3 @@ def test_what_cannot_be_is_refused_by_name_with_the_reason(section: Any, says: s
 def test_fp16_is_refused_with_what_to_take_instead() -> None:
     with pytest.raises(UserError, match=r"train.precision: found 'fp16', allowed: fp32 or bf16 .*loss scale"):
         config({}, train={"precision": "fp16"})
-
-
-def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps([1]))
-    with pytest.raises(UserError, match=r"deepspeed: found \[1\], allowed: a mapping in .*ds.json"):
-        config(str(tmp_path / "ds.json"))

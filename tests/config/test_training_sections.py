@@ -38,15 +38,11 @@ def test_training_sections_keep_the_given_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "says"),
     [
-        (["stages.0.merge=true"], "stages.0.merge", "no merging between stages"),
         (["stages.0.steps=3"], "stages.0.steps", "both steps and until"),
         (["data.eval_fraction=0.0"], "stages.0.until", "data.eval or data.eval_fraction"),
         (["stages.1.micro_batch_size=5"], "stages.1.micro_batch_size", r"global_batch_size \(32\)"),
-        (["stages.0.reg_weight={start: 1}"], "stages.0.reg_weight.end", "required"),
         (["model.lora.dora=true", "parallel.zero_stage=3"], "model.lora.dora", "parallel.zero_stage 3"),
-        (["model.quantize=nf4", "parallel.zero_stage=3"], "model.quantize", "partitioned"),
         (["model.quantize=int8", "model.lora.init=pissa"], "model.quantize", "none with model.lora.init"),
-        (["model.wide=[0, 16]"], "model.wide.0", "greater than 0"),
         (["model.wide=64", "start=seed"], "model.wide", "start calibrated"),
     ],
 )

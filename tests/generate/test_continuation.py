@@ -90,10 +90,8 @@ def test_a_stop_string_ends_the_text_across_tokens(model: CausalQwenForCausalLM)
         assert one.text.endswith(stop)
     alone = continue_text(model, Words(), ["w3 w8 w41 " + string], max_new_tokens=2, stop=[string])[0]
     assert len(alone.tokens) == 2, "the prompt does not count"
-    for odd, said in (("", "'an empty string'"), (3, "3")):
-        with pytest.raises(UserError, match=f"stop: found {said}"):
-            continue_text(model, Words(), prompts, stop=[odd])  # type: ignore[list-item]
-    assert continue_text(model, Words(), prompts, max_new_tokens=12, stop=["\udcff"])[0].end == "length"
+    with pytest.raises(UserError, match="stop: found 'an empty string'"):
+        continue_text(model, Words(), prompts, stop=[""])
 
 
 def test_streaming_yields_the_text_as_it_is_written(model: CausalQwenForCausalLM) -> None:
@@ -104,12 +102,3 @@ def test_streaming_yields_the_text_as_it_is_written(model: CausalQwenForCausalLM
     assert all(pieces)
     with pytest.raises(UserError, match="stream: found '2 prompts', allowed: one"):
         continue_text(model, Words(), ["w3", "w4"], on_text=pieces.append)
-
-
-def test_refuses_an_empty_prompt_and_an_unknown_mode(model: CausalQwenForCausalLM) -> None:
-    with pytest.raises(UserError, match="prompt: found no tokens"):
-        continue_text(model, Words(), ["w3", "  "])
-    with pytest.raises(UserError, match="mode: found 'best', allowed: standard, causal"):
-        continue_text(model, Words(), ["w3"], mode="best")
-    with pytest.raises(UserError, match="at most 64, the model's context"):
-        continue_text(model, Words(), ["w3 " * 65])

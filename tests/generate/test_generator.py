@@ -46,9 +46,10 @@ def run(model: CausalQwenModel, prompts: tuple[Tensor, ...], **options: Any) -> 
     return generate(model, ids, values, attention_mask=mask, **{"max_new_tokens": 12, **options})
 
 
-@pytest.mark.parametrize("mode", ["standard", "compatible"])
-@pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("left_out", [[], [2, 5]])
+@pytest.mark.parametrize(
+    ("mode", "use_cache", "left_out"),
+    [("standard", True, []), ("standard", False, [2, 5]), ("compatible", True, [2, 5])],
+)
 def test_left_padded_batch_equals_single_runs(model, prompts, mode: str, use_cache: bool, left_out: list[int]) -> None:
     ids, values, mask = prompts
     mask = mask.clone()
@@ -107,10 +108,13 @@ def test_every_step_equals_a_decision_on_the_text_so_far(model, prompts) -> None
 
 
 @pytest.mark.parametrize(
-    ("kind", "tied"), [("qwen2", False), ("qwen2", True), ("qwen3", False), ("llama", True), ("mistral", False)]
-)
-@pytest.mark.parametrize(
-    "sampling", [{}, {"do_sample": True}, {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}]
+    ("kind", "tied", "sampling"),
+    [
+        ("qwen2", True, {}),
+        ("qwen3", False, {"do_sample": True}),
+        ("llama", True, {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}),
+        ("mistral", False, {}),
+    ],
 )
 def test_compatible_is_hugging_faces_generate(kind: str, tied: bool, sampling: dict[str, Any]) -> None:
     """The same plain ids, the same seed: token for token, also through a left-padded batch with an eos.
@@ -179,25 +183,6 @@ def test_the_interval_is_the_cauchys_mapped_through_the_target() -> None:
             numbers.interval(level)
 
 
-def test_a_watcher_sees_every_step_and_may_end_rows(model, prompts) -> None:
-    seen: list[Tensor] = []
-
-    def look(ids: Tensor, numbers: GeneratedNumbers) -> Tensor:
-        seen.append(ids.clone())
-        assert numbers.values.shape == ids.shape
-        return torch.tensor([ids.shape[1] == 10, False, ids.shape[1] == 12])
-
-    ids, numbers = run(model, prompts, watch=[look], pad_token_id=9)
-    plain, _ = run(model, prompts)
-    assert all(torch.equal(part, ids[:, : part.shape[1]]) for part in seen)
-    assert len(seen) == 12
-    assert torch.equal(ids[1], plain[1])
-    assert torch.equal(ids[0, :10], plain[0, :10])
-    assert ids[0, 10:].tolist() == [9] * 10
-    assert ids[2, 12:].tolist() == [9] * 8
-    assert bool(numbers.p_word[0, 10:].isnan().all())
-
-
 def test_the_context_ends_a_generation(model) -> None:
     ids, numbers = generate(model, random_ids(1, CONTEXT - 2), max_new_tokens=50)
     assert ids.shape == numbers.values.shape == (1, CONTEXT)
@@ -207,13 +192,11 @@ def test_the_context_ends_a_generation(model) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("scale", ["b_noise 0", "scale at the floor", "huge"])
+@pytest.mark.parametrize("scale", ["at the floor", "huge"])
 def test_extreme_scales_are_defined(mode: str, scale: str, prompts) -> None:
     net = tiny_model(target=TARGET)
     with torch.no_grad():
-        if scale == "b_noise 0":
-            net.action.b_noise.zero_()
-        elif scale == "scale at the floor":
+        if scale == "at the floor":
             net.action.b_noise.zero_()
             net.abduction.scale_net.bias.fill_(-200.0)
         else:
@@ -234,30 +217,16 @@ def test_wrong_options_are_user_errors(model) -> None:
     nan = torch.full((2, 4), float("nan"))
     cases = [
         ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, "prompt: found no tokens"),
-        ({"input_ids": torch.zeros(0, 3, dtype=torch.int64)}, "prompt: found no tokens"),
-        ({"attention_mask": torch.zeros_like(ids)}, "prompt: found no tokens"),
         (
             {"input_ids": random_ids(1, CONTEXT + 1)},
             f"prompt: found '{CONTEXT + 1} tokens', allowed: at most {CONTEXT}",
         ),
-        ({"input_ids": ids.float()}, "prompt: .*token ids"),
-        ({"input_ids": ids[0]}, "prompt: .*token ids"),
         ({"input_ids": ids + VOCAB}, r"prompt: .*ids in \[0, 101\)"),
         ({"numeric_values": nan}, "numeric_values: found nan"),
-        ({"numeric_values": nan[:, :2]}, "numeric_values: .*shape"),
         ({"attention_mask": right}, "attention_mask: .*on the left"),
         ({"mode": "greedy"}, "mode: found 'greedy', allowed: standard"),
-        ({"max_new_tokens": -1}, "max_new_tokens"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
         ({"temperature": 0.5}, "temperature: found 0.5, allowed: none in mode standard"),
-        ({"mode": "ovr", "temperature": 0.0}, "temperature: found 0.0, allowed: in logits_processor"),
-        ({"decode_rule": "best"}, "decode_rule"),
         ({"seed": 1, "generator": torch.Generator()}, "seed"),
-        ({"seed": 2**64}, "seed: found 18446744073709551616, allowed: a number of 64 bits"),
-        ({"pad_token_id": VOCAB}, "pad_token_id: found 101, allowed: an id below 101"),
-        ({"used_rows": 0}, "used_rows"),
-        ({"eps_truncation": 0.5}, "eps_truncation"),
     ]
     for options, message in cases:
         with pytest.raises(UserError, match=message):

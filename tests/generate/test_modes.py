@@ -17,8 +17,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from cqwen_dist.config import UserError
-from cqwen_dist.generate.modes import MODES, Draws, Options, find_mode, ovr_logits, prob_words
+from cqwen_dist.generate.modes import MODES, Draws, Options, ovr_logits, prob_words
 from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.ops.cauchy import Cauchy, log_prob_above
 
@@ -211,12 +210,6 @@ def test_mode_ovr_samples_from_warped_p_over_its_sum(
     assert chi_square(chosen, expected) > 1e-3
 
 
-def test_mode_compatible_uses_the_whole_vocabulary(action: ActionNetwork, u: Cauchy) -> None:
-    s = action.scores(u).loc
-    options = Options(1, do_sample=False)
-    assert torch.equal(MODES["compatible"].choose(action, u, draws(), options, NONE), s.argmax(-1))
-
-
 # ---- corners ----
 
 
@@ -268,12 +261,3 @@ def test_a_uniform_of_zero_stays_finite(action: ActionNetwork, u: Cauchy) -> Non
     d._kept = torch.zeros_like(u.loc)
     law = MODES["individual"].law(action, u, d)
     assert_close((law.loc - u.loc) / u.scale, torch.full_like(u.loc, -1.0 / math.tan(math.pi * 1e-7)), 1e-3)
-
-
-def test_an_unknown_mode_lists_the_modes() -> None:
-    with pytest.raises(
-        UserError,
-        match="mode: found 'greedy', allowed: standard, causal, compatible, ovr, individual, noise, sample",
-    ):
-        find_mode("greedy")
-    assert NUM < VOCAB

@@ -29,13 +29,10 @@ STANDARD = TargetTransform("standardise", 150.0, 40.0)
     [
         (152.7345, 12.3, 153.0),  # two digits of the spread
         (152.7345, 1.23, 152.7),
-        (152.7345, 0.0123, 152.734),
         (-0.0123456, 0.0005, -0.01235),
         (152.7345, 800.0, 150.0),  # 152.73 +- 800: tens
         (3.2, 5000.0, 3.0),  # the spread swallows it: its first digit
-        (0.0, 5.0, 0.0),
         (1234.5678, 0.0, 1234.5678),
-        (9.97, 1.0, 10.0),
         (1e300, 1e-300, 1e300),
     ],
 )
@@ -105,11 +102,8 @@ def test_interval_factors_round_trip_and_broken_files_are_refused(tmp_path: Path
     ("pieces", "streamed", "whole"),
     [
         (["at ", 12, ":", 30, " we go"], "at 12:30 we go", "at 12.0:30 we go"),
-        (["on ", 5, "月", 3, "日 we go"], "on 5月3日 we go", "on 5.0月3日 we go"),
-        ([2024, "-", 11, "-", 12, "."], "2024-11-12.", "2024.0-11-12."),
         ([100, ",456 km, ", 3, -5, " km"], "100,456 km, 3 -5 km", "100.0,456 km, 3 -5 km"),
         ([12, ":", 30, 5, ":", 45, " go"], "12:30 5:45 go", "12.0:30 5.0:45 go"),
-        (["a ", 5, 5, " km"], "a 5 5 km", "a 5 5 km"),
     ],
 )
 def test_a_stream_goes_on_where_a_later_token_gives_a_sent_number_another_form(

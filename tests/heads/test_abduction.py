@@ -12,7 +12,7 @@ H = 12
 
 
 @pytest.mark.parametrize("activation", ["softplus", "exp"])
-@pytest.mark.parametrize("gamma", [1e-8, 1e-5, 1e-3, 0.5, 1.3133, 10.0, 300.0])
+@pytest.mark.parametrize("gamma", [1e-8, 1e-3, 300.0])
 def test_gamma_init_is_the_scale_itself(activation: str, gamma: float) -> None:
     floor = 1e-6 if gamma > 1e-5 else gamma * 1e-3
     net = AbductionNetwork(H, H, gamma, scale_activation=activation, scale_floor=floor)

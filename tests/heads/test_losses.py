@@ -155,9 +155,7 @@ def worn_model() -> CausalQwenModel:
 
 
 @pytest.mark.parametrize("gate_grad", ["stop", "full"])
-@pytest.mark.parametrize(
-    ("alpha", "gate"), [(0.0, "alpha"), (0.4, "alpha"), (1.0, "alpha"), (0.0, "hard"), (0.4, "soft")]
-)
+@pytest.mark.parametrize(("alpha", "gate"), [(0.4, "alpha"), (0.0, "hard"), (0.4, "soft")])
 def test_fused_loss_equals_the_seeds_modules(alpha: float, gate: str, gate_grad: str) -> None:
     """fp32, relative to a tensor's largest entry: 1e-5 of the loss, 1e-4 of gradients, whose terms cancel."""
     batch, model = random_batch(), worn_model()

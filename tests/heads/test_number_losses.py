@@ -171,8 +171,6 @@ def test_one_value_of_weight_one_equals_the_plain_number_loss(case: dict[str, Te
     "call",
     [
         lambda nll: number_nll(nll),
-        lambda nll: number_nll(nll[:, 0], WEIGHTS),
-        lambda nll: number_nll(nll, WEIGHTS, nll, torch.zeros(N, dtype=torch.int64)),
         lambda nll: number_nll(nll, types=torch.zeros(N, dtype=torch.int64)),
     ],
 )

@@ -77,10 +77,3 @@ def test_fused_lora_error_is_at_most_pefts(
         size = exact.abs().max()
         allowed = (plain[name] - exact).abs().max() + rounding * size
         assert (fused[name] - exact).abs().max() <= allowed, name
-
-
-def test_dora_layers_stay_pefts() -> None:
-    holder = Holder(True, torch.float32)
-    inject_lora(holder, LoraConfig(r=R, dora=True, target_modules=["q_proj"]))
-    fuse_adapters(holder)
-    assert type(holder.q_proj) is not FusedLinear

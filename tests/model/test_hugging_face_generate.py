@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import NUM, VOCAB, random_ids, tiny_base, tiny_causal_lm
-from support.words import Words
+from support.tiny import NUM, random_ids, tiny_base, tiny_causal_lm
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import (
@@ -20,7 +19,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from cqwen_dist.config import UserError
 from cqwen_dist.generate.generator import generate as low_level
-from cqwen_dist.generate.streaming import NumberStreamer
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 
 
@@ -192,22 +190,3 @@ def test_stopping_criteria_and_streamers() -> None:
     assert told.put_[0] == ids.tolist()
     assert told.put_[1:] == found[:, 4:].T.tolist()
     assert told.ended
-
-
-def test_stop_strings_and_streams_of_numbers() -> None:
-    model = tiny_causal_lm()
-    with torch.no_grad():
-        model.model.action.threshold.fill_(1.0)
-        model.model.action.threshold[NUM] = -5.0  # it writes numbers
-    pieces: list[str] = []
-    streamer = NumberStreamer(Words(), pieces.append, skip_prompt=False)
-    ids, numbers = model.generate(random_ids(1, 4), max_new_tokens=6, streamer=streamer, return_numbers=True)
-    assert bool(numbers.generated.any())
-    values = [numbers.written(0, t) for t in range(10)]
-    assert "".join(pieces) == Words().decode(ids[0].tolist(), values)
-    word = f"{values[5]!r}" if bool(numbers.generated[0, 5]) else f"w{int(ids[0, 5])}"
-    ended = model.generate(random_ids(1, 4), max_new_tokens=6, stop_strings=word, tokenizer=Words(), digits="auto")
-    assert ended.shape[1] <= 6
-    with pytest.raises(UserError, match="streamer"):
-        model.generate(random_ids(2, 4), max_new_tokens=6, streamer=streamer)
-    assert VOCAB > NUM

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +67,6 @@ def test_the_pipeline_reads_and_writes_numbers(folder: Path, pair) -> None:
     assert pipe(PROMPTS[0], max_new_tokens=20)[0]["generated_text"] == found[0], "greedy by default"
     stopped = pipe(PROMPTS[0], stop_sequence="tea", return_full_text=False, **options)[0]["generated_text"]
     assert stopped == expected[0][: expected[0].index("tea") + 3]
-    objects = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    beams = objects(PROMPTS[0], mode="compatible", num_beams=2, num_return_sequences=2, max_new_tokens=9)
-    assert [record["beam_indices"] for record in beams] == model.generate(
-        **tokenizer(PROMPTS[0], return_tensors="pt"),
-        **{"mode": "compatible", "num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 9, "digits": "auto"},
-        return_dict_in_generate=True,
-    ).beam_indices.tolist()
-    several = objects(PROMPTS[0], mode="causal", seed=1, num_return_sequences=2, max_new_tokens=20)
-    assert len({record["generated_text"] for record in several}) == 2
     chat = [{"role": "user", "content": "tea costs 3.5"}]
     answer = pipe(chat, **options)[0]["generated_text"][-1]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
@@ -89,40 +78,6 @@ def test_the_pipeline_reads_and_writes_numbers(folder: Path, pair) -> None:
         pipe(PROMPTS[0], temperature=0.7)
     with pytest.raises(UserError, match="do_sample: found True, allowed: False, as mode standard draws nothing"):
         pipe(PROMPTS[0], do_sample=True)
-
-
-@transformers_5_24
-@pytest.mark.parametrize("place", ["beams", "table"])
-def test_a_second_thread_changes_no_answer(pair, place: str) -> None:
-    """The second one begins after the first, and ends after it."""
-    model, tokenizer = pair
-    prompts = [tokenizer(prompt, return_tensors="pt") for prompt in ("tea costs 3.5 and", "milk costs 12 and")]
-    options = {"mode": "compatible", "num_beams": 2} if place == "beams" else {}
-
-    def asked(row: int, **given: Any) -> Any:
-        found = model.generate(**prompts[row], max_new_tokens=9, return_dict_in_generate=True, **given)
-        return found.sequences.tolist(), found.numeric_values.tolist()
-
-    expected, config = [asked(0, **options), asked(1, **options)], model.generation_config.to_dict()
-    begun, ended, second = threading.Event(), threading.Event(), list[Any]()
-
-    def meanwhile() -> None:
-        if threading.current_thread() is not threading.main_thread():
-            begun.set()
-            assert ended.wait(60)
-        elif not second:
-            second.append(pool.submit(asked, 1, **options))
-            assert begun.wait(60)
-
-    if place == "table":
-        model.get_input_embeddings().register_forward_pre_hook(lambda *_: meanwhile())
-    else:
-        options |= {"stopping_criteria": [lambda ids, scores: (meanwhile(), ids[:, 0] < 0)[1]]}
-    with ThreadPoolExecutor(1) as pool:
-        found = asked(0, **options)
-        ended.set()
-        assert [found, second[0].result()] == expected
-    assert model.generation_config.to_dict() == config
 
 
 def test_the_readmes_snippet_prints_numbers_with_intervals(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

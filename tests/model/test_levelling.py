@@ -69,14 +69,6 @@ def test_with_many_tokens_levelling_is_least_squares() -> None:
     assert float((taken[0] - expected).norm() / expected.norm()) < 0.05, "the ridge is a small one"
 
 
-@pytest.mark.parametrize("tokens", [0, 2])
-def test_too_few_tokens_change_nothing(tokens: int) -> None:
-    model = model_of()
-    rows = model.action.cls_weight.detach().clone()
-    assert level(model, locations(model)[:tokens]) == 0
-    assert torch.equal(model.action.cls_weight, rows)
-
-
 def _levelled(loc: torch.Tensor, norm: torch.Tensor, vocab_group: int) -> tuple[torch.Tensor, float]:
     groups = build_groups(vocab_group)
     start, stop = vocab_range(VOCAB, groups.vocab_rank, groups.vocab_size)

@@ -110,17 +110,6 @@ def test_gradients_are_those_of_a_plain_base_with_the_dequantised_weights(folder
         assert_close(gradients[name], plain_gradients[name], 1e-4, name)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_cast_leaves_scales_and_weights(folder: Path, kind: str) -> None:
-    """DeepSpeed casts all floats of the module that it trains."""
-    model = load_base(folder, torch.float32, quantize=kind).model
-    before = {name: module.dense(torch.float32) for name, module in maps(model).items()}
-    torch.nn.Module.to(model, "cpu")
-    torch.nn.Module.bfloat16(model)
-    for name, module in maps(model).items():
-        assert torch.equal(module.dense(torch.float32), before[name]), name
-
-
 def test_a_rounded_base_is_neither_saved_nor_merged_into(folder: Path, tmp_path: Path) -> None:
     model = adapted(load_base(folder, torch.float32, quantize="int8"))
     for attempt in (lambda: model.save_pretrained(tmp_path / "out"), model.merge_adapters):

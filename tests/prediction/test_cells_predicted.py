@@ -76,11 +76,9 @@ def test_predict_tells_and_refuses_what_differs(pair: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "keys",
     [
-        {"prompt_template": "{a} {b}:", "text_template": "\n{y}"},
         {"prompt_template": "{a} {b}\n", "text_template": "\ny: {y}"},
         {"prompt_template": "{a} {b} ", "text_template": "  y {b} {y} of"},
         {"text_template": "{*}y: {y}"},
-        {"recipe": "table"},
     ],
 )
 def test_a_rows_prompt_has_the_ids_that_training_had_before_the_target(
@@ -104,29 +102,6 @@ def test_a_rows_prompt_has_the_ids_that_training_had_before_the_target(
     if "{*}" in str(data):
         list(read_texts(str(path), data.model_copy(update={"empty_cell": None, "on_bad_line": "skip"}), report))
         assert report.skipped == {"empty cell": 1, "missing field": 1}
-
-
-@pytest.mark.usefixtures("learnt")
-def test_records_in_memory_may_have_another_order_and_lack_cells_as_in_jsonl(pair: Any, tmp_path: Path) -> None:
-    lines = Path(written(table().head(8), tmp_path, "jsonl")).read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
-    records[3] = dict(reversed(records[3].items()))
-    del records[5]["count"]
-    path, said = tmp_path / "odd.jsonl", ([], [])
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    assert predicted(pair, records, said[0]) == predicted(pair, path, said[1])
-    assert said[0] == said[1]
-    with pytest.raises(UserError, match="row 2: rows: found 'tea', allowed: a dict, cell by column"):
-        predicted(pair, [records[0], "tea"], [])
-
-
-def test_a_row_without_a_cell_names_what_both_the_verb_and_python_have(tmp_path: Path) -> None:
-    data = {"train": "t", "target_field": "y", "prompt_template": "{a}:", "text_template": " {y}"}
-    columns = {"a": {"kind": "text", "empty": 0.0}, "y": {"kind": "number", "empty": 0.0, "form": "1234.5"}}
-    learnt, unread = LearntTable.model_validate({"data": data, "columns": columns}), {}
-    api._as_learnt([{"a": None}], learnt, learnt.extractor(), unread, print)
-    assert "data.empty_cell or predict's empty" in str(unread[0])
-    assert "--empty" not in str(unread[0]), "Python has no such option"
 
 
 def test_what_a_run_notes_of_its_columns_is_how_it_reads_them(tmp_path: Path) -> None:

@@ -5,18 +5,12 @@ import gzip
 import html
 import json
 import random
-from datetime import timedelta
-from decimal import Decimal
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
-import typer
 from support.runs import cqwen_forked
 
 from cqwen_dist.api import predict
-from cqwen_dist.cli.table_verbs import _train_fit
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.tables.fit_request import FitRequest
@@ -112,18 +106,6 @@ def test_the_same_command_resumes_and_another_is_refused(fitted: tuple[Path, lis
     assert f"a fit of {table.name} as it was before" in changed.stderr
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_with_several_ranks_stdout_has_only_the_json_document(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, as_json: bool
-) -> None:
-    asked: list[dict[str, object]] = []
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("cqwen_dist.cluster.launch.launch", lambda *_, **options: asked.append(options) or 75)
-    with pytest.raises(typer.Exit) as ended:
-        _train_fit(tmp_path, as_json, None)
-    assert (ended.value.exit_code, asked) == (75, [{"quiet": as_json}])
-
-
 def test_predict_uses_the_fits_template(fitted: tuple[Path, list[object]]) -> None:
     out, _ = fitted
     checkpoint = json.loads((out / "fit.json").read_text(encoding="utf-8"))["checkpoint"]
@@ -144,11 +126,6 @@ def test_a_raw_table_is_predicted_as_the_fits_rows(fitted: tuple[Path, list[obje
     (tmp_path / "more.csv.gz").write_bytes(gzip.compress("\r\n".join(lines).encode("utf-8-sig")))
     for row, same in zip(predict(out, tmp_path / "more.csv.gz", digits=7), before, strict=True):
         assert row["predicted"] == pytest.approx(float(same["predicted"]), rel=1e-4)
-    typed = [{**r, "age": float(r["age"]), "height": Decimal(r["height"]) if r["height"] else None} for r in before]
-    typed = [{name: r[name] for name in ("city", "age", "height")} | {"waited": timedelta(1)} for r in typed]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(typed), tmp_path / "more.parquet")
-    for row, same in zip(predict(out, tmp_path / "more.parquet", digits=7), before, strict=True):
-        assert row["predicted"] == pytest.approx(float(same["predicted"]), rel=1e-4)
     (tmp_path / "short.csv").write_text("city,age\nRome,3\n", encoding="utf-8")
     with pytest.raises(UserError, match="FILE: found no column height, allowed: the columns that the run learnt from"):
         predict(out, tmp_path / "short.csv")
@@ -167,12 +144,9 @@ def test_an_exported_fit_predicts_and_marks_rows_as_the_fit_does(
     assert own["outside"].startswith("age")
     assert said[:2] == said[2:], "how the rows differ from those learnt"
     assert "outside of 11 to 50" in said[0]
-    (exported / "table.json").write_text('{"data": {"train": "a", "target_field": 3}, "columns": {}}', encoding="utf-8")
-    with pytest.raises(UserError, match=r"table\.json: found data.target_field: .*allowed: data and columns"):
-        predict(exported, rows)
 
 
-@pytest.mark.parametrize("wrong", [["--test-fraction", "1"], ["--minutes", "0"], ["--base", "nowhere/none"]])
+@pytest.mark.parametrize("wrong", [["--test-fraction", "1"], ["--base", "nowhere/none"]])
 def test_a_wrong_option_is_one_line_and_leaves_nothing(tmp_path: Path, wrong: list[str]) -> None:
     table = write_table(tmp_path / "people.csv")
     done = cqwen_forked("fit", table, "--target", "score", "--out", tmp_path / "out", *wrong)
@@ -193,14 +167,3 @@ def test_rows_leave_room_for_the_number_in_the_context(one_rank: Path, tmp_path:
     assert max(len(tokenizer.encode(prompts[row])[0]) for row in parts.test) == 63
     assert "note: 6 eggs\nscore: " in prompts, "as training reads the row"
     assert any("rows of 64 tokens or more, all that the base reads, are not judged" in line for line in said)
-
-
-def test_a_table_with_only_too_long_rows_is_one_line(one_rank: Path, tmp_path: Path) -> None:
-    table = write_table(tmp_path / "people.csv")
-    done = cqwen_forked(
-        *("fit", table, "--target", "score", "--out", tmp_path / "out"),
-        *("--base", one_rank / "base", "--template", "{city} " * 1100),
-    )
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "only rows of more than 64 tokens" in done.stderr
-    assert list(tmp_path.iterdir()) == [table]

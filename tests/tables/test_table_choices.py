@@ -1,13 +1,10 @@
 """What `cqwen fit` chooses: the unit of the target, the length, how long it trains."""
 
-import io
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cqwen_dist.cli.table_verbs import _show_fit, plain
 from cqwen_dist.config import load_config
 from cqwen_dist.tables.choices import LEAST_READ, LEAST_STEPS, LONGEST, Pace, best_transform, choose, config_text
 
@@ -31,7 +28,7 @@ def test_the_remaining_time_goes_to_adapters(minutes: float, least: float, most:
     assert chosen.lora_minutes <= 0.8 * minutes or chosen.epochs == 8
 
 
-@pytest.mark.parametrize(("forward", "minutes"), [(0.07, 4), (0.2, 4), (0.05, 1.5), (0.07, 30), (0.001, 2)])
+@pytest.mark.parametrize(("forward", "minutes"), [(0.2, 4), (0.07, 30), (0.001, 2)])
 def test_rows_and_steps_fit_the_time(forward: float, minutes: float) -> None:
     pace = Pace(forward, 3 * forward, "fp32", 576)
     chosen = choose(np.resize(NORMAL, 1200), TOKENS, 400, 400, pace, minutes)
@@ -71,43 +68,3 @@ def test_the_chosen_config_trains(tmp_path: Path) -> None:
             assert 0 < config.stages[1].warmup_steps <= chosen.epochs * 1000 / chosen.batch / 5
         assert config.model.start_numbers == 1000
         assert config.model.wide == (2**18, 6144)
-
-
-def test_the_comparison_fits_80_columns_with_plain_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    errors = {"mae": 24_356.4, "rmse": 31_000.0, "mdae": 19_876.5, "r2": 0.8321}
-    results = {
-        "CausalQwen": {**errors, "coverage_90": 0.913, "width_90": 81_234.56},
-        "ridge, TF-IDF of words and pairs": {**errors, "mae": 19_000.04},
-    }
-    row = {
-        "prompt": f"city: {'Rome ' * 20}\nage: 31\nscore: ",
-        "predicted": 15.5,
-        "low_90": 1.25e5,
-        "high_90": 2e5,
-        "truth": 3e5,
-    }
-    with redirect_stdout(io.StringIO()) as out:
-        said = {"best": "ridge, TF-IDF of words and pairs", "verdict": "Use ridge. " * 12, "outside": 3}
-        _show_fit(tmp_path, {"target": "score", "rows": 400, "results": results, "examples": [row], **said})
-    lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    (ours,) = (line for line in lines if "CausalQwen" in line)
-    assert ours.split() == ["CausalQwen", "24,356", "19,876", "0.832", "91.3%", "81,235"]
-    (best,) = (line for line in lines if "ridge, words and pairs" in line)
-    assert "19,000 *" in best
-    assert "    predicted 16, 90 % between 125,000 and 200,000; true 300,000" in lines
-    assert max(map(len, lines)) <= 80
-
-
-@pytest.mark.parametrize(
-    ("value", "error", "text"),
-    [
-        (24356.4, 24356.4, "24,356"),
-        (13.12345, 13.12345, "13.12"),
-        (0.10984, 0.10984, "0.1098"),
-        (5.0, 0.0, "5.000"),
-        (-3e-9, 1.25, "0.000"),
-    ],
-)
-def test_numbers_have_four_digits_of_the_error(value: float, error: float, text: str) -> None:
-    assert plain(value, error) == text

@@ -57,12 +57,6 @@ def test_rows_without_a_target_and_unnameable_columns_are_dropped_and_counted(tm
     assert table.notes[1].endswith(r": a:b, *, {}, \nu")
 
 
-def test_a_target_that_is_mostly_one_number_gets_a_note(tmp_path: Path) -> None:
-    records = [{**record, "claims": 0 if i % 5 else i} for i, record in enumerate(cities(30))]
-    assert read_table(written(tmp_path, records), "claims").notes[-1].startswith("claims is 0 in 25 of 30 rows: ")
-    assert not [note for note in read_table(written(tmp_path, cities(30)), "score").notes if "score is" in note]
-
-
 def test_targets_are_written_so_that_training_reads_them_as_numbers(tmp_path: Path) -> None:
     odd = ["13812345678", "1_000", "٣", "007", "+5", " 6 ", "1e3", "2024.10", "-0.0", "9007199254740993"]
     records = cities(20)
@@ -102,11 +96,8 @@ def test_words_for_empty_cells_are_the_same_in_fit_training_and_predict(tmp_path
     [
         ({"target": "price"}, "--target", "price"),
         ({"wanted": ["town"]}, "--text-columns", "town"),
-        ({"wanted": ["a:b"], "more": {"a:b": 1}}, "--text-columns", "'a:b', allowed: out of city, age, height, score$"),
         ({"score": "dear"}, "--target", "dear"),
-        ({"score": 3}, "--target", "3 in every row"),
         ({"rows": 19}, "FILE", "19 rows"),
-        ({"score": "inf"}, "--target", "inf"),
         ({"score": -1.7976931348623157e308}, "--target", "-1.79.*up to 1e30"),
         ({"more": {"low_90": 1}}, "FILE", "a column low_90"),
     ],
@@ -156,28 +147,11 @@ def test_a_published_split_is_taken_by_its_number(tmp_path: Path) -> None:
     parts = split(40, 0, 0.2, found)
     assert sorted(parts.test) == [5, 7, 9]
     assert not {5, 7, 9} & {*parts.train, *parts.valid}
-    for wrong in (str(path), f"{path}#2", f"{path}#x", str(tmp_path / "none.json")):
-        with pytest.raises(UserError, match="--split"):
-            held_out_rows(wrong, 40)
     with pytest.raises(UserError, match="--split"):
         held_out_rows(f"{path}#1", 8)  # row 9 is none
 
 
-def test_test_rows_does_not_change_the_other_parts() -> None:
-    given = list(range(10, 40))
-    for whole, few in (
-        (split(101, 3, 0.5), split(101, 3, 0.5, most=7)),
-        (split(101, 3, 0.5, given), split(101, 3, 0.5, given, most=7)),
-    ):
-        assert len(few.test) == 7
-        assert set(few.test) < set(whole.test)
-        assert (few.train == whole.train).all()
-        assert (few.valid == whole.valid).all()
-    assert set(split(101, 3, 0.5, given).test) == set(given)
-
-
-@pytest.mark.parametrize("copies", [2, 3, 5])
-@pytest.mark.parametrize("given", [None, [0, 7, 9]])
+@pytest.mark.parametrize(("copies", "given"), [(2, None), (5, None), (3, [0, 7, 9])])
 def test_equal_rows_stay_in_one_part(tmp_path: Path, copies: int, given: list[int] | None) -> None:
     draw = np.random.default_rng(copies)
     records = [{"name": f"x{i}", "score": int(draw.integers(1000))} for i in range(40)] * copies
@@ -202,10 +176,8 @@ def test_equal_rows_stay_in_one_part(tmp_path: Path, copies: int, given: list[in
     ("last", "said"),
     [
         ({"city": "Total", "score": 9}, "Total"),
-        ({"city": "Gesamt:", "score": 9}, "Gesamt:"),
         ({"city": "合计", "score": 9}, "合计"),
         ({"city": "Rome", "score": sum(range(1, 25))}, "300 is the sum of the rows above"),
-        ({"city": "Totally", "score": 9}, None),
         ({"city": "Rome", "score": 9}, None),
     ],
 )
@@ -221,11 +193,7 @@ def test_a_row_of_totals_is_pointed_out(tmp_path: Path, last: dict[str, object],
     ("usual", "odd"),
     [
         ("$1,200", "call us"),
-        ("12 kg", "unknown"),
         ("1.234,5", "1,234.5"),
-        ("7", "7 %"),
-        ("€5", "$5"),
-        ("5", "x"),
         (5, True),
     ],
 )

@@ -72,11 +72,6 @@ def test_equal_spread_gives_one_scale():
         assert not found.solved.any()
 
 
-def test_zero_errors_give_one_scale():
-    found = fit_spread(np.eye(64), np.zeros(64), np.arange(64) % FOLDS, 64)
-    assert not found.left_out.any()
-
-
 def test_a_word_with_larger_errors_gets_a_larger_scale():
     ids, values, y, _ = law_of(800)
     part = WidePart(BUCKETS, NUM, VOCAB)

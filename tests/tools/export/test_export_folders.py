@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 import resource
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from socket import create_connection
-from threading import Thread
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import pytest
 import torch
-from support.exported import run_snippet, tiny_pair, write_folder
+from support.exported import tiny_pair, write_folder
 from support.numerics import assert_close
 from support.runs import command_environment
 from support.tiny import HIDDEN, tiny_base
@@ -28,10 +23,7 @@ import cqwen_dist.auto  # noqa: F401  registers
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.checkpoint.trained import load_trained, run_of
 from cqwen_dist.config import UserError
-from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
-from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.generate.continuation import continue_text
 from cqwen_dist.model import CausalQwenForCausalLM
 from cqwen_dist.tools.export import export as export_module
 from cqwen_dist.tools.export.export import export
@@ -124,20 +116,6 @@ def test_bf16_export_halves_the_backbone_and_keeps_the_heads_in_fp32(tmp_path: P
         assert buffer.dtype == torch.float32, f"{name}: a rounded rotary frequency is a wrong one"
 
 
-def test_merging_into_bf16_reports_the_rounding_and_into_fp32_has_none(tmp_path: Path) -> None:
-    _, folder = folder_of(tmp_path, lora=LORA)
-    half = export(folder, tmp_path / "half", dtype="bf16")
-    whole = load_trained(export(half, tmp_path / "whole", dtype="fp32"))[0]
-    for as_base in (False, True):
-        merged = export(half, tmp_path / f"merged{as_base}", merge=True, as_base=as_base, drop_bias=True)
-        card = (merged / "README.md").read_text()
-        assert "| adapters | merged |" in card
-        assert "Rounded to bf16; largest relative change" in card
-    out = export(half, tmp_path / "out", merge=True, dtype="fp32")
-    same(whole, load_trained(out)[0])
-    assert "Rounded" not in (out / "README.md").read_text()
-
-
 def test_exports_in_shards_load_by_the_auto_classes(tmp_path: Path) -> None:
     model, folder = folder_of(tmp_path)
     out = export(folder, tmp_path / "out", shard_size="40KB")
@@ -153,12 +131,6 @@ def test_exports_in_shards_load_by_the_auto_classes(tmp_path: Path) -> None:
     assert batch["attention_mask"].sum(1).tolist() == [len(tokenizer.encode(TEXT)), 1]
     assert batch["numeric_values"][1, -1] == 12.0
     assert batch["attention_mask"][1, 0] == 0, "padding is on the left, as generating needs it"
-    ids, numbers = again.generate(**batch, max_new_tokens=5, return_numbers=True)
-    assert ids.shape == numbers.values.shape
-    alone = again.generate(**tokenizer(TEXT, return_tensors="pt"), max_new_tokens=5)
-    assert torch.equal(again.generate(**tokenizer(TEXT), max_new_tokens=5), alone), "lists, as a tokenizer gives them"
-    with pytest.raises(UserError, match="prompt: found no tensor, allowed: rows of one length"):
-        again.generate(**tokenizer([TEXT, "12"]))
     tokenizer.save_pretrained(tmp_path / "second")
     second = AutoTokenizer.from_pretrained(tmp_path / "second")
     assert (second.num_token_id, second.policy) == (tokenizer.num_token_id, tokenizer.policy)
@@ -182,7 +154,7 @@ print(json.dumps(answers))
 
 def test_a_plain_qwen_export_gives_loc_s_as_logits(tmp_path: Path) -> None:
     shapes: list[dict[str, Any]] = [{"lora": LORA}, {"number_dims": 3, "causal_size": HIDDEN + 2}]
-    cases = [*((kind, {}) for kind in ARCHITECTURES), *(("qwen2", shape) for shape in shapes)]
+    cases = [*((kind, {}) for kind in ("llama", "gemma3_text", "qwen3_moe")), *(("qwen2", shape) for shape in shapes)]
     ids, expected, folders = words(), [], []
     for i, (kind, shape) in enumerate(cases):
         model, tokenizer = tiny_pair(kind=kind, tied=True, **shape)
@@ -218,26 +190,6 @@ def test_a_plain_export_refuses_a_bias_or_drops_it_on_request(tmp_path: Path) ->
         assert_close(plain + bias, model(words(), logits_to_keep=9).logits, 5e-5, "logits and bias")
 
 
-def test_the_card_of_a_plain_export_says_that_it_writes_no_numbers(tmp_path: Path) -> None:
-    model, tokenizer = tiny_pair()
-    zero_bias(model)
-    figures = {"eval/accuracy": 0.5, "eval/num_f1": 0.9, "eval/reg_mdae": 40.0, "eval/coverage_90": 0.8}
-    for later in (0, 5):  # rows between the tokenizer's own and <NUM>'s
-        row = model.config.num_token_id = tokenizer.num_token_id + later
-        source = write_folder(tmp_path / f"in{later}", model, NumericalAwareTokenizer(tokenizer.tokenizer, row))
-        (source / "training.json").write_text(json.dumps({"base": None, "figures": figures, "adapter": None}))
-        out = export(source, tmp_path / f"out{later}", as_base=True)
-        words = AutoTokenizer.from_pretrained(out)
-        ids = [*words("it costs ")["input_ids"], row]
-        assert words.decode(ids, skip_special_tokens=True) == "it costs <NUM>"
-        assert words("it costs <NUM>")["input_ids"] == ids
-        assert len(words) == row + 1 <= AutoModelForCausalLM.from_pretrained(out).config.vocab_size
-        card = (out / "README.md").read_text()
-        assert "**This model writes no numbers.**" in card
-        assert re.search("median absolute error|F1|interval|accuracy|unit of the numbers", card) is None
-        assert not list(out.glob("*.py"))
-
-
 def test_a_two_layer_abduction_cannot_be_exported_as_plain_qwen(tmp_path: Path) -> None:
     model, folder = folder_of(tmp_path, abduction="two_layer")
     same(model, load_trained(export(folder, tmp_path / "whole"))[0])
@@ -268,40 +220,6 @@ def test_the_interval_factors_are_exported(tmp_path: Path) -> None:
         load_trained(folder)
 
 
-def test_the_server_example_of_the_docs_answers_with_text_and_numbers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, folder = folder_of(tmp_path)
-    space: dict[str, Any] = {"__name__": "page"}
-    out = export(folder, tmp_path / "out")
-    run_snippet(Path(__file__).parents[3] / "docs" / "serving.md", "out/gsm8k", out, capsys, space)
-    with space["ThreadingHTTPServer"](("127.0.0.1", 0), space["Handler"]) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-
-        def asked(size: int | None = None, **body: Any) -> Any:
-            data = json.dumps(body).encode()
-            headers = {} if size is None else {"Content-Length": str(size)}
-            try:
-                with urlopen(Request(f"http://127.0.0.1:{server.server_port}", data, headers), timeout=60) as found:
-                    return json.load(found)
-            except HTTPError as error:
-                return json.load(error)
-
-        with create_connection(server.server_address):  # a client that sends nothing keeps nobody else waiting
-            found = asked(prompt=TEXT, max_new_tokens=12, mode="noise", seed=1)
-        refused = asked(prompt=TEXT, mode="moon")
-        assert "Content-Length" in asked(size=-1, prompt=TEXT)["error"]
-        assert "Content-Length" in asked(size=10**9, prompt=TEXT)["error"]
-        assert asked(prompt=TEXT, num_return_sequences=100_000) == {"error": "num_return_sequences: at most 4"}
-        server.shutdown()
-    tokenizer = NumericalAwareTokenizer.from_pretrained(out)
-    (wanted,) = continue_text(model, tokenizer, [TEXT], max_new_tokens=12, mode="noise", seed=1)
-    assert found["text"] == wanted.text
-    assert [number["written"] for number in found["numbers"]] == [number.written for number in wanted.numbers]
-    assert set(found["numbers"][0]["intervals"]) == {"0.5", "0.9", "0.95"}
-    assert refused["error"].startswith("mode: found 'moon', allowed: standard")
-
-
 def test_an_export_that_does_not_read_back_equal_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,16 +234,6 @@ def test_an_export_that_does_not_read_back_equal_is_not_written(
     with pytest.raises(RuntimeError, match="differs in loc_U"):
         export(folder, tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [({"dtype": "int8"}, "--dtype: found 'int8', allowed: fp32, bf16"), ({"shard_size": "big"}, "--shard-size")],
-)
-def test_unknown_export_options_are_refused(tmp_path: Path, options: dict[str, Any], match: str) -> None:
-    _, folder = folder_of(tmp_path)
-    with pytest.raises(UserError, match=match):
-        export(folder, tmp_path / "out", **options)
 
 
 def test_the_model_card_has_the_runs_figures(one_rank: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -365,17 +273,3 @@ def test_a_full_disk_during_export_is_one_line_and_leaves_nothing(tmp_path: Path
 
 
 # ---- large models ----
-
-
-def test_device_map_places_parts_and_generation_is_the_same(tmp_path: Path) -> None:
-    """accelerate's own machinery; parts on a disk stand for GPUs that this machine does not have."""
-    model, folder = folder_of(tmp_path)
-    place = {"model.features": "cpu", "model.abduction": "disk", "model.action": "disk"}
-    batch = CausalQwenTokenizer.from_pretrained(folder)([TEXT, "12"], padding=True, return_tensors="pt")
-    placed = CausalQwenForCausalLM.from_pretrained(folder, device_map=place, offload_folder=tmp_path / "offload").eval()
-    assert any(p.device.type == "meta" for p in placed.parameters())
-    same(model, placed)
-    for mode in ("standard", "compatible", "ovr"):
-        a, b = (m.generate(**batch, mode=mode, max_new_tokens=6, return_numbers=True, seed=1) for m in (model, placed))
-        assert torch.equal(a[0], b[0])
-        assert_close(a[1].values, b[1].values, 1e-5, "values")  # the same weights in another place

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.dynamic_module_utils import get_imports
 
 import cqwen_dist.auto  # noqa: F401  registers
-from cqwen_dist.config import NumberPolicy
 from cqwen_dist.generate.modes import MODES as ALL_MODES
 from cqwen_dist.tools.export import portable
 from cqwen_dist.tools.export.export import export
@@ -80,8 +79,9 @@ def test_exported_code_gives_the_packages_answers(tmp_path: Path) -> None:
             assert_close(own[name], value, 1e-5, f"{folder.name}: {name}")
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize("more", [(), (("cqwen_dist.tables.wide.wide_part", "WidePart"),)], ids=["plain", "wide"])
+@pytest.mark.parametrize(
+    ("adapters", "more"), [(False, ()), (True, (("cqwen_dist.tables.wide.wide_part", "WidePart"),))]
+)
 def test_exported_code_imports_only_transformers_dependencies_and_peft(
     tmp_path: Path, adapters: bool, more: tuple[portable.Name, ...]
 ) -> None:
@@ -100,27 +100,3 @@ def test_exported_code_imports_only_transformers_dependencies_and_peft(
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", str(tmp_path)]
     checked = subprocess.run(ruff, capture_output=True, text=True)
     assert checked.returncode == 0, f"a name that is missing, defined twice or unused:\n{checked.stdout[:2000]}"
-
-
-def test_a_section_of_the_config_becomes_a_dataclass_with_its_defaults() -> None:
-    space: dict[str, Any] = {}
-    exec("from dataclasses import asdict, dataclass, field\n" + portable._section(NumberPolicy), space)
-    assert space["NumberPolicy"]().model_dump() == NumberPolicy().model_dump()
-    assert "# Read 1,234,567 as one number.\n    thousands: bool = True" in portable._section(NumberPolicy)
-
-
-def test_refuses_to_copy_ambiguous_names_and_module_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "cqwen_dist"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    size = "def _size():\n    return 1\n\n\n"
-    (package / "two_a.py").write_text(f"{size}def first():\n    return _size()\n")
-    (package / "two_b.py").write_text(
-        f"from cqwen_dist.two_a import first\n\n\n{size}def both():\n    return first() + _size()\n"
-    )
-    (package / "two_c.py").write_text("from cqwen_dist import two_a\n\n\ndef third():\n    return two_a.first()\n")
-    monkeypatch.setattr(portable, "ROOT", tmp_path)
-    with pytest.raises(ValueError, match=r"_size is .*two_a.* rename one"):
-        portable._text(portable._reached([("cqwen_dist.two_b", "both")], set()), {}, set())
-    with pytest.raises(ValueError, match="import names from a module, not the module"):
-        portable._reached([("cqwen_dist.two_c", "third")], set())

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cqwen_dist.config import Config
-from cqwen_dist.sizes.architecture import Architecture
-from cqwen_dist.tools.plan.comm import Message, feature_messages, head_messages
+from cqwen_dist.tools.plan.comm import Message, head_messages
 from cqwen_dist.tools.plan.make import plan
-from cqwen_dist.tools.plan.stage_sizes import stage_sizes
 
 SHAPE = {"world": 4, "columns": 10, "gemm_bytes": 2, "matrices": [(9, 5), (3, 2)], "vectors": 7}
 
@@ -46,17 +44,6 @@ def test_message_sizes_equal_values_by_hand() -> None:
     assert Message("all-reduce", "world", 4, 400).wire_bytes == 600
 
 
-def test_only_the_replica_sum_depends_on_the_vocabulary() -> None:
-    def without_replicas(rows: int) -> list[Message]:
-        found = head_messages([[3, 5], [0, 2]], rows=rows, row_columns=[10, 1], **SHAPE)
-        assert sum(m.wire_bytes for m in found if m.group == "replica") == rows * 11 * 4
-        return [m for m in found if m.group != "replica"]
-
-    assert without_replicas(100) == without_replicas(75_968)
-    one_group = {**SHAPE, "world": 2}
-    assert not [m for m in head_messages([[3, 5]], rows=10, row_columns=[10], **one_group) if m.group == "replica"]
-
-
 def test_the_plan_reports_the_bytes_that_sharding_the_head_saves() -> None:
     config = Config.model_validate(
         {
@@ -76,24 +63,3 @@ def test_the_plan_reports_the_bytes_that_sharding_the_head_saves() -> None:
         7 / 8 * 2 * 4 * 152_064 * (c + 1) + replicated + 2 * 7 / 8 * 4
     )  # and the norm
     assert found.head_bytes_sent < found.head_bytes_sent_unsharded / 4
-
-
-def test_zero_3_gathers_every_row_of_w_num() -> None:
-    def gathered(periods: list[float], live: int) -> int:
-        settings = {"stage3_param_persistence_threshold": 1, "stage3_max_live_parameters": live}
-        config = Config.model_validate(
-            {
-                "model": {"name_or_path": "unused", "value_periods": periods},
-                "data": {"train": "unused", "sequence_length": 16},
-                "parallel": {"zero_stage": 3},
-                "deepspeed": {"zero_optimization": settings},
-                "train": {"global_batch_size": 2, "micro_batch_size": 1},
-                "stages": [{"name": "s", "train": ["embedding"], "steps": 1}],
-            }
-        )
-        base = Architecture.of({"model_type": "qwen2", "vocab_size": 300, "hidden_size": 64, "num_attention_heads": 2})
-        (sizes,) = stage_sizes(config, base, world=2, kind="cpu")
-        return sum(message.bytes for message in feature_messages(sizes) if message.operation == "all-gather")
-
-    for live, times in ((10**9, 1), (100, 2)):  # for backward a second time, if few parameters stay gathered
-        assert gathered([10.0, 100.0], live) - gathered([], live) == times * 4 * 64 * 4

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
-import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.sizes.architecture import Architecture, known_architecture
 from cqwen_dist.sizes.flops import peak_tflops
-from cqwen_dist.tools.plan import command
 from cqwen_dist.tools.plan.cost import stage_cost
 from cqwen_dist.tools.plan.machine import MACHINES, machine
 from cqwen_dist.tools.plan.make import plan
-from cqwen_dist.tools.plan.question import Question
 from cqwen_dist.tools.plan.search import layouts, search, with_layout
-from cqwen_dist.tools.plan.show import render
 from cqwen_dist.tools.plan.stage_sizes import Sizes, flops, stage_sizes, work_of
 
 ALL = {"name": "all", "train": ["heads", "embedding", "lora"], "steps": 100}
@@ -105,10 +98,6 @@ def test_hours_follow_the_schedule():
     assert known.stages[0].steps == 200
     assert known.hours is not None
     assert known.gpu_hours == pytest.approx(8 * known.hours)
-    out = io.StringIO()
-    Console(file=out, width=80).print(render(known))
-    assert re.search(r"│ steps +│ +200 │", out.getvalue())
-    assert f"{60 * known.hours:.0f} minutes, 0.3 GPU-hours" in out.getvalue()
 
 
 def test_calibration_scales_each_part(tmp_path):
@@ -146,66 +135,13 @@ def test_the_search_finds_layouts_that_fit_and_keeps_other_settings():
     assert not search(settings, **options(settings, gib=8.0))
 
 
-def test_the_search_tries_every_layout_that_is_allowed():
-    tried = list(layouts(config(), 8, 8))
-    assert {layout.micro_batch_size for layout in tried} == {1, 2, 4, 8}
-    assert {layout.vocab_group_size for layout in tried} == {1, 2, 4, 8}
-    assert {layout.zero_stage for layout in tried} == {1, 2, 3}
-    assert len(tried) == len(set(tried)) == 4 * 4 * 3 * (2 + 3)
-
-
-def test_the_search_keeps_a_sequence_group():
-    """Groups of 4 among 8 ranks take two texts at a time, so a rank's share of 64 texts is 32."""
-    model = {"name_or_path": "Qwen/Qwen2.5-7B", "attention": "varlen"}
-    split = config(model=model, parallel={"sequence_group_size": 4})
-    assert {layout.micro_batch_size for layout in layouts(split, 8, 8)} == {1, 2, 4, 8, 16, 32}
-    found = search(split, **options(split))
-    assert all(with_layout(split, choice.layout).parallel.sequence_group_size == 4 for choice in found)
-
-
-def test_among_equally_fast_micro_batches_the_smallest_is_chosen():
-    settings = config("Qwen/Qwen2.5-0.5B")
-    found = search(settings, **options(settings, gpus=1))
-    best = found[0]
-    for micro in (1, 2, 4, 8, 16, 32, 64):
-        other = plan(with_layout(settings, replace(best.layout, micro_batch_size=micro)), **options(settings, gpus=1))
-        if other.fits and other.slowest.tokens_per_s >= best.plan.slowest.tokens_per_s:
-            assert other.device_gib >= best.plan.device_gib
-    assert [choice.layout.plainness for choice in found] == list(dict.fromkeys(c.layout.plainness for c in found))
-
-
 @pytest.mark.parametrize(
     ("name", "tflops"),
     [
-        ("NVIDIA L40", 181),
         ("NVIDIA L4", 121),
         ("NVIDIA RTX A4000", None),
-        ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA H100 PCIe", 756),
     ],
 )
 def test_a_gpus_peak_is_found_by_its_full_name(name: str, tflops: float | None) -> None:
     assert peak_tflops(name) == tflops
-
-
-def asked(settings: Config, **how: Any) -> tuple[dict[str, Any], str]:
-    """`cqwen plan`'s document and what it shows, 100 columns wide."""
-    found, shown = command.run(settings, Question(**how))
-    out = io.StringIO()
-    Console(file=out, width=100).print(shown)
-    return found, out.getvalue()
-
-
-def test_the_search_uses_the_ranks_that_are_there() -> None:
-    settings = config(parallel={"vocab_group_size": 8})
-    with pytest.raises(UserError, match=r"parallel\.vocab_group_size: found 8"):
-        asked(settings)
-    found, said = asked(settings, search=True)
-    assert "the config cannot run here (parallel.vocab_group_size: found 8" in said
-    assert sum(line.startswith("│") for line in said.split("Layouts that fit")[1].splitlines()) == len(found["choices"])
-    assert "parallel.vocab_group_size=1" in found["choices"][0]["overrides"]
-    assert "parallel.vocab_group_size=1" in said
-    with pytest.raises(UserError, match="--search: found no layout that fits"):
-        asked(settings, search=True, gpu_memory_gib=4.0)
-    with pytest.raises(UserError, match="--nodes: found 0"):
-        asked(settings, search=True, nodes=0)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,11 @@ from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.sizes.architecture import Architecture, read_architecture
 from cqwen_dist.tiles import tile_shape
-from cqwen_dist.tools.plan import activations, command
+from cqwen_dist.tools.plan import activations
 from cqwen_dist.tools.plan.comm import step_messages
 from cqwen_dist.tools.plan.command import count_sequences
 from cqwen_dist.tools.plan.make import Plan, checkpoint_bytes, plan
 from cqwen_dist.tools.plan.memory import GIB, phases
-from cqwen_dist.tools.plan.question import Question
 from cqwen_dist.tools.plan.stage_sizes import stage_sizes
 
 SMALL: dict[str, Any] = {
@@ -61,31 +58,6 @@ def size(result: Plan, name: str) -> int:
     return next(part.bytes for part in result.parts if part.name == name)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"num_key_value_heads": None},
-        {"model_type": "qwen3", "attention_bias": True, "tie_word_embeddings": True},
-        {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "head_dim": 24},
-        {"model_type": "mistral", "head_dim": 24, "sliding_window": None},
-    ],
-)
-def test_the_count_of_parameters_equals_the_real_models(changes):
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    found = {**SMALL, **changes}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**found))
-    base = Architecture.of(found)
-    assert base.base_parameters == sum(p.numel() for p in model.parameters())
-    assert base.embedding_parameters == model.get_input_embeddings().weight.numel()
-    shapes = {n.rsplit(".", 1)[-1]: m for n, m in model.model.named_modules() if isinstance(m, torch.nn.Linear)}
-    found = {m.name: (m.rows, m.columns, m.bias) for _, m in base.all_maps()}
-    assert found == {n: (m.in_features, m.out_features, m.bias is not None) for n, m in shapes.items()}
-
-
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_missing_architecture_keys_get_transformers_defaults(kind):
     from transformers import AutoConfig
@@ -97,35 +69,6 @@ def test_missing_architecture_keys_get_transformers_defaults(kind):
     assert base.window == (real.sliding_window if ARCHITECTURES[kind].window else None)
     assert (base.kv_heads, base.tied) == (real.num_key_value_heads, real.tie_word_embeddings)
     assert base.head_dim == (getattr(real, "head_dim", None) or real.hidden_size // real.num_attention_heads)
-
-
-def test_the_count_of_adapters_equals_pefts():
-    import torch
-    from peft import LoraConfig, inject_adapter_in_model
-    from transformers import AutoConfig, AutoModel
-
-    for targets, dora in ((["q_proj", "down_proj"], False), ("all-linear", False), ("all-linear", True)):
-        with torch.device("meta"):
-            model = AutoModel.from_config(AutoConfig.for_model(**SMALL))
-            inject_adapter_in_model(LoraConfig(r=4, target_modules=targets, use_dora=dora), model)
-        made = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
-        assert Architecture.of(SMALL).lora_parameters(4, targets, dora) == made
-        lora = {"r": 4, "target_modules": targets, "dora": dora}
-        one = stage_sizes(config(model={"lora": lora}), Architecture.of(SMALL), world=1, kind="cpu")[0]
-        assert one.engine_parameters["lora"] == made
-
-
-@pytest.mark.parametrize("features", [0, 256])
-def test_the_size_of_the_wide_part_equals_the_models(features):
-    import torch
-
-    from cqwen_dist.tables.wide.wide_part import WidePart
-
-    with torch.device("meta"):
-        real = WidePart(4096, num_token_id=999, vocab_size=1000, random_features=features)
-    result = planned(config(model={"wide": [4096, features]}))
-    assert size(result, "wide part (frozen)") == 4 * sum(p.numel() for p in real.parameters())
-    assert "wide part (frozen)" not in {part.name for part in planned(config()).parts}
 
 
 def test_each_part_of_memory_equals_values_by_hand():
@@ -240,33 +183,12 @@ def test_a_rounded_base_has_its_bytes_and_one_dequantised_map(kind: str) -> None
     assert parts["a dequantised weight"] == 4 * 64 * 96
 
 
-def test_offloaded_activations_are_on_the_host_and_cost_time():
-    asked = {"model": {"gradient_checkpointing": True}, "data": {"train": "x", "sequence_length": 2048}}
-    here, moved = (planned(config(parallel={"offload": name}, **asked)) for name in ("none", "activations"))
-    assert 0 < here.device_gib - moved.device_gib == pytest.approx(moved.host_gib, rel=0.1), "less fragmentation too"
-    forward = [each.slowest.time["backbone_forward"] for each in (here, moved)]
-    assert forward[1] - forward[0] == pytest.approx(4 * moved.host_gib * 2**30 / 20e9), "4 micro-batches, 20 GB/s"
-
-
-@pytest.mark.parametrize("tokens", [1, 4096, 7001, 8192])
-@pytest.mark.parametrize("c", [896, 3584])
+@pytest.mark.parametrize(("tokens", "c"), [(1, 896), (7001, 3584)])
 def test_a_gpus_tiles_have_whole_blocks_of_words(tokens: int, c: int) -> None:
     """cuBLAS reads rows that begin anywhere element by element: a step of 7B took 1.7 times as long."""
     t, n = tile_shape(tokens, 151_936, c, "cuda")
     assert t == tokens
     assert n % 128 == 0
-
-
-def test_the_verdict_names_the_largest_part_and_a_remedy():
-    settings = config(architecture=QWEN25_05B)
-    roomy, tight = planned(settings, gib=80), planned(settings, gib=2)
-    assert roomy.reason.startswith("fits: ")
-    assert tight.reason.startswith("does not fit: ")
-    assert "the largest part is backbone" in tight.reason
-    half = planned(config(architecture=QWEN25_05B, train={"precision": "bf16"}), gib=2)
-    assert "the largest part is moments of the heads" in half.reason
-    assert "Try more ranks, or parallel.offload optimizer" in half.reason
-    assert json.loads(json.dumps(tight.to_dict()))["fits"] is False
 
 
 @pytest.mark.parametrize(
@@ -302,10 +224,6 @@ def test_the_architecture_is_read_from_a_model_folder(tmp_path):
         added = 64 * with_rows.hidden * (1 if with_rows.tied else 2)
         assert with_rows.base_parameters == parameters + added, name
     file = tmp_path / "config.json"
-    for text, message in (("{", "no readable JSON"), ("[]", "a JSON object"), ('{"model_type": "x"}', "model_type: x")):
-        file.write_text(text)
-        with pytest.raises(UserError, match=message):
-            by_name(str(tmp_path))
     file.write_text(json.dumps(SMALL))
     for words, rows in ((900, 1000), (1000, 1024)):
         tokens = {"model": {"vocab": {f"w{i}": i for i in range(words - 1)}}, "added_tokens": [{"id": words - 1}]}
@@ -316,14 +234,6 @@ def test_the_architecture_is_read_from_a_model_folder(tmp_path):
     inner = {"model_type": "qwen3_5_text", "max_position_embeddings": 64, "num_attention_heads": 4}
     file.write_text(json.dumps({"model_type": "qwen3_5", "text_config": inner}))
     assert by_name(str(tmp_path)) == {**inner, "tie_word_embeddings": False}, "its context and heads are checked"
-
-
-def test_planning_imports_no_torch():
-    code = (
-        "import sys, cqwen_dist.tools.plan; print(*(m for m in ('torch', 'transformers', 'numpy') if m in sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "", "cqwen_dist.tools.plan is arithmetic: it imports no heavy package"
 
 
 def test_an_epoch_has_as_many_texts_as_the_run_reads(tmp_path: Path) -> None:
@@ -353,23 +263,9 @@ def test_the_plan_expects_a_cache_where_the_run_makes_one() -> None:
     assert found == [False, True, False, True]
 
 
-@pytest.mark.parametrize(("gpu", "gib"), [("l40s", 44.0), ("h200", 139.0), ("", 80.0)])
-def test_the_memory_is_that_of_the_named_gpu(gpu: str, gib: float) -> None:
-    document, _ = command.run(config(), Question(gpus_per_node=8, gpu=gpu))
-    assert document["gpu_memory_gib"] == gib
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"model__value_periods": [7.0, 90.0]},
-        {"model__wide": 64, "model__abduction": "two_layer"},
-    ],
-    ids=str,
-)
-def test_a_checkpoint_is_as_large_as_planned(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_checkpoint_is_as_large_as_planned(tmp_path: Path) -> None:
     """Of its tensors to the byte."""
+    changes = {"model__value_periods": [7.0, 90.0], "model__wide": 64}
     settings = write_config(tmp_path, stages__0__steps=1, stages__1__steps=1, **changes)
     train_run(settings)
     folder = latest_checkpoint(tmp_path / "run")

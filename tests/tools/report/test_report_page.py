@@ -5,8 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-import yaml
 from support.browser import look
 from support.runs import cqwen_forked
 
@@ -76,37 +74,6 @@ def test_a_browser_draws_every_chart_without_errors(one: Path, tmp_path: Path) -
     assert [head for head in said if not head[0].isupper() and head[0] not in "λ"] == [], "heads are alike"
     for bad in ("NaN", "undefined", "Infinity"):
         assert bad not in re.sub(r"<script.*?</script>", "", seen.stdout, flags=re.S), bad
-
-
-def test_several_runs_are_shown_side_by_side(both: Path, tmp_path: Path, one_rank: Path, two_ranks: Path) -> None:
-    """They share a name (their folder's), so they are told apart by their folders; what differs is in a table."""
-    seen = look(both, tmp_path / "profile", "--dump-dom")
-    assert "CONSOLE" not in seen.stderr
-    loss = re.search(r"<figcaption>Total loss</figcaption>.*?</figure>", seen.stdout, re.S)[0]
-    assert loss.count('class="line"') == 2
-    assert {str(one_rank), str(two_ranks)} == {run["name"] for run in data_of(both)["runs"]}
-    assert re.search(
-        r"<code>train\.micro_batch_size</code></th>\s*<td><code>12</code></td>\s*<td><code>6</code>", both.read_text()
-    )
-
-
-def test_the_head_names_base_data_and_machine(one: Path, one_rank: Path) -> None:
-    head = one.read_text()[: one.read_text().index("<main>")]
-    assert "qwen2, 2 layers of 16, with random weights" in head
-    assert str(one_rank.parent / "texts.jsonl") in head
-    assert f"torch {torch.__version__}" in head
-
-
-def test_the_quickstarts_report_has_the_ridge_regression(one_rank: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    config = yaml.safe_load((one_rank / "config.yaml").read_text())
-    config["data"] |= {"train": "bundled:diabetes/train", "eval": "bundled:diabetes/test", "eval_fraction": 0.0}
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    line = {"step": 1, "stage": "heads", "eval/reg_mdae": 38.1, "eval/baseline_mdae": 63.5}
-    (folder / "metrics.jsonl").write_text(json.dumps(line))
-    page = render([read_run(folder)])
-    assert "always the median 63.5, ridge 40.2" in page
 
 
 def test_a_figure_that_is_infinite_now_is_not_shown_as_it_was_before(one_rank: Path, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import torch
 from support.tiny import NUM, tiny_causal_lm
 from support.words import Words
 
-from cqwen_dist.config import UserError
 from cqwen_dist.model import CausalQwenForCausalLM
 from cqwen_dist.tools.report.why import why
 
@@ -56,20 +55,3 @@ def test_drawn_individuals_depend_on_the_seed_alone(model: CausalQwenForCausalLM
     assert why(model, Words(), PROMPT, individuals=9, seed=1) == found
     assert len(found.individuals) == 9
     assert why(model, Words(), PROMPT, individuals=9, seed=2).individuals != found.individuals
-
-
-def test_any_word_can_be_explained_and_one_that_is_none_is_refused(model: CausalQwenForCausalLM) -> None:
-    assert [word.id for word in why(model, Words(), PROMPT, words=[5, 9]).words] == [5, 9]
-    for wrong in ({"words": [10**6]}, {"dims": 0}, {"individuals": -1}):
-        with pytest.raises(UserError):
-            why(model, Words(), PROMPT, **wrong)
-
-
-def test_a_number_that_is_chosen_has_no_value_yet_and_is_named_num(model: CausalQwenForCausalLM) -> None:
-    threshold = model.model.action.threshold
-    before = threshold.detach().clone()
-    with torch.no_grad():
-        threshold[NUM] = -1e4
-        found = why(model, Words(), PROMPT, individuals=2)
-        threshold.copy_(before)
-    assert [found.words[0].text, *found.individuals] == ["<NUM>"] * 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import socket
 import urllib.error
@@ -19,12 +18,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from cqwen_dist.data.chat import Chat
 from cqwen_dist.generate.continuation import continue_text
 
 pytest.importorskip("fastapi", reason="pip install 'cqwen-dist[serve]'")
 pytest.importorskip("uvicorn", reason="pip install 'cqwen-dist[serve]'")
-from cqwen_dist.tools.serve.requests import ChatCompletion, Completion
+from cqwen_dist.tools.serve.requests import Completion
 from cqwen_dist.tools.serve.server import Limits, Server, make_app
 
 CALLED = [
@@ -85,13 +83,6 @@ def test_texts_and_numbers_equal_continue_text_and_clients_do_not_mix(served: An
     assert [choice["text"] for choice in both["choices"]] == [written.text for written in wanted]
 
 
-def test_a_model_that_is_not_served_is_refused_by_name(served: Any) -> None:
-    for name, wanted in (("te", 400), ("tea", 200), ("", 200)):
-        status, answer = post(served, "completions", {"model": name, "prompt": PROMPTS[0], "max_tokens": 1})
-        assert status == wanted
-    assert answer["model"] == "tea"
-
-
 def test_openais_client_reads_answers_streams_and_chats(served: Any, model: Any) -> None:
     openai = pytest.importorskip("openai", reason="pip install openai")
     client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
@@ -138,36 +129,18 @@ def streamed(served: Any, body: Any) -> Iterator[str]:
                 yield json.loads(line[6:])["choices"][0]["text"]
 
 
-def test_draws_repeat_with_a_seed_and_modes_pass(served: Any) -> None:
-    body = {"prompt": "w3 w8", "max_tokens": 12, "temperature": 1.5, "seed": 3, "n": 2}
-    (_, first), (_, second) = (post(served, "completions", body) for _ in range(2))
-    texts = [[choice["text"] for choice in answer["choices"]] for answer in (first, second)]
-    assert texts[0] == texts[1]
-    status, answer = post(served, "completions", {"prompt": "w3", "max_tokens": 5, "mode": "individual", "seed": 1})
-    assert status == 200
-    assert answer["choices"][0]["text"]
-
-
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
         ("completions", {"prompt": "w3", "max_token": 5}, 400, "max_token: Extra inputs are not permitted"),
-        ("completions", {"max_tokens": 5}, 400, "prompt: Field required"),
         ("completions", {"prompt": ""}, 400, "prompt: found no tokens, allowed: some text"),
-        ("completions", {"prompt": []}, 400, "1 to 4 texts"),
-        ("completions", {"prompt": "w3", "n": 5}, 400, "1 to 4 texts"),
         ("completions", {"prompt": "w3", "n": 2, "stream": True}, 400, "one text a stream"),
         ("completions", {"prompt": "w3", "mode": "loud"}, 400, "mode"),
         ("completions", {"prompt": "w3", "logprobs": 3}, 400, "logprobs: found 3, allowed: False, or no such field"),
-        ("completions", {"prompt": "w3", "logprobs": 0}, 400, "logprobs: found 0, allowed: False, or no such field"),
-        ("completions", {"prompt": "w3", "stop": [""]}, 400, "stop"),
         ("completions", b"{", 400, "JSON decode error"),
         ("completions", {"prompt": "w3 " * 10_000}, 413, "20,000 bytes"),
-        ("chat/completions", {"messages": []}, 400, "messages"),
         ("chat/completions", {"messages": [{"role": "nobody", "content": "w"}]}, 400, "messages: found 'nobody'"),
-        ("chat/completions", {"messages": [{"role": "tool", "content": "w"}]}, 400, "messages: found 'who'"),
         ("chat/completions", {"messages": CALLED}, 400, "tool calls that the tokenizer's chat template does not"),
-        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text"),
     ],
 )
 def test_a_request_that_cannot_be_answered_says_which_field(
@@ -185,25 +158,6 @@ def test_a_temperature_of_0_is_passed_on_to_the_modes_that_have_one() -> None:
     assert Completion(prompt="w", temperature=0, top_p=1, top_k=5).options(9) == greedy, "clients send both"
     assert Completion(prompt="w", top_p=0.9).options(9)["mode"] == "compatible"
     assert "top_p" not in Completion(prompt="w").options(9)
-
-
-def test_a_chat_is_read_as_in_training_with_its_tool_calls_and_thoughts() -> None:
-    tokenizer = Talking()
-    tokenizer.tokenizer = copy.copy(Talking.tokenizer)
-    tokenizer.tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }}{% for c in m.tool_calls %}"
-        "{{ c.function.name }}{{ c.function.arguments.kg + 1 }}{% endfor %};{% endfor %}"
-    )
-    (prompt,) = ChatCompletion(messages=CALLED).prompts(tokenizer)  # type: ignore[arg-type]
-    assert prompt == "|w3;|price3.5;w5|w4;"
-
-
-def test_without_a_template_a_chat_is_read_as_in_training() -> None:
-    tokenizer = Talking()
-    tokenizer.tokenizer = copy.copy(Talking.tokenizer)
-    tokenizer.tokenizer.chat_template = None
-    (prompt,) = ChatCompletion(messages=[{"role": "user", "content": "w3"}]).prompts(tokenizer)  # type: ignore[list-item]
-    assert prompt == Chat(tokenizer.tokenizer).question("w3")
 
 
 def test_a_slow_body_and_a_client_that_leaves_stop_nobody(served: Any, model: Any) -> None:

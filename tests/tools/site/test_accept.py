@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from subprocess import Popen
 
 import pytest
 import torch
 from support.ranks import run_ranks
 from support.runs import cqwen, cqwen_forked
 
-from cqwen_dist.parallel.collectives import Stopped
-from cqwen_dist.tools.site import accept as module
-from cqwen_dist.tools.site.accept import STOPPED, Site, _differences, _not_stopped, layouts
+from cqwen_dist.tools.site.accept import layouts
 from cqwen_dist.tools.site.measure import all_reduce_seconds, bus_bandwidth
 
 
@@ -43,32 +40,6 @@ def test_refuses_a_folder_that_is_not_empty(tmp_path: Path) -> None:
     assert "empty" in done.stderr
     done = cqwen_forked("accept", "--ranks", 2, "--folder", tmp_path / "thesis" / "x")
     assert (done.returncode, "--folder: found" in done.stderr) == (2, True), done.stderr
-
-
-def test_a_difference_is_the_worst_loss_or_norm_and_a_signal_ends_all() -> None:
-    run = [(2.0, 8.0)] * 10
-    assert max(_differences(run, [*run[:9], (2.0, 10.0)])) == pytest.approx(0.25)
-    assert max(_differences(run, run[:9])) == float("inf")
-    assert _not_stopped(1) == 1
-    with pytest.raises(Stopped):
-        _not_stopped(STOPPED)
-
-
-def test_ctrl_c_ends_the_run_that_was_to_be_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    began = []
-
-    def start(command: list[str], **options: object) -> object:
-        began.append(Popen(["sleep", "60"]))
-        return began[0]
-
-    def interrupted(seconds: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module.subprocess, "Popen", start)
-    monkeypatch.setattr(module.time, "sleep", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        Site(2, None, tmp_path, print).killed()
-    assert began[0].poll() is not None
 
 
 @pytest.mark.slow

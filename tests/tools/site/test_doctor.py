@@ -44,9 +44,6 @@ FAULTS: list[tuple[Change, str, str, str]] = [
         "deepspeed is not installed",
         "pip install",
     ),
-    (lambda n, t: n["packages"].update(torch="1.0"), "node2", "torch 1.0, on node1", "same environment"),
-    (lambda n, t: n.update(commit="0" * 40), "node2", "commit 000", "same environment"),
-    (lambda n, t: n.update(nccl="2.1"), "node2", "nccl 2.1, on node1", "same environment"),
     (lambda n, t: n.update(gpus=[{"name": "x", "memory_gib": 1}]), "node2", "1 GPUs, on node1 0", "--constraint"),
     (lambda n, t: n.update(folder={"path": "/r", "error": "Read-only"}), "node2", "Read-only", "every node may write"),
     (lambda n, t: n["disk_gib"].update({"/scratch": 1.0}), "node2", "1.0 GiB free in /scratch", "make room"),
@@ -76,10 +73,3 @@ def test_doctor_json_prints_one_document(tmp_path: Path) -> None:
     assert document["together"]["ranks"] == 1
     assert document["nodes"][0]["folder"]["error"] is None
     assert not list(tmp_path.iterdir()), "nothing stays behind"
-
-
-def test_an_unwritable_folder_fails_the_check_and_the_exit_code(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    done = cqwen_forked("doctor", "--quick", "--folder", tmp_path / "file" / "runs")
-    assert done.returncode == 1
-    assert "a folder that every node may write" in " ".join(done.stdout.split())

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.serving import running
 from support.tiny import tiny_causal_lm
 from transformers import GenerationConfig
 from typer.testing import CliRunner
@@ -162,62 +160,3 @@ def test_ids_and_numbers_equal_those_of_generate_also_after_preemption(name: str
     numbers = [number for each in wanted for number in each.numbers]
     assert len(numbers) > 5
     assert any(number.copied for number in numbers) == (name == "copies")
-
-
-@needs_vllm
-def test_openais_clients_read_numbers_streams_and_chats(tmp_path: Path) -> None:
-    from cqwen_dist.tools.serve.batched import GRACE_S, BatchedServer
-    from cqwen_dist.tools.serve.server import Limits
-
-    openai = pytest.importorskip("openai")
-    lm, tokenizer = exported(tmp_path / "out", "qwen2")
-    want = [continue_text(lm, tokenizer, [text], max_new_tokens=NEW)[0] for text in prompts(6)]
-    (chatted,) = continue_text(lm, tokenizer, ["the cat has 3 "], max_new_tokens=8, begin=False)
-    engine = VllmWriter(tmp_path / "out", enforce_eager=True, max_num_seqs=4)
-    server = BatchedServer(engine, "tiny", Limits(tokens=64, texts=4))
-    with running(server) as url:
-        client = openai.OpenAI(base_url=url, api_key="none", timeout=120, max_retries=0)
-        assert [each.id for each in client.models.list()] == ["tiny"]
-
-        def ask(index: int) -> Any:
-            return client.completions.create(model="tiny", prompt=prompts(6)[index], max_tokens=NEW).choices[0]
-
-        with ThreadPoolExecutor(6) as clients:
-            found = list(clients.map(ask, range(6)))
-        assert [each.text for each in found] == [each.text for each in want]
-        assert [[n["written"] for n in each.numbers] for each in found] == [
-            [n.written for n in e.numbers] for e in want
-        ]
-
-        pieces = [
-            piece.choices[0]
-            for piece in client.completions.create(model="tiny", prompt=prompts(6)[1], max_tokens=NEW, stream=True)
-        ]
-        assert "".join(piece.text for piece in pieces) == want[1].text
-        streamed = [number["written"] for piece in pieces for number in piece.numbers]
-        assert streamed == [number["written"] for number in found[1].numbers]
-        assert len(pieces) > 5
-        turn = [{"role": "user", "content": "the cat has 3"}]
-        chat = client.chat.completions.create(model="tiny", messages=turn, max_tokens=8)
-        assert chat.choices[0].message.content == chatted.text
-        draw = {"model": "tiny", "prompt": "the cat", "max_tokens": 12, "temperature": 1.0, "seed": 3, "n": 2}
-        drawn = [[choice.text for choice in client.completions.create(**draw).choices] for _ in range(2)]
-        assert drawn[0] == drawn[1]
-        assert drawn[0][0] != drawn[0][1]
-        stopped = client.completions.create(model="tiny", prompt=prompts(6)[1], max_tokens=NEW, stop=want[1].text[5])
-        assert (stopped.choices[0].finish_reason, len(stopped.choices[0].text)) == ("stop", 5)
-        with pytest.raises(openai.BadRequestError, match="mode: found 'individual'"):
-            client.completions.create(model="tiny", prompt="the", extra_body={"mode": "individual"})
-        server.limits = Limits(seconds=-GRACE_S)
-        with pytest.raises(openai.APIStatusError, match="too many requests wait"):
-            client.completions.create(model="tiny", prompt="the")
-
-
-@needs_vllm
-def test_a_model_that_vllm_cannot_hold_is_refused(tmp_path: Path) -> None:
-    from cqwen_dist.tools.vllm.plugin import VllmRules
-
-    lm, _ = exported(tmp_path / "out", "gemma3_text")
-    config = type("config", (), {"model_config": type("", (), {"hf_config": lm.config}), "parallel_config": None})
-    with pytest.raises(UserError, match="another base than gemma3_text"):
-        VllmRules.verify_and_update_config(config)
