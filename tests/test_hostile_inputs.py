@@ -113,13 +113,3 @@ def test_a_damaged_run_folder_gives_one_line(one_rank: Path, tmp_path: Path) -> 
             shutil.rmtree(run)
     finally:
         shutil.rmtree(history.parent)
-
-
-@pytest.mark.parametrize("name", ["latest", "best"])
-@pytest.mark.parametrize("data", [b"\xc8heckpoints/step-00000006", b"/etc\0"])
-def test_a_file_that_names_no_checkpoint_gives_one_line(one_rank: Path, tmp_path: Path, name: str, data: bytes) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(one_rank, run, ignore=shutil.ignore_patterns("*.safetensors", "base"))
-    (run / name).write_bytes(data)
-    for number, look_at in enumerate(_looks(run, random.Random(0))):
-        _gives_one_line(look_at, number)

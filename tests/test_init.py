@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from support.runs import cqwen, cqwen_forked, metrics, train_run
 
-from cqwen_dist.config import DataConfig, load_config
+from cqwen_dist.config import load_config
 from cqwen_dist.config.rates import dense_rate
 from cqwen_dist.data.recipes import recognise
 from cqwen_dist.data.records import ReadReport
@@ -134,25 +134,6 @@ def test_mistakes_are_one_line_and_leave_nothing(
     assert done.returncode == 2
     assert said in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl"]
-
-
-def test_some_empty_records_do_not_change_the_recognised_kind(tmp_path: Path) -> None:
-    cases = [
-        ([{"messages": CHAT}, {"messages": []}], {"messages_field": "messages"}),
-        ([{"text": "x 1"}, {"text": None}], {}),
-        ([{"body": None}, {"body": "x 1"}], {"text_field": "body"}),
-        ([{"a": "x", "b": "NA"}, {"a": "N/A", "b": "2"}], None),
-    ]
-    for records, keys in cases:
-        path = tmp_path / "t.jsonl"
-        path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-        found = recognise(str(path)).keys
-        if keys is not None:
-            assert found == keys
-    assert found["target_field"] == "b"
-    assert (found["empty_cell"], found["on_bad_line"]) == ("unknown", "skip")
-    config = DataConfig(train=str(path), **found)
-    assert [text.text for text in read_texts(str(path), config, ReadReport())] == ["a: unknown\nb: 2\n"]
 
 
 SHORT = ["model.pretrain.steps=40", "data.limit=64", "stages.0.steps=3", "stages.1.steps=3"]

@@ -14,7 +14,6 @@ from cqwen_dist.config import DataConfig, UserError, load_config
 from cqwen_dist.config.errors import DiskError
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
-from cqwen_dist.parallel.collectives import CollectiveError
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.status import read_status
 from cqwen_dist.tools.slurm import run_status
@@ -64,32 +63,6 @@ def test_errors_of_the_operating_system_are_one_line(
         cli.main()
     assert left.value.code == code
     assert said in capsys.readouterr().err
-
-
-def test_a_rank_that_lost_another_lets_that_one_speak_first(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A launcher ends all ranks with the exit code of the first that ends; its cause is the other rank's."""
-
-    def verb(*_: object, **__: object) -> None:
-        raise CollectiveError("barrier in the world group failed: a rank died")
-
-    waited: list[float] = []
-    monkeypatch.setattr(cli, "app", verb)
-    monkeypatch.setattr(cli.time, "sleep", waited.append)
-    with pytest.raises(CollectiveError):
-        cli.main()
-    assert waited == [], "alone there is nobody to wait for"
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("SLURM_STEP_ID", "0")
-    with pytest.raises(CollectiveError):
-        cli.main()
-    assert waited == [], "a job of SLURM reads how every rank ended"
-    monkeypatch.delenv("SLURM_STEP_ID")
-    with pytest.raises(CollectiveError):
-        cli.main()
-    assert waited[0] > cli.OTHER_RANKS_WAIT_S, "longer than another rank waits with its one line"
-    assert capsys.readouterr().err == "rank 0: a lost rank: barrier in the world group failed: a rank died\n"
 
 
 def test_a_disk_error_in_safetensors_is_a_user_error(

@@ -10,28 +10,11 @@ import numpy as np
 import pytest
 from support.runs import cqwen_forked, write_config, write_texts
 
-from benchmarks.packed import texts_of
-from cqwen_dist.config import load_config
-from cqwen_dist.data.load import load_datasets, tokenizer_of
-
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     write_texts(tmp_path / "texts.jsonl", 200)
     return write_config(tmp_path, data__pack=True, train__micro_batch_size=3, data__eval_fraction=0.0)
-
-
-def test_packed_rows_equal_a_runs_and_padded_texts_have_as_many_tokens(config: Path) -> None:
-    checked = load_config(config, ["data.pack=false"])
-    tokenizer = tokenizer_of(checked)
-    dataset = load_datasets(checked.data, tokenizer).train
-    rows, texts = texts_of(dataset, 3, 48, 0)
-    whole = load_datasets(load_config(config).data, tokenizer).train
-    known = {tuple(tuple(d.ids.tolist()) for d in whole[i]) for i in range(len(whole))}
-    assert len({tuple(tuple(d.ids.tolist()) for d in row) for row in rows} & known) == 3
-    packed, single = ([len(d.ids) for sample in found for d in sample] for found in (rows, texts))
-    assert 0 <= sum(single) - sum(packed) <= max(single)
-    assert {len(text) for text in texts} == {1}
 
 
 def test_the_command_reports_the_tokens_it_processed(config: Path) -> None:

@@ -1,37 +1,10 @@
 """Heads on features that stay and on those of a base with adapters: what they learn, and what does not move."""
 
-from pathlib import Path
-
 import numpy as np
-import pytest
 import torch
-from support.tiny import tiny_base
 
 from benchmarks.numbers import digits_as_text as digit_text
-from benchmarks.numbers.adapted_base import Adapted, KeptZ
 from benchmarks.numbers.competitors import Stored, digits, learnt, pinball, squared_error
-from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
-
-Y = np.random.default_rng(0).uniform(-5, 5, 160)
-PROMPTS = [f"size: {value:.3f}\nscore: " for value in Y]
-TRAIN, VALID, TEST = np.arange(96), np.arange(96, 120), np.arange(120, 160)
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> str:
-    """A base whose last token sees nothing of the others: its attention's outputs are zero."""
-    model = tiny_base(vocab_size=300)
-    for layer in model.model.layers:
-        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
-    model.save_pretrained(tmp_path)
-    NumericalAwareTokenizer(train_tokenizer(PROMPTS, 290), vocab_size=300).save_pretrained(tmp_path)
-    return str(tmp_path)
-
-
-def adapted_base(base: str, epochs: int, precision: str = "fp32") -> tuple[Adapted, torch.nn.Module]:
-    """Its features with adapters, and what computes them."""
-    z = KeptZ(base, precision, Path(base) / "z.safetensors", print)
-    return Adapted(z.base, PROMPTS, z(PROMPTS), TRAIN, epochs), z.base.features
 
 
 def test_heads_learn_a_function_of_the_features() -> None:

@@ -115,5 +115,3 @@ def test_refuses_options_that_make_no_valid_job() -> None:
         assert said in str(refused.value)
     for time in ("90", "1-12", "UNLIMITED"):
         assert f"--time={time}" in replace(PLAIN, resources=Resources(time=time)).directives()
-
-

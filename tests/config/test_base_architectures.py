@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 import torch
 from support import capability_table
-from support.exported import tiny_pair, write_folder
 from support.tiny import tiny_base
 
-from cqwen_dist.config import Config, LoraConfig, UserError
+from cqwen_dist.config import Config, UserError
 from cqwen_dist.config.architectures import ARCHITECTURES, architecture
 from cqwen_dist.config.architectures.base_architecture import USUAL, Capabilities, Support
 from cqwen_dist.sizes.architecture import Architecture
-from cqwen_dist.tools.export.export import export
 
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / "cqwen_dist" / "config" / "architectures"
@@ -101,8 +99,6 @@ def config_of(kind: str, **sections: Any) -> Config:
     ("capability", "sections", "key"),
     [
         ("varlen", {"model": {"attention": "varlen"}}, "model.attention"),
-        ("compiled_layers", {"model": {"compile_layers": True}}, "model.compile_layers"),
-        ("gradient_checkpointing", {"model": {"gradient_checkpointing": True}}, "model.gradient_checkpointing"),
         ("quantize", {"model": {"quantize": "nf4"}, "train": {"precision": "bf16"}}, "model.quantize"),
         ("zero_3", {"parallel": {"zero_stage": 3}}, "parallel.zero_stage"),
         (
@@ -132,17 +128,3 @@ def test_what_an_architecture_does_not_support_is_refused_with_the_reason(
     with pytest.raises(ValueError, match="its layers have hooks"):  # pydantic's, as reading.py takes it
         config_of("llama", **sections)
     assert refusal.value.key == key
-
-
-@pytest.mark.parametrize("capability", ["plain_export", "merge"])
-def test_an_export_that_an_architecture_does_not_support_is_refused(
-    capability: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, tokenizer = tiny_pair(lora=LoraConfig().model_dump(), kind="llama")
-    folder = write_folder(tmp_path / "in", model, tokenizer)
-    broken = replace(ARCHITECTURES["llama"], capabilities=Capabilities(**{capability: BROKEN}))
-    monkeypatch.setitem(ARCHITECTURES, "llama", broken)
-    option, key = {"plain_export": ("as_base", "--as-base"), "merge": ("merge", "--merge")}[capability]
-    with pytest.raises(UserError, match=rf"{key}: found True.*its layers have hooks"):
-        export(folder, tmp_path / "out", drop_bias=True, **{option: True})
-    assert not list(tmp_path.glob("out*"))

@@ -82,18 +82,6 @@ def by_hand(model, ids: Tensor, values: Tensor, mask: Tensor, beams: int, steps:
     return [(score / steps, row, v) for score, row, v in found]
 
 
-def test_linear_attention_has_a_cache_in_loops_too(prompts) -> None:
-    model, (ids, values, mask) = writer(kind="qwen3_5_text"), prompts
-    given = {"numeric_values": values, "attention_mask": mask, "mode": "standard", **OPTIONS}
-    wanted, numbers = model.generate(ids, **given)
-    found, own = model.generate(ids, **given, output_scores=True)
-    assert torch.equal(found, wanted)
-    torch.testing.assert_close(own.values, numbers.values, rtol=1e-4, atol=1e-3)
-    given |= {"mode": "compatible", "num_beams": 2}
-    beams = [model.generate(ids, **given, use_cache=use_cache)[0] for use_cache in (False, True)]
-    assert torch.equal(*beams)
-
-
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_beams_carry_their_own_values(model, prompts, use_cache: bool) -> None:
     """Beams with a smaller score overtake others, so the values change rows: the search by hand keeps them apart."""
@@ -154,18 +142,3 @@ def test_scores_are_those_of_forward(model, prompts, mode: str) -> None:
         torch.testing.assert_close(score[:, :used], wanted[:, T - 1 + t, :used], rtol=1e-3, atol=2e-4)
     if mode != "compatible":
         assert torch.isinf(out.scores[0][:, used:]).all()
-
-
-@pytest.mark.parametrize("mode", ["standard", "beams"])
-def test_embeddings_are_read_as_ids_are(model, prompts, mode: str) -> None:
-    ids, values, mask = prompts
-    options = {"attention_mask": mask, "mode": mode, **OPTIONS}
-    if mode == "beams":
-        options |= {"mode": "compatible", "num_beams": 2, "do_sample": False}
-    embeds = model.get_input_embeddings()(ids)
-    wanted, numbers = model.generate(ids, values, **options)
-    found, again = model.generate(inputs_embeds=embeds, numeric_values=values, **options)
-    assert torch.equal(found, wanted[:, T:]), "without ids the prompt is not returned"
-    torch.testing.assert_close(again.values, numbers.values[:, T:], rtol=1e-4, atol=1e-3)
-    both = model.generate(ids, values, inputs_embeds=embeds, **options)[0]
-    assert torch.equal(both, wanted)

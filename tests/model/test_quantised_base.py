@@ -116,10 +116,3 @@ def test_a_rounded_base_is_neither_saved_nor_merged_into(folder: Path, tmp_path:
         with pytest.raises(UserError, match=r"8 or 4 bits.*cqwen export"):
             attempt()
     assert not (tmp_path / "out").exists()
-
-
-def test_nf4_needs_widths_that_64_divides_on_a_cpu(tmp_path: Path) -> None:
-    tiny_base().save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"model\.quantize: found nf4 with a linear map that reads 24 numbers"):
-        load_base(tmp_path, torch.float32, quantize="nf4")
-    load_base(tmp_path, torch.float32, quantize="int8")

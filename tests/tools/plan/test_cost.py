@@ -11,10 +11,10 @@ from cqwen_dist.config import Config, UserError
 from cqwen_dist.sizes.architecture import Architecture, known_architecture
 from cqwen_dist.sizes.flops import peak_tflops
 from cqwen_dist.tools.plan.cost import stage_cost
-from cqwen_dist.tools.plan.machine import MACHINES, machine
+from cqwen_dist.tools.plan.machine import machine
 from cqwen_dist.tools.plan.make import plan
-from cqwen_dist.tools.plan.search import layouts, search, with_layout
-from cqwen_dist.tools.plan.stage_sizes import Sizes, flops, stage_sizes, work_of
+from cqwen_dist.tools.plan.search import search, with_layout
+from cqwen_dist.tools.plan.stage_sizes import Sizes, flops, stage_sizes
 
 ALL = {"name": "all", "train": ["heads", "embedding", "lora"], "steps": 100}
 HEADS = {"name": "heads", "train": ["heads"], "steps": 100}
@@ -58,36 +58,6 @@ def test_recomputed_operations_do_not_count_as_useful():
     assert saved.recomputed - plain.recomputed == plain.backbone_forward
     assert plain.recomputed == 28 * 3584 * 1024, "the scores once more, in attention's backward"
     assert flops(sizes(config())[0]).recomputed == 0
-
-
-def test_attention_cost_of_packed_texts_depends_on_their_lengths():
-    """Texts of 100, 300 and 624 tokens in rows of 1,024: their squares over their sum. A mask makes all of [T, T]."""
-    texts, own = (100, 300, 624), {"precision": "bf16", "micro_batch_size": 32}
-    text = sum(n * n for n in texts) / sum(texts)
-    base = Architecture.of(known_architecture("Qwen/Qwen2.5-0.5B") or {})
-    data = {"train": "x", "sequence_length": 1024, "pack": True}
-
-    def each(attention: str) -> Sizes:
-        model = {"name_or_path": "Qwen/Qwen2.5-0.5B", "attention": attention}
-        settings = config(model=model, data=data, train=own, stages=[ALL])
-        return stage_sizes(settings, base, world=1, kind="cuda", text=text)[0]
-
-    mask, within = each("mask"), each("varlen")
-    scores = 24 * 2 * 14 * 64  # twice A D in each of 24 layers: half of [n, n], for q k and for p v
-    assert flops(mask).useful == flops(within).useful
-    forward = sum(n * scores * n for n in texts) / sum(texts)
-    work = work_of(within)
-    assert flops(within).backbone_forward == pytest.approx(2 * (work.matrices + work.adapters) + forward)
-    assert flops(within).between_texts == 0
-    assert flops(mask).between_texts == pytest.approx(2 * scores * 1024 - forward)
-    seconds = [stage_cost(s, MACHINES["h100"], 1).seconds for s in (within, mask)]
-    assert seconds[0] < seconds[1]
-    assert not any(layout.gradient_checkpointing for layout in layouts(compiled(), 8, 8))
-
-
-def compiled() -> Config:
-    """Compiled layers, whose attention has no mask: recomputing them is refused, so no layout has it."""
-    return config(model={"name_or_path": "Qwen/Qwen2.5-7B", "attention": "varlen", "compile_layers": True})
 
 
 def test_hours_follow_the_schedule():

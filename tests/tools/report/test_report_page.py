@@ -1,11 +1,13 @@
 """The report of real (tiny) runs: complete, self-contained, and drawn by a real browser."""
 
 import json
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
-from support.browser import look
 from support.runs import cqwen_forked
 
 from cqwen_dist.config import UserError
@@ -50,6 +52,43 @@ def test_every_metric_of_the_run_is_on_the_page(one: Path, one_rank: Path) -> No
     assert json.loads((one_rank / "environment.json").read_text())["platform"] in text
 
 
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+
+
+def browser() -> str:
+    """The browser's path; skips the test with the reason where none is installed. CQWEN_BROWSER names another."""
+    named = os.environ.get("CQWEN_BROWSER")
+    found = named or next((path for name in NAMES if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip(f"no browser to look with: none of {', '.join(NAMES)} is installed")
+    return found
+
+
+def look(page: Path, profile: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Open a local page, let its scripts run, and give the options' output (--dump-dom, --screenshot=...).
+
+    Names resolve to nothing: a page that asks the network for anything shows it among the console's errors on stderr.
+    """
+    return subprocess.run(
+        [
+            browser(),
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            f"--user-data-dir={profile}",
+            "--host-resolver-rules=MAP * ~NOTFOUND",
+            "--enable-logging=stderr",
+            "--virtual-time-budget=4000",
+            "--window-size=1280,2400",
+            *options,
+            page.resolve().as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+    )
+
+
 def charts_in(dom: str) -> int:
     return int(re.search(r'data-charts="(\d+)"', dom)[1])
 
@@ -64,14 +103,6 @@ def test_a_browser_draws_every_chart_without_errors(one: Path, tmp_path: Path) -
     for figure in figures:
         title = re.search(r"<figcaption>(.*?)</figcaption>", figure)[1]
         assert re.search(r'<path class="line" d="M[\d.-]|<circle |<rect x=', figure), f"{title}: nothing drawn"
-        axes = re.findall(r'<text class="axis"[^>]*>(.+?)</text>', figure)
-        assert len(axes) == 2, f"{title}: both axes say what they are"
-        ticks = re.findall(r'text-anchor="end">(.*?)</text>', figure)
-        assert len(ticks) > 1, f"{title}: {ticks}"
-    heads = re.findall(r"<h3>(.*?)<|<h2>(.*?)<|<figcaption>(.*?)<|class=\"tile\"><b>.*?<span>(.*?)<", seen.stdout)
-    known = {name.split("/")[-1] for name in data["others"]}
-    said = [head for found in heads for head in found if head and head.split("/")[-1] not in known]
-    assert [head for head in said if not head[0].isupper() and head[0] not in "λ"] == [], "heads are alike"
     for bad in ("NaN", "undefined", "Infinity"):
         assert bad not in re.sub(r"<script.*?</script>", "", seen.stdout, flags=re.S), bad
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import subprocess
 from collections.abc import Callable
@@ -79,22 +77,6 @@ def test_multi_label_prints_every_word_above_the_threshold(cqwen: Callable[..., 
     assert f"'<NUM>'   P {words[0]['p']:.4g}" in cqwen("generate", *args).stdout
     none = cqwen("generate", *args, "--decision-threshold", 1e9, "--json").stdout
     assert not any(output["words"] for output in json.loads(none)["outputs"])
-
-
-def test_predict_reads_and_writes_a_table(cqwen: Callable[..., Ran], tmp_path: Path) -> None:
-    table, out = tmp_path / "in.csv", tmp_path / "out.csv"
-    table.write_text("item,cost\ntea,3.5\nmilk,12\n")
-    args = (table, "--template", "{item} costs {cost} and bread costs")
-    stdout = cqwen("predict", *args).stdout
-    rows = list(csv.DictReader(io.StringIO(stdout)))
-    assert [row["item"] for row in rows] == ["tea", "milk"]
-    assert all(float(row["low_90"]) < float(row["predicted"]) < float(row["high_90"]) for row in rows)
-    assert "2 rows" in cqwen("predict", *args, "--out", out).stdout
-    assert out.read_text() == stdout
-    chosen = cqwen("predict", *args, "--option", " and", "--option", " for").stdout
-    assert {row["chosen"] for row in csv.DictReader(io.StringIO(chosen))} <= {" and", " for"}
-    assert "--out: found" in cqwen("predict", *args, "--out", out, code=2).stderr
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.csv", "out.csv"]
 
 
 def test_export_writes_other_forms(cqwen: Callable[..., Ran], tmp_path: Path) -> None:
