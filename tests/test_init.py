@@ -67,35 +67,13 @@ def test_a_table_with_empty_cells_trains_with_the_config_that_init_wrote(one_ran
     assert {record["stage"] for record in metrics(tmp_path / "run")} == {"heads", "lora"}
 
 
-TURN = "What do {} teas cost? They cost {} and we have coffee."
-SMALL = {
-    "chats.jsonl": "".join(
-        json.dumps({"messages": [{**CHAT[0], "content": f"{i} and {i % 7}?"}, {**CHAT[1], "content": f"{i + i % 7}"}]})
-        + "\n"
-        for i in range(150)
-    ),
-    "table.csv": "tea,coffee,the price\n" + "".join(f"{i % 9},{i % 7},{2 * (i % 9) + i % 7}\n" for i in range(40)),
-    "text.txt": " ".join(TURN.format(i, 3 * i) for i in range(40)),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("chats.jsonl", "150 texts, about 2. tokens in the median: 102 steps of 8 in each stage"),
-        (
-            "text.txt",
-            "1 text, about .* steps of .* in each stage .*; 64 tokens at most; too few texts to hold",
-        ),
-    ],
-)
-def test_the_defaults_for_little_data_learn_and_reach_their_rate(
-    one_rank: Path, tmp_path: Path, name: str, said: str
-) -> None:
-    data, out, run = tmp_path / name, tmp_path / "run.yaml", tmp_path / "run"
-    data.write_text(SMALL[name], encoding="utf-8")
+def test_the_defaults_for_little_data_learn_and_reach_their_rate(one_rank: Path, tmp_path: Path) -> None:
+    data, out, run = tmp_path / "chats.jsonl", tmp_path / "run.yaml", tmp_path / "run"
+    turns = ([{**CHAT[0], "content": f"{i} and {i % 7}?"}, {**CHAT[1], "content": f"{i + i % 7}"}] for i in range(150))
+    data.write_text("".join(json.dumps({"messages": own}) + "\n" for own in turns), encoding="utf-8")
     done = cqwen_forked("init", "--data", data, "--base", one_rank / "base", "--out", out)
     assert done.returncode == 0, done.stderr
+    said = "150 texts, about 2. tokens in the median: 102 steps of 8 in each stage"
     assert re.search(said, done.stdout), done.stdout
     checked = cqwen_forked("config", "validate", out)
     assert checked.stderr == f"{out}: valid\n", "nothing is noted"
@@ -106,10 +84,9 @@ def test_the_defaults_for_little_data_learn_and_reach_their_rate(
         records = [record for record in metrics(run) if record["stage"] == stage.name]
         assert max(record["train/lr"] for record in records) == pytest.approx(stage.lr)
         assert len(records) > 5 * stage.warmup_steps
-    # On one short text the total rises: P of <NUM> weighs the loss of numbers, and learns where they come
     steps = metrics(run)
     tenth = len(steps) // 10
-    for loss in ("train/cls_loss_mean", *(["train/total_loss"] if name != "text.txt" else [])):
+    for loss in ("train/cls_loss_mean", "train/total_loss"):
         assert sum(step[loss] for step in steps[-tenth:]) < sum(step[loss] for step in steps[:tenth])
 
 

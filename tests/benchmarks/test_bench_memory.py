@@ -16,15 +16,6 @@ from benchmarks.memory_check import HEADS, cases
 from benchmarks.step_memory import ALL, BF16, SMALL, Case, config_of
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_the_configurations_that_are_measured_are_valid(kind):
-    tried = cases(kind)
-    assert len({case.name for case in tried}) == len(tried) >= 20
-    for case in tried:
-        config = config_of(case)
-        assert config.train.global_batch_size % config.train.micro_batch_size == 0
-
-
 def planned_over_measured(chosen: list[Case]) -> list[tuple[str, float]]:
 
     from benchmarks.step_memory import measure
@@ -61,14 +52,6 @@ def test_planned_memory_of_a_rounded_base_equals_measured_memory(kind: str) -> N
         assert 0.95 < ratio < 1.05, f"{name}: planned / measured {ratio:.3f}"
 
 
-@pytest.mark.slow
-def test_planned_memory_equals_measured_memory():
-    (found,) = run_ranks(planned_over_measured, 1, cases("cpu"), timeout=880)
-    assert len(found) >= 20
-    for name, ratio in found:
-        assert 0.9 < ratio < 1.1, f"{name}: planned / measured {ratio:.3f}"
-
-
 @pytest.mark.gpu
 def test_planned_memory_equals_measured_memory_on_a_gpu():
     from benchmarks.memory_check import measure_all
@@ -76,9 +59,6 @@ def test_planned_memory_equals_measured_memory_on_a_gpu():
     rows, _ = measure_all([])
     for row in rows:
         assert 0.9 < row["ratio"] < 1.1, f"{row['name']}: planned / measured {row['ratio']:.3f}"
-
-
-WORLDS = (8, 64, 1024)
 
 
 def in_world(world: int, *names: str, run: Callable[..., Ran] = cqwen_forked) -> dict[str, float]:
@@ -93,15 +73,6 @@ def in_world(world: int, *names: str, run: Callable[..., Ran] = cqwen_forked) ->
 def test_one_rank_of_64_holds_the_planned_memory() -> None:
     ratios = in_world(64, "ZeRO-3, bf16, q and v")
     assert len(ratios) == 1
-    for name, ratio in ratios.items():
-        assert 0.95 < ratio < 1.05, f"{name}: planned / measured {ratio:.3f}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", WORLDS)
-def test_one_rank_of_any_world_holds_the_planned_memory(world: int) -> None:
-    ratios = in_world(world)
-    assert len(ratios) == 9
     for name, ratio in ratios.items():
         assert 0.95 < ratio < 1.05, f"{name}: planned / measured {ratio:.3f}"
 
