@@ -17,6 +17,7 @@ from support.numerics import assert_close
 from support.tiny import random_batch, tiny_causal_lm
 from torch.utils.data import DataLoader
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
@@ -29,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 import cqwen_dist.auto
 from cqwen_dist.config import UserError
 from cqwen_dist.generate.continuation import continue_text
+from cqwen_dist.model import CausalQwenFeatures
 
 # On Python 3.10 pip finds nothing newer than 5.20.
 transformers_5_24 = pytest.mark.skipif(
@@ -98,10 +100,26 @@ def test_the_readmes_snippet_prints_numbers_with_intervals(folder: Path, capsys:
         assert len(number) <= 4, "two digits of a spread of some ten: no decimals"
 
 
+def test_auto_model_gives_features(folder: Path) -> None:
+    model, tokenizer = AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert type(model) is CausalQwenFeatures
+    batch = tokenizer(["tea costs 3.5", "milk costs 12 and more"], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        found = model(**batch, output_hidden_states=True, use_cache=True)
+        z = model.model.features(**batch)
+    assert torch.equal(found.last_hidden_state, z)
+    assert torch.equal(found.hidden_states[-1], z)
+    assert found[1].get_seq_length() == z.shape[1]
+    extracted = pipeline("feature-extraction", model=str(folder))("tea costs 3.5", return_tensors=True)
+    one = tokenizer("tea costs 3.5", return_tensors="pt")
+    with torch.no_grad():
+        assert_close(extracted, model(**one).last_hidden_state, 1e-5)
+
+
 def test_peft_trains_an_adapter_and_generates_with_it(folder: Path, pair, tmp_path: Path) -> None:
     model, tokenizer = pair
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]))
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
     losses = []
     for _ in range(8):
@@ -112,6 +130,9 @@ def test_peft_trains_an_adapter_and_generates_with_it(folder: Path, pair, tmp_pa
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0]
+    moved = {name: p for name, p in adapted.named_parameters() if "lora_B" in name}
+    assert any(".abduction." in name for name in moved), "the heads' maps too"
+    assert all(p.any() for p in moved.values()), "an adapter that the loss does not see"
     after = {name.replace(".base_layer", ""): p for name, p in adapted.named_parameters()}
     assert all(torch.equal(after[f"base_model.model.{name}"], p) for name, p in before.items()), "adapters alone move"
     ids = adapted.eval().generate(**tokenizer("tea costs 3.5", return_tensors="pt"), max_new_tokens=4)
@@ -121,6 +142,13 @@ def test_peft_trains_an_adapter_and_generates_with_it(folder: Path, pair, tmp_pa
     again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path).eval()
     assert_close(again(**batch, logits_to_keep=0).logits, logits, 1e-5, "its tensors are mapped, and begin anywhere")
     assert_close(adapted.merge_and_unload()(**batch, logits_to_keep=0).logits, logits, 1e-4, "W + BA is rounded once")
+
+
+def test_an_adapter_that_the_loss_would_not_see_is_refused(pair) -> None:
+    model, tokenizer = pair
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=[], target_parameters=["action.cls_weight"])
+    with pytest.raises(UserError, match=r"target_parameters: found 'action.cls_weight', allowed: modules_to_save"):
+        get_peft_model(model, config)(**batches(tokenizer)[0])
 
 
 def test_trainer_takes_two_steps(pair, tmp_path: Path) -> None:
