@@ -87,7 +87,7 @@ def translate(tree: dict[str, Any]) -> None:
     found = dict(leaves(given))
     for section in given:
         if section not in _SECTIONS:
-            meant = difflib.get_close_matches(section, _SECTIONS, n=1)
+            meant = difflib.get_close_matches(str(section), _SECTIONS, n=1)
             hint = f"; did you mean {meant[0]}?" if meant else ""
             raise UserError(f"deepspeed.{section}", Said(f"DeepSpeed has no such key{hint}"), "")
     found = _said({path: value for path, value in found.items() if value != "auto"})
