@@ -171,7 +171,7 @@ def test_bf16_trains_and_keeps_the_heads_in_fp32(tmp_path: Path) -> None:
     records = metrics(tmp_path / "run")
     losses = [record["train/total_loss"] for record in records]
     assert all(abs(value) < 1e4 for value in losses)
-    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
+    assert sum(losses[-3:]) < 0.96 * sum(losses[:3])
     folder = latest_checkpoint(tmp_path / "run")
     assert folder is not None
     state = json.loads((folder / "state.json").read_text())

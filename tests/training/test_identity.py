@@ -76,7 +76,7 @@ def test_a_changed_input_is_refused_by_name_and_changes_nothing(one_rank: Path, 
     said = run_ranks(refusals, 1, str(one_rank.parent / "config.yaml"), options)[0]
     for run, (change, words, accept), text in zip(runs, CHANGES, said, strict=True):
         assert words in text
-        assert f"allowed: the same, or run.accept: [{accept}] to go on" in text
+        assert f"allowed: the same, or run.accept: [{accept}] to continue" in text
         assert (run / "metrics.jsonl").read_bytes() == before
         if change in (other_tokenizer, other_base):
             with pytest.raises(UserError, match=words):
