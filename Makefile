@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 OLDEST ?= .venv-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup base quickstart demo experiments test test-all test-oldest test-rounding test-matrix soak test-stand-in test-gpu gpu-table test-cluster docs lint format clean
+.PHONY: help setup base quickstart demo experiments test test-changed test-all test-oldest test-rounding test-matrix soak test-stand-in test-gpu gpu-table test-cluster docs lint format clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -35,6 +35,9 @@ experiments: base ## the seeds' claims on a real base, two hours on one core (DA
 
 test: setup lint ## lint, types and the test suite, on two processes
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-changed: setup ## only the tests that the changes since main can break (BASE=another branch)
+	tests=$$($(BIN)/python tests/support/changed.py $(or $(BASE),main)) && [ -z "$$tests" ] || $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $$tests
 
 test-all: setup lint ## with the slow tests (not those that need a GPU or SLURM's daemons)
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not gpu and not cluster'

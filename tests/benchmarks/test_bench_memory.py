@@ -28,6 +28,7 @@ def planned_over_measured(chosen: list[Case]) -> list[tuple[str, float]]:
 QUICK = ("adapters on all, bf16", "heads alone", "one short sequence")
 
 
+@pytest.mark.slow
 def test_planned_memory_equals_measured_memory_on_a_few_cases():
     chosen = [case for case in cases("cpu") if case.name in QUICK]
     assert len(chosen) == len(QUICK)
@@ -70,6 +71,7 @@ def in_world(world: int, *names: str, run: Callable[..., Ran] = cqwen_forked) ->
     return {row["name"]: row["ratio"] for row in found["rows"]}
 
 
+@pytest.mark.slow
 def test_one_rank_of_64_holds_the_planned_memory() -> None:
     ratios = in_world(64, "ZeRO-3, bf16, q and v")
     assert len(ratios) == 1

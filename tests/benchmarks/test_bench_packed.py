@@ -17,6 +17,7 @@ def config(tmp_path: Path) -> Path:
     return write_config(tmp_path, data__pack=True, train__micro_batch_size=3, data__eval_fraction=0.0)
 
 
+@pytest.mark.slow
 def test_the_command_reports_the_tokens_it_processed(config: Path) -> None:
     done = cqwen_forked("packed", config, "--rounds", 1, "--json", program="benchmarks")
     assert done.returncode == 0, done.stderr
