@@ -22,6 +22,7 @@ def learn(
     lanes: Annotated[int | None, typer.Option(min=1, help="Trainings side by side; default: by the cores.")] = None,
     minutes: Annotated[float, typer.Option(help="Stop after so many minutes; finished trainings stay.")] = 60.0,
     only: Annotated[list[str] | None, typer.Option(help="Only arms whose names match; may be repeated.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of every arm; give each seed its own --out.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Compare CausalQwen with ordinary LoRA on one base and your texts: words, numbers, and prose and code."""
@@ -29,7 +30,9 @@ def learn(
     from experiments.learn.compare import run, table
 
     console = plain_console(stderr=as_json)
-    summary = run(base, data, out=out, scale=scale, lanes=lanes, minutes=minutes, only=only, say=console.print)
+    summary = run(
+        base, data, out=out, scale=scale, lanes=lanes, minutes=minutes, only=only, seed=seed, say=console.print
+    )
     print_document(summary, as_json, table)
 
 

@@ -39,7 +39,6 @@ SCALES = {
     ),
 }
 BASE = "base, untrained"
-SEED = 0
 LORA_LRS = (1e-4, 3e-4, 1e-3)
 LORA = {"r": 16, "alpha": 32, "dropout": 0.05}
 OURS: dict[str, dict[str, Any]] = {
@@ -61,11 +60,14 @@ def hidden_size(base: str) -> int:
     return int(json.loads((Path(base) / "config.json").read_text(encoding="utf-8"))["hidden_size"])
 
 
-def tasks(out: Path, size: Scale, base: str, hidden: int, median: float, bf16: bool = False) -> list[Task]:
+def tasks(
+    out: Path, size: Scale, base: str, hidden: int, median: float, bf16: bool = False, seed: int = 0
+) -> list[Task]:
     """All trainings, named by arm and rate. hidden: the base's hidden size. median: of the numbers after the training
     prompts. bf16: products in bf16, in every arm.
 
-    The heads keep their rates in both stages; LoRA's is chosen per arm.
+    Adapters train for as many steps in every arm; ours train their heads before. The heads keep their rates in both
+    stages; LoRA's is chosen per arm.
     """
     files = {name: str(out / "data" / f"{name}.jsonl") for name in HELD_OUT}
     train = str(out / "data" / "train.jsonl")
@@ -74,7 +76,7 @@ def tasks(out: Path, size: Scale, base: str, hidden: int, median: float, bf16: b
         **shared,
         "data": {"train": train, "sequence_length": size.length},
         "batch": size.batch,
-        "seed": SEED,
+        "seed": seed,
         "bf16": bf16,
         "lora": {
             "r": LORA["r"],
@@ -87,10 +89,10 @@ def tasks(out: Path, size: Scale, base: str, hidden: int, median: float, bf16: b
     for lr in LORA_LRS:
         for arm, changes in OURS.items():
             folder = str(out / "runs" / f"{arm} {lr:g}")
-            config = _config(size, base, hidden, train, files["words"], folder, lr, bf16)
+            config = _config(size, base, hidden, train, files["words"], folder, lr, bf16, seed)
             found.append(Task(f"{arm} {lr:g}", "ours", {**shared, "config": {**config, **changes}}))
         for arm, digits in PLAIN.items():
-            stage = _stage("lora", size.heads_steps + size.lora_steps, lr, {})
+            stage = _stage("lora", size.lora_steps, lr, {})
             found.append(Task(f"{arm} {lr:g}", "plain", {**plain, "stage": stage, "digits": digits}))
     return found
 
@@ -106,7 +108,7 @@ def _stage(name: str, steps: int, lr: float, group_lrs: dict[str, float]) -> dic
 
 
 def _config(
-    size: Scale, base: str, hidden: int, train: str, held_out: str, folder: str, lora_lr: float, bf16: bool
+    size: Scale, base: str, hidden: int, train: str, held_out: str, folder: str, lora_lr: float, bf16: bool, seed: int
 ) -> dict[str, Any]:
     """Config of a CausalQwen run: heads first, then heads and LoRA."""
     lr, groups = dense_rate(hidden), group_rates(hidden)
@@ -122,7 +124,7 @@ def _config(
             "global_batch_size": size.batch,
             "micro_batch_size": min(ROWS, size.batch),
             "precision": "bf16" if bf16 else "fp32",
-            "seed": SEED,
+            "seed": seed,
             "eval_every": 100_000,
             "checkpoint_every": 100_000,
         },

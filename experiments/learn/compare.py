@@ -44,12 +44,14 @@ def run(
     lanes: int | None = None,
     minutes: float = 60.0,
     only: list[str] | None = None,
+    seed: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Run the missing trainings and measure them; returns the summary, JSON-ready.
 
     base: a folder. data: JSONL of GSM8K's fields or of `text`. lanes: trainings side by side (default: one per core,
-    at most 4 on a GPU). only: arms whose names match one of these regular expressions. Raises `UserError`.
+    at most 4 on a GPU). seed: of every arm. only: arms whose names match one of these regular expressions. Raises
+    `UserError`.
     """
     if scale not in SCALES:
         raise UserError("--scale", scale, " or ".join(SCALES))
@@ -57,7 +59,7 @@ def run(
     counts = write_corpora(out / "data", data, size.texts, size.held_out, size.problems, size.pieces)
     gpu = pick_device(0).type == "cuda"
     median = _median_number(out / "data" / "train.jsonl")
-    every = tasks(out, size, base, hidden_size(base), median, bf16=gpu)
+    every = tasks(out, size, base, hidden_size(base), median, bf16=gpu, seed=seed)
     wanted = [task for task in every if not only or any(re.search(pattern, task.name) for pattern in only)]
     say(f"{len(wanted)} trainings; texts: {', '.join(f'{count} {name}' for name, count in counts.items())}")
     lanes = lanes or min(4 if gpu else 12, len(os.sched_getaffinity(0)))
