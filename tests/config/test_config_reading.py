@@ -187,7 +187,7 @@ def test_the_default_clipping_depends_on_the_start(load, overrides, limit):
     assert load(BASE, *overrides).max_grad_norm == limit
 
 
-@settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sections=st.dictionaries(st.sampled_from(list(Config.model_fields)), trees, max_size=4),
     overrides=st.lists(st.tuples(dotted, plain | raw), max_size=3),
