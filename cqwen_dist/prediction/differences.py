@@ -9,6 +9,7 @@ from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.cells import TableCells, as_number
 from cqwen_dist.data.columns import cell_in, columns_of, forms_by, kind_in, kind_of, sampled, zones_in
+from cqwen_dist.data.number_forms import numeral
 
 MUCH_EMPTIER = 0.2  # report a column if its share of empty cells grew by this much
 LEAST_TOLD = 5  # cells of a text column that must all be numbers or dates
@@ -48,7 +49,7 @@ def _differences(name: str, was: Mapping[str, Any], texts: list[str], key: str) 
     if kind != "text":
         yield f"every cell is {_NAMES.get(kind, kind)}, which was text in training"
     yield from _of_zones(was, zones_in(filled))
-    yield from _outside(was, [number for number in map(as_number, filled) if number is not None])
+    yield from _outside(was, [number for number in map(_read, filled) if number is not None])
     empty = 1 - len(filled) / len(texts)
     if empty > was["empty"] + MUCH_EMPTIER or (empty and not was["empty"]):
         yield f"{empty:.0%} of the cells are empty, {was['empty']:.0%} in training"
@@ -71,4 +72,10 @@ def beyond(number: float | None, low: float, high: float) -> float:
 
 
 def _fits(kind: str, text: str) -> bool:
-    return kind == "text" or (as_number(text) is not None if kind == "number" else kind_of(text) == kind)
+    return kind == "text" or (_read(text) is not None if kind == "number" else kind_of(text) == kind)
+
+
+def _read(text: str) -> float | None:
+    """The number of a cell's text as the prompt reads it. 000105 and 1_05 are numbers for Python, and names there."""
+    number = as_number(text)
+    return number if number is not None and numeral(text) == text else None

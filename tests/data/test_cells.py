@@ -338,16 +338,19 @@ def test_columns_that_differ_from_training_are_told(change: dict[str, Any], said
     trained, cells = _seen(TRAINED)
     rows = [{**row, **change} for row in TRAINED[:8]]
     assert list(compare(trained, rows, cells)) == ([said] if said else [])
-    half = [*TRAINED, {**TRAINED[0], "day": "7 January"}]
+    half = [*TRAINED, {**TRAINED[0], "day": "7 January", "n": "0500"}]
     assert list(compare(trained, half, cells)) == [
-        "column day: 1 of 10 cells are not a date such as 2024-01-31 (e.g. 7 January); in training all were"
-    ]
+        "column n: 1 of 10 cells are not a number such as 1234.5 (e.g. 0500); in training all were",
+        "column day: 1 of 10 cells are not a date such as 2024-01-31 (e.g. 7 January); in training all were",
+    ], "0500 is left as a name by the prompt, so it is no number outside of the range either"
 
 
 @pytest.mark.parametrize(
     ("change", "found"),
     [
         ({"n": "many"}, "many in the column n, allowed: a number such as 1234.5 there, as in training"),
+        ({"n": "000105"}, "000105 in the column n, allowed: a number such as 1234.5 there, as in training"),
+        ({"n": "1_05"}, "1_05 in the column n, allowed: a number such as 1234.5 there, as in training"),
         ({"n": "26,5"}, "'26,5', allowed: numbers such as 1234.5 in the column 'n'"),
         ({"day": 1704585600000}, "1704585600000 in the column day, allowed: a date such as"),
         ({"day": "07.01.2024"}, "07.01.2024 in the column day"),
