@@ -45,8 +45,8 @@ def ovr_scores(
     """Scores of U' [N, C] for a slice of the head, in one pass over its words. No gradient.
 
     labels: [N] int64, ids in the full vocabulary. prob_thresholds: each in (0, 1). rank_by: the best word is that with
-    the largest P, or with the largest loc_S; then scales are not computed. The loss and the
-    sum of P count all words, all else those below head.used_rows.
+    the largest P, or with the largest loc_S; then scales are not computed. The loss and the sum of P count all
+    words, all else those below head.used_rows.
     Raises ValueError for an unknown rank_by, and as `ovr_loss`.
     """
     head.check(u)

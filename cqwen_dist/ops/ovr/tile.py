@@ -79,6 +79,11 @@ class Tile(NamedTuple):
         mm_into(self.g, self.abs_w.T, self.work[1])
 
     @property
+    def threshold(self) -> Tensor:
+        """[n] C."""
+        return self.offset + self.bias
+
+    @property
     def softmax_factor(self) -> Tensor:
         """[t] factor of the gradient of the softmax term."""
         return self.terms.softmax_weight * self.token_weights
@@ -108,7 +113,7 @@ class TorchTile(TileMaths):
     buffers = WORK_BUFFERS["chunked"]
 
     def log_norm(self, tile: Tile) -> Tensor:
-        return torch.sub(tile.offset + tile.bias, tile.work[0], out=tile.work[1]).logsumexp(1)
+        return torch.sub(tile.threshold, tile.work[0], out=tile.work[1]).logsumexp(1)
 
     def __call__(self, tile: Tile, with_grad: bool) -> Sequence[Tensor]:
         gap, scale, a, b = tile.work
@@ -116,6 +121,7 @@ class TorchTile(TileMaths):
         # d = C - loc_S, negated at the labels. Labels are a handful of entries: touching only them is cheaper than a
         # mask over the whole tile.
         at, sign = _label_entries(tile.target, gap)
+        label = (1.0 - sign) / 2.0  # 1.0 if the entry is the label, otherwise 0.0
         gap.view(-1)[at] *= sign
 
         # -p, the angle of the rarer side; then log(1 - P) as if no d were negative
@@ -129,10 +135,10 @@ class TorchTile(TileMaths):
             tile.prob_sum.sub_(a.sum(1)).add_(((1.0 - 2.0 * p) * over).sum(1))
             # A label was counted with the sign of its negated d
             own = gap.view(-1)[at].sign() * (1.0 + 2.0 * a.view(-1)[at])
-            tile.prob_sum.add_(own * (1.0 - sign) / 2.0)
+            tile.prob_sum.add_(own * label)
         if tile.label_loc is not None:
-            threshold = (tile.offset + tile.bias)[tile.target.clamp(0, gap.shape[1] - 1)]
-            tile.label_loc.add_((threshold + gap.view(-1)[at]) * (1.0 - sign) / 2.0)
+            threshold = tile.threshold[tile.target.clamp(0, gap.shape[1] - 1)]
+            tile.label_loc.add_((threshold + gap.view(-1)[at]) * label)
         if not with_grad:
             return scale, gap
 
@@ -152,24 +158,25 @@ class TorchTile(TileMaths):
         if tile.gap_sum is not None:
             tile.gap_sum.add_(d_loc.sum(0, dtype=tile.gap_sum.dtype))
         if tile.log_norm is not None:
-            _add_softmax(tile, d_loc, gap, a, at, sign)
+            _add_softmax(tile, d_loc, gap, a, at, label)
         if tile.bias_sum is not None:
             tile.bias_sum.add_(d_loc.sum(0, dtype=tile.bias_sum.dtype))
         d_scale = gap.mul_(b)
         return (tile.low[0].copy_(d_loc), tile.low[1].copy_(d_scale)) if len(tile.low) else (d_loc, d_scale)
 
 
-def _add_softmax(tile: Tile, d_loc: Tensor, gap: Tensor, p: Tensor, at: Tensor, sign: Tensor) -> None:
+def _add_softmax(tile: Tile, d_loc: Tensor, gap: Tensor, p: Tensor, at: Tensor, label: Tensor) -> None:
     """Add the gradient of the softmax term, factor * (softmax(loc_S) - [label]), to d_loc [t, n].
 
-    gap: C - loc_S, negated at the labels; p: scratch; at, sign: of `_label_entries`.
+    gap: C - loc_S, negated at the labels; p: scratch; at: of `_label_entries`; label [t]: 1.0 if it is
+    the label, otherwise 0.0.
     """
-    torch.sub(tile.offset + tile.bias, gap, out=p)
-    p.view(-1)[at] += (1.0 - sign) * gap.view(-1)[at]
+    torch.sub(tile.threshold, gap, out=p)
+    p.view(-1)[at] += 2.0 * label * gap.view(-1)[at]
     p.sub_(tile.log_norm[:, None]).exp_()  # type: ignore[index]
     factor = tile.softmax_factor
     d_loc.addcmul_(p, factor[:, None])
-    d_loc.view(-1)[at] -= factor * (1.0 - sign) / 2.0
+    d_loc.view(-1)[at] -= factor * label
 
 
 def _columns_above(gap: Tensor) -> Tensor | slice:
