@@ -6,8 +6,10 @@ And the runs that several test files look at, trained once a session.
 import gc
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -57,6 +59,24 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # Triton reports as leaked what nothing looks for at the end
+
+
+@pytest.fixture
+def cqwen(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., CompletedProcess[str]]:
+    """Runs the command in this process, which has imported what it needs: cqwen(*words), as `support.runs.cqwen`."""
+
+    def run(*words: object) -> CompletedProcess[str]:
+        from cqwen_dist.cli import main
+
+        argv = ["cqwen", *map(str, words)]
+        monkeypatch.setattr(sys, "argv", argv)
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        code = ended.value.code
+        return CompletedProcess(argv, code if isinstance(code, int) else int(code is not None), *capfd.readouterr())
+
+    return run
 
 
 @pytest.fixture(scope="module")

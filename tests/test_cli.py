@@ -3,38 +3,21 @@
 import json
 import math
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
-from support.runs import VOCAB, cqwen_forked, write_config, write_texts
+from support.runs import VOCAB, cqwen_forked, write_config
 from transformers import AutoTokenizer, BertConfig
 
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.checkpoint.trained import load_trained
-from cqwen_dist.cli import main
 from cqwen_dist.console import print_json
 from cqwen_dist.generate.continuation import continue_text
 
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def cqwen(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """(exit code, stdout, stderr) of a command run in this process."""
-
-    def run(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["cqwen", *map(str, args)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        out, err = capfd.readouterr()
-        code = stopped.value.code
-        return code if isinstance(code, int) else int(code is not None), out, err
-
-    return run
+Command = Callable[..., CompletedProcess[str]]
 
 
 @pytest.fixture
@@ -42,11 +25,11 @@ def refused(cqwen: Command) -> Callable[..., str]:
     """The one line of a command that must refuse."""
 
     def run(*args: object) -> str:
-        code, out, err = cqwen(*args)
-        assert code == 2, f"exit code {code}\n{out}\n{err}"
-        assert len(err.splitlines()) == 1, err
-        assert err.startswith("error: ")
-        return err
+        done = cqwen(*args)
+        assert done.returncode == 2, done
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+        assert done.stderr.startswith("error: ")
+        return done.stderr
 
     return run
 
@@ -62,9 +45,9 @@ def config(tmp_path: Path, base: Path) -> Path:
     return write_config(tmp_path, model__architecture=None, model__tokenizer=None, model__name_or_path=str(base))
 
 
-def data_file(folder: Path, *lines: str | bytes) -> Path:
+def data_file(folder: Path, *lines: str) -> Path:
     path = folder / "bad.jsonl"
-    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines) + b"\n")
+    path.write_text("\n".join(lines) + "\n")
     return path
 
 
@@ -83,13 +66,13 @@ def test_unknown_verbs_and_options_are_refused(refused: Callable[..., str], word
 
 def test_explain_shows_what_decides_the_next_word(cqwen: Command, one_rank: Path) -> None:
     words = ["explain", one_rank, "--prompt", "tea costs 3.5 and milk", "--dims", 2, "--individuals", 3]
-    code, out, err = cqwen(*words, "--json")
-    assert code == 0, err
-    (found,) = json.loads(out)["outputs"]
+    done = cqwen(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)["outputs"]
     first = found["words"][0]
     assert math.isclose(sum(first["contributions"]) + first["rest"] + first["bias"], first["loc"], abs_tol=1e-9)
     assert (len(found["dims"]), len(found["words"]), len(found["individuals"])) == (2, 3, 3)
-    shown = cqwen(*words)[1]
+    shown = cqwen(*words).stdout
     assert "3 drawn individuals choose" in shown
     assert str(found["dims"][0]) in shown
 
@@ -101,7 +84,7 @@ def test_a_launchers_local_rank_is_accepted_and_checked(
     """`deepspeed --module cqwen_dist train run.yaml` puts it in front of the verb."""
     line = ["config", "validate", "configs/quickstart.yaml", *words] if after else [*words, "config", "schema"]
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert cqwen(*line)[0] == 0
+    assert cqwen(*line).returncode == 0
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert "--local_rank: found '1', allowed: 0, as LOCAL_RANK has it" in refused(*line)
     monkeypatch.delenv("LOCAL_RANK")
@@ -156,35 +139,14 @@ def test_launch_checks_the_config_before_it_starts_ranks(refused: Callable[..., 
 # ------------------------------------------------------------------------------------------------------------ data
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{oops", ":2: broken JSON: found '{oops'"),
-        ('{"text": ""}', ":2: empty text"),
-        ('{"texts": "x"}', ":2: missing field: found ['texts'], allowed: a JSON object with the field 'text'"),
-        (b'{"text": "\xff"}', ":2: not UTF-8"),
-    ],
-)
-def test_a_bad_data_line_is_named(
-    refused: Callable[..., str], config: Path, tmp_path: Path, line: str | bytes, said: str
-) -> None:
-    assert "bad.jsonl" + said in refused("train", config, f"data.train={data_file(tmp_path, GOOD, line)}")
+def test_a_bad_data_line_is_named(refused: Callable[..., str], config: Path, tmp_path: Path) -> None:
+    said = refused("train", config, f"data.train={data_file(tmp_path, GOOD, '{oops')}")
+    assert "bad.jsonl:2: broken JSON: found '{oops'" in said
 
 
 def test_refuses_data_without_any_text(refused: Callable[..., str], config: Path, tmp_path: Path) -> None:
     assert "no usable text" in refused("train", config, f"data.train={data_file(tmp_path, '')}")
     assert f"{tmp_path}: missing field" in refused("train", config, f"data.train={tmp_path}")
-
-
-def test_bad_lines_are_skipped_and_counted_with_bad_lines_skip(config: Path, tmp_path: Path) -> None:
-    lines = [GOOD, "{oops", '{"text": ""}', '{"text": "it costs 1e999"}', "{again"]
-    lines += write_texts(tmp_path / "texts.jsonl").read_text().splitlines()
-    done = cqwen_forked("train", config, f"data.train={data_file(tmp_path, *lines)}", "data.on_bad_line=skip")
-    assert done.returncode == 0, done.stderr
-    said = "".join(done.stdout.split())  # the console wraps long lines
-    assert f"skipped:2xbrokenJSON,firstat{tmp_path}/bad.jsonl:2" in said
-    assert "skipped:1xemptytext,firstat" in said
-    assert "1numbersoverflowandstaytext" in said
 
 
 # ----------------------------------------------------------------------------------------- models and vocabularies
@@ -226,7 +188,7 @@ def test_refuses_a_folder_that_is_not_a_model(
 
 def test_refuses_a_run_folder_that_cannot_be_made(refused: Callable[..., str], config: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+    for path in (tmp_path / "file", tmp_path / "file" / "below", "/proc/run"):
         assert f"run.dir: found '{path}', allowed: a folder that can be written" in refused(
             "train", config, f"run.dir={path}"
         )
@@ -303,17 +265,15 @@ def test_json_output_has_null_for_figures_that_are_not_finite(capsys: pytest.Cap
 
 
 def test_status_list_and_verify_accept_a_good_run(cqwen: Command, one_rank: Path) -> None:
-    code, out, _ = cqwen("status", one_rank, "--json")
-    assert (code, json.loads(out)["status"]) == (0, "done")
-    code, out, _ = cqwen("checkpoint", "list", one_rank)
-    assert code == 0
-    assert [line.split("  ")[1:3] for line in out.splitlines()] == [
+    assert json.loads(cqwen("status", one_rank, "--json").stdout)["status"] == "done"
+    listed = cqwen("checkpoint", "list", one_rank).stdout
+    assert [line.split("  ")[1:3] for line in listed.splitlines()] == [
         [f"step {step}", f"stage {'heads' if step <= 3 else 'lora'}"] for step in range(1, 7)
     ]
-    assert cqwen("checkpoint", "verify", one_rank)[1].endswith("good\n")
-    _, resolved, told = cqwen("config", "validate", one_rank / "config.yaml")
-    assert resolved == (one_rank / "config.yaml").read_text()
-    assert told.endswith("config.yaml: valid\n")
+    assert cqwen("checkpoint", "verify", one_rank).stdout.endswith("good\n")
+    validated = cqwen("config", "validate", one_rank / "config.yaml")
+    assert validated.stdout == (one_rank / "config.yaml").read_text()
+    assert validated.stderr.endswith("config.yaml: valid\n")
 
 
 def test_generate_chat_uses_the_chat_template_and_ends_with_the_turn(cqwen: Command, tmp_path: Path) -> None:
@@ -323,7 +283,7 @@ def test_generate_chat_uses_the_chat_template_and_ends_with_the_turn(cqwen: Comm
     config = write_config(tmp_path, data__recipe="chat", data__eval_fraction=0.0, stages=[stage])
     assert "all of them are warm-up (warmup_steps 5)" in cqwen_forked("train", config).stdout
     exported = tmp_path / "out"
-    assert cqwen("export", tmp_path / "run", exported)[0] == 0
+    assert cqwen("export", tmp_path / "run", exported).returncode == 0
     for folder in (tmp_path / "run", exported):
         model, tokenizer = load_trained(folder)
         turn_end = tokenizer.tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -333,6 +293,6 @@ def test_generate_chat_uses_the_chat_template_and_ends_with_the_turn(cqwen: Comm
         streamed: list[str] = []
         assert continue_text(model, tokenizer, ["2"], on_text=streamed.append)[0].end == "eos"
         assert streamed == []
-        _, out, _ = cqwen("generate", folder, "--chat", "--prompt", "2 and 3?", "--max-new-tokens", 1, "--json")
+        done = cqwen("generate", folder, "--chat", "--prompt", "2 and 3?", "--max-new-tokens", 1, "--json")
         asked = "<|im_start|>user\n2 and 3?<|im_end|>\n<|im_start|>assistant\n"
-        assert json.loads(out)["outputs"][0]["prompt"] == asked
+        assert json.loads(done.stdout)["outputs"][0]["prompt"] == asked

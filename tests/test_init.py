@@ -5,12 +5,15 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from support.runs import cqwen, cqwen_forked, metrics, train_run
+from support import runs
+from support.runs import metrics, train_run
 
 from cqwen_dist.config import load_config
 from cqwen_dist.config.rates import dense_rate
@@ -19,6 +22,7 @@ from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
 
 ROOT = Path(__file__).parents[1]
+Command = Callable[..., CompletedProcess[str]]
 CHAT = [{"role": "user", "content": "2 and 3?"}, {"role": "assistant", "content": "5"}]
 SHAREGPT = [{"from": "human", "value": "2 and 3?"}, {"from": "gpt", "value": "5"}]
 RECORDS = {  # of a JSON lines file: what is recognised, the first text
@@ -31,30 +35,34 @@ RECORDS = {  # of a JSON lines file: what is recognised, the first text
 
 
 @pytest.mark.parametrize("kind", RECORDS)
-def test_init_recognises_the_kind_of_records_and_writes_a_config_for_them(tmp_path: Path, kind: str) -> None:
+def test_init_recognises_the_kind_of_records_and_writes_a_config_for_them(
+    cqwen: Command, tmp_path: Path, kind: str
+) -> None:
     record, keys, text = RECORDS[kind]
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for _ in range(3)), encoding="utf-8")
     if keys is not None:
         assert recognise(str(data)).keys == keys
     out = tmp_path / "run.yaml"
-    done = cqwen_forked("init", "--data", data, "--out", out)
+    done = cqwen("init", "--data", data, "--out", out)
     assert done.returncode == 0, done.stderr
     config = load_config(out)
     if text is not None:
         assert next(read_texts(str(data), config.data, ReadReport())).text == text
         assert text.splitlines()[0] in done.stdout, "it is shown"
-    again = cqwen_forked("init", "--data", data, "--out", out)
+    again = cqwen("init", "--data", data, "--out", out)
     assert again.returncode == 2
     assert "--out: found" in again.stderr
 
 
-def test_a_table_with_empty_cells_trains_with_the_config_that_init_wrote(one_rank: Path, tmp_path: Path) -> None:
+def test_a_table_with_empty_cells_trains_with_the_config_that_init_wrote(
+    cqwen: Command, one_rank: Path, tmp_path: Path
+) -> None:
     cities, scores = ["Rome", None, "Oslo", "Bern"] * 5, [4.5, 3.25, float("nan"), 2.0] * 5
     table = pyarrow.table({"city": cities, "score": scores})
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
     out = tmp_path / "run.yaml"
-    done = cqwen_forked("init", "--data", tmp_path / "t.parquet", "--base", one_rank / "base", "--out", out)
+    done = cqwen("init", "--data", tmp_path / "t.parquet", "--base", one_rank / "base", "--out", out)
     assert done.returncode == 0, done.stderr
     assert "    city: Rome\n    score: 4.5\n" in done.stdout
     assert f"cqwen fit {tmp_path / 't.parquet'} --target score" in done.stdout
@@ -67,15 +75,17 @@ def test_a_table_with_empty_cells_trains_with_the_config_that_init_wrote(one_ran
     assert {record["stage"] for record in metrics(tmp_path / "run")} == {"heads", "lora"}
 
 
-def test_the_defaults_for_little_data_learn_and_reach_their_rate(one_rank: Path, tmp_path: Path) -> None:
+def test_the_defaults_for_little_data_learn_and_reach_their_rate(
+    cqwen: Command, one_rank: Path, tmp_path: Path
+) -> None:
     data, out, run = tmp_path / "chats.jsonl", tmp_path / "run.yaml", tmp_path / "run"
     turns = ([{**CHAT[0], "content": f"{i} and {i % 7}?"}, {**CHAT[1], "content": f"{i + i % 7}"}] for i in range(150))
     data.write_text("".join(json.dumps({"messages": own}) + "\n" for own in turns), encoding="utf-8")
-    done = cqwen_forked("init", "--data", data, "--base", one_rank / "base", "--out", out)
+    done = cqwen("init", "--data", data, "--base", one_rank / "base", "--out", out)
     assert done.returncode == 0, done.stderr
     said = "150 texts, about 2. tokens in the median: 102 steps of 8 in each stage"
     assert re.search(said, done.stdout), done.stdout
-    checked = cqwen_forked("config", "validate", out)
+    checked = cqwen("config", "validate", out)
     assert checked.stderr == f"{out}: valid\n", "nothing is noted"
     train_run(out, f"run.dir={run}", "train.precision=fp32", "model.lora.r=2")
     hidden = json.loads((one_rank / "base" / "config.json").read_text(encoding="utf-8"))["hidden_size"]
@@ -104,10 +114,10 @@ def test_the_defaults_for_little_data_learn_and_reach_their_rate(one_rank: Path,
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing(
-    tmp_path: Path, text: str, options: tuple[str, ...], said: str
+    cqwen: Command, tmp_path: Path, text: str, options: tuple[str, ...], said: str
 ) -> None:
     (tmp_path / "data.jsonl").write_text(text, encoding="utf-8")
-    done = cqwen_forked("init", "--data", tmp_path / "data.jsonl", "--out", tmp_path / "run.yaml", *options)
+    done = cqwen("init", "--data", tmp_path / "data.jsonl", "--out", tmp_path / "run.yaml", *options)
     assert done.returncode == 2
     assert said in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl"]
@@ -126,7 +136,7 @@ def test_the_quickstart_of_a_wheel_runs_anywhere(tmp_path: Path) -> None:
     archive.extractall(tmp_path / "site")
     empty = tmp_path / "empty"
     empty.mkdir()
-    done = cqwen("quickstart", "--json", *SHORT, cwd=empty, PYTHONPATH=str(tmp_path / "site"))
+    done = runs.cqwen("quickstart", "--json", *SHORT, cwd=empty, PYTHONPATH=str(tmp_path / "site"))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ridge_mdae"] == pytest.approx(40.2, abs=0.1)
     assert (empty / "runs" / "quickstart" / "export" / "config.json").is_file()

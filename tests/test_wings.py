@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.runs import command_environment
-from support.tiny import tiny_model
+from support.tiny import random_batch, tiny_model
 
 from cqwen_dist import api
 from cqwen_dist.config import UserError
 from cqwen_dist.heads.beside import Beside
+from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.wings import PLACES, from_wing
 
 
@@ -39,19 +36,13 @@ def test_a_model_with_a_wide_part_needs_the_wing(monkeypatch: pytest.MonkeyPatch
     tiny_model(number_dims=2)
 
 
-def test_a_wide_part_is_read_without_scipy_and_fitted_with_it() -> None:
-    """In a process of its own, in which scipy cannot be imported."""
-    code = """
-import sys
-from support.tiny import random_batch, tiny_model
-from cqwen_dist.model.calibration import calibrate
-model, batch = tiny_model(wide=64, number_dims=2), random_batch()
-sys.modules["scipy"] = sys.modules["scipy.linalg"] = None
-model.kept_features(batch, batch.kept)
-calibrate(model, [batch])
-"""
-    paths = f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    environment = command_environment(PYTHONPATH=paths)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    wanted = r"UserError: start of model\.wide: found no scipy\S* here, allowed: pip install 'cqwen-dist\[tables\]'"
-    assert re.search(wanted, done.stderr), done.stderr
+def test_a_wide_part_is_read_without_scipy_and_fitted_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = tiny_model(wide=64, number_dims=2), random_batch()
+    for name in ("wide_start", "wide_spread", "wide_rows"):
+        monkeypatch.delitem(sys.modules, f"cqwen_dist.tables.wide.{name}", raising=False)
+    for name in ("scipy", "scipy.linalg", "scipy.sparse"):
+        monkeypatch.setitem(sys.modules, name, None)
+    model.kept_features(batch, batch.kept)
+    said = r"start of model\.wide: found no scipy\S* here, allowed: pip install 'cqwen-dist\[tables\]'"
+    with pytest.raises(UserError, match=said):
+        calibrate(model, [batch])

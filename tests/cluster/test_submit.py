@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 from support.runs import write_config
 
-from cqwen_dist.cli import main
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.run.status import write_status
 from cqwen_dist.tools.slurm.submission import Resources, plan_job
@@ -35,26 +35,19 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def cqwen(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["cqwen", *map(str, words)])
-    with pytest.raises(SystemExit) as left:
-        main()
-    out, err = capfd.readouterr()
-    return int(left.value.code or 0), out, err
-
-
 def test_submits_a_job_with_its_own_copy_of_the_config(
-    tmp_path: Path, sbatch: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, sbatch: Path, monkeypatch: pytest.MonkeyPatch, cqwen: Callable[..., CompletedProcess[str]]
 ) -> None:
     monkeypatch.setenv("SLURM_CPU_BIND", "quiet,mask_cpu:0x1")  # submitted from within a job
     config = write_config(tmp_path)
     words = ["submit", config, "train.seed=3", "--nodes", 2, "--ranks-per-node", 2, "--partition", "main"]
-    code, out, err = cqwen(monkeypatch, capfd, *words, "--sbatch=--mem=0", "--sbatch=--dependency=afterok:7")
-    assert (code, err) == (0, "")
+    done = cqwen(*words, "--sbatch=--mem=0", "--sbatch=--dependency=afterok:7")
+    assert (done.returncode, done.stderr) == (0, "")
+    out = done.stdout.splitlines()
     script = tmp_path / "run" / "slurm" / "submit-1" / "job.sbatch"
     assert (sbatch / "calls").read_text().splitlines() == [f"--parsable {script}"]
-    assert out.splitlines()[0] == "job 41: cqwen-run, 2 nodes x 2 ranks"
-    assert [line.partition(":")[0] for line in out.splitlines()[1:]] == ["follow", "stop", "resume"]
+    assert out[0] == "job 41: cqwen-run, 2 nodes x 2 ranks"
+    assert [line.partition(":")[0] for line in out[1:]] == ["follow", "stop", "resume"]
     copied = script.with_name("config.yaml")
     assert load_config(copied).train.seed == 3, "what is queued does not change when the file does"
     text = script.read_text()
@@ -62,23 +55,23 @@ def test_submits_a_job_with_its_own_copy_of_the_config(
     for line in ("--mem=0", "--partition=main", "--dependency=afterok:7"):
         assert f"#SBATCH {line}\n" in text
 
-    code, out, err = cqwen(monkeypatch, capfd, "submit", config, "train.seed=3", "--dry-run")
-    assert (code, out.splitlines()[0]) == (0, "#!/usr/bin/env bash")
-    assert err.splitlines()[0] == "Job 1 to start at noon"
+    tried = cqwen("submit", config, "train.seed=3", "--dry-run")
+    assert (tried.returncode, tried.stdout.splitlines()[0]) == (0, "#!/usr/bin/env bash")
+    assert tried.stderr.splitlines()[0] == "Job 1 to start at noon"
     assert not (tmp_path / "run" / "slurm" / "submit-2").exists()
 
 
 def test_a_dry_run_needs_no_slurm_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cqwen: Callable[..., CompletedProcess[str]]
 ) -> None:
     config = write_config(tmp_path)
     monkeypatch.setenv("PATH", os.devnull)
-    code, out, err = cqwen(monkeypatch, capfd, "submit", config, "--nodes", 2, "--dry-run")
-    assert (code, out.splitlines()[0]) == (0, "#!/usr/bin/env bash")
-    assert "there is no sbatch here" in err
-    code, out, err = cqwen(monkeypatch, capfd, "submit", config, "--nodes", 2)
-    assert (code, out) == (2, "")
-    assert err.startswith("error: sbatch: no such command here")
+    tried = cqwen("submit", config, "--nodes", 2, "--dry-run")
+    assert (tried.returncode, tried.stdout.splitlines()[0]) == (0, "#!/usr/bin/env bash")
+    assert "there is no sbatch here" in tried.stderr
+    done = cqwen("submit", config, "--nodes", 2)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: sbatch: no such command here")
     assert not (tmp_path / "run").exists()
 
 

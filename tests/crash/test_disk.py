@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from crash.harness import command, crash_config, result_of
-from support.runs import cqwen_forked, write_config
 
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
 
@@ -43,15 +42,3 @@ def test_a_full_disk_stops_the_run_in_one_line_and_loses_no_checkpoint(tmp_path:
     assert command(config).codes == [0, 0]
     assert result_of(run) == result_of(tmp_path / "run")
     assert json.loads((run / "status.json").read_text())["reason"] is None
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    config = write_config(tmp_path)
-    for folder in (tmp_path / "file" / "run", "/proc/run"):
-        done = cqwen_forked("train", config, f"run.dir={folder}")
-        assert done.returncode == 2
-        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1
-        assert "run.dir: found" in errors[0]
-        assert "a folder that can be written" in errors[0]

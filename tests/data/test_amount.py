@@ -1,9 +1,10 @@
 """Settings for an amount of data, and a config against its data and base."""
 
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
-from support.runs import cqwen_forked
 
 from cqwen_dist.config import Config, DataConfig
 from cqwen_dist.data.amount import COUNTED, MOST, Amount, amount_of, never_warm, suited
@@ -90,12 +91,14 @@ def test_stages_that_are_all_warm_up_are_named() -> None:
         ("model.name_or_path=org/model", 0, "note: model.name_or_path: org/model is no folder here"),
     ],
 )
-def test_validate_checks_against_the_data_and_the_base(one_rank: Path, override: str, code: int, said: str) -> None:
+def test_validate_checks_against_the_data_and_the_base(
+    cqwen: Callable[..., CompletedProcess[str]], one_rank: Path, override: str, code: int, said: str
+) -> None:
     base = [
         "model.architecture=null",
         "model.pretrain=null",
         "model.tokenizer=null",
         f"model.name_or_path={one_rank}/base",
     ]
-    done = cqwen_forked("config", "validate", one_rank / "config.yaml", *base, override)
+    done = cqwen("config", "validate", one_rank / "config.yaml", *base, override)
     assert (done.returncode, said in " ".join(done.stderr.split())) == (code, True), done.stderr

@@ -1,7 +1,10 @@
-"""What the hang watch leaves before the first progress; a hang in training: tests/crash/test_hang.py."""
+"""What the hang watch leaves, before the first progress and after; a hang in training: tests/crash/test_hang.py."""
 
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+from support.ranks import Crew, fork_server, tell
 from support.runs import wait_for
 
 from cqwen_dist.cluster.launch import stacks_of
@@ -18,3 +21,18 @@ def test_a_long_setup_shows_where_it_stands_and_goes_on(tmp_path: Path) -> None:
         watch.alive()
         assert path.read_bytes() == b"", "it was none"
     assert not path.exists()
+
+
+def hanging(rank: int, mouth: Connection, run: str) -> None:
+    watch = HangWatch()
+    with watch.watching(Path(run), rank, 1.0, lambda text: tell(mouth, text)):
+        watch.alive()
+        time.sleep(60)
+
+
+def test_a_hang_is_told_before_the_rank_ends(tmp_path: Path) -> None:
+    crew = Crew(fork_server(), hanging, 1, str(tmp_path))
+    ((_, said),) = crew.hear(60)
+    assert said.startswith("rank 0 has made no progress for 1 s and ends; stacks: ")
+    assert crew.end(60) == [1]
+    assert "in hanging" in (tmp_path / "stacks" / "rank-0.txt").read_text()

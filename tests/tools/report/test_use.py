@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from support.exported import tiny_pair, write_folder
-from support.runs import cqwen_forked
 
 from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import UserError
@@ -25,9 +24,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cqwen(folder: Path) -> Callable[..., Ran]:
+def cqwen(cqwen: Callable[..., Ran], folder: Path) -> Callable[..., Ran]:
+    """Of the exported folder."""
+
     def run(verb: str, *args: object, code: int = 0) -> Ran:
-        done = cqwen_forked(verb, folder, *args)
+        done = cqwen(verb, folder, *args)
         assert done.returncode == code, done.stderr[-2000:]
         if code == 2:
             assert len(done.stderr.splitlines()) == 1
