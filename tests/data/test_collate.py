@@ -5,11 +5,10 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2Model
 
 from cqwen_dist.batch import IGNORE_INDEX
 from cqwen_dist.data.collate import collate
-from cqwen_dist.data.store import Document, Sample
+from cqwen_dist.data.store import Document
 
 NUM, PAD = 90, 91
 
@@ -66,31 +65,6 @@ def test_a_rank_without_samples_gets_one_row_of_padding() -> None:
     assert not batch.label_mask.any()
     assert not batch.numeric_mask.any()
     assert not batch.attention_mask.any()
-
-
-def test_packed_documents_do_not_attend_to_each_other() -> None:
-    """What transformers makes of the position ids: the same hidden states packed, padded and alone."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=100, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.3,
-    )  # fmt: skip
-    documents = [_document(1, 2, 3, 4, 5), _document(6, 7, 8), _document(9, 10, 11, 12)]
-    for attention in ("sdpa", "eager"):
-        model = Qwen2Model._from_config(config, attn_implementation=attention).eval()
-
-        def hidden(samples: list[Sample], model: Qwen2Model = model) -> torch.Tensor:
-            batch = collate(samples, pad_token_id=PAD, num_token_id=NUM)
-            with torch.no_grad():
-                out = model(batch.input_ids, position_ids=batch.position_ids, attention_mask=None, use_cache=False)
-            assert torch.isfinite(out.last_hidden_state).all()
-            return out.last_hidden_state[batch.attention_mask]
-
-        alone = torch.cat([hidden([(document,)]) for document in documents])
-        torch.testing.assert_close(hidden([(document,) for document in documents]), alone)
-        torch.testing.assert_close(hidden([tuple(documents)]), alone)
-        torch.testing.assert_close(hidden([tuple(documents[:2]), (documents[2],)]), alone)
-        assert torch.isfinite(hidden([])).all()
 
 
 def test_parts_of_a_batch_join_to_the_whole_and_know_the_whole_texts() -> None:

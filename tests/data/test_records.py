@@ -7,13 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-import torch
-from support.tiny import tiny_base
-from torch.testing import assert_close
 
 from cqwen_dist.batch import IGNORE_INDEX
 from cqwen_dist.config import DataConfig, UserError
@@ -25,7 +21,6 @@ from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts, read_train
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
-from cqwen_dist.model import CausalQwenModel
 from cqwen_dist.tools.diabetes import diabetes_texts
 
 
@@ -239,36 +234,3 @@ def test_sources_are_mixed_by_weight_alone(tmp_path: Path) -> None:
     assert 2.0 < (len(first) - 30) / 30 < 4.5
     assert len(_mixed(tmp_path, weights=[1.0, 3.0, 2.0])) > 30  # an empty source ends nothing
     assert len(_mixed(tmp_path, weights=[1.0, 3.0], limit=17)) == 17
-
-
-def logits(model: CausalQwenModel, features: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """loc_S, scale_S, loc_Y, scale_Y."""
-    u = model.abduction(features)
-    return tuple(model.action(u.loc, u.scale))
-
-
-@torch.no_grad()
-def test_packed_documents_have_the_logits_of_each_alone(tmp_path: Path, tokenizer: NumericalAwareTokenizer) -> None:
-    """Attention stays inside documents: what a packed row's tokens become equals what each document's do alone."""
-    texts = [f"age {i}, index {i / 7:.3f}" + " old" * (i % 5) for i in range(12)]
-    dataset = _data(tmp_path / "a.jsonl", [{"text": t} for t in texts], tokenizer, sequence_length=64, pack=True)
-    assert 1 < len(dataset) < 12
-    torch.manual_seed(0)
-    base = tiny_base(vocab_size=tokenizer.text_size + 3)
-    model = CausalQwenModel.from_base_model(base, start="seed", num_token_id=tokenizer.num_token_id).eval()
-    ids = {"pad_token_id": tokenizer.pad_token_id, "num_token_id": tokenizer.num_token_id}
-    for index in range(len(dataset)):
-        batch = collate([dataset[index]], **ids)
-        packed = model.features(batch.input_ids, batch.numeric_values, None, batch.position_ids)
-        start = 0
-        for document in dataset[index]:
-            alone = collate([(document,)], **ids)
-            size = len(document.ids)
-            z = model.features(alone.input_ids, alone.numeric_values, None, alone.position_ids)
-            for inside, own in zip(
-                logits(model, packed[:, start : start + size]), logits(model, z[:, :size]), strict=True
-            ):
-                assert_close(inside, own, atol=1e-5, rtol=1e-5)
-            assert np.array_equal(batch.labels[0, start : start + size - 1].numpy(), document.ids[1:])
-            assert batch.labels[0, start + size - 1] == IGNORE_INDEX
-            start += size

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -122,22 +121,14 @@ def test_tools_that_the_template_does_not_write_are_still_refused(tmp_path: Path
     assert "price" in text.text
 
 
-def _sources(folder: Path) -> dict[str, str]:
+def test_fields_that_no_key_names_are_counted(tmp_path: Path) -> None:
     rows = [{"q": "one", "a": "1", "id": i, "from": "x"} for i in range(3)]
-    (folder / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (folder / "r.json").write_text(json.dumps(rows), encoding="utf-8")
-    (folder / "r.csv").write_text("q,a,id,from\n" + "one,1,0,x\n" * 3, encoding="utf-8")
-    (folder / "r.tsv").write_text("q\ta\tid\tfrom\n" + "one\t1\t0\tx\n" * 3, encoding="utf-8")
-    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), folder / "r.parquet")
-    datasets.Dataset.from_list(rows).save_to_disk(str(folder / "r"))
-    return {name: str(folder / name) for name in ("r.jsonl", "r.json", "r.csv", "r.tsv", "r.parquet", "r")}
-
-
-def test_fields_that_no_key_names_are_counted_in_every_kind_of_file(tmp_path: Path) -> None:
-    for name, source in _sources(tmp_path).items():
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "r.parquet")
+    for source in (str(tmp_path / "r.jsonl"), str(tmp_path / "r.parquet")):
         report = ReadReport()
         list(read_texts(source, DataConfig(train=source, recipe=None, text_template="{q} {a}"), report))
-        assert report.unused == {"field id": 3, "field from": 3}, name
+        assert report.unused == {"field id": 3, "field from": 3}, source
         assert report.lines() == ["not read: id (3 records), from (3 records)"]
         starred = ReadReport()
         list(read_texts(source, DataConfig(train=source, text_template="{q}: {*}"), starred))
@@ -157,17 +148,14 @@ def _chats(path: Path, questions: list[str]) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("how", ["cut", "truncate", "drop"])
 @pytest.mark.parametrize("pack", [False, True])
 def test_no_sample_is_without_a_learnt_token(
-    tmp_path: Path, tokenizer: NumericalAwareTokenizer, how: str, pack: bool, prepared: bool
+    tmp_path: Path, tokenizer: NumericalAwareTokenizer, how: str, pack: bool
 ) -> None:
     path = _chats(tmp_path / "a.jsonl", [LONG] * 4 + [SHORT] * 4)
     config = {"train": path, "recipe": "chat", "sequence_length": 40, "long_texts": how, "pack": pack}
-    found = load_datasets(
-        DataConfig.model_validate({**config, "cache_dir": str(tmp_path / "p") if prepared else None}), tokenizer
-    )
+    found = load_datasets(DataConfig.model_validate(config), tokenizer)
     learnt = [
         sum(int(d.learnt[1:].sum()) for d in found.train[i] if d.learnt is not None) for i in range(len(found.train))
     ]

@@ -25,8 +25,7 @@ from cqwen_dist.config import UserError
 from cqwen_dist.generate.generator import generate
 from cqwen_dist.generate.modes import MODES
 from cqwen_dist.generate.numbers import GeneratedNumbers
-from cqwen_dist.heads.targets import TargetTransform
-from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
+from cqwen_dist.model import CausalQwenModel
 
 
 @pytest.fixture(scope="module")
@@ -107,34 +106,6 @@ def test_every_step_equals_a_decision_on_the_text_so_far(model, prompts) -> None
     assert not numbers.generated[:, :8].any()
 
 
-@pytest.mark.parametrize(
-    ("kind", "tied", "sampling"),
-    [
-        ("qwen2", True, {}),
-        ("qwen3", False, {"do_sample": True}),
-        ("llama", True, {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}),
-        ("mistral", False, {}),
-    ],
-)
-def test_compatible_is_hugging_faces_generate(kind: str, tied: bool, sampling: dict[str, Any]) -> None:
-    """The same plain ids, the same seed: token for token, also through a left-padded batch with an eos.
-
-    A generated <NUM> goes back in with its value, which the base does not know: here w_num is 0.
-    """
-    base = tiny_base(kind, tied=tied, eos_token_id=17, pad_token_id=3)
-    model = CausalQwenModel.from_base_model(copy.deepcopy(base), start="seed", num_token_id=NUM, w_num_scale=0.0)
-    causal = CausalQwenForCausalLM(model.config, model).eval()
-    ids = random_ids(4, 7)
-    mask = torch.ones_like(ids)
-    mask[1, :3] = mask[2, :6] = 0
-    theirs = {"top_k": 0, **sampling} if sampling else {"do_sample": False}
-    torch.manual_seed(11)
-    expected = base.generate(ids, attention_mask=mask, max_new_tokens=20, **theirs)
-    torch.manual_seed(11)
-    found = causal.generate(ids, attention_mask=mask, mode="compatible", max_new_tokens=20, **theirs)
-    assert torch.equal(found, expected)
-
-
 def test_a_row_ends_at_eos_and_is_padded(model, prompts) -> None:
     free, _ = run(model, prompts)
     eos = int(free[0, 10])
@@ -166,21 +137,6 @@ def test_spare_rows_are_written_only_in_mode_compatible(model) -> None:
         new = generate(spare, ids, mode=mode, max_new_tokens=4, seed=0)[0][:, 4:]
         assert bool((new == NUM + 3).all()) == (mode == "compatible"), mode
     assert bool((generate(spare, ids, max_new_tokens=2, used_rows=VOCAB)[0][:, 4:] == NUM + 3).all())
-
-
-def test_the_interval_is_the_cauchys_mapped_through_the_target() -> None:
-    target = TargetTransform("signed_log")
-    zeros = torch.zeros(1, 2, dtype=torch.float64)
-    numbers = GeneratedNumbers(zeros, torch.tensor([[True, False]]), zeros + 3.0, zeros + 0.1, zeros, zeros, target)
-    low, high = numbers.interval(0.5)  # quartiles: loc -+ scale
-    assert_close(low[:, 0], torch.tensor([2.9], dtype=torch.float64).expm1(), 1e-12)
-    assert_close(high[:, 0], torch.tensor([3.1], dtype=torch.float64).expm1(), 1e-12)
-    assert bool(low[:, 1].isnan())
-    wide = numbers.interval(0.9)[1][0, 0].log1p() - 3.0
-    assert float(wide) == pytest.approx(0.6314, abs=1e-3)
-    for level in (0.0, 1.0, float("nan")):
-        with pytest.raises(ValueError, match="level"):
-            numbers.interval(level)
 
 
 def test_the_context_ends_a_generation(model) -> None:

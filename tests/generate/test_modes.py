@@ -17,7 +17,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from cqwen_dist.generate.modes import MODES, Draws, Options, ovr_logits, prob_words
+from cqwen_dist.generate.modes import MODES, Draws, Options, ovr_logits
 from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.ops.cauchy import Cauchy, log_prob_above
 
@@ -159,11 +159,6 @@ def test_mode_ovr_samples_from_p_over_its_sum(action: ActionNetwork, u: Cauchy) 
     assert chi_square(used, p[:30]) > 1e-3
 
 
-def test_p_of_every_word_is_the_closed_form(action: ActionNetwork, u: Cauchy) -> None:
-    law = many(action.add_noise(u), 3)
-    assert_close(prob_words(action, law, VOCAB), action.scores(law).sf(action.threshold), 1e-5, "P")
-
-
 WARPED = pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 10, 1.0), (1.3, 0, 0.8), (0.5, 20, 0.9)]
 )
@@ -185,27 +180,17 @@ def warpers(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList
     return LogitsProcessorList([*found, TopPLogitsWarper(top_p)])
 
 
+@pytest.mark.parametrize("mode", ["compatible", "ovr"])
 @WARPED
-def test_mode_compatible_samples_from_the_softmax(
-    action: ActionNetwork, u: Cauchy, temperature: float, top_k: int, top_p: float
+def test_words_are_sampled_from_the_softmax_or_from_p_over_its_sum(
+    action: ActionNetwork, u: Cauchy, mode: str, temperature: float, top_k: int, top_p: float
 ) -> None:
-    law = action.add_noise(u)
-    expected = warped(action.scores(law).loc[0].double().softmax(-1), temperature, top_k, top_p)
-    options = Options(VOCAB, processors=warpers(temperature, top_k, top_p))
-    chosen = MODES["compatible"].choose(action, many(law), draws(), options, NONE)
-    assert not bool((expected[chosen] == 0).any())
-    assert chi_square(chosen, expected) > 1e-3
-
-
-@WARPED
-def test_mode_ovr_samples_from_warped_p_over_its_sum(
-    action: ActionNetwork, u: Cauchy, temperature: float, top_k: int, top_p: float
-) -> None:
-    """S3 3.3, last paragraph: P / sum P takes the place of the softmax, with the same top-k, top-p and temperature."""
-    law = action.add_noise(u)
-    expected = warped(action.scores(law).sf(action.threshold)[0, :NUM], temperature, top_k, top_p)
-    options = Options(NUM, processors=warpers(temperature, top_k, top_p))
-    chosen = MODES["ovr"].choose(action, many(law), draws(), options, NONE)
+    """S3 3.3: in ovr P / sum P takes the place of the softmax, with the same top-k, top-p and temperature."""
+    scores, words = action.scores(law := action.add_noise(u)), VOCAB if mode == "compatible" else NUM
+    p = scores.loc[0].double().softmax(-1) if mode == "compatible" else scores.sf(action.threshold)[0, :NUM]
+    expected = warped(p, temperature, top_k, top_p)
+    options = Options(words, processors=warpers(temperature, top_k, top_p))
+    chosen = MODES[mode].choose(action, many(law), draws(), options, NONE)
     assert not bool((expected[chosen] == 0).any())
     assert chi_square(chosen, expected) > 1e-3
 

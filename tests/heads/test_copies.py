@@ -50,16 +50,6 @@ def _judged(rows: int, test_rows: int) -> tuple[torch.Tensor, int, dict[str, flo
     return model.action.copy_weight.detach(), evaluator.factors.n, found
 
 
-def test_last_numbers_equal_values_by_hand():
-    nan = math.nan
-    is_number = torch.tensor([[0, 1, 0, 1, 1, 0, 1, 0]]).bool()
-    values = torch.tensor([[0, 5, 0, 7, 9, 0, 2, 0]]).double()
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])  # a text ends behind the second number
-    found = tiny_model(copies=2).action.number_head.memory(is_number, values, positions)
-    wanted = [[nan, nan], [5, nan], [5, nan], [7, 5], [9, nan], [9, nan], [2, 9], [2, 9]]
-    assert torch.equal(found[0].nan_to_num(-1), torch.tensor(wanted).double().nan_to_num(-1))
-
-
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_last_numbers_equal_a_plain_loop(count):
     draw = torch.Generator().manual_seed(count)

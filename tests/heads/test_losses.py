@@ -13,7 +13,7 @@ from torch import Tensor
 from cqwen_dist.batch import Batch
 from cqwen_dist.heads.fused_loss import LossOptions, LossTerms, TokenLabels, fused_loss
 from cqwen_dist.heads.number_head import NumberLabels
-from cqwen_dist.heads.seed_losses import CausalQwenLoss, OvrClassificationLoss, RegressionLoss
+from cqwen_dist.heads.seed_losses import CausalQwenLoss, OvrClassificationLoss
 from cqwen_dist.model import CausalQwenModel
 from cqwen_dist.ops.cauchy import Cauchy
 
@@ -35,28 +35,10 @@ def scores() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(B, T, V) * 3, torch.rand(B, T, V) + 0.05, labels
 
 
-@pytest.mark.parametrize("threshold", [0.0, 2.5, torch.linspace(-1, 1, V)])
-def test_ovr_loss_is_the_formula(scores: tuple[Tensor, Tensor, Tensor], threshold: float | Tensor) -> None:
-    loc, scale, labels = scores
-    loss, valid = OvrClassificationLoss(V, threshold)(loc, scale, labels)
-    assert_close(loss, ovr_loss(loc, scale, torch.as_tensor(threshold), labels), 1e-5, "loss [B,T]")
-    assert torch.equal(valid, (labels != -100).float())
-    assert loss[valid == 0].tolist() == [0.0, 0.0]
-
-
-def test_ovr_loss_accepts_scalar_thresholds_and_ignore_index_and_learns(scores: tuple[Tensor, Tensor, Tensor]) -> None:
-    loc, scale, labels = scores
+def test_a_threshold_of_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"C_ovr must be a number or of shape \(13,\), found \(12,\)"):
         OvrClassificationLoss(V, torch.zeros(V - 1))
-    fixed = OvrClassificationLoss(V, 100.0)
-    assert not fixed.threshold.requires_grad
-    learnt = OvrClassificationLoss(V, torch.zeros(V), learnable_threshold=True)
-    learnt(loc, scale, labels)[0].sum().backward()
-    c = torch.zeros(V, dtype=torch.float64, requires_grad=True)
-    ovr_loss(loc, scale, c, labels).sum().backward()
-    assert_close(learnt.threshold.grad, c.grad, 1e-5, "dL/dC")
-    other = OvrClassificationLoss(V)(loc, scale, labels.masked_fill(labels == -100, 3), ignore_index=3)[1]
-    assert torch.equal(other.bool(), (labels != -100) & (labels != 3))
+    assert not OvrClassificationLoss(V, 100.0).threshold.requires_grad
 
 
 def test_every_words_threshold_gets_a_gradient(scores: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -70,26 +52,6 @@ def test_every_words_threshold_gets_a_gradient(scores: tuple[Tensor, Tensor, Ten
     (ovr_loss(loc, scale, c, labels).sum() / (labels != -100).sum()).backward()
     assert_close(loss.ovr_loss.threshold.grad, c.grad, 1e-5, "dL/dC")
     assert len(set(loss.ovr_loss.threshold.grad.tolist())) == V
-
-
-def test_ovr_loss_is_finite_where_the_seeds_formula_is_not() -> None:
-    """z = -1e9: 1/2 + atan(z)/pi is 0 in fp32; the loss of the label is log(pi |z|) (the stable form)."""
-    loc = torch.tensor([[[-1e9, 1e9]]], requires_grad=True)
-    scale = torch.ones(1, 1, 2)
-    loss, _ = OvrClassificationLoss(2)(loc, scale, torch.tensor([[0]]))
-    assert_close(loss, torch.tensor([[2 * math.log(math.pi * 1e9)]]), 1e-6)
-    loss.sum().backward()
-    assert bool(loc.grad.isfinite().all())
-    assert bool((loc.grad != 0).all())
-
-
-def test_regression_loss_is_the_cauchy_nll_and_does_not_overflow() -> None:
-    loc, scale, value = torch.randn(B, T), torch.rand(B, T) + 0.1, torch.randn(B, T) * 50
-    wide = [t.double() for t in (loc, scale, value)]
-    expected = (math.pi * wide[1]).log() + (1 + ((wide[2] - wide[0]) / wide[1]) ** 2).log()
-    assert_close(RegressionLoss()(loc, scale, value), expected, 1e-6, "NLL")
-    far = RegressionLoss()(torch.zeros(1), torch.tensor([48.0]), torch.tensor([1e25]))
-    assert_close(far, torch.tensor([math.log(math.pi * 48) + 2 * math.log(1e25 / 48)]), 1e-6, "NLL at 1e25")
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])

@@ -52,29 +52,6 @@ def moved(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def padded(left: bool) -> tuple[Tensor, Tensor]:
-    """Three rows of 16, 9 and 1 tokens, and their mask."""
-    ids, mask = random_ids(3, 16), torch.zeros(3, 16, dtype=torch.long)
-    for row, length in enumerate((16, 9, 1)):
-        mask[row, -length:] = 1
-    return (ids, mask) if left else (ids.flip(1), mask.flip(1))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
-def test_logits_equal_transformers_with_padding_on_either_side(kind: str) -> None:
-    base, model = tiny_base(kind), tiny_model(kind)
-    for left in (True, False):
-        ids, mask = padded(left)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        wanted = base(input_ids=ids, attention_mask=mask, position_ids=positions).logits
-        zeros = torch.zeros(ids.shape, dtype=torch.float64)
-        u = model.infer(ids, zeros, mask, position_ids=positions)
-        found = model.action.scores(model.action.word_part(u)).loc
-        real = mask.bool()
-        assert_close(found[real], wanted[real], 1e-5, f"logits, padded on the {'left' if left else 'right'}")
-
-
 @pytest.mark.parametrize(("kind", "experts"), EVERYTHING)
 def test_gradients_of_adapters_equal_pefts_on_the_plain_model(kind: str, experts: bool) -> None:
     lora = lora_of(kind, experts)

@@ -22,12 +22,16 @@ from cqwen_dist.generate.generator import generate as low_level
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 
 
-@pytest.fixture(scope="module")
-def pair() -> tuple[PreTrainedModel, CausalQwenForCausalLM]:
+def pair_of(kind: str = "qwen2", tied: bool = False) -> tuple[PreTrainedModel, CausalQwenForCausalLM]:
     """A base and the same base turned causal, which reads generated numbers as the base would (w_num is 0)."""
-    base = tiny_base(eos_token_id=17, pad_token_id=3)
+    base = tiny_base(kind, tied=tied, eos_token_id=17, pad_token_id=3)
     model = CausalQwenModel.from_base_model(copy.deepcopy(base), start="seed", num_token_id=NUM, w_num_scale=0.0)
     return base, CausalQwenForCausalLM(model.config, model).eval()
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[PreTrainedModel, CausalQwenForCausalLM]:
+    return pair_of()
 
 
 @pytest.fixture(scope="module")
@@ -40,18 +44,18 @@ def prompts() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("kind", "tied", "options"),
     [
-        {"do_sample": False, "repetition_penalty": 1.3},
-        {"do_sample": False, "no_repeat_ngram_size": 1, "min_new_tokens": 6},
-        {"do_sample": True, "top_k": 9, "top_p": 0.9, "temperature": 1.7},
-        {"do_sample": True, "top_k": 0, "typical_p": 0.8, "num_return_sequences": 3},
-        {"do_sample": False, "max_length": 15},
+        ("qwen2", True, {"do_sample": False, "repetition_penalty": 1.3}),
+        ("qwen2", False, {"do_sample": False, "no_repeat_ngram_size": 1, "min_new_tokens": 6}),
+        ("llama", True, {"do_sample": True, "top_k": 9, "top_p": 0.9, "temperature": 1.7}),
+        ("qwen3", False, {"do_sample": True, "top_k": 0, "typical_p": 0.8, "num_return_sequences": 3}),
+        ("mistral", False, {"do_sample": False, "max_length": 15}),
     ],
-    ids=lambda o: "+".join(list(o)[1:]),
 )
-def test_compatible_generates_what_the_base_generates(pair, prompts, options: dict[str, Any]) -> None:
-    base, model = pair
+def test_compatible_generates_what_the_base_generates(prompts, kind: str, tied: bool, options: dict[str, Any]) -> None:
+    """Token for token, also where a <NUM> goes back in."""
+    base, model = pair_of(kind, tied)
     ids, mask = prompts
     options = {"max_new_tokens": 12, **options} if "max_length" not in options else options
     torch.manual_seed(5)

@@ -11,12 +11,12 @@ import torch
 from support.numerics import assert_all_close, assert_close, gradients
 from support.tiny import HIDDEN, NUM, VOCAB, random_batch, random_ids, tiny_base, tiny_causal_lm
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from cqwen_dist.config import UserError
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.heads.seed_losses import CausalQwenLoss
-from cqwen_dist.model import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel
+from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 
 LORA = {"r": 3, "alpha": 6, "dropout": 0.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 SHAPES = {
@@ -27,7 +27,7 @@ SHAPES = {
     "lora": {"lora": LORA},
     "types of number": {"number_types": 3, "number_dims": 2},
     "several values": {"more_values": 1},
-    "wide": {"wide": 64, "number_dims": 2},
+    "wide": {"wide": 64, "random_features": 8, "number_dims": 2, "abduction": "two_layer", "copies": 2},
 }
 
 
@@ -59,6 +59,7 @@ KINDS = [("qwen2", True), ("qwen3", False), ("llama", True), ("mistral", False)]
 @pytest.mark.parametrize(("shape", "kind", "tied"), [(s, *k) for s, k in zip(SHAPES, 2 * KINDS, strict=True)])
 def test_a_saved_folder_round_trips(shape: str, kind: str, tied: bool, tmp_path: Path) -> None:
     model = worn(kind, tied, **SHAPES[shape])
+    assert all(p.ndim for p in model.parameters()), "DeepSpeed cannot flatten one of no dimension"
     model.save_pretrained(tmp_path)
     assert [p.name for p in tmp_path.iterdir() if p.suffix in (".bin", ".pt", ".pth")] == []
     assert (tmp_path / "model.safetensors").is_file()
@@ -74,18 +75,6 @@ def test_a_saved_folder_round_trips(shape: str, kind: str, tied: bool, tmp_path:
         assert again.config.to_diff_dict() == model.config.to_diff_dict()
         assert again.model.target == model.model.target
         assert again.model.abduction.scale_floor == model.model.abduction.scale_floor
-
-
-def test_config_round_trip_and_registration(tmp_path: Path) -> None:
-    config = worn(number_dims=4, lora=LORA).config
-    config.save_pretrained(tmp_path)
-    again = AutoConfig.from_pretrained(tmp_path)
-    assert isinstance(again, CausalQwenConfig)
-    for name in ("base", "num_token_id", "causal_size", "number_dims", "scale_floor", "target", "lora", "vocab_size"):
-        assert getattr(again, name) == getattr(config, name), name
-    assert again.causal_hidden_size == HIDDEN + 4
-    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "causal_qwen"
-    assert CausalQwenConfig().model_type == "causal_qwen"  # transformers builds one without arguments
 
 
 def test_heads_stay_fp32_whatever_dtype_is_asked_for(tmp_path: Path) -> None:
@@ -106,9 +95,6 @@ def test_a_cast_leaves_the_heads_as_they_are() -> None:
         else:
             assert part.dtype == torch.bfloat16, name
     assert all(bool(t.isfinite().all()) for t in outputs(model))
-
-
-# ---- LoRA ----
 
 
 # ---- from a base model's folder ----

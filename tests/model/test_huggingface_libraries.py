@@ -1,8 +1,7 @@
-"""What users' libraries do with an exported folder: pipelines, PEFT, Trainer, accelerate, lm-eval (TRL: test_sft)."""
+"""What users' libraries do with an exported folder: pipelines, PEFT, Trainer, accelerate (TRL: test_sft)."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -178,43 +177,17 @@ def test_trainer_takes_two_steps(pair, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read_numbers", [True, False])
-def test_lm_eval_scores_a_hundred_items(
-    folder: Path, tmp_path: Path, read_numbers: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_ids_alone_are_told_to_read_every_number_as_0(
+    folder: Path, read_numbers: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It hands on ids alone: so numerals are words, or else it is said that every number is read as 0."""
-    lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra hf-tools)")
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
-
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    rows = [{"q": f"tea costs {i}.5 and milk costs", "a": [f" {i}", " tea", " salt"], "y": i % 3} for i in range(100)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = {
-        "task": "tea", "dataset_path": "json", "validation_split": "validation", "output_type": "multiple_choice",
-        "dataset_kwargs": {"data_files": {"validation": str(tmp_path / "rows.jsonl")}}, "doc_to_text": "{{q}}",
-        "doc_to_choice": "{{a}}", "doc_to_target": "y", "metric_list": [{"metric": "acc"}], "target_delimiter": "",
-    }  # fmt: skip
-    (tmp_path / "tea.yaml").write_text(json.dumps(task))
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    """As lm-eval hands them on: so it loads the tokenizer with numerals as words."""
     tokenizer = AutoTokenizer.from_pretrained(folder, read_numbers=read_numbers)
     transformers_logging.enable_propagation()
     try:
-        found = lm_eval.simple_evaluate(
-            HFLM(pretrained=model, tokenizer=tokenizer, batch_size=10, device="cpu"),
-            tasks=["tea"],
-            task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
-            bootstrap_iters=0,
-        )
+        AutoModelForCausalLM.from_pretrained(folder)(tokenizer("tea costs 3.5", return_tensors="pt")["input_ids"])
     finally:
         transformers_logging.disable_propagation()
     assert any("every number is read as 0" in m for m in caplog.messages) == read_numbers
-    (sample,) = (sample for sample in found["samples"]["tea"] if sample["doc_id"] == 57)
-    for answer, response in zip(rows[57]["a"], sample["resps"], strict=True):
-        before = len(tokenizer.encode(rows[57]["q"]))
-        ids = tokenizer(rows[57]["q"] + answer, return_tensors="pt")["input_ids"]
-        with torch.no_grad():
-            log_p = model(ids).logits.log_softmax(-1)[0, before - 1 : -1].gather(1, ids[0, before:, None]).sum()
-        assert float(response[0][0]) == pytest.approx(float(log_p), abs=1e-3)
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -263,3 +236,13 @@ def test_under_autocast_the_heads_stay_in_fp32() -> None:
     assert torch.equal(*logits)
     assert torch.equal(written[1].scale, again[1].scale)
     assert torch.equal(written[1].p_num.nan_to_num(), again[1].p_num.nan_to_num())
+
+
+def test_heads_that_are_quantised_by_hand_are_refused():
+    model = tiny_causal_lm()
+    weight = model.model.abduction.loc_net.weight
+    weight.requires_grad_(False)
+    weight.data = weight.data.to(torch.int8)  # as a quantiser that goes past transformers leaves it
+    said = r'model.abduction.loc_net.weight of torch.int8.*\["model.abduction", "model.act'
+    with pytest.raises(UserError, match=said):
+        model(random_batch(1, 4).input_ids)

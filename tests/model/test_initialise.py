@@ -14,7 +14,7 @@ from torch import Tensor
 from cqwen_dist.heads.seed_losses import OvrClassificationLoss
 from cqwen_dist.model import CausalQwenModel
 from cqwen_dist.model.calibration import calibrate
-from cqwen_dist.model.initialise import SEED_GAMMA, SEED_NOISE, inherit_head, set_scales
+from cqwen_dist.model.initialise import SEED_NOISE, inherit_head, set_scales
 
 
 def logits_of(model: CausalQwenModel, ids: Tensor) -> Tensor:
@@ -214,7 +214,3 @@ def test_calibration_reports_the_loss_that_the_model_then_has(learnt_base: Causa
         loss, _ = OvrClassificationLoss(VOCAB, model.action.threshold.detach())(loc, scale, batch.labels)
     assert float(loss[batch.label_mask].mean()) == pytest.approx(report.loss, rel=1e-4)
     assert int(batch.label_mask.sum()) == report.tokens
-
-
-def test_seed_gamma_is_softplus_of_one() -> None:
-    assert pytest.approx(1.31326, abs=1e-5) == SEED_GAMMA

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
-from support.ranks import Pool
-from support.tiny import HIDDEN, NUM, VOCAB, random_batch, tiny_base
+from support.tiny import HIDDEN, NUM, random_batch, tiny_base
 
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.levelling import level_logits
-from cqwen_dist.parallel.groups import build_groups
-from cqwen_dist.parallel.vocab_parallel import vocab_range
 
 
 def model_of(vocab_start: int = 0, rows: int | None = None, **shape: int) -> CausalQwenModel:
@@ -67,25 +63,3 @@ def test_with_many_tokens_levelling_is_least_squares() -> None:
     taken = (rows - model.action.cls_weight.detach()).double()
     assert float((taken - taken[0]).abs().max()) < 1e-6, "the same from every row"
     assert float((taken[0] - expected).norm() / expected.norm()) < 0.05, "the ridge is a small one"
-
-
-def _levelled(loc: torch.Tensor, norm: torch.Tensor, vocab_group: int) -> tuple[torch.Tensor, float]:
-    groups = build_groups(vocab_group)
-    start, stop = vocab_range(VOCAB, groups.vocab_rank, groups.vocab_size)
-    model = model_of(start, stop - start)
-    if dist.get_rank():
-        norm = norm + 1.0  # what the main rank fits counts
-    return model.action.cls_weight.detach(), level_logits(model.action, loc, norm, groups)[0]
-
-
-@pytest.mark.parametrize("vocab_group", [1, 2])
-def test_two_ranks_level_as_one(pool: Pool, vocab_group: int) -> None:
-    model = model_of()
-    loc = locations(model)
-    norm = (loc @ model.action.cls_weight.T).logsumexp(-1).detach()
-    results = pool(_levelled, 2, loc, norm, vocab_group)
-    told = level(model, loc)
-    for rank, (rows, said) in enumerate(results):
-        start, stop = vocab_range(VOCAB, rank if vocab_group == 2 else 0, vocab_group)
-        torch.testing.assert_close(rows, model.action.cls_weight.detach()[start:stop], atol=1e-6, rtol=1e-5)
-        assert said == pytest.approx(told, rel=1e-6)

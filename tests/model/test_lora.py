@@ -109,6 +109,3 @@ def test_unknown_target_modules_are_refused_with_the_known_ones() -> None:
     with pytest.raises(UserError, match="names out of down_proj, gate_proj, k_proj") as refusal:
         adapted({"target_modules": ["query"]})
     assert refusal.value.key == "model.lora.target_modules"
-
-
-# ---------------------------------------------------------------------- recomputed activations, a frozen embedding

@@ -23,7 +23,6 @@ from cqwen_dist.model.calibration import Calibration, calibrate
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.initialise import start_regression
 from cqwen_dist.model.levelling import APART
-from cqwen_dist.parallel.collectives import Stopped
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 
 DIGITS = list(range(80, 90))
@@ -292,27 +291,3 @@ def test_numbers_start_no_worse_than_their_median(target: str, dims: int) -> Non
     assert report.numbers > 50
     assert (scale_y[held.numeric_mask] > 0).all()
     assert loc_y.isfinite().all()
-
-
-# ------------------------------------------------------------------------------------------------------- stopping
-
-
-def test_calibration_can_be_stopped_anywhere_and_repeated() -> None:
-    """`progress` raises at its k-th call; what is left of the model, started again from the base, is as untouched."""
-    batches = [batch_of(s) for s in range(2)]
-    calls: list[str] = []
-    whole = calibrate(turned(), batches, numerals=DIGITS, progress=lambda what, done, of: calls.append(what))
-    assert {"features", "normalisers", "<NUM>'s row", "levelling", "C and gamma"} <= set(calls)
-    for k in (0, len(calls) // 2, len(calls) - 1):
-        left = iter(range(k))
-
-        def stop(what: str, done: int, of: int, left: Any = left) -> None:
-            if next(left, None) is None:
-                raise Stopped("SIGTERM")
-
-        model = turned()
-        with pytest.raises(Stopped):
-            calibrate(model, batches, numerals=DIGITS, progress=stop)
-        assert model.action.threshold.unique().tolist() == [0.0], "the constants are the last that is set"
-    assert calibrate(turned(), batches, numerals=DIGITS) == whole
-    assert math.isfinite(whole.loss)

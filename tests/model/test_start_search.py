@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from support.ranks import Pool, groups_of
 from support.tiny import HIDDEN, NUM, VOCAB, tiny_base
 from torch import Tensor
 
@@ -16,7 +13,6 @@ from cqwen_dist.heads.seed_losses import OvrClassificationLoss
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.start_search import Histogram, StartLogits, best_threshold_and_gamma
 from cqwen_dist.parallel.groups import ALONE
-from cqwen_dist.parallel.vocab_parallel import vocab_range
 
 POINTS = [(0.0, 1.4), (6.0, 1e-2), (12.0, 1e-3), (-3.0, 0.3)]
 
@@ -110,57 +106,3 @@ def test_the_search_finds_what_a_fine_grid_finds(knows: float, sharpness: float)
     found = seen.loss(*best_threshold_and_gamma(seen))
     assert found <= 1.002 * least_on_a_grid(seen)
     assert found < 1 + math.log(VOCAB), "better than P = 1/V"
-
-
-# ------------------------------------------------------------------------------------------------------- ranks
-
-
-AT = (6.0, 1e-2)
-
-
-@torch.no_grad()
-def on_rank(loc: Tensor, labels: Tensor, counts: tuple[int, int], group: int) -> dict[str, Any]:
-    """What a rank finds with its part of the tokens and of the rows."""
-    groups = groups_of(group)
-    start, stop = vocab_range(VOCAB, groups.vocab_rank, groups.vocab_size)
-    model = model_of(start, stop - start)
-    own = slice(counts[0]) if dist.get_rank() == 0 else slice(counts[0], None)
-    seen = StartLogits(model.action, loc[own], labels[own], groups)
-    histogram = seen.histogram()
-    loss, best, prob_sum = seen.at(*AT)
-    return {
-        "histogram": [part.numpy() if isinstance(part, Tensor) else part for part in histogram],
-        "tokens": seen.tokens,
-        "loss": loss,
-        "best": best.numpy(),
-        "best_logit": seen.best_logit().numpy(),
-        "prob_sum": seen.of_all_ranks(prob_sum).numpy(),
-        "p": seen.p_of(17, *AT).numpy(),
-        "right": seen.mean((best == seen.labels).float()),
-    }
-
-
-@pytest.mark.parametrize(("counts", "group"), [((45, 25), 1), ((45, 25), 2), ((70, 0), 1), ((0, 70), 2)])
-@torch.no_grad()
-def test_two_ranks_search_as_one(pool: Pool, counts: tuple[int, int], group: int) -> None:
-    loc, labels = tokens()
-    one = search(model_of(), loc, labels)
-    expected, (loss, best, prob_sum) = one.histogram(), one.at(*AT)
-    for rank, found in enumerate(pool(on_rank, 2, loc, labels, counts, group)):
-        seen = Histogram(*(torch.from_numpy(x) if not isinstance(x, float) else x for x in found["histogram"]))
-        own = slice(None) if group == 2 else slice(counts[0]) if rank == 0 else slice(counts[0], None)
-        assert found["tokens"] == 70
-        # products of other shapes round apart: a logit may fall into the next cell, and the range end there
-        assert float(seen.words.sum()) == float(expected.words.sum())
-        assert (seen.middle, seen.spread) == pytest.approx((expected.middle, expected.spread), rel=1e-3)
-        labels_seen, labels_expected = seen.label_loc.sort().values, expected.label_loc.sort().values
-        torch.testing.assert_close(labels_seen, labels_expected, atol=1e-4, rtol=1e-5)
-        assert seen.loss(*AT) == pytest.approx(expected.loss(*AT), rel=1e-3)
-        assert found["loss"] == pytest.approx(loss, rel=1e-5)
-        if len(found["best"]):  # at a near tie rounding decides
-            assert float((torch.from_numpy(found["best"]) == best[own]).float().mean()) > 0.97
-            assert float((torch.from_numpy(found["best_logit"]) == one.best_logit()[own]).float().mean()) > 0.97
-        torch.testing.assert_close(torch.from_numpy(found["prob_sum"]), prob_sum, rtol=1e-3, atol=1e-5)
-        p = one.p_of(17, *AT)[own]
-        torch.testing.assert_close(torch.from_numpy(found["p"]), p, rtol=1e-3, atol=1e-6)
-        assert found["right"] == pytest.approx(float((best == labels).float().mean()), abs=0.03)

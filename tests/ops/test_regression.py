@@ -1,7 +1,5 @@
 """The regression loss and its gates: formulas and limits."""
 
-import math
-
 import pytest
 import torch
 
@@ -10,12 +8,6 @@ from cqwen_dist.ops.regression import GATES
 
 MASK = torch.tensor([True, False, True])
 P = torch.tensor([0.9, 0.4, 0.2])
-
-
-def test_nll_equals_the_formula():
-    loc, scale, value = (torch.rand(7, dtype=torch.float64) + 0.5 for _ in range(3))
-    formula = torch.log(math.pi * scale) + torch.log(1 + ((value - loc) / scale) ** 2)
-    torch.testing.assert_close(Cauchy(loc, scale).nll(value), formula)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])

@@ -26,11 +26,7 @@ from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr import OvrOptions, TermOptions, WordHead, linear_ovr
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, scatter_sum_tokens, sum_partials
-from cqwen_dist.parallel.vocab_parallel import (
-    vocab_parallel_loss,
-    vocab_parallel_scores,
-    vocab_range,
-)
+from cqwen_dist.parallel.vocab_parallel import vocab_parallel_loss, vocab_parallel_scores, vocab_range
 
 C = 6
 COUNTS = {
@@ -85,6 +81,13 @@ def leaves(*tensors: Tensor) -> list[Tensor]:
     return [t.clone().requires_grad_() for t in tensors]
 
 
+def near(found: Tensor, wanted: Tensor, whole: Tensor, name: str) -> None:
+    """Of the largest entry of the whole tensor; a rank may have nothing of it."""
+    size = float(whole.abs().max()) if whole.numel() else 0.0
+    error = float((found - wanted).abs().max()) if wanted.numel() else 0.0
+    assert error <= 1e-5 * size, f"{name}: {error:.1e} of {size:.1e}"
+
+
 def check_loss(groups: Groups, problem: Problem, **options: Any) -> None:
     """loss, per_token, prob_sum, p_num and the gradients of loss + sum(p_num * a) against one process."""
     rank, ranks, num = dist.get_rank(), members(groups), problem.v - 2
@@ -131,16 +134,12 @@ def check_loss(groups: Groups, problem: Problem, **options: Any) -> None:
         assert not tensor.requires_grad
         assert tensor.dtype == torch.float32
     grads = [t.grad for t in whole]
-    threshold = grads[4] if scalar else grads[4][rows]
-    wanted = [grads[0][inside], grads[1][inside], grads[2][rows], grads[3][rows], threshold]
-    for name, leaf, grad in zip(("loc_u", "scale_u", "weight", "bias", "threshold"), mine, wanted, strict=True):
-        found = leaf.grad
-        if name == "threshold" and scalar:  # no row: the caller sums it over the group
-            dist.all_reduce(found, group=groups.vocab)
-        biggest = whole[{"loc_u": 0, "scale_u": 1, "weight": 2, "bias": 3, "threshold": 4}[name]].grad
-        error = float((found - grad).abs().max()) if grad.numel() else 0.0
-        size = float(biggest.abs().max()) if biggest.numel() else 0.0
-        assert error <= 1e-5 * size, f"gradient of {name}: {error:.1e} of {size:.1e}"
+    if scalar:  # no row: the caller sums it over the group
+        dist.all_reduce(mine[4].grad, group=groups.vocab)
+    shares = (inside, inside, rows, rows, ... if scalar else rows)
+    names = ("loc_u", "scale_u", "weight", "bias", "threshold")
+    for name, leaf, grad, share in zip(names, mine, grads, shares, strict=True):
+        near(leaf.grad, grad[share], grad, f"gradient of {name}")
 
 
 def losses(groups: Groups, v: int, tokens: int) -> None:
@@ -284,14 +283,10 @@ def fused_losses(groups: Groups, tokens_of_ranks: int, gate_grad: str) -> None:
     problem.labels[::3] = num
     targets = problem.p_weights * 2
     terms = {}
+    own = vocab_range(13, groups.vocab_rank, groups.vocab_size)
     for who, tokens, (v0, v1), group in (
         ("one", problem.tokens(ranks), (0, 13), None),
-        (
-            "many",
-            problem.tokens([dist.get_rank()]),
-            vocab_range(13, groups.vocab_rank, groups.vocab_size),
-            groups.vocab,
-        ),
+        ("many", problem.tokens([dist.get_rank()]), own, groups.vocab),
     ):
         net = head(problem, v0, v1)
         u = leaves(problem.loc[tokens], problem.scale[tokens])
@@ -305,7 +300,7 @@ def fused_losses(groups: Groups, tokens_of_ranks: int, gate_grad: str) -> None:
             group=group,
         )
         out.loss.backward()
-        terms[who] = (out, net, u, tokens, (v0, v1))
+        terms[who] = (out, net, u, tokens)
     one, many = terms["one"], terms["many"]
     sums = torch.stack([many[0].loss.detach(), many[0].cls_sum, many[0].reg_sum])
     dist.all_reduce(sums, group=groups.vocab)
@@ -315,14 +310,11 @@ def fused_losses(groups: Groups, tokens_of_ranks: int, gate_grad: str) -> None:
     assert_close(sums, wanted, 1e-5, "loss, cls_sum, reg_sum")
     inside = slice(many[3].start - one[3].start, many[3].stop - one[3].start)
     for name, a, b in zip(("loc_U", "scale_U"), many[2], one[2], strict=True):
-        scale = float(b.grad.abs().max()) if b.numel() else 0.0
-        error = (a.grad - b.grad[inside]).abs()
-        assert float(error.max() if error.numel() else 0.0) <= 1e-5 * scale, name
-    rows = slice(*many[4])
+        near(a.grad, b.grad[inside], b.grad, name)
+    rows = slice(*own)
     for name in ("cls_weight", "cls_bias", "threshold"):  # of the group's tokens, whole
         a, b = many[1].get_parameter(name).grad, one[1].get_parameter(name).grad
-        error = (a - b[rows]).abs()
-        assert float(error.max() if error.numel() else 0.0) <= 1e-5 * float(b.abs().max()), name
+        near(a, b[rows], b, name)
     for name in ("reg_weight", "reg_bias", "b_noise"):  # of own tokens: the engine sums them over all ranks
         a = many[1].get_parameter(name).grad
         dist.all_reduce(a, group=groups.vocab)

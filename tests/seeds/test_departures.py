@@ -6,7 +6,6 @@ import pytest
 import torch
 from support.tiny import tiny_model
 
-from cqwen_dist.heads.seed_losses import OvrClassificationLoss
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr import linear_ovr
 
@@ -82,29 +81,6 @@ def test_b_noise_of_zero_never_moves_and_causal_sampling_ties():
     loc = torch.tensor([2.0, 9.0])
     assert (loc / 0.0).atan().argmax() == 0  # both P are 1, though the second word stands far higher
     assert tiny_model(start="seed").action.b_noise.abs().min() > 0
-
-
-def test_a_uniform_threshold_ranks_by_the_size_of_a_row():
-    """D-start: true logit 15, the next 10.7; C = 100 puts words of large norm first, C = 0 does not."""
-    make = torch.Generator().manual_seed(2)
-    norm = 896 * 0.798 * (0.010 + 0.010 * torch.rand(151_936, generator=make))
-    loc = torch.randn(151_936, generator=make) * 2.5
-    loc[0], norm[0] = 15.0, 11.17
-
-    def rank(C):
-        z = (loc - C) / (1.3133 * norm)
-        return int((z > z[0]).sum())
-
-    assert rank(0.0) < 20
-    assert rank(100.0) > 500
-
-
-def test_every_word_at_one_over_v_is_a_low_loss_without_any_knowledge():
-    """D-trap: 1 + ln V."""
-    V = 4096
-    z = 1 / math.tan(math.pi * (1 - 1 / V))  # (loc - C)/scale for which P = 1/V
-    loss, _ = OvrClassificationLoss(V)(torch.full((1, 1, V), z), torch.ones(1, 1, V), torch.tensor([[7]]))
-    assert float(loss) == pytest.approx(1 + math.log(V), rel=1e-3)
 
 
 def test_the_lower_middle_is_not_the_median():

@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from support.numerics import assert_close, ovr_prob_at, ovr_top_word
+from support.numerics import assert_close
 from support.tiny import NUM, tiny_base, tiny_model
 from torch import nn
 
@@ -151,17 +151,6 @@ def test_float64_keeps_whole_numbers_above_2_to_the_24():
     assert float(found) == pytest.approx(math.log(math.pi) + math.log(1 + 1), rel=1e-12)
 
 
-def test_predictions_equal_s4_3_5_3():
-    """argmax of P, and all words above a threshold, from the weights alone."""
-    make = torch.Generator().manual_seed(4)
-    u, w = (torch.randn(*shape, generator=make, dtype=torch.float64) for shape in ((6, 8), (V, 8)))
-    s = torch.rand(6, 8, generator=make, dtype=torch.float64) + 0.1
-    P = 0.5 + torch.atan((u @ w.T - 0.3) / (s @ w.abs().T)) / math.pi
-    assert torch.equal(ovr_top_word(u, s, w, None, 0.3).word, P.argmax(-1))
-    found = ovr_prob_at(u, s, w, None, 0.3, torch.arange(V)) > 0.5
-    assert torch.equal(found, P > 0.5)
-
-
 @in_both
 def test_the_forward_pass_from_ids_to_outputs_equals_the_seeds(dtype):
     """S0 1 to 4 from the same weights, module by module: embedding, z, U, then S, Y and P. The floor of scale_U (D1)
@@ -204,16 +193,6 @@ def test_the_start_equals_s1_3_and_s3_4():
         u = AbductionNetwork(12, 12, gamma, scale_activation=activation)(z)
         assert torch.equal(u.loc, z)
         torch.testing.assert_close(u.scale, torch.full_like(z, gamma), rtol=3e-6, atol=0)
-
-
-def test_the_head_of_s3_4_step_3_keeps_the_bases_softmax():
-    base, model = tiny_base(), tiny_model()
-    assert torch.equal(model.action.cls_weight, base.lm_head.weight)
-    assert not model.action.cls_bias.any()
-    ids = torch.randint(0, NUM, (2, 7), generator=torch.Generator().manual_seed(6))
-    with torch.no_grad():
-        loc_s = model(ids, torch.zeros(2, 7, dtype=torch.float64))[0]
-        torch.testing.assert_close(loc_s.softmax(-1), base(ids).logits.softmax(-1), rtol=1e-4, atol=1e-7)
 
 
 def test_every_mode_of_s3_3_and_s4_2_4_exists():

@@ -27,8 +27,8 @@ def test_a_preset_trains_without_nan(start, tmp_path):
         tmp_path,
         start=start,
         stages=[
-            {"name": "heads", "train": ["heads", "embedding"], "steps": 20, "lr": 1e-3},
-            {"name": "lora", "train": ["heads", "embedding", "lora"], "steps": 20, "lr": 1e-3},
+            {"name": "heads", "train": ["heads", "embedding"], "steps": 10, "lr": 1e-3},
+            {"name": "lora", "train": ["heads", "embedding", "lora"], "steps": 10, "lr": 1e-3},
         ],
         train__checkpoint_every=100,
         run__dir=str(tmp_path / "run"),
@@ -36,9 +36,9 @@ def test_a_preset_trains_without_nan(start, tmp_path):
     train_run(config)
     records = metrics(tmp_path / "run")
     losses = [record["train/total_loss"] for record in records]
-    assert len(losses) == 40
+    assert len(losses) == 20
     assert all(math.isfinite(loss) for loss in losses)
-    assert sum(losses[-10:]) < sum(losses[:10])
+    assert sum(losses[-5:]) < sum(losses[:5])
 
 
 SETTINGS = {

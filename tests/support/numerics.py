@@ -79,11 +79,3 @@ def ovr_prob_at(
 ) -> Tensor:
     """P [N, m] of the words word_ids [m], by `probs` of plain tensors."""
     return probs(Cauchy(loc_u, scale_u), WordHead.of(weight, bias, c, vocab_start).take(word_ids - vocab_start))
-
-
-def ovr_prob_sum(
-    loc_u: Tensor, scale_u: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor, used_rows: int | None = None
-) -> Tensor:
-    """sum_k P_ik over the words in use: [N]."""
-    words = torch.arange(weight.shape[0] if used_rows is None else used_rows)
-    return ovr_prob_at(loc_u, scale_u, weight, bias, threshold, words).sum(1)
