@@ -61,10 +61,6 @@ def difference(alone: tuple[Path, list[float]], run: Path, before: Spread, after
     return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
 
 
-def test_zero_2_on_two_ranks_resumes_as_zero_3_on_three(alone: tuple[Path, list[float]], tmp_path: Path) -> None:
-    assert difference(alone, tmp_path / "run", Spread(2, 1, 2), Spread(3, 3, 3), 7) < TOLERANCE
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_change_of_ranks_groups_and_zero_resumes_equal(alone: tuple[Path, list[float]], tmp_path: Path) -> None:

@@ -180,14 +180,3 @@ def test_a_second_ctrl_c_ends_the_run_at_once(config: Path, launch: Callable[...
     wait_for("an answer to the first", lambda: "stopping the ranks" in launched.log.read_text())
     launched.process.send_signal(signal.SIGINT)
     launched.ends(family, 1)
-
-
-@pytest.mark.slow  # tests/training/test_agreement.py is its short form
-def test_a_users_mistake_on_two_ranks_is_one_line_and_no_hang(config: Path) -> None:
-    bad = config.parent / "bad.jsonl"
-    bad.write_text('{"text": "a 1"}\n{oops\n')
-    done = cqwen("launch", config, "--ranks", 2, f"data.train={bad}", f"run.dir={config.parent}/bad")
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert done.stderr.startswith(f"error: {bad}:2: broken JSON")
-    assert read_status(config.parent / "bad")["status"] == "fatal"

@@ -1,14 +1,12 @@
-"""The main road, by the real command: launch, eval, export, load elsewhere, generate; cut down, and whole (slow)."""
+"""The main road, by the real command: launch, eval, export, generate; cut down, and whole (slow)."""
 
 import json
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import command_environment, cqwen, cqwen_forked, metrics
+from support.runs import cqwen, cqwen_forked, metrics
 
 from cqwen_dist.run.status import read_status
 
@@ -23,34 +21,6 @@ CUT_DOWN = [
     "train.micro_batch_size=4",
 ]
 
-# What somebody else's process does with an exported folder; prints U and Y of one text, and the backbone's z.
-LOAD_ELSEWHERE = """
-import json, sys, torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.model import CausalQwenForCausalLM
-base, plain, merged = sys.argv[1:4]
-batch = NumericalAwareTokenizer.from_pretrained(plain).preprocess(["A patient of sex 1 aged 59.5 with body mass index"])
-found = {}
-for name, folder, kind in [("own", plain, CausalQwenForCausalLM), ("auto", plain, AutoModelForCausalLM),
-                           ("merged", merged, AutoModelForCausalLM)]:
-    model = kind.from_pretrained(folder).eval()
-    assert type(model) is CausalQwenForCausalLM
-    out = model(**batch)
-    found[name] = [getattr(out, key).flatten().tolist() for key in ("loc_U", "scale_U", "loc_Y", "scale_Y")]
-    words = batch["input_ids"].clamp(max=model.config.num_token_id - 1)
-    found["z of " + name] = model.model.features(words, torch.zeros(words.shape)).flatten().tolist()
-adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), plain + "/adapter").eval()
-assert "is_merged" not in plain
-hidden = adapted.get_base_model().model(input_ids=words).last_hidden_state
-found["z of peft"] = hidden.flatten().tolist()
-with adapted.disable_adapter():
-    found["z of base"] = adapted.get_base_model().model(input_ids=words).last_hidden_state.flatten().tolist()
-found["parameters"] = [sum("lora_" in n for n, _ in m.named_parameters()) for m in (adapted, model)]
-print(json.dumps(found))
-"""
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -59,14 +29,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = cqwen("launch", QUICKSTART, "--ranks", 2, f"run.dir={folder}", *CUT_DOWN)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr + done.stdout
     return folder
-
-
-@pytest.fixture(scope="module")
-def exported(run: Path) -> Iterator[dict[str, Path]]:
-    folders = {"plain": run.parent / "plain", "merged": run.parent / "merged"}
-    assert cqwen_forked("export", run, folders["plain"]).returncode == 0
-    assert cqwen_forked("export", run, folders["merged"], "--merge").returncode == 0
-    return folders
 
 
 def one_document(done: subprocess.CompletedProcess[str]) -> Any:
@@ -91,38 +53,9 @@ def test_the_run_folder_has_all_its_files(run: Path) -> None:
     assert [record["step"] for record in metrics(run)] == list(range(1, 7))
 
 
-def test_eval_json_equals_the_runs_figures(run: Path, exported: dict[str, Path]) -> None:
-    last = metrics(run)[-1]
-    figures = one_document(cqwen_forked("eval", run, "--json"))
-    for name in (
-        "eval/accuracy",
-        "eval/reg_mdae",
-        "eval/cls_loss_mean",
-        "eval/baseline_mdae",
-        "eval/num_f1",
-        "eval/base_accuracy",
-    ):
-        assert figures[name] == pytest.approx(last[name], rel=1e-4), name
-    again = one_document(cqwen_forked("eval", exported["merged"], "--data", "bundled:diabetes/test", "--json"))
-    assert again["eval/accuracy"] == pytest.approx(last["eval/accuracy"], abs=1e-3)
-
-
-def test_an_export_loads_in_another_process_as_the_same_model(run: Path, exported: dict[str, Path]) -> None:
-    command = [sys.executable, "-c", LOAD_ELSEWHERE, str(run / "base"), *map(str, exported.values())]
-    done = subprocess.run(command, capture_output=True, text=True, env=command_environment(), cwd=run.parent)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["own"] == found["auto"]
-    for mine, merged in zip(found["own"], found["merged"], strict=True):
-        assert merged == pytest.approx(mine, rel=1e-3, abs=1e-5)
-    assert found["z of peft"] == pytest.approx(found["z of own"], rel=1e-5, abs=1e-6), "the adapter folder"
-    moved = max(abs(a - b) for a, b in zip(found["z of base"], found["z of peft"], strict=True))
-    assert moved > 1e-3, "adapters that do nothing would prove nothing"
-    assert found["parameters"][0] > 0
-    assert found["parameters"][1] == 0, "nothing of the adapters is left in a merged model"
-
-
-def test_generate_writes_numbers(run: Path, exported: dict[str, Path]) -> None:
+def test_the_run_and_its_export_write_the_same_numbers(run: Path) -> None:
+    exported = run.parent / "exported"
+    assert cqwen_forked("export", run, exported).returncode == 0
     ask = ["--prompt", "A patient of sex 1", "--prompt", "The disease progression after one year was"]
     ask += ["--max-new-tokens", "3", "--json"]
     document = one_document(cqwen_forked("generate", run, *ask))
@@ -133,14 +66,14 @@ def test_generate_writes_numbers(run: Path, exported: dict[str, Path]) -> None:
     low, high = number["intervals"]["0.9"]
     assert low < number["value"] < high
     assert second["text"].lstrip().startswith(f"{number['written']:.10g}")
-    (again,) = one_document(cqwen_forked("generate", exported["plain"], *ask))["outputs"][1]["numbers"][:1]
+    (again,) = one_document(cqwen_forked("generate", exported, *ask))["outputs"][1]["numbers"][:1]
     assert again["written"] == number["written"]
     assert again["intervals"]["0.9"] == pytest.approx(number["intervals"]["0.9"], rel=1e-5)
 
 
 def test_repeating_a_finished_command_says_already_done(run: Path) -> None:
     before = (run / "metrics.jsonl").read_bytes()
-    done = cqwen("launch", QUICKSTART, "--ranks", 2, f"run.dir={run}", *CUT_DOWN)
+    done = cqwen_forked("launch", QUICKSTART, "--ranks", 2, f"run.dir={run}", *CUT_DOWN)
     assert (done.returncode, done.stdout) == (0, f"already done: {run}\n")
     alone = cqwen_forked("train", QUICKSTART, f"run.dir={run}", *CUT_DOWN)
     assert alone.returncode == 0

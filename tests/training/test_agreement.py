@@ -14,7 +14,7 @@ from support.runs import as_rank, write_config, write_texts
 
 import cqwen_dist.training.inputs as inputs
 from cqwen_dist.config import Config, UserError, load_config
-from cqwen_dist.config.reading import flat, given_config
+from cqwen_dist.config.reading import given_config
 from cqwen_dist.parallel.agreement import agree
 from cqwen_dist.run.status import read_status
 from cqwen_dist.training.inputs import config_facts
@@ -36,43 +36,28 @@ def _compare(configs: list[dict[str, Any]]) -> str:
     return _refusal(lambda: agree(lambda: (None, config_facts(config))))
 
 
-def _changed(value: object) -> list[object]:
-    """Other values of the same type."""
-    if isinstance(value, bool):
-        return [not value]
-    if isinstance(value, (int, float)):
-        return [value + 1, value * 2, value / 2, value + 1e-6]
-    return [f"{value}x"] if isinstance(value, str) else [1, 0.5, "x"]
+OTHER = [  # of every section
+    ("model.lora.r", 3),
+    ("data.sequence_length", 47),
+    ("loss.reg_weight", 1 + 1e-6),
+    ("stages.1.lr", 0.02),
+    ("train.seed", 1),
+    ("parallel.zero_stage", 2),
+    ("run.name", "x"),
+]
 
 
-def _neighbours(config: Config) -> list[tuple[str, Config]]:
-    """Valid configs that differ from this one in one key, whatever the key."""
-    found = []
-    for key, value in flat(config.model_dump(mode="json")).items():
-        for other in _changed(value):
-            try:
-                changed = given_config(config, {key: other})
-            except UserError:
-                continue
-            if changed != config:
-                found.append((key, changed))
-                break
-    return found
-
-
-def test_each_of_twenty_drawn_keys_is_refused_on_all_ranks(pool: Any, tmp_path: Path) -> None:
+def test_another_value_of_any_key_is_refused_on_all_ranks(pool: Any, tmp_path: Path) -> None:
     world, config = 3, load_config(write_config(tmp_path))
-    neighbours = _neighbours(config)
-    sections = {key.partition(".")[0] for key, _ in neighbours}
-    assert sections >= {"model", "data", "loss", "stages", "train", "parallel", "run"}, "every section of the config"
-    for key, changed in random.Random(world).sample(neighbours, 20):
-        one = random.Random(key).randrange(world)
+    assert {key.partition(".")[0] for key, _ in OTHER} == {*Config.model_fields} - {"start", "deepspeed"}
+    for number, (key, value) in enumerate(OTHER):
+        one, changed = number % world, given_config(config, {key: value})
         given = [(changed if rank == one else config).model_dump(mode="json") for rank in range(world)]
         said = pool(_compare, world, given)
         assert len(set(said)) == 1, "the same line on every rank"
         # rank 0 is what the others are compared with, so its own difference is told as that of rank 1
         assert f"rank {one or 1} ({HOST})" in said[0]
-        assert key in said[0] or "more keys differ" in said[0], said[0]
+        assert key in said[0], said[0]
     assert pool(_compare, world, [config.model_dump(mode="json")] * world) == [""] * world
 
 

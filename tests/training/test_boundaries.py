@@ -4,12 +4,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.runs import cqwen_forked, losses, metrics, train_run, write_config
+from support.runs import cqwen_forked, losses, metrics, set_back, train_run, write_config
 from torch import Tensor
 
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint
-from cqwen_dist.run.files import write_atomically
 
 B1, B2 = 0.9, 0.999
 ENDS = 6  # evaluations after 2, 4 and 6 steps; the base's accuracy does not change
@@ -56,12 +55,7 @@ def test_the_stage_ends_when_evaluation_stops_improving(run: Path) -> None:
 def test_resumes_before_at_and_after_a_stage_boundary(run: Path, tmp_path: Path, step: int) -> None:
     """Before the decision and at the boundary: to the bit what the run without a stop is."""
     copy = tmp_path / "run"
-    shutil.copytree(run, copy)
-    for later in (copy / "checkpoints").glob("step-*"):
-        if later.name > checkpoint_folder(copy, step).name:
-            shutil.rmtree(later)
-    write_atomically(copy / "latest", f"checkpoints/step-{step:08d}\n")
-    train_run(run.parent / "config.yaml", f"run.dir={copy}", world=2)
+    train_run(set_back(run, copy, step), f"run.dir={copy}", world=2)
     assert losses(copy) == losses(run)
     norms = [state_at(folder, ENDS + 4).state["norms"] for folder in (copy, run)]
     assert norms[0] == norms[1], "by which the next step would be clipped"

@@ -195,26 +195,13 @@ def _evaluated(run: str, micro_batch_sizes: list[int]) -> list[dict[str, float]]
     return found
 
 
-@torch.no_grad()
-def test_micro_batches_and_ranks_change_no_metric(pool: Pool, one_rank: Path, data: Datasets) -> None:
-    model, texts = load_trained(one_rank)[0].model, data.train
-    batch = collate(
-        [texts[i] for i in range(len(texts))], pad_token_id=texts.pad_token_id, num_token_id=texts.num_token_id
-    )
-    u = model.action.word_part(model.abduction(model.kept_features(batch, batch.kept)))
-    expected = {
-        f"dist/U_{name}_{k}": v
-        for name, values in (("loc", u.loc.double()), ("scale", u.scale.double()))
-        for k, v in (("mean", values.mean()), ("std", values.std()), ("median", values.quantile(0.5)))
-    }
+def test_micro_batches_and_ranks_change_no_metric(pool: Pool, one_rank: Path) -> None:
     drawn = "dist/ovr_prob_sum_median_causal"  # of individuals: each rank and batch draws its own
     first, *others = (
         {name: value for name, value in found.items() if name != drawn}
         for world, sizes in ((1, [32, 16, 1]), (2, [8]), (3, [4]))
         for found in pool(_evaluated, world, str(one_rank), sizes)[0]
     )
-    for name, value in expected.items():
-        assert first[name] == pytest.approx(float(value), rel=2e-3 if "median" in name else 1e-5), name
     for other in others:
         assert other == pytest.approx(first, rel=5e-5, abs=1e-6)  # abs: a mean of either sign that cancels
 

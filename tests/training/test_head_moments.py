@@ -218,18 +218,6 @@ def test_saved_moments_resume_on_any_ranks_to_the_bit(pool: Pool, shape: Shape, 
         assert all(torch.equal(before[name], after[name]) for name in before), (world, group)
 
 
-def test_a_single_process_steps_as_adamw() -> None:
-    """`ALONE`, to the bit: no process group is there."""
-    for shape in SHAPES:
-        optimizer = begun(shape, ALONE)
-        take(optimizer, shape, range(STEPS))
-        wanted, _ = plainly(shape, 1, 1)
-        moments, steps = optimizer.moments()
-        assert all(torch.equal(m.parameter, wanted[m.name]) for m in optimizer.members)
-        assert all(torch.equal(value, wanted[name]) for name, value in moments.items())
-        assert set(steps.values()) == {STEPS}
-
-
 @pytest.mark.gpu
 def test_a_step_on_the_host_equals_the_gpus() -> None:
     """Offloaded, in blocks: moments on the host, weights on the GPU."""

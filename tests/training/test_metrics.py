@@ -20,19 +20,22 @@ def opened(folder: Path, run: RunConfig, config: dict[str, Any], step: int) -> M
     return MetricsLog(folder, step, trackers=open_trackers(folder, run, config, step))
 
 
-def log_two_steps(run: str, step: int) -> None:
-    log = opened(Path(run), RunConfig(dir=run, wandb="offline", name="tea"), {"seed": 1}, step)
-    for number in (step + 1, step + 2):
-        log.push({"step": number, "stage": "heads", "train/total_loss": torch.tensor(1.0 / number)})
-    log.close()
+def log_two_steps_twice(run: str) -> list[str]:
+    """The name of the W&B run after each start."""
+    names = []
+    for step in (0, 2):
+        log = opened(Path(run), RunConfig(dir=run, wandb="offline", name="tea"), {"seed": 1}, step)
+        for number in (step + 1, step + 2):
+            log.push({"step": number, "stage": "heads", "train/total_loss": torch.tensor(1.0 / number)})
+        log.close()
+        names.append((Path(run) / "wandb_id").read_text())
+    return names
 
 
 def test_wandb_offline_writes_a_folder_and_resumes_with_the_same_id(tmp_path: Path) -> None:
-    run_ranks(log_two_steps, 1, str(tmp_path), 0)
-    name = (tmp_path / "wandb_id").read_text()
+    ((name, again),) = run_ranks(log_two_steps_twice, 1, str(tmp_path))
     assert re.fullmatch("[0-9a-f]{8}", name)
-    run_ranks(log_two_steps, 1, str(tmp_path), 2)
-    assert (tmp_path / "wandb_id").read_text() == name
+    assert again == name
     folders = [path for path in (tmp_path / "wandb").iterdir() if path.name.startswith("offline-run")]
     assert folders
     for folder in folders:

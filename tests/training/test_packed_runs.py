@@ -25,23 +25,28 @@ def masked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize(("world", "options"), [(1, ()), (2, FAR)])
+@pytest.fixture(scope="module")
+def within(masked: Path) -> Path:
+    """The same run without a mask."""
+    train_run(masked.parent / "config.yaml", VARLEN, f"run.dir={masked.parent}/within")
+    return masked.parent / "within"
+
+
+@pytest.mark.parametrize("far", [False, True])
 def test_varlen_runs_have_the_masks_losses_and_evaluations(
-    masked: Path, tmp_path: Path, world: int, options: tuple[str, ...]
+    masked: Path, within: Path, tmp_path: Path, far: bool
 ) -> None:
-    run = tmp_path / "run"
-    train_run(masked.parent / "config.yaml", "model.attention=varlen", *options, f"run.dir={run}", world=world)
+    run = tmp_path / "run" if far else within
+    if far:
+        train_run(masked.parent / "config.yaml", VARLEN, *FAR, f"run.dir={run}", world=2)
     assert losses(run) == pytest.approx(losses(masked), rel=1e-5)
     for name in ("eval/cls_loss_mean", "eval/reg_mdae", "eval/base_accuracy"):
         assert metrics(run)[-1][name] == pytest.approx(metrics(masked)[-1][name], rel=1e-5)
 
 
-def test_a_varlen_run_resumes_to_the_bit_and_exports_a_standard_attention(masked: Path, tmp_path: Path) -> None:
-    run, copy = tmp_path / "run", tmp_path / "copy"
-    config, own = masked.parent / "config.yaml", "model.attention=varlen"
-    train_run(config, own, f"run.dir={run}")
-    set_back(run, copy, 3)
-    train_run(config, own, f"run.dir={copy}")
+def test_a_varlen_run_resumes_to_the_bit_and_exports_a_standard_attention(within: Path, tmp_path: Path) -> None:
+    run, copy = within, tmp_path / "copy"
+    train_run(set_back(run, copy, 3), VARLEN, f"run.dir={copy}")
     assert losses(copy) == losses(run)
     name = "heads.safetensors"
     assert len({(checkpoint_folder(folder, 6) / name).read_bytes() for folder in (run, copy)}) == 1

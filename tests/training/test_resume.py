@@ -39,11 +39,12 @@ def test_with_a_wide_part_a_checkpoint_of_the_start_resumes_like_any_other(one_r
 
 
 def test_a_run_resumes_with_other_groups_and_zero_stages(two_ranks: Path, one_rank: Path, tmp_path: Path) -> None:
-    """A checkpoint knows of no ranks: the rows go to a vocabulary group of two, the features to ZeRO-3, and back."""
+    """A checkpoint knows of no ranks: from two, the rows go to a vocabulary group of three, the features to ZeRO-3, and
+    back to one rank."""
     copy, step = tmp_path / "run", 2
     config = set_back(two_ranks, copy, step)
-    spread = ["parallel.vocab_group_size=2", "parallel.zero_stage=3", "train.checkpoint_every=1"]
-    train_run(config, f"run.dir={copy}", *spread, world=2)
+    spread = ["parallel.vocab_group_size=3", "parallel.zero_stage=3", "train.micro_batch_size=4"]
+    train_run(config, f"run.dir={copy}", *spread, world=3)
     assert losses(copy) == pytest.approx(losses(one_rank), rel=1e-5)
     set_back_again = tmp_path / "again" / "run"
     set_back(copy, set_back_again, step + 1)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.runs import cqwen_forked, losses, metrics, train_run, write_config, write_texts
+from support.runs import cqwen_forked, losses, metrics, set_back, train_run, write_config, write_texts
 
 FIGURES = ("accuracy", "base_accuracy", "perplexity", "base_perplexity", "cls_loss_mean")
 
@@ -25,28 +25,34 @@ def watching(folder: Path) -> tuple[Path, Path]:
     return config, folder / "run"
 
 
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The finished run of such a config."""
+    config, run = watching(tmp_path_factory.mktemp("watched"))
+    train_run(config)
+    return run
+
+
 def evaluations(run: Path) -> list[dict[str, float]]:
     start = json.loads((run / "start.json").read_text(encoding="utf-8"))["eval"]
     return [start, *(record for record in metrics(run) if "eval/accuracy" in record)]
 
 
-def test_watched_texts_have_their_own_metrics_at_every_evaluation(tmp_path: Path) -> None:
-    config, run = watching(tmp_path)
-    train_run(config)
-    found = evaluations(run)
+def test_watched_texts_have_their_own_metrics_at_every_evaluation(watched: Path, tmp_path: Path) -> None:
+    found = evaluations(watched)
     assert len(found) >= 4
     for figures in found:
         for name in FIGURES:
             assert figures[f"watch/same/{name}"] == figures[f"eval/{name}"]
         assert 0 <= figures["watch/plain/accuracy"] <= 1
     assert found[0]["watch/plain/cls_loss_mean"] != found[-1]["watch/plain/cls_loss_mean"]
-    train_run(config, "data.watch={}", f"run.dir={tmp_path}/unwatched")
-    assert losses(run) == losses(tmp_path / "unwatched"), "looking changes nothing"
+    train_run(watched.parent / "config.yaml", "data.watch={}", f"run.dir={tmp_path}/unwatched")
+    assert losses(watched) == losses(tmp_path / "unwatched"), "looking changes nothing"
 
 
 def test_stages_and_the_best_checkpoint_may_use_watched_metrics(tmp_path: Path) -> None:
     config, run = watching(tmp_path)
-    until = {"metric": "watch/plain/base_accuracy", "patience": 1, "max_steps": 20}
+    until = {"metric": "watch/plain/base_accuracy", "patience": 1, "max_steps": 12}
     train_run(
         config,
         f"stages.0.until={json.dumps(until)}",
@@ -54,7 +60,7 @@ def test_stages_and_the_best_checkpoint_may_use_watched_metrics(tmp_path: Path) 
         "train.best_metric=watch/plain/cls_loss_mean",
     )
     lengths = [record["stage"] for record in metrics(run)].count("heads")
-    assert lengths < 20, "the base's accuracy does not change, so the stage ends early"
+    assert lengths < 12, "the base's accuracy does not change, so the stage ends early"
     other = (f"run.dir={tmp_path}/other", "train.best_metric=watch/tea/accuracy")
     done = cqwen_forked("train", config, *other)
     assert done.returncode == 2
@@ -62,10 +68,9 @@ def test_stages_and_the_best_checkpoint_may_use_watched_metrics(tmp_path: Path) 
     assert "watch/plain/accuracy" in done.stderr
 
 
-def test_a_run_resumed_on_two_ranks_keeps_the_bases_metrics(tmp_path: Path) -> None:
-    config, run = watching(tmp_path)
-    train_run(config, "run.stop_after=heads")
-    train_run(config, world=2)
+def test_a_run_resumed_on_two_ranks_keeps_the_bases_metrics(watched: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train_run(set_back(watched, run, 4), f"run.dir={run}", world=2)
     first, *_, last = evaluations(run)
     for name in ("same", "plain"):
         assert last[f"watch/{name}/base_accuracy"] == first[f"watch/{name}/base_accuracy"]
