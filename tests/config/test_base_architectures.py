@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from support import capability_table
-from support.tiny import tiny_base
+from support.runs import write_config
+from support.tiny import tiny_base, tiny_model
 
-from cqwen_dist.config import Config, UserError
+from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.config.architectures import ARCHITECTURES, architecture
 from cqwen_dist.config.architectures.base_architecture import USUAL, Capabilities, Support
+from cqwen_dist.config.shape import NUMBER_KEYS, SHAPE_KEYS
 from cqwen_dist.sizes.architecture import Architecture
 
 ROOT = Path(__file__).parents[2]
@@ -128,3 +130,10 @@ def test_what_an_architecture_does_not_support_is_refused_with_the_reason(
     with pytest.raises(ValueError, match="its layers have hooks"):  # pydantic's, as reading.py takes it
         config_of("llama", **sections)
     assert refusal.value.key == key
+
+
+def test_every_key_that_shapes_a_model_is_a_field_of_its_config(tmp_path: Path) -> None:
+    config, shape = load_config(write_config(tmp_path)), tiny_model().config
+    assert set(config.model_shape()) - {"word_terms"} == set(SHAPE_KEYS) >= set(NUMBER_KEYS), "these shape no tensor"
+    for field in SHAPE_KEYS:
+        assert hasattr(shape, field), field

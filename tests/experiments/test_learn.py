@@ -40,6 +40,16 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
+@pytest.fixture
+def base(tmp_path: Path) -> tuple[Path, Path]:
+    """(a tiny base that has no <NUM>, its texts)"""
+    data, folder = write_texts(tmp_path / "texts.jsonl", 40), tmp_path / "base"
+    trained = train_tokenizer(data.read_text().splitlines(), 300)
+    trained.save_pretrained(folder)
+    tiny_base(vocab_size=len(trained), max_position_embeddings=512).save_pretrained(folder)
+    return folder, data
+
+
 @pytest.mark.parametrize("scale", sorted(SCALES))
 def test_every_arm_is_a_valid_config_whose_adapters_take_equal_steps(scale: str) -> None:
     found = tasks(Path("out"), SCALES[scale], "a-base", hidden=576, median=1.0)
@@ -54,22 +64,21 @@ def test_every_arm_is_a_valid_config_whose_adapters_take_equal_steps(scale: str)
     assert len({task.name for task in found}) == len(found) == 1 + 3 * (len(OURS) + len(PLAIN))
 
 
-def test_each_arm_is_reported_at_its_best_rate(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny base that has no <NUM>, every arm at one rate; then a choice between rates by hand."""
+@pytest.mark.usefixtures("library")
+def test_each_arm_is_reported_at_its_best_rate(
+    tmp_path: Path, base: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every arm at one rate."""
     toy = Scale(16, 8, problems=8, pieces=2, numbers=3, heads_steps=1, lora_steps=1, batch=2, length=64)
     monkeypatch.setitem(SCALES, "toy", toy)
     monkeypatch.setattr(arms, "LORA_LRS", (1e-3,))
-    data = write_texts(tmp_path / "texts.jsonl", 40)
-    trained = train_tokenizer(data.read_text().splitlines(), 300)
-    trained.save_pretrained(tmp_path / "base")
-    tiny_base(vocab_size=len(trained), max_position_embeddings=512).save_pretrained(tmp_path / "base")
 
     def here(tasks, kinds, out, lanes, seconds, say):  # a spawned lane would import torch anew
         with distributed() as runtime:
             return {t.name: {**kinds[t.kind](t.options, runtime), "seconds": 1.0} for t in tasks}
 
     monkeypatch.setattr(compare, "run_tasks", here)
-    summary = compare.run(str(tmp_path / "base"), str(data), out=tmp_path / "out", scale="toy")
+    summary = compare.run(*map(str, base), out=tmp_path / "out", scale="toy")
     rows = {row["arm"]: row for row in summary["arms"]}
     assert set(rows) == {BASE, *OURS, *PLAIN}
     for corpus in ("words", "prose", "code"):
@@ -82,19 +91,15 @@ def test_each_arm_is_reported_at_its_best_rate(tmp_path: Path, library: Path, mo
     assert "numbers" not in rows["LoRA + softmax, <NUM>"]
 
 
-def test_an_ordinary_arm_learns_with_products_in_bf16(tmp_path: Path) -> None:
+def test_an_ordinary_arm_learns_with_products_in_bf16(tmp_path: Path, base: tuple[Path, Path]) -> None:
     """Autocast may keep a weight in bf16 until its context ends: all steps then see the weights of the first."""
-    data = write_texts(tmp_path / "texts.jsonl", 40)
-    trained = train_tokenizer(data.read_text().splitlines(), 300)
-    trained.save_pretrained(tmp_path / "base")
-    tiny_base(vocab_size=len(trained), max_position_embeddings=512).save_pretrained(tmp_path / "base")
     toy = Scale(16, 8, problems=8, pieces=2, numbers=3, heads_steps=4, lora_steps=8, batch=8, length=64)
     (task, *_) = (
         task
-        for task in tasks(tmp_path, toy, str(tmp_path / "base"), 24, 1.0, bf16=True)
+        for task in tasks(tmp_path, toy, str(base[0]), 24, 1.0, bf16=True)
         if task.kind == "plain" and not task.options["digits"]
     )
-    task.options["data"]["train"], task.options["stage"]["lr"], task.options["held_out"] = str(data), 0.05, {}
+    task.options["data"]["train"], task.options["stage"]["lr"], task.options["held_out"] = str(base[1]), 0.05, {}
     with distributed() as runtime:
         losses = plain_arm(task.options, runtime)["losses"]
     assert losses[-1] < losses[0] - 0.2, losses

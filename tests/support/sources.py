@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -26,21 +26,26 @@ def dotted_name(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+def imported(node: ast.AST, folder: Sequence[str]) -> list[str]:
+    """The dotted names that an import, in a file of this folder, may take: modules, or what is in them."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    start = folder[: len(folder) - node.level + 1] if node.level else ()
+    parent = [*start, *([node.module] if node.module else [])]
+    return [".".join([*parent, alias.name]) for alias in node.names]
+
+
 def imports_of(name: str, source: str, module_of: dict[str, str]) -> Iterator[str]:
     """The files that a file imports from, wherever in it. A folder is its __init__."""
     for node in ast.walk(ast.parse(source)):
-        modules: list[str] = []
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            here = (PACKAGE, *Path(name).parts[:-1])
-            start = here[: len(here) - node.level + 1] if node.level else ()
-            parent = ".".join([*start, *([node.module] if node.module else [])])
-            inner = [f"{parent}.{alias.name}" for alias in node.names]
-            modules = [m if m.removeprefix(f"{PACKAGE}.") in module_of else parent for m in inner]
-        for module in modules:
-            if (found := module.removeprefix(f"{PACKAGE}.")) in module_of and module.startswith(f"{PACKAGE}."):
-                yield module_of[found]
+        for module in imported(node, (PACKAGE, *Path(name).parts[:-1])):
+            package, _, inner = module.partition(".")
+            if isinstance(node, ast.ImportFrom) and inner not in module_of:
+                inner = inner.rpartition(".")[0]
+            if package == PACKAGE and inner in module_of:
+                yield module_of[inner]
 
 
 def closure(start: str, files: dict[str, str]) -> set[str]:

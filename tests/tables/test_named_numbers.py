@@ -74,19 +74,6 @@ def test_an_interaction_of_two_numbers_is_learnt():
     assert error < 0.2 * (truth - y.median()).abs().mean()
 
 
-@pytest.mark.parametrize("cuts", [[3, 6], list(range(1, 9))])
-def test_a_text_in_pieces_has_the_same_features(cuts):
-    part, ids, values, _ = fitted(100)
-    whole, _ = part(ids[:5], values[:5])
-    state, pieces = None, []
-    for start, stop in zip([0, *cuts], [*cuts, 9], strict=True):
-        piece, state = part(ids[:5, start:stop], values[:5, start:stop], state=state)
-        pieces.append(piece)
-    assert_close(torch.cat(pieces, -1), whole, 1e-5)
-    packed, _ = part(ids[:5].view(1, -1), values[:5].view(1, -1), positions=torch.arange(9).repeat(5)[None])
-    assert_close(packed.view(2, 5, 9), whole, 1e-5)
-
-
 @pytest.mark.parametrize("random_features", [0, COUNT])
 def test_outliers_are_limited(random_features):
     """Years near 2000 and one cell of 0: without a limit it was worth some thousand standard deviations."""

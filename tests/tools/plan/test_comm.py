@@ -11,11 +11,6 @@ from cqwen_dist.tools.plan.make import plan
 SHAPE = {"world": 4, "columns": 10, "gemm_bytes": 2, "matrices": [(9, 5), (3, 2)], "vectors": 7}
 
 
-def test_a_group_of_one_rank_sends_nothing() -> None:
-    alone = {**SHAPE, "world": 1}
-    assert head_messages([[7], [0]], rows=11, row_columns=[10, 1], **alone) == []
-
-
 def test_message_sizes_equal_values_by_hand() -> None:
     found = head_messages([[3, 5]], rows=11, row_columns=[10, 1], **SHAPE)
     assert [(m.operation, m.group, m.bytes) for m in found] == [
