@@ -146,17 +146,8 @@ def _pieces(text: str, policy: NumberPolicy) -> list[str | float]:
 def test_written_numbers_and_texts_are_read_back_equal() -> None:
     # Short strings over few characters run into every rule's edge; four million of them have been through this.
     random = Random(0)
-    alphabets = [
-        "0012.:-",
-        "0123456789.,:-/ ",
-        "01259.:T -+",
-        "1234567890-+ ()",
-        "0123.,eExXA_ ",
-        "12.,000",
-        "0129年月日.",
-        "(),0123456xX-",
-        "+8 01-7",
-    ]
+    alphabets = ["0012.:-", "0123456789.,:-/ ", "01259.:T -+", "1234567890-+ ()", "0123.,eExXA_ ", "12.,000"]
+    alphabets += ["0129年月日.", "(),0123456xX-", "+8 01-7"]
     for _ in range(20_000):
         alphabet = random.choice(alphabets)
         text = "".join(random.choice(alphabet) for _ in range(random.randint(2, 14)))

@@ -53,8 +53,9 @@ def test_a_number_before_zeros_is_written_so_that_the_zeros_stay_text() -> None:
 
 def test_every_digit_of_gsm8k_is_accounted_for() -> None:
     config = DataConfig(train=str(shared_path("data/gsm8k/train.jsonl")), text_template="{question}\n{answer}")
-    numbers, digits, kinds, left = 0, 0, Counter[str](), Counter[str]()
-    for text, *_ in read_texts(str(config.train), config, ReadReport()):
+    numbers, digits, kinds, left, report = 0, 0, Counter[str](), Counter[str](), ReadReport()
+    for text, *_ in read_texts(str(config.train), config, report):
+        assert "<<" not in text
         covered = bytearray(len(text))
         for start, end, _ in find_numbers(text):
             numbers += 1
@@ -66,7 +67,7 @@ def test_every_digit_of_gsm8k_is_accounted_for() -> None:
         found = [match.start() for match in re.finditer(r"\d", text)]
         digits += len(found)
         assert all(covered[i] for i in found), text
-    assert (numbers, digits) == (126_672, 247_582)
+    assert (report.read, report.lines(), numbers, digits) == (7473, [], 126_672, 247_582)
     assert kinds == {"date": 126, "identifier": 23, "zeros": 8}
     assert {literal for literal in left if ":" not in literal} == {
         *("0900", "0000", "0130", "0730"),  # hours, and the error "16,0000"

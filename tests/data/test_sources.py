@@ -15,7 +15,6 @@ import pyarrow.parquet
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.shared import shared_path
 
 from cqwen_dist.config import DataConfig, NumberPolicy, UserError
 from cqwen_dist.data.blocks import blocks
@@ -319,16 +318,6 @@ def test_reads_the_diabetes_study_as_sentences() -> None:
         np.testing.assert_array_equal(values[:, [1, 0, *range(2, 10)]], x)
     assert _texts("bundled:diabetes") == train + test
     assert _texts("bundled:diabetes/test") == test
-
-
-def test_reads_gsm8k() -> None:
-    path = str(shared_path("data/gsm8k/train.jsonl"))
-    report = ReadReport()
-    config = DataConfig(train=path, text_template="{question}\n{answer}", eval_fraction=0.05)
-    train, held_out = read_split(config, report)
-    assert (report.read, report.lines()) == (7473, [])
-    assert (len(train), len(held_out)) == (7099, 374)
-    assert not any("<<" in text.text for text in train)
 
 
 def test_a_parquet_dictionary_of_one_large_value_is_read_in_small_blocks(tmp_path: Path) -> None:

@@ -69,24 +69,10 @@ def look(page: Path, profile: Path, *options: str) -> subprocess.CompletedProces
 
     Names resolve to nothing: a page that asks the network for anything shows it among the console's errors on stderr.
     """
-    return subprocess.run(
-        [
-            browser(),
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--no-first-run",
-            f"--user-data-dir={profile}",
-            "--host-resolver-rules=MAP * ~NOTFOUND",
-            "--enable-logging=stderr",
-            "--virtual-time-budget=4000",
-            "--window-size=1280,2400",
-            *options,
-            page.resolve().as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-    )
+    usual = "--headless=new --no-sandbox --disable-gpu --no-first-run --enable-logging=stderr --window-size=1280,2400"
+    own = [f"--user-data-dir={profile}", "--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=4000"]
+    command = [browser(), *usual.split(), *own, *options, page.resolve().as_uri()]
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def charts_in(dom: str) -> int:
