@@ -152,15 +152,14 @@ def test_refuses_data_without_any_text(refused: Callable[..., str], config: Path
 # ----------------------------------------------------------------------------------------- models and vocabularies
 
 
-@pytest.mark.parametrize(("size", "num_token_id"), [(VOCAB + 9, "null")])
 def test_refuses_a_vocabulary_smaller_than_the_tokenizer(
-    refused: Callable[..., str], config: Path, base: Path, tmp_path: Path, size: int, num_token_id: str
+    refused: Callable[..., str], config: Path, base: Path, tmp_path: Path
 ) -> None:
     """Without the check labels would lie outside the vocabulary."""
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer, size = AutoTokenizer.from_pretrained(base), VOCAB + 9
     tokenizer.add_tokens([f"<{i}>" for i in range(size - len(tokenizer))])
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    said = refused("train", config, f"model.tokenizer={tmp_path / 'tokenizer'}", f"model.num_token_id={num_token_id}")
+    said = refused("train", config, f"model.tokenizer={tmp_path / 'tokenizer'}", "model.num_token_id=null")
     assert f"of a tokenizer with {size} words" in said
     assert f"vocabulary size {VOCAB}" in said
 
@@ -201,11 +200,7 @@ def test_refuses_a_run_folder_of_another_run(refused: Callable[..., str], config
         assert "model.name_or_path" in said or "model.architecture" in said
 
 
-VERBS = {
-    "eval": ["--json"],
-    "generate": ["--prompt", "tea costs", "--json"],
-    "export": ["out"],
-}
+VERBS = {"eval": ["--json"], "generate": ["--prompt", "tea costs", "--json"], "export": ["out"]}
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -92,8 +92,3 @@ def test_our_key_may_say_the_same_and_nothing_else() -> None:
 def test_what_cannot_be_is_refused_by_name_with_the_reason(section: Any, says: str) -> None:
     with pytest.raises(UserError, match=says):
         config(section)
-
-
-def test_fp16_is_refused_with_what_to_take_instead() -> None:
-    with pytest.raises(UserError, match=r"train.precision: found 'fp16', allowed: fp32 or bf16 .*loss scale"):
-        config({}, train={"precision": "fp16"})
