@@ -1,7 +1,5 @@
 """The Python API: the same runs, predictions and errors as the command line's, in this process and on two ranks."""
 
-from __future__ import annotations
-
 import ast
 import csv
 import io

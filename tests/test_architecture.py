@@ -5,8 +5,6 @@ Imports inside functions and under TYPE_CHECKING count: what they hide is a depe
 `python tests/test_architecture.py` prints how many files and lines the files of `CLOSURES` import.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """`make test-changed`: which tests a change can break."""
 
-from __future__ import annotations
-
 from support.changed import affected
 
 FILES = {

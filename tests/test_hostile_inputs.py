@@ -3,8 +3,6 @@
 HOSTILE=2000 draws that many, HOSTILE_SEED others.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """No option without a choice: a field with a default is given another value somewhere."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable, Iterator
 

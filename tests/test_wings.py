@@ -1,7 +1,5 @@
 """The core works without its wings: what a missing one brings is refused in one line."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

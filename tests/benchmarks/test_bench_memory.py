@@ -1,7 +1,5 @@
 """Memory of training steps as the plan says it: in one process, and on one rank of a world that does not exist."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """`bench packed`: rows as a run packs them, texts of the same data, and shares that are counted from the batches."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

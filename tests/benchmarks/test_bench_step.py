@@ -1,7 +1,5 @@
 """`bench step` and `bench memory` on sizes that take seconds: documents that hold, not figures."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One rank of a world that does not exist, and the peak of what it allocates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from threading import Thread
 

@@ -1,7 +1,5 @@
 """One real SLURM cluster for all tests marked `cluster`: three nodes, two for a run and a spare."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

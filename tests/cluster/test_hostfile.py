@@ -1,7 +1,5 @@
 """Hosts, their environment, and what travels to them. No ssh here: test_slurm_jobs has a real one."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

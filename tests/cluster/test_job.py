@@ -1,7 +1,5 @@
 """What the batch script asks: how a start ended, and whether to queue the job again. No SLURM here."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`cqwen status`: from the run's own files, and from what scontrol says (a stand-in here)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Real daemons, real faults: whatever ends a start, the run ends done, with the losses of one that was left alone."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

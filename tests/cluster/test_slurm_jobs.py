@@ -1,7 +1,5 @@
 """Real daemons, nothing in the way: the shipped scripts, submit, doctor, status, and ssh."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

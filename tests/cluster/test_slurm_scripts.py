@@ -1,7 +1,5 @@
 """The text of batch scripts: whole files compared, hostile strings run through bash and sbatch's own quoting."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`cqwen submit` with a stand-in for sbatch: what is checked, written, submitted and said."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Architectures are data: no other module asks for one by name, and what their files say is what the package does."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Each way to get a config wrong gives one line: where, key, found, allowed."""
 
-from __future__ import annotations
-
 import pytest
 
 from cqwen_dist.config import UserError, load_config

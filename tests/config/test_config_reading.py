@@ -1,7 +1,5 @@
 """What a config file and its overrides mean; no input, however odd, ends in anything but a Config or a UserError."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

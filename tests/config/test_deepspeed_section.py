@@ -1,7 +1,5 @@
 """The section `deepspeed`: a file, Hugging Face's "auto", keys that move to ours, keys that are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the tests of data share."""
 
-from __future__ import annotations
-
 import pytest
 
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer

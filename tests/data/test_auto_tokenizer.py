@@ -1,7 +1,5 @@
 """CausalQwenTokenizer as libraries touch tokenizers: padding, collators, chats, special tokens, decoding."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random

@@ -1,7 +1,5 @@
 """TRL's SFTTrainer on a CausalQwen: what is learnt is what `CausalQwenTokenizer` reads, numbers with their values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """docs/python.md and docs/notebook.ipynb, run as they stand: every block and cell in order, offline, on a tiny base."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

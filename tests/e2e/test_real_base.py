@@ -1,7 +1,5 @@
 """A real base, SmolLM2-135M out of `make base`: a Llama in whose vocabulary words use every row. Skipped without it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs on a GPU's stand-in (support/stand_in_gpu.py): the branches of a GPU, with the CPU's losses."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Text in, text out: padding, numbers in the text and in the records, the end of a row."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Words that hold, and options to choose from or refuse, each against its formula."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The loop: left padding, cache, ends, numbers fed back, and equality with Hugging Face where it is promised."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each way to decide against its closed form: laws by Kolmogorov-Smirnov, choices by frequency (1e5 draws)."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """One prompt under many individuals or noises: who is who, and how different."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.tiny import NUM, number_writing_lm

@@ -1,7 +1,5 @@
 """Steps of fixed shapes write what steps over a growing cache write, compiled or not, and never wait for the device."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections import Counter

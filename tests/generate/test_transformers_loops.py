@@ -1,7 +1,5 @@
 """Beams, scores, caches and embeddings through transformers' loops: words and values against plain forward passes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Digits that mean something, and intervals: the Cauchy's own, or recalibrated."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

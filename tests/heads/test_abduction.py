@@ -1,7 +1,5 @@
 """Module 3: U = Cauchy(W_loc z + b_loc, act(W_scale z + b_scale) + floor) (S0 3, S3 2.3)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.numerics import any_order, assert_close

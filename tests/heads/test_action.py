@@ -1,7 +1,5 @@
 """Module 4: S and Y in closed form (S0 4, S2 3.4, S3 2.4), against formulas in float64 and against draws."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from scipy import stats

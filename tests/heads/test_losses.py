@@ -1,7 +1,5 @@
 """Module 5: the seeds' losses against their formulas in float64, and the fused path against them (S0 5, S2 4)."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@
 Nothing of `parallel/` or `train/` is used here: groups, learning rates and what wakes when are written out again.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The same training by the engine on ranks: every combination runs in one set of processes a world size."""
 
-from __future__ import annotations
-
 import os
 import random
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A rank that dies or stalls in mid-step: the others stop, say where, and nothing has stepped."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -5,8 +5,6 @@ clipping on rows that are spread unevenly over ranks and micro-batches, some of 
 fp32: losses, norms and every parameter as the oracle's. bf16: no further from it than unsharded bf16 is.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

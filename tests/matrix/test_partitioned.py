@@ -1,7 +1,5 @@
 """ZeRO-3 from files: no rank ever holds the whole base, and what comes out is the model as it is loaded whole."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """All that ranks say in a step, DeepSpeed's features among it, is `plan.comm.step_messages` of the config, exactly."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """A base whose tokenizer leaves no row for <NUM>: rows are added, and nothing that the base has changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

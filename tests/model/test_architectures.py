@@ -1,7 +1,5 @@
 """What each architecture has to show, on a tiny random model of transformers' own class (CONTRIBUTING.md)."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Module 2: z is the base's last hidden state (S0 2), bit for bit where there are no numbers."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Module 1: e = embed(x) + phi(v) w_num (seed S0 1.3)."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

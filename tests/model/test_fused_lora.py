@@ -1,7 +1,5 @@
 """The fused linear map with an adapter is PEFT's: values, every gradient, dropout's draws, names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

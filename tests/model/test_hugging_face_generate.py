@@ -1,7 +1,5 @@
 """`generate` as Hugging Face users call it: generation configs, processors, criteria, streamers, copies."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """CausalQwen as a Hugging Face model: folders round-trip, Auto classes find it, LoRA travels or is merged."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What users' libraries do with an exported folder: pipelines, PEFT, Trainer, accelerate (TRL: test_sft)."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

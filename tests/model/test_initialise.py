@@ -1,7 +1,5 @@
 """The start: the base's knowledge moved in exactly, presets, calibration (S3 4, S1)."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,7 +1,5 @@
 """Levelled rows: nothing that softmax feels, and logits that say how likely a word is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.tiny import HIDDEN, NUM, random_batch, tiny_base

@@ -1,7 +1,5 @@
 """<NUM> inherits from the tokens that a base spells numerals with; the regression starts where the numbers are."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """C is the model's; the seeds' loss module takes it, so training and generation have the same (S2 4.1, 4.3)."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

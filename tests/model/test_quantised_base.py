@@ -1,7 +1,5 @@
 """A base in 8 or 4 bits: products, gradients and refusals of `model.quantised`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

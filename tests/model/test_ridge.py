@@ -1,7 +1,5 @@
 """The ridges of the calibrated start: scikit-learn's where that has one, and hardly bent by wild numbers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

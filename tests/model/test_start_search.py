@@ -1,7 +1,5 @@
 """The search of the start: its loss is the loss of a model, its histogram all but that, and nothing better is near."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Packed texts without a mask: loss and every gradient as of each text alone, whatever is done to the layers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

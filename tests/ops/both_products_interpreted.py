@@ -1,7 +1,5 @@
 """The kernel of both products, to be run with TRITON_INTERPRET=1 (by test_both_products.py); its problems and bound."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Both products with W_cls in one pass: as exact as two plain products, as one operation, and by the Triton kernel."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The quick argmax P is the plain one, whether few words remain to be looked at or all of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.numerics import ovr_top_word

@@ -1,7 +1,5 @@
 """Checks of the Triton kernel's arithmetic, to be run with TRITON_INTERPRET=1 (by test_ovr_triton.py)."""
 
-from __future__ import annotations
-
 import torch
 from support.rounding import install_if_asked
 from test_ovr import assert_as_exact_as_the_materialised, gradients, problem

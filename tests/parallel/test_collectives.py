@@ -1,7 +1,5 @@
 """Plain collectives on ranks: what they return, and how their failures read."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """What needs no second rank: vocabulary ranges, the launcher's environment, a group of one."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -3,8 +3,6 @@
 The ranks stay up for the whole file; each case builds its data from a seed, alike on all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A table in, predictions out: prompts from cells, numbers as generating writes them, choices, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import io

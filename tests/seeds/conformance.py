@@ -1,7 +1,5 @@
 """The specification, row by row: `python tests/seeds/conformance.py` prints the page, `make docs` writes it."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 As a script: OUT FOLDER... asks each folder's own code where `cqwen_dist` cannot be imported, and saves the answers.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What works on each architecture, as a page: `python tests/support/capability_table.py`."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import fields
 

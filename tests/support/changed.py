@@ -5,8 +5,6 @@ other kinds that are named on this way. A helper that starts `cqwen` depends on 
 since BASE (default: main), uncommitted ones included.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

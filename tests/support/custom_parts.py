@@ -1,7 +1,5 @@
 """An abduction network, a number head and gates as a user would write them, and some that do not do."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

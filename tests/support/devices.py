@@ -1,7 +1,5 @@
 """Marks of tests that run on a CUDA device, and of those that run on the CPU and on one where there is one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A tiny model with its tokenizer, as an exported folder is: what loads, generates and predicts without a run."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a reading of numbers leaves as text."""
 
-from __future__ import annotations
-
 from cqwen_dist.data.numbers import DEFAULT_POLICY, NumberPolicy, _Scan
 
 

@@ -1,7 +1,5 @@
 """How two tensors are compared: relative errors with a stated tolerance."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

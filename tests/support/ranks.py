@@ -4,8 +4,6 @@ They are forked from a server that has imported the package and done nothing els
 checks, and a fork of the test process itself would carry its threads and its random state.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import os

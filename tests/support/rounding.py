@@ -12,8 +12,6 @@ All of this holds in this process and in the ranks and runs that the tests start
 operation (softmax, norms of vectors, a layer norm) it does itself, and attention is made of products.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import warnings

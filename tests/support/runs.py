@@ -1,7 +1,5 @@
 """Tiny whole runs: a config, texts with numbers, and the trainer on one or several ranks."""
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import gc

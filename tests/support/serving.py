@@ -1,7 +1,5 @@
 """A server of `cqwen serve` in a thread, on a port of its own."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

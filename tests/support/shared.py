@@ -1,7 +1,5 @@
 """Files that are not part of this repository: real vocabularies and data, used where they are at hand."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

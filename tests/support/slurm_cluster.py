@@ -6,8 +6,6 @@ root, the packages named in `BINARIES`, and the right to make namespaces; `why_n
 outside the folder and the namespaces made here is touched.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

@@ -1,7 +1,5 @@
 """A tiny run on a SLURM cluster: submitted as a user would, watched by its own files."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The package's sources as text: names, and which file imports which."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path

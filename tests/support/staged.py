@@ -5,8 +5,6 @@ address. So each collective here copies its tensors to the host, runs to complet
 tensors pass through unchanged. All calls are synchronous: a returned work object is complete.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny bases of every kind, built from a seed in memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

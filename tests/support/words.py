@@ -1,7 +1,5 @@
 """A tokenizer of words `w12` and numbers, apart by blanks: texts whose ids can be read off."""
 
-from __future__ import annotations
-
 from support.tiny import NUM
 
 

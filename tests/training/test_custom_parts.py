@@ -1,7 +1,5 @@
 """A user's own abduction network and gate, named in the config by their import path."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

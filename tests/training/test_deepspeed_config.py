@@ -1,7 +1,5 @@
 """DeepSpeed's configuration is a function of ours; additions are merged, contradictions refused by name."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every name of DeepSpeed's that it does not document and `training/zero` uses: an upgrade says which one is gone."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What transformers is told of a batch's documents is what it would find itself, and it is asked again afterwards."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The heads' moments, spread over the ranks with equal copies: the steps of one process, bytes and saved tensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run goes on with the inputs that it was trained with; another is refused by its key, or accepted by name."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A further group of the features needs one entry: config/trainable.py."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

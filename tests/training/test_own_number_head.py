@@ -1,7 +1,5 @@
 """A number head of the user's own, named in the config: it trains, decides, is measured and exported."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole runs on a base in 8 or 4 bits: ranks, resuming, what a checkpoint and an export of them hold."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

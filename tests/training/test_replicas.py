@@ -1,7 +1,5 @@
 """A bit that flips on one rank is found by name before it is saved, and a resume takes the steps again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Counted on a CPU by `benchmarks.launches`, as if the batches were on the host and all else on a device.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

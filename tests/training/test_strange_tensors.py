@@ -1,7 +1,5 @@
 """A tensor that is missing, strange or of another shape is told by its name, wherever weights are read."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

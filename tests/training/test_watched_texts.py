@@ -1,7 +1,5 @@
 """data.watch: what a run does to texts that it is not trained on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The step over flat buffers has the norm and the weights that DeepSpeed's own code has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Exported folders: what is written, what loads it, in which precision, in how many files, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

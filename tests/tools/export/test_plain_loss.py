@@ -1,7 +1,5 @@
 """The loss of exported code in plain torch equals training's, in chunks of any size."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

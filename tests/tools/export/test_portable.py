@@ -1,7 +1,5 @@
 """The code that an exported folder carries: it answers as the package does, where the package is not."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import re

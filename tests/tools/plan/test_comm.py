@@ -1,7 +1,5 @@
 """The byte formula by itself; that the ranks say exactly this is tests/matrix/test_step_traffic.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from cqwen_dist.config import Config

@@ -3,8 +3,6 @@
 `python tests/tools/plan/test_configs.py` writes the heads anew.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Operations by hand (torch counts them in train/test_perf.py); what time and layouts must do, not their figures."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

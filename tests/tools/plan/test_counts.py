@@ -1,7 +1,5 @@
 """The plan's counts are those of the built model, for random draws of all that shapes it, on every base."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The plan's counts against real models, its arithmetic by hand, and its errors."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """generate, predict and export from the command line, on an exported folder."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable

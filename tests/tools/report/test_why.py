@@ -1,7 +1,5 @@
 """How U decides: contributions that add up to the score, against numpy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """`cqwen serve`: OpenAI's protocol with numbers, over real sockets."""
 
-from __future__ import annotations
-
 import json
 import socket
 import urllib.error

@@ -1,7 +1,5 @@
 """`cqwen accept`: what passes and what does not, and the whole table on two ranks of this machine."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

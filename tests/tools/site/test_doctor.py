@@ -1,7 +1,5 @@
 """What the doctor calls wrong, each with a remedy; and the page it prints."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

