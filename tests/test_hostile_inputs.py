@@ -13,12 +13,7 @@ from typing import Any
 
 import pytest
 
-from cqwen_dist.checkpoint.manifest import (
-    choose_checkpoint,
-    finish_renames,
-    list_checkpoints,
-    resolve_checkpoint,
-)
+from cqwen_dist.checkpoint.manifest import choose_checkpoint, finish_renames, list_checkpoints, resolve_checkpoint
 from cqwen_dist.cli.results import describe
 from cqwen_dist.cluster.job import read_history
 from cqwen_dist.config import UserError, load_config

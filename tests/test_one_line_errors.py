@@ -34,11 +34,7 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (
-            PermissionError(errno.EACCES, "Permission denied", "/locked/run"),
-            2,
-            "path: found Permission denied",
-        ),
+        (PermissionError(errno.EACCES, "Permission denied", "/locked/run"), 2, "path: found Permission denied"),
         (OSError(errno.EMFILE, "Too many open files"), 2, "ulimit -n: found Too many open files, allowed"),
         (
             DiskError("run.dir", "no file system", "one that is there", "/nfs/run", away=True),

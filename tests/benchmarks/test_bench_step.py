@@ -6,20 +6,11 @@ from typing import Any
 
 import pytest
 from support.ranks import run_ranks
-from support.runs import as_rank
+from support.runs import as_rank, qwen2_sizes
 
 from cqwen_dist.config import Config
 
-TINY: dict[str, Any] = {
-    "model_type": "qwen2",
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
+TINY = qwen2_sizes(300, 32, 48, 4, 2, tie_word_embeddings=True)
 
 
 def bench(folder: str) -> dict[str, Any]:

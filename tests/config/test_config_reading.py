@@ -28,12 +28,7 @@ def load(tmp_path):
 
 
 def test_overrides_set_defaults_list_items_and_optional_sections(load):
-    config = load(
-        BASE,
-        "stages.0.steps=3",
-        "model.lora.target_modules.0=up_proj",
-        "stages.1.lr_groups.scales=1e-2",
-    )
+    config = load(BASE, "stages.0.steps=3", "model.lora.target_modules.0=up_proj", "stages.1.lr_groups.scales=1e-2")
     assert (config.stages[0].steps, config.stages[1].steps) == (3, 1000)
     assert config.model.lora.target_modules[:2] == ["up_proj", "k_proj"]
     assert config.stages[1].lr_groups["scales"] == 0.01

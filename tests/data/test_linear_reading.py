@@ -5,7 +5,7 @@ from itertools import product
 from random import Random
 
 import pytest
-from support.left import find_left
+from support.corpora import find_left
 
 from cqwen_dist.config import NumberPolicy
 from cqwen_dist.data.numbers import find_numbers

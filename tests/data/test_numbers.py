@@ -6,8 +6,7 @@ from random import Random
 
 import pytest
 from hypothesis import given, settings
-from support.corpora import policies, texts
-from support.left import find_left
+from support.corpora import find_left, policies, texts
 
 from cqwen_dist.config import NumberPolicy
 from cqwen_dist.data import numbers

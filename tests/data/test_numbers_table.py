@@ -6,8 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from hypothesis import given, settings
-from support.corpora import policies, texts
-from support.left import find_left
+from support.corpora import find_left, policies, texts
 from support.shared import shared_path
 
 from cqwen_dist.config import DataConfig, NumberPolicy

@@ -11,16 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.runs import (
-    command_environment,
-    cqwen,
-    end_of,
-    losses,
-    metrics,
-    train_run,
-    wait_for,
-    write_config,
-)
+from support.runs import command_environment, cqwen, end_of, losses, metrics, train_run, wait_for, write_config
 
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
 from cqwen_dist.run.status import read_status

@@ -6,17 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.numerics import assert_close
-from support.tiny import (
-    CONTEXT,
-    NUM,
-    TARGET,
-    VOCAB,
-    number_prompts,
-    number_writer,
-    random_ids,
-    tiny_base,
-    tiny_model,
-)
+from support.tiny import CONTEXT, NUM, TARGET, VOCAB, number_prompts, number_writer, random_ids, tiny_base, tiny_model
 from torch import Tensor
 
 from cqwen_dist.config import UserError

@@ -8,12 +8,7 @@ from scipy import stats
 from support.numerics import assert_close
 from support.tiny import HIDDEN, NUM, VOCAB, random_ids, tiny_model
 from torch import Tensor
-from transformers.generation import (
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from cqwen_dist.generate.modes import MODES, Draws, Options, ovr_logits
 from cqwen_dist.heads.action import ActionNetwork

@@ -94,10 +94,7 @@ def fused_total(model: CausalQwenModel, batch: Batch, reg_weight: float = 1.0, *
     return fused_loss(
         model.action,
         model.abduction(z),
-        TokenLabels(
-            batch.labels.flatten()[keep],
-            model.action.number_head.labels(batch, keep),
-        ),
+        TokenLabels(batch.labels.flatten()[keep], model.action.number_head.labels(batch, keep)),
         LossOptions(model.config.num_token_id, **options),  # type: ignore[arg-type]
         token_weight=1.0 / count,
         number_weight=reg_weight / numbers,

@@ -73,11 +73,7 @@ def config_of(case: Case) -> Config:
             "start": "seed",
             "stages": named,
             "parallel": {"zero_stage": case.zero, "vocab_group_size": case.group, "offload": offload},
-            "train": {
-                "precision": case.precision,
-                "max_grad_norm": CLIP,
-                "weight_decay": DECAY,
-            },
+            "train": {"precision": case.precision, "max_grad_norm": CLIP, "weight_decay": DECAY},
         }
     )
 
@@ -159,10 +155,7 @@ def forward_and_backward(case: Case, groups: Groups, engine: Engine, step: int) 
         terms = fused_loss(
             model.action,
             model.abduction(z),
-            TokenLabels(
-                batch.labels.flatten()[keep],
-                model.action.number_head.labels(batch, keep),
-            ),
+            TokenLabels(batch.labels.flatten()[keep], model.action.number_head.labels(batch, keep)),
             LossOptions(
                 NUM,
                 gemm_dtype=torch.bfloat16 if case.precision == "bf16" else torch.float32,

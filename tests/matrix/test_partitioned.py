@@ -8,14 +8,7 @@ import deepspeed
 import pytest
 import torch
 from matrix.plain_training import LORA, Trained, step_batch, train_plainly, with_tables
-from matrix.sharded_training import (
-    Case,
-    Found,
-    config_of,
-    distance,
-    runtime_of,
-    take_steps,
-)
+from matrix.sharded_training import Case, Found, config_of, distance, runtime_of, take_steps
 from matrix.test_matrix import TOLERANCE
 from support.ranks import run_ranks
 from support.runs import losses, train_run, write_config, write_texts

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.ranks import Pool
-from support.runs import as_rank
+from support.runs import as_rank, qwen2_sizes
 
 from benchmarks.traffic import Traffic
 from cqwen_dist.config import Config
@@ -16,16 +16,7 @@ from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.tools.plan.comm import step_messages
 from cqwen_dist.tools.plan.stage_sizes import stage_sizes
 
-SIZES: dict[str, Any] = {
-    "model_type": "qwen2",
-    "vocab_size": 212,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": True,
-}
+SIZES = qwen2_sizes(212, 64, 96, 4, 4, tie_word_embeddings=True)
 # Everything may stay gathered; nothing may.
 WINDOW = {"stage3_param_persistence_threshold": 0}
 NO_WINDOW = {

@@ -6,9 +6,9 @@ import pytest
 import torch
 from support.numerics import assert_close
 from support.tiny import VOCAB, random_ids, tiny_base
-from tokenizers import Tokenizer, models, pre_tokenizers
+from support.words import save_words
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import UserError
@@ -25,12 +25,7 @@ KINDS = [("mistral", False), ("qwen2", True)]
 def full_base(folder: Path, kind: str, tied: bool) -> Path:
     """A base in whose vocabulary words use every row, and its tokenizer."""
     tiny_base(kind, tied=tied).save_pretrained(folder)
-    words = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w1", eos_token="<|endoftext|>").save_pretrained(
-        folder
-    )
+    save_words(folder, VOCAB, eos_token="<|endoftext|>")
     return folder
 
 

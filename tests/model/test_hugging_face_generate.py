@@ -9,10 +9,7 @@ import torch
 from support.tiny import NUM, random_ids, tiny_base, tiny_causal_lm
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import (
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from cqwen_dist.config import UserError

@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.numerics import assert_all_close, assert_close, gradients
 from support.tiny import HIDDEN, NUM, VOCAB, random_batch, random_ids, tiny_base, tiny_causal_lm
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
+from support.words import save_words
+from transformers import AutoModel, AutoModelForCausalLM
 
 from cqwen_dist.config import UserError
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
@@ -105,13 +105,6 @@ def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def save_tokenizer(folder: Path, size: int) -> None:
-    words = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, size)}  # Qwen2's tokenizer adds that one if missing
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w1").save_pretrained(folder)
-
-
 def test_from_base_without_a_tokenizer_takes_the_last_row(base_folder: Path) -> None:
     model = CausalQwenForCausalLM.from_base(str(base_folder)).eval()
     assert model.config.num_token_id == VOCAB - 1
@@ -126,11 +119,11 @@ def test_from_base_without_a_tokenizer_takes_the_last_row(base_folder: Path) -> 
 
 def test_from_base_with_a_tokenizer_takes_its_first_spare_row(base_folder: Path, tmp_path: Path) -> None:
     tiny_base().save_pretrained(tmp_path)
-    save_tokenizer(tmp_path, 77)
+    save_words(tmp_path, 77)
     config = CausalQwenForCausalLM.from_base(str(tmp_path)).config
     assert (config.num_token_id, config.used_rows) == (77, 78)
     assert CausalQwenModel(str(tmp_path)).config.num_token_id == 77
-    save_tokenizer(tmp_path, VOCAB + 2)
+    save_words(tmp_path, VOCAB + 2)
     with pytest.raises(UserError, match="no row for <NUM>"):
         CausalQwenForCausalLM.from_base(str(tmp_path))
 

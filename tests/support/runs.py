@@ -47,6 +47,13 @@ def write_texts(path: Path, count: int = 40, *, numbers: bool = True, seed: int 
     return path
 
 
+def qwen2_sizes(vocab: int, hidden: int, inner: int, heads: int, key_heads: int, **more: Any) -> dict[str, Any]:
+    """An architecture; of two layers, unless told."""
+    maps = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": 2}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": key_heads}
+    return {"model_type": "qwen2", "vocab_size": vocab, **maps, **heads_of, **more}
+
+
 def write_config(folder: Path, **overrides: Any) -> Path:
     """config.yaml and data in `folder`, the run in `folder/run`: 2 stages of 3 steps, V 291, fp32, 12 samples a step.
 
@@ -57,17 +64,7 @@ def write_config(folder: Path, **overrides: Any) -> Path:
         write_texts(data)
     tree: dict[str, Any] = {
         "model": {
-            "architecture": {
-                "model_type": "qwen2",
-                "vocab_size": VOCAB,
-                "hidden_size": 16,
-                "intermediate_size": 24,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "max_position_embeddings": 64,
-                "initializer_range": 0.2,
-            },
+            "architecture": qwen2_sizes(VOCAB, 16, 24, 2, 1, max_position_embeddings=64, initializer_range=0.2),
             "tokenizer": "train",
             "lora": {"r": 2, "alpha": 4},
         },

@@ -160,14 +160,7 @@ def test_equal_rows_stay_in_one_part(tmp_path: Path, copies: int, given: list[in
         split(30, 0, 0.2, equal=[0] * 30)
 
 
-@pytest.mark.parametrize(
-    ("usual", "odd"),
-    [
-        ("$1,200", "call us"),
-        ("1.234,5", "1,234.5"),
-        (5, True),
-    ],
-)
+@pytest.mark.parametrize(("usual", "odd"), [("$1,200", "call us"), ("1.234,5", "1,234.5"), (5, True)])
 def test_a_target_with_an_odd_cell_is_refused_by_that_cell(tmp_path: Path, usual: object, odd: object) -> None:
     records: list[dict[str, object]] = [{**record, "score": usual} for record in cities(24)]
     records[2]["score"], records[7]["score"] = None, odd

@@ -13,10 +13,7 @@ from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.tables.wide.wide_part import WidePart
 from cqwen_dist.tables.wide.wide_rows import NamedRows, counts_of, hashed_rows, kernel_of, texts_before
 from cqwen_dist.tables.wide.wide_size import FOLDS
-from cqwen_dist.tables.wide.wide_start import (
-    _Targets,
-    fit_wide,
-)
+from cqwen_dist.tables.wide.wide_start import _Targets, fit_wide
 
 BUCKETS = 1024
 

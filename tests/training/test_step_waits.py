@@ -8,22 +8,13 @@ from typing import Any
 
 import pytest
 from support.ranks import Pool
-from support.runs import as_rank
+from support.runs import as_rank, qwen2_sizes
 
 from benchmarks.launches import counting
 from benchmarks.rig import Rig, build_rig
 from cqwen_dist.config import Config
 
-SIZES: dict[str, Any] = {
-    "model_type": "qwen2",
-    "vocab_size": 120,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "tie_word_embeddings": True,
-}
+SIZES = qwen2_sizes(120, 16, 24, 2, 1, tie_word_embeddings=True)
 CASES = [(zero, precision, pack) for zero in (1, 2, 3) for precision, pack in (("fp32", True), ("bf16", False))]
 
 

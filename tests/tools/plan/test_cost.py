@@ -104,12 +104,7 @@ def test_the_search_finds_layouts_that_fit_and_keeps_other_settings():
 
 
 @pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("NVIDIA L4", 121),
-        ("NVIDIA RTX A4000", None),
-        ("NVIDIA H100 PCIe", 756),
-    ],
+    ("name", "tflops"), [("NVIDIA L4", 121), ("NVIDIA RTX A4000", None), ("NVIDIA H100 PCIe", 756)]
 )
 def test_a_gpus_peak_is_found_by_its_full_name(name: str, tflops: float | None) -> None:
     assert peak_tflops(name) == tflops

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from support.runs import train_run, write_config
+from support.runs import qwen2_sizes, train_run, write_config
 
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
 from cqwen_dist.config import Config, UserError, load_config
@@ -20,24 +20,8 @@ from cqwen_dist.tools.plan.make import Plan, checkpoint_bytes, plan
 from cqwen_dist.tools.plan.memory import GIB, phases
 from cqwen_dist.tools.plan.stage_sizes import stage_sizes
 
-SMALL: dict[str, Any] = {
-    "model_type": "qwen2",
-    "vocab_size": 1000,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-QWEN25_05B = {
-    **SMALL,
-    "vocab_size": 151936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "tie_word_embeddings": True,
-}
+SMALL = qwen2_sizes(1000, 64, 96, 4, 2, num_hidden_layers=3)
+QWEN25_05B = qwen2_sizes(151_936, 896, 4864, 14, 2, num_hidden_layers=24, tie_word_embeddings=True)
 (_, LAYER), *_ = Architecture.of(SMALL).stack
 
 
