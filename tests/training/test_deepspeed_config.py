@@ -7,7 +7,6 @@ import pytest
 from matrix.sharded_training import Case, config_of
 
 from cqwen_dist.config import Config, UserError
-from cqwen_dist.sizes.architecture import feature_parameters
 from cqwen_dist.training.zero.engine import refuse_unknown
 from cqwen_dist.training.zero.settings import deepspeed_config
 
@@ -46,17 +45,6 @@ def test_contradicting_deepspeed_settings_are_refused_by_name(additions: dict[st
     with pytest.raises(UserError, match=says) as refusal:
         deepspeed_config(config(**additions), 4, 1000)
     assert refusal.value.key == key
-
-
-def test_the_number_of_parameters_needs_no_model() -> None:
-    from matrix.plain_training import LORA, fresh_model
-
-    model = fresh_model("heads+lora")
-    counted = sum(p.numel() for name, p in model.features.named_parameters() if ".lora_" in name or "num" in name)
-    found = config().model_dump()
-    found["model"]["lora"] = {**found["model"]["lora"], **LORA}
-    found["model"]["value_periods"] = model.config.value_periods
-    assert feature_parameters(Config.model_validate(found), model.config.base) == counted
 
 
 def test_a_key_that_deepspeed_does_not_have_is_refused_by_name() -> None:
