@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from radon.complexity import cc_visit
-from support.sources import OUTSIDE, PACKAGE, ROOT, all_files, closure, dotted_name, imported, imports_of
+from support.sources import OUTSIDE, PACKAGE, ROOT, all_files, closure, dotted_name, import_graph, imported, parsed
 
 FLOORS = {
     "config": 0,
@@ -128,7 +128,7 @@ def floor_faults(path: Path, source: str) -> list[str]:
 
 
 def _ours(path: Path, source: str) -> list[tuple[int, str]]:
-    return sorted(imported_parts(ast.parse(source), path))
+    return sorted(imported_parts(parsed(source), path))
 
 
 def _is_true(keywords: dict[str | None, ast.expr], name: str) -> bool:
@@ -139,7 +139,7 @@ def _is_true(keywords: dict[str | None, ast.expr], name: str) -> bool:
 def habit_faults(path: Path, source: str) -> list[str]:
     """Calls and imports that this project does without, each with the reason."""
     part, found = part_of(path), []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         reason = ""
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
@@ -198,7 +198,7 @@ def long_files(files: dict[str, str], limit: int) -> Iterator[str]:
 
 def long_functions(name: str, source: str) -> Iterator[str]:
     """Of a Triton kernel the lines behind its parameters count: it cannot take them in an object."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             of_triton = any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
             lines = (node.end_lineno or 0) - (node.body[0].lineno if of_triton else node.lineno) + 1
@@ -222,7 +222,7 @@ def repeated_names(files: dict[str, str]) -> Iterator[str]:
 def repeated_classes(files: dict[str, str]) -> Iterator[str]:
     places: dict[str, list[str]] = defaultdict(list)
     for name, source in files.items():
-        for node in ast.parse(source).body:
+        for node in parsed(source).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(name)
     yield from (f"class {name}: {', '.join(own)}" for name, own in places.items() if len(own) > 1)
@@ -230,8 +230,7 @@ def repeated_classes(files: dict[str, str]) -> Iterator[str]:
 
 def circles(files: dict[str, str]) -> Iterator[str]:
     """Groups of files that import each other, by whatever way round. Names are paths below the package."""
-    module_of = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in files}
-    reached = {name: {n for n in imports_of(name, source, module_of) if n != name} for name, source in files.items()}
+    reached = {name: own - {name} for name, own in import_graph(files).items()}
     for middle in files:
         for own in reached.values():
             if middle in own:
@@ -381,7 +380,8 @@ def test_the_habit_check_finds_violations():
 def closure_sizes() -> dict[str, tuple[int, int]]:
     """(files, lines) of the closure of each file of `CLOSURES`."""
     files = all_files()
-    closures = {start: closure(start, files) for start in CLOSURES}
+    graph = import_graph(files)
+    closures = {start: closure(start, graph) for start in CLOSURES}
     return {start: (len(names), sum(len(files[n].splitlines()) for n in names)) for start, names in closures.items()}
 
 

@@ -2,10 +2,12 @@
 
 import ast
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "cqwen_dist"
+parsed = cache(ast.parse)  # a source is asked about many times
 OUTSIDE = ("experiments", "benchmarks")  # folders beside the package: they import it, it never imports them
 
 
@@ -37,7 +39,7 @@ def imported(node: ast.AST, folder: Sequence[str]) -> list[str]:
 
 def imports_of(name: str, source: str, module_of: dict[str, str]) -> Iterator[str]:
     """The files that a file imports from, wherever in it. A folder is its __init__."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         for module in imported(node, (PACKAGE, *Path(name).parts[:-1])):
             package, _, inner = module.partition(".")
             if isinstance(node, ast.ImportFrom) and inner not in module_of:
@@ -46,11 +48,16 @@ def imports_of(name: str, source: str, module_of: dict[str, str]) -> Iterator[st
                 yield module_of[inner]
 
 
-def closure(start: str, files: dict[str, str]) -> set[str]:
-    """The files that a file imports, those that they import, and so on; itself among them."""
+def import_graph(files: dict[str, str]) -> dict[str, set[str]]:
+    """Each file -> those that it imports. A folder is its __init__."""
     module_of = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in files}
+    return {name: set(imports_of(name, source, module_of)) for name, source in files.items()}
+
+
+def closure(start: str, graph: dict[str, set[str]]) -> set[str]:
+    """The files that a file imports, those that they import, and so on; itself among them."""
     found, new = {start}, {start}
     while new:
-        new = {name for each in new for name in imports_of(each, files[each], module_of)} - found
+        new = {name for each in new for name in graph[each]} - found
         found |= new
     return found
