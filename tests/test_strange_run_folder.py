@@ -1,16 +1,15 @@
 """A run folder may be a stranger's: links, newer or broken files, paths that lead out of it."""
 
 import json
+import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.runs import command_environment, cqwen_forked, write_config
+from support.runs import cqwen_forked, fork, write_config
 
 from cqwen_dist.checkpoint.manifest import FORMAT, choose_checkpoint, resolve_checkpoint
 from cqwen_dist.config import UserError, load_config
@@ -91,16 +90,16 @@ def test_best_names_no_path_outside_of_its_folder(tmp_path: Path, named: str) ->
 
 def test_a_storm_of_signals_ends_a_run_with_75(tmp_path: Path) -> None:
     config = write_config(tmp_path, stages__0__steps=100_000)
-    command = [sys.executable, "-m", "cqwen_dist", "train", str(config)]
-    process = subprocess.Popen(command, env=command_environment(), stdout=subprocess.DEVNULL)
+    process = fork(tmp_path, "cqwen", "train", config)
     deadline, status = time.monotonic() + 120, tmp_path / "run" / "status.json"
-    storm = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
-    while process.poll() is None and time.monotonic() < deadline:
+    while process.is_alive() and time.monotonic() < deadline:
         if read_object(status).get("step", 0) > 3:
-            for number in storm:
-                process.send_signal(number)
+            for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP):
+                with suppress(ProcessLookupError):  # it has ended since
+                    os.kill(process.pid, number)
         time.sleep(0.02)
-    assert process.wait(5) == 75
+    process.join(5)
+    assert process.exitcode == 75
 
 
 HIDING = "\x1b[2Jgone \x1b]0;title\x07 \u202eesrever\x9b1A"

@@ -188,10 +188,7 @@ def cqwen_forked(*args: object, program: str = "cqwen") -> subprocess.CompletedP
     program: `cqwen`, or `benchmarks`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        argv = [program, *map(str, args)]
-        environment = command_environment(DS_ACCELERATOR=stand_in_gpu.device().type)
-        process = fork_server().Process(target=_command, args=(argv, folder, environment), daemon=True)
-        process.start()
+        process = fork(folder, program, *args)
         try:
             process.join(LIMIT_S)
             if hangs := process.is_alive():
@@ -201,7 +198,16 @@ def cqwen_forked(*args: object, program: str = "cqwen") -> subprocess.CompletedP
             process.kill()  # where the test's time is over
         out, err = (Path(folder, name).read_text(encoding="utf-8") for name in ("1", "2"))
         assert not hangs, f"not done after {LIMIT_S:.0f} s:\n{out}\n{err}"
-    return subprocess.CompletedProcess(argv, process.exitcode, out, err)
+    return subprocess.CompletedProcess(args, process.exitcode, out, err)
+
+
+def fork(folder: object, *argv: object) -> Any:
+    """A command at work in such a fork, its output in the files 1 and 2 of the folder."""
+    environment = command_environment(DS_ACCELERATOR=stand_in_gpu.device().type)
+    given = [*map(str, argv)], str(folder), environment
+    process = fork_server().Process(target=_command, args=given, daemon=True)
+    process.start()
+    return process
 
 
 def _command(argv: list[str], folder: str, environment: dict[str, str]) -> None:
