@@ -17,7 +17,7 @@ from cqwen_dist.data.sources import read_texts
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.status import read_status
 from cqwen_dist.tools.slurm import run_status
-from cqwen_dist.training.session import open_session
+from cqwen_dist.training.train import open_session
 
 
 def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

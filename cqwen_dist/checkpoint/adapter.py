@@ -34,20 +34,12 @@ _KEEPS_BASE = ("gaussian", "orthogonal", "eva")
 
 def to_peft(features: dict[str, Tensor]) -> dict[str, Tensor]:
     """Adapter tensors from the features, with PEFT's names."""
-    return {_peft_name(name): tensor for name, tensor in features.items() if is_lora(name)}
-
-
-def _peft_name(name: str) -> str:
-    name = _PEFT + name.removeprefix(_OURS).replace(f".{ADAPTER}", "")
-    return name.removesuffix(".weight") if ".lora_magnitude_vector" in name else name
-
-
-def _our_name(name: str) -> str:
-    name = _OURS + name.removeprefix(_PEFT)
-    if ".lora_magnitude_vector" in name:
-        return f"{name}.{ADAPTER}.weight"
-    stem, weight, _ = name.partition(".weight")
-    return f"{stem}.{ADAPTER}{weight}"
+    found = {}
+    for name, tensor in features.items():
+        if is_lora(name):
+            theirs = _PEFT + name.removeprefix(_OURS).replace(f".{ADAPTER}", "")
+            found[theirs.removesuffix(".weight") if ".lora_magnitude_vector" in name else theirs] = tensor
+    return found
 
 
 def write_config(folder: Path, lora: dict[str, Any], base: str | None) -> None:
@@ -74,7 +66,11 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
     if odd:
         allowed = f"adapters of a causal base model alone: names that begin with {_PEFT}"
         raise UserError("adapter", odd[0], allowed, str(folder / WEIGHTS))
-    return {_our_name(name): tensor for name, tensor in tensors.items()}
+    found = {}
+    for name, tensor in tensors.items():
+        stem, weight, _ = (_OURS + name.removeprefix(_PEFT)).partition(".weight")
+        found[f"{stem}.{ADAPTER}{'.weight' if '.lora_magnitude_vector' in name else weight}"] = tensor
+    return found
 
 
 def _last(names: Iterable[str]) -> list[str]:

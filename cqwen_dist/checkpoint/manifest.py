@@ -116,7 +116,6 @@ def choose_checkpoint(run_dir: Path, resume: str = "auto") -> tuple[Path | None,
 
 
 def _good_before(folder: Path) -> Path | None:
-    """The newest good checkpoint before this one."""
     known = reversed(list_checkpoints(folder.parent.parent))
     return next((other for other in known if other.name < folder.name and not verify(other)), None)
 

@@ -21,26 +21,12 @@ from typing import Any
 
 from cqwen_dist.checkpoint.manifest import list_checkpoints, read_manifest, verify
 from cqwen_dist.config.errors import Said, UserError, reason_of
-from cqwen_dist.run.files import (
-    ALARMS,
-    ARCHIVED,
-    CHANGES,
-    CHECKPOINTS,
-    CONFIG,
-    LATEST,
-    MANIFEST,
-    METRICS,
-    START,
-    START_TENSORS,
-    STATE,
-    WANDB_ID,
-    sync,
-    write_atomically,
-)
+from cqwen_dist.run import files
+from cqwen_dist.run.files import sync, write_atomically
 
 KEY = "run.mirror"
 # Files that a resume reads or continues
-BESIDE = (CONFIG, START, START_TENSORS, CHANGES, METRICS, ALARMS, WANDB_ID)
+BESIDE = (files.CONFIG, files.START, files.START_TENSORS, files.CHANGES, files.METRICS, files.ALARMS, files.WANDB_ID)
 FOLDERS = ("base", "data")  # built or written once, before the first step
 
 
@@ -87,14 +73,14 @@ class Mirror:
             try:
                 self._upload(name)
             except Exception as error:  # each store raises errors of its own
-                if (self._run_dir / CHECKPOINTS / name).is_dir():  # else a newer one has replaced it meanwhile
+                if (self._run_dir / files.CHECKPOINTS / name).is_dir():  # else a newer one has replaced it meanwhile
                     self._say(f"note: {KEY}: {name} is not mirrored: {reason_of(error)}")
 
     def _upload(self, name: str) -> None:
-        folder, there = self._run_dir / CHECKPOINTS / name, self._at(CHECKPOINTS, name)
+        folder, there = self._run_dir / files.CHECKPOINTS / name, self._at(files.CHECKPOINTS, name)
         manifest = read_manifest(folder)
         if manifest is None:
-            raise FileNotFoundError(f"no {MANIFEST}")
+            raise FileNotFoundError(f"no {files.MANIFEST}")
         for each in FOLDERS:
             for file in sorted((self._run_dir / each).rglob("*")):
                 inside = str(file.relative_to(self._run_dir))
@@ -104,19 +90,19 @@ class Mirror:
             if (self._run_dir / each).is_file():
                 self._store.put_file(str(self._run_dir / each), self._at(each))
         # A run that was set back saves a step again: without its manifest the old copy no longer counts
-        self._delete(f"{there}/{MANIFEST}")
+        self._delete(f"{there}/{files.MANIFEST}")
         for file in manifest["files"]:
             self._store.put_file(str(folder / file), f"{there}/{file}")
         for file, record in manifest["files"].items():
             if not self._has(f"{there}/{file}", record["size"]):
                 raise OSError(f"{file} has another size in the store")
-        self._store.put_file(str(folder / MANIFEST), f"{there}/{MANIFEST}")
+        self._store.put_file(str(folder / files.MANIFEST), f"{there}/{files.MANIFEST}")
         # Last, delete checkpoints that the run no longer keeps
         kept = {known.name for known in list_checkpoints(self._run_dir)} | {name}
         for old in self._names():
             if old not in kept:
-                self._delete(self._at(CHECKPOINTS, old, MANIFEST))
-                self._store.rm(self._at(CHECKPOINTS, old), recursive=True)
+                self._delete(self._at(files.CHECKPOINTS, old, files.MANIFEST))
+                self._store.rm(self._at(files.CHECKPOINTS, old), recursive=True)
 
     def _has(self, there: str, size: int) -> bool:
         self._store.invalidate_cache()
@@ -136,7 +122,7 @@ class Mirror:
         checkpoint's name; None if the folder has one, or the store has none. Checkpoints that are damaged in the store
         are passed over with a note. Raises `UserError` if the store does not answer, or has a different run.
         """
-        own, there = self._run_dir / START, self._at(START)
+        own, there = self._run_dir / files.START, self._at(files.START)
         try:  # an upload would delete a different run's checkpoints
             another = bool(self._names()) and self._store.cat_file(there) != own.read_bytes()
         except Exception:  # as above; the folder's run has not begun, or the store does not answer, as uploads will say
@@ -150,13 +136,12 @@ class Mirror:
 
     def archive(self) -> None:
         """Move what the store has of this run into a subfolder, for a run that starts over. Raises `UserError`."""
-        to = self._at(f"{ARCHIVED}{time.strftime('%Y%m%d-%H%M%S')}")
+        to = self._at(f"{files.ARCHIVED}{time.strftime('%Y%m%d-%H%M%S')}")
         with self._answering():
             self._store.invalidate_cache()
-            files = [
-                str(file) for each in (CHECKPOINTS, *FOLDERS, *BESIDE) for file in self._store.find(self._at(each))
-            ]
-            for file in sorted(files, key=lambda file: not file.endswith(MANIFEST)):  # from now on none counts
+            places = (files.CHECKPOINTS, *FOLDERS, *BESIDE)
+            found = [str(file) for each in places for file in self._store.find(self._at(each))]
+            for file in sorted(found, key=lambda file: not file.endswith(files.MANIFEST)):  # from now on none counts
                 self._store.mv(file, f"{to}{file[len(self._root) :]}")
 
     @contextmanager
@@ -171,15 +156,15 @@ class Mirror:
 
     def _whole(self, refuse: Callable[[Path], None]) -> Iterator[str]:
         for name in sorted(self._names(), reverse=True):
-            partial = self._run_dir / CHECKPOINTS / f".{name}.partial"
+            partial = self._run_dir / files.CHECKPOINTS / f".{name}.partial"
             shutil.rmtree(partial, ignore_errors=True)
             with TemporaryDirectory() as small:  # a different run is refused at once
-                for there in (self._at(CONFIG), self._at(CHECKPOINTS, name, STATE)):
+                for there in (self._at(files.CONFIG), self._at(files.CHECKPOINTS, name, files.STATE)):
                     self._get(there, Path(small, Path(there).name))
                 refuse(Path(small))
-            self._get(self._at(CHECKPOINTS, name, MANIFEST), partial / MANIFEST)
+            self._get(self._at(files.CHECKPOINTS, name, files.MANIFEST), partial / files.MANIFEST)
             for file in (read_manifest(partial) or {"files": {}})["files"]:
-                self._get(self._at(CHECKPOINTS, name, file), partial / file)
+                self._get(self._at(files.CHECKPOINTS, name, file), partial / file)
             if problems := verify(partial):
                 self._say(f"note: {KEY}: {name} is damaged in the store ({problems[0]})")
                 shutil.rmtree(partial)
@@ -193,7 +178,7 @@ class Mirror:
                     self._get(found, self._run_dir / each / str(found)[len(root) :].lstrip("/"))
             partial.rename(partial.with_name(name))
             sync(partial.parent)
-            write_atomically(self._run_dir / LATEST, f"{CHECKPOINTS}/{name}\n")
+            write_atomically(self._run_dir / files.LATEST, f"{files.CHECKPOINTS}/{name}\n")
             yield name
 
     def _get(self, there: str, file: Path) -> None:
@@ -204,7 +189,7 @@ class Mirror:
     def _names(self) -> list[str]:
         """Names of the folders with a manifest."""
         self._store.invalidate_cache()
-        found: list[Any] = self._store.glob(self._at(CHECKPOINTS, "step-*", MANIFEST))
+        found: list[Any] = self._store.glob(self._at(files.CHECKPOINTS, "step-*", files.MANIFEST))
         return [str(path).split("/")[-2] for path in found]
 
     def _at(self, *parts: str) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from cqwen_dist.checkpoint import adapter
 from cqwen_dist.checkpoint.manifest import FORMAT, Retention, checkpoint_folder, evaluated, leftovers, put_aside
+from cqwen_dist.checkpoint.mirror import Mirror
 from cqwen_dist.checkpoint.resume import ROWS, Tensors, TrainState
 from cqwen_dist.config.errors import DiskError, Said
 from cqwen_dist.model.lora import is_lora
@@ -49,18 +50,6 @@ class About:
     base: str | None = None  # base model name for adapter_config.json
 
 
-class Store(Protocol):
-    """A second place for complete checkpoints, such as a `Mirror`. busy: the checkpoint it copies now."""
-
-    busy: str | None
-
-    def push(self, name: str) -> None:
-        """Start to copy the checkpoint of this name, and return."""
-
-    def wait(self, seconds: float | None = None) -> None:
-        """Wait for copies in progress, at most so long."""
-
-
 class Saver:
     """Saves a run's checkpoints. Every method is collective over the world."""
 
@@ -72,7 +61,7 @@ class Saver:
         *,
         on_failure: Callable[[str], None] = lambda reason: None,
         say: Callable[[str], None] = lambda note: None,
-        mirror: Store | None = None,
+        mirror: Mirror | None = None,
     ) -> None:
         """on_failure: called as soon as a background save fails; `wait` raises the error. say: receives notes about
         problems that are not failures."""

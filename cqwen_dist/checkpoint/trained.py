@@ -13,10 +13,8 @@ from safetensors import safe_open
 
 from cqwen_dist.checkpoint.manifest import resolve_checkpoint
 from cqwen_dist.checkpoint.resume import TrainState, base_digest, load_checkpoint, refuse_exchanged, refuse_strange
+from cqwen_dist.config import Config, Said, UserError, load_config
 from cqwen_dist.config.custom import TRUST
-from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.config.reading import load_config
-from cqwen_dist.config.schema import Config
 from cqwen_dist.config.trainable import is_trainable
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.tokenizer import POLICY_FILE, NumericalAwareTokenizer

@@ -86,14 +86,6 @@ def _lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
     return ((where, line) for where, line in numbered if line.strip() and not line.lstrip().startswith("#"))
 
 
-def hosts_command(hosts: dict[str, int], hostfile: Path, port: int, word: str) -> list[str]:
-    """The `deepspeed` command line. Every word is safe in a shell."""
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--hostfile", str(hostfile)]
-    command += ["--launcher", "pdsh", "--force_multi", "--no_ssh_check", "--no_local_rank"]
-    command += ["--master_addr", next(iter(hosts)).rpartition("@")[2], "--master_port", str(port)]
-    return [*command, "--module", MODULE, word]
-
-
 @contextmanager
 def prepared(
     words: list[str], hosts: dict[str, int], environment: dict[str, str], shared: Path, port: int
@@ -128,7 +120,11 @@ def prepared(
         # The brackets keep pkill's pattern from matching pkill's command line and the remote shell's.
         at_end.callback(_signal, "KILL", f"[{word[0]}]{word[1:32]}", hosts)
         stop = partial(_signal, "USR1", f"[-]m {MODULE} {word[:32]}", hosts)
-        yield hosts_command(hosts, hostfile, port, word), own, stop
+        # Every word is safe in a shell
+        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--hostfile", str(hostfile)]
+        command += ["--launcher", "pdsh", "--force_multi", "--no_ssh_check", "--no_local_rank"]
+        command += ["--master_addr", next(iter(hosts)).rpartition("@")[2], "--master_port", str(port)]
+        yield [*command, "--module", MODULE, word], own, stop
 
 
 def _signal(name: str, pattern: str, hosts: dict[str, int]) -> None:

@@ -24,20 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.cluster.launch import preflight
-from cqwen_dist.config.errors import Said, UserError, printable
-from cqwen_dist.config.reading import load_config
+from cqwen_dist.config import Said, UserError, load_config, printable
 from cqwen_dist.parallel.launcher import free_port
-from cqwen_dist.run.files import (
-    HISTORY,
-    LATEST,
-    SLURM,
-    STATUS,
-    is_number,
-    not_followed,
-    read_line,
-    read_lines,
-    read_object,
-)
+from cqwen_dist.run import files
+from cqwen_dist.run.files import is_number, not_followed, read_line, read_lines, read_object
 from cqwen_dist.run.status import read_status
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 10, 600
@@ -49,17 +39,15 @@ def read_history(run_dir: Path) -> list[dict[str, Any]]:
 
     Skips lines cut off by a crash, and lines of a stranger's file with other types. step: of the newest checkpoint.
     """
-    return [entry for entry in read_lines(run_dir / SLURM / HISTORY) if _is_event(entry)]
-
-
-def _is_event(entry: dict[str, Any]) -> bool:
-    numbers = {"start": ("time", "start", "step"), "end": ("time", "step")}.get(str(entry.get("event")))
-    texts = ("how", "reason") if entry.get("event") == "end" else ("job", "nodes")
-    return (
-        numbers is not None
-        and all(is_number(entry.get(key)) for key in numbers)
-        and all(isinstance(entry.get(key), str) for key in texts)
-    )
+    numbers = {"start": ("time", "start", "step"), "end": ("time", "step")}
+    texts = {"start": ("job", "nodes"), "end": ("how", "reason")}
+    return [
+        entry
+        for entry in read_lines(run_dir / files.SLURM / files.HISTORY)
+        if (event := str(entry.get("event"))) in numbers
+        and all(is_number(entry.get(key)) for key in numbers[event])
+        and all(isinstance(entry.get(key), str) for key in texts[event])
+    ]
 
 
 def fruitless_starts(history: list[dict[str, Any]]) -> int:
@@ -93,12 +81,12 @@ def begin(config: Path, overrides: list[str], max_restarts: int) -> tuple[Path, 
     if tries > max_restarts + 1:
         said = f"{tries - 1} starts in a row without a new checkpoint; look at the logs, then call sbatch again"
         raise UserError("this job", Said(said), "")
-    logs = run_dir / SLURM / f"job-{job}" / f"start-{start}"
+    logs = run_dir / files.SLURM / f"job-{job}" / f"start-{start}"
     logs.mkdir(parents=True, exist_ok=True)
-    latest = run_dir / SLURM / "latest"
+    latest = run_dir / files.SLURM / "latest"
     fresh = latest.with_name(f"latest.{os.getpid()}")
     # Replace the link atomically: `tail -F slurm/latest/...` may read it at any time.
-    fresh.symlink_to(logs.relative_to(run_dir / SLURM))
+    fresh.symlink_to(logs.relative_to(run_dir / files.SLURM))
     fresh.replace(latest)
     return run_dir, logs
 
@@ -180,7 +168,7 @@ def sweep_point(index: int, config: Path, points: Path, overrides: list[str]) ->
 
 def _record(run_dir: Path, entry: dict[str, Any]) -> None:
     """Append a line in a single write, so that lines from multiple hosts do not mix, nor with one that was cut off."""
-    path = run_dir / SLURM / HISTORY
+    path = run_dir / files.SLURM / files.HISTORY
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps({"time": round(time.time(), 3), "host": platform.node(), **entry}) + "\n"
     with open(path, "ab+", buffering=0, opener=not_followed) as file:
@@ -189,15 +177,14 @@ def _record(run_dir: Path, entry: dict[str, Any]) -> None:
 
 
 def _latest_step(run_dir: Path) -> int:
-    """Step of the newest checkpoint; 0 if there is none."""
-    found = re.search(r"\d+$", read_line(run_dir / LATEST), re.ASCII)
+    found = re.search(r"\d+$", read_line(run_dir / files.LATEST), re.ASCII)
     return int(found[0]) if found else 0
 
 
 def _stamp(run_dir: Path) -> list[Any] | None:
     """Inode and modification time of status.json. Each write changes them, because writes replace the file."""
     try:
-        stat = (run_dir / STATUS).stat()
+        stat = (run_dir / files.STATUS).stat()
     except OSError:
         return None
     return [stat.st_ino, stat.st_mtime_ns]

@@ -14,10 +14,7 @@ from pathlib import Path
 
 from cqwen_dist.cluster.hostfile import prepared, read_environment, read_hostfile
 from cqwen_dist.cluster.rank import rank_environment
-from cqwen_dist.config.data import source_files
-from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.config.reading import load_config
-from cqwen_dist.config.schema import Config
+from cqwen_dist.config import Config, Said, UserError, as_list, load_config, source_files
 from cqwen_dist.parallel.launcher import LAUNCHER, free_port, taken
 from cqwen_dist.run.files import STACKS
 from cqwen_dist.run.folder import is_done, refuse_changes
@@ -35,7 +32,7 @@ def preflight(path: Path, overrides: Sequence[str]) -> Config:
     config = load_config(path, list(overrides))
     watched = [(f"data.watch.{name}", source) for name, source in config.data.watch.items()]
     for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval), *watched):
-        for source in [sources] if isinstance(sources, str) else sources or []:
+        for source in as_list(sources or []):
             source_files(source, key)
     refuse_changes(config)
     return config
@@ -86,13 +83,8 @@ def launch(
     return _exit_code(code, stopped, before, read_status(run_dir))
 
 
-def stacks_of(run_dir: Path) -> list[Path]:
-    """Stack files of hung ranks."""
-    return sorted(path for path in (run_dir / STACKS).glob("rank-*.txt") if path.stat().st_size)
-
-
 def _exit_code(code: int, stopped: bool, before: Status, after: Status) -> int:
-    """Exit code of `cqwen launch`. code: from the launcher; stopped: on request; before, after: the run's status."""
+    """code: from the launcher; stopped: on request; before, after: the run's status."""
     if code == 2:
         return code
     if after == before:  # no rank lived long enough to write a status
@@ -100,6 +92,11 @@ def _exit_code(code: int, stopped: bool, before: Status, after: Status) -> int:
     if after["status"] == "preempted":  # by a signal to a rank; the others may have seen none, and lost that one
         return STOPPED
     return 0 if not code and after["status"] in ("done", "paused") else 1
+
+
+def stacks_of(run_dir: Path) -> list[Path]:
+    """Stack files of hung ranks."""
+    return sorted(path for path in (run_dir / STACKS).glob("rank-*.txt") if path.stat().st_size)
 
 
 def run_words(words: list[str], ranks: int, hostfile: Path | None, shared: Path) -> int:
@@ -182,19 +179,13 @@ def _run_to_its_end(
         # Ignore further signals: leaving early would orphan ranks.
         for number in handlers:
             signal.signal(number, signal.SIG_IGN)
-        _end_session(process)
+        # SIGTERM, then SIGKILL, for all remaining processes in the session
+        began = time.monotonic()
+        with contextlib.suppress(ProcessLookupError):  # none is left
+            while (waited := time.monotonic() - began) < 1.5 * GRACE_S:
+                process.poll()
+                os.killpg(process.pid, signal.SIGTERM if waited < GRACE_S else signal.SIGKILL)
+                time.sleep(0.1)
+        process.wait()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def _end_session(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, then SIGKILL, for all remaining processes in the session."""
-    began = time.monotonic()
-    try:
-        while (waited := time.monotonic() - began) < 1.5 * GRACE_S:
-            process.poll()
-            os.killpg(process.pid, signal.SIGTERM if waited < GRACE_S else signal.SIGKILL)
-            time.sleep(0.1)
-    except ProcessLookupError:
-        pass  # none is left
-    process.wait()

@@ -87,7 +87,7 @@ class ModelConfig(Section):
         return (self.wide, 0) if isinstance(self.wide, int) else self.wide
 
     @model_validator(mode="after")
-    def _one_source(self) -> ModelConfig:
+    def _consistent(self) -> ModelConfig:
         if (self.name_or_path is None) == (self.architecture is None):
             found = Said("neither" if self.architecture is None else "both")
             raise refused("name_or_path/architecture", found, "exactly one of the two (set the other to null)")
@@ -102,10 +102,6 @@ class ModelConfig(Section):
         for name in [] if targets == "all-linear" else targets:
             if name not in LINEARS:
                 raise refused("lora.target_modules", name, f"names out of {', '.join(LINEARS)}, or all-linear")
-        return self
-
-    @model_validator(mode="after")
-    def _layers_fit(self) -> ModelConfig:
         if self.attention == "varlen" and self.compile_layers and self.gradient_checkpointing:
             allowed = "false with attention varlen and gradient_checkpointing (recomputed layers would not be compiled)"
             raise refused("compile_layers", True, allowed)

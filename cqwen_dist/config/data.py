@@ -194,22 +194,16 @@ class DataConfig(Section):
                 raise refused(key, value, "paths that are not empty")
         if self.eval is not None and self.eval_fraction > 0:
             raise refused("eval_fraction", self.eval_fraction, "0, as data.eval is given")
-        if self.weights is not None:
-            sources = len(self.train) if isinstance(self.train, list) else 1
-            if len(self.weights) != sources:
-                raise refused("weights", self.weights, f"one weight for each of the {sources} sources of data.train")
-        return self
-
-    @model_validator(mode="after")
-    def _chat(self) -> DataConfig:
-        if self.messages_field is not None:
-            for key in ("text_template", "prompt_template", "target_field"):
-                if getattr(self, key) is not None:
-                    raise refused(key, Said("cannot be combined with data.messages_field"))
+        if self.weights is not None and len(self.weights) != (sources := len(as_list(self.train))):
+            raise refused("weights", self.weights, f"one weight for each of the {sources} sources of data.train")
         return self
 
     @model_validator(mode="after")
     def _fields(self) -> DataConfig:
+        if self.messages_field is not None:
+            for key in ("text_template", "prompt_template", "target_field"):
+                if getattr(self, key) is not None:
+                    raise refused(key, Said("cannot be combined with data.messages_field"))
         text = _names("text_template", self.text_template)
         _names("prompt_template", self.prompt_template)
         if self.target_field is not None:

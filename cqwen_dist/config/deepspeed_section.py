@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from functools import reduce
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -91,13 +91,16 @@ def translate(tree: dict[str, Any]) -> None:
             hint = f"; did you mean {meant[0]}?" if meant else ""
             raise UserError(f"deepspeed.{section}", Said(f"DeepSpeed has no such key{hint}"), "")
     found = _said({path: value for path, value in found.items() if value != "auto"})
-    for path in [path for path in found if path in MOVED]:
+    for path in found.keys() & MOVED.keys():
         _move(tree, path, found.pop(path))
     for path, value in found.items():
         for section in accumulate(path.split("."), "{}.{}".format):
             if section in REFUSED:
                 raise UserError(f"deepspeed.{path}", value, REFUSED[section])
-    tree["deepspeed"] = _nested(found)
+    tree["deepspeed"] = {}
+    for path, value in found.items():
+        *above, last = path.split(".")
+        reduce(lambda at, part: at.setdefault(part, {}), above, tree["deepspeed"])[last] = value
 
 
 def _said(leaves: dict[str, Any]) -> dict[str, Any]:
@@ -127,21 +130,9 @@ def _move(tree: dict[str, Any], path: str, value: Any) -> None:
     key, values = MOVED[path]
     section, _, name = key.partition(".")
     theirs = values.get(value, value) if isinstance(value, (str, bool)) else value
-    ours = tree.get(section)
-    if ours is None:
+    if (ours := tree.get(section)) is None:
         ours = tree[section] = {}
     if not isinstance(ours, dict):
         return  # the schema refuses it
     if ours.setdefault(name, theirs) != theirs:
         raise UserError(f"deepspeed.{path}", value, f"auto, or what {key} says ({ours[name]})")
-
-
-def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for path, value in leaves.items():
-        *above, last = path.split(".")
-        at = found
-        for part in above:
-            at = at.setdefault(part, {})
-        at[last] = value
-    return found

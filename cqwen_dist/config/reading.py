@@ -157,6 +157,14 @@ def _override(tree: dict[str, Any], text: str, given: tuple[Any, ...] = ()) -> t
     return path
 
 
+def _default_at(path: tuple[str, ...]) -> dict[str, Any] | list[Any]:
+    """Initial value if an override changes a key that the file lacks: the schema's list, or an empty section."""
+    section = section_of(annotation_at(path[:-1]))
+    field = None if section is None else section.model_fields.get(path[-1])
+    default = None if field is None else field.get_default()
+    return _plain(default) if isinstance(default, (list, tuple)) else {}
+
+
 def _override_value(path: tuple[str, ...], raw: str, text: str) -> Any:
     """Value of an override, as YAML. For text keys, quotes are optional and # does not start a comment."""
     kinds = list(members_of(annotation_at(path)))
@@ -175,14 +183,6 @@ def _override_value(path: tuple[str, ...], raw: str, text: str) -> Any:
         or (isinstance(value, list) and list in [get_origin(kind) for kind in kinds])
     )
     return raw if str in kinds and not meant else value
-
-
-def _default_at(path: tuple[str, ...]) -> dict[str, Any] | list[Any]:
-    """Initial value if an override changes a key that the file lacks: the schema's list, or an empty section."""
-    section = section_of(annotation_at(path[:-1]))
-    field = None if section is None else section.model_fields.get(path[-1])
-    default = None if field is None else field.get_default()
-    return _plain(default) if isinstance(default, (list, tuple)) else {}
 
 
 def _where(text: str) -> str:

@@ -119,19 +119,14 @@ class Config(Section):
             raise refused("run.stop_after", self.run.stop_after, f"a stage: {', '.join(names)}")
         if self.parallel.offload == "activations" and not self.model.gradient_checkpointing:
             raise refused("parallel.offload", "activations", "none, optimizer, or model.gradient_checkpointing true")
-        self._check_heads()
+        if self.model.wide and not (self.calibrated and ":" not in self.model.abduction):
+            allowed = "0, or start calibrated and model.abduction linear or two_layer"
+            raise refused("model.wide", self.model.wide, allowed)
         self._check_adapters()
         self._check_sequence_groups()
         return self
 
-    def _check_heads(self) -> None:
-        """Check the head options, and the length of keys with an entry per value or word."""
-        if self.model.wide and not (self.calibrated and ":" not in self.model.abduction):
-            allowed = "0, or start calibrated and model.abduction linear or two_layer"
-            raise refused("model.wide", self.model.wide, allowed)
-
     def _check_lengths(self, index: int, stage: Stage) -> None:
-        """Check a stage's settings against the rest of the config."""
         size, micro = self.batch_sizes(stage)
         if size % micro:
             own = "micro_batch_size" if stage.global_batch_size is None else "global_batch_size"
@@ -142,7 +137,6 @@ class Config(Section):
             raise refused(f"stages.{index}.until", Said("needs data.eval or data.eval_fraction (or data.watch)"))
 
     def _check_adapters(self) -> None:
-        """Reject combinations of adapters, partitioning and quantization that cannot work."""
         if self.parallel.zero_stage == 3 and self.model.compile_layers:
             allowed = "false under parallel.zero_stage 3 (it gathers weights inside the layers), or 1, 2"
             raise refused("model.compile_layers", True, allowed)

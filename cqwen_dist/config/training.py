@@ -245,7 +245,6 @@ class Stage(Section):
     @model_validator(mode="before")
     @classmethod
     def _unmerged(cls, given: Any) -> Any:
-        """Reject the unknown key `merge` with an explanation."""
         if isinstance(given, dict) and given.get("merge"):
             allowed = (
                 "no merging between stages: KL and forgetting are measured with the adapters off, and a merged "

@@ -1,24 +1,154 @@
-"""Compiled steps of fixed shapes, and detection of the end without waiting for the GPU.
+"""The tensors of one generation in fixed shapes, memory that a model keeps between generations, compiled steps, and
+detection of the end without waiting for the GPU.
 
 For one token of a small model the kernel launches take longer than the kernels. torch.compile fuses kernels, and with
 mode "reduce-overhead" a CUDA graph launches a full step at once.
 On an H200 a static cache decodes 13 times as fast as a dynamic one at batch 1 (docs/gpu.md).
+
+Shape letters: B rows, T prompt positions, T' positions of prompt and continuation, C causal dimensions, K numbers in
+memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import mark_static_address  # transformers' static cache marks its own by it
 from torch._dynamo.exc import TorchDynamoException
+from transformers.cache_utils import Cache, LinearAttentionLayer, StaticLayer
 from transformers.utils import logging
 
-from cqwen_dist.generate.buffers import Kept
+from cqwen_dist.batch import positions_in
 from cqwen_dist.generate.generation_settings import Settings
+from cqwen_dist.generate.numbers import POWERS, GeneratedNumbers, empty_numbers
+from cqwen_dist.heads.intervals import Intervals
+
+ROOM = 64  # size step of a static cache in positions: texts of similar lengths share a cache and its CUDA graphs
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """The tensors of a step. The write position `at` is a device tensor, so shapes stay fixed."""
+
+    ids: Tensor  # [B,T'] int64; padding at unwritten positions
+    numbers: GeneratedNumbers  # [B,T'] each
+    mask: Tensor  # [B,T'] bool: False at the prompt's padding; causality hides later positions
+    positions: Tensor  # [B,T'] int64
+    memory: Tensor  # [B,K] float64: memory of the number head for the numbers so far
+    done: Tensor  # [B] bool: rows that have ended
+    lengths: Tensor  # [B] int64: number of written tokens, including an end token
+    at: Tensor  # [1] int64: the next position to write
+    powers: Tensor  # `POWERS`
+    cache: Any = None  # key-value cache of the transformer
+
+    @classmethod
+    def of(cls, model: Any, ids: Tensor, values: Tensor | None, mask: Tensor | None, room: int, pad: int) -> Buffers:
+        """Buffers for a prompt [B,T] with T' = room positions, without a cache. Arguments as in `generate`."""
+        config, device, (b, prompt) = model.config, ids.device, ids.shape
+        all_ids = torch.full((b, room), pad, dtype=torch.int64, device=device)
+        all_ids[:, :prompt] = ids
+        all_values = torch.zeros((b, room), dtype=torch.float64, device=device)
+        if values is not None:
+            all_values[:, :prompt] = values.to(all_values)
+        real = torch.ones((b, room), dtype=torch.bool, device=device)
+        if mask is not None:
+            real[:, :prompt] = mask.bool()
+        positions = positions_in(real)
+        is_number = (all_ids == config.num_token_id) & real
+        head = model.action.number_head
+        memory = head.memory(is_number, all_values, positions)[:, prompt - 1]
+        numbers = empty_numbers(all_values, head, Intervals.from_dict(config.calibration))
+        none, zero = torch.zeros(b, dtype=torch.bool, device=device), torch.zeros_like(ids[:, 0])
+        at = torch.tensor([prompt], device=device)
+        return cls(all_ids, numbers, real, positions, memory, none, zero, at, POWERS.to(device))
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors except those of the cache."""
+        return [each for each in (*vars(self).values(), *vars(self.numbers).values()) if isinstance(each, Tensor)]
+
+    def inside(self, kept: Buffers) -> Buffers:
+        """Copy these contents into the memory of `kept`, which has the same shapes."""
+        for memory, own in zip(kept.tensors(), self.tensors(), strict=True):
+            memory.copy_(own)
+        found: dict[str, Any] = {name: each for name, each in vars(kept.numbers).items() if isinstance(each, Tensor)}
+        return replace(kept, numbers=replace(self.numbers, **found))
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """Shapes, dtypes and devices of all tensors."""
+        return tuple((each.shape, each.dtype, each.device) for each in self.tensors())
+
+
+@dataclass
+class Kept:
+    """State that a model keeps after a generation with a static cache, for the next one of the same shape: buffers,
+    whose addresses are fixed in CUDA graphs, and compiled steps. A copy of the model starts without it."""
+
+    buffers: Buffers | None = None
+    dtype: torch.dtype | None = None
+    ahead: dict[int, Tensor] = field(default_factory=dict)  # random numbers of a step by width, drawn before the step
+    near: Tensor | None = None  # W_cls in bf16
+    steps: dict[object, Callable[..., Any]] = field(default_factory=dict)  # compiled steps by settings
+
+    @classmethod
+    def of(cls, model: Any) -> Kept:
+        """Take the kept state from this model. Empty at first, and while a different thread generates."""
+        found = vars(model).pop("kept_decoding", None)
+        return found if isinstance(found, cls) else cls()
+
+    def __deepcopy__(self, memo: Any) -> Kept:
+        return Kept()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Kept, ()
+
+    def take(self, new: Buffers, layers: Sequence[str], dtype: torch.dtype) -> Buffers:
+        """Move `new` into persistent memory, with an empty static cache in this dtype. layers: the type of each.
+
+        Layers with a sliding window also keep all positions, and the mask hides those outside the window. The sliding
+        window layer of transformers counts positions on the host, which would recompile each step.
+        """
+        if self.buffers is None or (self.buffers.shape, self.dtype) != (new.shape, dtype):
+            self.dtype = dtype
+            self.steps.clear()
+            self.ahead.clear()
+            self.near = None
+            room = new.ids.shape[1]
+            made: list[Any] = [
+                LinearAttentionLayer() if "linear" in each else StaticLayer(max_cache_len=room) for each in layers
+            ]
+            self.buffers = replace(new, cache=Cache(layers=made))
+            stay(*self.buffers.tensors())
+            return self.buffers
+        self.buffers.cache.reset()
+        self.buffers.cache.beside_state = None
+        return new.inside(self.buffers)
+
+    def random(self, rows: int, width: int, device: torch.device) -> Tensor:
+        """Memory [rows,width] fp32 for the random numbers of a step."""
+        if width not in self.ahead:
+            self.ahead[width] = torch.empty(rows, width, device=device)
+            stay(self.ahead[width])
+        return self.ahead[width]
+
+    def copied(self, weight: Tensor) -> Tensor:
+        """weight in bf16. Copied at each call, as training may have changed the weight."""
+        if self.near is None or (self.near.shape, self.near.device) != (weight.shape, weight.device):
+            self.near = torch.empty_like(weight, dtype=torch.bfloat16)
+            stay(self.near)
+        return self.near.copy_(weight)
+
+
+def stay(*tensors: Tensor) -> None:
+    """Mark the addresses of these tensors as static, so that a CUDA graph reads and writes them in place."""
+    for tensor in tensors:
+        mark_static_address(tensor)
+
 
 LATE = 4  # steps by which the host may be ahead of the GPU
 AS_TRANSFORMERS = {"mode": "reduce-overhead"}  # default of transformers' CompileConfig

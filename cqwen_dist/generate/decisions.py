@@ -36,9 +36,9 @@ def _law(model: Any, batch: Padded, keep: Tensor) -> Cauchy:
 
 def rows_for(model: Any, words: Sequence[int] | None) -> int:
     """The number of the head's rows to score: all if words are given, otherwise those in use. Raises `UserError`."""
-    odd = next((word for word in words or () if not 0 <= word < model.config.vocab_size), None)
-    if odd is not None:
-        raise UserError("words", odd, f"ids in [0, {model.config.vocab_size})")
+    for word in words or ():
+        if not 0 <= word < model.config.vocab_size:
+            raise UserError("words", word, f"ids in [0, {model.config.vocab_size})")
     return int(model.config.used_rows if words is None else model.config.vocab_size)
 
 

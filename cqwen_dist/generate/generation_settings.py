@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.generate.modes import MODES, Mode, find_mode
+from cqwen_dist.generate.modes import MODES, find_mode
 from cqwen_dist.generate.numbers import Digits, check_digits
 
 
@@ -48,34 +48,26 @@ class Settings:
     used_rows: int | None = None
 
     def __post_init__(self) -> None:
-        mode = find_mode(self.mode)
-        if not 0.0 <= self.eps_truncation < 0.5:
-            raise UserError("eps_truncation", self.eps_truncation, "0 or more, below 0.5")
-        if self.max_new_tokens < 0:
-            raise UserError("max_new_tokens", self.max_new_tokens, "0 or more")
-        self._check_temperature(mode)
-        if self.decode_rule not in (None, "ovr", "loc"):
-            raise UserError("decode_rule", self.decode_rule, "ovr, loc")
+        mode, seed = find_mode(self.mode), self.seed
+        check_temperature(self.temperature)
         if self.digits is not None:
             check_digits(self.digits)
-        if self.cache_implementation not in (None, "dynamic", "static"):
-            raise UserError("cache_implementation", self.cache_implementation, "dynamic, static")
-        if self.static and not self.use_cache:
-            raise UserError("cache_implementation", "static", "dynamic if use_cache is false")
-        if self.used_rows is not None and self.used_rows < 1:
-            raise UserError("used_rows", self.used_rows, "1 or more")
-        if self.seed is not None and self.generator is not None:
-            raise UserError("seed", self.seed, "a seed or a generator, not both")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
-            raise UserError("seed", self.seed, "a number of 64 bits")
-
-    def _check_temperature(self, mode: Mode) -> None:
-        check_temperature(self.temperature)
-        if self.temperature in (None, 1.0) or mode.drawn is not None:
-            return
-        having = ", ".join(name for name, other in MODES.items() if other.draws is not False)
-        elsewhere = f"none in mode {self.mode}, or a mode out of {having}"
-        raise UserError("temperature", self.temperature, "in logits_processor" if mode.has_logits else elsewhere)
+        for key, fits, allowed in (
+            ("eps_truncation", 0.0 <= self.eps_truncation < 0.5, "0 or more, below 0.5"),
+            ("max_new_tokens", self.max_new_tokens >= 0, "0 or more"),
+            ("decode_rule", self.decode_rule in (None, "ovr", "loc"), "ovr, loc"),
+            ("cache_implementation", self.cache_implementation in (None, "dynamic", "static"), "dynamic, static"),
+            ("cache_implementation", self.use_cache or not self.static, "dynamic if use_cache is false"),
+            ("used_rows", self.used_rows is None or self.used_rows >= 1, "1 or more"),
+            ("seed", seed is None or self.generator is None, "a seed or a generator, not both"),
+            ("seed", seed is None or -(2**63) <= seed < 2**64, "a number of 64 bits"),
+        ):
+            if not fits:
+                raise UserError(key, getattr(self, key), allowed)
+        if self.temperature not in (None, 1.0) and mode.drawn is None:
+            having = ", ".join(name for name, other in MODES.items() if other.draws is not False)
+            elsewhere = f"none in mode {self.mode}, or a mode out of {having}"
+            raise UserError("temperature", self.temperature, "in logits_processor" if mode.has_logits else elsewhere)
 
     @property
     def static(self) -> bool:
@@ -138,22 +130,18 @@ class Prompt:
                 raise UserError("prompt", None, "token ids [B,T], int64: this model has no token that begins a text")
             ids = torch.tensor([[begin]], device=model.device)
         if not isinstance(ids, Tensor):
-            ids, values, mask = _as_rows(model.device, ids, values, mask)
+            kinds = zip((ids, values, mask), (torch.int64, torch.float64, torch.int64), strict=True)
+            try:
+                ids, values, mask = (
+                    None if rows is None else torch.atleast_2d(torch.tensor(rows, dtype=kind, device=model.device))
+                    for rows, kind in kinds
+                )
+            except (TypeError, ValueError):
+                allowed = "rows of one length: tokenizer(texts, padding=True, ...)"
+                raise UserError("prompt", "no tensor", allowed) from None
         if embeds is not None and ids.shape != embeds.shape[:2]:
             raise UserError("inputs_embeds", list(embeds.shape), f"the shape of the ids, {list(ids.shape)}, and H")
         return cls(ids, values, mask if embeds is None or mask is not None else torch.ones_like(ids), embeds, hidden)
-
-
-def _as_rows(device: torch.device, *lists: Any) -> tuple[Any, ...]:
-    """Ids, values and mask as tensors [B,T]. Raises `UserError`."""
-    kinds = (torch.int64, torch.float64, torch.int64)
-    try:
-        return tuple(
-            None if rows is None else torch.atleast_2d(torch.tensor(rows, dtype=kind, device=device))
-            for rows, kind in zip(lists, kinds, strict=True)
-        )
-    except (TypeError, ValueError):
-        raise UserError("prompt", "no tensor", "rows of one length: tokenizer(texts, padding=True, ...)") from None
 
 
 def check_temperature(temperature: float | None) -> None:
@@ -186,8 +174,7 @@ def check_prompt(model: Any, ids: Tensor, values: Tensor | None, mask: Tensor | 
 
 
 def _check_padding(real: Tensor, left_only: bool) -> None:
-    """Check that each row of real [B,T] bool has a token and ends with one. left_only: nothing is left out in between,
-    as for the side network."""
+    """Each row of real [B,T] bool has a token and ends with one. left_only: nothing is left out in between."""
     if not bool(real.any(1).all()):
         raise UserError("prompt", "no tokens", "at least one token in every row")
     if not bool(real[:, -1].all()):

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from cqwen_dist.generate.buffers import ROOM, Buffers, Kept
-from cqwen_dist.generate.compiling import CompiledSteps, Ending
+from cqwen_dist.generate.compiling import ROOM, Buffers, CompiledSteps, Ending, Kept
 from cqwen_dist.generate.generation_settings import Settings, check_prompt
 from cqwen_dist.generate.modes import Draws, Options, best, find_mode
 from cqwen_dist.generate.numbers import GeneratedNumbers, written_values
@@ -150,8 +149,7 @@ class _Continuation:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the backbone, read from its token table, since w_num stays fp32."""
-        found: torch.dtype = self.model.features.embedding.token_embedding.weight.dtype
-        return found
+        return self.model.features.embedding.token_embedding.weight.dtype
 
     def near(self) -> Tensor | None:
         """W_cls in bf16 for a shortlist. None if W_cls is not fp32, if the backbone is fp32 (the user wants full
@@ -174,8 +172,11 @@ class _Continuation:
             u_prime = self.infer(torch.arange(self.end, device=self.now.at.device), self.now.mask[:, : self.end])
             self.write(u_prime, self.choose(u_prime))
         else:
-            if self.kept is not None:
-                self.draw_ahead(self.kept)
+            # A compiled step cannot draw from a generator
+            if self.kept is not None and (found := self.mode.random(self.action, self.options)) is not None:
+                law, width = found
+                memory = self.kept.random(len(self.now.ids), width, self.action.cls_weight.device)
+                self.draws.draw_ahead(memory, law)
             torch.compiler.cudagraph_mark_step_begin()  # the CUDA graph may overwrite the outputs of the last step
             if self.steps is None:
                 whole_step(self)
@@ -202,13 +203,6 @@ class _Continuation:
                     self.now.done.logical_or_(after_end[:, t])
                 self.write(Cauchy(*(part[:, t - 1 - begin] for part in u_prime)), ids[:, t])
             begin, self.end = until, until + 1
-
-    def draw_ahead(self, kept: Kept) -> None:
-        """Draw the random numbers of the next step: a compiled step cannot draw from a generator."""
-        found = self.mode.random(self.action, self.options)
-        if found is not None:
-            law, width = found
-            self.draws.draw_ahead(kept.random(len(self.now.ids), width, self.action.cls_weight.device), law)
 
     def infer_next(self) -> Cauchy:
         """`infer` for the last column, using the cache. With a static cache the mask covers all columns: unwritten

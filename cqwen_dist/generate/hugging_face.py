@@ -24,7 +24,10 @@ from transformers.generation.streamers import BaseStreamer
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.generation_settings import Prompt, check_temperature
 from cqwen_dist.generate.generator import Watch
-from cqwen_dist.generate.loop_call import (
+from cqwen_dist.generate.modes import find_mode
+from cqwen_dist.generate.numbers import MOST_DIGITS, GeneratedNumbers
+from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, ends_at
+from cqwen_dist.generate.transformers_loops import (
     BEAMS,
     CACHES,
     LOOPS,
@@ -35,9 +38,6 @@ from cqwen_dist.generate.loop_call import (
     needs_loop,
     refused_by_transformers,
 )
-from cqwen_dist.generate.modes import find_mode
-from cqwen_dist.generate.numbers import MOST_DIGITS, GeneratedNumbers
-from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, ends_at
 from cqwen_dist.heads.intervals import LEVELS
 
 # Passed on to `Settings` unchanged.

@@ -68,11 +68,12 @@ class GeneratedNumbers:
         """The record of a generated number; None at other positions."""
         if not bool(self.generated[row, position]):
             return None
-        copy = self.is_copy(row, position)
+        copy, y = self.is_copy(row, position), self._law(row, position)
+        ends = {f"{level:g}": number_interval(y, self.target, self.intervals, level) for level in LEVELS}
         return NumberRecord(
             value=float((self.values if copy else self.target.inverse(self.loc))[row, position]),
             written=self.written(row, position, digits),
-            intervals=self._intervals(self._law(row, position)),
+            intervals={level: (float(low), float(high)) for level, (low, high) in ends.items()},
             p_num=float(self.p_num[row, position]),
             copied=copy,
         )
@@ -88,10 +89,6 @@ class GeneratedNumbers:
 
     def _law(self, row: int, position: int) -> Cauchy:
         return Cauchy(self.loc[row, position], self.scale[row, position])
-
-    def _intervals(self, y: Cauchy) -> dict[str, tuple[float, float]]:
-        found = {f"{level:g}": number_interval(y, self.target, self.intervals, level) for level in LEVELS}
-        return {level: (float(low), float(high)) for level, (low, high) in found.items()}
 
 
 @dataclass(frozen=True)

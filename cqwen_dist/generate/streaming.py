@@ -28,8 +28,7 @@ class Tokenizer(Protocol):
 
 def reader(tokenizer: Any) -> Tokenizer:
     """The `NumericalAwareTokenizer` inside a `CausalQwenTokenizer` (its `encode` returns only ids), or the argument."""
-    found: Tokenizer = getattr(tokenizer, "reader", tokenizer)
-    return found
+    return getattr(tokenizer, "reader", tokenizer)
 
 
 def text_of(

@@ -51,20 +51,21 @@ class HangWatch:
                 faulthandler.dump_traceback_later(self._seconds, file=file)
                 ended = threading.Event()
                 held.callback(ended.set)
-                text = f"rank {rank} has made no progress for {TOLD * self._seconds:.0f} s and ends; stacks: {path}"
-                threading.Thread(target=self._tell, args=(ended, say, text), name="hang", daemon=True).start()
+
+                def tell() -> None:
+                    while not ended.wait((1 - TOLD) / 2 * self._seconds):
+                        if self._last and time.monotonic() - self._last > TOLD * self._seconds:
+                            seconds = f"{TOLD * self._seconds:.0f} s"
+                            say(f"rank {rank} has made no progress for {seconds} and ends; stacks: {path}")
+                            return
+
+                threading.Thread(target=tell, name="hang", daemon=True).start()
                 yield
             finally:  # also if a signal stops the run: the C thread would still end the process
                 faulthandler.cancel_dump_traceback_later()
                 self._seconds = 0.0
                 if not path.stat().st_size:
                     path.unlink()
-
-    def _tell(self, ended: threading.Event, say: Callable[[str], object], text: str) -> None:
-        while not ended.wait((1 - TOLD) / 2 * self._seconds):
-            if self._last and time.monotonic() - self._last > TOLD * self._seconds:
-                say(text)
-                return
 
     def alive(self) -> None:
         """Report progress and restart the clock. Cheap: it resets the clock at most a hundred times per timeout."""

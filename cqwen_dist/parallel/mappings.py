@@ -94,5 +94,4 @@ def exchange_counts(count: int, group: ProcessGroup | None, device: torch.device
     """Tokens per rank of the group. One small all-gather, which synchronises with the host."""
     if group is None or group.size() == 1:
         return [count]
-    counts: list[int] = gather_rows(torch.tensor(count, device=device), group).tolist()
-    return counts
+    return gather_rows(torch.tensor(count, device=device), group).tolist()

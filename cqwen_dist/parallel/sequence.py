@@ -16,7 +16,6 @@ micro-batch size for the whole run, gathers position ids in every layer, and rep
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +39,6 @@ def over_sequence(group: ProcessGroup) -> Spread:
     def run(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if (times := group.size() // k.shape[2]) > 1:
             k, v = (x.repeat_interleave(times, dim=2) for x in (k, v))
-        out: Any = spread(q, k, v, 0, None, attend)
-        return out
+        return spread(q, k, v, 0, None, attend)
 
     return run

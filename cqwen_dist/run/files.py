@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -203,3 +205,37 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def appearing(out: Path, key: str) -> Iterator[Path]:
+    """Yields a temporary folder that is renamed to `out` on success and deleted after an error.
+
+    Also deletes the temporary folders of killed processes, since the kernel has released their locks. Raises
+    `UserError` for `key` if the folder cannot be created.
+    """
+    partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(key, str(out), f"a folder that can be made ({error.strerror})") from None
+    handle = os.open(partial, os.O_RDONLY)
+    with suppress(OSError):  # a file system without locks: its leftovers stay
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        for left in {*out.parent.glob(f".{glob.escape(out.name)}.{8 * '[0-9a-f]'}.partial")} - {partial}:
+            other = os.open(left, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                with suppress(BlockingIOError):  # its process lives
+                    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(other)
+    try:
+        yield partial
+        if out.exists():
+            out.rmdir()
+        let_read(partial)
+        partial.rename(out)
+    finally:
+        os.close(handle)
+        shutil.rmtree(partial, ignore_errors=True)

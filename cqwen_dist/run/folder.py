@@ -14,24 +14,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cqwen_dist.config.errors import UserError, writing
-from cqwen_dist.config.reading import changed_keys, load_config
-from cqwen_dist.config.schema import Config
-from cqwen_dist.run.files import (
-    ARCHIVED,
-    CHANGES,
-    CONFIG,
-    LATEST,
-    LOCK,
-    SLURM,
-    START,
-    STATE,
-    not_followed,
-    read_line,
-    read_object,
-    refuse_links,
-    write_atomically,
-)
+from cqwen_dist.config import Config, UserError, changed_keys, load_config, writing
+from cqwen_dist.run import files
+from cqwen_dist.run.files import not_followed, read_line, read_object, refuse_links, write_atomically
 from cqwen_dist.run.status import read_status
 
 BUILDS_BASE = ("model.", "data.", "train.seed")  # keys that affect the base built from model.architecture
@@ -62,14 +47,14 @@ def open_run(
         changes = _changes(config, folder, begun)
         if begun and changes:
             entry = {"time": round(time.time(), 3), "changes": [list(change) for change in changes]}
-            with open(folder / CHANGES, "a", encoding="utf-8", opener=not_followed) as file:
+            with open(folder / files.CHANGES, "a", encoding="utf-8", opener=not_followed) as file:
                 file.write(json.dumps(entry) + "\n")
             for key, before, now in changes:
                 say(f"changed: {key}: {before!r} -> {now!r}")
         # Training has not begun, so a base built from changed keys can simply be rebuilt.
         elif config.model.architecture is not None and any(key.startswith(BUILDS_BASE) for key, *_ in changes):
             shutil.rmtree(config.base_folder, ignore_errors=True)
-        write_atomically(folder / CONFIG, config.to_yaml())
+        write_atomically(folder / files.CONFIG, config.to_yaml())
     return folder
 
 
@@ -78,19 +63,19 @@ def refuse_changes(config: Config, fetched: Path | None = None) -> None:
     config."""
     folder = fetched or Path(config.run.dir)
     if not starts_over(config) and (fetched or has_begun(folder)) and (changes := _changes(config, folder)):
-        _refuse_past_changes(load_config(folder / CONFIG), changes, folder)
+        _refuse_past_changes(load_config(folder / files.CONFIG), changes, folder)
 
 
 def is_done(config: Config) -> bool:
     """Whether the run's status is done, it has a checkpoint, and the config asks for no more steps."""
     folder = Path(config.run.dir)
-    done = read_status(folder)["status"] == "done" and (folder / LATEST).is_file()
+    done = read_status(folder)["status"] == "done" and (folder / files.LATEST).is_file()
     return done and not starts_over(config) and not _changes(config, folder)
 
 
 def has_begun(folder: Path) -> bool:
     """Whether training has begun in the folder. From then on the config is fixed."""
-    return any((folder / name).is_file() for name in (START, LATEST))
+    return any((folder / name).is_file() for name in (files.START, files.LATEST))
 
 
 def starts_over(config: Config) -> bool:
@@ -101,12 +86,12 @@ def starts_over(config: Config) -> bool:
 
 def _changes(config: Config, folder: Path, begun: bool = True) -> list[Change]:
     """Differences from the config in the folder; empty if there is none."""
-    known = folder / CONFIG
+    known = folder / files.CONFIG
     return changed_keys(load_config(known), config, begun) if known.is_file() else []
 
 
 def _refuse_past_changes(old: Config, changes: list[Change], folder: Path) -> None:
-    where = str(folder / CONFIG)
+    where = str(folder / files.CONFIG)
     step, stops = _progress(folder)
     current = next((i for i, stop in enumerate(stops) if step <= stop), len(stops) - 1) if step else -1
     for key, before, now in changes:
@@ -132,7 +117,8 @@ def _refuse_past_changes(old: Config, changes: list[Change], folder: Path) -> No
 def _progress(folder: Path) -> tuple[int, list[int]]:
     """(newest checkpoint's step, each stage's last step as saved there); (0, []) without a checkpoint."""
     try:
-        state = read_object(folder / read_line(folder / LATEST) / STATE)  # without `latest`: the folder's own
+        newest = folder / read_line(folder / files.LATEST)  # without `latest`: the folder itself
+        state = read_object(newest / files.STATE)
         return int(state["step"]), [int(stop) for stop in state["schedule"]["stops"]]
     except (OSError, ValueError, KeyError, TypeError):
         return 0, []
@@ -140,10 +126,10 @@ def _progress(folder: Path) -> tuple[int, list[int]]:
 
 def archive(folder: Path, say: Callable[[str], None]) -> None:
     """Move the folder's content into a subfolder, except the lock and a running job's logs."""
-    kept = (LOCK, SLURM)
-    found = [path for path in folder.iterdir() if path.name not in kept and not path.name.startswith(ARCHIVED)]
+    kept = (files.LOCK, files.SLURM)
+    found = [path for path in folder.iterdir() if path.name not in kept and not path.name.startswith(files.ARCHIVED)]
     if found:
-        archive = folder / f"{ARCHIVED}{time.strftime('%Y%m%d-%H%M%S')}"
+        archive = folder / f"{files.ARCHIVED}{time.strftime('%Y%m%d-%H%M%S')}"
         while archive.exists():  # a clock that was set back shows the same second again
             archive = archive.with_name(f"{archive.name}-again")
         archive.mkdir()

@@ -58,7 +58,13 @@ def run_lock(run_dir: Path) -> Iterator[None]:
             if (holder := read_object(path)).get("token") != me["token"]:
                 raise _refusal(run_dir, holder)
         ended = threading.Event()
-        beat = threading.Thread(target=_beat, args=(handle, ended), name="lock", daemon=True)
+
+        def touch() -> None:
+            while not ended.wait(BEAT_S):
+                with suppress(OSError):  # a shared folder that is away for a moment
+                    os.utime(handle)
+
+        beat = threading.Thread(target=touch, name="lock", daemon=True)
         beat.start()
         try:
             yield
@@ -76,12 +82,6 @@ def _boot() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return platform.node()
-
-
-def _beat(handle: int, ended: threading.Event) -> None:
-    while not ended.wait(BEAT_S):
-        with suppress(OSError):  # a shared folder that is away for a moment
-            os.utime(handle)
 
 
 def _is_touched(path: Path) -> bool:

@@ -12,11 +12,10 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cqwen_dist.config import Config, Said, UserError
 from cqwen_dist.config.architectures import ARCHITECTURES, BaseArchitecture, architecture, text_part
 from cqwen_dist.config.architectures.base_architecture import EXPERTS, Block
 from cqwen_dist.config.bases import rows_with_number
-from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.config.schema import Config
 from cqwen_dist.config.trainable import feature_counts
 from cqwen_dist.sizes.flops import Work
 

@@ -34,8 +34,7 @@ from cqwen_dist.data.records import Extractor
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.prediction.learnt_table import learnt_table
 from cqwen_dist.prediction.table import predict_rows, prompts_of, shared_digits, write_table
-from cqwen_dist.run.appearing import appearing
-from cqwen_dist.run.files import BEST, FIT, file_record, not_followed, write_atomically, written_whole
+from cqwen_dist.run.files import BEST, FIT, appearing, file_record, not_followed, write_atomically, written_whole
 from cqwen_dist.tables.baselines import Rival, baselines
 from cqwen_dist.tables.choices import LEAST_READ, LONGEST, Chosen, Pace, choose, config_text, context_of, measure_pace
 from cqwen_dist.tables.fit_request import FitRequest

@@ -19,11 +19,9 @@ from cqwen_dist.checkpoint.manifest import Retention, choose_checkpoint, finish_
 from cqwen_dist.checkpoint.mirror import Mirror
 from cqwen_dist.checkpoint.resume import KEYS
 from cqwen_dist.checkpoint.saving import Saver
+from cqwen_dist.config import Config, UserError, rises
 from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.custom import find_custom
-from cqwen_dist.config.errors import UserError
-from cqwen_dist.config.schema import Config
-from cqwen_dist.config.training import rises
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.statistics import NumericStatistics
@@ -45,8 +43,7 @@ from cqwen_dist.training.base import build_run_base
 from cqwen_dist.training.constraint import Constraint
 from cqwen_dist.training.evaluation.evaluator import Evaluator
 from cqwen_dist.training.evaluation.run_evaluation import Evaluations
-from cqwen_dist.training.features.cache import FeatureCache
-from cqwen_dist.training.features.kept import ROOM, KeptFeatures
+from cqwen_dist.training.features.cache import KEPT, FeatureCache, KeptFeatures
 from cqwen_dist.training.frequency import class_weights
 from cqwen_dist.training.inputs import read_texts, read_tokenizer
 from cqwen_dist.training.replicas import Replicas
@@ -64,7 +61,6 @@ IMPLEMENTATION = "CQWEN_OVR_IMPL"  # for debugging: how the word loss is compute
 
 
 def _implementation(device: torch.device) -> str:
-    """The implementation of the word loss. Raises `UserError`."""
     name = os.environ.get(IMPLEMENTATION, "auto")
     if name not in IMPLEMENTATIONS or not runs_on(name, device):
         raise UserError(IMPLEMENTATION, name, "auto, chunked, reference, or on a GPU triton")
@@ -230,7 +226,7 @@ def _evaluations(
     def evaluator(dataset: TextDataset, forward: Features, word_counts: np.ndarray | None = None) -> Evaluator:
         size = config.train.micro_batch_size
         numbers = dataset.report.tokens // groups.world_size * training.model.config.feature_size
-        fits = numbers * training.stepper.options.gemm_dtype.itemsize <= ROOM
+        fits = numbers * training.stepper.options.gemm_dtype.itemsize <= KEPT
         keeps = fits and config.train.feature_cache.mode != "never"
         return Evaluator(
             training.model,

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from cqwen_dist.config.base_model import TRAIN_TOKENIZER
-from cqwen_dist.config.errors import UserError
-from cqwen_dist.config.schema import Config
+from cqwen_dist.config import TRAIN_TOKENIZER, Config, UserError
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import tokenizer_of
 from cqwen_dist.data.loader import Loader
@@ -21,7 +19,7 @@ from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_split
 from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.model.base_loading import build_base
-from cqwen_dist.run.appearing import appearing
+from cqwen_dist.run.files import appearing
 
 
 def build_run_base(config: Config, say: Callable[[str], None], device: torch.device) -> None:

@@ -13,16 +13,13 @@ import cqwen_dist
 from cqwen_dist.checkpoint import adapter
 from cqwen_dist.checkpoint.manifest import resolve_checkpoint
 from cqwen_dist.checkpoint.resume import KEYS, base_digest
+from cqwen_dist.config import Config, DataConfig, flat
 from cqwen_dist.config.custom import source_of
-from cqwen_dist.config.data import DataConfig
-from cqwen_dist.config.reading import flat
-from cqwen_dist.config.schema import Config
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import Datasets, is_prepared, load_datasets, read_watched, tokenizer_of
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.base_loading import base_folder_of
-from cqwen_dist.parallel.agreement import UNSEEN, Facts, agree, first_of_host
-from cqwen_dist.parallel.collectives import main_rank_first
+from cqwen_dist.parallel.collectives import UNSEEN, Facts, agree, first_of_host, main_rank_first
 from cqwen_dist.run.environment import versions
 from cqwen_dist.run.files import DIGESTS, MANIFEST, file_record
 

@@ -99,10 +99,6 @@ class HeadOptimizer:
             if share.each:
                 gather_from_owners(share.owned(share.member.parameter.detach()), share.group)
 
-    def drop_gradients(self) -> None:
-        for member in self.members:
-            member.parameter.grad = None
-
     def copies(self) -> Iterator[tuple[Member, str, Tensor]]:
         """(parameter, name, tensor) of all replicated tensors: weights, and moments of remainder rows."""
         for share in self.shares:
@@ -164,7 +160,6 @@ def _gradient(share: Share) -> Tensor:
 
 
 def _counted(shares: list[Share], with_rest: bool) -> list[Tensor]:
-    """The gradient parts whose squares this rank counts."""
     gradients = [(share, _gradient(share)) for share in shares]
     parts = [part for s, g in gradients for part in (s.own(g), *([s.rest(g)] if with_rest else []))]
     return [part for part in parts if part.numel()]

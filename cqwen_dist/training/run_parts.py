@@ -13,6 +13,7 @@ from torch import Tensor
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.saving import Saver
 from cqwen_dist.config.schema import Config
+from cqwen_dist.config.trainable import trains_features
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import Loader
 from cqwen_dist.data.statistics import NumericStatistics
@@ -66,7 +67,9 @@ class Training:
     def enter_stage(self, plan: StagePlan, fresh: bool) -> None:
         """Set the trained groups. fresh: the stage starts (not resumed), so newly trained groups get zero moments."""
         self.engine.enter_stage(plan, self.schedule.newly_trained(plan) if fresh else frozenset())
-        self.constraint.features_moved = self.schedule.features_trained_by(plan)
+        self.constraint.features_moved = any(
+            trains_features(p.stage.groups) for p in self.schedule.plans[: plan.index + 1]
+        )
 
     def forward(self, batch: Batch, keep: Tensor) -> Tensor:
         """z at the label positions `keep`, outside of steps. Raises `Stopped` as `check_stop` does."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from cqwen_dist.config.trainable import trains_features
 from cqwen_dist.config.training import Ramp, Stage, rises
 
 # Learning rate of b_scale, b_noise and C. Training moves b_scale by about 10 units: 1e5 Adam steps at 1e-4, but only a
@@ -54,7 +53,7 @@ class StagePlan:
         """
         if group not in self.stage.groups:
             return 0.0
-        named: Mapping[str, float] = {str(name): rate for name, rate in self.stage.lr_groups.items()}
+        named = self.stage.lr_groups
         if is_scale and (group == "abduction" or group not in named):
             peak = named.get("scales", DEFAULT_SCALES_LR) * unit
         else:
@@ -71,13 +70,7 @@ class StagePlan:
 
 
 def _asked(stage: Stage) -> list[Any]:
-    """The length of a stage in the config."""
     return [stage.steps, stage.epochs, stage.until and stage.until.model_dump(mode="json")]
-
-
-def _judged(asked: list[Any]) -> str | None:
-    """The metric that ends a stage; None if the number of steps ends it."""
-    return asked[2] and asked[2]["metric"]
 
 
 class Schedule:
@@ -146,17 +139,13 @@ class Schedule:
             elif plan.start <= step and plan.stop < step:  # now shorter than the steps taken
                 self._steps[index] = step - plan.start
         plan = self.at(step)
-        same = plan.index >= len(asked) or _judged(asked[plan.index]) == _judged(_asked(plan.stage))
-        self._best, self._waited = (state["best"], state["waited"]) if same else (None, 0)
+        judged = [each[2] and each[2]["metric"] for each in (*asked[plan.index : plan.index + 1], _asked(plan.stage))]
+        self._best, self._waited = (state["best"], state["waited"]) if judged[0] == judged[-1] else (None, 0)
 
     def at(self, step: int) -> StagePlan:
         """The stage of a step; the last stage for a finished run."""
         plans = self.plans
         return next((plan for plan in plans if step < plan.stop), plans[-1])
-
-    def features_trained_by(self, plan: StagePlan) -> bool:
-        """Whether embedding or lora trains in this stage or an earlier one."""
-        return any(trains_features(p.stage.groups) for p in self.plans[: plan.index + 1])
 
     def newly_trained(self, plan: StagePlan) -> frozenset[str]:
         """Groups that train in this stage but not in the previous one; their moments start at zero."""

@@ -8,7 +8,7 @@ transform, rate unit of b_noise) and are not calibrated.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,12 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint import adapter
 from cqwen_dist.checkpoint.manifest import resolve_checkpoint
 from cqwen_dist.checkpoint.resume import KEYS, load_checkpoint, refuse_exchanged, refuse_strange
-from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.config.schema import Config
+from cqwen_dist.config import JUDGED, Config, LoraConfig, Said, UserError
 from cqwen_dist.config.shape import SHAPE_KEYS
-from cqwen_dist.config.training import JUDGED, LoraConfig
 from cqwen_dist.data.columns import columns_for
 from cqwen_dist.data.loader import Loader
 from cqwen_dist.heads.targets import TargetTransform
-from cqwen_dist.model.calibration import LEVEL_TOKENS, Calibration, Features, calibrate
+from cqwen_dist.model.calibration import LEVEL_TOKENS, Features, calibrate
 from cqwen_dist.model.initialise import start_at_data
 from cqwen_dist.ops.products import gemm_dtype
 from cqwen_dist.parallel.collectives import main_rank_first
@@ -36,8 +34,7 @@ from cqwen_dist.run.files import LATEST, START, START_TENSORS, write_atomically
 from cqwen_dist.training.run_parts import Run
 from cqwen_dist.training.state import Place, head_shapes, load_heads, restore, row_range, save_start
 from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
-from cqwen_dist.training.telemetry.metrics import MetricsLog
-from cqwen_dist.training.telemetry.trackers import open_trackers
+from cqwen_dist.training.telemetry.metrics import MetricsLog, open_trackers
 
 CALIBRATION_TOKENS = 512  # over all ranks
 WARM = "model.warm_start"
@@ -140,7 +137,7 @@ def _sample(run: Run) -> tuple[list[Batch], list[Tensor]]:
 
 
 def _calibrate(run: Run, sample: list[Batch], z: list[Tensor]) -> dict[str, Any]:
-    """Calibrate the heads (`model.calibration`) on a sample and its z. Returns the result as a dict."""
+    """Calibrate the heads (`model.calibration`) on a sample and its z, and tell the result."""
     loader = run.calibration_loader(LEVEL_TOKENS, run.config.model.start_numbers)
     held_out = run.evaluations.held_out if run.model.config.wide else None
     known = iter(z)
@@ -155,38 +152,30 @@ def _calibrate(run: Run, sample: list[Batch], z: list[Tensor]) -> dict[str, Any]
         numerals=run.words.numerals if run.config.num_row_init == "digits" else (),
         progress=run.at,
     )
-    for line in _described(found):
-        run.progress.say(line)
-    return asdict(found)
-
-
-def _described(found: Calibration) -> list[str]:
-    """Lines for the user that describe a calibration."""
-    lines = [
+    say = run.progress.say
+    say(
         f"calibrated start: C {found.threshold:.3g}, gamma {found.gamma:.3g}, loss "
         f"{found.loss:.3f} (the seeds' start: {found.seed_loss:,.1f}), accuracy of argmax P "
         f"{found.accuracy:.1%} (base {found.base_accuracy:.1%}), median sum of P "
         f"{found.prob_sum_median:.2f}; levelled by {found.levelled:.0%}"
-    ]
+    )
     if found.num_f1 is not None:
-        lines.append(f"<NUM> at the start: F1 {found.num_f1:.3f}, mean P before a number {found.num_p_mean:.2f}")
+        say(f"<NUM> at the start: F1 {found.num_f1:.3f}, mean P before a number {found.num_p_mean:.2f}")
     if found.reg_mdae is not None:
-        lines.append(
+        say(
             f"numbers at the start: median error {found.reg_mdae:.4g}, always predicting the median "
             f"{found.reg_median_mdae:.4g} ({found.numbers:,} numbers, each predicted by a fit to the others)"
         )
-    return lines
+    return asdict(found)
 
 
-def _notes(run: Run) -> list[str]:
+def _notes(run: Run) -> Iterator[str]:
     """Warnings about settings that are valid but known to work badly."""
-    config, asked = run.config, run.stepper.options.gemm_dtype
-    notes = []
-    if config.start == "seed-100":
-        notes.append("C = 100 starts at the uniform solution and often stays there: low loss, no word learnt")
+    asked = run.stepper.options.gemm_dtype
+    if run.config.start == "seed-100":
+        yield "note: C = 100 starts at the uniform solution and often stays there: low loss, no word learnt"
     if gemm_dtype(asked, run.runtime.device) != asked:
-        notes.append("this CPU has no bf16 instructions: train.precision=fp32 is several times as fast")
-    return [f"note: {note}" for note in notes]
+        yield "note: this CPU has no bf16 instructions: train.precision=fp32 is several times as fast"
 
 
 def _load_warm_start(run: Run, given: str) -> tuple[Path, bool]:

@@ -109,7 +109,6 @@ def row_range(model: CausalModules) -> tuple[int, int]:
 
 
 def _collect(run: Run, place: Place) -> TrainState:
-    """Collect the state to save. Collective over the world."""
     engine = run.engine
     features = engine.feature_state()
     moments, steps = engine.heads.moments()
@@ -149,7 +148,6 @@ def _split(tensors: dict[str, Tensor], scalar: bool) -> tuple[dict[str, Tensor],
 
 
 def _restore(engine: Engine, found: TrainState, source: Path) -> None:
-    """Load the tensors of a checkpoint into the engine. source: folder of the checkpoint, for errors."""
     state, shapes = found.state, engine.feature_shapes()
     features = FeatureState(found.features, found.feature_moments, state["feature_steps"])
     heads, moments = {**found.heads, **found.rows}, {**found.head_moments, **found.row_moments}

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.parallel.agreement import agree
-from cqwen_dist.parallel.collectives import Stopped, from_main_rank
+from cqwen_dist.parallel.collectives import Stopped, agree, from_main_rank
 from cqwen_dist.run.status import RunStatus
 from cqwen_dist.training.callbacks import Callbacks
 from cqwen_dist.training.run_parts import Run
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.state import Place, save
-from cqwen_dist.training.telemetry.alarms import Alarm, Refusals
+from cqwen_dist.training.telemetry.alarms import Refusals
 from cqwen_dist.training.telemetry.metrics import MetricsLog
 from cqwen_dist.training.telemetry.perf import Clock
 from cqwen_dist.training.zero.engine import NonFiniteStep
@@ -121,7 +120,6 @@ class Trainer:
                 self.callbacks.tell("on_stage_end", step, plan.stage.name)
 
     def _enter_stage(self, plan: StagePlan, step: int) -> Iterator[list[Batch]]:
-        """Start or resume a stage at a step. Returns its batches."""
         run = self.run
         run.enter_stage(plan, fresh=step == plan.start)
         steps = plan.steps if plan.stage.until is None else f"at most {plan.steps}"
@@ -151,8 +149,8 @@ class Trainer:
             self.refusals.taken()
         except NonFiniteStep as error:
             total = run.schedule.total_steps
-            metrics = dict(self.refusals.refuse(error, step + 1, total, plan.stage.name, loader, self._alarm))
-            tokens = 0
+            alarm = (lambda alarm: None) if self.log is None else self.log.alarm
+            metrics, tokens = self.refusals.refuse(error, step + 1, total, plan.stage.name, loader, alarm), 0
         record = {"step": step + 1, "stage": plan.stage.name, **metrics}
         if self.log is not None:  # `push` writes the record of the step before, so this step is not waited for
             record |= run.saver.take()
@@ -171,10 +169,6 @@ class Trainer:
         except Stopped:
             self.run.stepper.give_up(self.run.loaders.current.micro_steps)
             raise
-
-    def _alarm(self, alarm: Alarm) -> None:
-        if self.log is not None:
-            self.log.alarm(alarm)
 
     def _evaluate(self, step: int) -> dict[str, Any]:
         evaluations = self.run.evaluations

@@ -17,7 +17,7 @@ from cqwen_dist.checkpoint.saving import Saver
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.training import session
-from cqwen_dist.training.session import open_session
+from cqwen_dist.training.train import open_session
 
 
 def _texts_of(folder: Path) -> dict[str, bytes]:

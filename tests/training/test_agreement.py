@@ -15,7 +15,7 @@ from support.runs import as_rank, write_config, write_texts
 import cqwen_dist.training.inputs as inputs
 from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.config.reading import given_config
-from cqwen_dist.parallel.agreement import agree
+from cqwen_dist.parallel.collectives import agree
 from cqwen_dist.run.status import read_status
 from cqwen_dist.training.inputs import config_facts
 from cqwen_dist.training.train import train_on

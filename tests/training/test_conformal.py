@@ -71,12 +71,12 @@ def numbers(count: int = 4000) -> tuple[Numbers, TargetTransform]:
 
 def test_coverage_is_cross_validated_and_factors_use_all_numbers() -> None:
     data, target = numbers()
-    found = number_metrics(data, target, 100.0, Intervals({0.9: 1.0}, 7))
-    assert found.metrics["eval/coverage_90"] > 0.99, "the Cauchy's own interval is too wide"
-    count = int(found.metrics["eval/conformal_numbers"])
-    assert count == found.factors.n == len(data.true)
+    metrics, factors, drawn = number_metrics(data, target, 100.0, Intervals({0.9: 1.0}, 7))
+    assert metrics["eval/coverage_90"] > 0.99, "the Cauchy's own interval is too wide"
+    count = int(metrics["eval/conformal_numbers"])
+    assert count == factors.n == len(data.true)
     for level in (50, 90, 95):
-        held = found.metrics[f"eval/coverage_{level}_conformal"]
+        held = metrics[f"eval/coverage_{level}_conformal"]
         first = for_calibration(data.text)
         scores = np.abs((data.true - 100) / 20 - data.loc) / data.scale
         parts = [
@@ -86,14 +86,13 @@ def test_coverage_is_cross_validated_and_factors_use_all_numbers() -> None:
         assert held == pytest.approx(np.concatenate(parts).mean())
         off = abs(held - level / 100)
         assert off < 2.6 * math.sqrt(2 * level / 100 * (1 - level / 100) / count), level
-    assert found.metrics["eval/coverage_90_known"] == found.metrics["eval/coverage_90"], "a factor of 1 is raw"
+    assert metrics["eval/coverage_90_known"] == metrics["eval/coverage_90"], "a factor of 1 is raw"
     # 1.645 sigma each side, sigma = 0.5 in the target's unit, 20 raw
-    assert found.metrics["eval/width_90_conformal"] == pytest.approx(2 * 1.645 * 0.5 * 20, rel=0.05)
-    assert found.metrics["eval/width_90"] == pytest.approx(2 * math.tan(0.45 * math.pi) * 0.3 * 20)
-    assert found.metrics["eval/reg_mdae"] == pytest.approx(0.6745 * 10, rel=0.05)
-    assert found.metrics["eval/baseline_mdae"] == pytest.approx(np.median(np.abs(data.true - 100)))
-    assert found.metrics["eval/crps"] == pytest.approx(20 * found.metrics["eval/crps_target"])
-    drawn = found.drawing
+    assert metrics["eval/width_90_conformal"] == pytest.approx(2 * 1.645 * 0.5 * 20, rel=0.05)
+    assert metrics["eval/width_90"] == pytest.approx(2 * math.tan(0.45 * math.pi) * 0.3 * 20)
+    assert metrics["eval/reg_mdae"] == pytest.approx(0.6745 * 10, rel=0.05)
+    assert metrics["eval/baseline_mdae"] == pytest.approx(np.median(np.abs(data.true - 100)))
+    assert metrics["eval/crps"] == pytest.approx(20 * metrics["eval/crps_target"])
     assert sum(drawn["pit"]) == drawn["count"] == 4000
     assert len(drawn["true"]) == len(drawn["low"]) == 1000
     assert all(low <= p <= high for low, p, high in zip(drawn["low"], drawn["predicted"], drawn["high"], strict=True))
@@ -101,7 +100,7 @@ def test_coverage_is_cross_validated_and_factors_use_all_numbers() -> None:
 
 def test_a_log_target_has_a_crps_only_in_its_own_unit() -> None:
     data, _ = numbers(100)
-    found = number_metrics(data, TargetTransform("signed_log"), None)
-    assert "eval/crps_target" in found.metrics
-    assert "eval/crps" not in found.metrics, "the raw law is a log-Cauchy: its CRPS is infinite"
-    assert all(math.isfinite(value) for value in found.metrics.values())
+    metrics, _, _ = number_metrics(data, TargetTransform("signed_log"), None)
+    assert "eval/crps_target" in metrics
+    assert "eval/crps" not in metrics, "the raw law is a log-Cauchy: its CRPS is infinite"
+    assert all(math.isfinite(value) for value in metrics.values())

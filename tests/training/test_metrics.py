@@ -12,8 +12,7 @@ from support.ranks import run_ranks
 
 from cqwen_dist.config import RunConfig, UserError
 from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
-from cqwen_dist.training.telemetry.metrics import MetricsLog
-from cqwen_dist.training.telemetry.trackers import open_trackers
+from cqwen_dist.training.telemetry.metrics import MetricsLog, open_trackers
 
 
 def opened(folder: Path, run: RunConfig, config: dict[str, Any], step: int) -> MetricsLog:

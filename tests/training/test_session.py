@@ -17,7 +17,7 @@ from cqwen_dist.run.status import RunStatus, end_status, read_status, write_stat
 from cqwen_dist.training import session
 from cqwen_dist.training.callbacks import CallbackError
 from cqwen_dist.training.replicas import RanksDiffer
-from cqwen_dist.training.session import open_session
+from cqwen_dist.training.train import open_session
 
 
 def test_a_command_that_failed_before_training_allows_config_changes(tmp_path: Path) -> None:

@@ -134,6 +134,9 @@ class Capabilities:
     vllm: Support = Support("unsupported", "not tried in vLLM")  # `cqwen serve --engine vllm`
 
 
+IN_VLLM = Capabilities(vllm=NOT_MEASURED)
+
+
 @dataclass(frozen=True)
 class BaseArchitecture:
     """A transformers `model_type` that can be a base."""

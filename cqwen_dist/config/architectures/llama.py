@@ -1,13 +1,6 @@
 """Llama and SmolLM. Linear layers may have biases. Without num_key_value_heads there is one per attention head."""
 
-from cqwen_dist.config.architectures.base_architecture import (
-    NOT_MEASURED,
-    BaseArchitecture,
-    Capabilities,
-    attention,
-    mlp,
-    sizes,
-)
+from cqwen_dist.config.architectures.base_architecture import IN_VLLM, BaseArchitecture, attention, mlp, sizes
 
 LLAMA = BaseArchitecture(
     model_type="llama",
@@ -25,5 +18,5 @@ LLAMA = BaseArchitecture(
         "meta-llama/Llama-3.1-8B": sizes(128_256, 4_096, 14_336, 32, 32, 8, False, 131_072),
         "meta-llama/Llama-3.1-70B": sizes(128_256, 8_192, 28_672, 80, 64, 8, False, 131_072),
     },
-    capabilities=Capabilities(vllm=NOT_MEASURED),
+    capabilities=IN_VLLM,
 )

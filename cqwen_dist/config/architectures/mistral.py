@@ -1,13 +1,6 @@
 """Mistral 7B and NeMo: Llama's block without biases; attention may use a sliding window."""
 
-from cqwen_dist.config.architectures.base_architecture import (
-    NOT_MEASURED,
-    BaseArchitecture,
-    Capabilities,
-    attention,
-    mlp,
-    sizes,
-)
+from cqwen_dist.config.architectures.base_architecture import IN_VLLM, BaseArchitecture, attention, mlp, sizes
 
 _WHOLE = {"sliding_window": None}  # later releases have full attention
 
@@ -20,5 +13,5 @@ MISTRAL = BaseArchitecture(
     window=4096,
     spare_rows=False,
     public={"mistralai/Mistral-7B-v0.3": sizes(32_768, 4_096, 14_336, 32, 32, 8, False, 32_768) | _WHOLE},
-    capabilities=Capabilities(vllm=NOT_MEASURED),
+    capabilities=IN_VLLM,
 )

@@ -1,13 +1,6 @@
 """Qwen2 and Qwen2.5: Llama's block with biases for q, k and v."""
 
-from cqwen_dist.config.architectures.base_architecture import (
-    NOT_MEASURED,
-    BaseArchitecture,
-    Capabilities,
-    attention,
-    mlp,
-    sizes,
-)
+from cqwen_dist.config.architectures.base_architecture import IN_VLLM, BaseArchitecture, attention, mlp, sizes
 
 QWEN2 = BaseArchitecture(
     model_type="qwen2",
@@ -24,5 +17,5 @@ QWEN2 = BaseArchitecture(
         "Qwen/Qwen2.5-32B": sizes(152_064, 5_120, 27_648, 64, 40, 8, False, 32_768),
         "Qwen/Qwen2.5-72B": sizes(152_064, 8_192, 29_568, 80, 64, 8, False, 32_768),
     },
-    capabilities=Capabilities(vllm=NOT_MEASURED),
+    capabilities=IN_VLLM,
 )

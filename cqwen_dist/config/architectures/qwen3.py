@@ -1,13 +1,6 @@
 """Qwen3 (dense): Llama's block with q and k norms, and an independent head size."""
 
-from cqwen_dist.config.architectures.base_architecture import (
-    NOT_MEASURED,
-    BaseArchitecture,
-    Capabilities,
-    attention,
-    mlp,
-    sizes,
-)
+from cqwen_dist.config.architectures.base_architecture import IN_VLLM, BaseArchitecture, attention, mlp, sizes
 
 QWEN3 = BaseArchitecture(
     model_type="qwen3",
@@ -22,5 +15,5 @@ QWEN3 = BaseArchitecture(
         "Qwen/Qwen3-8B-Base": sizes(151_936, 4_096, 12_288, 36, 32, 8, False, 32_768),
         "Qwen/Qwen3-14B-Base": sizes(151_936, 5_120, 17_408, 40, 40, 8, False, 32_768),
     },
-    capabilities=Capabilities(vllm=NOT_MEASURED),
+    capabilities=IN_VLLM,
 )

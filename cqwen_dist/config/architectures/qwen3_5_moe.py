@@ -25,15 +25,7 @@ QWEN3_NEXT = replace(
     model_type="qwen3_next",
     examples="Qwen3-Next-80B-A3B",
     nested=False,
-    defaults=SIZES
-    | _SPARSE
-    | {
-        "vocab_size": 151_936,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 48,
-        "num_experts_per_tok": 10,
-        "num_experts": 512,
-    },
+    defaults=SIZES | _SPARSE | sizes(151_936, 2048, 5632, 48, num_experts_per_tok=10, num_experts=512),
     mixers={
         "linear_attention": gated_delta({"in_proj_qkvz": "linear qkvz", "in_proj_ba": "linear ba"}),
         "full_attention": GATED,

@@ -19,18 +19,9 @@ WITH_EXPERTS = {
 QWEN2_MOE = BaseArchitecture(
     model_type="qwen2_moe",
     examples="Qwen1.5-MoE, Qwen2-57B-A14B",
-    defaults=sizes(
-        151_936,
-        2048,
-        5632,
-        24,
-        16,
-        16,
-        moe_intermediate_size=1408,
-        shared_expert_intermediate_size=5632,
-        num_experts_per_tok=4,
-        num_experts=60,
-    ),
+    defaults=sizes(151_936, 2048, 5632, 24, 16, 16)
+    | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
+    | {"num_experts_per_tok": 4, "num_experts": 60},
     mixers={"full_attention": attention(qkv="qkv_bias")},
     mlp=mlp(),
     experts=experts(shared=True),

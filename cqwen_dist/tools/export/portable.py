@@ -19,8 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from cqwen_dist.config.data import NumberPolicy
-from cqwen_dist.config.training import LoraConfig
+from cqwen_dist.config import LoraConfig, NumberPolicy
 
 Name = tuple[str, str]  # one of our modules, and a name that it defines
 Meaning = Name | str  # our definition, or an import statement for an external package
@@ -117,24 +116,19 @@ def _module(name: str) -> _Module:
     if path.is_dir():  # packages import lazy names under TYPE_CHECKING
         tree.body += [node for part in tree.body if isinstance(part, ast.If) for node in part.body]
     for node in tree.body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            _note_import(found, node)
+        for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
+            local = alias.asname or alias.name
+            if isinstance(node, ast.Import):
+                found.imports[local.split(".")[0]] = ast.unparse(ast.Import([alias]))
+            elif str(node.module).startswith("cqwen_dist"):
+                found.imports[local] = (str(node.module), alias.name)
+            else:
+                found.imports[local] = ast.unparse(ast.ImportFrom(node.module, [alias], 0))
         for defined in _defined(node):
             found.nodes[defined] = node
             found.texts[defined] = "\n".join(lines[last : node.end_lineno]).strip("\n")
         last = node.end_lineno or last
     return found
-
-
-def _note_import(module: _Module, node: ast.Import | ast.ImportFrom) -> None:
-    for alias in node.names:
-        local = alias.asname or alias.name
-        if isinstance(node, ast.Import):
-            module.imports[local.split(".")[0]] = ast.unparse(ast.Import([alias]))
-        elif str(node.module).startswith("cqwen_dist"):
-            module.imports[local] = (str(node.module), alias.name)
-        else:
-            module.imports[local] = ast.unparse(ast.ImportFrom(node.module, [alias], 0))
 
 
 def _meaning(module: str, name: str) -> Meaning | None:
@@ -175,7 +169,6 @@ def _reached(roots: Iterable[Name], absent: set[str]) -> dict[Name, dict[str, Me
 
 
 def _names_in(module: str, name: str, absent: set[str]) -> dict[str, Meaning]:
-    """Meanings of the names in a definition."""
     if name in SECTIONS:
         text = _section(SECTIONS[name])
         return {n: f"from dataclasses import {n}" for n in ("asdict", "dataclass", "field") if f"{n}(" in text}

@@ -16,11 +16,6 @@ INT64, BOOL = 8, 1
 Layer = tuple[Block, ...]
 
 
-def by_text(s: Sizes) -> bool:
-    """Whether attention runs text by text (`model.varlen`)."""
-    return s.config.data.pack and s.config.model.attention == "varlen" and (s.kind == "cpu" or s.width == FP32)
-
-
 def layer_saved(s: Sizes, layer: Layer) -> int:
     """Bytes saved in one layer between forward and backward, with trainable or frozen adapters."""
     a, w = s.base, s.width
@@ -33,7 +28,6 @@ def layer_saved(s: Sizes, layer: Layer) -> int:
 
 
 def _attention(s: Sizes, block: Block) -> float:
-    """Bytes per token that attention saves."""
     a, w = s.base, s.width
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     read = max(a.kv_heads, s.sequence) * a.head_dim  # of k, and of v
@@ -50,18 +44,15 @@ def _attention(s: Sizes, block: Block) -> float:
         each += FP32 * (q + kv) + FP32 * (a.heads + a.kv_heads)  # the norms of q and k
     if gated:  # the gate after its sigmoid; in fp32 the norm of q saves the gate along with q
         each += w * q + FP32 * q * (w == FP32) + w * q * (s.kind == "cpu")  # on a CPU the output is also copied
-    if (by_text(s) or s.sequence > 1) and "attention" in _adapted(s, block) and "lora" in s.trainable:
+    # Whether attention runs text by text (`model.varlen`)
+    by_text = s.config.data.pack and s.config.model.attention == "varlen" and (s.kind == "cpu" or s.width == FP32)
+    if (by_text or s.sequence > 1) and "attention" in _adapted(s, block) and "lora" in s.trainable:
         each += w * q  # the concatenated or exchanged output, in addition to the output for each text
     return each
 
 
-def _mlp(s: Sizes, block: Block) -> float:
-    """Bytes per token that the MLP saves: gate, up, and act(gate), which compiled code recomputes."""
-    return s.width * (2 if s.config.model.compile_layers else 3) * s.base.sizes["intermediate"]
-
-
 def _recurrence(s: Sizes, block: Block) -> float:
-    """Bytes per token that gated linear attention saves, by transformers' own formula in fp32.
+    """Gated linear attention, by transformers' own formula in fp32.
 
     Texts are taken in parts of `CHUNK` tokens. Of each part it keeps five [CHUNK, CHUNK] a head, twelve tensors like
     the keys (eight in bf16, whose copies in fp32 serve twice), seven like the values, nine numbers, and the state.
@@ -75,7 +66,6 @@ def _recurrence(s: Sizes, block: Block) -> float:
 
 
 def _experts(s: Sizes, block: Block) -> float:
-    """Bytes per token that the router and the experts save."""
     size, w = s.base.sizes, s.width
     k, i = size["num_experts_per_tok"], size["moe_intermediate_size"]
     each = k * (3 * w * i + w * s.base.hidden + 4 * INT64 + FP32) + FP32 * size["num_experts"]
@@ -84,9 +74,11 @@ def _experts(s: Sizes, block: Block) -> float:
     return each
 
 
+# Bytes per token that a block saves, by its kind
 SAVED: dict[str, Callable[[Sizes, Block], float]] = {
     "attention": _attention,
-    "mlp": _mlp,
+    # gate, up, and act(gate), which compiled code recomputes
+    "mlp": lambda s, block: s.width * (2 if s.config.model.compile_layers else 3) * s.base.sizes["intermediate"],
     "recurrence": _recurrence,
     "experts": _experts,
 }

@@ -1,22 +1,24 @@
-"""`cqwen plan`: the plan and, with --search, the layouts that fit."""
+"""`cqwen plan`: the plan and, with --search, the layouts that fit, as JSON and as console tables."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.table import Column, Table
 from rich.text import Text
 
-from cqwen_dist.config import Config, UserError, source_files
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config import Config, Said, UserError, as_list, source_files
 from cqwen_dist.sizes.architecture import read_architecture
 from cqwen_dist.tools.plan.machine import machine
 from cqwen_dist.tools.plan.make import Plan, plan
+from cqwen_dist.tools.plan.memory import GIB, MIB
 from cqwen_dist.tools.plan.question import Question
-from cqwen_dist.tools.plan.search import FittingLayout, of_layout, search
-from cqwen_dist.tools.plan.show import render
+from cqwen_dist.tools.plan.search import SIMPLER_WITHIN, FittingLayout, of_layout, search
 
 WHAT_MAY_FIT = "more ranks, more memory, shorter texts, or bf16 in place of fp32"
 COUNTED_BYTES = 2**30  # texts in larger files are not counted, as that would take too long
@@ -33,9 +35,24 @@ def run(config: Config, asked: Question) -> tuple[dict[str, Any], RenderableType
     options["sequences"] = asked.sequences or count_sequences(config)
     planned, choices, notes = _planned(config, asked.search, options)
     document, shown = planned.to_dict(), [*notes, *render(planned, choices).renderables]
-    shown += _missing(config) if planned.hours is None else []
+    if planned.hours is None:
+        try:  # a source of data.train that is not here
+            for source in as_list(config.data.train):
+                source_files(source, "data.train")
+        except UserError as error:
+            why = f"no steps and hours: {error.key}: {error.found} in {Path.cwd()} (--sequences N counts the texts)"
+            shown.append(Text(why, style="yellow"))
     if asked.search:
-        document["choices"] = [choice.to_dict() for choice in choices]
+        document["choices"] = [
+            {
+                "overrides": layout.to_overrides(),
+                "tokens_per_s": found.slowest.tokens_per_s,
+                "device_gib": round(found.device_gib, 3),
+                "host_gib": round(found.host_gib, 3),
+                "hours": found.hours,
+            }
+            for layout, found in choices
+        ]
         shown += [] if choices else [Text(f"no layout fits: {WHAT_MAY_FIT}", style="red")]
     return document, Group(*shown)
 
@@ -59,17 +76,6 @@ def _planned(
     return choices[0].plan, choices, [Text(note, style="yellow")]
 
 
-def _missing(config: Config) -> list[Text]:
-    """Says which source of data.train is not here, if any."""
-    try:
-        for source in [config.data.train] if isinstance(config.data.train, str) else config.data.train:
-            source_files(source, "data.train")
-    except UserError as error:
-        why = f"no steps and hours: {error.key}: {error.found} in {Path.cwd()} (--sequences N counts the texts)"
-        return [Text(why, style="yellow")]
-    return []
-
-
 def count_sequences(config: Config) -> int | None:
     """Counts the texts in an epoch: the lines in data.train, without held-out texts.
 
@@ -80,7 +86,7 @@ def count_sequences(config: Config) -> int | None:
         return None
     total = 0
     try:
-        for source in [data.train] if isinstance(data.train, str) else data.train:
+        for source in as_list(data.train):
             for name in source_files(source, "data.train"):
                 file = Path(name).expanduser()
                 by_line = file.is_file() and file.suffix.lower() not in (".parquet", ".json", ".gz")
@@ -92,3 +98,93 @@ def count_sequences(config: Config) -> int | None:
         return None
     total = min(total, data.limit or total)  # first the limit, then the share, as `data.sources` has it
     return total - math.ceil(total * data.eval_fraction) or None
+
+
+def render(plan: Plan, choices: Sequence[FittingLayout] = ()) -> Group:
+    """Tables for `rich`: a line of facts, memory by part, time by stage, the verdict, better layouts."""
+    ranks = f"{plan.world} rank{'s' * (plan.world > 1)} on {plan.nodes} node{'s' * (plan.nodes > 1)}"
+    facts = (
+        f"{ranks}; base {plan.base_parameters:,} parameters, trained {plan.trainable_parameters:,}; "
+        f"{plan.accumulation} micro-batch{'es' * (plan.accumulation > 1)} a step; "
+        f"checkpoint {_size(plan.checkpoint_bytes)}"
+    )
+    if plan.world > 1:
+        sent, whole = _size(plan.head_bytes_sent), _size(plan.head_bytes_sent_unsharded)
+        facts += f"\nheads: a rank sends {sent} a step ({whole} with the whole head on every rank)"
+    verdict = Text(plan.reason, style="green" if plan.fits else "red")
+    total = "hours: not known (a stage is given in epochs; give --sequences)"
+    if plan.hours is not None:
+        gpus = f", {plan.gpu_hours:.1f} GPU-hours" if plan.gpus_per_node else ""
+        total = f"{_duration(plan.hours)}{gpus} (evaluations and checkpoints not counted)"
+    shown: list[RenderableType] = [Text(facts), _memory(plan), _stages(plan), Text(total), verdict]
+    if choices:
+        shown += _choices(plan, choices)
+    return Group(*shown)
+
+
+def _memory(plan: Plan) -> Table:
+    whole = round(plan.device_gib * GIB)
+    unit, each = ("GiB", GIB) if whole >= GIB else ("MiB", MIB)
+    title = f"Memory of one rank (stage {plan.stage}, {plan.moment})"
+    table = Table("part", Column(unit, justify="right"), "how", title=title, title_justify="left")
+    for part in plan.parts:
+        how = Text(part.how + (" (host)" if part.place == "host" else ""))  # in a str, brackets are markup
+        amount = part.bytes / each
+        table.add_row(part.name, f"{amount:.3f}" if amount >= 0.0005 else "<0.001", how)
+    table.add_section()
+    table.add_row("all", f"{whole / each:.3f}", f"host: {_size(round(plan.host_gib * GIB))}" if plan.host_gib else "")
+    return table
+
+
+def _size(count: float) -> str:
+    for unit, each in (("GiB", GIB), ("MiB", MIB), ("KiB", 2**10)):
+        if abs(count) >= each:
+            return f"{count / each:,.2f} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def _stages(plan: Plan) -> Table:
+    """One row per metric and one column per stage, as a run has few stages and terminals are narrow."""
+    how = "measured rates" if plan.machine.calibrated else "stated rates"
+    table = Table("stage", title=f"One optimizer step on {plan.machine.name} ({how})", title_justify="left")
+    shown = {"backbone_forward": "forward", "backbone_backward": "backward", "exposed_launches": "starting kernels"}
+    rows: dict[str, list[str]] = defaultdict(list)
+    for stage in plan.stages:
+        table.add_column(stage.stage, justify="right")
+        rows["steps"].append("?" if stage.steps is None else f"{stage.steps:,}")
+        rows["seconds of a step"].append(f"{stage.seconds:.4g}")
+        for part, seconds in stage.time.items():
+            rows[shown.get(part, part)].append(f"{seconds / stage.seconds:.0%}")
+        rows["tokens/s"].append(f"{stage.tokens_per_s:,.0f}")
+        rows["MFU"].append(f"{stage.mfu:.0%}")
+        sent = f"{_size(stage.bytes_sent)} in {stage.collectives} messages" if stage.collectives else "no message"
+        rows["a rank sends"].append(sent)
+        rows["all steps"].append("?" if stage.hours is None else _duration(stage.hours))
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    return table
+
+
+def _duration(hours: float) -> str:
+    if hours >= 0.1:
+        return f"{hours:.2f} hours"
+    return f"{60 * hours:.0f} minutes" if hours >= 1 / 60 else "under a minute"
+
+
+def _choices(plan: Plan, choices: Sequence[FittingLayout]) -> list[RenderableType]:
+    """One row per layout within 80 columns, and the overrides for the first.
+
+    gain: tokens/s compared with the layout in the config.
+    """
+    title = f"Layouts that fit, fastest first (within {SIMPLER_WITHIN:.0%}: plainest, least memory)"
+    numbers = [Column(name, justify="right") for name in ("", "micro", "ZeRO", "group", "recompute")]
+    rest = [Column(name, justify="right") for name in ("GiB", "tokens/s", "gain")]
+    table = Table(*numbers, "offload", *rest, title=title, title_justify="left")
+    for number, choice in enumerate(choices, 1):
+        at, planned = choice.layout, choice.plan
+        recomputed = "yes" if at.gradient_checkpointing else "no"
+        gain = round(100 * (choice.tokens_per_s / plan.slowest.tokens_per_s - 1))
+        keys = (number, at.micro_batch_size, at.zero_stage, at.vocab_group_size, recomputed, at.offload)
+        table.add_row(*map(str, keys), f"{planned.device_gib:.1f}", f"{choice.tokens_per_s:,.0f}", f"{gain:+d}%")
+    overrides = " ".join(choices[0].layout.to_overrides())
+    return [table, Text(f"The first, as overrides: {overrides}")]

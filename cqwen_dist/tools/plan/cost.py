@@ -14,16 +14,14 @@ from typing import Any
 from cqwen_dist.sizes.flops import Flops
 from cqwen_dist.tools.plan.activations import SAVED, on_host, widest
 from cqwen_dist.tools.plan.comm import Message, bytes_sent, feature_messages, step_messages
-from cqwen_dist.tools.plan.machine import (
-    HEAD_EFFICIENCY,
-    HOST,
-    LATENCY_BETWEEN,
-    LATENCY_INSIDE,
-    MEMORY_EFFICIENCY,
-    Machine,
-)
+from cqwen_dist.tools.plan.machine import GB, Machine
 from cqwen_dist.tools.plan.stage_sizes import FP32, Sizes, flops
 
+# Equal for all machines
+LATENCY_INSIDE, LATENCY_BETWEEN = 10e-6, 20e-6  # seconds per round of a collective, within a node and between nodes
+HEAD_EFFICIENCY = 0.58  # fraction of the peak that the word head reaches with its fp32 sums
+MEMORY_EFFICIENCY = 0.75  # fraction of the bandwidth in elementwise passes
+HOST = 20 * GB  # bytes/s to host memory, and of AdamW there
 # Measured on an H200 (docs/planner.md). LAUNCH: seconds to start a kernel from Python. TENSOR: seconds per trained
 # tensor in DeepSpeed's optimizer loop. KERNELS, COMPILED_KERNELS, ADAPTER_KERNELS: kernels in the forward pass of a
 # layer, a compiled layer, an adapter. Backward takes twice as long to start (compiled: equally long).
@@ -159,7 +157,7 @@ def optimizer_time(s: Sizes, m: Machine) -> float:
     heads = s.stepped_head(s.trainable)
     features = s.trained_features * s.graph / s.over(1)
     offloaded = s.config.parallel.offload == "optimizer"
-    # DeepSpeed's step loops over the tensors in Python. `zero.flat_step` updates one flat buffer instead.
+    # DeepSpeed's step loops over the tensors in Python. `zero.patches` updates one flat buffer instead.
     looped = s.kind == "cuda" and s.graph and (s.zero == 3 or offloaded)
     tensors = 2 * sum(count for count, _ in s.base.all_maps(s.adapters)) * TENSOR * looped
     here = 0.0 if offloaded else ADAMW * (heads + features) / (m.memory * MEMORY_EFFICIENCY)

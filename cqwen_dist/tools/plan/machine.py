@@ -11,11 +11,6 @@ from cqwen_dist.config.errors import UserError
 from cqwen_dist.sizes.flops import PEAK_TFLOPS
 
 GB, TERA = 1e9, 1e12
-# Equal for all machines
-LATENCY_INSIDE, LATENCY_BETWEEN = 10e-6, 20e-6  # seconds per round of a collective, within a node and between nodes
-HEAD_EFFICIENCY = 0.58  # fraction of the peak that the word head reaches with its fp32 sums
-MEMORY_EFFICIENCY = 0.75  # fraction of the bandwidth in elementwise passes
-HOST = 20 * GB  # bytes/s to host memory, and of AdamW there
 
 
 @dataclass(frozen=True)

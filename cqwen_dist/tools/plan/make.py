@@ -161,6 +161,7 @@ def plan(
     config.parallel.fit_heads(architecture)
     s, phase, parts = worst(sizes)
     parts = (*parts, *memory.outside_tensors(s, tensor_bytes(parts)))
+    trained = s.engine_parameters.keys() & s.ever_trainable
     return Plan(
         nodes=nodes,
         gpus_per_node=gpus_per_node,
@@ -168,7 +169,7 @@ def plan(
         gpu_memory_gib=gib,
         accumulation=s.accumulation,
         base_parameters=base.base_parameters,
-        trainable_parameters=_trained(s),
+        trainable_parameters=s.head(s.ever_trainable) + sum(s.engine_parameters[group] for group in trained),
         head_bytes_sent=bytes_sent(stage_head_messages(s, s.group)),
         head_bytes_sent_unsharded=bytes_sent(stage_head_messages(s, 1)),
         stage=s.stage.name,
@@ -181,12 +182,6 @@ def plan(
         global_batch_size=config.train.global_batch_size,
         sequence_length=config.data.sequence_length,
     )
-
-
-def _trained(s: Sizes) -> int:
-    """The number of parameters that any stage trains, over all ranks."""
-    features = sum(count for group, count in s.engine_parameters.items() if group in s.ever_trainable)
-    return s.head(s.ever_trainable) + features
 
 
 def checkpoint_bytes(s: Sizes) -> int:

@@ -187,7 +187,7 @@ def _feature_gradients(s: Sizes) -> int:
 
 
 def _kept_apart(s: Sizes) -> int:
-    """Bytes of the separate fp32 buffer that accumulates engine gradients over micro-batches (`zero.flat_step`).
+    """Bytes of the separate fp32 buffer that accumulates engine gradients over micro-batches (`zero.patches`).
 
     ZeRO-2 accumulates this rank's share, ZeRO-1 in 16 bits everything. Other settings accumulate in place.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.tools.plan.make import Plan, plan
@@ -53,8 +53,7 @@ class Layout:
         return [f"{SECTION[key]}.{key}={str(value).lower()}" for key, value in asdict(self).items()]
 
 
-@dataclass(frozen=True)
-class FittingLayout:
+class FittingLayout(NamedTuple):
     """A layout that fits into memory, and the plan for it."""
 
     layout: Layout
@@ -64,16 +63,6 @@ class FittingLayout:
     def tokens_per_s(self) -> float:
         """Tokens/s over all ranks in the slowest stage."""
         return self.plan.slowest.tokens_per_s
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {
-            "overrides": self.layout.to_overrides(),
-            "tokens_per_s": self.tokens_per_s,
-            "device_gib": round(self.plan.device_gib, 3),
-            "host_gib": round(self.plan.host_gib, 3),
-            "hours": self.plan.hours,
-        }
 
 
 def search(config: Config, **options: Any) -> list[FittingLayout]:

@@ -8,9 +8,8 @@ value.
 
 from __future__ import annotations
 
-from cqwen_dist.config.schema import Config
+from cqwen_dist.config import Config, Stage
 from cqwen_dist.config.trainable import feature_counts, trains_features
-from cqwen_dist.config.training import Stage
 from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.sizes.flops import Flops, Work
 

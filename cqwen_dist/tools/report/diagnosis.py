@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from cqwen_dist.tools.report.charts import watched_names
-from cqwen_dist.tools.report.run_data import RunData
+from cqwen_dist.tools.report.run_data import RunData, watched_names
 
 LEVELS = ("bad", "warn", "note", "good")  # the worst first
 

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime, timedelta, timezone
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 from pydantic_core import to_json
 
 from cqwen_dist import __version__
-from cqwen_dist.config import changed_keys
-from cqwen_dist.config.errors import Said, UserError, reason_of
+from cqwen_dist.config import Said, UserError, changed_keys, reason_of
 from cqwen_dist.console import echo
 from cqwen_dist.run.files import METRICS, REPORT, write_atomically
 from cqwen_dist.run.status import read_status
-from cqwen_dist.tools.report.charts import PAGE, compared_metrics, sections
 from cqwen_dist.tools.report.diagnosis import diagnose
-from cqwen_dist.tools.report.run_data import RunData, read_run
+from cqwen_dist.tools.report.run_data import RunData, read_run, watched_names
 
 
 def write_report(folders: Sequence[Path], out: Path) -> Path:
@@ -69,7 +68,8 @@ def render(runs: Sequence[RunData]) -> str:
         loader=FileSystemLoader(PAGE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.policies["json.dumps_function"] = lambda data, **_: to_json(data, inf_nan_mode="null").decode()
-    environment.filters |= {"status": _status, "made_of": made_of, "diagnose": diagnose, "figure": _figure}
+    environment.filters |= {"status": _status, "made_of": made_of, "diagnose": diagnose}
+    environment.filters["figure"] = partial(_text, digits=4)
     environment.filters["json"] = partial(json.dumps, indent=1, ensure_ascii=False)
     return environment.get_template("report.html.j2").render(
         runs=runs,
@@ -86,7 +86,6 @@ def render(runs: Sequence[RunData]) -> str:
 
 
 def _drawn(run: RunData) -> dict[str, Any]:
-    """The data on a run for the page script."""
     return {
         "name": run.name,
         "stages": [asdict(stage) for stage in run.stages],
@@ -145,11 +144,7 @@ def _glance(runs: Sequence[RunData]) -> list[dict[str, Any]]:
         rows.append({**metric, "values": [run.last.get(metric["name"]) for run in runs]})
         for name, label in metric.get("against", {}).items():
             rows.append({**metric, "label": f"… {label}", "best": None, "values": [run.last.get(name) for run in runs]})
-    return [
-        {"label": row["label"], "values": _cells(row)}
-        for row in rows
-        if any(value is not None for value in row["values"])
-    ]
+    return [{"label": row["label"], "values": _cells(row)} for row in rows if {*row["values"]} != {None}]
 
 
 def _cells(row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -158,7 +153,7 @@ def _cells(row: dict[str, Any]) -> list[dict[str, Any]]:
     pick = {"larger": max, "smaller": min}.get(row.get("best") or "")
     best = pick(known) if pick is not None and len(known) > 1 else None
     return [
-        {"text": "–" if value is None else _text(value, row), "best": best is not None and value == best}
+        {"text": _text(value, row.get("percent")), "best": best is not None and value == best}
         for value in row["values"]
     ]
 
@@ -169,20 +164,65 @@ def main_metrics(run: RunData) -> list[dict[str, str]]:
     for metric in compared_metrics([]):
         if metric["name"] in run.last and metric.get("tile") and not (metric.get("words") and run.of_table):
             others = {label: run.last[name] for name, label in metric.get("against", {}).items() if name in run.last}
-            compared = ", ".join(f"{label} {_text(value, metric)}" for label, value in others.items())
-            value = _text(run.last[metric["name"]], metric)
+            percent = metric.get("percent")
+            compared = ", ".join(f"{label} {_text(value, percent)}" for label, value in others.items())
+            value = _text(run.last[metric["name"]], percent)
             tiles.append({"label": metric["label"], "value": value, "compared": compared})
     return tiles
 
 
-def _figure(value: float | None) -> str:
-    """A number in four digits, and all digits before the point."""
+def _text(value: float | None, percent: bool | None = False, digits: int = 3) -> str:
+    """A number in so many digits, and all digits before the point."""
     if value is None:
         return "–"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.4g}".rstrip(".")
-
-
-def _text(value: float, metric: dict[str, Any]) -> str:
-    if metric.get("percent"):
+    if percent:
         return f"{100 * value:.1f} %"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.{digits}g}".rstrip(".")
+
+
+PAGE = Path(__file__).parent / "page"
+
+
+@cache
+def _described() -> dict[str, Any]:
+    return yaml.safe_load((PAGE / "charts.yaml").read_text(encoding="utf-8"))
+
+
+def sections(metrics: Collection[str]) -> list[tuple[str, str, list[dict[str, Any]]]]:
+    """(key, title, charts) for every section that has charts for these metrics. The page script reads them."""
+    watched = [
+        {
+            "title": f"Kept: {name}",
+            "unit": "Share of tokens",
+            "percent": True,
+            "curves": {f"watch/{name}/accuracy": "right", f"watch/{name}/base_accuracy": "base model"},
+            "say": "Words right in texts that are not trained on. A falling curve means forgetting.",
+        }
+        for name in watched_names(metrics)
+    ]
+    found = []
+    for key, section in _described()["sections"].items():
+        given = [*section["charts"], *(watched if key == "words" else [])]
+        if charts := [_chart(key, **chart) for chart in given if not chart["curves"].keys().isdisjoint(metrics)]:
+            found.append((key, section["title"], charts))
+    return found
+
+
+def _chart(section: str, curves: dict[str, str], at: dict[float, str] | None = None, **chart: Any) -> dict[str, Any]:
+    usual = {"section": section, "say": "", "log": False, "percent": False}
+    return {**usual, **chart, "series": list(curves.items()), "at": list((at or {}).items())}
+
+
+def compared_metrics(metrics: Iterable[str]) -> list[dict[str, Any]]:
+    """The rows in the table of final metrics, from `metrics` in page/charts.yaml."""
+    watched = [
+        {
+            "name": f"watch/{name}/accuracy",
+            "label": f"Words right: {name}, not trained on",
+            "percent": True,
+            "best": "larger",
+            "against": {f"watch/{name}/base_accuracy": "base model"},
+        }
+        for name in watched_names(metrics)
+    ]
+    return [*_described()["metrics"], *watched]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,9 +14,9 @@ from typing import Any
 from cqwen_dist.config import Config, Stage, UserError, load_config
 from cqwen_dist.run import files
 from cqwen_dist.run.files import read_lines, read_object
-from cqwen_dist.tools.report.charts import RIDGE
 from cqwen_dist.training.stages import StagePlan
 
+RIDGE = "eval/ridge_mdae"  # only for the quickstart's bundled data
 POINTS = 400  # points per curve; a longer one becomes medians over stretches, with a band from minimum to maximum
 
 Values = dict[str, tuple[list[float], list[float]]]  # metric -> (steps, values)
@@ -102,6 +102,11 @@ def read_run(folder: Path) -> RunData:
         alarms=list(_lines(folder / files.ALARMS)),
         raw={name: y for name, (_, y) in values.items()},
     )
+
+
+def watched_names(metrics: Iterable[str]) -> list[str]:
+    """The `data.watch` names in a run's metrics."""
+    return sorted({name.split("/")[1] for name in metrics if name.startswith("watch/")})
 
 
 def _read_metrics(path: Path, values: Values) -> tuple[list[Stretch], dict[str, Any]]:

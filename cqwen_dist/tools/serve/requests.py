@@ -47,13 +47,6 @@ class Asked(BaseModel):
     echo: bool | None = None
     best_of: int | None = None
 
-    def _refuse_unsupported(self) -> None:
-        for name, neutral in NEUTRAL.items():
-            found = getattr(self, name)
-            other_kind = isinstance(found, bool) != isinstance(neutral, bool)  # logprobs: 0 equals False, but asks
-            if found is not None and (found != neutral or other_kind):
-                raise UserError(name, found, f"{neutral}, or no such field")
-
     @property
     def stops(self) -> list[str]:
         """The strings that end a text; an answer leaves them out."""
@@ -65,7 +58,11 @@ class Asked(BaseModel):
         Without a mode, `temperature`, `top_p` or `top_k` draws from softmax (mode compatible), as OpenAI's clients
         expect; without them, or with a temperature of 0, the mode is standard, which draws nothing.
         """
-        self._refuse_unsupported()
+        for name, neutral in NEUTRAL.items():
+            found = getattr(self, name)
+            other_kind = isinstance(found, bool) != isinstance(neutral, bool)  # logprobs: 0 equals False, but asks
+            if found is not None and (found != neutral or other_kind):
+                raise UserError(name, found, f"{neutral}, or no such field")
         asked = min(256, most_tokens) if self.max_tokens is None else self.max_tokens
         if asked > most_tokens:
             raise UserError("max_tokens", asked, f"at most {most_tokens}, as this server was started")

@@ -129,7 +129,8 @@ class Server:
         answer = Answer(asked, self.name)
         work = partial(self.work, options, prompts, asked.n, time.monotonic() + self.limits.seconds)
         if not asked.stream:
-            return _json(answer.whole(*await self.run(request, work)))
+            whole = answer.whole(*await self.run(request, work))
+            return Response(to_json(whole, inf_nan_mode="null"), media_type="application/json")
         with_usage = bool((asked.stream_options or {}).get("include_usage"))
         events = _events(answer, self.pieces(request, work, options), with_usage)
         return StreamingResponse(events, media_type="text/event-stream")
@@ -199,11 +200,6 @@ async def _events(
     except (UserError, Refused) as error:
         yield event(_error(str(error)))
     yield b"data: [DONE]\n\n"
-
-
-def _json(document: Any) -> Response:
-    """null for values that are not finite."""
-    return Response(to_json(document, inf_nan_mode="null"), media_type="application/json")
 
 
 def _error(text: str, kind: str = "invalid_request_error") -> dict[str, Any]:

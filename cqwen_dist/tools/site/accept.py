@@ -25,9 +25,8 @@ import yaml
 from rich.table import Table
 
 from cqwen_dist.cluster.launch import STOPPED, launch
-from cqwen_dist.config import UserError
+from cqwen_dist.config import UserError, writing
 from cqwen_dist.config.architectures.base_architecture import USUAL
-from cqwen_dist.config.errors import writing
 from cqwen_dist.parallel.collectives import Stopped
 from cqwen_dist.run.files import CONFIG, LATEST, LOCK, METRICS, write_atomically
 from cqwen_dist.run.folder import archive
@@ -98,11 +97,14 @@ class Site:
         return found
 
     def train(self, name: str, ranks: int, *overrides: str) -> tuple[int, Path]:
-        """Trains a run, or resumes it if the name exists. Returns (exit code, folder)."""
+        """Trains a run, or resumes it if the name exists. Returns (exit code, folder). Raises `Stopped`."""
         run = self.folder / name
         hosts = self.hostfile if ranks > 1 else None
         options = [f"run.dir={run}", *overrides]
-        return _not_stopped(launch(self.folder / CONFIG, options, ranks, True, hosts, look_first=False)), run
+        code = launch(self.folder / CONFIG, options, ranks, True, hosts, look_first=False)
+        if code == STOPPED:  # no further test starts
+            raise Stopped("the ranks were")
+        return code, run
 
     def equality(self) -> list[Row]:
         """Compares losses and gradient norms between one rank and all ranks, with one row per layout."""
@@ -153,13 +155,6 @@ class Site:
         same = code == 0 and figures(run) == figures(whole)
         found = f"killed at step {before}, then exit {code}, " + ("equal" if same else "not equal")
         return Row(what, found, allowed, same and before < STEPS)
-
-
-def _not_stopped(code: int) -> int:
-    """Returns the exit code of the ranks. Raises `Stopped` after a signal, so that no further test starts."""
-    if code == STOPPED:
-        raise Stopped("the ranks were")
-    return code
 
 
 def layouts(world: int) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,13 @@ SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20)
 QUICK_SIZES = (2**20, 16 * 2**20)
 LOW_DISK_GIB = 5.0
 WAIT_FOR_FILE_S = 30.0
+ROUNDS = 5  # of an all-reduce
 
 
 def examine(folder: Path, quick: bool = False) -> dict[str, Any] | None:
     """Returns the results on rank 0 and None on other ranks. quick: two message sizes. Collective under a launcher."""
     from cqwen_dist.parallel.collectives import gather_objects
     from cqwen_dist.parallel.runtime import distributed
-    from cqwen_dist.tools.site.measure import all_reduce_seconds, bus_bandwidth
 
     join_srun()
     facts = node_facts(folder)
@@ -122,6 +122,32 @@ def node_facts(folder: Path) -> dict[str, Any]:
     }
 
 
+def all_reduce_seconds(sizes: Sequence[int], device: Any, world: int) -> dict[int, float]:
+    """{bytes of the buffer: median seconds of an all-reduce on the slowest rank}. Collective."""
+    import torch
+
+    from cqwen_dist.parallel.collectives import barrier, gather_objects, sum_over
+
+    found = {}
+    for size in sizes:
+        values = torch.zeros(world * max(1, size // (4 * world)), device=device)
+        times = []
+        for _ in range(ROUNDS + 1):
+            barrier()
+            began = time.perf_counter()
+            sum_over(values)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - began)
+        found[size] = max(gather_objects(sorted(times[1:])[ROUNDS // 2]))  # the first round opens connections
+    return found
+
+
+def bus_bandwidth(size: int, seconds: float, world: int) -> float:
+    """Bytes/s on each rank's link in a ring, which an all-reduce has carry (n-1)/n of the buffer twice."""
+    return 2 * (world - 1) / world * size / seconds
+
+
 def findings(document: dict[str, Any]) -> list[dict[str, str]]:
     """The faults, each with host and remedy."""
     nodes, together = document["nodes"], document["together"]
@@ -190,23 +216,18 @@ def page(document: dict[str, Any]) -> Group:
 
 
 def _column(node: dict[str, Any], packages: Iterable[str]) -> dict[str, str]:
-    """The table column for a node: {row: text}."""
+    kinds = dict.fromkeys(f"{gpu['name']} {gpu['memory_gib']:.0f} GiB" for gpu in node["gpus"])
     return {
         "python": node["python"],
         **{name: node["packages"].get(name, "") for name in packages},
         "commit": (node["commit"] or "")[:12],
         "CUDA, NCCL": " ".join(filter(None, (node["cuda"], node["nccl"]))),
-        "GPUs": _gpus(node["gpus"]),
+        "GPUs": f"{len(node['gpus'])} x {', '.join(kinds)}" if kinds else "none",
         "cores, memory": f"{node['cpus']}, {node['memory_gib']:.0f} GiB",
         "free disk": ", ".join(f"{path} {free} GiB" for path, free in node["disk_gib"].items()),
         "run folder": node["folder"]["error"] or f"written in {1e3 * node['folder']['write_s']:.1f} ms",
         "environment": " ".join(f"{name}={value}" for name, value in node["environment"].items()),
     }
-
-
-def _gpus(gpus: list[dict[str, Any]]) -> str:
-    kinds = dict.fromkeys(f"{gpu['name']} {gpu['memory_gib']:.0f} GiB" for gpu in gpus)
-    return f"{len(gpus)} x {', '.join(kinds)}" if gpus else "none"
 
 
 def _measured(together: dict[str, Any]) -> Group:

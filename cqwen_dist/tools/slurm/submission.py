@@ -23,8 +23,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from cqwen_dist.cluster.launch import preflight
-from cqwen_dist.config.errors import Said, UserError, writing
-from cqwen_dist.config.schema import Config
+from cqwen_dist.config import Config, Said, UserError, writing
 from cqwen_dist.run.files import CONFIG, SLURM
 from cqwen_dist.run.folder import is_done
 from cqwen_dist.sizes.architecture import feature_parameters, read_architecture

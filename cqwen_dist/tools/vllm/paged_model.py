@@ -58,8 +58,7 @@ class PagedCausalQwen(nn.Module):
         """ids, positions [N] -> z [N,H]."""
         values = self.numbers.read(input_ids, positions)
         embeddings = self.model.features.embedding(input_ids, values)
-        z: Tensor = self.model.transformer(None, positions, intermediate_tensors, inputs_embeds=embeddings)
-        return z
+        return self.model.transformer(None, positions, intermediate_tensors, inputs_embeds=embeddings)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """z [R,H] -> log P of each word [R,V], or loc_S in mode compatible. The number that could come next is decided
@@ -76,11 +75,9 @@ class PagedCausalQwen(nn.Module):
             loc = action.word_head().loc(Cauchy(seen.loc[softmax], seen.scale[softmax]))
             logits[softmax] = softmax_logits(loc, self.config.added_from)
         if rows:
-            self._decide(u_prime, prob_of(seen, action.word_head(), self._num_ids(len(logits), logits.device)))
+            num_ids = torch.full((len(logits),), int(self.config.num_token_id), device=logits.device)
+            self._decide(u_prime, prob_of(seen, action.word_head(), num_ids))
         return logits
-
-    def _num_ids(self, count: int, device: torch.device) -> Tensor:
-        return torch.full((count,), int(self.config.num_token_id), device=device)
 
     def _decide(self, u_prime: Cauchy, p_num: Tensor) -> None:
         """Decide the number of each request [R], if one comes next, and put it into the table."""
@@ -94,7 +91,9 @@ class PagedCausalQwen(nn.Module):
             own = torch.tensor(
                 [row for row, state in numbers.rows.items() if state.digits == digits], device=last.device
             )
-            value[own] = written_values(_rows(decision, own), target, self.intervals, digits, self.powers)
+            exact = None if decision.exact is None else decision.exact[own]
+            some = Decision(Cauchy(decision.y.loc[own], decision.y.scale[own]), exact)
+            value[own] = written_values(some, target, self.intervals, digits, self.powers)
         facts = [*decision.y, p_num, None if decision.exact is None else ~decision.exact.isnan()]
         columns = [torch.zeros_like(value) if each is None else each.double() for each in facts]
         numbers.write(value, torch.stack(columns, 1))
@@ -115,9 +114,3 @@ class PagedCausalQwen(nn.Module):
         transformer: Any = self.model.transformer
         found = {BACKBONE + name for name in transformer.load_weights(of_backbone())}
         return found | loaded
-
-
-def _rows(decision: Decision, own: Tensor) -> Decision:
-    """The decisions of some requests."""
-    exact = None if decision.exact is None else decision.exact[own]
-    return Decision(Cauchy(decision.y.loc[own], decision.y.scale[own]), exact)

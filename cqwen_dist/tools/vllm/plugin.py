@@ -51,15 +51,12 @@ class VllmRules:
         vllm_config.cache_config.enable_prefix_caching = False
         vllm_config.model_config.logits_processors = [f"{NUMBERS}:RequestNumbers"]
         parallel.worker_extension_cls = f"{NUMBERS}.NumbersWorker"
-        _without_whole_graphs(vllm_config.compilation_config)
+        # Values are looked up in Python before the layers, so a CUDA graph may contain layers only
+        compilation = vllm_config.compilation_config
+        if compilation.cudagraph_mode is not None and compilation.cudagraph_mode.has_full_cudagraphs():
+            from vllm.config import CUDAGraphMode
 
-
-def _without_whole_graphs(compilation: Any) -> None:
-    """Values are looked up in Python before the layers, so a CUDA graph may contain layers only."""
-    from vllm.config import CUDAGraphMode
-
-    if compilation.cudagraph_mode is not None and compilation.cudagraph_mode.has_full_cudagraphs():
-        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+            compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
 
 
 def register() -> None:

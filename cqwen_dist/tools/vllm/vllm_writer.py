@@ -7,7 +7,8 @@ import math
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,7 +50,9 @@ class VllmWriter:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self.generation_config = _generation_config(folder)
+        self.generation_config = GenerationConfig()
+        with suppress(OSError):  # the folder has none
+            self.generation_config = GenerationConfig.from_pretrained(folder)
         self.params = SamplingParams
         own: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": str(self.config.dtype).removeprefix("torch.")}
         own |= {"hf_overrides": {"calibration": self.config.calibration}}
@@ -99,7 +102,8 @@ class VllmWriter:
         looks = [] if streamer is None else [lambda ids, found: streamer.put(ids, found, start)]
         end, outputs = start, self.engine.generate({"prompt_token_ids": given.ids}, params, key)
         try:
-            async for new in _new_tokens(outputs):
+            async for output in outputs:  # each has all ids
+                new = list(output.outputs[0].token_ids)[end - start :]
                 text.ids[0, end : end + len(new)] = torch.tensor(new)
                 if (ended or looks) and self.tokenizer.num_token_id in new:
                     text.take(await self._numbers(key), end, end + len(new))
@@ -117,8 +121,7 @@ class VllmWriter:
 
     async def _numbers(self, key: str, done: bool = False) -> list[list[float]]:
         """The numbers decided for a request since the last call: one call to the worker, between two steps."""
-        found: list[list[float]] = (await self.engine.collective_rpc("numbers_of", args=(key, done)))[0]
-        return found
+        return (await self.engine.collective_rpc("numbers_of", args=(key, done)))[0]
 
     async def _row(self, given: Any, total: int) -> _Row:
         if self.head is None:
@@ -172,15 +175,6 @@ def _looked(
     return end, False
 
 
-async def _new_tokens(outputs: AsyncIterator[Any]) -> AsyncIterator[list[int]]:
-    """The new ids of each of vLLM's outputs, which contain all ids."""
-    count = 0
-    async for output in outputs:
-        ids = list(output.outputs[0].token_ids)
-        yield ids[count:]
-        count = len(ids)
-
-
 def sampling(mode: str, drawing: Mapping[str, Any], base: GenerationConfig | None = None) -> dict[str, Any]:
     """vLLM's names for the options of a draw. Logits are log P, in mode compatible loc_S. Raises `UserError`.
 
@@ -206,10 +200,3 @@ def _own_sampling(base: GenerationConfig) -> dict[str, Any]:
         found = Said(f"compatible, with {odd[0]} in generation_config.json")
         raise UserError("mode", found, f"{', '.join(MODES)}; there only {', '.join((*SAMPLING, *IN_VLLM))}")
     return own
-
-
-def _generation_config(folder: Path) -> GenerationConfig:
-    try:
-        return GenerationConfig.from_pretrained(folder)
-    except OSError:  # the folder has none
-        return GenerationConfig()

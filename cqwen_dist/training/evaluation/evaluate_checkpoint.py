@@ -13,8 +13,7 @@ from torch import Tensor
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.resume import refuse_exchanged
 from cqwen_dist.checkpoint.trained import is_exported, load_trained, run_of
-from cqwen_dist.config.errors import UserError
-from cqwen_dist.config.schema import Config
+from cqwen_dist.config import Config, UserError
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import load_datasets

@@ -143,16 +143,19 @@ class Evaluator:
         totals, hits, found_labels = self._over_ranks(sums, banded)
         metrics = self._word_metrics(totals) | action.number_head.metrics(totals, gathered)
         for law in ("standard", "causal"):
-            metrics[f"dist/ovr_prob_sum_median_{law}"] = _median(gathered[f"prob_sum_{law}"])
+            sums_of_p = gathered[f"prob_sum_{law}"]  # torch's quantile takes 16 million values at most
+            metrics[f"dist/ovr_prob_sum_median_{law}"] = float(np.median(sums_of_p)) if len(sums_of_p) else math.nan
         metrics |= individual.summary()
 
         # The numbers, and words by frequency
         if len(gathered["true"]):
             columns = (gathered["true"], gathered["loc"], gathered["scale"], gathered["text"].astype(np.int64))
             exact = gathered["exact"].astype(bool)
-            found = number_metrics(Numbers(*columns, exact), self.model.target, self.baseline_value, self.known)
-            metrics.update(found.metrics)
-            self.factors, self.drawing = found.factors, found.drawing
+            numbers = Numbers(*columns, exact)
+            found, self.factors, self.drawing = number_metrics(
+                numbers, self.model.target, self.baseline_value, self.known
+            )
+            metrics |= found
         if self.band is not None:
             bands = zip(BAND_NAMES, hits, found_labels, strict=True)
             metrics.update({f"eval/accuracy_words_{name}": h / n for name, h, n in bands if n})
@@ -307,8 +310,3 @@ def _gather(mine: dict[str, np.ndarray], texts: int, sharers: int) -> dict[str, 
 def perplexity(surprise: float) -> float:
     """exp of a mean surprise in nats; inf on overflow."""
     return math.exp(surprise) if surprise < 709.0 else math.inf
-
-
-def _median(values: np.ndarray) -> float:
-    """The median of any number of values (torch.quantile allows only 16 million); nan for an empty list."""
-    return float(np.median(values)) if len(values) else math.nan

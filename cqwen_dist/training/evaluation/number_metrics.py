@@ -62,21 +62,12 @@ class Numbers:
     exact: np.ndarray | None = None  # bool: loc is an exact value chosen by the head, not the location of Y
 
 
-@dataclass(frozen=True)
-class NumberMetrics:
-    """metrics by name, interval factors, and plain chart data for a report."""
-
-    metrics: dict[str, float]
-    factors: Intervals
-    drawing: dict[str, Any]
-
-
 def number_metrics(
     numbers: Numbers, target: TargetTransform, baseline: float | None, known: Intervals = RAW
-) -> NumberMetrics:
-    """All metrics of M >= 1 numbers. baseline: a constant prediction, raw unit.
+) -> tuple[dict[str, float], Intervals, dict[str, Any]]:
+    """(all metrics of M >= 1 numbers, interval factors, plain chart data for a report).
 
-    known: saved factors from other data, to be tested on these numbers.
+    baseline: a constant prediction, raw unit. known: saved factors from other data, to be tested on these numbers.
 
     eval/coverage_50, _90, _95        fraction of all numbers inside the raw interval
     eval/coverage_90_conformal, ...   recalibrated, each half with the factors of the other half
@@ -124,7 +115,7 @@ def number_metrics(
         "interval": "conformal" if 0.9 in factors.factors else "raw",
         **{name: [float(f"{value:.6g}") for value in np.asarray(values)[some]] for name, values in drawn.items()},
     }
-    return NumberMetrics(metrics, factors, drawing)
+    return metrics, factors, drawing
 
 
 def _errors(

@@ -39,6 +39,7 @@ from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.telemetry.progress import Progress
 from cqwen_dist.training.zero.engine import Engine
 
+KEPT = 2**30  # bytes of evaluation features that a rank keeps in memory
 FIRST_PART = 8192  # tokens a rank
 GROWTH = 8  # a later part has at most an 8th of the stored tokens: some dozens of parts, and a stop loses little
 
@@ -111,7 +112,11 @@ class FeatureCache:
             elif not found.open(self.runtime):
                 if left <= 1.0:
                     raise CacheRefused(f"the stage has {left:.2g} of an epoch left: no text would be read twice")
-                self._refuse_size(dataset.report.tokens * hidden * self.dtype.itemsize)
+                size = dataset.report.tokens * hidden * self.dtype.itemsize  # at most
+                free = min(gather_objects(free_bytes(self.folder)))
+                if size * ROOM > free:
+                    room = f"{self.folder} has {free / 2**30:.3g} GiB free"
+                    raise CacheRefused(f"it takes {size / 2**30:.3g} GiB, {room}")
             say(f"  feature cache: {found.folder}")
             if more := int((~found.stored()).sum()):
                 say(f"  z of {more:,} of {len(dataset):,} samples is computed before the first step that reads it")
@@ -179,12 +184,6 @@ class FeatureCache:
             with suppress(OSError):  # not empty
                 self.folder.rmdir()
 
-    def _refuse_size(self, size: int) -> None:
-        """Raises `CacheRefused` if the cache is too large. size: upper bound in bytes."""
-        free = min(gather_objects(free_bytes(self.folder)))
-        if size * ROOM > free:
-            raise CacheRefused(f"it takes {size / 2**30:.3g} GiB, {self.folder} has {free / 2**30:.3g} GiB free")
-
     def _key(self, dataset: TextDataset) -> dict[str, Any]:
         """Everything that z depends on. Collective over the world."""
         trained, _, _ = self.engine.feature_state()
@@ -202,3 +201,28 @@ class FeatureCache:
             "device": self.runtime.device.type,
             "versions": {name: packages[name] for name in ("torch", "transformers", "peft")},
         }
+
+
+class KeptFeatures:
+    """z of the evaluation batches in memory, computed again only after the features have changed.
+
+    All ranks have the same number of batches, in a fixed order, so metrics are equal to the bit.
+    """
+
+    def __init__(self, forward: Callable[[Batch, Tensor], Tensor], check: Callable[[], None], engine: Engine) -> None:
+        """forward: computes z at the label positions of a batch. check: called instead if z is kept; may raise."""
+        self.forward, self.check, self.engine = forward, check, engine
+        self._z: list[Tensor] = []
+        self._known = -1
+
+    def __call__(self, i: int, batch: Batch, keep: Tensor) -> Tensor:
+        """z [N,H] of the i-th batch at its label positions `keep`, on the device of the batch."""
+        if (now := self.engine.feature_changes) != self._known:
+            self._z, self._known = [], now
+        if i < len(self._z):
+            self.check()
+            return self._z[i].to(keep.device)
+        z = self.forward(batch, keep)
+        if i == len(self._z) and not self.engine.features_train:  # not while z changes in each step
+            self._z.append(z.detach().cpu())
+        return z

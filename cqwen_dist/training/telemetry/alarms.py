@@ -151,7 +151,7 @@ class Refusals:
 
     def refuse(
         self, error: NonFiniteStep, step: int, total: int, stage: str, loader: Loader, alarm: Callable[[Alarm], None]
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Record a refused step, which changed no parameter, and raise an alarm with its samples. Returns its metrics.
 
         step: counted from 1 to `total`. loader: has the samples. alarm: receives the alarm. Raises `NonFiniteStep` at

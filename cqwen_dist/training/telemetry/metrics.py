@@ -13,16 +13,95 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cqwen_dist.run.files import ALARMS, METRICS, not_followed, read_lines, write_atomically
+from cqwen_dist.config import RunConfig, Said, UserError, reason_of
+from cqwen_dist.run import files
+from cqwen_dist.run.files import not_followed, read_line, read_lines, write_atomically
 from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
+
+PROJECT = "cqwen"  # if WANDB_PROJECT names none
+
+
+def open_trackers(run_dir: Path, run: RunConfig, config: dict[str, Any], step: int) -> list[Tracker]:
+    """The run's trackers. step: of the checkpoint to resume from. Raises `UserError` by key if one cannot be used.
+
+    Steps between the checkpoint and the stop are computed again; W&B keeps their first values, TensorBoard their last.
+    """
+    trackers: list[Tracker] = [] if run.wandb == "disabled" else [WandbTracker(run_dir, run, config)]
+    return [*trackers, TensorBoardTracker(run_dir, step)] if run.tensorboard else trackers
+
+
+class WandbTracker:
+    """Weights & Biases, online or offline. A resumed run continues under the id in its folder."""
+
+    def __init__(self, run_dir: Path, run: RunConfig, config: dict[str, Any]) -> None:
+        """Raises `UserError` if W&B cannot be reached or does not know the user."""
+        import wandb
+
+        # The run's id is made at its first start, or if the file has no plain name
+        if not re.fullmatch(r"[\w-]{1,64}", read_line(run_dir / files.WANDB_ID), re.ASCII):
+            write_atomically(run_dir / files.WANDB_ID, secrets.token_hex(4))
+        try:
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", PROJECT),
+                name=run.name or run_dir.name,
+                id=read_line(run_dir / files.WANDB_ID),
+                resume="allow",
+                mode=run.wandb,
+                dir=str(run_dir),
+                config=config,
+            )
+        except wandb.errors.Error as error:
+            found = Said(f"{run.wandb} ({reason_of(error)})")
+            raise UserError("run.wandb", found, "a W&B login, or offline, or disabled") from None
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """The plain values of a step, `step` and `stage` among them."""
+        self._run.log({name: value for name, value in record.items() if name != "step"}, step=record["step"])
+
+    def alarm(self, title: str, text: str) -> None:
+        self._run.alert(title, text)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TensorBoardTracker:
+    """Event files in RUN/tensorboard, for `tensorboard --logdir`. Events after the checkpoint's step are purged."""
+
+    def __init__(self, run_dir: Path, step: int) -> None:
+        """Raises `UserError` without its package."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UserError("run.tensorboard", True, "false, or pip install 'cqwen-dist[tensorboard]'") from None
+        folder = run_dir / files.TENSORBOARD
+        purge_step = (step + 1 if step else 0) if folder.is_dir() else None
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        for name, value in record.items():
+            if name != "step" and isinstance(value, (int, float)):
+                self._writer.add_scalar(name, value, record["step"])
+
+    def alarm(self, title: str, text: str) -> None:
+        self._writer.add_text(f"alarm/{title}", text)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+Tracker = WandbTracker | TensorBoardTracker
+
 
 # Names in seed S1 (6.1) for metrics of S3 (5).
 ALIASES = {
@@ -31,19 +110,6 @@ ALIASES = {
     "units_mean_loc": "dist/U_loc_mean",
     "units_mean_scale": "dist/U_scale_mean",
 }
-
-
-class Tracker(Protocol):
-    """A service that takes the records of a run (`training.telemetry.trackers`)."""
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """The plain values of a step, `step` and `stage` among them."""
-
-    def alarm(self, title: str, text: str) -> None:
-        """Shows an alarm as the service shows them."""
-
-    def close(self) -> None:
-        """Sends the remaining records. Nothing is written afterwards."""
 
 
 class MetricsFile:
@@ -59,17 +125,14 @@ class MetricsFile:
         self._file = open(path, "a", encoding="utf-8", opener=not_followed)  # noqa: SIM115 (kept open)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps({name: _plain(value) for name, value in record.items()}) + "\n")
+        # JSON has neither infinity nor NaN
+        odd = {name: None for name, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
+        self._file.write(json.dumps({**record, **odd}) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         os.fsync(self._file.fileno())
         self._file.close()
-
-
-def _plain(value: Any) -> Any:
-    """None for infinity and NaN, which JSON does not support."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _copying(record: dict[str, Any]) -> Callable[[], dict[str, Any]]:
@@ -104,7 +167,10 @@ class MetricsLog:
         trackers: Sequence[Tracker] = (),
     ) -> None:
         """step: step of the checkpoint to resume from. say: prints alarms. on_record: called with each record."""
-        self._file, self._alarm_file = MetricsFile(run_dir / METRICS, step), MetricsFile(run_dir / ALARMS, step)
+        self._file, self._alarm_file = (
+            MetricsFile(run_dir / files.METRICS, step),
+            MetricsFile(run_dir / files.ALARMS, step),
+        )
         self._trackers, self._alarms, self._say, self._on_record = trackers, alarms, say, on_record
         self._record: dict[str, Any] = {}
         self._pending: Callable[[], dict[str, Any]] | None = None

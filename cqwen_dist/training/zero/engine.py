@@ -31,9 +31,7 @@ from cqwen_dist.training.moments import BETAS
 from cqwen_dist.training.optim import HeadOptimizer
 from cqwen_dist.training.parameter_groups import feature_members, head_members
 from cqwen_dist.training.stages import StagePlan
-from cqwen_dist.training.zero import zero_state
-from cqwen_dist.training.zero.flat_step import FlatStep, is_flat
-from cqwen_dist.training.zero.patches import forget_trace, join_deepspeed, patch_norm, skip_frozen_groups
+from cqwen_dist.training.zero import patches, zero_state
 
 
 @dataclass(frozen=True)
@@ -146,14 +144,14 @@ class Engine:
                     p.data = p.data.bfloat16()  # DeepSpeed casts a normal model itself, but not a partitioned one
             decay = self.settings.weight_decay if member.decays else 0.0
             parameter_groups.append({"params": parameters, "lr": 0.0, "weight_decay": decay})
-        join_deepspeed()
+        patches.join_deepspeed()
         # ZeRO-3 gathers weights only for the module that has them
         if self.settings.zero_stage == 3 and (outside := self.settings.outside) is not None:
             for name, module in self.model.features.named_modules():
                 if name.endswith(f".{outside[0]}"):
                     deepspeed.zero.register_external_parameter(module, module.get_parameter(outside[1]))
         optimizer = torch.optim.AdamW(parameter_groups, betas=BETAS, fused=True)
-        skip_frozen_groups(optimizer)
+        patches.skip_frozen_groups(optimizer)
         with naming("DeepSpeed's start"):
             engine, *_ = deepspeed.initialize(
                 model=self.model.features, optimizer=optimizer, config=self.deepspeed_config, dist_init_required=False
@@ -167,10 +165,10 @@ class Engine:
                 f"another stage: DeepSpeed's {type(engine.optimizer).__name__} has no place to join the heads' norm",
             )
         self.flat = None
-        if is_flat(engine.optimizer):
-            self.flat = FlatStep(engine.optimizer, lambda norm_sq: clip_coefficient(self._over_limit(norm_sq)))
+        if patches.is_flat(engine.optimizer):
+            self.flat = patches.FlatStep(engine.optimizer, lambda norm_sq: clip_coefficient(self._over_limit(norm_sq)))
         else:
-            patch_norm(engine.optimizer, self._over_limit)
+            patches.patch_norm(engine.optimizer, self._over_limit)
         return engine
 
     def _over_limit(self, feature_norm_sq: Tensor) -> float:
@@ -205,7 +203,7 @@ class Engine:
         with torch.set_grad_enabled(graph):
             run = self.engine if graph else self.engine.module
             if graph and not self._trained:  # the first pass with gradients; ZeRO-3 may have recorded one without
-                forget_trace(self.engine)
+                patches.forget_trace(self.engine)
                 self._trained = True
             with naming("DeepSpeed's forward"):
                 z = self.model.kept_features(batch, keep, run)
@@ -247,7 +245,8 @@ class Engine:
             else:
                 self._norm = self._finite_norm(self._head_norm_sq)
         except NonFiniteStep:  # without this, the next step would add to these gradients
-            self.heads.drop_gradients()
+            for member in self.heads.members:
+                member.parameter.grad = None
             if self.features_train:
                 zero_state.discard_gradients(self.engine)
             raise

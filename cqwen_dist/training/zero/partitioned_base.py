@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from cqwen_dist.config import Config, UserError
 from cqwen_dist.config.architectures import ARCHITECTURES, BaseArchitecture
-from cqwen_dist.config.errors import UserError
-from cqwen_dist.config.schema import Config
 from cqwen_dist.model.base_loading import base_config, base_folder_of, mean_row, record_added_rows
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import main_rank_first, naming
@@ -61,8 +59,7 @@ class WeightFiles:
         """A whole tensor. All experts of a layer, a parameter of this shape, may be a tensor for each in the files."""
         folder, _, own = name.rpartition(".")
         if name in self._names or not folder.endswith(".experts"):
-            whole: Tensor = self.slice_of(name)[:]
-            return whole
+            return self.slice_of(name)[:]
         parts = ("gate_proj", "up_proj") if own == "gate_up_proj" else (own,)
         each = ([self.slice_of(f"{folder}.{i}.{part}.weight")[:] for part in parts] for i in range(shape[0]))
         return torch.stack([torch.cat(maps) for maps in each])
@@ -141,14 +138,14 @@ def partitioned(shape: Any, config: Config, runtime: Runtime, fill: Callable[[st
             values = {
                 f"{name}.{key}": torch.empty_like(p, dtype=dtype, device=runtime.device) for key, p in own.items()
             }
-            main_rank_first(partial(_fill, values, fill))
+
+            def write(values: dict[str, Tensor] = values) -> None:
+                for name, value in values.items():
+                    fill(name, value)
+
+            main_rank_first(write)
             for key, value in zip(own, values.values(), strict=True):
                 setattr(module, key, nn.Parameter(value, requires_grad=False))
             with naming("DeepSpeed's partitioning"):
                 deepspeed.zero.Init(module=module, config_dict_or_path=settings, dtype=dtype)
     return base
-
-
-def _fill(values: dict[str, Tensor], fill: Callable[[str, Tensor], None]) -> None:
-    for name, value in values.items():
-        fill(name, value)

@@ -9,7 +9,7 @@ from support.ranks import run_ranks
 from support.runs import cqwen, cqwen_forked
 
 from cqwen_dist.tools.site.accept import layouts
-from cqwen_dist.tools.site.measure import all_reduce_seconds, bus_bandwidth
+from cqwen_dist.tools.site.doctor import all_reduce_seconds, bus_bandwidth
 
 
 def times() -> list[float]:
