@@ -231,7 +231,7 @@ def _device() -> torch.device:
 
 def _peak(device: torch.device) -> float | None:
     from cqwen_dist.sizes.flops import peak_tflops
-    from cqwen_dist.tools.plan.machine import TERA
+    from cqwen_dist.tools.plan.cost import TERA
 
     peak = peak_tflops(torch.cuda.get_device_name()) if device.type == "cuda" else None
     return None if peak is None else peak * TERA

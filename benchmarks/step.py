@@ -32,8 +32,7 @@ from cqwen_dist.parallel.collectives import barrier
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.sizes.architecture import Architecture, read_architecture
 from cqwen_dist.sizes.flops import peak_tflops
-from cqwen_dist.tools.plan.cost import stage_cost
-from cqwen_dist.tools.plan.machine import MACHINES, TERA, Machine, machine
+from cqwen_dist.tools.plan.cost import MACHINES, TERA, Machine, machine, stage_cost
 from cqwen_dist.tools.plan.make import allocated_bytes
 from cqwen_dist.tools.plan.memory import GIB
 from cqwen_dist.tools.plan.stage_sizes import Sizes, flops, stage_sizes, work_of

@@ -66,9 +66,9 @@ def test_a_disk_error_in_safetensors_is_a_user_error(
 ) -> None:
     import torch
 
-    from cqwen_dist.training import session
+    from cqwen_dist.training import train
 
-    monkeypatch.setattr(session, "main_rank_first", lambda action: action())
+    monkeypatch.setattr(train, "main_rank_first", lambda action: action())
     config = load_config(one_rank.parent / "config.yaml", [f"run.dir={tmp_path}"])
     full = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
     with (

@@ -13,7 +13,7 @@ from support.runs import cqwen_forked, fork, write_config
 
 from cqwen_dist.checkpoint.manifest import FORMAT, choose_checkpoint, resolve_checkpoint
 from cqwen_dist.config import UserError, load_config
-from cqwen_dist.parallel.hang import HangWatch
+from cqwen_dist.parallel.runtime import HangWatch
 from cqwen_dist.run.files import read_object
 from cqwen_dist.run.folder import open_run
 from cqwen_dist.run.lock import run_lock

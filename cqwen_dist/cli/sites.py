@@ -72,7 +72,7 @@ def accept(
 ) -> None:
     """Check this site: do N ranks match one rank, does a killed run resume?"""
     if hostfile is not None:
-        from cqwen_dist.cluster.hostfile import read_hostfile
+        from cqwen_dist.cluster.launch import read_hostfile
 
         ranks = sum(read_hostfile(hostfile).values())
     quiet_libraries()

@@ -34,7 +34,7 @@ class Member:
 
     @property
     def spread(self) -> bool:
-        """Whether ranks with equal copies share moments and step (`moments`). True for all large parameters."""
+        """Whether ranks with equal copies share moments and step (`optim`). True for all large parameters."""
         return self.has_rows or (self.group == "abduction" and self.parameter.ndim > 1)
 
     @property

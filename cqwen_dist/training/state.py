@@ -20,7 +20,7 @@ from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.run.files import START_TENSORS, let_read, written_whole
 from cqwen_dist.training.constraint import Constraint
 from cqwen_dist.training.evaluation.number_metrics import CALIBRATION
-from cqwen_dist.training.moments import MOMENTS
+from cqwen_dist.training.optim import MOMENTS
 from cqwen_dist.training.parameter_groups import has_rows
 from cqwen_dist.training.run_parts import Run
 from cqwen_dist.training.zero.engine import Engine

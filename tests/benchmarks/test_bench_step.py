@@ -16,7 +16,7 @@ TINY = qwen2_sizes(300, 32, 48, 4, 2, tie_word_embeddings=True)
 def bench(folder: str) -> dict[str, Any]:
 
     from benchmarks.step import run
-    from cqwen_dist.tools.plan.machine import MACHINES
+    from cqwen_dist.tools.plan.cost import MACHINES
 
     config = Config.model_validate(
         {

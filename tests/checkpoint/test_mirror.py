@@ -16,7 +16,7 @@ from cqwen_dist.checkpoint.mirror import Mirror
 from cqwen_dist.checkpoint.saving import Saver
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.parallel.runtime import Runtime
-from cqwen_dist.training import session
+from cqwen_dist.training import train
 from cqwen_dist.training.train import open_session
 
 
@@ -190,7 +190,7 @@ def test_a_run_that_starts_over_puts_its_stored_checkpoints_aside(
     one_rank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until its first upload the store would have the old run, which the next command fetches, or refuses."""
-    monkeypatch.setattr(session, "main_rank_first", lambda action: action())
+    monkeypatch.setattr(train, "main_rank_first", lambda action: action())
     url, run = f"file://{tmp_path}/store", tmp_path / "run"
     config = set_back(one_rank, run, 4)
     _upload(url, run, 4)

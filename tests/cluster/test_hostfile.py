@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cqwen_dist.cluster import hostfile as module
-from cqwen_dist.cluster.hostfile import prepared, read_environment, read_hostfile
+from cqwen_dist.cluster import launch as module
+from cqwen_dist.cluster.launch import prepared, read_environment, read_hostfile
 from cqwen_dist.cluster.rank import Order
 from cqwen_dist.config import UserError
 

@@ -8,7 +8,7 @@ from support.ranks import Crew, fork_server, tell
 from support.runs import wait_for
 
 from cqwen_dist.cluster.launch import stacks_of
-from cqwen_dist.parallel.hang import HangWatch
+from cqwen_dist.parallel.runtime import HangWatch
 
 
 def test_a_long_setup_shows_where_it_stands_and_goes_on(tmp_path: Path) -> None:

@@ -18,9 +18,8 @@ from cqwen_dist.parallel.groups import ALONE, Groups
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.tools.plan.stage_sizes import stage_sizes
-from cqwen_dist.training import moments as moments_module
-from cqwen_dist.training.moments import MOMENTS
-from cqwen_dist.training.optim import HeadOptimizer
+from cqwen_dist.training import optim as moments_module
+from cqwen_dist.training.optim import MOMENTS, HeadOptimizer
 from cqwen_dist.training.parameter_groups import Member, has_rows, head_members
 from cqwen_dist.training.stages import Schedule
 

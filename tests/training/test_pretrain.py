@@ -8,7 +8,7 @@ from support.runs import write_config
 from cqwen_dist.config import load_config
 from cqwen_dist.data.load import tokenizer_of
 from cqwen_dist.model.base_loading import load_base
-from cqwen_dist.training.base import build_run_base
+from cqwen_dist.training.inputs import build_run_base
 
 
 def built(folder: Path, *overrides: str) -> tuple[torch.nn.Module, list[str]]:

@@ -14,7 +14,7 @@ from cqwen_dist.parallel.failures import cause_of
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.folder import open_run, refuse_changes
 from cqwen_dist.run.status import RunStatus, end_status, read_status, write_status
-from cqwen_dist.training import session
+from cqwen_dist.training import train
 from cqwen_dist.training.callbacks import CallbackError
 from cqwen_dist.training.replicas import RanksDiffer
 from cqwen_dist.training.train import open_session
@@ -72,7 +72,7 @@ ENDS = [  # the error, its cause, whether another try may go on
 def test_only_reproducible_failures_are_fatal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, name: str, passing: bool
 ) -> None:
-    monkeypatch.setattr(session, "main_rank_first", lambda action: action())
+    monkeypatch.setattr(train, "main_rank_first", lambda action: action())
     config = load_config(write_config(tmp_path))
     folder = tmp_path / "run"
     runtime = Runtime(0, 1, torch.device("cpu"), 60.0)

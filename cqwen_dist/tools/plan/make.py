@@ -11,8 +11,7 @@ from cqwen_dist.config import Config, UserError
 from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.tools.plan import memory
 from cqwen_dist.tools.plan.comm import bytes_sent, stage_head_messages
-from cqwen_dist.tools.plan.cost import StageCost, stage_cost
-from cqwen_dist.tools.plan.machine import MACHINES, Machine, describe
+from cqwen_dist.tools.plan.cost import MACHINES, Machine, StageCost, describe, stage_cost
 from cqwen_dist.tools.plan.memory import ADAM_MOMENTS, FP32, GIB, Part
 from cqwen_dist.tools.plan.stage_sizes import Sizes, stage_sizes
 

@@ -113,7 +113,7 @@ class Sizes:
         return self.whole_head(groups) - sum(rows * columns for rows, columns in self.matrices(groups))
 
     def stepped_head(self, groups: frozenset[str]) -> int:
-        """Number of head values that a rank steps and has moments for (`training.moments`)."""
+        """Number of head values that a rank steps and has moments for (`training.optim`)."""
 
         def kept(rows: int, ranks: int) -> int:
             return rows // ranks + rows % ranks

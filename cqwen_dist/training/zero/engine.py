@@ -27,8 +27,7 @@ from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.parallel.collectives import gather_objects, naming
 from cqwen_dist.parallel.failures import Cause, KnownFailure
 from cqwen_dist.parallel.groups import Groups, limit_wait
-from cqwen_dist.training.moments import BETAS
-from cqwen_dist.training.optim import HeadOptimizer
+from cqwen_dist.training.optim import BETAS, HeadOptimizer
 from cqwen_dist.training.parameter_groups import feature_members, head_members
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.zero import patches, zero_state

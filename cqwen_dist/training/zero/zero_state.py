@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cqwen_dist.parallel.collectives import sum_over
-from cqwen_dist.training.moments import MOMENTS
+from cqwen_dist.training.optim import MOMENTS
 
 
 class FeatureState(NamedTuple):

@@ -8,10 +8,9 @@ import pytest
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.sizes.architecture import Architecture, known_architecture
 from cqwen_dist.sizes.flops import peak_tflops
-from cqwen_dist.tools.plan.cost import stage_cost
-from cqwen_dist.tools.plan.machine import machine
+from cqwen_dist.tools.plan.command import search, with_layout
+from cqwen_dist.tools.plan.cost import machine, stage_cost
 from cqwen_dist.tools.plan.make import plan
-from cqwen_dist.tools.plan.search import search, with_layout
 from cqwen_dist.tools.plan.stage_sizes import Sizes, flops, stage_sizes
 
 ALL = {"name": "all", "train": ["heads", "embedding", "lora"], "steps": 100}
