@@ -101,7 +101,7 @@ class Batch:
         """The positions of one rank of a sequence group: the rank-th of `ranks` equal slices of every row.
 
         T is a multiple of `ranks` (`collate`). `texts`, `filled_rows` and `begun_texts` stay those of whole rows:
-        attention joins the slices again (`parallel.sequence`). All other fields are per position and can be sliced.
+        attention joins the slices again (`parallel.mappings`). All other fields are per position and can be sliced.
         """
         if ranks == 1:
             return self

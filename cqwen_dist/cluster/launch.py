@@ -47,6 +47,8 @@ _VARIABLE = re.compile(
 )
 # DeepSpeed would pass these to the remote shell, with quoting that is not ours.
 _NOT_FOR_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "DS_ENV_FILE")
+STOPPED = 75  # exit code after an orderly stop: the run can resume
+GRACE_S = 10.0  # seconds between SIGTERM and SIGKILL
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
@@ -139,10 +141,6 @@ def _signal(name: str, pattern: str, hosts: dict[str, int]) -> None:
     command = ["pdsh", "-R", "ssh", "-t", "10", "-u", "20", "-w", ",".join(hosts), f"pkill -{name} -f '{pattern}'"]
     with suppress(subprocess.SubprocessError):
         subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
-
-
-STOPPED = 75  # exit code after an orderly stop: the run can resume
-GRACE_S = 10.0  # seconds between SIGTERM and SIGKILL
 
 
 def preflight(path: Path, overrides: Sequence[str]) -> Config:

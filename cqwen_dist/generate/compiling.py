@@ -29,6 +29,9 @@ from cqwen_dist.generate.numbers import POWERS, GeneratedNumbers, empty_numbers
 from cqwen_dist.heads.intervals import Intervals
 
 ROOM = 64  # size step of a static cache in positions: texts of similar lengths share a cache and its CUDA graphs
+LATE = 4  # steps by which the host may be ahead of the GPU
+AS_TRANSFORMERS = {"mode": "reduce-overhead"}  # default of transformers' CompileConfig
+notes = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -148,11 +151,6 @@ def stay(*tensors: Tensor) -> None:
     """Mark the addresses of these tensors as static, so that a CUDA graph reads and writes them in place."""
     for tensor in tensors:
         mark_static_address(tensor)
-
-
-LATE = 4  # steps by which the host may be ahead of the GPU
-AS_TRANSFORMERS = {"mode": "reduce-overhead"}  # default of transformers' CompileConfig
-notes = logging.get_logger(__name__)
 
 
 class CompiledSteps:

@@ -24,7 +24,7 @@ class FeatureExtractionNetwork(nn.Module):
         super().__init__()
         self.transformer = qwen_model.base_model
         self._cache = cache_name(self.transformer)
-        self.spread: Any = None  # runs attention over the positions of all ranks (`parallel.sequence`)
+        self.spread: Any = None  # runs attention over the positions of all ranks (`parallel.mappings`)
 
     def forward(
         self,

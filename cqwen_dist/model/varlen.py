@@ -7,7 +7,7 @@ mask. Here the texts of a batch are concatenated, [B T, heads, D], and use
     CUDA, bf16 or fp16, D at most 256      one call of torch's variable-length kernel
     otherwise                              torch's causal attention, text by text
 
-Positions may be split over ranks (`parallel.sequence`): then each rank attends with some heads over whole texts.
+Positions may be split over ranks (`parallel.mappings`): then each rank attends with some heads over whole texts.
 
 The attention function is registered with transformers under `WITHIN_TEXTS`, which is not part of saved configs. Calls
 without `texts` (generation, exports, a plain base) get the usual mask. The kernel is not yet measured on a GPU.
@@ -29,7 +29,7 @@ from transformers.masking_utils import sdpa_mask
 
 from cqwen_dist.batch import Texts
 from cqwen_dist.model.backbone import WITHIN_TEXTS
-from cqwen_dist.parallel.sequence import Spread
+from cqwen_dist.parallel.mappings import Spread
 
 Kernel = Callable[..., Tensor]
 

@@ -19,6 +19,9 @@ from torch.distributed import ProcessGroup
 from cqwen_dist.config.errors import Said, UserError, reason_of
 
 T = TypeVar("T")
+Facts = dict[str, str]
+UNSEEN = "not read"  # placeholder for a fact that a different rank of this host reads
+_SHOWN = 40  # most characters of a value in a refusal
 
 # Text in gloo's and NCCL's error messages; torch raises many of these errors as plain RuntimeError.
 _SIGNS = ("gloo", "NCCL", "Connection closed", "Timed out", "timed out", "Broken pipe", "Connection reset")
@@ -159,12 +162,6 @@ def from_main_rank(action: Callable[[], T]) -> T:
     with naming("broadcast of rank 0's result"):
         dist.broadcast_object_list(result)
     return result[0]  # type: ignore[return-value]
-
-
-UNSEEN = "not read"  # placeholder for a fact that a different rank of this host reads
-_SHOWN = 40  # most characters of a value in a refusal
-Facts = dict[str, str]
-T = TypeVar("T")
 
 
 def agree(read: Callable[[], tuple[T, Facts]]) -> tuple[T, Facts]:

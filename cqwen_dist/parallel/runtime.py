@@ -42,6 +42,10 @@ from cqwen_dist.run.files import STACKS, not_followed
 
 SHARE = 0.9  # of the collective timeout
 TOLD = 0.97  # of that time: when the rank announces that it will end
+# (rank, world size, local rank) of each launcher; the first with all names set is used.
+_LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
+
+TIMEOUT = "CQWEN_TIMEOUT_MIN"  # minutes that a rank waits for other ranks before the run fails; 30 if unset
 
 
 class HangWatch:
@@ -95,12 +99,6 @@ class HangWatch:
                 self._file.truncate(self._file.seek(0))
             self._last = now
             faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._file)
-
-
-# (rank, world size, local rank) of each launcher; the first with all names set is used.
-_LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
-
-TIMEOUT = "CQWEN_TIMEOUT_MIN"  # minutes that a rank waits for other ranks before the run fails; 30 if unset
 
 
 @dataclass(frozen=True)

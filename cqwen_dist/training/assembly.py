@@ -5,7 +5,6 @@ The trainer, the benchmark rig and the tests all use these functions, so they me
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -13,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from cqwen_dist.checkpoint.manifest import Retention, choose_checkpoint, finish_renames
 from cqwen_dist.checkpoint.mirror import Mirror
 from cqwen_dist.checkpoint.resume import KEYS
 from cqwen_dist.checkpoint.saving import Saver
-from cqwen_dist.config import Config, UserError, rises
+from cqwen_dist.config import Config, rises
 from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.custom import find_custom
 from cqwen_dist.data.dataset import TextDataset
@@ -32,12 +30,12 @@ from cqwen_dist.model.calibration import Features
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.layers import run_layers_as
 from cqwen_dist.ops.ovr.head import TermOptions
-from cqwen_dist.ops.ovr.loss import IMPLEMENTATIONS, OvrOptions, runs_on
+from cqwen_dist.ops.ovr.loss import OvrOptions
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import from_main_rank, main_rank_first
 from cqwen_dist.parallel.groups import Groups, build_groups
+from cqwen_dist.parallel.mappings import over_sequence
 from cqwen_dist.parallel.runtime import Runtime, seed_everything
-from cqwen_dist.parallel.sequence import over_sequence
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.training.constraint import Constraint
 from cqwen_dist.training.evaluation.evaluator import Evaluator
@@ -55,15 +53,6 @@ from cqwen_dist.training.zero.engine import Engine, EngineSettings, refuse_unkno
 from cqwen_dist.training.zero.partitioned_base import load_partitioned_base
 from cqwen_dist.training.zero.patches import join_deepspeed
 from cqwen_dist.training.zero.settings import deepspeed_config
-
-IMPLEMENTATION = "CQWEN_OVR_IMPL"  # for debugging: how the word loss is computed
-
-
-def _implementation(device: torch.device) -> str:
-    name = os.environ.get(IMPLEMENTATION, "auto")
-    if name not in IMPLEMENTATIONS or not runs_on(name, device):
-        raise UserError(IMPLEMENTATION, name, "auto, chunked, reference, or on a GPU triton")
-    return name
 
 
 def build_training(
@@ -113,7 +102,7 @@ def build_training(
         num_token_id=words.num_token_id,
         gate=gate_named(loss.gate),
         gemm_dtype=dtype_of(config.train.precision),
-        ovr=OvrOptions(weights, impl=_implementation(runtime.device), terms=TermOptions(**config.word_terms)),
+        ovr=OvrOptions(weights, terms=TermOptions(**config.word_terms)),
     )
     return Training(
         config=config,
@@ -148,7 +137,6 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
     if config.model.number_head is not None:
         find_custom("model.number_head", config.model.number_head, config.run.dir)
     gate_named(config.loss.gate, config.run.dir)
-    _implementation(runtime.device)
     refuse_unknown(config.deepspeed)
 
     # The run folder: finish an interrupted change, and choose the checkpoint; a damaged one is refused

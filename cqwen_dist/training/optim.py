@@ -32,6 +32,7 @@ from cqwen_dist.training.stages import StagePlan
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BETAS, EPS = (0.9, 0.999), 1e-8
 HOST_BLOCK = 1 << 22  # values per host step of an offloaded parameter: bounds the pinned memory
+NORM_BLOCK = 1 << 20
 
 
 class Share:
@@ -138,9 +139,6 @@ class Share:
 def _brought(value: Tensor, place: torch.device) -> Tensor:
     """The value if it is at `place`, otherwise a copy in pinned memory (torch caches and reuses this memory)."""
     return value if value.device == place else torch.empty(value.shape, pin_memory=True).copy_(value)
-
-
-NORM_BLOCK = 1 << 20
 
 
 class HeadOptimizer:

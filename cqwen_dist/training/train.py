@@ -30,8 +30,7 @@ from cqwen_dist.training.callbacks import Callback, Callbacks, TrainResult
 from cqwen_dist.training.inputs import config_facts
 from cqwen_dist.training.start import begin, open_log
 from cqwen_dist.training.telemetry.metrics import MetricsFile
-from cqwen_dist.training.telemetry.perf import Clock
-from cqwen_dist.training.telemetry.progress import Progress
+from cqwen_dist.training.telemetry.progress import Clock, Progress
 from cqwen_dist.training.trainer import Trainer
 
 REASON = 400  # most characters of an error message in status.json; torch's messages may have pages

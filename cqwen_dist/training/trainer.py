@@ -14,7 +14,7 @@ from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.state import Place, save
 from cqwen_dist.training.telemetry.alarms import Refusals
 from cqwen_dist.training.telemetry.metrics import MetricsLog
-from cqwen_dist.training.telemetry.perf import Clock
+from cqwen_dist.training.telemetry.progress import Clock
 from cqwen_dist.training.zero.engine import NonFiniteStep
 
 

@@ -24,7 +24,7 @@ from cqwen_dist.model.lora import is_lora_b
 from cqwen_dist.model.varlen import _even, _within, attend_within_texts, kernel_for
 from cqwen_dist.parallel.collectives import sum_over
 from cqwen_dist.parallel.groups import build_groups
-from cqwen_dist.parallel.sequence import over_sequence
+from cqwen_dist.parallel.mappings import over_sequence
 from cqwen_dist.training.zero.patches import join_deepspeed
 
 ROWS = ((7, 1, 5), (11, 1, 3), (15,))  # tokens of each row's texts: padding of 3, 1 and (in its own text) 1 behind

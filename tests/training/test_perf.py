@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cqwen_dist.config import Config
 from cqwen_dist.sizes.flops import Work
 from cqwen_dist.training.telemetry import perf
-from cqwen_dist.training.telemetry.perf import Clock
+from cqwen_dist.training.telemetry.progress import Clock
 from cqwen_dist.training.train import work_in
 
 CPU = torch.device("cpu")

@@ -126,7 +126,7 @@ class Capabilities:
     gradient_checkpointing: Support = SUPPORTED
     quantize: Support = NOT_MEASURED
     zero_3: Support = SUPPORTED  # needs the loader that partitions one module at a time
-    sequence_groups: Support = NOT_MEASURED  # attention over the positions of several ranks (`parallel.sequence`)
+    sequence_groups: Support = NOT_MEASURED  # attention over the positions of several ranks (`parallel.mappings`)
     fused_adapters: Support = SUPPORTED  # if unsupported, PEFT's code runs
     expert_adapters_zero_3: Support = SUPPORTED  # adapters of all experts on partitioned weights
     merge: Support = SUPPORTED

@@ -5,12 +5,12 @@ Shape letters: N tokens, C causal dimensions, v words of the slice, t x n a tile
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any
 
 from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr.head import AS_WRITTEN, OvrOutput, TermOptions, WordHead
+from cqwen_dist.ops.ovr.head import OvrOutput, TermOptions, WordHead
 from cqwen_dist.ops.ovr.loss import OvrOptions, ovr_loss
 
 __all__ = ["OvrOptions", "OvrOutput", "TermOptions", "WordHead", "linear_ovr"]
@@ -25,17 +25,14 @@ def linear_ovr(
     labels: Tensor,
     *,
     token_weights: Tensor | None = None,
-    class_weights: Tensor | None = None,
     vocab_start: int = 0,
-    ignore_index: int = -100,
-    impl: str = "auto",
-    want_prob_sum: bool = False,
-    vocab_reduction: Literal["sum", "mean"] = "sum",
     vocab_size: int | None = None,
     used_rows: int | None = None,
-    terms: TermOptions = AS_WRITTEN,
+    **options: Any,
 ) -> OvrOutput:
     """OvR loss of the slice: sum_i token_weights_i sum_k w_k BCE_ik (S0 5.1 formulas 3-5, S4 3.4.3).
+
+    options: fields of `OvrOptions`, described here too.
 
     loc_u, scale_u: [N, C], location and scale of U' (scale_u >= 0 includes |b_noise|). weight: [v, C]. All three have
         one dtype, fp32, bf16 or fp64, which the GEMMs use. With bf16 the weight may be fp32: it is rounded block by
@@ -61,12 +58,4 @@ def linear_ovr(
     wrong dtypes.
     """
     head = WordHead.of(weight, bias, threshold, vocab_start, vocab_size, used_rows)
-    options = OvrOptions(
-        class_weights=class_weights,
-        vocab_reduction=vocab_reduction,
-        impl=impl,
-        ignore_index=ignore_index,
-        want_prob_sum=want_prob_sum,
-        terms=terms,
-    )
-    return ovr_loss(Cauchy(loc_u, scale_u), head, labels, token_weights, options)
+    return ovr_loss(Cauchy(loc_u, scale_u), head, labels, token_weights, OvrOptions(**options))

@@ -83,11 +83,6 @@ class Tile(NamedTuple):
         """[n] C."""
         return self.offset + self.bias
 
-    @property
-    def softmax_factor(self) -> Tensor:
-        """[t] factor of the gradient of the softmax term."""
-        return self.terms.softmax_weight * self.token_weights
-
 
 class TileMaths(ABC):
     """Computes a tile from its scores (`Tile.scores`). Returns dloss/dloc and dloss/dscale [t, n], including token and
@@ -174,7 +169,7 @@ def _add_softmax(tile: Tile, d_loc: Tensor, gap: Tensor, p: Tensor, at: Tensor, 
     torch.sub(tile.threshold, gap, out=p)
     p.view(-1)[at] += 2.0 * label * gap.view(-1)[at]
     p.sub_(tile.log_norm[:, None]).exp_()  # type: ignore[index]
-    factor = tile.softmax_factor
+    factor = tile.terms.softmax_weight * tile.token_weights
     d_loc.addcmul_(p, factor[:, None])
     d_loc.view(-1)[at] -= factor * label
 

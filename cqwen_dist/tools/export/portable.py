@@ -116,19 +116,24 @@ def _module(name: str) -> _Module:
     if path.is_dir():  # packages import lazy names under TYPE_CHECKING
         tree.body += [node for part in tree.body if isinstance(part, ast.If) for node in part.body]
     for node in tree.body:
-        for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
-            local = alias.asname or alias.name
-            if isinstance(node, ast.Import):
-                found.imports[local.split(".")[0]] = ast.unparse(ast.Import([alias]))
-            elif str(node.module).startswith("cqwen_dist"):
-                found.imports[local] = (str(node.module), alias.name)
-            else:
-                found.imports[local] = ast.unparse(ast.ImportFrom(node.module, [alias], 0))
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            _note_import(found, node)
         for defined in _defined(node):
             found.nodes[defined] = node
             found.texts[defined] = "\n".join(lines[last : node.end_lineno]).strip("\n")
         last = node.end_lineno or last
     return found
+
+
+def _note_import(module: _Module, node: ast.Import | ast.ImportFrom) -> None:
+    for alias in node.names:
+        local = alias.asname or alias.name
+        if isinstance(node, ast.Import):
+            module.imports[local.split(".")[0]] = ast.unparse(ast.Import([alias]))
+        elif str(node.module).startswith("cqwen_dist"):
+            module.imports[local] = (str(node.module), alias.name)
+        else:
+            module.imports[local] = ast.unparse(ast.ImportFrom(node.module, [alias], 0))
 
 
 def _meaning(module: str, name: str) -> Meaning | None:

@@ -30,6 +30,10 @@ from cqwen_dist.tools.plan.stage_sizes import ceil_div
 SIMPLER_WITHIN = 0.01  # a plainer layout is preferred if it is slower by less than this share
 MAX_GROUP = 64
 MOST = 5  # layouts to return
+WHAT_MAY_FIT = "more ranks, more memory, shorter texts, or bf16 in place of fp32"
+COUNTED_BYTES = 2**30  # texts in larger files are not counted, as that would take too long
+
+
 # The keys that the search may choose, each with the config section.
 SECTION = {
     "micro_batch_size": "train",
@@ -136,10 +140,6 @@ def with_layout(config: Config, layout: Layout) -> Config:
         sections.setdefault(SECTION[key], {})[key] = value
     changed = {name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
     return config.model_copy(update=changed)
-
-
-WHAT_MAY_FIT = "more ranks, more memory, shorter texts, or bf16 in place of fp32"
-COUNTED_BYTES = 2**30  # texts in larger files are not counted, as that would take too long
 
 
 def run(config: Config, asked: Question) -> tuple[dict[str, Any], RenderableType]:

@@ -40,11 +40,6 @@ def diagnose(run: RunData) -> list[Finding]:
     return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
 
-def _knows_words(run: RunData) -> bool:
-    """Whether the model predicts enough words right; if not, no other finding about words may be good."""
-    return run.last.get("eval/accuracy", 1.0) >= FEW_WORDS
-
-
 def _knows_numbers(run: RunData) -> bool:
     """Whether the model predicts numbers clearly better than always predicting the training median."""
     return run.last.get("eval/reg_mdae", 0.0) < USEFUL * run.last.get("eval/baseline_mdae", math.inf)
@@ -234,10 +229,11 @@ def _kl(run: RunData, kl: float, eps: float) -> Iterator[Finding]:
 
 def _prob_sum(run: RunData, total: float) -> Iterator[Finding]:
     if 0.7 <= total <= 1.5:
-        text = "One word comes next, so 1 is calibrated."
-        if not _knows_words(run):
+        text, finding = "One word comes next, so 1 is calibrated.", good
+        if run.last.get("eval/accuracy", 1.0) < FEW_WORDS:
             text += " The sum is near 1 too if every word has the same probability: see how many words are right."
-        yield (good if _knows_words(run) else note)(f"The probabilities add up to {total:.2f}", text)
+            finding = note
+        yield finding(f"The probabilities add up to {total:.2f}", text)
     else:
         yield (warn if total < 0.3 or total > 3 else note)(
             f"The probabilities of all words add up to {total:.2f}",

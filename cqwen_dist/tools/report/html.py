@@ -23,6 +23,8 @@ from cqwen_dist.run.status import read_status
 from cqwen_dist.tools.report.diagnosis import diagnose
 from cqwen_dist.tools.report.run_data import RunData, read_run, watched_names
 
+PAGE = Path(__file__).parent / "page"
+
 
 def write_report(folders: Sequence[Path], out: Path) -> Path:
     """Read the runs and write the page atomically. Raises `UserError` if a folder is not a run."""
@@ -178,9 +180,6 @@ def _text(value: float | None, percent: bool | None = False, digits: int = 3) ->
     if percent:
         return f"{100 * value:.1f} %"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.{digits}g}".rstrip(".")
-
-
-PAGE = Path(__file__).parent / "page"
 
 
 @cache
