@@ -111,7 +111,7 @@ def _let_others_speak(error: RuntimeError, rank: str) -> None:
 
     Not for jobs of SLURM, which read how each rank ended.
     """
-    from cqwen_dist.parallel.failures import LOST_RANK, cause_of
+    from cqwen_dist.parallel.collectives import LOST_RANK, cause_of
 
     if cause_of(error).name == LOST_RANK:
         echo(f"rank {rank}: {LOST_RANK}: {reason_of(error)}", err=True)

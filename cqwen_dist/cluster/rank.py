@@ -83,7 +83,7 @@ def main() -> None:
         ending = {"how": how, "message": f"exit code {left.code}"}
         raise
     except BaseException as error:
-        from cqwen_dist.parallel.failures import cause_of
+        from cqwen_dist.parallel.collectives import cause_of
 
         how = "may pass" if cause_of(error).passing else "failed"
         ending = {"how": how, "message": f"{type(error).__name__}: {error}"}

@@ -1,4 +1,4 @@
-"""The collectives of the package. Only these functions call `torch.distributed`.
+"""The collectives of the package, and classes of failures. Only these functions call `torch.distributed`.
 
 They have no gradients (see `mappings`). If a rank dies or does not answer within the group's timeout, they raise
 `CollectiveError`, which names the operation, the group and the ranks. (NCCL's watchdog reports a timeout itself: it
@@ -10,13 +10,14 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cqwen_dist.config.errors import Said, UserError, reason_of
+from cqwen_dist.config.errors import DiskError, Said, UserError, reason_of
 
 T = TypeVar("T")
 Facts = dict[str, str]
@@ -208,3 +209,38 @@ def _refuse_differences(everyone: list[tuple[str, Facts]]) -> None:
 def first_of_host() -> bool:
     """True on the first rank of each host, which reads large files. Collective over the world."""
     return gather_objects(platform.node()).index(platform.node()) == dist.get_rank()
+
+
+LOST_RANK = "a lost rank"
+
+
+class Cause(NamedTuple):
+    """A class of failures. passing: a retry may succeed, perhaps on different nodes; otherwise a fix is needed."""
+
+    name: str
+    passing: bool
+
+
+class KnownFailure(RuntimeError):
+    """A failure that knows its own class."""
+
+    cause = Cause("the program", passing=False)
+
+
+def cause_of(error: BaseException) -> Cause:
+    """The class of a failure."""
+    if isinstance(error, KnownFailure):
+        return error.cause
+    if isinstance(error, DiskError):
+        return Cause("a file system that is away", True) if error.away else Cause("a disk that takes no more", False)
+    if isinstance(error, UserError):
+        return Cause("input", False)
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return Cause("memory", False)
+    if is_communication(error):
+        return Cause(LOST_RANK, True)
+    text = str(error)
+    signs = ("CUDA error", "ECC", "NVLink", "device is lost")
+    if isinstance(error, RuntimeError) and any(sign in text for sign in signs) and "device-side assert" not in text:
+        return Cause("a device", True)
+    return Cause("the program", False)

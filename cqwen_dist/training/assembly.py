@@ -44,8 +44,7 @@ from cqwen_dist.training.features.cache import KEPT, FeatureCache, KeptFeatures
 from cqwen_dist.training.frequency import class_weights
 from cqwen_dist.training.inputs import build_run_base, read_texts, read_tokenizer
 from cqwen_dist.training.replicas import Replicas
-from cqwen_dist.training.run_parts import Base, Run, Training, Words
-from cqwen_dist.training.stage_loaders import StageLoaders
+from cqwen_dist.training.run_parts import Base, Run, StageLoaders, Training, Words
 from cqwen_dist.training.stages import Schedule
 from cqwen_dist.training.step import Stepper
 from cqwen_dist.training.telemetry.progress import Progress
@@ -104,18 +103,9 @@ def build_training(
         gemm_dtype=dtype_of(config.train.precision),
         ovr=OvrOptions(weights, terms=TermOptions(**config.word_terms)),
     )
-    return Training(
-        config=config,
-        runtime=runtime,
-        groups=groups,
-        model=model,
-        engine=engine,
-        constraint=constraint,
-        stepper=Stepper(engine, constraint, config.loss, options, config.train.seed, lambda: runtime.stop.reason),
-        replicas=Replicas(engine, groups),
-        schedule=Schedule(config.stages, steps_per_epoch),
-        words=words,
-    )
+    stepper = Stepper(engine, constraint, config.loss, options, config.train.seed, lambda: runtime.stop.reason)
+    replicas, schedule = Replicas(engine, groups), Schedule(config.stages, steps_per_epoch)
+    return Training(config, runtime, groups, model, engine, constraint, stepper, replicas, schedule, words)
 
 
 def groups_of(config: Config, runtime: Runtime) -> Groups:

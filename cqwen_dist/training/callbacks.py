@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cqwen_dist.parallel.collectives import gather_objects
-from cqwen_dist.parallel.failures import KnownFailure
+from cqwen_dist.parallel.collectives import KnownFailure, gather_objects
 from cqwen_dist.parallel.stop import StopFlag
 from cqwen_dist.run.files import CHECKPOINTS
 from cqwen_dist.training.stages import Schedule

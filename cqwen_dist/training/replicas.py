@@ -14,8 +14,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from cqwen_dist.parallel.collectives import gather_rows
-from cqwen_dist.parallel.failures import Cause, KnownFailure
+from cqwen_dist.parallel.collectives import Cause, KnownFailure, gather_rows
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.training.zero.engine import Engine
 

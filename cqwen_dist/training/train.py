@@ -15,8 +15,7 @@ from safetensors import SafetensorError
 
 from cqwen_dist.checkpoint.mirror import Mirror
 from cqwen_dist.config import Config, DiskError, Said, reason_of
-from cqwen_dist.parallel.collectives import Stopped, agree, from_main_rank, main_rank_first
-from cqwen_dist.parallel.failures import cause_of
+from cqwen_dist.parallel.collectives import Stopped, agree, cause_of, from_main_rank, main_rank_first
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.parallel.stop import StopFlag
 from cqwen_dist.run.files import AWAY, CHECKPOINTS, METRICS, REFUSED, words_of_disk

@@ -41,7 +41,7 @@ WAIT = "data"  # a wait for a batch that does not come
 ELSEWHERE = {
     WAIT: ("cqwen_dist.training.trainer:Trainer", "_next", 9, 20.0),
     "figures": ("cqwen_dist.training.trainer:Trainer", "_evaluate", 4, 20.0),
-    "setup": ("cqwen_dist.training.stage_loaders:StageLoaders", "__init__", 1, 0.0),
+    "setup": ("cqwen_dist.training.run_parts:StageLoaders", "__init__", 1, 0.0),
     "start": ("cqwen_dist.training.run_parts:Run", "at", 9, 20.0),
     "prune": ("cqwen_dist.checkpoint.saving:Saver", "_prune", 4, 10.0),
 }

@@ -9,8 +9,7 @@ from support.runs import write_config
 
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.config.errors import DiskError
-from cqwen_dist.parallel.collectives import CollectiveError
-from cqwen_dist.parallel.failures import cause_of
+from cqwen_dist.parallel.collectives import CollectiveError, cause_of
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.folder import open_run, refuse_changes
 from cqwen_dist.run.status import RunStatus, end_status, read_status, write_status

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from cqwen_dist.batch import Batch
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.model.modules import CausalModules
-from cqwen_dist.parallel.collectives import gather_objects, naming
-from cqwen_dist.parallel.failures import Cause, KnownFailure
+from cqwen_dist.parallel.collectives import Cause, KnownFailure, gather_objects, naming
 from cqwen_dist.parallel.groups import Groups, limit_wait
 from cqwen_dist.training.optim import BETAS, HeadOptimizer
 from cqwen_dist.training.parameter_groups import feature_members, head_members
