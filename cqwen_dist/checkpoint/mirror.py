@@ -187,7 +187,6 @@ class Mirror:
             self._store.get_file(there, str(file))
 
     def _names(self) -> list[str]:
-        """Names of the folders with a manifest."""
         self._store.invalidate_cache()
         found: list[Any] = self._store.glob(self._at(files.CHECKPOINTS, "step-*", files.MANIFEST))
         return [str(path).split("/")[-2] for path in found]

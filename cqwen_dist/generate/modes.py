@@ -166,7 +166,6 @@ def prob_words(action: Any, u_prime: Cauchy, used_rows: int, threshold: float | 
 
 
 def _used(action: Any, u_prime: Cauchy, used_rows: int) -> tuple[Tensor, Cauchy]:
-    """`all_scores` of the words in use."""
     head = action.word_head(used_rows)
     return all_scores(u_prime.to(action.cls_weight.dtype), head.take(slice(0, head.rows)))
 

@@ -85,7 +85,6 @@ def starts_over(config: Config) -> bool:
 
 
 def _changes(config: Config, folder: Path, begun: bool = True) -> list[Change]:
-    """Differences from the config in the folder; empty if there is none."""
     known = folder / files.CONFIG
     return changed_keys(load_config(known), config, begun) if known.is_file() else []
 

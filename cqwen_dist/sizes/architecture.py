@@ -36,7 +36,6 @@ class Map(NamedTuple):
 
 
 def _entry(key: str) -> property:
-    """A property of `Architecture` that returns the size of this key."""
     return property(lambda self: int(self.sizes[key]))
 
 
@@ -65,7 +64,8 @@ class Architecture:
         kv_heads = heads if "num_key_value_heads" in found else keys.get("num_key_value_heads", heads)
         size["num_key_value_heads"] = _size(found, "num_key_value_heads", kv_heads)
         size["head_dim"] = _size(found, "head_dim", keys.get("head_dim") or max(1, size["hidden_size"] // heads))
-        stack = _counted(kind.layers_of(found, size["num_hidden_layers"]))
+        layers = kind.layers_of(found, size["num_hidden_layers"])
+        stack = tuple((layers.count(layer), layer) for at, layer in enumerate(layers) if layers.index(layer) == at)
         named = {map.bias for _, layer in stack for block in layer for map in block.linears.values()}
         return cls(
             model_type=kind.model_type,
@@ -184,12 +184,6 @@ class Architecture:
         )
 
 
-def _counted(layers: list[tuple[Block, ...]]) -> tuple[tuple[int, tuple[Block, ...]], ...]:
-    """Each different layer once, in the order in which they come first, with how many there are."""
-    different = [layer for at, layer in enumerate(layers) if layer not in layers[:at]]
-    return tuple((layers.count(layer), layer) for layer in different)
-
-
 CHUNK = 64  # chunk size of gated linear attention, in tokens
 
 
@@ -249,7 +243,6 @@ def known_architecture(name: str) -> dict[str, Any] | None:
 
 
 def _rows_in_use(file: Path) -> int | None:
-    """Rows used by a tokenizer; None without a readable file."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         words = found["model"]["vocab"]

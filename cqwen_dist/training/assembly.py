@@ -39,12 +39,11 @@ from cqwen_dist.parallel.runtime import Runtime, seed_everything
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.training.constraint import Constraint
 from cqwen_dist.training.evaluation.evaluator import Evaluator
-from cqwen_dist.training.evaluation.run_evaluation import Evaluations
 from cqwen_dist.training.features.cache import KEPT, FeatureCache, KeptFeatures
 from cqwen_dist.training.frequency import class_weights
 from cqwen_dist.training.inputs import build_run_base, read_texts, read_tokenizer
 from cqwen_dist.training.replicas import Replicas
-from cqwen_dist.training.run_parts import Base, Run, StageLoaders, Training, Words
+from cqwen_dist.training.run_parts import Base, Evaluations, Run, StageLoaders, Training, Words
 from cqwen_dist.training.stages import Schedule
 from cqwen_dist.training.step import Stepper
 from cqwen_dist.training.telemetry.progress import Progress

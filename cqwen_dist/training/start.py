@@ -217,7 +217,6 @@ def _load_warm_start(run: Run, given: str) -> tuple[Path, bool]:
 
 
 def _refuse_shape(config: Config, ours: Any, saved: dict[str, Any], source: Path) -> None:
-    """Raises `UserError` if the saved model has a different shape."""
     theirs = type(ours).from_dict(saved)
     for name, key in _SHAPE.items():
         if getattr(ours, name) != getattr(theirs, name):

@@ -142,7 +142,6 @@ def _collect(run: Run, place: Place) -> TrainState:
 
 
 def _split(tensors: dict[str, Tensor], scalar: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Split head parameters or moments into (replicated, with vocabulary rows)."""
     rows = {name: tensor for name, tensor in tensors.items() if has_rows(name, scalar)}
     return {name: tensor for name, tensor in tensors.items() if name not in rows}, rows
 

@@ -195,7 +195,7 @@ def test_no_group_is_made_while_a_signal_may_end_a_rank_alone(tmp_path: Path) ->
 
 def one_rank_rounds_otherwise(path: str) -> list[int]:
     """The steps that a rank evaluates in a stage that ends without improvement; only rank 0's figures improve."""
-    from cqwen_dist.training.evaluation.run_evaluation import Evaluations
+    from cqwen_dist.training.run_parts import Evaluations
     from cqwen_dist.training.train import train_on
 
     evaluate, steps = Evaluations.__call__, []

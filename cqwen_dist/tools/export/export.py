@@ -164,7 +164,6 @@ def _write_json(path: Path, data: Any) -> None:
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """Facts about a run, or an earlier export, for the model card."""
     if is_exported(path):
         return {"base": None, "adapter": None, **read_object(path / ABOUT)}
     config, folder = run_of(path)

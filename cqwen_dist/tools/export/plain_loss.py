@@ -34,7 +34,6 @@ def mean_loss(
 
 
 def _word_loss(loc: Tensor, scale: Tensor, head: WordHead, words: Tensor, terms: TermOptions) -> Tensor:
-    """The sum of the word losses of n positions."""
     weights = torch.ones(len(words), dtype=head.real, device=words.device)
     targets = Targets(row=words, token_weights=weights, class_weights=None, want_prob_sum=False, terms=terms)
     return ovr_reference(Cauchy(loc, scale), head, targets).loss

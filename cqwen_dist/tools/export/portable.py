@@ -226,7 +226,6 @@ def _in_order(own: Reached) -> list[str]:
 
 
 def _import_order(statement: str) -> tuple[int, str]:
-    """Sort key: standard library first, then other packages, then our files."""
     top = statement.split()[1].split(".")[0]
     return (0 if top in sys.stdlib_module_names else 1 if top else 2), statement
 
@@ -250,7 +249,6 @@ def _definition(module: str, name: str, absent: set[str]) -> str:
 
 
 def _section(section: type[BaseModel]) -> str:
-    """A frozen dataclass with a config section's fields and defaults."""
     lines = ["@dataclass(frozen=True)", f"class {section.__name__}:", f'    """{section.__doc__}"""', ""]
     for name, key in section.model_fields.items():
         lines += textwrap.wrap(str(key.description), WIDTH, initial_indent="    # ", subsequent_indent="    # ")

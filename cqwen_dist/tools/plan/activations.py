@@ -121,7 +121,6 @@ def _adapters_saved(s: Sizes, block: Block) -> int:
 
 
 def _adapted(s: Sizes, block: Block) -> set[str]:
-    """The tensors of a block that adapted linear maps read."""
     return {each.reads for each in s.base.maps(block) if block.adapted and each.name in s.adapters}
 
 

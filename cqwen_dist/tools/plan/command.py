@@ -110,7 +110,6 @@ def of_layout(error: UserError) -> bool:
 
 
 def _near(found: list[FittingLayout]) -> list[FittingLayout]:
-    """The layouts within SIMPLER_WITHIN of the fastest one."""
     top = max((each.tokens_per_s for each in found), default=0.0)
     return [each for each in found if each.tokens_per_s >= top * (1 - SIMPLER_WITHIN)]
 

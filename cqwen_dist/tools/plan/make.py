@@ -196,7 +196,6 @@ def checkpoint_bytes(s: Sizes) -> int:
 
 
 def _advice(s: Sizes, parts: tuple[Part, ...]) -> str:
-    """The first setting to change, given the largest part."""
     config = s.config
     outside = sum(part.bytes for part in parts if part.name in NOT_TENSORS)
     if 2 * outside > tensor_bytes(parts):

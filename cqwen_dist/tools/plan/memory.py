@@ -102,7 +102,6 @@ def _frozen(s: Sizes) -> Iterator[Part]:
 
 
 def _engine(s: Sizes) -> Iterator[Part]:
-    """The weights, and this rank's share of the fp32 masters and Adam moments."""
     for group, count in s.engine_parameters.items():
         name, trained = FEATURE_GROUPS[group].title, ADAM_MOMENTS if group in s.reached else 0
         whole = count if s.zero < 3 or s.over(3) == 1 else ceil_div(count, s.over(3))
@@ -169,7 +168,6 @@ def _gathered(s: Sizes, held: bool) -> Part:
 
 
 def _dense(s: Sizes) -> Part:
-    """The largest linear map of a rounded base, dequantised for its product."""
     kind, largest = s.config.model.quantize, max(each.entries for _, each in s.base.all_maps())
     scaled = 2 * FP32 * (kind == "int8" and s.kind == "cpu" and s.width < FP32)  # a CPU multiplies by scales in fp32
     size = largest * (s.width + scaled) * (kind in ROUNDED)
@@ -177,12 +175,10 @@ def _dense(s: Sizes) -> Part:
 
 
 def _head_gradients(s: Sizes) -> int:
-    """Bytes of the head gradients after a micro-batch."""
     return FP32 * (s.row_numbers(s.trainable) + s.whole_head(s.trainable))
 
 
 def _feature_gradients(s: Sizes) -> int:
-    """Bytes of the engine gradients during backward."""
     return s.trained_features * s.width * (s.graph and s.zero < 3)
 
 

@@ -90,7 +90,6 @@ def _forgotten(run: RunData) -> Iterator[Finding]:
 
 
 def _against_forgetting(run: RunData) -> str:
-    """Advice against forgetting that this run does not follow yet."""
     trained = [group for group in ("classifier", "thresholds") if run.config.trains(group)]
     if not trained:
         return "Lower the rates (lr_groups), train for fewer steps, or mix such texts into data.train."

@@ -148,7 +148,6 @@ def _add(values: Values, name: str, step: float, value: Any) -> None:
 
 
 def _curve(x: list[float], y: list[float]) -> Curve:
-    """The curve, thinned to at most POINTS points."""
     if len(x) <= POINTS:
         return Curve(x, [_short(v) for v in y])
     edges = [round(i * len(x) / POINTS) for i in range(POINTS + 1)]

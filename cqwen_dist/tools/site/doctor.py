@@ -161,7 +161,6 @@ def findings(document: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _wrong_alone(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields (fault, remedy) for faults in a single node."""
     if node["driver"] and not node["gpus"] and node["environment"].get("DS_ACCELERATOR") != "cpu":
         remedy = "torch for this driver's CUDA version; in a SLURM job also --gpus-per-node, without which it gets none"
         yield "an NVIDIA driver, and torch sees no GPU", remedy
@@ -176,7 +175,6 @@ def _wrong_alone(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _unlike(node: dict[str, Any], first: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields (difference, remedy) for differences between a node and the first one."""
     pairs = {key: (node[key], first[key]) for key in ("python", "commit", "cuda", "nccl")}
     for name, version in node["packages"].items():
         other = first["packages"].get(name)

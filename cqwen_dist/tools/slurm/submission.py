@@ -198,7 +198,6 @@ def _words(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Quote an option value for sbatch: bare if that is safe, else in double quotes."""
     if re.fullmatch(r"[\w@%+=:,./\[\]-]+", text, re.ASCII):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -126,7 +126,6 @@ class FeatureCache:
             return None
 
     def _give_up(self, refusal: CacheRefused, say: Callable[[str], None]) -> None:
-        """Go on without a cache."""
         self._shards = None
         self._delete_others(None)
         say(f"  no feature cache: {refusal}")
