@@ -15,8 +15,7 @@ from cqwen_dist.checkpoint.manifest import FORMAT, choose_checkpoint, resolve_ch
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.parallel.runtime import HangWatch
 from cqwen_dist.run.files import read_object
-from cqwen_dist.run.folder import open_run
-from cqwen_dist.run.lock import run_lock
+from cqwen_dist.run.folder import open_run, run_lock
 from cqwen_dist.training.telemetry.metrics import MetricsFile
 
 

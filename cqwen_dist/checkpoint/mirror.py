@@ -47,8 +47,6 @@ class Mirror:
         self._due: str | None = None  # of the newest that is not uploaded yet
         self._thread: threading.Thread | None = None
 
-    # --------------------------------------------------------------------------------- uploading
-
     def push(self, name: str) -> None:
         """Upload a complete checkpoint in the background. One that is not begun yet gives way to a newer one."""
         with self._news:
@@ -111,8 +109,6 @@ class Mirror:
     def _delete(self, there: str) -> None:
         if self._store.exists(there):
             self._store.rm_file(there)
-
-    # ------------------------------------------------------------------------------- fetching back
 
     def fetch(self, refuse: Callable[[Path], None] = lambda folder: None) -> str | None:
         """Bring the newest whole checkpoint, and the other files that a resume reads, into a run folder without

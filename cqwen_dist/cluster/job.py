@@ -163,9 +163,6 @@ def sweep_point(index: int, config: Path, points: Path, overrides: list[str]) ->
     return [str(config), *given, f"run.dir={Path(run.dir) / str(index)}", *stores]
 
 
-# ------------------------------------------------------------------------------------------------- small parts
-
-
 def _record(run_dir: Path, entry: dict[str, Any]) -> None:
     """Append a line in a single write, so that lines from multiple hosts do not mix, nor with one that was cut off."""
     path = run_dir / files.SLURM / files.HISTORY

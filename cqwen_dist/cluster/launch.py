@@ -9,7 +9,6 @@ write to while they save.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -286,9 +285,9 @@ def _run_to_its_end(
                 if ask is not None:
                     ask()
                 else:
-                    with contextlib.suppress(ProcessLookupError):
+                    with suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGUSR1)
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(0.5)
         return process.returncode, signals > 0
     except KeyboardInterrupt:
@@ -298,13 +297,17 @@ def _run_to_its_end(
         # Ignore further signals: leaving early would orphan ranks.
         for number in handlers:
             signal.signal(number, signal.SIG_IGN)
-        # SIGTERM, then SIGKILL, for all remaining processes in the session
-        began = time.monotonic()
-        with contextlib.suppress(ProcessLookupError):  # none is left
-            while (waited := time.monotonic() - began) < 1.5 * GRACE_S:
-                process.poll()
-                os.killpg(process.pid, signal.SIGTERM if waited < GRACE_S else signal.SIGKILL)
-                time.sleep(0.1)
-        process.wait()
+        _end_session(process)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _end_session(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, then SIGKILL, for all remaining processes in the session."""
+    began = time.monotonic()
+    with suppress(ProcessLookupError):  # none is left
+        while (waited := time.monotonic() - began) < 1.5 * GRACE_S:
+            process.poll()
+            os.killpg(process.pid, signal.SIGTERM if waited < GRACE_S else signal.SIGKILL)
+            time.sleep(0.1)
+    process.wait()

@@ -131,7 +131,7 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
     # The run folder: finish an interrupted change, and choose the checkpoint; a damaged one is refused
     seed_everything(config.train.seed)
     folder = Path(config.run.dir)
-    progress = Progress(0, 0, silent=not runtime.is_main)
+    progress = Progress(silent=not runtime.is_main)
     from_main_rank(lambda: finish_renames(folder))
     resume_from, note = from_main_rank(lambda: choose_checkpoint(folder, config.run.resume))
     if note:

@@ -96,8 +96,6 @@ class Evaluations:
             parts.append(f"{name} {now:.1%} (base {base:.1%})")
         return ", ".join(parts)
 
-    # ---------------------------------------------------------------------------- data for a report's charts
-
     def _write(self, folder: Path, step: int, stage: str, numbers: dict[str, Any] | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         content = {"step": step, "stage": stage, "numbers": numbers}
@@ -106,8 +104,6 @@ class Evaluations:
             at = int(other.stem.removeprefix("step-"))
             if at > step or (0 < at < step and read_object(other).get("stage") == stage):
                 other.unlink()
-
-    # ------------------------------------------------------------------------------------ checkpoint
 
     def factors(self) -> dict[str, Any]:
         """Interval factors of the last evaluation for the metrics in a checkpoint; {} without factors."""

@@ -19,8 +19,7 @@ from cqwen_dist.parallel.collectives import Stopped, agree, cause_of, from_main_
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.parallel.stop import StopFlag
 from cqwen_dist.run.files import AWAY, CHECKPOINTS, METRICS, REFUSED, words_of_disk
-from cqwen_dist.run.folder import open_run, refuse_changes, starts_over
-from cqwen_dist.run.lock import run_lock
+from cqwen_dist.run.folder import open_run, refuse_changes, run_lock, starts_over
 from cqwen_dist.run.status import RunStatus, end_status, read_status
 from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.sizes.flops import Work, peak_tflops
@@ -49,7 +48,7 @@ def open_session(
     with ExitStack() as held:
 
         def hold() -> RunStatus:
-            say = Progress(0, 0).say
+            say = Progress().say
 
             def lock() -> None:
                 held.enter_context(run_lock(folder))

@@ -16,13 +16,13 @@ from types import SimpleNamespace
 import pytest
 
 from cqwen_dist.config import UserError
-from cqwen_dist.run import lock
-from cqwen_dist.run.lock import run_lock
+from cqwen_dist.run import folder as lock
+from cqwen_dist.run.folder import run_lock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from cqwen_dist.run.lock import run_lock
+from cqwen_dist.run.folder import run_lock
 with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

@@ -62,7 +62,6 @@ def ovr_scores(
         for v0 in range(0, len(head.weight), step := chunk_rows(u.loc)):
             seen.add(slice(0, len(u.loc)), v0, -head.take(slice(v0, v0 + step)).loc(u), None)
         best = seen.best(u)
-    assert best is not None
     return OvrScores(seen.log_norm, *_of_labels(u, head, labels), seen.above, *found, best)
 
 

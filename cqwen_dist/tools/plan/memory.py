@@ -84,9 +84,6 @@ def outside_tensors(s: Sizes, tensors: int) -> Iterator[Part]:
     yield Part("fragmentation", round(share * tensors), f"{share:.0%} of the tensors: what the allocator cannot use")
 
 
-# ------------------------------------------------------------------------------------------ always held
-
-
 def _frozen(s: Sizes) -> Iterator[Part]:
     a, over = s.base, s.over(3)
     how = f"{s.width} bytes each" + (f", over {over} ranks (ZeRO-3)" if over > 1 else "")
@@ -141,9 +138,6 @@ def _heads(s: Sizes) -> Iterator[Part]:
         "host" if s.config.parallel.offload == "optimizer" else "device",
     )
     yield Part("abduction at the start", s.whole_heads["abduction"] * FP32, "a copy, for KL(U || U at the start)")
-
-
-# ---------------------------------------------------------------------------------- phases of a step
 
 
 def _activations(s: Sizes) -> Part:

@@ -29,8 +29,7 @@ from cqwen_dist.config import UserError, writing
 from cqwen_dist.config.architectures.base_architecture import USUAL
 from cqwen_dist.parallel.collectives import Stopped
 from cqwen_dist.run.files import CONFIG, LATEST, LOCK, METRICS, write_atomically
-from cqwen_dist.run.folder import archive
-from cqwen_dist.run.lock import run_lock
+from cqwen_dist.run.folder import archive, run_lock
 from cqwen_dist.run.status import read_status
 
 STEPS, COMPARED = 60, 10  # steps per run; steps to compare between layouts, few because rounding errors grow

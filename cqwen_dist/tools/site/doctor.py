@@ -188,9 +188,6 @@ def _unlike(node: dict[str, Any], first: dict[str, Any]) -> Iterator[tuple[str, 
         yield count, "nodes of one kind: --constraint, --exclude"
 
 
-# --------------------------------------------------------------------------------------- the page for a terminal
-
-
 def page(document: dict[str, Any]) -> Group:
     """Nodes in columns, then the common measurements, then the faults."""
     nodes, together = document["nodes"], document["together"]
@@ -237,9 +234,6 @@ def _measured(together: dict[str, Any]) -> Group:
     if (seen := together["folder_seen_s"]) is not None:
         words += f"; a file of the first is seen by the others after {1e3 * seen:.0f} ms"
     return Group(Text(words), table)
-
-
-# ------------------------------------------------------------------------------------------------- small parts
 
 
 def _try_folder(folder: Path) -> dict[str, Any]:

@@ -137,9 +137,6 @@ def plan_job(
     return config, Job(**named, folder=Path.cwd(), run_dir=run_dir, script=script, resources=resources)
 
 
-# ------------------------------------------------------------------------------------------------ talking to SLURM
-
-
 _OF_THE_SITE = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
 # sbatch messages if there is no controller or configuration.
 _UNREACHABLE = ("unable to contact slurm controller", "could not establish a configuration source", "unable to resolve")

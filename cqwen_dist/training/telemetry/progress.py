@@ -32,7 +32,7 @@ SPARSER = 0.01  # least time between two lines relative to the elapsed time: a f
 class Progress:
     """Shows step, speed and remaining time of a run. `left_s` is for all who tell the remaining time."""
 
-    def __init__(self, total_steps: int, start_step: int, every_s: float = 5.0, silent: bool = False) -> None:
+    def __init__(self, every_s: float = 5.0, silent: bool = False) -> None:
         """every_s: least seconds between two lines. silent: print no output (on other ranks)."""
         self.console = Console(highlight=False, markup=False, emoji=False, quiet=silent)
         self.every_s = every_s
@@ -40,7 +40,7 @@ class Progress:
         self._part, self._part_began = "", 0.0
         self._bars: Bars | None = None
         self._task = TaskID(0)
-        self.begin(total_steps, start_step)
+        self.begin(0, 0)
 
     def begin(self, total_steps: int, start_step: int) -> None:
         """Start of training: measure the speed from here."""
