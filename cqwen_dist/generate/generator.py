@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from cqwen_dist.generate.compiling import ROOM, Buffers, CompiledSteps, Ending, Kept
-from cqwen_dist.generate.generation_settings import Settings, check_prompt
+from cqwen_dist.generate.generation_settings import Prompt, Settings, check_prompt
 from cqwen_dist.generate.modes import Draws, Options, best, find_mode
 from cqwen_dist.generate.numbers import GeneratedNumbers, written_values
 from cqwen_dist.heads.precision import at_hand
@@ -55,7 +55,7 @@ def generate(
     check_prompt(model, input_ids, numeric_values, attention_mask)
     # Inference-mode tensors cannot be modified later, and the static cache outlives this call
     with torch.inference_mode(False), torch.no_grad(), at_hand(model.action):
-        text = _Continuation(model, chosen, input_ids, numeric_values, attention_mask, inputs_embeds)
+        text = _Continuation(model, chosen, Prompt(input_ids, numeric_values, attention_mask, inputs_embeds))
         now, over = text.now, Ending(text.now.done, at_once=bool(watch))
         while text.end < text.total and not over():
             text.step()
@@ -66,22 +66,11 @@ def generate(
         return text.result()
 
 
-def numbers_of(
-    model: Any,
-    ids: Tensor,
-    prompt: int,
-    numeric_values: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    inputs_embeds: Tensor | None = None,
-    **settings: Any,
-) -> GeneratedNumbers:
-    """The numbers of texts [B,T'] that a loop of transformers has written after prompts [B,prompt].
-
-    The arguments are `generate`'s.
-    """
-    chosen = Settings(max_new_tokens=ids.shape[1] - prompt, **settings)
+def numbers_of(model: Any, ids: Tensor, given: Prompt, **settings: Any) -> GeneratedNumbers:
+    """The numbers of texts [B,T'] that a loop of transformers has written after prompts. settings: as in `generate`."""
+    chosen = Settings(max_new_tokens=ids.shape[1] - given.ids.shape[1], **settings)
     with torch.inference_mode(False), torch.no_grad(), at_hand(model.action):
-        text = _Continuation(model, chosen, ids[:, :prompt], numeric_values, attention_mask, inputs_embeds)
+        text = _Continuation(model, chosen, given)
         text.read(ids)
         return text.now.numbers
 
@@ -89,32 +78,24 @@ def numbers_of(
 class _Continuation:
     """The state of one generation. A step reads and writes the buffers in `now`."""
 
-    def __init__(
-        self,
-        model: Any,
-        settings: Settings,
-        input_ids: Tensor,
-        numeric_values: Tensor | None,
-        attention_mask: Tensor | None,
-        inputs_embeds: Tensor | None = None,
-    ) -> None:
-        config, base, prompt = model.config, model.config.base_config, input_ids.shape[1]
+    def __init__(self, model: Any, settings: Settings, given: Prompt) -> None:
+        config, base, prompt = model.config, model.config.base_config, given.ids.shape[1]
         self.model, self.action, self.target = model, model.action, model.target
         self.num_token_id, self.pad_token_id = int(config.num_token_id), settings.padding(config)
         self.ends, self.digits, self.number_first = settings.ends(config), settings.digits, settings.number_first
         self.prompt = self.end = prompt
         self.total = min(prompt + settings.max_new_tokens, max(prompt, base.max_position_embeddings))
         # Without padding no mask is passed on: transformers would read a mask on the host in each step
-        self.padded = attention_mask is not None and not bool(attention_mask.all())
-        self.embeds = inputs_embeds  # until they are in the cache
+        self.padded = given.mask is not None and not bool(given.mask.all())
+        self.embeds = given.embeds  # until they are in the cache
         # LongRoPE turns all positions otherwise in texts longer than its first context: then all words are read again
         rope = getattr(base, "rope_parameters", None) or {}
         first = rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else self.total
-        self.turn = first + 1 if prompt <= first < self.total - 1 and inputs_embeds is None else None
+        self.turn = first + 1 if prompt <= first < self.total - 1 and given.embeds is None else None
         self.static = settings.static and self.turn is None
-        self.use_cache = settings.use_cache or inputs_embeds is not None
+        self.use_cache = settings.use_cache or given.embeds is not None
         room = -(-self.total // ROOM) * ROOM if self.static else self.total
-        self.now = Buffers.of(model, input_ids, numeric_values, attention_mask, room, self.pad_token_id)
+        self.now = Buffers.of(model, given.ids, given.values, given.mask, room, self.pad_token_id)
         self.kept = Kept.of(model) if self.static else None
         if self.kept is not None:
             types = getattr(base, "layer_types", None) or ["attention"] * base.num_hidden_layers
@@ -124,10 +105,10 @@ class _Continuation:
         self.mode = find_mode(settings.mode)
         self.options = self.options_of(settings)
         temperature = 1.0 if settings.temperature is None else settings.temperature
-        self.draws = Draws(settings.generator_on(input_ids.device), temperature, settings.eps_truncation)
+        self.draws = Draws(settings.generator_on(given.ids.device), temperature, settings.eps_truncation)
         self.steps = None
         if self.kept is not None:
-            self.steps = CompiledSteps.of(self.kept, settings, self.padded, model, input_ids.device)
+            self.steps = CompiledSteps.of(self.kept, settings, self.padded, model, given.ids.device)
 
     def options_of(self, settings: Settings) -> Options:
         """The options of the mode's `choose`."""

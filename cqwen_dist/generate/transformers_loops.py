@@ -210,15 +210,6 @@ class NumberGenerationMixin(GenerationMixin):
         whole = prompt.copies(len(sequences) // len(prompt.ids))
         ids = torch.cat([whole.ids[:, : prompt.hidden], sequences], 1)
         config = call.given["generation_config"]
-        found = numbers_of(
-            self.model,
-            ids,
-            prompt.ids.shape[1],
-            whole.values,
-            whole.mask,
-            whole.embeds,
-            digits=call.digits,
-            eos_token_id=[] if config.eos_token_id is None else config.eos_token_id,
-            pad_token_id=config.pad_token_id,
-        )
-        return found.until(None, prompt.hidden)
+        ends = [] if config.eos_token_id is None else config.eos_token_id
+        tokens = {"digits": call.digits, "eos_token_id": ends, "pad_token_id": config.pad_token_id}
+        return numbers_of(self.model, ids, whole, **tokens).until(None, prompt.hidden)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cqwen_dist.config import Config
 from cqwen_dist.sizes.flops import Work
-from cqwen_dist.training.telemetry import perf
+from cqwen_dist.training.telemetry import progress as perf
 from cqwen_dist.training.telemetry.progress import Clock
 from cqwen_dist.training.train import work_in
 

@@ -8,6 +8,8 @@ value.
 
 from __future__ import annotations
 
+from typing import Any
+
 from cqwen_dist.config import Config, Stage
 from cqwen_dist.config.trainable import feature_counts, trains_features
 from cqwen_dist.sizes.architecture import Architecture
@@ -140,18 +142,10 @@ class Sizes:
         return int(section.get(key, default) if isinstance(section, dict) else default)
 
 
-def stage_sizes(
-    config: Config,
-    base: Architecture,
-    *,
-    world: int,
-    kind: str,
-    sequences: int | None = None,
-    text: float | None = None,
-) -> list[Sizes]:
+def stage_sizes(config: Config, base: Architecture, *, world: int, kind: str, **known: Any) -> list[Sizes]:
     """The `Sizes` of each stage; arguments as in `Sizes`. Raises `UserError` if groups do not fit."""
     config.parallel.refuse_ranks(world)
-    return [Sizes(config, base, world, kind, stage, sequences, text) for stage in config.stages]
+    return [Sizes(config, base, world, kind, stage, **known) for stage in config.stages]
 
 
 def masked(s: Sizes) -> bool:

@@ -98,16 +98,15 @@ class VllmWriter:
             **sampling(mode, drawing, self.generation_config),
         )
         text = await self._row(given, total)
-        ended = [ends_at(stop, self.tokenizer, start, digits)] if stop else []
-        looks = [] if streamer is None else [lambda ids, found: streamer.put(ids, found, start)]
+        ended = ends_at(stop, self.tokenizer, start, digits) if stop else None
         end, outputs = start, self.engine.generate({"prompt_token_ids": given.ids}, params, key)
         try:
             async for output in outputs:  # each has all ids
                 new = list(output.outputs[0].token_ids)[end - start :]
                 text.ids[0, end : end + len(new)] = torch.tensor(new)
-                if (ended or looks) and self.tokenizer.num_token_id in new:
+                if (ended or streamer) and self.tokenizer.num_token_id in new:
                     text.take(await self._numbers(key), end, end + len(new))
-                end, over = _looked(text, end, len(new), ended, looks)
+                end, over = _looked(text, start, end, len(new), ended, streamer)
                 if over or time.monotonic() > until:
                     break
         finally:
@@ -160,19 +159,16 @@ class _Row:
 
 
 def _looked(
-    text: _Row, end: int, new: int, ended: Sequence[Callable[..., Tensor]], looks: Sequence[Callable[..., Any]]
+    text: _Row, start: int, end: int, new: int, ended: Callable[..., Tensor] | None, streamer: NumberStreamer | None
 ) -> tuple[int, bool]:
-    """(the end of the text, whether a stop string ends it) after the functions have seen `new` further tokens."""
-    if not ended and not looks:
-        return end + new, False
-    for _ in range(new):
-        end += 1
-        ids, numbers = text.ids[:, :end], text.numbers.until(end)
-        for look in looks:
-            look(ids, numbers)
-        if any(bool(over(ids, numbers)) for over in ended):
-            return end, True
-    return end, False
+    """(the end of the text, whether a stop string ends it) after both have seen `new` further tokens."""
+    for at in range(end + 1, end + new + 1) if ended or streamer else ():
+        ids, numbers = text.ids[:, :at], text.numbers.until(at)
+        if streamer is not None:
+            streamer.put(ids, numbers, start)
+        if ended is not None and bool(ended(ids, numbers)):
+            return at, True
+    return end + new, False
 
 
 def sampling(mode: str, drawing: Mapping[str, Any], base: GenerationConfig | None = None) -> dict[str, Any]:
