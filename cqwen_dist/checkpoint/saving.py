@@ -136,9 +136,21 @@ class Saver:
         return replace(state, **parts)
 
     def _write(self, state: TrainState, about: About, began: float) -> None:
+        final, groups = checkpoint_folder(self._run_dir, about.step), self._groups
+        partial = final.with_name(f".{final.name}.partial")
+
+        def prepare() -> None:
+            for left in leftovers(final.parent):
+                shutil.rmtree(left, ignore_errors=True)
+            (partial / adapter.FOLDER).mkdir(parents=True)
+
         try:
-            self.whole.append(write_checkpoint(self._run_dir, state, about, self._groups).name)
-            if self._groups.rank == 0:
+            # Three collective steps. If one rank fails, each raises on all ranks, so no rank continues alone.
+            _agreed(prepare, partial, groups, main_only=True)
+            records = _agreed(lambda: _write_files(partial, state, about, groups), partial, groups)
+            _agreed(lambda: _commit(self._run_dir, partial, final, records, about), partial, groups, main_only=True)
+            self.whole.append(final.name)
+            if groups.rank == 0:
                 self._prune(about.step)
                 if self._mirror is not None:
                     self._mirror.push(self.whole[-1])
@@ -158,27 +170,6 @@ class Saver:
         except OSError as error:
             what = f"{error.filename or self._run_dir}: {error.strerror or error}"
             self._say(f"note: an outdated checkpoint could not be deleted: {what}")
-
-
-def write_checkpoint(run_dir: Path, state: TrainState, about: About, groups: Groups) -> Path:
-    """Write a checkpoint atomically. Collective over `groups.saving`.
-
-    Replica 0's ranks write their rows, every rank writes the moments that it owns, and rank 0 writes everything else.
-    Raises any rank's error on all ranks, disk errors as `UserError`.
-    """
-    final = checkpoint_folder(run_dir, about.step)
-    partial = final.with_name(f".{final.name}.partial")
-
-    def prepare() -> None:
-        for left in leftovers(final.parent):
-            shutil.rmtree(left, ignore_errors=True)
-        (partial / adapter.FOLDER).mkdir(parents=True)
-
-    # Three collective steps. If one rank fails, each raises on all ranks, so no rank continues alone.
-    _agreed(prepare, partial, groups, main_only=True)
-    records = _agreed(lambda: _write_files(partial, state, about, groups), partial, groups)
-    _agreed(lambda: _commit(run_dir, partial, final, records, about), partial, groups, main_only=True)
-    return final
 
 
 def _agreed(action: Callable[[], Any], partial: Path, groups: Groups, main_only: bool = False) -> dict[str, Any]:

@@ -33,7 +33,6 @@ from cqwen_dist.generate.transformers_loops import (
     LOOPS,
     PLAIN,
     SEEN,
-    LoopCall,
     loop_call,
     needs_loop,
     refused_by_transformers,
@@ -114,7 +113,7 @@ class Call:
     options: dict[str, Any]  # for `generate.generator.generate`
     copies: int  # rows per prompt
     as_output: bool  # whether to return a `CausalQwenGeneration`
-    loop: LoopCall | None  # of transformers' generate, if the call needs one of its loops
+    loop: dict[str, Any] | None  # keywords of transformers' generate, if the call needs one of its loops
 
 
 def translate(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,15 +46,6 @@ def refused_by_transformers() -> Iterator[None]:
         raise UserError("generation_config", said, "values that transformers takes") from None
 
 
-@dataclass(frozen=True)
-class LoopCall:
-    """A call to transformers' generate."""
-
-    given: dict[str, Any]  # its keywords, without the prompt
-    digits: Digits | None = None
-    seed: int | None = None
-
-
 def needs_loop(prompt: Prompt, merged: dict[str, Any], options: dict[str, Any]) -> bool:
     """True if transformers' generate has to write the text. It also handles processors in `standard`, and embeddings in
     `compatible` (processors do not see a prompt without ids). options: for `generate.generator.generate`."""
@@ -76,8 +66,9 @@ def loop_call(
     criteria: Sequence[Callable[..., Tensor]] | None,
     streamer: BaseStreamer | None,
     watch: Sequence[Watch],
-) -> LoopCall:
-    """Build the call to transformers' generate; length: prompt length. Raises `UserError` if its loops cannot do it."""
+) -> dict[str, Any]:
+    """The keywords of transformers' generate but for the prompt, of `length`. Raises `UserError` if its loops cannot do
+    it."""
     written = "nothing with beams, scores or a cache of transformers, whose loops know only ids"
     for name in ("decode_rule", "eps_truncation", "generator", "number_first", "used_rows", "stop_strings"):
         if merged.get(name):
@@ -105,8 +96,7 @@ def loop_call(
         "position_ids": merged.get("position_ids"),
         model.cache_name: merged.get("cache", merged.get("past_key_values")),
     }
-    given = {name: value for name, value in found.items() if value is not None}
-    return LoopCall(given, merged.get("digits"), merged.get("seed"))
+    return {name: value for name, value in found.items() if value is not None}
 
 
 class LoopNumbers:
@@ -187,29 +177,29 @@ class NumberGenerationMixin(GenerationMixin):
 
     model: Any
 
-    def written_by_loop(self: Any, prompt: Prompt, call: LoopCall) -> Any:
-        """Run transformers' generate. Raises `UserError` if it refuses an option."""
+    def written_by_loop(self: Any, prompt: Prompt, call: Any) -> Any:
+        """Run transformers' generate. call: of `generate.hugging_face`. Raises `UserError` if it refuses an option."""
         on_gpu = [self.device] if self.device.type == "cuda" else []
         shown = {"inputs_embeds": prompt.embeds} if prompt.embeds is not None else {}
         if not prompt.hidden:
             shown["input_ids"] = prompt.ids
         check_prompt(self.model, prompt.ids, prompt.values, prompt.mask)
-        config = call.given["generation_config"]
-        numbers = LoopNumbers(self.model, prompt, config.mode, call.digits)
+        config, seed = call.loop["generation_config"], call.options.get("seed")
+        numbers = LoopNumbers(self.model, prompt, config.mode, call.options.get("digits"))
         if config.use_cache in (None, True) and config.cache_implementation in (None, "dynamic"):
             shown[self.cache_name] = self._cache_of(None, True)  # transformers' own does not know the base's layers
         writer = copy.copy(self)  # another thread may read the config of the model meanwhile
         writer.generation_config = GenerationConfig()  # the call's is whole
-        with torch.random.fork_rng(on_gpu, enabled=call.seed is not None), refused_by_transformers():
-            if call.seed is not None:
-                torch.manual_seed(call.seed)
-            return GenerationMixin.generate(writer, attention_mask=prompt.mask, numbers=numbers, **shown | call.given)
+        with torch.random.fork_rng(on_gpu, enabled=seed is not None), refused_by_transformers():
+            if seed is not None:
+                torch.manual_seed(seed)
+            return GenerationMixin.generate(writer, attention_mask=prompt.mask, numbers=numbers, **shown | call.loop)
 
-    def numbers_in(self, sequences: Tensor, prompt: Prompt, call: LoopCall) -> GeneratedNumbers:
+    def numbers_in(self, sequences: Tensor, prompt: Prompt, call: Any) -> GeneratedNumbers:
         """The numbers in the generated sequences, aligned with them [R,t]. Reads the sequences once more."""
         whole = prompt.copies(len(sequences) // len(prompt.ids))
         ids = torch.cat([whole.ids[:, : prompt.hidden], sequences], 1)
-        config = call.given["generation_config"]
+        config = call.loop["generation_config"]
         ends = [] if config.eos_token_id is None else config.eos_token_id
-        tokens = {"digits": call.digits, "eos_token_id": ends, "pad_token_id": config.pad_token_id}
+        tokens = {"digits": call.options.get("digits"), "eos_token_id": ends, "pad_token_id": config.pad_token_id}
         return numbers_of(self.model, ids, whole, **tokens).until(None, prompt.hidden)

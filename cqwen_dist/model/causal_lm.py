@@ -309,11 +309,11 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         )
         prompt = replace(prompt, mask=call.options.pop("attention_mask"))
         if call.loop is not None:
-            found = self.written_by_loop(prompt, call.loop)
+            found = self.written_by_loop(prompt, call)
             written = found.sequences if call.as_output else found
             if not (call.as_output or return_numbers):
                 return found
-            numbers = self.numbers_in(written, prompt, call.loop)
+            numbers = self.numbers_in(written, prompt, call)
         else:
             rows = prompt.copies(call.copies)
             given = {"attention_mask": rows.mask, "inputs_embeds": rows.embeds, **call.options}
