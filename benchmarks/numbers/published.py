@@ -29,8 +29,7 @@ from benchmarks.numbers.predicted_laws import QUANTILES, Predicted, laws
 from cqwen_dist.config import UserError
 from cqwen_dist.data.recipes import records_in
 from cqwen_dist.heads.intervals import LEVELS
-from cqwen_dist.run.environment import git_commit
-from cqwen_dist.run.files import write_atomically
+from cqwen_dist.run.files import git_commit, write_atomically
 from cqwen_dist.tables.fitting import Prepared, prepare, request_of
 from cqwen_dist.tables.judging import OURS
 from cqwen_dist.tables.rows import write_rows

@@ -33,8 +33,18 @@ from cqwen_dist.config.errors import DiskError, Said
 from cqwen_dist.model.lora import is_lora
 from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.groups import Groups
-from cqwen_dist.run.environment import git_commit, versions
-from cqwen_dist.run.files import LATEST, MANIFEST, STATE, file_record, let_read, sync, words_of_disk, write_atomically
+from cqwen_dist.run.files import (
+    LATEST,
+    MANIFEST,
+    STATE,
+    file_record,
+    git_commit,
+    let_read,
+    sync,
+    versions,
+    words_of_disk,
+    write_atomically,
+)
 
 SAMPLES = 8  # tensors per file that are read back and compared
 

@@ -1,4 +1,4 @@
-"""File names in a run folder, and atomic writes: readers see a file complete or not at all (no torch)."""
+"""Files of a run folder: names, atomic writes (readers see a file complete or not at all), the run's environment."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ import glob
 import hashlib
 import json
 import os
+import platform
 import secrets
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +50,8 @@ TENSORBOARD = "tensorboard"
 SLURM = "slurm"  # scripts, logs, history
 HISTORY = "history.jsonl"  # in `slurm`: starts and ends
 
+OPTIONAL = ("bitsandbytes",)
+PACKAGES = ("cqwen-dist", "torch", "transformers", "peft", "deepspeed", "safetensors", *OPTIONAL)
 # errno values for a disk that someone must fix first, and for an unreachable file system.
 REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM)
 _AWAY = ("EIO", "ESTALE", "ETIMEDOUT", "ENOTCONN", "EHOSTDOWN", "EHOSTUNREACH", "EREMOTEIO")
@@ -239,3 +246,43 @@ def appearing(out: Path, key: str) -> Iterator[Path]:
     finally:
         os.close(handle)
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Installed versions of packages that affect results and files."""
+    found = dict.fromkeys(PACKAGES, "not installed")
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def git_commit(folder: Path | None = None) -> str | None:
+    """Commit of the folder's repository (default: the working directory), or None."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True, cwd=folder)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def write_environment(folder: Path, world_size: int, details: dict[str, Any]) -> None:
+    """Write environment.json. details: additional fields."""
+    import torch  # the other modules here do not need it
+
+    environment = {
+        "python": sys.version.split()[0],
+        "packages": versions(),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda,
+        "ranks": world_size,
+        "commit": git_commit(),
+        "command": sys.argv,
+        **details,
+    }
+    write_atomically(folder / ENVIRONMENT, json.dumps(environment, indent=1))

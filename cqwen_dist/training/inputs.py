@@ -32,8 +32,7 @@ from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.base_loading import base_folder_of, build_base
 from cqwen_dist.parallel.collectives import UNSEEN, Facts, agree, first_of_host, main_rank_first
-from cqwen_dist.run.environment import versions
-from cqwen_dist.run.files import DIGESTS, MANIFEST, appearing, file_record
+from cqwen_dist.run.files import DIGESTS, MANIFEST, appearing, file_record, versions
 
 
 def config_facts(config: Config) -> Facts:

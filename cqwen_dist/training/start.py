@@ -29,8 +29,7 @@ from cqwen_dist.model.calibration import LEVEL_TOKENS, Features, calibrate
 from cqwen_dist.model.initialise import start_at_data
 from cqwen_dist.ops.products import gemm_dtype
 from cqwen_dist.parallel.collectives import main_rank_first
-from cqwen_dist.run.environment import write_environment
-from cqwen_dist.run.files import LATEST, START, START_TENSORS, write_atomically
+from cqwen_dist.run.files import LATEST, START, START_TENSORS, write_atomically, write_environment
 from cqwen_dist.training.run_parts import Run
 from cqwen_dist.training.state import Place, head_shapes, load_heads, restore, row_range, save_start
 from cqwen_dist.training.telemetry.alarms import Alarm, Alarms

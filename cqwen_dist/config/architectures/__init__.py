@@ -7,11 +7,9 @@ from typing import Any
 
 from cqwen_dist.config.architectures.base_architecture import EXPERTS, BaseArchitecture
 from cqwen_dist.config.architectures.gemma3 import GEMMA3
-from cqwen_dist.config.architectures.llama import LLAMA
-from cqwen_dist.config.architectures.mistral import MISTRAL
+from cqwen_dist.config.architectures.llama import LLAMA, MISTRAL
 from cqwen_dist.config.architectures.phi3 import PHI3
-from cqwen_dist.config.architectures.qwen2 import QWEN2
-from cqwen_dist.config.architectures.qwen3 import QWEN3
+from cqwen_dist.config.architectures.qwen2 import QWEN2, QWEN3
 from cqwen_dist.config.architectures.qwen3_5 import QWEN3_5
 from cqwen_dist.config.architectures.qwen3_5_moe import QWEN3_5_MOE, QWEN3_NEXT
 from cqwen_dist.config.architectures.qwen_moe import QWEN2_MOE, QWEN3_MOE

@@ -1,4 +1,5 @@
-"""Llama and SmolLM. Linear layers may have biases. Without num_key_value_heads there is one per attention head."""
+"""Llama and SmolLM, where linear layers may have biases and num_key_value_heads is the number of attention heads if it
+is missing. Mistral 7B and NeMo: the same block without biases; attention may use a sliding window."""
 
 from cqwen_dist.config.architectures.base_architecture import IN_VLLM, BaseArchitecture, attention, mlp, sizes
 
@@ -18,5 +19,20 @@ LLAMA = BaseArchitecture(
         "meta-llama/Llama-3.1-8B": sizes(128_256, 4_096, 14_336, 32, 32, 8, False, 131_072),
         "meta-llama/Llama-3.1-70B": sizes(128_256, 8_192, 28_672, 80, 64, 8, False, 131_072),
     },
+    capabilities=IN_VLLM,
+)
+
+
+_WHOLE = {"sliding_window": None}  # later releases have full attention
+
+MISTRAL = BaseArchitecture(
+    model_type="mistral",
+    examples="Mistral 7B, Mistral NeMo, with a sliding window or without",
+    defaults=sizes(32_000, 4096, 14_336, 32, 32, 8),
+    mixers={"full_attention": attention()},
+    mlp=mlp(),
+    window=4096,
+    spare_rows=False,
+    public={"mistralai/Mistral-7B-v0.3": sizes(32_768, 4_096, 14_336, 32, 32, 8, False, 32_768) | _WHOLE},
     capabilities=IN_VLLM,
 )

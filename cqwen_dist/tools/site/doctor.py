@@ -21,8 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cqwen_dist.cluster.rank import has_gpu
-from cqwen_dist.run.environment import OPTIONAL, git_commit, versions
-from cqwen_dist.run.files import free_bytes, write_atomically
+from cqwen_dist.run.files import OPTIONAL, free_bytes, git_commit, versions, write_atomically
 
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20)
 QUICK_SIZES = (2**20, 16 * 2**20)

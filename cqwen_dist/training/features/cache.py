@@ -32,8 +32,7 @@ from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import EvalLoader, Loader
 from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.runtime import Runtime
-from cqwen_dist.run.environment import versions
-from cqwen_dist.run.files import FEATURE_CACHE, free_bytes
+from cqwen_dist.run.files import FEATURE_CACHE, free_bytes, versions
 from cqwen_dist.training.features.shards import ROOM, CacheRefused, FeatureShards, add_part, is_cache
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.telemetry.progress import Progress
