@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import json
-from functools import reduce
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -91,16 +90,24 @@ def translate(tree: dict[str, Any]) -> None:
             hint = f"; did you mean {meant[0]}?" if meant else ""
             raise UserError(f"deepspeed.{section}", Said(f"DeepSpeed has no such key{hint}"), "")
     found = _said({path: value for path, value in found.items() if value != "auto"})
-    for path in found.keys() & MOVED.keys():
+    for path in [path for path in found if path in MOVED]:
         _move(tree, path, found.pop(path))
     for path, value in found.items():
         for section in accumulate(path.split("."), "{}.{}".format):
             if section in REFUSED:
                 raise UserError(f"deepspeed.{path}", value, REFUSED[section])
-    tree["deepspeed"] = {}
-    for path, value in found.items():
+    tree["deepspeed"] = _nested(found)
+
+
+def _nested(leaves: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for path, value in leaves.items():
         *above, last = path.split(".")
-        reduce(lambda at, part: at.setdefault(part, {}), above, tree["deepspeed"])[last] = value
+        at = found
+        for part in above:
+            at = at.setdefault(part, {})
+        at[last] = value
+    return found
 
 
 def _said(leaves: dict[str, Any]) -> dict[str, Any]:

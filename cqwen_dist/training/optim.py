@@ -242,8 +242,13 @@ class HeadOptimizer:
                     tensors[name] = moment[: stop - start]
                 elif not share.each:
                     tensors[name] = moment
-                elif (whole := _gathered(share, key)) is not None:
-                    tensors[name] = whole
+                else:
+                    whole = torch.empty_like(share.member.parameter)
+                    share.own(whole).copy_(share.own_moment(key))
+                    gather_from_owners(share.owned(whole), share.group)
+                    if not share.rank:
+                        share.rest(whole).copy_(share.rest_moment(key))
+                        tensors[name] = whole.detach().cpu()
         return tensors, {share.member.name: share.steps for share in self.shares if share.moments}
 
     def load_moments(self, tensors: dict[str, Tensor], steps: dict[str, int]) -> None:
@@ -254,17 +259,6 @@ class HeadOptimizer:
                 if share.each and not share.member.has_rows:
                     found = {key: torch.cat([share.own(whole), share.rest(whole)]) for key, whole in found.items()}
                 share.load(found, steps[name])
-
-
-def _gathered(share: Share, key: str) -> Tensor | None:
-    """Gather a full moment to the host of the first rank; None on other ranks. Collective over the share's group."""
-    whole = torch.empty_like(share.member.parameter)
-    share.own(whole).copy_(share.own_moment(key))
-    gather_from_owners(share.owned(whole), share.group)
-    if share.rank:
-        return None
-    share.rest(whole).copy_(share.rest_moment(key))
-    return whole.detach().cpu()
 
 
 def _gradient(share: Share) -> Tensor:

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from cqwen_dist.cluster.launch import STOPPED, launch
 from cqwen_dist.config import UserError, writing
-from cqwen_dist.config.architectures.base_architecture import USUAL
+from cqwen_dist.config.architectures.base_architecture import USUAL, sizes
 from cqwen_dist.parallel.collectives import Stopped
 from cqwen_dist.run.files import CONFIG, LATEST, LOCK, METRICS, write_atomically
 from cqwen_dist.run.folder import archive, run_lock
@@ -38,17 +38,7 @@ KILL_WAIT_S = 600.0
 LARGEST_GROUP = 8  # ranks that share the vocabulary, usually the GPUs in one machine
 RUN: dict[str, Any] = {
     "model": {
-        "architecture": {
-            "model_type": USUAL,
-            "vocab_size": 640,
-            "hidden_size": 64,
-            "intermediate_size": 192,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 256,
-            "tie_word_embeddings": True,
-        },
+        "architecture": {"model_type": USUAL, **sizes(640, 64, 192, 2, 4, 2, True, 256)},
         "tokenizer": "train",
         "lora": {"r": 4, "alpha": 8},
     },
