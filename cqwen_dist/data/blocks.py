@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from cqwen_dist.config.data import DataConfig, source_files
 from cqwen_dist.config.errors import BadLine, Said, UserError
 from cqwen_dist.data.csv_rows import of_csv
-from cqwen_dist.data.json_rows import json_line, no_records, of_array, whole
+from cqwen_dist.data.json_rows import json_record, no_records, of_array, whole
 from cqwen_dist.data.lines import Lines, decoded
 from cqwen_dist.data.records import Block, Row, Text
 from cqwen_dist.data.tables import of_columns, of_datasets
@@ -22,8 +20,6 @@ BLOCK = 1 << 20  # approximate characters per block
 _ROWS = 1000  # maximum rows per block
 _SHEETS = (".xlsx", ".xlsm", ".xls", ".ods", ".numbers")
 _BUNDLED = {"diabetes": ("train", "test"), "diabetes/train": ("train",), "diabetes/test": ("test",)}
-# Line -> record, None for an empty line. Raises `BadLine`.
-ParsedLine = Callable[[bytes], "Mapping[str, Any] | None"]
 
 
 def blocks(source: str, config: DataConfig, key: str) -> Iterator[Block]:
@@ -67,7 +63,13 @@ def _of_file(path: Path, config: DataConfig, key: str) -> Iterator[Row]:
         elif ending == ".json" and (record := whole(lines)) is not None:
             yield f"{path}:1", no_records(record) or record
         else:
-            yield from _of_lines(lines, partial(_text_line, config.text_field) if ending == ".txt" else json_line)
+            for line in lines:
+                try:
+                    if (text := decoded(line)).strip():
+                        is_text = ending == ".txt"
+                        yield lines.where, {config.text_field: text.strip("\r\n")} if is_text else json_record(text)
+                except BadLine as bad:
+                    yield lines.where, bad
 
 
 def _in_blocks(rows: Iterator[Row]) -> Iterator[Block]:
@@ -91,19 +93,3 @@ def _size(value: object) -> int:
     if isinstance(value, (Mapping, list, tuple)):
         return sum(map(_size, value.values() if isinstance(value, Mapping) else value))
     return len(value) if isinstance(value, str) else 1
-
-
-def _of_lines(lines: Lines, parsed: ParsedLine) -> Iterator[Row]:
-    for line in lines:
-        record: Mapping[str, Any] | BadLine | None
-        try:
-            record = line if isinstance(line, BadLine) else parsed(line)
-        except BadLine as bad:
-            record = bad
-        if record is not None:
-            yield lines.where, record
-
-
-def _text_line(field: str, line: bytes) -> Mapping[str, Any] | None:
-    text = decoded(line)
-    return {field: text.strip("\r\n")} if text.strip() else None

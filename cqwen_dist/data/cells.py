@@ -17,9 +17,13 @@ from typing import Any
 import numpy as np
 
 from cqwen_dist.config.errors import BadLine
-from cqwen_dist.data.delimited import MISSING
 from cqwen_dist.data.number_forms import EMPTY_MARKS, Form, numeral
 
+# Missing values as written by pandas, R, spreadsheets and databases; also Excel's errors
+MISSING = frozenset({"", "NaN", "nan", "NA", "N/A", "n/a", "#N/A", "<NA>", "None", "NULL", "null", "NaT"}) | frozenset(
+    {"#DIV/0!", "#VALUE!", "#REF!", "#NAME?", "#NUM!", "#NULL!", "#CALC!", "#SPILL!"}
+)
+_FRACTIONAL = (float, Decimal, np.floating)
 _INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0")  # pandas' name for an index without one
 _TIMESTAMP = re.compile(
     r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d)(?::(\d\d)(?:\.(\d+))?)?(?: ?(Z|UTC|[+-]\d\d:?\d\d))?", re.ASCII
@@ -32,6 +36,9 @@ class Literal(str):
     """A JSON number with its original digits, so a template loses none."""
 
 
+_JSON = json.JSONDecoder(parse_int=Literal, parse_float=Literal)
+
+
 def is_index(column: str) -> bool:
     """Whether a column is a table's row number, which pandas saved."""
     return _INDEX.fullmatch(column) is not None
@@ -41,13 +48,13 @@ def is_empty(value: object) -> bool:
     """Whether a cell is null, "", NaN, or pandas' NA or NaT."""
     if isinstance(value, str):
         return value == ""
-    is_nan = isinstance(value, (float, Decimal, np.floating)) and math.isnan(value)
+    is_nan = isinstance(value, _FRACTIONAL) and math.isnan(value)
     return value is None or type(value).__name__ in ("NAType", "NaTType") or is_nan
 
 
 def is_missing(value: object) -> bool:
     """Whether a table cell is empty, an infinity, or contains a word for "missing" (`MISSING`)."""
-    infinite = isinstance(value, (float, Decimal, np.floating)) and math.isinf(value)
+    infinite = isinstance(value, _FRACTIONAL) and math.isinf(value)
     return infinite or is_empty(value) or (isinstance(value, str) and value.strip() in MISSING)
 
 
@@ -102,8 +109,7 @@ def cell_text(value: object) -> str | None:
 
 
 def _plain_time(text: str) -> str:
-    """2024-01-07T00:00:00.000 as 2024-01-07, and with any other time as 2024-01-07 10:20:00; all other texts as
-    given."""
+    """2024-01-07T00:00:00.000 as 2024-01-07, with any other time as 2024-01-07 10:20:00; other texts as given."""
     found = _TIMESTAMP.fullmatch(text)
     if found is None:
         return text
@@ -118,16 +124,12 @@ def _plain_time(text: str) -> str:
 
 def _nested(text: str) -> str:
     """A list or object in a cell of CSV, as JSON or as Python writes it, in the form of `_json`; else the text."""
-    for parse in (_from_json, ast.literal_eval):
+    for parse in (_JSON.decode, ast.literal_eval):
         try:
             return _json(parse(text))
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             continue
     return text
-
-
-def _from_json(text: str) -> Any:
-    return json.loads(text, parse_int=Literal, parse_float=Literal)
 
 
 def _json(value: object) -> str:
@@ -137,13 +139,14 @@ def _json(value: object) -> str:
         return "{" + ", ".join(f"{json.dumps(name, ensure_ascii=False)}: {_json(inner)}" for name, inner in held) + "}"
     if isinstance(value, (list, tuple, np.ndarray)):
         return f"[{', '.join(map(_json, value))}]"
-    if value is None or (is_empty(value) and value != ""):
+    if is_empty(value) and value != "":
         return "null"
     text = as_text(value)
     if text is None:
         raise TypeError(f"a {type(value).__name__}")
-    plain = is_number(value) or isinstance(value, (bool, np.bool_))
-    return (numeral(text) if is_number(value) else text) if plain else json.dumps(_plain_time(text), ensure_ascii=False)
+    if is_number(value):
+        return numeral(text)
+    return text if isinstance(value, (bool, np.bool_)) else json.dumps(_plain_time(text), ensure_ascii=False)
 
 
 def as_number(value: object) -> float | None:

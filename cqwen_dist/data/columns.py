@@ -54,7 +54,7 @@ def forms_in(
 
     Raises: UserError for data.number_columns, if a column has two readings.
     """
-    texts, typed, others = _cells_by_column(records, None if only is None else {*only})
+    texts, typed, others = _cells_by_column(records, {*(columns_of(records) if only is None else only)})
     # Numbers of a JSON or Parquet file have a decimal point and no unit ("0" stands for them); texts in the same column
     # have to agree.
     columns = {name: texts.get(name, []) for name in columns_of(records) if name in {*texts, *typed} - others}
@@ -78,21 +78,18 @@ def forms_in(
 
 
 def _cells_by_column(
-    records: Sequence[Mapping[str, Any]], only: set[str] | None
+    records: Sequence[Mapping[str, Any]], wanted: set[str]
 ) -> tuple[dict[str, list[str]], set[str], set[str]]:
     """Per column its texts; the columns with typed numbers; the columns with other values."""
     texts: dict[str, list[str]] = {}
     typed, others = set[str](), set[str]()
-    for record in records:
-        for name, value in record.items():
-            if (only is not None and name not in only) or is_missing(value):
-                continue
-            if is_number(value):
-                typed.add(name)
-            elif isinstance(value, str):
-                texts.setdefault(name, []).append(value)
-            else:
-                others.add(name)
+    for name, value in ((name, value) for record in records for name, value in record.items()):
+        if name not in wanted or is_missing(value):
+            continue
+        if isinstance(value, str) and not is_number(value):
+            texts.setdefault(name, []).append(value)
+        else:
+            (typed if is_number(value) else others).add(name)
     return texts, typed, others
 
 
@@ -156,8 +153,8 @@ def described(
         found[name] = {"kind": kind, "empty": 1 - len(filled) / len(texts), "zones": zones_in(filled)}
         if kind == "number":
             numbers = [number for number in map(as_number, filled) if number is not None]
-            ends = {"low": min(numbers), "high": max(numbers)} if numbers else {}
-            found[name] |= {"form": str(cells.forms[name]), **ends}
+            found[name] |= {"form": str(cells.forms[name])}
+            found[name] |= {"low": min(numbers), "high": max(numbers)} if numbers else {}
     return found
 
 
@@ -168,10 +165,8 @@ def zones_in(texts: Iterable[str]) -> list[str]:
 
 def forms_by(config: DataConfig, columns: Mapping[str, Mapping[str, Any]]) -> dict[str, Form]:
     """Number formats from data.number_columns, or as recorded by `described`."""
-    found = given_forms(config)
-    if found is None:
-        found = {name: Form.of(column["form"]) for name, column in columns.items() if "form" in column}
-    return found
+    recorded = {name: Form.of(column["form"]) for name, column in columns.items() if "form" in column}
+    return recorded if (given := given_forms(config)) is None else given
 
 
 def cell_in(cells: TableCells, name: str, value: object, key: str = "") -> str:
@@ -186,11 +181,9 @@ def cell_in(cells: TableCells, name: str, value: object, key: str = "") -> str:
 
 def kind_in(texts: Sequence[str], number: Any = lambda text: None) -> str:
     """The common kind of a column's texts: empty, truth, date, a digit pattern such as 0/0/0, or text."""
-    if not texts:
-        return "empty"
-    if all(number(text) is not None for text in texts):
+    if texts and all(number(text) is not None for text in texts):
         return "number"
-    kinds = {kind_of(text) for text in texts}
+    kinds = {*map(kind_of, texts)} or {"empty"}
     return kinds.pop() if len(kinds) == 1 else "text"
 
 

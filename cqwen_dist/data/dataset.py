@@ -83,11 +83,9 @@ class TextDataset:
         report: DataReport,
         content: str = "",
     ) -> None:
-        self.pad_token_id, self.num_token_id = pad_token_id, store.num_token_id
-        self.report = report
-        self._store, self._given, self._pack = store, texts, config.pack
-        self._long = config.long_texts
-        self._content = content
+        self.pad_token_id, self.num_token_id, self.report = pad_token_id, store.num_token_id, report
+        self._store, self._given, self._content = store, texts, content
+        self._pack, self._long = config.pack, config.long_texts
         self._cut(config.sequence_length)
 
     def _cut(self, length: int) -> None:
@@ -129,8 +127,7 @@ class TextDataset:
         return Pieces(*(part[stays] for part in pieces)) if self.report.unlearnt else pieces
 
     def with_length(self, length: int) -> TextDataset:
-        """The same texts (shared memory), cut and packed at a different sequence length; self if the length is
-        equal."""
+        """The same texts (shared memory), cut and packed at this sequence length; self if it is the same."""
         if length == self._length:
             return self
         other = copy(self)

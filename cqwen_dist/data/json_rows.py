@@ -9,17 +9,15 @@ from typing import Any
 
 from cqwen_dist.config.errors import BadLine, Said, UserError
 from cqwen_dist.data.cells import Literal
-from cqwen_dist.data.lines import Lines, decoded
+from cqwen_dist.data.lines import Lines
 from cqwen_dist.data.records import MAX_TEXT, Row
 
 # NaN, as Python and R write it, is an empty cell; Infinity is no text, which matters only if a template names it.
 _JSON = json.JSONDecoder(parse_int=Literal, parse_float=Literal, parse_constant=float)
 
 
-def json_line(line: bytes) -> Mapping[str, Any] | None:
-    if not line.strip(b"\xef\xbb\xbf \t\r\n"):
-        return None
-    text = decoded(line)
+def json_record(text: str) -> Mapping[str, Any]:
+    """The object of a line. Raises `BadLine`."""
     try:
         record = _JSON.decode(text)
     except (ValueError, RecursionError) as error:
@@ -43,7 +41,7 @@ def whole(lines: Lines) -> dict[str, Any] | None:
 def no_records(record: Mapping[str, Any]) -> BadLine | None:
     """Why an object is no record but a whole table in one; None if it may be a record."""
     for name, value in record.items():
-        if isinstance(value, list) and len(value) > 1 and _are_rows(value):
+        if isinstance(value, list) and len(value) > 1 and all(map(_is_row, value)):
             found = Said(f"one object with the records under the key {name}")
             return BadLine("no list of records", found, "the list by itself: [{...}, {...}], or one object a line")
     values = [value for value in record.values() if isinstance(value, (list, dict)) and len(value) > 1]
@@ -55,9 +53,9 @@ def no_records(record: Mapping[str, Any]) -> BadLine | None:
     return BadLine("no list of records", found, "a list of records: df.to_json(FILE, orient='records')")
 
 
-def _are_rows(value: list[Any]) -> bool:
-    """Whether all are objects, and no messages of a chat."""
-    return all(isinstance(row, dict) and "role" not in row and "from" not in row for row in value)
+def _is_row(value: object) -> bool:
+    """Whether it is an object, and no message of a chat."""
+    return isinstance(value, dict) and "role" not in value and "from" not in value
 
 
 _BEFORE_RECORD = re.compile(r"\s*([\[,])\s*")

@@ -48,19 +48,19 @@ def load_datasets(
     first: runs an action on one rank before the others continue. One rank prepares the data. A rank with a local disk
     does not find the folder and prepares it again. Raises: UserError, also if no training text remains.
     """
-    if not is_prepared(config):
-        report = ReadReport()
-        train, held_out = read_split(config, report, Chat(tokenizer.tokenizer))
-        evaluated = tokenise(held_out, tokenizer, config) if config.eval or held_out else None
-        found = Datasets(tokenise(train, tokenizer, config), evaluated, report)
-        for name, part in (("train", found.train), ("eval", found.eval)):
-            if part is not None and not part.report.texts:
-                raise UserError(f"data.{name}", "no usable text", "one text or more", str(getattr(config, name)))
-        if found.eval is not None:
-            found.eval.count_learnt(found.train)
-        return found
-    first(lambda: prepare(config, tokenizer))
-    return open_prepared(prepare(config, tokenizer), config, tokenizer)
+    if is_prepared(config):
+        first(lambda: prepare(config, tokenizer))
+        return open_prepared(prepare(config, tokenizer), config, tokenizer)
+    report = ReadReport()
+    train, held_out = read_split(config, report, Chat(tokenizer.tokenizer))
+    found = {"train": train, "eval": held_out} if config.eval or held_out else {"train": train}
+    sets = {name: tokenise(texts, tokenizer, config) for name, texts in found.items()}
+    for name, part in sets.items():
+        if not part.report.texts:
+            raise UserError(f"data.{name}", "no usable text", "one text or more", str(getattr(config, name)))
+    if (evaluated := sets.get("eval")) is not None:
+        evaluated.count_learnt(sets["train"])
+    return Datasets(sets["train"], evaluated, report)
 
 
 def read_watched(config: DataConfig, tokenizer: NumericalAwareTokenizer) -> dict[str, TextDataset]:

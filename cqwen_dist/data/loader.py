@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -58,52 +59,52 @@ def ahead(items: Iterator[T], count: int) -> Generator[T, None, None]:
                 future.cancel()
 
 
-def _micro_batches(
-    dataset: TextDataset, indices: Sequence[int], micro_batch_size: int, micro_steps: int, part: int, parts: int
-) -> list[Batch]:
-    return [
-        collate(
-            [dataset[int(i)] for i in indices[k * micro_batch_size : (k + 1) * micro_batch_size]],
-            pad_token_id=dataset.pad_token_id,
-            num_token_id=dataset.num_token_id,
-            parts=parts,
-        ).part(part, parts)
-        for k in range(micro_steps)
-    ]
+@dataclass(eq=False)
+class RankReader:
+    """Reads a rank's samples in micro-batches.
+
+    rank, world: index and number of the sequence groups; part, parts: index and number of the ranks in a group
+    (`Groups.reading`); micro_batch_size: maximum rows per rank and forward pass.
+    """
+
+    dataset: TextDataset
+    _: KW_ONLY
+    rank: int
+    world: int
+    micro_batch_size: int
+    part: int = 0
+    parts: int = 1
+
+    def micro_batches(self, indices: Sequence[int], count: int) -> list[Batch]:
+        """The first `count` micro-batches of these samples, with padding only behind the last one."""
+        size, dataset = self.micro_batch_size, self.dataset
+        tokens = {"pad_token_id": dataset.pad_token_id, "num_token_id": dataset.num_token_id}
+        rows = ([dataset[int(i)] for i in indices[k * size : (k + 1) * size]] for k in range(count))
+        return [collate(samples, **tokens, parts=self.parts).part(self.part, self.parts) for samples in rows]
 
 
-class Loader:
+@dataclass(eq=False)
+class Loader(RankReader):
     """Endless training batches: one list of micro-batches per optimizer step.
 
     Iteration continues from the current position. The position moves before a step is handed out, so a state taken
     during step s resumes with step s + 1.
 
-    Args: rank, world: index and number of the sequence groups; part, parts: index and number of the ranks in a group
-    (`Groups.reading`); global_batch_size: G, samples per optimizer step over all ranks; micro_batch_size: maximum rows
-    per rank and forward pass; seed: seeds the order; prefetch: steps made ahead of time. Raises: UserError for an empty
-    dataset.
+    global_batch_size: G, samples per optimizer step over all ranks; seed: seeds the order; prefetch: steps made ahead
+    of time. Raises: UserError for an empty dataset.
     """
 
-    def __init__(
-        self,
-        dataset: TextDataset,
-        *,
-        rank: int,
-        world: int,
-        global_batch_size: int,
-        micro_batch_size: int,
-        seed: int,
-        prefetch: int = 0,
-        part: int = 0,
-        parts: int = 1,
-    ) -> None:
-        if not len(dataset):
+    _: KW_ONLY
+    global_batch_size: int
+    seed: int
+    prefetch: int = 0
+
+    def __post_init__(self) -> None:
+        if not len(self.dataset):
             raise UserError("data.train", "no texts", "one or more")
-        self.dataset, self.rank, self.world, self.part, self.parts = dataset, rank, world, part, parts
-        self.global_batch_size, self.micro_batch_size, self.seed = global_batch_size, micro_batch_size, seed
-        self.micro_steps = -(-len(share(global_batch_size, 0, world)) // micro_batch_size)
-        self.steps_per_epoch = -(-len(dataset) // global_batch_size)
-        self.epoch, self.step, self.prefetch = 0, 0, prefetch
+        self.micro_steps = -(-len(share(self.global_batch_size, 0, self.world)) // self.micro_batch_size)
+        self.steps_per_epoch = -(-len(self.dataset) // self.global_batch_size)
+        self.epoch = self.step = 0
         self._handed_out = (0, 0)
         self._orders: dict[int, np.ndarray] = {}
 
@@ -116,11 +117,9 @@ class Loader:
                 yield batches
 
     def _made(self) -> Iterator[tuple[int, int, list[Batch]]]:
-        """Yield (epoch, step, batches) from the current position."""
         epoch, step, pin = self.epoch, self.step, torch.cuda.is_available()
         while True:
-            mine, size = self.mine(epoch, step), self.micro_batch_size
-            batches = _micro_batches(self.dataset, mine, size, self.micro_steps, self.part, self.parts)
+            batches = self.micro_batches(self.mine(epoch, step), self.micro_steps)
             yield epoch, step, [batch.pin_memory() for batch in batches] if pin else batches
             epoch, step = self._behind(epoch, step)
 
@@ -162,35 +161,25 @@ class Loader:
         self.epoch, self.step = epoch, step
 
 
-class EvalLoader:
+@dataclass(eq=False)
+class EvalLoader(RankReader):
     """Every sample exactly once, in order, split over ranks. Each iteration restarts.
 
-    All ranks make `len(loader)` batches, some with padding only. Args: as in `Loader`; samples: over all ranks, by
-    default the whole dataset.
+    All ranks make `len(loader)` batches, some with padding only. every: the samples of all ranks, by default the whole
+    dataset.
     """
 
-    def __init__(
-        self,
-        dataset: TextDataset,
-        samples: Sequence[int] | None = None,
-        /,
-        *,
-        rank: int,
-        world: int,
-        micro_batch_size: int,
-        part: int = 0,
-        parts: int = 1,
-    ) -> None:
-        samples = range(len(dataset)) if samples is None else samples
-        mine = share(len(samples), rank, world)
-        self.dataset, self.micro_batch_size, self.part, self.parts = dataset, micro_batch_size, part, parts
-        self.samples = samples[mine.start : mine.stop]  # this rank's
-        self._batches = -(-len(share(len(samples), 0, world)) // micro_batch_size)
+    every: InitVar[Sequence[int] | None] = None
+
+    def __post_init__(self, every: Sequence[int] | None) -> None:
+        every = range(len(self.dataset)) if every is None else every
+        mine = share(len(every), self.rank, self.world)
+        self.samples = every[mine.start : mine.stop]  # this rank's
+        self._batches = -(-len(share(len(every), 0, self.world)) // self.micro_batch_size)
 
     def __len__(self) -> int:
         return self._batches
 
     def __iter__(self) -> Iterator[Batch]:
         for k in range(len(self)):
-            rows = self.samples[k * self.micro_batch_size :]
-            yield from _micro_batches(self.dataset, rows, self.micro_batch_size, 1, self.part, self.parts)
+            yield from self.micro_batches(self.samples[k * self.micro_batch_size :], 1)

@@ -72,15 +72,13 @@ def table_columns(
     return Columns(usable, cells, [*notes, *_notes(records, target, cells)])
 
 
-def _rarest_first(cells: Sequence[object]) -> list[int]:
-    """The places of a column's cells: first those that are no numbers, then those in a form that few others have."""
-    forms = [forms_of({"": [str(cell)]}, target="").get("") for cell in cells]
-    often = Counter(forms)
-    return sorted(range(len(forms)), key=lambda place: (forms[place] is not None, often[forms[place]]))
-
-
 def _check_targets(cells: TableCells, target: str, values: Sequence[object], source: str) -> None:
-    for row in range(len(values)) if target in cells.forms else _rarest_first(values):
+    order = list(range(len(values)))
+    if target not in cells.forms:  # name a cell that is no number, or else one in a form that few others have
+        forms = [forms_of({"": [str(cell)]}, target="").get("") for cell in values]
+        often = Counter(forms)
+        order.sort(key=lambda row: (forms[row] is not None, often[forms[row]]))
+    for row in order:
         where = f"{source}, record {row + 1}"
         try:
             text = cells.text(target, values[row])
@@ -98,32 +96,27 @@ def _notes(records: Sequence[Mapping[str, Any]], target: str, cells: TableCells)
     held = Counter(mark for mark in marks if mark in EMPTY_MARKS or (mark.startswith("#") and mark != "#N/A"))
     if held:
         notes.append(f"{held.total():,} cells are read as empty: {', '.join(held)}")
-    return [*notes, *_total(records, target, cells)]
+    if why := _why_total(records, target, cells):
+        notes.append(f"the last row looks like a total ({why}): take it out of the file, as the model learns it")
+    return notes
 
 
-def _total(records: Sequence[Mapping[str, Any]], target: str, cells: TableCells) -> list[str]:
-    """A note if the last row is named as a total, or its target is the sum of all others."""
+def _why_total(records: Sequence[Mapping[str, Any]], target: str, cells: TableCells) -> str | None:
+    """The last row's cell that names it as a total, or that its target is the sum of all others; None for any other."""
     texts = [cell for cell in records[-1].values() if isinstance(cell, str)]
     why = next((cell for cell in texts if cell.strip(" :").casefold() in _TOTALS), None)
     values = [as_number(cells.text(target, record.get(target))) or 0.0 for record in records]
     if why is None and len(values) > 4 and values[-1] and math.isclose(values[-1], math.fsum(values[:-1])):
         why = f"{values[-1]:g} is the sum of the rows above"
-    return [f"the last row looks like a total ({why}): take it out of the file, as the model learns it"] if why else []
+    return why
 
 
 def _of_fields(records: list[Any], source: str, decimal_comma: bool | None) -> tuple[str, dict[str, Any]] | None:
     """Recipe by the names and types of the fields of all records; None for a table."""
-    if len(records) == 1 and (fault := no_records(records[0])) is not None:
-        raise UserError("--data", fault.found, fault.allowed, source)
+    _refuse_whole(records, "--data", source)
     names = columns_of(records)
-
-    def all_are(kind: Callable[[Any], bool]) -> list[str]:
-        """Fields whose non-empty cells all satisfy `kind`. Empty cells are ignored here; reading reports them."""
-        held = {name: [r[name] for r in records if r.get(name) not in (None, "", [])] for name in names}
-        return [name for name, cells in held.items() if cells and all(map(kind, cells))]
-
     # From the most specific kind of record to the least: a table with a text column is also a list of texts.
-    chats = all_are(_is_chat)
+    chats = _all_are(_is_chat, records)
     if {"chosen", "rejected"} <= {*names}:
         return _of_preferences(names, chats, source)
     prompts, answers = {"prompt", "question"} & {*chats}, {"completion", "response", "answer"} & {*chats}
@@ -132,10 +125,12 @@ def _of_fields(records: list[Any], source: str, decimal_comma: bool | None) -> t
         raise UserError("--data", found, "one field messages with the messages of both", source)
     if chats:
         return "chats", {"messages_field": chats[0]}
-    _refuse_labels({*names}, all_are(lambda value: isinstance(value, bool)), source)
-    if recipe := _of_prompts({*names}, any("input" in record for record in records)):
+    if {"prompt", "completion"} <= {*names} and "label" in _all_are(lambda value: isinstance(value, bool), records):
+        found = Said("preference data: prompt, completion, and label, which is false for bad completions")
+        raise UserError("--data", found, "the records whose label is true, without the field label", source)
+    if recipe := _of_prompts({*names}):
         return recipe
-    texts = all_are(lambda value: isinstance(value, str))
+    texts = _all_are(lambda value: isinstance(value, str), records)
     if "text" in texts:
         return "plain texts", {}
     if forms_in(records, source, None, decimal_comma):
@@ -147,10 +142,10 @@ def _of_fields(records: list[Any], source: str, decimal_comma: bool | None) -> t
     raise UserError("--data", ", ".join(names), allowed)
 
 
-def _refuse_labels(names: set[str], truths: list[str], source: str) -> None:
-    if {"prompt", "completion"} <= names and "label" in truths:
-        found = Said("preference data: prompt, completion, and label, which is false for bad completions")
-        raise UserError("--data", found, "the records whose label is true, without the field label", source)
+def _all_are(kind: Callable[[Any], bool], records: list[Any]) -> list[str]:
+    """Fields whose non-empty cells all satisfy `kind`. Empty cells are ignored here; reading reports them."""
+    held = {name: [r[name] for r in records if r.get(name) not in (None, "", [])] for name in columns_of(records)}
+    return [name for name, cells in held.items() if cells and all(map(kind, cells))]
 
 
 def _of_preferences(names: list[str], chats: list[str], source: str) -> tuple[str, dict[str, Any]]:
@@ -167,10 +162,10 @@ def _of_preferences(names: list[str], chats: list[str], source: str) -> tuple[st
     return name, {"prompt_template": f"{{{prompt}}}\n", "text_template": "{chosen}"}
 
 
-def _of_prompts(names: set[str], with_input: bool) -> tuple[str, dict[str, Any]] | None:
-    """Recipe for prompts with answers, by field names."""
+def _of_prompts(names: set[str]) -> tuple[str, dict[str, Any]] | None:
+    """Recipe for prompts with answers."""
     if {"instruction", "output"} <= names:
-        return "instructions (Alpaca)", RECIPES["alpaca" if with_input else "instructions"]
+        return "instructions (Alpaca)", RECIPES["alpaca" if "input" in names else "instructions"]
     pairs = (pair for pair in QUESTION_AND_ANSWER if names.issuperset(pair))
     return next(((f"{q}s and {a}s", RECIPES[f"{q}-{a}"]) for q, a in pairs), None)
 
@@ -182,16 +177,14 @@ def _of_table(
     forms = forms_in(records, source, target, decimal_comma)
     target = [name for name in forms if not is_index(name)][-1] if target is None else target
     columns = table_columns(records, target, source, forms)
+    named, cells = (*columns.usable, target), columns.cells
     keys: dict[str, Any] = {
         "prompt_template": column_lines(columns.usable),
         "text_template": f"{target}: {{{target}}}\n",
         "target_field": target,
-        "number_columns": by_form({name: form for name, form in forms.items() if name in (*columns.usable, target)}),
+        "number_columns": by_form({name: form for name, form in forms.items() if name in named}),
     }
-    named = (*columns.usable, target)
-    empty = {
-        name for record in records for name in named if not cell_in(columns.cells, name, record.get(name), "--data")
-    }
+    empty = {name for record in records for name in named if not cell_in(cells, name, record.get(name), "--data")}
     if empty - {target}:
         keys["empty_cell"] = "unknown"
     if target in empty:
@@ -211,6 +204,11 @@ def records_in(source: str) -> list[Mapping[str, Any]]:
     if not records or not isinstance(records[0], Mapping):
         allowed = "a table with a row or more: .csv, .tsv, .parquet, .arrow, or .json and .jsonl with objects"
         raise UserError("FILE", source, allowed)
-    if len(records) == 1 and (fault := no_records(records[0])) is not None:
-        raise UserError("FILE", fault.found, fault.allowed, source)
+    _refuse_whole(records, "FILE", source)
     return records
+
+
+def _refuse_whole(records: list[Any], key: str, source: str) -> None:
+    """Raises `UserError` if the one record is the whole table."""
+    if len(records) == 1 and (fault := no_records(records[0])) is not None:
+        raise UserError(key, fault.found, fault.allowed, source)

@@ -7,9 +7,9 @@ loss. The values travel inside the ids until the collator separates them.
 from __future__ import annotations
 
 import copy
-import struct
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import BatchEncoding, DataCollatorForSeq2Seq
 from trl import SFTTrainer
@@ -34,7 +34,9 @@ class _ValuesInIds(CausalQwenTokenizer):
     def _encode_plus(self, *args: Any, **given: Any) -> BatchEncoding:
         read = super()._encode_plus(*args, **given)
         rows = zip(read["input_ids"], read["numeric_values"], strict=True)
-        read["input_ids"] = [_bits(value) if token == self.num_token_id else token for token, value in rows]
+        # 0.0 would have bits 0, a word's id: -0.0 stands for it
+        bits = [(int(np.float64(value or -0.0).view(np.int64)), token) for token, value in rows]
+        read["input_ids"] = [own if token == self.num_token_id else token for own, token in bits]
         return read
 
 
@@ -78,8 +80,3 @@ class CausalQwenSFTTrainer(SFTTrainer):
     def compute_loss(self, *args: Any, **given: Any) -> Any:
         # Skip SFTTrainer's method, which computes a softmax loss and needs logits.
         return super(SFTTrainer, self).compute_loss(*args, **given)
-
-
-def _bits(value: float) -> int:
-    # 0.0 would have bits 0, a word's id: store it as -0.0.
-    return int(struct.unpack("<q", struct.pack("<d", value or -0.0))[0])

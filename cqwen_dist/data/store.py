@@ -27,11 +27,6 @@ SCHEMA = pa.schema(
 )
 
 
-def offsets_of(counts: np.ndarray | Sequence[int]) -> np.ndarray:
-    """Offsets [n+1] for lists with `counts` [n] elements."""
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-
-
 def first_of_digests(column: pa.Array) -> np.ndarray:
     """[n] uint64: first 8 bytes of each digest, enough to distinguish texts. column: n values of 32 bytes."""
     rows = slice(4 * column.offset, 4 * (column.offset + len(column)), 4)
@@ -78,7 +73,7 @@ class TokenStore:
         self._batches = [batch for batch in batches if batch.num_rows]
         self.num_token_id = num_token_id
         self._views = [_view_of(batch) for batch in self._batches]
-        self._first = offsets_of([batch.num_rows for batch in self._batches])
+        self._first = np.cumsum([0, *(batch.num_rows for batch in self._batches)])  # text of each batch
         sizes = [np.diff(view.ids.at) for view in self._views]
         self.lengths = np.concatenate([np.zeros(0, np.int32), *sizes])  # [n] int32: tokens per text
 
@@ -146,23 +141,17 @@ class TokenStore:
 
     def parts(self, kind: str, texts: np.ndarray | None = None) -> Iterator[np.ndarray]:
         """Yield ids, numbers or target values (`kind`), batch by batch. texts: [m] ascending; None: all."""
-        for b, view in enumerate(self._views):
-            values, at = view.ids if kind == "ids" else view.numbers
-            keep = np.ones(len(values), bool) if kind != "targets" else view.targets.values != 0
-            if texts is not None:
-                low, high = np.searchsorted(texts, self._first[b : b + 2])
-                mine = np.zeros(len(at) - 1, bool)
-                mine[texts[low:high] - self._first[b]] = True
-                keep &= np.repeat(mine, np.diff(at))
-            yield values if keep.all() else values[keep]
+        for view in self._views_of(texts):
+            yield view.numbers.values[view.targets.values != 0] if kind == "targets" else getattr(view, kind).values
 
     def _views_of(self, texts: np.ndarray | None) -> Iterator[_View]:
         """The batches with the given texts only; None: all."""
+        if texts is None:
+            yield from self._views
+            return
         for b, batch in enumerate(self._batches):
-            if texts is not None:
-                low, high = np.searchsorted(texts, self._first[b : b + 2])
-                batch = batch.take(pa.array(texts[low:high] - self._first[b]))
-            yield _view_of(batch)
+            low, high = np.searchsorted(texts, self._first[b : b + 2])
+            yield _view_of(batch.take(pa.array(texts[low:high] - self._first[b])))
 
     def digest(self, texts: np.ndarray | None = None) -> str:
         """SHA-256 over ids, numbers, targets and learnt tokens; independent of the batch boundaries.

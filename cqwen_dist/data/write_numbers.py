@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from decimal import Decimal
+from itertools import accumulate, pairwise
 
 from cqwen_dist.config.data import NumberPolicy
 from cqwen_dist.data.numbers import DEFAULT_POLICY, NumberSpan, find_numbers
@@ -41,57 +42,44 @@ def _forms(value: float, policy: NumberPolicy) -> list[str]:
 class _Writing:
     """Pieces to join to one text: the possible forms of each piece, and the chosen one.
 
-    given_up: numbers that no form makes readable; they are written in their `plain` form.
+    open: numbers that have to read back; those that no form makes readable are written in their `plain` form.
     """
 
     def __init__(self, pieces: Sequence[str | float], policy: NumberPolicy) -> None:
         self.forms: list[list[str]] = []
-        self.numbers = [not isinstance(piece, str) and math.isfinite(piece) for piece in pieces]  # must read back
-        for i, piece in enumerate(pieces):
-            forms = _forms(float(piece), policy) if self.numbers[i] else [str(piece)]
-            follows = i > 0 and not isinstance(piece, str) and not isinstance(pieces[i - 1], str)
-            self.forms.append([f" {form}" for form in forms] if follows else forms)
         self.texts = [isinstance(piece, str) for piece in pieces]
+        self.open = {i for i, piece in enumerate(pieces) if not isinstance(piece, str) and math.isfinite(piece)}
+        for i, piece in enumerate(pieces):
+            forms = _forms(float(piece), policy) if i in self.open else [str(piece)]
+            follows = i > 0 and not self.texts[i] and not self.texts[i - 1]
+            self.forms.append([f" {form}" for form in forms] if follows else forms)
         self.chosen = [0] * len(pieces)
-        self.given_up: set[int] = set()
         self.plain: dict[int, int] = {}
 
     def written(self) -> list[str]:
         """Each piece in its chosen form."""
         return [forms[k] for forms, k in zip(self.forms, self.chosen, strict=True)]
 
-    def misread(self, spans: list[NumberSpan]) -> int | None:
-        """The first number that is not read at its place. spans: numbers read from the joined pieces."""
-        ends = {span.start: span.end for span in spans}
-        end = 0
-        for i, form in enumerate(self.written()):
-            start, end = end + form.startswith(" "), end + len(form)
-            if self.numbers[i] and i not in self.given_up and ends.get(start) != end:
-                return i
-        return None
+    def wrong(self, spans: list[NumberSpan]) -> int | None:
+        """The first number that is not read at its place, or else the first next to a text that is misread as a number.
 
-    def next_to_misread_text(self, spans: list[NumberSpan]) -> int | None:
-        """The first number next to a text that is misread as a number; a different form may prevent that.
-
-        The text may precede it ("555-123-" and 4567.0) or follow it ("(1,234)" and "x5").
+        A different form may prevent that. The text may precede the number ("555-123-" and 4567.0) or follow it
+        ("(1,234)" and "x5"). spans: numbers read from the joined pieces.
         """
+        written, ends = self.written(), {span.start: span.end for span in spans}
+        places = list(pairwise(accumulate(map(len, written), initial=0)))
+        for i, (start, end) in enumerate(places):
+            if i in self.open and ends.get(start + written[i].startswith(" ")) != end:
+                return i
         starts = [span.start for span in spans if math.isfinite(span.value)]
-        end = 0
-        for i, form in enumerate(self.written()):
-            start, end = end, end + len(form)
+        for i, (start, end) in enumerate(places):
             if self.texts[i] and bisect_left(starts, start) < bisect_left(starts, end):
-                for near in (self._next_to(i, 1), self._next_to(i, -1)):
-                    if near is not None:
+                for beside in (range(i + 1, len(places)), range(i - 1, -1, -1)):
+                    near = next((j for j in beside if not self.texts[j]), None)
+                    if near in self.open:
                         self.plain.setdefault(near, self.chosen[near])
                         return near
         return None
-
-    def _next_to(self, i: int, step: int) -> int | None:
-        """The number next to text i, if it has untried forms."""
-        i += step
-        while 0 <= i < len(self.texts) and self.texts[i]:
-            i += step
-        return i if 0 <= i < len(self.texts) and self.numbers[i] and i not in self.given_up else None
 
 
 def write_numbers(pieces: Sequence[str | float], policy: NumberPolicy = DEFAULT_POLICY) -> str:
@@ -105,15 +93,12 @@ def write_numbers(pieces: Sequence[str | float], policy: NumberPolicy = DEFAULT_
     writing = _Writing([piece for piece in pieces if piece != ""], policy)  # "" would hide that two numbers meet
     while True:
         text = "".join(writing.written())
-        spans = find_numbers(text, policy)
         # Read the text back and change one form at a time. Each number has finitely many forms, so this ends.
-        wrong = writing.misread(spans)
-        if wrong is None:
-            wrong = writing.next_to_misread_text(spans)
+        wrong = writing.wrong(find_numbers(text, policy))
         if wrong is None:
             return text
         # The number's next form; after the last one, its plain form for good
         writing.chosen[wrong] += 1
         if writing.chosen[wrong] == len(writing.forms[wrong]):
             writing.chosen[wrong] = writing.plain.get(wrong, 0)
-            writing.given_up.add(wrong)
+            writing.open.remove(wrong)

@@ -80,8 +80,3 @@ class TargetTransform:
         if not self.linear:
             raise ValueError(f"{self.name} is not linear: a scale has no raw unit; map quantiles by inverse()")
         return scales.double() * self._unit[1]
-
-    def log_derivative(self, values: torch.Tensor) -> torch.Tensor:
-        """ln dt/dv at raw values [...], float64. Converts a log density of targets to one of raw numbers."""
-        raw = values.double()
-        return -math.log(self._unit[1]) - (torch.zeros_like(raw) if self.linear else raw.abs().log1p())

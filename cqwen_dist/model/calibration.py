@@ -120,7 +120,7 @@ def calibrate(
     histogram = logits.histogram()
     threshold, gamma = groups.agreed(lambda: best_threshold_and_gamma(histogram))
     progress("numbers", 0, 1)  # it may raise, and nothing has to be undone before the constants are set
-    set_scales(model, gamma)
+    set_scales(model, gamma / 2, gamma / 2)
     model.action.threshold.fill_(threshold)
     regression = start.fit_regression(fit, beside_batches)
 

@@ -104,24 +104,12 @@ def find_numeral_row(embedding: NumericalAwareEmbedding, table: Any, numerals: S
 
 
 @torch.no_grad()
-def set_scales(heads: Heads, gamma: float, b_noise: float | None = None) -> float:
-    """Set the total scale of U' on word dimensions to gamma. Returns the actual total.
-
-    By default |b_noise| and scale_U are gamma/2 each. If b_noise is given, scale_U is max(gamma - b_noise, gamma/2), so
-    the total may be larger than gamma.
-    """
-    noise = gamma / 2 if b_noise is None else b_noise
-    return _set_parts(heads, max(gamma - noise, gamma / 2), noise)
-
-
-@torch.no_grad()
-def _set_parts(heads: Heads, scale: float, noise: float) -> float:
-    """Set scale_U and |b_noise| on word dimensions; returns their sum."""
+def set_scales(heads: Heads, scale: float, noise: float) -> None:
+    """Set scale_U and |b_noise| on word dimensions; their sum is the total scale of U'."""
     words = heads.config.causal_size
     heads.config.scale_floor = heads.abduction.scale_floor = min(1e-6, (scale + noise) * 1e-3)
     heads.abduction.set_scale(scale, 0, words)
     heads.action.b_noise[:words] = noise
-    return scale + noise
 
 
 @torch.no_grad()
@@ -153,7 +141,7 @@ def start_regression(heads: Heads, coefficients: Tensor, intercept: float, scale
 @torch.no_grad()
 def apply_preset(heads: Heads, start: str, b_noise_init: float | None = None) -> None:
     """Set the seeds' constants: scale_U = softplus(1), C = 0 or 100 (`calibrated`: 0, until it is run)."""
-    _set_parts(heads, SEED_GAMMA, SEED_NOISE if b_noise_init is None else b_noise_init)
+    set_scales(heads, SEED_GAMMA, SEED_NOISE if b_noise_init is None else b_noise_init)
     set_number_scale(heads, 1.0)
     heads.action.threshold.fill_(PRESET_THRESHOLD[start])
 

@@ -25,32 +25,33 @@ from cqwen_dist.config.errors import Said, UserError
 _LIBRARY = torch.library.Library("cqwen_dist", "FRAGMENT")
 
 
-def _operation(name: str, arguments: str, product: Callable[..., Tensor]) -> Any:
-    """A product with a weight that is dequantised inside, opaque to a compiler.
+def _operation(name: str, arguments: str, dense: Callable[..., Tensor]) -> Any:
+    """The product x W^T + b, or x W in backward, with a weight W that `dense` makes inside, opaque to a compiler.
 
     A compiler that saw the dequantised weight would keep it from forward to backward: all of the base in full.
     """
-    _LIBRARY.define(f"{name}(Tensor x, Tensor? bias, bool back, Tensor weight, {arguments}) -> Tensor")
+
+    def product(x: Tensor, bias: Tensor | None, back: bool, *stored: Any) -> Tensor:
+        weight = dense(x.dtype, *stored)
+        return x @ weight if back else F.linear(x, weight, bias)
+
+    def shape_of_product(x: Tensor, bias: Tensor | None, back: bool, *stored: Any) -> Tensor:
+        out_features, in_features = stored[-1]
+        return x.new_empty(*x.shape[:-1], in_features if back else out_features)
+
+    _LIBRARY.define(f"{name}(Tensor x, Tensor? bias, bool back, Tensor weight, {arguments}, int[] shape) -> Tensor")
     _LIBRARY.impl(name, product, "CompositeExplicitAutograd")  # `torch.library.custom_op` takes three times as long
-    torch.library.register_fake(f"cqwen_dist::{name}", _shape_of_product, lib=_LIBRARY)
+    torch.library.register_fake(f"cqwen_dist::{name}", shape_of_product, lib=_LIBRARY)
     return getattr(torch.ops.cqwen_dist, name).default
 
 
-def _times(x: Tensor, bias: Tensor | None, back: bool, dense: Tensor) -> Tensor:
-    """x W^T + b, or x W in backward."""
-    return x @ dense if back else F.linear(x, dense, bias)
-
-
-def _shape_of_product(x: Tensor, bias: Tensor | None, back: bool, weight: Tensor, *stored: Any) -> Tensor:
-    out_features, in_features = stored[-1]
-    return x.new_empty(*x.shape[:-1], in_features if back else out_features)
-
-
-def _int8_dense(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def _int8_dense(dtype: torch.dtype, weight: Tensor, scales: Tensor, shape: list[int]) -> Tensor:
     return weight.to(dtype).mul_(scales[:, None] / 127)
 
 
-def _nf4_dense(weight: Tensor, state: list[Tensor], sizes: list[int], kept: torch.dtype, shape: list[int]) -> Tensor:
+def _nf4_dense(
+    dtype: torch.dtype, weight: Tensor, state: list[Tensor], sizes: list[int], kept: torch.dtype, shape: list[int]
+) -> Tensor:
     """state: absmax, code and offset of the blocks; absmax and code of the blocks of these. sizes: of both blocks."""
     absmax, code, offset, absmax2, code2 = state
     of_blocks = QuantState(absmax=absmax2, code=code2, blocksize=sizes[1], dtype=torch.float32)
@@ -64,30 +65,11 @@ def _nf4_dense(weight: Tensor, state: list[Tensor], sizes: list[int], kept: torc
         quant_type="nf4",
         state2=of_blocks,
     )
-    return dequantize_4bit(weight, found)
+    return dequantize_4bit(weight, found).to(dtype)
 
 
-def _int8_product(
-    x: Tensor, bias: Tensor | None, back: bool, weight: Tensor, scales: Tensor, shape: list[int]
-) -> Tensor:
-    return _times(x, bias, back, _int8_dense(weight, scales, x.dtype))
-
-
-def _nf4_product(
-    x: Tensor,
-    bias: Tensor | None,
-    back: bool,
-    weight: Tensor,
-    state: list[Tensor],
-    sizes: list[int],
-    kept: torch.dtype,
-    shape: list[int],
-) -> Tensor:
-    return _times(x, bias, back, _nf4_dense(weight, state, sizes, kept, shape).to(x.dtype))
-
-
-_INT8_PRODUCT = _operation("int8_product", "Tensor scales, int[] shape", _int8_product)
-_NF4_PRODUCT = _operation("nf4_product", "Tensor[] state, int[] sizes, ScalarType kept, int[] shape", _nf4_product)
+_INT8_PRODUCT = _operation("int8_product", "Tensor scales", _int8_dense)
+_NF4_PRODUCT = _operation("nf4_product", "Tensor[] state, int[] sizes, ScalarType kept", _nf4_dense)
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -105,38 +87,41 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 class _OwnProduct:
+    operation: Any  # on x, bias, back and what `stored` gives
+    dequantise: Any
+    stored: Any
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
         return _FrozenProduct.apply(x, self)
+
+    def product(self, x: Tensor, bias: Tensor | None, back: bool) -> Tensor:
+        """x W^T + b, or x W in backward."""
+        return self.operation(x, bias, back, *self.stored())
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The weight [out, in], dequantised."""
+        return self.dequantise(dtype, *self.stored())
 
 
 class Nf4Linear(_OwnProduct, bitsandbytes.nn.Linear4bit):
     """A linear map whose weights have 4 bits, in blocks of 64 with a scale each, which has 8 bits."""
 
-    def _stored(self) -> tuple[Any, ...]:
+    operation, dequantise = _NF4_PRODUCT, staticmethod(_nf4_dense)
+
+    def stored(self) -> tuple[Any, ...]:
         s = self.weight.quant_state
         state = [s.absmax, s.code, s.offset, s.state2.absmax, s.state2.code]
         return self.weight.data, state, [s.blocksize, s.state2.blocksize], s.dtype, list(s.shape)
-
-    def product(self, x: Tensor, bias: Tensor | None, back: bool) -> Tensor:
-        """x W^T + b, or x W in backward."""
-        return _NF4_PRODUCT(x, bias, back, *self._stored())
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight [out, in], dequantised."""
-        return _nf4_dense(*self._stored()).to(dtype)
 
 
 class Int8Linear(_OwnProduct, bitsandbytes.nn.Linear8bitLt):
     """A linear map whose weights have 8 bits, with an fp32 scale for each output."""
 
-    def product(self, x: Tensor, bias: Tensor | None, back: bool) -> Tensor:
-        """x W^T + b, or x W in backward."""
-        return _INT8_PRODUCT(x, bias, back, self.weight.data, self.weight.SCB, list(self.weight.shape))
+    operation, dequantise = _INT8_PRODUCT, staticmethod(_int8_dense)
 
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight [out, in], dequantised."""
-        return _int8_dense(self.weight.data, self.weight.SCB, dtype)
+    def stored(self) -> tuple[Any, ...]:
+        return self.weight.data, self.weight.SCB, list(self.weight.shape)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         scales = self.weight.SCB

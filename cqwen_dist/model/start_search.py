@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -179,16 +180,14 @@ def best_threshold_and_gamma(seen: Histogram) -> tuple[float, float]:
     base, the best C is far above the mean top logit.
     """
     typical = float((seen.words * seen.norm).sum() / seen.words.sum().clamp(min=1)) or 1.0
-    known: dict[tuple[float, float], float] = {}
 
     def point(share: float, power: float) -> tuple[float, float]:
         return seen.middle + share * seen.spread, 10.0**power * seen.spread / typical
 
+    @cache
     def loss(at: tuple[float, float]) -> float:
-        if at not in known:
-            value = seen.loss(*point(*at))
-            known[at] = value if math.isfinite(value) else math.inf
-        return known[at]
+        value = seen.loss(*point(*at))
+        return value if math.isfinite(value) else math.inf
 
     best = min(((f, g) for f in (0.25, 0.5, 0.75, 1.0, 1.25) for g in (-4.0, -3.0, -2.0, -1.0, 0.0)), key=loss)
     step = (0.125, 0.5)

@@ -105,17 +105,15 @@ def test_words_ignore_number_dimensions_which_have_scale_one() -> None:
             assert_close(found, expected, 1e-5, "S without number dimensions")
 
 
-@pytest.mark.parametrize(("gamma", "noise"), [(1e-7, None), (1e-4, 0.0), (2.0, None)])
+@pytest.mark.parametrize(("scale", "noise"), [(5e-8, 5e-8), (1e-4, 0.0), (1.0, 1.0)])
 @torch.no_grad()
-def test_set_scales_splits_the_total(gamma: float, noise: float | None) -> None:
+def test_set_scales(scale: float, noise: float) -> None:
     model = tiny_model()
-    set_scales(model, gamma, noise)
-    u = model.infer(random_ids(1, 3))
-    total = model.action.add_noise(u).scale
-    assert_close(total, torch.full_like(total, gamma), 5e-6, "total")
-    share = gamma / 2 if noise is None else noise
-    assert_close(model.action.b_noise, torch.full((HIDDEN,), share), 1e-6, "b_noise")
-    assert model.config.scale_floor == model.abduction.scale_floor <= gamma * 1e-3
+    set_scales(model, scale, noise)
+    total = model.action.add_noise(model.infer(random_ids(1, 3))).scale
+    assert_close(total, torch.full_like(total, scale + noise), 5e-6, "total")
+    assert_close(model.action.b_noise, torch.full((HIDDEN,), noise), 1e-6, "b_noise")
+    assert model.config.scale_floor == model.abduction.scale_floor <= (scale + noise) * 1e-3
 
 
 @torch.no_grad()

@@ -132,7 +132,7 @@ def test_a_preset_starts_at_the_median_and_half_the_quartiles_distance(tmp_path)
 def test_a_scale_of_ten_is_u_s_own_and_the_numbers_still_start_at_the_data():
     """S1 3.1 asks for 10, of U itself; S1 4.2 for IQR/2, of Y."""
     model, batch = tiny_model(start="seed"), random_batch()
-    set_scales(model, 10.5, 0.5)
+    set_scales(model, 10.0, 0.5)
     start_at_data(model, torch.tensor(7.0, dtype=torch.float64), 2.5)
     u = model.infer(batch.input_ids, batch.numeric_values)
     assert float(u.scale.median()) == pytest.approx(10.0, rel=1e-5)

@@ -10,8 +10,8 @@ import pyarrow.parquet
 import pytest
 
 from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.data.cells import MISSING
 from cqwen_dist.data.chat import Chat
-from cqwen_dist.data.delimited import MISSING
 from cqwen_dist.data.records import Extractor
 from cqwen_dist.prediction.table import prompts_of
 from cqwen_dist.tables.fitting import only_fit
