@@ -71,8 +71,7 @@ def generate(
     options |= {"digits": digits_of(digits), "begin": not chat}
     if above is not None:
         encoded = [tokenizer.encode(text, begin=not chat) for text in prompt]
-        document = _words_above(model, tokenizer, prompt, encoded, above, decision_threshold)
-        print_document(document, as_json, _lines_of_words)
+        _print_words(model, tokenizer, prompt, encoded, above, decision_threshold, as_json)
     elif drawn is None:
         if stream:
             echo(prompt[0], nl=False)
@@ -152,27 +151,23 @@ def _print_treatments(found: list[Individual], prompts: list[str], mode: str, as
     print_document(document, as_json, lambda _: table)
 
 
-def _words_above(
-    model: Any, tokenizer: Any, prompts: list[str], encoded: list[Any], above: float, decision_threshold: float | None
-) -> dict[str, Any]:
-    """The document for --above: every word with P above it, for each prompt."""
+def _print_words(
+    model: Any, tokenizer: Any, prompts: list[str], encoded: list[Any], above: float, one: float | None, as_json: bool
+) -> None:
+    """Every word with P above it, for each prompt. one: a threshold for all words."""
     from cqwen_dist.generate.continuation import padded
     from cqwen_dist.generate.decisions import multi_label
 
-    batch = padded(model, tokenizer, encoded)
-    found = multi_label(model, batch, above, None, decision_threshold)
-    outputs = [
-        {"prompt": prompt, "words": [{"text": tokenizer.decode([word.id]), **asdict(word)} for word in words]}
-        for prompt, words in zip(prompts, found, strict=True)
-    ]
-    return {"above": above, "decision_threshold": decision_threshold, "outputs": outputs}
-
-
-def _lines_of_words(document: dict[str, Any]) -> str:
-    lines = []
-    for output in document["outputs"]:
-        lines += [output["prompt"], *(f"    {word['text']!r}   P {word['p']:.4g}" for word in output["words"])]
-    return "\n".join(lines)
+    outputs: list[dict[str, Any]] = []
+    lines: list[str] = []
+    for prompt, found in zip(
+        prompts, multi_label(model, padded(model, tokenizer, encoded), above, None, one), strict=True
+    ):
+        words = [{"text": tokenizer.decode([word.id]), **asdict(word)} for word in found]
+        outputs.append({"prompt": prompt, "words": words})
+        lines += [prompt, *(f"    {word['text']!r}   P {word['p']:.4g}" for word in words)]
+    document = {"above": above, "decision_threshold": one, "outputs": outputs}
+    print_document(document, as_json, lambda _: "\n".join(lines))
 
 
 def digits_of(text: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from typing import Any, get_type_hints
 
@@ -17,10 +17,11 @@ def flat(verb: Callable[..., None]) -> Callable[..., None]:
     for name, own in signature(verb).parameters.items():
         if name in groups:
             of_field = get_type_hints(groups[name], include_extras=True)
-            parameters += [
-                Parameter(each.name, Parameter.KEYWORD_ONLY, default=_default(each), annotation=of_field[each.name])
-                for each in fields(groups[name])
-            ]
+            for each in fields(groups[name]):
+                default = each.default if each.default_factory is MISSING else each.default_factory()
+                default = Parameter.empty if default is MISSING else default
+                kind = Parameter.KEYWORD_ONLY
+                parameters.append(Parameter(each.name, kind, default=default, annotation=of_field[each.name]))
         else:
             parameters.append(own.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name]))
 
@@ -33,9 +34,3 @@ def flat(verb: Callable[..., None]) -> Callable[..., None]:
     called.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return called
-
-
-def _default(field: Field[Any]) -> Any:
-    if field.default_factory is not MISSING:
-        return field.default_factory()
-    return Parameter.empty if field.default is MISSING else field.default

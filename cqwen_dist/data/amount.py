@@ -50,12 +50,6 @@ class Amount(NamedTuple):
         """Approximate number of sequences of at most `length` tokens; long texts are cut."""
         return round(sum(math.ceil(n / length) for n in self.lengths) * self.texts / max(len(self.lengths), 1))
 
-    def to_hold_out(self) -> float:
-        """Share of the texts to hold out."""
-        texts, tokens = _HELD_OUT
-        enough = max(texts, tokens * len(self.lengths) / max(sum(self.lengths), 1)) / max(self.texts, 1)
-        return min(0.1, math.ceil(1000 * enough) / 1000) if self.texts >= _TO_HOLD_OUT else 0.0
-
 
 class Suited(NamedTuple):
     """Proposed settings. steps: per stage, a lower bound if the amount is incomplete."""
@@ -114,7 +108,9 @@ def suited(amount: Amount, context: int | None) -> Suited:
     while length < min(most, _LENGTHS[1]):
         length *= 2
     length = min(length, context or length)
-    held_out = amount.to_hold_out()
+    texts, tokens = _HELD_OUT
+    enough = max(texts, tokens * len(amount.lengths) / max(sum(amount.lengths), 1)) / max(amount.texts, 1)
+    held_out = min(0.1, math.ceil(1000 * enough) / 1000) if amount.texts >= _TO_HOLD_OUT else 0.0
     pieces = max(1, round(amount.pieces(length) * (1.0 - held_out)))
     # A power of two with 16 steps in an epoch, if that is 4 to 32 texts.
     batch = min(2 ** max(int(math.log2(pieces / 16)) if pieces >= 16 else 0, 2), 32, 2 ** int(math.log2(pieces)))

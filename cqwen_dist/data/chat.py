@@ -85,7 +85,14 @@ class Chat:
         self, messages: Sequence[dict[str, Any]], tools: Any, count: int
     ) -> tuple[Sequence[dict[str, Any]], str, list[str]]:
         """Returns the messages as the template takes them, the text, and its `count` pieces between the marks."""
-        refused: UserError | BadLine = _changed(messages)
+        allowed = (
+            "a template that writes the assistant's messages as they are (thoughts by their key reasoning_content)"
+        )
+        refused: UserError | BadLine = UserError(
+            "data.messages_field", "a chat template that changes messages", allowed
+        )
+        if any("tool_calls" in message for message in messages):
+            refused = _unwritten("tool calls")
         for said in _wordings(messages):
             try:
                 plain = self._fill(said, tools)
@@ -190,13 +197,6 @@ class Chat:
         return str(filled[0][0])
 
 
-def _changed(messages: Sequence[dict[str, Any]]) -> UserError:
-    if any("tool_calls" in message for message in messages):
-        return _unwritten("tool calls")
-    allowed = "a template that writes the assistant's messages as they are (thoughts by their key reasoning_content)"
-    return UserError("data.messages_field", "a chat template that changes messages", allowed)
-
-
 def _unwritten(what: str) -> UserError:
     allowed = f"a tokenizer whose chat template has tool support, or chats without {what}"
     return UserError("data.messages_field", Said(f"{what} that the tokenizer's chat template does not write"), allowed)
@@ -213,10 +213,7 @@ def _wordings(messages: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict[str,
     if any(_THOUGHT_END in str(message["content"]) for message in messages if message["role"] == "assistant"):
         yield [_with_thought_apart(message) for message in messages]
     if any("tool_calls" in message and not message["content"] for message in messages):
-        yield [
-            message if message["content"] or "tool_calls" not in message else {**message, "content": None}
-            for message in messages
-        ]
+        yield [{**m, "content": m["content"] or None} if "tool_calls" in m else m for m in messages]
 
 
 def _with_thought_apart(message: dict[str, Any]) -> dict[str, Any]:

@@ -181,7 +181,9 @@ class _Scan:
         """Read a number or skip text at a digit, by the policy's pattern; returns its end."""
         plain = self.plain
         # The scan stops at digits, so look back for the dot of a numeral such as .5.
-        if plain[start - 1 : start] == "." and _opens_decimal(self.text, plain, start - 1):
+        before = plain[start - 2 : start - 1] if start > 1 else ""
+        in_word = before == "." or before.isdecimal() or _LETTER.match(before)
+        if self.text[start - 1 : start] == "." and not in_word:
             start -= 1
         if self._uuids and (end := self._uuid_end(start)):
             return end
@@ -229,12 +231,6 @@ def _in_brackets(plain: str, start: int, end: int) -> bool:
     before = plain[start - 2 : start - 1] if start > 1 else ""
     around = start > 0 and plain[start - 1] == "(" and plain[end : end + 1] == ")"
     return around and plain[start] != "-" and not (before.isdecimal() or before in (")", "]") or _LETTER.match(before))
-
-
-def _opens_decimal(text: str, plain: str, dot: int) -> bool:
-    """Whether the dot before a digit belongs to it, as in ".5"."""
-    before = plain[dot - 1 : dot]
-    return text[dot] == "." and not (before == "." or before.isdecimal() or _LETTER.match(before))
 
 
 def _is_sign(plain: str, minus: int, end: int) -> bool:

@@ -115,7 +115,9 @@ class NumericalAwareTokenizer:
         folder = Path(name).expanduser()
         try:
             # AutoTokenizer would return CausalQwenTokenizer, which wraps the tokenizer needed here.
-            loader = PreTrainedTokenizerFast if _is_ours(folder) else AutoTokenizer
+            path = folder / "tokenizer_config.json"
+            kind = json.loads(path.read_text(encoding="utf-8")).get("tokenizer_class") if path.is_file() else None
+            loader = PreTrainedTokenizerFast if kind == OWN_CLASS else AutoTokenizer
             tokenizer = loader.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
         except Exception as error:  # the Rust side raises bare `Exception` for a broken tokenizer.json
             raise UserError(key, name, f"a folder or hub name with a tokenizer ({reason_of(error, 200)})") from None
@@ -281,12 +283,6 @@ def _no_prefix(part: dict[str, Any]) -> dict[str, Any] | None:
     if kind == "Metaspace":
         return {**part, "prepend_scheme": "never"}
     return {**part, "add_prefix_space": False} if kind == "ByteLevel" else part
-
-
-def _is_ours(folder: Path) -> bool:
-    """Whether AutoTokenizer would return this package's class, which wraps the tokenizer to load."""
-    path = folder / "tokenizer_config.json"
-    return path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("tokenizer_class") == OWN_CLASS
 
 
 def train_tokenizer(

@@ -72,7 +72,11 @@ class AbductionNetwork(nn.Module):
         """
         if not gamma > self.scale_floor:
             raise ValueError(f"gamma {gamma} must be above the floor {self.scale_floor}")
-        self.scale_net.bias[start:stop] = inverse_activation(gamma - self.scale_floor, self.scale_activation)
+        value = gamma - self.scale_floor
+        # The inverse of softplus is log(expm1(value)), here in a form that is stable for all values
+        softplus = self.scale_activation == "softplus"
+        bias = value + math.log(-math.expm1(-value)) if softplus else math.log(value)
+        self.scale_net.bias[start:stop] = bias
 
     def forward(self, features: Tensor) -> Cauchy:
         """features [..., H or more] in any float dtype -> Cauchy(loc [..., C], scale [..., C]) in fp32."""
@@ -158,10 +162,3 @@ def make_abduction(network: Callable[..., Abduction], name: str, hidden: int, si
     except Exception as error:  # user code may raise anything
         raise unusable(KEY, name, error, allowed) from error
     return made
-
-
-def inverse_activation(value: float, activation: str) -> float:
-    """The x with act(x) = value > 0. Softplus: log(expm1(value)), in a form that is stable for all values."""
-    if activation == "exp":
-        return math.log(value)
-    return value + math.log(-math.expm1(-value))

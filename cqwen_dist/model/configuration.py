@@ -104,13 +104,16 @@ class CausalQwenConfig(PretrainedConfig):
 
     def _check(self, rows: int) -> None:
         """Refuse values with which a model would be built, and fail later or write nonsense. rows: the vocabulary's."""
+        terms = self.word_terms
+        of_terms = isinstance(terms, dict) and terms.keys() <= {*TermOptions._fields}
+        of_terms = of_terms and all(value == 0 or _above_0(value) for value in terms.values())
         for name, found, fits, allowed in (
             ("num_token_id", self.num_token_id, self.num_token_id in range(rows), f"a row below {rows}"),
             ("used_rows", self.used_rows, self.used_rows in range(1, rows + 1), f"1 to {rows}"),
             ("scale_activation", self.scale_activation, self.scale_activation in ("softplus", "exp"), "softplus, exp"),
             ("scale_floor", self.scale_floor, _above_0(self.scale_floor), "a number above 0"),
             ("wide", self.wide, not self.wide or self.number_dims > 0, "0 without number_dims, through which it acts"),
-            ("word_terms", self.word_terms, _fit(self.word_terms), "numbers of at least 0 by name of a term's option"),
+            ("word_terms", terms, of_terms, "numbers of at least 0 by name of a term's option"),
             ("value_periods", self.value_periods, all(map(_above_0, self.value_periods)), "numbers above 0"),
         ):
             if not fits:
@@ -164,11 +167,6 @@ class CausalQwenConfig(PretrainedConfig):
     def causal_hidden_size(self) -> int:
         """C: word part plus number dimensions."""
         return int(self.causal_size + self.number_dims)
-
-
-def _fit(terms: Any) -> bool:
-    known = isinstance(terms, dict) and terms.keys() <= {*TermOptions._fields}
-    return known and all(_above_0(value) or value == 0 for value in terms.values())
 
 
 def _above_0(value: Any) -> bool:

@@ -117,7 +117,9 @@ class WidePart(Beside):
     ) -> Entries:
         """As `forward` takes them."""
         is_number = ids == self.num_token_id
-        symbols = torch.where(is_number, _mixed(_in_four_digits(values)), ids)
+        # Equal for values that agree in their first 14 bits: rounding must not turn a number into a different word
+        numerals = (values.float().view(torch.int32) + 512) >> 10
+        symbols = torch.where(is_number, _mixed(numerals.long()), ids)
         real = torch.ones_like(is_number) if mask is None else mask[:, -ids.shape[1] :].bool()
         symbols = symbols.where(real, _NOTHING)
 
@@ -171,11 +173,6 @@ def _since(own: Tensor, begin: Tensor, before: Tensor | None) -> Tensor:
     sums = own.cumsum(-1)
     sums = sums - F.pad(sums, (1, 0))[..., :-1].gather(-1, begin.clamp(min=0).expand_as(sums))
     return sums if before is None else sums + (begin < 0) * before.unsqueeze(-1)
-
-
-def _in_four_digits(values: Tensor) -> Tensor:
-    """int64, equal if values agree in their first 14 bits: rounding must not turn a number into a different word."""
-    return ((values.float().view(torch.int32) + 512) >> 10).long()
 
 
 def _mixed(x: Tensor) -> Tensor:
