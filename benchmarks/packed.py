@@ -27,10 +27,9 @@ from benchmarks.timing import device_name, in_turn
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import Config
 from cqwen_dist.data.collate import collate
-from cqwen_dist.data.dataset import TextDataset
+from cqwen_dist.data.dataset import TextDataset, pack
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.loader import epoch_order
-from cqwen_dist.data.packing import pack
 from cqwen_dist.data.store import Sample
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.varlen import attend_within_texts

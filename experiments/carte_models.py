@@ -20,9 +20,8 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.calibration import SURE
 from cqwen_dist.model.ridge import robust_ridge
 from cqwen_dist.prediction.table import prompts_of
-from cqwen_dist.tables.baselines import ALPHAS
+from cqwen_dist.tables.baselines import ALPHAS, EncodedRows
 from cqwen_dist.tables.choices import RANDOM_FEATURES, WIDE
-from cqwen_dist.tables.encoding import EncodedRows
 from cqwen_dist.tables.fitting import EMPTY
 from cqwen_dist.tables.rows import read_table
 from cqwen_dist.tables.wide.wide_alone import fit_alone

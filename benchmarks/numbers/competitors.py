@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.numbers.predicted_laws import QUANTILES, Predicted
-from cqwen_dist.tables.encoding import EncodedRows
+from cqwen_dist.tables.baselines import EncodedRows
 from cqwen_dist.tables.rows import Table
 
 T = TypeVar("T")

@@ -9,17 +9,19 @@ allowed), 74 a file system does not answer, 75 stopped in order and can resume, 
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated
+from dataclasses import MISSING, fields, is_dataclass
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from cqwen_dist import __version__
 from cqwen_dist.cli import configs, generation, models, results, runs, sites, table_verbs
-from cqwen_dist.cli.options import flat
 from cqwen_dist.cli.streams import guard, outlive
 from cqwen_dist.config.errors import DiskError, Said, UserError, reason_of
 from cqwen_dist.console import echo
@@ -27,6 +29,34 @@ from cqwen_dist.console import echo
 OTHER_RANKS_WAIT_S = 20.0
 SYSTEM = (errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG)
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer does not export it
+
+
+def flat(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb as typer reads it: in place of a dataclass each of its fields is an option."""
+    hints = get_type_hints(verb, include_extras=True)
+    groups = {name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)}
+    parameters: list[Parameter] = []
+    for name, own in signature(verb).parameters.items():
+        if name in groups:
+            of_field = get_type_hints(groups[name], include_extras=True)
+            for each in fields(groups[name]):
+                default = each.default if each.default_factory is MISSING else each.default_factory()
+                default = Parameter.empty if default is MISSING else default
+                kind = Parameter.KEYWORD_ONLY
+                parameters.append(Parameter(each.name, kind, default=default, annotation=of_field[each.name]))
+        else:
+            parameters.append(own.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name]))
+
+    @functools.wraps(verb)
+    def called(**given: Any) -> None:
+        for name, kind in groups.items():
+            given[name] = kind(**{each.name: given.pop(each.name) for each in fields(kind)})
+        verb(**given)
+
+    called.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return called
+
 
 app = typer.Typer(
     no_args_is_help=True,

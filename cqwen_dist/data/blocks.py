@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 
 from cqwen_dist.config.data import DataConfig, source_files
 from cqwen_dist.config.errors import BadLine, Said, UserError
-from cqwen_dist.data.csv_rows import of_csv
-from cqwen_dist.data.json_rows import json_record, no_records, of_array, whole
-from cqwen_dist.data.lines import Lines, decoded
 from cqwen_dist.data.records import Block, Row, Text
 from cqwen_dist.data.tables import of_columns, of_datasets
+from cqwen_dist.data.text_files import Lines, decoded, json_record, no_records, of_array, of_csv, opened, whole
 from cqwen_dist.wings import from_wing
 
 BLOCK = 1 << 20  # approximate characters per block
@@ -47,14 +44,13 @@ def _bundled(source: str, key: str) -> Iterator[Row]:
 
 
 def _of_file(path: Path, config: DataConfig, key: str) -> Iterator[Row]:
-    name = path.name.lower()
-    ending = Path(name.removesuffix(".gz")).suffix
+    ending = Path(path.name.lower().removesuffix(".gz")).suffix
     if ending in _SHEETS:
         raise UserError(key, str(path), "text, JSONL, CSV or Parquet: save the sheet as a .csv in UTF-8")
     if ending in (".parquet", ".arrow", ".feather", ".ipc"):
         yield from of_columns(path, config)
         return
-    with gzip.open(path, "rb") if name.endswith(".gz") else path.open("rb") as file:
+    with opened(path) as file:
         lines = Lines(file, path, config)
         if ending in (".csv", ".tsv"):
             yield from of_csv(lines, ending == ".tsv")

@@ -12,9 +12,9 @@ from cqwen_dist.config.data import DataConfig, as_list, source_files
 from cqwen_dist.config.errors import BadLine, Said, UserError
 from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.cells import TableCells, as_number, is_index, is_missing, is_number
-from cqwen_dist.data.csv_rows import delimiter_in
 from cqwen_dist.data.number_forms import Form, Unsettled, forms_of
 from cqwen_dist.data.records import named_fields
+from cqwen_dist.data.text_files import delimiter_in
 
 SAMPLE = 10  # blocks read to detect the columns: up to 10,000 rows
 _DAY = re.compile(r"\d{4}-\d\d-\d\d( \d\d:\d\d:\d\d(\.\d+)?([+-]\d\d:\d\d)?)?", re.ASCII)

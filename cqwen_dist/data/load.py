@@ -14,10 +14,9 @@ from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.dataset import DataReport, TextDataset
-from cqwen_dist.data.prepare import parts_of, prepare, read_manifest
+from cqwen_dist.data.prepare import parts_of, prepare, read_manifest, tokenise
 from cqwen_dist.data.records import ReadReport, Text
 from cqwen_dist.data.sources import read_split, read_texts
-from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 
 # Files up to this total size in bytes are read into memory (unless data.cache_dir is set).

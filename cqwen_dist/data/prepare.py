@@ -1,4 +1,4 @@
-"""Prepared data: tokenised once and kept in a folder named by a digest of all inputs.
+"""Texts tokenised, in memory (`tokenise`) or once for all runs: kept in a folder named by a digest of all inputs.
 
     ROOT/KEY/
       train.arrow, eval.arrow    `cqwen_dist.data.store.SCHEMA` rows
@@ -11,13 +11,13 @@ affect how samples are cut). A folder is written under a temporary name, under a
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,11 @@ from cqwen_dist.config.data import DataConfig, as_list, source_files
 from cqwen_dist.config.errors import UserError, reason_of, writing
 from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.chat import Chat
-from cqwen_dist.data.chunk import encode_blocks
-from cqwen_dist.data.dataset import DataReport
-from cqwen_dist.data.records import Block, ReadReport
-from cqwen_dist.data.sources import extractor_of, held_out, read_texts, train_blocks
+from cqwen_dist.data.chunk import Recipe, encode_blocks, encode_chunk
+from cqwen_dist.data.dataset import DataReport, TextDataset
+from cqwen_dist.data.records import Block, ReadReport, Text
+from cqwen_dist.data.sources import chunks, extractor_of, held_out, read_texts, train_blocks
 from cqwen_dist.data.store import SCHEMA, TokenStore, first_of_digests
-from cqwen_dist.data.tokenise import count, recipe_of
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.run.files import key_digest, known_digest, sync
 
@@ -129,21 +128,19 @@ def parts_of(folder: Path, num_token_id: int) -> dict[str, tuple[TokenStore, np.
 # ------------------------------------------------------------------------------------------------------ building
 
 
+@dataclass
 class _Build:
     """Builds a folder: reads, tokenises and writes each split, keeps texts for evaluation, and writes the manifest."""
 
-    def __init__(
-        self,
-        folder: Path,
-        config: DataConfig,
-        tokenizer: NumericalAwareTokenizer,
-        progress: Progress | None,
-        workers: int | None,
-    ) -> None:
-        self.folder, self.config, self.tokenizer, self.progress = folder, config, tokenizer, progress
-        self.workers = workers or len(os.sched_getaffinity(0))
+    folder: Path
+    config: DataConfig
+    tokenizer: NumericalAwareTokenizer
+    progress: Progress | None
+    workers: int | None
+
+    def __post_init__(self) -> None:
         self.began, self.texts, self.tokens = time.monotonic(), 0, 0
-        self.reading, self.chat = ReadReport(), Chat(tokenizer.tokenizer)
+        self.reading, self.chat = ReadReport(), Chat(self.tokenizer.tokenizer)
         self.reports: dict[str, DataReport] = {}
         self.first: list[np.ndarray] = []  # for eval_fraction: the first bytes of each text's digest
 
@@ -170,8 +167,8 @@ class _Build:
             "key": key,
             "sources": {"train": config.train, "eval": config.eval},
             "content": content,
-            "reading": dataclasses.asdict(self.reading),
-            "reports": {name: dataclasses.asdict(report) for name, report in self.reports.items()},
+            "reading": asdict(self.reading),
+            "reports": {name: asdict(report) for name, report in self.reports.items()},
             "seconds": round(time.monotonic() - self.began, 2),
             "files": {path.name: path.stat().st_size for path in sorted(self.folder.iterdir())},
         }
@@ -187,7 +184,7 @@ class _Build:
         overflows: list[tuple[int, str]] = []
         rows = 0
         with pa.OSFile(str(self.folder / f"{name}.arrow"), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
-            for chunk, read in encode_blocks(part, extract, recipe, self.workers):
+            for chunk, read in encode_blocks(part, extract, recipe, self.workers or len(os.sched_getaffinity(0))):
                 self.reading.add(read)
                 batch = chunk.batch
                 if self.config.eval_fraction:
@@ -232,3 +229,43 @@ def _content(source: str, config: DataConfig, root: Path, key: str) -> dict[str,
         return {"kind": "files", "sha256": hashlib.sha256(json.dumps(known).encode()).hexdigest()}
     path = Path(source).expanduser()
     return {"kind": "".join(path.suffixes[-2:]).lower(), "sha256": known_digest(path, root / "contents")}
+
+
+# --------------------------------------------------------------------------------------------------------- in memory
+
+
+def recipe_of(tokenizer: NumericalAwareTokenizer, config: DataConfig) -> Recipe:
+    """How texts become rows. Raises: UserError for a tokenizer without an end token."""
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise UserError("model.tokenizer", "no end token", "a tokenizer with eos_token")
+    begin = () if config.messages_field else tokenizer.begin  # a chat begins as its template begins it
+    added = tokenizer.tokenizer.added_tokens_decoder.get(end)
+    return Recipe(tokenizer.encoder, begin, end, added and str(added), config.numeric_targets)
+
+
+def tokenise(texts: Iterable[Text], tokenizer: NumericalAwareTokenizer, config: DataConfig) -> TextDataset:
+    """Texts to an in-memory dataset, with an end token after each text. Raises as `recipe_of`."""
+    recipe, report, rows = recipe_of(tokenizer, config), DataReport(), 0
+    batches: list[pa.RecordBatch] = []
+    overflows: list[tuple[int, str]] = []
+    for chunk in chunks(texts):
+        encoded = encode_chunk(chunk, recipe)
+        overflows += [(rows + row, said) for row, said in encoded.overflows]
+        rows += len(chunk)
+        batches.append(encoded.batch)
+    store = TokenStore(batches, tokenizer.num_token_id)
+    count(report, store, None, overflows)
+    return TextDataset(store, None, config, tokenizer.pad_token_id, report)
+
+
+def count(report: DataReport, store: TokenStore, texts: np.ndarray | None, overflows: list[tuple[int, str]]) -> None:
+    """Fill in a report's totals for the given texts in a store."""
+    own = slice(None) if texts is None else texts
+    report.texts = len(store.lengths[own])
+    report.tokens = int(store.lengths[own].sum(dtype=np.int64))
+    report.numbers = sum(map(len, store.parts("numbers", texts)))
+    report.targets = sum(map(len, store.parts("targets", texts)))
+    report.overflows = int(store.column("overflows")[own].sum(dtype=np.int64))
+    report.left = int(store.column("left")[own].sum(dtype=np.int64))
+    report.first_overflow = next((place for row, place in overflows if texts is None or row in texts), "")

@@ -11,9 +11,9 @@ from cqwen_dist.config.data import QUESTION_AND_ANSWER, RECIPES, can_be_named, c
 from cqwen_dist.config.errors import BadLine, Said, UserError
 from cqwen_dist.data.cells import TableCells, as_number, is_index
 from cqwen_dist.data.columns import cell_in, columns_of, forms_in, sample
-from cqwen_dist.data.json_rows import no_records
 from cqwen_dist.data.number_forms import EMPTY_MARKS, Form, by_form, forms_of, said
 from cqwen_dist.data.records import Text
+from cqwen_dist.data.text_files import no_records
 
 _TOTALS = {"total", "totals", "grand total", "sum", "subtotal", "average", "gesamt", "summe", "insgesamt"}
 _TOTALS |= {"total général", "somme", "suma", "totale", "totaal", "totalt"}

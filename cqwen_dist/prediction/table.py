@@ -14,7 +14,7 @@ from torch import Tensor
 from cqwen_dist.config.data import filled, unescaped
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.cells import MISSING
-from cqwen_dist.data.csv_rows import write_rows
+from cqwen_dist.data.text_files import write_rows
 from cqwen_dist.generate.continuation import Prompt, encoded, generate_batch
 from cqwen_dist.generate.decisions import choose
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, check_digits

@@ -16,9 +16,9 @@ from cqwen_dist.config.data import can_be_named
 from cqwen_dist.config.errors import BadLine, Said
 from cqwen_dist.data.cells import Literal, TableCells, as_number, cell_text, is_missing
 from cqwen_dist.data.columns import columns_of, forms_in, sample
-from cqwen_dist.data.csv_rows import write_rows as write_csv
 from cqwen_dist.data.number_forms import Form
 from cqwen_dist.data.recipes import records_in, table_columns
+from cqwen_dist.data.text_files import write_rows as write_csv
 from cqwen_dist.prediction.learnt_range import OUTSIDE
 from cqwen_dist.prediction.table import NUMBER_COLUMNS
 

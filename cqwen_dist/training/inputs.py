@@ -26,9 +26,9 @@ from cqwen_dist.config.custom import source_of
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import Datasets, is_prepared, load_datasets, read_watched, tokenizer_of
 from cqwen_dist.data.loader import Loader
+from cqwen_dist.data.prepare import tokenise
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_split
-from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.base_loading import base_folder_of, build_base
 from cqwen_dist.parallel.collectives import UNSEEN, Facts, agree, first_of_host, main_rank_first

@@ -21,9 +21,9 @@ from cqwen_dist.config import DataConfig
 from cqwen_dist.config.training import Stage
 from cqwen_dist.data.loader import Loader
 from cqwen_dist.data.numbers import find_numbers
+from cqwen_dist.data.prepare import tokenise
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
-from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer
 from cqwen_dist.model.base_loading import load_base
 from cqwen_dist.parallel.runtime import Runtime, seed_everything

@@ -13,9 +13,9 @@ from cqwen_dist.cli.prepared import around
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.data.chat import Chat
+from cqwen_dist.data.prepare import tokenise
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
-from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 
 CORPUS = [f"A patient aged {a} weighs {a * 1.5} kg, tea costs {a}.\n" for a in range(20, 60)]

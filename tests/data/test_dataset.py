@@ -9,12 +9,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cqwen_dist.config import DataConfig, UserError
-from cqwen_dist.data.dataset import TextDataset
+from cqwen_dist.data.dataset import TextDataset, _pack
 from cqwen_dist.data.load import load_datasets
-from cqwen_dist.data.packing import _pack
+from cqwen_dist.data.prepare import tokenise
 from cqwen_dist.data.records import Text
 from cqwen_dist.data.statistics import numeric_statistics
-from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.tools.diabetes import diabetes_texts
 

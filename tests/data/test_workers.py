@@ -18,9 +18,8 @@ from cqwen_dist.data import blocks as cutting
 from cqwen_dist.data.blocks import Row, blocks
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.chunk import encode_blocks
-from cqwen_dist.data.prepare import prepare, read_manifest
+from cqwen_dist.data.prepare import prepare, read_manifest, recipe_of
 from cqwen_dist.data.records import Extractor, Text
-from cqwen_dist.data.tokenise import recipe_of
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.tools.diabetes import diabetes_texts
 

@@ -11,9 +11,9 @@ from support.exported import tiny_pair, write_folder
 from cqwen_dist import api
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.columns import columns_for
+from cqwen_dist.data.prepare import tokenise
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
-from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.generate.continuation import encoded
 from cqwen_dist.prediction.learnt_table import LearntTable
 from cqwen_dist.prediction.table import NUMBER_COLUMNS

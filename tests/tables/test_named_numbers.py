@@ -8,8 +8,7 @@ from support.tiny import NUM, VOCAB
 from tables.test_wide import BUCKETS, batch_of
 
 from cqwen_dist.model.embedding import phi
-from cqwen_dist.tables.wide.named_numbers import FAR
-from cqwen_dist.tables.wide.wide_part import WidePart
+from cqwen_dist.tables.wide.wide_part import FAR, WidePart
 from cqwen_dist.tables.wide.wide_rows import WIDTHS, NamedRows, texts_before
 from cqwen_dist.tables.wide.wide_start import fit_wide
 

@@ -5,8 +5,7 @@ from itertools import islice
 
 import numpy as np
 
-from cqwen_dist.tables.baselines import baselines
-from cqwen_dist.tables.encoding import EncodedRows, date_parts
+from cqwen_dist.tables.baselines import EncodedRows, baselines, date_parts
 from cqwen_dist.tables.judging import errors
 from cqwen_dist.tables.rows import Table
 

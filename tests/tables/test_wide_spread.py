@@ -15,8 +15,8 @@ from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.tables.wide.wide_part import MOST, WidePart
 from cqwen_dist.tables.wide.wide_rows import texts_before
 from cqwen_dist.tables.wide.wide_size import FOLDS
-from cqwen_dist.tables.wide.wide_spread import RIDGES, fit_spread
-from cqwen_dist.tables.wide.wide_start import fit_wide
+from cqwen_dist.tables.wide.wide_start import SPREAD_RIDGES as RIDGES
+from cqwen_dist.tables.wide.wide_start import fit_spread, fit_wide
 
 FEW_BUCKETS = 256
 WORD = 30  # where it stands, errors are FACTOR times as large

@@ -5,7 +5,7 @@ z of a frozen base contains little about earlier words and hardly any values. Th
 words and values directly. At position i of a text it adds to the location that the deep part infers from z
 
     g_i = sum over j <= i: w[each n-gram that ends at j] + w[the line, if j ends one]
-          + q_i, from the named numbers (`named_numbers`)
+          + q_i, from the named numbers (`NamedNumbers`)
 
 and to the log scale an h_i of the same form, with separate weights: some texts determine their number better than
 others. In a table's prompt a line is `column: cell`, so it acts as a category. In n-grams and lines a number counts as
@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from cqwen_dist.heads.beside import Beside
 from cqwen_dist.model.embedding import phi
-from cqwen_dist.tables.wide.named_numbers import KEYS, NamedNumbers
-from cqwen_dist.tables.wide.wide_size import FOLDS, KINDS
+from cqwen_dist.tables.wide.wide_size import FOLDS, KINDS, NAMES
 
 GRAMS = 3  # n-grams of 1, 2 and 3 tokens
 MOST = 2.0  # bound on |h|: new words and values must not make a number certain, or all numbers possible
@@ -180,3 +179,68 @@ def _mixed(x: Tensor) -> Tensor:
     x = (x + _INCREMENT) * _MULTIPLIER
     x = (x ^ (x >> 32)) * _MULTIPLIER
     return x ^ (x >> 29)
+
+
+FAR = 4.0  # clip, in standard deviations: one year 0 among years near 2000 must not decide the fit
+KEYS = 2**24  # hashes of names
+_BOUND = 1e6  # bound of one number's x: sums over a text stay finite
+_BYTES = (65536, 256, 1)
+_AT_ONCE = 256  # features whose cosines are in memory for all positions at once
+
+
+class NamedNumbers(nn.Module):
+    """q of the numbers so far, for each of `tables` weight sets: linear in the named numbers, and jointly by a kernel.
+
+        q = sum over names k: v_k x_k + v'_k x'_k  +  sum over d: V_d cos(offset_d + sum over k: x_k frequency_kd)
+        x_k = slope_k (phi(value_k) - centre_k),  x'_k = slope'_k (value_k - centre'_k),  at most FAR each
+
+    The raw values x' are for sums: a total is linear in its parts, not in their logarithms. A number's name is the text
+    before it in its line. Rare names do not count. If a text lacks a name, x_k = x'_k = 0, as at the mean. The random
+    Fourier features turn the ridge regression into a kernel regression (Rahimi and Recht 2007, "Random Features for
+    Large-Scale Kernel Machines"). All parameters are 0, and q = 0, until the calibrated start sets them.
+    """
+
+    frequencies: Tensor | None
+    offsets: Tensor | None
+    weight: Tensor | None
+
+    def __init__(self, tables: int, random_features: int) -> None:
+        """random_features: 0 for the linear terms only."""
+        super().__init__()
+        self.names = _constant(NAMES, len(_BYTES))  # bytes of a name's key: exact in any dtype
+        self.centre, self.slope = _constant(2, NAMES), _constant(2, NAMES)  # of phi, of values
+        self.linear = _constant(tables, 2 * NAMES)
+        random = {"frequencies": (NAMES, random_features), "offsets": (random_features,)}
+        for name, shape in (random | {"weight": (tables, random_features)}).items():
+            self.register_parameter(name, _constant(*shape) if random_features else None)
+
+    def read(self, name: Tensor, phi: Tensor, value: Tensor, number: Tensor) -> Tensor:
+        """The increment of x and x' at each position: [2*NAMES,B,T] float64.
+
+        name [B,T]: key of a number's name. phi, value [B,T]: at numbers, 0 elsewhere. number [B,T]: 1 at numbers.
+        """
+        known = (self.names.long() * torch.tensor(_BYTES, device=name.device)).sum(-1)
+        both = torch.stack([phi.double(), value.double()])[:, None]
+        x = (both - self.centre[..., None, None] * number) * self.slope[..., None, None]
+        return ((name == known[:, None, None]) * x.clamp(-_BOUND, _BOUND)).flatten(0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x, x' [2*NAMES,...] of the numbers so far, before clipping -> q [tables,...] fp32."""
+        x = x.float().clamp(-FAR, FAR)
+        q = torch.tensordot(self.linear.float(), x, 1)
+        if self.frequencies is None or self.offsets is None or self.weight is None:
+            return q
+        parts = (table.split(_AT_ONCE, -1) for table in (self.frequencies, self.offsets, self.weight))
+        for frequencies, offsets, weight in zip(*parts, strict=True):
+            phase = torch.tensordot(frequencies.float().T, x[:NAMES], 1) + offsets.view(-1, *[1] * (x.dim() - 1))
+            q = q + torch.tensordot(weight.float(), phase.cos(), 1)
+        return q
+
+
+def bytes_of(keys: Tensor) -> Tensor:
+    """[n] below KEYS -> [n,3], as in `NamedNumbers.names`."""
+    return torch.stack([keys // size % 256 for size in _BYTES], -1).float()
+
+
+def _constant(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape), requires_grad=False)

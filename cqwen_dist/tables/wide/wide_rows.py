@@ -3,7 +3,7 @@
 - words: an n-gram found in m of n texts is weighted by its idf, ln((1+n)/(1+m)) + 1
 - lines, weighted the same
 - named numbers: phi(value) and the value, centred, scaled to variance 1 and clipped
-- random features of all named numbers (`named_numbers`)
+- random features of all named numbers (`NamedNumbers`)
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from scipy.sparse import csr_matrix, diags
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.tables.wide.named_numbers import FAR, bytes_of
-from cqwen_dist.tables.wide.wide_part import WidePart, fold_of, lines_begin
+from cqwen_dist.tables.wide.wide_part import FAR, WidePart, bytes_of, fold_of, lines_begin
 from cqwen_dist.tables.wide.wide_size import FOLDS, NAMES
 
 COMMON = 0.05  # a name counts only if this share of the texts contains it

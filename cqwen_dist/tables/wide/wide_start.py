@@ -2,7 +2,7 @@
 
 There are far more n-grams than numbers, so it is solved in the space of the numbers: with rows f_i of weighted entries,
 K = F F^T and targets t, the table without fold k is F^T a with (K_rest + ridge diag(1/weights)) a = t_rest. F has
-blocks (`wide_rows`), each with a weight. `wide_spread` fits the log errors likewise. All in float64 on the CPU.
+blocks (`wide_rows`), each with a weight. `fit_spread` fits the log errors likewise. All in float64 on the CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from cqwen_dist.batch import Batch
 from cqwen_dist.heads.beside import BesideFit
 from cqwen_dist.model.ridge import SHARES, around_median
-from cqwen_dist.tables.wide.wide_part import WidePart
+from cqwen_dist.tables.wide.wide_part import MOST, WidePart
 from cqwen_dist.tables.wide.wide_rows import (
     WIDTHS,
     NamedRows,
@@ -33,7 +33,6 @@ from cqwen_dist.tables.wide.wide_rows import (
     texts_before,
 )
 from cqwen_dist.tables.wide.wide_size import FOLDS
-from cqwen_dist.tables.wide.wide_spread import fit_spread
 
 REACH = 2.0  # of errors that count in full, in median errors
 LIMIT = 6.0  # of targets around the median, in half interquartile ranges: 3 loses R2 on wine prices, none loses MAE
@@ -49,6 +48,9 @@ RANDOMS = (1.0, 100.0)  # then also tried
 STEPS = 2 * len(WIDTHS) + 2  # of progress: kernels, their weight, the fit on all
 JUDGES = (0, 1)  # folds for choosing the ridge again
 LEAST = 4 * FOLDS
+SPREAD_RIDGES = np.logspace(-1, 3, 9)  # in units of K's mean diagonal: logs of single errors are mostly noise
+LEAST_ERROR = 0.05  # in median errors: log 0 is undefined
+SURE_OF_SPREAD = 2.0
 
 
 @dataclass(frozen=True)
@@ -273,3 +275,53 @@ def _with_values(some: _Targets, rest: np.ndarray, values: np.ndarray) -> tuple[
     """
     found = ((some.best(rest + times * values), times) for times in VALUES)
     return min(found, key=lambda one: float(one[0].losses.mean()))
+
+
+class SpreadFit(NamedTuple):
+    """Out-of-fold h [n], and per fold left out the coefficients a of h = K a [FOLDS,n]."""
+
+    left_out: np.ndarray
+    solved: np.ndarray
+
+
+def fit_spread(kernel: np.ndarray, error: np.ndarray, folds: np.ndarray, searched: int) -> SpreadFit:
+    """The scale of each text. kernel [n,n], error [n], folds [n] in [0, FOLDS). All 0 if one common scale is as good.
+
+    e_i is the out-of-fold error of the location. log |e| is fitted with the location's kernel K:
+    h = K (K + ridge)^-1 (log |e| - its mean). The scale of a number's law is then exp(h) times one constant. (Two
+    linear models, of the mean and of the logarithm of the variance: Harvey 1976, "Estimating Regression Models with
+    Multiplicative Heteroscedasticity", Econometrica 44.)
+
+    Ridge and shrinkage minimise the out-of-fold Cauchy loss of the first `searched` numbers.
+    """
+    nothing = SpreadFit(np.zeros(len(error)), np.zeros((FOLDS, len(error))))
+    middle = float(np.median(np.abs(error)))
+    if not middle > 0:
+        return nothing
+    size = np.abs(error) / middle
+    goal = np.log(size.clip(LEAST_ERROR))
+    goal -= goal.mean()
+    unit = float(kernel.trace()) / len(error)
+
+    some, every = slice(min(searched, len(error))), _Targets(goal, goal, np.ones(len(goal)), folds)
+
+    def fit(ridge: float, part: slice) -> SpreadFit:
+        return SpreadFit(*every.of(part).left_out(kernel[part, part], ridge * unit))
+
+    one_scale = _losses(size[some], np.zeros(len(size[some])))
+    tried = [(fit(ridge, some).left_out, ridge) for ridge in SPREAD_RIDGES]
+    scored = [(_losses(size[some], share * h), ridge, share) for h, ridge in tried for share in SHARES]
+    losses, ridge, share = min(scored, key=lambda one: one[0].mean())
+    gain = one_scale - losses
+    if not gain.mean() > SURE_OF_SPREAD * gain.std() / math.sqrt(len(gain)):
+        return nothing
+    found = fit(ridge, slice(None))
+    return SpreadFit((share * found.left_out).clip(-MOST, MOST), share * found.solved)
+
+
+def _losses(size: np.ndarray, h: np.ndarray) -> np.ndarray:
+    """Cauchy loss per error [n] (without log pi) at the scale exp(h) times the best constant."""
+    h = h.clip(-MOST, MOST)
+    relative = size * np.exp(-h)
+    constant = max(float(np.median(relative)), 1e-12)
+    return np.asarray(h + math.log(constant) + np.log1p((relative / constant) ** 2))

@@ -18,9 +18,9 @@ from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.loader import EvalLoader
+from cqwen_dist.data.prepare import tokenise
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
-from cqwen_dist.data.tokenise import tokenise
 from cqwen_dist.data.tokenizer import POLICY_FILE, NumericalAwareTokenizer
 from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.model.base_loading import load_base
@@ -29,7 +29,7 @@ from cqwen_dist.ops.ovr.head import WordHead
 from cqwen_dist.ops.ovr.scores import OvrScores, ovr_scores
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
-from cqwen_dist.prediction.differences import differences
+from cqwen_dist.prediction.learnt_range import differences
 from cqwen_dist.prediction.learnt_table import LearntTable, learnt_table
 from cqwen_dist.run.files import START, STATE, read_object
 from cqwen_dist.training.evaluation.evaluator import Decisions, Evaluator, base_metrics
