@@ -141,20 +141,17 @@ def evaluate(
     for key, value in (("--label-set", label_set), ("--reject-below", reject_below)):
         if value is not None and not 0 < value < 1:
             raise UserError(key, value, "a probability between 0 and 1")
-    decisions = Decisions(label_set, reject_below)
-    if data is None or isinstance(data, (str, Path)):
-        source = None if data is None else str(data)
-        return evaluate_checkpoint(_folder(model), source, micro_batch_size, base=base, decisions=decisions)
-    from cqwen_dist.data.from_memory import write_records
-    from cqwen_dist.prediction.learnt_table import learnt_table
-
     folder = _folder(model)
-    read = learnt_table(folder)
-    field = "text" if read is None else read.data.text_field
     with TemporaryDirectory() as folder_of_rows:
-        path = Path(folder_of_rows) / "rows.jsonl"
-        write_records(data, path, "data", field)
-        return evaluate_checkpoint(folder, str(path), micro_batch_size, base=base, decisions=decisions)
+        if not isinstance(data, (str, Path, type(None))):
+            from cqwen_dist.data.from_memory import write_records
+            from cqwen_dist.prediction.learnt_table import learnt_table
+
+            read, path = learnt_table(folder), Path(folder_of_rows) / "rows.jsonl"
+            write_records(data, path, "data", "text" if read is None else read.data.text_field)
+            data = path
+        source, decisions = None if data is None else str(data), Decisions(label_set, reject_below)
+        return evaluate_checkpoint(folder, source, micro_batch_size, base=base, decisions=decisions)
 
 
 def predict(

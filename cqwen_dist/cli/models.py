@@ -93,7 +93,9 @@ def export(
     checkpoint: Checkpoint,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New or empty folder.")],
     merge: Annotated[bool, typer.Option("--merge", help="Fold the adapters into the backbone.")] = False,
-    dtype: Annotated[str, typer.Option(help="Backbone dtype, fp32 or bf16; default: as trained. Heads: fp32.")] = "",
+    dtype: Annotated[
+        str | None, typer.Option(help="Backbone dtype, fp32 or bf16; default: as trained. Heads: fp32.")
+    ] = None,
     as_base: Annotated[
         bool, typer.Option("--as-base", "--as-qwen2", help="Write a plain model of the base's class: logits are loc_S.")
     ] = False,
@@ -106,9 +108,7 @@ def export(
     quiet_libraries()
     from cqwen_dist.tools.export.export import export as write
 
-    folder = write(
-        checkpoint, out, merge, dtype=dtype or None, as_base=as_base, drop_bias=drop_bias, shard_size=shard_size
-    )
+    folder = write(checkpoint, out, merge, dtype=dtype, as_base=as_base, drop_bias=drop_bias, shard_size=shard_size)
     echo(f"exported to {folder}")
     if as_base:
         echo("It is a plain language model and writes no numbers: it writes <NUM> in their place.", err=True)

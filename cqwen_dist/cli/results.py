@@ -47,8 +47,8 @@ def report(
 
 def evaluate(
     checkpoint: Checkpoint,
-    data: Annotated[str, typer.Option(help="JSONL file or bundled:NAME; default: the run's held-out data.")] = "",
-    base: Annotated[str, typer.Option(help="Base model to compare with; default: the run's base.")] = "",
+    data: Annotated[str | None, typer.Option(help="JSONL or bundled:NAME; default: the run's held-out data.")] = None,
+    base: Annotated[str | None, typer.Option(help="Base model to compare with; default: the run's base.")] = None,
     label_set: Annotated[float | None, typer.Option(help="Also evaluate word sets: words with P above this.")] = None,
     reject_below: Annotated[float | None, typer.Option(help="Also evaluate rejecting if all P are below this.")] = None,
     micro_batch_size: Annotated[int, typer.Option(help="Texts per batch.", min=1)] = 8,
@@ -58,14 +58,8 @@ def evaluate(
     quiet_libraries()
     from cqwen_dist.api import evaluate as run
 
-    metrics = run(
-        checkpoint,
-        data or None,
-        base=base or None,
-        label_set=label_set,
-        reject_below=reject_below,
-        micro_batch_size=micro_batch_size,
-    )
+    decisions = {"label_set": label_set, "reject_below": reject_below}
+    metrics = run(checkpoint, data, base=base, micro_batch_size=micro_batch_size, **decisions)
     print_document(metrics, as_json, lambda _: "\n".join(f"{name:40} {value:.6g}" for name, value in metrics.items()))
 
 

@@ -80,20 +80,10 @@ def predict(
     from cqwen_dist.prediction.table import write_table
     from cqwen_dist.run.files import written_whole
 
-    rows = predicted_rows(
-        checkpoint,
-        table,
-        template,
-        empty,
-        decimal_comma,
-        device,
-        partial(echo, err=True),
-        options=option or (),
-        reject_below=reject_below,
-        digits=chosen_digits,
-        within=within,
-        batch_size=batch_size,
-    )
+    settings: dict[str, Any] = {"options": option or (), "reject_below": reject_below, "digits": chosen_digits}
+    settings |= {"within": within, "batch_size": batch_size}
+    say = partial(echo, err=True)
+    rows = predicted_rows(checkpoint, table, template, empty, decimal_comma, device, say, **settings)
     if out is None:
         write_table(rows, sys.stdout)
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -122,14 +123,12 @@ def suited(amount: Amount, context: int | None) -> Suited:
     return Suited(amount.complete, length, held_out, batch, epochs, steps, warmup, every, start_numbers)
 
 
-def never_warm(amount: Amount, config: Config) -> list[str]:
+def never_warm(amount: Amount, config: Config) -> Iterator[str]:
     """A sentence for each stage that is all warm-up."""
-    found = []
     share = 1.0 if config.data.eval is not None else 1.0 - config.data.eval_fraction
     for index, (stage, (length, batch, _)) in enumerate(zip(config.stages, config.batch_shapes(), strict=True)):
         epoch = math.ceil(amount.pieces(length) * share / batch)
         steps = stage.steps or (round(stage.epochs * epoch) if stage.epochs and amount.complete else 0)
         if 0 < steps <= stage.warmup_steps:
             warm = f"stages.{index}.warmup_steps is {stage.warmup_steps}"
-            found.append(f"stage {stage.name} has about {steps} steps, all of them warm-up: {warm}, lr is not reached")
-    return found
+            yield f"stage {stage.name} has about {steps} steps, all of them warm-up: {warm}, lr is not reached"

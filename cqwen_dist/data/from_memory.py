@@ -14,12 +14,12 @@ import numpy as np
 from cqwen_dist.batch import Batch
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.data.blocks import short_floats
 from cqwen_dist.data.cells import as_text, is_empty, shortened
 from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.number_forms import numeral
 from cqwen_dist.data.prepare import tokenise
 from cqwen_dist.data.records import Text
-from cqwen_dist.data.tables import short_floats
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.run.files import file_record, written_whole
 

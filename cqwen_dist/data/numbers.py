@@ -1,20 +1,11 @@
 """Finds numerals in text, and their values (`data.write_numbers` writes them back).
 
 The seeds ask for "detect, replace by <NUM>, keep the value" (seed S0 1.1) and leave the details open. docs/numbers.md
-defines the policy by examples; `NumberPolicy` switches parts of it. The patterns below follow these rules:
+defines the policy by examples, each of which a test reads; `NumberPolicy` switches parts of it. Three rules are not
+on that page:
 
-- A dot belongs to a numeral only before a digit: "1." is 1; ".5" is 0.5, but not after a letter, digit or dot.
-- A minus directly before a numeral is a sign at a line start and after a space, an opening bracket, an operator, "=",
-  ":" or a CJK character. After a numeral, "%" or a closing bracket (even with spaces between) it is an operator, so it
-  stays text. After a letter or a dot it is a hyphen. Between numerals with the same unit (23日-26日) it is a dash, and
-  so are two minus signs (10--18), except in arithmetic (5--3=8).
-- "(1,234)" is -1234 (`accounting`) only with a thousands separator, and not after a letter, a digit or a closing
-  bracket, nor directly before a numeral.
-- A letter or "_" directly before a numeral makes it part of a word. Letters after it do so only if a digit follows
-  them, and "x" between numerals is a product. CJK characters do not count as letters. A currency code (RMB300) is not
-  a part of it.
-- Digits before "=" are arithmetic, never a date or a phone number.
-- Full-width digits and dots read as ASCII. A full-width comma ends a clause, so it does not group digits.
+- "(1,234)" is no -1234 after a letter, a digit or a closing bracket, nor directly before a numeral.
+- A full-width comma ends a clause, so it does not group digits.
 - Overflow returns infinity here; such a numeral stays text.
 """
 

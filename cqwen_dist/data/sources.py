@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from cqwen_dist.config.data import DataConfig, as_list
 from cqwen_dist.config.errors import BadLine, UserError
-from cqwen_dist.data.blocks import blocks
+from cqwen_dist.data.blocks import blocks, in_blocks
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.columns import columns_for, forms_by
 from cqwen_dist.data.records import Block, Extractor, ReadReport, Text
@@ -154,13 +154,4 @@ def held_out(first: np.ndarray, fraction: float) -> np.ndarray:
 
 def chunks(texts: Iterable[Text]) -> Iterator[list[Text]]:
     """Yield lists of CHUNK texts, fewer if they are long."""
-    chunk: list[Text] = []
-    size = 0
-    for text in texts:
-        chunk.append(text)
-        size += len(text.text)
-        if len(chunk) == CHUNK or size >= 1 << 22:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
+    return in_blocks(((text, len(text.text)) for text in texts), CHUNK, 1 << 22)
