@@ -246,7 +246,7 @@ def _as_learnt(
     the columns differ. Raises: UserError for columns that are missing or cannot be read as then."""
     from cqwen_dist.config.errors import BadLine
     from cqwen_dist.data.columns import cell_in
-    from cqwen_dist.prediction.learnt_range import compare
+    from cqwen_dist.prediction.learnt_table import compare
 
     if lacks := [name for name in extract.inputs if name not in table[0]]:
         allowed = f"the columns that the run learnt from; found here: {', '.join(table[0])}"

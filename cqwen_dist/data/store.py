@@ -129,11 +129,9 @@ class TokenStore:
 
     def count_in(self, other: TokenStore) -> int:
         """Number of these texts that are in the other store too."""
-        return int(np.isin(self._digests(), other._digests()).sum())
-
-    def _digests(self) -> np.ndarray:
-        parts = (first_of_digests(batch.column("digest")) for batch in self._batches)
-        return np.concatenate([np.zeros(0, np.uint64), *parts])
+        none = np.zeros(0, np.uint64)
+        columns = ([first_of_digests(batch.column("digest")) for batch in own._batches] for own in (self, other))
+        return int(np.isin(*(np.concatenate([none, *parts]) for parts in columns)).sum())
 
     def column(self, name: str) -> np.ndarray:
         """An integer column over all texts [n]."""

@@ -1,20 +1,152 @@
-"""How a run read its rows, stored for predictions and evaluations with the run or its export."""
+"""What a run learnt of its table: stored with it, compared with another table; and the ranges of its numbers."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cqwen_dist.checkpoint.trained import is_exported, run_of
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.data.cells import TableCells, as_number
 from cqwen_dist.data.chat import Chat
-from cqwen_dist.data.columns import columns_for, forms_by
+from cqwen_dist.data.columns import cell_in, columns_for, columns_of, forms_by, kind_in, kind_of, sampled, zones_in
+from cqwen_dist.data.number_forms import numeral
 from cqwen_dist.data.records import Extractor, named_fields
-from cqwen_dist.prediction.learnt_range import LearntRange
+from cqwen_dist.heads.intervals import LEVELS
+from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.run.files import START, read_object
+
+OUTSIDE = "outside"  # the added column: names of columns with a number outside
+MARGIN = 0.25  # in ranges beyond either end: still inside; predictions are limited here
+REACH = 1.0  # in ranges beyond either end: intervals are limited here
+DIGITS = 10  # of a limited prediction
+
+
+@dataclass(frozen=True)
+class LearntRange:
+    """Minimum and maximum of every training column, including the target."""
+
+    target: str
+    ends: Mapping[str, tuple[float, float]]
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Mapping[str, Any]], target: str) -> LearntRange | None:
+        """From a run's columns (`data.columns.described`); None if the target's range is unknown."""
+        ends = {name: (column["low"], column["high"]) for name, column in columns.items() if "low" in column}
+        return cls(target, ends) if target in ends else None
+
+    def held(self, cells: Mapping[str, str], found: Mapping[str, Any], unit: TargetTransform) -> dict[str, Any]:
+        """Adds OUTSIDE to `found`, a row's new columns: the names of the row's numbers that are outside.
+
+        The prediction is limited to the target's range plus MARGIN. If anything is outside, the intervals move with the
+        prediction and grow by the distance to the range, in units of that range, but not beyond the range plus REACH.
+        Nothing goes below 0 if no target did. cells: the row as training reads it. unit: of the target's
+        range.
+        """
+        if found["predicted"] is None:
+            return {**found, OUTSIDE: None}
+        low, high = (_forward(unit, end) for end in self.ends[self.target])
+        value = _forward(unit, found["predicted"])
+        numbers = {name: as_number(cells.get(name)) for name in self.ends}
+        far = {name: beyond(numbers[name], *ends) for name, ends in self.ends.items()}
+        far[self.target] = beyond(value, low, high)
+        outside = [name for name, distance in far.items() if distance > MARGIN]
+        if not outside:
+            return {**found, OUTSIDE: ""}
+        width = high - low
+        at = min(max(value, low - MARGIN * width), high + MARGIN * width)
+        growth = 1 + max(far[name] for name in outside)
+        new = {"predicted": at}
+        for level in LEVELS:
+            for name, side in ((f"low_{level * 100:g}", -1), (f"high_{level * 100:g}", 1)):
+                reach = max(growth * abs(_forward(unit, found[name]) - value), abs(value - at))
+                new[name] = min(max(at + side * reach, low - REACH * width), high + REACH * width)
+        raw = unit.inverse(torch.tensor([*new.values()], dtype=torch.float64)).tolist()
+        least = 0.0 if self.ends[self.target][0] >= 0 else -math.inf
+        held = {name: max(float(f"{number:.{DIGITS}g}"), least) for name, number in zip(new, raw, strict=True)}
+        return {**found, **held, OUTSIDE: ", ".join(outside)}
+
+
+def _forward(unit: TargetTransform, value: float) -> float:
+    return float(unit.forward(torch.tensor(value, dtype=torch.float64)))
+
+
+MUCH_EMPTIER = 0.2  # report a column if its share of empty cells grew by this much
+LEAST_TOLD = 5  # cells of a text column that must all be numbers or dates
+_NAMES = {"number": "a number", "truth": "true or false", "date": "a date such as 2024-01-31", "text": "text"}
+
+
+def differences(source: str, config: DataConfig, trained: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """`compare` for a source in a run's config. trained: the run's columns; {}: unknown."""
+    if trained:
+        cells = TableCells(forms_by(config, trained), config.target_field)
+        yield from compare(trained, sampled([source]), cells, "--data")
+
+
+def compare(
+    trained: Mapping[str, Mapping[str, Any]], records: Sequence[Mapping[str, Any]], cells: TableCells, key: str = "FILE"
+) -> Iterator[str]:
+    """Yield one line per difference between a table's columns and the training columns.
+
+    trained: from `described`. Raises: UserError for a column that cannot be written as in training.
+    """
+    here = {*columns_of(records)}
+    for name, was in trained.items():
+        if name in here and was["kind"] != "empty":
+            texts = [cell_in(cells, name, record.get(name), key) for record in records]
+            yield from (f"column {name}: {how}" for how in _differences(name, was, texts, key))
+
+
+def _differences(name: str, was: Mapping[str, Any], texts: list[str], key: str) -> Iterator[str]:
+    filled = [*filter(None, texts)]
+    odd = [text for text in filled if not _fits(was["kind"], text)]
+    what = f"a number such as {was['form']}" if "form" in was else _NAMES.get(was["kind"], f"written as {was['kind']}")
+    if odd and len(odd) == len(filled):
+        raise UserError(key, Said(f"{odd[0]} in the column {name}"), f"{what} there, as in training")
+    if odd:
+        yield f"{len(odd):,} of {len(filled):,} cells are not {what} (e.g. {odd[0]}); in training all were"
+    kind = kind_in(filled, as_number) if was["kind"] == "text" and len(filled) >= LEAST_TOLD else "text"
+    if kind != "text":
+        yield f"every cell is {_NAMES.get(kind, kind)}, which was text in training"
+    yield from _of_zones(was, zones_in(filled))
+    yield from _outside(was, [number for number in map(_read, filled) if number is not None])
+    empty = 1 - len(filled) / len(texts)
+    if empty > was["empty"] + MUCH_EMPTIER or (empty and not was["empty"]):
+        yield f"{empty:.0%} of the cells are empty, {was['empty']:.0%} in training"
+
+
+def _of_zones(was: Mapping[str, Any], zones: list[str]) -> Iterator[str]:
+    if odd := [zone for zone in zones if zone not in was.get("zones", zones)]:
+        yield f"times of the zone {', '.join(odd)}, in training {', '.join(was['zones']) or 'no times'}"
+
+
+def _outside(was: Mapping[str, Any], numbers: list[float]) -> Iterator[str]:
+    if outside := [number for number in numbers if "low" in was and beyond(number, was["low"], was["high"])]:
+        said = f"{len(outside):,} of {len(numbers):,} numbers are outside of {was['low']:.15g} to {was['high']:.15g}"
+        yield f"{said}, all that was learnt from: {min(outside):.15g} to {max(outside):.15g}"
+
+
+def beyond(number: float | None, low: float, high: float) -> float:
+    """Distance of a number from a range, in range widths; 0 inside, and for a cell without a number."""
+    return 0.0 if number is None else max(low - number, number - high, 0.0) / ((high - low) or abs(high) or 1.0)
+
+
+def _fits(kind: str, text: str) -> bool:
+    return kind == "text" or (_read(text) is not None if kind == "number" else kind_of(text) == kind)
+
+
+def _read(text: str) -> float | None:
+    """The number of a cell's text as the prompt reads it. 000105 and 1_05 are numbers for Python, and names there."""
+    number = as_number(text)
+    return number if number is not None and numeral(text) == text else None
+
 
 FILE = "table.json"  # in an exported folder
 # The data keys that decide how a row is read; paths are not stored

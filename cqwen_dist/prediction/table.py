@@ -20,7 +20,7 @@ from cqwen_dist.generate.decisions import choose
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, check_digits
 from cqwen_dist.generate.streaming import Tokenizer, reader
 from cqwen_dist.heads.intervals import LEVELS
-from cqwen_dist.prediction.learnt_range import OUTSIDE, LearntRange
+from cqwen_dist.prediction.learnt_table import OUTSIDE, LearntRange
 
 Unread = dict[int, UserError]  # why a row, counted from 0, has no prediction
 

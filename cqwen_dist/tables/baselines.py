@@ -18,7 +18,7 @@ import numpy as np
 
 from cqwen_dist.data.recipes import LARGEST
 from cqwen_dist.data.statistics import signed_log
-from cqwen_dist.prediction.learnt_range import MARGIN
+from cqwen_dist.prediction.learnt_table import MARGIN
 from cqwen_dist.tables.rows import Table
 
 if TYPE_CHECKING:

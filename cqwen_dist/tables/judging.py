@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cqwen_dist.prediction.learnt_range import OUTSIDE
+from cqwen_dist.prediction.learnt_table import OUTSIDE
 from cqwen_dist.prediction.table import NUMBER_COLUMNS
 
 OURS, WIDE_ALONE = "CausalQwen", "the wide part alone"  # those that give intervals

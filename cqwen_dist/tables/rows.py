@@ -19,7 +19,7 @@ from cqwen_dist.data.columns import columns_of, forms_in, sample
 from cqwen_dist.data.number_forms import Form
 from cqwen_dist.data.recipes import records_in, table_columns
 from cqwen_dist.data.text_files import write_rows as write_csv
-from cqwen_dist.prediction.learnt_range import OUTSIDE
+from cqwen_dist.prediction.learnt_table import OUTSIDE
 from cqwen_dist.prediction.table import NUMBER_COLUMNS
 
 LEAST_ROWS = 20

@@ -26,7 +26,7 @@ from cqwen_dist.data.number_forms import Form, Unsettled, by_form, forms_of, num
 from cqwen_dist.data.recipes import recognise
 from cqwen_dist.data.records import ReadReport, Text
 from cqwen_dist.data.sources import read_texts
-from cqwen_dist.prediction.learnt_range import compare
+from cqwen_dist.prediction.learnt_table import compare
 
 SAME: dict[str, list[Any]] = {
     "2024-01-07": [

@@ -6,7 +6,7 @@ import pytest
 
 from cqwen_dist.heads.intervals import LEVELS
 from cqwen_dist.heads.targets import TargetTransform
-from cqwen_dist.prediction.learnt_range import OUTSIDE, LearntRange
+from cqwen_dist.prediction.learnt_table import OUTSIDE, LearntRange
 
 KNOWN = LearntRange("price", {"price": (10.0, 1000.0), "size": (0.0, 50.0), "same": (7.0, 7.0)})
 LOG = TargetTransform("standardise_log", 4.6, 1.2)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch, pad_rows
 from cqwen_dist.data.tokenizer import Encoded, NumericalAwareTokenizer
-from cqwen_dist.prediction.learnt_range import REACH
+from cqwen_dist.prediction.learnt_table import REACH
 from cqwen_dist.tables.baselines import Rival, TargetUnit
 from cqwen_dist.tables.judging import WIDE_ALONE
 from cqwen_dist.tables.wide.wide_part import WidePart

@@ -29,8 +29,7 @@ from cqwen_dist.ops.ovr.head import WordHead
 from cqwen_dist.ops.ovr.scores import OvrScores, ovr_scores
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
-from cqwen_dist.prediction.learnt_range import differences
-from cqwen_dist.prediction.learnt_table import LearntTable, learnt_table
+from cqwen_dist.prediction.learnt_table import LearntTable, differences, learnt_table
 from cqwen_dist.run.files import START, STATE, read_object
 from cqwen_dist.training.evaluation.evaluator import Decisions, Evaluator, base_metrics
 
