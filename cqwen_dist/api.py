@@ -15,13 +15,11 @@ from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.reading import given_config
 from cqwen_dist.config.schema import Config
 from cqwen_dist.config.training import Stage
-from cqwen_dist.data.number_forms import Form
 from cqwen_dist.parallel.collectives import Stopped
 from cqwen_dist.training.callbacks import Callback, CallbackError, Moment, TrainResult
 
 if TYPE_CHECKING:
     from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
-    from cqwen_dist.data.records import Extractor
     from cqwen_dist.generate.numbers import Digits
     from cqwen_dist.generate.streaming import Tokenizer
     from cqwen_dist.model import CausalQwenForCausalLM
@@ -201,9 +199,9 @@ def predicted_rows(
 ) -> Iterator[dict[str, Any]]:
     """`predict`, batch by batch as the rows are taken. The same arguments; settings: of `predict_rows`."""
     from cqwen_dist.checkpoint.trained import load_trained
-    from cqwen_dist.prediction.table import predict_rows, prompts_of
+    from cqwen_dist.prediction.table import cells_given, predict_rows, prompts_of, rows_of
 
-    columns, table = _table_of(rows)
+    table = rows_of(rows)
     if not table:
         return iter(())
     if within is None:
@@ -214,76 +212,17 @@ def predicted_rows(
     if template is None:
         learnt = _learnt_table(model)
         known = learnt.known()
-        prompts, cells = _as_learnt(table, learnt, learnt.extractor(empty, decimal_comma), unread, say)
+        prompts, cells = learnt.prompts(table, learnt.extractor(empty, decimal_comma), unread, say)
     else:
-        prompts = prompts_of(template, columns, _as_given(table, rows, template, decimal_comma), empty, unread)
+        source = str(rows) if isinstance(rows, (str, Path)) else "rows"
+        given = cells_given(table, source, template, decimal_comma)
+        prompts = prompts_of(template, list(table[0]), given, empty, unread)
     found, tokenizer = model if isinstance(model, tuple) else load_trained(_folder(model), device)
     settings |= {"unread": unread, "known": known, "cells": cells, "within": within}
     predicted = predict_rows(found, tokenizer, table, prompts, **settings)
     if unread:
         say(f"{len(unread):,} of {len(table):,} rows have no prediction, such as {unread[min(unread)]}")
     return predicted
-
-
-def _table_of(rows: Any) -> tuple[list[str], list[Any]]:
-    """Returns (columns, rows). A field that a record lacks is None. Raises `UserError`."""
-    from cqwen_dist.data.columns import columns_of
-    from cqwen_dist.data.from_memory import as_rows
-    from cqwen_dist.data.recipes import records_in
-
-    found = records_in(str(rows)) if isinstance(rows, (str, Path)) else list(as_rows(rows, "rows"))
-    for number, row in enumerate(found, 1):
-        if not isinstance(row, Mapping):
-            raise UserError("rows", row, "a dict, cell by column", f"row {number}")
-    columns = columns_of(found)
-    return columns, [{name: record.get(name) for name in columns} for record in found]
-
-
-def _as_learnt(
-    table: list[Any], learnt: LearntTable, extract: Extractor, unread: Unread, say: Callable[[str], None]
-) -> tuple[list[Prompt], list[dict[str, str]]]:
-    """The prompts of rows, and their cells, as the run read them. unread: gets the rows without a prompt; say: gets how
-    the columns differ. Raises: UserError for columns that are missing or cannot be read as then."""
-    from cqwen_dist.config.errors import BadLine
-    from cqwen_dist.data.columns import cell_in
-    from cqwen_dist.prediction.learnt_table import compare
-
-    if lacks := [name for name in extract.inputs if name not in table[0]]:
-        allowed = f"the columns that the run learnt from; found here: {', '.join(table[0])}"
-        raise UserError("FILE", f"no column {', '.join(lacks)}", allowed)
-    used = {*extract.inputs}
-    read = [{name: cell for name, cell in row.items() if name in used} for row in table]
-    for difference in compare(learnt.described(), read, extract.cells):
-        say(difference)
-    prompts: list[Prompt] = []
-    for number, row in enumerate(read):
-        try:
-            prompts.append(extract.before(row))
-        except BadLine as bad:
-            unread[number] = UserError("FILE", bad.found, bad.allowed, f"record {number + 1}")
-            prompts.append("")
-    return prompts, [{name: cell_in(extract.cells, name, cell) for name, cell in row.items()} for row in read]
-
-
-def _as_given(table: list[Any], rows: Any, template: str, comma: bool | None) -> Iterator[dict[str, str]]:
-    """The cells for the user's template: texts stay as they are, but 3,5 would be two numbers."""
-    from cqwen_dist.data.columns import forms_in
-
-    source = str(rows) if isinstance(rows, (str, Path)) else "rows"
-    named = [name for name in (table[0] if source.endswith((".csv", ".tsv")) else ()) if f"{{{name}}}" in template]
-    found = forms_in(table, source, None, comma, named)
-    forms = {name: form for name, form in found.items() if form == Form(",")}
-    return ({name: _plain_text(cell, forms.get(name)) for name, cell in row.items()} for row in table)
-
-
-def _plain_text(cell: Any, form: Form | None) -> str:
-    """A cell for a template that the user gives: a text as it is, any other value as `cell_text`."""
-    from cqwen_dist.data.cells import cell_text, is_empty
-
-    text = "" if is_empty(cell) else cell if isinstance(cell, str) else cell_text(cell)
-    if text is None:
-        raise UserError("FILE", cell, "text, numbers, true or false, dates")
-    return text if form is None else form.read(text) or text
 
 
 def _learnt_table(model: Any) -> LearntTable:

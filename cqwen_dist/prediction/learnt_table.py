@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cqwen_dist.checkpoint.trained import is_exported, run_of
 from cqwen_dist.config.data import DataConfig
-from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.errors import BadLine, Said, UserError
 from cqwen_dist.data.cells import TableCells, as_number
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.columns import cell_in, columns_for, columns_of, forms_by, kind_in, kind_of, sampled, zones_in
@@ -190,6 +190,28 @@ class LearntTable(BaseModel):
             forms = {name: form._replace(decimal="," if comma else ".") for name, form in forms.items()}
         data = self.data if empty is None else self.data.model_copy(update={"empty_cell": empty})
         return Extractor(data, Chat(), forms, columns)
+
+    def prompts(
+        self, table: list[Any], extract: Extractor, unread: dict[int, UserError], say: Callable[[str], None]
+    ) -> tuple[list[Any], list[dict[str, str]]]:
+        """The prompts of rows, and their cells, as the run read them. extract: of `extractor`. unread: gets the rows
+        without a prompt; say: gets how the columns differ. Raises: UserError for columns that are missing or cannot be
+        read as then."""
+        if lacks := [name for name in extract.inputs if name not in table[0]]:
+            allowed = f"the columns that the run learnt from; found here: {', '.join(table[0])}"
+            raise UserError("FILE", f"no column {', '.join(lacks)}", allowed)
+        used = {*extract.inputs}
+        read = [{name: cell for name, cell in row.items() if name in used} for row in table]
+        for difference in compare(self.described(), read, extract.cells):
+            say(difference)
+        prompts: list[Any] = []
+        for number, row in enumerate(read):
+            try:
+                prompts.append(extract.before(row))
+            except BadLine as bad:
+                unread[number] = UserError("FILE", bad.found, bad.allowed, f"record {number + 1}")
+                prompts.append("")
+        return prompts, [{name: cell_in(extract.cells, name, cell) for name, cell in row.items()} for row in read]
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of `FILE`."""

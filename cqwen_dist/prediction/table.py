@@ -7,13 +7,18 @@ import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, TextIO
 
 from torch import Tensor
 
 from cqwen_dist.config.data import filled, unescaped
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.data.cells import MISSING
+from cqwen_dist.data.cells import MISSING, cell_text, is_empty
+from cqwen_dist.data.columns import columns_of, forms_in
+from cqwen_dist.data.from_memory import as_rows
+from cqwen_dist.data.number_forms import Form
+from cqwen_dist.data.recipes import records_in
 from cqwen_dist.data.text_files import write_rows
 from cqwen_dist.generate.continuation import Prompt, encoded, generate_batch
 from cqwen_dist.generate.decisions import choose
@@ -29,6 +34,32 @@ CHOICE = "chosen"
 SORTED = 8  # batches
 LEAST_DIGITS = 6  # of an interval's ends
 OF_WIDTH = 4  # digits of an interval's width, at least, if its ends begin alike: 1,700,000,123 to 1,700,000,456
+
+
+def rows_of(rows: Any) -> list[dict[str, Any]]:
+    """The rows of a table: a file, a DataFrame, or records. A field that a record lacks is None. Raises `UserError`."""
+    found = records_in(str(rows)) if isinstance(rows, (str, Path)) else list(as_rows(rows, "rows"))
+    for number, row in enumerate(found, 1):
+        if not isinstance(row, Mapping):
+            raise UserError("rows", row, "a dict, cell by column", f"row {number}")
+    columns = columns_of(found)
+    return [{name: record.get(name) for name in columns} for record in found]
+
+
+def cells_given(
+    table: Sequence[Mapping[str, Any]], source: str, template: str, comma: bool | None
+) -> Iterator[dict[str, str]]:
+    """The cells for the user's template: texts stay as they are, but in CSV 3,5 would be two numbers."""
+    named = [name for name in (table[0] if source.endswith((".csv", ".tsv")) else ()) if f"{{{name}}}" in template]
+    forms = {name: form for name, form in forms_in(table, source, None, comma, named).items() if form == Form(",")}
+
+    def text_of(name: str, cell: Any) -> str:
+        text = "" if is_empty(cell) else cell if isinstance(cell, str) else cell_text(cell)
+        if text is None:
+            raise UserError("FILE", cell, "text, numbers, true or false, dates")
+        return (name in forms and forms[name].read(text)) or text
+
+    return ({name: text_of(name, cell) for name, cell in row.items()} for row in table)
 
 
 def prompts_of(

@@ -12,17 +12,23 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from functools import cached_property, partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.sparse import csr_matrix, hstack
+from sklearn.decomposition import TruncatedSVD
+from sklearn.ensemble import HistGradientBoostingRegressor
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.impute import SimpleImputer
+from sklearn.linear_model import Ridge, RidgeCV
+from sklearn.model_selection import ShuffleSplit
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import OneHotEncoder, StandardScaler, TargetEncoder
 
 from cqwen_dist.data.recipes import LARGEST
 from cqwen_dist.data.statistics import signed_log
 from cqwen_dist.prediction.learnt_table import MARGIN
 from cqwen_dist.tables.rows import Table
-
-if TYPE_CHECKING:
-    from scipy.sparse import csr_matrix
 
 MOST_DIFFERENT = 0.5  # distinct cells per filled cell in a column of categories; above it the column is free text
 COMPONENTS = 64  # of the words, for trees
@@ -58,10 +64,6 @@ class EncodedRows:
     @cached_property
     def filled(self) -> np.ndarray:
         """`numbers`, standardised, with the median and an indicator column for empty cells."""
-        from sklearn.impute import SimpleImputer
-        from sklearn.pipeline import make_pipeline
-        from sklearn.preprocessing import StandardScaler
-
         if not self.numbers.shape[1]:
             return self.numbers
         steps = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True), StandardScaler()
@@ -69,8 +71,6 @@ class EncodedRows:
 
     def tf_idf(self, **options: Any) -> csr_matrix:
         """Sparse [n, words]: TF-IDF. options: of scikit-learn's vectorizer."""
-        from sklearn.feature_extraction.text import TfidfVectorizer
-
         return TfidfVectorizer(**options).fit([self.texts[row] for row in self.learnt]).transform(self.texts)
 
     @cached_property
@@ -81,17 +81,12 @@ class EncodedRows:
     @cached_property
     def characters(self) -> csr_matrix:
         """`pairs`, and TF-IDF of two to five characters within words: parts and other spellings of words."""
-        from scipy.sparse import csr_matrix, hstack
-
         of_characters = {"analyzer": "char_wb", "ngram_range": (2, 5), "max_features": MOST_CHARACTERS}
         return csr_matrix(hstack([self.pairs, self.tf_idf(sublinear_tf=True, **of_characters)]))
 
     @cached_property
     def linear(self) -> csr_matrix:
         """For linear models: words, a column per category (rare ones share one), and `filled`."""
-        from scipy.sparse import csr_matrix, hstack
-        from sklearn.preprocessing import OneHotEncoder
-
         parts = [self.tf_idf(), csr_matrix(self.filled)] if self.has_words else [csr_matrix(self.filled)]
         if self.categories.shape[1]:
             encoder = OneHotEncoder(handle_unknown="infrequent_if_exist", min_frequency=RARE)
@@ -101,8 +96,6 @@ class EncodedRows:
     @cached_property
     def components(self) -> np.ndarray:
         """[n, components] of `pairs`; without columns if there are no words."""
-        from sklearn.decomposition import TruncatedSVD
-
         count = min(COMPONENTS, len(self.learnt) // 10) if self.has_words else 0
         count = min(count, self.pairs.shape[1] - 1) if count else 0
         if count < 1:
@@ -113,8 +106,6 @@ class EncodedRows:
     @cached_property
     def dense(self) -> np.ndarray:
         """For trees: `numbers`, each category as the mean target of its rows, and `components`; at least one column."""
-        from sklearn.preprocessing import TargetEncoder
-
         means = np.empty((len(self.y), 0))
         if self.categories.shape[1]:
             # A training row's own fold is left out, or the mean of a rare category would tell its target
@@ -234,9 +225,6 @@ def _ridge(of: EncodedRows, x: Any) -> Ways:
 
     Leave-one-out needs an array [rows, rows]. The absolute error is that of squares with weights 1 / residual.
     """
-    from sklearn.linear_model import Ridge, RidgeCV
-    from sklearn.model_selection import ShuffleSplit
-
     own, y = x[of.learnt], of.y[of.learnt]
     quarter = ShuffleSplit(1, test_size=0.25, random_state=0) if len(y) > MANY else None
     model = RidgeCV(ALPHAS, cv=quarter).fit(own, y)
@@ -272,8 +260,6 @@ def _trees(of: EncodedRows, make: Callable[[bool, int], Any]) -> Ways:
 
 
 def _histograms(absolute: bool, least: int) -> Any:
-    from sklearn.ensemble import HistGradientBoostingRegressor
-
     loss = "absolute_error" if absolute else "squared_error"
     return HistGradientBoostingRegressor(loss=loss, min_samples_leaf=least, random_state=0)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from transformers import AutoConfig, AutoModel
 
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import reason_of
@@ -90,8 +92,6 @@ class Pace(NamedTuple):
 
 def context_of(base: str) -> int:
     """The base model's maximum context in tokens. Raises `UserError` if `base` is not a model."""
-    from transformers import AutoConfig
-
     try:
         return int(AutoConfig.from_pretrained(base).max_position_embeddings)
     except (OSError, ValueError, AttributeError) as error:
@@ -103,9 +103,6 @@ def measure_pace(base: str, tokens: int, seconds: float = 30.0) -> Pace:
 
     tokens: per row. seconds: about the longest for each precision.
     """
-    import torch
-    from transformers import AutoModel
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: list[Pace] = []
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):

@@ -24,6 +24,7 @@ import numpy as np
 from pydantic_core import to_json
 
 from cqwen_dist.checkpoint.manifest import Retention, checkpoint_folder, evaluated
+from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.config.data import column_lines
 from cqwen_dist.config.errors import Said
@@ -270,8 +271,6 @@ def _predict(
 ) -> list[dict[str, Any]]:
     """Writes predicted.csv and returns the rows: the test rows with the columns `prediction.table.NUMBER_COLUMNS`, and
     `outside`."""
-    from cqwen_dist.checkpoint.trained import load_trained
-
     model, tokenizer = load_trained(checkpoint, "auto")
     start = ": the closed form, no step improved it" * (checkpoint == checkpoint_folder(folder / "run", 0))
     say(f"predicting {len(made.parts.test):,} rows with {checkpoint}, the best on the rows for evaluation{start}")

@@ -93,7 +93,7 @@ def test_a_rows_prompt_has_the_ids_that_training_had_before_the_target(
     dataset = tokenise(list(read_texts(str(path), data, report)), tokenizer, data)
     learnt = LearntTable.model_validate({"data": data.model_dump(), "columns": report.columns})
     table = [{name: record.get(name) for name in ("y", "a", "b")} for record in records]
-    prompts, _ = api._as_learnt(table, learnt, learnt.extractor(), {}, print)
+    prompts, _ = learnt.prompts(table, learnt.extractor(), {}, print)
     for row, prompt in enumerate(prompts):
         ids, values = encoded(tokenizer, prompt)
         text = dataset[row][0]
