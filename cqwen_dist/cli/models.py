@@ -60,7 +60,14 @@ def serve(
     called = name or Path(checkpoint).resolve().name
     limits = Limits(tokens=max_tokens, seconds=max_seconds, waiting=max_waiting)
     if engine == "vllm":
-        server = _batched(Path(checkpoint), called, limits, engine_args)
+        from cqwen_dist.tools.serve.batched import BatchedServer
+        from cqwen_dist.tools.vllm.vllm_writer import VllmWriter
+
+        try:
+            more = dict(json.loads(engine_args))
+        except (ValueError, TypeError):
+            raise UserError("--engine-args", engine_args, """a JSON object, such as '{"max_num_seqs": 64}'""") from None
+        server: Any = BatchedServer(VllmWriter(Path(checkpoint), **more), called, limits)
     elif engine == "generate":
         from cqwen_dist.checkpoint.trained import load_trained
 
@@ -75,18 +82,6 @@ def serve(
     bound = socket.getsockname()
     echo(f"serving {called} at http://{host}:{bound[1]}/v1; /docs describes it; Ctrl-C ends it")
     uvicorn.Server(config).run([socket])
-
-
-def _batched(folder: Path, name: str, limits: Any, options: str) -> Any:
-    """A server in front of vLLM. Raises `UserError`."""
-    from cqwen_dist.tools.serve.batched import BatchedServer
-    from cqwen_dist.tools.vllm.vllm_writer import VllmWriter
-
-    try:
-        found = dict(json.loads(options))
-    except (ValueError, TypeError):
-        raise UserError("--engine-args", options, """a JSON object, such as '{"max_num_seqs": 64}'""") from None
-    return BatchedServer(VllmWriter(folder, **found), name, limits)
 
 
 def export(

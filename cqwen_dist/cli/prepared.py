@@ -18,7 +18,6 @@ from rich.text import Text
 from cqwen_dist.config.errors import printable
 from cqwen_dist.config.schema import Config
 from cqwen_dist.console import echo, plain_console, print_json
-from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import Datasets, open_prepared, tokenizer_of
 from cqwen_dist.data.prepare import prepare
 from cqwen_dist.data.store import Document
@@ -52,12 +51,21 @@ def prepare_and_show(config: Config, workers: int | None, as_json: bool) -> None
 
 def summary(datasets: Datasets, sequence_length: int) -> dict[str, Any]:
     """Counts, shares, and median and IQR/2 of the targets, as JSON types."""
-    parts = {"train": datasets.train, **({"eval": datasets.eval} if datasets.eval is not None else {})}
-    return {
-        "sequence_length": sequence_length,
-        "skipped": datasets.reading.lines(),
-        **{name: _of(dataset, sequence_length) for name, dataset in parts.items()},
-    }
+    found: dict[str, Any] = {"sequence_length": sequence_length, "skipped": datasets.reading.lines()}
+    for name, dataset in (("train", datasets.train), ("eval", datasets.eval)):
+        if dataset is None:
+            continue
+        report, statistics, lengths = dataset.report, dataset.statistics(), dataset.text_lengths()
+        found[name] = {
+            **asdict(report),
+            "numbers_per_token": report.numbers / max(report.tokens, 1),
+            "left_share": report.left / max(report.numbers + report.left, 1),
+            "tokens_per_sequence": report.tokens / max(report.sequences, 1) / sequence_length,
+            "median": statistics.median if statistics.count else None,
+            "iqr_half": statistics.scale if statistics.count else None,
+            "text_lengths": np.quantile(lengths, (0.5, 0.95, 1)).round().tolist() if len(dataset) else [],
+        }
+    return found
 
 
 def around(tokenizer: NumericalAwareTokenizer, chats: bool) -> str:
@@ -81,20 +89,6 @@ def as_read(document: Document, tokenizer: NumericalAwareTokenizer) -> str:
                 part += tokenizer.decode([ids[i] for i in run])
         text += f"[[{part}]]" if own else part
     return text + (" ..." if len(document.ids) > SHOWN else "")
-
-
-def _of(dataset: TextDataset, sequence_length: int) -> dict[str, Any]:
-    report, statistics = dataset.report, dataset.statistics()
-    numerals = report.numbers + report.left
-    return {
-        **asdict(report),
-        "numbers_per_token": report.numbers / max(report.tokens, 1),
-        "left_share": report.left / max(numerals, 1),
-        "tokens_per_sequence": report.tokens / max(report.sequences, 1) / sequence_length,
-        "median": statistics.median if statistics.count else None,
-        "iqr_half": statistics.scale if statistics.count else None,
-        "text_lengths": np.quantile(dataset.text_lengths(), (0.5, 0.95, 1)).round().tolist() if len(dataset) else [],
-    }
 
 
 def drawn(found: dict[str, Any]) -> RenderableType:

@@ -19,7 +19,7 @@ from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import AS_WRITTEN, TermOptions
 from cqwen_dist.ops.ovr.loss import PLAIN, OvrOptions
 from cqwen_dist.ops.regression import GATES, Gate, gate_of
-from cqwen_dist.parallel.vocab_parallel import VocabParallelOutput, vocab_parallel_loss, vocab_parallel_partial
+from cqwen_dist.parallel.vocab_parallel import vocab_parallel_loss, vocab_parallel_partial
 
 
 def gate_named(name: str, outside: str | Path = "") -> Gate:
@@ -105,7 +105,14 @@ def fused_loss(
         token_counts,
     )
     assert out.p_num is not None
-    words, cls_sum = _with_partial(action, u_prime, labels, options, token_weight, group, out)
+    words, cls_sum = out.loss, out.per_token.sum()
+    # Partial labels, if any rank of the group has some: the call is collective, so this rank's own must not decide
+    if labels.partial is not None and any(counts := labels.partial_counts or [len(labels.partial)]):
+        place, wanted = labels.partial.unbind(1)
+        seen, head = action.word_part(u_prime), action.word_head()
+        at = Cauchy(seen.loc[place], seen.scale[place])
+        of_partial = vocab_parallel_partial(at, head, wanted, token_weight, options.ovr, group, counts)
+        words, cls_sum = words + of_partial[0], cls_sum + of_partial[1]
     # Numbers: local to this rank, since W_reg is replicated. The gate weights each NLL by P of <NUM>.
     stop = options.gate_grad == "stop"
     p_num = out.p_num.detach() if stop else out.p_num
@@ -134,30 +141,3 @@ def mean_loss(
     labels = TokenLabels(words, numbers)
     options = LossOptions(num, ovr=OvrOptions(terms=terms))
     return fused_loss(action, u, labels, options, 1.0 / max(len(words), 1), 1.0 / count).loss
-
-
-def _with_partial(
-    action: ActionNetwork,
-    u_prime: Cauchy,
-    labels: TokenLabels,
-    options: LossOptions,
-    token_weight: float,
-    group: ProcessGroup | None,
-    out: VocabParallelOutput,
-) -> tuple[Tensor, Tensor]:
-    """Loss and sum of the words in `out`, plus those of partial labels if any rank of the group has some."""
-    # The test must not depend on this rank's labels: the call below is collective
-    if labels.partial is None or not any(counts := labels.partial_counts or [len(labels.partial)]):
-        return out.loss, out.per_token.sum()
-    place, words = labels.partial.unbind(1)
-    seen = action.word_part(u_prime)
-    loss, own = vocab_parallel_partial(
-        Cauchy(seen.loc[place], seen.scale[place]),
-        action.word_head(),
-        words,
-        token_weight,
-        options.ovr,
-        group,
-        counts,
-    )
-    return out.loss + loss, out.per_token.sum() + own

@@ -96,7 +96,7 @@ def calibrate(
     under ZeRO. fit_features: of fit_batches, one after another (None: `features`).
     numerals: the tokens that spell numerals, if <NUM>'s row is to inherit from them. progress: called equally often
     on every rank; it may raise to end the calibration. Collective over the world: every rank brings the same number of
-    batches, and ends with the same values. Raises ValueError if no rank has a label.
+    batches, and ends with the same values. Raises ValueError for no batches, and if no rank has a label.
     """
     beside = None if model.beside is None else beside_start(model.beside, model.config)
     start = _Start(model, groups, features or model.kept_features, tuple(numerals), beside, progress)
@@ -158,16 +158,13 @@ class _Start:
 
         With groups, no rank may skip a batch: the forward pass may be collective (ZeRO-3).
         """
-        batches, features = list(batches), features or self.features
-        none = torch.zeros(0, device=self.model.action.cls_weight.device)
-        no_z = none.new_zeros(0, self.model.config.feature_size)
-        head = self.model.action.number_head
-        no_memory = head.memory(none.bool(), none.double(), none.long())
-        parts: list[tuple[Tensor, ...]] = [(no_z, none.long(), none.bool(), none.double(), none.long(), no_memory)]
-        texts: list[Any] = []
+        batches, features, device = list(batches), features or self.features, self.model.action.cls_weight.device
+        if not batches:
+            raise ValueError("no batches to calibrate on")
+        head, parts, texts = self.model.action.number_head, list[tuple[Tensor, ...]](), list[Any]()
         for i, batch in enumerate(batches):
             self.progress(what, i, len(batches))
-            kept, batch = batch.kept.to(none.device), batch.to(none.device)
+            kept, batch = batch.kept.to(device), batch.to(device)
             z = features(batch, kept).float()
             folds = _fold_of_row(batch, self.groups).repeat_interleave(batch.labels.shape[1])
             per_position = (batch.labels, batch.numeric_mask, batch.numeric_labels, folds)
