@@ -207,10 +207,8 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
             y = action.number_head.value(u_prime)
             scored = labels is None or logits_to_keep is not None or output_scales or output_log_probs
             scores: Any = self._scores(u_prime, logits_to_keep, output_scales, output_log_probs, mode) if scored else {}
-            loss = None
-            if labels is not None:
-                given = input_ids, labels, numeric_values, attention_mask
-                loss = loss_of_labels(action, u, *given, self.config, num_items_in_batch)
+            given = input_ids, numeric_values, attention_mask, num_items_in_batch
+            loss = None if labels is None else loss_of_labels(self, u, labels, *given)
         laws: Any = {"loc_U": u.loc, "scale_U": u.scale, "loc_Y": y.loc, "scale_Y": y.scale}
         output = CausalQwenOutput(loss=loss, cache=cache, **scores, **laws, **asked_and_seen(asked, seen))
         return self._answer(output, return_dict)

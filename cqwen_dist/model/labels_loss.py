@@ -27,21 +27,15 @@ def refuse_foreign(given: dict[str, Any]) -> None:
 
 
 def loss_of_labels(
-    action: Any,
-    u: Cauchy,
-    ids: Tensor | None,
-    labels: Tensor,
-    values: Tensor | None,
-    mask: Tensor | None,
-    config: Any,
-    num_items_in_batch: Tensor | int | None = None,
+    causal: Any, u: Cauchy, labels: Tensor, ids: Any, values: Any, mask: Any, num_items_in_batch: Any
 ) -> Tensor:
     """`mean_loss` of U [B,T,C] and unshifted labels [B,T] (S0 5.3 with alpha 0, the gate without gradient, lambda 1).
 
-    config: a `CausalQwenConfig`, for the row of <NUM> and the terms of the word loss. num_items_in_batch: labels of all
+    causal: a `CausalQwenForCausalLM`. ids, values, mask [B,T], or None. num_items_in_batch: labels of all
     micro-batches of the step, as Trainer counts them. The loss is then this micro-batch's share, so that micro-batches
     count by their labels.
     """
+    action, config = causal.model.action, causal.config
     width, items = labels.shape[1], (labels[:, 1:] != IGNORE_INDEX).sum()  # as Trainer counts
     real = torch.ones_like(labels, dtype=torch.bool)
     if mask is not None:
