@@ -40,11 +40,8 @@ class Recipe(NamedTuple):
     numeric_targets: str
 
 
-class Chunk(NamedTuple):
-    """Tokenised texts, one row each, and the numbers too large for float64, which stay text, as (row, place)."""
-
-    batch: pa.RecordBatch
-    overflows: list[tuple[int, str]]
+# Tokenised texts, one row each, and the numbers too large for float64, which stay text, as (row, place)
+Chunk = tuple[pa.RecordBatch, list[tuple[int, str]]]
 
 
 def encode_chunk(texts: Sequence[Text], recipe: Recipe) -> Chunk:
@@ -58,7 +55,7 @@ def encode_chunk(texts: Sequence[Text], recipe: Recipe) -> Chunk:
         rows.append(_row(text, own, found, recipe))
         overflows += [(i, f"{text.where}: {word[:40]}") for reading in found for word in reading.overflows]
     columns = [pa.array([row[field.name] for row in rows], field.type) for field in SCHEMA]
-    return Chunk(pa.RecordBatch.from_arrays(columns, schema=SCHEMA), overflows)
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA), overflows
 
 
 def _row(text: Text, segments: list[tuple[str, bool]], readings: list[Reading], recipe: Recipe) -> dict[str, Any]:

@@ -65,12 +65,10 @@ def forms_in(
         found = forms_of(rest, typed=typed, decimal_comma=decimal_comma, **plain)
         found |= forms_of(beside, decimal_comma=False, **plain)
     except Unsettled as error:
-        point, comma = error.values
+        column, cells, point, comma = error.args
         allowed = f"1234.5: [...] (the number is {point}) or 1234,5: [...] (it is {comma})"
-        said = Said(f"{error.cells} in the column {error.column}")
-        raise UserError(
-            "data.number_columns", said, f"{allowed}; --no-decimal-comma or --decimal-comma", source
-        ) from None
+        said, options = Said(f"{cells} in the column {column}"), "--no-decimal-comma or --decimal-comma"
+        raise UserError("data.number_columns", said, f"{allowed}; {options}", source) from None
     # A target that Python reads as numbers, such as 1_000, is a column of numbers too
     if target in columns and all(as_number(cell) is not None for cell in columns[target]):
         found.setdefault(str(target), Form())

@@ -90,11 +90,7 @@ class Form(NamedTuple):
 
 
 class Unsettled(Exception):
-    """A column has two readings. Args: column; cells: some of it; values: a cell's number with a point and a comma."""
-
-    def __init__(self, column: str, cells: str, values: tuple[str, str]) -> None:
-        super().__init__(column, cells, values)
-        self.column, self.cells, self.values = column, cells, values
+    """A column has two readings. Args: the column, some of its cells, a cell's number with a point and with a comma."""
 
 
 def numeral(text: str) -> str:
@@ -214,7 +210,7 @@ def _settled(name: str, own: _Readings, signs: set[str], delimiter: str) -> str:
             return "."
     cell, point, comma = own.twofold[0]
     shown = f"{own.whole} and {cell}" if own.whole else cell
-    raise Unsettled(name, shown, (point, comma))
+    raise Unsettled(name, shown, point, comma)
 
 
 def by_form(forms: Mapping[str, Form]) -> dict[str, list[str]]:

@@ -184,12 +184,13 @@ class _Build:
         overflows: list[tuple[int, str]] = []
         rows = 0
         with pa.OSFile(str(self.folder / f"{name}.arrow"), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
-            for chunk, read in encode_blocks(part, extract, recipe, self.workers or len(os.sched_getaffinity(0))):
+            for (batch, odd), read in encode_blocks(
+                part, extract, recipe, self.workers or len(os.sched_getaffinity(0))
+            ):
                 self.reading.add(read)
-                batch = chunk.batch
                 if self.config.eval_fraction:
                     self.first.append(first_of_digests(batch.column("digest")))
-                overflows += [(rows + row, said) for row, said in chunk.overflows]
+                overflows += [(rows + row, said) for row, said in odd]
                 rows += batch.num_rows
                 if batch.num_rows:
                     writer.write_batch(batch)
@@ -250,10 +251,10 @@ def tokenise(texts: Iterable[Text], tokenizer: NumericalAwareTokenizer, config: 
     batches: list[pa.RecordBatch] = []
     overflows: list[tuple[int, str]] = []
     for chunk in chunks(texts):
-        encoded = encode_chunk(chunk, recipe)
-        overflows += [(rows + row, said) for row, said in encoded.overflows]
+        batch, odd = encode_chunk(chunk, recipe)
+        overflows += [(rows + row, said) for row, said in odd]
         rows += len(chunk)
-        batches.append(encoded.batch)
+        batches.append(batch)
     store = TokenStore(batches, tokenizer.num_token_id)
     count(report, store, None, overflows)
     return TextDataset(store, None, config, tokenizer.pad_token_id, report)

@@ -31,14 +31,6 @@ class DataRecipe(NamedTuple):
     notes: Sequence[str] = ()  # values of a table that are not learnt as they are
 
 
-class Columns(NamedTuple):
-    """A table's columns. usable: all that a template can name, without the target and row numbers; in file order."""
-
-    usable: list[str]
-    cells: TableCells
-    notes: list[str]
-
-
 def recognise(source: str, target: str | None = None, decimal_comma: bool | None = None) -> DataRecipe:
     """Recipe for a source, from its first records. target: column whose number the model learns to write.
 
@@ -55,8 +47,11 @@ def recognise(source: str, target: str | None = None, decimal_comma: bool | None
 
 def table_columns(
     records: Sequence[Mapping[str, Any]], target: str, source: str, forms: Mapping[str, Form], key: str = "--data"
-) -> Columns:
-    """The columns to learn from, and how to read their cells. Raises `UserError` if the target holds no numbers."""
+) -> tuple[list[str], TableCells, list[str]]:
+    """The columns to learn from, how to read their cells, and notes. Raises `UserError` if the target holds no numbers.
+
+    The columns are all that a template can name, without the target and row numbers, in file order.
+    """
     names = columns_of(records)
     if target not in names:
         raise UserError("--target", target, f"a column of {source}: {', '.join(names)}")
@@ -69,7 +64,7 @@ def table_columns(
     _check_targets(cells, target, [record.get(target) for record in records], source)
     notes = [f"columns left out, as they number the rows: {', '.join(indices)}"] if indices else []
     notes += [f"columns left out, as a template cannot name them: {', '.join(unnamed)}"] if unnamed else []
-    return Columns(usable, cells, [*notes, *_notes(records, target, cells)])
+    return usable, cells, [*notes, *_notes(records, target, cells)]
 
 
 def _check_targets(cells: TableCells, target: str, values: Sequence[object], source: str) -> None:
@@ -176,10 +171,10 @@ def _of_table(
     """Recipe for a table: each row becomes `column: cell` lines, with the target last. target None: the last number."""
     forms = forms_in(records, source, target, decimal_comma)
     target = [name for name in forms if not is_index(name)][-1] if target is None else target
-    columns = table_columns(records, target, source, forms)
-    named, cells = (*columns.usable, target), columns.cells
+    usable, cells, notes = table_columns(records, target, source, forms)
+    named = (*usable, target)
     keys: dict[str, Any] = {
-        "prompt_template": column_lines(columns.usable),
+        "prompt_template": column_lines(usable),
         "text_template": f"{target}: {{{target}}}\n",
         "target_field": target,
         "number_columns": by_form({name: form for name, form in forms.items() if name in named}),
@@ -189,7 +184,7 @@ def _of_table(
         keys["empty_cell"] = "unknown"
     if target in empty:
         keys["on_bad_line"] = "skip"
-    return f"a table whose column {target} is written", keys, columns.notes
+    return f"a table whose column {target} is written", keys, notes
 
 
 def _is_chat(value: Any) -> bool:

@@ -65,7 +65,7 @@ def cache_name(transformer: nn.Module) -> str:
 
 @contextmanager
 def seen_inside(transformer: nn.Module, **asked: Any) -> Iterator[dict[str, Any]]:
-    """Inside, calls of the transformer write the requested outputs into the dict.
+    """Inside, calls of the transformer write the requested outputs into the dict, None for what it does not show.
 
     output_hidden_states gives hidden_states, [B,T,H] each (embeddings, then each layer; the last is z).
     output_attentions gives attentions, [B,heads,T,T] for each layer.
@@ -74,9 +74,10 @@ def seen_inside(transformer: nn.Module, **asked: Any) -> Iterator[dict[str, Any]
     if not asked:  # hooks would break a compiled graph
         yield seen
         return
+    names = [each.removeprefix("output_") for each in asked]
     hooks = (
         transformer.register_forward_pre_hook(lambda _, args, given: (args, {**given, **asked}), with_kwargs=True),
-        transformer.register_forward_hook(lambda _, args, output: seen.update(output)),
+        transformer.register_forward_hook(lambda _, args, output: seen.update({n: output.get(n) for n in names})),
     )
     try:
         yield seen

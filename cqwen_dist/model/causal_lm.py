@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -62,12 +62,6 @@ class CausalQwenOutput(ModelOutput):
     @property
     def past_key_values(self) -> Any:
         return self.cache
-
-
-def asked_and_seen(asked: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, Any]:
-    """What the backbone has shown (`seen_inside`) of the outputs that were asked for."""
-    names = [each.removeprefix("output_") for each in asked]
-    return {name: seen.get(name) for name in names}
 
 
 class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
@@ -210,7 +204,7 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
             given = input_ids, numeric_values, attention_mask, num_items_in_batch
             loss = None if labels is None else loss_of_labels(self, u, labels, *given)
         laws: Any = {"loc_U": u.loc, "scale_U": u.scale, "loc_Y": y.loc, "scale_Y": y.scale}
-        output = CausalQwenOutput(loss=loss, cache=cache, **scores, **laws, **asked_and_seen(asked, seen))
+        output = CausalQwenOutput(loss=loss, cache=cache, **scores, **laws, **seen)
         return self._answer(output, return_dict)
 
     def _check(self, ids: Tensor | None, values: Tensor | None, embeds: Tensor | None = None) -> None:

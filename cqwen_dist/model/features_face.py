@@ -10,7 +10,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.model.backbone import cache_name, seen_inside
-from cqwen_dist.model.causal_lm import CausalQwenForCausalLM, asked_and_seen
+from cqwen_dist.model.causal_lm import CausalQwenForCausalLM
 
 
 class CausalQwenFeatures(CausalQwenForCausalLM):
@@ -56,6 +56,6 @@ class CausalQwenFeatures(CausalQwenForCausalLM):
                 past_key_values=cache,
                 inputs_embeds=inputs_embeds,
             )
-        inside = {**asked_and_seen(asked, seen), cache_name(self.model.transformer): cache}
+        inside = {**seen, cache_name(self.model.transformer): cache}
         found: Any = self._answer(BaseModelOutputWithPast(last_hidden_state=z, **inside), return_dict)
         return found

@@ -10,8 +10,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
-from torch import Tensor
-
 from cqwen_dist.config.data import filled, unescaped
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.cells import MISSING, cell_text, is_empty
@@ -22,7 +20,7 @@ from cqwen_dist.data.recipes import records_in
 from cqwen_dist.data.text_files import write_rows
 from cqwen_dist.generate.continuation import Prompt, encoded, generate_batch
 from cqwen_dist.generate.decisions import choose
-from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, check_digits
+from cqwen_dist.generate.numbers import Digits, check_digits
 from cqwen_dist.generate.streaming import Tokenizer, reader
 from cqwen_dist.heads.intervals import LEVELS
 from cqwen_dist.prediction.learnt_table import OUTSIDE, LearntRange
@@ -144,7 +142,8 @@ def predict_numbers(
     for name, value, least in (("--batch-size", batch_size, 1), ("--within", within, 0)):
         if value < least:
             raise UserError(name, value, f"{least} or more")
-    options: dict[str, Any] = {"watch": [lambda ids, numbers: numbers.generated[:, -1]]}
+    of_ends = LEAST_DIGITS if digits == "auto" else max(digits, LEAST_DIGITS)
+    options: dict[str, Any] = {"mode": "standard", "watch": [lambda ids, numbers: numbers.generated[:, -1]]}
     options |= {"max_new_tokens": max(within, 1), "number_first": not within}
     for first in range(0, len(prompts), SORTED * batch_size):
         some = prompts[first : first + SORTED * batch_size]
@@ -152,24 +151,16 @@ def predict_numbers(
         found: dict[int, dict[str, float | str | None]] = {}
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
-            written = generate_batch(model, tokenizer, [some[row] for row in rows], mode="standard", **options)
-            found |= zip(rows, _cells_of(*written, digits), strict=True)
+            _, numbers, width = generate_batch(model, tokenizer, [some[row] for row in rows], **options)
+            for place, row in enumerate(rows):
+                record = numbers.record(place, int(numbers.generated[place].int().argmax()), digits)
+                if record is None:
+                    seen = float(numbers.p_num[place, width:].nan_to_num(0.0).max())
+                    found[row] = {**dict.fromkeys(NUMBER_COLUMNS), "p_num": float(f"{seen:.6g}")}
+                    continue
+                cells = record.written, *_ends(record.intervals, of_ends), float(f"{record.p_num:.6g}")
+                found[row] = dict(zip(NUMBER_COLUMNS, cells, strict=True))
         yield from (found[row] for row in range(len(some)))
-
-
-def _cells_of(
-    ids: Tensor, numbers: GeneratedNumbers, width: int, digits: Digits
-) -> Iterator[dict[str, float | str | None]]:
-    """The new columns of each row of a batch. ids, numbers, width: as of `generate_batch`."""
-    of_ends = LEAST_DIGITS if digits == "auto" else max(digits, LEAST_DIGITS)
-    for row in range(len(ids)):
-        record = numbers.record(row, int(numbers.generated[row].int().argmax()), digits)
-        if record is None:
-            seen = float(numbers.p_num[row, width:].nan_to_num(0.0).max())
-            yield {**dict.fromkeys(NUMBER_COLUMNS), "p_num": float(f"{seen:.6g}")}
-            continue
-        cells: list[float | str] = [record.written, *_ends(record.intervals, of_ends), float(f"{record.p_num:.6g}")]
-        yield dict(zip(NUMBER_COLUMNS, cells, strict=True))
 
 
 def _ends(intervals: dict[str, tuple[float, float]], digits: int) -> list[float]:

@@ -93,25 +93,17 @@ def conditional(
     """Errors and intervals by deciles of the predicted size and of the width, beside the best other model."""
     other = min((name for name in predictions if name != OURS), key=lambda name: results[name]["mae"])
     lost = {name: np.abs(predictions[name] - truth) for name in (OURS, other)}
-    by = {"predicted": predictions[OURS], "width_90": ends[:, 1] - ends[:, 0]}
-    return {"deciles": {name: _deciles(values, lost, ends, truth) for name, values in by.items()}}
-
-
-def _deciles(
-    by: np.ndarray, lost: Mapping[str, np.ndarray], ends: np.ndarray, truth: np.ndarray
-) -> list[dict[str, Any]]:
-    """Rows sorted by `by` [n], in groups of equal size: mean errors, and coverage of intervals [n,2].
-
-    lost: absolute errors [n] by model.
-    """
-    parts = np.array_split(np.argsort(by, kind="stable"), min(max(len(by) // LEAST_ROWS, 1), 10))
-    return [
-        {
-            "from": float(by[part[0]]),
-            "to": float(by[part[-1]]),
-            "rows": len(part),
-            "mae": {name: float(of[part].mean()) for name, of in lost.items()},
-            **intervals(ends[part], truth[part]),
-        }
-        for part in parts
-    ]
+    deciles: dict[str, Any] = {}
+    for name, by in (("predicted", predictions[OURS]), ("width_90", ends[:, 1] - ends[:, 0])):
+        parts = np.array_split(np.argsort(by, kind="stable"), min(max(len(by) // LEAST_ROWS, 1), 10))
+        deciles[name] = [
+            {
+                "from": float(by[part[0]]),
+                "to": float(by[part[-1]]),
+                "rows": len(part),
+                "mae": {of: float(error[part].mean()) for of, error in lost.items()},
+                **intervals(ends[part], truth[part]),
+            }
+            for part in parts
+        ]
+    return {"deciles": deciles}

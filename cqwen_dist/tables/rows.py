@@ -60,20 +60,19 @@ def read_table(source: str, target: str, wanted: Sequence[str] = (), decimal_com
     if odd := [name for name in wanted if name not in names]:
         raise UserError("--text-columns", odd[0], f"out of {', '.join(names)}")
     only = [*wanted, target] if wanted else None
-    found = table_columns(
-        records, target, source, forms_in(sample(source, "FILE"), source, target, decimal_comma, only), "FILE"
-    )
-    columns = [*dict.fromkeys(name for name in wanted or found.usable if name != target)]
+    forms = forms_in(sample(source, "FILE"), source, target, decimal_comma, only)
+    usable, cells, notes = table_columns(records, target, source, forms, "FILE")
+    columns = [*dict.fromkeys(name for name in wanted or usable if name != target)]
     if taken := {*NUMBER_COLUMNS, OUTSIDE} & {*columns, target}:
         raise UserError("FILE", f"a column {min(taken)}", "other names than predicted.csv's new columns", source)
-    read = _read(records, (*columns, target), found.cells, source)
+    read = _read(records, (*columns, target), cells, source)
     kept = [number for number, row in enumerate(read) if row[target]]
     rows = [read[number] for number in kept]
     often = _of_targets(rows, target, source)
     lost = len(read) - len(rows)
     written = [_as_written(records[number], (*columns, target)) for number in kept]
-    notes = [f"{lost:,} rows without a {target} are left out"] * (lost > 0) + found.notes + often
-    used = {name: found.cells.forms[name] for name in (*columns, target) if name in found.cells.forms}
+    notes = [f"{lost:,} rows without a {target} are left out"] * (lost > 0) + notes + often
+    used = {name: cells.forms[name] for name in (*columns, target) if name in cells.forms}
     return Table(columns, _of_numbers(columns, rows, used), rows, target, notes, lost, written, used)
 
 
