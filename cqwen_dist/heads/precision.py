@@ -47,7 +47,10 @@ def made_in_fp32() -> Iterator[None]:
 @contextmanager
 def at_hand(module: nn.Module) -> Iterator[None]:
     """Inside, the module's weights are where and how they are used: on the module's device, also those that accelerate
-    has offloaded to a disk or the CPU, and in fp32."""
+    has offloaded to a disk or the CPU, and in fp32: a lower parameter's cast, with a gradient to the parameter.
+
+    Modules inside it cast by themselves (`HeadLinear`): ZeRO-3's hooks look for the real parameters of what is called.
+    """
     with ExitStack() as stack:
         if not torch.compiler.is_compiling():
             if is_accelerate_available():  # otherwise no weight is offloaded
@@ -55,28 +58,11 @@ def at_hand(module: nn.Module) -> Iterator[None]:
 
                 for part in module.modules():
                     stack.enter_context(align_module_device(part))
-            if any(p.dtype in LOW for p in module.parameters(recurse=False)):
-                stack.enter_context(_cast(module))
-        yield
-
-
-@contextmanager
-def _cast(module: nn.Module) -> Iterator[None]:
-    """Inside, reading one of the module's own parameters gives its fp32 cast, with a gradient to the parameter.
-
-    Modules inside it cast by themselves (`HeadLinear`): ZeRO-3's hooks look for the real parameters of what is called.
-    """
-    held: dict[str, Any] = {}
-    try:
-        for name in list(module._parameters):
-            parameter = getattr(module, name)  # ZeRO-3 gathers its partitions here
-            if parameter is not None and parameter.dtype in LOW:
-                held[name] = parameter
+            for name in [name for name, p in module.named_parameters(recurse=False) if p.dtype in LOW]:
+                parameter: Any = getattr(module, name)  # ZeRO-3 gathers its partitions here
+                stack.callback(module._parameters.__setitem__, name, parameter)
                 module._parameters[name] = parameter.float()
         yield
-    finally:
-        for name, parameter in held.items():
-            module._parameters[name] = parameter
 
 
 def refuse_changed(heads: Mapping[str, nn.Module]) -> None:

@@ -53,11 +53,6 @@ class FeatureExtractionNetwork(nn.Module):
         ).last_hidden_state
 
 
-def attends_within_texts(transformer: Any) -> bool:
-    """Whether `varlen.attend_within_texts` was called for it."""
-    return bool(transformer.config._attn_implementation == WITHIN_TEXTS)
-
-
 def cache_name(transformer: nn.Module) -> str:
     """Name of the cache argument of a transformers model: past_key_values, renamed to cache in 5.24."""
     return "cache" if "cache" in inspect.signature(transformer.forward).parameters else "past_key_values"
@@ -75,12 +70,7 @@ def seen_inside(transformer: nn.Module, **asked: Any) -> Iterator[dict[str, Any]
         yield seen
         return
     names = [each.removeprefix("output_") for each in asked]
-    hooks = (
-        transformer.register_forward_pre_hook(lambda _, args, given: (args, {**given, **asked}), with_kwargs=True),
-        transformer.register_forward_hook(lambda _, args, output: seen.update({n: output.get(n) for n in names})),
-    )
-    try:
+    ask = transformer.register_forward_pre_hook(lambda _, args, given: (args, {**given, **asked}), with_kwargs=True)
+    see = transformer.register_forward_hook(lambda _, args, output: seen.update({n: output.get(n) for n in names}))
+    with ask, see:
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from cqwen_dist.config.architectures import architecture, text_part
-from cqwen_dist.config.bases import rows_with_number
 from cqwen_dist.config.errors import Said, UserError, reason_of
 
 
@@ -109,13 +108,6 @@ def base_tokenizer(name_or_path: str) -> Any:
     except (OSError, ValueError, KeyError):
         return None
     return getattr(tokenizer, "tokenizer", tokenizer)  # of `cqwen_dist.auto`'s own class
-
-
-def rows_with_number_for(used: int | None, num_token_id: int | None) -> Callable[[int], int] | None:
-    """`load_base`'s rows_for for a tokenizer that uses this number of rows; None without a tokenizer."""
-    if used is None or num_token_id is None:
-        return None
-    return lambda rows: rows_with_number(rows, used, num_token_id)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.architectures.base_architecture import USUAL_TARGETS
-from cqwen_dist.config.bases import rows_used
+from cqwen_dist.config.bases import rows_used, rows_with_number
 from cqwen_dist.config.custom import find_custom, find_loaded
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.shape import NUMBER_KEYS
@@ -22,7 +23,7 @@ from cqwen_dist.heads.beside import make_beside
 from cqwen_dist.heads.number_kinds import NUMBER_KINDS
 from cqwen_dist.heads.precision import made_in_fp32
 from cqwen_dist.model.backbone import FeatureExtractionNetwork
-from cqwen_dist.model.base_loading import base_tokenizer, load_base, rows_with_number_for
+from cqwen_dist.model.base_loading import base_tokenizer, load_base
 from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.embedding import NumericalAwareEmbedding
 from cqwen_dist.model.initialise import VALUE_SHARE, apply_preset, find_numeral_row, inherit_head
@@ -106,7 +107,8 @@ class CausalQwenModel(CausalModules):
         """The constructor for the name of a base model."""
         tokenizer = base_tokenizer(name)
         used = None if tokenizer is None else rows_used(tokenizer)
-        base = load_base(name, torch.float32, rows_for=rows_with_number_for(used, used))
+        rows_for = None if used is None else partial(rows_with_number, used=used, num_token_id=used)
+        base = load_base(name, torch.float32, rows_for=rows_for)
         head = base.get_output_embeddings()
         config = CausalQwenConfig(base.config.to_dict(), used, causal_size=causal_hidden_size)
         CausalQwenModel.__init__(self, config, base=base)

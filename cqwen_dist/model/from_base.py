@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +11,12 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config.bases import line_end_ids, numeral_ids, rows_used
+from cqwen_dist.config.bases import line_end_ids, numeral_ids, rows_used, rows_with_number
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.training import LossConfig
 from cqwen_dist.data.from_memory import text_batches
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.model.base_loading import base_tokenizer, load_base, rows_with_number_for
+from cqwen_dist.model.base_loading import base_tokenizer, load_base
 from cqwen_dist.model.calibration import LEVEL_TOKENS, calibrate
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 
@@ -40,7 +41,8 @@ def turned_causal(
         if options.setdefault("num_row_init", "digits") == "digits":
             options.setdefault("numerals", numeral_ids(vocabulary))
     options.setdefault("line_ends", line_end_ids(vocabulary))
-    rows_for = rows_with_number_for(used, used if num_token_id is None else num_token_id)
+    row = used if num_token_id is None else num_token_id
+    rows_for = None if used is None else partial(rows_with_number, used=used, num_token_id=row)
     device = options.pop("device", "cpu")
     base = load_base(name_or_path, options.pop("dtype", torch.float32), rows_for=rows_for)
     if num_token_id is None:

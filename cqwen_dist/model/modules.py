@@ -8,7 +8,7 @@ input_ids, numeric_values --FeatureStack--> z [B,T,H] --AbductionNetwork--> U [B
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.heads.beside import BESIDE, Beside
 from cqwen_dist.heads.precision import at_hand, keeping_fp32
 from cqwen_dist.heads.targets import TargetTransform
-from cqwen_dist.model.backbone import FeatureExtractionNetwork, attends_within_texts
+from cqwen_dist.model.backbone import WITHIN_TEXTS, FeatureExtractionNetwork
 from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.embedding import NumericalAwareEmbedding
 from cqwen_dist.ops.cauchy import Cauchy
@@ -63,26 +63,18 @@ class FeatureStack(nn.Module):
         They are exchanged while the module that has them runs: ZeRO-3 gathers its parameters before that, and releases
         them after that.
         """
-        hooks = []
-        for name, value in instead.items():
-            owner, _, own = name.rpartition(".")
-            module = self.get_submodule(owner)
-            kept: list[Tensor] = []
+        with ExitStack() as stack:
+            for name, value in instead.items():
+                owner, _, own = name.rpartition(".")
+                module, held = self.get_submodule(owner), [value]
 
-            def enter(module: Any, _: Any, own: str = own, value: Tensor = value, kept: list[Tensor] = kept) -> None:
-                kept.append(getattr(module, own).data)
-                getattr(module, own).data = value
+                def exchange(module: Any, *given: Any, own: str = own, held: list[Tensor] = held) -> None:
+                    parameter = getattr(module, own)
+                    parameter.data, held[0] = held[0], parameter.data
 
-            def leave(module: Any, _: Any, __: Any, own: str = own, kept: list[Tensor] = kept) -> None:
-                getattr(module, own).data = kept.pop()
-
-            hooks.append(module.register_forward_pre_hook(enter))
-            hooks.append(module.register_forward_hook(leave, prepend=True, always_call=True))
-        try:
+                stack.enter_context(module.register_forward_pre_hook(exchange))
+                stack.enter_context(module.register_forward_hook(exchange, prepend=True, always_call=True))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 class CausalModules(nn.Module):
@@ -137,7 +129,8 @@ class CausalModules(nn.Module):
         restart separate packed documents (`data.collate`), and no real token attends to padding on its right.
         """
         run = self.features if features is None else features
-        texts = batch.texts if attends_within_texts(self.transformer) else None
+        transformer: Any = self.transformer
+        texts = batch.texts if transformer.config._attn_implementation == WITHIN_TEXTS else None
         z = run(batch.input_ids, batch.numeric_values, None, batch.position_ids, keep=keep, texts=texts)
         return self.with_beside(z, batch, keep)
 
