@@ -21,7 +21,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from cqwen_dist import __version__
-from cqwen_dist.cli import configs, generation, models, results, runs, sites, table_verbs
+from cqwen_dist.cli import configs, models, results, runs, sites, table_verbs
 from cqwen_dist.cli.streams import guard, outlive
 from cqwen_dist.config.errors import DiskError, Said, UserError, reason_of
 from cqwen_dist.console import echo
@@ -69,7 +69,7 @@ VERBS: dict[str, tuple[Callable[..., None], ...]] = {
     BEFORE: (configs.init, sites.plan, runs.prepare, sites.doctor, sites.accept),
     "Train": (runs.quickstart, table_verbs.fit, runs.train, runs.launch, runs.submit),
     LOOK: (results.status, results.report, results.evaluate),
-    "Use a model": (generation.generate, table_verbs.predict, models.explain, models.serve, models.export),
+    "Use a model": (models.generate, table_verbs.predict, models.explain, models.serve, models.export),
 }
 GROUPS: dict[str, tuple[str, str, tuple[Callable[..., None], ...]]] = {
     "config": (BEFORE, "Check a config, or print its JSON Schema.", (configs.validate, configs.schema)),

@@ -1,16 +1,181 @@
-"""Verbs that use a trained model: explain, serve, export. Imports are local: --help is instant."""
+"""Verbs that use a trained model: generate, explain, serve, export. Imports are local: --help is instant."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.console import AsJson, Checkpoint, echo, print_document, quiet_libraries
+from cqwen_dist.console import AsJson, Checkpoint, echo, print_document, print_json, quiet_libraries
+
+if TYPE_CHECKING:
+    from cqwen_dist.generate.continuation import Individual, Written
+
+Device = Annotated[str, typer.Option(help="cpu, cuda:N, or auto (a GPU; an exported folder uses all GPUs).")]
+DigitsOption = Annotated[str, typer.Option(help="Significant digits: 1 to 17, or auto (by the number's uncertainty).")]
+Mode = Annotated[str, typer.Option(help="standard, compatible, ovr, causal, individual, noise or sample.")]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Options of `continue_text` in every mode."""
+
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens.")] = 64
+    seed: Annotated[int | None, typer.Option(help="Seed for modes with random draws.")] = None
+    temperature: Annotated[
+        float | None, typer.Option(help="Divides logits in compatible, log P in ovr; multiplies scales in other modes.")
+    ] = None
+    top_k: Annotated[int | None, typer.Option(help="Only in modes compatible and ovr.")] = None
+    top_p: Annotated[float | None, typer.Option(help="Only in modes compatible and ovr.")] = None
+    decode_rule: Annotated[str | None, typer.Option(help="Rank words by ovr (P) or loc (loc_S).")] = None
+    stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; may be repeated.")] = None
+    cache_implementation: Annotated[
+        str | None, typer.Option(help="dynamic, or static: fixed shapes, compiled on CUDA; pays for many tokens.")
+    ] = None
+
+
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[list[str], typer.Option(help="Text to continue; repeat the option for a batch.")],
+    chat: Annotated[bool, typer.Option("--chat", help="Use the chat template: prompts are user messages.")] = False,
+    mode: Mode = "standard",
+    *,
+    sampling: Sampling,
+    individuals: Annotated[int | None, typer.Option(help="Continue each prompt under this many individuals.")] = None,
+    noises: Annotated[int | None, typer.Option(help="Continue each prompt under this many noises.")] = None,
+    digits: DigitsOption = "auto",
+    stream: Annotated[bool, typer.Option("--stream", help="Print the text while generating (one prompt).")] = False,
+    device: Device = "auto",
+    above: Annotated[float | None, typer.Option(help="Generate no text; list words with P above this.")] = None,
+    decision_threshold: Annotated[
+        float | None, typer.Option(help="With --above: one threshold C for all words.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Continue prompts. Numbers have 50, 90 and 95 % intervals (--json: a record per token)."""
+    kind, drawn = _drawn(individuals, noises)
+    if decision_threshold is not None and above is None:
+        raise UserError("--decision-threshold", decision_threshold, "with --above")
+    _check_together(mode, kind, drawn is not None, above, alone=stream, several=len(prompt) > 1 or as_json)
+    quiet_libraries()
+    from cqwen_dist.checkpoint.trained import load_trained
+    from cqwen_dist.data.chat import Chat
+    from cqwen_dist.generate.continuation import continue_text, counterfactuals, treatments
+
+    model, tokenizer = load_trained(checkpoint, device)
+    prompt = [Chat(tokenizer.tokenizer).question(message) for message in prompt] if chat else prompt
+    options: dict[str, Any] = {name: value for name, value in vars(sampling).items() if value is not None}
+    options |= {"digits": digits_of(digits), "begin": not chat}
+    if above is not None:
+        encoded = [tokenizer.encode(text, begin=not chat) for text in prompt]
+        _print_words(model, tokenizer, prompt, encoded, above, decision_threshold, as_json)
+    elif drawn is None:
+        if stream:
+            echo(prompt[0], nl=False)
+            options["on_text"] = lambda text: echo(text, nl=False)
+        _print_continued(continue_text(model, tokenizer, prompt, mode=mode, **options), mode, stream, as_json)
+    elif len(prompt) > 1:
+        _print_treatments(treatments(model, tokenizer, prompt, drawn, kind, **options), prompt, kind, as_json)
+    else:
+        _print_counterfactuals(counterfactuals(model, tokenizer, prompt[0], drawn, kind, **options), kind, as_json)
+
+
+def _check_together(mode: str, kind: str, drawn: bool, above: float | None, alone: bool, several: bool) -> None:
+    """Reject options that would have no effect in combination. alone: --stream; several: prompts, or --json."""
+    if above is not None and (alone or drawn or mode != "standard"):
+        raise UserError("--above", above, "in mode standard, without --stream, --individuals and --noises")
+    if alone and (drawn or several):
+        raise UserError("--stream", True, "with one prompt, without --json, --individuals and --noises")
+    if drawn and mode not in ("standard", kind):
+        raise UserError("--mode", mode, f"{kind}, as with --individuals or --noises, or none")
+
+
+def _drawn(individuals: int | None, noises: int | None) -> tuple[str, int | None]:
+    """Mode and count from --individuals or --noises; count None without either."""
+    drawn = noises if individuals is None else individuals
+    if (individuals is not None and noises is not None) or (drawn is not None and drawn < 1):
+        named, other = ("--noises", "--individuals") if individuals is None else ("--individuals", "--noises")
+        raise UserError(named, drawn, f"1 or more, and not together with {other}")
+    return "individual" if noises is None else "noise", drawn
+
+
+def _print_continued(written: list[Written], mode: str, streamed: bool, as_json: bool) -> None:
+    if as_json:
+        print_json({"mode": mode, "outputs": [w.to_dict() for w in written]})
+        return
+    for w in written:
+        echo("" if streamed else w.prompt + w.text)
+        for number in w.numbers:
+            low, high = number.intervals["0.9"]
+            interval = f"90 % interval {low:.6g} to {high:.6g}" if high > low else "no interval: this individual's own"
+            parts = [f"{number.written:g}", interval, f"P(<NUM>) {number.p_num:.3f}"]
+            echo("    " + "   ".join(parts), err=True)
+
+
+def _print_counterfactuals(written: list[Written], mode: str, as_json: bool) -> None:
+    from rich.console import Group
+    from rich.table import Table
+
+    from cqwen_dist.generate.continuation import Diversity
+
+    diversity, prompt = Diversity.of([w.text for w in written]), written[0].prompt
+    table = Table("", "text", "first number", "90 % interval", title=f"{mode}s of: {prompt}", title_justify="left")
+    for i, w in enumerate(written, 1):
+        first = w.numbers[0] if w.numbers else None
+        low, high = (math.nan, math.nan) if first is None else first.intervals["0.9"]
+        interval = f"{low:.4g} to {high:.4g}" if high > low else ""  # a single individual's number has no interval
+        table.add_row(str(i), w.text, "" if first is None else f"{first.written:g}", interval)
+    differ = f"{diversity.distinct} of {diversity.n} texts differ; mean word distance {diversity.distance:.3f}"
+    document = {"mode": mode, "diversity": asdict(diversity), "outputs": [w.to_dict() for w in written]}
+    print_document(document, as_json, lambda _: Group(table, differ))
+
+
+def _print_treatments(found: list[Individual], prompts: list[str], mode: str, as_json: bool) -> None:
+    from rich.table import Table
+
+    names = [f"{i}: {text}" for i, text in enumerate(prompts, 1)]
+    title = f"the same {len(found)} {mode}s; values: first numbers (difference from prompt 1)"
+    table = Table("", *names, title=title)
+    for i, individual in enumerate(found, 1):
+        columns = zip(individual.texts, individual.values, individual.differences, strict=True)
+        cells = []
+        for j, (text, value, difference) in enumerate(columns):
+            number = "" if value is None else f"{value:.6g}"
+            number += f" ({difference:+.6g})" if j and difference is not None else ""
+            cells.append(f"{text}\n{number}")
+        table.add_row(str(i), *cells)
+    document = {"mode": mode, "prompts": prompts, f"{mode}s": [asdict(individual) for individual in found]}
+    print_document(document, as_json, lambda _: table)
+
+
+def _print_words(
+    model: Any, tokenizer: Any, prompts: list[str], encoded: list[Any], above: float, one: float | None, as_json: bool
+) -> None:
+    """Every word with P above it, for each prompt. one: a threshold for all words."""
+    from cqwen_dist.generate.continuation import padded
+    from cqwen_dist.generate.decisions import multi_label
+
+    outputs: list[dict[str, Any]] = []
+    lines: list[str] = []
+    for prompt, found in zip(
+        prompts, multi_label(model, padded(model, tokenizer, encoded), above, None, one), strict=True
+    ):
+        words = [{"text": tokenizer.decode([word.id]), **asdict(word)} for word in found]
+        outputs.append({"prompt": prompt, "words": words})
+        lines += [prompt, *(f"    {word['text']!r}   P {word['p']:.4g}" for word in words)]
+    document = {"above": above, "decision_threshold": one, "outputs": outputs}
+    print_document(document, as_json, lambda _: "\n".join(lines))
+
+
+def digits_of(text: str) -> Any:
+    if text != "auto" and not (text.isdecimal() and len(text) <= 2):
+        raise UserError("--digits", text, "auto, or 1 to 17")
+    return text if text == "auto" else int(text)
 
 
 def explain(

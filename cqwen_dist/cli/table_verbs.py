@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cqwen_dist.cli.generation import Device, DigitsOption, digits_of
+from cqwen_dist.cli.models import Device, DigitsOption, digits_of
 from cqwen_dist.cli.runs import start_ranks, train_here
 from cqwen_dist.config.errors import UserError, writing
 from cqwen_dist.console import AsJson, Checkpoint, DecimalComma, echo, plain_console, print_json, quiet_libraries, slug

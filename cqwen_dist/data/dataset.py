@@ -151,7 +151,7 @@ class TextDataset:
         content: str = "",
     ) -> None:
         self.pad_token_id, self.num_token_id, self.report = pad_token_id, store.num_token_id, report
-        self._store, self._given, self._content = store, texts, content
+        self.store, self._given, self._content = store, texts, content
         self._pack, self._long = config.pack, config.long_texts
         self._cut(config.sequence_length)
 
@@ -179,14 +179,14 @@ class TextDataset:
 
     def _that_teach(self, pieces: Pieces) -> Pieces:
         """The pieces with a learnt token: no step may be without a label. Raises: UserError if none has."""
-        learnt = self._store.learnt_tokens(*pieces)
+        learnt = self.store.learnt_tokens(*pieces)
         stays = learnt > 0
         self.report.unlearnt = int((~stays).sum())
         self.report.lost_learnt = 0
         if self._long != "cut":
-            every = np.arange(len(self._store)) if self._given is None else self._given
-            sizes = self._store.lengths[every]
-            whole = self._store.learnt_tokens(every, np.zeros_like(sizes), sizes)
+            every = np.arange(len(self.store)) if self._given is None else self._given
+            sizes = self.store.lengths[every]
+            whole = self.store.learnt_tokens(every, np.zeros_like(sizes), sizes)
             self.report.lost_learnt = int(whole.sum() - learnt.sum())
         if self.report.unlearnt and not stays.any():
             allowed = "more: prompts fill every piece of that length, so no token is learnt"
@@ -204,7 +204,7 @@ class TextDataset:
 
     def digest(self) -> str:
         """SHA-256 over the samples' content, and over how they are cut and packed."""
-        found = hashlib.sha256((self._content or self._store.digest(self._given)).encode())
+        found = hashlib.sha256((self._content or self.store.digest(self._given)).encode())
         found.update(b"all" if self._kept is None else self._kept.data)
         found.update(f"{self._length} {self._rows is not None}".encode())
         found.update(b"truncate" if self._long == "truncate" else b"")
@@ -221,7 +221,7 @@ class TextDataset:
         if self._rows is not None:
             pieces = self._rows.pieces[self._rows.begin[index] : self._rows.begin[index + 1]].tolist()
         text, start, end = self._pieces
-        return tuple(self._store.document(int(text[i]), int(start[i]), int(end[i])) for i in pieces)
+        return tuple(self.store.document(int(text[i]), int(start[i]), int(end[i])) for i in pieces)
 
     def lengths(self) -> np.ndarray:
         """[len(self)] int32: tokens in each sample."""
@@ -230,17 +230,13 @@ class TextDataset:
             return sizes
         return np.add.reduceat(sizes[self._rows.pieces], self._rows.begin[:-1]) if len(self) else sizes
 
-    def count_learnt(self, train: TextDataset) -> None:
-        """Count in the report the texts that `train` has too."""
-        self.report.learnt_too = self._store.count_in(train._store)
-
     def text_lengths(self) -> np.ndarray:
         """[texts] int32: tokens in each text."""
-        return self._store.lengths if self._texts is None else self._store.lengths[self._texts]
+        return self.store.lengths if self._texts is None else self.store.lengths[self._texts]
 
     def number_parts(self) -> Iterator[np.ndarray]:
         """Yield the targets' values in parts, float64."""
-        return self._store.parts("targets", self._texts)
+        return self.store.parts("targets", self._texts)
 
     def statistics(self) -> NumericStatistics:
         """Median and IQR/2 of the targets (seed S1 2)."""
@@ -249,6 +245,6 @@ class TextDataset:
     def word_counts(self, vocab_size: int) -> np.ndarray:
         """[V] int64: occurrences of each word."""
         counts = np.zeros(vocab_size, np.int64)
-        for ids in self._store.parts("ids", self._texts):
+        for ids in self.store.parts("ids", self._texts):
             counts += np.bincount(ids, minlength=vocab_size)
         return counts

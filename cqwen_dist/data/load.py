@@ -58,7 +58,7 @@ def load_datasets(
         if not part.report.texts:
             raise UserError(f"data.{name}", "no usable text", "one text or more", str(getattr(config, name)))
     if (evaluated := sets.get("eval")) is not None:
-        evaluated.count_learnt(sets["train"])
+        evaluated.report.learnt_too = evaluated.store.count_in(sets["train"].store)
     return Datasets(sets["train"], evaluated, report)
 
 
