@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from cqwen_dist.data.statistics import signed_log
 from cqwen_dist.heads.intervals import LEVELS
+from cqwen_dist.heads.targets import signed_log
 from cqwen_dist.tables.judging import errors, intervals
 
 QUANTILE_GRID = "quantile grid"

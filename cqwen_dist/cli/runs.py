@@ -31,9 +31,8 @@ def prepare(
 ) -> None:
     """Tokenise the data once, in parallel, for every run that uses it, and print its statistics.
 
-    The folder (under data.cache_dir) is named by a digest of the sources, the
-    tokenizer and the config, so no work is repeated. Runs find it automatically
-    if data.cache_dir is set or the files are large.
+    The folder (under data.cache_dir) is named by a digest of the sources, the tokenizer and the config, so no work is
+    repeated. Runs find it automatically if data.cache_dir is set or the files are large.
     """
     checked = load(config, overrides)
     quiet_libraries()

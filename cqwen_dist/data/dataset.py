@@ -12,8 +12,8 @@ import numpy as np
 
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.data.statistics import NumericStatistics, numeric_statistics
 from cqwen_dist.data.store import Sample, TokenStore
+from cqwen_dist.heads.targets import NumericStatistics, numeric_statistics
 
 # Pieces per packing window: enough to fill rows to 99 % or more, few enough for memory.
 _WINDOW = 1 << 16

@@ -26,7 +26,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler, TargetEncoder
 
 from cqwen_dist.data.recipes import LARGEST
-from cqwen_dist.data.statistics import signed_log
+from cqwen_dist.heads.targets import signed_log
 from cqwen_dist.prediction.learnt_table import MARGIN
 from cqwen_dist.tables.rows import Table
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import reason_of
 from cqwen_dist.config.rates import DENSE, dense_rate
-from cqwen_dist.data.statistics import signed_log
+from cqwen_dist.heads.targets import signed_log
 from cqwen_dist.tables.wide.wide_alone import seconds_alone
 
 RANDOM_FEATURES = 6144  # with 2,048, the error on concrete is 5 % larger and varies by 9 % over four draws

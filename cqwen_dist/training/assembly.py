@@ -22,9 +22,9 @@ from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.custom import find_custom
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import EvalLoader
-from cqwen_dist.data.statistics import NumericStatistics
 from cqwen_dist.heads.abduction import abduction_named
 from cqwen_dist.heads.fused_loss import LossOptions, gate_named
+from cqwen_dist.heads.targets import NumericStatistics
 from cqwen_dist.model.base_loading import base_config, find_bitsandbytes, load_base
 from cqwen_dist.model.calibration import Features
 from cqwen_dist.model.causal_qwen import CausalQwenModel

@@ -30,8 +30,8 @@ from cqwen_dist.config.schema import Config
 from cqwen_dist.config.trainable import trains_features
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import Loader
-from cqwen_dist.data.statistics import NumericStatistics
 from cqwen_dist.heads.intervals import Intervals
+from cqwen_dist.heads.targets import NumericStatistics
 from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime

@@ -13,8 +13,8 @@ from cqwen_dist.data.dataset import TextDataset, _pack
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.prepare import tokenise
 from cqwen_dist.data.records import Text
-from cqwen_dist.data.statistics import numeric_statistics
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.heads.targets import numeric_statistics
 from cqwen_dist.tools.diabetes import diabetes_texts
 
 

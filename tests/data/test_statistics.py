@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cqwen_dist.data.statistics import NumericStatistics, numeric_statistics
+from cqwen_dist.heads.targets import NumericStatistics, numeric_statistics
 
 
 def _oracle(values: np.ndarray) -> NumericStatistics:

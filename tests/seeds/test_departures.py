@@ -85,7 +85,7 @@ def test_b_noise_of_zero_never_moves_and_causal_sampling_ties():
 
 def test_the_lower_middle_is_not_the_median():
     """D32: torch.median of an even count."""
-    from cqwen_dist.data.statistics import numeric_statistics
+    from cqwen_dist.heads.targets import numeric_statistics
 
     values = torch.tensor([1.0, 2.0, 3.0, 10.0], dtype=torch.float64)
     assert torch.median(values) == 2.0

@@ -28,8 +28,7 @@ WIDTHS = (0.25, 0.5, 0.7, 1.0, 2.0)  # of the random features' kernel, in units 
 
 
 class TextBefore(NamedTuple):
-    """The text before a number: columns of n-grams and lines [m]; the fold; keys, phi and values of the numbers
-    [k]."""
+    """The text before a number: columns of n-grams and lines [m]; the fold; keys, phi and values of the numbers [k]."""
 
     columns: np.ndarray
     fold: int
