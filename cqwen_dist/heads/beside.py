@@ -4,19 +4,19 @@ At each position it returns g and h for the next number. The abduction network a
 dimensions and h to their log scale; the word dimensions do not change. The calibrated start fits it in closed form, and
 training never changes it.
 
-The core knows only this interface. The one implementation is the wide part (`tables/wide`), named in `wings`.
+The core knows only this interface. The one implementation is the wide part (`tables/wide`); `wings` names it, and what
+fits it (`wide_start.WideStart`).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from cqwen_dist.batch import Batch
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.wings import from_wing
 
@@ -31,17 +31,6 @@ class BesideFit(NamedTuple):
     folds: Sequence[int]  # [n]: fold of each number's text
     left_out: Tensor  # [n] float64: g for each number, out of fold
     spread: Tensor  # [n] float64: h, out of fold
-
-
-class BesideStart(Protocol):
-    """Fits a part; made with (the part, its `CausalQwenConfig`)."""
-
-    def texts_before(self, batch: Batch, at: Tensor) -> list[Any]:
-        """Collect what `fit` needs from the texts before numbers; ranks gather it. at [N]: positions before them,
-        indices into the flattened [B,T]."""
-
-    def fit(self, texts: list[Any], targets: Tensor, progress: Callable[[int, int], None]) -> BesideFit | None:
-        """Fit targets [n] (regression's unit) to the texts before them. None if the median is as good."""
 
 
 class Beside(nn.Module):
@@ -113,12 +102,6 @@ def make_beside(config: Any) -> Beside | None:
     known = Beside.__subclasses__()  # the code in an exported folder has the class in the same file
     kind: type[Beside] = known[0] if known else from_wing(f"model.{BESIDE}")
     return kind.of(config)
-
-
-def beside_start(part: Beside, config: Any) -> BesideStart:
-    """The class that fits it. Raises `UserError` if it or scipy is not installed."""
-    start: BesideStart = from_wing(f"start of model.{BESIDE}")(part, config)
-    return start
 
 
 def columns_beside_z(found: Tensor, dtype: torch.dtype) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.heads.beside import BESIDE, BesideStart, beside_start
+from cqwen_dist.heads.beside import BESIDE
 from cqwen_dist.model.initialise import NOISE, SEED_GAMMA, SEED_NOISE, set_scales, start_regression
 from cqwen_dist.model.levelling import fit_numeral_rows, level_logits
 from cqwen_dist.model.modules import CausalModules
@@ -35,6 +35,7 @@ from cqwen_dist.parallel.collectives import gather_objects, sum_over
 from cqwen_dist.parallel.groups import ALONE, Groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_scores
+from cqwen_dist.wings import from_wing
 
 # Required gain of a ridge on z in addition to the part that reads words, in standard errors: 60 pairs of ridge and
 # shrinkage are tried, and held-out residuals leak the targets of other folds. For 85 or fewer wines, one standard error
@@ -98,7 +99,7 @@ def calibrate(
     on every rank; it may raise to end the calibration. Collective over the world: every rank brings the same number of
     batches, and ends with the same values. Raises ValueError for no batches, and if no rank has a label.
     """
-    beside = None if model.beside is None else beside_start(model.beside, model.config)
+    beside = None if model.beside is None else from_wing(f"start of model.{BESIDE}")(model.beside, model.config)
     start = _Start(model, groups, features or model.kept_features, tuple(numerals), beside, progress)
 
     # Features, and logits of the base's rows before any row changes
@@ -148,7 +149,7 @@ class _Start:
     groups: Groups
     features: Features
     numerals: tuple[int, ...]
-    beside: BesideStart | None
+    beside: Any  # fits the side network, if there is one
     progress: Progress
 
     def positions(

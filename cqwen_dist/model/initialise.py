@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cqwen_dist.heads.abduction import AbductionNetwork
-from cqwen_dist.heads.action import ActionNetwork
-from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.embedding import NumericalAwareEmbedding, scale_of
+from cqwen_dist.model.modules import CausalModules
 
 SEED_GAMMA = math.log1p(math.e)  # softplus(1.0) = 1.3133 (S3 4 step 2)
 SEED_NOISE = 0.1  # not 0 as in the seeds: |b| has no gradient at 0, so b_noise would never train
@@ -28,17 +26,9 @@ NOISE = 0.5  # share of a number's scale
 PRESET_THRESHOLD = {"seed": 0.0, "seed-100": 100.0, "calibrated": 0.0}
 
 
-class Heads(Protocol):
-    """The part of a `CausalQwenModel` that a start sets."""
-
-    config: CausalQwenConfig
-    abduction: AbductionNetwork
-    action: ActionNetwork
-
-
 @torch.no_grad()
 def inherit_head(
-    heads: Heads,
+    heads: CausalModules,
     weight: Any,
     bias: Tensor | None,
     *,
@@ -104,7 +94,7 @@ def find_numeral_row(embedding: NumericalAwareEmbedding, table: Any, numerals: S
 
 
 @torch.no_grad()
-def set_scales(heads: Heads, scale: float, noise: float) -> None:
+def set_scales(heads: CausalModules, scale: float, noise: float) -> None:
     """Set scale_U and |b_noise| on word dimensions; their sum is the total scale of U'."""
     words = heads.config.causal_size
     heads.config.scale_floor = heads.abduction.scale_floor = min(1e-6, (scale + noise) * 1e-3)
@@ -113,7 +103,7 @@ def set_scales(heads: Heads, scale: float, noise: float) -> None:
 
 
 @torch.no_grad()
-def set_number_scale(heads: Heads, scale: float, noise: float = NOISE) -> None:
+def set_number_scale(heads: CausalModules, scale: float, noise: float = NOISE) -> None:
     """Set the total scale of U' on number dimensions; `noise` is the fraction of b_noise in it. If W_reg is 0 on words,
     this is scale_Y.
 
@@ -125,7 +115,9 @@ def set_number_scale(heads: Heads, scale: float, noise: float = NOISE) -> None:
 
 
 @torch.no_grad()
-def start_regression(heads: Heads, coefficients: Tensor, intercept: float, scale: float, noise: float = NOISE) -> None:
+def start_regression(
+    heads: CausalModules, coefficients: Tensor, intercept: float, scale: float, noise: float = NOISE
+) -> None:
     """Make Y = coefficients . z + intercept with this Cauchy scale, in the target's unit.
 
     coefficients: with number dimensions [H], their rows of W_loc, and W_reg's words' part is 0; else [C_w], W_reg
@@ -139,7 +131,7 @@ def start_regression(heads: Heads, coefficients: Tensor, intercept: float, scale
 
 
 @torch.no_grad()
-def apply_preset(heads: Heads, start: str, b_noise_init: float | None = None) -> None:
+def apply_preset(heads: CausalModules, start: str, b_noise_init: float | None = None) -> None:
     """Set the seeds' constants: scale_U = softplus(1), C = 0 or 100 (`calibrated`: 0, until it is run)."""
     set_scales(heads, SEED_GAMMA, SEED_NOISE if b_noise_init is None else b_noise_init)
     set_number_scale(heads, 1.0)
@@ -147,7 +139,7 @@ def apply_preset(heads: Heads, start: str, b_noise_init: float | None = None) ->
 
 
 @torch.no_grad()
-def start_at_data(heads: Heads, median: Tensor, scale: float) -> None:
+def start_at_data(heads: CausalModules, median: Tensor, scale: float) -> None:
     """Begin with Y ~ Cauchy(about median, scale) at every input, in the target's unit (S1 4.2).
 
     S1 sets W_reg to 0 and has a bias for the scale. Here |W_reg| makes the scale: W_reg keeps its Xavier directions.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.heads.action import ActionNetwork, rows_of
-from cqwen_dist.model.initialise import Heads
+from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.model.ridge import ridges_by_leave_one_out
 from cqwen_dist.parallel.groups import ALONE, Groups
 
@@ -54,7 +54,7 @@ def level_logits(action: ActionNetwork, loc: Tensor, log_norm: Tensor, groups: G
 
 @torch.no_grad()
 def fit_numeral_rows(
-    heads: Heads, loc: Tensor, log_norm: Tensor, labels: Tensor, numerals: Sequence[int], groups: Groups = ALONE
+    heads: CausalModules, loc: Tensor, log_norm: Tensor, labels: Tensor, numerals: Sequence[int], groups: Groups = ALONE
 ) -> float:
     """Fit the <NUM> row of W_cls to the base's numerals, and lower the numeral rows if a number follows.
 

@@ -55,15 +55,17 @@ SURE_OF_SPREAD = 2.0
 
 @dataclass(frozen=True)
 class WideStart:
-    """The wide part's `BesideStart`."""
+    """Fits a wide part, for `model.calibration`. Ranks gather the texts before numbers."""
 
     part: WidePart
     config: Any  # a `CausalQwenConfig`
 
     def texts_before(self, batch: Batch, at: Tensor) -> list[TextBefore]:
+        """What `fit` needs from the texts before numbers. at [N]: positions before them, indices into B*T."""
         return texts_before(self.part, batch, at)
 
     def fit(self, texts: list[TextBefore], targets: Tensor, progress: Callable[[int, int], None]) -> BesideFit | None:
+        """Fit targets [n] (regression's unit) to the texts before them. None if the median is as good."""
         return fit_wide(texts, targets, self.config.wide, self.config.random_features, progress)
 
 
