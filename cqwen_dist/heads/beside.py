@@ -10,7 +10,6 @@ fits it (`wide_start.WideStart`).
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -34,32 +33,13 @@ class BesideFit(NamedTuple):
 
 
 class Beside(nn.Module):
-    """The interface. In training mode, texts used for the fit get out-of-fold predictions."""
+    """The base class. In training mode, texts used for the fit get out-of-fold predictions.
 
-    @classmethod
-    @abstractmethod
-    def of(cls, config: Any) -> Beside:
-        """The part that a `CausalQwenConfig` asks for. Until it is fitted, g = h = 0."""
+    A subclass has `of` (config), `begin` (line ends) and `forward`, as `tables.wide.wide_part.WidePart` describes them.
+    """
 
-    @abstractmethod
-    def begin(self, line_ends: Sequence[int]) -> None:
-        """Prepare for a vocabulary: which tokens end a line."""
-
-    @abstractmethod
-    def forward(
-        self,
-        ids: Tensor,
-        values: Tensor,
-        positions: Tensor | None = None,
-        mask: Tensor | None = None,
-        state: Any = None,
-        keep: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """ids [B,T], values [B,T] (raw unit, 0 at text) -> g and h [2,B,T] fp32, and the state after them.
-
-        positions [B,T]: a text begins where they are 0 (default: at the first token, or with `state` before it).
-        mask [B, T or more]: 0 at padding; the last T count. keep [N], indices into B*T: only g and h of these, [2,N].
-        """
+    of: Any
+    begin: Any
 
     def behind(
         self,

@@ -142,7 +142,7 @@ class CausalQwenModel(CausalModules):
         (`training.zero.partitioned_base`). num_row_init, num_bias_init: of <NUM>'s row, as `inherit_head`; "digits":
         at the input it is the mean row of `numerals`, at the output `calibration` fits it. w_num_scale: None gives
         w_num VALUE_SHARE of the mean norm of these rows, without them a factor of 0.2. reg_gain: of W_reg's Xavier
-        start. line_ends: as `Beside.begin`. shape: further fields of `CausalQwenConfig`. Raises `UserError`.
+        start. line_ends: as `WidePart.begin`. shape: further fields of `CausalQwenConfig`. Raises `UserError`.
         """
         if unknown := [name for name in shape if name not in SHAPE]:
             allowed = f"an argument of from_base_model, or of the model's shape: {sorted(SHAPE)}"

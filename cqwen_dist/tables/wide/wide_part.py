@@ -74,11 +74,11 @@ class WidePart(Beside):
 
     @classmethod
     def of(cls, config: Any) -> WidePart:
-        """As `Beside.of`."""
+        """The part that a `CausalQwenConfig` asks for."""
         return cls(config.wide, config.num_token_id, config.vocab_size, config.random_features)
 
     def begin(self, line_ends: Sequence[int]) -> None:
-        """As `Beside.begin`."""
+        """Prepare for a vocabulary: which tokens end a line."""
         self.line_end.data[list(line_ends)] = 1.0
 
     def forward(
@@ -90,7 +90,11 @@ class WidePart(Beside):
         state: WideState | None = None,
         keep: Tensor | None = None,
     ) -> tuple[Tensor, WideState]:
-        """As `Beside.forward`."""
+        """ids [B,T], values [B,T] (raw unit, 0 at text) -> g and h [2,B,T] fp32, and the state after them.
+
+        positions [B,T]: a text begins where they are 0 (default: at the first token, or with `state` before it).
+        mask [B, T or more]: 0 at padding; the last T count. keep [N], indices into B*T: only g and h of these, [2,N].
+        """
         found = self.entries(ids, values, positions, mask, state)
         own = (self.weight[:, found.columns] * found.counts).sum(-1).double()
         sums = _since(own, found.begin, None if state is None else state.sums)

@@ -47,7 +47,7 @@ RUNS = {
     "CausalQwenModel.from_base_model",
     "CausalModules.kept_features",
     "CausalModules.with_beside",
-    "Beside.begin",
+    "WidePart.begin",
     "from_wing",
 }
 ADAPTERS = {"inject_lora", "merge_lora"}  # without adapters these raise too, so the code does not need peft
