@@ -14,6 +14,7 @@ import re
 import unicodedata
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -41,27 +42,24 @@ class Reading(NamedTuple):
     left: int  # numerals that stay text
 
 
+@dataclass(eq=False)
 class NumberEncoder:
     """A fast tokenizer with a number policy.
 
-    Args: backend: the Rust tokenizer, or its JSON; num_token_id: id of <NUM>; policy: which numerals are numbers, None
+    Args: backend: the Rust tokenizer; num_token_id: id of <NUM>; policy: which numerals are numbers, None
     for none; literal: text of <NUM> if the tokenizer has it as a token (the same letters in a text must not become
     <NUM>).
     """
 
-    def __init__(
-        self, backend: Tokenizer | str, num_token_id: int, policy: NumberPolicy | None, literal: str | None = None
-    ) -> None:
-        self._backend = Tokenizer.from_str(backend) if isinstance(backend, str) else backend
-        self.num_token_id, self.policy, self.literal = num_token_id, policy, literal
-
-    def __reduce__(self) -> tuple[type[NumberEncoder], tuple[Any, ...]]:  # pickling for a worker process
-        return type(self), (self._backend.to_str(), self.num_token_id, self.policy, self.literal)
+    backend: Tokenizer
+    num_token_id: int
+    policy: NumberPolicy | None
+    literal: str | None = None
 
     @cached_property
     def _marked(self) -> tuple[Tokenizer, int]:
         """A copy of the tokenizer with the marker, and the marker's id."""
-        tokenizer = Tokenizer.from_str(self._backend.to_str())
+        tokenizer = Tokenizer.from_str(self.backend.to_str())
         if type(tokenizer.normalizer) is NFC:  # `split` has already normalised the text
             tokenizer.normalizer = None
         tokenizer.add_special_tokens([AddedToken(_MARK, special=True, normalized=False)])
@@ -70,7 +68,7 @@ class NumberEncoder:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over the settings that affect ids. In the tokenizer's model, null equals false and a missing key."""
-        plan = json.loads(self._backend.to_str())
+        plan = json.loads(self.backend.to_str())
         parts = {name: plan[name] for name in ("normalizer", "pre_tokenizer", "added_tokens")}
         parts["model"] = {name: value for name, value in plan["model"].items() if value}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -99,7 +97,7 @@ class NumberEncoder:
             values.update(zip(numerals, numbers, strict=True))
             overflows += odd
             parts, spelt, at, words = self._parts(pieces), iter(numerals), 0, 0
-            encoded = iter(self._backend.encode_batch([p for p in parts if p is not None], add_special_tokens=False))
+            encoded = iter(self.backend.encode_batch([p for p in parts if p is not None], add_special_tokens=False))
             for part in parts:
                 if part is None:
                     part = next(spelt)
@@ -131,7 +129,7 @@ class NumberEncoder:
         """Ids of one text, encoded piece by piece."""
         parts = self._parts(pieces)
         words = [part for part in parts if part is not None]
-        encoded = iter(self._backend.encode_batch_fast(words, add_special_tokens=False))
+        encoded = iter(self.backend.encode_batch_fast(words, add_special_tokens=False))
         ids = array("i")
         for part in parts:
             ids.extend([self.num_token_id] if part is None else next(encoded).ids)
