@@ -42,20 +42,14 @@ FORMAT = 9  # increase it when code reads numbers or writes rows differently
 MANIFEST = "manifest.json"
 HELD_OUT = "held_out.npy"
 # `data` keys that do not change tokens.
-_OF_SAMPLES = {
-    *("train", "eval", "watch", "recipe"),
-    *("sequence_length", "long_texts", "pack", "cache_dir"),
-}
+_OF_SAMPLES = {*("train", "eval", "watch", "recipe"), *("sequence_length", "long_texts", "pack", "cache_dir")}
 
 # Called with the number of texts and tokens so far.
 Progress = Callable[[int, int], None]
 
 
 def prepare(
-    config: DataConfig,
-    tokenizer: NumericalAwareTokenizer,
-    progress: Progress | None = None,
-    workers: int | None = None,
+    config: DataConfig, tokenizer: NumericalAwareTokenizer, progress: Progress | None = None, workers: int | None = None
 ) -> Path:
     """Prepare this data unless its folder exists; returns the folder. One process builds it, others wait.
 

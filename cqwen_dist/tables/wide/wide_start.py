@@ -229,10 +229,7 @@ def fit_wide(
 
 
 def _search(
-    some: _Targets,
-    parts: _Kernels,
-    random: Iterator[RandomRows],
-    progress: Callable[[int, int], None],
+    some: _Targets, parts: _Kernels, random: Iterator[RandomRows], progress: Callable[[int, int], None]
 ) -> tuple[_Found, tuple[float, float], RandomRows | None, float]:
     """The fit with the lowest loss: (fit, weights of lines and numbers, random features or None, their weight).
 
