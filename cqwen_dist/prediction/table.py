@@ -201,35 +201,22 @@ def predict_rows(
     """
     marked = [] if known is None else [OUTSIDE]
     added = [CHOICE, *(f"p {option}" for option in options)] if options else [*NUMBER_COLUMNS, *marked]
-    taken = [name for name in added if rows and name in rows[0]]
-    if taken:
-        raise UserError("FILE", f"a column {taken[0]}", "other names than the new columns'")
+    if taken := next(filter(rows[0].__contains__, added), "") if rows else "":
+        raise UserError("FILE", f"a column {taken}", "other names than the new columns'")
     without = _without_prediction(model, tokenizer, prompts, options, unread)
-    prompts = [prompt for row, prompt in enumerate(prompts) if row not in without]
+    kept = sorted({*range(len(rows))} - {*without})
+    prompts = [prompts[row] for row in kept]
     found: Iterator[dict[str, Any]]
     if options:
         chosen = choose(model, tokenizer, prompts, options, reject_below)
         found = ({CHOICE: c.option, **{f"p {o}": float(f"{p:.6g}") for o, p in c.p.items()}} for c in chosen)
     else:
         found = predict_numbers(model, tokenizer, prompts, **settings)
-        found = _held(known, cells, without, found, model)
+        if known is not None:
+            hold = partial(known.held, unit=model.model.action.number_head.target)
+            found = map(hold, (cells[row] for row in kept), found)
     none = dict.fromkeys(added)
     return ({**row, **(none if number in without else next(found))} for number, row in enumerate(rows))
-
-
-def _held(
-    known: LearntRange | None,
-    cells: Sequence[Mapping[str, str]],
-    without: Unread,
-    found: Iterator[dict[str, Any]],
-    model: Any,
-) -> Iterator[dict[str, Any]]:
-    """Predictions for all rows except those in `without`, held near the training range."""
-    if known is None:
-        return found
-    unit = model.model.action.number_head.target
-    read = (cell for row, cell in enumerate(cells) if row not in without)
-    return (known.held(cell, new, unit) for cell, new in zip(read, found, strict=True))
 
 
 def _without_prediction(
