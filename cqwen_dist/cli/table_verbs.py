@@ -32,6 +32,8 @@ def fit(
     began = time.monotonic()
     folder = out or Path("fits") / slug(f"{Path(request.table.partition('#')[0]).name.split('.')[0]}-{request.target}")
     quiet_libraries()
+    import torch
+
     from cqwen_dist.tables.fitting import TimeLimit, judge, only_fit, prepare, without_base
     from cqwen_dist.tools.report.html import write_report
 
@@ -40,8 +42,15 @@ def fit(
     with only_fit(folder):
         made = prepare(request, folder, say, clock)
         alone = without_base(made, say)
+        config, gpus = folder / "fit.yaml", torch.cuda.device_count()
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
-            _train_fit(folder, as_json, clock)
+            # Like `cqwen train`, or like `cqwen launch` on a machine with several GPUs
+            if gpus < 2:
+                train_here(config, callbacks=[clock], again="the same command")
+                if (status := read_status(folder / "run"))["status"] == "paused":
+                    say(f"note: {status.get('reason')}")
+            elif code := start_ranks(config, [], gpus, quiet=as_json):
+                raise typer.Exit(code)
         found = judge(folder, made, alone, say, clock)
         write_report([folder], folder / REPORT)
     if as_json:
@@ -90,19 +99,6 @@ def predict(
     with writing("--out", out), written_whole(out) as draft, draft.open("w", encoding="utf-8", newline="") as file:
         count = write_table(rows, file)
     echo(f"{count} rows to {out}")
-
-
-def _train_fit(folder: Path, as_json: bool, clock: Any) -> None:
-    """Trains like `cqwen train`, or like `cqwen launch` on a machine with several GPUs. Raises their errors."""
-    import torch
-
-    config, gpus = folder / "fit.yaml", torch.cuda.device_count()
-    if gpus < 2:
-        train_here(config, callbacks=[clock], again="the same command")
-        if (status := read_status(folder / "run"))["status"] == "paused":
-            echo(f"note: {status.get('reason')}", err=as_json)
-    elif code := start_ranks(config, [], gpus, quiet=as_json):
-        raise typer.Exit(code)
 
 
 def _show_fit(folder: Path, found: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ from cqwen_dist.data.numbers import find_numbers
 _MARK = "\U0010fffe"
 _FIELDS = ("ids", "tokens", "words", "offsets")
 _LITTLE = 1 << 14  # below this many characters, copying the tokenizer (about a second) does not pay
-_SURROGATE = re.compile("[\ud800-\udfff]")
+SURROGATE = re.compile("[\ud800-\udfff]")
 _NUMERAL = re.compile(r"\d(?:[\w.,:/-]*\d)?")
 
 
@@ -155,7 +155,7 @@ def split(text: str, policy: NumberPolicy | None) -> tuple[list[str], list[float
     Raises `UserError` for a lone surrogate, which Python creates from command-line bytes that are not UTF-8.
     """
     if not text.isascii():
-        if (odd := _SURROGATE.search(text)) is not None:
+        if (odd := SURROGATE.search(text)) is not None:
             raise UserError("text", odd[0], "Unicode text, such as UTF-8 holds: no lone surrogates")
         # Qwen's tokenizer normalises too, but later. A composed letter must bind to a numeral like its parts do.
         text = unicodedata.normalize("NFC", text)

@@ -14,6 +14,7 @@ from cqwen_dist.config.data import filled, unescaped
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.cells import MISSING, cell_text, is_empty
 from cqwen_dist.data.columns import columns_of, forms_in
+from cqwen_dist.data.encoder import SURROGATE
 from cqwen_dist.data.from_memory import as_rows
 from cqwen_dist.data.number_forms import Form
 from cqwen_dist.data.recipes import records_in
@@ -78,23 +79,15 @@ def prompts_of(
     prompts = []
     for number, row in enumerate(rows, 1):
         try:
-            prompts.append(_prompt(template, row, number, empty))
+            prompt = filled(template, partial(_cell, row, number, empty))
+            if (wrong := SURROGATE.search(prompt)) is not None:
+                raise UserError("FILE", wrong[0], "Unicode text without lone surrogates", f"record {number}")
         except UserError as error:
             if unread is None:
                 raise
-            unread[number - 1] = error
-            prompts.append("")
+            unread[number - 1], prompt = error, ""
+        prompts.append(prompt)
     return prompts
-
-
-def _prompt(template: str, row: Mapping[str, Any], number: int, empty: str | None) -> str:
-    prompt = filled(template, partial(_cell, row, number, empty))
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        wrong = prompt[error.start : error.end]
-        raise UserError("FILE", wrong, "Unicode text without lone surrogates", f"record {number}") from None
-    return prompt
 
 
 def _check_template(template: str, columns: Sequence[str]) -> None:
