@@ -106,27 +106,21 @@ class DataReport:
     def lines(self, name: str) -> list[str]:
         """Format the counts for people."""
         share = self.numbers / self.tokens if self.tokens else 0.0
-        lines = [
-            f"{name}: {self.texts:,} texts, {self.tokens:,} tokens, {self.numbers:,} numbers ({share:.1%}), "
-            f"{self.targets:,} of them targets, in {self.sequences:,} sequences"
+        of, long = f"of {self.texts:,} texts", "longer than data.sequence_length"
+        lost = f"{self.lost:,} tokens fewer"
+        lost += "" if self.lost_learnt == self.lost else f", {self.lost_learnt:,} of them to learn"
+        pieces = f"{self.unlearnt:,} of {self.unlearnt + self.documents:,} pieces left out"
+        notes = [
+            (self.documents > self.texts, f"long texts cut: {self.documents:,} pieces {of}"),
+            (self.truncated, f"{self.truncated:,} {of}, {long}, truncated: {lost} (data.long_texts)"),
+            (self.dropped, f"{self.dropped:,} {of}, {long}, left out: {lost} (data.long_texts)"),
+            (self.unlearnt, f"{pieces}, as no token in them is learnt (data.sequence_length)"),
+            (self.learnt_too, f"{self.learnt_too:,} {of} are in data.train too, so the evaluation flatters the model"),
+            (self.overflows, f"{self.overflows:,} numbers overflow and stay text, first {self.first_overflow}"),
         ]
-        if self.documents > self.texts:
-            lines.append(f"{name}: long texts cut: {self.documents:,} pieces of {self.texts:,} texts")
-        for how, count in (("truncated", self.truncated), ("left out", self.dropped)):
-            if count:
-                which = f"{count:,} of {self.texts:,} texts, longer than data.sequence_length"
-                fewer = f"{self.lost:,} tokens fewer"
-                fewer += "" if self.lost_learnt == self.lost else f", {self.lost_learnt:,} of them to learn"
-                lines.append(f"{name}: {which}, {how}: {fewer} (data.long_texts)")
-        if self.unlearnt:
-            of = f"{self.unlearnt:,} of {self.unlearnt + self.documents:,} pieces left out"
-            lines.append(f"{name}: {of}, as no token in them is learnt (data.sequence_length)")
-        if self.learnt_too:
-            which = f"{self.learnt_too:,} of {self.texts:,} texts are in data.train too"
-            lines.append(f"{name}: {which}, so the evaluation flatters the model")
-        if self.overflows:
-            lines.append(f"{name}: {self.overflows:,} numbers overflow and stay text, first {self.first_overflow}")
-        return lines
+        counts = f"{self.texts:,} texts, {self.tokens:,} tokens, {self.numbers:,} numbers ({share:.1%}), "
+        counts += f"{self.targets:,} of them targets, in {self.sequences:,} sequences"
+        return [f"{name}: {line}" for line in (counts, *(note for told, note in notes if told))]
 
 
 class TextDataset:

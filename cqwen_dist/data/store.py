@@ -131,7 +131,8 @@ class TokenStore:
         """Number of these texts that are in the other store too."""
         none = np.zeros(0, np.uint64)
         columns = ([first_of_digests(batch.column("digest")) for batch in own._batches] for own in (self, other))
-        return int(np.isin(*(np.concatenate([none, *parts]) for parts in columns)).sum())
+        mine, theirs = (np.concatenate([none, *parts]) for parts in columns)
+        return int(np.isin(mine, theirs).sum())
 
     def column(self, name: str) -> np.ndarray:
         """An integer column over all texts [n]."""
