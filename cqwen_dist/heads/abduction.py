@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from cqwen_dist.config.custom import find_custom, find_loaded, unusable
+from cqwen_dist.config.custom import find_custom, unusable
 from cqwen_dist.ops.cauchy import Cauchy
 
 
@@ -136,11 +136,6 @@ ABDUCTIONS: dict[str, Callable[..., Abduction]] = {"linear": AbductionNetwork, "
 def abduction_named(name: str, outside: str | Path = "") -> Callable[..., Abduction]:
     """A name of `ABDUCTIONS`, or an import path; outside: as `find_custom`. Raises `UserError`."""
     return ABDUCTIONS[name] if name in ABDUCTIONS else find_custom(KEY, name, outside)
-
-
-def loaded_abduction(name: str, folder: str | Path) -> Callable[..., Abduction]:
-    """`abduction_named` for a loaded folder, as `find_loaded`. Raises `UserError`."""
-    return ABDUCTIONS[name] if name in ABDUCTIONS else find_loaded(KEY, name, folder, f"{', '.join(ABDUCTIONS)}; or ")
 
 
 def make_abduction(network: Callable[..., Abduction], name: str, hidden: int, size: int, **options: Any) -> Any:

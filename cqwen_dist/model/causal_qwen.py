@@ -17,7 +17,7 @@ from cqwen_dist.config.custom import find_custom, find_loaded
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.shape import NUMBER_KEYS
 from cqwen_dist.config.training import LoraConfig
-from cqwen_dist.heads.abduction import abduction_named, loaded_abduction, make_abduction
+from cqwen_dist.heads.abduction import ABDUCTIONS, abduction_named, make_abduction
 from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.heads.beside import make_beside
 from cqwen_dist.heads.number_kinds import NUMBER_KINDS
@@ -42,7 +42,9 @@ def classes_of(config: CausalQwenConfig, loaded: str | None = None) -> tuple[Any
     key, name = "model.number_head", config.number_head
     if loaded is None:
         return abduction_named(config.abduction), find_custom(key, name) if name else None
-    return loaded_abduction(config.abduction, loaded), find_loaded(key, name, loaded) if name else None
+    known, others = ABDUCTIONS.get(config.abduction), f"{', '.join(ABDUCTIONS)}; or "
+    kind = known or find_loaded("model.abduction", config.abduction, loaded, others)
+    return kind, find_loaded(key, name, loaded) if name else None
 
 
 class CausalQwenModel(CausalModules):
