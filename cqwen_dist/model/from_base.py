@@ -41,8 +41,9 @@ def turned_causal(
         if options.setdefault("num_row_init", "digits") == "digits":
             options.setdefault("numerals", numeral_ids(vocabulary))
     options.setdefault("line_ends", line_end_ids(vocabulary))
-    row = used if num_token_id is None else num_token_id
-    rows_for = None if used is None else partial(rows_with_number, used=used, num_token_id=row)
+    rows_for = None
+    if used is not None:
+        rows_for = partial(rows_with_number, used=used, num_token_id=used if num_token_id is None else num_token_id)
     device = options.pop("device", "cpu")
     base = load_base(name_or_path, options.pop("dtype", torch.float32), rows_for=rows_for)
     if num_token_id is None:

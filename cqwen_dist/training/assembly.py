@@ -207,7 +207,7 @@ def _evaluations(
         return Evaluator(
             training.model,
             forward,
-            EvalLoader(dataset, micro_batch_size=size, **groups.reading),
+            EvalLoader(dataset, None, micro_batch_size=size, **groups.reading),
             groups,
             baseline_value=statistics.median if statistics.count else None,
             gemm_dtype=training.stepper.options.gemm_dtype,
