@@ -136,4 +136,4 @@ def test_a_killed_worker_is_one_line(tokenizer: NumericalAwareTokenizer, monkeyp
 
 def test_rows_of_any_size_make_blocks_of_limited_size() -> None:
     long: list[Row] = [(str(i), {"messages": [{"content": "x" * 400_000}]}) for i in range(7)]
-    assert [len(block) for block in cutting._in_blocks(iter(long))] == [3, 3, 1]
+    assert [*map(len, cutting.in_blocks(map(cutting._sized, long), 1000, cutting.BLOCK))] == [3, 3, 1]
