@@ -258,7 +258,6 @@ class _NumberBackend:
         return found
 
     def _read(self, text: Any) -> Encoding:
-        """Encode a text or a list of words."""
         words = [text] if isinstance(text, str) else text
         if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
             raise ValueError(f"text input must be of type `str`, or lists of them, and not {type(text).__name__}")

@@ -95,7 +95,7 @@ def _targets(text: Text, segments: list[tuple[str, bool]], readings: list[Readin
 
 
 def _segments(text: Text) -> list[tuple[str, bool]]:
-    """Split a text where learning starts or stops: (piece, whether it is learnt)."""
+    """(piece, whether it is learnt) of a text."""
     if text.learnt is None:
         return [(text.text, True)]
     pieces, position = [], 0

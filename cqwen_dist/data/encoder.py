@@ -126,7 +126,6 @@ class NumberEncoder:
         return found
 
     def _one(self, pieces: list[str]) -> array[int]:
-        """Ids of one text, encoded piece by piece."""
         parts = self._parts(pieces)
         words = [part for part in parts if part is not None]
         encoded = iter(self.backend.encode_batch_fast(words, add_special_tokens=False))

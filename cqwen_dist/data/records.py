@@ -193,7 +193,6 @@ class Extractor:
         return text, span
 
     def _fill(self, template: str, record: Mapping[str, Any]) -> str:
-        """Fill the template with the record's cells."""
         empty = self.config.empty_cell
         names = template_fields(template)
         values = {name: self._cell(record, name, empty) for name in names if name != _OTHERS}

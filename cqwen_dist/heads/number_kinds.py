@@ -234,5 +234,4 @@ def _strength(scores: Cauchy) -> Tensor:
 
 
 def _one_against_the_rest(scores: Cauchy, true: Tensor) -> Tensor:
-    """The cross entropy of each decision S > 0."""
     return -torch.where(true, scores.log_sf(0.0), scores.log_cdf(0.0))

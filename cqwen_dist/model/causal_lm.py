@@ -235,7 +235,6 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         return {name: value for name, value in wanted.items() if value}
 
     def _cache_of(self, given: Any, use_cache: bool | None) -> Any:
-        """The cache of a call: the given one, or a new one if one is wanted."""
         return DynamicCache(config=self.config.base_config) if use_cache and given is None else given
 
     def _answer(self, output: Any, return_dict: bool | None) -> Any:

@@ -114,7 +114,6 @@ def _has_flash() -> bool:
 
 @cache
 def _kernel(window: int | None) -> Kernel:
-    """torch's own kernel."""
     from torch.nn.attention.varlen import varlen_attn
 
     call: Any = varlen_attn

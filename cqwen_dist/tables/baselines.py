@@ -273,7 +273,6 @@ def _lightgbm(absolute: bool, least: int) -> Any:
 
 
 def _catboost(of: EncodedRows) -> Ways:
-    """CatBoost, which encodes categories itself."""
     from catboost import CatBoostRegressor
 
     x = np.hstack([of.categories, of.numbers.astype(object), of.components.astype(object)])

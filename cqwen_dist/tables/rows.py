@@ -228,5 +228,4 @@ def held_out_rows(given: str, rows: int) -> list[int]:
 
 
 def _of_numbers(columns: Sequence[str], rows: Sequence[Row], forms: Mapping[str, Form]) -> list[str]:
-    """The columns that contain only numbers and empty cells."""
     return [n for n in columns if n in forms and all(as_number(row[n]) is not None for row in rows if row[n])]
