@@ -162,9 +162,8 @@ def _print_words(
 
     outputs: list[dict[str, Any]] = []
     lines: list[str] = []
-    for prompt, found in zip(
-        prompts, multi_label(model, padded(model, tokenizer, encoded), above, None, one), strict=True
-    ):
+    every = multi_label(model, padded(model, tokenizer, encoded), above, None, one)
+    for prompt, found in zip(prompts, every, strict=True):
         words = [{"text": tokenizer.decode([word.id]), **asdict(word)} for word in found]
         outputs.append({"prompt": prompt, "words": words})
         lines += [prompt, *(f"    {word['text']!r}   P {word['p']:.4g}" for word in words)]

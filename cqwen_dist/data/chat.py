@@ -38,6 +38,7 @@ FIXED_DATE = (
 _THOUGHT, _THOUGHT_END = "reasoning_content", "</think>"
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # noncharacters: Unicode never assigns them, so texts do not use them
 
+_KEY = "data.messages_field"
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -85,12 +86,8 @@ class Chat:
         self, messages: Sequence[dict[str, Any]], tools: Any, count: int
     ) -> tuple[Sequence[dict[str, Any]], str, list[str]]:
         """Returns the messages as the template takes them, the text, and its `count` pieces between the marks."""
-        allowed = (
-            "a template that writes the assistant's messages as they are (thoughts by their key reasoning_content)"
-        )
-        refused: UserError | BadLine = UserError(
-            "data.messages_field", "a chat template that changes messages", allowed
-        )
+        how = "a template that writes the assistant's messages as they are (thoughts by their key reasoning_content)"
+        refused: UserError | BadLine = UserError(_KEY, "a chat template that changes messages", how)
         if any("tool_calls" in message for message in messages):
             refused = _unwritten("tool calls")
         for said in _wordings(messages):
@@ -171,7 +168,7 @@ class Chat:
             start = text.rindex(between, 0, at) + len(between)
         if start < 0 or end < 0 or turn_end in text[start:at]:
             allowed = "one that leaves earlier turns as they are and ends every turn alike"
-            raise UserError("data.messages_field", Said("tool calls in an unusual chat template"), allowed)
+            raise UserError(_KEY, Said("tool calls in an unusual chat template"), allowed)
         return start, end + len(turn_end)
 
     def _turn_end(self, tools: Any) -> str:
@@ -199,7 +196,7 @@ class Chat:
 
 def _unwritten(what: str) -> UserError:
     allowed = f"a tokenizer whose chat template has tool support, or chats without {what}"
-    return UserError("data.messages_field", Said(f"{what} that the tokenizer's chat template does not write"), allowed)
+    return UserError(_KEY, Said(f"{what} that the tokenizer's chat template does not write"), allowed)
 
 
 def _is_learnt(message: Mapping[str, Any]) -> bool:

@@ -178,9 +178,8 @@ class _Build:
         overflows: list[tuple[int, str]] = []
         rows = 0
         with pa.OSFile(str(self.folder / f"{name}.arrow"), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
-            for (batch, odd), read in encode_blocks(
-                part, extract, recipe, self.workers or len(os.sched_getaffinity(0))
-            ):
+            workers = self.workers or len(os.sched_getaffinity(0))
+            for (batch, odd), read in encode_blocks(part, extract, recipe, workers):
                 self.reading.add(read)
                 if self.config.eval_fraction:
                     self.first.append(first_of_digests(batch.column("digest")))

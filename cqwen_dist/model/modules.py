@@ -157,9 +157,8 @@ class CausalModules(nn.Module):
             if self.beside is not None:
                 features = self.beside.behind(features, input_ids, numeric_values, attention_mask, **context)
             with at_hand(self.abduction):
-                return Cauchy(
-                    *(part.to(torch.promote_types(part.dtype, torch.float32)) for part in self.abduction(features))
-                )
+                u = self.abduction(features)
+                return Cauchy(*(part.to(torch.promote_types(part.dtype, torch.float32)) for part in u))
 
     def forward(
         self,

@@ -21,10 +21,8 @@ from cqwen_dist.training.evaluation.number_metrics import interval_factors
 
 FITTED_TO = "squared error, outliers limited"
 READ = 64  # rows at a time
-NEAREST, LEAST_NEAR = (
-    1 / 3,
-    60,
-)  # an interval's width comes from the errors of this share of the rows, at least this number
+# An interval's width comes from the errors of this share of the rows, at least this number
+NEAREST, LEAST_NEAR = 1 / 3, 60
 MOST = 8192  # training rows: time grows with their cube, memory with their square
 
 
