@@ -21,7 +21,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from cqwen_dist import __version__
-from cqwen_dist.cli import configs, models, results, runs, sites, table_verbs
+from cqwen_dist.cli import configs, models, results, runs, table_verbs
 from cqwen_dist.cli.streams import guard, outlive
 from cqwen_dist.config.errors import DiskError, Said, UserError, reason_of
 from cqwen_dist.console import echo
@@ -66,7 +66,7 @@ app = typer.Typer(
 )
 BEFORE, LOOK = "Before a run", "Look at a run"
 VERBS: dict[str, tuple[Callable[..., None], ...]] = {
-    BEFORE: (configs.init, sites.plan, runs.prepare, sites.doctor, sites.accept),
+    BEFORE: (configs.init, configs.plan, runs.prepare, configs.doctor, configs.accept),
     "Train": (runs.quickstart, table_verbs.fit, runs.train, runs.launch, runs.submit),
     LOOK: (results.status, results.report, results.evaluate),
     "Use a model": (models.generate, table_verbs.predict, models.explain, models.serve, models.export),

@@ -39,9 +39,8 @@ def records(rows: Any, key: str, text_field: str = "text") -> Iterator[dict[str,
         try:
             yield {text_field: row} if isinstance(row, str) else {str(name): _plain(row[name]) for name in row}
         except (TypeError, ValueError) as error:
-            raise UserError(
-                key, Said(str(error)), "text, numbers, true, false, none, lists of them", f"row {number}"
-            ) from None
+            allowed = "text, numbers, true, false, none, lists of them"
+            raise UserError(key, Said(str(error)), allowed, f"row {number}") from None
 
 
 def as_rows(rows: Any, key: str) -> Iterator[Any]:

@@ -88,9 +88,8 @@ class NumericalAwareTokenizer:
             self.literal = str(added[self.num_token_id])
         if vocab_size is not None:
             self.rows_for(vocab_size)
-        self.encoder = NumberEncoder(
-            self._backend, self.num_token_id, self.policy if self.reads_numbers else None, self.literal
-        )
+        reading = self.policy if self.reads_numbers else None
+        self.encoder = NumberEncoder(self._backend, self.num_token_id, reading, self.literal)
 
     def rows_for(self, vocab_size: int) -> int:
         """Vocabulary rows that the model needs: more than vocab_size if words use all rows. Raises `UserError`."""

@@ -104,9 +104,8 @@ def only_fit(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(
-                "--out", Said(f"another cqwen fit at work on {folder}"), "its end, or another folder"
-            ) from None
+            found = Said(f"another cqwen fit at work on {folder}")
+            raise UserError("--out", found, "its end, or another folder") from None
         try:
             yield
         finally:
