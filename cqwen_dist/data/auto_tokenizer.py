@@ -179,7 +179,12 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
         values = inputs.pop("numeric_values", None)
         padded = super().pad(inputs, padding, padding_side=padding_side, **given)
         if values is not None:
-            padded["numeric_values"] = _padded_values(values, padded["input_ids"], padding_side or self.padding_side)
+            ids, values, rows = padded["input_ids"], _listed(values), []
+            single = _is_one_row(ids)
+            for row, wide in zip([values] if single else values, [ids] if single else ids, strict=True):
+                own, zeros = [*map(float, row)], [0.0] * (len(wide) - len(row))
+                rows.append(zeros + own if (padding_side or self.padding_side) == "left" else own + zeros)
+            padded["numeric_values"] = _as(ids, rows[0] if single else rows)
         return padded if isinstance(padded, BatchEncoding) else BatchEncoding(padded)
 
     def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:
@@ -266,16 +271,6 @@ class _NumberBackend:
             raise UserError("number", overflows[0], "numbers that float64 holds")
         self.values.update(values)
         return encoding
-
-
-def _padded_values(values: Any, ids: Any, side: str) -> Any:
-    """Values padded with zeros on `side`, float64, in the ids' shape and type (list, tensor or array)."""
-    values, single = _listed(values), _is_one_row(ids)
-    rows = []
-    for row, padded in zip([values] if single else values, [ids] if single else ids, strict=True):
-        own, zeros = [*map(float, row)], [0.0] * (len(padded) - len(row))
-        rows.append(zeros + own if side == "left" else own + zeros)
-    return _as(ids, rows[0] if single else rows)
 
 
 def _listed(given: Any) -> Any:

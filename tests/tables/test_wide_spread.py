@@ -42,7 +42,7 @@ def test_the_scale_is_a_ridge_regression_of_log_errors():
     x = draw.standard_normal((300, 12))
     error = draw.standard_normal(300) * np.exp(x[:, 0])
     folds = np.arange(300) % FOLDS
-    found = fit_spread(x @ x.T, error, folds, 300)
+    left_out, solved = fit_spread(x @ x.T, error, folds, 300)
     size = np.abs(error) / np.median(np.abs(error))
     goal = np.log(size.clip(0.05))
     goal -= goal.mean()
@@ -54,22 +54,22 @@ def test_the_scale_is_a_ridge_regression_of_log_errors():
             for fold in range(FOLDS):
                 own = folds == fold
                 h[own] = share * Ridge(ridge * unit, fit_intercept=False).fit(x[~own], goal[~own]).predict(x[own])
-            gaps.append(np.abs(h.clip(-MOST, MOST) - found.left_out).max())
+            gaps.append(np.abs(h.clip(-MOST, MOST) - left_out).max())
     assert min(gaps) < 1e-8
     for fold in range(FOLDS):
         own = folds == fold
-        assert not found.solved[fold, own].any()
-        h = (x @ x.T)[own] @ found.solved[fold]
-        np.testing.assert_allclose(h.clip(-MOST, MOST), found.left_out[own], atol=1e-8)
+        assert not solved[fold, own].any()
+        h = (x @ x.T)[own] @ solved[fold]
+        np.testing.assert_allclose(h.clip(-MOST, MOST), left_out[own], atol=1e-8)
 
 
 def test_equal_spread_gives_one_scale():
     draw = np.random.default_rng(1)
     x = draw.standard_normal((300, 40))
     for law in (draw.standard_normal, draw.standard_cauchy):
-        found = fit_spread(x @ x.T, law(300), np.arange(300) % FOLDS, 300)
-        assert not found.left_out.any()
-        assert not found.solved.any()
+        left_out, solved = fit_spread(x @ x.T, law(300), np.arange(300) % FOLDS, 300)
+        assert not left_out.any()
+        assert not solved.any()
 
 
 def test_a_word_with_larger_errors_gets_a_larger_scale():

@@ -213,9 +213,9 @@ def fit_wide(
     progress(STEPS - 1, STEPS)
     ridge = found.ridge if len(t) <= SEARCHED else every.climbed(kernel, found)
     left_out, solved = every.left_out(kernel, ridge, again=True)
-    spread = fit_spread(kernel, every.t - found.share * left_out, folds, SEARCHED)
+    spread, of_spread = fit_spread(kernel, every.t - found.share * left_out, folds, SEARCHED)
     unit *= found.share
-    both = np.concatenate([unit * solved, spread.solved])
+    both = np.concatenate([unit * solved, of_spread])
     tables = {"weight": both @ (words + line * lines) * scaling}
     tables |= named.tables(weight * (both @ x), of_values * (both @ raw))
     if features is not None:
@@ -224,7 +224,7 @@ def fit_wide(
         {name: torch.from_numpy(np.ascontiguousarray(table, np.float32)) for name, table in tables.items()},
         folds.tolist(),
         torch.from_numpy(left_out * unit),
-        torch.from_numpy(spread.left_out),
+        torch.from_numpy(spread),
     )
 
 
@@ -276,15 +276,12 @@ def _with_values(some: _Targets, rest: np.ndarray, values: np.ndarray) -> tuple[
     return min(found, key=lambda one: float(one[0].losses.mean()))
 
 
-class SpreadFit(NamedTuple):
-    """Out-of-fold h [n], and per fold left out the coefficients a of h = K a [FOLDS,n]."""
+def fit_spread(
+    kernel: np.ndarray, error: np.ndarray, folds: np.ndarray, searched: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The scale of each text: out-of-fold h [n], and the coefficients a of h = K a without each fold [FOLDS,n].
 
-    left_out: np.ndarray
-    solved: np.ndarray
-
-
-def fit_spread(kernel: np.ndarray, error: np.ndarray, folds: np.ndarray, searched: int) -> SpreadFit:
-    """The scale of each text. kernel [n,n], error [n], folds [n] in [0, FOLDS). All 0 if one common scale is as good.
+    kernel [n,n], error [n], folds [n] in [0, FOLDS). All 0 if one common scale is as good.
 
     e_i is the out-of-fold error of the location. log |e| is fitted with the location's kernel K:
     h = K (K + ridge)^-1 (log |e| - its mean). The scale of a number's law is then exp(h) times one constant. (Two
@@ -293,7 +290,7 @@ def fit_spread(kernel: np.ndarray, error: np.ndarray, folds: np.ndarray, searche
 
     Ridge and shrinkage minimise the out-of-fold Cauchy loss of the first `searched` numbers.
     """
-    nothing = SpreadFit(np.zeros(len(error)), np.zeros((FOLDS, len(error))))
+    nothing = np.zeros(len(error)), np.zeros((FOLDS, len(error)))
     middle = float(np.median(np.abs(error)))
     if not middle > 0:
         return nothing
@@ -302,20 +299,17 @@ def fit_spread(kernel: np.ndarray, error: np.ndarray, folds: np.ndarray, searche
     goal -= goal.mean()
     unit = float(kernel.trace()) / len(error)
 
-    some, every = slice(min(searched, len(error))), _Targets(goal, goal, np.ones(len(goal)), folds)
-
-    def fit(ridge: float, part: slice) -> SpreadFit:
-        return SpreadFit(*every.of(part).left_out(kernel[part, part], ridge * unit))
-
+    every = _Targets(goal, goal, np.ones(len(goal)), folds)
+    some = slice(min(searched, len(error)))
     one_scale = _losses(size[some], np.zeros(len(size[some])))
-    tried = [(fit(ridge, some).left_out, ridge) for ridge in SPREAD_RIDGES]
+    tried = [(every.of(some).left_out(kernel[some, some], ridge * unit)[0], ridge) for ridge in SPREAD_RIDGES]
     scored = [(_losses(size[some], share * h), ridge, share) for h, ridge in tried for share in SHARES]
     losses, ridge, share = min(scored, key=lambda one: one[0].mean())
     gain = one_scale - losses
     if not gain.mean() > SURE_OF_SPREAD * gain.std() / math.sqrt(len(gain)):
         return nothing
-    found = fit(ridge, slice(None))
-    return SpreadFit((share * found.left_out).clip(-MOST, MOST), share * found.solved)
+    h, solved = every.left_out(kernel, ridge * unit)
+    return (share * h).clip(-MOST, MOST), share * solved
 
 
 def _losses(size: np.ndarray, h: np.ndarray) -> np.ndarray:
