@@ -7,8 +7,6 @@ PEFT's tensor names omit the adapter's name. Our names, also for optimizer momen
 `CausalQwenModel.features`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -4,8 +4,6 @@ The manifest makes a folder a checkpoint. It lists every file with size and chec
 without a manifest, or one that contradicts it, is not a checkpoint.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

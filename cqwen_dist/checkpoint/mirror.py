@@ -8,8 +8,6 @@ there and every file has the digest in it, so a kill between any two writes lose
 `fsspec` will do (s3://, gs://, az://, file://); credentials come from the environment.
 """
 
-from __future__ import annotations
-
 import shutil
 import threading
 import time

@@ -20,8 +20,6 @@ state.json has digests of the run's inputs, so a changed input is detected:
       data, eval  training and held-out texts as ids and values, in order, cut and packed
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

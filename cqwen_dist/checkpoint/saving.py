@@ -8,8 +8,6 @@ at a time. After a SIGKILL at any moment, either the previous checkpoint or this
 (torch's asynchronous checkpointing is not used: its metadata file is a pickle, and its shards depend on ranks.)
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

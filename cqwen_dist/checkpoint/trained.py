@@ -1,7 +1,5 @@
 """Loads a trained model: from a run, a checkpoint, or a folder that `cqwen export` or `save_pretrained` wrote."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

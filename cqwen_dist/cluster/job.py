@@ -9,8 +9,6 @@ counts against the budget, unless it was stopped from outside. The number of che
 restarts is too.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

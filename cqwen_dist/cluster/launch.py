@@ -7,8 +7,6 @@ directly to the ranks, found by command line, never to their launcher: killing p
 write to while they save.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

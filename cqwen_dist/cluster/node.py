@@ -1,7 +1,5 @@
 """A SLURM node: srun starts this task on it, and the task becomes DeepSpeed's launcher for the node's ranks."""
 
-from __future__ import annotations
-
 import argparse
 import base64
 import json

@@ -1,7 +1,5 @@
 """A base's vocabulary: the row for <NUM>, and tokens for numerals and line breaks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

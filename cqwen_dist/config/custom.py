@@ -1,7 +1,5 @@
 """User classes, named in a config by import path, `package.module:Name`."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -5,8 +5,6 @@ refused, with the reason and an alternative, and sections that DeepSpeed does no
 its sections DeepSpeed itself refuses unknown keys (`training.zero.engine.refuse_unknown`).
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 from itertools import accumulate

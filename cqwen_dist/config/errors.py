@@ -1,7 +1,5 @@
 """Errors that the user can fix."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Building blocks for the schema: bounded types, sections, validator errors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated
 

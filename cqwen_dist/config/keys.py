@@ -1,7 +1,5 @@
 """Every config key: its tier (basic keys are common, expert keys rare), the JSON Schema, and a Markdown page."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

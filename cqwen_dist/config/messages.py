@@ -1,7 +1,5 @@
 """Converts pydantic's errors to one line for the user: the key, the value found, the values allowed."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args, get_origin

@@ -1,7 +1,5 @@
 """The learning rates that a base's hidden size decides."""
 
-from __future__ import annotations
-
 DENSE = 0.012  # U moves by about this share of a feature's size in an Adam step (docs/training.md)
 
 

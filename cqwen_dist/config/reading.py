@@ -3,8 +3,6 @@
 Reading imports no torch, uses no network and writes no file.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Config keys that determine a model's shape, listed once for code that builds, compares and counts models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

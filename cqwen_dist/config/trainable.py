@@ -4,8 +4,6 @@ The schema, the engine, checkpoints, the KL's start and the plan ask here. So an
 further group of the features needs. The heads' groups are told by `heads_group`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ PyYAML implements YAML 1.1, where `1e-3` is a string, `no` is false, `12:30` is 
 JSON Schema that they validate with, follow 1.2; so does this module. `parse` inverts `dump`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar

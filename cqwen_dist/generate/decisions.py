@@ -4,8 +4,6 @@ One-vs-rest decides separately for each word whether it holds, P_k = P(S_k > C_k
 S4 3.3.2), or no word (3.3.1: "I do not know"), and the meaning of a threshold does not depend on the other words.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A generated number is fed back as (<NUM>, its written value), a word as (word, 0
 Shape letters: B rows, T prompt positions, T' positions at the end, C causal dimensions, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

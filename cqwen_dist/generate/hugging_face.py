@@ -1,7 +1,5 @@
 """Translates Hugging Face's generation options: configs, processors, criteria, streamers, stop strings."""
 
-from __future__ import annotations
-
 import difflib
 import warnings
 from collections.abc import Callable, Mapping, Sequence

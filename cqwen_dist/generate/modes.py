@@ -18,8 +18,6 @@ rows, C causal dimensions, V vocabulary. All tensors belong to one position: [B,
 `heads.action.ActionNetwork` with all V rows on this device.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """transformers' text-generation pipeline with the values of numbers; `cqwen_dist.auto` registers it."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

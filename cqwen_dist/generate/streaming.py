@@ -1,7 +1,5 @@
 """Streams of generated text, and stop strings. Numbers are part of the text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 

@@ -6,8 +6,6 @@ number there would have. When a loop feeds `<NUM>` back, the value is looked up.
 Shape letters: B prompts, R rows (B times the beams), T prompt positions, t positions so far, w positions in one call.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ torch then rounds the result to bf16. So there the product starts from the thres
 Near the threshold this is small, and so is its rounding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 

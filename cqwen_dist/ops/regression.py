@@ -3,8 +3,6 @@
 The loss of a position is gate_i * NLL_i. The caller applies masks, sums and denominators.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -5,8 +5,6 @@ They have no gradients (see `mappings`). If a rank dies or does not answer withi
 ends the process and names the group by the same description.)
 """
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

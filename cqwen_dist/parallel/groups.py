@@ -10,8 +10,6 @@ Sequence groups are consecutive ranks too, of any size that divides the world. E
 without sequence groups: the data-parallel group is the world.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta

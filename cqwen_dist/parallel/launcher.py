@@ -5,8 +5,6 @@ When the launcher ends for any reason, its ranks save and stop. The processes ar
 end of `cqwen launch`, which is not its parent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

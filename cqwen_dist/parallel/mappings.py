@@ -21,8 +21,6 @@ DeepSpeed's `DistributedAttention` does the exchanges. Its wrapper for transform
 micro-batch size for the whole run, gathers position ids in every layer, and replaces "sdpa" for the whole process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

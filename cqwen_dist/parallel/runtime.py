@@ -11,8 +11,6 @@ thread prints a line, because srun and torchrun print none. Setup may take long 
 report the rank only writes its stacks and continues; the report deletes them.
 """
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import gc

@@ -13,8 +13,6 @@ The traffic does not depend on V (`plan.comm` counts the bytes). It is not overl
 measured). The row gradients are sums over the group's tokens; the caller sums them over the replica group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple

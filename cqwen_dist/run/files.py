@@ -1,7 +1,5 @@
 """Files of a run folder: names, atomic writes (readers see a file complete or not at all), the run's environment."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import glob

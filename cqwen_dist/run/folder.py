@@ -12,8 +12,6 @@ seconds. If the kernel cannot know, a file that is still touched means a running
 died.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """status.json: a run's state, for people, `cqwen status` and launchers (no torch)."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -5,8 +5,6 @@ causal attention has half of [T, T]. Recomputed operations (gradient checkpointi
 masked scores between packed texts are counted separately. MFU is useful FLOP/s divided by the hardware peak.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

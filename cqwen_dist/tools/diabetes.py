@@ -5,8 +5,6 @@ not say which sexes the codes 1 and 2 mean. The weight class in words is derived
 ends with the progression score. A fixed permutation splits the patients into 342 for training and 100 held out.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 The trainer, the benchmark rig and the tests all use these functions, so they measure and test the real training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial

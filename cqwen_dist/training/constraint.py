@@ -16,8 +16,6 @@ multiplier moves by a tenth of the relative distance of the global mean KL from 
 factors are tensors, so no step waits for them, except if a second pass depends on them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import Any

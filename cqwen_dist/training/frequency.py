@@ -1,7 +1,5 @@
 """Word frequency: class weights in the loss (seed S4 3.4.3), and the mean threshold per frequency band (S0 5.1)."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -5,8 +5,6 @@ whose inputs differ in value but not in shape would train together without an er
 So a rank with a different config, data or code is refused by name.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import time

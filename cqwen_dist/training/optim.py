@@ -15,8 +15,6 @@ parameter that is not `spread`, are the remainder: all R ranks keep their moment
     moments on rank 1        rank 1's | remainder
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The trainable group of each parameter. Groups are the names under a stage's `train:`."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ no second copy. When a step gathers weights, it overwrites an earlier flip or sp
 trained parameters only a flip since the last step is found (docs/running.md).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import torch

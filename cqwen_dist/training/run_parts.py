@@ -13,8 +13,6 @@ Stages may differ in sequence length and batch size. Consecutive stages with equ
 position; any other stage starts a new epoch. A position is {epoch, step} and does not depend on the number of ranks.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass

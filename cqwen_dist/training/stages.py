@@ -4,8 +4,6 @@ The schedule gives the stage of each step. It ends a stage with `until` once eva
 save its decisions, so a resumed run takes the same ones. The schedule does not know the optimizer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

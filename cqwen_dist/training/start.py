@@ -5,8 +5,6 @@ stages and data order start from scratch. The heads keep the units of their trai
 transform, rate unit of b_noise) and are not calibrated.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Saves and restores the state of a run: its place, and all trained parameters with their moments."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

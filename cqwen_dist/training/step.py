@@ -1,7 +1,5 @@
 """One optimizer step: takes micro-batches, steps by the gradient of the global mean, returns metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

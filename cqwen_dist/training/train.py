@@ -1,8 +1,6 @@
 """One training command from start to end: opens and locks the run, builds it, starts or resumes it, trains, and records
 the end in status.json."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress

@@ -1,7 +1,5 @@
 """The training loop: optimizer steps, evaluations and checkpoints. Start reading at `Trainer.train`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Architectures that can be a base: one file each, listed in `ARCHITECTURES` (floor 0: data, no torch)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Data about a transformers architecture, for model, planner, adapters and export."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple

@@ -3,8 +3,6 @@
 Shape letters: N tokens, C causal dimensions, v words of the slice, t x n a tile of t tokens and n words.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

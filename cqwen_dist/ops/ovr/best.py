@@ -21,8 +21,6 @@ best one. On 8,385 positions of GSM8K with SmolLM2 this never happened (without 
 Shape letters: N tokens, C causal dimensions, v words of the slice, m candidates.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -7,8 +7,6 @@ normaliser, so the losses of vocabulary slices on different ranks simply add up.
 Shape letters: N tokens, C causal dimensions, v words of the slice.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

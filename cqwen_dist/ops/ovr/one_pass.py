@@ -18,8 +18,6 @@ are free.
 Shape letters: N tokens, C causal dimensions, v words of the slice, t x n a tile of t tokens and n words.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

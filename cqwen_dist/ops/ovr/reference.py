@@ -5,8 +5,6 @@ It materialises several [N, v] tensors and uses autograd, so it is for tests and
 Shape letters: N tokens, C causal dimensions, v words of the slice, M single (token, word) pairs.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ Works on chunks of the vocabulary; no [N, v] tensor exists.
 Shape letters: N tokens, C causal dimensions, v words of the slice, n words of a chunk.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

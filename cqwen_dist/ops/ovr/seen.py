@@ -5,8 +5,6 @@ The pass hands over each tile's scores before the loss overwrites them, so an ev
 Shape letters: N tokens, v words of the slice, t x n a tile, B blocks of words.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple

@@ -24,8 +24,6 @@ The softmax term, -log softmax(loc_S) of the label, adds softmax(loc_S) - [label
 no part in it, so it is added behind the sum of C's gradient.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

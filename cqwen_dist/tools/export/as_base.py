@@ -8,8 +8,6 @@ w_num: numbers are read as `<NUM>` with value 0. Rows that were added for `<NUM>
 the base's vocabulary and reads numerals as digits.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

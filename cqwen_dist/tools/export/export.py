@@ -9,8 +9,6 @@ OUT/calibration.json                     interval factors, if the run measured t
 OUT/table.json                           how rows were read, and the ranges of a table's columns
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

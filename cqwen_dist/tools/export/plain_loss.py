@@ -1,7 +1,5 @@
 """`mean_loss` in plain torch, for the code in an exported folder: no ranks, no kernels, and never a tensor [N,V]."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ The files are generated from the package's modules: every definition that the cl
 unchanged. A name with two meanings in one file is an error.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import sys

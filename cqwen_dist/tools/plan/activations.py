@@ -4,8 +4,6 @@ All results are bytes for one micro-batch on one rank. docs/planner.md derives t
 letters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from cqwen_dist.config.architectures.base_architecture import EXPERTS, Block

@@ -4,8 +4,6 @@ docs/planner.md describes the messages. The trainer's few numbers per step (coun
 for some tokens) are not counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -5,8 +5,6 @@ config's value and every divisor of the ranks per node), gradient checkpointing 
 (global batch, lengths, losses) never changes.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

@@ -6,8 +6,6 @@ ring over the slowest link between the ranks. docs/planner.md derives the terms.
 measurements from `benchmarks step`.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plans a run: whether it fits, and the memory, communication and duration."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass

@@ -4,8 +4,6 @@ The counts are exact: permanent tensors (weights, masters, Adam moments), tensor
 fused loss. docs/planner.md derives every term. `plan.stage_sizes` defines the letters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """The options of `cqwen plan`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

@@ -6,8 +6,6 @@ world; B sequences of T tokens in a micro-batch, N = B T (over the ranks of a se
 value.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from cqwen_dist.config import Config, Stage

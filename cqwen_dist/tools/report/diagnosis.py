@@ -1,7 +1,5 @@
 """Rules that explain a run's metrics in sentences: those of S3 5.3, 5.4 and S1 6.1, 6.2, and additional ones."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`cqwen report`: shows one or more runs in a self-contained HTML file."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Collection, Iterable, Sequence

@@ -1,7 +1,5 @@
 """The end of `cqwen quickstart`: read the metrics, export, generate, compare."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence

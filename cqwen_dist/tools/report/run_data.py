@@ -1,7 +1,5 @@
 """Reads a run folder for a report: the metrics, thinned to screen resolution, and the other files."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

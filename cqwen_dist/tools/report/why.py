@@ -4,8 +4,6 @@ A score is a sum over the dimensions that words see, loc_S_k = sum_j W_kj u_j + 
 W_kj u_j to the decision. Number dimensions contribute nothing and are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

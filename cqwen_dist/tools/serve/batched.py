@@ -1,7 +1,5 @@
 """The same server in front of vLLM (`tools.vllm`), which batches texts."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

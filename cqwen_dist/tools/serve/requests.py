@@ -4,8 +4,6 @@ Fields that a CausalQwen has and OpenAI does not: `mode`, `top_k`, `digits` in a
 chunk of a stream. An unknown field is refused, so that no option is silently without effect.
 """
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Sequence

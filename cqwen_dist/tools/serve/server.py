@@ -5,8 +5,6 @@ the token in progress. Bodies, waiting requests, tokens and time are bounded, so
 It has no accounts and no encryption: put a proxy in front of it, or let it listen on this machine only.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -7,8 +7,6 @@ FOLDER/config.yaml, RUN/     the runs
 FOLDER/accept.json           the table
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -4,8 +4,6 @@ Each node collects facts separately. Then the ranks compare them and measure tog
 whether a fact is a fault. A preflight sends two message sizes alone.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import secrets

@@ -1,7 +1,5 @@
 """The options of `cqwen submit`, each once: the resources of a job, and its script."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Annotated

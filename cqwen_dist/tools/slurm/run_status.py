@@ -1,7 +1,5 @@
 """`cqwen status`: the state of a run or job, from the run folder and scontrol. Needs no SLURM accounting."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from contextlib import suppress

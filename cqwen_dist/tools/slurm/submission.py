@@ -4,8 +4,6 @@ The script (job.sbatch.j2) does the work; `slurm/*.sbatch` contain the same text
 directly.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

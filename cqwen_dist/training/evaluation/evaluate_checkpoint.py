@@ -1,7 +1,5 @@
 """`cqwen eval`: evaluates a checkpoint or an exported folder in one process, like the training run."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

@@ -12,8 +12,6 @@ dist/U_loc_*, _scale_* over all tokens and the words' dimensions   dist/ovr_prob
 dist/U_number_*        the same over the number dimensions, if any (`Spread`)
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized

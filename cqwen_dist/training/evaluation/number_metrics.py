@@ -9,8 +9,6 @@ raw unit, so the ends can be mapped back. A checkpoint stores the factors from a
 measured on halves of the texts, each with the factors of the other half.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

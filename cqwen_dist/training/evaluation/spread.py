@@ -1,7 +1,5 @@
 """Mean, deviation and quartiles of more values than fit into memory, over batches and ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

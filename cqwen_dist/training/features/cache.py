@@ -10,8 +10,6 @@ continues to the bit. Losses equal those without a cache, up to the rounding of 
 extra columns of the side network: the start is fitted to cached z before these exist.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence

@@ -10,8 +10,6 @@ that wrote it, so files are memory-mapped and read by sample. A part is there co
 flushed to the disk: a slow one would take longer than the features, and the checksums find data lost in a crash.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

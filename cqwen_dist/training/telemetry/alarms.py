@@ -4,8 +4,6 @@ Rank 0 checks each record once its values are on the host, so no step waits. An 
 after its cause has disappeared.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque

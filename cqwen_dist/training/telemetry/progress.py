@@ -1,8 +1,6 @@
 """Progress of a run: console output of rank 0 (a live bar on a terminal, otherwise a line from time to time), and its
 speed: tokens/s, seconds per step, wait for data, FLOP/s relative to the peak, peak memory."""
 
-from __future__ import annotations
-
 import resource
 import time
 from collections import deque

@@ -7,8 +7,6 @@ All stages share one engine: parameters of frozen groups have no gradient and lr
 computed without a graph and DeepSpeed takes no step.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ broadcasts and partitions the weights. So each rank needs memory for its share a
 built; its rows are read by range on demand.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -13,8 +13,6 @@ steps group by group. Here:
 DeepSpeed still has the partition, the fp32 masters, the moments and the checkpoint content.
 """
 
-from __future__ import annotations
-
 import atexit
 from collections.abc import Callable, Iterable
 from importlib import import_module

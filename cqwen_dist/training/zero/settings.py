@@ -1,7 +1,5 @@
 """The DeepSpeed config, derived from the run's config and the user's additions. Conflicts are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from cqwen_dist.config.errors import UserError

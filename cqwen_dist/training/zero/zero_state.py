@@ -5,8 +5,6 @@ accessors (`safe_get_full_*`) fail before the first step, and for a second param
 module reads the pieces from the flat optimizer state. They are small: adapters, w_num, the <NUM> row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
