@@ -34,7 +34,6 @@ _CONFIG = """\
 model:
   name_or_path: {base}  # a folder with safetensors, or a hub name
   lora: {{r: 16, alpha: 32}}
-  start_numbers: {start_numbers}  # which the start's regression is fitted to; 0 takes those in 4,096 tokens
 data:
   train: {data}
   eval_fraction: {held_out}  # share of texts held out for evaluation

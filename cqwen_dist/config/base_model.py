@@ -48,9 +48,11 @@ class ModelConfig(Section):
     evaluation reads each held-out text by a fit without it (docs/tables.md). A list [columns, R] also has R random
     Fourier features of the numbers so far, each identified by the words before it on its line, which affect the next
     number jointly and smoothly. [262144, 6144] suits tables with some thousand rows."""
-    copies: Annotated[int, Field(ge=0, le=64)] = 0
-    """K: a number can be a copy of one of the last K numbers in its text. Each has a one-vs-rest probability. The
-    likeliest is copied if its probability exceeds 1/2. 8 suits worked solutions; 0: no copies."""
+    candidates: Literal["none", "copies", "arithmetic"] = "none"
+    """Exact values that a number may have, each with a one-vs-rest probability. copies: the last 24 numbers of the
+    text. arithmetic, for worked solutions: also the value of the expression just written, operations on the last two
+    numbers, and the commonest numbers of the data. The likeliest is written if its P exceeds a bar that held-out
+    numbers set."""
     abduction: Literal["linear", "two_layer"] | Annotated[str, AfterValidator(import_path)] = "linear"
     """Network from features to U. two_layer is nonlinear and initialised to match linear. Or your class as
     package.module:Name (docs/training.md)."""
@@ -59,9 +61,10 @@ class ModelConfig(Section):
     value_periods: list[Above0] = Field([])
     """Also embed sines and cosines of a value with these periods, each with a row of w_num; [10, 100, 1000]
     distinguishes three digits. Default: none, as in the seeds."""
-    start_numbers: Count = 0
-    """Approximate number of numbers used to fit the regression's calibrated start; default: those in 4,096 tokens,
-    which are few in tables with long rows and in short texts. `cqwen init` writes 2,000, or those in 65,536 tokens."""
+    start_numbers: Count | None = None
+    """Approximate number of numbers used to fit the regression's calibrated start; default: 2,000, or those in 65,536
+    tokens. Too few are worse than none: rows of W_loc fitted to 60 numbers turn every later change of z into a large
+    change of the number (docs/measurements.md)."""
     gradient_checkpointing: bool = False
     """Recompute the backbone's activations in the backward pass."""
     compile_layers: bool = False

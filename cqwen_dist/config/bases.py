@@ -1,10 +1,14 @@
 """A base's vocabulary: the row for <NUM>, and tokens for numerals and line breaks."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cqwen_dist.config.errors import UserError
 
+SIGNS = "+-*/()=%"
+AS_SIGN = {sign: sign for sign in SIGNS} | dict(zip("加−减x×乘÷除（）＝", "+--***//()=", strict=True))  # as in prose
+SPACE = " \u00a0$<>"  # may stand between signs: GSM8K writes <<48/2=24>>
+A_TOKEN = 2  # signs of a token at most, such as ")="; another token ends an expression
 BLOCK = 64  # an extended vocabulary has a multiple of this number of rows
 
 
@@ -45,3 +49,13 @@ def line_end_ids(vocabulary: Mapping[str, int]) -> list[int]:
     return sorted(
         token_id for token, token_id in vocabulary.items() if {"\n", "\u010a"} & {*token} or token == "<0x0A>"
     )
+
+
+def symbols_of(words: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
+    """The tokens (text, id) that only have signs of arithmetic, by these signs: {")=": [8, 15], "": [220]}."""
+    found: dict[str, list[int]] = {}
+    for text, token in words:
+        signs = [AS_SIGN.get(sign, sign) for sign in text if sign not in SPACE]
+        if text and len(signs) <= A_TOKEN and all(sign in SIGNS for sign in signs):
+            found.setdefault("".join(signs), []).append(token)
+    return {signs: sorted(tokens) for signs, tokens in sorted(found.items())}

@@ -15,7 +15,7 @@ from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.fields import Above0, NonNegative, Positive, Section, Seed, refused, unless
-from cqwen_dist.config.shape import NUMBER_KEYS
+from cqwen_dist.config.shape import NONE, NUMBER_KEYS
 from cqwen_dist.config.training import ConstraintConfig, FeatureCacheConfig, LossConfig, ParallelConfig, Stage
 
 NO_FP16 = "fp16 needs a loss scale, which the heads outside DeepSpeed do not have; bf16 has the range of fp32"
@@ -146,7 +146,6 @@ class Config(Section):
         if self.parallel.zero_stage == 3 and self.model.quantize != "none":
             allowed = "none under parallel.zero_stage 3 (scales are no parameters, so not partitioned), or 1, 2"
             raise refused("model.quantize", self.model.quantize, allowed)
-        self.model.lora.check_start(self.model.quantize, self.train.weight_decay, self.parallel.zero_stage)
         if self.model.architecture is not None:
             try:
                 self.fit_to(str(self.model.architecture["model_type"]))
@@ -164,8 +163,8 @@ class Config(Section):
         if self.model.compile_layers:
             allowed = f"false {under} (exchanges between ranks inside a layer do not compile)"
             raise refused("model.compile_layers", True, allowed)
-        for key in ("wide", "copies", "number_head"):
-            if value := getattr(self.model, key):
+        for key in ("wide", "candidates", "number_head"):
+            if (value := getattr(self.model, key)) not in (0, None, NONE):
                 raise refused(f"model.{key}", value, f"its default {under} (it may read earlier parts of a text)")
 
     def fit_sizes(self, architecture: Mapping[str, Any]) -> None:
@@ -293,7 +292,7 @@ class Config(Section):
     def model_shape(self) -> dict[str, Any]:
         """The fields of `CausalQwenConfig` that this run sets."""
         return {
-            **self.model.model_dump(include={"causal_size", "value_periods", "abduction", "number_head", "copies"}),
+            **self.model.model_dump(include={"causal_size", "value_periods", "abduction", "number_head", "candidates"}),
             **dict(zip(("wide", "random_features"), self.model.wide_size, strict=True)),
             "number_dims": self.number_dims,
             "word_terms": self.word_terms,

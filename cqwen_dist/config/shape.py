@@ -3,6 +3,10 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+NONE, COPIES, ARITHMETIC = "none", "copies", "arithmetic"  # model.candidates
+PLACES, COMPUTED, CONSTANTS = 24, 8, 48  # candidates by kind (`heads.candidates`)
+CANDIDATES = {NONE: 0, COPIES: PLACES, ARITHMETIC: PLACES + COMPUTED + CONSTANTS}
+
 
 class NumberKey(NamedTuple):
     """A config key that changes the number head's type (`heads.number_kinds`)."""
@@ -15,7 +19,7 @@ class NumberKey(NamedTuple):
 # `CausalQwenConfig` field -> config key.
 NUMBER_KEYS = {
     "number_head": NumberKey("model.number_head", None, lambda name, words, size: 0),  # its size is unknown here
-    "copies": NumberKey("model.copies", 0, lambda count, words, size: count * (words + 2)),
+    "candidates": NumberKey("model.candidates", NONE, lambda kind, words, size: CANDIDATES[kind] * (words + 2)),
 }
 SHAPE_KEYS = {
     **{name: f"model.{name}" for name in ("causal_size", "wide", "value_periods", "abduction")},

@@ -29,7 +29,7 @@ class FeatureGroup:
 
 def _adapters(config: Any, base: Any) -> int:
     lora = config.model.lora
-    return int(base.lora_parameters(lora.rank, lora.target_modules, lora.dora))
+    return int(base.lora_parameters(lora.r, lora.target_modules, lora.dora))
 
 
 FEATURE_GROUPS: dict[str, FeatureGroup] = {

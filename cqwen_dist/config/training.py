@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -86,12 +85,6 @@ class FeatureCacheConfig(Section):
     """Folder for a cache shared by multiple runs; default: in the run folder, for one stage."""
 
 
-def _start_of_adapters(value: str) -> str:
-    if re.fullmatch(r"default|gaussian|olora|pissa(_niter_\d+)?", value) is None:
-        raise ValueError("default, gaussian, olora, pissa or pissa_niter_N (eva and corda would read the texts first)")
-    return value
-
-
 class LoraConfig(Section):
     """PEFT adapters in the backbone. Present from the start, trained in stages with `lora`."""
 
@@ -106,31 +99,6 @@ class LoraConfig(Section):
     the base's layers in attention, linear attention, MLP and shared experts."""
     dora: bool = False
     """Learn each weight's magnitude separately from its direction (DoRA)."""
-    init: Annotated[str, AfterValidator(_start_of_adapters)] = "default"
-    """Start of A and B, as PEFT's init_lora_weights: default, gaussian, pissa, pissa_niter_N, olora. The last three
-    take it from the base's weights. These stay as they are: the start is held and subtracted, at twice the rank."""
-
-    @property
-    def from_weights(self) -> bool:
-        """Whether A and B start from the base's weights."""
-        return self.init not in ("default", "gaussian")
-
-    @property
-    def rank(self) -> int:
-        """Rank of the adapters in the model."""
-        return self.r * (1 + self.from_weights)
-
-    def check_start(self, quantize: str, weight_decay: float, zero_stage: int) -> None:
-        """Raises for settings of a run that cannot be with adapters that start from the base's weights."""
-        allowed: dict[str, tuple[object, object]] = {
-            "model.lora.dora": (self.dora, False),
-            "model.quantize": (quantize, "none"),
-            "train.weight_decay": (weight_decay, 0),  # it would shrink the start that is held
-            "parallel.zero_stage": (zero_stage, min(zero_stage, 2)),  # partitioned weights cannot be decomposed
-        }
-        for key, (found, wanted) in allowed.items() if self.from_weights else ():
-            if found != wanted:
-                raise refused(key, found, f"{wanted} with model.lora.init {self.init}")
 
 
 class ConstraintConfig(Section):

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
-from cqwen_dist.data.encoder import NumberEncoder, split
+from cqwen_dist.data.encoder import NumberEncoder
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_train
 
@@ -25,7 +25,6 @@ _WARMUP = 20  # steps at most
 _LENGTHS = (64, 2048)  # shortest and longest sequence_length
 _TO_HOLD_OUT = 10  # texts: below this a tenth would be no text
 _HELD_OUT = (64, 1 << 15)  # cap in texts and tokens: more makes evaluations slower, not more precise
-_NUMBERS, _READ = 2000, 1 << 16  # at most: numbers to fit the start to, and tokens to read for them
 
 
 class Amount(NamedTuple):
@@ -34,7 +33,6 @@ class Amount(NamedTuple):
     lengths: list[int]  # for the first texts
     complete: bool
     error: UserError | None = None
-    numbers: int = 0  # among these texts
     further: int = 0  # texts, only counted
 
     @property
@@ -63,7 +61,6 @@ class Suited(NamedTuple):
     steps: int
     warmup: int
     every: int  # steps between evaluations
-    start_numbers: int
 
     def words(self) -> str:
         """A line with the settings."""
@@ -95,11 +92,9 @@ def amount_of(config: DataConfig, base: Path | None = None) -> Amount:
         words = Tokenizer.from_file(str(file))
         read = NumberEncoder(words, words.get_vocab_size(), config.policy).read(texts)
         lengths = [len(reading.ids) + 2 for reading in read]  # tokens before and after the text
-        numbers = sum(len(reading.numbers) for reading in read)
     else:
         lengths = [math.ceil(len(text.encode(errors="replace")) / _BYTES) + 2 for text in texts]
-        numbers = sum(len(split(text, config.policy)[1]) for text in texts)
-    return Amount(lengths, error is None and further < COUNTED - MOST, error, numbers, further)
+    return Amount(lengths, error is None and further < COUNTED - MOST, error, further)
 
 
 def suited(amount: Amount, context: int | None) -> Suited:
@@ -119,8 +114,7 @@ def suited(amount: Amount, context: int | None) -> Suited:
     epochs = min(max(math.ceil(_STEPS / epoch), _EPOCHS[0]), _EPOCHS[1])
     steps = epoch * epochs
     warmup, every = min(max(steps // 10, 1), _WARMUP), min(max(steps // 4, 5), 50)
-    start_numbers = min(_NUMBERS, round(amount.numbers / max(sum(amount.lengths), 1) * _READ))
-    return Suited(amount.complete, length, held_out, batch, epochs, steps, warmup, every, start_numbers)
+    return Suited(amount.complete, length, held_out, batch, epochs, steps, warmup, every)
 
 
 def never_warm(amount: Amount, config: Config) -> Iterator[str]:

@@ -24,7 +24,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cqwen_dist.batch import pad_rows
-from cqwen_dist.config.bases import line_end_ids, numeral_ids, rows_used, rows_with_number
+from cqwen_dist.config.bases import line_end_ids, numeral_ids, rows_used, rows_with_number, symbols_of
 from cqwen_dist.config.data import NumberPolicy
 from cqwen_dist.config.errors import Said, UserError, reason_of
 from cqwen_dist.data.encoder import NumberEncoder, split
@@ -32,6 +32,7 @@ from cqwen_dist.data.write_numbers import write_numbers
 
 POLICY_FILE = "number_policy.json"
 OWN_CLASS = "CausalQwenTokenizer"  # `data.auto_tokenizer` writes this into tokenizer_config.json
+LONGEST_SIGNS = 8  # characters of a token, in which a sign like × has two
 PLACEHOLDER = "<NUM>"  # written for a number without a value
 # Qwen2's pre-tokenisation (transformers, models/qwen2/tokenization_qwen2.py).
 QWEN2_PATTERN = (
@@ -162,6 +163,12 @@ class NumericalAwareTokenizer:
     def line_end_ids(self) -> list[int]:
         """Tokens with a line break (`config.bases.line_end_ids`)."""
         return line_end_ids(self.tokenizer.get_vocab())
+
+    @cached_property
+    def symbols(self) -> dict[str, list[int]]:
+        """Tokens that are signs of arithmetic (`config.bases.symbols_of`)."""
+        short = [token for word, token in self.tokenizer.get_vocab().items() if len(word) <= LONGEST_SIGNS]
+        return symbols_of(zip(self.tokenizer.batch_decode([[token] for token in short]), short, strict=True))
 
     def encode(self, text: str, begin: bool = True) -> Encoded:
         """Encode a text, with `begin` before it unless the text has it. Raises: UserError for an overflowing number.

@@ -26,7 +26,6 @@ from transformers.utils import logging
 from cqwen_dist.batch import positions_in
 from cqwen_dist.generate.generation_settings import Settings
 from cqwen_dist.generate.numbers import POWERS, GeneratedNumbers, empty_numbers
-from cqwen_dist.heads.intervals import Intervals
 
 ROOM = 64  # size step of a static cache in positions: texts of similar lengths share a cache and its CUDA graphs
 LATE = 4  # steps by which the host may be ahead of the GPU
@@ -64,8 +63,9 @@ class Buffers:
         positions = positions_in(real)
         is_number = (all_ids == config.num_token_id) & real
         head = model.action.number_head
-        memory = head.memory(is_number, all_values, positions)[:, prompt - 1]
-        numbers = empty_numbers(all_values, head, Intervals.from_dict(config.calibration))
+        last = torch.arange(b, device=device) * room + prompt - 1
+        memory = head.memory(all_ids, is_number, all_values, positions, last)
+        numbers = empty_numbers(all_values, head, config.intervals)
         none, zero = torch.zeros(b, dtype=torch.bool, device=device), torch.zeros_like(ids[:, 0])
         at = torch.tensor([prompt], device=device)
         return cls(all_ids, numbers, real, positions, memory, none, zero, at, POWERS.to(device))

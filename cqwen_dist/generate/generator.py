@@ -220,15 +220,16 @@ class _Continuation:
         # Everything is computed for all rows and masked: a branch on device values would synchronise
         action, now, numbers, device = self.action, self.now, self.now.numbers, self.now.ids.device
         seen, head = action.word_part(u_prime).to(action.cls_weight.dtype), action.word_head()
-        p_num = prob_of(seen, head, torch.full_like(word, self.num_token_id)).double().to(device)
-        p_word = prob_of(seen, head, word).double().to(device)
-        decision = action.number_head.decide(u_prime, now.memory)
+        shown = numbers.intervals.words.shown
+        p_num = shown(prob_of(seen, head, torch.full_like(word, self.num_token_id)).double()).to(device)
+        p_word = shown(prob_of(seen, head, word).double()).to(device)
+        decision = action.number_head.decide(u_prime, now.memory, numbers.intervals.bar)
         word, y = word.to(device), decision.y.to(torch.float64).to(device)
         new = ~now.done
         number = (word == self.num_token_id) & new
         value = written_values(decision, self.target, numbers.intervals, self.digits, now.powers).where(number, 0.0)
-        if numbers.copied is not None:
-            self.put(numbers.copied, number & ~decision.exact.to(device).isnan())
+        if numbers.which is not None and decision.written is not None:
+            self.put(numbers.which, decision.written.to(device).where(number, -1))
         self.put(now.ids, torch.where(new, word, self.pad_token_id))
         self.put(numbers.values, value)
         self.put(numbers.loc, y.loc.where(number, 0.0))
@@ -236,7 +237,7 @@ class _Continuation:
         self.put(numbers.p_num, p_num.where(new, math.nan))
         self.put(numbers.p_word, p_word.where(new, math.nan))
         self.put(numbers.generated, number)
-        action.number_head.remember(now.memory, value, number)
+        action.number_head.remember(now.memory, word, value, number)
         now.lengths.add_(new)
         for end in self.ends:
             now.done.logical_or_(word == end)

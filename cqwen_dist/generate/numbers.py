@@ -6,6 +6,7 @@ Shape letters: B rows, T' positions of prompt and continuation.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -36,7 +37,8 @@ class GeneratedNumbers:
     p_word: Tensor  # [B,T'] float64, P of the written word; nan as p_num
     target: TargetTransform
     intervals: Intervals = field(default_factory=Intervals)
-    copied: Tensor | None = None  # [B,T'] bool: copy of an earlier number, with all its digits
+    which: Tensor | None = None  # [B,T'] int64: which of `names` was written, with all its digits; -1: none of them
+    names: Sequence[str] = ()  # the head's
 
     def until(self, end: int | None, begin: int = 0) -> GeneratedNumbers:
         """The positions before `end` (None: all), from `begin` on, as views."""
@@ -55,8 +57,8 @@ class GeneratedNumbers:
         return low.where(self.generated, math.nan), high.where(self.generated, math.nan)
 
     def written(self, row: int, position: int, digits: Digits = "auto") -> float:
-        """The value in the text (`shown`). A prompt number has no spread; a copied number is not rounded."""
-        if self.is_copy(row, position):
+        """The value in the text (`shown`). A prompt number has no spread; an exact one is not rounded."""
+        if self.source(row, position) is not None:
             return float(self.values[row, position])
         spread = 0.0
         if digits == "auto" and bool(self.generated[row, position]):
@@ -68,14 +70,14 @@ class GeneratedNumbers:
         """The record of a generated number; None at other positions."""
         if not bool(self.generated[row, position]):
             return None
-        copy, y = self.is_copy(row, position), self._law(row, position)
+        source, y = self.source(row, position), self._law(row, position)
         ends = {f"{level:g}": number_interval(y, self.target, self.intervals, level) for level in LEVELS}
         return NumberRecord(
-            value=float((self.values if copy else self.target.inverse(self.loc))[row, position]),
+            value=float((self.values if source else self.target.inverse(self.loc))[row, position]),
             written=self.written(row, position, digits),
             intervals={level: (float(low), float(high)) for level, (low, high) in ends.items()},
             p_num=float(self.p_num[row, position]),
-            copied=copy,
+            source=source,
         )
 
     def records(self, row: int = 0, digits: Digits = "auto") -> list[NumberRecord]:
@@ -83,9 +85,10 @@ class GeneratedNumbers:
         found = (self.record(row, position, digits) for position in range(self.values.shape[1]))
         return [each for each in found if each is not None]
 
-    def is_copy(self, row: int, position: int) -> bool:
-        """Whether the number is a copy of an earlier one."""
-        return self.copied is not None and bool(self.copied[row, position])
+    def source(self, row: int, position: int) -> str | None:
+        """What an exact number is, such as "the last number"; None for a location of Y."""
+        which = -1 if self.which is None else int(self.which[row, position])
+        return None if which < 0 else self.names[which]
 
     def _law(self, row: int, position: int) -> Cauchy:
         return Cauchy(self.loc[row, position], self.scale[row, position])
@@ -99,7 +102,7 @@ class NumberRecord:
     written: float  # the value in the text, as fed back to the model
     intervals: dict[str, tuple[float, float]]  # level -> (low, high)
     p_num: float  # P(<NUM>) at the position
-    copied: bool = False  # copy of an earlier number
+    source: str | None = None  # what an exact number is; None for a location of Y
 
     def __str__(self) -> str:
         """The written value and its 90 % interval, rounded by the uncertainty."""
@@ -125,7 +128,7 @@ def written_values(
     decision: Decision, target: TargetTransform, intervals: Intervals, digits: Digits | None, powers: Tensor
 ) -> Tensor:
     """The values [...] float64 that a text gets for these decisions, on the device of `powers` (`POWERS`): locations of
-    Y, rounded to `digits` (None: not rounded), or copies of earlier numbers."""
+    Y, rounded to `digits` (None: not rounded), or exact values."""
     y = decision.y.to(torch.float64).to(powers.device)
     value = target.inverse(y.loc)
     if digits is not None:
@@ -194,5 +197,6 @@ def empty_numbers(values: Tensor, head: Any, intervals: Intervals) -> GeneratedN
         p_word=torch.full_like(values, math.nan),
         target=head.target,
         intervals=intervals,
-        copied=torch.zeros_like(values, dtype=torch.bool) if head.exact else None,
+        which=torch.full_like(values, -1, dtype=torch.int64) if head.exact else None,
+        names=head.names,
     )

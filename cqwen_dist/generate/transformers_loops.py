@@ -22,7 +22,6 @@ from cqwen_dist.generate.generation_settings import Prompt, Settings, check_prom
 from cqwen_dist.generate.generator import Watch, numbers_of
 from cqwen_dist.generate.numbers import POWERS, Digits, GeneratedNumbers, written_values
 from cqwen_dist.generate.streaming import NumberStreamer
-from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.heads.precision import at_hand
 from cqwen_dist.ops.cauchy import Cauchy
 
@@ -109,7 +108,7 @@ class LoopNumbers:
         self.ids = self.first = ids
         self.values = self.prompt
         self.following = self.prompt[:, :0]  # [R,t]: the value of a number that follows this position
-        self.intervals, self.powers = Intervals.from_dict(model.config.calibration), POWERS.to(ids.device)
+        self.intervals, self.powers = model.config.intervals, POWERS.to(ids.device)
 
     def of(self, ids: Tensor) -> Tensor:
         """Values [R,t] for these rows. Each continues a row of the previous call."""
@@ -140,9 +139,10 @@ class LoopNumbers:
         (rows, end), width, start = self.ids.shape, u.loc.shape[1], self.mask.shape[1]
         real = nn.functional.pad(self.mask, (0, end - start), value=True).repeat_interleave(rows // len(self.mask), 0)
         number = (self.ids == self.model.config.num_token_id) & real
-        memory = head.memory(number, self.values, positions_in(real))[:, end - width :]
+        at = torch.arange(rows * end, device=number.device).view(rows, end)[:, end - width :].flatten()
+        memory = head.memory(self.ids, number, self.values, positions_in(real), at).view(rows, width, -1)
         with at_hand(action):
-            found = head.decide(Cauchy(*action.add_noise(u)), memory)
+            found = head.decide(Cauchy(*action.add_noise(u)), memory, self.intervals.bar)
         value = written_values(found, self.model.target, self.intervals, self.digits, self.powers)
         self.following = torch.cat([self.following[:, : end - width], value], 1)
 

@@ -1,8 +1,10 @@
-"""Widths of intervals around predicted numbers: quantiles of the Cauchy law, times measured factors if any.
+"""What held-out texts have calibrated: the widths of intervals around numbers, the bar of exact numbers, and the
+probabilities of words. An interval is quantiles of the Cauchy law, times measured factors if any.
 
 A Cauchy fitted to light-tailed errors is too wide at 90 %; `number_metrics` measures the factor on held-out numbers. A
 run stores the factors with its metrics, an exported folder in `calibration.json`:
-{"levels": {"0.5": f, "0.9": f, "0.95": f}, "n": n}.
+{"levels": {"0.5": f, "0.9": f, "0.95": f}, "n": n, "bar": p, "words": {"shift": s,
+"factor": f}}.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,15 +25,40 @@ FILE = "calibration.json"
 LEVELS = (0.5, 0.9, 0.95)
 
 
+class WordScale(NamedTuple):
+    """How a word's probability is shown: P' = 1/2 + atan((z - shift) / factor)/pi for a decision strength z."""
+
+    shift: float
+    factor: Any  # a float, or several
+
+    def law(self, scores: Cauchy) -> Cauchy:
+        """Scores [...] whose P(S > C) is P'."""
+        return Cauchy(scores.loc - self.shift * scores.scale, self.factor * scores.scale)
+
+    def shown(self, p: Tensor) -> Tensor:
+        """P' for probabilities P [...] float64."""
+        if self == UNCHANGED:
+            return p
+        z = (math.pi * (p - 0.5)).tan()
+        return 0.5 + ((z - self.shift) / self.factor).atan() / math.pi
+
+
+UNCHANGED = WordScale(0.0, 1.0)
+
+
 @dataclass(frozen=True)
 class Intervals:
     """Half-widths of central intervals in scales of Y: quantiles of the Cauchy law times the measured factors.
 
-    factors: level -> factor; other levels have factor 1. n: number of held-out numbers behind the factors.
+    factors: level -> factor; other levels have factor 1. n: number of held-out numbers behind the factors. bar: the
+    probability above which an exact value is written (`heads.candidates.best_bar`). words: how probabilities of words
+    are shown, fitted to held-out words.
     """
 
     factors: Mapping[float, float] = field(default_factory=dict)
     n: int = 0
+    bar: float = 0.5
+    words: WordScale = UNCHANGED
 
     def half_width(self, level: float) -> float:
         """In scales: the interval is loc_Y -+ half_width * scale_Y. Raises ValueError unless 0 < level < 1.
@@ -45,7 +72,8 @@ class Intervals:
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of `calibration.json`."""
-        return {"levels": {f"{level:g}": f for level, f in self.factors.items()}, "n": self.n}
+        levels = {f"{level:g}": f for level, f in self.factors.items()}
+        return {"levels": levels, "n": self.n, "bar": self.bar, "words": self.words._asdict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any] | None) -> Intervals:
@@ -54,12 +82,15 @@ class Intervals:
             return cls()
         try:
             factors = {float(level): float(f) for level, f in data["levels"].items()}
-            n = int(data["n"])
+            n, bar = int(data["n"]), float(data["bar"])
+            words = WordScale(float(data["words"]["shift"]), float(data["words"]["factor"]))
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"no levels and n in {data}") from error
+            raise ValueError(f"no levels, n, bar and words in {data}") from error
         if any(not 0.0 < level < 1.0 or not (f >= 0.0 and math.isfinite(f)) for level, f in factors.items()):
             raise ValueError(f"levels between 0 and 1 with factors >= 0, found {data['levels']}")
-        return cls(factors, n)
+        if not (math.isfinite(words.shift) and 0.0 < words.factor < math.inf):
+            raise ValueError(f"words with a finite shift and a factor above 0, found {data['words']}")
+        return cls(factors, n, bar, words)
 
 
 def read_intervals(folder: Path) -> Intervals:

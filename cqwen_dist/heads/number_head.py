@@ -9,7 +9,7 @@ laws and labels are fp32 in the target's unit (`CausalQwenConfig.target`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,6 +35,17 @@ class Decision(NamedTuple):
 
     y: Cauchy  # law of the number
     exact: Tensor | None = None  # [...] float64: an exact value; NaN if the value is the location of Y
+    which: Tensor | None = None  # [...] int64: the likeliest of the head's `names`, written or not
+    likeliest: Tensor | None = None  # [...] float64: its value
+    p: Tensor | None = None  # [...] its probability; 0 if there is none
+
+    @property
+    def written(self) -> Tensor | None:
+        """[...] int64: which of the head's `names` is written; -1 for the location of Y."""
+        if self.exact is None:
+            return None
+        which = torch.zeros_like(self.exact, dtype=torch.int64) if self.which is None else self.which
+        return which.masked_fill(self.exact.isnan(), -1)
 
 
 class NumberHead:
@@ -43,7 +54,9 @@ class NumberHead:
     The parameters belong to the action network: in checkpoints and exports they are action.reg_weight and so on.
     """
 
-    exact = False  # whether `Decision.exact` is given
+    exact = False  # whether `Decision` has more than a law
+    names: Sequence[str] = ("an exact value",)  # what each of its exact values is
+    memory_size = 0  # K
 
     def __init__(self, net: Any, config: Any, *rows: int) -> None:
         """net: the action network, which gets the parameters. config: a `CausalQwenConfig`; None: a plain head's. rows:
@@ -65,24 +78,25 @@ class NumberHead:
         """The law Y [...] of a computed (not copied) number, from U' [...,C]."""
         return u_prime.affine(self.net.reg_weight, self.net.reg_bias[0])
 
-    def decide(self, u_prime: Cauchy, memory: Tensor) -> Decision:
-        """The prediction of the next number; memory [...,K]: from `memory`."""
+    def decide(self, u_prime: Cauchy, memory: Tensor, bar: float = 0.5) -> Decision:
+        """The prediction of the next number; memory [...,K]: from `memory`. bar: an exact value needs a larger P."""
         return Decision(self.value(u_prime))
 
-    def memory(self, is_number: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-        """Memory of earlier numbers at each position, [B,T,K] float64. A plain head has K = 0.
+    def memory(self, ids: Tensor, is_number: Tensor, values: Tensor, positions: Tensor, at: Tensor) -> Tensor:
+        """What the head keeps of the text up to and including the tokens `at` [N], [N,K] float64.
 
-        is_number, values [B,T]; positions [B,T]: 0 at the start of a text and at padding before it.
+        ids, is_number, values [B,T]; positions [B,T]: 0 at the start of a text and at padding before it. at: indices
+        into the flat batch.
         """
-        return values.new_zeros(*values.shape, 0)
+        return values.new_zeros(len(at), self.memory_size)
 
     def memory_at(self, batch: Batch, keep: Tensor) -> Tensor:
         """`memory` at the positions `keep` [N] of a training batch, [N,K]."""
         is_number = (batch.input_ids == self.config.num_token_id) & batch.attention_mask
-        return self.memory(is_number, batch.numeric_values, batch.position_ids).flatten(0, 1)[keep]
+        return self.memory(batch.input_ids, is_number, batch.numeric_values, batch.position_ids, keep)
 
-    def remember(self, memory: Tensor, value: Tensor, is_number: Tensor) -> None:
-        """Update the memory [B,K] in place with the values [B] of rows that wrote a number."""
+    def remember(self, memory: Tensor, ids: Tensor, value: Tensor, is_number: Tensor) -> None:
+        """Update the memory [B,K] in place with the words [B], and the values [B] of the rows that wrote a number."""
 
     # --------------------------------------------------------------------------------- labels and loss
 
@@ -153,10 +167,19 @@ class NumberHead:
     # ------------------------------------------------------------------------------------------ metrics
 
     def measure(self, found: Decision, batch: Batch, at: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(sums, lists) of an evaluation batch for `metrics`. found: the predictions at number positions `at` [M]."""
+        """(sums, lists) of an evaluation batch for `metrics`. found: the laws at number positions `at` [M]."""
         return {}, {}
 
     def metrics(self, sums: Mapping[str, float], lists: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """Metrics of the head by name. sums and lists: from `measure`, over all batches and ranks; lists also has
-        `exact` [M], whether a number was predicted exactly."""
+        """Metrics of the head by name. sums and lists: from `measure`, over all batches and ranks."""
         return {}
+
+
+def decision_strength(scores: Cauchy) -> Tensor:
+    """Decision strength of S > 0, ordered like P. The clamp is for individuals without noise, whose scale is 0."""
+    return scores.loc / scores.scale.clamp(min=1e-30)
+
+
+def one_against_the_rest(scores: Cauchy, true: Tensor) -> Tensor:
+    """The cross entropy of each decision S > 0."""
+    return -torch.where(true, scores.log_sf(0.0), scores.log_cdf(0.0))

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from cqwen_dist.config.shape import CONSTANTS
+
 NAMES = ("standardise", "none", "signed_log", "standardise_log")
 # Targets are clamped to this limit: far beyond any use, and still safe in the fp32 loss.
 TARGET_LIMIT = 1e30
@@ -100,6 +102,7 @@ class NumericStatistics:
     count: int
     log_median: float = 0.0  # like log_scale, for sign(v) ln(1 + |v|)
     log_scale: float = 1.0
+    common: tuple[float, ...] = ()  # the `CONSTANTS` commonest numbers, the commonest first
 
     def transform(self, name: str) -> TargetTransform:
         """Target transform `name` with this location and scale."""
@@ -131,7 +134,13 @@ def numeric_statistics(parts: Iterable[np.ndarray]) -> NumericStatistics:
         if scale <= 1e-12 * abs(median):  # equal up to rounding
             scale = float(np.abs(numbers / 2 - median / 2).mean())
         spreads.append((median, scale if scale > 1e-12 * abs(median) else 1.0))
-    return NumericStatistics(*spreads[0], count, *spreads[1])
+    return NumericStatistics(*spreads[0], count, *spreads[1], commonest(values))
+
+
+def commonest(values: np.ndarray) -> tuple[float, ...]:
+    """The `CONSTANTS` commonest of some numbers, the commonest first; equally common ones in order of size."""
+    found, counts = np.unique(values, return_counts=True)
+    return tuple(map(float, found[np.argsort(-counts, kind="stable")][:CONSTANTS]))
 
 
 def signed_log(values: np.ndarray) -> np.ndarray:

@@ -253,7 +253,7 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         found = action.scores(kept)
         further = {"scale_S": found.scale} if scales else {}
         if log_probs:
-            further["log_probs"] = found.log_sf(action.threshold)
+            further["log_probs"] = self.config.intervals.words.law(found).log_sf(action.threshold)
         logits = found.loc if mode is None else logits_by(mode, found, action.threshold, self.config)
         return {"logits": logits, **further}
 

@@ -27,7 +27,7 @@ from cqwen_dist.model.base_loading import base_tokenizer, load_base
 from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.embedding import NumericalAwareEmbedding
 from cqwen_dist.model.initialise import VALUE_SHARE, apply_preset, find_numeral_row, inherit_head
-from cqwen_dist.model.lora import held_start, inject_lora, start_from_weights
+from cqwen_dist.model.lora import inject_lora
 from cqwen_dist.model.modules import CausalModules, FeatureStack
 
 SHAPE = {*signature(CausalQwenConfig).parameters, *NUMBER_KEYS, *NUMBER_KINDS} - {"base", "num_token_id", "kwargs"}
@@ -152,7 +152,7 @@ class CausalQwenModel(CausalModules):
         if lora := shape.get("lora"):
             kind = architecture(base.config.model_type)
             targets = lora.get("target_modules", USUAL_TARGETS)
-            shape["lora"] = held_start({**lora, "target_modules": kind.targets(targets)})
+            shape["lora"] = {**lora, "target_modules": kind.targets(targets)}
         config = CausalQwenConfig(base.config.to_dict(), num_token_id, **shape)
         if not 0 <= num_token_id < config.vocab_size:
             raise UserError("model.num_token_id", num_token_id, f"a row of the {config.vocab_size} of the vocabulary")
@@ -162,8 +162,6 @@ class CausalQwenModel(CausalModules):
         whole = 0.2 if w_num_scale is None else w_num_scale
         own = classes_of(config)
         model = cls(config, base=base, vocab_start=vocab_start, rows=rows, w_num_scale=whole, classes=own)
-        if lora and LoraConfig(**lora).from_weights:
-            start_from_weights(model.transformer, str(lora["init"]))
         embedding = model.features.embedding
         if numerals:
             norm = find_numeral_row(embedding, table, numerals)

@@ -16,6 +16,7 @@ from cqwen_dist.config.architectures.base_architecture import USUAL
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.shape import NUMBER_KEYS
 from cqwen_dist.heads.beside import BESIDE_Z
+from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.ops.ovr.head import TermOptions
 
@@ -35,6 +36,8 @@ class CausalQwenConfig(PretrainedConfig):
     (`NUMBER_KEYS`).
     lora: adapters present in the backbone (`LoraConfig` as a dict), or None. calibration: of the intervals, on held-out
     numbers (`Intervals.to_dict`), or None. word_terms: fields of `TermOptions` with which labels are learnt.
+    constants, symbols: for computed candidates, the commonest numbers of the data, and the tokens that are signs
+    (`heads.expression.symbols_of`).
 
     Raises `UserError` for a value that no model has, as an edited config.json may contain.
     """
@@ -60,6 +63,8 @@ class CausalQwenConfig(PretrainedConfig):
         random_features: int = 0,
         value_periods: Sequence[float] = (),
         word_terms: dict[str, float] | None = None,
+        constants: Sequence[float] = (),
+        symbols: dict[str, list[int]] | None = None,
         **kwargs: Any,
     ) -> None:
         base_config = AutoConfig.for_model(**(base or {"model_type": USUAL}))
@@ -85,6 +90,7 @@ class CausalQwenConfig(PretrainedConfig):
         self.wide, self.random_features = wide, random_features
         self.value_periods = list(value_periods)
         self.word_terms = word_terms or {}
+        self.constants, self.symbols = list(constants), symbols or {}
         self._check(base_config.vocab_size)
         kwargs.setdefault("tie_word_embeddings", False)
         self.use_cache = kwargs.pop("use_cache", True)
@@ -137,6 +143,11 @@ class CausalQwenConfig(PretrainedConfig):
             return {}
         impl = "modeling_causal_qwen.CausalQwenTextGeneration"
         return {"text-generation": {"impl": impl, "pt": ["AutoModelForCausalLM"]}}
+
+    @property
+    def intervals(self) -> Intervals:
+        """What held-out texts have calibrated."""
+        return Intervals.from_dict(self.calibration)
 
     @property
     def added_rows(self) -> int:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import inject_adapter_in_model
-from peft.tuners.lora import Linear as PeftLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import Tensor, nn
+from torch import nn
 
 from cqwen_dist.config.architectures.base_architecture import EXPERTS
 from cqwen_dist.config.errors import Said, UserError
@@ -35,7 +31,6 @@ def peft_config(config: LoraConfig) -> PeftLoraConfig:
         target_modules=modules,
         target_parameters=parameters,
         use_dora=config.dora,
-        init_lora_weights="gaussian" if config.init == "gaussian" else True,
     )
 
 
@@ -52,43 +47,6 @@ def inject_lora(transformer: nn.Module, config: LoraConfig) -> None:
         linear = sorted({n.rsplit(".", 1)[-1] for n, m in transformer.named_modules() if isinstance(m, nn.Linear)})
         allowed = f"names out of {', '.join(linear)}, or all-linear"
         raise UserError("model.lora.target_modules", config.target_modules, allowed) from error
-
-
-def held_start(lora: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the adapters in the model, for adapters that start from weights: see `start_from_weights`."""
-    config = LoraConfig(**lora)
-    return {**lora, "r": 2 * config.r, "alpha": 2 * config.alpha, "init": "default"} if config.from_weights else lora
-
-
-@torch.no_grad()
-def start_from_weights(transformer: nn.Module, init: Any) -> None:
-    """Start adapters by PEFT's decomposition of their own weights: PiSSA or OLoRA.
-
-    PEFT takes the start B0 A0 away from the base's weight W. Here W stays, so that switched-off adapters are the base,
-    and checkpoints and exports contain plain adapters of twice the rank: W + s [B, -B0] [A; A0]. A0, B0 get no
-    gradient.
-    """
-    adapted: list[Any] = [each for each in transformer.modules() if isinstance(each, PeftLinear)]
-    for module in adapted:
-        a, b = module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
-        r, rank = len(a) // 2, min(len(a) // 2, a.shape[1], len(b))  # a small map's; beyond it A is random, and B 0
-        settings = PeftLoraConfig(r=rank, target_modules=["map"], init_lora_weights=init)
-        settings.lora_alpha = module.scaling[ADAPTER] * rank
-        alone: Any = nn.ModuleDict({"map": copy.deepcopy(module.get_base_layer())})
-        inject_adapter_in_model(settings, alone, adapter_name=ADAPTER)
-        begin = alone["map"]
-        for at, sign in ((0, 1), (r, -1)):
-            a[at : at + rank] = begin.lora_A[ADAPTER].weight
-            b[:, at : at + rank] = sign * begin.lora_B[ADAPTER].weight
-        a.register_hook(partial(_first_part, dim=0, size=r))
-        b.register_hook(partial(_first_part, dim=1, size=r))
-
-
-def _first_part(gradient: Tensor, dim: int, size: int) -> Tensor:
-    """The gradient of A or B, with zeros for the part of the start."""
-    kept = gradient.clone()
-    kept.narrow(dim, size, size).zero_()
-    return kept
 
 
 def is_lora(name: str) -> bool:

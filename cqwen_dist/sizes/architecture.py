@@ -167,7 +167,7 @@ class Architecture:
     def work(self, config: Config, words: int, abduction: int) -> Work:
         """Operations of a run's model on this base. words: C_w. abduction: entries of its matrices."""
         lora = config.model.lora
-        adapters = self.lora_parameters(lora.rank, lora.target_modules, active=True) if config.trains("lora") else 0
+        adapters = self.lora_parameters(lora.r, lora.target_modules, active=True) if config.trains("lora") else 0
         blocks = [(count, block.kind) for count, layer in self.stack for block in layer]
         attending = sum(count for count, kind in blocks if kind == "attention")
         state = sum(count for count, kind in blocks if kind == "recurrence") * self.sizes.get("linear state", 0)

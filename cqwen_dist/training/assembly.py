@@ -18,6 +18,7 @@ from cqwen_dist.checkpoint.saving import Saver
 from cqwen_dist.config import Config, rises
 from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.custom import find_custom
+from cqwen_dist.config.shape import ARITHMETIC
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.heads.abduction import abduction_named
@@ -80,6 +81,8 @@ def build_training(
         num_row_init=config.num_row_init,
         numerals=words.numerals,
         line_ends=words.line_ends,
+        symbols=words.symbols,
+        constants=words.constants,
         target=target,
         lora=config.model.lora.model_dump() if config.trains("lora") else None,
         **config.model_shape(),
@@ -152,12 +155,15 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
     (datasets, watched), samples = read_texts(config.data, tokenizer)
     statistics = from_main_rank(datasets.train.statistics)
     loaders = StageLoaders(datasets.train, config.batch_shapes(), train.seed, groups.reading)
+    computes = model.candidates == ARITHMETIC
     words = Words(
         tokenizer.num_token_id,
         used_rows=max(tokenizer.text_size, tokenizer.num_token_id + 1),
         counts=datasets.train.word_counts(base.model.config.vocab_size),
         numerals=tokenizer.numeral_ids if config.spells_numbers else (),
         line_ends=tokenizer.line_end_ids,
+        symbols=tokenizer.symbols if computes else None,
+        constants=statistics.common if computes else (),
     )
     # Digests of the inputs: a resumed run compares them and refuses or reports a difference
     inputs = {name: (weights | samples)[key] for name, key in KEYS.items()}

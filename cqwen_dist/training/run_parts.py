@@ -181,6 +181,11 @@ def _next_epoch(state: dict[str, int]) -> dict[str, int]:
     return {"epoch": state["epoch"] + (state["step"] > 0), "step": 0}
 
 
+# The numbers that the start's regression is fitted to, and at most so many tokens are read for them. Fitted to the 60
+# numbers of 4,096 tokens, the quickstart ran away with some seeds (docs/measurements.md).
+START_NUMBERS, START_TOKENS = 2000, 1 << 16
+
+
 class Base(NamedTuple):
     """A base model. head, table: lazy output head and token table, if ZeRO-3 has partitioned the model."""
 
@@ -197,6 +202,8 @@ class Words(NamedTuple):
     counts: np.ndarray  # [V]: occurrences in the training data
     numerals: Sequence[int] = ()  # tokens with which the base spells numerals
     line_ends: Sequence[int] = ()  # tokens that end a line
+    symbols: dict[str, list[int]] | None = None  # tokens that are signs of arithmetic
+    constants: Sequence[float] = ()  # the commonest numbers
 
 
 @dataclass(frozen=True)
@@ -264,13 +271,15 @@ class Run(Training):
         self.check_stop()
         self.progress.part(what, done, of)
 
-    def calibration_loader(self, tokens: int, numbers: int = 0) -> Loader:
+    def calibration_loader(self, tokens: int, numbers: int | None = 0) -> Loader:
         """A loader whose first step has this rank's share of the calibration texts.
 
-        Over all ranks these texts have about `tokens` tokens and at least about `numbers` numbers. They are the same
-        for any number of ranks.
+        Over all ranks these texts have about `tokens` tokens and at least about `numbers` numbers (None:
+        `START_NUMBERS`, or those in `START_TOKENS`). They are the same for any number of ranks.
         """
         report = self.texts.report
+        if numbers is None:
+            numbers = min(START_NUMBERS, self.statistics.count * START_TOKENS // report.tokens)
         share = max(tokens / report.tokens, numbers / max(self.statistics.count, 1))
         samples = min(max(1, round(share * report.sequences)), report.sequences)
         return Loader(

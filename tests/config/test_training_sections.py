@@ -42,7 +42,6 @@ def test_training_sections_keep_the_given_values(tmp_path: Path) -> None:
         (["data.eval_fraction=0.0"], "stages.0.until", "data.eval or data.eval_fraction"),
         (["stages.1.micro_batch_size=5"], "stages.1.micro_batch_size", r"global_batch_size \(32\)"),
         (["model.lora.dora=true", "parallel.zero_stage=3"], "model.lora.dora", "parallel.zero_stage 3"),
-        (["model.quantize=int8", "model.lora.init=pissa"], "model.quantize", "none with model.lora.init"),
         (["model.wide=64", "start=seed"], "model.wide", "start calibrated"),
     ],
 )

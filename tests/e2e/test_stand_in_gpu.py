@@ -16,7 +16,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "numbers": {
         "data__pack": True,
         "model__attention": "varlen",
-        "model__copies": 3,
+        "model__candidates": "arithmetic",
         "model__value_periods": [10, 100],
         "model__wide": [64, 32],
     },

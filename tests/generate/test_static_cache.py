@@ -39,7 +39,7 @@ def assert_same(found: tuple[Tensor, GeneratedNumbers], wanted: tuple[Tensor, Ge
         own, other = getattr(found[1], name), getattr(wanted[1], name)
         assert torch.equal(own.isnan(), other.isnan()), name
         torch.testing.assert_close(own.nan_to_num(), other.nan_to_num(), rtol=1e-4, atol=1e-5, msg=name)
-    for name in ("generated", "copied"):
+    for name in ("generated", "which"):
         own, other = getattr(found[1], name), getattr(wanted[1], name)
         assert (own is None) == (other is None)
         assert own is None or torch.equal(own, other), name
@@ -80,7 +80,7 @@ def test_a_whole_step_compiles_into_one_graph(model, mode: str, monkeypatch: pyt
     ("kind", "shape"),
     [
         ("qwen3", {}),
-        ("llama", {"copies": 2}),
+        ("llama", {"candidates": "arithmetic", "symbols": {"+": [3, 4], "=": [5]}, "constants": [7.0]}),
         ("mistral", {}),  # a window of 5 positions
         ("qwen2", {"wide": 512}),
         ("qwen2", {"abduction": "two_layer", "value_periods": [10.0, 100.0]}),
@@ -93,9 +93,9 @@ def test_the_static_cache_works_with_every_kind_of_model(kind: str, shape: dict[
         if net.wide is not None:  # tables as after a calibrated start
             for table in (net.wide.weight, net.wide.numbers.linear, net.wide.numbers.slope):
                 table.normal_(std=0.3)
-        if "copies" in shape:
-            net.action.copy_weight.normal_()
-            net.action.copy_bias.fill_(0.5)
+        if "candidates" in shape:
+            net.action.candidate_weight.normal_()
+            net.action.candidate_bias.fill_(-0.5)
     given = {"max_new_tokens": 16, "digits": 4}
     dynamic = generate(net, **number_prompts(), **given)
     for config in (None, TRACED):
@@ -103,9 +103,9 @@ def test_the_static_cache_works_with_every_kind_of_model(kind: str, shape: dict[
             generate(net, **number_prompts(), **given, cache_implementation="static", compile_config=config), dynamic
         )
     assert bool(dynamic[1].generated.any())
-    if "copies" in shape:
-        assert bool(dynamic[1].copied.any())
-        assert not bool(dynamic[1].copied[dynamic[1].generated].all())
+    if "candidates" in shape:
+        assert bool((dynamic[1].which >= 0).any())
+        assert not bool((dynamic[1].which[dynamic[1].generated] >= 0).all())
 
 
 def test_logits_processors_see_ids_without_padding(model) -> None:

@@ -11,6 +11,7 @@ from support.tiny import NUM, VOCAB, random_batch, tiny_model
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
+from cqwen_dist.config.shape import PLACES
 from cqwen_dist.heads.seed_losses import CausalQwenLoss
 from cqwen_dist.model import CausalQwenModel
 
@@ -57,7 +58,7 @@ def join(batches: list[Batch]) -> Batch:
 def fresh_model(kind: str, **shape: Any) -> CausalQwenModel:
     """The model at its start; `shape` may hold the range of rows."""
     lora = LORA if kind == "heads+lora" else None
-    more = {"wide": 64, "value_periods": [7.0, 90.0], "copies": 2} if lora else {}
+    more = {"wide": 64, "value_periods": [7.0, 90.0], "candidates": "copies"} if lora else {}
     return with_tables(tiny_model(number_dims=2, lora=lora, scalar_threshold="scalar C" in kind, **more, **shape))
 
 
@@ -79,13 +80,13 @@ def group_of(name: str) -> str | None:
 
 
 def copy_loss(model: CausalQwenModel, batch: Batch) -> Tensor:
-    """The cross entropies of `model.copies`, place by place."""
+    """The cross entropies of `model.candidates: copies`, place by place."""
     u = model.action.add_noise(model.infer(batch.input_ids, batch.numeric_values, batch.attention_mask))
-    scores, total = model.action.number_head.copy_scores(u), u.loc.new_zeros(())
+    scores, total = model.action.number_head.scores(u), u.loc.new_zeros(())
     p = 0.5 + (scores.loc / scores.scale).atan() / math.pi
     for row, place in batch.numeric_mask.nonzero().tolist():
         earlier = [i for i in range(place, -1, -1) if batch.input_ids[row, i] == NUM]
-        for j, i in enumerate(earlier[: model.config.copies]):
+        for j, i in enumerate(earlier[:PLACES]):
             equal = batch.numeric_values[row, i] == batch.numeric_labels[row, place]
             total = total - (p[row, place, j] if equal else 1 - p[row, place, j]).log()
     return total
@@ -119,7 +120,7 @@ def train_plainly(kind: str) -> Trained:
         batch = step_batch(step)
         scores = model(batch.input_ids, batch.numeric_values, batch.attention_mask)
         loss, _ = loss_fn(*scores, batch.labels, batch.numeric_labels, batch.attention_mask)
-        if model.config.copies:
+        if model.config.candidates == "copies":
             loss = loss + copy_loss(model, batch) / batch.label_mask.sum()
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), CLIP)))

@@ -47,7 +47,7 @@ def load(folder: str, case: Case, groups: Groups) -> tuple[CausalQwenModel, Runt
         number_dims=2,
         wide=64,
         value_periods=[7.0, 90.0],
-        copies=2,
+        candidates="copies",
         lora=LORA,
         vocab_start=start,
         rows=stop - start,

@@ -2,15 +2,13 @@
 
 import pytest
 import torch
-from peft import inject_adapter_in_model
-from support.numerics import assert_close
 from support.tiny import random_batch, tiny_model
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import LoraConfig, UserError
 from cqwen_dist.model.causal_qwen import CausalQwenModel
-from cqwen_dist.model.lora import adapters_disabled, inject_lora, is_lora, is_magnitude, merge_lora, peft_config
+from cqwen_dist.model.lora import adapters_disabled, inject_lora, is_lora, is_magnitude, merge_lora
 from cqwen_dist.training.parameter_groups import feature_members
 
 FAMILY = {
@@ -38,42 +36,6 @@ def move(model: CausalQwenModel) -> None:
         for name, p in model.transformer.named_parameters():
             if is_lora(name):
                 p.add_(torch.randn_like(p) * 0.1)
-
-
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
-def test_adapters_started_from_weights_are_pefts_and_leave_the_base(init: str) -> None:
-    """Against PEFT, which takes the start away from the base's weights: the same features and gradients."""
-    batch, plain = random_batch(), tiny_model()
-    settings = LoraConfig(r=3, alpha=6, init=init).model_dump()
-    torch.manual_seed(4)  # of pissa_niter's random directions
-    model = tiny_model(lora=settings)
-    wanted = z_of(plain, batch)
-    assert_close(z_of(model, batch), wanted, 1e-5, "z")
-    with adapters_disabled(model.transformer):
-        assert torch.equal(z_of(model, batch), wanted)
-    peft = tiny_model()
-    own = peft_config(LoraConfig(**{**settings, "init": "default"}))
-    own.init_lora_weights = init  # type: ignore[assignment]
-    inject_adapter_in_model(own, peft.transformer)
-    theirs = dict(peft.transformer.named_parameters())
-    if "niter" in init:  # the same random directions
-        for name, p in model.transformer.named_parameters():
-            if is_lora(name):
-                theirs[name].data.copy_(p[:3] if "lora_A" in name else p[:, :3])
-    found = {}
-    for each in (model, peft):
-        z = z_of(each, batch)
-        (z * torch.randn(z.shape, generator=torch.Generator().manual_seed(6))).sum().backward()
-        found[each] = {n: p.grad for n, p in each.transformer.named_parameters() if is_lora(n)}
-    for name, grad in found[model].items():
-        part, held = grad.split(3, 0 if "lora_A" in name else 1)  # type: ignore[union-attr]
-        assert not held.any(), "the start has a gradient"
-        if "niter" not in init:
-            assert_close(part, found[peft][name], 1e-3, name)  # type: ignore[arg-type]
-    move(model)
-    before = z_of(model, batch)
-    merge_lora(model.transformer)
-    assert_close(z_of(model, batch), before, 1e-5, "merged")
 
 
 @pytest.mark.parametrize("options", FAMILY.values(), ids=FAMILY)

@@ -43,7 +43,7 @@ class WholeNumbers(NumberHead):
         s = self.net.word_part(u_prime).affine(self.net.whole_weight, self.net.whole_bias)
         return Cauchy(s.loc[..., 0], s.scale[..., 0] + 0.3)
 
-    def decide(self, u_prime: Cauchy, memory: Tensor) -> Decision:
+    def decide(self, u_prime: Cauchy, memory: Tensor, bar: float = 0.5) -> Decision:
         y, whole = self.value(u_prime), self.score(u_prime).loc > 0
         value = self.target.inverse(y.loc).round().masked_fill(~whole, torch.nan)
         return Decision(Cauchy(self.target.forward(value).where(whole, y.loc), y.scale), exact=value)
@@ -68,10 +68,13 @@ class WholeNumbers(NumberHead):
 
     def measure(self, found: Decision, batch: Batch, at: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         raw = batch.numeric_labels.flatten()[at]
-        return {"whole_right": (~found.exact.isnan() == (raw == raw.round())).sum()}, {}
+        return {
+            "whole_right": (~found.exact.isnan() == (raw == raw.round())).sum(),
+            "whole_seen": (raw == raw).sum(),
+        }, {}
 
     def metrics(self, sums: Mapping[str, float], lists: Mapping[str, np.ndarray]) -> dict[str, float]:
-        return {"eval/whole_accuracy": sums["whole_right"] / max(len(lists["exact"]), 1)}
+        return {"eval/whole_accuracy": sums["whole_right"] / max(sums["whole_seen"], 1)}
 
 
 class HalfGate:

@@ -13,7 +13,7 @@ def test_the_words_loss_of_an_evaluation_has_the_heads_decisions_as_training(tmp
     table = tmp_path / "table.csv"
     table.write_text("\n".join(["item,price,again", *rows]) + "\n")
     data = {"data__train": str(table), "data__eval": str(table), "data__eval_fraction": 0.0}
-    data |= {"data__text_template": "{item} costs {price}, again {again}", "model__copies": 2}
+    data |= {"data__text_template": "{item} costs {price}, again {again}", "model__candidates": "arithmetic"}
     one_step = {"stages": [{"name": "heads", "train": ["heads"], "steps": 1}], "train__global_batch_size": 12}
     train_run(write_config(tmp_path, **data, **one_step))
     start = json.loads((tmp_path / "run" / "start.json").read_text())["eval"]

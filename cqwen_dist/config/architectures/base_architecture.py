@@ -180,8 +180,7 @@ class BaseArchitecture:
         for name in [] if isinstance(found, str) else found:
             if name not in known:
                 raise UserError("model.lora.target_modules", name, f"names out of {', '.join(known)}, or all-linear")
-        start = ("init", lora.from_weights and lora.init, "default")
-        for key, value, off in (("dropout", lora.dropout, 0), ("dora", lora.dora, False), start):
+        for key, value, off in (("dropout", lora.dropout, 0), ("dora", lora.dora, False)):
             if EXPERTS in found and value:
                 raise UserError(f"model.lora.{key}", value, f"{off} with adapters of experts (PEFT has none)")
         return found

@@ -109,7 +109,7 @@ def _adapters_saved(s: Sizes, block: Block) -> int:
         if lora.dora:  # the product that the magnitude scales, and the base output
             total += w * 2 * each.columns
         if learns:
-            total += w * lora.rank
+            total += w * lora.r
             if lora.dropout:
                 total += w * each.rows  # each adapter has a separate dropout, so adapters cannot share the saved input
             else:

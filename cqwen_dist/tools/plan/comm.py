@@ -162,7 +162,7 @@ def _zero3_numbers(s: Sizes) -> tuple[int, int]:
         return sum(size for size in sizes if size >= below)
 
     frozen = sum(count * partitioned(*a.tensors(layer)) for count, layer in a.stack)
-    r = s.config.model.lora.rank
+    r = s.config.model.lora.r
     adapters = sum(count * partitioned(r * each.rows, r * each.columns) for count, each in a.all_maps(s.adapters))
     of_numbers = s.engine_parameters["embedding"] - a.hidden, a.hidden  # w_num and the <NUM> row
     ends = partitioned(a.embedding_parameters, a.hidden, *of_numbers)

@@ -12,7 +12,6 @@ from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_p
 
 from cqwen_dist.generate.modes import MODES, ovr_logits, softmax_logits
 from cqwen_dist.generate.numbers import POWERS, written_values
-from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.heads.number_head import Decision
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.ops.cauchy import Cauchy
@@ -36,7 +35,7 @@ class PagedCausalQwen(nn.Module):
         transformer: Any = base.model
         object.__setattr__(transformer, "base_model", transformer)  # as transformers' models have it; no submodule
         self.model = CausalQwenModel(config, base=base)
-        self.intervals = Intervals.from_dict(config.calibration)
+        self.intervals = config.intervals
         self.powers = POWERS.to(self.model.action.cls_weight.device)
 
     @property
@@ -82,10 +81,10 @@ class PagedCausalQwen(nn.Module):
     def _decide(self, u_prime: Cauchy, p_num: Tensor) -> None:
         """Decide the number of each request [R], if one comes next, and put it into the table."""
         numbers, head, target = self.numbers, self.model.action.number_head, self.model.target
-        values, is_number, last = numbers.before()
-        rows = torch.arange(len(last), device=last.device)
+        ids, values, is_number, last = numbers.before()
         positions = torch.arange(values.shape[1], device=last.device).expand_as(values)
-        decision = head.decide(u_prime, head.memory(is_number, values, positions)[rows, last])
+        at = torch.arange(len(last), device=last.device) * values.shape[1] + last
+        decision = head.decide(u_prime, head.memory(ids, is_number, values, positions, at), self.intervals.bar)
         value = torch.zeros_like(values[:, 0])
         for digits in {state.digits for state in numbers.rows.values()}:
             own = torch.tensor(
@@ -94,7 +93,7 @@ class PagedCausalQwen(nn.Module):
             exact = None if decision.exact is None else decision.exact[own]
             some = Decision(Cauchy(decision.y.loc[own], decision.y.scale[own]), exact)
             value[own] = written_values(some, target, self.intervals, digits, self.powers)
-        facts = [*decision.y, p_num, None if decision.exact is None else ~decision.exact.isnan()]
+        facts = [*decision.y, self.intervals.words.shown(p_num.double()), decision.written]
         columns = [torch.zeros_like(value) if each is None else each.double() for each in facts]
         numbers.write(value, torch.stack(columns, 1))
 

@@ -61,6 +61,7 @@ class RequestNumbers(LogitsProcessor):
         rows, width = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
         self.num_token_id = int(vllm_config.model_config.hf_config.num_token_id)
         self.values = torch.full((rows + 1, width + 1), math.nan, dtype=torch.float64, device=device)  # nan: a word
+        self.ids = torch.zeros((rows + 1, width + 1), dtype=torch.int64, device=device)
         self.first = torch.zeros(rows + 1, dtype=torch.int64, device=device)  # the first position not decided yet
         self.free = list(range(rows))
         self.rows: dict[int, RequestState] = {}  # by row of the batch
@@ -114,6 +115,7 @@ class RequestNumbers(LogitsProcessor):
         for at, value, *_ in state.facts():
             known[int(at)] = value
         self.values[state.slot] = known.to(self.values.device)
+        self.ids[state.slot, : len(prompt) + len(written)] = torch.tensor([*prompt, *written], device=self.ids.device)
         self.first[state.slot] = len(prompt) + len(written)
         return state
 
@@ -127,16 +129,19 @@ class RequestNumbers(LogitsProcessor):
         row = torch.searchsorted(ends, torch.arange(len(ids), device=ids.device), right=True)
         place = self.slots[row], positions
         values = self.values[place].masked_fill(ids != self.num_token_id, math.nan)
+        self.ids[place] = ids
         self.values[place] = values  # a word was chosen where a number could have been
         self.last = self.slots[:-1], positions[ends - 1]
         return values.masked_fill(values.isnan(), 0.0)
 
-    def before(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All values [R,T] up to each request's last token, whether a position is a number, and that last position."""
+    def before(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All ids and values [R,T] up to each request's last token, whether a position is a number, and that last
+        position."""
         assert self.last is not None
         slots, last = self.last
-        values = self.values[slots, : int(last.max()) + 1]
-        return values.nan_to_num(0.0), ~values.isnan(), last
+        some = slots, slice(int(last.max()) + 1)
+        values = self.values[some]
+        return self.ids[some], values.nan_to_num(0.0), ~values.isnan(), last
 
     def write(self, value: Tensor, facts: Tensor) -> None:
         """value [R] float64: what <NUM> would be, if it came next. facts [R,F]: its other facts."""
@@ -167,8 +172,8 @@ class NumbersWorker:
     def number_head(self) -> dict[str, Any]:
         """Facts about the number head for `empty_numbers`."""
         head = self.model_runner.model.model.action.number_head
-        return {"exact": head.exact}
+        return {"exact": head.exact, "names": list(head.names)}
 
     def numbers_of(self, key: str, done: bool) -> list[list[float]]:
-        """`RequestNumbers.take`: [position, value, loc, scale, p_num, copied] each."""
+        """`RequestNumbers.take`: [position, value, loc, scale, p_num, which] each."""
         return HERE[self.vllm_config.instance_id].take(key, done)

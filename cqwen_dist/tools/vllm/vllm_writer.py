@@ -25,7 +25,6 @@ from cqwen_dist.generate.continuation import Written, end_ids, written_of
 from cqwen_dist.generate.hugging_face import NEUTRAL, OF_LOGITS, SAMPLING
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, check_digits, empty_numbers
 from cqwen_dist.generate.streaming import NumberStreamer, ends_at
-from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.configuration import CausalQwenConfig
 
@@ -130,7 +129,7 @@ class VllmWriter:
         values[0, : len(given.values)] = torch.tensor(given.values, dtype=torch.float64)
         ids = torch.zeros(1, total, dtype=torch.int64)
         ids[0, : len(given.ids)] = torch.tensor(given.ids)
-        return _Row(ids, empty_numbers(values, self.head, Intervals.from_dict(self.config.calibration)), self.tokenizer)
+        return _Row(ids, empty_numbers(values, self.head, self.config.intervals), self.tokenizer)
 
 
 class _Row:
@@ -148,14 +147,14 @@ class _Row:
         numbers = self.numbers
         self.facts |= {int(at): facts for at, *facts in found}
         for at in range(start, end):
-            value, loc, scale, p_num, copied = self.facts[at]
+            value, loc, scale, p_num, which = self.facts[at]
             numbers.p_num[0, at] = p_num
             if int(self.ids[0, at]) != self.num_token_id:
                 continue
             numbers.values[0, at], numbers.loc[0, at], numbers.scale[0, at] = value, loc, scale
             numbers.generated[0, at], numbers.p_word[0, at] = True, p_num
-            if numbers.copied is not None:
-                numbers.copied[0, at] = bool(copied)
+            if numbers.which is not None:
+                numbers.which[0, at] = int(which)
 
 
 def _looked(

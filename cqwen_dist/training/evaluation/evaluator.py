@@ -3,10 +3,11 @@
 eval/accuracy          argmax P at all labelled positions          eval/base_accuracy     top-1 of the base model
 eval/perplexity        softmax(loc_S)                              eval/base_perplexity   the same of the base model
 eval/perplexity_ovr    P_k / sum P                                 eval/num_*             <NUM> versus words
+eval/ece, ece_calibrated                                           of the likeliest word's P (`word_calibration`)
 eval/accuracy_words_*                                              by label frequency (`frequency.BAND_NAMES`)
 dist/C_words_*                                                     mean threshold by the same bands
 eval/reg_*, coverage_*, width_*, crps                              numbers (`number_metrics`)
-eval/copied, ...                                                   metrics of the number head (`NumberHead.metrics`)
+eval/exact, candidates, ...                                        exact numbers, and metrics of a head of your own
 eval/multilabel_*, eval/reject_*                                   on request: sets of words, abstaining
 dist/U_loc_*, _scale_* over all tokens and the words' dimensions   dist/ovr_prob_sum_*    1 is calibrated
 dist/U_number_*        the same over the number dimensions, if any (`Spread`)
@@ -15,7 +16,7 @@ dist/U_number_*        the same over the number dimensions, if any (`Spread`)
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_prob_sums, vocab_parallel_scores
 from cqwen_dist.training.evaluation.number_metrics import Numbers, number_metrics
 from cqwen_dist.training.evaluation.spread import SpreadsOfU
+from cqwen_dist.training.evaluation.word_calibration import word_calibration
 from cqwen_dist.training.frequency import BAND_NAMES, band_of, mean_thresholds
 
 
@@ -121,7 +123,9 @@ class Evaluator:
         for i, batch, keep in self._batches():
             u = self._u(i, batch, keep)
             u_prime = action.add_noise(u)
-            lists["prob_sum_standard"].append(self._add_words(u_prime, batch, keep, sums, banded))
+            for name, part in self._add_words(u_prime, batch, keep, sums, banded).items():
+                lists[name].append(part)
+            lists["word_text"].append(texts + torch.div(keep, batch.labels.shape[1], rounding_mode="floor"))
             individual.add(u)
 
             # One individual drawn from U, with only the noise as scale
@@ -144,16 +148,18 @@ class Evaluator:
             sums_of_p = gathered[f"prob_sum_{law}"]  # torch's quantile takes 16 million values at most
             metrics[f"dist/ovr_prob_sum_median_{law}"] = float(np.median(sums_of_p)) if len(sums_of_p) else math.nan
         metrics |= individual.summary()
+        strength, right, texts_of = (gathered[name] for name in ("strength", "right", "word_text"))
+        of_words, words = word_calibration(strength, right.astype(bool), texts_of.astype(np.int64))
+        metrics |= of_words
+        self.factors = Intervals(words=words)
 
         # The numbers, and words by frequency
         if len(gathered["true"]):
             columns = (gathered["true"], gathered["loc"], gathered["scale"], gathered["text"].astype(np.int64))
-            exact = gathered["exact"].astype(bool)
-            numbers = Numbers(*columns, exact)
-            found, self.factors, self.drawing = number_metrics(
-                numbers, self.model.target, self.baseline_value, self.known
-            )
+            numbers = Numbers(*columns, gathered.get("likeliest"), gathered.get("p"))
+            found, factors, self.drawing = number_metrics(numbers, self.model.target, self.baseline_value, self.known)
             metrics |= found
+            self.factors = replace(factors, words=words)
         if self.band is not None:
             bands = zip(BAND_NAMES, hits, found_labels, strict=True)
             metrics.update({f"eval/accuracy_words_{name}": h / n for name, h, n in bands if n})
@@ -186,8 +192,9 @@ class Evaluator:
 
     def _add_words(
         self, u_prime: Cauchy, batch: Batch, keep: Tensor, sums: dict[str, Tensor], banded: Tensor
-    ) -> Tensor:
-        """Add the words of a batch to the sums. Returns the sum of P per token [N]."""
+    ) -> dict[str, Tensor]:
+        """Add the words of a batch to the sums. Returns lists [N]: sum of P; strength of the likeliest word; whether it
+        is right."""
         labels, head = batch.labels.flatten()[keep], self.model.action.number_head
         sums["cls_loss"] += head.loss(u_prime, head.labels(batch, keep), stop=True)[1]
         num_id = self.model.config.num_token_id
@@ -215,7 +222,7 @@ class Evaluator:
         if self.band is not None:
             banded[0].index_add_(0, self.band[labels], right.double())
             banded[1].index_add_(0, self.band[labels], torch.ones_like(right, dtype=torch.float64))
-        return scores.prob_sum
+        return {"prob_sum_standard": scores.prob_sum, "strength": strength, "right": right}
 
     def _numbers(
         self, u_prime: Cauchy, batch: Batch, keep: Tensor, texts: int, sums: dict[str, Tensor]
@@ -223,14 +230,15 @@ class Evaluator:
         """The lists of a batch's numbers; adds the counts to the sums. texts: in earlier batches."""
         head, is_number = self.model.action.number_head, batch.numeric_mask.flatten()[keep]
         at, own = keep[is_number], Cauchy(u_prime.loc[is_number], u_prime.scale[is_number])
-        decision, true = head.decide(own, head.memory_at(batch, at)), batch.numeric_labels.flatten()[at]
-        exact = torch.zeros_like(true) if decision.exact is None else ~decision.exact.isnan()
+        # No exact value is written yet: its bar is set when all numbers are there
+        decision, true = head.decide(own, head.memory_at(batch, at), bar=1.0), batch.numeric_labels.flatten()[at]
         text = texts + torch.div(at, batch.labels.shape[1], rounding_mode="floor")
         counted, listed = head.measure(decision, batch, at)
         for name, part in counted.items():
             sums[name] += part
-        own_laws = {"loc": decision.y.loc, "scale": decision.y.scale}
-        return {"true": true, **own_laws, "exact": exact, "text": text, **listed}
+        if decision.likeliest is not None and decision.p is not None:
+            listed = {**listed, "likeliest": decision.likeliest, "p": decision.p}
+        return {"true": true, "loc": decision.y.loc, "scale": decision.y.scale, "text": text, **listed}
 
     def _word_metrics(self, c: dict[str, float]) -> dict[str, float]:
         tokens = max(c["tokens"], 1)
@@ -301,7 +309,8 @@ def _gather(mine: dict[str, np.ndarray], texts: int, sharers: int) -> dict[str, 
     everyone = gather_objects((mine, texts))
     first = np.cumsum([0, *(count for _, count in everyone[::sharers])])
     for rank, (lists, _) in enumerate(everyone):
-        lists["text"] = lists["text"] + first[rank // sharers]
+        for name in ("text", "word_text"):
+            lists[name] = lists[name] + first[rank // sharers]
     return {name: np.concatenate([lists[name] for lists, _ in everyone]) for name in mine}
 
 

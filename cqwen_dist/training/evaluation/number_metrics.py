@@ -10,18 +10,20 @@ measured on halves of the texts, each with the factors of the other half.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from cqwen_dist.heads.candidates import best_bar
 from cqwen_dist.heads.intervals import LEVELS, Intervals, number_interval
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.ops.cauchy import Cauchy
 
 CALIBRATION = "calibration"  # key of the factors in a checkpoint's metrics
 RAW = Intervals()  # intervals of the Cauchy law
+LEAST_GAIN = 0.1  # on average, for which an exact value is written instead of Y's location
 DRAWN = 1000  # most numbers in a chart
 PIT_BINS = 20
 CURVE = tuple(round(0.05 * i, 2) for i in range(1, 20))  # levels of the coverage plot
@@ -57,7 +59,8 @@ class Numbers:
     loc: np.ndarray
     scale: np.ndarray
     text: np.ndarray  # int64: number of the text (packed row) in the held-out data
-    exact: np.ndarray | None = None  # bool: loc is an exact value chosen by the head, not the location of Y
+    likeliest: np.ndarray | None = None  # raw unit: the likeliest exact value; nan without one
+    p: np.ndarray | None = None  # its probability
 
 
 def number_metrics(
@@ -72,17 +75,27 @@ def number_metrics(
     eval/coverage_90_known, ...       fraction of all numbers with the known factors
     eval/width_90, _90_conformal      median width of these intervals, raw unit
     eval/crps                         mean CRPS, raw unit (`Cauchy.crps`); eval/crps_target: in the target's unit
-    Recalibration leaves out `exact` numbers, whose errors are 0 or arbitrary. With a nonlinear transform there is only
-    eval/crps_target, as the CRPS of a log-Cauchy is infinite.
+    eval/exact                        fraction of numbers that are written exactly right, to 9 digits
+    eval/candidates, _right           fraction that is an exact value of the head's, and the right ones among them
+    Exact values have the bar of `best_bar`; to measure, each half of the texts has that of the other. Recalibration
+    leaves them out: their errors are 0 or arbitrary. With a nonlinear transform there is only eval/crps_target, as the
+    CRPS of a log-Cauchy is infinite.
     """
     y = Cauchy(torch.from_numpy(numbers.loc), torch.from_numpy(numbers.scale))
     goal = target.forward(torch.from_numpy(numbers.true)).double()
+    exact, bar = _exact(numbers, y, goal, target)
+    new = ~exact
+    if exact.any():
+        y = Cauchy(torch.where(torch.from_numpy(exact), _candidate(numbers, target), y.loc), y.scale)
     metrics = _errors(numbers, y, goal, target, baseline)
+    if numbers.likeliest is not None:
+        right = exact & np.isclose(numbers.likeliest, numbers.true, rtol=1e-9, atol=1e-9)
+        metrics |= {"eval/exact": float(right.mean()), "eval/candidates": float(exact.mean())}
+        metrics["eval/candidates_right"] = float(right.sum() / max(exact.sum(), 1))
 
     # Coverage and widths of the intervals
     scores = ((goal - y.loc).abs() / y.scale).numpy()
-    new = np.ones(len(scores), bool) if numbers.exact is None else ~numbers.exact
-    factors = interval_factors(scores[new])
+    factors = replace(interval_factors(scores[new]), bar=bar)
     raw = {level: float((scores <= RAW.half_width(level)).mean()) for level in CURVE}
     inside = {level: _inside(scores[new], for_calibration(numbers.text)[new], level) for level in CURVE}
     for level in LEVELS:
@@ -114,6 +127,25 @@ def number_metrics(
         **{name: [float(f"{value:.6g}") for value in np.asarray(values)[some]] for name, values in drawn.items()},
     }
     return metrics, factors, drawing
+
+
+def _candidate(numbers: Numbers, target: TargetTransform) -> torch.Tensor:
+    """[M] float64 in the target's unit: the likeliest exact values."""
+    return target.forward(torch.from_numpy(numbers.likeliest)).double()
+
+
+def _exact(numbers: Numbers, y: Cauchy, goal: torch.Tensor, target: TargetTransform) -> tuple[np.ndarray, float]:
+    """([M] bool: which numbers are exact values, each half with the bar of the other; the bar of all numbers)."""
+    if numbers.likeliest is None or numbers.p is None:
+        return np.zeros(len(goal), bool), RAW.bar
+    # How near a prediction is, between 0 and 1: 1/2 at the usual error of Y, so that no single number decides the bar
+    usual = (goal - y.loc).abs().median().clamp(min=1e-12)
+    near, other = (usual / (usual + (goal - loc).abs()) for loc in (_candidate(numbers, target), y.loc))
+    gain = (near - other - LEAST_GAIN).nan_to_num(0.0).numpy()
+    first, exact = for_calibration(numbers.text), np.zeros(len(goal), bool)
+    for own in (first, ~first):
+        exact[own] = numbers.p[own] > best_bar(numbers.p[~own], gain[~own])
+    return exact, best_bar(numbers.p, gain)
 
 
 def _errors(

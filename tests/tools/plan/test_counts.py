@@ -23,7 +23,7 @@ def drawn(kind: str, tied: bool, draw: random.Random) -> Config:
         "causal_size": [None, 8, 30],
         "wide": [0, 64],
         "value_periods": [[], [7.0], [7.0, 90.0]],
-        "copies": [0, 3],
+        "candidates": ["none", "copies", "arithmetic"],
         "abduction": ["linear", "two_layer"],
     }
     model = {key: draw.choice(values) for key, values in columns.items()}
@@ -31,7 +31,7 @@ def drawn(kind: str, tied: bool, draw: random.Random) -> Config:
     model["wide"] *= start == "calibrated"
     names = [*ARCHITECTURES[kind].linears]
     targets = draw.choice(["all-linear", None, draw.sample(names, 2)])
-    kinds = {"dora": True}, {"init": "pissa"}, {"init": "olora"}, {}
+    kinds = {"dora": True}, {}
     lora: dict[str, Any] = {"r": draw.choice([1, 3, 16]), **draw.choice(kinds)}
     if ARCHITECTURES[kind].experts is not None and draw.random() < 0.3:
         lora, targets = {"r": 3}, [names[0], EXPERTS]

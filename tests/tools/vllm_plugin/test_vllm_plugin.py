@@ -27,7 +27,7 @@ SIZES = {"vocab_size": 331, "hidden_size": 64, "num_attention_heads": 2, "num_ke
 NEW = 40
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("qwen2", {}),
-    "copies": ("qwen3", {"copies": 3}),
+    "candidates": ("qwen3", {"candidates": "arithmetic", "symbols": {"=": [5]}, "constants": [7.0]}),
     "types": ("llama", {"number_types": 2, "value_periods": [10.0, 100.0]}),
     "more": ("mistral", {"more_values": 1, "number_dims": 2, "abduction": "two_layer"}),
 }
@@ -45,8 +45,8 @@ def exported(folder: Path, kind: str, **shape: Any) -> tuple[Any, NumericalAware
         lm.model.abduction.set_scale(0.05)
         lm.model.action.threshold.fill_(1.0)
         lm.model.action.threshold[tokenizer.num_token_id] = -1.0
-        if "copies" in shape:
-            lm.model.action.copy_bias.fill_(2.0)
+        if "candidates" in shape:
+            lm.model.action.candidate_bias.fill_(2.0)
     lm.save_pretrained(folder)
     CausalQwenTokenizer.of(tokenizer).save_pretrained(folder)
     return lm, tokenizer
@@ -152,9 +152,9 @@ def test_ids_and_numbers_equal_those_of_generate_also_after_preemption(name: str
         assert (found.text, found.end) == (want.text, want.end)
         assert [token.p_num for token in found.tokens] == pytest.approx([t.p_num for t in want.tokens], rel=1e-4)
         for number, own in zip(found.numbers, want.numbers, strict=True):
-            assert (number.written, number.copied) == (own.written, own.copied)
+            assert (number.written, number.source) == (own.written, own.source)
             assert number.value == pytest.approx(own.value, rel=1e-5)
             assert number.intervals["0.9"] == pytest.approx(own.intervals["0.9"], rel=1e-4)
     numbers = [number for each in wanted for number in each.numbers]
     assert len(numbers) > 5
-    assert any(number.copied for number in numbers) == (name == "copies")
+    assert any(number.source for number in numbers) == (name == "candidates")

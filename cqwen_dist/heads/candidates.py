@@ -1,0 +1,187 @@
+"""Exact values that the next number may have, each with a one-vs-rest score (`model.candidates`).
+
+copies       the last `PLACES` numbers of the text
+arithmetic   also the value of the expression that the text has just written (`heads.expression`), operations on the
+             last two numbers, and the commonest numbers of the training data
+
+S_j is linear in U's word part, plus an independent Cauchy with scale |c_j|. P_j = P(S_j > 0). Of several candidates
+with one value each is right. The likeliest is written if its P exceeds a bar, which held-out numbers set (`best_bar`).
+
+Letters as in `heads.number_head`, and J candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.config.shape import ARITHMETIC, CONSTANTS, PLACES
+from cqwen_dist.heads.expression import OTHER, STATE, VALUE, read_tokens, states_at, symbol_table
+from cqwen_dist.heads.number_head import Decision, NumberHead, NumberLabels, decision_strength, one_against_the_rest
+from cqwen_dist.ops.cauchy import Cauchy
+
+NOISE = 0.3  # of a score at the start, whose ridge regression fits S_j to -1 and 1
+OPERATIONS = ("x + y", "x - y", "x * y", "x / y", "x * y / 100", "y - x", "y / x")  # x: the last but one, y: the last
+OF_PLACES = ["the last number", *(f"the number {back} before" for back in range(2, PLACES + 1))]
+EXPRESSION = "the expression before it"
+SAME = 1e-9  # relative: a computed value is rounded to 12 digits
+TENS = torch.tensor([10.0**k for k in range(23)], dtype=torch.float64, device="cpu")  # exact in float64
+
+
+@dataclass(frozen=True)
+class CandidateLabels(NumberLabels):
+    own: NumberLabels  # the inner head's labels
+    candidates: Tensor  # [N,J] float64: the values, NaN where there is none
+    raw: Tensor  # [N]: the value, raw unit
+
+
+class WithCandidates(NumberHead):
+    """Wraps a head (`inner`) and adds J scores S_j: is the number equal to candidate j?"""
+
+    exact = True
+
+    def __init__(self, inner: NumberHead, net: Any, config: Any) -> None:
+        self.inner, self.net, self.config = inner, net, config
+        self.computes = config.candidates == ARITHMETIC
+        self.names, self.memory_size = list(OF_PLACES), PLACES
+        if self.computes:
+            self.names += [EXPRESSION, *OPERATIONS, *["a common number"] * CONSTANTS]
+            self.memory_size += STATE
+        self._tables: dict[torch.device, tuple[object, Tensor]] = {}
+
+    def add_scores(self) -> None:
+        net, count = self.net, len(self.names)
+        net.candidate_weight = nn.Parameter(torch.zeros(count, net.word_size))
+        net.candidate_bias = nn.Parameter(torch.full((count,), -1.0))  # until the start is fitted: none is likely
+        net.candidate_noise = nn.Parameter(torch.full((count,), NOISE))
+
+    def value(self, u_prime: Cauchy) -> Cauchy:
+        return self.inner.value(u_prime)
+
+    def scores(self, u_prime: Cauchy) -> Cauchy:
+        """S_j: [...,J]."""
+        scores = self.net.word_part(u_prime).affine(self.net.candidate_weight, self.net.candidate_bias)
+        return Cauchy(scores.loc, scores.scale + self.net.candidate_noise.abs())
+
+    def candidates(self, memory: Tensor) -> Tensor:
+        """The values [...,J] float64 of a memory [...,K]; NaN where there is none."""
+        if not self.computes:
+            return memory
+        y, x = memory[..., 0], memory[..., 1]
+        computed = [memory[..., PLACES + VALUE], x + y, x - y, x * y, x / y, x * y / 100, y - x, y / x]
+        found = to_12_digits(torch.stack(computed, -1))
+        known = list(self.config.constants)[:CONSTANTS]
+        constants = memory.new_tensor([*known, *[math.nan] * (CONSTANTS - len(known))])
+        every = torch.cat([memory[..., :PLACES], found, constants.expand(*found.shape[:-1], -1)], -1)
+        return every.masked_fill(every.isinf(), torch.nan)
+
+    def decide(self, u_prime: Cauchy, memory: Tensor, bar: float = 0.5) -> Decision:
+        own, values = self.inner.decide(u_prime, memory), self.candidates(memory.to(u_prime.loc.device))
+        best = decision_strength(self.scores(u_prime)).masked_fill(values.isnan(), -torch.inf).max(-1)
+        value = values.gather(-1, best.indices.unsqueeze(-1))[..., 0]
+        p = (0.5 + best.values.atan() / math.pi).masked_fill(value.isnan(), 0.0)
+        found = value.masked_fill(p <= bar, torch.nan)
+        loc = self.target.forward(found).where(~found.isnan(), own.y.loc)
+        return own._replace(y=Cauchy(loc, own.y.scale), exact=found, which=best.indices, likeliest=value, p=p)
+
+    # ---------------------------------------------------------------------------------------------- memory
+
+    def memory(self, ids: Tensor, is_number: Tensor, values: Tensor, positions: Tensor, at: Tensor) -> Tensor:
+        """The last numbers up to and including each token, latest first; NaN if there are fewer. With arithmetic, also
+        the state of the expression's reader."""
+        if not len(at):
+            return values.new_zeros(0, self.memory_size)
+        back = torch.arange(PLACES, device=values.device)
+        number = is_number.flatten()
+        before = is_number.long().cumsum(1)  # numbers of the row up to here
+        begun = torch.where(positions == 0, before - is_number.long(), 0).cummax(1).values  # in earlier packed texts
+        known = (before - begun).flatten()[at].unsqueeze(-1) > back
+        rank = number.long().cumsum(0)[at].unsqueeze(-1) - 1 - back
+        listed = values.flatten().gather(0, number.long().argsort(descending=True, stable=True))
+        places = listed[rank.clamp(min=0)].masked_fill(~known, torch.nan)
+        if not self.computes:
+            return places
+        symbols = self._symbols(ids, is_number)
+        return torch.cat([places, states_at(symbols, values, positions, at)], -1)
+
+    def remember(self, memory: Tensor, ids: Tensor, value: Tensor, is_number: Tensor) -> None:
+        places = memory[:, :PLACES]
+        latest = torch.cat([value[:, None], places[:, :-1]], 1).where(is_number[:, None], places)
+        if self.computes:
+            state = read_tokens(memory[:, PLACES:], self._symbols(ids, is_number), value)
+            latest = torch.cat([latest, state], 1)
+        memory.copy_(latest)
+
+    def _symbols(self, ids: Tensor, is_number: Tensor) -> Tensor:
+        """[...,A_TOKEN] int8. A <NUM> that padding has covered is no number."""
+        made_of, table = self._tables.get(ids.device, (None, ids))
+        if made_of is not self.config.symbols:
+            num = self.config.num_token_id
+            table = symbol_table(self.config.symbols, self.config.vocab_size, num).to(ids.device)
+            self._tables[ids.device] = self.config.symbols, table
+        masked = (ids == self.config.num_token_id) & ~is_number
+        return table[ids].masked_fill(masked.unsqueeze(-1), OTHER)
+
+    # ------------------------------------------------------------------------------------ labels, loss, start
+
+    def labels(self, batch: Batch, keep: Tensor) -> NumberLabels:
+        own, raw = self.inner.labels(batch, keep), batch.numeric_labels.flatten()[keep]
+        return CandidateLabels(own.values, own.is_number, own, self.candidates(self.memory_at(batch, keep)), raw)
+
+    def loss(self, u_prime: Cauchy, labels: NumberLabels, stop: bool) -> tuple[Tensor, Tensor]:
+        """The loss of `inner`, plus one-vs-rest cross entropies for "the label equals this candidate"."""
+        assert isinstance(labels, CandidateLabels)
+        known = labels.is_number.unsqueeze(-1) & ~labels.candidates.isnan()
+        entropy = one_against_the_rest(self.scores(u_prime), equal(labels.candidates, labels.raw))
+        nll, others = self.inner.loss(u_prime, labels.own, stop)
+        return nll, others + torch.where(known, entropy, 0.0).sum()
+
+    def start(self, coefficients: Tensor, intercept: float) -> None:
+        self.inner.start(coefficients, intercept)
+
+    def score_targets(self, values: Tensor, memory: Tensor) -> Tensor:
+        """1 if the value equals the candidate, otherwise -1."""
+        return equal(self.candidates(memory), values).double() * 2 - 1
+
+    @torch.no_grad()
+    def start_scores(self, weight: Tensor, bias: Tensor) -> None:
+        self.net.candidate_weight.copy_(weight)
+        self.net.candidate_bias.copy_(bias)
+
+
+def equal(candidates: Tensor, values: Tensor) -> Tensor:
+    """Whether each candidate [n,J] is the value [n], up to the rounding of a computed one; False at NaN."""
+    values = values.unsqueeze(-1)
+    return (candidates - values).abs() <= SAME * values.abs().clamp(min=1.0)
+
+
+def to_12_digits(values: Tensor) -> Tensor:
+    """float64 values to 12 significant digits, where a power of ten up to 1e22 can do it exactly: 0.1 * 3 is 0.3."""
+    digits = 11 - values.abs().log10().floor().nan_to_num(0.0, 0.0, 0.0)
+    fits = (digits >= 0) & (digits < len(TENS))
+    unit = TENS.to(values.device)[digits.clamp(0, len(TENS) - 1).long()]
+    return torch.where(fits, (values * unit).round() / unit, values)
+
+
+def best_bar(p: np.ndarray, gain: np.ndarray) -> float:
+    """The bar above which the likeliest candidate is written: the sum of the gains above it is largest.
+
+    p [M]: probability of each held-out number's likeliest candidate. gain [M]: by how much it is nearer than Y's
+    location. Without numbers 1/2.
+    """
+    if not len(p):
+        return 0.5
+    order = np.argsort(-p, kind="stable")
+    p, total = p[order], np.cumsum(gain[order])
+    total[:-1][p[:-1] == p[1:]] = -np.inf  # a bar cannot lie between equal ones
+    best = int(np.argmax(total))
+    if total[best] <= 0:
+        return 1.0
+    below = p[best + 1] if best + 1 < len(p) else 0.0
+    return float((p[best] + below) / 2)
