@@ -31,7 +31,7 @@ OPERATIONS = ("x + y", "x - y", "x * y", "x / y", "x * y / 100", "y - x", "y / x
 OF_PLACES = ["the last number", *(f"the number {back} before" for back in range(2, PLACES + 1))]
 EXPRESSION = "the expression before it"
 SAME = 1e-9  # relative: a computed value is rounded to 12 digits
-TENS = torch.tensor([10.0**k for k in range(23)], dtype=torch.float64, device="cpu")  # exact in float64
+EXACT_TENS = torch.tensor([10.0**k for k in range(23)], dtype=torch.float64, device="cpu")  # exact in float64
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ def equal(candidates: Tensor, values: Tensor) -> Tensor:
 def to_12_digits(values: Tensor) -> Tensor:
     """float64 values to 12 significant digits, where a power of ten up to 1e22 can do it exactly: 0.1 * 3 is 0.3."""
     digits = 11 - values.abs().log10().floor().nan_to_num(0.0, 0.0, 0.0)
-    fits = (digits >= 0) & (digits < len(TENS))
-    unit = TENS.to(values.device)[digits.clamp(0, len(TENS) - 1).long()]
+    fits = (digits >= 0) & (digits < len(EXACT_TENS))
+    unit = EXACT_TENS.to(values.device)[digits.clamp(0, len(EXACT_TENS) - 1).long()]
     return torch.where(fits, (values * unit).round() / unit, values)
 
 
