@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cqwen_dist.config.bases import A_TOKEN, SIGNS
 
-NEUTRAL, PLUS, MINUS, TIMES, OVER, OPEN, CLOSE, EQUALS, PERCENT, NUMBER, OTHER = range(11)
+NO_SYMBOL, PLUS, MINUS, TIMES, OVER, OPEN, CLOSE, EQUALS, PERCENT, NUMBER, OTHER = range(11)
 LONGEST = 24  # symbols that are read before a token; an expression has two fewer, without its equals sign
 # A state: of the current bracket and of what is around it, the sum so far, the last summand, the operator that waits
 # for a number, and the operations done (-1: no number yet); the depth; the value; the symbols since the last beginning.
@@ -26,12 +26,12 @@ VALUE = 9  # its place in a state: NaN unless an expression has just ended
 
 def symbol_table(symbols: Mapping[str, Sequence[int]], rows: int, num_token_id: int) -> Tensor:
     """The symbols of each token, [rows,A_TOKEN] int8, from the result of `config.bases.symbols_of`."""
-    table = torch.full((rows, A_TOKEN), NEUTRAL, dtype=torch.int8, device="cpu")
+    table = torch.full((rows, A_TOKEN), NO_SYMBOL, dtype=torch.int8, device="cpu")
     table[:, 0] = OTHER
     for signs, tokens in symbols.items():
-        codes = [PLUS + SIGNS.index(sign) for sign in signs] + [NEUTRAL] * (A_TOKEN - len(signs))
+        codes = [PLUS + SIGNS.index(sign) for sign in signs] + [NO_SYMBOL] * (A_TOKEN - len(signs))
         table[list(tokens)] = torch.tensor(codes, dtype=torch.int8, device="cpu")
-    table[num_token_id] = torch.tensor([NUMBER, NEUTRAL], dtype=torch.int8, device="cpu")
+    table[num_token_id] = torch.tensor([NUMBER, NO_SYMBOL], dtype=torch.int8, device="cpu")
     return table
 
 
@@ -81,14 +81,14 @@ def read_symbol(state: Tensor, symbol: Tensor, value: Tensor) -> Tensor:
     # The value, and where an expression begins anew
     ends = symbol == EQUALS
     valid = ends & ~inside & complete & (done > 0) & (since <= LONGEST - 2)
-    found = torch.where(symbol == NEUTRAL, found, torch.where(valid, total + last, torch.nan))
+    found = torch.where(symbol == NO_SYMBOL, found, torch.where(valid, total + last, torch.nan))
     broken = ((symbol == CLOSE) & inside & ~closes) | ((symbol == OPEN) & inside)
     anew = ends | broken | (symbol == OTHER)
     empty = anew | opens
     total, last, waiting = (torch.where(empty, 0.0, own) for own in (total, last, waiting))
     done = torch.where(empty, -1.0, done)
     depth = torch.where(anew | closes, 0.0, torch.where(opens, 1.0, depth))
-    since = torch.where(anew, 0.0, since + (symbol != NEUTRAL)).masked_fill(broken, torch.inf)  # up to the next "="
+    since = torch.where(anew, 0.0, since + (symbol != NO_SYMBOL)).masked_fill(broken, torch.inf)  # up to the next "="
     parts = (total, last, waiting, done, total_out, last_out, waiting_out, done_out, depth, found, since)
     return torch.stack(parts, -1)
 
@@ -107,8 +107,8 @@ def states_at(symbols: Tensor, values: Tensor, positions: Tensor, at: Tensor) ->
     before a token are read, since an older one cannot be part of a valid expression.
     """
     flat = symbols.flatten()
-    place = nn.functional.pad((flat != NEUTRAL).nonzero()[:, 0], (0, 1))  # of every symbol, in order
-    read = (symbols != NEUTRAL).sum(-1).flatten().cumsum(0)  # up to and including each token
+    place = nn.functional.pad((flat != NO_SYMBOL).nonzero()[:, 0], (0, 1))  # of every symbol, in order
+    read = (symbols != NO_SYMBOL).sum(-1).flatten().cumsum(0)  # up to and including each token
     tokens = torch.arange(positions.numel(), device=positions.device)
     begins = tokens - positions.flatten()
     first = torch.where(begins > 0, read[(begins - 1).clamp(min=0)], 0)  # of each token's text
@@ -118,6 +118,6 @@ def states_at(symbols: Tensor, values: Tensor, positions: Tensor, at: Tensor) ->
     for back in range(LONGEST, 0, -1):
         index = end - back
         here = place[index.clamp(min=0)]
-        symbol = torch.where(index >= first, flat[here], NEUTRAL)
+        symbol = torch.where(index >= first, flat[here], NO_SYMBOL)
         state = read_symbol(state, symbol, values.flatten()[torch.div(here, A_TOKEN, rounding_mode="floor")])
     return state

@@ -82,10 +82,10 @@ class Intervals:
             return cls()
         try:
             factors = {float(level): float(f) for level, f in data["levels"].items()}
-            n, bar = int(data["n"]), float(data["bar"])
-            words = WordScale(float(data["words"]["shift"]), float(data["words"]["factor"]))
+            n, bar = int(data["n"]), float(data.get("bar", cls.bar))
+            words = WordScale(**{name: float(value) for name, value in data.get("words", UNCHANGED._asdict()).items()})
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"no levels, n, bar and words in {data}") from error
+            raise ValueError(f"no levels and n in {data}") from error
         if any(not 0.0 < level < 1.0 or not (f >= 0.0 and math.isfinite(f)) for level, f in factors.items()):
             raise ValueError(f"levels between 0 and 1 with factors >= 0, found {data['levels']}")
         if not (math.isfinite(words.shift) and 0.0 < words.factor < math.inf):
