@@ -1,7 +1,5 @@
 """Tile sizes of the one-vs-rest loss, for the loss and the planner; needs no torch."""
 
-from __future__ import annotations
-
 # Maximum bytes per [t, n] buffer and per [n, C] buffer, and maximum tokens per tile. CPU: a tile's buffers stay in the
 # last-level cache. GPU: large tiles gain more in the products than they lose in the elementwise pass (H200, N=8,192,
 # H=896, bf16: 41 ms with 32 MiB tiles, 30 ms with 128 MiB, 28.7 ms with 512 MiB, but those need 1.8 GiB).

@@ -4,8 +4,6 @@ on first use.
 No core module imports a wing (tests/test_architecture.py), so the core can be read and changed without them.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -6,8 +6,6 @@ Exit codes: 0 done (also if the run was already done), 2 wrong user input (one l
 allowed), 74 a file system does not answer, 75 stopped in order and can resume, 1 any other failure.
 """
 
-from __future__ import annotations
-
 import errno
 import functools
 import os

@@ -1,7 +1,5 @@
 """Verbs before a run: init, plan, doctor, accept, `cqwen config`. Imports are local: --help is instant."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """`cqwen prepare`: prepares the data and shows its content as a table."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

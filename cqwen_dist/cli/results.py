@@ -1,7 +1,5 @@
 """Verbs that inspect a run: status, report, eval, checkpoint. Imports are local: --help is instant."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

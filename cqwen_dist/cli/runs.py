@@ -1,7 +1,5 @@
 """Verbs that prepare data and train: here, on multiple ranks, on SLURM. Imports are local: --help is instant."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

@@ -1,7 +1,5 @@
 """stdout and stderr: a full disk is a one-line error, and a closed console does not end training."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -1,7 +1,5 @@
 """Verbs for tables: fit, predict. Imports are local: --help is instant."""
 
-from __future__ import annotations
-
 import math
 import shlex
 import sys

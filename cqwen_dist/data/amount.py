@@ -1,7 +1,5 @@
 """Estimates the amount of training data from the first texts and proposes settings. Needs no torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import islice

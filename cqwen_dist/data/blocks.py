@@ -1,7 +1,5 @@
 """The rows of a source, in blocks, so that multiple processes can turn them into tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial

@@ -3,8 +3,6 @@
 A date is 2024-01-07 from CSV, Parquet and pandas, true is `true`, 5.0 is 5. Nested values are JSON.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import math

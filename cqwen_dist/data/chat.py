@@ -13,8 +13,6 @@ template of this kind gets the message in its own form (`_wordings`). What it do
 Templates that print today's date get a fixed date, so that texts do not change from day to day.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property

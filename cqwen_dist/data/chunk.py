@@ -4,8 +4,6 @@ Blocks are processed in order, in this process or in worker processes. Workers s
 neither torch nor transformers.
 """
 
-from __future__ import annotations
-
 import os
 from array import array
 from collections import deque

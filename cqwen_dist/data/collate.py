@@ -10,8 +10,6 @@ documents attend to each other. Padding is on the right, so no real token attend
 `Batch.attention_mask`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

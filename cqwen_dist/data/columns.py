@@ -1,7 +1,5 @@
 """A table's columns: their number formats and kinds of cells."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress

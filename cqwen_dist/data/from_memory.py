@@ -1,7 +1,5 @@
 """Records and texts from a Python program, written to a JSONL file that is read like any other."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict

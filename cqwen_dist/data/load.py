@@ -1,7 +1,5 @@
 """A run's datasets. Small data is read into memory, large data is prepared and mapped; the samples are the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -8,8 +8,6 @@ some with padding only, so that collectives and accumulation line up. A thread c
 page-locked memory if there is a GPU. The saved position is the one after the last step handed out.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

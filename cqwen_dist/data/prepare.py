@@ -9,8 +9,6 @@ KEY is a digest over the sources' content, the tokenizer and the `data` keys tha
 affect how samples are cut). A folder is written under a temporary name, under a lock, and renamed when complete.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

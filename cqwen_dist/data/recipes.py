@@ -1,7 +1,5 @@
 """Recognises a data file from its records, and returns the `data` keys to read it. `cqwen init` and `fit` share it."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 `data.blocks` converts files to records, `data.records` converts records to texts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator

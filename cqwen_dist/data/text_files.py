@@ -1,7 +1,5 @@
 """Records of text files, compressed or not: their lines, JSON and CSV; and writing CSV."""
 
-from __future__ import annotations
-
 import codecs
 import csv
 import gzip

@@ -1,7 +1,5 @@
 """Normalises chat formats: messages {role, content, tool_calls}, tools {type, function}."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

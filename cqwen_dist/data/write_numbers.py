@@ -1,7 +1,5 @@
 """Writes numbers into text so that `data.numbers.find_numbers` reads the same float64 at the same place."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Sequence

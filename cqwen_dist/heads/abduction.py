@@ -1,7 +1,5 @@
 """Module 3: from features to the individual, U ~ Cauchy(loc, scale) (seed S0 section 3)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Module 4: from the individual to decisions, a score for each word and a value (seed S0 section 4)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ The core knows only this interface. The one implementation is the wide part (`ta
 fits it (`wide_start.WideStart`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

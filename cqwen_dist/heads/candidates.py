@@ -10,8 +10,6 @@ with one value each is right. The likeliest is written if its P exceeds a bar, w
 Letters as in `heads.number_head`, and J candidates.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

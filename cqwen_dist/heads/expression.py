@@ -7,8 +7,6 @@ expression. Two numbers side by side begin a new one, and so does an equals sign
 Letters: B rows, T positions, N places, D numbers of a state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -3,8 +3,6 @@
 The vocabulary may be sharded over ranks. Labels are already shifted. `heads.seed_losses` has the seeds' modules.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -7,8 +7,6 @@ Letters: N positions, M numbers, C dimensions of U, R values, K numbers in memor
 laws and labels are fp32 in the target's unit (`CausalQwenConfig.target`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -13,8 +13,6 @@ and its loss takes `SeveralLabels` or `TypedLabels`.
 Letters as in `heads.number_head`, and T types.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -8,8 +8,6 @@ Scales are of order 1e-3 next to logits near 15, so bf16 would lose them. Two ki
   A second set of masters in a buffer would double the memory of W_cls and contradict the optimizer's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -3,8 +3,6 @@
 For small models, and for tests of `heads.fused_loss`. Labels are already shifted.
 """
 
-from __future__ import annotations
-
 import warnings
 from functools import reduce
 from typing import Literal

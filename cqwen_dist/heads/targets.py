@@ -4,8 +4,6 @@ The loss uses targets; metrics and generated numbers are in the raw unit. Values
 loss as fp32 targets (bf16 is exact only up to 256).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Module 2: the transformer of the base, fed with embeddings (seed S0 section 2)."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Loads base models by folder or hub name, or builds them from a config."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path

@@ -13,8 +13,6 @@ S1). There are two word-head products: one for the normalisers, one for the logi
 A run writes the result to start.json; a resumed run does not calibrate again.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

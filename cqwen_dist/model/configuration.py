@@ -1,7 +1,5 @@
 """The config of a CausalQwen, `config.json` in the weights' folder."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

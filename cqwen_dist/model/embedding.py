@@ -1,7 +1,5 @@
 """Module 1: token embedding plus number (seed S0 section 1)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from threading import local

@@ -1,7 +1,5 @@
 """The result of `AutoModel`: the features, for extraction and for heads of other libraries."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A base model turned causal, with the start of its heads: the work of `CausalQwenForCausalLM.from_base`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import Any

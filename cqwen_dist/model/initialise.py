@@ -5,8 +5,6 @@ differ in threshold C and total scale gamma of U'. Presets use the seeds' consta
 (`model.calibration`) chooses both from data.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The loss of labels as Hugging Face has them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

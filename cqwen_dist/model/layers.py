@@ -9,8 +9,6 @@ product and sum.
     backward   e = g B             dB = g^T h      dA = s e^T x      dx = g W,  dx += s e A
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -12,8 +12,6 @@ the normaliser minus `APART` otherwise. The rows of these tokens lose `APART` if
 rare, the tokens before them weigh more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """PEFT adapters on the backbone: injected once before training, with B = 0, so the base does not change."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -5,8 +5,6 @@ input_ids, numeric_values --FeatureStack--> z [B,T,H] --AbductionNetwork--> U [B
 `model.causal_qwen` makes them from a base or a config.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any

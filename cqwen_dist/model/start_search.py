@@ -5,8 +5,6 @@ At the start scale_S,k = gamma ||W_k||_1 for all tokens. So the OvR loss for any
 for about a thousand tokens per rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import cache

@@ -13,8 +13,6 @@ The attention function is registered with transformers under `WITHIN_TEXTS`, whi
 without `texts` (generation, exports, a plain base) get the usual mask. The kernel is not yet measured on a GPU.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """A table in, predictions out: each row becomes a prompt, and the number that comes next goes into new columns."""
 
-from __future__ import annotations
-
 import math
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence

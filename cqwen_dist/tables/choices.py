@@ -1,7 +1,5 @@
 """Chooses settings for `cqwen fit` from the table, the base model and the machine, and writes the config."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

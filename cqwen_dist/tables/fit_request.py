@@ -1,7 +1,5 @@
 """The options of `cqwen fit`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated
 

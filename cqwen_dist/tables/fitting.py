@@ -8,8 +8,6 @@ FOLDER/fit.json, report.html         the comparison with baselines, and a page o
 FOLDER/best                          the checkpoint for predictions, so the folder works as a model
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import time

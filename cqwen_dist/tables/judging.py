@@ -1,7 +1,5 @@
 """How `cqwen fit` judges models on held-out rows: errors, intervals, deciles, and which model to use."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

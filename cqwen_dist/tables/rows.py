@@ -1,7 +1,5 @@
 """The table in `cqwen fit`: cells as text, the numeric columns, and the split into three parts."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

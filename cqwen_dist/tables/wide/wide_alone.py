@@ -1,7 +1,5 @@
 """The wide part without a base: fitted to training rows of a table, it predicts test rows with intervals."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The size of the wide part, for those who count without torch."""
 
-from __future__ import annotations
-
 from cqwen_dist.config.base_model import ModelConfig
 
 FOLDS = 8

@@ -5,8 +5,6 @@ far too often. Two numbers mend it as Platt scaling does (1999): P' = 1/2 + atan
 log loss of "the likeliest word is right". P' rises with P, so no word changes.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from cqwen_dist.heads.intervals import UNCHANGED, WordScale
