@@ -8,7 +8,7 @@ from cqwen_dist.config.schema import Config
 
 # By section, in config order. Sections not listed have only expert keys.
 _BASIC = {
-    "model": "name_or_path architecture tokenizer start_numbers gradient_checkpointing compile_layers warm_start",
+    "model": "name_or_path architecture tokenizer candidates gradient_checkpointing compile_layers warm_start",
     "model.lora": "r alpha dropout target_modules",
     "data": "train eval eval_fraction watch recipe text_field text_template prompt_template sequence_length pack "
     "numeric_targets",
