@@ -180,7 +180,7 @@ def test_a_two_layer_abduction_cannot_be_exported_as_plain_qwen(tmp_path: Path) 
 
 
 def test_the_interval_factors_are_exported(tmp_path: Path) -> None:
-    factors = {"levels": {"0.5": 0.9, "0.9": 0.25}, "n": 80}
+    factors = {"levels": {"0.5": 0.9, "0.9": 0.25}, "n": 80, "bar": 0.3, "words": {"shift": 2.0, "factor": 50.0}}
     _, folder = folder_of(tmp_path)
     (folder / "calibration.json").write_text(json.dumps(factors))
     out = export(folder, tmp_path / "out")
