@@ -4,11 +4,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.shape import A_TOKEN, SIGNS
 
-SIGNS = "+-*/()=%"
 AS_SIGN = {sign: sign for sign in SIGNS} | dict(zip("加−减x×乘÷除（）＝", "+--***//()=", strict=True))  # as in prose
 SPACE = " \u00a0$<>"  # may stand between signs: GSM8K writes <<48/2=24>>
-A_TOKEN = 2  # signs of a token at most, such as ")="; another token ends an expression
 BLOCK = 64  # an extended vocabulary has a multiple of this number of rows
 
 

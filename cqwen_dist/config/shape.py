@@ -7,6 +7,9 @@ NONE, COPIES, ARITHMETIC = "none", "copies", "arithmetic"  # model.candidates
 PLACES, COMPUTED, CONSTANTS = 24, 8, 48  # candidates by kind (`heads.candidates`)
 CANDIDATES = {NONE: 0, COPIES: PLACES, ARITHMETIC: PLACES + COMPUTED + CONSTANTS}
 
+SIGNS = "+-*/()=%"  # of arithmetic
+A_TOKEN = 2  # signs of a token at most, such as ")="; another token ends an expression
+
 
 class NumberKey(NamedTuple):
     """A config key that changes the number head's type (`heads.number_kinds`)."""

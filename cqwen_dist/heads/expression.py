@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from cqwen_dist.config.bases import A_TOKEN, SIGNS
+from cqwen_dist.config.shape import A_TOKEN, SIGNS
 
 NO_SYMBOL, PLUS, MINUS, TIMES, OVER, OPEN, CLOSE, EQUALS, PERCENT, NUMBER, OTHER = range(11)
 LONGEST = 24  # symbols that are read before a token; an expression has two fewer, without its equals sign

@@ -11,8 +11,7 @@ from support.ranks import run_ranks
 from support.tiny import NUM, random_batch, tiny_causal_lm, tiny_model
 from tables.test_wide import batch_of
 
-from cqwen_dist.config.bases import SIGNS
-from cqwen_dist.config.shape import PLACES
+from cqwen_dist.config.shape import PLACES, SIGNS
 from cqwen_dist.heads.candidates import CandidateLabels, best_bar, to_12_digits
 from cqwen_dist.heads.expression import LONGEST, VALUE, at_beginning, read_tokens, states_at, symbol_table
 from cqwen_dist.heads.number_head import NumberLabels
