@@ -51,7 +51,7 @@ class WithCandidates(NumberHead):
         if self.computes:
             self.names += [EXPRESSION, *OPERATIONS, *["a common number"] * CONSTANTS]
             self.memory_size += STATE
-        self._tables: dict[torch.device, tuple[object, Tensor]] = {}
+        self._on_device: dict[torch.device, tuple[object, list[Tensor]]] = {}
 
     def add_scores(self) -> None:
         net, count = self.net, len(self.names)
@@ -73,9 +73,8 @@ class WithCandidates(NumberHead):
             return memory
         y, x = memory[..., 0], memory[..., 1]
         computed = [memory[..., PLACES + VALUE], x + y, x - y, x * y, x / y, x * y / 100, y - x, y / x]
-        found = to_12_digits(torch.stack(computed, -1))
-        known = list(self.config.constants)[:CONSTANTS]
-        constants = memory.new_tensor([*known, *[math.nan] * (CONSTANTS - len(known))])
+        _, constants, tens = self._tables(memory.device)
+        found = to_12_digits(torch.stack(computed, -1), tens)
         every = torch.cat([memory[..., :PLACES], found, constants.expand(*found.shape[:-1], -1)], -1)
         return every.masked_fill(every.isinf(), torch.nan)
 
@@ -118,13 +117,22 @@ class WithCandidates(NumberHead):
 
     def _symbols(self, ids: Tensor, is_number: Tensor) -> Tensor:
         """[...,A_TOKEN] int8. A <NUM> that padding has covered is no number."""
-        made_of, table = self._tables.get(ids.device, (None, ids))
-        if made_of is not self.config.symbols:
-            num = self.config.num_token_id
-            table = symbol_table(self.config.symbols, self.config.vocab_size, num).to(ids.device)
-            self._tables[ids.device] = self.config.symbols, table
         masked = (ids == self.config.num_token_id) & ~is_number
-        return table[ids].masked_fill(masked.unsqueeze(-1), OTHER)
+        return self._tables(ids.device)[0][ids].masked_fill(masked.unsqueeze(-1), OTHER)
+
+    def _tables(self, device: torch.device) -> list[Tensor]:
+        """The tokens' symbols, the constants (NaN where there are fewer) and `EXACT_TENS`. They stay on the device: a
+        copy from the host in each step would wait, and a CUDA graph cannot hold one."""
+        config = self.config
+        made_of, found = self._on_device.get(device, (None, []))
+        if made_of is not config.symbols:
+            constants = torch.full((CONSTANTS,), math.nan, dtype=torch.float64, device="cpu")
+            known = torch.tensor(config.constants[:CONSTANTS], dtype=torch.float64, device="cpu")
+            constants[: len(known)] = known
+            symbols = symbol_table(config.symbols, config.vocab_size, config.num_token_id)
+            found = [table.to(device) for table in (symbols, constants, EXACT_TENS)]
+            self._on_device[device] = config.symbols, found
+        return found
 
     # ------------------------------------------------------------------------------------ labels, loss, start
 
@@ -159,11 +167,11 @@ def equal(candidates: Tensor, values: Tensor) -> Tensor:
     return (candidates - values).abs() <= SAME * values.abs().clamp(min=1.0)
 
 
-def to_12_digits(values: Tensor) -> Tensor:
+def to_12_digits(values: Tensor, tens: Tensor = EXACT_TENS) -> Tensor:
     """float64 values to 12 significant digits, where a power of ten up to 1e22 can do it exactly: 0.1 * 3 is 0.3."""
     digits = 11 - values.abs().log10().floor().nan_to_num(0.0, 0.0, 0.0)
-    fits = (digits >= 0) & (digits < len(EXACT_TENS))
-    unit = EXACT_TENS.to(values.device)[digits.clamp(0, len(EXACT_TENS) - 1).long()]
+    fits = (digits >= 0) & (digits < len(tens))
+    unit = tens[digits.clamp(0, len(tens) - 1).long()]
     return torch.where(fits, (values * unit).round() / unit, values)
 
 
