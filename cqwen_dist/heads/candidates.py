@@ -4,8 +4,8 @@ copies       the last `PLACES` numbers of the text
 arithmetic   also the value of the expression that the text has just written (`heads.expression`), operations on the
              last two numbers, and the commonest numbers of the training data
 
-S_j is linear in U's word part, plus an independent Cauchy with scale |c_j|. P_j = P(S_j > 0). Of several candidates
-with one value each is right. The likeliest is written if its P exceeds a bar, which held-out numbers set (`best_bar`).
+S_j is linear in U's word part, plus an independent Cauchy with scale |c_j|. P_j = P(S_j > 0). All candidates
+that equal the number are right. The likeliest is written if its P exceeds a bar that held-out numbers set (`best_bar`).
 
 Letters as in `heads.number_head`, and J candidates.
 """

@@ -3,8 +3,7 @@ probabilities of words. An interval is quantiles of the Cauchy law, times measur
 
 A Cauchy fitted to light-tailed errors is too wide at 90 %; `number_metrics` measures the factor on held-out numbers. A
 run stores the factors with its metrics, an exported folder in `calibration.json`:
-{"levels": {"0.5": f, "0.9": f, "0.95": f}, "n": n, "bar": p, "words": {"shift": s,
-"factor": f}}.
+{"levels": {"0.5": f, "0.9": f, "0.95": f}, "n": n, "bar": p, "words": {"shift": s, "factor": f}}.
 """
 
 from __future__ import annotations

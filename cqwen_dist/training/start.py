@@ -223,7 +223,7 @@ def _refuse_shape(config: Config, ours: Any, saved: dict[str, Any], source: Path
         raise UserError("loss.target_transform", config.target_transform, f"{unit!r}, as in {source}")
     if ours.lora is not None and theirs.lora is not None:
         for name, value in theirs.lora.items():
-            if name != "dropout" and ours.lora.get(name) != value:  # they only affect training
+            if name != "dropout" and ours.lora.get(name) != value:  # it only affects training
                 raise UserError(f"model.lora.{name}", ours.lora.get(name), f"{value!r}, as in {source}")
 
 
