@@ -93,10 +93,6 @@ class Batch:
         batch.__dict__.update(known | other)
         return batch
 
-    def without_values(self) -> Batch:
-        """The same texts with value 0 at every position."""
-        return self._known_of(replace(self, numeric_values=torch.zeros_like(self.numeric_values)))
-
     def part(self, rank: int, ranks: int) -> Batch:
         """The positions of one rank of a sequence group: the rank-th of `ranks` equal slices of every row.
 

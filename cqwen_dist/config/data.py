@@ -99,6 +99,8 @@ class NumberPolicy(Section):
     """Read numerals such as 007 as numbers (otherwise they are identifiers, so text)."""
     dates: bool = False
     """Read parts of dates and times as numbers (otherwise 2024-01-31 and 12:30 stay text)."""
+    digits: bool = False
+    """Keep the digits in view (`data.keep_digits`)."""
     identifiers: bool = False
     """Read numerals in v1.2.3, A4, IP addresses and phone numbers as numbers (otherwise they stay text)."""
 
@@ -165,15 +167,20 @@ class DataConfig(Section):
     """Which numerals become <NUM> (docs/numbers.md): plain; accounting: in (1,234) too, as -1234; all: also those with
     leading zeros, in dates and in identifiers."""
 
+    keep_digits: bool = False
+    """Keep a number's digits in view: <NUM> reads as its numeral's first character, and the others follow as given
+    tokens. They are not learnt, and generation writes them by itself. So a base reads numerals as it always has
+    (docs/numbers.md)."""
+
     def of_watched(self, name: str) -> DataConfig:
         """Config for reading `watch[name]`: numbers and lengths as in the run; whole texts, in order."""
-        kept = {key: getattr(self, key) for key in ("sequence_length", "numbers", "on_bad_line")}
+        kept = {key: getattr(self, key) for key in ("sequence_length", "numbers", "keep_digits", "on_bad_line")}
         return DataConfig(train=self.watch[name], **kept)
 
     @property
     def policy(self) -> NumberPolicy:
-        """The policy that `numbers` names."""
-        return POLICIES[self.numbers]
+        """The policy that `numbers` names, and `keep_digits`."""
+        return POLICIES[self.numbers].model_copy(update={"digits": self.keep_digits})
 
     @model_validator(mode="before")
     @classmethod

@@ -11,6 +11,11 @@ SIGNS = "+-*/()=%"  # of arithmetic
 A_TOKEN = 2  # signs of a token at most, such as ")="; another token ends an expression
 
 
+CHARACTERS = "0123456789-."  # of a numeral (`data.keep_digits`)
+PLACES_SHOWN, FRACTIONS_BELOW, MOST_SHOWN = 6, 1e9, 1e15  # decimals at most; up to where there are any; up to where
+LONGEST_NUMERAL = 17  # a sign, nine digits, a point and six decimals; or a sign and fifteen digits
+
+
 class NumberKey(NamedTuple):
     """A config key that changes the number head's type (`heads.number_kinds`)."""
 

@@ -23,7 +23,9 @@ from tokenizers.normalizers import NFC
 
 from cqwen_dist.config.data import NumberPolicy
 from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.shape import CHARACTERS
 from cqwen_dist.data.numbers import find_numbers
+from cqwen_dist.data.write_numbers import in_decimals
 
 # A noncharacter. Texts that contain it anyway are encoded piece by piece.
 _MARK = "\U0010fffe"
@@ -66,6 +68,22 @@ class NumberEncoder:
         return tokenizer, tokenizer.get_vocab(with_added_tokens=True)[_MARK]
 
     @cached_property
+    def digit_rows(self) -> list[int]:
+        """The tokens of `CHARACTERS`, in this order, if digits are kept in view; else none. Raises `UserError`."""
+        if self.policy is None or not self.policy.digits:
+            return []
+        found = {character: self.backend.token_to_id(character) for character in CHARACTERS}
+        missing = [character for character, row in found.items() if row is None]
+        if missing:
+            raise UserError("data.keep_digits", True, f"false: the tokenizer has no token {missing[0]}")
+        return [row for row in found.values() if row is not None]
+
+    def rest_of(self, value: float) -> list[int]:
+        """The tokens behind <NUM>: the numeral without its first character."""
+        rows = self.digit_rows
+        return [rows[CHARACTERS.index(character)] for character in in_decimals(value)[1:]] if rows else []
+
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over the settings that affect ids. In the tokenizer's model, null equals false and a missing key."""
         plan = json.loads(self.backend.to_str())
@@ -79,9 +97,20 @@ class NumberEncoder:
         pieces = [own for own, *_ in found]
         ids = self._in_bulk(pieces) if sum(map(len, texts)) > _LITTLE else [self._one(own) for own in pieces]
         return [
-            Reading(own_ids, numbers, overflows, len(_NUMERAL.findall(_MARK.join(own))))
+            Reading(self._with_digits(own_ids, numbers), numbers, overflows, len(_NUMERAL.findall(_MARK.join(own))))
             for own_ids, (own, numbers, overflows, _) in zip(ids, found, strict=True)
         ]
+
+    def _with_digits(self, ids: array[int], numbers: list[float]) -> array[int]:
+        """ids with the rest of each numeral behind its <NUM>."""
+        if not self.digit_rows or not numbers:
+            return ids
+        found, values = array("i"), iter(numbers)
+        for token in ids:
+            found.append(token)
+            if token == self.num_token_id:
+                found.extend(self.rest_of(next(values)))
+        return found
 
     def encoding(self, texts: Sequence[str]) -> tuple[Encoding, dict[str, float], list[str]]:
         """Encode a text, or its words, as tokenizers' Encoding, with the ids that `read` returns.
@@ -102,6 +131,8 @@ class NumberEncoder:
                 if part is None:
                     part = next(spelt)
                     own = [(self.num_token_id, part, 0, (0, len(part)))]
+                    rest = zip(self.rest_of(values[part]), in_decimals(values[part])[1:], strict=False)
+                    own += [(row, character, 0, (len(part), len(part))) for row, character in rest]
                 else:
                     e = next(encoded)
                     own = list(zip(e.ids, e.tokens, (w or 0 for w in e.word_ids), e.offsets, strict=True))

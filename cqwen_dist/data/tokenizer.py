@@ -27,6 +27,7 @@ from cqwen_dist.batch import pad_rows
 from cqwen_dist.config.bases import line_end_ids, numeral_ids, rows_used, rows_with_number, symbols_of
 from cqwen_dist.config.data import NumberPolicy
 from cqwen_dist.config.errors import Said, UserError, reason_of
+from cqwen_dist.config.shape import CHARACTERS
 from cqwen_dist.data.encoder import NumberEncoder, split
 from cqwen_dist.data.write_numbers import write_numbers
 
@@ -159,6 +160,11 @@ class NumericalAwareTokenizer:
         """Tokens that numerals can consist of (`config.bases.numeral_ids`)."""
         return numeral_ids(self.tokenizer.get_vocab())
 
+    @property
+    def digit_rows(self) -> list[int]:
+        """The tokens of a numeral's characters if digits are kept in view (`NumberPolicy.digits`), else none."""
+        return self.encoder.digit_rows
+
     @cached_property
     def line_end_ids(self) -> list[int]:
         """Tokens with a line break (`config.bases.line_end_ids`)."""
@@ -168,7 +174,9 @@ class NumericalAwareTokenizer:
     def symbols(self) -> dict[str, list[int]]:
         """Tokens that are signs of arithmetic (`config.bases.symbols_of`)."""
         short = [token for word, token in self.tokenizer.get_vocab().items() if len(word) <= LONGEST_SIGNS]
-        return symbols_of(zip(self.tokenizer.batch_decode([[token] for token in short]), short, strict=True))
+        found = symbols_of(zip(self.tokenizer.batch_decode([[token] for token in short]), short, strict=True))
+        silent = {*self.digit_rows} - {self.encoder.backend.token_to_id("-")}  # they belong to the number before them
+        return {**found, "": sorted({*found.get("", []), *silent})} if silent else found
 
     def encode(self, text: str, begin: bool = True) -> Encoded:
         """Encode a text, with `begin` before it unless the text has it. Raises: UserError for an overflowing number.
@@ -216,13 +224,32 @@ class NumericalAwareTokenizer:
             raise ValueError(f"{len(ids)} ids, but {len(known)} values")
         pieces: list[str | float] = []
         plain = (x.tolist() if isinstance(x, torch.Tensor) else x for x in (ids, known))
-        for is_number, group in groupby(zip(*plain, strict=True), key=lambda pair: pair[0] == self.num_token_id):
+        pairs = self._without_digits(list(zip(*plain, strict=True)))
+        for is_number, group in groupby(pairs, key=lambda pair: pair[0] == self.num_token_id):
             if is_number:
                 pieces += [PLACEHOLDER if values is None else float(value) for _, value in group]
             else:
                 words = [int(token_id) for token_id, _ in group]
                 pieces.append(self._backend.decode(words, skip_special_tokens=skip_special_tokens))
         return write_numbers(pieces, self.policy)
+
+    def _without_digits(self, pairs: list[tuple[int, float]]) -> list[tuple[int, float]]:
+        """(id, value) without the digits behind each <NUM>: [0-9]*, then a point if digits follow it."""
+        if not self.digit_rows:
+            return pairs
+        digits, point, found, at = {*self.digit_rows[:10]}, self.digit_rows[CHARACTERS.index(".")], [], 0
+
+        def run(start: int) -> int:
+            return next((i for i in range(start, len(pairs)) if pairs[i][0] not in digits), len(pairs))
+
+        while at < len(pairs):
+            found.append(pairs[at])
+            at += 1
+            if found[-1][0] == self.num_token_id:
+                at = run(at)
+                behind = run(at + 1) if at < len(pairs) and pairs[at][0] == point else at + 1
+                at = behind if behind > at + 1 else at
+        return found
 
 
 class DigitTokenizer(NumericalAwareTokenizer):

@@ -7,7 +7,25 @@ from decimal import Decimal
 from itertools import accumulate, pairwise
 
 from cqwen_dist.config.data import NumberPolicy
+from cqwen_dist.config.shape import FRACTIONS_BELOW, MOST_SHOWN, PLACES_SHOWN
 from cqwen_dist.data.numbers import DEFAULT_POLICY, NumberSpan, find_numbers
+
+
+def in_decimals(value: float) -> str:
+    """A number in plain decimals, as the base reads it behind `<NUM>` (`data.keep_digits`): 48, -0.5.
+
+    The shortest decimals that are the value, six at most; none from 1e9 on, and no characters at all from 1e15 on.
+    `heads.numerals.characters` computes the same with tensors.
+    """
+    size = abs(value)
+    if not size < MOST_SHOWN:
+        return ""
+    places = 0
+    while size < FRACTIONS_BELOW and places < PLACES_SHOWN and round(size * 10.0**places) / 10.0**places != size:
+        places += 1
+    units = str(round(size * 10.0**places)).rjust(places + 1, "0")
+    whole = len(units) - places
+    return "-" * (value < 0) + units[:whole] + "." * (places > 0) + units[whole:]
 
 
 def _forms(value: float, policy: NumberPolicy) -> list[str]:

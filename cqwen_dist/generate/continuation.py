@@ -152,7 +152,8 @@ def written_of(
     text, stopped = cut(text_of(tokenizer, ids, numbers, row, start, end, digits), stop)
     reason = "stop" if stopped else reason
     p, p_num = numbers.p_word[row].tolist(), numbers.p_num[row].tolist()
-    tokens = [TokenRecord(int(ids[row, t]), p[t], p_num[t], numbers.record(row, t, digits)) for t in range(start, end)]
+    chosen = [t for t in range(start, end) if not numbers.given[row, t]]
+    tokens = [TokenRecord(int(ids[row, t]), p[t], p_num[t], numbers.record(row, t, digits)) for t in chosen]
     return Written(prompt, text, tokens, reason)
 
 

@@ -17,6 +17,7 @@ from cqwen_dist.generate.compiling import ROOM, Buffers, CompiledSteps, Ending, 
 from cqwen_dist.generate.generation_settings import Prompt, Settings, check_prompt
 from cqwen_dist.generate.modes import Draws, Options, best, find_mode
 from cqwen_dist.generate.numbers import GeneratedNumbers, written_values
+from cqwen_dist.heads.numerals import next_character
 from cqwen_dist.heads.precision import at_hand
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.best import A_FEW, row_sizes
@@ -223,6 +224,11 @@ class _Continuation:
         shown = numbers.intervals.words.shown
         p_num = shown(prob_of(seen, head, torch.full_like(word, self.num_token_id)).double()).to(device)
         p_word = shown(prob_of(seen, head, word).double()).to(device)
+        given = self.given()
+        if given is not None:
+            word = given.where(given >= 0, word.to(device))
+            p_word, p_num = p_word.masked_fill(given >= 0, 1.0), p_num.masked_fill(given >= 0, 0.0)
+            self.put(numbers.given, (given >= 0) & ~now.done)
         decision = action.number_head.decide(u_prime, now.memory, numbers.intervals.bar)
         word, y = word.to(device), decision.y.to(torch.float64).to(device)
         new = ~now.done
@@ -242,6 +248,15 @@ class _Continuation:
         for end in self.ends:
             now.done.logical_or_(word == end)
         now.at.add_(1)
+
+    def given(self) -> Tensor | None:
+        """The tokens [B] that the numeral before them gives, -1 at others; None if digits are not kept in view."""
+        now, embedding = self.now, self.model.features.embedding
+        if not embedding.digit_rows:
+            return None
+        is_number = (now.ids == self.num_token_id) & now.mask
+        code = next_character(is_number, now.numbers.values, now.at - 1)
+        return embedding.rows_on(now.ids.device)[code.clamp(min=0)].masked_fill(code < 0, -1)
 
     def put(self, buffer: Tensor, found: Tensor) -> None:
         """Write found [B,...] into the current column of a buffer [B,T',...]."""

@@ -35,6 +35,7 @@ class GeneratedNumbers:
     scale: Tensor  # [B,T'] float64, scale of Y; 0 if not generated
     p_num: Tensor  # [B,T'] float64, P of <NUM> at the position; nan in the prompt and after the end
     p_word: Tensor  # [B,T'] float64, P of the written word; nan as p_num
+    given: Tensor  # [B,T'] bool: a character of the number before it, not chosen (`data.keep_digits`)
     target: TargetTransform
     intervals: Intervals = field(default_factory=Intervals)
     which: Tensor | None = None  # [B,T'] int64: which of `names` was written, with all its digits; -1: none of them
@@ -195,6 +196,7 @@ def empty_numbers(values: Tensor, head: Any, intervals: Intervals) -> GeneratedN
         scale=torch.zeros_like(values),
         p_num=torch.full_like(values, math.nan),
         p_word=torch.full_like(values, math.nan),
+        given=torch.zeros_like(values, dtype=torch.bool),
         target=head.target,
         intervals=intervals,
         which=torch.full_like(values, -1, dtype=torch.int64) if head.exact else None,

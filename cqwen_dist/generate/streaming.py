@@ -33,9 +33,11 @@ def text_of(
     tokenizer: Tokenizer, ids: Tensor, numbers: GeneratedNumbers, row: int, start: int, end: int, digits: Digits
 ) -> str:
     """The text of positions [start, end) of a row of ids [B,T'], numbers with `digits`."""
-    values = [numbers.written(row, t, digits) for t in range(start, end)]
-    text = tokenizer.decode(ids[row, start:end].tolist(), values)
-    return gap(ids[row, :end], start, tokenizer.num_token_id) + text
+    written, own = ~numbers.given[row, :end], ids[row, :end]
+    places = [t for t in range(start, end) if written[t]]
+    text = tokenizer.decode(own[places].tolist(), [numbers.written(row, t, digits) for t in places])
+    start = int(written[:start].sum())
+    return gap(own[written], start, tokenizer.num_token_id) + text
 
 
 def gap(ids: Tensor, start: int, number: int) -> str:

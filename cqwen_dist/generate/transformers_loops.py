@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
+from transformers.generation import LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from cqwen_dist.batch import positions_in
@@ -22,6 +23,7 @@ from cqwen_dist.generate.generation_settings import Prompt, Settings, check_prom
 from cqwen_dist.generate.generator import Watch, numbers_of
 from cqwen_dist.generate.numbers import POWERS, Digits, GeneratedNumbers, written_values
 from cqwen_dist.generate.streaming import NumberStreamer
+from cqwen_dist.heads.numerals import next_character
 from cqwen_dist.heads.precision import at_hand
 from cqwen_dist.ops.cauchy import Cauchy
 
@@ -146,6 +148,16 @@ class LoopNumbers:
         value = written_values(found, self.model.target, self.intervals, self.digits, self.powers)
         self.following = torch.cat([self.following[:, : end - width], value], 1)
 
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """A logits processor: inside a numeral only its next character may follow (`data.keep_digits`)."""
+        embedding = self.model.features.embedding
+        real = nn.functional.pad(self.mask, (0, self.ids.shape[1] - self.mask.shape[1]), value=True)
+        number = (self.ids == self.model.config.num_token_id) & real.repeat_interleave(len(ids) // len(self.mask), 0)
+        code = next_character(number, self.values, torch.tensor([self.ids.shape[1] - 1], device=ids.device))
+        row = embedding.rows_on(ids.device)[code.clamp(min=0)].unsqueeze(1)
+        forced = torch.full_like(scores, -torch.inf).scatter(1, row, 0.0)
+        return forced.where((code >= 0).unsqueeze(1), scores)
+
 
 class NumberGenerationMixin(GenerationMixin):
     """`GenerationMixin` that feeds numbers back with their values. numbers: the `LoopNumbers` of a call."""
@@ -184,6 +196,9 @@ class NumberGenerationMixin(GenerationMixin):
         check_prompt(self.model, prompt.ids, prompt.values, prompt.mask)
         config, seed = call.loop["generation_config"], call.options.get("seed")
         numbers = LoopNumbers(self.model, prompt, config.mode, call.options.get("digits"))
+        if self.config.digit_rows:
+            processors = call.loop.get("logits_processor") or []
+            call.loop["logits_processor"] = LogitsProcessorList([*processors, numbers])
         if config.use_cache in (None, True) and config.cache_implementation in (None, "dynamic"):
             shown[self.cache_name] = self._cache_of(None, True)  # transformers' own does not know the base's layers
         writer = copy.copy(self)  # another thread may read the config of the model meanwhile

@@ -141,8 +141,9 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         default with texts, or with calibration_batches instead), "seed" (the default without, with a warning: the
         first loss is then in the hundreds or thousands), or "seed-100". num_token_id: default len(tokenizer) of the
         model's tokenizer, or the last row without one. options: of `CausalQwenModel.from_base_model` (causal_size,
-        number_dims, ...), the base's dtype (float32) and device (the CPU), for calibration. The calibrated
-        start makes <NUM>'s rows from the digits' unless num_row_init is given. Raises `UserError`.
+        number_dims, ...), the base's dtype (float32) and device (the CPU), for calibration, and keep_digits, for texts
+        (`data.keep_digits`; the tokenizer's policy has to say so too). The calibrated start makes <NUM>'s rows from the
+        digits' unless num_row_init is given. Raises `UserError`.
         """
         found = import_module("cqwen_dist.model.from_base")  # by name: a loaded model needs no texts and no calibration
         model, base = found.turned_causal(name_or_path, start, num_token_id, calibration_batches, texts, **options)

@@ -79,7 +79,8 @@ class CausalQwenModel(CausalModules):
         table, transformer.embed_tokens = transformer.embed_tokens, None  # module 1 has the table
         size, hidden = config.causal_hidden_size, config.hidden_size
         with made_in_fp32():
-            embedding = NumericalAwareEmbedding(table, hidden, config.num_token_id, w_num_scale, config.value_periods)
+            of_numbers = (w_num_scale, config.value_periods, config.digit_rows)
+            embedding = NumericalAwareEmbedding(table, hidden, config.num_token_id, *of_numbers)
             features = FeatureStack(embedding, FeatureExtractionNetwork(transformer))
             abduction = make_abduction(
                 kind,
@@ -165,6 +166,8 @@ class CausalQwenModel(CausalModules):
         embedding = model.features.embedding
         if numerals:
             norm = find_numeral_row(embedding, table, numerals)
+            if config.digit_rows:
+                embedding.numeral_row.zero_()  # <NUM> already has a digit's row
             if num_row_init == "digits":
                 embedding.num_row.data.copy_(embedding.numeral_row)
                 embedding.w_num.data.mul_(VALUE_SHARE / whole * norm if w_num_scale is None else 1.0)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from cqwen_dist.config.architectures.base_architecture import USUAL
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.config.shape import NUMBER_KEYS
+from cqwen_dist.config.shape import CHARACTERS, NUMBER_KEYS
 from cqwen_dist.heads.beside import BESIDE_Z
 from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.heads.targets import TargetTransform
@@ -35,7 +35,7 @@ class CausalQwenConfig(PretrainedConfig):
     lora: adapters present in the backbone (`LoraConfig` as a dict), or None. calibration: of the intervals, on held-out
     numbers (`Intervals.to_dict`), or None. word_terms: fields of `TermOptions` with which labels are learnt.
     constants, symbols: for computed candidates, the commonest numbers of the data, and the tokens that are signs
-    (`heads.expression.symbols_of`).
+    (`config.bases.symbols_of`). digit_rows: the tokens of `CHARACTERS` if digits are kept in view, else none.
 
     Raises `UserError` for a value that no model has, as an edited config.json may contain.
     """
@@ -63,6 +63,7 @@ class CausalQwenConfig(PretrainedConfig):
         word_terms: dict[str, float] | None = None,
         constants: Sequence[float] = (),
         symbols: dict[str, list[int]] | None = None,
+        digit_rows: Sequence[int] = (),
         **kwargs: Any,
     ) -> None:
         base_config = AutoConfig.for_model(**(base or {"model_type": USUAL}))
@@ -89,6 +90,7 @@ class CausalQwenConfig(PretrainedConfig):
         self.value_periods = list(value_periods)
         self.word_terms = word_terms or {}
         self.constants, self.symbols = list(constants), symbols or {}
+        self.digit_rows = list(digit_rows)
         self._check(base_config.vocab_size)
         kwargs.setdefault("tie_word_embeddings", False)
         self.use_cache = kwargs.pop("use_cache", True)
@@ -118,6 +120,12 @@ class CausalQwenConfig(PretrainedConfig):
             ("scale_floor", self.scale_floor, _above_0(self.scale_floor), "a number above 0"),
             ("wide", self.wide, not self.wide or self.number_dims > 0, "0 without number_dims, through which it acts"),
             ("word_terms", terms, of_terms, "numbers of at least 0 by name of a term's option"),
+            (
+                "digit_rows",
+                self.digit_rows,
+                _rows_of(self.digit_rows, rows),
+                f"no rows, or {len(CHARACTERS)} below {rows}",
+            ),
             ("value_periods", self.value_periods, all(map(_above_0, self.value_periods)), "numbers above 0"),
         ):
             if not fits:
@@ -176,6 +184,10 @@ class CausalQwenConfig(PretrainedConfig):
     def causal_hidden_size(self) -> int:
         """C: word part plus number dimensions."""
         return int(self.causal_size + self.number_dims)
+
+
+def _rows_of(characters: Sequence[Any], rows: int) -> bool:
+    return not characters or (len(characters) == len(CHARACTERS) and all(row in range(rows) for row in characters))
 
 
 def _above_0(value: Any) -> bool:

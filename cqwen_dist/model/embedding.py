@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cqwen_dist.heads.numerals import characters
 from cqwen_dist.heads.precision import keeping_fp32
 
 
@@ -48,12 +49,16 @@ class NumericalAwareEmbedding(nn.Module):
         num_token_id: int | None = None,
         w_num_scale: float = 1.0,
         periods: Sequence[float] = (),
+        digit_rows: Sequence[int] = (),
     ) -> None:
         """w_num [H] starts as N(0, 1/H) per entry (std 1/sqrt(H), S3 4 step 1) times w_num_scale. With K periods w_num
-        is [1+2K,H] and multiplies `value_features`."""
+        is [1+2K,H] and multiplies `value_features`. digit_rows: the tokens of `CHARACTERS`, if digits are kept in
+        view: then <NUM> has the row of its numeral's first character, if there is one."""
         super().__init__()
         self.take_table(token_embedding)
         self.num_token_id = num_token_id
+        self.digit_rows = tuple(digit_rows)
+        self._rows: Tensor | None = None  # `digit_rows` on the device
         self.periods = tuple(periods)
         self.w_num_shape = (1 + 2 * len(periods), hidden_size) if periods else (hidden_size,)
         self.w_num = nn.Parameter(torch.randn(self.w_num_shape) * (w_num_scale * hidden_size**-0.5))
@@ -80,6 +85,20 @@ class NumericalAwareEmbedding(nn.Module):
             part._apply(fn)
         return super()._apply(keeping_fp32(fn), recurse=False)
 
+    def _shown(self, ids: Tensor | None, values: Tensor) -> Tensor | None:
+        """The ids with each number's first character in place of <NUM>, if digits are kept in view."""
+        if ids is None or not self.digit_rows:
+            return ids
+        first = characters(values)[..., 0]
+        rows = self.rows_on(ids.device)[first.clamp(min=0)]
+        return torch.where((ids == self.num_token_id) & (first >= 0), rows, ids)
+
+    def rows_on(self, device: torch.device) -> Tensor:
+        """`digit_rows` on a device. They stay there: a copy from the host in each step would wait."""
+        if self._rows is None or self._rows.device != device:
+            self._rows = torch.tensor(self.digit_rows, device=device)
+        return self._rows
+
     def forward(self, input_ids: Tensor | None, numeric_values: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
         """input_ids [B,T] int64, numeric_values [B,T] (0 at text) -> [B,T,H] in the table's dtype.
 
@@ -87,7 +106,8 @@ class NumericalAwareEmbedding(nn.Module):
         """
         self.inside.reading = True
         try:
-            base = self.token_embedding(input_ids) if inputs_embeds is None else inputs_embeds
+            ids = self._shown(input_ids, numeric_values)
+            base = self.token_embedding(ids) if inputs_embeds is None else inputs_embeds
         finally:
             self.inside.reading = False
         dtype = torch.promote_types(self.w_num.dtype, torch.float32)

@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config.bases import line_end_ids, numeral_ids, rows_used, rows_with_number
+from cqwen_dist.config.data import NumberPolicy
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.training import LossConfig
 from cqwen_dist.data.from_memory import text_batches
@@ -46,8 +47,10 @@ def turned_causal(
     base = load_base(name_or_path, options.pop("dtype", torch.float32), rows_for=rows_for)
     if num_token_id is None:
         num_token_id = base.config.vocab_size - 1 if used is None else used
+    policy = NumberPolicy(digits=options.pop("keep_digits", False))
     if texts is not None:
-        tokenizer = NumericalAwareTokenizer.from_pretrained(name_or_path, num_token_id)
+        tokenizer = NumericalAwareTokenizer.from_pretrained(name_or_path, num_token_id, policy=policy)
+        options["digit_rows"] = tokenizer.digit_rows
         calibration_batches, unit = text_batches(texts, tokenizer, base.config.max_position_embeddings, LEVEL_TOKENS)
         options = {"number_dims": 8, "target": unit, **options}
     options.setdefault("used_rows", base.config.vocab_size if used is None else max(used, num_token_id + 1))

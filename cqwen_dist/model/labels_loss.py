@@ -8,6 +8,7 @@ from torch import Tensor
 from cqwen_dist.batch import IGNORE_INDEX, Batch, positions_in
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.heads.fused_loss import mean_loss
+from cqwen_dist.heads.numerals import given_digits
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import TermOptions
 
@@ -41,6 +42,9 @@ def loss_of_labels(
     if values is None:
         values = torch.zeros(labels.shape, dtype=torch.float64, device=labels.device)
     follows = torch.nn.functional.pad(real[:, 1:], (0, 1)) & real
+    if config.digit_rows and ids is not None:
+        given = given_digits((ids == config.num_token_id) & real, values)
+        follows &= ~torch.nn.functional.pad(given[:, 1:], (0, 1))
     labels = labels.roll(-1, 1).masked_fill(~follows, IGNORE_INDEX)
     batch = Batch(
         input_ids=torch.zeros_like(labels) if ids is None else ids,

@@ -82,6 +82,7 @@ def build_training(
         numerals=words.numerals,
         line_ends=words.line_ends,
         symbols=words.symbols,
+        digit_rows=words.digit_rows,
         constants=words.constants,
         target=target,
         lora=config.model.lora.model_dump() if config.trains("lora") else None,
@@ -164,6 +165,7 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
         line_ends=tokenizer.line_end_ids,
         symbols=tokenizer.symbols if computes else None,
         constants=statistics.common if computes else (),
+        digit_rows=tokenizer.digit_rows,
     )
     # Digests of the inputs: a resumed run compares them and refuses or reports a difference
     inputs = {name: (weights | samples)[key] for name, key in KEYS.items()}

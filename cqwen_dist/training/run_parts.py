@@ -204,6 +204,7 @@ class Words(NamedTuple):
     line_ends: Sequence[int] = ()  # tokens that end a line
     symbols: dict[str, list[int]] | None = None  # tokens that are signs of arithmetic
     constants: Sequence[float] = ()  # the commonest numbers
+    digit_rows: Sequence[int] = ()  # tokens of a numeral's characters, if digits are kept in view
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.store import Document
 from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer
+from cqwen_dist.heads.numerals import given_digits
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_scores
@@ -32,11 +33,16 @@ Scorer = Callable[[Batch], tuple[Tensor, Tensor]]  # best word [N] and log-proba
 
 def shared_words(text: str, numbers: NumericalAwareTokenizer, digits: DigitTokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Mask of the words that both readings share, for each reading: [tokens] bool."""
-    mine, theirs = np.array(numbers.encode_batch([text])[0].ids), np.array(digits.encode_batch([text])[0].ids)
+    (ids, values), theirs = numbers.encode_batch([text])[0], np.array(digits.encode_batch([text])[0].ids)
+    mine = np.array(ids)
+    is_number = mine == numbers.num_token_id
+    if numbers.digit_rows:
+        behind = given_digits(torch.from_numpy(is_number)[None], torch.tensor([values], dtype=torch.float64))
+        is_number |= behind[0].numpy()
     numerals = find_numbers(text, numbers.policy)
     offsets = digits._backend.encode(text, add_special_tokens=False).offsets
     inside = [any(s < n.end and e > n.start for n in numerals) for s, e in offsets]
-    words = (np.flatnonzero(mine != numbers.num_token_id), np.flatnonzero(~np.array(inside, bool)))
+    words = (np.flatnonzero(~is_number), np.flatnonzero(~np.array(inside, bool)))
     matcher = SequenceMatcher(None, mine[words[0]].tolist(), theirs[words[1]].tolist(), autojunk=False)
     masks = np.zeros(len(mine), bool), np.zeros(len(theirs), bool)
     for block in matcher.get_matching_blocks():

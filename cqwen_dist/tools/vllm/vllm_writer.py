@@ -25,6 +25,7 @@ from cqwen_dist.generate.continuation import Written, end_ids, written_of
 from cqwen_dist.generate.hugging_face import NEUTRAL, OF_LOGITS, SAMPLING
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, check_digits, empty_numbers
 from cqwen_dist.generate.streaming import NumberStreamer, ends_at
+from cqwen_dist.heads.numerals import given_digits
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.configuration import CausalQwenConfig
 
@@ -137,6 +138,7 @@ class _Row:
 
     def __init__(self, ids: Tensor, numbers: GeneratedNumbers, tokenizer: NumericalAwareTokenizer) -> None:
         self.ids, self.numbers, self.num_token_id = ids, numbers, tokenizer.num_token_id
+        self.keeps_digits = bool(tokenizer.digit_rows)
         self.facts: dict[int, list[float]] = {}  # by position; the worker may be ahead of the ids
 
     def take(self, found: list[list[float]], start: int, end: int) -> None:
@@ -155,6 +157,9 @@ class _Row:
             numbers.generated[0, at], numbers.p_word[0, at] = True, p_num
             if numbers.which is not None:
                 numbers.which[0, at] = int(which)
+        if self.keeps_digits:
+            is_number = self.ids[:, :end] == self.num_token_id
+            numbers.given[:, start:end] = given_digits(is_number, numbers.values[:, :end])[:, start:]
 
 
 def _looked(

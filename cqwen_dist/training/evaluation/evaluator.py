@@ -89,7 +89,7 @@ class Evaluator:
 
         def scored() -> Iterator[tuple[OvrScores, Tensor, Tensor]]:
             for _, batch, keep in self._batches():
-                u = self.model.abduction(self.features(batch.without_values(), keep))
+                u = self.model.abduction(self.features(batch, keep))
                 labels = batch.labels.flatten()[keep]
                 yield self._scores(u, labels, "loc"), labels, action.word_part(u).loc @ rows.T + bias
 
