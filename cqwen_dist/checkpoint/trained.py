@@ -55,7 +55,7 @@ def load_trained(
     # A checkpoint contains neither base nor tokenizer. Those on disk must be the ones of its training
     base = base_digest(base_folder_of(config.base_folder), Path(config.run.dir) / DIGESTS)
     tokenizer = NumericalAwareTokenizer.from_pretrained(
-        config.tokenizer_source, saved["num_token_id"], saved["vocab_size"], config.data.policy
+        config.tokenizer_source, saved["num_token_id"], saved["vocab_size"], config.policy
     )
     known = {"tokenizer": tokenizer.digest(), "base": base}
     refuse_exchanged(state.state["inputs"], known, config.run.accept, folder)

@@ -167,20 +167,20 @@ class DataConfig(Section):
     """Which numerals become <NUM> (docs/numbers.md): plain; accounting: in (1,234) too, as -1234; all: also those with
     leading zeros, in dates and in identifiers."""
 
-    keep_digits: bool = False
+    keep_digits: bool | None = None
     """Keep a number's digits in view: <NUM> reads as its numeral's first character, and the others follow as given
     tokens. They are not learnt, and generation writes them by itself. So a base reads numerals as it always has
-    (docs/numbers.md)."""
+    (docs/numbers.md). Default: with start: calibrated, a named base and no target_field."""
 
     def of_watched(self, name: str) -> DataConfig:
         """Config for reading `watch[name]`: numbers and lengths as in the run; whole texts, in order."""
-        kept = {key: getattr(self, key) for key in ("sequence_length", "numbers", "keep_digits", "on_bad_line")}
+        kept = {key: getattr(self, key) for key in ("sequence_length", "numbers", "on_bad_line")}
         return DataConfig(train=self.watch[name], **kept)
 
     @property
     def policy(self) -> NumberPolicy:
-        """The policy that `numbers` names, and `keep_digits`."""
-        return POLICIES[self.numbers].model_copy(update={"digits": self.keep_digits})
+        """The policy that `numbers` names; `Config.policy` also has `keep_digits`."""
+        return POLICIES[self.numbers]
 
     @model_validator(mode="before")
     @classmethod

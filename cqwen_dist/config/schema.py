@@ -12,7 +12,7 @@ from cqwen_dist.config import yaml_text
 from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.architectures.base_architecture import EXPERTS
 from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig
-from cqwen_dist.config.data import DataConfig
+from cqwen_dist.config.data import DataConfig, NumberPolicy
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.fields import Above0, NonNegative, Positive, Section, Seed, refused, unless
 from cqwen_dist.config.shape import NONE, NUMBER_KEYS
@@ -122,6 +122,8 @@ class Config(Section):
         if self.model.wide and not (self.calibrated and ":" not in self.model.abduction):
             allowed = "0, or start calibrated and model.abduction linear or two_layer"
             raise refused("model.wide", self.model.wide, allowed)
+        if self.model.wide and self.data.keep_digits:
+            raise refused("data.keep_digits", True, "false with model.wide, which would read digits as words")
         self._check_adapters()
         self._check_sequence_groups()
         return self
@@ -236,6 +238,14 @@ class Config(Section):
     def calibrated(self) -> bool:
         """Whether closed forms on the data start the heads, not the seeds' constants."""
         return self.start == "calibrated"
+
+    @property
+    def policy(self) -> NumberPolicy:
+        """Which numerals become <NUM>, and whether their digits stay in view."""
+        named = self.calibrated and self.model.architecture is None
+        usual = named and self.data.target_field is None and not self.model.wide
+        digits = usual if self.data.keep_digits is None else self.data.keep_digits
+        return self.data.policy.model_copy(update={"digits": digits})
 
     @property
     def number_dims(self) -> int:

@@ -88,7 +88,8 @@ def amount_of(config: DataConfig, base: Path | None = None) -> Amount:
     file = None if base is None else base / "tokenizer.json"
     if file is not None and file.is_file():
         words = Tokenizer.from_file(str(file))
-        read = NumberEncoder(words, words.get_vocab_size(), config.policy).read(texts)
+        policy = config.policy.model_copy(update={"digits": config.target_field is None})  # as `Config.policy` has it
+        read = NumberEncoder(words, words.get_vocab_size(), policy).read(texts)
         lengths = [len(reading.ids) + 2 for reading in read]  # tokens before and after the text
     else:
         lengths = [math.ceil(len(text.encode(errors="replace")) / _BYTES) + 2 for text in texts]

@@ -96,7 +96,7 @@ def open_prepared(folder: Path, config: DataConfig, tokenizer: NumericalAwareTok
 
 def tokenizer_of(config: Config, texts: Sequence[Text] = ()) -> NumericalAwareTokenizer:
     """The run's tokenizer. If the run folder has none yet, trains it (texts: if already read). Raises `UserError`."""
-    number, policy = config.model.num_token_id, config.data.policy
+    number, policy = config.model.num_token_id, config.policy
     if config.model.tokenizer != TRAIN_TOKENIZER or Path(config.base_folder).is_dir():
         key = "model.name_or_path" if config.model.tokenizer is None else "model.tokenizer"
         return NumericalAwareTokenizer.from_pretrained(config.tokenizer_source, number, None, policy, key)

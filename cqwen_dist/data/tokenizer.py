@@ -223,8 +223,9 @@ class NumericalAwareTokenizer:
         if len(ids) != len(known):
             raise ValueError(f"{len(ids)} ids, but {len(known)} values")
         pieces: list[str | float] = []
-        plain = (x.tolist() if isinstance(x, torch.Tensor) else x for x in (ids, known))
-        pairs = self._without_digits(list(zip(*plain, strict=True)))
+        plain: Any
+        plain, numbers = (x.tolist() if isinstance(x, torch.Tensor) else x for x in (ids, known))
+        pairs = [(plain[i], numbers[i]) for i in self.places(plain)]
         for is_number, group in groupby(pairs, key=lambda pair: pair[0] == self.num_token_id):
             if is_number:
                 pieces += [PLACEHOLDER if values is None else float(value) for _, value in group]
@@ -233,22 +234,23 @@ class NumericalAwareTokenizer:
                 pieces.append(self._backend.decode(words, skip_special_tokens=skip_special_tokens))
         return write_numbers(pieces, self.policy)
 
-    def _without_digits(self, pairs: list[tuple[int, float]]) -> list[tuple[int, float]]:
-        """(id, value) without the digits behind each <NUM>: [0-9]*, then a point if digits follow it."""
+    def places(self, ids: Sequence[int]) -> list[int]:
+        """Indices of ids [T] without the digits behind each <NUM>: [0-9]*, and a point with digits."""
         if not self.digit_rows:
-            return pairs
-        digits, point, found, at = {*self.digit_rows[:10]}, self.digit_rows[CHARACTERS.index(".")], [], 0
+            return list(range(len(ids)))
+        digits, point = {*self.digit_rows[:10]}, self.digit_rows[CHARACTERS.index(".")]
 
         def run(start: int) -> int:
-            return next((i for i in range(start, len(pairs)) if pairs[i][0] not in digits), len(pairs))
+            return next((i for i in range(start, len(ids)) if ids[i] not in digits), len(ids))
 
-        while at < len(pairs):
-            found.append(pairs[at])
+        found, at = [], 0
+        while at < len(ids):
+            found.append(at)
             at += 1
-            if found[-1][0] == self.num_token_id:
+            if ids[at - 1] == self.num_token_id:
                 at = run(at)
-                behind = run(at + 1) if at < len(pairs) and pairs[at][0] == point else at + 1
-                at = behind if behind > at + 1 else at
+                if at < len(ids) and ids[at] == point and run(at + 1) > at + 1:
+                    at = run(at + 1)
         return found
 
 

@@ -81,6 +81,9 @@ def generate_batch(
     options: for its `generate`. Raises `UserError`.
     """
     tokenizer = reader(tokenizer)
+    if list(tokenizer.digit_rows) != list(model.config.digit_rows):
+        allowed = "as the model was trained: load the tokenizer of its folder, or use NumberPolicy(digits=...)"
+        raise UserError("tokenizer: digits in view", bool(tokenizer.digit_rows), allowed)
     batch = padded(model, tokenizer, [encoded(tokenizer, prompt, begin) for prompt in prompts])
     ids, numbers = model.generate(
         batch.ids,

@@ -46,6 +46,12 @@ def characters(values: Tensor) -> Tensor:
     return torch.stack(found, -1)
 
 
+def shown_ids(ids: Tensor, values: Tensor, num_token_id: int, rows: Tensor) -> Tensor:
+    """ids [...] with each number's first character in place of `<NUM>`, if it has one. rows: of `CHARACTERS`."""
+    first = characters(values)[..., 0]
+    return torch.where((ids == num_token_id) & (first >= 0), rows[first.clamp(min=0)], ids)
+
+
 def next_character(is_number: Tensor, values: Tensor, last: Tensor) -> Tensor:
     """The characters that follow texts inside a numeral [R] int64: places in `CHARACTERS`; -1 where none has to follow.
 

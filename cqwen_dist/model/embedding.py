@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cqwen_dist.heads.numerals import characters
+from cqwen_dist.heads.numerals import shown_ids
 from cqwen_dist.heads.precision import keeping_fp32
 
 
@@ -85,14 +85,6 @@ class NumericalAwareEmbedding(nn.Module):
             part._apply(fn)
         return super()._apply(keeping_fp32(fn), recurse=False)
 
-    def _shown(self, ids: Tensor | None, values: Tensor) -> Tensor | None:
-        """The ids with each number's first character in place of <NUM>, if digits are kept in view."""
-        if ids is None or not self.digit_rows:
-            return ids
-        first = characters(values)[..., 0]
-        rows = self.rows_on(ids.device)[first.clamp(min=0)]
-        return torch.where((ids == self.num_token_id) & (first >= 0), rows, ids)
-
     def rows_on(self, device: torch.device) -> Tensor:
         """`digit_rows` on a device. They stay there: a copy from the host in each step would wait."""
         if self._rows is None or self._rows.device != device:
@@ -106,7 +98,9 @@ class NumericalAwareEmbedding(nn.Module):
         """
         self.inside.reading = True
         try:
-            ids = self._shown(input_ids, numeric_values)
+            ids = input_ids
+            if ids is not None and self.num_token_id is not None and self.digit_rows:
+                ids = shown_ids(ids, numeric_values, self.num_token_id, self.rows_on(ids.device))
             base = self.token_embedding(ids) if inputs_embeds is None else inputs_embeds
         finally:
             self.inside.reading = False

@@ -76,7 +76,7 @@ def test_parts_of_a_batch_join_to_the_whole_and_know_the_whole_texts() -> None:
     for name, value in ((f.name, getattr(whole, f.name)) for f in fields(whole)):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts], 1), value), name
     assert sum(len(part.kept) for part in parts) == len(whole.kept)
-    for part in (*parts, parts[3].to("cpu"), parts[3].without_values()):
+    for part in (*parts, parts[3].to("cpu")):
         assert part.texts.lengths == whole.texts.lengths == [13, 2, 17, 32, 32]
         assert (part.filled_rows, part.begun_texts) == (3, 4)
     assert whole.part(0, 1) is whole

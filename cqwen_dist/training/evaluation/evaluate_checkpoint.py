@@ -21,6 +21,7 @@ from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
 from cqwen_dist.data.tokenizer import POLICY_FILE, NumericalAwareTokenizer
 from cqwen_dist.heads.intervals import Intervals
+from cqwen_dist.heads.numerals import shown_ids
 from cqwen_dist.model.base_loading import load_base
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import WordHead
@@ -92,7 +93,8 @@ def _measured_base(run: Config, base: str | None, words: NumericalAwareTokenizer
     )
     if rounded == "none":  # a rounded base is loaded onto the device, and cannot be moved
         found = found.to(of.device)
-    return measure_base(found, of.batches, name, words.num_token_id, words.numeral_ids if spells else [])
+    numerals = words.numeral_ids if spells else []
+    return measure_base(found, of.batches, name, words.num_token_id, numerals, words.digit_rows)
 
 
 def _run_of(path: Path, data: str | None) -> tuple[Config, LearntTable | None]:
@@ -129,13 +131,19 @@ def _dataset(
 
 @torch.no_grad()
 def measure_base(
-    base: Any, batches: Iterable[Batch], name: str, num_token_id: int, numerals: Sequence[int] = ()
+    base: Any,
+    batches: Iterable[Batch],
+    name: str,
+    num_token_id: int,
+    numerals: Sequence[int] = (),
+    digit_rows: Sequence[int] = (),
 ) -> dict[str, float]:
     """Top-1 and perplexity of the base model at all label positions, from ids only, without values of numbers.
 
     base: a causal language model of transformers with its output head, all V rows. numerals: tokens with which it
     spells numerals, if it never saw <NUM>. Their mean embedding replaces <NUM> in the input, and at a number label each
-    of them is right, as at the start of a run. Raises `UserError` if a label is not in its vocabulary.
+    of them is right, as at the start of a run. digit_rows: <NUM> reads as its numeral's first character. Raises
+    `UserError` if a label is not in its vocabulary.
     """
     base.eval()
     head, table = base.get_output_embeddings(), base.get_input_embeddings()
@@ -150,8 +158,12 @@ def measure_base(
             labels = batch.labels.flatten()[keep]
             if len(labels) and int(labels.max()) >= head.weight.shape[0]:
                 raise UserError("--base", name, f"a model with at least {int(labels.max()) + 1} words")
-            embeddings = table(batch.input_ids)
-            if len(spelt):
+            shown = batch.input_ids
+            if digit_rows:
+                first = torch.tensor(digit_rows, device=device)
+                shown = shown_ids(shown, batch.numeric_values, num_token_id, first)
+            embeddings = table(shown)
+            if len(spelt) and not digit_rows:
                 embeddings[batch.input_ids == num_token_id] = digits.to(embeddings.dtype)
             z = base.base_model(inputs_embeds=embeddings, position_ids=batch.position_ids, use_cache=False)[0]
             z = z.flatten(0, 1)[keep]
