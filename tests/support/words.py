@@ -11,6 +11,7 @@ class Words:
     num_token_id = NUM
     eos_token_id: int | None = 5
     pad_token_id = 0
+    digit_rows: tuple[int, ...] = ()
 
     def encode(self, text: str, begin: bool = True) -> tuple[list[int], list[float]]:
         words = text.split()
