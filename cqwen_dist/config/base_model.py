@@ -48,11 +48,12 @@ class ModelConfig(Section):
     evaluation reads each held-out text by a fit without it (docs/tables.md). A list [columns, R] also has R random
     Fourier features of the numbers so far, each identified by the words before it on its line, which affect the next
     number jointly and smoothly. [262144, 6144] suits tables with some thousand rows."""
-    candidates: Literal["none", "copies", "arithmetic"] = "none"
+    candidates: Literal["none", "copies", "arithmetic"] | None = None
     """Exact values that a number may have, each with a one-vs-rest probability. copies: the last 24 numbers of the
     text. arithmetic, for worked solutions: also the value of the expression just written, operations on the last two
     numbers, and the commonest numbers of the data. The likeliest is written if its P exceeds a bar that held-out
-    numbers set."""
+    numbers set, so where candidates help no number none is written. Default: arithmetic with start: calibrated, a named
+    base and no target_field, else none."""
     abduction: Literal["linear", "two_layer"] | Annotated[str, AfterValidator(import_path)] = "linear"
     """Network from features to U. two_layer is nonlinear and initialised to match linear. Or your class as
     package.module:Name (docs/training.md)."""

@@ -15,7 +15,7 @@ from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig
 from cqwen_dist.config.data import DataConfig, NumberPolicy
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.fields import Above0, NonNegative, Positive, Section, Seed, refused, unless
-from cqwen_dist.config.shape import NONE, NUMBER_KEYS
+from cqwen_dist.config.shape import ARITHMETIC, NONE, NUMBER_KEYS
 from cqwen_dist.config.training import ConstraintConfig, FeatureCacheConfig, LossConfig, ParallelConfig, Stage
 
 NO_FP16 = "fp16 needs a loss scale, which the heads outside DeepSpeed do not have; bf16 has the range of fp32"
@@ -240,11 +240,21 @@ class Config(Section):
         return self.start == "calibrated"
 
     @property
+    def _on_texts(self) -> bool:
+        """Whether texts, and no table, start a named base from data: then its own reading of numerals is worth most."""
+        texts = self.data.target_field is None and not self.model.wide
+        return self.calibrated and self.model.architecture is None and texts
+
+    @property
+    def candidates(self) -> str:
+        """`model.candidates`, resolved."""
+        usual = self._on_texts and self.parallel.sequence_group_size == 1 and self.model.number_head is None
+        return self.model.candidates or (ARITHMETIC if usual else NONE)
+
+    @property
     def policy(self) -> NumberPolicy:
         """Which numerals become <NUM>, and whether their digits stay in view."""
-        named = self.calibrated and self.model.architecture is None
-        usual = named and self.data.target_field is None and not self.model.wide
-        digits = usual if self.data.keep_digits is None else self.data.keep_digits
+        digits = self._on_texts if self.data.keep_digits is None else self.data.keep_digits
         return self.data.policy.model_copy(update={"digits": digits})
 
     @property
@@ -302,7 +312,8 @@ class Config(Section):
     def model_shape(self) -> dict[str, Any]:
         """The fields of `CausalQwenConfig` that this run sets."""
         return {
-            **self.model.model_dump(include={"causal_size", "value_periods", "abduction", "number_head", "candidates"}),
+            **self.model.model_dump(include={"causal_size", "value_periods", "abduction", "number_head"}),
+            "candidates": self.candidates,
             **dict(zip(("wide", "random_features"), self.model.wide_size, strict=True)),
             "number_dims": self.number_dims,
             "word_terms": self.word_terms,

@@ -156,7 +156,7 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
     (datasets, watched), samples = read_texts(config.data, tokenizer)
     statistics = from_main_rank(datasets.train.statistics)
     loaders = StageLoaders(datasets.train, config.batch_shapes(), train.seed, groups.reading)
-    computes = model.candidates == ARITHMETIC
+    computes = config.candidates == ARITHMETIC
     words = Words(
         tokenizer.num_token_id,
         used_rows=max(tokenizer.text_size, tokenizer.num_token_id + 1),
