@@ -4,8 +4,6 @@ Remote shells interpret arguments. So a rank gets everything (command, folder, e
 base64-encoded JSON, which has no special characters.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -36,7 +34,7 @@ class Order:
         return base64.urlsafe_b64encode(json.dumps(asdict(self)).encode()).decode().rstrip("=")
 
     @staticmethod
-    def decode(word: str) -> Order:
+    def decode(word: str) -> "Order":
         return Order(**json.loads(base64.urlsafe_b64decode(word + "=" * (-len(word) % 4))))
 
 

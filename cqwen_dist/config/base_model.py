@@ -1,7 +1,5 @@
 """Config sections for the base model: which model, how it becomes causal, how it is pretrained."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Any, Literal
 
@@ -54,9 +52,8 @@ class ModelConfig(Section):
     numbers, and the commonest numbers of the data. The likeliest is written if its P exceeds a bar that held-out
     numbers set, so where candidates help no number none is written. Default: arithmetic with start: calibrated, a named
     base and no target_field, else none."""
-    abduction: Literal["linear", "two_layer"] | Annotated[str, AfterValidator(import_path)] = "linear"
-    """Network from features to U. two_layer is nonlinear and initialised to match linear. Or your class as
-    package.module:Name (docs/training.md)."""
+    abduction: Literal["linear"] | Annotated[str, AfterValidator(import_path)] = "linear"
+    """Network from features to U; or your class as package.module:Name (docs/training.md)."""
     number_head: Annotated[str, AfterValidator(import_path)] | None = None
     """Your number head class as package.module:Name (docs/training.md); default: one value per number."""
     value_periods: list[Above0] = Field([])
@@ -91,7 +88,7 @@ class ModelConfig(Section):
         return (self.wide, 0) if isinstance(self.wide, int) else self.wide
 
     @model_validator(mode="after")
-    def _consistent(self) -> ModelConfig:
+    def _consistent(self) -> "ModelConfig":
         if (self.name_or_path is None) == (self.architecture is None):
             found = Said("neither" if self.architecture is None else "both")
             raise refused("name_or_path/architecture", found, "exactly one of the two (set the other to null)")

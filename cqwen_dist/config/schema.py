@@ -1,7 +1,5 @@
 """The schema of a run: each key has a type, a default, and a one-sentence description below it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -101,7 +99,7 @@ class Config(Section):
     rejected by name."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Config:
+    def _consistent(self) -> "Config":
         size, micro = self.train.global_batch_size, self.train.micro_batch_size
         if size % micro:
             raise refused("train.global_batch_size", size, f"a multiple of train.micro_batch_size ({micro})")
@@ -119,9 +117,8 @@ class Config(Section):
             raise refused("run.stop_after", self.run.stop_after, f"a stage: {', '.join(names)}")
         if self.parallel.offload == "activations" and not self.model.gradient_checkpointing:
             raise refused("parallel.offload", "activations", "none, optimizer, or model.gradient_checkpointing true")
-        if self.model.wide and not (self.calibrated and ":" not in self.model.abduction):
-            allowed = "0, or start calibrated and model.abduction linear or two_layer"
-            raise refused("model.wide", self.model.wide, allowed)
+        if self.model.wide and not (self.calibrated and self.model.abduction == "linear"):
+            raise refused("model.wide", self.model.wide, "0, or start calibrated and model.abduction linear")
         if self.model.wide and self.data.keep_digits:
             raise refused("data.keep_digits", True, "false with model.wide, which would read digits as words")
         self._check_adapters()

@@ -1,7 +1,5 @@
 """The tokenizer with Hugging Face's interface: callable, found by AutoTokenizer, ready for the hub."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any
@@ -56,12 +54,12 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
         self.reader = kind(self, num_token_id, vocab_size, policy)
 
     @classmethod
-    def of(cls, tokenizer: NumericalAwareTokenizer) -> CausalQwenTokenizer:
+    def of(cls, tokenizer: NumericalAwareTokenizer) -> "CausalQwenTokenizer":
         """Convert to a transformers tokenizer."""
         return _like(cls, tokenizer.tokenizer, num_token_id=tokenizer.num_token_id, policy=tokenizer.policy)
 
     @classmethod
-    def from_pretrained(cls, *args: Any, padding_side: str = "left", **given: Any) -> CausalQwenTokenizer:
+    def from_pretrained(cls, *args: Any, padding_side: str = "left", **given: Any) -> "CausalQwenTokenizer":
         """As in transformers. padding_side: ignores the side in the base's files, which is meant for training."""
         return super().from_pretrained(*args, padding_side=padding_side, **given)
 

@@ -1,7 +1,5 @@
 """Tokenised texts, cut to length and optionally packed: the loaders draw samples from them."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from copy import copy
@@ -187,7 +185,7 @@ class TextDataset:
             raise UserError("data.sequence_length", self._length, allowed)
         return Pieces(*(part[stays] for part in pieces)) if self.report.unlearnt else pieces
 
-    def with_length(self, length: int) -> TextDataset:
+    def with_length(self, length: int) -> "TextDataset":
         """The same texts (shared memory), cut and packed at this sequence length; self if it is the same."""
         if length == self._length:
             return self

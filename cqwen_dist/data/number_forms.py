@@ -6,8 +6,6 @@ other sign, by spaces or by apostrophes, a number may have a sign before or afte
 A column has one form, chosen from all cells looked at. 962 and 1.238 have two readings, so the user is asked.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -54,7 +52,7 @@ class Form(NamedTuple):
     before: bool = False
 
     @classmethod
-    def of(cls, example: str) -> Form:
+    def of(cls, example: str) -> "Form":
         """The form of an example such as `1234,5 €`. Raises ValueError."""
         found = _EXAMPLE.fullmatch(example.strip())
         if found is None or (found["before"] and found["after"]):

@@ -9,8 +9,6 @@ on that page:
 - Overflow returns infinity here; such a numeral stays text.
 """
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from typing import NamedTuple
@@ -156,7 +154,7 @@ class _Scan:
         self._reader, self._row_reader = _reader(policy, False), _reader(policy, True)
         self._row_end = self._last_zero = 0  # latest row of groups: its end, and its last group with a leading 0
 
-    def run(self) -> _Scan:
+    def run(self) -> "_Scan":
         """Scan to the end of the text."""
         plain, search, found = self.plain, _NEXT.search, self.spans.append
         position = 0

@@ -4,8 +4,6 @@ The text is a field, a template over fields, or a chat whose assistant turns are
 learnt. One field can be the regression target.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import unicodedata
@@ -45,7 +43,7 @@ class ReadReport:
     unused: dict[str, int] = field(default_factory=dict)  # kind of part that teaches nothing -> count
     columns: dict[str, dict[str, Any]] | None = None  # a table's columns (`data.columns`); None: unknown
 
-    def add(self, other: ReadReport) -> None:
+    def add(self, other: "ReadReport") -> None:
         """Add a later report."""
         self.read += other.read
         for kind, count in other.skipped.items():

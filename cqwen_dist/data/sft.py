@@ -4,8 +4,6 @@ TRL's loss is a softmax over hidden states and lm_head, and TRL keeps only a tex
 loss. The values travel inside the ids until the collator separates them.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

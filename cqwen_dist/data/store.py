@@ -4,8 +4,6 @@ A row has a number per <NUM>, not per token: about 5 bytes per token in total. T
 `datasets.Dataset.from_file` can open it too.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -78,7 +76,7 @@ class TokenStore:
         self.lengths = np.concatenate([np.zeros(0, np.int32), *sizes])  # [n] int32: tokens per text
 
     @classmethod
-    def open(cls, path: Path, num_token_id: int) -> TokenStore:
+    def open(cls, path: Path, num_token_id: int) -> "TokenStore":
         """Map a file; its pages stay in the page cache, not in process memory. Raises: OSError, pa.ArrowException."""
         with pa.memory_map(str(path)) as file:
             return cls(pa.ipc.open_stream(file).read_all().to_batches(), num_token_id)
@@ -127,7 +125,7 @@ class TokenStore:
             found -= np.bincount(piece, np.maximum(shared, 0), len(found)).astype(np.int64)
         return found
 
-    def count_in(self, other: TokenStore) -> int:
+    def count_in(self, other: "TokenStore") -> int:
         """Number of these texts that are in the other store too."""
         none = np.zeros(0, np.uint64)
         columns = ([first_of_digests(batch.column("digest")) for batch in own._batches] for own in (self, other))

@@ -79,7 +79,7 @@ class AbductionNetwork(nn.Module):
     def forward(self, features: Tensor) -> Cauchy:
         """features [..., H or more] in any float dtype -> Cauchy(loc [..., C], scale [..., C]) in fp32."""
         hidden = self.loc_net.in_features
-        z, beside = self.bent(features[..., :hidden]), features[..., hidden:]
+        z, beside = features[..., :hidden], features[..., hidden:]
         loc, raw = self.loc_net(z), self.scale_net(z)  # called, so that an adapter around them counts
         positive = F.softplus(raw) if self.scale_activation == "softplus" else raw.exp()
         if beside.shape[-1]:
@@ -91,29 +91,6 @@ class AbductionNetwork(nn.Module):
         """x [...] on the number dimensions, 0 on words: [..., C]."""
         dims = x.unsqueeze(-1).expand(*x.shape, self.number_dims)
         return F.pad(dims, (self.loc_net.out_features - self.number_dims, 0))
-
-    def bent(self, z: Tensor) -> Tensor:
-        """The input of both linear maps for z [..., H]: here z unchanged."""
-        return z
-
-
-class TwoLayerAbductionNetwork(AbductionNetwork):
-    """`AbductionNetwork` of z + W_2 silu(W_1 z + b_1) + b_2: U is not linear in the features (S3 2.3: this module is to
-    be exchanged by domain). W_2 and b_2 start at 0, so every start is the linear network's to the bit."""
-
-    def __init__(self, hidden_size: int, *args: Any, **options: Any) -> None:
-        """As `AbductionNetwork`."""
-        super().__init__(hidden_size, *args, **options)
-        self.up = HeadLinear(hidden_size, hidden_size)
-        self.down = HeadLinear(hidden_size, hidden_size)
-        nn.init.xavier_uniform_(self.up.weight, gain=0.1)  # S1 5
-        nn.init.constant_(self.up.bias, 0.01)
-        nn.init.zeros_(self.down.weight)
-        nn.init.zeros_(self.down.bias)
-
-    def bent(self, z: Tensor) -> Tensor:
-        inner = F.silu(self.up(z)).to(z.dtype)
-        return (z + self.down(inner)).to(z.dtype)
 
 
 class Abduction(Protocol):
@@ -128,7 +105,7 @@ class Abduction(Protocol):
 
 
 KEY = "model.abduction"
-ABDUCTIONS: dict[str, Callable[..., Abduction]] = {"linear": AbductionNetwork, "two_layer": TwoLayerAbductionNetwork}
+ABDUCTIONS: dict[str, Callable[..., Abduction]] = {"linear": AbductionNetwork}
 
 
 def abduction_named(name: str, outside: str | Path = "") -> Callable[..., Abduction]:

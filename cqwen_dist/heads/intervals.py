@@ -6,8 +6,6 @@ run stores the factors with its metrics, an exported folder in `calibration.json
 {"levels": {"0.5": f, "0.9": f, "0.95": f}, "n": n, "bar": p, "words": {"shift": s, "factor": f}}.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping
@@ -75,7 +73,7 @@ class Intervals:
         return {"levels": levels, "n": self.n, "bar": self.bar, "words": self.words._asdict()}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any] | None) -> Intervals:
+    def from_dict(cls, data: Mapping[str, Any] | None) -> "Intervals":
         """From the result of `to_dict`; None gives no factors. Raises ValueError for wrong types or values."""
         if data is None:
             return cls()

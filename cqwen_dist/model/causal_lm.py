@@ -1,7 +1,5 @@
 """The model as a Hugging Face model: users load, save and generate with it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -133,7 +131,7 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         calibration_batches: Iterable[Batch] | None = None,
         texts: Iterable[str] | None = None,
         **options: Any,
-    ) -> CausalQwenForCausalLM:
+    ) -> "CausalQwenForCausalLM":
         """A base model turned causal (seed S3 section 4).
 
         texts: some of the training texts, in random order. With them the model starts calibrated, as a run does: about

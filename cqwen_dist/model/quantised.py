@@ -9,8 +9,6 @@ Here both give the same y, and the gradient of exactly this y.
 `backbone` imports this module only for such a base, since bitsandbytes is optional.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ All in float64, on the device of their inputs, by one decomposition of the small
 minutes at p = 3,584). x is [n,p]: n tokens, p dimensions.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
@@ -140,7 +138,7 @@ class _Decomposition(NamedTuple):
     scores: Tensor
 
     @classmethod
-    def of(cls, x: Tensor) -> _Decomposition:
+    def of(cls, x: Tensor) -> "_Decomposition":
         n, p = x.shape
         values, vectors = torch.linalg.eigh(x.T @ x if n > p else x @ x.T)
         values = values.clamp(min=0)

@@ -8,8 +8,6 @@ handler only sets a flag, and all ranks check it at the same points:
     in work without collectives   `StopFlag.interruptible`: the signal ends it at once (setup, waiting for data)
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 import time
@@ -33,7 +31,7 @@ class StopFlag:
         self._interrupt = False
 
     @contextmanager
-    def installed(self) -> Iterator[StopFlag]:
+    def installed(self) -> Iterator["StopFlag"]:
         """Inside, the signals set the flag. A second Ctrl-C raises KeyboardInterrupt.
 
         Also unblocks the signals. `cqwen launch` starts its ranks with SIGUSR1 blocked: a signal during the imports

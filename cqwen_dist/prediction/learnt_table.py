@@ -1,7 +1,5 @@
 """What a run learnt of its table: stored with it, compared with another table; and the ranges of its numbers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +35,7 @@ class LearntRange:
     ends: Mapping[str, tuple[float, float]]
 
     @classmethod
-    def of(cls, columns: Mapping[str, Mapping[str, Any]], target: str) -> LearntRange | None:
+    def of(cls, columns: Mapping[str, Mapping[str, Any]], target: str) -> "LearntRange | None":
         """From a run's columns (`data.columns.described`); None if the target's range is unknown."""
         ends = {name: (column["low"], column["high"]) for name, column in columns.items() if "low" in column}
         return cls(target, ends) if target in ends else None

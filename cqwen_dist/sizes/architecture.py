@@ -3,8 +3,6 @@
 Letters: H hidden, I intermediate, A attention heads, K key-value heads, D head size, L layers, V vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,7 +49,7 @@ class Architecture:
     window: int | None  # attention window; None: unlimited
 
     @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Architecture:
+    def of(cls, found: Mapping[str, Any]) -> "Architecture":
         """From a transformers config. Raises `UserError` for a model that cannot be a base."""
         found = text_part(found)
         kind = architecture(found.get("model_type"), "model.architecture.model_type")

@@ -5,8 +5,6 @@ training rows choose between the two. Predictions are held in the same range as 
 scikit-learn's, and LightGBM and CatBoost if installed.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
@@ -167,7 +165,7 @@ class TargetUnit(NamedTuple):
     high: float
 
     @classmethod
-    def of(cls, learnt: np.ndarray, by_log: bool) -> TargetUnit:
+    def of(cls, learnt: np.ndarray, by_log: bool) -> "TargetUnit":
         y = signed_log(learnt) if by_log else learnt
         return cls(by_log, float(y.min()), float(y.max()))
 

@@ -1,7 +1,5 @@
 """Callbacks: user code that runs during training and may stop the run. Also the result of `train`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +19,7 @@ class Moment:
     step: int
     total_steps: int
     stage: str
-    _callbacks: Callbacks = field(repr=False, compare=False)
+    _callbacks: "Callbacks" = field(repr=False, compare=False)
 
     def stop(self, reason: str) -> None:
         """Stop the run: all ranks agree before the next step, a checkpoint is saved, and `train` returns.

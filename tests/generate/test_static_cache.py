@@ -83,7 +83,7 @@ def test_a_whole_step_compiles_into_one_graph(model, mode: str, monkeypatch: pyt
         ("llama", {"candidates": "arithmetic", "symbols": {"+": [3, 4], "=": [5]}, "constants": [7.0]}),
         ("mistral", {}),  # a window of 5 positions
         ("qwen2", {"wide": 512}),
-        ("qwen2", {"abduction": "two_layer", "value_periods": [10.0, 100.0]}),
+        ("qwen2", {"value_periods": [10.0, 100.0]}),
     ],
     ids=lambda part: part if isinstance(part, str) else next(iter(part), "plain"),
 )

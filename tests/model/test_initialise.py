@@ -90,6 +90,16 @@ def test_presets_are_the_seeds_constants() -> None:
     assert_close(u.scale, torch.full_like(u.scale, math.log1p(math.e)), 2e-6, "softplus(1), whatever the noise")
 
 
+def test_the_initial_gain_of_a_head_without_a_base() -> None:
+    """S1 5: Xavier with gain 0.1."""
+    torch.manual_seed(3)
+    whole = CausalQwenModel.from_base_model(tiny_base(), start="seed", num_token_id=NUM)
+    torch.manual_seed(3)
+    tenth = CausalQwenModel.from_base_model(tiny_base(), start="seed", num_token_id=NUM, reg_gain=0.1)
+    torch.testing.assert_close(tenth.action.reg_weight, whole.action.reg_weight * 0.1)
+    assert not tenth.action.reg_bias.any()
+
+
 @torch.no_grad()
 def test_words_ignore_number_dimensions_which_have_scale_one() -> None:
     model = tiny_model(number_dims=4)

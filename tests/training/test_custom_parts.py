@@ -51,7 +51,7 @@ def test_loading_a_custom_part_needs_trust_remote_code(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(TRUST, raising=False)
-    refused = f"model.abduction: found '{PARTS['model__abduction']}', allowed: linear, two_layer; or {TRUST}=1"
+    refused = f"model.abduction: found '{PARTS['model__abduction']}', allowed: linear; or {TRUST}=1"
     for command in (("generate", run, "--prompt", "tea"), ("export", run, tmp_path / "no")):
         done = cqwen_forked(*command)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
@@ -75,7 +75,7 @@ def test_loading_a_custom_part_needs_trust_remote_code(
             load(out)
     monkeypatch.delenv(TRUST)
     for load in (load_trained, AutoModelForCausalLM.from_pretrained):
-        with pytest.raises(UserError, match=f"allowed: linear, two_layer; or {TRUST}=1"):
+        with pytest.raises(UserError, match=f"allowed: linear; or {TRUST}=1"):
             load(out)
 
 

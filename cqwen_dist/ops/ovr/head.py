@@ -3,8 +3,6 @@
 Shape letters: N tokens, C causal dimensions of the word part, v words of the slice. U' is a `Cauchy` [N, C].
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +32,7 @@ class WordHead(NamedTuple):
     used_rows: int | None = None  # ids from this one on are reserved and left out
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, threshold: Tensor | float, *place: int | None) -> WordHead:
+    def of(cls, weight: Tensor, bias: Tensor | None, threshold: Tensor | float, *place: int | None) -> "WordHead":
         """The constructor, but the threshold may be a float; `place` is (start, vocab_size, used_rows)."""
         if not isinstance(threshold, Tensor):
             real = torch.promote_types(weight.dtype, torch.float32)
@@ -62,7 +60,7 @@ class WordHead(NamedTuple):
         """Dtype of elementwise maths and sums: fp32, or fp64 for an fp64 weight."""
         return torch.promote_types(self.weight.dtype, torch.float32)
 
-    def take(self, rows: slice | Tensor) -> WordHead:
+    def take(self, rows: slice | Tensor) -> "WordHead":
         """The head of these rows only (a slice, or indices [m]); differentiable."""
         bias = None if self.bias is None else self.bias[rows]
         return WordHead(self.weight[rows], bias, self.threshold[rows] if self.threshold.ndim else self.threshold)

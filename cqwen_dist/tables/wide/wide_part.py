@@ -17,8 +17,6 @@ table fitted without that fold, so later layers train on out-of-fold residuals. 
 used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -73,7 +71,7 @@ class WidePart(Beside):
         self.numbers = NamedNumbers(KINDS * FOLDS, random_features)
 
     @classmethod
-    def of(cls, config: Any) -> WidePart:
+    def of(cls, config: Any) -> "WidePart":
         """The part that a `CausalQwenConfig` asks for."""
         return cls(config.wide, config.num_token_id, config.vocab_size, config.random_features)
 

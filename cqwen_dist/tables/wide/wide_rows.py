@@ -6,8 +6,6 @@
 - random features of all named numbers (`NamedNumbers`)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -96,7 +94,7 @@ class NamedRows:
     slope: np.ndarray
 
     @classmethod
-    def of(cls, texts: Sequence[TextBefore]) -> NamedRows:
+    def of(cls, texts: Sequence[TextBefore]) -> "NamedRows":
         """The most frequent names, if enough texts contain them and they are not constant."""
         text = np.repeat(np.arange(len(texts)), [len(one.names) for one in texts])
         keys, at = np.unique(np.concatenate([one.names for one in texts]), return_inverse=True)
@@ -144,7 +142,7 @@ class NamedRows:
         }
         return {f"numbers.{name}": table for name, table in found.items()}
 
-    def random(self, count: int) -> Iterator[RandomRows]:
+    def random(self, count: int) -> Iterator["RandomRows"]:
         """Candidates: normal frequencies have the kernel exp(-d^2 / 2), Laplace's the product of 1 / (1 + d_k^2)."""
         names = len(self.keys)
         if not count or not names:

@@ -64,7 +64,7 @@ class Sizes:
         self.rows = ceil_div(base.vocab, self.group)  # v, largest over the ranks
         c, h = self.causal, base.hidden
         # Sizes of replicated parts of the heads
-        self.abduction = [(c, h)] * 2 + [(h, h)] * 2 * (config.model.abduction == "two_layer")  # its matrices
+        self.abduction = [(c, h)] * 2  # its matrices
         abduction = sum(rows * (columns + 1) for rows, columns in self.abduction)
         self.whole_heads = {"abduction": abduction, "regression": config.number_parameters(self.words, c), "noise": c}
         # Names of maps with an adapter; parameters of DeepSpeed's engine by group

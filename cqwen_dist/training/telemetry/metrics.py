@@ -8,8 +8,6 @@ A record has the plain values of one optimizer step: `step`, `stage`, `train/...
 steps are not written twice.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -31,7 +29,7 @@ from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
 PROJECT = "cqwen"  # if WANDB_PROJECT names none
 
 
-def open_trackers(run_dir: Path, run: RunConfig, config: dict[str, Any], step: int) -> list[Tracker]:
+def open_trackers(run_dir: Path, run: RunConfig, config: dict[str, Any], step: int) -> list["Tracker"]:
     """The run's trackers. step: of the checkpoint to resume from. Raises `UserError` by key if one cannot be used.
 
     Steps between the checkpoint and the stop are computed again; W&B keeps their first values, TensorBoard their last.

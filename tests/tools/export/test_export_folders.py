@@ -172,10 +172,13 @@ def test_a_plain_export_refuses_a_bias_or_drops_it_on_request(tmp_path: Path) ->
         assert_close(plain + bias, model(words(), logits_to_keep=9).logits, 5e-5, "logits and bias")
 
 
-def test_a_two_layer_abduction_cannot_be_exported_as_plain_qwen(tmp_path: Path) -> None:
-    model, folder = folder_of(tmp_path, abduction="two_layer")
+def test_an_abduction_of_ones_own_cannot_be_exported_as_plain_qwen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CQWEN_TRUST_REMOTE_CODE", "1")
+    model, folder = folder_of(tmp_path, abduction="support.custom_parts:Bent")
     same(model, load_trained(export(folder, tmp_path / "whole"))[0])
-    with pytest.raises(UserError, match="--as-base: found abduction network two_layer"):
+    with pytest.raises(UserError, match="--as-base: found abduction network support.custom_parts:Bent"):
         export(folder, tmp_path / "out", as_base=True)
 
 

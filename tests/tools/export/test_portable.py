@@ -46,7 +46,7 @@ def test_exported_code_gives_the_packages_answers(tmp_path: Path) -> None:
     merged = write_folder(tmp_path / "a", *tiny_pair(lora=LORA, **shape))
     factors = {"levels": {"0.5": 0.9, "0.9": 0.25}, "n": 80}
     (merged / "calibration.json").write_text(json.dumps(factors))
-    other = tiny_pair(lora={**LORA, "dora": True}, number_types=2, abduction="two_layer", kind="llama")
+    other = tiny_pair(lora={**LORA, "dora": True}, number_types=2, kind="llama")
     folders = [
         export(merged, tmp_path / "merged", merge=True),
         export(write_folder(tmp_path / "b", *other), tmp_path / "adapters"),

@@ -24,7 +24,6 @@ def drawn(kind: str, tied: bool, draw: random.Random) -> Config:
         "wide": [0, 64],
         "value_periods": [[], [7.0], [7.0, 90.0]],
         "candidates": ["none", "copies", "arithmetic"],
-        "abduction": ["linear", "two_layer"],
     }
     model = {key: draw.choice(values) for key, values in columns.items()}
     start = draw.choice(["calibrated", "seed"])
