@@ -178,7 +178,7 @@ def test_an_abduction_of_ones_own_cannot_be_exported_as_plain_qwen(
     monkeypatch.setenv("CQWEN_TRUST_REMOTE_CODE", "1")
     model, folder = folder_of(tmp_path, abduction="support.custom_parts:Bent")
     same(model, load_trained(export(folder, tmp_path / "whole"))[0])
-    with pytest.raises(UserError, match="--as-base: found abduction network support.custom_parts:Bent"):
+    with pytest.raises(UserError, match=r"--as-base: found abduction network support\.custom_parts:Bent"):
         export(folder, tmp_path / "out", as_base=True)
 
 
