@@ -1,7 +1,5 @@
 """Shared by verbs: arguments, strict JSON, a plain console, quiet libraries."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable
@@ -29,7 +27,7 @@ DecimalComma = Annotated[bool | None, typer.Option("--decimal-comma/--no-decimal
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document on stdout.")]
 
 
-def load(config: Path, overrides: list[str] | None) -> Config:
+def load(config: Path, overrides: list[str] | None) -> "Config":
     """Load the config from a verb's arguments. Raises `UserError`."""
     from cqwen_dist.config.reading import load_config
 
@@ -76,7 +74,7 @@ def quiet_libraries() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def plain_console(**options: Any) -> Console:
+def plain_console(**options: Any) -> "Console":
     """A console without markup, because names may contain square brackets."""
     from rich.console import Console
     from rich.text import Text

@@ -150,11 +150,7 @@ def run_of(path: str | Path) -> tuple[Config, Path]:
 
 
 def assemble(
-    state: TrainState,
-    config: Config,
-    source: object = "",
-    quantize: str = "none",
-    device: torch.device | None = None,
+    state: TrainState, config: Config, source: object = "", quantize: str = "none", device: torch.device | None = None
 ) -> CausalQwenForCausalLM:
     """Build the model of an unsharded checkpoint: the run's base model with all trained tensors. source: for errors.
 

@@ -1,7 +1,5 @@
 """Verbs that use a trained model: generate, explain, serve, export. Imports are local: --help is instant."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -104,7 +102,7 @@ def _drawn(individuals: int | None, noises: int | None) -> tuple[str, int | None
     return "individual" if noises is None else "noise", drawn
 
 
-def _print_continued(written: list[Written], mode: str, streamed: bool, as_json: bool) -> None:
+def _print_continued(written: list["Written"], mode: str, streamed: bool, as_json: bool) -> None:
     if as_json:
         print_json({"mode": mode, "outputs": [w.to_dict() for w in written]})
         return
@@ -117,7 +115,7 @@ def _print_continued(written: list[Written], mode: str, streamed: bool, as_json:
             echo("    " + "   ".join(parts), err=True)
 
 
-def _print_counterfactuals(written: list[Written], mode: str, as_json: bool) -> None:
+def _print_counterfactuals(written: list["Written"], mode: str, as_json: bool) -> None:
     from rich.console import Group
     from rich.table import Table
 
@@ -135,7 +133,7 @@ def _print_counterfactuals(written: list[Written], mode: str, as_json: bool) -> 
     print_document(document, as_json, lambda _: Group(table, differ))
 
 
-def _print_treatments(found: list[Individual], prompts: list[str], mode: str, as_json: bool) -> None:
+def _print_treatments(found: list["Individual"], prompts: list[str], mode: str, as_json: bool) -> None:
     from rich.table import Table
 
     names = [f"{i}: {text}" for i, text in enumerate(prompts, 1)]

@@ -21,9 +21,7 @@ class FeatureGroup:
     names: str  # a regular expression that is found in the names of its parameters, and in no other of the features
     title: str  # in a plan
     count: Callable[[Any, Any], int]  # (`Config`, `sizes.architecture.Architecture`) -> number of its parameters
-    added: bool = (
-        False  # whether the package adds them to the base; a base's own parameters belong only where they train
-    )
+    added: bool = False  # whether the package adds them to the base; a base's own belong only where they train
     always: bool = False  # whether every model has them, even if no stage trains them
 
 

@@ -1,7 +1,5 @@
 """Config sections for training: ranks, adapters, losses, the constraint, stages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -172,7 +170,7 @@ class Until(Section):
     """Consecutive evaluations without improvement before the stage ends."""
 
     @model_validator(mode="after")
-    def _held_out(self) -> Until:
+    def _held_out(self) -> "Until":
         if not self.metric.startswith(JUDGED):
             raise refused("metric", self.metric, "a metric of an evaluation, such as eval/cls_loss_mean")
         return self
@@ -222,7 +220,7 @@ class Stage(Section):
         return given
 
     @model_validator(mode="after")
-    def _length(self) -> Stage:
+    def _length(self) -> "Stage":
         given = [key for key in ("steps", "epochs", "until") if getattr(self, key) is not None]
         if len(given) != 1:
             found = Said("both " * (len(given) == 2) + " and ".join(given) if given else "neither steps nor epochs")

@@ -8,8 +8,6 @@ precision in fp32 once |c - loc| is about 1e5 scales.
 At scale = 0 the law is a point mass and P(X > c) is 0, 1/2 or 1.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
@@ -49,11 +47,11 @@ class Cauchy(NamedTuple):
     loc: Tensor
     scale: Tensor
 
-    def to(self, where: torch.dtype | torch.device) -> Cauchy:
+    def to(self, where: torch.dtype | torch.device) -> "Cauchy":
         """The same law in a different dtype or on a different device."""
         return Cauchy(self.loc.to(where), self.scale.to(where))
 
-    def affine(self, weight: Tensor, bias: Tensor | None = None) -> Cauchy:
+    def affine(self, weight: Tensor, bias: Tensor | None = None) -> "Cauchy":
         """The law of W X + b: location W loc + b, scale |W| scale (S0 4, S3 2.4).
 
         weight [K, C] gives [..., K]; weight [C] gives [...]. bias [K] or scalar.
@@ -128,7 +126,7 @@ class Cauchy(NamedTuple):
         """
         return self.quantile(eps.clamp(EPS_UNIFORM, 1.0 - EPS_UNIFORM))
 
-    def kl(self, other: Cauchy, unit: Tensor | float | None = None) -> Tensor:
+    def kl(self, other: "Cauchy", unit: Tensor | float | None = None) -> Tensor:
         """KL divergence to ``other``, in nats, elementwise; symmetric.
 
         log(((g1+g2)^2 + (m1-m2)^2)/(4 g1 g2)), written as log1p(((g1-g2)^2 + (m1-m2)^2)/(4 g1 g2)) to keep

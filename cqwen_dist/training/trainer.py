@@ -20,13 +20,7 @@ class Trainer:
     """Trains a run on this rank from its current place to the end."""
 
     def __init__(
-        self,
-        run: Run,
-        status: RunStatus,
-        callbacks: Callbacks,
-        place: Place,
-        clock: Clock,
-        log: MetricsLog | None,
+        self, run: Run, status: RunStatus, callbacks: Callbacks, place: Place, clock: Clock, log: MetricsLog | None
     ) -> None:
         """place: where the run starts or continues. log: on rank 0."""
         self.run, self.status, self.callbacks, self.place, self.clock = run, status, callbacks, place, clock

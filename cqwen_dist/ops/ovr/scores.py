@@ -34,11 +34,7 @@ class OvrScores(NamedTuple):
 
 @torch.no_grad()
 def ovr_scores(
-    u: Cauchy,
-    head: WordHead,
-    labels: Tensor,
-    prob_thresholds: Sequence[float] = (),
-    rank_by: RankBy = "ovr",
+    u: Cauchy, head: WordHead, labels: Tensor, prob_thresholds: Sequence[float] = (), rank_by: RankBy = "ovr"
 ) -> OvrScores:
     """Scores of U' [N, C] for a slice of the head, in one pass over its words. No gradient.
 

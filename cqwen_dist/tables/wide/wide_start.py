@@ -5,8 +5,6 @@ K = F F^T and targets t, the table without fold k is F^T a with (K_rest + ridge 
 blocks (`wide_rows`), each with a weight. `fit_spread` fits the log errors likewise. All in float64 on the CPU.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -79,7 +77,7 @@ class _Found(NamedTuple):
     ridge: float
     share: float
 
-    def beats(self, other: _Found) -> bool:
+    def beats(self, other: "_Found") -> bool:
         """True if better by more standard errors than chance explains."""
         gain = other.losses - self.losses
         sure = SURE_OF_FEW if len(gain) < FEW else SURE
@@ -95,10 +93,10 @@ class _Targets:
     weights: np.ndarray
     folds: np.ndarray
 
-    def of(self, chosen: np.ndarray | slice) -> _Targets:
+    def of(self, chosen: np.ndarray | slice) -> "_Targets":
         return _Targets(*(getattr(self, name)[chosen] for name in ("t", "held", "weights", "folds")))
 
-    def around_mean(self) -> _Targets:
+    def around_mean(self) -> "_Targets":
         """Targets around their mean. A line through centred values then needs no intercept, which K lacks."""
         mean = float(self.held.mean())
         return replace(self, t=self.t - mean, held=self.held - mean)
@@ -148,7 +146,7 @@ class _Targets:
             g[own] = kernel[np.ix_(own, rest)] @ solved[fold, rest]
         return g, solved
 
-    def reweighted(self, inverse: np.ndarray, own: np.ndarray, rest: np.ndarray) -> _Targets:
+    def reweighted(self, inverse: np.ndarray, own: np.ndarray, rest: np.ndarray) -> "_Targets":
         """The targets `rest` [n]; outliers are those from a fit to the others of them (leave-one-out): a step of
         iteratively reweighted least squares. inverse [n,n]: of the system of all targets.
 

@@ -72,11 +72,6 @@ class FittingLayout(NamedTuple):
     layout: Layout
     plan: Plan
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens/s over all ranks in the slowest stage."""
-        return self.plan.slowest.tokens_per_s
-
 
 def search(config: Config, **options: Any) -> list[FittingLayout]:
     """Returns at most MOST layouts that fit, best first; an empty list if none fits.
@@ -98,7 +93,7 @@ def search(config: Config, **options: Any) -> list[FittingLayout]:
             kinds.setdefault(layout.plainness, []).append(FittingLayout(layout, planned))
     picked = [min(_near(kind), key=lambda found: found.plan.device_gib) for kind in kinds.values()]
     near = sorted(_near(picked), key=lambda found: found.layout.plainness)
-    rest = sorted((found for found in picked if found not in near), key=lambda found: -found.tokens_per_s)
+    rest = sorted((found for found in picked if found not in near), key=lambda found: -found.plan.tokens_per_s)
     return [*near, *rest][:MOST]
 
 
@@ -108,8 +103,8 @@ def of_layout(error: UserError) -> bool:
 
 
 def _near(found: list[FittingLayout]) -> list[FittingLayout]:
-    top = max((each.tokens_per_s for each in found), default=0.0)
-    return [each for each in found if each.tokens_per_s >= top * (1 - SIMPLER_WITHIN)]
+    top = max((each.plan.tokens_per_s for each in found), default=0.0)
+    return [each for each in found if each.plan.tokens_per_s >= top * (1 - SIMPLER_WITHIN)]
 
 
 def layouts(config: Config, world: int, ranks_per_node: int) -> Iterator[Layout]:
@@ -161,7 +156,7 @@ def run(config: Config, asked: Question) -> tuple[dict[str, Any], RenderableType
         document["choices"] = [
             {
                 "overrides": layout.to_overrides(),
-                "tokens_per_s": found.slowest.tokens_per_s,
+                "tokens_per_s": found.tokens_per_s,
                 "device_gib": round(found.device_gib, 3),
                 "host_gib": round(found.host_gib, 3),
                 "hours": found.hours,
@@ -298,8 +293,8 @@ def _choices(plan: Plan, choices: Sequence[FittingLayout]) -> list[RenderableTyp
     for number, choice in enumerate(choices, 1):
         at, planned = choice.layout, choice.plan
         recomputed = "yes" if at.gradient_checkpointing else "no"
-        gain = round(100 * (choice.tokens_per_s / plan.slowest.tokens_per_s - 1))
+        gain = round(100 * (planned.tokens_per_s / plan.tokens_per_s - 1))
         keys = (number, at.micro_batch_size, at.zero_stage, at.vocab_group_size, recomputed, at.offload)
-        table.add_row(*map(str, keys), f"{planned.device_gib:.1f}", f"{choice.tokens_per_s:,.0f}", f"{gain:+d}%")
+        table.add_row(*map(str, keys), f"{planned.device_gib:.1f}", f"{planned.tokens_per_s:,.0f}", f"{gain:+d}%")
     overrides = " ".join(choices[0].layout.to_overrides())
     return [table, Text(f"The first, as overrides: {overrides}")]

@@ -56,9 +56,9 @@ class Plan:
         return None if self.hours is None else self.hours * self.world
 
     @property
-    def slowest(self) -> StageCost:
-        """The stage with the lowest tokens/s. Layouts are compared by this stage."""
-        return min(self.stages, key=lambda stage: stage.tokens_per_s)
+    def tokens_per_s(self) -> float:
+        """Tokens/s over all ranks in the slowest stage. Layouts are compared by it."""
+        return min(stage.tokens_per_s for stage in self.stages)
 
     @property
     def device_gib(self) -> float:

@@ -165,10 +165,7 @@ class MetricsLog:
         trackers: Sequence[Tracker] = (),
     ) -> None:
         """step: step of the checkpoint to resume from. say: prints alarms. on_record: called with each record."""
-        self._file, self._alarm_file = (
-            MetricsFile(run_dir / files.METRICS, step),
-            MetricsFile(run_dir / files.ALARMS, step),
-        )
+        self._file, self._alarm_file = (MetricsFile(run_dir / name, step) for name in (files.METRICS, files.ALARMS))
         self._trackers, self._alarms, self._say, self._on_record = trackers, alarms, say, on_record
         self._record: dict[str, Any] = {}
         self._pending: Callable[[], dict[str, Any]] | None = None

@@ -24,16 +24,16 @@ _SHOWN = {  # metrics of a step
     "perf/peak_memory_gib": "{:.1f} GiB",
 }
 RECENT = 100  # steps that the speed is measured over, at most
-SPARSER = 0.01  # least time between two lines relative to the elapsed time: a few hundred lines per run
+EVERY_S = 5.0  # least seconds between two lines,
+SPARSER = 0.01  # and relative to the elapsed time: a few hundred lines per run
 
 
 class Progress:
     """Shows step, speed and remaining time of a run. `left_s` is for all who tell the remaining time."""
 
-    def __init__(self, every_s: float = 5.0, silent: bool = False) -> None:
-        """every_s: least seconds between two lines. silent: print no output (on other ranks)."""
+    def __init__(self, silent: bool = False) -> None:
+        """silent: print no output (on other ranks)."""
         self.console = Console(highlight=False, markup=False, emoji=False, quiet=silent)
-        self.every_s = every_s
         self.left_s: float | None = None  # estimated seconds to the end of the run
         self._part, self._part_began = "", 0.0
         self._bars: Bars | None = None
@@ -59,7 +59,7 @@ class Progress:
         rate = (self._recent[-1][2] - before) / elapsed
         text = "  ".join([*parts, f"{rate:,.0f} tokens/s", f"{_duration(self.left_s)} left"])
         self._bar(stage, step, self.total, text)
-        if force or (not self._live and now - self._shown >= max(self.every_s, SPARSER * (now - self._began))):
+        if force or (not self._live and now - self._shown >= max(EVERY_S, SPARSER * (now - self._began))):
             self._shown = now
             self.say(f"{stage} step {step}/{self.total}  {text}")
 
@@ -70,7 +70,7 @@ class Progress:
             self._part, self._part_began = what, now
         left = f"  {_duration((of - done) * (now - self._part_began) / done)} left" if 0 < done < of else ""
         self._bar(what, done, of, left)
-        if not self._live and now - self._shown >= self.every_s:
+        if not self._live and now - self._shown >= EVERY_S:
             self._shown = now
             self.say(f"  {what}" + (f" {done}/{of}" if of > 1 else "") + left)
 

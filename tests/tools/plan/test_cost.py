@@ -91,7 +91,7 @@ def test_the_search_finds_layouts_that_fit_and_keeps_other_settings():
     found = search(settings, **options(settings))
     assert found
     assert all(choice.plan.fits and choice.layout.zero_stage == 3 for choice in found)
-    rates = [choice.plan.slowest.tokens_per_s for choice in found]
+    rates = [choice.plan.tokens_per_s for choice in found]
     assert rates[0] >= 0.98 * max(rates)
     best = with_layout(settings, found[0].layout)
     changed = {
