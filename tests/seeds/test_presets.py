@@ -52,6 +52,8 @@ SETTINGS = {
         "target_transform": "none",  # D35
         "constraint": "monitor",  # D31
         "kl_bounded": False,
+        "policy": False,  # D-digits
+        "candidates": "none",  # D-candidates
     },
     "calibrated": {
         "calibrated": True,
@@ -63,6 +65,8 @@ SETTINGS = {
         "target_transform": "standardise",
         "constraint": "dual",
         "kl_bounded": True,
+        "policy": True,
+        "candidates": "arithmetic",
     },
 }
 
@@ -73,12 +77,12 @@ def test_a_preset_sets_every_key_as_written(start, tmp_path):
     heads': test_presets_are_the_seeds_constants.)"""
     path = tmp_path / "config.yaml"
     path.write_text("model: {name_or_path: x}\ndata: {train: a}\n")
-    properties = [name for name, value in vars(Config).items() if isinstance(value, property)]
+    properties = [name for name, value in vars(Config).items() if isinstance(value, property) and name[0] != "_"]
     config, other = (
         load_config(path, [f"start={name}"]) for name in (start, "seed" if start == "calibrated" else "calibrated")
     )
     decided = {name: getattr(config, name) for name in properties if getattr(config, name) != getattr(other, name)}
-    decided["constraint"] = decided["constraint"].mode
+    decided["constraint"], decided["policy"] = decided["constraint"].mode, decided["policy"].digits
     assert decided == SETTINGS["calibrated" if start == "calibrated" else "seeds"]
     assert config.loss.reg_weight == 1.0  # D37, at every start
 

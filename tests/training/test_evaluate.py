@@ -278,14 +278,17 @@ def test_cqwen_eval_of_the_runs_texts_equals_the_runs_evaluation(one_rank: Path)
     assert {name: figures[name] for name in names} == pytest.approx({name: last[name] for name in names}, rel=1e-4)
 
 
-def test_a_base_is_measured_alike_by_the_run_its_evaluation_and_its_exports(one_rank: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep_digits", [False, True])
+def test_a_base_is_measured_alike_by_the_run_its_evaluation_and_its_exports(
+    one_rank: Path, tmp_path: Path, keep_digits: bool
+) -> None:
     """One that never saw <NUM> spells numbers by digits, whatever the rows of <NUM> start from."""
     base, texts = tmp_path / "base", write_texts(tmp_path / "held_out.jsonl", 8, seed=1)
     shutil.copytree(one_rank / "base", base)
     (base / POLICY_FILE).unlink()  # which a base has that a run has taught <NUM>
     model = {"model__architecture": None, "model__tokenizer": None, "model__name_or_path": str(base)}
     stages = [{"name": "heads", "train": ["regression"], "steps": 1}]
-    data = {"data__eval": str(texts), "data__eval_fraction": 0.0, "stages": stages}
+    data = {"data__eval": str(texts), "data__eval_fraction": 0.0, "stages": stages, "data__keep_digits": keep_digits}
     found = []
     for start in ("calibrated", "seed"):
         config = write_config(tmp_path, **model, **data, start=start, run__dir=str(tmp_path / start))
