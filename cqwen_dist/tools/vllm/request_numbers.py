@@ -129,7 +129,7 @@ class RequestNumbers(LogitsProcessor):
         row = torch.searchsorted(ends, torch.arange(len(ids), device=ids.device), right=True)
         place = self.slots[row], positions
         values = self.values[place].masked_fill(ids != self.num_token_id, math.nan)
-        self.ids[place] = ids
+        self.ids[place] = ids.long()  # vLLM has int32
         self.values[place] = values  # a word was chosen where a number could have been
         self.last = self.slots[:-1], positions[ends - 1]
         return values.masked_fill(values.isnan(), 0.0)

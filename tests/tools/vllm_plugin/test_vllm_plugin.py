@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 from cqwen_dist.cli import app
+from cqwen_dist.config.data import NumberPolicy
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
@@ -30,14 +31,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "candidates": ("qwen3", {"candidates": "arithmetic", "symbols": {"=": [5]}, "constants": [7.0]}),
     "types": ("llama", {"number_types": 2, "value_periods": [10.0, 100.0]}),
     "more": ("mistral", {"more_values": 1, "number_dims": 2}),
+    "digits": ("qwen2", {"digit_rows": True}),
 }
 
 
 def exported(folder: Path, kind: str, **shape: Any) -> tuple[Any, NumericalAwareTokenizer]:
     """A tiny model that writes numbers now and then, saved in a folder. vLLM wants heads of 32 dimensions."""
-    own = train_tokenizer([WORDS], 300)
+    own = train_tokenizer([WORDS + " -0.123456789"], 300)
     own.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    tokenizer = NumericalAwareTokenizer(own, vocab_size=SIZES["vocab_size"])
+    policy = NumberPolicy(digits="digit_rows" in shape)
+    tokenizer = NumericalAwareTokenizer(own, vocab_size=SIZES["vocab_size"], policy=policy)
+    shape |= {"digit_rows": tokenizer.digit_rows}
     base = {**SIZES, "max_position_embeddings": 256, **({} if kind == "qwen2" else {"head_dim": 32})}
     target = {"name": "standardise", "median": 150.0, "scale": 40.0}
     lm = tiny_causal_lm(kind, num_token_id=tokenizer.num_token_id, target=target, base=base, **shape)
