@@ -4,10 +4,11 @@ PYTHON ?= python3
 # Installed before everything else, so that nothing pulls another build of it; on a GPU machine: make setup TORCH=torch
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
+TWO    := -n 2 --dist loadfile --no-loadscope-reorder  # pytest on two processes, a file in one
 OLDEST ?= .venv-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup base quickstart demo experiments test test-changed test-all test-oldest test-rounding test-matrix soak test-stand-in test-gpu gpu-table test-cluster docs lint format clean
+.PHONY: help setup base quickstart demo experiments test test-changed test-all test-oldest test-rounding test-matrix soak test-stand-in test-gpu gpu-table test-cluster docs style lint format clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -33,28 +34,31 @@ demo: base ## wine prices from text and numbers on a real base: a table, a page,
 experiments: base ## the seeds' claims on a real base, two hours on one core (DATA=train.jsonl NAMES="uncertainty ...")
 	$(BIN)/python -m experiments $(NAMES) $(if $(DATA),--data $(DATA)) --page
 
-test: setup lint ## lint, types and the test suite, on two processes
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Types are checked beside the tests, since mypy has one process; what it found comes last.
+test: setup style ## lint, types and the test suite, on two processes
+	@mkdir -p build
+	$(BIN)/mypy > build/types.txt & types=$$!; $(BIN)/pytest $(TWO); tests=$$?; \
+	wait $$types || tests=1; cat build/types.txt; exit $$tests
 
 test-changed: setup ## only the tests that the changes since main can break (BASE=another branch)
-	tests=$$($(BIN)/python tests/support/changed.py $(or $(BASE),main)) && [ -z "$$tests" ] || $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $$tests
+	tests=$$($(BIN)/python tests/support/changed.py $(or $(BASE),main)) && [ -z "$$tests" ] || $(BIN)/pytest $(TWO) $$tests
 
 test-all: setup lint ## with the slow tests (not those that need a GPU or SLURM's daemons)
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not gpu and not cluster'
+	$(BIN)/pytest $(TWO) -m 'not gpu and not cluster'
 
 # In an environment of its own, as uv resolves pyproject.toml to the oldest. On a GPU machine or not, torch brings CUDA libraries (5 GB).
 test-oldest: ## the test suite on the oldest releases that pyproject.toml allows
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/pip install --quiet uv
 	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --editable '.[dev]'
-	$(OLDEST)/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(OLDEST)/bin/pytest $(TWO)
 
 # Instructions that every x86-64 has, and sums in other orders: a test that holds on one CPU only fails here.
 OTHER_PATH := MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41
 MODELS     := tests/ops tests/heads tests/model tests/seeds
 test-rounding: setup ## numerical tests under another code path and other orders of sums
-	$(OTHER_PATH) $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --rounding=by-shape $(MODELS) tests/generate tests/parallel tests/training
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --rounding=in-order $(MODELS)
+	$(OTHER_PATH) $(BIN)/pytest $(TWO) --rounding=by-shape $(MODELS) tests/generate tests/parallel tests/training
+	$(BIN)/pytest $(TWO) --rounding=in-order $(MODELS)
 
 test-matrix: setup ## ranks x vocabulary groups x ZeRO x precision, whole
 	$(BIN)/pytest tests/matrix -m 'slow or not slow'
@@ -78,9 +82,11 @@ gpu-table: setup ## loss, step, decoding, packing and memory on one GPU, as one 
 test-cluster: setup ## on a real SLURM of namespaces on this machine: root, and SLURM's packages (CONTRIBUTING.md)
 	$(BIN)/pytest tests/cluster -m 'cluster or not cluster'
 
-lint: setup ## ruff and mypy
+style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint: style ## ruff and mypy
 	$(BIN)/mypy
 
 docs: setup ## the documentation site, build/site

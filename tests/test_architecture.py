@@ -12,7 +12,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from radon.complexity import cc_visit
-from support.sources import OUTSIDE, PACKAGE, ROOT, all_files, closure, dotted_name, import_graph, imported, parsed
+from support.sources import (
+    OUTSIDE,
+    PACKAGE,
+    ROOT,
+    all_files,
+    closure,
+    dotted_name,
+    import_graph,
+    imported,
+    nodes_of,
+    parsed,
+)
 
 FLOORS = {
     "config": 0,
@@ -88,10 +99,11 @@ def wing_of(part: str) -> str:
     return first if (first := part.partition("/")[0]) in WINGS else ""
 
 
-def imported_parts(tree: ast.AST, path: Path) -> Iterator[tuple[int, str]]:
+def imported_parts(source: str, path: Path) -> Iterator[tuple[int, str]]:
     """(line, part) of everything of ours that a file imports, wherever in it."""
-    for node in ast.walk(tree):
-        names = imported(node, (PACKAGE, *path.relative_to(ROOT / PACKAGE).parts[:-1]))
+    folder = (PACKAGE, *path.relative_to(ROOT / PACKAGE).parts[:-1])
+    for node in nodes_of(source):
+        names = imported(node, folder)
         if isinstance(node, ast.Call) and dotted_name(node.func) in ("importlib.import_module", "import_module"):
             names = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
         for name in names:
@@ -128,7 +140,7 @@ def floor_faults(path: Path, source: str) -> list[str]:
 
 
 def _ours(path: Path, source: str) -> list[tuple[int, str]]:
-    return sorted(imported_parts(parsed(source), path))
+    return sorted(imported_parts(source, path))
 
 
 def _is_true(keywords: dict[str | None, ast.expr], name: str) -> bool:
@@ -139,7 +151,7 @@ def _is_true(keywords: dict[str | None, ast.expr], name: str) -> bool:
 def habit_faults(path: Path, source: str) -> list[str]:
     """Calls and imports that this project does without, each with the reason."""
     part, found = part_of(path), []
-    for node in ast.walk(parsed(source)):
+    for node in nodes_of(source):
         reason = ""
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
@@ -198,7 +210,7 @@ def long_files(files: dict[str, str], limit: int) -> Iterator[str]:
 
 def long_functions(name: str, source: str) -> Iterator[str]:
     """Of a Triton kernel the lines behind its parameters count: it cannot take them in an object."""
-    for node in ast.walk(parsed(source)):
+    for node in nodes_of(source):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             of_triton = any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
             lines = (node.end_lineno or 0) - (node.body[0].lineno if of_triton else node.lineno) + 1

@@ -7,8 +7,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "cqwen_dist"
-parsed = cache(ast.parse)  # a source is asked about many times
 OUTSIDE = ("experiments", "benchmarks")  # folders beside the package: they import it, it never imports them
+parsed = cache(ast.parse)  # a source is asked about many times
+
+
+@cache
+def nodes_of(source: str) -> tuple[ast.AST, ...]:
+    """All nodes of a source."""
+    return tuple(ast.walk(parsed(source)))
 
 
 def all_files() -> dict[str, str]:
@@ -39,8 +45,9 @@ def imported(node: ast.AST, folder: Sequence[str]) -> list[str]:
 
 def imports_of(name: str, source: str, module_of: dict[str, str]) -> Iterator[str]:
     """The files that a file imports from, wherever in it. A folder is its __init__."""
-    for node in ast.walk(parsed(source)):
-        for module in imported(node, (PACKAGE, *Path(name).parts[:-1])):
+    folder = (PACKAGE, *Path(name).parts[:-1])
+    for node in nodes_of(source):
+        for module in imported(node, folder):
             package, _, inner = module.partition(".")
             if isinstance(node, ast.ImportFrom) and inner not in module_of:
                 inner = inner.rpartition(".")[0]

@@ -39,10 +39,6 @@ class Machine:
         """Peak flop/s for numbers of `width` bytes."""
         return self.bf16 if width == 2 else self.fp32
 
-    def factor(self, part: str) -> float:
-        """Measured time of a part divided by its roofline time."""
-        return self.factors.get(part, 1.0)
-
 
 MACHINES = {
     machine.name: machine
@@ -164,7 +160,7 @@ def stage_cost(s: Sizes, m: Machine, ranks_per_node: int) -> StageCost:
         gathers = [x for x in feature_messages(s) if x.operation == "all-gather"]
         overlapped = sum(message_time(x, s, m, ranks_per_node) for x in gathers)
         communication -= min(overlapped, time["backbone_forward"] + time["backbone_backward"])
-    time["communication"] = communication * m.factor("communication")
+    time["communication"] = communication * m.factors.get("communication", 1.0)
     time |= {"optimizer": optimizer_time(s, m), "exposed_launches": exposed}
     return StageCost(
         stage=s.stage.name,
@@ -205,7 +201,8 @@ def micro_batch_times(s: Sizes, m: Machine) -> dict[str, float]:
         exposed += max(0.0, start - forward) * (not s.cached)
         exposed += max(0.0, start * ((1 if compiled else 2) + s.checkpointing) - backward) * s.graph
     times = {"backbone_forward": forward, "backbone_backward": backward, "heads": heads}
-    return {**{part: seconds * m.factor(part) for part, seconds in times.items()}, "exposed_launches": exposed}
+    measured = {part: seconds * m.factors.get(part, 1.0) for part, seconds in times.items()}
+    return {**measured, "exposed_launches": exposed}
 
 
 def layer_bytes(s: Sizes) -> float:
@@ -237,7 +234,7 @@ def optimizer_time(s: Sizes, m: Machine) -> float:
     tensors = 2 * sum(count for count, _ in s.base.all_maps(s.adapters)) * TENSOR * looped
     here = 0.0 if offloaded else ADAMW * (heads + features) / (m.memory * MEMORY_EFFICIENCY)
     host = (features * (ADAMW + 2 * s.width) + heads * (ADAMW + 3 * FP32)) / HOST if offloaded else 0.0
-    return (here + tensors) * m.factor("optimizer") + host
+    return (here + tensors) * m.factors.get("optimizer", 1.0) + host
 
 
 def message_time(message: Message, s: Sizes, m: Machine, ranks_per_node: int) -> float:

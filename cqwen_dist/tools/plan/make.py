@@ -40,11 +40,6 @@ class Plan:
     sequence_length: int
 
     @property
-    def tensor_gib(self) -> float:
-        """The peak in torch's allocator, without context, library buffers and fragmentation."""
-        return tensor_bytes(part for part in self.parts if part.name not in NOT_TENSORS) / GIB
-
-    @property
     def hours(self) -> float | None:
         """The run's hours; None if a stage is given in epochs and the data size is unknown."""
         found = [stage.hours for stage in self.stages]
@@ -85,12 +80,13 @@ class Plan:
         return f"does not fit: {need}; the largest part is {part.name} ({part.bytes / GIB:.2f} GiB). {self.advice}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Plain values, for JSON. tensor_gib: the peak in torch's allocator."""
+        tensors = tensor_bytes(part for part in self.parts if part.name not in NOT_TENSORS)
         return {
             **asdict(self),
             "machine": describe(self.machine),
             "stages": [stage.to_dict() for stage in self.stages],
-            "tensor_gib": round(self.tensor_gib, 4),
+            "tensor_gib": round(tensors / GIB, 4),
             "hours": self.hours,
             "gpu_hours": self.gpu_hours,
             "parts": [{**asdict(part), "gib": round(part.bytes / GIB, 4)} for part in self.parts],

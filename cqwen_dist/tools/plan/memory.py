@@ -24,7 +24,7 @@ KL_TENSORS = 8
 CONTEXT, NCCL, WORKSPACE, PROCESS = 600 * MIB, 160 * MIB, 64 * MIB, 900 * MIB
 # Bytes of a weight, and of an output's scale. nf4: a block of 64 weights has an 8-bit scale, 256 of these an fp32 one.
 ROUNDED = {"int8": (1, FP32), "nf4": (0.5 + 1 / 64 + FP32 / (64 * 256), 0)}
-FRAGMENTATION = {"cuda": 0.04, "cpu": 0.0}
+FRAGMENTATION = 0.04  # of the tensors, on a GPU
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def outside_tensors(s: Sizes, tensors: int) -> Iterator[Part]:
     if s.world > 1:
         groups = 1 + (s.group > 1) + (1 < s.group < s.world) + (s.sequence > 1) + 1
         yield Part("communication buffers", groups * NCCL, f"NCCL, {groups} communicators")
-    share = FRAGMENTATION[s.kind]
-    yield Part("fragmentation", round(share * tensors), f"{share:.0%} of the tensors: what the allocator cannot use")
+    lost = f"{FRAGMENTATION:.0%} of the tensors: what the allocator cannot use"
+    yield Part("fragmentation", round(FRAGMENTATION * tensors), lost)
 
 
 def _frozen(s: Sizes) -> Iterator[Part]:
