@@ -48,7 +48,7 @@ data:
     train: [heads, embedding, lora]
     epochs: {epochs}
     lr: {rate}
-    lr_groups: {{{groups}, embedding: 1.0e-4, lora: 2.0e-4}}
+    lr_groups: {{{groups}, embedding: 1.0e-4, lora: 5.0e-4}}
     warmup_steps: {warmup}
 train:
   global_batch_size: {batch}  # texts per optimizer step, over all ranks

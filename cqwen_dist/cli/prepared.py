@@ -77,7 +77,7 @@ def as_read(document: Document, tokenizer: NumericalAwareTokenizer) -> str:
     """The first tokens as the model reads them: numbers as `<NUM 12.5>`, learnt text between [[ and ]]."""
     ids, values, text = document.ids[:SHOWN].tolist(), document.values[:SHOWN].tolist(), ""
     learnt = [True] * len(ids) if document.learnt is None else document.learnt[:SHOWN].tolist()
-    for own, places in groupby(tokenizer.places(ids), key=learnt.__getitem__):
+    for own, places in groupby(tokenizer.encoder.places(ids), key=learnt.__getitem__):
         part = ""
         for number, group in groupby(places, key=lambda i: ids[i] == tokenizer.num_token_id):
             run = list(group)

@@ -73,7 +73,7 @@ class RunConfig(Section):
 
 
 # Tuned on SmolLM2-135M (docs/training.md, Rates).
-_RATES: dict[Any, float] = {"classifier": 2e-6, "regression": 1e-3, "thresholds": 1e-3, "embedding": 1e-4, "lora": 2e-4}
+_RATES: dict[Any, float] = {"classifier": 2e-6, "regression": 1e-3, "thresholds": 1e-3, "embedding": 1e-4, "lora": 5e-4}
 DEFAULT_STAGES = [
     Stage(name="heads", train=["heads"], steps=1000, lr_groups=_RATES, warmup_steps=50),
     Stage(name="lora", train=["heads", "embedding", "lora"], steps=1000, lr_groups=_RATES, warmup_steps=100),

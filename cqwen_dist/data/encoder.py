@@ -112,6 +112,25 @@ class NumberEncoder:
                 found.extend(self.rest_of(next(values)))
         return found
 
+    def places(self, ids: Sequence[int]) -> list[int]:
+        """Indices of ids [T] without the digits behind each <NUM>: [0-9]*, and a point with digits."""
+        if not self.digit_rows:
+            return list(range(len(ids)))
+        digits, point = {*self.digit_rows[:10]}, self.digit_rows[CHARACTERS.index(".")]
+
+        def run(start: int) -> int:
+            return next((i for i in range(start, len(ids)) if ids[i] not in digits), len(ids))
+
+        found, at = [], 0
+        while at < len(ids):
+            found.append(at)
+            at += 1
+            if ids[at - 1] == self.num_token_id:
+                at = run(at)
+                if at < len(ids) and ids[at] == point and run(at + 1) > at + 1:
+                    at = run(at + 1)
+        return found
+
     def encoding(self, texts: Sequence[str]) -> tuple[Encoding, dict[str, float], list[str]]:
         """Encode a text, or its words, as tokenizers' Encoding, with the ids that `read` returns.
 

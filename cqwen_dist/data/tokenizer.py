@@ -27,7 +27,6 @@ from cqwen_dist.batch import pad_rows
 from cqwen_dist.config.bases import line_end_ids, numeral_ids, rows_used, rows_with_number, symbols_of
 from cqwen_dist.config.data import NumberPolicy
 from cqwen_dist.config.errors import Said, UserError, reason_of
-from cqwen_dist.config.shape import CHARACTERS
 from cqwen_dist.data.encoder import NumberEncoder, split
 from cqwen_dist.data.write_numbers import write_numbers
 
@@ -225,7 +224,7 @@ class NumericalAwareTokenizer:
         pieces: list[str | float] = []
         plain: Any
         plain, numbers = (x.tolist() if isinstance(x, torch.Tensor) else x for x in (ids, known))
-        pairs = [(plain[i], numbers[i]) for i in self.places(plain)]
+        pairs = [(plain[i], numbers[i]) for i in self.encoder.places(plain)]
         for is_number, group in groupby(pairs, key=lambda pair: pair[0] == self.num_token_id):
             if is_number:
                 pieces += [PLACEHOLDER if values is None else float(value) for _, value in group]
@@ -233,25 +232,6 @@ class NumericalAwareTokenizer:
                 words = [int(token_id) for token_id, _ in group]
                 pieces.append(self._backend.decode(words, skip_special_tokens=skip_special_tokens))
         return write_numbers(pieces, self.policy)
-
-    def places(self, ids: Sequence[int]) -> list[int]:
-        """Indices of ids [T] without the digits behind each <NUM>: [0-9]*, and a point with digits."""
-        if not self.digit_rows:
-            return list(range(len(ids)))
-        digits, point = {*self.digit_rows[:10]}, self.digit_rows[CHARACTERS.index(".")]
-
-        def run(start: int) -> int:
-            return next((i for i in range(start, len(ids)) if ids[i] not in digits), len(ids))
-
-        found, at = [], 0
-        while at < len(ids):
-            found.append(at)
-            at += 1
-            if ids[at - 1] == self.num_token_id:
-                at = run(at)
-                if at < len(ids) and ids[at] == point and run(at + 1) > at + 1:
-                    at = run(at + 1)
-        return found
 
 
 class DigitTokenizer(NumericalAwareTokenizer):

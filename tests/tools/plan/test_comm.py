@@ -40,7 +40,7 @@ def test_message_sizes_equal_values_by_hand() -> None:
 def test_the_plan_reports_the_bytes_that_sharding_the_head_saves() -> None:
     config = Config.model_validate(
         {
-            "model": {"name_or_path": "unused"},
+            "model": {"name_or_path": "unused", "candidates": "none"},
             "data": {"train": "unused", "sequence_length": 1024},
             "parallel": {"vocab_group_size": 8},
             "train": {"global_batch_size": 16, "micro_batch_size": 2, "precision": "bf16"},
