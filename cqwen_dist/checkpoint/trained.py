@@ -12,10 +12,11 @@ from safetensors import safe_open
 from cqwen_dist.checkpoint.manifest import resolve_checkpoint
 from cqwen_dist.checkpoint.resume import TrainState, base_digest, load_checkpoint, refuse_exchanged, refuse_strange
 from cqwen_dist.config import Config, Said, UserError, load_config
+from cqwen_dist.config.bases import POLICY_FILE
 from cqwen_dist.config.custom import TRUST
 from cqwen_dist.config.trainable import is_trainable
 from cqwen_dist.data.chat import Chat
-from cqwen_dist.data.tokenizer import POLICY_FILE, NumericalAwareTokenizer
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.continuation import end_ids
 from cqwen_dist.heads.intervals import FILE as CALIBRATION
 from cqwen_dist.heads.intervals import read_intervals

@@ -10,6 +10,7 @@ from cqwen_dist.config import yaml_text
 from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.architectures.base_architecture import EXPERTS
 from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig
+from cqwen_dist.config.bases import POLICY_FILE
 from cqwen_dist.config.data import DataConfig, NumberPolicy
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.fields import Above0, NonNegative, Positive, Section, Seed, refused, unless
@@ -242,9 +243,10 @@ class Config(Section):
 
     @property
     def _on_texts(self) -> bool:
-        """Whether texts, and no table, start a named base from data: then its own reading of numerals is worth most."""
+        """Whether texts, and no table, start a base from data that never saw <NUM> (one with a policy has)."""
         texts = self.data.target_field is None and not self.model.wide
-        return self.calibrated and self.model.architecture is None and texts
+        knows = self.model.architecture or (Path(self.base_folder).expanduser() / POLICY_FILE).is_file()
+        return self.calibrated and texts and not knows
 
     @property
     def candidates(self) -> str:

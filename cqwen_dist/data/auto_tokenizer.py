@@ -11,10 +11,11 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
+from cqwen_dist.config.bases import POLICY_FILE
 from cqwen_dist.config.data import NumberPolicy
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.chat import CHATML, FIXED_DATE
-from cqwen_dist.data.tokenizer import PLACEHOLDER, POLICY_FILE, DigitTokenizer, NumericalAwareTokenizer, read_policy
+from cqwen_dist.data.tokenizer import PLACEHOLDER, DigitTokenizer, NumericalAwareTokenizer, read_policy
 from cqwen_dist.wings import from_wing
 
 KEPT = ("chat_template", "clean_up_tokenization_spaces", "model_max_length", "name_or_path", "truncation_side")

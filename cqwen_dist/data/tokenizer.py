@@ -24,13 +24,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cqwen_dist.batch import pad_rows
-from cqwen_dist.config.bases import line_end_ids, numeral_ids, rows_used, rows_with_number, symbols_of
+from cqwen_dist.config.bases import POLICY_FILE, line_end_ids, numeral_ids, rows_used, rows_with_number, symbols_of
 from cqwen_dist.config.data import NumberPolicy
 from cqwen_dist.config.errors import Said, UserError, reason_of
 from cqwen_dist.data.encoder import NumberEncoder, split
 from cqwen_dist.data.write_numbers import write_numbers
 
-POLICY_FILE = "number_policy.json"
 OWN_CLASS = "CausalQwenTokenizer"  # `data.auto_tokenizer` writes this into tokenizer_config.json
 LONGEST_SIGNS = 8  # characters of a token, in which a sign like × has two
 PLACEHOLDER = "<NUM>"  # written for a number without a value

@@ -11,44 +11,37 @@ from cqwen_dist.config.shape import CHARACTERS, FRACTIONS_BELOW, LONGEST_NUMERAL
 MINUS_SIGN, POINT = CHARACTERS.index("-"), CHARACTERS.index(".")
 
 
-def characters(values: Tensor) -> Tensor:
-    """The characters of values [...] float64: [...,LONGEST_NUMERAL] int64, places in `CHARACTERS`, -1 behind the last.
+def characters(values: Tensor, count: int = LONGEST_NUMERAL) -> Tensor:
+    """The first characters of values [...] float64: [...,count] int64, places in `CHARACTERS`, -1 behind the last.
 
     The shortest decimals that are the value, at most `PLACES_SHOWN`; none from `FRACTIONS_BELOW` on. From `MOST_SHOWN`
     on, and for NaN, there are no characters. Exact: each step is one rounded operation, as in Python.
     """
+    tens = torch.pow(10, torch.arange(16, device=values.device))  # integers: a power of floats may round
     size = values.double().abs()
     shown = size < MOST_SHOWN
-    size = torch.where(shown, size, 0.0)
-    places = torch.full_like(size, PLACES_SHOWN, dtype=torch.int64)
-    for fewer in range(PLACES_SHOWN - 1, -1, -1):
-        fits = (size * 10.0**fewer).round() / 10.0**fewer == size
-        places = places.masked_fill(fits, fewer)
-    places = places.masked_fill(size >= FRACTIONS_BELOW, 0)
-    units = size.round()
-    for more in range(1, PLACES_SHOWN + 1):
-        units = torch.where(places == more, (size * 10.0**more).round(), units)
-    units, digits = units.long(), torch.ones_like(places)
-    for count in range(1, 16):
-        digits = torch.where(units >= 10**count, count + 1, digits)
-    digits = digits.maximum(places + 1)
+    size = size.where(shown, 0.0).unsqueeze(-1)
 
-    minus = (values < 0).long()
-    found = []
-    for place in range(LONGEST_NUMERAL):
-        at = place - minus  # in the numeral without a sign
-        point = digits - places  # where the point is, if there is one
-        behind = digits - 1 - at + (at > point).long()  # digits behind this one
-        digit = torch.div(units, torch.pow(10, behind.clamp(0, 15)), rounding_mode="floor") % 10
-        code = digit.masked_fill((at == point) & (places > 0), POINT).masked_fill(at < 0, MINUS_SIGN)
-        length = digits + (places > 0).long()
-        found.append(code.masked_fill((at >= length) | ~shown, -1))
-    return torch.stack(found, -1)
+    # Decimals, all digits as one integer, and how many they are
+    few = tens[: PLACES_SHOWN + 1]
+    scaled = (size * few.double()).round()
+    fits = (scaled / few.double() == size) | (few == few[-1])
+    decimals = fits.int().argmax(-1, keepdim=True).masked_fill(size >= FRACTIONS_BELOW, 0)
+    units = scaled.gather(-1, decimals).long()
+    digits = ((units >= tens[1:]).sum(-1, keepdim=True) + 1).maximum(decimals + 1)
+
+    # Each character by its place: a sign, digits, a point, digits
+    at = torch.arange(count, device=values.device) - (values < 0).long().unsqueeze(-1)
+    point = digits - decimals
+    behind = digits - 1 - at + (at > point).long()  # digits behind this one
+    digit = torch.div(units, tens[behind.clamp(0, 15)], rounding_mode="floor") % 10
+    found = digit.masked_fill((at == point) & (decimals > 0), POINT).masked_fill(at < 0, MINUS_SIGN)
+    return found.masked_fill((at >= digits + (decimals > 0).long()) | ~shown.unsqueeze(-1), -1)
 
 
 def shown_ids(ids: Tensor, values: Tensor, num_token_id: int, rows: Tensor) -> Tensor:
     """ids [...] with each number's first character in place of `<NUM>`, if it has one. rows: of `CHARACTERS`."""
-    first = characters(values)[..., 0]
+    first = characters(values, 1)[..., 0]
     return torch.where((ids == num_token_id) & (first >= 0), rows[first.clamp(min=0)], ids)
 
 

@@ -48,9 +48,10 @@ def turned_causal(
     if num_token_id is None:
         num_token_id = base.config.vocab_size - 1 if used is None else used
     policy = NumberPolicy(digits=options.pop("keep_digits", False))
-    if texts is not None:
+    if texts is not None or policy.digits:
         tokenizer = NumericalAwareTokenizer.from_pretrained(name_or_path, num_token_id, policy=policy)
         options["digit_rows"] = tokenizer.digit_rows
+    if texts is not None:
         calibration_batches, unit = text_batches(texts, tokenizer, base.config.max_position_embeddings, LEVEL_TOKENS)
         options = {"number_dims": 8, "target": unit, **options}
     options.setdefault("used_rows", base.config.vocab_size if used is None else max(used, num_token_id + 1))

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from cqwen_dist.config import NumberPolicy, UserError
+from cqwen_dist.config.bases import POLICY_FILE
 from cqwen_dist.data.encoder import split
-from cqwen_dist.data.tokenizer import POLICY_FILE, NumericalAwareTokenizer, train_tokenizer
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 
 CORPUS = [f"A patient aged {a} weighs {a * 1.5} kg, 价格是{a}元.\n" for a in range(20, 60)]
 

@@ -20,10 +20,11 @@ from cqwen_dist import api
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import UserError, load_config
+from cqwen_dist.config.bases import POLICY_FILE
 from cqwen_dist.data.collate import collate
 from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader
-from cqwen_dist.data.tokenizer import POLICY_FILE, NumericalAwareTokenizer
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.parallel.vocab_parallel import vocab_range

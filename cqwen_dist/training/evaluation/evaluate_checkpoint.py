@@ -12,6 +12,7 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.resume import refuse_exchanged
 from cqwen_dist.checkpoint.trained import is_exported, load_trained, run_of
 from cqwen_dist.config import Config, UserError
+from cqwen_dist.config.bases import POLICY_FILE
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import load_datasets
@@ -19,7 +20,7 @@ from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.prepare import tokenise
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
-from cqwen_dist.data.tokenizer import POLICY_FILE, NumericalAwareTokenizer
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.heads.numerals import shown_ids
 from cqwen_dist.model.base_loading import load_base
