@@ -6,7 +6,7 @@ from typing import Any
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.shape import A_TOKEN, SIGNS
 
-POLICY_FILE = "number_policy.json"  # beside a tokenizer that reads numbers
+POLICY_FILE = "number_policy.json"  # written with a tokenizer for numbers
 AS_SIGN = {sign: sign for sign in SIGNS} | dict(zip("加−减x×乘÷除（）＝", "+--***//()=", strict=True))  # as in prose
 SPACE = " \u00a0$<>"  # may stand between signs: GSM8K writes <<48/2=24>>
 BLOCK = 64  # an extended vocabulary has a multiple of this number of rows

@@ -88,7 +88,7 @@ def _row(text: Text, segments: list[tuple[str, bool]], readings: list[Reading], 
 def _digits(
     ids: np.ndarray, numbers: list[float], unlearnt: list[tuple[int, int]], recipe: Recipe
 ) -> list[tuple[int, int]]:
-    """[start, end) of the digits behind each <NUM>, which are given, but for those that are unlearnt anyway."""
+    """[start, end) of the digits behind each <NUM>, which are given; without those in unlearnt text."""
     places = np.flatnonzero(ids == recipe.encoder.num_token_id) + 1
     known = np.zeros(len(ids) + 1, bool)
     for start, end in unlearnt:

@@ -14,7 +14,7 @@ from cqwen_dist.data.numbers import DEFAULT_POLICY, NumberSpan, find_numbers
 def in_decimals(value: float) -> str:
     """A number in plain decimals, as the base reads it behind `<NUM>` (`data.keep_digits`): 48, -0.5.
 
-    The shortest decimals that are the value, six at most; none from 1e9 on, and no characters at all from 1e15 on.
+    The shortest exact decimals, six at most; none from 1e9 on, and no characters at all from 1e15 on.
     `heads.numerals.characters` computes the same with tensors.
     """
     size = abs(value)

@@ -250,7 +250,7 @@ class _Continuation:
         now.at.add_(1)
 
     def given(self) -> Tensor | None:
-        """The tokens [B] that the numeral before them gives, -1 at others; None if digits are not kept in view."""
+        """The tokens [B] given by the numeral before them, -1 elsewhere; None if digits are not kept in view."""
         now, embedding = self.now, self.model.features.embedding
         if not embedding.digit_rows:
             return None

@@ -14,7 +14,7 @@ MINUS_SIGN, POINT = CHARACTERS.index("-"), CHARACTERS.index(".")
 def characters(values: Tensor, count: int = LONGEST_NUMERAL) -> Tensor:
     """The first characters of values [...] float64: [...,count] int64, places in `CHARACTERS`, -1 behind the last.
 
-    The shortest decimals that are the value, at most `PLACES_SHOWN`; none from `FRACTIONS_BELOW` on. From `MOST_SHOWN`
+    The shortest exact decimals, at most `PLACES_SHOWN`; none from `FRACTIONS_BELOW` on. From `MOST_SHOWN`
     on, and for NaN, there are no characters. Exact: each step is one rounded operation, as in Python.
     """
     tens = torch.pow(10, torch.arange(16, device=values.device))  # integers: a power of floats may round
@@ -46,7 +46,7 @@ def shown_ids(ids: Tensor, values: Tensor, num_token_id: int, rows: Tensor) -> T
 
 
 def next_character(is_number: Tensor, values: Tensor, last: Tensor) -> Tensor:
-    """The characters that follow texts inside a numeral [R] int64: places in `CHARACTERS`; -1 where none has to follow.
+    """The next characters of texts inside a numeral [R] int64: places in `CHARACTERS`; -1 where none has to follow.
 
     is_number [R,T] bool, values [R,T] float64: of the texts. last [R] or [1]: their last position; later ones are not
     read.
