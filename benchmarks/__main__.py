@@ -226,10 +226,44 @@ def numbers(
     print_document(found, as_json, lambda made: Markdown(page(made)))
 
 
+def gsm8k(
+    model: Annotated[Path, typer.Argument(help="A run, a checkpoint, or an exported folder.")],
+    data: Annotated[Path, typer.Option(help="JSONL with GSM8K's fields, such as its test file.")],
+    problems: Annotated[int, typer.Option(min=1, help="So many, from the file's start.")] = 100,
+    skip: Annotated[int, typer.Option(min=0, help="Leave out so many lines before.")] = 0,
+    prompt: Annotated[str, typer.Option(help="Template of a prompt, as the run was trained.")] = "{question}\\n",
+    digits: Annotated[
+        str | None, typer.Option(help="Also a causal language model that writes digits, trained on the same prompts.")
+    ] = None,
+    base: Annotated[str | None, typer.Option(help="Also this base, after solved problems of --shots.")] = None,
+    shots: Annotated[Path | None, typer.Option(help="File whose first four problems are shown to --base.")] = None,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Problems side by side.")] = 8,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """GSM8K: the share of problems whose final answer is exactly right, and errors by kind."""
+    quiet_libraries()
+    from benchmarks import gsm8k as bench
+
+    template = prompt.replace("\\n", "\n")
+    asked = bench.read_problems(data, problems, skip)
+    writers = {"CausalQwen": bench.causal_writer(model, template, new_tokens, device)}
+    if digits is not None:
+        writers["digits"] = bench.plain_writer(digits, "", template, new_tokens, device)
+    if base is not None:
+        if shots is None:
+            raise UserError("--shots", "no value", "a file with problems, other than --data's, with --base")
+        shown = bench.read_problems(shots, 4)
+        known = "".join(template.format(question=question) + f"{answer}\n\n" for question, answer, _ in shown)
+        writers["base, four shots"] = bench.plain_writer(base, known, template, new_tokens, device)
+    print_document(bench.run(writers, asked, batch, partial(echo, err=True)), as_json, bench.table)
+
+
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Measure on this machine."
 )
-for verb in (data, loss, step, packed, memory, ranks, generate, gpu, numbers):
+for verb in (data, loss, step, packed, memory, ranks, generate, gpu, numbers, gsm8k):
     app.command()(verb)
 
 if __name__ == "__main__":
