@@ -118,7 +118,8 @@ def plain_writer(folder: str, shots: str, prompt: str, new_tokens: int, device: 
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     where = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
-    model = AutoModelForCausalLM.from_pretrained(folder).to(where).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    model = model.to(where).eval()
 
     def write(questions: Sequence[str]) -> list[str]:
         given = [shots + prompt.format(question=question) for question in questions]
