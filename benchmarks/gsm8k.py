@@ -15,15 +15,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 
-from cqwen_dist.checkpoint.trained import load_trained
+from cqwen_dist.checkpoint.trained import load_trained, place_of
 from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.data.numbers import find_numbers
+from cqwen_dist.data.records import MARKS
 from cqwen_dist.generate.continuation import continue_text
 
-MARKS = re.compile(r"<<[^<>]*>>")  # the data's calculator marks, such as <<48/2=24>>
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 EXPRESSION = re.compile(r"([\d$][\d\s.,$+\-*/x×÷()]*)=\s*\$?\s*(-?\d[\d,]*(?:\.\d+)?)")
 SIGNS = str.maketrans({"x": "*", "×": "*", "÷": "/", ",": None, "$": None})
 OPERATORS: dict[type, Callable[[float, float], float]] = {
@@ -53,9 +52,8 @@ def read_problems(path: Path, count: int, skip: int = 0) -> list[tuple[str, str,
 
 def answer_of(text: str) -> float | None:
     """The number that a text answers with."""
-    numbers = NUMBER.findall(text.rsplit("####", 1)[-1] if "####" in text else text)
-    number = numbers[0 if "####" in text else -1] if numbers else None
-    return None if number is None else float(number.replace(",", ""))
+    numbers = find_numbers(text.rsplit("####", 1)[-1])
+    return numbers[0 if "####" in text else -1].value if numbers else None
 
 
 def value_of(expression: str) -> float | None:
@@ -117,7 +115,7 @@ def plain_writer(folder: str, shots: str, prompt: str, new_tokens: int, device: 
 
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    where = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
+    where = place_of(device)
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     model = model.to(where).eval()
 

@@ -46,7 +46,7 @@ def load_trained(
     """
     path = Path(path)
     if is_exported(path):
-        place = _place(device)
+        place = place_of(device)
         device_map = None if place == "cpu" else "auto" if device == "auto" else place
         model = load_exported(path, device_map=device_map)
         return model.eval(), exported_tokenizer(path, model.config)
@@ -60,7 +60,7 @@ def load_trained(
     )
     known = {"tokenizer": tokenizer.digest(), "base": base}
     refuse_exchanged(state.state["inputs"], known, config.run.accept, folder)
-    where = torch.device(_place(device))
+    where = torch.device(place_of(device))
     model = assemble(state, config, folder, "none" if full_base else config.model.quantize, where)
     model.config.calibration = (state.state.get("figures") or {}).get("calibration") or intervals_of(folder)
     if model.config.calibration is not None and not state.state["evaluated"]:
@@ -113,7 +113,7 @@ def exported_tokenizer(folder: Path, config: Any) -> NumericalAwareTokenizer:
     return tokenizer
 
 
-def _place(device: str) -> str:
+def place_of(device: str) -> str:
     """Device name for torch. Raises `UserError` if this machine lacks the device."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"

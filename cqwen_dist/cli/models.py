@@ -110,9 +110,9 @@ def _print_continued(written: list["Written"], mode: str, streamed: bool, as_jso
         echo("" if streamed else w.prompt + w.text)
         for number in w.numbers:
             low, high = number.intervals["0.9"]
-            interval = f"90 % interval {low:.6g} to {high:.6g}" if high > low else "no interval: this individual's own"
-            interval = interval if number.source is None else f"exactly {number.source}"
-            parts = [f"{number.written:g}", interval, f"P(<NUM>) {number.p_num:.3f}"]
+            law = f"90 % interval {low:.6g} to {high:.6g}" if high > low else "no interval: this individual's own"
+            law = law if number.source is None else f"exactly {number.source}"
+            parts = [f"{number.written:g}", law, f"P(<NUM>) {number.p_num:.3f}"]
             echo("    " + "   ".join(parts), err=True)
 
 

@@ -66,36 +66,30 @@ def _row(text: Text, segments: list[tuple[str, bool]], readings: list[Reading], 
     if recipe.end_text is None or not text.text.rstrip().endswith(recipe.end_text):
         parts[-1] = parts[-1] + array("i", [recipe.end])
     ends = list(accumulate(map(len, parts), initial=0))
-    unlearnt = [(first, end) for is_learnt, first, end in zip(learnt, ends, ends[1:], strict=False) if not is_learnt]
     ids = np.frombuffer(b"".join(parts), np.int32)
-    numbers = [number for reading in readings for number in reading.numbers]
-    if recipe.encoder.digit_rows:
-        unlearnt += _digits(ids, numbers, unlearnt, recipe)
     targets = _targets(text, segments, readings, recipe)
     if ids[0] == recipe.encoder.num_token_id:
         targets[0] = 0  # no token precedes it
     return {
         "ids": ids,
-        "numbers": numbers,
+        "numbers": [number for reading in readings for number in reading.numbers],
         "targets": targets,
-        "unlearnt": list(chain.from_iterable(sorted(unlearnt))),
+        "unlearnt": _unlearnt(learnt, ends, np.flatnonzero(ids == recipe.encoder.num_token_id), readings),
         "overflows": sum(len(reading.overflows) for reading in readings),
         "left": sum(reading.left for reading in readings),
         "digest": text_digest(text),
     }
 
 
-def _digits(
-    ids: np.ndarray, numbers: list[float], unlearnt: list[tuple[int, int]], recipe: Recipe
-) -> list[tuple[int, int]]:
-    """[start, end) of the digits behind each <NUM>, which are given; without those in unlearnt text."""
-    places = np.flatnonzero(ids == recipe.encoder.num_token_id) + 1
-    known = np.zeros(len(ids) + 1, bool)
-    for start, end in unlearnt:
-        known[start:end] = True
-    sizes = [len(recipe.encoder.rest_of(number)) for number in numbers]
-    pairs = ((int(at), int(at) + size) for at, size in zip(places, sizes, strict=True))
-    return [(start, end) for start, end in pairs if end > start and not known[start]]
+def _unlearnt(learnt: list[bool], ends: list[int], numbers: np.ndarray, readings: list[Reading]) -> list[int]:
+    """start, end, start, end, ...: segments that are not learnt, and the digits given behind a <NUM> in the others.
+
+    learnt: of each segment; ends: of the segments, after 0; numbers: places of <NUM>.
+    """
+    found = [(start, end) for is_learnt, start, end in zip(learnt, ends, ends[1:], strict=False) if not is_learnt]
+    given = [count * is_learnt for is_learnt, reading in zip(learnt, readings, strict=True) for count in reading.given]
+    found += [(at + 1, at + 1 + count) for at, count in zip(numbers.tolist(), given, strict=True) if count]
+    return list(chain.from_iterable(sorted(found)))
 
 
 def _targets(text: Text, segments: list[tuple[str, bool]], readings: list[Reading], recipe: Recipe) -> np.ndarray:

@@ -42,6 +42,7 @@ class Reading(NamedTuple):
     numbers: list[float]  # one per <NUM> in ids
     overflows: list[str]  # literals too large for float64; they stay text
     left: int  # numerals that stay text
+    given: list[int]  # tokens behind each <NUM> that are its numeral's
 
 
 @dataclass(eq=False)
@@ -78,10 +79,10 @@ class NumberEncoder:
             raise UserError("data.keep_digits", True, f"false: the tokenizer has no token {missing[0]}")
         return [row for row in found.values() if row is not None]
 
-    def rest_of(self, value: float) -> list[int]:
-        """The tokens behind <NUM>: the numeral without its first character."""
-        rows = self.digit_rows
-        return [rows[CHARACTERS.index(character)] for character in in_decimals(value)[1:]] if rows else []
+    def rest_of(self, value: float) -> list[tuple[int, str]]:
+        """The tokens behind <NUM> with their characters: the numeral without its first."""
+        rest = in_decimals(value)[1:] if self.digit_rows else ""
+        return [(self.digit_rows[CHARACTERS.index(character)], character) for character in rest]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -96,20 +97,20 @@ class NumberEncoder:
         found = [split(text, self.policy) for text in texts]
         pieces = [own for own, *_ in found]
         ids = self._in_bulk(pieces) if sum(map(len, texts)) > _LITTLE else [self._one(own) for own in pieces]
-        return [
-            Reading(self._with_digits(own_ids, numbers), numbers, overflows, len(_NUMERAL.findall(_MARK.join(own))))
-            for own_ids, (own, numbers, overflows, _) in zip(ids, found, strict=True)
-        ]
+        readings = []
+        for own_ids, (own, numbers, overflows, _) in zip(ids, found, strict=True):
+            left, rests = len(_NUMERAL.findall(_MARK.join(own))), [self.rest_of(number) for number in numbers]
+            whole = self._with_digits(own_ids, rests) if self.digit_rows else own_ids
+            readings.append(Reading(whole, numbers, overflows, left, [len(rest) for rest in rests]))
+        return readings
 
-    def _with_digits(self, ids: array[int], numbers: list[float]) -> array[int]:
+    def _with_digits(self, ids: array[int], rests: list[list[tuple[int, str]]]) -> array[int]:
         """ids with the rest of each numeral behind its <NUM>."""
-        if not self.digit_rows or not numbers:
-            return ids
-        found, values = array("i"), iter(numbers)
+        found, following = array("i"), iter(rests)
         for token in ids:
             found.append(token)
             if token == self.num_token_id:
-                found.extend(self.rest_of(next(values)))
+                found.extend(row for row, _ in next(following))
         return found
 
     def places(self, ids: Sequence[int]) -> list[int]:
@@ -150,8 +151,9 @@ class NumberEncoder:
                 if part is None:
                     part = next(spelt)
                     own = [(self.num_token_id, part, 0, (0, len(part)))]
-                    rest = zip(self.rest_of(values[part]), in_decimals(values[part])[1:], strict=False)
-                    own += [(row, character, 0, (len(part), len(part))) for row, character in rest]
+                    own += [
+                        (row, character, 0, (len(part), len(part))) for row, character in self.rest_of(values[part])
+                    ]
                 else:
                     e = next(encoded)
                     own = list(zip(e.ids, e.tokens, (w or 0 for w in e.word_ids), e.offsets, strict=True))

@@ -20,7 +20,7 @@ from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.turns import messages_of, tools_of
 
 # GSM8K's calculator marks. They need "=" and have no letters: "cout << a; cin >> b" must not match.
-_MARKS = re.compile(r"<<[^<>A-Za-z;\n]*=[^<>A-Za-z;\n]*>>")
+MARKS = re.compile(r"<<[^<>A-Za-z;\n]*=[^<>A-Za-z;\n]*>>")
 
 
 class Text(NamedTuple):
@@ -174,7 +174,7 @@ class Extractor:
         """The text without a prompt, and the span of the target field in the NFC text."""
         config, name = self.config, self.config.target_field
         if self._template is None:
-            return _MARKS.sub("", self._cell(record, config.text_field, None)), None
+            return MARKS.sub("", self._cell(record, config.text_field, None)), None
         if name is None:
             return self._fill(self._template, record), None
         head, _, rest = self._template.partition(f"{{{name}}}")
@@ -197,7 +197,7 @@ class Extractor:
         if _OTHERS in names:
             others = self._columns or self._starred(record)
             values[_OTHERS] = "".join(f"{name}: {self._cell(record, name, empty)}\n" for name in others)
-        return _MARKS.sub("", filled(template, values.__getitem__))
+        return MARKS.sub("", filled(template, values.__getitem__))
 
     def _cell(self, record: Mapping[str, Any], name: str, empty: str | None) -> str:
         """Cell as text. empty: replaces an empty or missing cell; None: only "" may be empty."""

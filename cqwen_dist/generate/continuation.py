@@ -154,8 +154,8 @@ def written_of(
         end, reason = end - 1, "eos"
     text, stopped = cut(text_of(tokenizer, ids, numbers, row, start, end, digits), stop)
     reason = "stop" if stopped else reason
-    p, p_num = numbers.p_word[row].tolist(), numbers.p_num[row].tolist()
-    chosen = [t for t in range(start, end) if not numbers.given[row, t]]
+    p, p_num, given = (each[row].tolist() for each in (numbers.p_word, numbers.p_num, numbers.given))
+    chosen = [t for t in range(start, end) if not given[t]]
     tokens = [TokenRecord(int(ids[row, t]), p[t], p_num[t], numbers.record(row, t, digits)) for t in chosen]
     return Written(prompt, text, tokens, reason)
 

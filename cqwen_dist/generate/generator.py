@@ -17,7 +17,6 @@ from cqwen_dist.generate.compiling import ROOM, Buffers, CompiledSteps, Ending, 
 from cqwen_dist.generate.generation_settings import Prompt, Settings, check_prompt
 from cqwen_dist.generate.modes import Draws, Options, best, find_mode
 from cqwen_dist.generate.numbers import GeneratedNumbers, written_values
-from cqwen_dist.heads.numerals import next_character
 from cqwen_dist.heads.precision import at_hand
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.best import A_FEW, row_sizes
@@ -224,8 +223,10 @@ class _Continuation:
         shown = numbers.intervals.words.shown
         p_num = shown(prob_of(seen, head, torch.full_like(word, self.num_token_id)).double()).to(device)
         p_word = shown(prob_of(seen, head, word).double()).to(device)
-        given = self.given()
-        if given is not None:
+        embedding = self.model.features.embedding
+        if embedding.digit_rows:
+            is_number = (now.ids == self.num_token_id) & now.mask
+            given = embedding.next_digits(is_number, numbers.values, now.at - 1)
             word = given.where(given >= 0, word.to(device))
             p_word, p_num = p_word.masked_fill(given >= 0, 1.0), p_num.masked_fill(given >= 0, 0.0)
             self.put(numbers.given, (given >= 0) & ~now.done)
@@ -248,15 +249,6 @@ class _Continuation:
         for end in self.ends:
             now.done.logical_or_(word == end)
         now.at.add_(1)
-
-    def given(self) -> Tensor | None:
-        """The tokens [B] given by the numeral before them, -1 elsewhere; None if digits are not kept in view."""
-        now, embedding = self.now, self.model.features.embedding
-        if not embedding.digit_rows:
-            return None
-        is_number = (now.ids == self.num_token_id) & now.mask
-        code = next_character(is_number, now.numbers.values, now.at - 1)
-        return embedding.rows_on(now.ids.device)[code.clamp(min=0)].masked_fill(code < 0, -1)
 
     def put(self, buffer: Tensor, found: Tensor) -> None:
         """Write found [B,...] into the current column of a buffer [B,T',...]."""

@@ -36,7 +36,7 @@ def text_of(
 ) -> str:
     """The text of positions [start, end) of a row of ids [B,T'], numbers with `digits`."""
     written, own = ~numbers.given[row, :end], ids[row, :end]
-    places = [t for t in range(start, end) if written[t]]
+    places = (written[start:].nonzero()[:, 0] + start).tolist()
     text = tokenizer.decode(own[places].tolist(), [numbers.written(row, t, digits) for t in places])
     start = int(written[:start].sum())
     return gap(own[written], start, tokenizer.num_token_id) + text

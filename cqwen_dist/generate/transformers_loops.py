@@ -23,7 +23,7 @@ from cqwen_dist.generate.generation_settings import Prompt, Settings, check_prom
 from cqwen_dist.generate.generator import Watch, numbers_of
 from cqwen_dist.generate.numbers import POWERS, Digits, GeneratedNumbers, written_values
 from cqwen_dist.generate.streaming import NumberStreamer
-from cqwen_dist.heads.numerals import next_character
+from cqwen_dist.heads.numerals import only
 from cqwen_dist.heads.precision import at_hand
 from cqwen_dist.ops.cauchy import Cauchy
 
@@ -150,13 +150,10 @@ class LoopNumbers:
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         """A logits processor: inside a numeral only its next character may follow (`data.keep_digits`)."""
-        embedding = self.model.features.embedding
         real = nn.functional.pad(self.mask, (0, self.ids.shape[1] - self.mask.shape[1]), value=True)
         number = (self.ids == self.model.config.num_token_id) & real.repeat_interleave(len(ids) // len(self.mask), 0)
-        code = next_character(number, self.values, torch.tensor([self.ids.shape[1] - 1], device=ids.device))
-        row = embedding.rows_on(ids.device)[code.clamp(min=0)].unsqueeze(1)
-        forced = torch.full_like(scores, -torch.inf).scatter(1, row, 0.0)
-        return forced.where((code >= 0).unsqueeze(1), scores)
+        last = torch.tensor([self.ids.shape[1] - 1], device=ids.device)
+        return only(scores, self.model.features.embedding.next_digits(number, self.values, last))
 
 
 class NumberGenerationMixin(GenerationMixin):

@@ -59,6 +59,12 @@ def next_character(is_number: Tensor, values: Tensor, last: Tensor) -> Tensor:
     return found.masked_fill((at < 0) | (behind >= LONGEST_NUMERAL), -1)
 
 
+def only(scores: Tensor, tokens: Tensor) -> Tensor:
+    """scores [R,V] with 0 at a row's token [R] and -inf elsewhere; rows without one (-1) stay as they are."""
+    alone = torch.full_like(scores, -torch.inf).scatter(1, tokens.clamp(min=0).unsqueeze(1), 0.0)
+    return alone.where((tokens >= 0).unsqueeze(1), scores)
+
+
 def given_digits(is_number: Tensor, values: Tensor) -> Tensor:
     """Whether each position [B,T] is one of the characters behind a number. Arguments [B,T] as `next_character`."""
     places = torch.arange(values.shape[1], device=values.device)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cqwen_dist.heads.numerals import shown_ids
+from cqwen_dist.heads.numerals import next_character, shown_ids
 from cqwen_dist.heads.precision import keeping_fp32
 
 
@@ -90,6 +90,11 @@ class NumericalAwareEmbedding(nn.Module):
         if self._rows is None or self._rows.device != device:
             self._rows = torch.tensor(self.digit_rows, device=device)
         return self._rows
+
+    def next_digits(self, is_number: Tensor, values: Tensor, last: Tensor) -> Tensor:
+        """The tokens [R] that have to follow texts inside a numeral, -1 elsewhere. Arguments as `next_character`."""
+        code = next_character(is_number, values, last)
+        return self.rows_on(code.device)[code.clamp(min=0)].masked_fill(code < 0, -1)
 
     def forward(self, input_ids: Tensor | None, numeric_values: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
         """input_ids [B,T] int64, numeric_values [B,T] (0 at text) -> [B,T,H] in the table's dtype.

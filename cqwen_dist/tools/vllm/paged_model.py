@@ -13,7 +13,7 @@ from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_p
 from cqwen_dist.generate.modes import MODES, ovr_logits, softmax_logits
 from cqwen_dist.generate.numbers import POWERS, written_values
 from cqwen_dist.heads.number_head import Decision
-from cqwen_dist.heads.numerals import next_character
+from cqwen_dist.heads.numerals import only
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.best import all_scores
@@ -86,10 +86,7 @@ class PagedCausalQwen(nn.Module):
         ids, values, is_number, last = numbers.before()
         embedding = self.model.features.embedding
         if embedding.digit_rows:  # inside a numeral only its next character may follow
-            code = next_character(is_number, values, last)
-            row = embedding.rows_on(logits.device)[code.clamp(min=0)].unsqueeze(1)
-            forced = torch.full_like(logits, -torch.inf).scatter(1, row, 0.0)
-            logits.copy_(forced.where((code >= 0).unsqueeze(1), logits))
+            logits.copy_(only(logits, embedding.next_digits(is_number, values, last)))
         positions = torch.arange(values.shape[1], device=last.device).expand_as(values)
         at = torch.arange(len(last), device=last.device) * values.shape[1] + last
         decision = head.decide(u_prime, head.memory(ids, is_number, values, positions, at), self.intervals.bar)

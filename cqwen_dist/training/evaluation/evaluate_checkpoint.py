@@ -151,7 +151,7 @@ def measure_base(
     device = head.weight.device
     spelt = torch.tensor(list(numerals), dtype=torch.int64, device=device)
     rows, bias = head.weight[spelt], 0.0 if head.bias is None else head.bias[spelt]
-    digits = table(spelt).float().mean(0)
+    digits, first = table(spelt).float().mean(0), torch.tensor(digit_rows, device=device)
 
     def scored() -> Iterator[tuple[OvrScores, Tensor, Tensor]]:
         for cpu_batch in batches:
@@ -159,11 +159,10 @@ def measure_base(
             labels = batch.labels.flatten()[keep]
             if len(labels) and int(labels.max()) >= head.weight.shape[0]:
                 raise UserError("--base", name, f"a model with at least {int(labels.max()) + 1} words")
-            shown = batch.input_ids
+            ids = batch.input_ids
             if digit_rows:
-                first = torch.tensor(digit_rows, device=device)
-                shown = shown_ids(shown, batch.numeric_values, num_token_id, first)
-            embeddings = table(shown)
+                ids = shown_ids(ids, batch.numeric_values, num_token_id, first)
+            embeddings = table(ids)
             if len(spelt) and not digit_rows:
                 embeddings[batch.input_ids == num_token_id] = digits.to(embeddings.dtype)
             z = base.base_model(inputs_embeds=embeddings, position_ids=batch.position_ids, use_cache=False)[0]
