@@ -9,8 +9,9 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from cqwen_dist.config.data import DataConfig
-from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.errors import UserError, reason_of
 from cqwen_dist.config.schema import Config
+from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.encoder import NumberEncoder
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_train
@@ -70,22 +71,22 @@ class Suited(NamedTuple):
 
 
 def amount_of(config: DataConfig, base: Path | None = None) -> Amount:
-    """Look at the first `MOST` texts of data.train, and count them. base: a folder with a tokenizer, to count tokens;
-    else estimated.
+    """Look at the first `MOST` texts of data.train, and count them. base: a folder with a tokenizer, to count tokens
+    and for its chat template; else tokens are estimated, and chats written as ChatML.
 
     A bad text ends the reading and `Amount` keeps the error. Raises `UserError` if the first text is bad.
     """
     texts: list[str] = []
     error, further = None, 0
+    file = None if base is None else base / "tokenizer.json"
     try:
-        every = read_train(config, ReadReport())
+        every = read_train(config, ReadReport(), _chat_of(config, file))
         texts.extend(text.text for text in islice(every, MOST))
         further = sum(1 for _ in islice(every, COUNTED - MOST))
     except UserError as met:
         if not texts:
             raise
         error = met
-    file = None if base is None else base / "tokenizer.json"
     if file is not None and file.is_file():
         words = Tokenizer.from_file(str(file))
         policy = config.policy.model_copy(update={"digits": config.target_field is None})  # as `Config.policy` has it
@@ -94,6 +95,18 @@ def amount_of(config: DataConfig, base: Path | None = None) -> Amount:
     else:
         lengths = [math.ceil(len(text.encode(errors="replace")) / _BYTES) + 2 for text in texts]
     return Amount(lengths, error is None and further < COUNTED - MOST, error, further)
+
+
+def _chat_of(config: DataConfig, file: Path | None) -> Chat:
+    """The chat template beside a tokenizer.json, if the data holds chats."""
+    if config.messages_field is None or file is None or not file.is_file():
+        return Chat()
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        return Chat(PreTrainedTokenizerFast.from_pretrained(str(file.parent)))
+    except (OSError, ValueError) as error:
+        raise UserError("--base", str(file.parent), f"a tokenizer that loads ({reason_of(error, 200)})") from None
 
 
 def suited(amount: Amount, context: int | None) -> Suited:

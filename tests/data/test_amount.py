@@ -1,12 +1,16 @@
 """Settings for an amount of data, and a config against its data and base."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+from support.tool_template import QWEN_TOOLS
 
 from cqwen_dist.config import Config, DataConfig
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.amount import COUNTED, MOST, Amount, amount_of, never_warm, suited
 
 
@@ -49,6 +53,24 @@ def test_texts_beyond_those_that_are_looked_at_are_counted(tmp_path: Path) -> No
     found = amount_of(DataConfig(train=str(path)))
     assert (len(found.lengths), found.texts, found.complete) == (MOST, MOST + 3, True)
     assert found.words().startswith("2,003 texts")
+
+
+def test_chats_are_counted_as_the_bases_template_writes_them(one_rank: Path, tmp_path: Path) -> None:
+    base, path = tmp_path / "base", tmp_path / "chats.jsonl"
+    base.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(one_rank / "base" / name, base)
+    call = {"function": {"name": "price", "arguments": {"kg": 2}}}
+    turns = [{"role": "user", "content": "2 kg?"}, {"role": "assistant", "tool_calls": [call]}]
+    path.write_text(json.dumps({"messages": turns, "tools": [{"function": {"name": "price"}}]}) + "\n")
+    config = DataConfig(train=str(path), messages_field="messages")
+    with pytest.raises(UserError, match="template does not write"):  # ChatML has no tools
+        amount_of(config, base)
+    (base / "chat_template.jinja").write_text(QWEN_TOOLS.replace("THINKS", "false"))
+    short = amount_of(config, base)
+    assert short.error is None
+    (base / "chat_template.jinja").write_text("Be brief and kind. " + QWEN_TOOLS.replace("THINKS", "false"))
+    assert amount_of(config, base).lengths[0] > short.lengths[0]
 
 
 def test_a_base_counts_tokens_and_without_one_bytes_do(one_rank: Path, tmp_path: Path) -> None:
