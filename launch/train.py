@@ -5,13 +5,11 @@
 
 import sys
 
-import yaml
-
 from cqwen_dist import train
+from cqwen_dist.config import load_config
 
 if __name__ == "__main__":
     config, *changes = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]  # DeepSpeed adds it
-    overrides = {key: yaml.safe_load(value) for key, _, value in (change.partition("=") for change in changes)}
-    result = train(config, overrides=overrides)
+    result = train(load_config(config, changes))
     if result.rank == 0:
         print(result.status, result.step, result.checkpoint, result.metrics)
