@@ -141,8 +141,8 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
     def _encode_plus(self, text: Any, *args: Any, **given: Any) -> BatchEncoding:
         """Implements `__call__` and `encode`: transformers' fields plus numeric_values (float64, 0 at words).
 
-        add_special_tokens: put `reader.begin` before a text, unless the text has it. Raises: UserError for a number
-        that overflows float64, and for options that read special tokens as words; ValueError as transformers does.
+        add_special_tokens: put `reader.begin` before a text, unless the text has it. Raises: UserError for
+        options that read special tokens as words; ValueError as transformers does.
         """
         for odd in ("split_special_tokens", "sanitize_control_tokens"):
             if given.get(odd):
@@ -265,9 +265,7 @@ class _NumberBackend:
         words = [text] if isinstance(text, str) else text
         if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
             raise ValueError(f"text input must be of type `str`, or lists of them, and not {type(text).__name__}")
-        encoding, values, overflows = self._reader.encoder.encoding(words)
-        if overflows:
-            raise UserError("number", overflows[0], "numbers that float64 holds")
+        encoding, values = self._reader.encoder.encoding(words)
         self.values.update(values)
         return encoding
 

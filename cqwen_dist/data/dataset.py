@@ -91,7 +91,7 @@ class DataReport:
     tokens: int = 0  # tokens around a text included
     numbers: int = 0
     targets: int = 0  # numbers whose value the regression learns
-    overflows: int = 0  # numbers too large for float64; they stay text
+    overflows: int = 0  # numerals that float64 does not hold; they stay text
     first_overflow: str = ""
     left: int = 0  # numerals that stay text by policy
     truncated: int = 0  # texts longer than sequence_length; the first sequence_length tokens are used
@@ -114,7 +114,7 @@ class DataReport:
             (self.dropped, f"{self.dropped:,} {of}, {long}, left out: {lost} (data.long_texts)"),
             (self.unlearnt, f"{pieces}, as no token in them is learnt (data.sequence_length)"),
             (self.learnt_too, f"{self.learnt_too:,} {of} are in data.train too, so the evaluation flatters the model"),
-            (self.overflows, f"{self.overflows:,} numbers overflow and stay text, first {self.first_overflow}"),
+            (self.overflows, f"{self.overflows:,} numerals beyond float64 stay text, first {self.first_overflow}"),
         ]
         counts = f"{self.texts:,} texts, {self.tokens:,} tokens, {self.numbers:,} numbers ({share:.1%}), "
         counts += f"{self.targets:,} of them targets, in {self.sequences:,} sequences"

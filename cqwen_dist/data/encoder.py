@@ -40,7 +40,7 @@ class Reading(NamedTuple):
 
     ids: array[int]  # int32
     numbers: list[float]  # one per <NUM> in ids
-    overflows: list[str]  # literals too large for float64; they stay text
+    overflows: list[str]  # literals that float64 does not hold; they stay text
     left: int  # numerals that stay text
     given: list[int]  # tokens behind each <NUM> that are its numeral's
 
@@ -132,19 +132,17 @@ class NumberEncoder:
                     at = run(at + 1)
         return found
 
-    def encoding(self, texts: Sequence[str]) -> tuple[Encoding, dict[str, float], list[str]]:
+    def encoding(self, texts: Sequence[str]) -> tuple[Encoding, dict[str, float]]:
         """Encode a text, or its words, as tokenizers' Encoding, with the ids that `read` returns.
 
-        A number's token is its numeral. Also returns a dict from numeral to value, and the literals that overflow.
+        A number's token is its numeral. Also returns a dict from numeral to value.
         Offsets count characters in the NFC text, or in each word.
         """
         values: dict[str, float] = {}
-        overflows: list[str] = []
         rows: list[tuple[int, str, int, tuple[int, int]]] = []  # id, token, word, offsets
         for i, text in enumerate(texts):
-            pieces, numbers, odd, numerals = split(text, self.policy)
+            pieces, numbers, _, numerals = split(text, self.policy)
             values.update(zip(numerals, numbers, strict=True))
-            overflows += odd
             parts, spelt, at, words = self._parts(pieces), iter(numerals), 0, 0
             encoded = iter(self.backend.encode_batch([p for p in parts if p is not None], add_special_tokens=False))
             for part in parts:
@@ -164,7 +162,7 @@ class NumberEncoder:
         same = {"type_ids": [0] * len(rows), "special_tokens_mask": [0] * len(rows), "attention_mask": [1] * len(rows)}
         state = {**names, **same, "overflowing": [], "sequence_ranges": {}}
         found.__setstate__(json.dumps(state).encode())  # unpickling keeps word ids; Encoding.merge loses them
-        return found, values, overflows
+        return found, values
 
     def _in_bulk(self, texts: list[list[str]]) -> list[array[int]]:
         tokenizer, mark = self._marked
@@ -200,8 +198,15 @@ class NumberEncoder:
         return parts
 
 
+def _loses_digits(literal: str, value: float) -> bool:
+    """Whether it is a whole numeral that float64 does not hold, or of 17 digits or more: an identifier."""
+    digits = literal.lstrip("+-")
+    return len(digits) > 15 and digits.isdecimal() and (len(digits) > 16 or int(digits) != abs(value))
+
+
 def split(text: str, policy: NumberPolicy | None) -> tuple[list[str], list[float], list[str], list[str]]:
-    """Returns the n + 1 pieces around n numbers (pieces may be empty), the numbers, overflowing literals, and numerals.
+    """Returns the n + 1 pieces around n numbers (pieces may be empty), the numbers, literals that float64 does not
+    hold, and numerals.
 
     Raises `UserError` for a lone surrogate, which Python creates from command-line bytes that are not UTF-8.
     """
@@ -216,7 +221,7 @@ def split(text: str, policy: NumberPolicy | None) -> tuple[list[str], list[float
     numerals: list[str] = []
     position = 0
     for start, end, value in find_numbers(text, policy) if policy is not None else ():
-        if math.isinf(value):
+        if math.isinf(value) or _loses_digits(text[start:end], value):
             overflows.append(text[start:end])
             continue
         pieces.append(text[position:start])

@@ -177,7 +177,7 @@ class NumericalAwareTokenizer:
         return {**found, "": sorted({*found.get("", []), *silent})} if silent else found
 
     def encode(self, text: str, begin: bool = True) -> Encoded:
-        """Encode a text, with `begin` before it unless the text has it. Raises: UserError for an overflowing number.
+        """Encode a text, with `begin` before it unless the text has it.
 
         begin: False for a text that continues a text, and for a chat.
         """
@@ -188,8 +188,6 @@ class NumericalAwareTokenizer:
         encoded = []
         first = list(self.begin) if begin else []
         for reading in self.encoder.read(texts):
-            if reading.overflows:
-                raise UserError("number", reading.overflows[0], "numbers that float64 holds")
             ids, numbers = reading.ids.tolist(), iter(reading.numbers)
             ids = ids if ids[: len(first)] == first else first + ids
             values = [next(numbers) if token == self.num_token_id else 0.0 for token in ids]
@@ -200,7 +198,7 @@ class NumericalAwareTokenizer:
         """Texts to padded tensors (seed S2 2; S0 1.1). Pad on the left for generation from multiple texts.
 
         Returns: input_ids [B,T] int64; numeric_values [B,T] float64, 0 at words; attention_mask [B,T] int64, 0 at
-        padding. Raises: UserError for a number that overflows float64.
+        padding.
         """
         batch = pad_rows(self.encode_batch(texts), self.pad_token_id, on_left=padding_side == "left")
         return {"input_ids": batch.ids, "numeric_values": batch.values, "attention_mask": batch.mask.long()}

@@ -74,7 +74,7 @@ def test_overflowing_numbers_stay_text(tokenizer: NumericalAwareTokenizer) -> No
     texts = ("aged 5", "aged 1e999 and -1e999 and 6")
     report = _dataset(tokenizer, *texts).report
     assert (report.overflows, report.numbers, report.first_overflow) == (2, 2, "here:2: 1e999")
-    assert "train: 2 numbers overflow and stay text, first here:2: 1e999" in report.lines("train")
+    assert "train: 2 numerals beyond float64 stay text, first here:2: 1e999" in report.lines("train")
 
 
 @given(st.lists(st.integers(2, 20), max_size=60))
