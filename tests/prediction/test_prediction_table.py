@@ -76,22 +76,22 @@ def test_prompts_leave_room_for_a_number_in_the_context(pair) -> None:
 
 
 def test_rows_that_cannot_be_read_have_empty_cells_and_are_counted(pair) -> None:
-    """Too long, an empty cell, a number beyond float64, no text at all, a lone surrogate: the others are predicted."""
+    """Too long, an empty cell, a lone surrogate: the others are predicted, also beside a numeral that stays text."""
     texts = ["tea", "long " * 500, "", "1e999", "\ud800", "coffee 5"]
     rows = [{"a": text} for text in texts]
     said: list[str] = []
     found = predict(pair, rows, "{a}", say=said.append)
-    assert [row["p_num"] is not None for row in found] == [True, False, False, False, False, True]
-    assert all(row[name] is None for row in found[1:5] for name in NUMBER_COLUMNS)
+    assert [row["p_num"] is not None for row in found] == [True, False, False, True, False, True]
+    assert all(found[i][name] is None for i in (1, 2, 4) for name in NUMBER_COLUMNS)
     (alone,) = predict(pair, rows[:1], "{a}")
     for name in alone:  # six digits are written
         same = pytest.approx(found[0][name], rel=1e-4) if isinstance(alone[name], float) else found[0][name]
         assert alone[name] == same or name == "p_num"
-    assert said[0].startswith("4 of 6 rows have no prediction, such as record 2: FILE: found '2500 tokens', allowed: ")
+    assert said[0].startswith("3 of 6 rows have no prediction, such as record 2: FILE: found '2500 tokens', allowed: ")
     chosen = predict(pair, rows, "{a}", options=[" and", " for"], say=said.append)
-    assert [row["chosen"] is not None for row in chosen] == [True, False, False, False, False, True]
+    assert [row["chosen"] is not None for row in chosen] == [True, False, False, True, False, True]
     with pytest.raises(UserError, match="record 1 with an empty cell"):
-        predict(pair, rows[2:5], "{a}")
+        predict(pair, rows[2:5:2], "{a}")
 
 
 def test_a_row_without_a_number_has_empty_cells_and_says_how_likely_one_was(pair) -> None:
