@@ -198,12 +198,6 @@ class NumberEncoder:
         return parts
 
 
-def _loses_digits(literal: str, value: float) -> bool:
-    """Whether it is a whole numeral that float64 does not hold, or of 17 digits or more: an identifier."""
-    digits = literal.lstrip("+-")
-    return len(digits) > 15 and digits.isdecimal() and (len(digits) > 16 or int(digits) != abs(value))
-
-
 def split(text: str, policy: NumberPolicy | None) -> tuple[list[str], list[float], list[str], list[str]]:
     """Returns the n + 1 pieces around n numbers (pieces may be empty), the numbers, literals that float64 does not
     hold, and numerals.
@@ -221,7 +215,7 @@ def split(text: str, policy: NumberPolicy | None) -> tuple[list[str], list[float
     numerals: list[str] = []
     position = 0
     for start, end, value in find_numbers(text, policy) if policy is not None else ():
-        if math.isinf(value) or _loses_digits(text[start:end], value):
+        if math.isinf(value):
             overflows.append(text[start:end])
             continue
         pieces.append(text[position:start])

@@ -6,9 +6,10 @@ on that page:
 
 - "(1,234)" is no -1234 after a letter, a digit or a closing bracket, nor directly before a numeral.
 - A full-width comma ends a clause, so it does not group digits.
-- Overflow returns infinity here; such a numeral stays text.
+- A numeral that float64 does not hold has the value infinity here; it stays text.
 """
 
+import math
 import re
 from functools import lru_cache
 from typing import NamedTuple
@@ -99,11 +100,13 @@ _NEXT = re.compile(
 )
 _LETTER = re.compile(rf"[{_L}]")
 _EQUALS = re.compile(r"\s*=")
+_LONGEST = 16  # digits of a whole number; longer ones are identifiers
 _NUMERALS = "0123456789零一二三四五六七八九十百千万亿两"  # before a unit
 
 
 class NumberSpan(NamedTuple):
-    """A number in a text: text[start:end] is the literal with its sign; value is float64 (infinite on overflow)."""
+    """A number in a text: text[start:end] is the literal with its sign; value is float64 (infinite if it does not hold
+    the numeral)."""
 
     start: int
     end: int
@@ -207,6 +210,9 @@ class _Scan:
             start -= 1
         literal = plain[start:end]
         value = float(literal if literal.isdecimal() else _SEPARATORS.sub("", literal))
+        digits = literal.removeprefix("-")
+        if digits.isdecimal() and (len(digits) > _LONGEST or int(digits) != abs(value)):
+            value = math.inf
         if policy.accounting and "," in literal and _in_brackets(plain, start, end):
             start, end, value = start - 1, end + 1, -value
         self.spans.append(NumberSpan(start, end, value))

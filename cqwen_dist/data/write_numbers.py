@@ -82,12 +82,12 @@ class _Writing:
         A different form may prevent that. The text may precede the number ("555-123-" and 4567.0) or follow it
         ("(1,234)" and "x5"). spans: numbers read from the joined pieces.
         """
-        written, ends = self.written(), {span.start: span.end for span in spans}
+        written, ends = self.written(), {span.start: span.end for span in spans if math.isfinite(span.value)}
         places = list(pairwise(accumulate(map(len, written), initial=0)))
         for i, (start, end) in enumerate(places):
             if i in self.open and ends.get(start + written[i].startswith(" ")) != end:
                 return i
-        starts = [span.start for span in spans if math.isfinite(span.value)]
+        starts = list(ends)
         for i, (start, end) in enumerate(places):
             if self.texts[i] and bisect_left(starts, start) < bisect_left(starts, end):
                 for beside in (range(i + 1, len(places)), range(i - 1, -1, -1)):

@@ -77,6 +77,13 @@ def test_overflowing_numbers_stay_text(tokenizer: NumericalAwareTokenizer) -> No
     assert "train: 2 numerals beyond float64 stay text, first here:2: 1e999" in report.lines("train")
 
 
+def test_a_target_behind_a_numeral_that_stays_text_is_learnt(tokenizer: NumericalAwareTokenizer) -> None:
+    text = "aged 110101199003070011 and 7 with 5"
+    dataset = tokenise([Text(text, "here:1", target=(35, 36))], tokenizer, DataConfig(train="here"))
+    ((_, values, targets, _),) = dataset[0]
+    assert values[targets].tolist() == [5.0]
+
+
 @given(st.lists(st.integers(2, 20), max_size=60))
 def test_packing_keeps_every_document_once_and_never_overfills(lengths: list[int]) -> None:
     rows = _pack(lengths, 20)

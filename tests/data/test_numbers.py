@@ -98,6 +98,19 @@ def test_overflow_is_infinite_and_underflow_is_zero() -> None:
     ]
 
 
+def test_whole_numerals_that_float64_does_not_hold_are_infinite() -> None:
+    odd = "110101199003070011 -9007199254740993 １２３４５６７８９０１２３４５６７"
+    assert [span.value for span in find_numbers(odd)] == [math.inf] * 3
+    held = "9007199254740992 1e22 10000000000000000.0"
+    assert [span.value for span in find_numbers(held)] == [2.0**53, 1e22, 1e16]
+
+
+@pytest.mark.parametrize("value", [1e16, -1e17, 1e22, 2.0**53 + 2])
+def test_long_values_read_back_without_exponents(value: float) -> None:
+    policy = NumberPolicy(scientific=False)
+    assert [span.value for span in find_numbers(write_numbers(["a ", value, " b"], policy), policy)] == [value]
+
+
 FORMATS = {
     48.0: "48",
     0.5: "0.5",

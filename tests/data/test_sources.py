@@ -254,6 +254,7 @@ def test_a_target_that_is_not_a_number_is_a_bad_line(tmp_path: Path, cell: str, 
         ('"(1,234)"', "-1234"),
         ('"5-"', "-5"),
         ("5.0", "5"),
+        ('"110101199003070011"', "1.1010119900307002e+17"),
     ],
 )
 def test_a_target_is_written_as_the_plain_numeral_that_reads_as_its_number(
