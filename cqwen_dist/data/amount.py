@@ -1,4 +1,4 @@
-"""Estimates the amount of training data from the first texts and proposes settings. Needs no torch."""
+"""Estimates the amount of training data from the first texts and proposes settings. Only chats need torch."""
 
 import math
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from cqwen_dist.config.data import DataConfig
-from cqwen_dist.config.errors import UserError, reason_of
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.encoder import NumberEncoder
@@ -78,35 +78,34 @@ def amount_of(config: DataConfig, base: Path | None = None) -> Amount:
     """
     texts: list[str] = []
     error, further = None, 0
-    file = None if base is None else base / "tokenizer.json"
+    chat, encoder = _tools_of(config, base)
     try:
-        every = read_train(config, ReadReport(), _chat_of(config, file))
+        every = read_train(config, ReadReport(), chat)
         texts.extend(text.text for text in islice(every, MOST))
         further = sum(1 for _ in islice(every, COUNTED - MOST))
     except UserError as met:
         if not texts:
             raise
         error = met
-    if file is not None and file.is_file():
-        words = Tokenizer.from_file(str(file))
-        policy = config.policy.model_copy(update={"digits": config.target_field is None})  # as `Config.policy` has it
-        read = NumberEncoder(words, words.get_vocab_size(), policy).read(texts)
-        lengths = [len(reading.ids) + 2 for reading in read]  # tokens before and after the text
+    if encoder is not None:
+        lengths = [len(reading.ids) + 2 for reading in encoder.read(texts)]  # tokens before and after the text
     else:
         lengths = [math.ceil(len(text.encode(errors="replace")) / _BYTES) + 2 for text in texts]
     return Amount(lengths, error is None and further < COUNTED - MOST, error, further)
 
 
-def _chat_of(config: DataConfig, file: Path | None) -> Chat:
-    """The chat template beside a tokenizer.json, if the data holds chats."""
-    if config.messages_field is None or file is None or not file.is_file():
-        return Chat()
-    from transformers import PreTrainedTokenizerFast
+def _tools_of(config: DataConfig, base: Path | None) -> tuple[Chat, NumberEncoder | None]:
+    """What the base writes chats with, and encodes texts with; ChatML and None without a tokenizer there."""
+    if base is None or not (base / "tokenizer.json").is_file():
+        return Chat(), None
+    policy = config.policy.model_copy(update={"digits": config.target_field is None})  # as `Config.policy` has it
+    if config.messages_field is None:
+        words = Tokenizer.from_file(str(base / "tokenizer.json"))
+        return Chat(), NumberEncoder(words, words.get_vocab_size(), policy)
+    from cqwen_dist.data.tokenizer import NumericalAwareTokenizer  # imports torch
 
-    try:
-        return Chat(PreTrainedTokenizerFast.from_pretrained(str(file.parent)))
-    except (OSError, ValueError) as error:
-        raise UserError("--base", str(file.parent), f"a tokenizer that loads ({reason_of(error, 200)})") from None
+    tokenizer = NumericalAwareTokenizer.from_pretrained(base, policy=policy, key="model.name_or_path")
+    return Chat(tokenizer.tokenizer), tokenizer.encoder
 
 
 def suited(amount: Amount, context: int | None) -> Suited:
