@@ -156,6 +156,15 @@ def as_number(value: object) -> float | None:
     return found if math.isfinite(found) else None
 
 
+def number_in(text: str) -> float | None:
+    """The number of a cell's text (`TableCells.text`), as the prompt has it, or None.
+
+    000105, 1_05 and ١٠٥ are numbers for Python, but names in a prompt.
+    """
+    number = as_number(text)
+    return None if number is None or Form().read(text) is None else number
+
+
 def shortened(value: object, of: Any = np.float32) -> object:
     """A float32 or float16 (of), held as float64, in its shortest decimal form: 0.1, not 0.10000000149011612."""
     return float(str(of(value))) if isinstance(value, float) else value

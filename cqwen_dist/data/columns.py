@@ -9,7 +9,7 @@ from typing import Any
 from cqwen_dist.config.data import DataConfig, as_list, source_files
 from cqwen_dist.config.errors import BadLine, Said, UserError
 from cqwen_dist.data.blocks import blocks
-from cqwen_dist.data.cells import TableCells, as_number, is_index, is_missing, is_number
+from cqwen_dist.data.cells import TableCells, as_number, is_index, is_missing, is_number, number_in
 from cqwen_dist.data.number_forms import Form, Unsettled, forms_of
 from cqwen_dist.data.records import named_fields
 from cqwen_dist.data.text_files import delimiter_in
@@ -148,7 +148,7 @@ def described(
         kind = "number" if name in cells.forms else kind_in(filled)
         found[name] = {"kind": kind, "empty": 1 - len(filled) / len(texts), "zones": zones_in(filled)}
         if kind == "number":
-            numbers = [number for number in map(as_number, filled) if number is not None]
+            numbers = [number for number in map(number_in, filled) if number is not None]
             found[name] |= {"form": str(cells.forms[name])}
             found[name] |= {"low": min(numbers), "high": max(numbers)} if numbers else {}
     return found
@@ -175,11 +175,14 @@ def cell_in(cells: TableCells, name: str, value: object, key: str = "") -> str:
         return str(value)
 
 
-def kind_in(texts: Sequence[str], number: Any = lambda text: None) -> str:
-    """The common kind of a column's texts: empty, truth, date, a digit pattern such as 0/0/0, or text."""
-    if texts and all(number(text) is not None for text in texts):
-        return "number"
+def kind_in(texts: Sequence[str]) -> str:
+    """The common kind of a column's texts: empty, truth, date, a digit pattern such as 0/0/0, or text.
+
+    Codes of one length, some with leading zeros, are 00000.
+    """
     kinds = {*map(kind_of, texts)} or {"empty"}
+    if kinds == {"0"} and len({*map(len, texts)}) == 1 and any(text.startswith("0") for text in texts):
+        return "0" * len(texts[0])
     return kinds.pop() if len(kinds) == 1 else "text"
 
 

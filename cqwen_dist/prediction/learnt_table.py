@@ -12,10 +12,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from cqwen_dist.checkpoint.trained import is_exported, run_of
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import BadLine, Said, UserError
-from cqwen_dist.data.cells import TableCells, as_number
+from cqwen_dist.data.cells import TableCells, number_in
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.columns import cell_in, columns_for, columns_of, forms_by, kind_in, kind_of, sampled, zones_in
-from cqwen_dist.data.number_forms import numeral
+from cqwen_dist.data.number_forms import Form, forms_of
 from cqwen_dist.data.records import Extractor, named_fields
 from cqwen_dist.heads.intervals import LEVELS
 from cqwen_dist.heads.targets import TargetTransform
@@ -52,7 +52,7 @@ class LearntRange:
             return {**found, OUTSIDE: None}
         low, high = (_forward(unit, end) for end in self.ends[self.target])
         value = _forward(unit, found["predicted"])
-        numbers = {name: as_number(cells.get(name)) for name in self.ends}
+        numbers = {name: number_in(cells.get(name, "")) for name in self.ends}
         far = {name: beyond(numbers[name], *ends) for name, ends in self.ends.items()}
         far[self.target] = beyond(value, low, high)
         outside = [name for name, distance in far.items() if distance > MARGIN]
@@ -98,24 +98,44 @@ def compare(
     here = {*columns_of(records)}
     for name, was in trained.items():
         if name in here and was["kind"] != "empty":
-            texts = [cell_in(cells, name, record.get(name), key) for record in records]
-            yield from (f"column {name}: {how}" for how in _differences(name, was, texts, key))
+            read = [_compared(name, was, cells, record.get(name), key) for record in records]
+            yield from (f"column {name}: {how}" for how in _differences(was, read))
 
 
-def _differences(name: str, was: Mapping[str, Any], texts: list[str], key: str) -> Iterator[str]:
-    filled = [*filter(None, texts)]
-    odd = [text for text in filled if not _fits(was["kind"], text)]
-    what = f"a number such as {was['form']}" if "form" in was else _NAMES.get(was["kind"], f"written as {was['kind']}")
+def _compared(
+    name: str, was: Mapping[str, Any], cells: TableCells, value: object, key: str
+) -> tuple[str, UserError | None]:
+    """A cell's text, as written if it has none; and why it is not as in training."""
+    try:
+        text = cells.text(name, value)
+    except BadLine as bad:
+        return str(value), UserError(key, bad.found, bad.allowed)
+    if not text or _fits(was["kind"], text):
+        return text, None
+    return text, UserError(key, Said(f"{text} in the column {name}"), f"{_kind_said(was)} there, as in training")
+
+
+def _kind_said(was: Mapping[str, Any]) -> str:
+    return f"a number such as {was['form']}" if "form" in was else _NAMES.get(was["kind"], f"written as {was['kind']}")
+
+
+def _differences(was: Mapping[str, Any], read: list[tuple[str, UserError | None]]) -> Iterator[str]:
+    filled = [text for text, _ in read if text]
+    odd = [(text, error) for text, error in read if error is not None]
     if odd and len(odd) == len(filled):
-        raise UserError(key, Said(f"{odd[0]} in the column {name}"), f"{what} there, as in training")
+        raise odd[0][1]
     if odd:
-        yield f"{len(odd):,} of {len(filled):,} cells are not {what} (e.g. {odd[0]}); in training all were"
-    kind = kind_in(filled, as_number) if was["kind"] == "text" and len(filled) >= LEAST_TOLD else "text"
-    if kind != "text":
-        yield f"every cell is {_NAMES.get(kind, kind)}, which was text in training"
+        said = f"{len(odd):,} of {len(filled):,} cells are not {_kind_said(was)}"
+        yield f"{said} (e.g. {odd[0][0]}); in training all were"
+    if was["kind"] in ("text", "0") and len(filled) >= LEAST_TOLD:
+        plain = forms_of({"": filled}, decimal_comma=False) == {"": Form()}
+        kind = "number" if plain else kind_in(filled)
+        if plain or (was["kind"] == "text" and kind != "text"):
+            yield f"every cell is {_NAMES.get(kind, kind)}, which was text in training"
     yield from _of_zones(was, zones_in(filled))
-    yield from _outside(was, [number for number in map(_read, filled) if number is not None])
-    empty = 1 - len(filled) / len(texts)
+    numbers = (number_in(text) for text, error in read if error is None)
+    yield from _outside(was, [number for number in numbers if number is not None])
+    empty = 1 - len(filled) / len(read)
     if empty > was["empty"] + MUCH_EMPTIER or (empty and not was["empty"]):
         yield f"{empty:.0%} of the cells are empty, {was['empty']:.0%} in training"
 
@@ -137,13 +157,10 @@ def beyond(number: float | None, low: float, high: float) -> float:
 
 
 def _fits(kind: str, text: str) -> bool:
-    return kind == "text" or (_read(text) is not None if kind == "number" else kind_of(text) == kind)
-
-
-def _read(text: str) -> float | None:
-    """The number of a cell's text as the prompt reads it. 000105 and 1_05 are numbers for Python, and names there."""
-    number = as_number(text)
-    return number if number is not None and numeral(text) == text else None
+    if kind in ("text", "number"):
+        return kind == "text" or number_in(text) is not None
+    is_code = not kind.strip("0") and len(kind) == len(text)  # 12345 beside 05532
+    return kind_of(text) == ("0" if is_code else kind)
 
 
 FILE = "table.json"  # in an exported folder

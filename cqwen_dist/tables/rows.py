@@ -12,7 +12,7 @@ import numpy as np
 from cqwen_dist.config import UserError
 from cqwen_dist.config.data import can_be_named
 from cqwen_dist.config.errors import BadLine, Said
-from cqwen_dist.data.cells import Literal, TableCells, as_number, cell_text, is_missing
+from cqwen_dist.data.cells import Literal, TableCells, cell_text, is_missing, number_in
 from cqwen_dist.data.columns import columns_of, forms_in, sample
 from cqwen_dist.data.number_forms import Form
 from cqwen_dist.data.recipes import records_in, table_columns
@@ -226,4 +226,4 @@ def held_out_rows(given: str, rows: int) -> list[int]:
 
 
 def _of_numbers(columns: Sequence[str], rows: Sequence[Row], forms: Mapping[str, Form]) -> list[str]:
-    return [n for n in columns if n in forms and all(as_number(row[n]) is not None for row in rows if row[n])]
+    return [n for n in columns if n in forms and all(number_in(row[n]) is not None for row in rows if row[n])]

@@ -351,6 +351,7 @@ def test_columns_that_differ_from_training_are_told(change: dict[str, Any], said
         ({"n": "many"}, "many in the column n, allowed: a number such as 1234.5 there, as in training"),
         ({"n": "000105"}, "000105 in the column n, allowed: a number such as 1234.5 there, as in training"),
         ({"n": "1_05"}, "1_05 in the column n, allowed: a number such as 1234.5 there, as in training"),
+        ({"n": "١٠٥"}, "١٠٥ in the column n, allowed: a number such as 1234.5 there, as in training"),
         ({"n": "26,5"}, "'26,5', allowed: numbers such as 1234.5 in the column 'n'"),
         ({"day": 1704585600000}, "1704585600000 in the column day, allowed: a date such as"),
         ({"day": "07.01.2024"}, "07.01.2024 in the column day"),
@@ -363,6 +364,29 @@ def test_columns_that_cannot_have_the_same_text_are_refused(change: dict[str, An
     with pytest.raises(UserError) as met:
         list(compare(trained, [{**row, **change} for row in TRAINED], cells))
     assert f"FILE: found {found}" in str(met.value)
+
+
+CODES = [{"zip": f"{code:05}", "key": f"0{code}"} for code in (532, 2646, 12646, 90210, 110)]
+
+
+def test_codes_without_their_zeros_are_told() -> None:
+    """A spreadsheet makes 5532 of 05532: another text, so another prompt."""
+    trained, cells = _seen(CODES)
+    assert [trained[name]["kind"] for name in ("zip", "key")] == ["00000", "0"], "one length, and any"
+    assert list(compare(trained, CODES[2:4], cells)) == [], "not every code begins with 0"
+    short = [{name: int(cell) for name, cell in row.items()} for row in CODES]
+    assert list(compare(trained, short, cells)) == [
+        "column zip: 3 of 5 cells are not written as 00000 (e.g. 532); in training all were",
+        "column key: every cell is a number, which was text in training",
+    ]
+    with pytest.raises(UserError, match="found 532 in the column zip, allowed: written as 00000 there"):
+        list(compare(trained, short[:2], cells))
+
+
+def test_what_only_python_reads_as_a_number_is_in_no_range() -> None:
+    cells = TableCells({"n": Form()})
+    columns = described([{"n": cell} for cell in ("7", "000105", "1_05", "٩٩")], cells)
+    assert (columns["n"]["low"], columns["n"]["high"]) == (7.0, 7.0)
 
 
 @pytest.mark.parametrize("cell", ["0.125", 5])

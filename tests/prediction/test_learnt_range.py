@@ -47,7 +47,7 @@ def test_a_number_outside_its_column_widens_by_its_distance() -> None:
     both = KNOWN.held({**INSIDE, "size": "-1e9", "same": "9"}, found(500.0, 50.0), TargetTransform())
     assert both[OUTSIDE] == "size, same"
     assert (both["low_50"], both["high_50"]) == (0.0, 1990.0), "one range beyond, and not below 0"
-    for cell in ("", "unknown", "nan"):
+    for cell in ("", "unknown", "nan", "000105", "1_05"):
         assert KNOWN.held({**INSIDE, "size": cell}, found(500.0, 50.0), LOG)[OUTSIDE] == ""
 
 
