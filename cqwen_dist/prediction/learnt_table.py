@@ -127,17 +127,20 @@ def _differences(was: Mapping[str, Any], read: list[tuple[str, UserError | None]
     if odd:
         said = f"{len(odd):,} of {len(filled):,} cells are not {_kind_said(was)}"
         yield f"{said} (e.g. {odd[0][0]}); in training all were"
-    if was["kind"] in ("text", "0") and len(filled) >= LEAST_TOLD:
-        plain = forms_of({"": filled}, decimal_comma=False) == {"": Form()}
-        kind = "number" if plain else kind_in(filled)
-        if plain or (was["kind"] == "text" and kind != "text"):
-            yield f"every cell is {_NAMES.get(kind, kind)}, which was text in training"
+    yield from _of_texts(was["kind"], filled)
     yield from _of_zones(was, zones_in(filled))
-    numbers = (number_in(text) for text, error in read if error is None)
-    yield from _outside(was, [number for number in numbers if number is not None])
+    yield from _outside(was, [text for text, error in read if error is None])
     empty = 1 - len(filled) / len(read)
     if empty > was["empty"] + MUCH_EMPTIER or (empty and not was["empty"]):
         yield f"{empty:.0%} of the cells are empty, {was['empty']:.0%} in training"
+
+
+def _of_texts(was: str, filled: list[str]) -> Iterator[str]:
+    if was not in ("text", "0") or len(filled) < LEAST_TOLD:
+        return
+    kind = "number" if forms_of({"": filled}, decimal_comma=False) == {"": Form()} else kind_in(filled)
+    if kind == "number" or was == "text" != kind:
+        yield f"every cell is {_NAMES.get(kind, kind)}, which was text in training"
 
 
 def _of_zones(was: Mapping[str, Any], zones: list[str]) -> Iterator[str]:
@@ -145,7 +148,8 @@ def _of_zones(was: Mapping[str, Any], zones: list[str]) -> Iterator[str]:
         yield f"times of the zone {', '.join(odd)}, in training {', '.join(was['zones']) or 'no times'}"
 
 
-def _outside(was: Mapping[str, Any], numbers: list[float]) -> Iterator[str]:
+def _outside(was: Mapping[str, Any], texts: list[str]) -> Iterator[str]:
+    numbers = [number for number in map(number_in, texts) if number is not None]
     if outside := [number for number in numbers if "low" in was and beyond(number, was["low"], was["high"])]:
         said = f"{len(outside):,} of {len(numbers):,} numbers are outside of {was['low']:.15g} to {was['high']:.15g}"
         yield f"{said}, all that was learnt from: {min(outside):.15g} to {max(outside):.15g}"
