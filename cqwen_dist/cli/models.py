@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 Device = Annotated[str, typer.Option(help="cpu, cuda:N, or auto (a GPU; an exported folder uses all GPUs).")]
 DigitsOption = Annotated[str, typer.Option(help="Significant digits: 1 to 17, or auto (by the number's uncertainty).")]
-Mode = Annotated[str, typer.Option(help="standard, compatible, ovr, causal, individual, noise or sample.")]
+_MODES = "standard, compatible, ovr, causal, individual, noise or sample; default: standard, or compatible with "
+Mode = Annotated[str | None, typer.Option(help=f"{_MODES}--temperature, --top-k or --top-p.")]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def generate(
     checkpoint: Checkpoint,
     prompt: Annotated[list[str], typer.Option(help="Text to continue; repeat the option for a batch.")],
     chat: Annotated[bool, typer.Option("--chat", help="Use the chat template: prompts are user messages.")] = False,
-    mode: Mode = "standard",
+    mode: Mode = None,
     *,
     sampling: Sampling,
     individuals: Annotated[int | None, typer.Option(help="Continue each prompt under this many individuals.")] = None,
@@ -64,6 +65,7 @@ def generate(
     from cqwen_dist.checkpoint.trained import load_trained
     from cqwen_dist.data.chat import Chat
     from cqwen_dist.generate.continuation import continue_text, counterfactuals, treatments
+    from cqwen_dist.generate.generation_settings import mode_as_asked
 
     model, tokenizer = load_trained(checkpoint, device)
     prompt = [Chat(tokenizer.tokenizer).question(message) for message in prompt] if chat else prompt
@@ -73,6 +75,8 @@ def generate(
         encoded = [tokenizer.encode(text, begin=not chat) for text in prompt]
         _print_words(model, tokenizer, prompt, encoded, above, decision_threshold, as_json)
     elif drawn is None:
+        if mode is None:
+            mode, options = mode_as_asked(options)
         if stream:
             echo(prompt[0], nl=False)
             options["on_text"] = lambda text: echo(text, nl=False)
@@ -83,13 +87,13 @@ def generate(
         _print_counterfactuals(counterfactuals(model, tokenizer, prompt[0], drawn, kind, **options), kind, as_json)
 
 
-def _check_together(mode: str, kind: str, drawn: bool, above: float | None, alone: bool, several: bool) -> None:
+def _check_together(mode: str | None, kind: str, drawn: bool, above: float | None, alone: bool, several: bool) -> None:
     """Reject options that would have no effect in combination. alone: --stream; several: prompts, or --json."""
-    if above is not None and (alone or drawn or mode != "standard"):
+    if above is not None and (alone or drawn or mode not in (None, "standard")):
         raise UserError("--above", above, "in mode standard, without --stream, --individuals and --noises")
     if alone and (drawn or several):
         raise UserError("--stream", True, "with one prompt, without --json, --individuals and --noises")
-    if drawn and mode not in ("standard", kind):
+    if drawn and mode not in (None, "standard", kind):
         raise UserError("--mode", mode, f"{kind}, as with --individuals or --noises, or none")
 
 

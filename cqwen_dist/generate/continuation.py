@@ -104,7 +104,7 @@ def continue_text(
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     *,
-    mode: str = "standard",
+    mode: str | None = None,
     max_new_tokens: int = 64,
     seed: int | None = None,
     digits: Digits = "auto",
@@ -114,9 +114,9 @@ def continue_text(
 ) -> list[Written]:
     """Continue prompts as one left-padded batch.
 
-    model: a `CausalQwenForCausalLM`. digits: digits of numbers in the text (`generate.numbers.shown`). stop: strings
-    that end a text; the text includes them. on_text: called with new text, for a single prompt. options: for
-    `generate_batch`. Raises `UserError` for an empty prompt and as `generate`.
+    model: a `CausalQwenForCausalLM`. mode: None: as `generate` without one. digits: digits of numbers in the text
+    (`generate.numbers.shown`). stop: strings that end a text; the text includes them. on_text: called with new text,
+    for a single prompt. options: for `generate_batch`. Raises `UserError` for an empty prompt and as `generate`.
     """
     check_digits(digits)
     tokenizer = reader(tokenizer)

@@ -14,6 +14,23 @@ from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.modes import MODES, find_mode
 from cqwen_dist.generate.numbers import Digits, check_digits
 
+# Settings that draw words elsewhere, and the values with which they have no effect.
+DRAWING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+
+
+def mode_as_asked(asked: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(mode, options) of a call that names no mode, as callers of transformers and of OpenAI's protocol mean it.
+
+    do_sample, temperature, top_p or top_k draw from softmax, in mode compatible. Without them the mode is standard, and
+    do_sample False or a temperature of 0 leaves them out: nothing is drawn.
+    """
+    drawn = asked.get("do_sample")
+    if drawn is None:
+        drawn = any(asked.get(name) not in (None, neutral) for name, neutral in DRAWING.items())
+    if drawn and asked.get("temperature") != 0:
+        return "compatible", {**asked, "do_sample": drawn}
+    return "standard", {name: value for name, value in asked.items() if name not in ("do_sample", *DRAWING)}
+
 
 @dataclass(frozen=True)
 class Settings:

@@ -20,7 +20,7 @@ from transformers.generation import (
 from transformers.generation.streamers import BaseStreamer
 
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.generate.generation_settings import Prompt, check_temperature
+from cqwen_dist.generate.generation_settings import DRAWING, Prompt, check_temperature, mode_as_asked
 from cqwen_dist.generate.generator import Watch
 from cqwen_dist.generate.modes import find_mode
 from cqwen_dist.generate.numbers import MOST_DIGITS, GeneratedNumbers
@@ -41,7 +41,6 @@ from cqwen_dist.heads.intervals import LEVELS
 PASSED_ON = ("decode_rule", "digits", "eps_truncation", "generator", "number_first", "seed", "used_rows")
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
 LENGTH = ("max_new_tokens", "max_length", "max_time", "stop_strings", "num_return_sequences", "return_dict_in_generate")
-WARPERS = ("temperature", "top_k", "top_p")
 # Hugging Face turns each of these into a logits processor.
 OF_LOGITS = (
     *("bad_words_ids", "begin_suppress_tokens", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty"),
@@ -129,6 +128,8 @@ def translate(
 ) -> Call:
     """Translate a call of `CausalQwenForCausalLM.generate`.
 
+    Without a mode, sampling settings choose it (`mode_as_asked`).
+
     Priority: `given`, then generation_config if it differs from the model's (servers pass a copy of the model's),
     then the model's generation config. All modes except `compatible` only use lengths and end tokens from the model's
     config, as its temperature is meant for softmax. A generation config may also set the mode. Raises `UserError` for
@@ -136,7 +137,9 @@ def translate(
     """
     own = _set(model.generation_config)
     asked = _set(generation_config, own) | given
-    mode = mode or asked.get("mode") or own.get("mode") or "standard"
+    mode = mode or asked.get("mode") or own.get("mode")
+    if mode is None:
+        mode, asked = mode_as_asked(asked)
     if isinstance(streamer, NumberStreamer):
         asked.setdefault("digits", streamer.digits)
     merged = _merged(own, asked, mode)
@@ -171,7 +174,7 @@ def _draws(
     if mode == "compatible":
         return _sampling(model, ids, mask, merged, own)
     drawn = {} if mode == "ovr" else {"temperature": merged.get("temperature")}
-    if not own and not any(merged.get(n) is not None for n in ((*WARPERS, *CHANGES) if mode == "ovr" else CHANGES)):
+    if not own and not any(merged.get(n) is not None for n in ((*DRAWING, *CHANGES) if mode == "ovr" else CHANGES)):
         return drawn
     top_k = merged.get("top_k") or (0 if mode == "ovr" else None)  # transformers may have a default
     return drawn | _sampling(model, ids, mask, {**merged, "do_sample": mode == "ovr", "top_k": top_k}, own)
@@ -264,7 +267,7 @@ def _sampling(
         raise UserError("top_p", top_p, "above 0, at most 1")
     if top_k is not None and top_k < 0:
         raise UserError("top_k", top_k, "0 (all words) or more")
-    implied = any(merged.get(name) is not None for name in (*WARPERS, "seed", "generator"))
+    implied = any(merged.get(name) is not None for name in (*DRAWING, "seed", "generator"))
     sampling = bool(merged.get("do_sample", implied)) and temperature != 0.0
     ends = merged.get("eos_token_id", model.config.eos_token_id)
     settings = {n: merged[n] for n in (*OF_LOGITS, *SAMPLING, "pad_token_id", "max_length") if n in merged}

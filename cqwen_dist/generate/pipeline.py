@@ -33,6 +33,12 @@ class CausalQwenTextGeneration(TextGenerationPipeline):
             raise UserError("pipeline", f"transformers {transformers.__version__}", "5.24 or newer, or model.generate")
         return super().__new__(cls)
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not hasattr(self.tokenizer, "num_token_id"):
+            allowed = "the model's own, by AutoTokenizer (without cqwen_dist: and trust_remote_code=True)"
+            raise UserError("tokenizer", type(self.tokenizer).__name__, allowed)
+
     def _forward(self, model_inputs: Any, **generate_kwargs: Any) -> Any:  # type: ignore[override]  # as the parent's
         values = model_inputs.pop("numeric_values")[:, -model_inputs["input_ids"].shape[1] :]  # a cut prompt's
         options = {"digits": "auto", **generate_kwargs, "numeric_values": values, "return_dict_in_generate": True}

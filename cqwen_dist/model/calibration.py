@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.heads.beside import BESIDE
 from cqwen_dist.model.initialise import NOISE, SEED_GAMMA, SEED_NOISE, set_scales, start_regression
 from cqwen_dist.model.levelling import fit_numeral_rows, level_logits
@@ -95,7 +96,8 @@ def calibrate(
     under ZeRO. fit_features: of fit_batches, one after another (None: `features`).
     numerals: the tokens that spell numerals, if <NUM>'s row is to inherit from them. progress: called equally often
     on every rank; it may raise to end the calibration. Collective over the world: every rank brings the same number of
-    batches, and ends with the same values. Raises ValueError for no batches, and if no rank has a label.
+    batches, and ends with the same values. Raises ValueError for no batches, and if no rank has a label;
+    `UserError` for a base whose features are not finite.
     """
     beside = None if model.beside is None else from_wing(f"start of model.{BESIDE}")(model.beside, model.config)
     start = _Start(model, groups, features or model.kept_features, tuple(numerals), beside, progress)
@@ -173,6 +175,10 @@ class _Start:
             if self.groups is ALONE and most is not None and sum(len(labels) for _, labels, *_ in parts) >= most:
                 break
         z, labels, learnt, values, folds, memory = (torch.cat(column)[:most] for column in zip(*parts, strict=True))
+        if not bool(z.isfinite().all()):
+            odd = [name for name, weight in self.model.named_parameters() if not bool(weight.isfinite().all())]
+            found = f"NaN or infinity in {odd[0]}" if odd else "features that are not finite, of finite weights"
+            raise UserError("model.base", Said(found), "a base that computes numbers in train.precision")
         return _Positions(z, labels, learnt, values, folds, texts[: int(learnt.sum())], memory)
 
     def word_loc(self, z: Tensor) -> Tensor:

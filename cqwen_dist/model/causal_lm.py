@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
-from transformers.utils import ModelOutput, logging
+from transformers.utils import ModelOutput
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config.errors import UserError
@@ -28,8 +28,6 @@ from cqwen_dist.model.labels_loss import loss_of_labels, refuse_foreign
 from cqwen_dist.model.lora import merge_lora, refuse_rounded
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.wings import from_wing
-
-logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -66,7 +64,6 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
     """CausalQwen as Hugging Face users know models: from_pretrained, save_pretrained, generate."""
 
     config_class = CausalQwenConfig
-    _warned = False  # of <NUM> without values
     accepts_loss_kwargs = True  # Trainer gives num_items_in_batch
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -207,8 +204,8 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         return self._answer(output, return_dict)
 
     def _check(self, ids: Tensor | None, values: Tensor | None, embeds: Tensor | None = None) -> None:
-        """Refuse inputs that do not fit together, and heads that somebody has changed past what they compute with; warn
-        once if <NUM> in the ids has no value. Raises `UserError`."""
+        """Refuse inputs that do not fit together, <NUM> in the ids without a value, and heads that somebody has changed
+        past what they compute with. Raises `UserError`."""
         if self.dtype == torch.float64:
             raise UserError("dtype", "torch.float64", "float32, bfloat16 or float16; the heads compute in float32")
         if not torch.compiler.is_compiling():
@@ -219,14 +216,12 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         if values is not None and values.shape != given.shape[:2]:
             allowed = f"{list(given.shape[:2])}, one for each token (prompt tuning adds tokens without values)"
             raise UserError("numeric_values", list(values.shape), allowed)
-        if values is not None or ids is None or self._warned or torch.compiler.is_compiling():
+        if values is not None or ids is None or torch.compiler.is_compiling():
             return
         if bool((ids == self.config.num_token_id).any()):
-            self._warned = True
-            logger.warning(
-                "There are <NUM> in input_ids, but no numeric_values: every number is read as 0. Pass all that the "
-                "tokenizer returns, or load it with read_numbers=False, which reads numerals as words."
-            )
+            allowed = "the value of each <NUM> in input_ids: pass all that the tokenizer returns (in a pipeline: "
+            allowed += "make it by transformers.pipeline), or load the tokenizer with read_numbers=False"
+            raise UserError("numeric_values", None, allowed)
 
     def _asked(self, **outputs: Any) -> dict[str, Any]:
         """The backbone's outputs that are wanted, by the call or else by the config."""

@@ -138,6 +138,35 @@ def test_mode_ovr_takes_top_k_top_p_and_temperature() -> None:
     assert written(temperature=0.5, top_k=20, **static) == written(temperature=0.5, top_k=20)
 
 
+def test_sampling_settings_without_a_mode_draw_from_softmax() -> None:
+    """As scripts for other models write them, and as `serve` reads them."""
+    model, ids = tiny_causal_lm(), random_ids(2, 5)
+
+    def written(**options: Any) -> list[list[int]]:
+        return model.generate(ids, **{"max_new_tokens": 8, "seed": 3, **options}).tolist()
+
+    greedy = written()
+    for drawn in (
+        {"do_sample": True},
+        {"temperature": 0.7},
+        {"top_k": 3},
+        {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 0},
+    ):
+        found = written(**drawn)
+        assert found == written(mode="compatible", do_sample=True, **{k: v for k, v in drawn.items() if k[0] == "t"})
+        assert found != greedy, drawn
+        assert written(generation_config=GenerationConfig(**drawn)) == found, f"{drawn} in a GenerationConfig"
+    for neutral in (
+        {"do_sample": False},
+        {"do_sample": False, "temperature": 0.7, "top_p": 0.9, "top_k": 50},
+        {"do_sample": True, "temperature": 0.0},
+        {"temperature": 1.0, "top_p": 1.0, "top_k": 0},
+    ):
+        assert written(**neutral) == greedy, neutral
+    model.generation_config = GenerationConfig(mode="causal")
+    assert written(temperature=0.5) == written(mode="causal", temperature=0.5), "the mode of the model stays"
+
+
 def test_unsupported_generate_options_are_refused() -> None:
     model, ids = tiny_causal_lm(), random_ids(1, 3)
     for options, match in (
@@ -150,7 +179,11 @@ def test_unsupported_generate_options_are_refused() -> None:
         ({"max_new_token": 3}, "max_new_token: found 3, allowed: .*the nearest is max_new_tokens"),
         ({"mode": "ovr", "top_p": 1.5}, r"top_p: found 1\.5"),
         ({"mode": "ovr", "temperature": -1.0}, r"temperature: found -1\.0"),
-        ({"do_sample": True}, "allowed: False, as mode standard draws nothing; mode='compatible' or 'ovr' draws words"),
+        (
+            {"mode": "standard", "do_sample": True},
+            "allowed: False, as mode standard draws nothing; mode='compatible' or 'ovr' draws words",
+        ),
+        ({"mode": "standard", "temperature": 0.7}, r"temperature: found 0\.7, allowed: none in mode standard"),
         ({"max_new_tokens": 2.5}, r"max_new_tokens: found 2\.5, allowed: a whole number"),
         ({"mode": "causal", "seed": "one"}, "seed: found 'one', allowed: a whole number"),
     ):

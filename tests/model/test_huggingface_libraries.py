@@ -1,6 +1,7 @@
 """What users' libraries do with an exported folder: pipelines, PEFT, Trainer, accelerate (TRL: test_sft)."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
+    TextGenerationPipeline,
     Trainer,
     TrainingArguments,
     pipeline,
 )
-from transformers.utils import logging as transformers_logging
 
 import cqwen_dist.auto
 from cqwen_dist.config import UserError
@@ -79,10 +80,21 @@ def test_the_pipeline_reads_and_writes_numbers(folder: Path, pair) -> None:
         "role": "assistant",
         "content": continue_text(model, tokenizer, [prompt], max_new_tokens=20)[0].text.replace("<|endoftext|>", ""),
     }
-    with pytest.raises(UserError, match=r"temperature: found 0\.7, allowed: none in mode standard"):
-        pipe(PROMPTS[0], temperature=0.7)
-    with pytest.raises(UserError, match="do_sample: found True, allowed: False, as mode standard draws nothing"):
-        pipe(PROMPTS[0], do_sample=True)
+    drawn = pipe(PROMPTS[0], max_new_tokens=20, do_sample=True, temperature=0.7, seed=5)
+    assert drawn == pipe(PROMPTS[0], max_new_tokens=20, mode="compatible", temperature=0.7, seed=5)
+    assert drawn[0]["generated_text"] != found[0]
+    with pytest.raises(UserError, match=r"tokenizer: found '.*', allowed: the model's own, by AutoTokenizer"):
+        pipeline("text-generation", model=model, tokenizer=tokenizer.tokenizer)
+
+
+def test_transformers_own_pipeline_class_draws_and_reads_no_number_as_0(pair) -> None:
+    """It fills in do_sample and drops the values."""
+    model, tokenizer = pair
+    pipe = TextGenerationPipeline(model=model, tokenizer=tokenizer)
+    assert pipe("tea costs", max_new_tokens=4)[0]["generated_text"].startswith("tea costs")
+    for options in ({}, {"do_sample": False}):
+        with pytest.raises(UserError, match=r"numeric_values: found None, .*make it by transformers.pipeline"):
+            pipe("tea costs 3.5", max_new_tokens=4, **options)
 
 
 def test_the_readmes_snippet_prints_numbers_with_intervals(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,18 +186,16 @@ def test_trainer_takes_two_steps(pair, tmp_path: Path) -> None:
         assert float(again(**batch).loss) < wanted
 
 
-@pytest.mark.parametrize("read_numbers", [True, False])
-def test_ids_alone_are_told_to_read_every_number_as_0(
-    folder: Path, read_numbers: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ids_alone_never_read_a_number_as_0(folder: Path, pair) -> None:
     """As lm-eval hands them on: so it loads the tokenizer with numerals as words."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, read_numbers=read_numbers)
-    transformers_logging.enable_propagation()
-    try:
-        AutoModelForCausalLM.from_pretrained(folder)(tokenizer("tea costs 3.5", return_tensors="pt")["input_ids"])
-    finally:
-        transformers_logging.disable_propagation()
-    assert any("every number is read as 0" in m for m in caplog.messages) == read_numbers
+    model, tokenizer = pair
+    ids = tokenizer("tea costs 3.5", return_tensors="pt")["input_ids"]
+    for call in (model, model.generate, partial(model, labels=ids), AutoModel.from_pretrained(folder)):
+        with pytest.raises(UserError, match=r"numeric_values: found None, .*with read_numbers=False"):
+            call(ids)
+    model(tokenizer("tea costs", return_tensors="pt")["input_ids"])
+    digits = AutoTokenizer.from_pretrained(folder, read_numbers=False)
+    model(digits("tea costs 3.5", return_tensors="pt")["input_ids"])
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from support.numerics import assert_best, assert_close
 from support.tiny import HIDDEN, NUM, VOCAB, random_batch, random_ids, tiny_base, tiny_model
 from torch import Tensor
 
+from cqwen_dist.config import UserError
 from cqwen_dist.heads.seed_losses import OvrClassificationLoss
 from cqwen_dist.model import CausalQwenModel
 from cqwen_dist.model.calibration import calibrate
@@ -207,3 +209,11 @@ def test_calibration_reports_the_loss_that_the_model_then_has(learnt_base: Causa
         loss, _ = OvrClassificationLoss(VOCAB, model.action.threshold.detach())(loc, scale, batch.labels)
     assert float(loss[batch.label_mask].mean()) == pytest.approx(report.loss, rel=1e-4)
     assert int(batch.label_mask.sum()) == report.tokens
+
+
+def test_nan_in_a_base_names_the_tensor() -> None:
+    model = tiny_model()
+    name, weight = next((n, p) for n, p in model.named_parameters() if "mlp" in n)
+    weight.data[0, 0] = math.nan
+    with pytest.raises(UserError, match=f"NaN or infinity in {re.escape(name)}, allowed: a base that computes"):
+        calibrate(model, [random_batch()], max_tokens=8)

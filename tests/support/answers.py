@@ -52,9 +52,13 @@ def learnt(folder: Path, **trust: bool) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
 
 
-def piped(folder: Path, **trust: bool) -> str:
-    """What the pipeline writes behind a prompt, its numbers and their intervals."""
-    pipe = pipeline("text-generation", model=str(folder), **trust)
+def piped(folder: Path, objects: bool = False, **trust: bool) -> str:
+    """What the pipeline writes behind a prompt, its numbers and their intervals. objects: it gets the model itself."""
+    given: dict[str, Any] = {"model": str(folder), **trust}
+    if objects:
+        model = AutoModelForCausalLM.from_pretrained(folder, **trust)
+        given = {"model": model, "tokenizer": AutoTokenizer.from_pretrained(folder, **trust)}
+    pipe = pipeline("text-generation", **given)
     return str([pipe(PROMPTS[0], max_new_tokens=9, **mode)[0] for mode in ({}, {"mode": "individual", "seed": 3})])
 
 
@@ -73,7 +77,8 @@ def main(out: str, *folders: str) -> None:
     model, again = AutoModelForCausalLM.from_pretrained(folders[0], **trust), Path(f"{folders[0]}-again")
     model.save_pretrained(again)
     AutoTokenizer.from_pretrained(folders[0], **trust).save_pretrained(again)
-    found.append({"saved again": piped(again, **trust), "learnt": [learnt(Path(f), **trust) for f in folders]})
+    further = {"saved again": piped(again, **trust), "objects": piped(again, objects=True, **trust)}
+    found.append({**further, "learnt": [learnt(Path(f), **trust) for f in folders]})
     (snippet,) = re.findall(r"```python\n(.*?)```", Path(folders[0], "README.md").read_text(encoding="utf-8"), re.S)
     exec(snippet.replace('"."', repr(folders[0])), {})
     torch.save(found, out)

@@ -32,6 +32,7 @@ FILES: dict[str, list[Name]] = {
         ("cqwen_dist.model.causal_lm", "CausalQwenForCausalLM"),
         ("cqwen_dist.model.features_face", "CausalQwenFeatures"),
         ("cqwen_dist.generate.pipeline", "CausalQwenTextGeneration"),
+        ("cqwen_dist.generate.pipeline", "register_pipeline"),
     ],
     TOKENIZATION: [("cqwen_dist.data.auto_tokenizer", "CausalQwenTokenizer")],
 }
@@ -92,6 +93,7 @@ def portable_files(adapters: bool, more: tuple[Name, ...] = ()) -> dict[str, str
     # Definitions used by two files, with everything they need, go into the first file; the others import them.
     shared = _reached([*reached[CONFIGURATION], *(at for at in each if each.count(at) > 1)], absent)
     texts = {file: _text(found, shared, absent) for file, found in reached.items() if file != CONFIGURATION}
+    texts[MODELING] += "\n\nregister_pipeline()  # pipeline(model=object) has no folder to find its class in\n"
     return {CONFIGURATION: _text(shared, {}, absent), **texts}
 
 

@@ -4,21 +4,41 @@ Fields that a CausalQwen has and OpenAI does not: `mode`, `top_k`, `digits` in a
 chunk of a stream. An unknown field is refused, so that no option is silently without effect.
 """
 
+import json
 import time
 import uuid
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from cqwen_dist.config.errors import BadLine, UserError
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.turns import messages_of
 from cqwen_dist.generate.continuation import Written
+from cqwen_dist.generate.generation_settings import mode_as_asked
 from cqwen_dist.generate.numbers import NumberRecord
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}  # `Written.end` -> OpenAI's word
-NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "echo": False, "best_of": 1}
+# Fields that clients send though they ask for nothing, and the values with which they do. null is one for each field.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs"), (0,)),
+    **dict.fromkeys(("logprobs", "echo", "store", "use_beam_search"), (False,)),
+    **dict.fromkeys(("tools", "functions"), ([],)),
+    **dict.fromkeys(("logit_bias", "metadata"), ({},)),
+    **dict.fromkeys(("best_of", "repetition_penalty"), (1,)),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+}
+_ELSEWHERE = {  # what to do instead
+    **dict.fromkeys(("logprobs", "echo"), "; log P of given words: model(...).logits, lm-eval"),
+    **dict.fromkeys(("tools", "functions"), "; chats with tools: tokenizer.apply_chat_template and model.generate"),
+}
 
 
 class Asked(BaseModel):
@@ -38,12 +58,23 @@ class Asked(BaseModel):
     mode: str | None = None
     top_k: int | None = Field(None, ge=1)
     digits: int | Literal["auto"] = "auto"
-    # accepted if they ask for nothing
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logprobs: bool | int | None = None
-    echo: bool | None = None
-    best_of: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, body: Any) -> Any:
+        """The body without fields that ask for nothing; true is no number."""
+        if not isinstance(body, dict):
+            return body
+        kept = {name: value for name, value in body.items() if value is not None}
+        for name in NEUTRAL.keys() & kept.keys():
+            found = kept.pop(name)
+            if not any(found == one and isinstance(found, bool) == isinstance(one, bool) for one in NEUTRAL[name]):
+                allowed = " or ".join(map(json.dumps, NEUTRAL[name])) + ", or no such field" + _ELSEWHERE.get(name, "")
+                raise _refused(name, found, allowed)
+        for name in kept.keys() & cls.model_fields.keys() - {"stream"}:
+            if isinstance(kept[name], bool):
+                raise _refused(name, kept[name], "a number or text")
+        return kept
 
     @property
     def stops(self) -> list[str]:
@@ -51,31 +82,28 @@ class Asked(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def options(self, most_tokens: int) -> dict[str, Any]:
-        """Keywords of `continue_text`. Raises `UserError` for fields without a meaning here.
+        """Keywords of `continue_text`. most_tokens: more are not written, whatever max_tokens is.
 
         Without a mode, `temperature`, `top_p` or `top_k` draws from softmax (mode compatible), as OpenAI's clients
-        expect; without them, or with a temperature of 0, the mode is standard, which draws nothing.
+        expect: a temperature of 1 too.
         """
-        for name, neutral in NEUTRAL.items():
-            found = getattr(self, name)
-            other_kind = isinstance(found, bool) != isinstance(neutral, bool)  # logprobs: 0 equals False, but asks
-            if found is not None and (found != neutral or other_kind):
-                raise UserError(name, found, f"{neutral}, or no such field")
-        asked = min(256, most_tokens) if self.max_tokens is None else self.max_tokens
-        if asked > most_tokens:
-            raise UserError("max_tokens", asked, f"at most {most_tokens}, as this server was started")
         given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         given = {name: value for name, value in given.items() if value is not None}
-        if self.temperature == 0 and self.mode in (None, "standard"):
-            given = {}  # in other modes 0 is the median individual, or the best word
+        mode = self.mode
+        if mode is None or (mode == "standard" and self.temperature == 0):
+            mode, given = mode_as_asked(given | ({"do_sample": True} if given else {}))
         options: dict[str, Any] = {
-            "mode": self.mode or ("compatible" if given else "standard"),
-            "max_new_tokens": asked,
+            "mode": mode,
+            "max_new_tokens": min(256 if self.max_tokens is None else self.max_tokens, most_tokens),
             "seed": self.seed,
             "digits": self.digits,
             "stop": self.stops,
         }
-        return options | given | ({"do_sample": True} if given and self.mode is None else {})
+        return options | given
+
+
+def _refused(name: str, found: Any, allowed: str) -> PydanticCustomError:
+    return PydanticCustomError("refused", "{said}", {"said": str(UserError(name, found, allowed)), "field": name})
 
 
 class Completion(Asked):

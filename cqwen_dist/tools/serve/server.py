@@ -20,6 +20,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic_core import to_json
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor
 
@@ -200,8 +201,8 @@ async def _events(
     yield b"data: [DONE]\n\n"
 
 
-def _error(text: str, kind: str = "invalid_request_error") -> dict[str, Any]:
-    return {"error": {"message": text, "type": kind, "param": None, "code": None}}
+def _error(text: str, kind: str = "invalid_request_error", param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": text, "type": kind, "param": param, "code": None}}
 
 
 class _Bounded:
@@ -272,16 +273,26 @@ def make_app(server: Server) -> FastAPI:
 
     @app.exception_handler(UserError)
     async def refused(request: Request, error: UserError) -> Any:
-        return JSONResponse(_error(str(error)), 400)
+        return JSONResponse(_error(str(error), param=error.key), 400)
 
     @app.exception_handler(Refused)
     async def busy(request: Request, error: Refused) -> Any:
-        return JSONResponse(_error(str(error), "server_error"), error.status, {"Retry-After": "5"})
+        kind = "rate_limit_error" if error.status == 429 else "server_error"
+        return JSONResponse(_error(str(error), kind), error.status, {"Retry-After": "5"})
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Any:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
-        return JSONResponse(_error(f"{field}: {first['msg']}"), 400)
+        field = ".".join(str(part) for part in first["loc"] if part != "body")
+        return JSONResponse(_error(f"{field}: {first['msg']}".removeprefix(": "), param=field or None), 400)
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> Any:
+        said = f"{request.method} {request.url.path}: {error.detail} (/docs lists what there is)"
+        return JSONResponse(_error(said), error.status_code, error.headers)
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Any:
+        return JSONResponse(_error("an error of the server; its log has the traceback", "server_error"), 500)
 
     return app

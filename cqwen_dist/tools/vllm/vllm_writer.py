@@ -22,6 +22,7 @@ from cqwen_dist.checkpoint.trained import exported_tokenizer, is_exported
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.continuation import Written, end_ids, written_of
+from cqwen_dist.generate.generation_settings import mode_as_asked
 from cqwen_dist.generate.hugging_face import NEUTRAL, OF_LOGITS, SAMPLING
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, check_digits, empty_numbers
 from cqwen_dist.generate.streaming import NumberStreamer, ends_at
@@ -68,7 +69,7 @@ class VllmWriter:
         self,
         prompt: str,
         *,
-        mode: str = "standard",
+        mode: str | None = None,
         begin: bool = True,
         max_new_tokens: int = 64,
         digits: Digits = "auto",
@@ -83,6 +84,8 @@ class VllmWriter:
         repeats a text in this engine, `generate` draws others. Raises `UserError`.
         """
         check_digits(digits)
+        if mode is None:
+            mode, drawing = mode_as_asked(drawing)
         given = self.tokenizer.encode(prompt, begin)
         start, room = len(given.ids), self.context - len(given.ids)
         if not 0 < start < self.context:

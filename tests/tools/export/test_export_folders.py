@@ -142,7 +142,8 @@ def test_a_plain_qwen_export_gives_loc_s_as_logits(tmp_path: Path) -> None:
         zero_bias(model)
         ids[1, 3] = tokenizer.num_token_id
         with torch.no_grad():
-            expected.append(model(ids, logits_to_keep=ids.shape[1]).logits)
+            unread = torch.zeros(ids.shape)  # as the plain model reads <NUM>
+            expected.append(model(ids, unread, logits_to_keep=ids.shape[1]).logits)
         source = write_folder(tmp_path / f"in{i}", model, tokenizer)
         folders.append(export(source, tmp_path / f"out{i}", as_base=True))
         assert f"A plain `{type(tiny_base(kind)).__name__}`" in (folders[-1] / "README.md").read_text()

@@ -69,7 +69,7 @@ def test_exported_code_gives_the_packages_answers(tmp_path: Path) -> None:
         assert any(package[mode]["records"] for mode in MODES)
         same(own, package, folder.name)
     assert "with 90 % between" in done.stdout.splitlines()[-1], "the card's snippet"
-    assert further["saved again"] == wanted[0]["pipeline"]
+    assert further["saved again"] == further["objects"] == wanted[0]["pipeline"]
     for own, folder in zip(further["learnt"], folders, strict=True):
         package = learnt(folder)
         assert own.keys() == package.keys()

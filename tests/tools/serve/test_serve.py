@@ -20,7 +20,7 @@ from cqwen_dist.generate.continuation import continue_text
 
 pytest.importorskip("fastapi", reason="pip install 'cqwen-dist[serve]'")
 pytest.importorskip("uvicorn", reason="pip install 'cqwen-dist[serve]'")
-from cqwen_dist.tools.serve.requests import Completion
+from cqwen_dist.tools.serve.requests import NEUTRAL, Completion
 from cqwen_dist.tools.serve.server import Limits, Server, make_app
 
 CALLED = [
@@ -102,8 +102,11 @@ def test_openais_client_reads_answers_streams_and_chats(served: Any, model: Any)
     assert chat.choices[0].message.content == said.text
     spoken = client.chat.completions.create(model="tea", messages=turns, max_tokens=8, stream=True)
     assert "".join(piece.choices[0].delta.content for piece in spoken) == said.text
-    with pytest.raises(openai.BadRequestError, match="max_tokens: found 65, allowed: at most 64"):
-        client.completions.create(model="tea", prompt="w3", max_tokens=65)
+    held = client.completions.create(model="tea", prompt=PROMPTS[0], max_tokens=4096)
+    assert held.choices[0].finish_reason == "length"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="tea", prompt="w3", top_p=2.0)
+    assert refused.value.param == "top_p"
 
 
 def test_a_stop_string_is_in_no_answer_and_in_no_stream(served: Any, model: Any) -> None:
@@ -134,7 +137,22 @@ def streamed(served: Any, body: Any) -> Iterator[str]:
         ("completions", {"prompt": ""}, 400, "prompt: found no tokens, allowed: some text"),
         ("completions", {"prompt": "w3", "n": 2, "stream": True}, 400, "one text a stream"),
         ("completions", {"prompt": "w3", "mode": "loud"}, 400, "mode"),
-        ("completions", {"prompt": "w3", "logprobs": 3}, 400, "logprobs: found 3, allowed: False, or no such field"),
+        (
+            "completions",
+            {"prompt": "w3", "logprobs": 3},
+            400,
+            "logprobs: found 3, allowed: false, or no such field; log P of ",
+        ),
+        ("completions", {"prompt": "w3", "logprobs": 0}, 400, "logprobs: found 0, allowed: false"),
+        ("completions", {"prompt": "w3", "logit_bias": {"5": 1}}, 400, "logit_bias: found {'5': 1}, allowed: {}, or"),
+        ("completions", {"prompt": "w3", "max_tokens": True}, 400, "max_tokens: found True, allowed: a number"),
+        (
+            "chat/completions",
+            {"messages": [], "response_format": {"type": "json_object"}},
+            400,
+            "response_format: found",
+        ),
+        ("chat/completion", {}, 404, "POST /v1/chat/completion: Not Found (/docs lists what there is)"),
         ("completions", b"{", 400, "JSON decode error"),
         ("completions", {"prompt": "w3 " * 10_000}, 413, "20,000 bytes"),
         ("chat/completions", {"messages": [{"role": "nobody", "content": "w"}]}, 400, "messages: found 'nobody'"),
@@ -147,6 +165,17 @@ def test_a_request_that_cannot_be_answered_says_which_field(
     got, answer = post(served, path, body)
     assert got == status
     assert said in answer["error"]["message"]
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+def test_fields_that_ask_for_nothing_change_nothing(served: Any) -> None:
+    asked = {"prompt": PROMPTS[0], "max_tokens": 9, "seed": 1}
+    wanted = post(served, "completions", asked)[1]["choices"]
+    for name, values in NEUTRAL.items():
+        for value in (*values, None):
+            assert post(served, "completions", {**asked, name: value})[1]["choices"] == wanted, (name, value)
+    nothing = dict.fromkeys(("stop", "temperature", "n", "stream", "user", "stream_options", "mode", "digits"))
+    assert post(served, "completions", {**asked, **nothing, "temperature": 0})[1]["choices"] == wanted
 
 
 def test_a_temperature_of_0_is_passed_on_to_the_modes_that_have_one() -> None:
@@ -156,6 +185,7 @@ def test_a_temperature_of_0_is_passed_on_to_the_modes_that_have_one() -> None:
     assert Completion(prompt="w", temperature=0, top_p=1, top_k=5).options(9) == greedy, "clients send both"
     assert Completion(prompt="w", top_p=0.9).options(9)["mode"] == "compatible"
     assert "top_p" not in Completion(prompt="w").options(9)
+    assert Completion(prompt="w", max_tokens=100_000).options(9)["max_new_tokens"] == 9
 
 
 def test_a_slow_body_and_a_client_that_leaves_stop_nobody(served: Any, model: Any) -> None:
