@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from cqwen_dist.config.data import QUESTION_AND_ANSWER, RECIPES, can_be_named, column_lines
@@ -19,6 +20,7 @@ _TOTALS |= {"итого", "всего", "合计", "总计", "合計", "総計"}
 _PROMPTS = ("prompt", "question", "instruction", "input")
 FORMS = "all in one form, such as 1234.5, 1.234,5, $1,234.50, (1,234), 12 % or 12 kg, up to 1e30"
 LARGEST = 1e30  # of a target: its square is finite, and so is it in float32
+LEAST_COUNTED = 20  # cells: fewer whole numbers may all differ by chance
 
 
 class DataRecipe(NamedTuple):
@@ -44,25 +46,58 @@ def recognise(source: str, target: str | None = None, decimal_comma: bool | None
 
 
 def table_columns(
-    records: Sequence[Mapping[str, Any]], target: str, source: str, forms: Mapping[str, Form], key: str = "--data"
+    records: Sequence[Mapping[str, Any]],
+    target: str,
+    source: str,
+    forms: Mapping[str, Form],
+    key: str = "--data",
+    template: str = "",
 ) -> tuple[list[str], TableCells, list[str]]:
     """The columns to learn from, how to read their cells, and notes. Raises `UserError` if the target holds no numbers.
 
-    The columns are all that a template can name, without the target and row numbers, in file order.
+    The columns are all that a template can name, without the target and row numbers, in file order. template: the
+    user's; its columns stay.
     """
     names = columns_of(records)
     if target not in names:
         raise UserError("--target", target, f"a column of {source}: {', '.join(names)}")
-    indices = [name for name in names if is_index(name) and name != target]
-    unnamed = [name for name in names if not can_be_named(name) and name not in indices]
-    usable = [name for name in names if name not in (target, *indices, *unnamed)]
-    if not usable or target in unnamed:
-        raise UserError(key, ", ".join(names), f"{target} and a further column, without {{}}:! in their names", source)
     cells = TableCells(forms, target)
+    inputs = [name for name in names if name != target]
+    left_out = _left_out(inputs, records, cells, template)
+    usable = [name for name in inputs if name not in chain(*left_out.values())]
+    if not usable or not can_be_named(target):
+        raise UserError(key, ", ".join(names), f"{target} and a further column, without {{}}:! in their names", source)
     _check_targets(cells, target, [record.get(target) for record in records], source)
-    notes = [f"columns left out, as they number the rows: {', '.join(indices)}"] if indices else []
-    notes += [f"columns left out, as a template cannot name them: {', '.join(unnamed)}"] if unnamed else []
+    notes = [f"columns left out, as {why}: {', '.join(left)}" for why, left in left_out.items() if left]
     return usable, cells, [*notes, *_notes(records, target, cells)]
+
+
+def _left_out(
+    inputs: Sequence[str], records: Sequence[Mapping[str, Any]], cells: TableCells, template: str
+) -> dict[str, list[str]]:
+    """The columns that are not learnt from, by why."""
+    indices = [name for name in inputs if is_index(name)]
+    unnamed = [name for name in inputs if not can_be_named(name) and name not in indices]
+    rest = [name for name in inputs if name not in (*indices, *unnamed)]
+    running = [name for name in rest if f"{{{name}}}" not in template and _is_running(records, name, cells)]
+    running *= len(running) < len(rest)  # something has to be learnt from
+    kept = "a template of yours or fit's --text-columns keeps those that it names"
+    return {
+        "they number the rows": indices,
+        f"they count the rows ({kept})": running,
+        "a template cannot name them": unnamed,
+    }
+
+
+def _is_running(records: Sequence[Mapping[str, Any]], name: str, cells: TableCells) -> bool:
+    """Whether a column counts the rows: whole numbers that all differ, in any order, with less than a gap per number.
+
+    A new row has a number that no row had, so such a column says nothing of it.
+    """
+    read = (cell_in(cells, name, record.get(name)) for record in (records if name in cells.forms else ()))
+    texts = [*filter(None, read)]
+    numbers = {int(text) for text in texts if len(text) < 20 and text.removeprefix("-").isdecimal()}
+    return len(numbers) == len(texts) >= LEAST_COUNTED and max(numbers) - min(numbers) <= 2 * (len(texts) - 1)
 
 
 def _check_targets(cells: TableCells, target: str, values: Sequence[object], source: str) -> None:

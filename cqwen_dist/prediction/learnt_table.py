@@ -1,7 +1,7 @@
 """What a run learnt of its table: stored with it, compared with another table; and the ranges of its numbers."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from cqwen_dist.run.files import START, read_object
 OUTSIDE = "outside"  # the added column: names of columns with a number outside
 MARGIN = 0.25  # in ranges beyond either end: still inside; predictions are limited here
 REACH = 1.0  # in ranges beyond either end: intervals are limited here
-DIGITS = 10  # of a limited prediction
+DIGITS = 10  # of a prediction outside
+LEAST_DIGITS = 6  # of an interval's ends
+OF_WIDTH = 4  # digits of an interval's width, at least, if its ends begin alike: 1,700,000,123 to 1,700,000,456
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,9 @@ class LearntRange:
         """Adds OUTSIDE to `found`, a row's new columns: the names of the row's numbers that are outside.
 
         The prediction is limited to the target's range plus MARGIN. If anything is outside, the intervals move with the
-        prediction and grow by the distance to the range, in units of that range, but not beyond the range plus REACH.
-        Nothing goes below 0 if no target did. cells: the row as training reads it. unit: of the target's
-        range.
+        prediction and grow by the distance to the range, in units of that range, but not beyond the range plus REACH,
+        both of the numbers and in the target's unit. Nothing goes below 0 if no target did. cells: the row as training
+        reads it. unit: of the target's range.
         """
         if found["predicted"] is None:
             return {**found, OUTSIDE: None}
@@ -67,9 +69,33 @@ class LearntRange:
                 reach = max(growth * abs(_forward(unit, found[name]) - value), abs(value - at))
                 new[name] = min(max(at + side * reach, low - REACH * width), high + REACH * width)
         raw = unit.inverse(torch.tensor([*new.values()], dtype=torch.float64)).tolist()
-        least = 0.0 if self.ends[self.target][0] >= 0 else -math.inf
-        held = {name: max(float(f"{number:.{DIGITS}g}"), least) for name, number in zip(new, raw, strict=True)}
-        return {**found, **held, OUTSIDE: ", ".join(outside)}
+        raw[0] = found["predicted"] if at == value else raw[0]
+        return {**found, **dict(zip(new, self._limited(*raw), strict=True)), OUTSIDE: ", ".join(outside)}
+
+    def _limited(self, predicted: float, *ends: float) -> list[float]:
+        """The numbers, rounded. Logarithms reach far, so the ends stay within a range of the targets' own numbers."""
+        low, high = self.ends[self.target]
+        reach, least = REACH * (high - low), 0.0 if low >= 0 else -math.inf
+        digits = max(LEAST_DIGITS, shared_digits(max(abs(low), abs(high)), high - low) + OF_WIDTH)
+        middle = max(float(f"{predicted:.{max(digits, DIGITS)}g}"), least)
+        pairs = zip(ends[::2], ends[1::2], strict=True)
+        held = rounded_ends(((max(a, low - reach, least), min(b, high + reach)) for a, b in pairs), digits)
+        return [middle, *(max(end, middle) if place % 2 else min(end, middle) for place, end in enumerate(held))]
+
+
+def rounded_ends(intervals: Iterable[tuple[float, float]], digits: int = LEAST_DIGITS) -> list[float]:
+    """The ends of intervals, low and high in turn, with these digits and `OF_WIDTH` of those in which they differ."""
+    found = []
+    for low, high in intervals:
+        alike = shared_digits(max(abs(low), abs(high)), high - low)
+        found += [float(f"{end:.{max(digits, alike + OF_WIDTH)}g}") for end in (low, high)]
+    return found
+
+
+def shared_digits(size: float, spread: float) -> int:
+    """The first digits that numbers of a size share when they differ by `spread` only, at most 13; 0 for no spread."""
+    known = size > 0 and 0 < spread < math.inf
+    return min(max(math.floor(math.log10(size / spread)), 0), 13) if known else 0
 
 
 def _forward(unit: TargetTransform, value: float) -> float:

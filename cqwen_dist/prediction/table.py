@@ -1,6 +1,5 @@
 """A table in, predictions out: each row becomes a prompt, and the number that comes next goes into new columns."""
 
-import math
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,15 +21,13 @@ from cqwen_dist.generate.decisions import choose
 from cqwen_dist.generate.numbers import Digits, check_digits
 from cqwen_dist.generate.streaming import Tokenizer, reader
 from cqwen_dist.heads.intervals import LEVELS
-from cqwen_dist.prediction.learnt_table import OUTSIDE, LearntRange
+from cqwen_dist.prediction.learnt_table import LEAST_DIGITS, OUTSIDE, LearntRange, rounded_ends
 
 Unread = dict[int, UserError]  # why a row, counted from 0, has no prediction
 
 NUMBER_COLUMNS = ("predicted", *(f"{end}_{level * 100:g}" for level in LEVELS for end in ("low", "high")), "p_num")
 CHOICE = "chosen"
 SORTED = 8  # batches
-LEAST_DIGITS = 6  # of an interval's ends
-OF_WIDTH = 4  # digits of an interval's width, at least, if its ends begin alike: 1,700,000,123 to 1,700,000,456
 
 
 def rows_of(rows: Any) -> list[dict[str, Any]]:
@@ -149,23 +146,10 @@ def predict_numbers(
                     seen = float(numbers.p_num[place, width:].nan_to_num(0.0).max())
                     found[row] = {**dict.fromkeys(NUMBER_COLUMNS), "p_num": float(f"{seen:.6g}")}
                     continue
-                cells = record.written, *_ends(record.intervals, of_ends), float(f"{record.p_num:.6g}")
+                ends = (record.intervals[f"{level:g}"] for level in LEVELS)
+                cells = record.written, *rounded_ends(ends, of_ends), float(f"{record.p_num:.6g}")
                 found[row] = dict(zip(NUMBER_COLUMNS, cells, strict=True))
         yield from (found[row] for row in range(len(some)))
-
-
-def _ends(intervals: dict[str, tuple[float, float]], digits: int) -> list[float]:
-    found = []
-    for low, high in (intervals[f"{level:g}"] for level in LEVELS):
-        alike = shared_digits(max(abs(low), abs(high)), high - low)
-        found += [float(f"{end:.{max(digits, alike + OF_WIDTH)}g}") for end in (low, high)]
-    return found
-
-
-def shared_digits(size: float, spread: float) -> int:
-    """The first digits that numbers of a size share when they differ by `spread` only, at most 13; 0 for no spread."""
-    known = size > 0 and 0 < spread < math.inf
-    return min(max(math.floor(math.log10(size / spread)), 0), 13) if known else 0
 
 
 def predict_rows(

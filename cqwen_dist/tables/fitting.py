@@ -31,8 +31,8 @@ from cqwen_dist.data.columns import given_forms
 from cqwen_dist.data.number_forms import by_form
 from cqwen_dist.data.records import Extractor
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.prediction.learnt_table import learnt_table
-from cqwen_dist.prediction.table import predict_rows, prompts_of, shared_digits, write_table
+from cqwen_dist.prediction.learnt_table import learnt_table, shared_digits
+from cqwen_dist.prediction.table import predict_rows, prompts_of, write_table
 from cqwen_dist.run.files import BEST, FIT, appearing, file_record, not_followed, write_atomically, written_whole
 from cqwen_dist.tables.baselines import Rival, baselines
 from cqwen_dist.tables.choices import LEAST_READ, LONGEST, Chosen, Pace, choose, config_text, context_of, measure_pace
@@ -144,7 +144,8 @@ def request_of(folder: Path) -> tuple[FitRequest, dict[str, Any] | None]:
 
 def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], None], clock: TimeLimit) -> None:
     """Choose the settings, and write the parts and the config into `draft`, which is later renamed to `folder`."""
-    table = read_table(request.table, request.target, request.text_columns, request.decimal_comma)
+    asked = request.text_columns, request.decimal_comma, request.template
+    table = read_table(request.table, request.target, *asked)
     if request.split is not None and table.lost:
         found = Said(f"{table.lost:,} rows without a {table.target}, which would shift the others' numbers")
         raise UserError("--split", found, "a target in every row", request.table)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cqwen_dist.config import UserError
-from cqwen_dist.config.data import can_be_named
+from cqwen_dist.config.data import can_be_named, column_lines
 from cqwen_dist.config.errors import BadLine, Said
 from cqwen_dist.data.cells import Literal, TableCells, cell_text, is_missing, number_in
 from cqwen_dist.data.columns import columns_of, forms_in, sample
@@ -47,11 +47,14 @@ class Table(NamedTuple):
         return [tuple(row.values()) for row in self.rows]
 
 
-def read_table(source: str, target: str, wanted: Sequence[str] = (), decimal_comma: bool | None = None) -> Table:
-    """Reads the columns `wanted` (default: all that a template can name) and a target from CSV, Parquet or JSONL.
+def read_table(
+    source: str, target: str, wanted: Sequence[str] = (), decimal_comma: bool | None = None, template: str | None = None
+) -> Table:
+    """Reads the columns `wanted` (default: those of `table_columns`) and a target from CSV, Parquet or JSONL.
 
-    Rows without a target are skipped, and a note counts them. Raises `UserError` for a missing column, a target that is
-    not numeric or constant, fewer than `LEAST_ROWS` rows, and numbers with two readings.
+    template: the user's; its columns stay. Rows without a target are skipped, and a note counts them. Raises
+    `UserError` for a missing column, a target that is not numeric or constant, fewer than `LEAST_ROWS` rows, and
+    numbers with two readings.
     """
     records = records_in(source)
     names = [*filter(can_be_named, columns_of(records))]
@@ -59,7 +62,7 @@ def read_table(source: str, target: str, wanted: Sequence[str] = (), decimal_com
         raise UserError("--text-columns", odd[0], f"out of {', '.join(names)}")
     only = [*wanted, target] if wanted else None
     forms = forms_in(sample(source, "FILE"), source, target, decimal_comma, only)
-    usable, cells, notes = table_columns(records, target, source, forms, "FILE")
+    usable, cells, notes = table_columns(records, target, source, forms, "FILE", f"{column_lines(wanted)}{template}")
     columns = [*dict.fromkeys(name for name in wanted or usable if name != target)]
     if taken := {*NUMBER_COLUMNS, OUTSIDE} & {*columns, target}:
         raise UserError("FILE", f"a column {min(taken)}", "other names than predicted.csv's new columns", source)

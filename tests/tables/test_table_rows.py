@@ -1,6 +1,7 @@
 """A table's cells, its numeric columns, and its parts, before anything is trained."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.cells import MISSING
 from cqwen_dist.data.chat import Chat
+from cqwen_dist.data.recipes import recognise
 from cqwen_dist.data.records import Extractor
 from cqwen_dist.prediction.table import prompts_of
 from cqwen_dist.tables.fitting import only_fit
@@ -25,7 +27,7 @@ def written(folder: Path, records: list[dict[str, object]]) -> str:
 
 
 def cities(rows: int) -> list[dict[str, object]]:
-    return [{"city": ["Rome", "Oslo"][i % 2], "age": i, "height": 1.5, "score": i / 4} for i in range(rows)]
+    return [{"city": ["Rome", "Oslo"][i % 2], "age": i // 2, "height": 1.5, "score": i / 4} for i in range(rows)]
 
 
 def test_parquet_csv_and_jsonl_give_the_same_table(tmp_path: Path) -> None:
@@ -43,7 +45,29 @@ def test_parquet_csv_and_jsonl_give_the_same_table(tmp_path: Path) -> None:
     for table in tables:
         assert table.numeric == ["age", "height"], "an empty cell does not make a column of text"
         assert (table.values() == np.arange(24) / 4).all()
-    assert tables[0].rows[4]["age"] == tables[1].rows[4]["age"] == "4"
+    assert tables[0].rows[4]["age"] == tables[1].rows[4]["age"] == "2"
+
+
+@pytest.mark.parametrize("numbers", [range(1, 41), range(940, 900, -1), [7 * i % 40 for i in range(40)]])
+def test_a_column_that_counts_the_rows_is_left_out_and_named(tmp_path: Path, numbers: Sequence[int]) -> None:
+    """New rows have numbers that no row had. In any order: rising, the newest first, or shuffled."""
+    records: list[dict[str, object]] = [
+        {"id": number, **record} for number, record in zip(numbers, cities(40), strict=True)
+    ]
+    source = written(tmp_path, records)
+    table = read_table(source, "score")
+    assert table.columns == ["city", "age", "height"]
+    assert "as they count the rows (a template of yours" in table.notes[0]
+    assert table.notes[0].endswith(": id")
+    assert "id" not in recognise(source, "score").keys["prompt_template"]
+    for keeps in ({"wanted": ["id"]}, {"template": "{id}: "}):
+        kept = read_table(source, "score", **keeps)  # type: ignore[arg-type]
+        assert "id" in kept.columns
+        assert not any("count" in note for note in kept.notes)
+    only = written(tmp_path, [{"id": record["id"], "score": record["score"]} for record in records])
+    assert read_table(only, "score").columns == ["id"], "there is nothing else"
+    few = written(tmp_path, [{**record, "id": 3 * int(str(record["id"]))} for record in records])
+    assert "id" in read_table(few, "score").columns, "with large gaps it may be any quantity"
 
 
 def test_rows_without_a_target_and_unnameable_columns_are_dropped_and_counted(tmp_path: Path) -> None:
