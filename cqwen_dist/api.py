@@ -198,9 +198,9 @@ def predicted_rows(
 ) -> Iterator[dict[str, Any]]:
     """`predict`, batch by batch as the rows are taken. The same arguments; settings: of `predict_rows`."""
     from cqwen_dist.checkpoint.trained import load_trained
-    from cqwen_dist.prediction.table import cells_given, predict_rows, prompts_of, rows_of
+    from cqwen_dist.prediction.table import cells_given, predict_rows, prompts_of, rows_of, with_place
 
-    table = rows_of(rows)
+    places, table = rows_of(rows)
     if not table:
         return iter(())
     if within is None:
@@ -208,19 +208,23 @@ def predicted_rows(
     unread: Unread = {}
     known, cells = None, list[Any]()
     prompts: Sequence[Prompt]
-    if template is None:
-        learnt = _learnt_table(model)
-        known = learnt.known()
-        prompts, cells = learnt.prompts(table, learnt.extractor(empty, decimal_comma), unread, say)
-    else:
-        source = str(rows) if isinstance(rows, (str, Path)) else "rows"
-        given = cells_given(table, source, template, decimal_comma)
-        prompts = prompts_of(template, list(table[0]), given, empty, unread)
-    found, tokenizer = model if isinstance(model, tuple) else load_trained(_folder(model), device)
-    settings |= {"unread": unread, "known": known, "cells": cells, "within": within}
-    predicted = predict_rows(found, tokenizer, table, prompts, **settings)
+    try:
+        if template is None:
+            learnt = _learnt_table(model)
+            known = learnt.known()
+            prompts, cells = learnt.prompts(table, learnt.extractor(empty, decimal_comma), unread, say)
+        else:
+            source = str(rows) if isinstance(rows, (str, Path)) else "rows"
+            given = cells_given(table, source, template, decimal_comma)
+            prompts = prompts_of(template, list(table[0]), given, empty, unread)
+        found, tokenizer = model if isinstance(model, tuple) else load_trained(_folder(model), device)
+        settings |= {"unread": unread, "known": known, "cells": cells, "within": within}
+        predicted = predict_rows(found, tokenizer, table, prompts, **settings)
+    except UserError as error:
+        raise with_place(error, rows, places, unread) from None
     if unread:
-        say(f"{len(unread):,} of {len(table):,} rows have no prediction, such as {unread[min(unread)]}")
+        first = with_place(unread[min(unread)], rows, places, unread)
+        say(f"{len(unread):,} of {len(table):,} rows have no prediction, such as {first}")
     return predicted
 
 

@@ -197,6 +197,6 @@ class TableCells:
         if found is None and column == self.target and form == Form() and (number := as_number(cell)) is not None:
             return numeral(repr(number))  # 1_000, as Python reads it
         if found is None and (column == self.target or form.other_reads(cell)):
-            allowed = f"numbers such as {form} in the column {column!r} (data.number_columns)"
+            allowed = f"numbers such as {form} in the column {column!r} (data.number_columns{form.option_for(cell)})"
             raise BadLine("another form of number", cell, allowed)
         return cell if found is None else found

@@ -1,7 +1,7 @@
 """A table's columns: their number formats and kinds of cells."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -24,7 +24,11 @@ def sample(source: str, key: str = "--data", most: int | None = SAMPLE, strict: 
 
     strict: a bad line raises `UserError`, else it is left out.
     """
-    found = []
+    return [record for _, record in placed_sample(source, key, most, strict)]
+
+
+def placed_sample(source: str, key: str, most: int | None, strict: bool = True) -> Iterator[tuple[str, Any]]:
+    """`sample`, each record with its place `file:line`."""
     most = 1 if most is not None and source.startswith("hf:") else most
     for block in islice(blocks(source, DataConfig(train=source, text_template="{*}"), key), most):
         for where, record in block:
@@ -32,8 +36,7 @@ def sample(source: str, key: str = "--data", most: int | None = SAMPLE, strict: 
                 if strict:
                     raise UserError(record.kind, record.found, record.allowed, where)
                 continue
-            found.append({n: c for n, c in record.items() if n} if isinstance(record, Mapping) else record)
-    return found
+            yield where, {n: c for n, c in record.items() if n} if isinstance(record, Mapping) else record
 
 
 def columns_of(records: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -86,6 +86,11 @@ class Form(NamedTuple):
             return _parsed(cell, _OTHER[self.decimal]) is not None
         return self.scales and not own[1]
 
+    def option_for(self, cell: str) -> str:
+        """The option of `predict` that reads a cell with the other decimal sign, ", or ..."; "" for other cells."""
+        is_other = _parsed(cell, self.decimal) is None and _parsed(cell, _OTHER[self.decimal]) is not None
+        return f", or predict's --{'no-' * (self.decimal == ',')}decimal-comma" * is_other
+
 
 class Unsettled(Exception):
     """A column has two readings. Args: the column, some of its cells, a cell's number with a point and with a comma."""

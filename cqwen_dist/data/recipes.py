@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from cqwen_dist.config.data import QUESTION_AND_ANSWER, RECIPES, can_be_named, column_lines
 from cqwen_dist.config.errors import BadLine, Said, UserError
 from cqwen_dist.data.cells import TableCells, as_number, is_index
-from cqwen_dist.data.columns import cell_in, columns_of, forms_in, sample
+from cqwen_dist.data.columns import cell_in, columns_of, forms_in, placed_sample, sample
 from cqwen_dist.data.number_forms import EMPTY_MARKS, Form, by_form, forms_of, said
 from cqwen_dist.data.records import Text
 from cqwen_dist.data.text_files import no_records
@@ -228,12 +228,18 @@ def _is_chat(value: Any) -> bool:
 
 def records_in(source: str) -> list[Mapping[str, Any]]:
     """All records of a table. Raises `UserError`, also for an empty table and for data that is no table."""
-    records = sample(source, "FILE", None)
+    return [record for _, record in placed_records(source)]
+
+
+def placed_records(source: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """`records_in`, each with its place `file:line`."""
+    placed = [*placed_sample(source, "FILE", None)]
+    records = [record for _, record in placed]
     if not records or not isinstance(records[0], Mapping):
         allowed = "a table with a row or more: .csv, .tsv, .parquet, .arrow, or .json and .jsonl with objects"
         raise UserError("FILE", source, allowed)
     _refuse_whole(records, "FILE", source)
-    return records
+    return placed
 
 
 def _refuse_whole(records: list[Any], key: str, source: str) -> None:

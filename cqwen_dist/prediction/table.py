@@ -14,7 +14,7 @@ from cqwen_dist.data.columns import columns_of, forms_in
 from cqwen_dist.data.encoder import SURROGATE
 from cqwen_dist.data.from_memory import as_rows
 from cqwen_dist.data.number_forms import Form
-from cqwen_dist.data.recipes import records_in
+from cqwen_dist.data.recipes import placed_records
 from cqwen_dist.data.text_files import write_rows
 from cqwen_dist.generate.continuation import Prompt, encoded, generate_batch
 from cqwen_dist.generate.decisions import choose
@@ -30,30 +30,39 @@ CHOICE = "chosen"
 SORTED = 8  # batches
 
 
-def rows_of(rows: Any) -> list[dict[str, Any]]:
-    """The rows of a table: a file, a DataFrame, or records. A field that a record lacks is None. Raises `UserError`."""
-    found = records_in(str(rows)) if isinstance(rows, (str, Path)) else list(as_rows(rows, "rows"))
-    for number, row in enumerate(found, 1):
+def rows_of(rows: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """The rows of a table (a file, a DataFrame, or records) and before them their places, such as `file:line`.
+
+    A field that a record lacks is None. Raises `UserError`.
+    """
+    if isinstance(rows, (str, Path)):
+        found = placed_records(str(rows))
+    else:
+        found = [(f"row {number}", row) for number, row in enumerate(as_rows(rows, "rows"), 1)]
+    for where, row in found:
         if not isinstance(row, Mapping):
-            raise UserError("rows", row, "a dict, cell by column", f"row {number}")
-    columns = columns_of(found)
-    return [{name: record.get(name) for name in columns} for record in found]
+            raise UserError("rows", row, "a dict, cell by column", where)
+    columns = columns_of([row for _, row in found])
+    return [where for where, _ in found], [{name: row.get(name) for name in columns} for _, row in found]
+
+
+def with_place(error: UserError, rows: Any, places: Sequence[str], unread: Unread) -> UserError:
+    """The error with the row's place, or the table's name, instead of FILE. places: of `rows_of`."""
+    if error.key != "FILE":
+        return error
+    name = str(rows) if isinstance(rows, (str, Path)) else "rows"
+    row = next((row for row, one in unread.items() if one is error), None)
+    return UserError(name if row is None else places[row], error.found, error.allowed)
 
 
 def cells_given(
     table: Sequence[Mapping[str, Any]], source: str, template: str, comma: bool | None
-) -> Iterator[dict[str, str]]:
-    """The cells for the user's template: texts stay as they are, but in CSV 3,5 would be two numbers."""
+) -> Iterator[dict[str, Any]]:
+    """The cells for the user's template: they stay as they are, but in CSV 3,5 would be two numbers."""
     named = [name for name in (table[0] if source.endswith((".csv", ".tsv")) else ()) if f"{{{name}}}" in template]
     forms = {name: form for name, form in forms_in(table, source, None, comma, named).items() if form == Form(",")}
 
-    def text_of(name: str, cell: Any) -> str:
-        text = "" if is_empty(cell) else cell if isinstance(cell, str) else cell_text(cell)
-        if text is None:
-            raise UserError("FILE", cell, "text, numbers, true or false, dates")
-        return (name in forms and forms[name].read(text)) or text
-
-    return ({name: text_of(name, cell) for name, cell in row.items()} for row in table)
+    return ({n: (n in forms and cell and forms[n].read(cell)) or cell for n, cell in row.items()} for row in table)
 
 
 def prompts_of(
@@ -99,13 +108,16 @@ def _check_template(template: str, columns: Sequence[str]) -> None:
 
 
 def _cell(row: Mapping[str, Any], number: int, empty: str | None, name: str) -> str:
-    cell = "" if row[name] is None else str(row[name])
-    if empty is not None and cell.strip() in MISSING:
+    cell = row[name]
+    text = "" if is_empty(cell) else cell if isinstance(cell, str) else cell_text(cell)
+    if text is None:
+        raise UserError("FILE", cell, "text, numbers, true or false, dates", f"record {number}")
+    if empty is not None and text.strip() in MISSING:
         return empty
-    if not cell:
-        found = Said(f"record {number} with an empty cell in the column {name}")
-        raise UserError("FILE", found, "something there, or --empty TEXT to put in its place")
-    return cell
+    if not text:
+        found = Said(f"an empty cell in the column {name}")
+        raise UserError("FILE", found, "something there, or --empty TEXT to put in its place", f"record {number}")
+    return text
 
 
 def predict_numbers(

@@ -67,10 +67,33 @@ def test_predict_tells_and_refuses_what_differs(pair: Any, tmp_path: Path) -> No
     predicted(pair, frame.assign(count=900.0), said)
     assert said == ["column count: 8 of 8 numbers are outside of 1 to 7, all that was learnt from: 900 to 900"]
     for name, cell in (("when", 1704585600000), ("when", "07.01.2024"), ("count", "many"), ("member", "yes")):
-        with pytest.raises(UserError, match=f"FILE: found {cell} in the column {name}"):
+        with pytest.raises(UserError, match=f"^rows: found {cell} in the column {name}"):
             predicted(pair, frame.assign(**{name: cell}), said)
     with pytest.raises(UserError, match=r"numbers such as 1234\.5 in the column 'count'"):
         predicted(pair, written(frame, tmp_path, "euro.csv"), said)
+
+
+@pytest.mark.usefixtures("learnt")
+def test_one_bad_cell_costs_one_row(pair: Any, tmp_path: Path) -> None:
+    """The others are predicted as without it, and the message has the place and the way out."""
+    frame, said = table().head(8).drop(columns=["at", "note", "tags"]).astype({"count": object}), list[str]()
+    whole = predicted(pair, written(frame, tmp_path, "csv"), said)
+    frame.loc[3, "count"] = "12,5"
+    for kind, place in (("csv", f"{tmp_path / 't.csv'}:5"), ("jsonl", f"{tmp_path / 't.jsonl'}:4"), ("list", "row 4")):
+        found = predicted(pair, written(frame, tmp_path, kind), said)
+        assert found[3] == [None] * len(NUMBER_COLUMNS)
+        assert found[:3] + found[4:] == whole[:3] + whole[4:]
+        told, reason = said
+        assert told == "column count: 1 of 6 cells are not a number such as 1234.5 (e.g. 12,5); in training all were"
+        allowed = "numbers such as 1234.5 in the column 'count' (data.number_columns, or predict's --decimal-comma)"
+        assert reason == f"1 of 8 rows have no prediction, such as {place}: found '12,5', allowed: {allowed}"
+        said.clear()
+    frame.loc[3, "count"] = b"\xff"
+    assert [row[0] is None for row in predicted(pair, frame.to_dict("records"), said)] == [i == 3 for i in range(8)]
+    assert "row 4: found b'\\xff', allowed: text, a number" in said[-1]
+    frame.loc[3, "count"] = "000105"
+    assert None not in predicted(pair, frame, said)[3], "a name, read as in training"
+    assert "1 of 6 cells are not a number such as 1234.5 (e.g. 000105)" in said[-1]
 
 
 @pytest.mark.parametrize(

@@ -76,21 +76,21 @@ def test_prompts_leave_room_for_a_number_in_the_context(pair) -> None:
 
 
 def test_rows_that_cannot_be_read_have_empty_cells_and_are_counted(pair) -> None:
-    """Too long, an empty cell, a lone surrogate: the others are predicted, also beside a numeral that stays text."""
-    texts = ["tea", "long " * 500, "", "1e999", "\ud800", "coffee 5"]
+    """Too long, empty, a lone surrogate, no text: the others are predicted, also beside a numeral that stays text."""
+    texts = ["tea", "long " * 500, "", "1e999", "\ud800", "coffee 5", {1}]
     rows = [{"a": text} for text in texts]
     said: list[str] = []
     found = predict(pair, rows, "{a}", say=said.append)
-    assert [row["p_num"] is not None for row in found] == [True, False, False, True, False, True]
-    assert all(found[i][name] is None for i in (1, 2, 4) for name in NUMBER_COLUMNS)
+    assert [row["p_num"] is not None for row in found] == [True, False, False, True, False, True, False]
+    assert all(found[i][name] is None for i in (1, 2, 4, 6) for name in NUMBER_COLUMNS)
     (alone,) = predict(pair, rows[:1], "{a}")
     for name in alone:  # six digits are written
         same = pytest.approx(found[0][name], rel=1e-4) if isinstance(alone[name], float) else found[0][name]
         assert alone[name] == same or name == "p_num"
-    assert said[0].startswith("3 of 6 rows have no prediction, such as record 2: FILE: found '2500 tokens', allowed: ")
+    assert said[0].startswith("4 of 7 rows have no prediction, such as row 2: found '2500 tokens', allowed: ")
     chosen = predict(pair, rows, "{a}", options=[" and", " for"], say=said.append)
-    assert [row["chosen"] is not None for row in chosen] == [True, False, False, True, False, True]
-    with pytest.raises(UserError, match="record 1 with an empty cell"):
+    assert [row["chosen"] is not None for row in chosen] == [True, False, False, True, False, True, False]
+    with pytest.raises(UserError, match="row 1: found an empty cell in the column a"):
         predict(pair, rows[2:5:2], "{a}")
 
 
