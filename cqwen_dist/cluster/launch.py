@@ -22,7 +22,7 @@ from pathlib import Path
 from shutil import which
 from tempfile import TemporaryDirectory
 
-from cqwen_dist.cluster.rank import MODULE, Order, rank_environment
+from cqwen_dist.cluster.rank import MODULE, Order, rank_environment, ranks_of_a_node
 from cqwen_dist.config import Config, Said, UserError, as_list, load_config, source_files, writing
 from cqwen_dist.parallel.launcher import LAUNCHER, free_port, taken
 from cqwen_dist.run.files import STACKS, read_small
@@ -155,9 +155,12 @@ def preflight(path: Path, overrides: Sequence[str]) -> Config:
 
 
 def launch_command(words: list[str], ranks: int, port: int) -> list[str]:
-    """The `deepspeed` command line that runs `cqwen` with these words (a list: no shell parses the user's words)."""
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--num_accelerators", str(ranks)]
-    return [*launcher, "--master_port", str(port), "--no_local_rank", "--module", "cqwen_dist", *words]
+    """The command line that runs `cqwen` with these words (a list: no shell parses the user's words).
+
+    Without DeepSpeed's runner, which would forget CUDA_VISIBLE_DEVICES.
+    """
+    command = [*ranks_of_a_node(["localhost"], ranks), "--node_rank=0", "--master_addr=127.0.0.1"]
+    return [*command, f"--master_port={port}", "--no_local_rank", "--module", "cqwen_dist", *words]
 
 
 def launch(

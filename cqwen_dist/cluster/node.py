@@ -1,13 +1,11 @@
 """A SLURM node: srun starts this task on it, and the task becomes DeepSpeed's launcher for the node's ranks."""
 
 import argparse
-import base64
-import json
 import os
 import signal
 import sys
 
-from cqwen_dist.cluster.rank import MODULE, Order, rank_environment
+from cqwen_dist.cluster.rank import MODULE, Order, rank_environment, ranks_of_a_node
 
 
 def main() -> None:
@@ -21,13 +19,7 @@ def main() -> None:
     # ranks that are still saving after 30 s. So it starts with both blocked, and only the ranks handle them.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})
     order = Order("slurm", ["train", *given.words], os.getcwd(), logs=given.logs)
-    command = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", "--quiet"]
-    # Host -> GPU numbers, one per rank, in the format of DeepSpeed's launcher: the first GPUs that SLURM assigned to
-    # this task, if there is one per rank; else 0, 1, ...
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[: given.ranks]
-    whole = len(gpus) == given.ranks and all(map(str.isdecimal, gpus))
-    slots = dict.fromkeys(os.environ["CQWEN_HOSTS"].split(), [*map(int, gpus)] if whole else [*range(given.ranks)])
-    command += [f"--world_info={base64.urlsafe_b64encode(json.dumps(slots).encode()).decode()}"]
+    command = ranks_of_a_node(os.environ["CQWEN_HOSTS"].split(), given.ranks)
     command += [f"--node_rank={os.environ['SLURM_NODEID']}", f"--master_addr={os.environ['MASTER_ADDR']}"]
     command += [f"--master_port={os.environ['MASTER_PORT']}", "--no_local_rank", "--module", MODULE, order.encode()]
     os.execve(sys.executable, command, {**os.environ, **rank_environment(given.ranks)})

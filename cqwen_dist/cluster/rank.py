@@ -52,6 +52,19 @@ def rank_environment(ranks: int) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
+def ranks_of_a_node(hosts: list[str], ranks: int) -> list[str]:
+    """The start of the command line of DeepSpeed's launcher for one of these hosts.
+
+    The launcher writes the GPUs that it is told into CUDA_VISIBLE_DEVICES. So it is told those of this process's own
+    variable, as they are (numbers, or ids of GPUs and MIG slices); further ranks get no GPU, -1.
+    """
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [*map(str, range(ranks))] if given is None else [each.strip() for each in given.split(",") if each.strip()]
+    slots = dict.fromkeys(hosts, [*gpus, *["-1"] * ranks][:ranks])
+    world = base64.urlsafe_b64encode(json.dumps(slots).encode()).decode()
+    return [sys.executable, "-u", "-m", "deepspeed.launcher.launch", "--quiet", f"--world_info={world}"]
+
+
 def main() -> None:
     """Become the rank that the order describes. Never returns."""
     # A stop request waits until the trainer handles it, instead of killing a process that is still importing.

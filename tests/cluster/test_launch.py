@@ -1,5 +1,7 @@
 """What `launch` makes of the launcher's end. The launcher is a stand-in here; the real one is in tests/e2e."""
 
+import base64
+import json
 import sys
 import time
 from contextlib import suppress
@@ -10,6 +12,7 @@ import pytest
 from support.runs import write_config
 
 from cqwen_dist.cluster import launch as module
+from cqwen_dist.cluster import node
 from cqwen_dist.run.status import write_status
 
 
@@ -78,4 +81,35 @@ def test_no_shell_interprets_user_input() -> None:
     hostile = ["run.dir=a'; echo foo", "data.text_template={question} $(touch x)\n{answer}"]
     command = module.launch_command(["train", "my config.yaml", *hostile], 3, 29500)
     assert command[-3:] == ["my config.yaml", *hostile]
-    assert command[command.index("--num_accelerators") + 1] == "3"
+    assert gpus_of(command) == ["0", "1", "2"]
+
+
+def gpus_of(command: list[str]) -> list[str]:
+    (world,) = [word.partition("=")[2] for word in command if word.startswith("--world_info=")]
+    (gpus,) = json.loads(base64.urlsafe_b64decode(world)).values()
+    return gpus
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus"),
+    [
+        ("2,3", ["2", "3"]),
+        ("4,5,6", ["4", "5"]),
+        ("GPU-8c6b1d0a-1f,GPU-77aa", ["GPU-8c6b1d0a-1f", "GPU-77aa"]),
+        ("MIG-3f2a", ["MIG-3f2a", "-1"]),  # the second rank is refused by name, instead of taking somebody's GPU
+        ("", ["-1", "-1"]),
+    ],
+)
+def test_the_ranks_get_the_gpus_that_this_process_sees(
+    monkeypatch: pytest.MonkeyPatch, given: str, gpus: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert gpus_of(module.launch_command(["train"], 2, 29500)) == gpus
+    called: list[list[str]] = []
+    monkeypatch.setattr(node.os, "execve", lambda program, command, environment: called.append(command))
+    monkeypatch.setattr(node.signal, "pthread_sigmask", lambda how, signals: None)
+    monkeypatch.setattr("sys.argv", ["node", "--ranks", "2", "--logs", "logs", "--", "run.yaml"])
+    for name, value in {"CQWEN_HOSTS": "n1", "MASTER_ADDR": "n1", "MASTER_PORT": "1", "SLURM_NODEID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    node.main()
+    assert gpus_of(called[0]) == gpus
