@@ -8,7 +8,7 @@ So a rank with a different config, data or code is refused by name.
 import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import cqwen_dist
 from cqwen_dist.checkpoint import adapter
 from cqwen_dist.checkpoint.manifest import resolve_checkpoint
 from cqwen_dist.checkpoint.resume import KEYS, base_digest
-from cqwen_dist.config import TRAIN_TOKENIZER, Config, DataConfig, UserError, flat
+from cqwen_dist.config import TRAIN_TOKENIZER, Config, DataConfig, Said, UserError, flat
 from cqwen_dist.config.custom import source_of
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import Datasets, is_prepared, load_datasets, read_watched, tokenizer_of
@@ -30,7 +30,38 @@ from cqwen_dist.data.sources import read_split
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.base_loading import base_folder_of, build_base
 from cqwen_dist.parallel.collectives import UNSEEN, Facts, agree, first_of_host, main_rank_first
+from cqwen_dist.parallel.runtime import find_ranks
 from cqwen_dist.run.files import DIGESTS, MANIFEST, appearing, file_record, versions
+
+
+def refuse_accelerate(config: Config, env: Mapping[str, str]) -> None:
+    """Raises `UserError` for a setting of `accelerate launch` (its variables ACCELERATE_*) that the config contradicts.
+
+    What it says if nobody asked (mixed precision "no", 1 accumulated batch) contradicts nothing.
+    """
+    train, parallel, world = config.train, config.parallel, find_ranks(env)[1]
+    micro_batches = train.global_batch_size * parallel.sequence_group_size / (train.micro_batch_size * world)
+    offload = "cpu" if parallel.offload == "optimizer" else "none"
+    norm = "none" if train.max_grad_norm is None else str(train.max_grad_norm)
+    held = {
+        "DEEPSPEED_ZERO_STAGE": ("parallel.zero_stage", {str(parallel.zero_stage)}),
+        "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": ("parallel.offload", {offload}),
+        "DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("parallel.zero_stage 3", {"none"}),
+        "DEEPSPEED_CONFIG_FILE": ("deepspeed: FILE in the run's config", {"none"}),
+        "MIXED_PRECISION": ("train.precision", {train.precision, "no"}),
+        "GRADIENT_CLIPPING": ("train.max_grad_norm", {norm, norm.removesuffix(".0"), "none"}),
+        "GRADIENT_ACCUMULATION_STEPS": ("train.global_batch_size", {f"{micro_batches:g}", "1"}),
+        "DYNAMO_BACKEND": ("model.compile_layers", {"no"}),
+        **{f"USE_{name}": ("parallel", {"false"}) for name in ("FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")},
+    }
+    for name, (key, same) in held.items():
+        if (found := env.get(f"ACCELERATE_{name}", min(same))).lower() not in same:
+            raise UserError(f"ACCELERATE_{name}", found, f"{' or '.join(sorted(same))} in accelerate; {key} decides")
+    cpu = env.get("ACCELERATE_USE_CPU")  # set where accelerate starts a single process
+    if cpu is not None and "MASTER_ADDR" in env and "RANK" not in env:
+        raise UserError("num_processes", Said("accelerate started one process instead"), "--multi_gpu, on CPUs too")
+    if cpu == "True" and torch.cuda.is_available() and env.get("DS_ACCELERATOR") != "cpu":
+        raise UserError("ACCELERATE_USE_CPU", cpu, "False, or DS_ACCELERATOR=cpu with it")
 
 
 def config_facts(config: Config) -> Facts:

@@ -1,6 +1,7 @@
 """One training command from start to end: opens and locks the run, builds it, starts or resumes it, trains, and records
 the end in status.json."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -23,7 +24,7 @@ from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.sizes.flops import Work, peak_tflops
 from cqwen_dist.training.assembly import build_run, groups_of
 from cqwen_dist.training.callbacks import Callback, Callbacks, TrainResult
-from cqwen_dist.training.inputs import config_facts
+from cqwen_dist.training.inputs import config_facts, refuse_accelerate
 from cqwen_dist.training.start import begin, open_log
 from cqwen_dist.training.telemetry.metrics import MetricsFile
 from cqwen_dist.training.telemetry.progress import Clock, Progress
@@ -122,6 +123,7 @@ def train(
     write_inputs: as in `open_session`. Raises `UserError` on all ranks for wrong input, and `Stopped` if a signal
     stopped the run; the run can be resumed.
     """
+    refuse_accelerate(config, os.environ)
     with StopFlag().installed() as stop, distributed(stop=stop) as runtime:
         metrics = train_on(config, runtime, callbacks, write_inputs)
         folder = Path(config.run.dir)

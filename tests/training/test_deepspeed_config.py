@@ -7,6 +7,7 @@ import pytest
 from matrix.sharded_training import Case, config_of
 
 from cqwen_dist.config import Config, UserError
+from cqwen_dist.training.inputs import refuse_accelerate
 from cqwen_dist.training.zero.engine import refuse_unknown
 from cqwen_dist.training.zero.settings import deepspeed_config
 
@@ -28,26 +29,39 @@ def test_the_deepspeed_config_follows_from_the_projects_config() -> None:
 
 def test_extra_deepspeed_settings_are_merged() -> None:
     zero = {"overlap_comm": True, "reduce_bucket_size": 7, "stage": 2}
-    found = deepspeed_config(config(comms_logger={"enabled": True}, zero_optimization=zero), 4, 1000)
-    assert found["comms_logger"] == {"enabled": True}
-    assert found["zero_optimization"] == {**zero, "allgather_bucket_size": 1000}
-
-
-@pytest.mark.parametrize(
-    ("additions", "key", "says"),
-    [
-        ({"zero_optimization": 3}, "deepspeed.zero_optimization", "stage"),
-        ({"gradient_accumulation_steps": 2}, "deepspeed.gradient_accumulation_steps", "accumulates itself"),
-        ({"train_batch_size": 7}, "deepspeed.train_batch_size", "train.micro_batch_size"),
-    ],
-)
-def test_contradicting_deepspeed_settings_are_refused_by_name(additions: dict[str, Any], key: str, says: str) -> None:
-    with pytest.raises(UserError, match=says) as refusal:
-        deepspeed_config(config(**additions), 4, 1000)
-    assert refusal.value.key == key
+    found = deepspeed_config(config(steps_per_print=5, zero_optimization=zero), 4, 999)
+    assert (found["steps_per_print"], found["log_level"]) == (5, "info")  # DeepSpeed's line is off at its usual level
+    assert found["zero_optimization"] == {**zero, "allgather_bucket_size": 1000}  # DeepSpeed asserts an even one
 
 
 def test_a_key_that_deepspeed_does_not_have_is_refused_by_name() -> None:
     refuse_unknown({"steps_per_print": 2, "zero_optimization": {"overlap_comm": True}})
     with pytest.raises(UserError, match=r"deepspeed\.zero_optimization\.overlap_com: found True, .*not permitted"):
         refuse_unknown({"zero_optimization": {"overlap_com": True}})
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"DEEPSPEED_ZERO_STAGE": "3"}, "ZERO_STAGE: found '3', allowed: 2 in accelerate; parallel.zero_stage decides"),
+        ({"MIXED_PRECISION": "fp16"}, "MIXED_PRECISION: found 'fp16', allowed: bf16 or no"),
+        ({"DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}, "parallel.offload decides"),
+        ({"DEEPSPEED_CONFIG_FILE": "ds.json"}, "deepspeed: FILE in the run's config"),
+        ({"GRADIENT_CLIPPING": "7.0"}, "train.max_grad_norm decides"),
+        ({"GRADIENT_ACCUMULATION_STEPS": "3"}, "train.global_batch_size decides"),
+        ({"DYNAMO_BACKEND": "INDUCTOR"}, "model.compile_layers decides"),
+        ({"USE_FSDP": "true"}, "USE_FSDP: found 'true'"),
+        ({"USE_CPU": "True", "MASTER_ADDR": "127.0.0.1"}, "accelerate started one process instead"),
+    ],
+)
+def test_a_setting_of_accelerate_that_the_config_contradicts_is_refused(asked: dict[str, str], says: str) -> None:
+    env = {name if name == "MASTER_ADDR" else f"ACCELERATE_{name}": value for name, value in asked.items()}
+    with pytest.raises(UserError, match=says):
+        refuse_accelerate(config(), env)
+
+
+def test_what_accelerate_says_by_itself_is_no_contradiction() -> None:
+    quiet = {"MIXED_PRECISION": "no", "DYNAMO_BACKEND": "NO", "GRADIENT_ACCUMULATION_STEPS": "1", "USE_CPU": "False"}
+    same = {"DEEPSPEED_ZERO_STAGE": "2", "DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none", "GRADIENT_CLIPPING": "none"}
+    env = {f"ACCELERATE_{name}": value for name, value in (quiet | same).items()}
+    refuse_accelerate(config(), env | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"})
