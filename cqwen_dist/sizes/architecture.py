@@ -14,7 +14,6 @@ from cqwen_dist.config import Config, Said, UserError
 from cqwen_dist.config.architectures import ARCHITECTURES, BaseArchitecture, architecture, text_part
 from cqwen_dist.config.architectures.base_architecture import EXPERTS, Block
 from cqwen_dist.config.bases import rows_with_number
-from cqwen_dist.config.trainable import feature_counts
 from cqwen_dist.sizes.flops import Work
 
 
@@ -271,8 +270,3 @@ def _read(config: Config) -> dict[str, Any]:
         shown = Said(f"{error.key.removeprefix('model.architecture.')}: {error.found}")
         raise UserError(key, shown, error.allowed, where) from None
     return dict(text_part(found))
-
-
-def feature_parameters(config: Config, architecture: dict[str, Any]) -> int:
-    """Number of parameters of the features that the engine trains, without building the model."""
-    return sum(feature_counts(config, Architecture.of(architecture), config.trained).values())

@@ -55,7 +55,6 @@ def test_a_stock_hugging_face_file_is_translated(tmp_path: Path) -> None:
             "offload_optimizer": {"pin_memory": True},
             "overlap_comm": True,
             "sub_group_size": 1e9,
-            "stage3_gather_16bit_weights_on_model_save": True,
         },
         "steps_per_print": 2000,
         "wall_clock_breakdown": False,

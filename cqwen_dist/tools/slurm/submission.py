@@ -24,9 +24,7 @@ from cqwen_dist.cluster.launch import preflight
 from cqwen_dist.config import Config, Said, UserError, writing
 from cqwen_dist.run.files import CONFIG, SLURM
 from cqwen_dist.run.folder import is_done
-from cqwen_dist.sizes.architecture import feature_parameters, read_architecture
 from cqwen_dist.tools.slurm.resources import CONTAINER_COMMAND, GPUS, JobOptions, Resources
-from cqwen_dist.training.zero.settings import deepspeed_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +122,7 @@ def plan_job(
         raise UserError("run.dir", config.run.dir, "a run that is not done yet, or a new folder")
     if config.run.resume in ("never", "restart"):
         raise UserError("run.resume", config.run.resume, "auto or last-good: a requeued job resumes")
-    # Check ranks and DeepSpeed settings now: an error should not wait for the queue.
-    ranks = resources.nodes * resources.ranks
-    config.parallel.refuse_ranks(ranks)
-    deepspeed_config(config, ranks, feature_parameters(config, read_architecture(config)))
+    config.parallel.refuse_ranks(resources.nodes * resources.ranks)  # now: an error should not wait for the queue
     run_dir = Path(config.run.dir).absolute()
     folder = next(new for n in count(1) if not (new := run_dir / SLURM / f"submit-{n}").exists())
     named = vars(options) | {"name": options.name or f"cqwen-{run_dir.name}"}

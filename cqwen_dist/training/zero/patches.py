@@ -109,8 +109,11 @@ def skip_frozen_groups(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_flat(optimizer: Any) -> bool:
-    """Whether `FlatStep` supports a DeepSpeed optimizer: stage 1 or 2, state on the device, buffers without gaps."""
-    if not hasattr(optimizer, "single_partition_of_fp32_groups") or optimizer.cpu_offload:
+    """Whether `FlatStep` supports a DeepSpeed optimizer: stage 1 or 2, state on the device, buffers without gaps.
+
+    With `overlap_comm`, DeepSpeed's own hooks reduce the gradients, during the backward pass.
+    """
+    if not hasattr(optimizer, "single_partition_of_fp32_groups") or optimizer.cpu_offload or optimizer.overlap_comm:
         return False
     return not any(map(any, getattr(optimizer, "round_robin_bit16_padding", ())))
 
@@ -175,6 +178,16 @@ class FlatStep:
             p.grad = None
         return flat
 
+    def _gather(self, whole: Tensor, mine: Tensor) -> None:
+        """All-gather the parts of a group, in pieces of DeepSpeed's bucket size."""
+        piece = max(1, self.optimizer.allgather_bucket_size // self.size)
+        if piece >= len(mine):
+            return all_gather_into(whole, mine, self.group)
+        for columns, part in zip(whole.view(self.size, -1).split(piece, 1), mine.split(piece), strict=True):
+            gathered = torch.empty_like(columns, memory_format=torch.contiguous_format)
+            all_gather_into(gathered.view(-1), part.clone(), self.group)  # `part` is in `whole`
+            columns.copy_(gathered)
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Step the groups that train."""
@@ -193,6 +206,6 @@ class FlatStep:
         torch._foreach_copy_(own, masters)
         if self.size > 1:
             for i, mine in zip(parts, own, strict=True):
-                all_gather_into(optimizer.bit16_groups_flat[i], mine, self.group)
+                self._gather(optimizer.bit16_groups_flat[i], mine)
         # DeepSpeed asks for it after the step; the norm was finite, or `coefficient` would have raised
         optimizer.overflow = False

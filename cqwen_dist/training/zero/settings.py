@@ -1,30 +1,12 @@
-"""The DeepSpeed config, derived from the run's config and the user's additions. Conflicts are refused."""
+"""The DeepSpeed config, derived from the run's config and the user's additions (`config.deepspeed_section`)."""
 
 from typing import Any
 
-from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
-
-# Derived settings that the user may change: they affect speed and logging, not results.
-TUNABLE = {
-    "zero_optimization.reduce_bucket_size",
-    "zero_optimization.allgather_bucket_size",
-    "steps_per_print",
-    "wall_clock_breakdown",
-}
-# Derived settings -> the config keys that determine them.
-FOLLOWS = {
-    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
-    "train_batch_size": "train.micro_batch_size and the number of ranks",
-    "gradient_accumulation_steps": "train.global_batch_size; the trainer accumulates itself",
-}
 
 
 def deepspeed_config(config: Config, world_size: int, trained: int) -> dict[str, Any]:
-    """The config for `deepspeed.initialize`. trained: number of parameters that the engine trains.
-
-    Raises `UserError` if an addition under `deepspeed:` contradicts the config.
-    """
+    """The config for `deepspeed.initialize`. trained: number of parameters that the engine trains."""
     stage = config.parallel.zero_stage
     bf16 = config.train.precision == "bf16"
     result: dict[str, Any] = {
@@ -51,19 +33,13 @@ def deepspeed_config(config: Config, world_size: int, trained: int) -> dict[str,
         result["data_types"] = {"grad_accum_dtype": "fp32"}
     if config.parallel.offload == "optimizer":
         result["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    return _merge(result, config.deepspeed, "")
-
-
-def _merge(ours: dict[str, Any], added: dict[str, Any], above: str) -> dict[str, Any]:
-    merged = dict(ours)
-    for key, value in added.items():
-        path = f"{above}{key}"
-        mine = ours.get(key)
-        if isinstance(mine, dict) and isinstance(value, dict):
-            merged[key] = _merge(mine, value, f"{path}.")
-        elif key in ours and path not in TUNABLE and value != mine:
-            reason = f" (it follows from {FOLLOWS[path]})" if path in FOLLOWS else ""
-            raise UserError(f"deepspeed.{path}", value, f"{mine!r}{reason}")
-        else:
-            merged[key] = value
+    if {"steps_per_print", "dump_state"} & set(config.deepspeed):  # DeepSpeed writes them at a level that is off here
+        result["log_level"] = "info"
+    merged = _merge(result, config.deepspeed)
+    merged["zero_optimization"]["allgather_bucket_size"] += merged["zero_optimization"]["allgather_bucket_size"] % 2
     return merged
+
+
+def _merge(ours: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
+    both = {key: _merge(ours[key], value) for key, value in added.items() if isinstance(ours.get(key), dict)}
+    return {**ours, **added, **both}

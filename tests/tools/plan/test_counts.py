@@ -10,7 +10,8 @@ from torch import nn
 from cqwen_dist.config import Config
 from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.config.architectures.base_architecture import EXPERTS
-from cqwen_dist.sizes.architecture import feature_parameters
+from cqwen_dist.config.trainable import feature_counts
+from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.tools.plan.make import plan
 from cqwen_dist.training.parameter_groups import feature_members, head_members
 
@@ -75,7 +76,7 @@ def test_counts_are_the_models(kind: str) -> None:
         found = {
             "base": planned.base_parameters,
             "trained": planned.trainable_parameters,
-            "engine": feature_parameters(config, base),
+            "engine": sum(feature_counts(config, Architecture.of(base), config.trained).values()),
             "checkpoint": planned.checkpoint_bytes,
         }
         assert found == expected, config.model_dump(exclude_defaults=True)
