@@ -11,8 +11,9 @@ there and every file has the digest in it, so a kill between any two writes lose
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -44,6 +45,7 @@ class Mirror:
         self.busy: str | None = None  # name of the checkpoint that is being uploaded: it must not be deleted
         self._due: str | None = None  # of the newest that is not uploaded yet
         self._thread: threading.Thread | None = None
+        self.news: deque[tuple[str, str | None]] = deque()  # (checkpoint, why it is not mirrored), for who takes it
 
     def push(self, name: str) -> None:
         """Upload a complete checkpoint in the background. One that is not begun yet gives way to a newer one."""
@@ -54,7 +56,7 @@ class Mirror:
                 self._thread.start()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait for the uploads in progress. Raises nothing: if the store cannot be reached, `say` gets a note."""
+        """Wait for the uploads in progress. Raises nothing: failures are in `news`."""
         if (thread := self._thread) is not None:
             thread.join(seconds)
 
@@ -67,10 +69,14 @@ class Mirror:
                     self._thread = None
                     return
             try:
+                self._delete_halves()  # of an upload that was killed
                 self._upload(name)
+                self.news.append((name, None))
             except Exception as error:  # each store raises errors of its own
                 if (self._run_dir / files.CHECKPOINTS / name).is_dir():  # else a newer one has replaced it meanwhile
-                    self._say(f"note: {KEY}: {name} is not mirrored: {reason_of(error)}")
+                    self.news.append((name, f"{KEY}: {name} is not mirrored: {reason_of(error)}"))
+                with suppress(Exception):  # on a full disk, the next one may need its room
+                    self._delete_halves()
 
     def _upload(self, name: str) -> None:
         folder, there = self._run_dir / files.CHECKPOINTS / name, self._at(files.CHECKPOINTS, name)
@@ -99,6 +105,13 @@ class Mirror:
             if old not in kept:
                 self._delete(self._at(files.CHECKPOINTS, old, files.MANIFEST))
                 self._store.rm(self._at(files.CHECKPOINTS, old), recursive=True)
+
+    def _delete_halves(self) -> None:
+        """Delete checkpoints without a manifest."""
+        whole = self._names()
+        for there in map(str, self._store.glob(self._at(files.CHECKPOINTS, "step-*"))):
+            if there.split("/")[-1] not in whole:
+                self._store.rm(there, recursive=True)
 
     def _has(self, there: str, size: int) -> bool:
         self._store.invalidate_cache()

@@ -12,6 +12,7 @@ import json
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -103,6 +104,11 @@ class Saver:
         """Seconds since the last call: how long training waited for saves, and how long they took."""
         taken, self._seconds = self._seconds, {}
         return taken
+
+    def mirror_news(self) -> list[tuple[str, str | None]]:
+        """Since the last call: each checkpoint that was uploaded, or could not be, with the reason."""
+        news: deque[tuple[str, str | None]] = deque() if self._mirror is None else self._mirror.news
+        return [news.popleft() for _ in range(len(news))]
 
     def wait(self) -> None:
         """Wait for a save in progress. Raises its error."""

@@ -23,6 +23,7 @@ class Status(TypedDict, total=False):
     seconds: float  # working time over all starts
     eta_s: float | None  # estimated time left
     checkpoint: str | None  # newest checkpoint's name
+    mirrored: str  # the newest checkpoint in the store of `run.mirror`, or none; not here without one
     restarts: int  # number of resumptions
     reason: str | None  # for preempted, fatal, and temporary failures (a lost rank)
     host: str  # rank 0's host and pid
@@ -82,6 +83,8 @@ class RunStatus:
             "host": platform.node(),
             "pid": os.getpid(),
         }
+        if "mirrored" in before:
+            self._fields["mirrored"] = before["mirrored"]
         # A finished run keeps its last status until it really trains on
         if before["status"] != "done":
             self.write()
@@ -97,6 +100,10 @@ class RunStatus:
             self.write(checkpoint=checkpoint)
         elif time.monotonic() - self._written > BEAT_S:
             self.write()
+
+    def mirrored(self, name: str | None) -> None:
+        """Write the last checkpoint that was uploaded. None: an upload has failed."""
+        self.write(mirrored=name or self._fields.get("mirrored", "none"))
 
     def write(self, **fields: Any) -> None:
         """Write now with these fields changed. checkpoint=None keeps the last one."""

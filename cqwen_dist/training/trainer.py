@@ -10,7 +10,7 @@ from cqwen_dist.training.callbacks import Callbacks
 from cqwen_dist.training.run_parts import Run
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.state import Place, save
-from cqwen_dist.training.telemetry.alarms import Refusals
+from cqwen_dist.training.telemetry.alarms import Alarm, Refusals
 from cqwen_dist.training.telemetry.metrics import MetricsLog
 from cqwen_dist.training.telemetry.progress import Clock
 from cqwen_dist.training.zero.engine import NonFiniteStep
@@ -43,14 +43,16 @@ class Trainer:
             reason = self.callbacks.agreed()
             if reason is None:  # a signal: the caller reports it; a callback's stop returns normally
                 raise
+        # The last checkpoint must be on the disk before status.json names it
+        else:
+            run.saver.settle()
         # A failed run also logs all of its steps
         finally:
             run.loaders.close()
             run.saver.close()
             if self.log is not None:
+                self._tell_mirror(self.log)
                 self.log.close()
-        # The last checkpoint must be on the disk before status.json names it
-        run.saver.settle()
         run.cache.close()
         self.callbacks.checkpoints(self.place.step, self.place.stage, run.saver.whole)
         self.callbacks.agreed()
@@ -145,6 +147,7 @@ class Trainer:
             metrics, tokens = self.refusals.refuse(error, step + 1, total, plan.stage.name, loader, alarm), 0
         record = {"step": step + 1, "stage": plan.stage.name, **metrics}
         if self.log is not None:  # `push` writes the record of the step before, so this step is not waited for
+            self._tell_mirror(self.log)
             record |= run.saver.take()
             record |= self.clock.metrics(tokens, plan.stage.groups, cached is not None)
             before = self.log.push(record, loader.handed_out())
@@ -152,6 +155,12 @@ class Trainer:
             shown = {name: float(value) for name, value in record.items() if "/" in name} if at_end else before or {}
             run.progress.step(step + 1, plan.stage.name, tokens, shown, force=at_end)
         return record
+
+    def _tell_mirror(self, log: MetricsLog) -> None:
+        for name, failure in self.run.saver.mirror_news():
+            self.status.mirrored(name if failure is None else None)
+            if failure is not None:
+                log.alarm(Alarm(self.place.step, "not-mirrored", failure))
 
     def _next(self, batches: Iterator[list[Batch]]) -> list[Batch]:
         """The micro-batches of the next step. A signal ends the wait, and this rank then tells all others."""

@@ -1,5 +1,6 @@
 """Checkpoints in an object store: uploaded whole, fetched on an empty disk, kills between any two writes."""
 
+import errno
 import json
 import os
 import shutil
@@ -16,6 +17,8 @@ from cqwen_dist.checkpoint.mirror import Mirror
 from cqwen_dist.checkpoint.saving import Saver
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.parallel.runtime import Runtime
+from cqwen_dist.run.status import read_status
+from cqwen_dist.tools.slurm.run_status import lines, look
 from cqwen_dist.training import train
 from cqwen_dist.training.train import open_session
 
@@ -106,6 +109,47 @@ def test_a_damaged_copy_is_passed_over_with_a_note(one_rank: Path, tmp_path: Pat
     assert Mirror(url, tmp_path / "empty", said.append).fetch() == "step-00000003"
     assert said == ["note: run.mirror: step-00000004 is damaged in the store (heads.safetensors: checksum differs from "
                     "the manifest)"]  # fmt: skip
+
+
+def test_a_failed_upload_leaves_no_half_and_the_next_one_is_whole(
+    one_rank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is full in the middle of step 3. A half of a killed upload (step 2) goes too."""
+    store, run = tmp_path / "store", _run_with(one_rank, tmp_path / "run", (3, 4))
+    killed = store / "checkpoints" / "step-00000002"
+    killed.mkdir(parents=True)
+    (killed / "heads.safetensors").write_bytes(b"half")
+    mirror = Mirror(f"file://{store}", run)
+    put = mirror._store.put_file
+
+    def full(file: str, there: str) -> None:
+        put(file, there)
+        if there.endswith("step-00000003/heads.safetensors"):
+            Path(there).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(mirror._store, "put_file", full)
+    for step in (3, 4):
+        mirror.push(f"step-{step:08d}")
+        mirror.wait()
+    assert [path.name for path in (store / "checkpoints").iterdir()] == ["step-00000004"]
+    failed, done = mirror.news
+    assert failed == ("step-00000003", "run.mirror: step-00000003 is not mirrored: [Errno 28] No space left on device")
+    assert done == ("step-00000004", None)
+
+
+def test_an_upload_that_fails_is_an_alarm_and_the_status_names_the_last_one(two_ranks: Path, tmp_path: Path) -> None:
+    copy, store = tmp_path / "copy", tmp_path / "store"
+    config = set_back(two_ranks, copy, 3)
+    (store / "metrics.jsonl").mkdir(parents=True)  # where a file goes: each upload fails
+    train_run(config, f"run.dir={copy}", f"run.mirror=file://{store}", "train.checkpoint_every=1", world=2)
+    alarms = [json.loads(line) for line in (copy / "alarms.jsonl").read_text().splitlines()]
+    assert [alarm["kind"] for alarm in alarms][-1:] == ["not-mirrored"]
+    assert "last mirrored: none" in lines(look(str(copy)))
+    (store / "metrics.jsonl").rmdir()
+    train_run(config, f"run.dir={copy}", f"run.mirror=file://{store}", "stages.1.steps=4", world=2)
+    assert {"status": "done", "mirrored": "step-00000007"}.items() <= read_status(copy).items()
+    assert "last mirrored: step-00000007" in lines(look(str(copy)))
 
 
 WRITES = ("put_file", "rm_file", "rm")

@@ -76,6 +76,9 @@ def job_of(job: str) -> dict[str, str] | None:
     return found
 
 
+_FACTS = {"checkpoint": "last checkpoint: {}", "mirrored": "last mirrored: {}", "restarts": "resumed {} times"}
+
+
 def lines(document: dict[str, Any]) -> list[str]:
     """Format the document as text, one fact per line."""
     step, total, stage = document.get("step"), document.get("total_steps"), document.get("stage")
@@ -89,8 +92,7 @@ def lines(document: dict[str, Any]) -> list[str]:
     if document.get("seconds"):
         eta = document.get("eta_s")
         found.append(f"{_time(document['seconds'])} at work{f', {_time(eta)} to go' if eta else ''}")
-    found += [f"last checkpoint: {document['checkpoint']}"] if document.get("checkpoint") else []
-    found += [f"resumed {document['restarts']} times"] if document.get("restarts") else []
+    found += [text.format(document[key]) for key, text in _FACTS.items() if document.get(key)]
     found += [_history_line(entry) for entry in document["history"]]
     if document["job"]:
         found.append("job: " + ", ".join(f"{key} {value}" for key, value in document["job"].items()))
