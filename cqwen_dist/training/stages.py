@@ -6,7 +6,7 @@ save its decisions, so a resumed run takes the same ones. The schedule does not 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -120,7 +120,8 @@ class Schedule:
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint: end and configured length of each stage, best metric, evaluations since then."""
         asked = [_asked(stage) for stage in self._stages]
-        return {"stops": [*accumulate(self._steps)], "asked": asked, "best": self._best, "waited": self._waited}
+        lengths = {"stops": [*accumulate(self._steps)], "asked": asked, "peaks": [stage.lr for stage in self._stages]}
+        return {**lengths, "best": self._best, "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int = 0) -> None:
         """Restore a `state_dict` at a step. An ended stage stays ended if the length of an epoch has changed.
@@ -139,6 +140,24 @@ class Schedule:
         plan = self.at(step)
         judged = [each[2] and each[2]["metric"] for each in (*asked[plan.index : plan.index + 1], _asked(plan.stage))]
         self._best, self._waited = (state["best"], state["waited"]) if judged[0] == judged[-1] else (None, 0)
+
+    def jump(self, state: Mapping[str, Any], step: int) -> str | None:
+        """A note if the stage at a step has another length than in a `state_dict`, and so another learning rate."""
+        plan = self.at(max(step - 1, 0))
+        stop = (state["stops"][plan.index :] or [plan.stop])[0]
+        if not step or stop == plan.stop or step >= plan.stop:
+            return None
+        peak = state.get("peaks", [plan.stage.lr] * (plan.index + 1))[plan.index]
+        before = peak * replace(plan, stop=stop).factor(step - 1)
+        same, now = plan.stage.lr * plan.factor(step - 1), plan.stage.lr * plan.factor(step)
+        if math.isclose(before, same, rel_tol=0.01):
+            return None
+        goes_on = f"stages.{plan.index}.lr={plan.stage.lr * before / same:.3g}"
+        groups = f" (and lr_groups times {before / same:.3g})" if plan.stage.lr_groups else ""
+        return (
+            f"note: stage {plan.stage.name} has {plan.steps} steps instead of {stop - plan.start}: lr goes from "
+            f"{before:.3g} to {now:.3g}. With {goes_on}{groups} it would go on from {before:.3g}"
+        )
 
     def at(self, step: int) -> StagePlan:
         """The stage of a step; the last stage for a finished run."""

@@ -71,6 +71,8 @@ def restore(run: Run, folder: Path) -> Place:
     # Checkpoints keep the interval factors among the figures
     factors = place.figures.pop(CALIBRATION, None)
     run.schedule.load_state_dict(state["schedule"], place.step)
+    if (jump := run.schedule.jump(state["schedule"], place.step)) is not None:
+        run.progress.say(jump)
     if run.config.constraint.mode != "off":
         load_start(run.constraint, run.folder / START_TENSORS, state["constraint"])
     run.engine.usual.seen = list(state["norms"])

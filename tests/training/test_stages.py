@@ -151,3 +151,38 @@ def test_an_unknown_metric_is_refused_by_key() -> None:
     config = Config.model_validate({"model": {"name_or_path": "unused"}, "data": data, "stages": chosen})
     with pytest.raises(UserError, match=r"stages\.1\.until\.metric: found 'eval/recal'.*eval/recall"):
         refuse_unknown_metrics(config, {"eval/recall": 1.0, "dist/x": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("now", "lr", "says"),
+    [
+        (32, 1e-3, "lr goes from 0.0001 to 0.000574. With stages.1.lr=0.000161 it would go on from 0.0001"),
+        (32, 1.61e-4, None),  # as the note says
+        (20, 1e-3, None),  # shorter than the steps taken: nothing is left
+        (16, 1e-3, None),
+    ],
+)
+def test_a_longer_stage_says_that_the_rate_jumps_and_what_goes_on(now: int, lr: float, says: str | None) -> None:
+    """A finished run of 6 + 16 steps goes on with its cosine stretched."""
+    heads = Stage(name="heads", train=["heads"], steps=6)
+
+    def schedule(steps: int, lr: float) -> Schedule:
+        again = Stage(name="lora", train=["lora"], steps=steps, lr=lr, schedule="cosine", warmup_steps=2)
+        return Schedule([heads, again], 8)
+
+    state = json.loads(json.dumps(schedule(16 if now != 20 else 40, 1e-3).state_dict()))
+    step = 22 if now != 20 else 30
+    later = schedule(now, lr)
+    later.load_state_dict(state, step)
+    note = later.jump(state, step)
+    assert note is None if says is None else note is not None and says in note, note
+
+
+def test_a_shorter_stage_says_that_the_rate_falls() -> None:
+    long, short = (
+        Schedule([Stage(name="s", train=["heads"], steps=n, lr=1e-3, schedule="linear")], 8) for n in (40, 20)
+    )
+    short.load_state_dict(long.state_dict(), 10)
+    assert "20 steps instead of 40: lr goes from 0.000792 to" in str(short.jump(long.state_dict(), 10))
+    constant = Schedule([Stage(name="s", train=["heads"], steps=40, lr=1e-3, schedule="constant")], 8)
+    assert constant.jump({**constant.state_dict(), "stops": [20]}, 10) is None
