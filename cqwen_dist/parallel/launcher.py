@@ -1,8 +1,8 @@
 """Shared by the launcher and its ranks, without torch: the rendezvous port, stop signals, the end of the launcher.
 
-When the launcher ends for any reason, its ranks save and stop. The processes are `cqwen launch` -> DeepSpeed's
-launcher -> rank; with a hostfile, DeepSpeed's runner and ssh come between. The kernel signals a rank when its parent ends. A thread of the rank also waits for the
-end of `cqwen launch`, which is not its parent.
+When the launcher ends for any reason, its ranks save and stop. The processes are `cqwen launch` -> DeepSpeed's launcher
+-> rank; with a hostfile, DeepSpeed's runner and ssh come between. The kernel signals a rank when its parent ends. A
+thread of the rank also waits for the end of `cqwen launch`, which is not its parent.
 """
 
 import contextlib
