@@ -171,7 +171,7 @@ def predict(
 
     Returns the rows with new columns `predicted`, `low_50` to `high_95` and `p_num`
     (`prediction.table.NUMBER_COLUMNS`); None if the model writes no number. With the run's prompt there is also
-    `outside`, the columns whose numbers are far outside of what was learnt (`LearntRange.held`). model: a folder, or
+    `outside`, the columns that are far outside of what was learnt (`LearntRange.held`). model: a folder, or
     the result of `load`. rows: a CSV, Parquet or JSONL file, a DataFrame, or a list of dicts. template: prompt for a
     row, with columns in braces; None: the run's prompt, with its data.empty_cell and its forms of numbers; `say` then
     gets how the columns differ from training. options: choose one of these texts instead (columns `chosen`,

@@ -178,6 +178,7 @@ class TableCells:
 
     def __init__(self, forms: Mapping[str, Form], target: str | None = None) -> None:
         self.forms, self.target = forms, target
+        self.odd = set[str]()  # columns of numbers with a cell that is none; whoever reads them empties it
 
     def text(self, column: str, value: object) -> str:
         """The cell's text, "" if it is empty. Raises: BadLine for a number in a different form, or no text."""
@@ -199,4 +200,7 @@ class TableCells:
         if found is None and (column == self.target or form.other_reads(cell)):
             allowed = f"numbers such as {form} in the column {column!r} (data.number_columns{form.option_for(cell)})"
             raise BadLine("another form of number", cell, allowed)
-        return cell if found is None else found
+        if found is None:
+            self.odd.add(column)
+            return cell
+        return found

@@ -1,9 +1,10 @@
 """A table's columns: their number formats and kinds of cells."""
 
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from cqwen_dist.config.data import DataConfig, as_list, source_files
@@ -11,32 +12,38 @@ from cqwen_dist.config.errors import BadLine, Said, UserError
 from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.cells import TableCells, as_number, is_index, is_missing, is_number, number_in
 from cqwen_dist.data.number_forms import Form, Unsettled, forms_of
-from cqwen_dist.data.records import named_fields
+from cqwen_dist.data.records import Block, named_fields
 from cqwen_dist.data.text_files import delimiter_in
 
 SAMPLE = 10  # blocks read to detect the columns: up to 10,000 rows
+MOST_VALUES = 50  # of a text column whose values are categories; and at most half as many as cells
 _DAY = re.compile(r"\d{4}-\d\d-\d\d( \d\d:\d\d:\d\d(\.\d+)?([+-]\d\d:\d\d)?)?", re.ASCII)
 _SHAPE = re.compile(r"[\d/.: -]*\d[\d/.: -]*", re.ASCII)
 
 
-def sample(source: str, key: str = "--data", most: int | None = SAMPLE, strict: bool = True) -> list[Any]:
-    """Records (or `Text`s) of a source's first blocks; most None: all.
-
-    strict: a bad line raises `UserError`, else it is left out.
-    """
-    return [record for _, record in placed_sample(source, key, most, strict)]
+def sample(source: str, key: str = "--data", most: int | None = SAMPLE) -> list[Any]:
+    """Records (or `Text`s) of a source's first blocks; most None: all. Raises `UserError` for a bad line."""
+    return [record for _, record in placed_sample(source, key, most)]
 
 
-def placed_sample(source: str, key: str, most: int | None, strict: bool = True) -> Iterator[tuple[str, Any]]:
+def placed_sample(source: str, key: str, most: int | None) -> Iterator[tuple[str, Any]]:
     """`sample`, each record with its place `file:line`."""
+    return _placed(_first_blocks(source, key, most), strict=True)
+
+
+def _first_blocks(source: str, key: str, most: int | None) -> Iterator[Block]:
     most = 1 if most is not None and source.startswith("hf:") else most
-    for block in islice(blocks(source, DataConfig(train=source, text_template="{*}"), key), most):
-        for where, record in block:
-            if isinstance(record, BadLine):
-                if strict:
-                    raise UserError(record.kind, record.found, record.allowed, where)
-                continue
-            yield where, {n: c for n, c in record.items() if n} if isinstance(record, Mapping) else record
+    return islice(blocks(source, DataConfig(train=source, text_template="{*}"), key), most)
+
+
+def _placed(read: Iterable[Block], strict: bool) -> Iterator[tuple[str, Any]]:
+    """Records with their places. strict: a bad line raises `UserError`, else it is left out."""
+    for where, record in chain.from_iterable(read):
+        if isinstance(record, BadLine):
+            if strict:
+                raise UserError(record.kind, record.found, record.allowed, where)
+            continue
+        yield where, {n: c for n, c in record.items() if n} if isinstance(record, Mapping) else record
 
 
 def columns_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -102,7 +109,7 @@ def columns_for(config: DataConfig, with_eval: bool = False) -> dict[str, dict[s
     is_table = config.target_field is not None
     if config.messages_field is not None or not (is_table or any(".csv" in one or ".tsv" in one for one in sources)):
         return {}
-    records = sampled(sources)
+    records, whole = sampled(sources)
     named = named_fields(config)
     only = columns_of(records) if "*" in named else named
     forms = given_forms(config)
@@ -111,8 +118,10 @@ def columns_for(config: DataConfig, with_eval: bool = False) -> dict[str, dict[s
     if not is_table:
         forms = {name: form for name, form in forms.items() if form == Form(",")}
         only = [*forms]
-    records += sampled(as_list(config.eval or [])) if with_eval else []  # it has training's columns and forms
-    return described(records, TableCells(forms, config.target_field), only)
+    if with_eval:  # it has training's columns and forms
+        more, all_of_it = sampled(as_list(config.eval or []))
+        records, whole = records + more, whole and all_of_it
+    return described(records, TableCells(forms, config.target_field), only, whole)
 
 
 def given_forms(config: DataConfig) -> dict[str, Form] | None:
@@ -125,23 +134,29 @@ def given_forms(config: DataConfig) -> dict[str, Form] | None:
         raise UserError("data.number_columns", Said(str(error)), "1234.5, 1234,5 €, $1234.5 or the like") from None
 
 
-def sampled(sources: Sequence[str]) -> list[Mapping[str, Any]]:
-    """A sample of rows. A missing source gives none; reading it later raises the error."""
+def sampled(sources: Sequence[str]) -> tuple[list[Mapping[str, Any]], bool]:
+    """A sample of rows, and whether it is all. A missing source gives none; reading it later raises the error."""
     found: list[Any] = []
+    whole = True
     for source in sources:
         with suppress(UserError):
             source_files(source, "data.train")
-            found += sample(source, "data.train", strict=False)
-    return [record for record in found if isinstance(record, Mapping)]
+            read = [*_first_blocks(source, "data.train", SAMPLE)]
+            found += [record for _, record in _placed(read, strict=False)]
+            whole = whole and len(read) < SAMPLE and not source.startswith("hf:")
+    return [record for record in found if isinstance(record, Mapping)], whole
 
 
 # ------------------------------------------------------------------------------------------------ kinds of cells
 
 
 def described(
-    records: Sequence[Mapping[str, Any]], cells: TableCells, only: Sequence[str] | None = None
+    records: Sequence[Mapping[str, Any]], cells: TableCells, only: Sequence[str] | None = None, whole: bool = True
 ) -> dict[str, dict[str, Any]]:
-    """Per column: kind, number format, share of empty cells, range. only: restrict to these columns."""
+    """Per column: kind, number format, share of empty cells, range; the values of a text column with few different.
+
+    only: restrict to these columns. whole: these are all records, so a value that is not among them was never learnt.
+    """
     found = {}
     for name in columns_of(records):
         if is_index(name) or (only is not None and name not in only):
@@ -154,7 +169,20 @@ def described(
             numbers = [number for number in map(number_in, filled) if number is not None]
             found[name] |= {"form": str(cells.forms[name])}
             found[name] |= {"low": min(numbers), "high": max(numbers)} if numbers else {}
+        elif whole and (values := _categories(kind, filled)):
+            found[name] |= {"values": values}
     return found
+
+
+def _categories(kind: str, filled: Sequence[str]) -> list[str]:
+    """The values of a text column whose values are categories; of any other none."""
+    values = {*map(category, filled)} if kind in ("text", "truth") or not kind.strip("0") else ()
+    return sorted(values) if len(values) <= min(MOST_VALUES, len(filled) / 2) else []
+
+
+def category(text: str) -> str:
+    """A cell's text as the tokenizer gets it: in NFC."""
+    return unicodedata.normalize("NFC", text)
 
 
 def zones_in(texts: Iterable[str]) -> list[str]:

@@ -39,7 +39,7 @@ class ReadReport:
 
     read: int = 0  # texts
     skipped: dict[str, int] = field(default_factory=dict)  # kind of bad line -> count
-    first: dict[str, str] = field(default_factory=dict)  # kind of bad line -> place of the first
+    first: dict[str, str] = field(default_factory=dict)  # kind of bad line, or of part -> place of the first
     unused: dict[str, int] = field(default_factory=dict)  # kind of part that teaches nothing -> count
     columns: dict[str, dict[str, Any]] | None = None  # a table's columns (`data.columns`); None: unknown
 
@@ -48,7 +48,8 @@ class ReadReport:
         self.read += other.read
         for kind, count in other.skipped.items():
             self.skipped[kind] = self.skipped.get(kind, 0) + count
-            self.first.setdefault(kind, other.first[kind])
+        for kind, where in other.first.items():
+            self.first.setdefault(kind, where)
         for kind, count in other.unused.items():
             self.unused[kind] = self.unused.get(kind, 0) + count
 
@@ -57,8 +58,16 @@ class ReadReport:
         forms = {name: Form.of(column["form"]) for name, column in (self.columns or {}).items() if "form" in column}
         lines = [said(forms)] if forms else []
         lines += [f"skipped: {count:,} x {kind}, first at {self.first[kind]}" for kind, count in self.skipped.items()]
-        fields = {kind.removeprefix(_FIELD): count for kind, count in self.unused.items() if kind.startswith(_FIELD)}
-        lines += [f"not used: {count:,} x {kind}" for kind, count in self.unused.items() if not kind.startswith(_FIELD)]
+        fields, odd, rest = dict[str, int](), list[str](), list[str]()
+        for kind, count in self.unused.items():
+            if kind.startswith(_FIELD):
+                fields[kind.removeprefix(_FIELD)] = count
+            elif kind.startswith(_ODD):
+                what = f"{count:,} cells are no number and stay text, first at {self.first[kind]}"
+                odd.append(f"column {kind.removeprefix(_ODD)}: {what}")
+            else:
+                rest.append(f"not used: {count:,} x {kind}")
+        lines += odd + rest
         if fields:
             named = ", ".join(f"{name} ({count:,} records)" for name, count in [*fields.items()][:_NAMED])
             lines.append(f"not read: {named}" + (f" and {len(fields) - _NAMED:,} more" * (len(fields) > _NAMED)))
@@ -71,6 +80,7 @@ Block = list[Row]
 # A text, its learnt spans, the span of the target field, and notes on parts that are not learnt.
 _Composed = tuple[str, "Spans | None", "tuple[int, int] | None", tuple[str, ...]]
 _FIELD, _NAMED = "field ", 8  # the kind of an unread field, before its name; fields named in a report
+_ODD = "no number in "  # the kind of a cell in a column of numbers that is none, before the column's name
 MAX_TEXT = 16 * 2**20  # bytes of a line or record; one with more is a bad line
 _TOOLS = "tools"  # the field with a chat's tools, if a record has it
 _OTHERS = "*"  # in a template: all named fields that the config does not mention, one line each
@@ -116,6 +126,7 @@ class Extractor:
 
     def __call__(self, record: Mapping[str, Any], where: str) -> Text:
         of_chat = self.config.messages_field is not None
+        self.cells.odd.clear()
         text, learnt, target, unused = self._chat(record) if of_chat else self._plain(record)
         try:
             size = len(text) if text.isascii() else len(text.encode("utf-8"))
@@ -123,7 +134,8 @@ class Extractor:
             raise BadLine("not Unicode text", text[error.start : error.end], "no lone surrogates") from None
         if size > MAX_TEXT:
             raise too_long(size)
-        return Text(text, where, learnt, target, (*unused, *self._unread(tuple(record))))
+        odd = [f"{_ODD}{name}" for name in sorted(self.cells.odd)]
+        return Text(text, where, learnt, target, (*unused, *odd, *self._unread(tuple(record))))
 
     def _unread(self, fields: tuple[str, ...]) -> list[str]:
         """Kinds of fields in the record that the config does not use."""
@@ -207,7 +219,10 @@ class Extractor:
         if is_empty(value) and value != "":
             raise BadLine("empty cell", value, f"a value in the field {name!r} (or data.empty_cell or predict's empty)")
         if self.config.target_field is not None:
-            found = self.cells.text(name, value) or (str(value).strip() if empty is None else empty)
+            found = self.cells.text(name, value)
+            if not found:
+                found = str(value).strip() if empty is None else empty
+                self.cells.odd.update({name} & {*self.cells.forms} if empty is None else ())
             read_here = name == self.config.target_field and name in self.cells.forms
             return as_read(found, self.config.policy) if read_here else found
         text = as_text(value)

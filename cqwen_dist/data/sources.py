@@ -61,6 +61,7 @@ def read_block(block: Block, extract: Extractor, report: ReadReport) -> Iterator
             if text is not record:  # a text read before was counted then
                 for kind in text.unused:
                     report.unused[kind] = report.unused.get(kind, 0) + 1
+                    report.first.setdefault(kind, where)
             yield text
 
 

@@ -1,8 +1,9 @@
 """What a run learnt of its table: stored with it, compared with another table; and the ranges of its numbers."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import unicodedata
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,24 @@ from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import BadLine, Said, UserError
 from cqwen_dist.data.cells import TableCells, number_in
 from cqwen_dist.data.chat import Chat
-from cqwen_dist.data.columns import cell_in, columns_for, columns_of, forms_by, kind_in, kind_of, sampled, zones_in
+from cqwen_dist.data.columns import (
+    category,
+    cell_in,
+    columns_for,
+    columns_of,
+    forms_by,
+    kind_in,
+    kind_of,
+    sampled,
+    zones_in,
+)
 from cqwen_dist.data.number_forms import Form, forms_of
 from cqwen_dist.data.records import Extractor, named_fields
 from cqwen_dist.heads.intervals import LEVELS
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.run.files import START, read_object
 
-OUTSIDE = "outside"  # the added column: names of columns with a number outside
+OUTSIDE = "outside"  # the added column: names of columns with a number outside, or with a category never seen
 MARGIN = 0.25  # in ranges beyond either end: still inside; predictions are limited here
 REACH = 1.0  # in ranges beyond either end: intervals are limited here
 DIGITS = 10  # of a prediction outside
@@ -31,24 +42,26 @@ OF_WIDTH = 4  # digits of an interval's width, at least, if its ends begin alike
 
 @dataclass(frozen=True)
 class LearntRange:
-    """Minimum and maximum of every training column, including the target."""
+    """Minimum and maximum of every training column, including the target; the values of columns of categories."""
 
     target: str
     ends: Mapping[str, tuple[float, float]]
+    values: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, columns: Mapping[str, Mapping[str, Any]], target: str) -> "LearntRange | None":
         """From a run's columns (`data.columns.described`); None if the target's range is unknown."""
         ends = {name: (column["low"], column["high"]) for name, column in columns.items() if "low" in column}
-        return cls(target, ends) if target in ends else None
+        values = {name: frozenset(column["values"]) for name, column in columns.items() if "values" in column}
+        return cls(target, ends, values) if target in ends else None
 
     def held(self, cells: Mapping[str, str], found: Mapping[str, Any], unit: TargetTransform) -> dict[str, Any]:
-        """Adds OUTSIDE to `found`, a row's new columns: the names of the row's numbers that are outside.
+        """Adds OUTSIDE to `found`, a row's new columns: the names of the columns in which the row is outside.
 
-        The prediction is limited to the target's range plus MARGIN. If anything is outside, the intervals move with the
-        prediction and grow by the distance to the range, in units of that range, but not beyond the range plus REACH,
-        both of the numbers and in the target's unit. Nothing goes below 0 if no target did. cells: the row as training
-        reads it. unit: of the target's range.
+        A category that training did not have is one range outside. The prediction is limited to the target's range plus
+        MARGIN. If anything is outside, the intervals move with the prediction and grow by the distance to the range, in
+        units of that range, but not beyond the range plus REACH, both of the numbers and in the target's unit. Nothing
+        goes below 0 if no target did. cells: the row as training reads it. unit: of the target's range.
         """
         if found["predicted"] is None:
             return {**found, OUTSIDE: None}
@@ -56,6 +69,7 @@ class LearntRange:
         value = _forward(unit, found["predicted"])
         numbers = {name: number_in(cells.get(name, "")) for name in self.ends}
         far = {name: beyond(numbers[name], *ends) for name, ends in self.ends.items()}
+        far |= {name: 1.0 for name, values in self.values.items() if is_unseen(cells.get(name, ""), values)}
         far[self.target] = beyond(value, low, high)
         outside = [name for name, distance in far.items() if distance > MARGIN]
         if not outside:
@@ -103,6 +117,7 @@ def _forward(unit: TargetTransform, value: float) -> float:
 
 
 MUCH_EMPTIER = 0.2  # report a column if its share of empty cells grew by this much
+_NAMED = 3  # cells of a text column that none in training had
 LEAST_TOLD = 5  # cells of a text column that must all be numbers or dates
 _NAMES = {"number": "a number", "truth": "true or false", "date": "a date such as 2024-01-31", "text": "text"}
 
@@ -111,7 +126,7 @@ def differences(source: str, config: DataConfig, trained: Mapping[str, Mapping[s
     """`compare` for a source in a run's config. trained: the run's columns; {}: unknown."""
     if trained:
         cells = TableCells(forms_by(config, trained), config.target_field)
-        yield from compare(trained, sampled([source]), cells, "--data")
+        yield from compare(trained, sampled([source])[0], cells, "--data")
 
 
 def compare(
@@ -153,7 +168,7 @@ def _differences(was: Mapping[str, Any], read: list[tuple[str, UserError | None]
     if odd:
         said = f"{len(odd):,} of {len(filled):,} cells are not {_kind_said(was)}"
         yield f"{said} (e.g. {odd[0][0]}); in training all were"
-    yield from _of_texts(was["kind"], filled)
+    yield from [*_of_texts(was["kind"], filled)] or _unseen(was, filled)
     yield from _of_zones(was, zones_in(filled))
     yield from _outside(was, [text for text, error in read if error is None])
     empty = 1 - len(filled) / len(read)
@@ -167,6 +182,27 @@ def _of_texts(was: str, filled: list[str]) -> Iterator[str]:
     kind = "number" if forms_of({"": filled}, decimal_comma=False) == {"": Form()} else kind_in(filled)
     if kind == "number" or was == "text" != kind:
         yield f"every cell is {_NAMES.get(kind, kind)}, which was text in training"
+
+
+def _unseen(was: Mapping[str, Any], filled: list[str]) -> Iterator[str]:
+    values = frozenset(was.get("values", ()))
+    if odd := [text for text in filled if is_unseen(text, values)]:
+        some = [*dict.fromkeys(odd)]
+        named = ", ".join(some[:_NAMED]) + ", ..." * (len(some) > _NAMED)
+        said = f"{len(odd):,} of {len(filled):,} cells are none of the {len(values):,} learnt ({named})"
+        scripts = ", ".join(sorted(_scripts(some) - _scripts(values)))
+        yield f"{said}, with letters of another script: {scripts}" if scripts else said
+
+
+def is_unseen(text: str, values: Collection[str]) -> bool:
+    """Whether a cell holds none of a column's values. values: of `described`; empty: unknown."""
+    return bool(values and text) and category(text) not in values
+
+
+def _scripts(texts: Iterable[str]) -> set[str]:
+    """The scripts of the letters, such as Latin: the first words of their names."""
+    letters = {letter for text in texts for letter in text if letter.isalpha()}
+    return {unicodedata.name(letter, "unknown").split()[0].capitalize() for letter in letters}
 
 
 def _of_zones(was: Mapping[str, Any], zones: list[str]) -> Iterator[str]:
@@ -209,6 +245,7 @@ class Column(BaseModel):
     form: str | None = None
     low: float | None = None
     high: float | None = None
+    values: list[str] | None = None
 
 
 class LearntTable(BaseModel):

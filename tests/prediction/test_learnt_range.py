@@ -54,9 +54,17 @@ def test_a_number_outside_its_column_widens_by_its_distance() -> None:
         assert KNOWN.held({**INSIDE, "size": cell}, found(500.0, 50.0), LOG)[OUTSIDE] == ""
 
 
+def test_a_category_never_seen_is_named_and_widens_as_one_range() -> None:
+    known = LearntRange("price", KNOWN.ends, {"city": frozenset({"Rome", "Z\u00fcrich"})})
+    wide = known.held({**INSIDE, "city": "Oslo"}, found(500.0, 50.0), TargetTransform())
+    assert (wide["low_90"], wide["predicted"], wide["high_90"], wide[OUTSIDE]) == (400.0, 500.0, 600.0, "city")
+    for cell in ("Rome", "", "Zu\u0308rich"):
+        assert known.held({**INSIDE, "city": cell}, found(500.0, 50.0), TargetTransform())[OUTSIDE] == "", cell
+
+
 def test_the_range_is_that_of_the_described_columns() -> None:
-    columns = {"size": {"kind": "number", "low": 1.0, "high": 2.0}, "city": {"kind": "text"}}
+    columns = {"size": {"kind": "number", "low": 1.0, "high": 2.0}, "city": {"kind": "text", "values": ["Rome"]}}
     assert LearntRange.of(columns, "price") is None
     assert LearntRange.of({**columns, "price": {"low": 3.0, "high": 4.0}}, "price") == LearntRange(
-        "price", {"size": (1.0, 2.0), "price": (3.0, 4.0)}
+        "price", {"size": (1.0, 2.0), "price": (3.0, 4.0)}, {"city": frozenset({"Rome"})}
     )
