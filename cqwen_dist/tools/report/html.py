@@ -39,7 +39,7 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
 
 
 def leave_report(run: Path) -> None:
-    """On rank 0, write report.html into the run's folder and print a line about it.
+    """On rank 0, write report.html into the run's folder and print a line about it, after the worst that it says.
 
     An error is only printed, as the run has already finished. A run without steps gets no report.
     """
@@ -50,10 +50,13 @@ def leave_report(run: Path) -> None:
         return
     try:
         page = write_report([run], run / REPORT)
+        troubles = [f"{found.title}. {found.text}" for found in diagnose(read_run(run)) if found.level == "bad"]
     except Exception as error:
         echo(f"note: no {REPORT}: {type(error).__name__}: {error}", err=True)
-    else:
-        echo(f"{read_status(run)['status']}: {run}; what it learnt: {page}")
+        return
+    for trouble in troubles:
+        echo(f"note: {trouble}", err=True)
+    echo(f"{read_status(run)['status']}: {run}; what it learnt: {page}")
 
 
 def render(runs: Sequence[RunData]) -> str:

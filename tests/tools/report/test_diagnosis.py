@@ -69,7 +69,7 @@ def test_a_good_run_gets_only_good_sentences() -> None:
         ),
         ({"eval/num_f1": 0.4}, {}, "Telling numbers from words: F1 0.40"),
         ({"eval/reg_mae": 80.0}, {}, "A few extreme errors"),
-        ({"eval/reg_mdae": 21.0, "eval/reg_mae": 22.0}, {}, "Numbers are no better than always saying the median"),
+        ({"eval/reg_mdae": 21.0, "eval/reg_mae": 22.0}, {}, "Numbers are hardly better than always saying the median"),
         ({"eval/coverage_90": 0.99}, {}, "The Cauchy's 90 % intervals contain 99%"),
         ({"eval/coverage_90_conformal": 0.80}, {}, "Recalibrated 90 % intervals contain 80%"),
         ({"dist/U_loc_mean": 1.0}, {}, "The locations of U are skewed"),
@@ -109,6 +109,7 @@ def test_nothing_is_called_good_when_words_are_bad() -> None:
 
 
 LOST = {"eval/accuracy": 0.45}
+TABLE = {"train": "x.jsonl", "text_template": "{a} costs {b}.", "target_field": "b"}
 FORGOT = {"watch/code/accuracy": 0.3, "watch/code/base_accuracy": 0.45}
 
 
@@ -118,6 +119,7 @@ FORGOT = {"watch/code/accuracy": 0.3, "watch/code/base_accuracy": 0.45}
         (LOST, {}, "loss.constraint.mode: dual"),
         (LOST, {"loss": {"constraint": {"mode": "dual"}}}, "smaller loss.constraint.eps"),
         (FORGOT, {}, "Freeze `classifier` and `thresholds`"),
+        ({"eval/reg_mdae": 21.0, "eval/reg_mae": 22.0}, {"data": TABLE}, "model.wide: 1024"),
         ({"eval/reg_mae": 80.0}, {}, "signed_log"),
         ({"eval/reg_mae": 80.0}, {"loss": {"target_transform": "standardise_log"}}, "few predictions are far off"),
     ],

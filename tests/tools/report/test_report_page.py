@@ -110,7 +110,8 @@ def test_a_run_leaves_its_report_and_the_verb_writes_one(one_rank: Path, two_ran
     assert done.returncode == 0, done.stderr
     assert out.read_text().startswith("<!doctype html>")
     assert str(out) in done.stdout
-    assert re.search(rf"^  bad   {one_rank}: Numbers are no better|^  good  {one_rank}: ", done.stdout, re.M)
+    assert re.search(rf"^  bad   {one_rank}: Numbers are hardly better|^  good  {one_rank}: ", done.stdout, re.M)
+    bad = re.findall(rf"^  bad   {one_rank}: (.*)$", done.stdout, re.M)
     done = cqwen_forked("report", tmp_path)
     assert done.returncode == 2
     assert "RUN" in done.stderr
@@ -121,6 +122,8 @@ def test_a_run_leaves_its_report_and_the_verb_writes_one(one_rank: Path, two_ran
     (one_rank / "report.html").unlink(missing_ok=True)
     done = cqwen_forked("train", config)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("note: ") == len(bad)
+    assert all(f"note: {title}" in done.stderr for title in bad), "the worst of the page is on the screen too"
     assert (one_rank / "report.html").read_text().startswith("<!doctype html>")
 
 

@@ -100,7 +100,7 @@ def test_export_writes_other_forms(cqwen: Callable[..., Ran], tmp_path: Path) ->
         ("generate", ["--prompt", "x", "--digits", "many"], "--digits: found 'many'"),
         (
             "generate",
-            ["--prompt", "x", "--top-p", 0.5],
+            ["--prompt", "x", "--mode", "causal", "--top-p", 0.5],
             "top_p: found 0.5, allowed: nothing but in mode compatible or ovr",
         ),
         ("generate", ["--prompt", "x", "--device", "moon"], "--device: found 'moon'"),
