@@ -37,6 +37,7 @@ _THOUGHT, _THOUGHT_END = "reasoning_content", "</think>"
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # noncharacters: Unicode never assigns them, so texts do not use them
 
 _KEY = "data.messages_field"
+READ_SO = "read so: "  # the kind of a part that is used, but perhaps not as its author meant it
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -78,7 +79,7 @@ class Chat:
             else (self._begin(plain, start), self._end_of_turn(plain, end))
             for i, (start, end) in zip(own, spans, strict=True)
         )
-        return plain, learnt, tuple(_unused(messages, plain))
+        return plain, learnt, (*_unused(messages, plain), *self._controlling(messages))
 
     def _rendered(
         self, messages: Sequence[dict[str, Any]], tools: Any, count: int
@@ -122,6 +123,13 @@ class Chat:
     def question(self, text: str) -> str:
         """Prompt for a single user message. Raises `UserError`."""
         return self.prompt([{"role": "user", "content": text}], "--chat")
+
+    def _controlling(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+        """Say where a turn's own text has a control token: it acts as one, in `serve` too."""
+        for message in messages:
+            found = [token for token in self._ends if token in str(message["content"])]
+            if found:
+                yield f"{READ_SO}turn of the {message['role']} whose text has {found[0]}, which acts as control token"
 
     @cached_property
     def turn_end(self) -> str:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from cqwen_dist.config.data import DataConfig, NumberPolicy, filled, template_fields
 from cqwen_dist.config.errors import BadLine, Said, UserError
 from cqwen_dist.data.cells import TableCells, as_number, as_text, is_empty, is_index
-from cqwen_dist.data.chat import Chat, Spans
+from cqwen_dist.data.chat import READ_SO, Chat, Spans
 from cqwen_dist.data.number_forms import Form, said
 from cqwen_dist.data.numbers import find_numbers
-from cqwen_dist.data.turns import messages_of, tools_of
+from cqwen_dist.data.turns import messages_of, nulls_in, tools_of
 
 # GSM8K's calculator marks. They need "=" and have no letters: "cout << a; cin >> b" must not match.
 MARKS = re.compile(r"<<[^<>A-Za-z;\n]*=[^<>A-Za-z;\n]*>>")
@@ -65,6 +65,8 @@ class ReadReport:
             elif kind.startswith(_ODD):
                 what = f"{count:,} cells are no number and stay text, first at {self.first[kind]}"
                 odd.append(f"column {kind.removeprefix(_ODD)}: {what}")
+            elif kind.startswith(READ_SO):
+                rest.append(f"{READ_SO}{count:,} x {kind.removeprefix(READ_SO)}, first at {self.first[kind]}")
             else:
                 rest.append(f"not used: {count:,} x {kind}")
         lines += odd + rest
@@ -165,9 +167,9 @@ class Extractor:
 
     def _chat(self, record: Mapping[str, Any]) -> _Composed:
         try:
-            messages = messages_of(_field(record, str(self.config.messages_field)))
-            text, learnt, unused = self.chat(messages, tools_of(record.get(_TOOLS)))
-            return text, learnt, None, unused
+            said, tools = _field(record, str(self.config.messages_field)), record.get(_TOOLS)
+            text, learnt, unused = self.chat(messages_of(said), tools_of(tools))
+            return text, learnt, None, (*unused, *nulls_in(said, tools))
         except RecursionError:
             raise BadLine("no chat", Said("values nested too deep"), "a few levels") from None
 

@@ -1,7 +1,7 @@
 """Normalises chat formats: messages {role, content, tool_calls}, tools {type, function}."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cqwen_dist.config.errors import BadLine
@@ -30,12 +30,26 @@ def messages_of(found: Any) -> list[dict[str, Any]]:
 
 def tools_of(found: Any) -> list[dict[str, Any]] | None:
     """Tools of a record, [{type, function: {name, ...}}, ...] or the same as JSON text; None if there are none."""
-    tools = _plain(_from_json(found, "tools as JSON"))
+    tools = _nested(found, "tools as JSON")
     if tools is None or tools == [] or tools == "":
         return None
     if not isinstance(tools, list):
         raise BadLine("no chat", tools, 'a list of tools, [{"type": "function", "function": {"name": ...}}, ...]')
     return [_function(tool, "tools") for tool in tools]
+
+
+def nulls_in(messages: Any, tools: Any) -> Iterator[str]:
+    """Say that nulls are left out: in a table they are other rows' keys, in JSON perhaps the author's."""
+    calls = [message.get("tool_calls") for message in messages if isinstance(message, Mapping)]
+    for what, found in (("tool call", calls), ("tool", tools)):
+        if _has_null(found):
+            yield f"null in a {what} (kept where the {what}s, or their arguments, are JSON text)"
+
+
+def _has_null(value: Any) -> bool:
+    """Whether an object in this value, at any depth, has a null."""
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return any((one is None and isinstance(value, Mapping)) or _has_null(one) for one in inner)
 
 
 def _message(found: Any) -> dict[str, Any]:
@@ -47,7 +61,7 @@ def _message(found: Any) -> dict[str, Any]:
     if role == _CALL:
         role, content, calls = "assistant", None, content
     rest = {key: _plain(value) for key, value in found.items() if value is not None and key not in names}
-    calls = _plain(_from_json(calls, "tool_calls as JSON"))
+    calls = _nested(calls, "tool_calls as JSON")
     if not calls:
         return {**rest, "role": role, "content": _content(content)}
     calls = [calls] if isinstance(calls, dict) else calls
@@ -92,6 +106,11 @@ def _from_json(found: Any, what: str) -> Any:
         return json.loads(found)
     except (ValueError, RecursionError) as error:
         raise BadLine("no chat", found, f"{what} ({error})") from None
+
+
+def _nested(found: Any, what: str) -> Any:
+    """JSON text as it is, other values without nulls."""
+    return _from_json(found, what) if isinstance(found, str) else _plain(found)
 
 
 def _plain(value: Any) -> Any:
