@@ -72,7 +72,7 @@ def init(
     """Look at your data, write a commented config for it, and check both."""
     from cqwen_dist.config.data import DataConfig
     from cqwen_dist.config.reading import load_config
-    from cqwen_dist.data.amount import amount_of, suited
+    from cqwen_dist.data.amount import amount_of, cut_apart, suited
     from cqwen_dist.data.recipes import recognise
     from cqwen_dist.data.records import ReadReport
     from cqwen_dist.data.sources import read_texts
@@ -81,8 +81,10 @@ def init(
     if out.exists():
         raise UserError("--out", str(out), "a file that does not exist yet")
     recipe, facts = recognise(data, target, decimal_comma), _facts_of(base)
-    amount = amount_of(DataConfig(train=data, **recipe.keys), Path(base).expanduser())
-    suits = suited(amount, facts.get("max_position_embeddings"))
+    read = DataConfig(train=data, **recipe.keys)
+    amount = amount_of(read, Path(base).expanduser())
+    suits = suited(amount, facts.get("max_position_embeddings"), read.target_field is not None)
+    cut = [*cut_apart(amount, read, suits.length)]
     text = _config(data, base, facts, recipe, suits, out)
     with writing("--out", out), written_whole(out) as partial:
         partial.write_text(text, encoding="utf-8")
@@ -92,6 +94,8 @@ def init(
     echo(f"{data}: {recipe.name}")
     for note in recipe.notes:
         echo(note)
+    for note in cut:
+        echo(f"note: {note}", err=True)
     if amount.error is not None:
         echo(f"note: {amount.error}", err=True)
     if not facts:
@@ -169,12 +173,12 @@ def _check_inputs(config: Any) -> list[str]:
         return [*notes, "data.train is on a hub, so the data is not checked"]
     if any(file.startswith("bundled:") for file in files):
         return notes  # shipped with the tools: nothing to mistake, and reading it would import numpy and the tools
-    from cqwen_dist.data.amount import amount_of, never_warm
+    from cqwen_dist.data.amount import amount_of, cut_apart, never_warm
 
     amount = amount_of(config.data, Path(config.base_folder).expanduser())
     if amount.error is not None:
         raise amount.error
-    return [*notes, *never_warm(amount, config)]
+    return [*notes, *cut_apart(amount, config.data, config.data.sequence_length), *never_warm(amount, config)]
 
 
 def schema(

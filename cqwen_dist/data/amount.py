@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from cqwen_dist.config.data import DataConfig
-from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.schema import Config
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.encoder import NumberEncoder
@@ -17,6 +17,7 @@ from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_train
 
 MOST, COUNTED = 2000, 20_000  # texts to tokenise, and to count: more would not change a setting
+_AROUND = 2  # tokens before and after the text
 _BYTES = 3  # per token; a low estimate, so that nearly all texts fit
 _STEPS = 100  # minimum per stage if there is enough text: fewer hardly move the heads
 _EPOCHS = (2, 30)
@@ -33,6 +34,7 @@ class Amount(NamedTuple):
     complete: bool
     error: UserError | None = None
     further: int = 0  # texts, only counted
+    exact: bool = False  # the base's tokenizer counted
 
     @property
     def texts(self) -> int:
@@ -88,10 +90,10 @@ def amount_of(config: DataConfig, base: Path | None = None) -> Amount:
             raise
         error = met
     if encoder is not None:
-        lengths = [len(reading.ids) + 2 for reading in encoder.read(texts)]  # tokens before and after the text
+        lengths = [len(reading.ids) + _AROUND for reading in encoder.read(texts)]
     else:
-        lengths = [math.ceil(len(text.encode(errors="replace")) / _BYTES) + 2 for text in texts]
-    return Amount(lengths, error is None and further < COUNTED - MOST, error, further)
+        lengths = [math.ceil(len(text.encode(errors="replace")) / _BYTES) + _AROUND for text in texts]
+    return Amount(lengths, error is None and further < COUNTED - MOST, error, further, encoder is not None)
 
 
 def _tools_of(config: DataConfig, base: Path | None) -> tuple[Chat, NumberEncoder | None]:
@@ -108,11 +110,11 @@ def _tools_of(config: DataConfig, base: Path | None) -> tuple[Chat, NumberEncode
     return Chat(tokenizer.tokenizer), tokenizer.encoder
 
 
-def suited(amount: Amount, context: int | None) -> Suited:
-    """Propose settings. context: the base's maximum length in tokens; None: unknown."""
+def suited(amount: Amount, context: int | None, is_table: bool = False) -> Suited:
+    """Propose settings. context: the base's maximum length in tokens; None: unknown. is_table: keep long rows whole."""
     most = sorted(amount.lengths)[min(len(amount.lengths) - 1, int(0.95 * len(amount.lengths)))]
     length = _LENGTHS[0]
-    while length < min(most, _LENGTHS[1]):
+    while length < min(most, context if is_table and context else _LENGTHS[1]):
         length *= 2
     length = min(length, context or length)
     texts, tokens = _HELD_OUT
@@ -126,6 +128,19 @@ def suited(amount: Amount, context: int | None) -> Suited:
     steps = epoch * epochs
     warmup, every = min(max(steps // 10, 1), _WARMUP), min(max(steps // 4, 5), 50)
     return Suited(amount.complete, length, held_out, batch, epochs, steps, warmup, every)
+
+
+def cut_apart(amount: Amount, data: DataConfig, length: int) -> Iterator[str]:
+    """A sentence if rows of a table have more than `length` tokens. Raises: UserError if all rows have."""
+    if data.target_field is None or data.long_texts != "cut":
+        return
+    apart, of = sum(n - _AROUND > length for n in amount.lengths), len(amount.lengths)
+    if apart == of and amount.exact and amount.complete and not amount.further:
+        found = Said(f"only rows of more than {length:,} tokens, {min(amount.lengths):,} or more")
+        allowed = "shorter ones, as a target without its columns teaches nothing: fewer columns, or a longer context"
+        raise UserError("data.train", found, allowed, str(data.train))
+    if apart:
+        yield f"{apart:,} of {of:,} rows have more than {length:,} tokens: their target is cut away from their columns"
 
 
 def never_warm(amount: Amount, config: Config) -> Iterator[str]:

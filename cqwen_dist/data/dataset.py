@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cqwen_dist.config.data import DataConfig
-from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.data.store import Sample, TokenStore
 from cqwen_dist.heads.targets import NumericStatistics, numeric_statistics
 
@@ -99,6 +99,7 @@ class DataReport:
     lost: int = 0  # unused tokens of truncated and dropped texts
     lost_learnt: int = 0  # those of them that would have been learnt
     unlearnt: int = 0  # pieces left out, since no token in them is learnt
+    apart: int = 0  # rows of a table whose target is in another piece than their first columns
     learnt_too: int = 0  # held-out texts that are training texts too
 
     def lines(self, name: str) -> list[str]:
@@ -113,6 +114,7 @@ class DataReport:
             (self.truncated, f"{self.truncated:,} {of}, {long}, truncated: {lost} (data.long_texts)"),
             (self.dropped, f"{self.dropped:,} {of}, {long}, left out: {lost} (data.long_texts)"),
             (self.unlearnt, f"{pieces}, as no token in them is learnt (data.sequence_length)"),
+            (self.apart, f"{self.apart:,} {of} are {long}, so their target is cut away from their columns"),
             (self.learnt_too, f"{self.learnt_too:,} {of} are in data.train too, so the evaluation flatters the model"),
             (self.overflows, f"{self.overflows:,} numerals beyond float64 stay text, first {self.first_overflow}"),
         ]
@@ -144,7 +146,7 @@ class TextDataset:
     ) -> None:
         self.pad_token_id, self.num_token_id, self.report = pad_token_id, store.num_token_id, report
         self.store, self._given, self._content = store, texts, content
-        self._pack, self._long = config.pack, config.long_texts
+        self._pack, self._long, self._target = config.pack, config.long_texts, config.target_field
         self._cut(config.sequence_length)
 
     def _cut(self, length: int) -> None:
@@ -162,12 +164,26 @@ class TextDataset:
             self._kept = np.flatnonzero(~long)
             self._texts = self._kept if self._given is None else self._given[self._kept]
         self.report.dropped = count if self._long == "drop" else 0
+        self.report.apart = self._count_apart(lengths, length) if self._long == "cut" and count else 0
         self.report.truncated = count if self._long == "truncate" else 0
         self.report.lost = 0 if self._long == "cut" else tokens - self.report.truncated * length
         most = 1 if self._long == "truncate" else None
         self._pieces = self._that_teach(cut(self.text_lengths(), self._texts, length, most))
         self._rows: Rows | None = pack(self._pieces.end - self._pieces.start, length) if self._pack else None
         self.report.documents, self.report.sequences = len(self._pieces.text), len(self)
+
+    def _count_apart(self, lengths: np.ndarray, length: int) -> int:
+        """Rows of a table whose target stands in a later piece. Raises: UserError if all do: that teaches nothing."""
+        if self._target is None:
+            return 0
+        apart = int(self.store.targets_behind(length)[slice(None) if self._given is None else self._given].sum())
+        if apart == len(lengths):
+            found = Said(f"{length}, of which every row has more ({lengths.max():,} tokens at most)")
+            allowed = (
+                "so many that a row's columns stay with its target; or fewer columns, or a base with a longer context"
+            )
+            raise UserError("data.sequence_length", found, allowed)
+        return apart
 
     def _that_teach(self, pieces: Pieces) -> Pieces:
         """The pieces with a learnt token: no step may be without a label. Raises: UserError if none has."""

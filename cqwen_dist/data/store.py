@@ -125,6 +125,15 @@ class TokenStore:
             found -= np.bincount(piece, np.maximum(shared, 0), len(found)).astype(np.int64)
         return found
 
+    def targets_behind(self, length: int) -> np.ndarray:
+        """[n] bool: texts with a target at token `length` or later, counted from 0."""
+        found = [np.zeros(0, bool)]
+        for view in self._views:
+            place = np.flatnonzero(view.ids.values == self.num_token_id)[view.targets.values != 0]
+            row = np.searchsorted(view.ids.at, place, "right") - 1
+            found.append(np.bincount(row, place - view.ids.at[row] >= length, len(view.ids.at) - 1) > 0)
+        return np.concatenate(found)
+
     def count_in(self, other: "TokenStore") -> int:
         """Number of these texts that are in the other store too."""
         none = np.zeros(0, np.uint64)

@@ -11,7 +11,7 @@ from support.tool_template import QWEN_TOOLS
 
 from cqwen_dist.config import Config, DataConfig
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.data.amount import COUNTED, MOST, Amount, amount_of, never_warm, suited
+from cqwen_dist.data.amount import COUNTED, MOST, Amount, amount_of, cut_apart, never_warm, suited
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,27 @@ def test_a_base_counts_tokens_and_without_one_bytes_do(one_rank: Path, tmp_path:
     assert exact.lengths[1] <= 2 + 3
     assert not exact.complete
     assert "t.jsonl:3" in str(exact.error), "what cannot be read ends the look and is told"
+
+
+def test_rows_of_a_table_that_are_cut_are_told_or_refused(one_rank: Path, tmp_path: Path) -> None:
+    """A row's target without its columns teaches nothing."""
+    long, path = "w " * 60, tmp_path / "t.jsonl"
+    data = DataConfig(train=str(path), prompt_template="{a}", text_template="{y}", target_field="y")
+    path.write_text(f'{{"a": "w", "y": 1}}\n{{"a": "{long}", "y": 2}}\n', encoding="utf-8")
+    found = amount_of(data, one_rank / "base")
+    assert [*cut_apart(found, data, 64)] == [
+        "1 of 2 rows have more than 64 tokens: their target is cut away from their columns"
+    ]
+    assert not [*cut_apart(found, data, 512)]
+    assert not [*cut_apart(found, data.model_copy(update={"long_texts": "drop"}), 64)]
+    path.write_text(f'{{"a": "{long}", "y": 2}}\n', encoding="utf-8")
+    with pytest.raises(UserError, match=r"t\.jsonl: data\.train: found only rows of more than 64 tokens"):
+        [*cut_apart(amount_of(data, one_rank / "base"), data, 64)]
+    (told,) = cut_apart(amount_of(data), data, 8)
+    assert told.startswith("1 of 1 rows"), "an estimate refuses nothing"
+    rows = Amount([3000] * 100, True)
+    assert (suited(rows, 32_768, is_table=True).length, suited(rows, 32_768).length) == (4096, 2048)
+    assert (suited(rows, 512, is_table=True).length, suited(rows, None, is_table=True).length) == (512, 2048)
 
 
 def config(**sections: object) -> Config:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,6 +131,33 @@ def test_long_texts_are_cut_truncated_or_dropped_and_counted(tokenizer: Numerica
         UserError, match=r"data\.long_texts: found 'drop', allowed: truncate or cut: every text has more"
     ):
         found["drop"].with_length(3)
+
+
+def test_rows_whose_target_is_cut_away_from_their_columns_are_counted_and_refused(
+    tokenizer: NumericalAwareTokenizer, tmp_path: Path
+) -> None:
+    """A target without its columns teaches nothing. The row's last tokens, behind the target, may be cut off."""
+    rows = [{"note": "w " * size, "y": size} for size in (5, 6, 30, 40)]
+    path = tmp_path / "t.jsonl"
+
+    def of(rows: list[dict[str, object]], length: int, **more: str) -> TextDataset:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        keys: dict[str, Any] = {"prompt_template": "{note}", "text_template": "{y}!!!!", "target_field": "y", **more}
+        return load_datasets(DataConfig(train=str(path), sequence_length=length, **keys), tokenizer).train
+
+    whole = of(rows, 500)
+    place = [int(np.flatnonzero(document.targets)[0]) for (document,) in (whole[row] for row in range(4))]
+    for length, apart in ((place[3] + 1, 0), (place[3], 1), (place[2], 2), (place[0] + 1, 3)):
+        report = whole.with_length(length).report
+        assert report.apart == apart, (length, place)
+        said = f"train: {apart} of 4 texts are longer than data.sequence_length, so their target is cut away"
+        assert any(line.startswith(said) for line in report.lines("train")) == bool(apart)
+    with pytest.raises(UserError, match=r"data\.sequence_length: found 12, of which every row has more"):
+        of(rows[2:], 12)
+    with pytest.raises(UserError, match="so many that a row's columns stay with its target"):
+        whole.with_length(place[0])
+    assert of(rows, place[2], long_texts="drop").report.apart == 0
+    assert of(rows[2:], 12, target_field=None, text_template="{note}{y}").report.documents > 2  # type: ignore[arg-type]
 
 
 def test_a_digest_does_not_depend_on_how_texts_are_batched(
