@@ -87,6 +87,7 @@ def test_the_pipeline_reads_and_writes_numbers(folder: Path, pair) -> None:
         pipeline("text-generation", model=model, tokenizer=tokenizer.tokenizer)
 
 
+@transformers_5_24
 def test_transformers_own_pipeline_class_draws_and_reads_no_number_as_0(pair) -> None:
     """It fills in do_sample and drops the values."""
     model, tokenizer = pair

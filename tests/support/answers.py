@@ -38,8 +38,7 @@ def answers(folder: Path, **trust: bool) -> dict[str, Any]:
             "spans": [end.nan_to_num() for level in LEVELS for end in numbers.interval(level)],
         }
     static = model.generate(**batch, max_new_tokens=9, digits="auto", cache_implementation="static")
-    by_pipeline = piped(folder, **trust) if parse(transformers.__version__) >= parse("5.24") else "refused"
-    return {**found, "static": static, "pipeline": by_pipeline}
+    return {**found, "static": static, "pipeline": piped(folder, **trust)}
 
 
 def learnt(folder: Path, **trust: bool) -> dict[str, torch.Tensor]:
@@ -54,6 +53,8 @@ def learnt(folder: Path, **trust: bool) -> dict[str, torch.Tensor]:
 
 def piped(folder: Path, objects: bool = False, **trust: bool) -> str:
     """What the pipeline writes behind a prompt, its numbers and their intervals. objects: it gets the model itself."""
+    if parse(transformers.__version__) < parse("5.24"):
+        return "refused"
     given: dict[str, Any] = {"model": str(folder), **trust}
     if objects:
         model = AutoModelForCausalLM.from_pretrained(folder, **trust)
