@@ -165,6 +165,12 @@ def number_in(text: str) -> float | None:
     return None if number is None or Form().read(text) is None else number
 
 
+def is_rounded(text: str) -> bool:
+    """Whether float64 does not hold all digits of a whole numeral."""
+    number = as_number(text)
+    return number is not None and text.removeprefix("-").isdecimal() and int(text) != number
+
+
 def shortened(value: object, of: Any = np.float32) -> object:
     """A float32 or float16 (of), held as float64, in its shortest decimal form: 0.1, not 0.10000000149011612."""
     return float(str(of(value))) if isinstance(value, float) else value
@@ -180,6 +186,10 @@ class TableCells:
         self.forms, self.target = forms, target
         self.odd = set[str]()  # columns of numbers with a cell that is none; whoever reads them empties it
 
+    def number(self, column: str, text: str) -> float | None:
+        """`number_in` of a cell's text; of the target whatever number it is, as that is learnt rounded."""
+        return as_number(text) if column == self.target else number_in(text)
+
     def text(self, column: str, value: object) -> str:
         """The cell's text, "" if it is empty. Raises: BadLine for a number in a different form, or no text."""
         if is_missing(value):
@@ -194,7 +204,7 @@ class TableCells:
         cell = str(value).strip()
         if cell in EMPTY_MARKS:
             return ""
-        found = form.read(cell, zeros=column == self.target)
+        found = form.read(cell, names=column == self.target)
         if found is None and column == self.target and form == Form() and (number := as_number(cell)) is not None:
             return numeral(repr(number))  # 1_000, as Python reads it
         if found is None and (column == self.target or form.other_reads(cell)):

@@ -10,8 +10,9 @@ from typing import Any
 from cqwen_dist.config.data import DataConfig, as_list, source_files
 from cqwen_dist.config.errors import BadLine, Said, UserError
 from cqwen_dist.data.blocks import blocks
-from cqwen_dist.data.cells import TableCells, as_number, is_index, is_missing, is_number, number_in
+from cqwen_dist.data.cells import TableCells, as_number, as_text, is_index, is_missing, is_number
 from cqwen_dist.data.number_forms import Form, Unsettled, forms_of
+from cqwen_dist.data.numbers import is_held
 from cqwen_dist.data.records import Block, named_fields
 from cqwen_dist.data.text_files import delimiter_in
 
@@ -92,8 +93,9 @@ def _cells_by_column(
     for name, value in ((name, value) for record in records for name, value in record.items()):
         if name not in wanted or is_missing(value):
             continue
-        if isinstance(value, str) and not is_number(value):
-            texts.setdefault(name, []).append(value)
+        text = str(as_text(value)) if is_number(value) else value
+        if isinstance(text, str) and not (is_number(value) and is_held(text)):  # ids are texts in every file
+            texts.setdefault(name, []).append(text)
         else:
             (typed if is_number(value) else others).add(name)
     return texts, typed, others
@@ -163,10 +165,10 @@ def described(
             continue
         texts = [cell_in(cells, name, record.get(name)) for record in records]
         filled = [text for text in texts if text]
-        kind = "number" if name in cells.forms else kind_in(filled)
+        numbers = [number for text in filled if (number := cells.number(name, text)) is not None]
+        kind = "number" if name in cells.forms and (numbers or not filled) else kind_in(filled)
         found[name] = {"kind": kind, "empty": 1 - len(filled) / len(texts), "zones": zones_in(filled)}
         if kind == "number":
-            numbers = [number for number in map(number_in, filled) if number is not None]
             found[name] |= {"form": str(cells.forms[name])}
             found[name] |= {"low": min(numbers), "high": max(numbers)} if numbers else {}
         elif whole and (values := _categories(kind, filled)):

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
+from cqwen_dist.data.numbers import is_held
+
 # Cells of a column of numbers without a number
 _INFINITIES = {sign + word for sign in ("", "+", "-") for word in ("inf", "Inf", "Infinity")}
 EMPTY_MARKS = frozenset({"?", "-", "--", "–", "—", ".", "…", "...", *_INFINITIES})
@@ -40,6 +42,7 @@ def _cell_pattern(decimal: str) -> re.Pattern[str]:
 
 
 _CELLS = {decimal: _cell_pattern(decimal) for decimal in ".,"}
+_PHONE = re.compile(r"\s*[+＋][0-9](?: ?[0-9]){9,14}\s*")
 _GROUPS = re.compile(rf"[{_SPACES}'’]")
 _OTHER = {".": ",", ",": "."}
 
@@ -70,10 +73,10 @@ class Form(NamedTuple):
         """Whether the unit changes the number's size, as % and k do and € does not."""
         return SCALES.fullmatch(self.unit) is not None
 
-    def read(self, cell: str, zeros: bool = False) -> str | None:
-        """The plain numeral of a cell; None if its form differs. zeros: take 007 as 7, which else is a name."""
+    def read(self, cell: str, names: bool = False) -> str | None:
+        """The plain numeral of a cell; None if its form differs. names: take 007 as 7, which else is a name."""
         found = _parsed(cell, self.decimal)
-        if found is None or (found[2] and not zeros):
+        if found is None or (found[2] and not names):
             return None
         numeral, unit, _ = found
         # A number without the unit counts as one with it, but 0.5 is not 0.5 %, and 950 not 950k.
@@ -107,7 +110,10 @@ def numeral(text: str) -> str:
 
 
 def _parsed(cell: str, decimal: str) -> tuple[str, str, bool] | None:
-    """(plain numeral, unit, whether it has leading zeros) of a cell; None if it is no number with this decimal sign."""
+    """(plain numeral, unit, whether it is a name) of a cell; None if it is no number with this decimal sign.
+
+    Names have leading zeros, or digits that float64 does not hold.
+    """
     plain = cell.strip().translate(_TO_ASCII)
     negative = False
     if plain.endswith(")") and plain.count("(") == 1:
@@ -120,9 +126,9 @@ def _parsed(cell: str, decimal: str) -> tuple[str, str, bool] | None:
         return None
     digits = _GROUPS.sub("", found["number"]).replace(_OTHER[decimal], "").replace(decimal, ".").rstrip("-")
     bare = re.split("[.eE]", digits)[0]
-    zeros = len(bare) > 1 and bare.startswith("0")
+    is_name = (len(bare) > 1 and bare.startswith("0")) or not is_held(digits)
     minus = "-" if negative or signs == "-" else ""
-    return numeral(minus + digits), found["before"] or found["after"] or "", zeros
+    return numeral(minus + digits), found["before"] or found["after"] or "", is_name
 
 
 class _Readings(NamedTuple):
@@ -139,19 +145,21 @@ def _both(cell: str) -> tuple[tuple[str, str, bool] | None, tuple[str, str, bool
     return _parsed(cell, "."), _parsed(cell, ",")
 
 
-def _readings(cells: Iterable[str], zeros: bool) -> _Readings:
+def _readings(cells: Iterable[str], names: bool) -> _Readings:
     both = {cell: _both(cell) for cell in {cell.strip() for cell in cells} - EMPTY_MARKS}
     sides = {".": {cell: a for cell, (a, _) in both.items()}, ",": {cell: b for cell, (_, b) in both.items()}}
-    units = {decimal: _unit_of(side, zeros) for decimal, side in sides.items()}
+    units = {decimal: _unit_of(side, names) for decimal, side in sides.items()}
     twofold = [(c, a[0], b[0]) for c, (a, b) in both.items() if a is not None and b is not None and a[0] != b[0]]
     sign = next((s for s in ".," for c, *_ in twofold if s in c), "")
     whole = next((cell for cell in sorted(both) if not {".", ","} & {*cell}), "")
     return _Readings(units, sorted(twofold), sign, whole)
 
 
-def _unit_of(parsed: Mapping[str, tuple[str, str, bool] | None], zeros: bool) -> tuple[str, bool] | None:
+def _unit_of(parsed: Mapping[str, tuple[str, str, bool] | None], names: bool) -> tuple[str, bool] | None:
     """The unit of cells and whether it stands first; None if not all are numbers with the same unit."""
-    if not parsed or not all(one is not None and (zeros or not one[2]) for one in parsed.values()):
+    if not parsed or not all(one is not None and (names or not one[2]) for one in parsed.values()):
+        return None
+    if not names and all(map(_PHONE.fullmatch, parsed)):
         return None
     named = {one[1] for one in parsed.values() if one is not None}
     kinds = named - {""}
@@ -172,7 +180,7 @@ def forms_of(
     """The form of each column whose cells are all numbers.
 
     columns: the cells that are not empty. typed: columns that the file stores as numbers. delimiter: of the
-    file; "," also for other kinds. decimal_comma: settles cells with two readings. target: may have leading zeros.
+    file; "," also for other kinds. decimal_comma: settles cells with two readings. target: may have names.
     Raises `Unsettled`.
     """
     typed = {*typed}

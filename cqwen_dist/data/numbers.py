@@ -50,7 +50,8 @@ _DATES = "|".join(
 _PHONES = "|".join(
     (
         r"(?<=\+)(?=(?:[ -]?[0-9]){10})[0-9]{1,3}[ -][0-9]{2,4}"
-        r"(?P<gap>[ -])[0-9]{2,4}(?:(?P=gap)[0-9]{2,4}){0,2}(?![0-9])",
+        r"(?P<gap>[ -])(?:[0-9]{2,4}(?:(?P=gap)[0-9]{2,4}){0,2}|[0-9]{5,8})(?![0-9])",
+        rf"(?<=\+)(?<![0-9)]\+)[1-9][0-9]{{9,14}}(?![0-9{_L}]){_NO_SUM}",
         rf"(?<![0-9-])[0-9]{{3}}-[0-9]{{3}}-[0-9]{{4}}{_NO_SUM}",
         rf"(?<=\()[0-9]{{3}}\) ?[0-9]{{3}}-[0-9]{{4}}{_NO_SUM}",
         rf"(?<![0-9-])0[0-9]{{2,3}}-[0-9]{{7,8}}{_NO_SUM}",
@@ -77,6 +78,7 @@ _WORD_TAIL = rf"[{_L}0-9]*(?:\.[0-9][{_L}0-9]*)*"
 _IDENTIFIERS = "|".join(
     (
         r"0[xX][0-9A-Fa-f]+",
+        rf"(?<![0-9-])(?=(?:[0-9]-?){{13}}(?![0-9-]))97[89](?:-[0-9]{{1,7}}){{3}}-[0-9]{_NO_SUM}",  # ISBN
         rf"(?<=[{_L}])(?!{_PRODUCT}|{_PRICE})[0-9]{_WORD_TAIL}",
         rf"[0-9]*(?:\.[0-9]+){{2,}}(?:[:/]{_DECIMAL})?",
         rf"(?!{_DECIMAL}[xX][0-9]){{not_scientific}}{_DECIMAL}[{_L}]+[0-9]{_WORD_TAIL}",
@@ -209,14 +211,22 @@ class _Scan:
         if policy.signs and start and plain[start - 1] == "-" and _is_sign(plain, start - 1, end):
             start -= 1
         literal = plain[start:end]
-        value = float(literal if literal.isdecimal() else _SEPARATORS.sub("", literal))
-        digits = literal.removeprefix("-")
-        if digits.isdecimal() and (len(digits) > _LONGEST or int(digits) != abs(value)):
+        bare = literal if literal.isdecimal() else _SEPARATORS.sub("", literal)
+        value = float(bare)
+        if math.isfinite(value) and not is_held(bare):
             value = math.inf
         if policy.accounting and "," in literal and _in_brackets(plain, start, end):
             start, end, value = start - 1, end + 1, -value
         self.spans.append(NumberSpan(start, end, value))
         return end
+
+
+def is_held(numeral: str) -> bool:
+    """Whether float64 holds a numeral; a whole one in all digits, of which it has at most `_LONGEST`."""
+    digits = numeral.removeprefix("-")
+    if not digits.isdecimal():
+        return math.isfinite(float(numeral))
+    return len(digits) <= _LONGEST and int(digits) == float(digits)
 
 
 def _in_brackets(plain: str, start: int, end: int) -> bool:

@@ -1,6 +1,7 @@
 """Recognises a data file from its records, and returns the `data` keys to read it. `cqwen init` and `fit` share it."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -8,9 +9,9 @@ from typing import Any, NamedTuple
 
 from cqwen_dist.config.data import QUESTION_AND_ANSWER, RECIPES, can_be_named, column_lines
 from cqwen_dist.config.errors import BadLine, Said, UserError
-from cqwen_dist.data.cells import TableCells, as_number, is_index
+from cqwen_dist.data.cells import TableCells, as_number, is_index, is_missing, is_rounded
 from cqwen_dist.data.columns import cell_in, columns_of, forms_in, placed_sample, sample
-from cqwen_dist.data.number_forms import EMPTY_MARKS, Form, by_form, forms_of, said
+from cqwen_dist.data.number_forms import EMPTY_MARKS, Form, by_form, forms_of, numeral, said
 from cqwen_dist.data.records import Text
 from cqwen_dist.data.text_files import no_records
 
@@ -124,9 +125,24 @@ def _notes(records: Sequence[Mapping[str, Any]], target: str, cells: TableCells)
     held = Counter(mark for mark in marks if mark in EMPTY_MARKS or (mark.startswith("#") and mark != "#N/A"))
     if held:
         notes.append(f"{held.total():,} cells are read as empty: {', '.join(held)}")
+    rounded = [text for record in records if is_rounded(text := cells.text(target, record.get(target)))]
+    if rounded:
+        notes.append(f"{len(rounded):,} numbers of {target} are learnt rounded, as float64 holds them: {rounded[0]}")
+    for name, form in cells.forms.items():
+        if form == Form() and (version := _version([str(record.get(name)) for record in records])):
+            notes.append(f"{name}: {version} is read as {numeral(version)}; for versions, write v{version}")
     if why := _why_total(records, target, cells):
         notes.append(f"the last row looks like a total ({why}): take it out of the file, as the model learns it")
     return notes
+
+
+def _version(cells: Sequence[str]) -> str | None:
+    """A cell such as 1.10 in a column that also has 1.9: no zero that a file of decimals would write."""
+    texts = {cell.strip() for cell in cells if not is_missing(cell)}
+    if not all(re.fullmatch(r"[0-9]+\.[0-9]+", text) for text in texts):
+        return None
+    fewest = min(len(text.partition(".")[2]) for text in texts)
+    return min((text for text in texts if text.endswith("0") and len(text.partition(".")[2]) > fewest), default=None)
 
 
 def _why_total(records: Sequence[Mapping[str, Any]], target: str, cells: TableCells) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from cqwen_dist.config.data import DataConfig, NumberPolicy, filled, template_fields
 from cqwen_dist.config.errors import BadLine, Said, UserError
-from cqwen_dist.data.cells import TableCells, as_number, as_text, is_empty, is_index
+from cqwen_dist.data.cells import TableCells, as_number, as_text, is_empty, is_index, is_rounded
 from cqwen_dist.data.chat import READ_SO, Chat, Spans
 from cqwen_dist.data.number_forms import Form, said
 from cqwen_dist.data.numbers import find_numbers
@@ -178,11 +178,16 @@ class Extractor:
         if not text.strip():
             raise BadLine("empty text", text, "a text that is not empty")
         if self._prompt is None:
-            return text, None, target, ()
+            return text, None, target, self._rounded(record)
         prompt = self._fill(self._prompt, record)
         start, end = len(prompt), len(prompt) + len(text)
         moved = None if target is None else (start + target[0], start + target[1])
-        return prompt + text, ((start, end),), moved, ()
+        return prompt + text, ((start, end),), moved, self._rounded(record)
+
+    def _rounded(self, record: Mapping[str, Any]) -> tuple[str, ...]:
+        name = self.config.target_field
+        is_one = name is not None and is_rounded(self.cells.text(name, record[name]))
+        return (f"digits of {name} that float64 does not hold",) * is_one
 
     def _text(self, record: Mapping[str, Any]) -> tuple[str, tuple[int, int] | None]:
         """The text without a prompt, and the span of the target field in the NFC text."""

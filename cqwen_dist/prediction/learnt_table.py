@@ -151,7 +151,7 @@ def _compared(
         text = cells.text(name, value)
     except BadLine as bad:
         return str(value), UserError(key, bad.found, bad.allowed)
-    if not text or _fits(was["kind"], text):
+    if not text or _fits(was["kind"], text) or (was["kind"] == "number" and cells.number(name, text) is not None):
         return text, None
     return text, UserError(key, Said(f"{text} in the column {name}"), f"{_kind_said(was)} there, as in training")
 
@@ -223,10 +223,8 @@ def beyond(number: float | None, low: float, high: float) -> float:
 
 
 def _fits(kind: str, text: str) -> bool:
-    if kind in ("text", "number"):
-        return kind == "text" or number_in(text) is not None
     is_code = not kind.strip("0") and len(kind) == len(text)  # 12345 beside 05532
-    return kind_of(text) == ("0" if is_code else kind)
+    return kind == "text" or kind_of(text) == ("0" if is_code else kind)
 
 
 FILE = "table.json"  # in an exported folder
