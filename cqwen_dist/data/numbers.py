@@ -74,11 +74,14 @@ _CURRENCIES = "AUD|CAD|CHF|CNY|EUR|GBP|HKD|INR|JPY|KRW|RMB|SGD|TWD|USD"  # lengt
 _PRICE = rf"(?<=(?<![{_L}0-9])(?:{_CURRENCIES}))"
 # Letters and digits after a numeral make it an identifier, except in a product such as 3x4.
 _UNGLUED = rf"(?![0-9])(?!(?![xX][0-9])[{_L}]+[0-9])"
+_NO_HYPHEN = r"(?<![0-9])(?<![0-9]-)"
 _WORD_TAIL = rf"[{_L}0-9]*(?:\.[0-9][{_L}0-9]*)*"
 _IDENTIFIERS = "|".join(
     (
         r"0[xX][0-9A-Fa-f]+",
-        rf"(?<![0-9-])(?=(?:[0-9]-?){{13}}(?![0-9-]))97[89](?:-[0-9]{{1,7}}){{3}}-[0-9]{_NO_SUM}",  # ISBN
+        # ISBNs
+        rf"{_NO_HYPHEN}(?=(?:[0-9]-?){{13}}(?![0-9-]))97[89](?:-[0-9]{{1,7}}){{3}}-[0-9]{_NO_SUM}",
+        rf"{_NO_HYPHEN}(?=(?:[0-9]-?){{9}}[0-9X](?![0-9{_L}-]))[0-9]{{1,5}}(?:-[0-9]{{1,7}}){{2}}-[0-9X]{_NO_SUM}",
         rf"(?<=[{_L}])(?!{_PRODUCT}|{_PRICE})[0-9]{_WORD_TAIL}",
         rf"[0-9]*(?:\.[0-9]+){{2,}}(?:[:/]{_DECIMAL})?",
         rf"(?!{_DECIMAL}[xX][0-9]){{not_scientific}}{_DECIMAL}[{_L}]+[0-9]{_WORD_TAIL}",

@@ -186,7 +186,7 @@ class Extractor:
 
     def _rounded(self, record: Mapping[str, Any]) -> tuple[str, ...]:
         name = self.config.target_field
-        is_one = name is not None and is_rounded(self.cells.text(name, record[name]))
+        is_one = name is not None and is_rounded(self.cells.text(name, record.get(name)))
         return (f"digits of {name} that float64 does not hold",) * is_one
 
     def _text(self, record: Mapping[str, Any]) -> tuple[str, tuple[int, int] | None]:

@@ -60,6 +60,7 @@ def test_ids_are_names_whatever_the_files_type(kind: Any) -> None:
     [
         (["1.1", "1.10", "2.0"], "1.10 is read as 1.1; for versions, write v1.10"),
         (["3.9", "3.20"], "3.20 is read as 3.2; for versions, write v3.20"),
+        (["3.9", "?", "3.20"], "3.20 is read as 3.2; for versions, write v3.20"),
         (["1.50", "2.25"], None),
         (["1.5", "2.25"], None),
         (["4", "3.50"], None),
