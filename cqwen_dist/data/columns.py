@@ -163,16 +163,20 @@ def described(
     for name in columns_of(records):
         if is_index(name) or (only is not None and name not in only):
             continue
-        texts = [cell_in(cells, name, record.get(name)) for record in records]
-        filled = [text for text in texts if text]
-        numbers = [number for text in filled if (number := cells.number(name, text)) is not None]
-        kind = "number" if name in cells.forms and (numbers or not filled) else kind_in(filled)
-        found[name] = {"kind": kind, "empty": 1 - len(filled) / len(texts), "zones": zones_in(filled)}
-        if kind == "number":
-            found[name] |= {"form": str(cells.forms[name])}
-            found[name] |= {"low": min(numbers), "high": max(numbers)} if numbers else {}
-        elif whole and (values := _categories(kind, filled)):
-            found[name] |= {"values": values}
+        found[name] = _described(name, [cell_in(cells, name, record.get(name)) for record in records], cells, whole)
+    return found
+
+
+def _described(name: str, texts: Sequence[str], cells: TableCells, whole: bool) -> dict[str, Any]:
+    filled = [text for text in texts if text]
+    numbers = [number for text in filled if (number := cells.number(name, text)) is not None]
+    kind = "number" if name in cells.forms and (numbers or not filled) else kind_in(filled)
+    found = {"kind": kind, "empty": 1 - len(filled) / len(texts), "zones": zones_in(filled)}
+    if kind == "number":
+        found |= {"form": str(cells.forms[name])}
+        found |= {"low": min(numbers), "high": max(numbers)} if numbers else {}
+    elif whole and (values := _categories(kind, filled)):
+        found |= {"values": values}
     return found
 
 

@@ -36,7 +36,7 @@ from cqwen_dist.data.store import SCHEMA, TokenStore, first_of_digests
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.run.files import key_digest, known_digest, sync
 
-FORMAT = 10  # increase it when code reads numbers or writes rows differently
+FORMAT = 11  # increase it when code reads numbers or writes rows differently
 MANIFEST = "manifest.json"
 HELD_OUT = "held_out.npy"
 # `data` keys that do not change tokens.
