@@ -70,6 +70,7 @@ def table_columns(
         raise UserError(key, ", ".join(names), f"{target} and a further column, without {{}}:! in their names", source)
     _check_targets(cells, target, [record.get(target) for record in records], source)
     notes = [f"columns left out, as {why}: {', '.join(left)}" for why, left in left_out.items() if left]
+    cells = TableCells({name: form for name, form in forms.items() if name in (*usable, target)}, target)
     return usable, cells, [*notes, *_notes(records, target, cells)]
 
 
@@ -77,7 +78,7 @@ def _left_out(
     inputs: Sequence[str], records: Sequence[Mapping[str, Any]], cells: TableCells, template: str
 ) -> dict[str, list[str]]:
     """The columns that are not learnt from, by why."""
-    indices = [name for name in inputs if is_index(name)]
+    indices = [name for name in inputs if is_index(name) and f"{{{name}}}" not in template]
     unnamed = [name for name in inputs if not can_be_named(name) and name not in indices]
     rest = [name for name in inputs if name not in (*indices, *unnamed)]
     running = [name for name in rest if f"{{{name}}}" not in template and _is_running(records, name, cells)]
@@ -120,7 +121,7 @@ def _check_targets(cells: TableCells, target: str, values: Sequence[object], sou
 
 def _notes(records: Sequence[Mapping[str, Any]], target: str, cells: TableCells) -> list[str]:
     """Notes about a table: number forms, cells read as empty, a row of totals."""
-    notes = [said({name: form for name, form in cells.forms.items() if not is_index(name)})]
+    notes = [said(cells.forms)]
     marks = [str(record.get(name)).strip() for record in records for name in cells.forms]
     held = Counter(mark for mark in marks if mark in EMPTY_MARKS or (mark.startswith("#") and mark != "#N/A"))
     if held:

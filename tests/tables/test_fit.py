@@ -138,14 +138,15 @@ def test_an_exported_fit_predicts_and_marks_rows_as_the_fit_does(
 ) -> None:
     out, _ = fitted
     exported = export(export(out, tmp_path / "first"), tmp_path / "second")
-    rows = [{"city": "Rome", "age": 30, "height": 1.8}, {"city": "Rome", "age": 5000, "height": None}]
+    rows = [{"city": "Rome", "age": 30, "height": 1.8}, {"city": "Bern", "age": 5000, "height": None}]
     said: list[str] = []
     for own, other in zip(predict(out, rows, say=said.append), predict(exported, rows, say=said.append), strict=True):
         assert other["outside"] == own["outside"]
         assert other["low_90"] == pytest.approx(own["low_90"], rel=1e-4)
-    assert own["outside"].startswith("age")
-    assert said[:2] == said[2:], "how the rows differ from those learnt"
-    assert "outside of 11 to 50" in said[0]
+    assert own["outside"].startswith("age, city")
+    assert said[:3] == said[3:], "how the rows differ from those learnt"
+    assert said[0] == "column city: 1 of 2 cells are none of the 2 learnt (Bern)"
+    assert "outside of 11 to 50" in said[1]
 
 
 @pytest.mark.parametrize("wrong", [["--test-fraction", "1"], ["--base", "nowhere/none"]])
