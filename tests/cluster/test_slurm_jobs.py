@@ -47,6 +47,12 @@ def test_the_shipped_script_on_two_nodes_with_two_ranks_each(cluster: Cluster, t
     preflight = (logs / "preflight.log").read_text()
     assert "16 MiB" in preflight
     assert "nothing wrong was found" in preflight
+    assert "note: 2 ranks on a node share its 1 cores" in said
+    words = ["--cpus-per-task=2", f"--export=NONE,CQWEN_PYTHON={sys.executable}", ROOT / "slurm/export.sbatch"]
+    job = cluster.slurm("sbatch", "--parsable", *words, run.run, folder / "out", cwd=folder).strip()
+    assert cluster.wait_end(job)["JobState"] == "COMPLETED", (folder / f"cqwen-{job}.out").read_text()
+    assert (folder / "out" / "config.json").is_file()
+    assert f"Comment={run.run}" in cluster.slurm("scontrol", "show", "job", job)
     assert not (folder / "x").exists()
 
 
