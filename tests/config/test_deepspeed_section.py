@@ -62,6 +62,28 @@ def test_a_stock_hugging_face_file_is_translated(tmp_path: Path) -> None:
     assert given_config(found, {}) == found, "a resolved config is translated again on resuming"
 
 
+# As LLaMA-Factory has it for ZeRO-2.
+ZERO_2 = {
+    "train_batch_size": "auto",
+    "gradient_accumulation_steps": "auto",
+    "zero_allow_untested_optimizer": True,
+    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {
+        **{"stage": 2, "allgather_partitions": True, "allgather_bucket_size": 5e8, "overlap_comm": False},
+        **{"reduce_scatter": True, "reduce_bucket_size": 5e8, "contiguous_gradients": True},
+        "round_robin_gradients": True,
+    },
+}
+
+
+def test_a_stock_file_for_zero_2_keeps_what_acts_there() -> None:
+    """What stage 2 does not act on has DeepSpeed's default, and is dropped."""
+    buckets = {"allgather_bucket_size": 5e8, "reduce_bucket_size": 5e8}
+    kept = {**buckets, "overlap_comm": False, "round_robin_gradients": True}
+    assert config(ZERO_2).deepspeed == {"zero_optimization": kept}
+
+
 def test_our_key_may_say_the_same_and_nothing_else() -> None:
     stage = {"zero_optimization": {"stage": 2}}
     assert config(stage, parallel={"zero_stage": 2}).parallel.zero_stage == 2
