@@ -47,6 +47,8 @@ class ActionNetwork(nn.Module):
         self.cls_weight = nn.Parameter(torch.empty(rows, self.word_size))
         self.cls_bias = nn.Parameter(torch.zeros(rows))
         self.base_row: list[Tensor] = []  # the base's own row and bias of <NUM>, on the rank that has it
+        self.base_head: WordHead | None = None  # the base's own, until training begins; None: W_cls has it whole
+        self.projection_error = 0.0  # ||W - its projection|| / ||W||, Frobenius, of the base's head W if C_w < H
         self.scalar_threshold = scalar_threshold
         self.threshold = nn.Parameter(torch.zeros(1 if scalar_threshold else rows))
         self.causal_hidden_size = causal_hidden_size
@@ -104,11 +106,27 @@ class ActionNetwork(nn.Module):
 
 
 @torch.no_grad()
-def rows_of(action: ActionNetwork, words: Sequence[int], groups: Groups = ALONE) -> tuple[Tensor, Tensor]:
-    """(rows of W_cls [k,C_w], b_cls [k]) of k words on all ranks, by one all-reduce over the vocabulary group."""
-    at = torch.tensor(words, dtype=torch.int64, device=action.cls_weight.device) - action.vocab_start
-    here = (at >= 0) & (at < action.rows)
-    rows = action.cls_weight.new_zeros(len(words), action.word_size + 1)
-    rows[here] = torch.cat([action.cls_weight[at[here]], action.cls_bias[at[here], None]], 1)
+def words_of_base(heads: Any, z: Tensor) -> tuple[Cauchy, WordHead]:
+    """(law whose locations the base's own head multiplies [..., C_w or H], that head), of features z, before training.
+
+    heads: an object with abduction and action.
+    """
+    action = heads.action
+    if action.base_head is None:
+        return action.word_part(heads.abduction(z)), action.word_head()
+    loc = z[..., : action.base_head.weight.shape[1]].float()
+    if action.base_head.weight.device != loc.device:
+        action.base_head = action.base_head.to(loc.device)
+    return Cauchy(loc, torch.zeros_like(loc)), action.base_head
+
+
+def rows_of(head: WordHead, words: Sequence[int], groups: Groups = ALONE) -> tuple[Tensor, Tensor]:
+    """(rows of W [k,C], b [k]) of k words on all ranks, by one all-reduce over the vocabulary group."""
+    at = torch.tensor(words, dtype=torch.int64, device=head.weight.device) - head.start
+    here = (at >= 0) & (at < len(head.weight))
+    rows = head.weight.new_zeros(len(words), head.weight.shape[1] + 1)
+    rows[here, :-1] = head.weight[at[here]]
+    if head.bias is not None:
+        rows[here, -1] = head.bias[at[here]]
     rows = sum_partials(rows, groups.vocab)
     return rows[:, :-1], rows[:, -1]

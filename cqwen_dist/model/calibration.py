@@ -23,6 +23,7 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.heads.action import words_of_base
 from cqwen_dist.heads.beside import BESIDE
 from cqwen_dist.model.initialise import NOISE, SEED_GAMMA, SEED_NOISE, set_scales, start_regression
 from cqwen_dist.model.levelling import fit_numeral_rows, level_logits
@@ -60,7 +61,7 @@ class Calibration:
     seed_loss: float  # the same at the seeds' start (C = 0, gamma = softplus(1) + 0.1), of the base's own rows
     accuracy: float  # of argmax P
     base_accuracy: float  # of argmax loc_S of the base's rows, where a digit counts as a number
-    agreement: float  # share of tokens on which argmax P and argmax loc_S are one word
+    agreement: float  # share of tokens on which argmax P and the base's best word are one
     seed_accuracy: float  # of argmax P at the seeds' start
     uniform_loss: float  # 1 + ln V, the loss of an untrained model: P = 1/V for every word
     prob_sum_median: float  # median over tokens of sum_k P_k; 1 is calibrated
@@ -111,7 +112,7 @@ def calibrate(
     logits = StartLogits(model.action, start.word_loc(search.z), search.labels, groups)
     if not logits.tokens:
         raise ValueError("no labelled positions to calibrate on")
-    base_best = logits.best_logit()
+    base_best = start.best_of_base(search) if model.action.base_head is not None else logits.best_logit()
     seed_loss, seed_best, _ = logits.at(0.0, SEED_GAMMA + SEED_NOISE)
     seed: dict[str, Any] = {"seed_loss": seed_loss, "seed_accuracy": logits.mean(seed_best == logits.labels)}
 
@@ -184,6 +185,13 @@ class _Start:
     def word_loc(self, z: Tensor) -> Tensor:
         """loc_U [N,C_w] of features."""
         return self.model.action.word_part(self.model.abduction(z)).loc.contiguous()
+
+    def best_of_base(self, of: _Positions) -> Tensor:
+        """The base's own best word [n] of this rank's vocabulary group, by its whole head (C_w < H)."""
+        u, head = words_of_base(self.model, of.z)
+        vocab = self.groups.vocab
+        best = vocab_parallel_scores(u, head, of.labels, vocab, rank_by="loc").best.word
+        return gather_tokens(best, exchange_counts(len(best), vocab, best.device), vocab)
 
     def of_all_ranks(self, *parts: Tensor, most: int = MOST) -> list[Tensor]:
         """Values [N, ...] of this rank's positions -> the first `most` of all ranks."""
@@ -297,7 +305,7 @@ class _Start:
     def measured(self, logits: StartLogits, base_best: Tensor, threshold: float, gamma: float) -> dict[str, Any]:
         """`Calibration`'s fields of the start as it is set, on the positions that (C, gamma) were chosen on.
 
-        base_best [n]: argmax loc_S before any row changed.
+        base_best [n]: the base's best words.
         """
         num, labels = self.model.config.num_token_id, logits.labels
         loss, best, prob_sum = logits.at(threshold, gamma)

@@ -59,6 +59,7 @@ def turned_causal(
     if start == "calibrated":
         batches = list(calibration_batches or ())
         calibrate(model, batches, numerals=options.get("numerals", ()), fit_batches=batches)
+    model.action.base_head = None
     return model, base
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cqwen_dist.model.embedding import NumericalAwareEmbedding, scale_of
 from cqwen_dist.model.modules import CausalModules
+from cqwen_dist.ops.ovr.head import WordHead
 
 SEED_GAMMA = math.log1p(math.e)  # softplus(1.0) = 1.3133 (S3 4 step 2)
 SEED_NOISE = 0.1  # not 0 as in the seeds: |b| has no gradient at 0, so b_noise would never train
@@ -55,7 +56,10 @@ def inherit_head(
     else:
         whole = weight[:].double()
         gram = whole.T @ whole
-        _, vectors = torch.linalg.eigh(gram)  # ascending
+        energies, vectors = torch.linalg.eigh(gram)  # ascending
+        action.projection_error = math.sqrt(float(energies[: hidden - words].clamp(min=0).sum() / energies.sum()))
+        kept = None if bias is None else bias[rows].detach().float()
+        action.base_head = WordHead.of(weight[rows].float(), kept, 0.0, action.vocab_start, action.vocab_size)
         top = vectors[:, hidden - words :]
         action.cls_weight[:, :words] = (whole[rows] @ top).to(action.cls_weight)
         abduction.loc_net.weight[:words] = top.T.to(abduction.loc_net.weight)

@@ -61,7 +61,7 @@ def fit_numeral_rows(
     bias, as plain exports do not have one.
     """
     action, num = heads.action, heads.config.num_token_id
-    rows, bias = rows_of(action, numerals, groups)
+    rows, bias = rows_of(action.word_head(), numerals, groups)
     written = (loc @ rows.T + bias).double().logsumexp(1)
     follows = labels == num
 

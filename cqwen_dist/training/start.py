@@ -41,7 +41,9 @@ _SHAPE = {**SHAPE_KEYS, "num_token_id": "model.num_token_id", "vocab_size": WARM
 
 def begin(run: Run) -> Place:
     """Bring a newly built run to its first or resumed step. Collective over the world. Raises `UserError`."""
+    action = run.model.action
     if run.resume_from is not None:
+        action.base_head = None
         place = restore(run, run.resume_from)
         if place.figures:  # later stages may have changed in the config
             refuse_unknown_metrics(run.config, place.figures)
@@ -60,6 +62,11 @@ def begin(run: Run) -> Place:
     run.evaluations.measure_base()
     if run.evaluations.base_accuracy is not None:
         start["base_accuracy"] = run.evaluations.base_accuracy
+    if action.projection_error:
+        start["projection_error"] = action.projection_error
+        say(
+            f"model.causal_size {action.word_size}: the base's head is off by {action.projection_error:.1%} of its norm"
+        )
 
     # The heads: from a warm start, calibrated, or with the constants of the seeds
     has_heads = False
@@ -76,6 +83,8 @@ def begin(run: Run) -> Place:
             start_at_data(run.model, median, run.statistics.scale_of(config.target_transform))
         # b_noise's learning rate is relative to its start (`HeadOptimizer`)
         run.engine.heads.noise_unit = float(run.model.action.b_noise.abs().median()) or 1.0
+
+    action.base_head = None  # training changes the features that it fits
 
     # The first evaluation; an unknown metric name in the config is refused here, not after the first stage
     metrics = run.evaluations(0, "")

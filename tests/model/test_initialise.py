@@ -58,7 +58,17 @@ def test_causal_size_below_h_keeps_the_largest_directions() -> None:
         product = model.action.cls_weight.double() @ model.abduction.loc_net.weight.double()
         error = float((product - weight.double()).norm() / weight.double().norm())
         assert error == pytest.approx(float(torch.linalg.svdvals(weight.double())[c:].norm() / weight.norm()), rel=1e-5)
+        assert model.action.projection_error == pytest.approx(error, rel=1e-4), "told at a run's start"
     assert 0.0 < error < 0.3
+
+
+def test_the_calibrated_starts_base_is_the_whole_base() -> None:
+    """Not the part of its head that C < H dimensions hold."""
+    found = []
+    for c in (4, HIDDEN):
+        model = CausalQwenModel.from_base_model(tiny_base(), start="calibrated", num_token_id=NUM, causal_size=c)
+        found.append(calibrate(model, [random_batch(8, 12)], max_tokens=64).base_accuracy)
+    assert found[0] == found[1]
 
 
 def test_a_tied_head_is_copied() -> None:

@@ -205,7 +205,7 @@ def _started_on_ranks(weights: dict[str, Tensor], group: int) -> tuple[dict[str,
     model = turned(base, number_dims=4, vocab_start=start, rows=stop - start)
     batches = [batch_of(s) for s in range(4)][dist.get_rank() :: 2]
     report = calibrate(model, batches, groups=groups, max_tokens=2000, numerals=DIGITS)
-    rows, bias = rows_of(model.action, [NUM, *DIGITS, 3], groups)
+    rows, bias = rows_of(model.action.word_head(), [NUM, *DIGITS, 3], groups)
     parts = (rows, bias, model.action.reg_bias, model.abduction.loc_net.weight[-4:], model.action.b_noise)
     return asdict(report), [part.detach().numpy().copy() for part in parts]
 
@@ -215,7 +215,7 @@ def test_two_ranks_calibrate_as_one(pool: Pool, group: int) -> None:
     model = turned(number_dims=4)
     # in the order of the ranks: what is left out together follows it
     one = asdict(calibrate(model, [batch_of(s) for s in (0, 2, 1, 3)], max_tokens=4000, numerals=DIGITS))
-    rows, bias = rows_of(model.action, [NUM, *DIGITS, 3])
+    rows, bias = rows_of(model.action.word_head(), [NUM, *DIGITS, 3])
     parts = (rows, bias, model.action.reg_bias, model.abduction.loc_net.weight[-4:], model.action.b_noise)
     for report, fitted in pool(_started_on_ranks, 2, digit_base().state_dict(), group):
         # P of a best word moves as the ridges round: fp32 logits, decomposed in float64

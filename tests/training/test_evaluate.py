@@ -259,6 +259,13 @@ def test_at_numbers_any_digit_counts_as_right_for_the_base(pool: Pool) -> None:
             assert found["eval/base_perplexity"] == pytest.approx(expected["eval/base_perplexity"], rel=1e-4)
 
 
+def test_the_bases_figure_is_the_bases_for_every_causal_size(pool: Pool) -> None:
+    """Heads of C < H have only a part of the base's head, which they start from and are compared with."""
+    for size in (4, 16, tiny.HIDDEN):
+        for by_heads, by_base in pool(partial(_base_measured, causal_size=size), 2, DIGITS):
+            assert by_heads == pytest.approx(by_base, rel=1e-4)
+
+
 def test_a_base_by_itself_measures_as_in_its_run_whatever_that_starts_from(pool: Pool) -> None:
     """Without numeral tokens it is scored by <NUM>. Gemma's token table scales its rows."""
     for numerals in ([], DIGITS):

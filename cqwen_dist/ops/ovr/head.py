@@ -60,6 +60,11 @@ class WordHead(NamedTuple):
         """Dtype of elementwise maths and sums: fp32, or fp64 for an fp64 weight."""
         return torch.promote_types(self.weight.dtype, torch.float32)
 
+    def to(self, device: torch.device) -> "WordHead":
+        """The same on another device."""
+        bias = None if self.bias is None else self.bias.to(device)
+        return self._replace(weight=self.weight.to(device), bias=bias, threshold=self.threshold.to(device))
+
     def take(self, rows: slice | Tensor) -> "WordHead":
         """The head of these rows only (a slice, or indices [m]); differentiable."""
         bias = None if self.bias is None else self.bias[rows]

@@ -57,9 +57,14 @@ def _words(run: RunData, accuracy: float, base: float) -> Iterator[Finding]:
     if gap < -1.0:
         held = run.config.constraint.mode in ("hinge", "dual")
         hold = "a smaller loss.constraint.eps" if held else "hold U near its start (loss.constraint.mode: dual)"
+        advice = f"knowledge was lost. Lower the learning rates, or {hold}."
+        if projected := run.start.get("projection_error"):
+            advice = (
+                f"model.causal_size leaves out {projected:.0%} of the base's head by its norm; a larger one keeps more."
+            )
         yield bad(
             f"It predicts {-gap:.1f} points fewer words right than its base model",
-            f"{accuracy:.1%} against {base:.1%}: knowledge was lost. Lower the learning rates, or {hold}.",
+            f"{accuracy:.1%} against {base:.1%}: {advice}",
         )
     elif accuracy < FEW_WORDS:
         model = run.config.model

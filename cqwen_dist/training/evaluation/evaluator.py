@@ -24,13 +24,12 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.heads.action import rows_of
+from cqwen_dist.heads.action import rows_of, words_of_base
 from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.model.lora import adapters_disabled
 from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.scores import OvrScores
-from cqwen_dist.ops.ovr.seen import RankBy
 from cqwen_dist.parallel.collectives import gather_objects, sum_over
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_prob_sums, vocab_parallel_scores
@@ -84,14 +83,15 @@ class Evaluator:
         training.
         """
         action, embedding = self.model.action, self.model.features.embedding
-        rows, bias = rows_of(action, list(self.numerals), self.groups)
+        rows, bias = rows_of(action.base_head or action.word_head(), list(self.numerals), self.groups)
         spelt = torch.tensor(list(self.numerals), dtype=torch.int64, device=self.device)
 
         def scored() -> Iterator[tuple[OvrScores, Tensor, Tensor]]:
             for _, batch, keep in self._batches():
-                u = self.model.abduction(self.features(batch, keep))
+                u, head = words_of_base(self.model, self.features(batch, keep))
                 labels = batch.labels.flatten()[keep]
-                yield self._scores(u, labels, "loc"), labels, action.word_part(u).loc @ rows.T + bias
+                scores = vocab_parallel_scores(u.to(self.gemm_dtype), head, labels, self.groups.vocab, rank_by="loc")
+                yield scores, labels, u.loc @ rows.T + bias
 
         self._exchange_row()
         w_num = torch.zeros(embedding.w_num_shape, device=self.device)  # the base reads no values
@@ -198,7 +198,7 @@ class Evaluator:
         labels, head = batch.labels.flatten()[keep], self.model.action.number_head
         sums["cls_loss"] += head.loss(u_prime, head.labels(batch, keep), stop=True)[1]
         num_id = self.model.config.num_token_id
-        scores = self._scores(u_prime, labels, "ovr")
+        scores = self._scores(u_prime, labels)
         strength, _, best = scores.best
         right, is_num, best_is_num = best == labels, labels == num_id, best == num_id
         sums["tokens"] += labels.numel()
@@ -269,16 +269,15 @@ class Evaluator:
             self.progress("evaluating", i, of)
             yield i, batch.to(self.device), batch.kept.to(self.device)
 
-    def _scores(self, u_prime: Cauchy, labels: Tensor, rank_by: RankBy) -> OvrScores:
-        """Results of one pass over the words for the label positions; "loc" ranks all rows."""
-        action, label_set, rows = self.model.action, self.decisions.label_set, self.model.config.used_rows
+    def _scores(self, u_prime: Cauchy, labels: Tensor) -> OvrScores:
+        """Results of one pass over the words for the label positions."""
+        action, label_set = self.model.action, self.decisions.label_set
         return vocab_parallel_scores(
             action.word_part(u_prime).to(self.gemm_dtype),
-            action.word_head(rows if rank_by == "ovr" else None),
+            action.word_head(self.model.config.used_rows),
             labels,
             self.groups.vocab,
-            () if label_set is None or rank_by == "loc" else (label_set,),
-            rank_by,
+            () if label_set is None else (label_set,),
         )
 
 
