@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -133,19 +133,21 @@ def _notes(records: Sequence[Mapping[str, Any]], target: str, cells: TableCells)
 
 
 def _of_names(records: Sequence[Mapping[str, Any]], target: str, cells: TableCells) -> Iterator[str]:
-    """Notes on names that are read as numbers: a target's long digits, and versions."""
+    """Notes on names that are read as numbers: a target's long digits, ISBNs, and versions."""
     rounded = [text for record in records if is_rounded(text := cells.text(target, record.get(target)))]
     if rounded:
         yield f"{len(rounded):,} numbers of {target} are learnt rounded, as float64 holds them: {rounded[0]}"
     for name in (name for name, form in cells.forms.items() if name != target and form == Form()):
-        if version := _version([str(record.get(name)) for record in records]):
+        texts = {str(record[name]).strip() for record in records if not is_missing(record.get(name))} - EMPTY_MARKS
+        if texts and all(re.fullmatch("97[89][0-9]{10}", text) for text in texts):
+            yield f"{name}: ISBNs are read as numbers; with hyphens they stay text"
+        elif version := _version(texts):
             yield f"{name}: {version} is read as {numeral(version)}; for versions, write v{version}"
 
 
-def _version(cells: Sequence[str]) -> str | None:
+def _version(texts: Collection[str]) -> str | None:
     """A cell such as 1.10 in a column that also has 1.9: no zero that a file of decimals would write."""
-    texts = {cell.strip() for cell in cells if not is_missing(cell)} - EMPTY_MARKS
-    if not texts or not all(re.fullmatch(r"[0-9]+\.[0-9]+", text) for text in texts):
+    if not all(re.fullmatch(r"[0-9]+\.[0-9]+", text) for text in texts):
         return None
     fewest = min(len(text.partition(".")[2]) for text in texts)
     return min((text for text in texts if text.endswith("0") and len(text.partition(".")[2]) > fewest), default=None)

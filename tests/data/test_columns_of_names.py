@@ -61,12 +61,14 @@ def test_ids_are_names_whatever_the_files_type(kind: Any) -> None:
         (["1.1", "1.10", "2.0"], "1.10 is read as 1.1; for versions, write v1.10"),
         (["3.9", "3.20"], "3.20 is read as 3.2; for versions, write v3.20"),
         (["3.9", "?", "3.20"], "3.20 is read as 3.2; for versions, write v3.20"),
+        (["9780306406157", "9783161484100"], "ISBNs are read as numbers; with hyphens they stay text"),
+        (["9780306406157", "12"], None),
         (["1.50", "2.25"], None),
         (["1.5", "2.25"], None),
         (["4", "3.50"], None),
     ],
 )
-def test_versions_are_told(tmp_path: Path, cells: list[str], told: str | None) -> None:
+def test_versions_and_bare_isbns_are_told(tmp_path: Path, cells: list[str], told: str | None) -> None:
     (tmp_path / "t.csv").write_text("release,y\n" + "".join(f"{cell},{i}\n" for i, cell in enumerate(cells)))
     notes = [note for note in recognise(str(tmp_path / "t.csv"), "y").notes if note.startswith("release")]
     assert notes == ([f"release: {told}"] if told else [])
