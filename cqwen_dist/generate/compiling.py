@@ -26,6 +26,7 @@ from transformers.utils import logging
 from cqwen_dist.batch import positions_in
 from cqwen_dist.generate.generation_settings import Settings
 from cqwen_dist.generate.numbers import POWERS, GeneratedNumbers, empty_numbers
+from cqwen_dist.heads.intervals import Intervals
 
 ROOM = 64  # size step of a static cache in positions: texts of similar lengths share a cache and its CUDA graphs
 LATE = 4  # steps by which the host may be ahead of the GPU
@@ -65,7 +66,7 @@ class Buffers:
         head = model.action.number_head
         last = torch.arange(b, device=device) * room + prompt - 1
         memory = head.memory(all_ids, is_number, all_values, positions, last)
-        numbers = empty_numbers(all_values, head, config.intervals)
+        numbers = empty_numbers(all_values, head, Intervals.from_dict(config.calibration))
         none, zero = torch.zeros(b, dtype=torch.bool, device=device), torch.zeros_like(ids[:, 0])
         at = torch.tensor([prompt], device=device)
         return cls(all_ids, numbers, real, positions, memory, none, zero, at, POWERS.to(device))

@@ -23,6 +23,7 @@ from cqwen_dist.generate.generation_settings import Prompt, Settings, check_prom
 from cqwen_dist.generate.generator import Watch, numbers_of
 from cqwen_dist.generate.numbers import POWERS, Digits, GeneratedNumbers, written_values
 from cqwen_dist.generate.streaming import NumberStreamer
+from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.heads.numerals import only
 from cqwen_dist.heads.precision import at_hand
 from cqwen_dist.ops.cauchy import Cauchy
@@ -110,7 +111,7 @@ class LoopNumbers:
         self.ids = self.first = ids
         self.values = self.prompt
         self.following = self.prompt[:, :0]  # [R,t]: the value of a number that follows this position
-        self.intervals, self.powers = model.config.intervals, POWERS.to(ids.device)
+        self.intervals, self.powers = Intervals.from_dict(model.config.calibration), POWERS.to(ids.device)
 
     def of(self, ids: Tensor) -> Tensor:
         """Values [R,t] for these rows. Each continues a row of the previous call."""

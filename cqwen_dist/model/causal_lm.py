@@ -20,6 +20,7 @@ from cqwen_dist.generate.transformers_loops import NumberGenerationMixin
 from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.heads.beside import BESIDE
+from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.heads.precision import at_hand, refuse_changed
 from cqwen_dist.model.backbone import cache_name, seen_inside
 from cqwen_dist.model.causal_qwen import CausalQwenModel
@@ -247,7 +248,9 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         found = action.scores(kept)
         further = {"scale_S": found.scale} if scales else {}
         if log_probs:
-            further["log_probs"] = self.config.intervals.words.law(found).log_sf(action.threshold)
+            further["log_probs"] = (
+                Intervals.from_dict(self.config.calibration).words.law(found).log_sf(action.threshold)
+            )
         logits = found.loc if mode is None else logits_by(mode, found, action.threshold, self.config)
         return {"logits": logits, **further}
 

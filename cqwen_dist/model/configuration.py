@@ -14,7 +14,6 @@ from cqwen_dist.config.architectures.base_architecture import USUAL
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.shape import CHARACTERS, NUMBER_KEYS
 from cqwen_dist.heads.beside import BESIDE_Z
-from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.ops.ovr.head import TermOptions
 
@@ -149,11 +148,6 @@ class CausalQwenConfig(PretrainedConfig):
             return {}
         impl = "modeling_causal_qwen.CausalQwenTextGeneration"
         return {"text-generation": {"impl": impl, "pt": ["AutoModelForCausalLM"]}}
-
-    @property
-    def intervals(self) -> Intervals:
-        """What held-out texts have calibrated."""
-        return Intervals.from_dict(self.calibration)
 
     @property
     def added_rows(self) -> int:

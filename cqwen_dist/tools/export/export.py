@@ -33,7 +33,7 @@ from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.modes import MODES
 from cqwen_dist.heads.intervals import FILE as CALIBRATION
-from cqwen_dist.heads.intervals import LEVELS
+from cqwen_dist.heads.intervals import LEVELS, Intervals
 from cqwen_dist.model import CausalQwenForCausalLM
 from cqwen_dist.prediction.learnt_table import FILE as TABLE
 from cqwen_dist.prediction.learnt_table import learnt_table
@@ -259,6 +259,6 @@ def model_card(name: str, config: Any, about: Mapping[str, Any], plain: str | No
     }
     text = files("cqwen_dist.tools.export").joinpath("model_card.md.j2").read_text(encoding="utf-8")
     template = Template(text, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    intervals, modes = config.intervals, ", ".join(MODES)
+    intervals, modes = Intervals.from_dict(config.calibration), ", ".join(MODES)
     known = {"name": name, "config": config, "about": about, "plain": plain, "facts": facts, "intervals": intervals}
     return template.render(known, shown=SHOWN, modes=modes, levels=LEVELS, transformers=transformers.__version__)

@@ -12,6 +12,7 @@ from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_p
 
 from cqwen_dist.generate.modes import MODES, ovr_logits, softmax_logits
 from cqwen_dist.generate.numbers import POWERS, written_values
+from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.heads.number_head import Decision
 from cqwen_dist.heads.numerals import only
 from cqwen_dist.model.causal_qwen import CausalQwenModel
@@ -36,7 +37,7 @@ class PagedCausalQwen(nn.Module):
         transformer: Any = base.model
         object.__setattr__(transformer, "base_model", transformer)  # as transformers' models have it; no submodule
         self.model = CausalQwenModel(config, base=base)
-        self.intervals = config.intervals
+        self.intervals = Intervals.from_dict(config.calibration)
         self.powers = POWERS.to(self.model.action.cls_weight.device)
 
     @property

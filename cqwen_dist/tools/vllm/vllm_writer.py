@@ -26,6 +26,7 @@ from cqwen_dist.generate.generation_settings import mode_as_asked
 from cqwen_dist.generate.hugging_face import NEUTRAL, OF_LOGITS, SAMPLING
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, check_digits, empty_numbers
 from cqwen_dist.generate.streaming import NumberStreamer, ends_at
+from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.heads.numerals import given_digits
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.configuration import CausalQwenConfig
@@ -133,7 +134,7 @@ class VllmWriter:
         values[0, : len(given.values)] = torch.tensor(given.values, dtype=torch.float64)
         ids = torch.zeros(1, total, dtype=torch.int64)
         ids[0, : len(given.ids)] = torch.tensor(given.ids)
-        return _Row(ids, empty_numbers(values, self.head, self.config.intervals), self.tokenizer)
+        return _Row(ids, empty_numbers(values, self.head, Intervals.from_dict(self.config.calibration)), self.tokenizer)
 
 
 class _Row:
