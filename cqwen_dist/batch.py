@@ -122,7 +122,7 @@ class Batch:
 
     @cached_property
     def filled_rows(self) -> int:
-        """Number of rows with a text; the others are padding."""
+        """Number of rows with a text; further rows are padding."""
         return int(self.attention_mask.any(1).sum())
 
     @cached_property

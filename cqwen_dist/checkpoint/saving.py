@@ -159,7 +159,7 @@ class Saver:
             (partial / adapter.FOLDER).mkdir(parents=True)
 
         try:
-            # Three collective steps. If one rank fails, each raises on all ranks, so no rank continues alone.
+            # Three collective steps. If one rank fails, each raises on all ranks, so no rank continues by itself.
             _agreed(prepare, partial, groups, main_only=True)
             records = _agreed(lambda: _write_files(partial, state, about, groups), partial, groups)
             _agreed(lambda: _commit(self._run_dir, partial, final, records, about), partial, groups, main_only=True)

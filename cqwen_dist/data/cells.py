@@ -177,7 +177,7 @@ def shortened(value: object, of: Any = np.float32) -> object:
 
 
 class TableCells:
-    """Reads the cells of a table: numbers by their column's form, all others by `cell_text`.
+    """Reads the cells of a table: numbers by their column's form, other cells by `cell_text`.
 
     forms: of the columns with numbers; target: a column that may write 7 as 007.
     """

@@ -254,10 +254,10 @@ def _field(record: Mapping[str, Any], name: str) -> Any:
 
 
 def _refuse_unread(text: str, place: tuple[int, int], name: str, policy: NumberPolicy) -> None:
-    """Raises: BadLine if the target, alone or in the text, does not read as its number."""
+    """Raises: BadLine if the target, by itself or in the text, does not read as its number."""
     start, end = place
     cell = text[start:end]
-    # Read the cell twice, alone and in the text: neighbouring characters can change what is a number.
+    # Read the cell twice, by itself and in the text: neighbouring characters can change what is a number.
     found, exact = [span.value for span in find_numbers(cell, policy)], as_number(cell)
     there = [span.value for span in find_numbers(text, policy) if start <= span.start and span.end <= end]
     if not found or found != there or math.inf in map(abs, found) or (exact is not None and found != [exact]):

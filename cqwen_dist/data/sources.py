@@ -110,7 +110,7 @@ def mixed(open_source: Callable[[int], Iterator[Text]], weights: list[float]) ->
             if text is None:
                 if given[i]:
                     return
-                shares[i] = 0.0  # empty: draw again from the others
+                shares[i] = 0.0  # empty: draw again from other sources
                 break
             given[i] += 1
             yield text

@@ -17,7 +17,7 @@ class CausalQwenFeatures(CausalQwenForCausalLM):
 
     @classmethod
     def can_generate(cls) -> bool:
-        """Features alone write nothing."""
+        """Features write nothing."""
         return False
 
     def generate(self, *args: Any, **given: Any) -> Any:

@@ -50,7 +50,7 @@ loss:
   softmax_weight: 0  # the column's number is what is learnt, not the words around it
   target_transform: {transform}
 stages:
-  # The heads alone: z is computed once and read from disk.
+  # Only the heads: z is computed once and read from disk.
   - name: heads
     train: [abduction, regression]  # the words' own rows and thresholds stay the base's
     steps: {heads_steps}

@@ -89,7 +89,7 @@ def _stop(folder: Path, runtime: Runtime, reason: str) -> None:
     if runtime.is_main:
         end_status(folder, "preempted", reason)
         return
-    # Before the first step a rank leaves alone, and the main rank only sees that it is lost
+    # Before the first step a rank leaves by itself, and the main rank only sees that it is lost
     before = read_status(folder)
     if before.get("total_steps") is None or before["status"] == "done":
         with suppress(OSError):  # the rank's end is still a stop

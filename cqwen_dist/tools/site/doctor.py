@@ -1,7 +1,7 @@
 """`cqwen doctor`: examines a machine or every node in a job, and reports faults with their remedies.
 
 Each node collects facts separately. Then the ranks compare them and measure together. Only `findings` decides
-whether a fact is a fault. A preflight sends two message sizes alone.
+whether a fact is a fault. A preflight sends only two message sizes.
 """
 
 import os
