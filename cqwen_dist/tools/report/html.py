@@ -55,7 +55,7 @@ def leave_report(run: Path) -> None:
         echo(f"note: no {REPORT}: {type(error).__name__}: {error}", err=True)
         return
     for trouble in troubles:
-        echo(f"note: {trouble}", err=True)
+        echo(f"note: {trouble}")
     echo(f"{read_status(run)['status']}: {run}; what it learnt: {page}")
 
 

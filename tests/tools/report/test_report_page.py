@@ -122,8 +122,8 @@ def test_a_run_leaves_its_report_and_the_verb_writes_one(one_rank: Path, two_ran
     (one_rank / "report.html").unlink(missing_ok=True)
     done = cqwen_forked("train", config)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("note: ") == len(bad)
-    assert all(f"note: {title}" in done.stderr for title in bad), "the worst of the page is on the screen too"
+    assert done.stdout.count("note: ") == len(bad)
+    assert all(f"note: {title}" in done.stdout for title in bad), "the worst of the page is on the screen too"
     assert (one_rank / "report.html").read_text().startswith("<!doctype html>")
 
 
