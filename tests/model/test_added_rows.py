@@ -31,7 +31,7 @@ def full_base(folder: Path, kind: str, tied: bool) -> Path:
 
 def logits(model: CausalQwenForCausalLM, ids: Tensor) -> Tensor:
     with torch.no_grad():
-        return model.eval()(ids, logits_to_keep=ids.shape[1]).logits
+        return model.eval()(ids, torch.zeros(ids.shape), logits_to_keep=ids.shape[1]).logits
 
 
 def test_rows_are_added_only_where_words_use_all() -> None:
