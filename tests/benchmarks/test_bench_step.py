@@ -10,6 +10,7 @@ from support.runs import as_rank, qwen2_sizes
 
 from cqwen_dist.config import Config
 
+pytestmark = pytest.mark.slow
 TINY = qwen2_sizes(300, 32, 48, 4, 2, tie_word_embeddings=True)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from threading import Thread
 
+import pytest
 import torch
 from support.ranks import run_ranks
 
@@ -49,6 +50,7 @@ def fake_collectives(_: int) -> list[list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_fake_collectives_write_every_output() -> None:
     """A NaN would refuse the step, and the moments would never be allocated."""
     (found,) = run_ranks(fake_collectives, 1, 0)

@@ -141,8 +141,9 @@ def test_a_stopped_and_killed_run_resumes_equal_to_the_undisturbed_run(
 
 @pytest.mark.parametrize(
     ("number", "ranks"),
-    [(signal.SIGTERM, 0), *(pytest.param(n, 2, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGUSR1))],
+    [(signal.SIGTERM, 0), (signal.SIGINT, 2), (signal.SIGUSR1, 2)],
 )
+@pytest.mark.slow
 def test_a_signal_to_the_launcher_alone_leaves_no_process(
     config: Path, launch: Callable[..., Launched], number: signal.Signals, ranks: int
 ) -> None:

@@ -79,11 +79,11 @@ def test_a_whole_step_compiles_into_one_graph(model, mode: str, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [
-        ("qwen3", {}),
+        pytest.param("qwen3", {}, marks=pytest.mark.slow),
         ("llama", {"candidates": "arithmetic", "symbols": {"+": [3, 4], "=": [5]}, "constants": [7.0]}),
-        ("mistral", {}),  # a window of 5 positions
+        pytest.param("mistral", {}, marks=pytest.mark.slow),  # a window of 5 positions
         ("qwen2", {"wide": 512}),
-        ("qwen2", {"value_periods": [10.0, 100.0]}),
+        pytest.param("qwen2", {"value_periods": [10.0, 100.0]}, marks=pytest.mark.slow),
     ],
     ids=lambda part: part if isinstance(part, str) else next(iter(part), "plain"),
 )
