@@ -166,7 +166,7 @@ def number_in(text: str) -> float | None:
 
 
 def is_rounded(text: str) -> bool:
-    """Whether float64 does not hold all digits of a whole numeral."""
+    """Whether a whole numeral has digits that float64 does not hold."""
     number = as_number(text)
     return number is not None and text.removeprefix("-").isdecimal() and int(text) != number
 
@@ -187,7 +187,7 @@ class TableCells:
         self.odd = set[str]()  # columns of numbers with a cell that is none; whoever reads them empties it
 
     def number(self, column: str, text: str) -> float | None:
-        """`number_in` of a cell's text; of the target whatever number it is, as that is learnt rounded."""
+        """`number_in` of a cell's text. A target may also have digits that are learnt rounded."""
         return as_number(text) if column == self.target else number_in(text)
 
     def text(self, column: str, value: object) -> str:

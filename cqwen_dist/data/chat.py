@@ -127,9 +127,10 @@ class Chat:
     def _controlling(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         """Say where a turn's own text has a control token: it acts as one, in `serve` too."""
         for message in messages:
-            found = [token for token in self._ends if token in str(message["content"])]
-            if found:
-                yield f"{READ_SO}turn of the {message['role']} whose text has {found[0]}, which acts as control token"
+            said = str(message["content"])
+            token = next((token for token in self._ends if token in said), None)
+            if token is not None:
+                yield f"{READ_SO}turn of the {message['role']} whose text has {token}, which acts as control token"
 
     @cached_property
     def turn_end(self) -> str:

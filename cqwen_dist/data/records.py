@@ -121,6 +121,7 @@ class Extractor:
     ) -> None:
         self.config, self.chat = config, chat
         self.cells = TableCells(forms or {}, config.target_field)
+        self._rounded = set[str]()  # of the record in hand, if its target loses digits
         self._template, self._prompt = config.text_template, config.prompt_template
         self._named = frozenset(named_fields(config))
         self._columns = self._starred(columns) if config.target_field is not None else []
@@ -129,6 +130,7 @@ class Extractor:
     def __call__(self, record: Mapping[str, Any], where: str) -> Text:
         of_chat = self.config.messages_field is not None
         self.cells.odd.clear()
+        self._rounded.clear()
         text, learnt, target, unused = self._chat(record) if of_chat else self._plain(record)
         try:
             size = len(text) if text.isascii() else len(text.encode("utf-8"))
@@ -137,7 +139,7 @@ class Extractor:
         if size > MAX_TEXT:
             raise too_long(size)
         odd = [f"{_ODD}{name}" for name in sorted(self.cells.odd)]
-        return Text(text, where, learnt, target, (*unused, *odd, *self._unread(tuple(record))))
+        return Text(text, where, learnt, target, (*unused, *self._rounded, *odd, *self._unread(tuple(record))))
 
     def _unread(self, fields: tuple[str, ...]) -> list[str]:
         """Kinds of fields in the record that the config does not use."""
@@ -178,16 +180,11 @@ class Extractor:
         if not text.strip():
             raise BadLine("empty text", text, "a text that is not empty")
         if self._prompt is None:
-            return text, None, target, self._rounded(record)
+            return text, None, target, ()
         prompt = self._fill(self._prompt, record)
         start, end = len(prompt), len(prompt) + len(text)
         moved = None if target is None else (start + target[0], start + target[1])
-        return prompt + text, ((start, end),), moved, self._rounded(record)
-
-    def _rounded(self, record: Mapping[str, Any]) -> tuple[str, ...]:
-        name = self.config.target_field
-        is_one = name is not None and is_rounded(self.cells.text(name, record.get(name)))
-        return (f"digits of {name} that float64 does not hold",) * is_one
+        return prompt + text, ((start, end),), moved, ()
 
     def _text(self, record: Mapping[str, Any]) -> tuple[str, tuple[int, int] | None]:
         """The text without a prompt, and the span of the target field in the NFC text."""
@@ -226,17 +223,22 @@ class Extractor:
         if is_empty(value) and value != "":
             raise BadLine("empty cell", value, f"a value in the field {name!r} (or data.empty_cell or predict's empty)")
         if self.config.target_field is not None:
-            found = self.cells.text(name, value)
-            if not found:
-                found = str(value).strip() if empty is None else empty
-                self.cells.odd.update({name} & {*self.cells.forms} if empty is None else ())
-            read_here = name == self.config.target_field and name in self.cells.forms
-            return as_read(found, self.config.policy) if read_here else found
+            return self._cell_of_table(name, value, empty)
         text = as_text(value)
         if text is None:
             raise BadLine("wrong type", value, f"a string or a number in the field {name!r}")
         form = self.cells.forms.get(name)
         return text if form is None else form.read(text) or text
+
+    def _cell_of_table(self, name: str, value: Any, empty: str | None) -> str:
+        is_target, is_number = name == self.config.target_field, name in self.cells.forms
+        found = self.cells.text(name, value)
+        if not found:
+            found = str(value).strip() if empty is None else empty
+            self.cells.odd.update({name} if is_number and empty is None else ())
+        if is_target and is_rounded(found):
+            self._rounded.add(f"digits of {name} that float64 does not hold")
+        return as_read(found, self.config.policy) if is_target and is_number else found
 
 
 def as_read(numeral: str, policy: NumberPolicy) -> str:

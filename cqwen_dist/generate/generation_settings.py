@@ -15,7 +15,7 @@ from cqwen_dist.generate.modes import MODES, find_mode
 from cqwen_dist.generate.numbers import Digits, check_digits
 
 # Settings that draw words elsewhere, and the values with which they have no effect.
-DRAWING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+DRAWING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
 def mode_as_asked(asked: dict[str, Any]) -> tuple[str, dict[str, Any]]:

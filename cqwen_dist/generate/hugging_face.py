@@ -39,7 +39,7 @@ from cqwen_dist.heads.intervals import LEVELS
 
 # Passed on to `Settings` unchanged.
 PASSED_ON = ("decode_rule", "digits", "eps_truncation", "generator", "number_first", "seed", "used_rows")
-SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
+SAMPLING = ("do_sample", *DRAWING)
 LENGTH = ("max_new_tokens", "max_length", "max_time", "stop_strings", "num_return_sequences", "return_dict_in_generate")
 # Hugging Face turns each of these into a logits processor.
 OF_LOGITS = (

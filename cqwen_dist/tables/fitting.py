@@ -144,8 +144,8 @@ def request_of(folder: Path) -> tuple[FitRequest, dict[str, Any] | None]:
 
 def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], None], clock: TimeLimit) -> None:
     """Choose the settings, and write the parts and the config into `draft`, which is later renamed to `folder`."""
-    asked = request.text_columns, request.decimal_comma, request.template
-    table = read_table(request.table, request.target, *asked)
+    template = request.template or ""
+    table = read_table(request.table, request.target, request.text_columns, request.decimal_comma, template)
     if request.split is not None and table.lost:
         found = Said(f"{table.lost:,} rows without a {table.target}, which would shift the others' numbers")
         raise UserError("--split", found, "a target in every row", request.table)

@@ -48,7 +48,7 @@ class Table(NamedTuple):
 
 
 def read_table(
-    source: str, target: str, wanted: Sequence[str] = (), decimal_comma: bool | None = None, template: str | None = None
+    source: str, target: str, wanted: Sequence[str] = (), decimal_comma: bool | None = None, template: str = ""
 ) -> Table:
     """Reads the columns `wanted` (default: those of `table_columns`) and a target from CSV, Parquet or JSONL.
 

@@ -26,6 +26,12 @@ PAGE = Path(__file__).parent / "page"
 
 def write_report(folders: Sequence[Path], out: Path) -> Path:
     """Read the runs and write the page atomically. Raises `UserError` if a folder is not a run."""
+    _written(folders, out)
+    return out
+
+
+def _written(folders: Sequence[Path], out: Path) -> list[RunData]:
+    """The runs that `write_report` has read."""
     try:
         runs = [read_run(folder) for folder in folders]
         page = render(runs)
@@ -35,7 +41,7 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
         raise UserError("RUN", found, "a run's folder with whole files", ", ".join(map(str, folders))) from error
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page)
-    return out
+    return runs
 
 
 def leave_report(run: Path) -> None:
@@ -49,8 +55,9 @@ def leave_report(run: Path) -> None:
         echo(f"{read_status(run)['status']}: {run}")
         return
     try:
-        page = write_report([run], run / REPORT)
-        troubles = [f"{found.title}. {found.text}" for found in diagnose(read_run(run)) if found.level == "bad"]
+        page = run / REPORT
+        (read,) = _written([run], page)
+        troubles = [f"{found.title}. {found.text}" for found in diagnose(read) if found.level == "bad"]
     except Exception as error:
         echo(f"note: no {REPORT}: {type(error).__name__}: {error}", err=True)
         return

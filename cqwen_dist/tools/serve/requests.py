@@ -62,7 +62,7 @@ class Asked(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_neutral(cls, body: Any) -> Any:
-        """The body without fields that ask for nothing; true is no number."""
+        """Drop fields that ask for nothing. Refuse true where a number belongs."""
         if not isinstance(body, dict):
             return body
         kept = {name: value for name, value in body.items() if value is not None}
