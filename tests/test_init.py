@@ -75,6 +75,7 @@ def test_a_table_with_empty_cells_trains_with_the_config_that_init_wrote(
     assert {record["stage"] for record in metrics(tmp_path / "run")} == {"heads", "lora"}
 
 
+@pytest.mark.slow
 def test_the_defaults_for_little_data_learn_and_reach_their_rate(
     cqwen: Command, one_rank: Path, tmp_path: Path
 ) -> None:

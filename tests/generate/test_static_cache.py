@@ -61,7 +61,7 @@ def test_static_and_dynamic_caches_give_the_same_output(model, mode: str, padded
 
 @pytest.mark.parametrize(
     "mode",  # the others draw as these do
-    ["standard", "sample", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("compatible", "individual"))],
+    ["standard", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("sample", "compatible", "individual"))],
 )
 def test_a_whole_step_compiles_into_one_graph(model, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """fullgraph: without a break, so without a read of a value and without a shape that depends on one."""
@@ -151,7 +151,7 @@ def test_cached_graphs_and_buffers_are_not_shared_between_calls_and_models(model
     assert "kept_decoding" not in "".join(model.state_dict())
 
 
-@pytest.mark.parametrize("mode", ["standard", "individual"])
+@pytest.mark.parametrize("mode", ["standard", pytest.param("individual", marks=pytest.mark.slow)])
 def test_a_backbone_in_bf16_has_a_shortlist_of_words(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made of the weights as they are at each generation, decides as fp32 does, and goes with other shapes."""
     net = number_writer(base={"vocab_size": 2003}, used_rows=2003)

@@ -50,6 +50,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_a_group_of_one_entry_trains_resumes_evaluates_exports_and_is_planned(tmp_path: Path) -> None:
     stages = [
         {"name": name, "train": ["heads", "embedding", "norms"], "steps": 2, "lr": 1e-2} for name in ("norms", "on")
