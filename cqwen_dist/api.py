@@ -125,20 +125,18 @@ def evaluate(
     *,
     base: str | None = None,
     label_set: float | None = None,
-    reject_below: float | None = None,
     micro_batch_size: int = 8,
 ) -> dict[str, float]:
     """Held-out metrics of a run, a checkpoint or an exported folder and its base, like `cqwen eval`.
 
     Runs in this process; with multiple ranks, call it on one. data: a source, or rows as for `train`; None: the run's
-    held-out texts. base: a model to compare with. label_set, reject_below: see `Decisions`. Raises `UserError`.
+    held-out texts. base: a model to compare with. label_set: also measure the sets of all
+    words with a larger P. Raises `UserError`.
     """
     from cqwen_dist.training.evaluation.evaluate_checkpoint import evaluate_checkpoint
-    from cqwen_dist.training.evaluation.evaluator import Decisions
 
-    for key, value in (("--label-set", label_set), ("--reject-below", reject_below)):
-        if value is not None and not 0 < value < 1:
-            raise UserError(key, value, "a probability between 0 and 1")
+    if label_set is not None and not 0 < label_set < 1:
+        raise UserError("--label-set", label_set, "a probability between 0 and 1")
     folder = _folder(model)
     with TemporaryDirectory() as folder_of_rows:
         if not isinstance(data, (str, Path, type(None))):
@@ -148,8 +146,8 @@ def evaluate(
             read, path = learnt_table(folder), Path(folder_of_rows) / "rows.jsonl"
             write_records(data, path, "data", "text" if read is None else read.data.text_field)
             data = path
-        source, decisions = None if data is None else str(data), Decisions(label_set, reject_below)
-        return evaluate_checkpoint(folder, source, micro_batch_size, base=base, decisions=decisions)
+        source = None if data is None else str(data)
+        return evaluate_checkpoint(folder, source, micro_batch_size, base=base, label_set=label_set)
 
 
 def predict(
@@ -161,6 +159,7 @@ def predict(
     reject_below: float = 0.0,
     digits: Digits = "auto",
     within: int | None = None,
+    abstain: float | None = None,
     empty: str | None = None,
     decimal_comma: bool | None = None,
     batch_size: int = 16,
@@ -180,7 +179,7 @@ def predict(
     template, or columns that cannot be read as in training, before the model is loaded.
     """
     named: dict[str, Any] = {"options": options, "reject_below": reject_below, "batch_size": batch_size}
-    named |= {"digits": digits, "within": within}
+    named |= {"digits": digits, "within": within, "abstain": abstain}
     return list(predicted_rows(model, rows, template, empty, decimal_comma, device, say, **named))
 
 

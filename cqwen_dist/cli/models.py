@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Device = Annotated[str, typer.Option(help="cpu, cuda:N, or auto (a GPU; an exported folder uses all GPUs).")]
 DigitsOption = Annotated[str, typer.Option(help="Significant digits: 1 to 17, or auto (by the number's uncertainty).")]
+ABSTAIN = "Answer only as surely as this share of the held-out answers, such as 0.8; "
 _MODES = "standard, compatible, ovr, causal, individual, noise or sample; default: standard, or compatible with "
 Mode = Annotated[str | None, typer.Option(help=f"{_MODES}--temperature, --top-k or --top-p.")]
 
@@ -31,6 +32,7 @@ class Sampling:
     ] = None
     top_k: Annotated[int | None, typer.Option(help="Only in modes compatible and ovr.")] = None
     top_p: Annotated[float | None, typer.Option(help="Only in modes compatible and ovr.")] = None
+    abstain: Annotated[float | None, typer.Option(help=ABSTAIN + "a text ends before what is less sure.")] = None
     decode_rule: Annotated[str | None, typer.Option(help="Rank words by ovr (P) or loc (loc_S).")] = None
     stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; may be repeated.")] = None
     cache_implementation: Annotated[

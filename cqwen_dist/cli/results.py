@@ -48,7 +48,6 @@ def evaluate(
     data: Annotated[str | None, typer.Option(help="JSONL or bundled:NAME; default: the run's held-out data.")] = None,
     base: Annotated[str | None, typer.Option(help="Base model to compare with; default: the run's base.")] = None,
     label_set: Annotated[float | None, typer.Option(help="Also evaluate word sets: words with P above this.")] = None,
-    reject_below: Annotated[float | None, typer.Option(help="Also evaluate rejecting if all P are below this.")] = None,
     micro_batch_size: Annotated[int, typer.Option(help="Texts per batch.", min=1)] = 8,
     as_json: AsJson = False,
 ) -> None:
@@ -56,8 +55,7 @@ def evaluate(
     quiet_libraries()
     from cqwen_dist.api import evaluate as run
 
-    decisions = {"label_set": label_set, "reject_below": reject_below}
-    metrics = run(checkpoint, data, base=base, micro_batch_size=micro_batch_size, **decisions)
+    metrics = run(checkpoint, data, base=base, micro_batch_size=micro_batch_size, label_set=label_set)
     print_document(metrics, as_json, lambda _: "\n".join(f"{name:40} {value:.6g}" for name, value in metrics.items()))
 
 

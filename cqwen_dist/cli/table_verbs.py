@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cqwen_dist.cli.models import Device, DigitsOption, digits_of
+from cqwen_dist.cli.models import ABSTAIN, Device, DigitsOption, digits_of
 from cqwen_dist.cli.runs import start_ranks, train_here
 from cqwen_dist.config.errors import UserError, writing
 from cqwen_dist.console import AsJson, Checkpoint, DecimalComma, echo, plain_console, print_json, quiet_libraries, slug
@@ -71,6 +71,7 @@ def predict(
             min=0, help="Search this many tokens for the number; 0: it comes next. Default: 8, or 0 without --template."
         ),
     ] = None,
+    abstain: Annotated[float | None, typer.Option(help=ABSTAIN + "another row has intervals and no value.")] = None,
     empty: Annotated[str | None, typer.Option(help="Text for an empty cell, like data.empty_cell in training.")] = None,
     decimal_comma: DecimalComma = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 16,
@@ -79,6 +80,8 @@ def predict(
     """Predict the next number for each row of a table, with intervals, as CSV; or choose among texts."""
     if reject_below and not option:
         raise UserError("--reject-below", reject_below, "with --option")
+    if option and abstain is not None:
+        raise UserError("--abstain", abstain, "without --option, which has --reject-below")
     chosen_digits = digits_of(digits)
     if out is not None and out.exists():
         raise UserError("--out", str(out), "a file that does not exist yet")
@@ -88,7 +91,7 @@ def predict(
     from cqwen_dist.run.files import written_whole
 
     settings: dict[str, Any] = {"options": option or (), "reject_below": reject_below, "digits": chosen_digits}
-    settings |= {"within": within, "batch_size": batch_size}
+    settings |= {"within": within, "batch_size": batch_size, "abstain": abstain}
     say = partial(echo, err=True)
     rows = predicted_rows(checkpoint, table, template, empty, decimal_comma, device, say, **settings)
     if out is None:

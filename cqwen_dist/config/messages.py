@@ -27,8 +27,9 @@ _WORDS = {
 _NAMES = {
     "model.name_or_path": "qwen_model_path base_model model_name_or_path",
     "model.causal_size": "causal_hidden_size causal_dim",
-    "start": "C_ovr ovr_threshold_init gamma_0 sigma_init b_noise",
+    "start": "C_ovr C_k C ovr_threshold_init gamma_0 sigma_init b_noise w_num",
     "loss.reg_weight": "lambda",
+    "loss.class_weights": "w_k",
     "loss.constraint.eps": "epsilon",
     "train.max_grad_norm": "max_norm",
     "model.lora.r": "lora_r lora_rank",
@@ -155,7 +156,10 @@ def _instead(path: Path) -> str:
     """Suggestion for an unknown key, then the keys of its section."""
     section = section_of(annotation_at(path[:-1]))
     names = list(section.model_fields) if section else []
-    meant = [ELSEWHERE[path[-1]]] if path[-1] in ELSEWHERE else difflib.get_close_matches(path[-1], names, n=1)
+    meant = difflib.get_close_matches(path[-1], names, n=1)
+    if (key := ELSEWHERE.get(path[-1])) is not None:
+        own = key.rsplit(".", 1)[-1]
+        meant = [".".join((*path[:-1], own)) if own in names else key]
     meant = meant or [place for place in _places(Config, "") if place.rsplit(".", 1)[-1] == path[-1]]
     hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
     return f"{hint} (known keys: {', '.join(names)})"

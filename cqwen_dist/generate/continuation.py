@@ -25,6 +25,8 @@ class TokenRecord:
     id: int
     p: float  # P of this word
     p_num: float  # P of <NUM> at this position
+    individual: float  # scale_S of this word from the individual, |W| scale_U
+    noise: float  # and from the noise, |W| |b_noise|
     number: NumberRecord | None = None
 
 
@@ -35,7 +37,7 @@ class Written:
     prompt: str
     text: str
     tokens: list[TokenRecord]  # without the end token
-    end: str  # reason of the end: eos, stop or length
+    end: str  # reason of the end: eos, stop, length or abstain
 
     @property
     def numbers(self) -> list[NumberRecord]:
@@ -152,11 +154,17 @@ def written_of(
     reason = "length"
     if end > start and int(ids[row, end - 1]) in ends:
         end, reason = end - 1, "eos"
+    elif end > start and bool(numbers.abstained[row, end - 1]):
+        end, reason = end - 1, "abstain"
     text, stopped = cut(text_of(tokenizer, ids, numbers, row, start, end, digits), stop)
     reason = "stop" if stopped else reason
-    p, p_num, given = (each[row].tolist() for each in (numbers.p_word, numbers.p_num, numbers.given))
+    columns = (numbers.p_word, numbers.p_num, numbers.parts, numbers.given)
+    p, p_num, parts, given = (column[row].tolist() for column in columns)
     chosen = [t for t in range(start, end) if not given[t]]
-    tokens = [TokenRecord(int(ids[row, t]), p[t], p_num[t], numbers.record(row, t, digits)) for t in chosen]
+    tokens = [
+        TokenRecord(int(ids[row, t]), p[t], p_num[t], parts[t][0], parts[t][1], numbers.record(row, t, digits))
+        for t in chosen
+    ]
     return Written(prompt, text, tokens, reason)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.modes import MODES, find_mode
 from cqwen_dist.generate.numbers import Digits, check_digits
+from cqwen_dist.heads.intervals import Intervals
 
 # Settings that draw words elsewhere, and the values with which they have no effect.
 DRAWING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -50,6 +51,9 @@ class Settings:
     # In modes that draw an individual or the noise: factor of the scale in draws (1: the inferred law, 0: no draw).
     temperature: float | None = None
     decode_rule: Literal["ovr", "loc"] | None = None  # ranks words by P or by loc_S; None: the default of the mode
+    # Ends a text before the first word or number that is more doubtful than this share of the held-out ones
+    # (`Intervals.most_doubt`); None: never.
+    abstain: float | None = None
     eps_truncation: float = 0.0  # clamps uniforms to this distance from 0 and 1, which cuts the far tails
     # Source of random numbers: one of the two, or torch's global state. Rows draw independently.
     generator: torch.Generator | None = None
@@ -71,6 +75,7 @@ class Settings:
             check_digits(self.digits)
         for key, fits, allowed in (
             ("eps_truncation", 0.0 <= self.eps_truncation < 0.5, "0 or more, below 0.5"),
+            ("abstain", self.abstain is None or 0.0 < self.abstain < 1.0, "a share of answers above 0, below 1"),
             ("max_new_tokens", self.max_new_tokens >= 0, "0 or more"),
             ("decode_rule", self.decode_rule in (None, "ovr", "loc"), "ovr, loc"),
             ("cache_implementation", self.cache_implementation in (None, "dynamic", "static"), "dynamic, static"),
@@ -90,6 +95,14 @@ class Settings:
     def static(self) -> bool:
         """Whether steps have fixed shapes."""
         return self.cache_implementation == "static"
+
+    def most_doubt(self, intervals: Intervals) -> dict[str, float]:
+        """The largest doubt of an answer by kind, "words" and "numbers"; {} if all are given. Raises `UserError`."""
+        if self.abstain is None:
+            return {}
+        if not any(map(len, intervals.doubts.values())):
+            raise UserError("abstain", self.abstain, "nothing: no held-out texts have set its level (data.eval)")
+        return {kind: intervals.most_doubt(kind, self.abstain) for kind in ("words", "numbers")}
 
     def generator_on(self, device: torch.device) -> torch.Generator | None:
         """The random generator; None for torch's global state."""

@@ -17,8 +17,9 @@ from cqwen_dist.generate.compiling import ROOM, Buffers, CompiledSteps, Ending, 
 from cqwen_dist.generate.generation_settings import Prompt, Settings, check_prompt
 from cqwen_dist.generate.modes import Draws, Options, best, find_mode
 from cqwen_dist.generate.numbers import GeneratedNumbers, written_values
+from cqwen_dist.heads.number_head import Decision
 from cqwen_dist.heads.precision import at_hand
-from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.cauchy import Cauchy, prob_above
 from cqwen_dist.ops.ovr.best import A_FEW, row_sizes
 from cqwen_dist.ops.ovr.scores import prob_of
 
@@ -103,6 +104,7 @@ class _Continuation:
         self.mode = find_mode(settings.mode)
         self.options = self.options_of(settings)
         temperature = 1.0 if settings.temperature is None else settings.temperature
+        self.most_doubt = settings.most_doubt(self.now.numbers.intervals)
         self.draws = Draws(settings.generator_on(given.ids.device), temperature, settings.eps_truncation)
         self.steps = None
         if self.kept is not None:
@@ -222,7 +224,9 @@ class _Continuation:
         seen, head = action.word_part(u_prime).to(action.cls_weight.dtype), action.word_head()
         shown = numbers.intervals.words.shown
         p_num = shown(prob_of(seen, head, torch.full_like(word, self.num_token_id)).double()).to(device)
-        p_word = shown(prob_of(seen, head, word).double()).to(device)
+        own, noise = head.take(word.to(seen.loc.device)), Cauchy(u_prime.loc, self.mode.noise_of(action, u_prime))
+        law, gap = own.of_own(seen)
+        p_word = shown(prob_above(law.scale, gap).double()).to(device)
         embedding = self.model.features.embedding
         if embedding.digit_rows:
             is_number = (now.ids == self.num_token_id) & now.mask
@@ -234,6 +238,14 @@ class _Continuation:
         word, y = word.to(device), decision.y.to(torch.float64).to(device)
         new = ~now.done
         number = (word == self.num_token_id) & new
+        word_noise = own.of_own(action.word_part(noise).to(seen.loc.dtype))[0].scale.double().to(device)
+        number_noise, word_scale = (each.scale.double().to(device) for each in (action.number_head.value(noise), law))
+        parts = torch.stack([word_scale - word_noise, word_noise, y.scale - number_noise, number_noise], 1)
+        doubtful = torch.zeros_like(new)
+        if self.most_doubt:
+            chosen = ~numbers.given.index_select(1, now.at)[:, 0]
+            doubtful = new & chosen & self.doubtful(seen, law, decision, number)
+            self.put(numbers.abstained, doubtful)
         value = written_values(decision, self.target, numbers.intervals, self.digits, now.powers).where(number, 0.0)
         if numbers.which is not None and decision.written is not None:
             self.put(numbers.which, decision.written.to(device).where(number, -1))
@@ -244,11 +256,25 @@ class _Continuation:
         self.put(numbers.p_num, p_num.where(new, math.nan))
         self.put(numbers.p_word, p_word.where(new, math.nan))
         self.put(numbers.generated, number)
+        self.put(numbers.parts, parts.where(new[:, None], math.nan))
         action.number_head.remember(now.memory, word, value, number)
         now.lengths.add_(new)
         for end in self.ends:
             now.done.logical_or_(word == end)
+        now.done.logical_or_(doubtful)
         now.at.add_(1)
+
+    def doubtful(self, seen: Cauchy, law: Cauchy, decision: Decision, number: Tensor) -> Tensor:
+        """Which rows [B] bool are to abstain. law: S of their words; number [B] bool: where these are <NUM>."""
+        device = number.device
+        doubt = self.action.word_head().loc(seen).float().logsumexp(1) - law.loc.float()
+        found = (doubt > self.most_doubt["words"]).to(device)
+        if self.number_first and self.end == self.prompt:  # nobody asked whether it comes
+            found = torch.zeros_like(number)
+        wide = (decision.y.scale > self.most_doubt["numbers"]).to(device)
+        if decision.written is not None:  # an exact value has its own bar
+            wide = wide & (decision.written < 0).to(device)
+        return found | (number & wide)
 
     def put(self, buffer: Tensor, found: Tensor) -> None:
         """Write found [B,...] into the current column of a buffer [B,T',...]."""

@@ -38,7 +38,7 @@ from cqwen_dist.generate.transformers_loops import (
 from cqwen_dist.heads.intervals import LEVELS
 
 # Passed on to `Settings` unchanged.
-PASSED_ON = ("decode_rule", "digits", "eps_truncation", "generator", "number_first", "seed", "used_rows")
+PASSED_ON = ("abstain", "decode_rule", "digits", "eps_truncation", "generator", "number_first", "seed", "used_rows")
 SAMPLING = ("do_sample", *DRAWING)
 LENGTH = ("max_new_tokens", "max_length", "max_time", "stop_strings", "num_return_sequences", "return_dict_in_generate")
 # Hugging Face turns each of these into a logits processor.
@@ -75,7 +75,7 @@ ONLY_IN = {
     **dict.fromkeys(("top_k", "top_p"), ("compatible", "ovr")),
 }
 WHOLE = ("max_new_tokens", "max_length", "num_return_sequences", "top_k", "seed", "used_rows")
-REAL = ("temperature", "top_p", "eps_truncation", "max_time")
+REAL = ("abstain", "temperature", "top_p", "eps_truncation", "max_time")
 
 
 @dataclass

@@ -197,6 +197,12 @@ class Mode:
         rows = None if self.choose is softmax_sample else options.used_rows
         return Tensor.exponential_, action.word_head(rows).rows
 
+    def noise_of(self, action: Any, u_prime: Cauchy) -> Tensor:
+        """The part [B,C] of the scale of U' that is the noise's; the rest is the individual's."""
+        if self.drawn == "noise" or not self.noise:
+            return torch.zeros_like(u_prime.scale)
+        return action.b_noise.abs().to(u_prime.scale).expand_as(u_prime.scale)
+
     def law(self, action: Any, u: Cauchy, draws: Draws) -> Cauchy:
         """U' from U, both [B,C]."""
         if self.drawn is None:

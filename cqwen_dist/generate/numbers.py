@@ -36,6 +36,9 @@ class GeneratedNumbers:
     p_num: Tensor  # [B,T'] float64, P of <NUM> at the position; nan in the prompt and after the end
     p_word: Tensor  # [B,T'] float64, P of the written word; nan as p_num
     given: Tensor  # [B,T'] bool: a character of the number before it, not chosen (`data.keep_digits`)
+    abstained: Tensor  # [B,T'] bool: too doubtful a word or number (`Settings.abstain`); the text ends before it
+    # [B,T',4] float64: parts of scale_S of the word and of scale_Y, each from the individual and from the noise
+    parts: Tensor
     target: TargetTransform
     intervals: Intervals = field(default_factory=Intervals)
     which: Tensor | None = None  # [B,T'] int64: which of `names` was written, with all its digits; -1: none of them
@@ -79,6 +82,8 @@ class GeneratedNumbers:
             intervals={level: (float(low), float(high)) for level, (low, high) in ends.items()},
             p_num=float(self.p_num[row, position]),
             source=source,
+            individual=float(self.parts[row, position, 2]),
+            noise=float(self.parts[row, position, 3]),
         )
 
     def records(self, row: int = 0, digits: Digits = "auto") -> list[NumberRecord]:
@@ -104,6 +109,8 @@ class NumberRecord:
     intervals: dict[str, tuple[float, float]]  # level -> (low, high)
     p_num: float  # P(<NUM>) at the position
     source: str | None = None  # what an exact number is; None for a location of Y
+    individual: float = math.nan  # scale_Y, in the target's unit, from the individual: |w| scale_U
+    noise: float = math.nan  # and from the noise: |w| |b_noise|
 
     def __str__(self) -> str:
         """The written value and its 90 % interval, rounded by the uncertainty."""
@@ -197,6 +204,8 @@ def empty_numbers(values: Tensor, head: Any, intervals: Intervals) -> GeneratedN
         p_num=torch.full_like(values, math.nan),
         p_word=torch.full_like(values, math.nan),
         given=torch.zeros_like(values, dtype=torch.bool),
+        abstained=torch.zeros_like(values, dtype=torch.bool),
+        parts=values.new_full((*values.shape, 4), math.nan),
         target=head.target,
         intervals=intervals,
         which=torch.full_like(values, -1, dtype=torch.int64) if head.exact else None,

@@ -70,7 +70,7 @@ def loop_call(
     """The keywords of transformers' generate but for the prompt, of `length`. Raises `UserError` if its loops cannot do
     it."""
     written = "nothing with beams, scores or a cache of transformers, whose loops know only ids"
-    for name in ("decode_rule", "eps_truncation", "generator", "number_first", "used_rows", "stop_strings"):
+    for name in ("abstain", "decode_rule", "eps_truncation", "generator", "number_first", "used_rows", "stop_strings"):
         if merged.get(name):
             raise UserError(name, merged[name], written)
     if watch or isinstance(streamer, NumberStreamer):

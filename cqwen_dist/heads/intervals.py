@@ -1,18 +1,21 @@
-"""What held-out texts have calibrated: the widths of intervals around numbers, the bar of exact numbers, and the
-probabilities of words. An interval is quantiles of the Cauchy law, times measured factors if any.
+"""What held-out texts have calibrated: the widths of intervals around numbers, the bar of exact numbers, the
+probabilities of words, and how doubtful an answer may be. An interval is quantiles of the Cauchy law, times measured
+factors if any.
 
 A Cauchy fitted to light-tailed errors is too wide at 90 %; `number_metrics` measures the factor on held-out numbers. A
 run stores the factors with its metrics, an exported folder in `calibration.json`:
-{"levels": {"0.5": f, "0.9": f, "0.95": f}, "n": n, "bar": p, "words": {"shift": s, "factor": f}}.
+{"levels": {"0.5": f, "0.9": f, "0.95": f}, "n": n, "bar": p, "words": {"shift": s, "factor": f}, "doubts":
+{"words": [...], "numbers": [...]}}.
 """
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from cqwen_dist.heads.targets import TargetTransform
@@ -20,6 +23,7 @@ from cqwen_dist.ops.cauchy import Cauchy
 
 FILE = "calibration.json"
 LEVELS = (0.5, 0.9, 0.95)
+SHARES = tuple(round(0.05 * i, 2) for i in range(1, 21))  # of held-out answers, for `Intervals.doubts`
 
 
 class WordScale(NamedTuple):
@@ -49,13 +53,20 @@ class Intervals:
 
     factors: level -> factor; other levels have factor 1. n: number of held-out numbers behind the factors. bar: the
     probability above which an exact value is written (`heads.candidates.best_bar`). words: how probabilities of words
-    are shown, fitted to held-out words.
+    are shown, fitted to held-out words. doubts: kind -> the largest doubt of the surest share of held-out answers, for
+    each of `SHARES`. Doubt of a word: -log softmax(loc_S) of it, in nats; of a number: scale_Y, in the target's unit.
     """
 
     factors: Mapping[float, float] = field(default_factory=dict)
     n: int = 0
     bar: float = 0.5
     words: WordScale = UNCHANGED
+    doubts: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    def most_doubt(self, kind: str, share: float) -> float:
+        """The doubt above which to abstain, so that this share of held-out "words" or "numbers" is answered; inf
+        without any. share: 0 to 1."""
+        return float(np.interp(share, SHARES, self.doubts[kind])) if self.doubts.get(kind) else math.inf
 
     def half_width(self, level: float) -> float:
         """In scales: the interval is loc_Y -+ half_width * scale_Y. Raises ValueError unless 0 < level < 1.
@@ -70,7 +81,8 @@ class Intervals:
     def to_dict(self) -> dict[str, Any]:
         """The contents of `calibration.json`."""
         levels = {f"{level:g}": f for level, f in self.factors.items()}
-        return {"levels": levels, "n": self.n, "bar": self.bar, "words": self.words._asdict()}
+        words, doubts = self.words._asdict(), {kind: list(each) for kind, each in self.doubts.items() if len(each)}
+        return {"levels": levels, "n": self.n, "bar": self.bar, "words": words, "doubts": doubts}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any] | None) -> "Intervals":
@@ -79,6 +91,7 @@ class Intervals:
             return cls()
         try:
             factors = {float(level): float(f) for level, f in data["levels"].items()}
+            doubts = {kind: [float(each) for each in several] for kind, several in data.get("doubts", {}).items()}
             n, bar = int(data["n"]), float(data.get("bar", cls.bar))
             words = WordScale(**{name: float(value) for name, value in data.get("words", UNCHANGED._asdict()).items()})
         except (KeyError, TypeError, AttributeError) as error:
@@ -87,7 +100,9 @@ class Intervals:
             raise ValueError(f"levels between 0 and 1 with factors >= 0, found {data['levels']}")
         if not (math.isfinite(words.shift) and 0.0 < words.factor < math.inf):
             raise ValueError(f"words with a finite shift and a factor above 0, found {data['words']}")
-        return cls(factors, n, bar, words)
+        if any(len(each) != len(SHARES) for each in doubts.values()):
+            raise ValueError(f"{len(SHARES)} doubts of words and of numbers, found {data['doubts']}")
+        return cls(factors, n, bar, words, doubts)
 
 
 def read_intervals(folder: Path) -> Intervals:

@@ -27,6 +27,7 @@ Unread = dict[int, UserError]  # why a row, counted from 0, has no prediction
 
 NUMBER_COLUMNS = ("predicted", *(f"{end}_{level * 100:g}" for level in LEVELS for end in ("low", "high")), "p_num")
 CHOICE = "chosen"
+DOUBTFUL = "doubtful"  # key of a row whose value is left out
 SORTED = 8  # batches
 
 
@@ -128,13 +129,16 @@ def predict_numbers(
     batch_size: int = 16,
     digits: Digits = "auto",
     within: int = 8,
+    abstain: float | None = None,
 ) -> Iterator[dict[str, float | str | None]]:
     """The first number that the model writes after each prompt (mode standard), as `number_columns`.
 
     The columns are loc_Y, its intervals (recalibrated if the model has the factors) and P(<NUM>) at its position. The
     number has to come in the first `within` tokens, since a model may write a blank or words first. Without a number
     all are None, except p_num: the largest P(<NUM>) of these tokens. within 0: it is the Y of the prompt's end,
-    whatever words are likelier there. model: a `CausalQwenForCausalLM`. digits: of the predicted value ("auto": what
+    whatever words are likelier there. abstain: the share of held-out numbers of which a number has to be one of the
+    surest (`Settings.abstain`); for another there is the key `DOUBTFUL` too. model: a `CausalQwenForCausalLM`.
+    digits: of the predicted value ("auto": what
     its 50 % interval leaves), and of the ends if these are more than `LEAST_DIGITS`. Some `SORTED` batches at a time
     are sorted by length, as padding costs as much as text. Raises `UserError`.
     """
@@ -144,7 +148,7 @@ def predict_numbers(
             raise UserError(name, value, f"{least} or more")
     of_ends = LEAST_DIGITS if digits == "auto" else max(digits, LEAST_DIGITS)
     options: dict[str, Any] = {"mode": "standard", "watch": [lambda ids, numbers: numbers.generated[:, -1]]}
-    options |= {"max_new_tokens": max(within, 1), "number_first": not within}
+    options |= {"max_new_tokens": max(within, 1), "number_first": not within, "abstain": abstain}
     for first in range(0, len(prompts), SORTED * batch_size):
         some = prompts[first : first + SORTED * batch_size]
         order = sorted(range(len(some)), key=lambda row: len("".join(some[row])))
@@ -153,7 +157,8 @@ def predict_numbers(
             rows = order[start : start + batch_size]
             _, numbers, width = generate_batch(model, tokenizer, [some[row] for row in rows], **options)
             for place, row in enumerate(rows):
-                record = numbers.record(place, int(numbers.generated[place].int().argmax()), digits)
+                at = int(numbers.generated[place].int().argmax())
+                record = numbers.record(place, at, digits)
                 if record is None:
                     seen = float(numbers.p_num[place, width:].nan_to_num(0.0).max())
                     found[row] = {**dict.fromkeys(NUMBER_COLUMNS), "p_num": float(f"{seen:.6g}")}
@@ -161,6 +166,7 @@ def predict_numbers(
                 ends = (record.intervals[f"{level:g}"] for level in LEVELS)
                 cells = record.written, *rounded_ends(ends, of_ends), float(f"{record.p_num:.6g}")
                 found[row] = dict(zip(NUMBER_COLUMNS, cells, strict=True))
+                found[row] |= {DOUBTFUL: 1.0} if bool(numbers.abstained[place, at]) else {}
         yield from (found[row] for row in range(len(some)))
 
 
@@ -183,8 +189,8 @@ def predict_rows(
     training reads them; given together with `known`.
 
     options: choose one of these texts for each row instead (columns `p OPTION` and `chosen`, which is None if no option
-    reaches reject_below). settings: of `predict_numbers`. Raises `UserError`, also if the table already has one of the
-    new columns.
+    reaches reject_below). settings: of `predict_numbers`; a doubtful row has intervals and no value. Raises
+    `UserError`, also if the table already has one of the new columns.
     """
     marked = [] if known is None else [OUTSIDE]
     added = [CHOICE, *(f"p {option}" for option in options)] if options else [*NUMBER_COLUMNS, *marked]
@@ -202,8 +208,14 @@ def predict_rows(
         if known is not None:
             hold = partial(known.held, unit=model.model.action.number_head.target)
             found = map(hold, (cells[row] for row in kept), found)
+        found = map(_without_doubtful, found)
     none = dict.fromkeys(added)
     return ({**row, **(none if number in without else next(found))} for number, row in enumerate(rows))
+
+
+def _without_doubtful(row: dict[str, Any]) -> dict[str, Any]:
+    """The new columns without the value of a doubtful row."""
+    return {**row, "predicted": None} if row.pop(DOUBTFUL, None) else row
 
 
 def _without_prediction(

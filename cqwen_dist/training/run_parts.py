@@ -75,7 +75,7 @@ class Evaluations:
         if self.held_out is not None:
             metrics |= self.held_out()
             if self.folder is not None:
-                self._write(self.folder, step, stage, self.held_out.drawing)
+                self._write(self.folder, step, stage, self.held_out)
         return metrics
 
     def shown(self, metrics: dict[str, Any]) -> str:
@@ -94,9 +94,9 @@ class Evaluations:
             parts.append(f"{name} {now:.1%} (base {base:.1%})")
         return ", ".join(parts)
 
-    def _write(self, folder: Path, step: int, stage: str, numbers: dict[str, Any] | None) -> None:
+    def _write(self, folder: Path, step: int, stage: str, held_out: Evaluator) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        content = {"step": step, "stage": stage, "numbers": numbers}
+        content = {"step": step, "stage": stage, "numbers": held_out.drawing, "words": held_out.word_risk}
         write_atomically(folder / f"step-{step:08d}.json", json.dumps(content, ensure_ascii=False))
         for other in folder.glob("step-" + 8 * "[0-9]" + ".json"):
             at = int(other.stem.removeprefix("step-"))

@@ -42,7 +42,9 @@ def section(name: str, result: dict[str, Any], other: dict[str, Any] | None = No
         for c in result["claims"]
     ]
     if other is not None:
-        claims = [[*row, f"{shown(c['mean'])}, {_verdict(c)}"] for row, c in zip(claims, other["claims"], strict=True)]
+        theirs = {(c["claim"], c["measure"]): f"{shown(c['mean'])}, {_verdict(c)}" for c in other["claims"]}
+        # A claim may be younger than the other base's run
+        claims = [[*row, theirs.get((row[0], row[1]), "")] for row in claims]
     head = [*CLAIM_HEAD, OTHER] if other is not None else CLAIM_HEAD
     parts = [f"{how} Tables: {', '.join(files)}.", *([table(head, claims)] if claims else [])]
     parts += [f"![{picture}](experiments/{name}-{picture}.svg)" for picture in result["pictures"]]

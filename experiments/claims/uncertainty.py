@@ -24,6 +24,7 @@ from experiments.claims.scores import STAGES, Scores
 from experiments.claims.texts import KINDS
 
 TITLE = "Uncertainty"
+ANSWERED = 0.8  # share of answers where the most doubtful are refused
 SIGNS = {  # larger where the model should be wrong
     "scale_S of the chosen word": lambda s: s["scale"],
     "mean scale_U": lambda s: s["u_scale"],
@@ -47,7 +48,9 @@ def of_errors(scores: Scores) -> dict[str, float]:
     words = words_of(scores)
     wrong = words["best"] != words["label"]
     signs = {name: auroc(sign(words), wrong) for name, sign in SIGNS.items()}
-    return {"right": float(1 - wrong.mean()), **signs, "added": added(words)}
+    gain = dict(rejection_curve(SIGNS["softmax: 1 - p"](words), ~wrong))
+    kept = gain[min(gain, key=lambda share: abs(share - ANSWERED))] - float(1 - wrong.mean())
+    return {"right": float(1 - wrong.mean()), **signs, "added": added(words), "kept": kept}
 
 
 def added(words: Scores) -> float:
@@ -68,10 +71,12 @@ def of_numbers(scores: Scores) -> dict[str, Any]:
     keep = scores["is_number"] == 1
     loc, scale, goal, crps = (scores[name][keep] for name in ("y_loc", "y_scale", "goal", "crps"))
     error = np.abs(goal - loc)
+    surest = error[np.argsort(scale, kind="stable")[: round(ANSWERED * len(error))]]
     inside = (error <= Intervals().half_width(0.9) * scale).astype(float)
     return {
         "numbers": int(keep.sum()),
         "rank correlation": rank_correlation(scale, error),
+        "kept": float(1 - np.median(surest) / np.median(error)),
         "coverage": float(inside.mean()),
         "crps": float(crps.mean()),
         "widest by narrowest": float(np.quantile(scale, 0.9) / np.quantile(scale, 0.1)),
@@ -145,6 +150,11 @@ def _claims(errors: dict[str, Any], numbers: dict[str, Any], texts: dict[str, An
         found.append(Claim(f"scales add to softmax's entropy, {stage}", "AUROC, gain", 0.0, more))
         low = [float(np.mean([kind["small sum of P"] for kind in seed.values()])) for seed in texts[stage]]
         found.append(Claim(f"a small sum of P marks texts of another kind, {stage}", "AUROC, mean of kinds", 0.5, low))
+        kept = [seed["kept"] for seed in seeds]
+        found.append(Claim(f"the 80 % likeliest words by softmax are righter, {stage}", "share right, gain", 0.0, kept))
+        kept = [seed["kept"] for seed in numbers[stage]]
+        name = f"the 80 % of numbers with the smallest scale_Y have a smaller error, {stage}"
+        found.append(Claim(name, "median error, share saved", 0.0, kept))
         related = [seed["rank correlation"] for seed in numbers[stage]]
         found.append(Claim(f"scale_Y is larger where the number is wrong, {stage}", "rank correlation", 0.0, related))
     return found

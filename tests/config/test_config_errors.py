@@ -28,6 +28,10 @@ UNKNOWN = [
     ("data.trian=1", "data.trian", "; did you mean train? (known keys: train, eval,"),
     ("stages.0.stepz=1", "stages.0.stepz", "; did you mean steps? (known keys: name,"),
     ("loss.lambda=1", "loss.lambda", "; did you mean loss.reg_weight? (known keys: gate,"),
+    ("stages.0.lambda=1", "stages.0.lambda", "; did you mean stages.0.reg_weight? (known keys: name,"),
+    ("model.C_k=1", "model.C_k", "; did you mean start? (known keys: name_or_path,"),
+    ("w_k=[1]", "w_k", "; did you mean loss.class_weights? (known keys: model,"),
+    ("w_num=1", "w_num", "; did you mean start? (known keys: model,"),
 ]
 
 

@@ -110,7 +110,7 @@ def test_a_stream_goes_on_where_a_later_token_gives_a_sent_number_another_form(
     encoded = [WORDS.encode(p) if isinstance(p, str) else ([WORDS.num_token_id], [float(p)]) for p in pieces]
     ids, values = ([x for own in encoded for x in own[i]] for i in (0, 1))
     none = torch.zeros(1, len(ids), dtype=torch.bool)
-    numbers: Any = SimpleNamespace(written=lambda row, at, digits: values[at], given=none)
+    numbers: Any = SimpleNamespace(written=lambda row, at, digits: values[at], given=none, abstained=none)
     sent: list[str] = []
     streamer = NumberStreamer(WORDS, sent.append)
     for _ in range(2):  # a streamer serves several texts

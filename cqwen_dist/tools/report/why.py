@@ -1,4 +1,4 @@
-"""Why a word: the dimensions of U that decide it, and what drawn individuals choose (S4 2.5.4, 5.4).
+"""Why a word: the dimensions of U that decide it, what drawn individuals choose, and how U moved (S4 2.5.4, 5.4).
 
 A score is a sum over the dimensions that words see, loc_S_k = sum_j W_kj u_j + b_k, so each dimension contributes
 W_kj u_j to the decision. Number dimensions contribute nothing and are left out.
@@ -20,6 +20,7 @@ from cqwen_dist.heads.precision import at_hand
 from cqwen_dist.ops.cauchy import Cauchy
 
 WORDS = 3  # the chosen word and the next two
+TURN = 1.5  # a step of U that is as many times as large as the median step is a change point
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Why:
     u: list[float]  # loc_U in them
     words: list[WordScore]
     individuals: list[str]  # the words that drawn individuals choose
+    path: list[tuple[str, float]]  # each token after the first, and how far it moved loc_U, in median steps of the text
 
 
 @torch.no_grad()
@@ -93,7 +95,11 @@ def why(
         for word, part, b in zip(named, parts, bias, strict=True)
     ]  # fmt: skip
     u = last.loc[0, top.to(last.loc.device)].tolist()
-    return Why(prompt, top.tolist(), u, scores, [tokenizer.decode([word]) for word in chosen])
+    steps = seen.loc[0].double().diff(dim=0).norm(dim=-1).cpu()
+    far = (steps / steps.median().clamp(min=1e-300)).tolist() if len(steps) else []
+    read = [tokenizer.decode([id_], [value]) for id_, value in zip(ids[1:], values[1:], strict=True)]
+    path = list(zip(read, far, strict=True))
+    return Why(prompt, top.tolist(), u, scores, [tokenizer.decode([word]) for word in chosen], path)
 
 
 def tables(found: list[Why]) -> Any:
@@ -112,4 +118,6 @@ def tables(found: list[Why]) -> Any:
         if each.individuals:
             chosen = ", ".join(map(repr, each.individuals))
             parts.append(f"{len(each.individuals)} drawn individuals choose: {chosen}")
+        if turns := [f"{token!r} ({step:.1f})" for token, step in each.path if step > TURN]:
+            parts.append(f"U moves most at {', '.join(turns)} (median steps)")
     return Group(*parts)

@@ -1,7 +1,8 @@
 """Requests of OpenAI's protocol as options of `continue_text`, and the answers in its form.
 
-Fields that a CausalQwen has and OpenAI does not: `mode`, `top_k`, `digits` in a request, `numbers` in a choice and in a
-chunk of a stream. An unknown field is refused, so that no option is silently without effect.
+Fields that a CausalQwen has and OpenAI does not: `mode`, `top_k`, `digits`, `abstain` in a request, `numbers` in a
+choice and in a chunk of a stream; a finish_reason that OpenAI has not: abstain. An unknown field is refused, so that no
+option is silently without effect.
 """
 
 import json
@@ -20,7 +21,7 @@ from cqwen_dist.generate.continuation import Written
 from cqwen_dist.generate.generation_settings import mode_as_asked
 from cqwen_dist.generate.numbers import NumberRecord
 
-FINISH = {"eos": "stop", "stop": "stop", "length": "length"}  # `Written.end` -> OpenAI's word
+FINISH = {"eos": "stop", "stop": "stop", "length": "length", "abstain": "abstain"}  # `Written.end` -> OpenAI's word
 # Fields that clients send though they ask for nothing, and the values with which they do. null is one for each field.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs"), (0,)),
@@ -58,6 +59,7 @@ class Asked(BaseModel):
     mode: str | None = None
     top_k: int | None = Field(None, ge=1)
     digits: int | Literal["auto"] = "auto"
+    abstain: float | None = Field(None, gt=0, lt=1)
 
     @model_validator(mode="before")
     @classmethod
@@ -98,6 +100,7 @@ class Asked(BaseModel):
             "seed": self.seed,
             "digits": self.digits,
             "stop": self.stops,
+            **({} if self.abstain is None else {"abstain": self.abstain}),
         }
         return options | given
 

@@ -187,6 +187,8 @@ def sampling(mode: str, drawing: Mapping[str, Any], base: GenerationConfig | Non
     if mode not in MODES:
         raise UserError("mode", mode, f"{', '.join(MODES)}; others without vLLM")
     given = {name: value for name, value in drawing.items() if value is not None}
+    if "abstain" in given:
+        raise UserError("abstain", given["abstain"], "nothing with vLLM; the plain engine abstains")
     if mode == "compatible" and base is not None:
         given = _own_sampling(base) | given
     drawn = given.pop("do_sample", mode == "ovr" or (mode == "compatible" and not given.keys() <= {*IN_VLLM}))

@@ -31,7 +31,7 @@ from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.prediction.learnt_table import LearntTable, differences, learnt_table
 from cqwen_dist.run.files import START, STATE, read_object
-from cqwen_dist.training.evaluation.evaluator import Decisions, Evaluator, base_metrics
+from cqwen_dist.training.evaluation.evaluator import Evaluator, base_metrics
 
 
 def evaluate_checkpoint(
@@ -40,7 +40,7 @@ def evaluate_checkpoint(
     micro_batch_size: int = 8,
     *,
     base: str | None = None,
-    decisions: Decisions | None = None,
+    label_set: float | None = None,
 ) -> dict[str, float]:
     """The metrics of `training.evaluation.evaluator` on `data` (default: the run's held-out texts).
 
@@ -66,7 +66,7 @@ def evaluate_checkpoint(
             build_groups(1),
             baseline_value=None if learnt is None else learnt.median,
             gemm_dtype=model.dtype,
-            decisions=decisions or Decisions(),
+            label_set=label_set,
             known=Intervals() if data is None else Intervals.from_dict(inner.config.calibration),
         )
         if base is not None or not is_exported(path):

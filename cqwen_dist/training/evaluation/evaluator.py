@@ -6,9 +6,10 @@ eval/perplexity_ovr    P_k / sum P                                 eval/num_*   
 eval/ece, ece_calibrated                                           of the likeliest word's P (`word_calibration`)
 eval/accuracy_words_*                                              by label frequency (`frequency.BAND_NAMES`)
 dist/C_words_*                                                     mean threshold by the same bands
+eval/accuracy_80, reg_mdae_80                                      of the surest 80 % of words, numbers (`abstaining`)
 eval/reg_*, coverage_*, width_*, crps                              numbers (`number_metrics`)
 eval/exact, candidates, ...                                        exact numbers, and metrics of a head of your own
-eval/multilabel_*, eval/reject_*                                   on request: sets of words, abstaining
+eval/multilabel_*                                                  on request: sets of words
 dist/U_loc_*, _scale_* over all tokens and the words' dimensions   dist/ovr_prob_sum_*    1 is calibrated
 dist/U_number_*        the same over the number dimensions, if any (`Spread`)
 """
@@ -33,21 +34,11 @@ from cqwen_dist.ops.ovr.scores import OvrScores
 from cqwen_dist.parallel.collectives import gather_objects, sum_over
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_prob_sums, vocab_parallel_scores
+from cqwen_dist.training.evaluation.abstaining import risk_80, surest
 from cqwen_dist.training.evaluation.number_metrics import Numbers, number_metrics
 from cqwen_dist.training.evaluation.spread import SpreadsOfU
 from cqwen_dist.training.evaluation.word_calibration import word_calibration
 from cqwen_dist.training.frequency import BAND_NAMES, band_of, mean_thresholds
-
-
-@dataclass(frozen=True)
-class Decisions:
-    """Optional decision rules (seed S4 3.3.2, 3.3.3, 3.5.3). Each is a probability in (0, 1), or None for off.
-
-    label_set: predict all words with a larger P. reject_below: abstain if P of the best word is smaller.
-    """
-
-    label_set: float | None = None
-    reject_below: float | None = None
 
 
 @dataclass
@@ -62,7 +53,7 @@ class Evaluator:
     baseline_value: float | None  # median of the training numbers, raw unit
     gemm_dtype: torch.dtype = torch.float32
     word_counts: np.ndarray | None = None  # [V] occurrences in training, for metrics by frequency
-    decisions: Decisions = field(default_factory=Decisions)
+    label_set: float | None = None  # also measure the sets of all words with a larger P (S4 3.3.2)
     known: Intervals = field(default_factory=Intervals)  # saved interval factors, to be tested on this data
     kept: Callable[[int, Batch, Tensor], Tensor] | None = None  # `features` of the i-th batch, kept in memory
     numerals: Sequence[int] = ()  # tokens with which the base spells numerals: each counts as <NUM> for the base
@@ -72,6 +63,7 @@ class Evaluator:
         self.base: dict[str, float] = {}  # metrics of the base model; all evaluations include them
         self.factors: Intervals | None = None  # interval factors of the last evaluation
         self.drawing: dict[str, Any] | None = None  # of the numbers of the last evaluation, for a report's charts
+        self.word_risk: list[float] = []  # share of wrong words among its surest ones, by `SHARES`
         self.device = self.model.action.cls_weight.device
         self.band = None if self.word_counts is None else torch.from_numpy(band_of(self.word_counts)).to(self.device)
 
@@ -148,10 +140,12 @@ class Evaluator:
             sums_of_p = gathered[f"prob_sum_{law}"]  # torch's quantile takes 16 million values at most
             metrics[f"dist/ovr_prob_sum_median_{law}"] = float(np.median(sums_of_p)) if len(sums_of_p) else math.nan
         metrics |= individual.summary()
-        strength, right, texts_of = (gathered[name] for name in ("strength", "right", "word_text"))
+        strength, right, doubt, texts_of = (gathered[name] for name in ("strength", "right", "doubt", "word_text"))
         of_words, words = word_calibration(strength, right.astype(bool), texts_of.astype(np.int64))
         metrics |= of_words
-        self.factors = Intervals(words=words)
+        doubts, self.word_risk = surest(doubt, 1.0 - right, np.mean)
+        self.factors = Intervals(words=words, doubts={"words": doubts})
+        metrics["eval/accuracy_80"] = 1.0 - risk_80(self.word_risk)
 
         # The numbers, and words by frequency
         if len(gathered["true"]):
@@ -159,7 +153,7 @@ class Evaluator:
             numbers = Numbers(*columns, gathered.get("likeliest"), gathered.get("p"))
             found, factors, self.drawing = number_metrics(numbers, self.model.target, self.baseline_value, self.known)
             metrics |= found
-            self.factors = replace(factors, words=words)
+            self.factors = replace(factors, words=words, doubts={**self.factors.doubts, **factors.doubts})
         if self.band is not None:
             bands = zip(BAND_NAMES, hits, found_labels, strict=True)
             metrics.update({f"eval/accuracy_words_{name}": h / n for name, h, n in bands if n})
@@ -194,12 +188,12 @@ class Evaluator:
         self, u_prime: Cauchy, batch: Batch, keep: Tensor, sums: dict[str, Tensor], banded: Tensor
     ) -> dict[str, Tensor]:
         """Add the words of a batch to the sums. Returns lists [N]: sum of P; strength of the likeliest word; whether it
-        is right."""
+        is right; the doubt of it."""
         labels, head = batch.labels.flatten()[keep], self.model.action.number_head
         sums["cls_loss"] += head.loss(u_prime, head.labels(batch, keep), stop=True)[1]
         num_id = self.model.config.num_token_id
         scores = self._scores(u_prime, labels)
-        strength, _, best = scores.best
+        strength, loc, best = scores.best
         right, is_num, best_is_num = best == labels, labels == num_id, best == num_id
         sums["tokens"] += labels.numel()
         sums["cls_loss"] += scores.per_token.sum()
@@ -209,20 +203,16 @@ class Evaluator:
         sums["num_hit"] += (is_num & best_is_num).sum()
         sums["num_predicted"] += best_is_num.sum()
         sums["num_true"] += is_num.sum()
-        if self.decisions.label_set is not None:
+        if self.label_set is not None:
             size = scores.above[:, 0]
             sums["set_size"] += size.sum()
             sums["set_empty"] += (size == 0).sum()
-            sums["set_hit"] += (scores.label_log_p > math.log(self.decisions.label_set)).sum()
-        if self.decisions.reject_below is not None:
-            # P = atan2(1, -z)/pi for decision strength z, so P >= p is z >= tan(pi (p - 1/2))
-            answered = strength >= math.tan(math.pi * (self.decisions.reject_below - 0.5))
-            sums["answered"] += answered.sum()
-            sums["answered_right"] += (answered & right).sum()
+            sums["set_hit"] += (scores.label_log_p > math.log(self.label_set)).sum()
         if self.band is not None:
             banded[0].index_add_(0, self.band[labels], right.double())
             banded[1].index_add_(0, self.band[labels], torch.ones_like(right, dtype=torch.float64))
-        return {"prob_sum_standard": scores.prob_sum, "strength": strength, "right": right}
+        doubt = scores.log_norm - loc
+        return {"prob_sum_standard": scores.prob_sum, "strength": strength, "right": right, "doubt": doubt}
 
     def _numbers(
         self, u_prime: Cauchy, batch: Batch, keep: Tensor, texts: int, sums: dict[str, Tensor]
@@ -252,15 +242,12 @@ class Evaluator:
             "eval/num_recall": c["num_hit"] / max(c["num_true"], 1),
             "eval/num_f1": 2 * c["num_hit"] / max(c["num_predicted"] + c["num_true"], 1),
         }
-        if self.decisions.label_set is not None:
+        if self.label_set is not None:
             metrics["eval/multilabel_recall"] = c["set_hit"] / tokens
             metrics["eval/multilabel_precision"] = c["set_hit"] / max(c["set_size"], 1)
             metrics["eval/multilabel_f1"] = 2 * c["set_hit"] / max(c["set_size"] + tokens, 1)
             metrics["eval/multilabel_size_mean"] = c["set_size"] / tokens
             metrics["eval/multilabel_empty"] = c["set_empty"] / tokens
-        if self.decisions.reject_below is not None:
-            metrics["eval/reject_rate"] = 1.0 - c["answered"] / tokens
-            metrics["eval/reject_accuracy_answered"] = c["answered_right"] / max(c["answered"], 1)
         return metrics
 
     def _batches(self) -> Iterable[tuple[int, Batch, Tensor]]:  # number, batch, its label positions
@@ -271,7 +258,7 @@ class Evaluator:
 
     def _scores(self, u_prime: Cauchy, labels: Tensor) -> OvrScores:
         """Results of one pass over the words for the label positions."""
-        action, label_set = self.model.action, self.decisions.label_set
+        action, label_set = self.model.action, self.label_set
         return vocab_parallel_scores(
             action.word_part(u_prime).to(self.gemm_dtype),
             action.word_head(self.model.config.used_rows),

@@ -20,6 +20,7 @@ from cqwen_dist.heads.candidates import best_bar
 from cqwen_dist.heads.intervals import LEVELS, Intervals, number_interval
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.training.evaluation.abstaining import risk_80, surest
 
 CALIBRATION = "calibration"  # key of the factors in a checkpoint's metrics
 RAW = Intervals()  # intervals of the Cauchy law
@@ -75,6 +76,7 @@ def number_metrics(
     eval/coverage_90_known, ...       fraction of all numbers with the known factors
     eval/width_90, _90_conformal      median width of these intervals, raw unit
     eval/crps                         mean CRPS, raw unit (`Cauchy.crps`); eval/crps_target: in the target's unit
+    eval/reg_mdae_80                  median error of the 80 % with the smallest scales; exact values are left out
     eval/exact                        fraction of numbers that are written exactly right, to 9 digits
     eval/candidates, _right           fraction that is an exact value of the head's, and the right ones among them
     Exact values have the bar of `best_bar`; to measure, each half of the texts has that of the other. Recalibration
@@ -95,7 +97,10 @@ def number_metrics(
 
     # Coverage and widths of the intervals
     scores = ((goal - y.loc).abs() / y.scale).numpy()
-    factors = replace(interval_factors(scores[new]), bar=bar)
+    error = np.abs(target.inverse(y.loc).numpy() - numbers.true)
+    doubts, risk = surest(numbers.scale[new], error[new], np.median)
+    factors = replace(interval_factors(scores[new]), bar=bar, doubts={"numbers": doubts})
+    metrics["eval/reg_mdae_80"] = risk_80(risk)
     raw = {level: float((scores <= RAW.half_width(level)).mean()) for level in CURVE}
     inside = {level: _inside(scores[new], for_calibration(numbers.text)[new], level) for level in CURVE}
     for level in LEVELS:
@@ -122,6 +127,7 @@ def number_metrics(
         "conformal": [float(held.mean()) if len(held) else None for held in inside.values()],
         "measured": len(inside[0.5]),
         "count": len(scores),
+        "risk": risk,  # median error of the surest numbers, by `SHARES`
         "pit": np.histogram(y.cdf(goal).numpy(), PIT_BINS, (0.0, 1.0))[0].tolist(),  # of F(truth)
         "interval": "conformal" if 0.9 in factors.factors else "raw",
         **{name: [float(f"{value:.6g}") for value in np.asarray(values)[some]] for name, values in drawn.items()},

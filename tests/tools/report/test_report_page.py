@@ -85,7 +85,7 @@ def test_a_browser_draws_every_chart_without_errors(one: Path, tmp_path: Path) -
     data = data_of(one)
     assert charts_in(seen.stdout) == len(data["charts"]) + len(data["others"])
     figures = re.findall(r"<figure>.*?</figure>", seen.stdout, re.S)
-    assert len(figures) == charts_in(seen.stdout) + 3, "coverage, PIT, predicted against true"
+    assert len(figures) == charts_in(seen.stdout) + 4, "coverage, PIT, predicted against true, abstaining"
     for figure in figures:
         title = re.search(r"<figcaption>(.*?)</figcaption>", figure)[1]
         assert re.search(r'<path class="line" d="M[\d.-]|<circle |<rect x=', figure), f"{title}: nothing drawn"

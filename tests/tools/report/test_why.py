@@ -48,6 +48,14 @@ def test_contributions_are_the_largest_terms_of_the_chosen_words_score(model: Ca
     assert found.u == pytest.approx(u[found.dims], abs=1e-6)
 
 
+def test_the_path_of_u_has_each_step_in_medians(model: CausalQwenForCausalLM) -> None:
+    path = why(model, Words(), PROMPT).path
+    steps = np.linalg.norm(np.diff(individuals(model), axis=0), axis=1)
+    assert [token for token, _ in path] == [" w8", " 99.9", " w41", " w7"]
+    assert [step for _, step in path] == pytest.approx(steps / np.sort(steps)[1], rel=1e-5)
+    assert why(model, Words(), "w3").path == []
+
+
 def test_drawn_individuals_depend_on_the_seed_alone(model: CausalQwenForCausalLM) -> None:
     found = why(model, Words(), PROMPT, individuals=9, seed=1)
     assert why(model, Words(), PROMPT, individuals=9, seed=1) == found

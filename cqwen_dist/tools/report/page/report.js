@@ -231,6 +231,22 @@
     node.append(svg, legend("flat: calibrated · hump in the middle: too wide · at the ends: too narrow · slanted: biased"));
     return node;
   };
+  const abstaining = (risks) => {
+    const node = figure("What abstaining buys", "The surest held-out answers only. A line that falls to the left: the model knows where it errs.");
+    const svg = frame(W, H, "Abstaining"), drawn = risks.filter(([, values]) => values?.at(-1) > 0);
+    const of = drawn.map(([label, values]) => [label, values.map((v) => v / values.at(-1))]), shares = (i) => 0.05 * (i + 1);
+    const high = Math.max(1.05, ...of.flatMap(([, values]) => values));
+    const x = scale(0, 1, box.left, box.right), y = scale(0, high, box.bottom, box.top);
+    axes(svg, box, x, y, [0, 0.25, 0.5, 0.75, 1], ticks(0, high, 5), percent, percent, "Share of held-out answers, the surest", "Error, of that of all answers");
+    svg.append(make("line", { class: "at", x1: x(0), x2: x(1), y1: y(1), y2: y(1) }));
+    of.forEach(([label, values], c) => {
+      svg.append(make("path", { class: "line", d: pathOf(values.map((v, i) => [x(shares(i)), y(v)])), style: `stroke:${colour(2 * c)}` }));
+      values.forEach((v, i) => svg.append(make("circle", { cx: x(shares(i)), cy: y(v), r: 2.4, fill: colour(2 * c) }, make("title", {}, `${label}, surest ${percent(shares(i))}: ${show(drawn[c][1][i])}`))));
+    });
+    addCsv(node, "Abstaining", () => [["share", ...drawn.map(([label]) => label)], ...of[0][1].map((_, i) => [shares(i), ...drawn.map(([, values]) => values[i])])]);
+    node.append(svg, legend(...of.map(([label], c) => [make("i", { class: "swatch", style: `background:${colour(2 * c)}` }), label])));
+    return node;
+  };
   const predicted = (n) => {
     const node = figure("Predicted against true", "On the diagonal: right.");
     const sorted = [...n.true].sort((a, b) => a - b);
@@ -316,14 +332,18 @@
   };
   const addEvaluations = (root) => {
     data.runs.forEach((run, r) => {
-      const found = run.evaluations.filter((e) => e.numbers);
+      const found = run.evaluations.filter((e) => e.numbers || e.words?.length);
       if (!found.length) return;
       const group = make("div", { class: "group" }), three = make("div", { class: "three" });
       const select = make("select", { "aria-label": "Evaluation" });
       found.forEach((e, i) => select.append(make("option", { value: i }, e.step === 0 ? "before training" : `step ${show(e.step)}, stage ${e.stage}`)));
       select.value = found.length - 1;
-      const head = make("h3", {}, many ? make("span", { class: `swatch run${r % 6}` }) : "", many ? `${run.name}: ` : "", "Held-out numbers", select);
-      const draw = () => three.replaceChildren(...[coverage, pit, predicted].map((drawn) => drawn(found[+select.value].numbers)));
+      const head = make("h3", {}, many ? make("span", { class: `swatch run${r % 6}` }) : "", many ? `${run.name}: ` : "", "Held-out answers", select);
+      const draw = () => {
+        const { numbers, words } = found[+select.value], risks = [["words wrong", words], ["median error of numbers", numbers?.risk]];
+        const drawn = risks.some(([, values]) => values?.at(-1) > 0) ? [abstaining(risks)] : [];
+        three.replaceChildren(...(numbers ? [coverage, pit, predicted].map((each) => each(numbers)) : []), ...drawn);
+      };
       select.addEventListener("change", draw);
       draw();
       group.append(head, three);
