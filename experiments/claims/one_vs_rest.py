@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.line_chart import line_chart
 from experiments.claims import growth
 from experiments.claims.lists import PROMPTS
-from experiments.claims.measures import Claim, calibration_error, cell
+from experiments.claims.measures import Claim, auroc, calibration_error, cell, rank_correlation
 from experiments.claims.scores import STAGES, Scores
 from experiments.claims.uncertainty import words_of
 
@@ -96,11 +96,22 @@ def summary(every: list[dict[str, Scores]], parts: list[dict[str, growth.Found]]
     calibration = {stage: [of_calibration(scores[f"{stage}/held out"]) for scores in every] for stage in STAGES}
     lists = {stage: [of_lists(scores[f"{stage}/lists"]) for scores in every] for stage in STAGES}
     return {
-        "claims": [claim.judged() for claim in (*_claims(calibration, lists), *growth.claims(parts))],
+        "claims": [claim.judged() for claim in (*_claims(calibration, lists), *growth.claims(parts), *_of_c(every))],
         "tables": [_calibration_table(calibration), growth.table(parts), _list_table(lists)],
         "pictures": {"reliability": _reliability(every), "growth": growth.picture(parts)},
         "details": {"calibration": calibration, "lists": lists, "growth": parts},
     }
+
+
+def _of_c(every: list[dict[str, Scores]]) -> list[Claim]:
+    """S0's outlook: frequent words learn a lower C, rare ones a higher."""
+    columns = [(scores["training"]["C moved"], scores["training"]["count"]) for scores in every]
+    below = [auroc(-moved, count > 0) for moved, count in columns]
+    falls = [-rank_correlation(count[count > 0].astype(float), moved[count > 0]) for moved, count in columns]
+    return [
+        Claim("C falls for words of the training texts, beside unseen words", "AUROC", 0.5, below),
+        Claim("C falls more for words that come more often", "rank correlation, negated", 0.0, falls),
+    ]
 
 
 def _claims(calibration: dict[str, Any], lists: dict[str, Any]) -> list[Claim]:

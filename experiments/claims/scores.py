@@ -102,7 +102,8 @@ def _binned(p: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
 
 def scores_of(ask: Ask) -> dict[str, Scores]:
     """The scores of one seed: "STAGE/KIND" -> columns, KIND "held out", one of `KINDS`, or "lists"
-    (`asked_lists`); "training" -> the loss of each step. Read from `out` where they were made before.
+    (`asked_lists`); "training" -> the loss of each step, how far each word's C moved, and how often it is in the texts.
+    Read from `out` where they were made before.
 
     Raises `UserError`.
     """
@@ -133,8 +134,12 @@ def _made(ask: Ask) -> dict[str, Scores]:
     for stage in STAGES:
         if stage == "trained":
             say(f"seed {seed}: {size.steps} steps of the heads")
+            used, c = int(inner.config.used_rows), inner.action.threshold.detach()
+            before = c[:used].clone()
             losses = train_heads(inner, seen["train"], size.steps, size.step_tokens, seed)
-            found["training"] = {"loss": np.array(losses)}
+            counts = torch.bincount(seen["train"].labels, minlength=used)[:used].cpu().numpy()
+            moved = (c[:used] - before).cpu().numpy()
+            found["training"] = {"loss": np.array(losses), "C moved": moved, "count": counts}
         say(f"seed {seed}: scores, {stage}")
         for kind in ("held out", *KINDS):
             found[f"{stage}/{kind}"] = scored(inner, seen[kind])
