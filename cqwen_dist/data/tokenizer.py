@@ -70,7 +70,8 @@ class NumericalAwareTokenizer:
     ) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise UserError("model.tokenizer", type(tokenizer).__name__, "a fast tokenizer (tokenizer.json)")
+            allowed = "a fast tokenizer; from_pretrained takes a folder or name"
+            raise UserError("model.tokenizer", type(tokenizer).__name__, allowed)
         self.tokenizer = tokenizer
         self.policy = policy or NumberPolicy()
         self._backend: Tokenizer = without_prefix(backend)
