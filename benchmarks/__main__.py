@@ -226,6 +226,25 @@ def numbers(
     print_document(found, as_json, lambda made: Markdown(page(made)))
 
 
+def laws(
+    only: Annotated[list[str] | None, typer.Option(help="Only this table; may be repeated.")] = None,
+    data: Annotated[Path, typer.Option(help="Folder with the data files (docs/numbers-benchmark.md).")] = Path("data"),
+    base: Annotated[str, typer.Option(help="A model's folder or hub name.")] = "HuggingFaceTB/SmolLM2-135M",
+    splits: Annotated[int, typer.Option(min=1, max=20, help="Splits per table.")] = 1,
+    minutes: Annotated[float, typer.Option(help="Approximate minutes per fit.")] = 2.0,
+    out: Annotated[Path, typer.Option(help="Output folder; the same command continues there.")] = Path("bench-laws"),
+    as_json: AsJson = False,
+) -> None:
+    """`cqwen fit`'s training with each law of a number (model.number_head), by CRPS on test rows."""
+    quiet_libraries()
+    from rich.markdown import Markdown
+
+    from benchmarks.numbers.number_laws import LawBenchmark, law_page
+
+    found = LawBenchmark(data, out, base, minutes, partial(echo, err=as_json)).run(only or [], splits)
+    print_document(found, as_json, lambda made: Markdown(law_page(made)))
+
+
 def gsm8k(
     model: Annotated[Path, typer.Argument(help="A run, a checkpoint, or an exported folder.")],
     data: Annotated[Path, typer.Option(help="JSONL with GSM8K's fields, such as its test file.")],
@@ -263,7 +282,7 @@ def gsm8k(
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Measure on this machine."
 )
-for verb in (data, loss, step, packed, memory, ranks, generate, gpu, numbers, gsm8k):
+for verb in (data, loss, step, packed, memory, ranks, generate, gpu, numbers, laws, gsm8k):
     app.command()(verb)
 
 if __name__ == "__main__":

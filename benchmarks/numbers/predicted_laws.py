@@ -7,9 +7,11 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
+import torch
 
 from cqwen_dist.heads.intervals import LEVELS
 from cqwen_dist.heads.targets import signed_log
+from cqwen_dist.ops.number_laws import LAWS as NUMBER_LAWS
 from cqwen_dist.tables.judging import errors, intervals
 
 QUANTILE_GRID = "quantile grid"
@@ -34,20 +36,20 @@ class Predicted:
         return cls(middle[:, None] + wide[:, None] * norm.ppf(QUANTILES), norm.logpdf(truth, middle, wide))
 
     @classmethod
-    def cauchy(cls, quantiles: np.ndarray, truth: np.ndarray, by_log: bool) -> Predicted:
-        """From Cauchy laws, recovered from the median and quartiles in quantiles [n,7]; truth [n].
+    def by_quartiles(cls, quantiles: np.ndarray, truth: np.ndarray, by_log: bool, law: str) -> Predicted:
+        """From laws with this name, recovered from the median and quartiles in quantiles [n,7]; truth [n].
 
-        The quantiles may be rounded. by_log: sign(v) ln(1 + |v|) has the Cauchy law, not v.
+        The quantiles may be rounded. by_log: sign(v) ln(1 + |v|) has the law, not v.
         """
-        from scipy.stats import cauchy
 
         def unit(values: np.ndarray) -> np.ndarray:
             return signed_log(values) if by_log else values
 
         low, middle, high = (unit(quantiles[:, QUANTILES.index(at)]) for at in (0.25, 0.5, 0.75))
         # Rounding can make the quartiles equal, so the scale needs a floor.
-        scale = np.maximum((high - low) / 2, 1e-6 * np.abs(middle).clip(min=1e-6))
-        density = cauchy.logpdf(unit(truth), middle, scale)
+        scale = np.maximum((high - low) / 2, 1e-6 * np.abs(middle).clip(min=1e-6)) / NUMBER_LAWS[law].half_width(0.5)
+        y = NUMBER_LAWS[law](*map(torch.from_numpy, (middle, scale)))
+        density = -y.nll(torch.from_numpy(unit(truth))).numpy()
         return cls(quantiles, density - np.log1p(np.abs(truth)) if by_log else density)
 
     def scores(self, truth: np.ndarray) -> dict[str, float]:

@@ -29,7 +29,7 @@ from benchmarks.numbers.predicted_laws import QUANTILES, Predicted, laws
 from cqwen_dist.config import UserError
 from cqwen_dist.data.recipes import records_in
 from cqwen_dist.heads.intervals import LEVELS
-from cqwen_dist.run.files import git_commit, write_atomically
+from cqwen_dist.run.files import START, git_commit, read_object, write_atomically
 from cqwen_dist.tables.fitting import Prepared, prepare, request_of
 from cqwen_dist.tables.judging import OURS
 from cqwen_dist.tables.rows import write_rows
@@ -111,7 +111,7 @@ class Benchmark:
                 self.say(f"{name}: left out, there is no {self.data / protocol.file}")
                 continue
             if not (self.out / name / "splits.json").is_file():
-                _write_table(name, protocol, self.data, self.out / name)
+                write_table(name, protocol, self.data, self.out / name)
             for split in range(splits):
                 found.setdefault(name, []).append(self.one_split(name, split))
                 write_atomically(self.out / "numbers.json", json.dumps(self.document(found), indent=1))
@@ -175,7 +175,8 @@ class Benchmark:
         truth = values[parts.test]
         quantiles = _predicted(folder / "predicted.csv")
         found = {name: {**of, "crps": of["mae"]} for name, of in results.items()}
-        found[OURS] = Predicted.cauchy(quantiles, truth, made.by_log).scores(truth)
+        law = read_object(folder / "run" / START)["calibration"].get("law", "cauchy")
+        found[OURS] = Predicted.by_quartiles(quantiles, truth, made.by_log, law).scores(truth)
         if law := natural_boosting(made.table, parts.learnt, parts.test):
             found["NGBoost"] = Predicted.normal(*law, truth).scores(truth)
         if self.heads:
@@ -234,7 +235,7 @@ def _predicted(file: Path) -> np.ndarray:
     return np.array([[float(row[name]) for name in (*lows, "predicted", *highs)] for row in rows])
 
 
-def _write_table(name: str, protocol: Protocol, data: Path, folder: Path) -> None:
+def write_table(name: str, protocol: Protocol, data: Path, folder: Path) -> None:
     """Writes table.csv, and splits.json with lists of test rows: published ones, or drawn with the split number."""
     folder.mkdir(parents=True, exist_ok=True)
     columns = [*filter(None, protocol.columns.split(",")), protocol.target]

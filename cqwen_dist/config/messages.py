@@ -27,6 +27,7 @@ _WORDS = {
 _NAMES = {
     "model.name_or_path": "qwen_model_path base_model model_name_or_path",
     "model.causal_size": "causal_hidden_size causal_dim",
+    "model.number_head": "number_law",
     "start": "C_ovr C_k C ovr_threshold_init gamma_0 sigma_init b_noise w_num",
     "loss.reg_weight": "lambda",
     "loss.class_weights": "w_k",

@@ -120,6 +120,10 @@ class Config(Section):
             raise refused("parallel.offload", "activations", "none, optimizer, or model.gradient_checkpointing true")
         if self.model.wide:
             self._check_wide()
+        if not self.calibrated and self.model.number_head in ("laplace", "student", "auto"):
+            raise refused(
+                "model.number_head", self.model.number_head, "cauchy, or start calibrated, which fits the law"
+            )
         self._check_adapters()
         self._check_sequence_groups()
         return self
@@ -167,9 +171,13 @@ class Config(Section):
         if self.model.compile_layers:
             allowed = f"false {under} (exchanges between ranks inside a layer do not compile)"
             raise refused("model.compile_layers", True, allowed)
-        for key in ("wide", "candidates", "number_head"):
+        for key in ("wide", "candidates", "own_head"):
             if (value := getattr(self.model, key)) not in (0, None, NONE):
-                raise refused(f"model.{key}", value, f"its default {under} (it may read earlier parts of a text)")
+                raise refused(
+                    f"model.{key.replace('own', 'number')}",
+                    value,
+                    f"its default {under} (it may read earlier parts of a text)",
+                )
 
     def fit_sizes(self, architecture: Mapping[str, Any]) -> None:
         """Raises `UserError` for a sequence length or a sequence group that the base's sizes do not allow.
@@ -251,7 +259,7 @@ class Config(Section):
     @property
     def candidates(self) -> str:
         """`model.candidates`, resolved."""
-        usual = self._on_texts and self.parallel.sequence_group_size == 1 and self.model.number_head is None
+        usual = self._on_texts and self.parallel.sequence_group_size == 1 and self.model.own_head is None
         return self.model.candidates or (ARITHMETIC if usual else NONE)
 
     @property
@@ -315,7 +323,8 @@ class Config(Section):
     def model_shape(self) -> dict[str, Any]:
         """The fields of `CausalQwenConfig` that this run sets."""
         return {
-            **self.model.model_dump(include={"causal_size", "value_periods", "abduction", "number_head"}),
+            **self.model.model_dump(include={"causal_size", "value_periods", "abduction"}),
+            "number_head": self.model.own_head,
             "candidates": self.candidates,
             **dict(zip(("wide", "random_features"), self.model.wide_size, strict=True)),
             "number_dims": self.number_dims,

@@ -209,9 +209,12 @@ class Mode:
             return Cauchy(*action.add_noise(u))
         zero = torch.zeros_like(u.loc)
         noise = Cauchy(zero, action.b_noise.abs().expand_as(u.loc))
+        law = noise if self.drawn == "noise" else u
+        drawn = draws.from_law(law, self.once)
+        drawn = action.number_head.individual(Cauchy(law.loc, law.scale * draws.temperature), drawn)
         if self.drawn == "noise":
-            return Cauchy(u.loc + draws.from_law(noise, self.once), u.scale)
-        return Cauchy(draws.from_law(u, self.once), noise.scale if self.noise else zero)
+            return Cauchy(u.loc + drawn, u.scale)
+        return Cauchy(drawn, noise.scale if self.noise else zero)
 
 
 MODES: dict[str, Mode] = {

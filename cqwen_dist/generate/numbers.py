@@ -57,7 +57,7 @@ class GeneratedNumbers:
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """(low, high), each [B,T'] float64 in the raw unit, by `number_interval`; nan if not generated."""
-        low, high = number_interval(Cauchy(self.loc, self.scale), self.target, self.intervals, level)
+        low, high = number_interval(self.target.kind(self.loc, self.scale), self.target, self.intervals, level)
         return low.where(self.generated, math.nan), high.where(self.generated, math.nan)
 
     def written(self, row: int, position: int, digits: Digits = "auto") -> float:
@@ -97,7 +97,7 @@ class GeneratedNumbers:
         return None if which < 0 else self.names[which]
 
     def _law(self, row: int, position: int) -> Cauchy:
-        return Cauchy(self.loc[row, position], self.scale[row, position])
+        return self.target.kind(self.loc[row, position], self.scale[row, position])
 
 
 @dataclass(frozen=True)

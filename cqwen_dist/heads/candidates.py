@@ -85,7 +85,7 @@ class WithCandidates(NumberHead):
         p = (0.5 + best.values.atan() / math.pi).masked_fill(value.isnan(), 0.0)
         found = value.masked_fill(p <= bar, torch.nan)
         loc = self.target.forward(found).where(~found.isnan(), own.y.loc)
-        return own._replace(y=Cauchy(loc, own.y.scale), exact=found, which=best.indices, likeliest=value, p=p)
+        return own._replace(y=own.y._replace(loc=loc), exact=found, which=best.indices, likeliest=value, p=p)
 
     # ---------------------------------------------------------------------------------------------- memory
 

@@ -1,5 +1,5 @@
 """What held-out texts have calibrated: the widths of intervals around numbers, the bar of exact numbers, the
-probabilities of words, and how doubtful an answer may be. An interval is quantiles of the Cauchy law, times measured
+probabilities of words, and how doubtful an answer may be. An interval is quantiles of its law, times measured
 factors if any.
 
 A Cauchy fitted to light-tailed errors is too wide at 90 %; `number_metrics` measures the factor on held-out numbers. A
@@ -49,7 +49,7 @@ UNCHANGED = WordScale(0.0, 1.0)
 
 @dataclass(frozen=True)
 class Intervals:
-    """Half-widths of central intervals in scales of Y: quantiles of the Cauchy law times the measured factors.
+    """Half-widths of central intervals in scales of Y: quantiles of Y's law times the measured factors.
 
     factors: level -> factor; other levels have factor 1. n: number of held-out numbers behind the factors. bar: the
     probability above which an exact value is written (`heads.candidates.best_bar`). words: how probabilities of words
@@ -68,15 +68,15 @@ class Intervals:
         without any. share: 0 to 1."""
         return float(np.interp(share, SHARES, self.doubts[kind])) if self.doubts.get(kind) else math.inf
 
-    def half_width(self, level: float) -> float:
-        """In scales: the interval is loc_Y -+ half_width * scale_Y. Raises ValueError unless 0 < level < 1.
+    def half_width(self, level: float, law: type[Cauchy] = Cauchy) -> float:
+        """In scales: the interval is loc_Y -+ half_width * scale_Y. law: of Y. Raises ValueError unless 0 < level < 1.
 
         It contains those of lower levels: few numbers give a factor, often a large one, to the level 0.5 only.
         """
         if not 0.0 < level < 1.0:
             raise ValueError(f"level must be between 0 and 1, found {level}")
         factors = {level: 1.0} | {known: factor for known, factor in self.factors.items() if known <= level}
-        return max(factor * math.tan(math.pi * known / 2) for known, factor in factors.items())
+        return max(factor * law.half_width(known) for known, factor in factors.items())
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of `calibration.json`."""
@@ -117,5 +117,5 @@ def number_interval(y: Cauchy, target: TargetTransform, intervals: Intervals, le
     loc -+ half-width x scale, recalibrated if `intervals` has factors, mapped by the inverse target transform, which is
     monotone. Raises ValueError unless 0 < level < 1.
     """
-    reach = intervals.half_width(level) * y.scale.double()
+    reach = intervals.half_width(level, type(y)) * y.scale.double()
     return target.inverse(y.loc.double() - reach), target.inverse(y.loc.double() + reach)

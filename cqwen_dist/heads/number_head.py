@@ -74,7 +74,28 @@ class NumberHead:
 
     def value(self, u_prime: Cauchy) -> Cauchy:
         """The law Y [...] of a computed (not copied) number, from U' [...,C]."""
-        return u_prime.affine(self.net.reg_weight, self.net.reg_bias[0])
+        return self.own(u_prime.affine(self.net.reg_weight, self.net.reg_bias[0]))
+
+    def own(self, y: Cauchy) -> Cauchy:
+        """The number's own law, with this location and scale."""
+        return self.kind(*y)
+
+    @property
+    def kind(self) -> type[Cauchy]:
+        """The class of Y's law; Cauchy without a config."""
+        return self.target.kind if getattr(self.config, "target", None) else Cauchy
+
+    def individual(self, u: Cauchy, drawn: Tensor) -> Tensor:
+        """A draw [...,C] from U, moved so that it has the same quantile of Y's own law as of the Cauchy. Only number
+        dimensions move, which words do not see."""
+        dims = u.loc.shape[-1] - self.net.word_size
+        if self.kind is Cauchy or not dims:
+            return drawn
+        y, at, step = self.value(u).to(torch.float64), self.value(Cauchy(drawn, u.scale)).loc, torch.zeros_like(drawn)
+        step[..., -dims:] = 1.0
+        gain = self.value(Cauchy(drawn + step, u.scale)).loc - at
+        wanted = y.quantile(Cauchy(*y).cdf(at.double()))
+        return drawn + ((wanted - at) / gain).to(drawn.dtype).unsqueeze(-1) * step
 
     def decide(self, u_prime: Cauchy, memory: Tensor, bar: float = 0.5) -> Decision:
         """The prediction of the next number; memory [...,K]: from `memory`. bar: an exact value needs a larger P."""

@@ -1,4 +1,5 @@
-"""The unit of the regression: maps raw numbers to targets of the loss, and predictions back to numbers.
+"""The unit of the regression: maps raw numbers to targets of the loss, and predictions back to numbers. And a number's
+law in this unit.
 
 The loss uses targets; metrics and generated numbers are in the raw unit. Values are stored in float64 and enter the
 loss as fp32 targets (bf16 is exact only up to 256).
@@ -12,6 +13,8 @@ import numpy as np
 import torch
 
 from cqwen_dist.config.shape import CONSTANTS
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.number_laws import LAWS
 
 NAMES = ("standardise", "none", "signed_log", "standardise_log")
 # Targets are clamped to this limit: far beyond any use, and still safe in the fp32 loss.
@@ -31,16 +34,21 @@ class TargetTransform:
     - ``standardise_log``: t = (sign(v) ln(1 + |v|) - median) / scale, with median and IQR/2 of the logarithms: for
       numbers of very different sizes, so that errors count relative to the number.
 
-    Raises ValueError for an unknown name, a median that is not finite, or a scale that is not finite and > 0.
+    law: of Y, whose location and scale are in this unit (`ops.number_laws.LAWS`).
+
+    Raises ValueError for an unknown name or law, a median that is not finite, or a scale that is not finite and > 0.
     """
 
     name: str = "none"
     median: float = 0.0
     scale: float = 1.0
+    law: str = "cauchy"
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
             raise ValueError(f"target transform {self.name!r}: one of {', '.join(NAMES)}")
+        if self.law not in LAWS:
+            raise ValueError(f"law {self.law!r}: one of {', '.join(LAWS)}")
         if not math.isfinite(self.median) or not (math.isfinite(self.scale) and self.scale > 0):
             raise ValueError(f"median {self.median} and scale {self.scale}: finite, and scale > 0")
 
@@ -62,6 +70,11 @@ class TargetTransform:
         median, scale = self._unit
         raw = targets.double() * scale + median
         return raw if self.linear else raw.sign() * raw.abs().clamp(max=_LOG_LIMIT).expm1()
+
+    @property
+    def kind(self) -> type[Cauchy]:
+        """The class of Y's law."""
+        return LAWS[self.law]
 
     @property
     def linear(self) -> bool:

@@ -28,6 +28,7 @@ from cqwen_dist.heads.beside import BESIDE
 from cqwen_dist.model.initialise import NOISE, SEED_GAMMA, SEED_NOISE, set_scales, start_regression
 from cqwen_dist.model.levelling import fit_numeral_rows, level_logits
 from cqwen_dist.model.modules import CausalModules
+from cqwen_dist.model.number_law_choice import FittedLaw, fit_law
 from cqwen_dist.model.ridge import FOLDS, ridges_by_leave_one_out, robust_ridge
 from cqwen_dist.model.start_search import StartLogits, best_threshold_and_gamma
 from cqwen_dist.ops.cauchy import Cauchy
@@ -73,6 +74,8 @@ class Calibration:
     numbers: int  # the regression was fitted to this number
     reg_mdae: float | None  # median absolute error of those numbers, each predicted by the others, raw unit
     reg_median_mdae: float | None  # the same if their median is always predicted
+    law: str  # of the numbers
+    law_crps: dict[str, float]  # by law, of the same errors: each fold's with the scale of the others
 
 
 @torch.no_grad()
@@ -87,6 +90,7 @@ def calibrate(
     fit_batches: Iterable[Batch] | None = None,
     beside_batches: Iterable[Batch] = (),
     numerals: Sequence[int] = (),
+    law: str | None = None,
     progress: Progress = lambda what, done, of: None,
 ) -> Calibration:
     """Fit the rows, choose (C, gamma) and start the regression; the model is changed in place.
@@ -95,13 +99,14 @@ def calibrate(
     choose (C, gamma). fit_batches: rows and regression are fitted to them (None: to `batches`). beside_batches:
     more batches; only the side network is fitted to their numbers. features: default the model's own; the engine's
     under ZeRO. fit_features: of fit_batches, one after another (None: `features`).
-    numerals: the tokens that spell numerals, if <NUM>'s row is to inherit from them. progress: called equally often
+    numerals: the tokens that spell numerals, if <NUM>'s row is to inherit from them. law: of the numbers, as `fit_law`
+    (None: the config's). progress: called equally often
     on every rank; it may raise to end the calibration. Collective over the world: every rank brings the same number of
     batches, and ends with the same values. Raises ValueError for no batches, and if no rank has a label;
     `UserError` for a base whose features are not finite.
     """
     beside = None if model.beside is None else from_wing(f"start of model.{BESIDE}")(model.beside, model.config)
-    start = _Start(model, groups, features or model.kept_features, tuple(numerals), beside, progress)
+    start = _Start(model, groups, features or model.kept_features, tuple(numerals), beside, law, progress)
 
     # Features, and logits of the base's rows before any row changes
     search = start.positions(batches, "features", max_tokens)
@@ -151,6 +156,7 @@ class _Start:
     features: Features
     numerals: tuple[int, ...]
     beside: Any  # fits the side network, if there is one
+    law: str | None
     progress: Progress
 
     def positions(
@@ -248,14 +254,14 @@ class _Start:
         parts = x, fit.values, fit.folds
         x, values, folds = self.of_all_ranks(*(part[fit.learnt] for part in parts), most=NUMBERS)
         if not len(values):
-            return {"numbers": 0, "reg_mdae": None, "reg_median_mdae": None}
+            return {"numbers": 0, "reg_mdae": None, "reg_median_mdae": None, "law": target.law, "law_crps": {}}
         texts, further = self.beside_numbers(fit, beside_batches)
 
         def tell(done: int, of: int) -> None:
             if self.groups.world_size == 1:  # progress is collective: other ranks only wait for this one
                 self.progress("the wide part", done, of)
 
-        def ridge() -> tuple[dict[str, Tensor], tuple[Tensor, float, float, float], float, float]:
+        def ridge() -> tuple[dict[str, Tensor], tuple[Tensor, float, float, float], FittedLaw, float, float]:
             targets = target.forward(values).double()
             before = [*texts[: len(values)], *(text for text, _ in further)]
             raw = torch.cat([values, values.new_tensor([value for _, value in further])])
@@ -266,27 +272,33 @@ class _Start:
                 g, tables, own_folds, shift = h, {}, folds, 0.0
             else:
                 # One cross-fit for both regressions, and the median residual of the first
-                left = every - read.left_out.to(every)
+                rest = every - read.left_out.to(every)
                 g, h = (part[: len(values)].to(targets) for part in (read.left_out, read.spread))
                 tables = read.tables
                 own_folds = folds.new_tensor(read.folds[: len(values)])
-                shift = float(left.median() - left[: len(values)].median())
+                shift = float(rest.median() - rest[: len(values)].median())
             found = robust_ridge(x, targets - g, own_folds, 0.0 if read is None else SURE)
             error = (target.inverse(found.left_out + shift + g) - values).abs().median()
             of_median = (values - values.quantile(0.5)).abs().median()
-            scale, noise = found.scale, NOISE
+            scale, noise, left = found.scale, NOISE, targets - g - found.left_out - shift
             if bool(h.any()):
-                left = (targets - g - found.left_out - shift).abs()
-                scale, noise = scale * float((left / h.exp()).median() / left.median()), LITTLE_NOISE
-            law = found.coefficients.cpu(), found.intercept + shift, scale, noise
-            return tables, law, float(error), float(of_median)
+                scale, noise = scale * float((left / h.exp()).abs().median() / left.abs().median()), LITTLE_NOISE
+            errors = left, h, own_folds
+            if read is not None and not bool(found.coefficients.any()):  # z adds nothing: also the numbers without z
+                errors = rest - found.intercept - shift, read.spread.to(every), folds.new_tensor(read.folds)
+            law = fit_law(self.law or target.law, *errors)
+            scale = scale if law.name == "cauchy" else law.scale
+            start = found.coefficients.cpu(), found.intercept + shift, scale, noise
+            return tables, start, law, float(error), float(of_median)
 
         self.fit_scores(fit)
-        tables, law, error, of_median = self.groups.agreed(ridge)
+        tables, begin, law, error, of_median = self.groups.agreed(ridge)
         for name, table in tables.items():
             self.model.get_parameter(f"{BESIDE}.{name}").copy_(table)
-        start_regression(self.model, *law)
-        return {"numbers": len(values), "reg_mdae": error, "reg_median_mdae": of_median}
+        start_regression(self.model, *begin)
+        self.model.config.target = {**self.model.config.target, "law": law.name}
+        found = {"numbers": len(values), "reg_mdae": error, "reg_median_mdae": of_median}
+        return {**found, "law": law.name, "law_crps": law.crps}
 
     def fit_scores(self, fit: _Positions) -> None:
         """Start the number head's scores, each by a ridge regression on U's word part."""

@@ -49,7 +49,7 @@ class Cauchy(NamedTuple):
 
     def to(self, where: torch.dtype | torch.device) -> "Cauchy":
         """The same law in a different dtype or on a different device."""
-        return Cauchy(self.loc.to(where), self.scale.to(where))
+        return self._replace(loc=self.loc.to(where), scale=self.scale.to(where))
 
     def affine(self, weight: Tensor, bias: Tensor | None = None) -> "Cauchy":
         """The law of W X + b: location W loc + b, scale |W| scale (S0 4, S3 2.4).
@@ -118,6 +118,11 @@ class Cauchy(NamedTuple):
         cot = 1.0 / torch.tan(math.pi * torch.where(outer, end, 0.25))
         inner = torch.tan(math.pi * (torch.where(outer, 0.5, p) - 0.5))
         return self.loc + self.scale * torch.where(outer, torch.where(low, -cot, cot), inner)
+
+    @staticmethod
+    def half_width(level: float) -> float:
+        """Half the width of the central interval that contains this probability in (0, 1), in scales."""
+        return math.tan(math.pi * level / 2)
 
     def sample(self, eps: Tensor) -> Tensor:
         """Reparameterised draw from uniforms ``eps`` in [0, 1): the quantile at eps, clamped 1e-7 from both ends.

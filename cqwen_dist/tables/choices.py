@@ -36,6 +36,7 @@ model:
   # one on the words and numbers of a row (also of data.eval's rows, each read by a fit without it) and on random
   # features, in which numbers act together, in any smooth way; one on z for what that leaves
   wide: [{wide}, {random_features}]
+  number_head: auto  # the law of the errors, by the CRPS of rows left out of the ridge regressions
 data:
   train: {train}
   eval: {valid}  # watches training and recalibrates intervals

@@ -125,8 +125,8 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
     # Refuse impossible settings before the slow parts
     abduction_named(config.model.abduction, config.run.dir)
     find_bitsandbytes(config.model.quantize)
-    if config.model.number_head is not None:
-        find_custom("model.number_head", config.model.number_head, config.run.dir)
+    if config.model.own_head is not None:
+        find_custom("model.number_head", config.model.own_head, config.run.dir)
     gate_named(config.loss.gate, config.run.dir)
     refuse_unknown(config.deepspeed)
 

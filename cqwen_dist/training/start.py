@@ -25,6 +25,7 @@ from cqwen_dist.data.loader import Loader
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.calibration import LEVEL_TOKENS, Features, calibrate
 from cqwen_dist.model.initialise import start_at_data
+from cqwen_dist.model.number_law_choice import law_said
 from cqwen_dist.ops.products import gemm_dtype
 from cqwen_dist.parallel.collectives import main_rank_first
 from cqwen_dist.run.files import LATEST, START, START_TENSORS, write_atomically, write_environment
@@ -156,6 +157,7 @@ def _calibrate(run: Run, sample: list[Batch], z: list[Tensor]) -> dict[str, Any]
         fit_batches=next(iter(loader)),
         beside_batches=() if held_out is None else held_out.batches,
         numerals=run.words.numerals if run.config.num_row_init == "digits" else (),
+        law="cauchy" if run.config.model.own_head else run.config.model.number_head,
         progress=run.at,
     )
     say = run.progress.say
@@ -172,6 +174,8 @@ def _calibrate(run: Run, sample: list[Batch], z: list[Tensor]) -> dict[str, Any]
             f"numbers at the start: median error {found.reg_mdae:.4g}, always predicting the median "
             f"{found.reg_median_mdae:.4g} ({found.numbers:,} numbers, each predicted by a fit to the others)"
         )
+        if found.law_crps:
+            say(f"law of the numbers: {law_said(found.law, found.law_crps)}")
     return asdict(found)
 
 
@@ -230,6 +234,9 @@ def _refuse_shape(config: Config, ours: Any, saved: dict[str, Any], source: Path
     unit = TargetTransform(**saved["target"]).name
     if unit != config.target_transform:
         raise UserError("loss.target_transform", config.target_transform, f"{unit!r}, as in {source}")
+    law, asked = saved["target"].get("law", "cauchy").partition("-")[0], config.model.number_head
+    if asked not in (None, "auto", law) and config.model.own_head is None:
+        raise UserError("model.number_head", asked, f"{law}, as in {source}")
     if ours.lora is not None and theirs.lora is not None:
         for name, value in theirs.lora.items():
             if name != "dropout" and ours.lora.get(name) != value:  # it only affects training

@@ -109,6 +109,8 @@ def test_a_warm_start_with_mismatched_tensors_or_settings_is_refused(one_rank: P
     config, warm = one_rank.parent / "config.yaml", [f"run.dir={tmp_path / 'new'}", f"model.warm_start={folder}"]
     found = run_ranks(refusals, 1, str(config), warm, str(folder), [*WARM])[0]
     assert {case for case in WARM if f"model.warm_start: found {CASES[case][2]}" not in found[case]} == set(), found
+    with pytest.raises(AssertionError, match=r"model\.number_head: found 'laplace', allowed: cauchy, as in"):
+        train_run(config, *warm, "model.number_head=laplace")
 
     manifest, state = (json.loads((folder / name).read_text()) for name in ("manifest.json", "state.json"))
     (folder / "state.json").write_text(json.dumps({**state, "model": {**state["model"], "value_periods": [10.0]}}))

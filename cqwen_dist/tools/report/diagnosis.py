@@ -178,8 +178,8 @@ def _raw_intervals(run: RunData, raw: float) -> Iterator[Finding]:
     if abs(raw - 0.9) > 0.05:
         wide, measured = raw > 0.9, "eval/width_90_conformal" in run.last
         yield note(
-            f"The Cauchy's 90 % intervals contain {raw:.0%}",
-            f"They are too {'wide, as a Cauchy fitted to light-tailed errors is' if wide else 'narrow'}; "
+            f"The law's own 90 % intervals contain {raw:.0%}",
+            f"They are too {'wide, as a Cauchy is for light-tailed errors' if wide else 'narrow'}; "
             + ("use the recalibrated ones." if measured else "recalibrated ones need 9 held-out numbers or more."),
         )
 

@@ -97,7 +97,7 @@ class PagedCausalQwen(nn.Module):
                 [row for row, state in numbers.rows.items() if state.digits == digits], device=last.device
             )
             exact = None if decision.exact is None else decision.exact[own]
-            some = Decision(Cauchy(decision.y.loc[own], decision.y.scale[own]), exact)
+            some = Decision(decision.y._replace(loc=decision.y.loc[own], scale=decision.y.scale[own]), exact)
             value[own] = written_values(some, target, self.intervals, digits, self.powers)
         facts = [*decision.y, self.intervals.words.shown(p_num.double()), decision.written]
         columns = [torch.zeros_like(value) if each is None else each.double() for each in facts]

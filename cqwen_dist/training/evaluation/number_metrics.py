@@ -2,10 +2,10 @@
 
 Intervals of a Cauchy that is fitted to light-tailed residuals are too wide. Split conformal prediction (Vovk; Lei et
 al. 2018) recalibrates them. The held-out numbers give scores r_i = |t_i - loc_i| / scale_i, in the target's unit, in
-which Y is Cauchy. Let q be the ceil((n+1) level)-th smallest score. Then loc +- q scale contains a new exchangeable
-number with probability >= level, for any model. The factor of a level is q divided by the half-width of the Cauchy: an
-interval is loc +- factor tan(pi level/2) scale, and raw intervals have factor 1. The target's unit is monotone in the
-raw unit, so the ends can be mapped back. A checkpoint stores the factors from all held-out numbers. Coverage is
+which Y has its law. Let q be the ceil((n+1) level)-th smallest score. Then loc +- q scale contains a new exchangeable
+number with probability >= level, for any model. The factor of a level is q divided by the half-width of the law (of a
+Cauchy tan(pi level/2)), and raw intervals have factor 1. The target's unit is monotone in the raw unit, so the ends can
+be mapped back. A checkpoint stores the factors from all held-out numbers. Coverage is
 measured on halves of the texts, each with the factors of the other half.
 """
 
@@ -23,7 +23,7 @@ from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.training.evaluation.abstaining import risk_80, surest
 
 CALIBRATION = "calibration"  # key of the factors in a checkpoint's metrics
-RAW = Intervals()  # intervals of the Cauchy law
+RAW = Intervals()  # intervals of Y's law
 LEAST_GAIN = 0.1  # on average, for which an exact value is written instead of Y's location
 DRAWN = 1000  # most numbers in a chart
 PIT_BINS = 20
@@ -39,8 +39,8 @@ def for_calibration(texts: np.ndarray) -> np.ndarray:
     return (texts.astype(np.uint64) * np.uint64(2654435769) & np.uint64(0xFFFFFFFF)) >> np.uint64(31) == 1
 
 
-def interval_factors(scores: np.ndarray, levels: tuple[float, ...] = LEVELS) -> Intervals:
-    """Factors from scores [n] = |t - loc| / scale, >= 0.
+def interval_factors(scores: np.ndarray, levels: tuple[float, ...] = LEVELS, law: type[Cauchy] = Cauchy) -> Intervals:
+    """Factors from scores [n] = |t - loc| / scale, >= 0. law: of Y.
 
     Leaves out levels that n numbers cannot guarantee (ceil((n+1) level) > n).
     """
@@ -48,7 +48,7 @@ def interval_factors(scores: np.ndarray, levels: tuple[float, ...] = LEVELS) -> 
     for level in levels:
         rank = math.ceil((len(ordered) + 1) * level - 1e-9)
         if 1 <= rank <= len(ordered):
-            found[level] = float(ordered[rank - 1]) / RAW.half_width(level)
+            found[level] = float(ordered[rank - 1]) / RAW.half_width(level, law)
     return Intervals(found, len(ordered))
 
 
@@ -83,12 +83,13 @@ def number_metrics(
     leaves them out: their errors are 0 or arbitrary. With a nonlinear transform there is only eval/crps_target, as the
     CRPS of a log-Cauchy is infinite.
     """
-    y = Cauchy(torch.from_numpy(numbers.loc), torch.from_numpy(numbers.scale))
+    law = target.kind
+    y = law(torch.from_numpy(numbers.loc), torch.from_numpy(numbers.scale))
     goal = target.forward(torch.from_numpy(numbers.true)).double()
     exact, bar = _exact(numbers, y, goal, target)
     new = ~exact
     if exact.any():
-        y = Cauchy(torch.where(torch.from_numpy(exact), _candidate(numbers, target), y.loc), y.scale)
+        y = y._replace(loc=torch.where(torch.from_numpy(exact), _candidate(numbers, target), y.loc))
     metrics = _errors(numbers, y, goal, target, baseline)
     if numbers.likeliest is not None:
         right = exact & np.isclose(numbers.likeliest, numbers.true, rtol=1e-9, atol=1e-9)
@@ -99,9 +100,9 @@ def number_metrics(
     scores = ((goal - y.loc).abs() / y.scale).numpy()
     error = np.abs(target.inverse(y.loc).numpy() - numbers.true)
     doubts, risk = surest(numbers.scale[new], error[new], np.median)
-    factors = replace(interval_factors(scores[new]), bar=bar, doubts={"numbers": doubts})
+    factors = replace(interval_factors(scores[new], law=law), bar=bar, doubts={"numbers": doubts})
     metrics["eval/reg_mdae_80"] = risk_80(risk)
-    raw = {level: float((scores <= RAW.half_width(level)).mean()) for level in CURVE}
+    raw = {level: float((scores <= RAW.half_width(level, law)).mean()) for level in CURVE}
     inside = {level: _inside(scores[new], for_calibration(numbers.text)[new], level) for level in CURVE}
     for level in LEVELS:
         percent = f"{100 * level:.0f}"
@@ -109,7 +110,7 @@ def number_metrics(
         if len(inside[level]):
             metrics[f"eval/coverage_{percent}_conformal"] = float(inside[level].mean())
         if level in known.factors:
-            metrics[f"eval/coverage_{percent}_known"] = float((scores <= known.half_width(level)).mean())
+            metrics[f"eval/coverage_{percent}_known"] = float((scores <= known.half_width(level, law)).mean())
     low, high = number_interval(y, target, RAW, 0.9)
     metrics["eval/width_90"] = float(np.median((high - low).numpy()))
     low, high = number_interval(y, target, factors, 0.9)

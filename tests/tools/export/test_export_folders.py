@@ -242,7 +242,7 @@ def test_the_model_card_has_the_runs_figures(one_rank: Path, tmp_path: Path, cap
     between = export(checkpoint_folder(one_rank, 4), tmp_path / "between")  # evaluated at step 3, before a step
     card = (between / "README.md").read_text()
     assert "Nothing was measured on held-out texts at this step." in card
-    assert "which a model of an earlier step predicted: the Cauchy's own" in card
+    assert "which a model of an earlier step predicted: the law's own" in card
     assert "as wide as an earlier step needed: step-00000004 was not evaluated" in caplog.text
 
 

@@ -204,7 +204,7 @@
     const edge = (sign) => ps.map((p) => [x(p), y(Math.max(0, Math.min(1, p + sign * reach(p))))]);
     svg.append(band(edge(1), edge(-1), "var(--quiet)"));
     svg.append(make("line", { class: "at", x1: x(0), y1: y(0), x2: x(1), y2: y(1) }));
-    const drawn = [["raw", "the Cauchy's own", 0], ["conformal", "recalibrated", 2]];
+    const drawn = [["raw", "the law's own", 0], ["conformal", "recalibrated", 2]];
     for (const [key, , c] of drawn) {
       const points = n.levels.map((p, i) => [p, n[key][i]]).filter((v) => v[1] !== null);
       svg.append(make("path", { class: "line", d: pathOf(points.map(([p, v]) => [x(p), y(v)])), style: `stroke:${colour(c)}` }));
@@ -278,7 +278,7 @@
         if (cy === at) svg.append(make("circle", { cx, cy, r: few ? 2.6 : 1.9, ...look }, said));
         else svg.append(make("path", { class: "beyond", d: `M${cx - 4} ${cy}h8l-4 ${at < cy ? -7 : 7}z`, ...look }, said));
       });
-      const which = n.interval === "conformal" ? "recalibrated" : "the Cauchy's own";
+      const which = n.interval === "conformal" ? "recalibrated" : "the law's own";
       const odd = (n.outside || []).filter(Boolean).length;
       const notes = [few ? `bars: 90 % intervals, ${which}` : `${n.true.length} of ${show(n.count)} numbers`];
       if (beyond) notes.push(`triangles: ${beyond} beyond the axis`);
