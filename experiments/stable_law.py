@@ -19,6 +19,7 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
+from scipy.optimize import minimize
 from scipy.special import gamma
 from scipy.stats import levy_stable, norm
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -29,8 +30,8 @@ ALPHAS = (1.0, 1.25, 1.5, 1.75, 2.0)
 Z = np.concatenate([[0.0], np.logspace(-3, 7, 400)])  # of the table of P
 BINS = 15
 FAR = 30.0
-SCALES = np.logspace(-3, 1, 33)  # of S, of the median word
-THRESHOLDS = np.linspace(-8.0, 8.0, 33)
+SCALES = np.logspace(-4.5, 1, 45)  # of S, of the median word
+THRESHOLDS = np.linspace(-6.0, 4.0, 21)
 GROUPS, LOWEST, WIDTH, COUNT = 12, -40.0, 0.02, 2000  # of the histogram
 
 
@@ -105,8 +106,18 @@ class Words:
         return float((own_below - above).mean() - (self.counts * below).sum() / len(self.own_loc))
 
 
+def ece(p: np.ndarray, right: np.ndarray) -> float:
+    """How far P [N] is from the share that is right, on average over bins of P."""
+    place = np.minimum((p * BINS).astype(int), BINS - 1)
+    return float(sum(abs(p[place == b].sum() - right[place == b].sum()) for b in range(BINS)) / len(p))
+
+
 def words(base: str, data: Path, tokens: int) -> list[dict[str, float]]:
-    """A row for each alpha: alpha, the best C and gamma, and held-out loss, accuracy, mean sum of P and ECE."""
+    """A row for each alpha: the C and scale of least loss, and of held-out tokens the loss, accuracy, sum of P and ECE.
+
+    Recalibrated: P of the likeliest word with the shift and the factor that are likeliest on the other tokens, as
+    `heads.intervals.WordScale`.
+    """
     loc, labels, weight = logits_of(base, data, 2 * tokens)
     found = []
     for alpha in ALPHAS:
@@ -114,13 +125,23 @@ def words(base: str, data: Path, tokens: int) -> list[dict[str, float]]:
         fit, held = (Words.of(loc[some], labels[some], norms) for some in (slice(tokens), slice(tokens, None)))
         sizes = SCALES / np.median(norms)
         _, c, size = min((fit.loss(tails, c, size), c, size) for c in THRESHOLDS for size in sizes)
-        z = (c - loc[tokens:]) / (size * norms)
-        above = np.exp(tails(z)[0])
-        p, right = above.max(1), above.argmax(1) == labels[tokens:]
-        place = np.minimum((p * BINS).astype(int), BINS - 1)
-        ece = sum(abs(p[place == b].sum() - right[place == b].sum()) for b in range(BINS)) / len(p)
+        strengths, hits, sums = [], [], []
+        for some in (slice(tokens), slice(tokens, None)):
+            z = (c - loc[some]) / (size * norms)
+            strengths.append(z.min(1))
+            hits.append(z.argmin(1) == labels[some])
+            sums.append(float(np.median(np.exp(tails(z)[0]).sum(1))))
+
+        def lost(by: np.ndarray, half: int, tails: Tails = tails, z: list[np.ndarray] = strengths) -> float:
+            above, below = tails((z[half] - by[0]) / math.exp(by[1]))
+            return float(-np.where(hits[half], above, below).mean())  # noqa: B023
+
+        start = np.array([float(np.median(strengths[0])), math.log(np.std(strengths[0]) + 1e-9)])
+        by = minimize(lost, start, (0,), "Nelder-Mead", options={"maxiter": 2000}).x
+        shown = tails((strengths[1] - by[0]) / math.exp(by[1]))[0]
         row = {"alpha": alpha, "C": c, "scale of S": size * float(np.median(norms)), "loss": held.loss(tails, c, size)}
-        row |= {"accuracy": right.mean(), "sum of P": float(np.median(above.sum(1))), "ECE": ece}
+        row |= {"accuracy": hits[1].mean(), "sum of P": sums[1], "ECE": ece(np.exp(tails(strengths[1])[0]), hits[1])}
+        row |= {"ECE recalibrated": ece(np.exp(shown), hits[1]), "log loss recalibrated": lost(by, 1)}
         found.append({key: float(f"{value:.4g}") for key, value in row.items()})
         typer.echo(json.dumps(found[-1]))
     return found
