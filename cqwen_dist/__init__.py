@@ -1,6 +1,6 @@
 """cqwen_dist: distributed LoRA fine-tuning of CausalQwen.
 
-from cqwen_dist import train, evaluate, predict, load  # docs/python.md
+from cqwen_dist import train, evaluate, predict, counterfactual, load  # docs/python.md
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
         Stopped,
         TrainResult,
         UserError,
+        counterfactual,
+        counterfactual_rows,
         evaluate,
         load,
         predict,
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Callback", "CallbackError", "Config", "Moment", "Stage", "Stopped", "TrainResult", "UserError"]
-__all__ += ["CausalQwenModel", "evaluate", "load", "predict", "train"]
+__all__ += ["CausalQwenModel", "counterfactual", "counterfactual_rows", "evaluate", "load", "predict", "train"]
 
 
 def __getattr__(name: str) -> Any:

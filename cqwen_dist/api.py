@@ -1,4 +1,4 @@
-"""The functions of `from cqwen_dist import train, evaluate, predict, load`; the command line calls them too.
+"""The functions of `from cqwen_dist import train, evaluate, predict, counterfactual, load`; `cqwen` calls them too.
 
 A mistake that the user can correct is a one-line `UserError`. Only `train` imports modules for training.
 """
@@ -20,6 +20,7 @@ from cqwen_dist.training.callbacks import Callback, CallbackError, Moment, Train
 
 if TYPE_CHECKING:
     from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
+    from cqwen_dist.generate.facts import NumberFact, WordFact
     from cqwen_dist.generate.numbers import Digits
     from cqwen_dist.generate.streaming import Tokenizer
     from cqwen_dist.model import CausalQwenForCausalLM
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from cqwen_dist.prediction.table import Prompt, Unread
 
 __all__ = ["Callback", "CallbackError", "Config", "Moment", "Stage", "Stopped", "TrainResult", "UserError"]
-__all__ += ["evaluate", "load", "predict", "train"]
+__all__ += ["counterfactual", "counterfactual_rows", "evaluate", "load", "predict", "train"]
 
 DATA = "data"  # subfolder of the run folder for rows from memory
 
@@ -196,7 +197,6 @@ def predicted_rows(
     **settings: Any,
 ) -> Iterator[dict[str, Any]]:
     """`predict`, batch by batch as the rows are taken. The same arguments; settings: of `predict_rows`."""
-    from cqwen_dist.checkpoint.trained import load_trained
     from cqwen_dist.prediction.table import cells_given, predict_rows, prompts_of, rows_of, with_place
 
     places, table = rows_of(rows)
@@ -216,15 +216,72 @@ def predicted_rows(
             source = str(rows) if isinstance(rows, (str, Path)) else "rows"
             given = cells_given(table, source, template, decimal_comma)
             prompts = prompts_of(template, list(table[0]), given, empty, unread)
-        found, tokenizer = model if isinstance(model, tuple) else load_trained(_folder(model), device)
+        found, tokenizer = _pair(model, device)
         settings |= {"unread": unread, "known": known, "cells": cells, "within": within}
         predicted = predict_rows(found, tokenizer, table, prompts, **settings)
     except UserError as error:
         raise with_place(error, rows, places, unread) from None
+    _tell_unread(rows, places, table, unread, say)
+    return predicted
+
+
+def counterfactual(
+    model: TrainResult | str | Path | tuple[CausalQwenForCausalLM, Tokenizer],
+    fact: str,
+    observed: float | str,
+    what_if: str,
+    *,
+    seed: int = 0,
+    device: str = "auto",
+) -> NumberFact | WordFact:
+    """`generate.facts.counterfactual`, like `cqwen counterfactual`. model: as for `predict`. Raises `UserError`."""
+    from cqwen_dist.generate.facts import counterfactual as ask
+
+    return ask(*_pair(model, device), fact, observed, what_if, seed)
+
+
+def counterfactual_rows(
+    model: TrainResult | str | Path | tuple[CausalQwenForCausalLM, Tokenizer],
+    rows: Any,
+    change: Mapping[str, Any],
+    *,
+    device: str = "auto",
+    say: Callable[[str], None] = warnings.warn,
+) -> list[dict[str, Any]]:
+    """The rows under a change (cells by column), given the outcome in the run's target column, like `cqwen
+    counterfactual --set`: with the new cells, and `prediction.changed_table.FACT_COLUMNS`.
+
+    model, rows, say: as for `predict` with the run's own prompt. A row that cannot be read, or in which nothing was
+    observed, has None in all new columns. Raises `UserError`.
+    """
+    from cqwen_dist.prediction.changed_table import changed_rows
+    from cqwen_dist.prediction.table import rows_of, with_place
+
+    places, table = rows_of(rows)
+    unread: Unread = {}
+    try:
+        learnt = _learnt_table(model)
+        found = list(changed_rows(*_pair(model, device), table, learnt, change, say, unread))
+    except UserError as error:
+        raise with_place(error, rows, places, unread) from None
+    _tell_unread(rows, places, table, unread, say)
+    return found
+
+
+def _pair(model: Any, device: str) -> tuple[CausalQwenForCausalLM, Tokenizer]:
+    from cqwen_dist.checkpoint.trained import load_trained
+
+    return model if isinstance(model, tuple) else load_trained(_folder(model), device)
+
+
+def _tell_unread(
+    rows: Any, places: Sequence[str], table: Sequence[Any], unread: Unread, say: Callable[[str], None]
+) -> None:
+    from cqwen_dist.prediction.table import with_place
+
     if unread:
         first = with_place(unread[min(unread)], rows, places, unread)
         say(f"{len(unread):,} of {len(table):,} rows have no prediction, such as {first}")
-    return predicted
 
 
 def _learnt_table(model: Any) -> LearntTable:

@@ -12,7 +12,7 @@ from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.console import AsJson, Checkpoint, echo, print_document, print_json, quiet_libraries
 
 if TYPE_CHECKING:
-    from cqwen_dist.generate.continuation import Individual, Written
+    from cqwen_dist.generate.continuation import Written
 
 Device = Annotated[str, typer.Option(help="cpu, cuda:N, or auto (a GPU; an exported folder uses all GPUs).")]
 DigitsOption = Annotated[str, typer.Option(help="Significant digits: 1 to 17, or auto (by the number's uncertainty).")]
@@ -47,8 +47,8 @@ def generate(
     mode: Mode = None,
     *,
     sampling: Sampling,
-    individuals: Annotated[int | None, typer.Option(help="Continue each prompt under this many individuals.")] = None,
-    noises: Annotated[int | None, typer.Option(help="Continue each prompt under this many noises.")] = None,
+    individuals: Annotated[int | None, typer.Option(help="Continue the prompt under this many individuals.")] = None,
+    noises: Annotated[int | None, typer.Option(help="Continue the prompt under this many noises.")] = None,
     digits: DigitsOption = "auto",
     stream: Annotated[bool, typer.Option("--stream", help="Print the text while generating (one prompt).")] = False,
     device: Device = "auto",
@@ -62,11 +62,14 @@ def generate(
     kind, drawn = _drawn(individuals, noises)
     if decision_threshold is not None and above is None:
         raise UserError("--decision-threshold", decision_threshold, "with --above")
+    if drawn is not None and len(prompt) > 1:
+        allowed = "one with --individuals or --noises; the same --seed draws the same ones for another"
+        raise UserError("--prompt", f"{len(prompt)} prompts", allowed)
     _check_together(mode, kind, drawn is not None, above, alone=stream, several=len(prompt) > 1 or as_json)
     quiet_libraries()
     from cqwen_dist.checkpoint.trained import load_trained
     from cqwen_dist.data.chat import Chat
-    from cqwen_dist.generate.continuation import continue_text, counterfactuals, treatments
+    from cqwen_dist.generate.continuation import continue_text, counterfactuals
     from cqwen_dist.generate.generation_settings import mode_as_asked
 
     model, tokenizer = load_trained(checkpoint, device)
@@ -83,8 +86,6 @@ def generate(
             echo(prompt[0], nl=False)
             options["on_text"] = lambda text: echo(text, nl=False)
         _print_continued(continue_text(model, tokenizer, prompt, mode=mode, **options), mode, stream, as_json)
-    elif len(prompt) > 1:
-        _print_treatments(treatments(model, tokenizer, prompt, drawn, kind, **options), prompt, kind, as_json)
     else:
         _print_counterfactuals(counterfactuals(model, tokenizer, prompt[0], drawn, kind, **options), kind, as_json)
 
@@ -138,24 +139,6 @@ def _print_counterfactuals(written: list["Written"], mode: str, as_json: bool) -
     differ = f"{diversity.distinct} of {diversity.n} texts differ; mean word distance {diversity.distance:.3f}"
     document = {"mode": mode, "diversity": asdict(diversity), "outputs": [w.to_dict() for w in written]}
     print_document(document, as_json, lambda _: Group(table, differ))
-
-
-def _print_treatments(found: list["Individual"], prompts: list[str], mode: str, as_json: bool) -> None:
-    from rich.table import Table
-
-    names = [f"{i}: {text}" for i, text in enumerate(prompts, 1)]
-    title = f"the same {len(found)} {mode}s; values: first numbers (difference from prompt 1)"
-    table = Table("", *names, title=title)
-    for i, individual in enumerate(found, 1):
-        columns = zip(individual.texts, individual.values, individual.differences, strict=True)
-        cells = []
-        for j, (text, value, difference) in enumerate(columns):
-            number = "" if value is None else f"{value:.6g}"
-            number += f" ({difference:+.6g})" if j and difference is not None else ""
-            cells.append(f"{text}\n{number}")
-        table.add_row(str(i), *cells)
-    document = {"mode": mode, "prompts": prompts, f"{mode}s": [asdict(individual) for individual in found]}
-    print_document(document, as_json, lambda _: table)
 
 
 def _print_words(

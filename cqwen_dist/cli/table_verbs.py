@@ -1,10 +1,12 @@
-"""Verbs for tables: fit, predict. Imports are local: --help is instant."""
+"""Verbs for tables: fit, predict, counterfactual. Imports are local: --help is instant."""
 
 import math
 import shlex
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +16,17 @@ import typer
 from cqwen_dist.cli.models import ABSTAIN, Device, DigitsOption, digits_of
 from cqwen_dist.cli.runs import start_ranks, train_here
 from cqwen_dist.config.errors import UserError, writing
-from cqwen_dist.console import AsJson, Checkpoint, DecimalComma, echo, plain_console, print_json, quiet_libraries, slug
+from cqwen_dist.console import (
+    AsJson,
+    Checkpoint,
+    DecimalComma,
+    echo,
+    plain_console,
+    print_document,
+    print_json,
+    quiet_libraries,
+    slug,
+)
 from cqwen_dist.run.files import REPORT
 from cqwen_dist.run.status import read_status
 from cqwen_dist.tables.fit_request import FitRequest
@@ -83,17 +95,55 @@ def predict(
     if option and abstain is not None:
         raise UserError("--abstain", abstain, "without --option, which has --reject-below")
     chosen_digits = digits_of(digits)
-    if out is not None and out.exists():
-        raise UserError("--out", str(out), "a file that does not exist yet")
+    _check_out(out)
     quiet_libraries()
     from cqwen_dist.api import predicted_rows
-    from cqwen_dist.prediction.table import write_table
-    from cqwen_dist.run.files import written_whole
 
     settings: dict[str, Any] = {"options": option or (), "reject_below": reject_below, "digits": chosen_digits}
     settings |= {"within": within, "batch_size": batch_size, "abstain": abstain}
     say = partial(echo, err=True)
-    rows = predicted_rows(checkpoint, table, template, empty, decimal_comma, device, say, **settings)
+    _write(predicted_rows(checkpoint, table, template, empty, decimal_comma, device, say, **settings), out)
+
+
+def counterfactual(
+    checkpoint: Checkpoint,
+    fact: Annotated[str, typer.Option(help="What was: a prompt; with --set a table, whose target was observed.")],
+    observed: Annotated[str | None, typer.Option(help="What came after the prompt: a number, or a word.")] = None,
+    what_if: Annotated[str | None, typer.Option(help="The prompt under the change.")] = None,
+    change: Annotated[
+        list[str] | None, typer.Option("--set", metavar="COLUMN=VALUE", help="The change in a table; repeatable.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="With --set: CSV file to write; default: stdout.")] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """What would have been, under another prompt or cell, given what was observed: for the same individual."""
+    if odd := next((each for each in change or () if "=" not in each), None):
+        raise UserError("--set", odd, "COLUMN=VALUE")
+    _check_out(out)
+    quiet_libraries()
+    from cqwen_dist import api
+
+    if what_if is not None and observed is not None and not change:
+        found = api.counterfactual(checkpoint, fact, observed, what_if, device=device)
+        print_document(asdict(found), as_json, lambda _: str(found))
+    elif change and what_if is None and observed is None:
+        cells = dict(each.split("=", 1) for each in change)
+        _write(api.counterfactual_rows(checkpoint, fact, cells, device=device, say=partial(echo, err=True)), out)
+    else:
+        allowed = "a prompt with --observed and --what-if, or a table with --set COLUMN=VALUE"
+        raise UserError("--fact", fact, allowed)
+
+
+def _check_out(out: Path | None) -> None:
+    if out is not None and out.exists():
+        raise UserError("--out", str(out), "a file that does not exist yet")
+
+
+def _write(rows: Iterable[Mapping[str, Any]], out: Path | None) -> None:
+    from cqwen_dist.prediction.table import write_table
+    from cqwen_dist.run.files import written_whole
+
     if out is None:
         write_table(rows, sys.stdout)
         return

@@ -189,7 +189,7 @@ def counterfactuals(
 ) -> list[Written]:
     """Continue one prompt for `count` individuals (seed S3 3.4.1), or for `count` noise draws (mode "noise", 3.4.2).
 
-    With the same seed and count, the i-th individual is the same for all prompts (`treatments`).
+    With the same seed and count, the i-th individual is the same for all prompts: it has the same quantiles of U.
     options: for `continue_text`. Raises `UserError`.
     """
     if mode not in ("individual", "noise"):
@@ -197,39 +197,3 @@ def counterfactuals(
     if count < 1:
         raise UserError("individuals", count, "1 or more")
     return continue_text(model, tokenizer, [prompt] * count, mode=mode, **options)
-
-
-@dataclass(frozen=True)
-class Individual:
-    """One individual under different treatments t, one prompt per treatment: the texts, and Y(t) (seed S3 1)."""
-
-    texts: list[str]
-    values: list[float | None]  # first number of each text; None without a number
-    differences: list[float | None]  # Y(t) - Y(first t); None if one is missing
-
-
-def treatments(
-    model: Any,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    count: int,
-    mode: str = "individual",
-    *,
-    seed: int | None = None,
-    **options: Any,
-) -> list[Individual]:
-    """Continue each prompt for the same `count` individuals.
-
-    An individual is a uniform eps [C]. It has the same quantiles of U for all prompts:
-    u(t) = loc_U(t) + scale_U(t) tan(pi (eps - 1/2)) (S3 3.4.1). Mode "noise" fixes the noise instead. seed: None draws
-    one seed for all prompts. options: for `continue_text`. Raises `UserError`.
-    """
-    seed = int(torch.randint(1 << 62, ())) if seed is None else seed
-    worlds = [counterfactuals(model, tokenizer, prompt, count, mode, seed=seed, **options) for prompt in prompts]
-    found = []
-    for written in zip(*worlds, strict=True):
-        values = [w.numbers[0].value if w.numbers else None for w in written]
-        first = values[0]
-        differences = [None if first is None or value is None else value - first for value in values]
-        found.append(Individual([w.text for w in written], values, differences))
-    return found

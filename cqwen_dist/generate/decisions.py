@@ -23,13 +23,12 @@ from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.scores import ovr_scores
 
 
-def _law(model: Any, batch: Padded, keep: Tensor) -> Cauchy:
-    """U' at the flat positions `keep` [N], Cauchy [N,C] on the head's device. Raises `UserError` for a bad prompt."""
+def inferred(model: Any, batch: Padded, keep: Tensor) -> Cauchy:
+    """U at the flat positions `keep` [N], Cauchy [N,C] on the head's device. Raises `UserError` for a bad prompt."""
     net = model.model
     check_prompt(net, batch.ids, batch.values, batch.mask)
-    u = net.infer(batch.ids, batch.values, batch.mask, position_ids=positions_in(batch.mask), keep=keep)
-    with at_hand(net.action):
-        return net.action.add_noise(u.to(net.action.cls_weight.device))
+    u: Cauchy = net.infer(batch.ids, batch.values, batch.mask, position_ids=positions_in(batch.mask), keep=keep)
+    return u.to(net.action.cls_weight.device)
 
 
 def rows_for(model: Any, words: Sequence[int] | None) -> int:
@@ -68,10 +67,10 @@ def multi_label(
         raise UserError("prob_threshold", prob_threshold, "above 0, below 1")
     rows = rows_for(model, words)
     b, t = batch.ids.shape
-    law = _law(model, batch, torch.arange(1, b + 1, device=batch.ids.device) * t - 1)
+    u = inferred(model, batch, torch.arange(1, b + 1, device=batch.ids.device) * t - 1)
     action = model.model.action
     with at_hand(action):
-        seen = action.word_part(law)
+        seen = action.word_part(action.add_noise(u))
         p = prob_words(action, seen, rows, decision_threshold).cpu()
     ids = torch.arange(rows) if words is None else torch.tensor(words, dtype=torch.int64)
     result = []
@@ -127,10 +126,10 @@ def _log_p(model: Any, tokenizer: Tokenizer, prompt: Prompt, continuations: Sequ
     batch = padded(model, tokenizer, [(before_ids + ids, before_values + values) for ids, values in after])
     width, device = batch.ids.shape[1], batch.ids.device
     targets = torch.stack([torch.arange(width) >= width - n for n in lengths]).to(device)
-    law = _law(model, batch, targets.flatten().nonzero()[:, 0] - 1)  # each token is predicted one position before it
+    u = inferred(model, batch, targets.flatten().nonzero()[:, 0] - 1)  # each token is predicted one position before it
     action = model.model.action
     with at_hand(action):
-        seen = action.word_part(law)
+        seen = action.word_part(action.add_noise(u))
         found = ovr_scores(seen, action.word_head(), batch.ids[targets].to(seen.loc.device))
     log_p = found.label_log_p.double().cpu().split(lengths)
     return [float(each.sum()) for each in log_p]

@@ -194,9 +194,8 @@ def predict_rows(
     """
     marked = [] if known is None else [OUTSIDE]
     added = [CHOICE, *(f"p {option}" for option in options)] if options else [*NUMBER_COLUMNS, *marked]
-    if taken := next(filter(rows[0].__contains__, added), "") if rows else "":
-        raise UserError("FILE", f"a column {taken}", "other names than the new columns'")
-    without = _without_prediction(model, tokenizer, prompts, options, unread)
+    check_new(rows, added)
+    without = without_prediction(model, tokenizer, prompts, options, unread)
     kept = sorted({*range(len(rows))} - {*without})
     prompts = [prompts[row] for row in kept]
     found: Iterator[dict[str, Any]]
@@ -218,7 +217,13 @@ def _without_doubtful(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "predicted": None} if row.pop(DOUBTFUL, None) else row
 
 
-def _without_prediction(
+def check_new(rows: Sequence[Mapping[str, Any]], added: Sequence[str]) -> None:
+    """Raises `UserError` if the table has one of the new columns."""
+    if taken := next(filter(rows[0].__contains__, added), "") if rows else "":
+        raise UserError("FILE", f"a column {taken}", "other names than the new columns'")
+
+
+def without_prediction(
     model: Any, tokenizer: Tokenizer, prompts: Sequence[Prompt], options: Sequence[str], unread: Unread | None
 ) -> Unread:
     """`unread` with the rows that the model cannot read. Raises `UserError`: the first, without `unread` or with no row

@@ -5,7 +5,7 @@ import torch
 from support.tiny import NUM, number_writing_lm
 from support.words import Words
 
-from cqwen_dist.generate.continuation import Diversity, counterfactuals, treatments
+from cqwen_dist.generate.continuation import Diversity, counterfactuals
 from cqwen_dist.model import CausalQwenForCausalLM
 from cqwen_dist.ops.cauchy import Cauchy
 
@@ -41,22 +41,17 @@ def test_diversity_rises_with_temperature(model: CausalQwenForCausalLM, mode: st
 def test_the_same_individuals_answer_every_prompt(model: CausalQwenForCausalLM, mode: str) -> None:
     """Y(t), S3 1: equal treatments have equal answers, and the number is that of eps in each treatment's law."""
     prompts, count = [PROMPT, "w60 w2", PROMPT], 6
-    found = treatments(model, Words(), prompts, count, mode, max_new_tokens=8)
-    for individual in found:
-        assert individual.texts[0] == individual.texts[2]
-        assert individual.values[0] == individual.values[2]
-        for value, more in zip(individual.values, individual.differences, strict=True):
-            first = individual.values[0]
-            assert more == (None if value is None or first is None else value - first)
-    assert any(individual.texts[0] != individual.texts[1] for individual in found)
-    assert len({individual.texts[0] for individual in found}) > 1
+    found = [counterfactuals(model, Words(), text, count, mode, seed=5, max_new_tokens=8) for text in prompts]
+    texts = [[written.text for written in of] for of in found]
+    assert texts[0] == texts[2] != texts[1]
+    assert len(set(texts[0])) > 1
     net, seed = model.model, 5
     eps = torch.rand(count, net.config.causal_hidden_size, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         net.action.threshold[NUM] = -1e4  # a number comes at once
     try:
-        told = treatments(model, Words(), prompts[:2], count, mode, seed=seed, max_new_tokens=1)
-        for t, prompt in enumerate(prompts[:2]):
+        for prompt in prompts[:2]:
+            told = counterfactuals(model, Words(), prompt, count, mode, seed=seed, max_new_tokens=1)
             ids, values = Words().encode(prompt)
             with torch.no_grad():
                 u = net.infer(torch.tensor([ids]), torch.tensor([values], dtype=torch.float64))
@@ -64,7 +59,7 @@ def test_the_same_individuals_answer_every_prompt(model: CausalQwenForCausalLM, 
                 noise = Cauchy(torch.zeros_like(law.loc), net.action.b_noise.abs())
                 at = law.sample(eps) if mode == "individual" else law.loc + noise.sample(eps)
                 wanted = net.target.inverse((at @ net.action.reg_weight + net.action.reg_bias).double())
-            assert [individual.values[t] for individual in told] == pytest.approx(wanted.tolist(), rel=1e-3)
+            assert [individual.numbers[0].value for individual in told] == pytest.approx(wanted.tolist(), rel=1e-3)
     finally:
         with torch.no_grad():
             net.action.threshold[NUM] = -0.5

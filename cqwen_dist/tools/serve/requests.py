@@ -147,6 +147,17 @@ class ChatCompletion(Asked):
         return {**Asked.options(asked, most_tokens), "begin": False}
 
 
+class Counterfactual(BaseModel):
+    """POST /v1/counterfactual: `generate.facts.counterfactual`."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str = ""
+    fact: str
+    observed: float | str
+    what_if: str
+    seed: int = 0
+
+
 class Answer:
     """The documents that answer one request."""
 

@@ -26,9 +26,10 @@ from torch import Tensor
 
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.continuation import Written, continue_text, end_ids
+from cqwen_dist.generate.facts import counterfactual
 from cqwen_dist.generate.numbers import GeneratedNumbers, NumberRecord
 from cqwen_dist.generate.streaming import NumberStreamer
-from cqwen_dist.tools.serve.requests import Answer, ChatCompletion, Completion, stop_at_end
+from cqwen_dist.tools.serve.requests import Answer, ChatCompletion, Completion, Counterfactual, stop_at_end
 
 LOOK_S = 0.25  # how often a waiting request looks whether its client is still there
 
@@ -72,17 +73,21 @@ class Server:
         """End the worker after the token in progress."""
         self.worker.shutdown(wait=False, cancel_futures=True)
 
+    def admit(self, model: str) -> None:
+        """Raises `UserError` for another model, `Refused` if too many requests wait."""
+        if model not in ("", self.name):
+            raise UserError("model", model, self.name)
+        if self.waiting >= self.limits.waiting:
+            raise Refused(429, f"{self.waiting} requests wait: try again later")
+
     def begin(self, asked: Completion | ChatCompletion) -> tuple[dict[str, Any], list[str]]:
         """(options, prompts). Raises `UserError` and `Refused`."""
-        if asked.model not in ("", self.name):
-            raise UserError("model", asked.model, self.name)
+        self.admit(asked.model)
         options, prompts = asked.options(self.limits.tokens), asked.prompts(self.tokenizer)
         if not 0 < len(prompts) * asked.n <= self.limits.texts:
             raise UserError("n", len(prompts) * asked.n, f"1 to {self.limits.texts} texts a request (prompts times n)")
         if asked.stream and len(prompts) * asked.n > 1:
             raise UserError("stream", len(prompts) * asked.n, "one text a stream")
-        if self.waiting >= self.limits.waiting:
-            raise Refused(429, f"{self.waiting} requests wait: try again later")
         return options, prompts
 
     def work(
@@ -245,7 +250,7 @@ class _Bounded:
 
 
 def make_app(server: Server) -> FastAPI:
-    """The application: /v1/completions, /v1/chat/completions, /v1/models, /health; /docs describes them."""
+    """The application: /v1/completions, /v1/chat/completions, /v1/counterfactual, ...; /docs describes them."""
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -262,6 +267,14 @@ def make_app(server: Server) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chats(asked: ChatCompletion, request: Request) -> Any:
         return await server.answer(asked, request)
+
+    @app.post("/v1/counterfactual")
+    async def counterfactuals(asked: Counterfactual, request: Request) -> Any:
+        server.admit(asked.model)
+        if not isinstance(server.model, torch.nn.Module):
+            raise UserError("--engine", "vllm", "generate, for facts")
+        given = asked.model_dump(exclude={"model"})
+        return await server.run(request, lambda _: counterfactual(server.model, server.tokenizer, **given))
 
     @app.get("/v1/models")
     async def models() -> Any:

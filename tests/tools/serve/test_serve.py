@@ -17,6 +17,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from cqwen_dist.generate.continuation import continue_text
+from cqwen_dist.generate.facts import counterfactual
 
 pytest.importorskip("fastapi", reason="pip install 'cqwen-dist[serve]'")
 pytest.importorskip("uvicorn", reason="pip install 'cqwen-dist[serve]'")
@@ -79,6 +80,15 @@ def test_texts_and_numbers_equal_continue_text_and_clients_do_not_mix(served: An
         assert answer["usage"]["completion_tokens"] == len(written.tokens)
     status, both = post(served, "completions", {"prompt": PROMPTS, "max_tokens": 10})
     assert [choice["text"] for choice in both["choices"]] == [written.text for written in wanted]
+
+
+def test_a_fact_is_answered_as_from_python(served: Any, model: Any) -> None:
+    asked = {"fact": PROMPTS[0], "observed": "w7", "what_if": PROMPTS[2]}
+    wanted = counterfactual(model, Words(), **asked)
+    status, found = post(served, "counterfactual", asked)
+    assert (status, found["words"], found["p"]) == (200, pytest.approx(wanted.words), pytest.approx(wanted.p))
+    status, found = post(served, "counterfactual", asked | {"observed": 3.5})
+    assert (status, "allowed: a text that the model goes on with a number" in found["error"]["message"]) == (400, True)
 
 
 def test_openais_client_reads_answers_streams_and_chats(served: Any, model: Any) -> None:

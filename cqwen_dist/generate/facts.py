@@ -1,0 +1,225 @@
+"""A fact observed, then changed (S3 1, Pearl's three steps): who is the individual, given what was observed, and what
+would it have been under another prompt?
+
+An individual keeps its quantile in every dimension of U's law (D50): u_j(t) = loc_j(t) + scale_j(t) tau_j. A number
+reads sum_j w_j u_j, so an observed number is a sum of the tau and of the noise (`ops.given_sum`). The noise is drawn
+anew under the change. A number's own law may differ from the Cauchy: a logarithm, recalibrated or limited intervals. It
+is the Cauchy moved quantile by quantile.
+
+Letters: B facts, C dimensions of U, N draws.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cqwen_dist.batch import positions_in
+from cqwen_dist.config.errors import UserError
+from cqwen_dist.generate.continuation import Prompt, encoded, padded
+from cqwen_dist.generate.decisions import inferred
+from cqwen_dist.generate.streaming import Tokenizer, reader
+from cqwen_dist.heads.intervals import LEVELS, Intervals, number_interval
+from cqwen_dist.heads.precision import at_hand
+from cqwen_dist.heads.targets import TargetTransform
+from cqwen_dist.ops.cauchy import Cauchy, prob_above
+from cqwen_dist.ops.given_sum import quantile_given_sum
+from cqwen_dist.ops.ovr.best import best_word
+
+MIDDLE = len(LEVELS)
+OF_ENDS = (*((1 - level) / 2 for level in LEVELS[::-1]), 0.5, *((1 + level) / 2 for level in LEVELS))
+DRAWS = 1024  # of individuals, for a word
+
+
+class NumberLaws(NamedTuple):
+    """The next number after B texts."""
+
+    ends: Tensor  # [B,7] float64, raw unit: its quantiles at `OF_ENDS`, as predictions show them
+    parts: Tensor  # [B,C] float64, |w| scale_U: the individual's part of the scale of Y, by dimension
+    noise: Tensor  # [B] float64, |w| |b_noise|: the rest of it
+    unit: TargetTransform
+
+
+@dataclass(frozen=True)
+class NumberFact:
+    """A number observed, and what it would have been."""
+
+    observed: float
+    within: float | None  # the level of the fact's smallest interval that holds it; None: it is outside of all
+    predicted: float  # under the change, without the fact
+    value: float  # with it: the median
+    intervals: dict[str, tuple[float, float]]  # of value, by level
+    effect: float  # value - observed
+
+    def __str__(self) -> str:
+        inside = "outside of all its intervals" if self.within is None else f"inside its {self.within:.0%} interval"
+        low, high = self.intervals["0.9"]
+        said = f"{self.value:.6g}, with 90 % between {low:.6g} and {high:.6g}; effect {self.effect:+.6g}"
+        return f"observed {self.observed:g}, {inside}\nwould be {said}\nwithout the fact {self.predicted:.6g}"
+
+
+@dataclass(frozen=True)
+class WordFact:
+    """A next word observed, and the words that the same individuals would say."""
+
+    observed: str
+    p: float  # share of all individuals that say it
+    draws: float  # number of independent individuals that the weighted draws are worth
+    words: dict[str, float]  # by text, the most frequent first: share of the individuals that say the word observed
+
+    def __str__(self) -> str:
+        said = f"{self.p:.2%} of all individuals say {self.observed!r} ({self.draws:.0f} draws); of these would say"
+        return "\n".join([said, *(f"    {word!r}   {share:.1%}" for word, share in [*self.words.items()][:8])])
+
+
+@torch.no_grad()
+def counterfactual(
+    model: Any, tokenizer: Tokenizer, fact: Prompt, observed: float | str, what_if: Prompt, seed: int = 0
+) -> NumberFact | WordFact:
+    """What would have come after `what_if`, if `observed` came after `fact`.
+
+    model: a `CausalQwenForCausalLM`. observed: a number, or a word of the vocabulary. seed: of the draws for a word.
+    Raises `UserError`, also if a number was observed and the model writes none next.
+    """
+    read, word = reader(tokenizer), -1
+    try:
+        number = float(observed)
+        if not math.isfinite(number):
+            raise UserError("--observed", observed, "a finite number, or a word")
+    except ValueError:
+        ids, values = read.encode(str(observed), begin=False)
+        if len(ids) != 1:
+            raise UserError("--observed", observed, "a number such as 37.8, or one word of the vocabulary") from None
+        word, number = (ids[0], 0.0) if ids[0] != read.num_token_id else (-1, values[0])
+    rows = [encoded(read, text) for text in (fact, what_if)]
+    with at_hand(model.model.action):
+        u = [_at_end(model, padded(model, read, [row])) for row in rows]
+        if word >= 0:
+            found = _of_word(model, u[0], u[1], word, torch.Generator().manual_seed(seed))
+            if found is None:
+                raise UserError("--observed", observed, f"a word that individuals say there: none of {DRAWS:,} does")
+            p, draws, shares = found
+            return WordFact(str(observed), p, draws, {read.decode([word]): share for word, share in shares.items()})
+        for text, law in zip((fact, what_if), u, strict=True):
+            noise = model.model.action.add_noise(law).scale
+            if (said := int(_best(model, law.loc, noise))) != read.num_token_id:
+                raise UserError(
+                    "prompt", text, f"a text that the model goes on with a number; here {read.decode([said])!r}"
+                )
+        return kept_numbers(
+            torch.tensor([number], dtype=torch.float64), *(number_laws(model, read, [row]) for row in rows)
+        )[0]
+
+
+def _at_end(model: Any, batch: Any) -> Cauchy:
+    """U [B,C] behind each text."""
+    b, t = batch.ids.shape
+    return inferred(model, batch, torch.arange(1, b + 1, device=batch.ids.device) * t - 1)
+
+
+def _best(model: Any, u: Tensor, noise: Tensor) -> Tensor:
+    """The words [N] of U' ~ Cauchy(u, noise) [N,C]."""
+    action = model.model.action
+    law = action.word_part(Cauchy(u, noise)).to(action.cls_weight)
+    return best_word(law, action.word_head(int(model.config.used_rows)), None).cpu()
+
+
+@torch.no_grad()
+def number_laws(model: Any, tokenizer: Tokenizer, rows: Sequence[tuple[list[int], list[float]]]) -> NumberLaws:
+    """The law of the number after each text (ids, values), as predictions show it. Raises `UserError`."""
+    batch, action = padded(model, tokenizer, rows), model.model.action
+    head, known = action.number_head, Intervals.from_dict(model.config.calibration)
+    u, number = _at_end(model, batch), (batch.ids == model.config.num_token_id) & batch.mask
+    last = torch.arange(1, len(rows) + 1, device=batch.ids.device) * batch.ids.shape[1] - 1
+    memory = head.memory(batch.ids, number, batch.values, positions_in(batch.mask), last)
+    with at_hand(action):
+        scale = action.add_noise(u).scale.requires_grad_()
+        with torch.enable_grad():  # in every head the scale is linear in that of U': the slope is |w|
+            y = head.decide(Cauchy(u.loc, scale), memory, known.bar).y
+            (weight,) = torch.autograd.grad(y.scale.sum(), scale)
+        parts, noise = weight.double() * u.scale, weight.double() @ action.b_noise.abs().double()
+    lows, highs = zip(*(number_interval(y, head.target, known, level) for level in LEVELS), strict=True)
+    ends = torch.stack([*lows[::-1], head.target.inverse(y.loc), *highs], -1)
+    ends, parts, noise = (part.detach().cpu() for part in (ends, parts, noise))
+    return NumberLaws(ends, parts, noise, head.target)
+
+
+def kept_numbers(observed: Tensor, fact: NumberLaws, change: NumberLaws) -> list[NumberFact]:
+    """The numbers under a change, given those observed [B] float64, raw unit."""
+    levels = torch.tensor(OF_ENDS, dtype=torch.float64)
+    steps = torch.tan(math.pi * (levels - 0.5)).expand(len(observed), -1)  # quantiles of the standard Cauchy
+    own, other = (law.unit.forward(law.ends).double() for law in (fact, change))
+    place = _moved(fact.unit.forward(observed).double().unsqueeze(-1), own, steps)
+    scales = [(law.parts.sum(-1) + law.noise).unsqueeze(-1) for law in (fact, change)]
+    x = quantile_given_sum(levels, (place * scales[0])[:, 0], fact.parts, change.parts, fact.noise, change.noise)
+    kept = change.unit.inverse(_moved(x / scales[1], steps, other))
+    found = []
+    for y, before, free, given in zip(*(e.tolist() for e in (observed, fact.ends, change.ends, kept)), strict=True):
+        inside = (float(level) for level, (low, high) in _pairs(before).items() if low <= y <= high)
+        value = given[MIDDLE]
+        found.append(NumberFact(y, next(inside, None), free[MIDDLE], value, _pairs(given), value - y))
+    return found
+
+
+def _pairs(ends: Sequence[float]) -> dict[str, tuple[float, float]]:
+    """Intervals by level."""
+    return {f"{level:g}": (ends[MIDDLE - i], ends[MIDDLE + i]) for i, level in enumerate(LEVELS, 1)}
+
+
+def _moved(x: Tensor, known: Tensor, to: Tensor) -> Tensor:
+    """x [B,K] by the lines through the points (known, to), ascending, [B,7] each; the outer ones go on."""
+    after = torch.searchsorted(known.contiguous(), x.contiguous()).clamp(1, known.shape[-1] - 1)
+    (a, b), (p, q) = ((line.gather(-1, after - 1), line.gather(-1, after)) for line in (known, to))
+    return p + (x - a) * (q - p) / (b - a).clamp(min=1e-12)
+
+
+def _of_word(
+    model: Any, fact: Cauchy, change: Cauchy, word: int, draw: torch.Generator
+) -> tuple[float, float, dict[int, float]] | None:
+    """(share of all individuals that say the word, how many the draws are worth, what these say under the change and
+    their shares); None if no draw says the word. fact, change: U [1,C]."""
+    action = model.model.action
+    noise, head = action.b_noise.abs(), action.word_head(int(model.config.used_rows))
+    tau = Cauchy(*torch.tensor([0.0, 1.0])).sample(torch.rand(DRAWS, noise.numel(), generator=draw)).double()
+    weight, usual = torch.ones(DRAWS, dtype=torch.float64), int(_best(model, fact.loc, noise.expand_as(fact.loc)))
+    if usual != word:  # those whose word beats the usual one: a half-space
+        two = head.take(torch.tensor([word, usual], device=noise.device))
+        s, gap = two.of_own(action.word_part(Cauchy(fact.loc.expand(2, -1), noise.expand(2, -1))))
+        rows, words = (two.weight / s.scale.unsqueeze(-1)).double().cpu(), action.word_size
+        z, wide = (gap / s.scale).double().cpu(), action.word_part(fact).scale[0].double().cpu()
+        tau[:, :words], weight = _beyond(tau[:, :words], (rows[0] - rows[1]) * wide, z[0] - z[1], draw)
+
+    def said(law: Cauchy, tau: Tensor) -> Tensor:
+        u = law.loc + law.scale * tau.to(noise.device)
+        return _best(model, u, noise.expand_as(u))
+
+    says = said(fact, tau) == word
+    if not float((weight := weight[says]).sum()):
+        return None
+    other, share = said(change, tau[says]), weight / weight.sum()
+    shares = {int(k): float(share[other == k].sum()) for k in other.unique()}
+    ordered = dict(sorted(shares.items(), key=lambda of: -of[1]))
+    return float(weight.sum() / DRAWS), float(1 / share.square().sum()), ordered
+
+
+def _beyond(tau: Tensor, a: Tensor, least: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Individuals [N,C] with tau a >= least, from draws without this condition, and their weights [N].
+
+    One tau of each, taken in proportion to |a|, is drawn again from beyond what the others leave to it. The weight is
+    the density that is wanted by that of this mixture; its mean is P(tau a >= least).
+    """
+    part = a.abs() / a.abs().sum()
+    j = torch.multinomial(part, len(tau), replacement=True, generator=draw).unsqueeze(-1)
+
+    def beyond(tau: Tensor) -> Tensor:
+        """P [N,C] of each dimension that the sum is large enough, given all others."""
+        left = (least - (tau @ a).unsqueeze(-1)) / a.abs() + tau * a.sign()
+        return prob_above(torch.ones_like(left), left)
+
+    # The angle of a uniform share of this probability: precise far out
+    angle = math.pi * beyond(tau).gather(-1, j) * torch.rand(j.shape, generator=draw, dtype=tau.dtype)
+    tau = tau.scatter(-1, j, a.sign()[j] / angle.clamp(min=1e-300).tan())
+    return tau, 1 / torch.where(part > 0, part / beyond(tau), 0.0).sum(-1)
