@@ -67,14 +67,7 @@ VERBS: dict[str, tuple[Callable[..., None], ...]] = {
     BEFORE: (configs.init, configs.plan, runs.prepare, configs.doctor, configs.accept),
     "Train": (runs.quickstart, table_verbs.fit, runs.train, runs.launch, runs.submit),
     LOOK: (results.status, results.report, results.evaluate),
-    "Use a model": (
-        models.generate,
-        table_verbs.predict,
-        table_verbs.counterfactual,
-        models.explain,
-        models.serve,
-        models.export,
-    ),
+    "Use a model": (models.generate, *table_verbs.USE, models.explain, models.serve, models.export),
 }
 GROUPS: dict[str, tuple[str, str, tuple[Callable[..., None], ...]]] = {
     "config": (BEFORE, "Check a config, or print its JSON Schema.", (configs.validate, configs.schema)),

@@ -16,17 +16,7 @@ import typer
 from cqwen_dist.cli.models import ABSTAIN, Device, DigitsOption, digits_of
 from cqwen_dist.cli.runs import start_ranks, train_here
 from cqwen_dist.config.errors import UserError, writing
-from cqwen_dist.console import (
-    AsJson,
-    Checkpoint,
-    DecimalComma,
-    echo,
-    plain_console,
-    print_document,
-    print_json,
-    quiet_libraries,
-    slug,
-)
+from cqwen_dist.console import AsJson, Checkpoint, DecimalComma, echo, plain_console, print_json, quiet_libraries, slug
 from cqwen_dist.run.files import REPORT
 from cqwen_dist.run.status import read_status
 from cqwen_dist.tables.fit_request import FitRequest
@@ -126,7 +116,7 @@ def counterfactual(
 
     if what_if is not None and observed is not None and not change:
         found = api.counterfactual(checkpoint, fact, observed, what_if, device=device)
-        print_document(asdict(found), as_json, lambda _: str(found))
+        print_json(asdict(found)) if as_json else echo(str(found))
     elif change and what_if is None and observed is None:
         cells = dict(each.split("=", 1) for each in change)
         _write(api.counterfactual_rows(checkpoint, fact, cells, device=device, say=partial(echo, err=True)), out)
@@ -150,6 +140,9 @@ def _write(rows: Iterable[Mapping[str, Any]], out: Path | None) -> None:
     with writing("--out", out), written_whole(out) as draft, draft.open("w", encoding="utf-8", newline="") as file:
         count = write_table(rows, file)
     echo(f"{count} rows to {out}")
+
+
+USE = predict, counterfactual
 
 
 def _show_fit(folder: Path, found: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from cqwen_dist.batch import positions_in
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.continuation import Prompt, encoded, padded
-from cqwen_dist.generate.decisions import inferred
+from cqwen_dist.generate.decisions import at_end
 from cqwen_dist.generate.streaming import Tokenizer, reader
 from cqwen_dist.heads.intervals import LEVELS, Intervals, number_interval
 from cqwen_dist.heads.precision import at_hand
@@ -96,7 +96,7 @@ def counterfactual(
         word, number = (ids[0], 0.0) if ids[0] != read.num_token_id else (-1, values[0])
     rows = [encoded(read, text) for text in (fact, what_if)]
     with at_hand(model.model.action):
-        u = [_at_end(model, padded(model, read, [row])) for row in rows]
+        u = [at_end(model, padded(model, read, [row])) for row in rows]
         if word >= 0:
             found = _of_word(model, u[0], u[1], word, torch.Generator().manual_seed(seed))
             if found is None:
@@ -114,12 +114,6 @@ def counterfactual(
         )[0]
 
 
-def _at_end(model: Any, batch: Any) -> Cauchy:
-    """U [B,C] behind each text."""
-    b, t = batch.ids.shape
-    return inferred(model, batch, torch.arange(1, b + 1, device=batch.ids.device) * t - 1)
-
-
 def _best(model: Any, u: Tensor, noise: Tensor) -> Tensor:
     """The words [N] of U' ~ Cauchy(u, noise) [N,C]."""
     action = model.model.action
@@ -132,7 +126,7 @@ def number_laws(model: Any, tokenizer: Tokenizer, rows: Sequence[tuple[list[int]
     """The law of the number after each text (ids, values), as predictions show it. Raises `UserError`."""
     batch, action = padded(model, tokenizer, rows), model.model.action
     head, known = action.number_head, Intervals.from_dict(model.config.calibration)
-    u, number = _at_end(model, batch), (batch.ids == model.config.num_token_id) & batch.mask
+    u, number = at_end(model, batch), (batch.ids == model.config.num_token_id) & batch.mask
     last = torch.arange(1, len(rows) + 1, device=batch.ids.device) * batch.ids.shape[1] - 1
     memory = head.memory(batch.ids, number, batch.values, positions_in(batch.mask), last)
     with at_hand(action):

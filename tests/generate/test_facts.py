@@ -53,7 +53,7 @@ def test_a_number_is_that_of_the_individuals_who_had_the_fact(model: CausalQwenF
     found = counterfactual(model, Words(), FACT, 163.0, OTHER)
     assert isinstance(found, NumberFact)
     net = model.model
-    u = [facts._at_end(model, padded(model, Words(), [encoded(Words(), text)])) for text in (FACT, OTHER)]
+    u = [facts.at_end(model, padded(model, Words(), [encoded(Words(), text)])) for text in (FACT, OTHER)]
     (loc, scale), (loc_2, scale_2) = (tuple(part[0].detach().double().numpy() for part in law) for law in u)
     w, b = net.action.reg_weight.detach().double().numpy(), float(net.action.reg_bias.detach())
     noise = np.abs(w) @ net.action.b_noise.detach().double().numpy()
@@ -102,7 +102,7 @@ def test_every_individual_of_a_word_says_it_and_these_are_the_ones_that_rejectio
     words, texts = Words(), (FACT, OTHER)
     with torch.no_grad():
         lm.model.action.b_noise.fill_(0.02)
-        u = [facts._at_end(lm, padded(lm, words, [encoded(words, text)])) for text in texts]
+        u = [facts.at_end(lm, padded(lm, words, [encoded(words, text)])) for text in texts]
         draw = torch.Generator().manual_seed(1)
         tau = Cauchy(*torch.tensor([0.0, 1.0])).sample(torch.rand(40_000, u[0].loc.shape[1], generator=draw))
         noise = lm.model.action.b_noise.expand_as(tau)
