@@ -62,8 +62,9 @@ def load_trained(
     refuse_exchanged(state.state["inputs"], known, config.run.accept, folder)
     where = torch.device(place_of(device))
     model = assemble(state, config, folder, "none" if full_base else config.model.quantize, where)
-    model.config.calibration = (state.state.get("figures") or {}).get("calibration") or intervals_of(folder)
-    if model.config.calibration is not None and not state.state["evaluated"]:
+    found = (state.state.get("figures") or {}).get("calibration") or intervals_of(folder)
+    model.config.calibration = found or model.config.calibration  # without an evaluation: of the start
+    if found is not None and not state.state["evaluated"]:
         _LOG.warning("the intervals are as wide as an earlier step needed: %s was not evaluated", folder.name)
     _let_texts_end(model, tokenizer, config.data.messages_field is not None)
     return model.to(where).eval(), tokenizer  # type: ignore[arg-type]  # transformers wraps `to`

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 Device = Annotated[str, typer.Option(help="cpu, cuda:N, or auto (a GPU; an exported folder uses all GPUs).")]
 DigitsOption = Annotated[str, typer.Option(help="Significant digits: 1 to 17, or auto (by the number's uncertainty).")]
 ABSTAIN = "Answer only as surely as this share of the held-out answers, such as 0.8; "
-_MODES = "standard, compatible, ovr, causal, individual, noise or sample; default: standard, or compatible with "
-Mode = Annotated[str | None, typer.Option(help=f"{_MODES}--temperature, --top-k or --top-p.")]
+_MODES = "standard, compatible, ovr, causal, individual, noise, sample, or words=..,numbers=..; default: standard or "
+Mode = Annotated[str | None, typer.Option(help=f"{_MODES}compatible with --temperature, --top-k or --top-p.")]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,9 @@ class Sampling:
     seed: Annotated[int | None, typer.Option(help="Seed for modes with random draws.")] = None
     temperature: Annotated[
         float | None, typer.Option(help="Divides logits in compatible, log P in ovr; multiplies scales in other modes.")
+    ] = None
+    word_temperature: Annotated[
+        float | None, typer.Option(help="Multiplies scales for words only; default: as diverse as the softmax.")
     ] = None
     top_k: Annotated[int | None, typer.Option(help="Only in modes compatible and ovr.")] = None
     top_p: Annotated[float | None, typer.Option(help="Only in modes compatible and ovr.")] = None
@@ -87,7 +90,8 @@ def generate(
             options["on_text"] = lambda text: echo(text, nl=False)
         _print_continued(continue_text(model, tokenizer, prompt, mode=mode, **options), mode, stream, as_json)
     else:
-        _print_counterfactuals(counterfactuals(model, tokenizer, prompt[0], drawn, kind, **options), kind, as_json)
+        modes = kind if mode in (None, "standard") else mode
+        _print_counterfactuals(counterfactuals(model, tokenizer, prompt[0], drawn, modes, **options), kind, as_json)
 
 
 def _check_together(mode: str | None, kind: str, drawn: bool, above: float | None, alone: bool, several: bool) -> None:
@@ -96,7 +100,7 @@ def _check_together(mode: str | None, kind: str, drawn: bool, above: float | Non
         raise UserError("--above", above, "in mode standard, without --stream, --individuals and --noises")
     if alone and (drawn or several):
         raise UserError("--stream", True, "with one prompt, without --json, --individuals and --noises")
-    if drawn and mode not in (None, "standard", kind):
+    if drawn and mode not in (None, "standard") and kind not in mode.replace("=", ",").split(","):
         raise UserError("--mode", mode, f"{kind}, as with --individuals or --noises, or none")
 
 

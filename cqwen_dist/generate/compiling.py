@@ -95,7 +95,8 @@ class Kept:
 
     buffers: Buffers | None = None
     dtype: torch.dtype | None = None
-    ahead: dict[int, Tensor] = field(default_factory=dict)  # random numbers of a step by width, drawn before the step
+    # Random numbers of a step, drawn before it, by width and whether they are of words
+    ahead: dict[tuple[int, bool], Tensor] = field(default_factory=dict)
     near: Tensor | None = None  # W_cls in bf16
     steps: dict[object, Callable[..., Any]] = field(default_factory=dict)  # compiled steps by settings
 
@@ -133,12 +134,12 @@ class Kept:
         self.buffers.cache.beside_state = None
         return new.inside(self.buffers)
 
-    def random(self, rows: int, width: int, device: torch.device) -> Tensor:
-        """Memory [rows,width] fp32 for the random numbers of a step."""
-        if width not in self.ahead:
-            self.ahead[width] = torch.empty(rows, width, device=device)
-            stay(self.ahead[width])
-        return self.ahead[width]
+    def random(self, rows: int, key: tuple[int, bool], device: torch.device) -> Tensor:
+        """Memory [rows,width] fp32 for the random numbers of a step. key: (width, whether they are of words)."""
+        if key not in self.ahead:
+            self.ahead[key] = torch.empty(rows, key[0], device=device)
+            stay(self.ahead[key])
+        return self.ahead[key]
 
     def copied(self, weight: Tensor) -> Tensor:
         """weight in bf16. Copied at each call, as training may have changed the weight."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cqwen_dist.batch import Padded, pad_rows
 from cqwen_dist.config.errors import UserError
+from cqwen_dist.generate.modes import ModeName, mode_names
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, NumberRecord, check_digits
 from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, cut, reader, text_of
 
@@ -106,7 +107,7 @@ def continue_text(
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     *,
-    mode: str | None = None,
+    mode: ModeName | None = None,
     max_new_tokens: int = 64,
     seed: int | None = None,
     digits: Digits = "auto",
@@ -185,14 +186,20 @@ class Diversity:
 
 
 def counterfactuals(
-    model: Any, tokenizer: Tokenizer, prompt: str, count: int, mode: str = "individual", **options: Any
+    model: Any,
+    tokenizer: Tokenizer,
+    prompt: str,
+    count: int,
+    mode: ModeName = "individual",
+    **options: Any,
 ) -> list[Written]:
     """Continue one prompt for `count` individuals (seed S3 3.4.1), or for `count` noise draws (mode "noise", 3.4.2).
+    Words or numbers may have another mode.
 
     With the same seed and count, the i-th individual is the same for all prompts: it has the same quantiles of U.
     options: for `continue_text`. Raises `UserError`.
     """
-    if mode not in ("individual", "noise"):
+    if not {"individual", "noise"} & {*mode_names(mode)}:
         raise UserError("mode", mode, "individual, noise")
     if count < 1:
         raise UserError("individuals", count, "1 or more")

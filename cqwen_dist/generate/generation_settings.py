@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.generate.modes import MODES, find_mode
+from cqwen_dist.generate.modes import MODES, Draws, Mode, ModeName, find_mode
 from cqwen_dist.generate.numbers import Digits, check_digits
 from cqwen_dist.heads.intervals import Intervals
 
@@ -40,7 +41,7 @@ class Settings:
     Raises `UserError` for an unknown mode, values out of range, and a temperature in a mode without temperature.
     """
 
-    mode: str = "standard"  # a name of `generate.modes.MODES`
+    mode: ModeName = "standard"  # a name of `generate.modes.MODES`, or two (`mode_names`)
     max_new_tokens: int = 64  # the end of the model's context also ends a text
     eos_token_id: int | Sequence[int] | None = None  # end token ids; None: the ids of the config; []: no end
     pad_token_id: int | None = None  # fills ended rows; None: the id of the config, or the first eos, or 0
@@ -48,8 +49,10 @@ class Settings:
     # includes the temperature.
     do_sample: bool | None = None
     logits_processor: Callable[[Tensor, Tensor], Tensor] | None = None
-    # In modes that draw an individual or the noise: factor of the scale in draws (1: the inferred law, 0: no draw).
+    # In modes that draw an individual or the noise: factor of the scale in draws (1: the inferred law, 0: no draw). The
+    # same for what words read; "auto": the temperature times the model's own factor (`heads.word_temperature`).
     temperature: float | None = None
+    word_temperature: float | Literal["auto"] = "auto"
     decode_rule: Literal["ovr", "loc"] | None = None  # ranks words by P or by loc_S; None: the default of the mode
     # Ends a text before the first word or number that is more doubtful than this share of the held-out ones
     # (`Intervals.most_doubt`); None: never.
@@ -70,7 +73,6 @@ class Settings:
 
     def __post_init__(self) -> None:
         mode, seed = find_mode(self.mode), self.seed
-        check_temperature(self.temperature)
         if self.digits is not None:
             check_digits(self.digits)
         for key, fits, allowed in (
@@ -86,10 +88,21 @@ class Settings:
         ):
             if not fits:
                 raise UserError(key, getattr(self, key), allowed)
-        if self.temperature not in (None, 1.0) and mode.drawn is None:
+        self._check_temperatures(mode)
+
+    def _check_temperatures(self, mode: Mode) -> None:
+        """Raises `UserError` for a temperature out of range, or in a mode without it."""
+        check_temperature(self.temperature)
+        if self.temperature not in (None, 1.0) and mode.drawn is None and mode.numbers is None:
             having = ", ".join(name for name, other in MODES.items() if other.draws is not False)
             elsewhere = f"none in mode {self.mode}, or a mode out of {having}"
             raise UserError("temperature", self.temperature, "in logits_processor" if mode.has_logits else elsewhere)
+        if self.word_temperature == "auto":
+            return
+        check_temperature(self.word_temperature, "word_temperature")
+        if mode.drawn is None:
+            having = ", ".join(name for name, other in MODES.items() if other.drawn is not None)
+            raise UserError("word_temperature", self.word_temperature, f"auto, or a mode out of {having}")
 
     @property
     def static(self) -> bool:
@@ -107,6 +120,13 @@ class Settings:
     def generator_on(self, device: torch.device) -> torch.Generator | None:
         """The random generator; None for torch's global state."""
         return self.generator if self.seed is None else torch.Generator(device).manual_seed(self.seed)
+
+    def draws(self, device: torch.device, known: Intervals) -> Draws:
+        """The randomness of one generation. known: what the model's held-out texts have calibrated."""
+        own, cut = 1.0 if self.temperature is None else self.temperature, self.eps_truncation
+        words = known.word_draws(own, cut) if self.word_temperature == "auto" else (self.word_temperature, cut)
+        source = self.generator_on(device)
+        return Draws(source, own, cut, words if words != (own, cut) else None, Draws(source, own, cut))
 
     def ends(self, config: Any) -> list[int]:
         """The end token ids. config: the model's."""
@@ -174,10 +194,10 @@ class Prompt:
         return cls(ids, values, mask if embeds is None or mask is not None else torch.ones_like(ids), embeds, hidden)
 
 
-def check_temperature(temperature: float | None) -> None:
+def check_temperature(temperature: float | None, name: str = "temperature") -> None:
     """Raises `UserError` unless the temperature is None, or finite and at least 0."""
-    if temperature is not None and not 0.0 <= temperature < math.inf:
-        raise UserError("temperature", temperature, "a number >= 0 (0: greedy)")
+    if temperature is not None and not (isinstance(temperature, Real) and 0.0 <= temperature < math.inf):
+        raise UserError(name, temperature, "a number >= 0 (0: greedy)" + ", or auto" * (name != "temperature"))
 
 
 def check_prompt(model: Any, ids: Tensor, values: Tensor | None, mask: Tensor | None) -> None:

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from cqwen_dist.generate.compiling import ROOM, Buffers, CompiledSteps, Ending, Kept
 from cqwen_dist.generate.generation_settings import Prompt, Settings, check_prompt
-from cqwen_dist.generate.modes import Draws, Options, best, find_mode
+from cqwen_dist.generate.modes import Laws, Options, best, find_mode
 from cqwen_dist.generate.numbers import GeneratedNumbers, written_values
 from cqwen_dist.heads.number_head import Decision
 from cqwen_dist.heads.precision import at_hand
@@ -103,9 +103,8 @@ class _Continuation:
             self.now = replace(self.now, cache=DynamicCache(config=base))
         self.mode = find_mode(settings.mode)
         self.options = self.options_of(settings)
-        temperature = 1.0 if settings.temperature is None else settings.temperature
         self.most_doubt = settings.most_doubt(self.now.numbers.intervals)
-        self.draws = Draws(settings.generator_on(given.ids.device), temperature, settings.eps_truncation)
+        self.draws = settings.draws(given.ids.device, self.now.numbers.intervals)
         self.steps = None
         if self.kept is not None:
             self.steps = CompiledSteps.of(self.kept, settings, self.padded, model, given.ids.device)
@@ -153,11 +152,8 @@ class _Continuation:
             u_prime = self.infer(torch.arange(self.end, device=self.now.at.device), self.now.mask[:, : self.end])
             self.write(u_prime, self.choose(u_prime))
         else:
-            # A compiled step cannot draw from a generator
-            if self.kept is not None and (found := self.mode.random(self.action, self.options)) is not None:
-                law, width = found
-                memory = self.kept.random(len(self.now.ids), width, self.action.cls_weight.device)
-                self.draws.draw_ahead(memory, law)
+            if self.kept is not None:
+                self.draw_ahead(self.kept)
             torch.compiler.cudagraph_mark_step_begin()  # the CUDA graph may overwrite the outputs of the last step
             if self.steps is None:
                 whole_step(self)
@@ -167,6 +163,15 @@ class _Continuation:
                 u_prime = self.steps(_Continuation.infer_next, self)
                 self.steps(_Continuation.write, self, u_prime, self.choose(u_prime))
         self.end += 1
+
+    def draw_ahead(self, kept: Kept) -> None:
+        """Draw the random numbers of a step before it: a compiled step cannot draw from a generator."""
+        for mode, draws in ((self.mode.numbers, self.draws.apart), (self.mode, self.draws)):
+            found = None if mode is None else mode.random(self.action, self.options)
+            if found is not None and draws is not None:
+                law, width = found
+                key = width, mode is self.mode
+                draws.draw_ahead(kept.random(len(self.now.ids), key, self.action.cls_weight.device), law)
 
     def read(self, ids: Tensor) -> None:
         """Write the words of texts [B,T'] instead of chosen ones. All words up to the next number are read at once."""
@@ -182,15 +187,15 @@ class _Continuation:
             for t in range(self.end, min(until + 1, self.total)):
                 if pad not in self.ends:
                     self.now.done.logical_or_(after_end[:, t])
-                self.write(Cauchy(*(part[:, t - 1 - begin] for part in u_prime)), ids[:, t])
+                self.write(u_prime.at(t - 1 - begin), ids[:, t])
             begin, self.end = until, until + 1
 
-    def infer_next(self) -> Cauchy:
+    def infer_next(self) -> Laws:
         """`infer` for the last column, using the cache. With a static cache the mask covers all columns: unwritten
         columns stay True, and the causal mask hides them."""
         return self.infer(self.now.at - 1, self.now.mask if self.static else self.now.mask[:, : self.end])
 
-    def infer(self, columns: Tensor, mask: Tensor, every: bool = False) -> Cauchy:
+    def infer(self, columns: Tensor, mask: Tensor, every: bool = False) -> Laws:
         """U' [B,C] at the last of these columns [w], which are not in the cache yet; on the device of the head. every:
         at all of them, [B,w,C]."""
         now = self.now
@@ -209,22 +214,23 @@ class _Continuation:
         )
         return self.mode.law(self.action, u.to(self.action.cls_weight.device), self.draws)
 
-    def choose(self, u_prime: Cauchy) -> Tensor:
+    def choose(self, u_prime: Laws) -> Tensor:
         """The next word of each row [B], on the device of the head."""
         if self.number_first and self.end == self.prompt:
-            return torch.full_like(self.now.lengths, self.num_token_id, device=u_prime.loc.device)
+            return torch.full_like(self.now.lengths, self.num_token_id, device=self.action.cls_weight.device)
         ids = self.now.ids if self.options.processors is None else self.now.ids[:, : self.end]
-        seen = self.action.word_part(u_prime)
+        seen = self.action.word_part(u_prime.words)
         return self.mode.choose(self.action, seen, self.draws, self.options, ids.to(seen.loc.device))
 
-    def write(self, u_prime: Cauchy, word: Tensor) -> None:
+    def write(self, u_prime: Laws, word: Tensor) -> None:
         """Write the word [B] or number of each row with its probabilities and laws, and advance `at`."""
         # Everything is computed for all rows and masked: a branch on device values would synchronise
         action, now, numbers, device = self.action, self.now, self.now.numbers, self.now.ids.device
-        seen, head = action.word_part(u_prime).to(action.cls_weight.dtype), action.word_head()
+        seen, head = action.word_part(u_prime.words).to(action.cls_weight.dtype), action.word_head()
         shown = numbers.intervals.words.shown
         p_num = shown(prob_of(seen, head, torch.full_like(word, self.num_token_id)).double()).to(device)
-        own, noise = head.take(word.to(seen.loc.device)), Cauchy(u_prime.loc, self.mode.noise_of(action, u_prime))
+        own, of_numbers = head.take(word.to(seen.loc.device)), self.mode.numbers or self.mode
+        noise = Laws(*(mode.noise_of(action, u) for mode, u in zip((self.mode, of_numbers), u_prime, strict=True)))
         law, gap = own.of_own(seen)
         p_word = shown(prob_above(law.scale, gap).double()).to(device)
         embedding = self.model.features.embedding
@@ -234,12 +240,14 @@ class _Continuation:
             word = given.where(given >= 0, word.to(device))
             p_word, p_num = p_word.masked_fill(given >= 0, 1.0), p_num.masked_fill(given >= 0, 0.0)
             self.put(numbers.given, (given >= 0) & ~now.done)
-        decision = action.number_head.decide(u_prime, now.memory, numbers.intervals.bar)
+        decision = action.number_head.decide(u_prime.numbers, now.memory, numbers.intervals.bar)
         word, y = word.to(device), decision.y.to(torch.float64).to(device)
         new = ~now.done
         number = (word == self.num_token_id) & new
-        word_noise = own.of_own(action.word_part(noise).to(seen.loc.dtype))[0].scale.double().to(device)
-        number_noise, word_scale = (each.scale.double().to(device) for each in (action.number_head.value(noise), law))
+        word_noise = own.of_own(action.word_part(noise.words).to(seen.loc.dtype))[0].scale.double().to(device)
+        number_noise, word_scale = (
+            each.scale.double().to(device) for each in (action.number_head.value(noise.numbers), law)
+        )
         parts = torch.stack([word_scale - word_noise, word_noise, y.scale - number_noise, number_noise], 1)
         doubtful = torch.zeros_like(new)
         if self.most_doubt:

@@ -22,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.generation_settings import DRAWING, Prompt, check_temperature, mode_as_asked
 from cqwen_dist.generate.generator import Watch
-from cqwen_dist.generate.modes import find_mode
+from cqwen_dist.generate.modes import ModeName, find_mode, mode_names
 from cqwen_dist.generate.numbers import MOST_DIGITS, GeneratedNumbers
 from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, ends_at
 from cqwen_dist.generate.transformers_loops import (
@@ -38,7 +38,10 @@ from cqwen_dist.generate.transformers_loops import (
 from cqwen_dist.heads.intervals import LEVELS
 
 # Passed on to `Settings` unchanged.
-PASSED_ON = ("abstain", "decode_rule", "digits", "eps_truncation", "generator", "number_first", "seed", "used_rows")
+PASSED_ON = (
+    *("abstain", "decode_rule", "digits", "eps_truncation", "generator", "number_first", "seed", "used_rows"),
+    "word_temperature",
+)
 SAMPLING = ("do_sample", *DRAWING)
 LENGTH = ("max_new_tokens", "max_length", "max_time", "stop_strings", "num_return_sequences", "return_dict_in_generate")
 # Hugging Face turns each of these into a logits processor.
@@ -116,7 +119,7 @@ class Call:
 def translate(
     model: Any,
     prompt: Prompt,
-    mode: str | None,
+    mode: ModeName | None,
     *,
     generation_config: GenerationConfig | None,
     logits_processor: Sequence[Any] | None,
@@ -142,8 +145,9 @@ def translate(
         mode, asked = mode_as_asked(asked)
     if isinstance(streamer, NumberStreamer):
         asked.setdefault("digits", streamer.digits)
-    merged = _merged(own, asked, mode)
-    options = {name: merged[name] for name in (*PASSED_ON, *PLAIN) if name in merged}
+    words, numbers = mode_names(mode)
+    merged = _merged(own, asked, words)
+    options = {name: merged[name] for name in (*PASSED_ON, *PLAIN) if merged.get(name) is not None}
     ids = prompt.ids
     mask = _mask_of(model, ids, merged) if prompt.mask is None else prompt.mask
     options |= {"mode": mode, "attention_mask": mask, "max_new_tokens": 64}
@@ -151,10 +155,13 @@ def translate(
         options["max_new_tokens"] = int(merged["max_new_tokens"])
     elif merged.get("max_length") is not None:
         options["max_new_tokens"] = max(0, int(merged["max_length"]) - ids.shape[1])
-    seen = ids[:, prompt.hidden :]  # by processors
+    seen, apart = ids[:, prompt.hidden :], dict[str, Any]()  # by processors
+    if numbers is not None and find_mode(words).has_logits:
+        merged["temperature"], apart = _temperatures(words, own, asked, options.pop("word_temperature", "auto"))
     options |= _draws(
-        model, seen, mask, mode, {**merged, "max_length": options["max_new_tokens"]}, logits_processor or ()
+        model, seen, mask, words, {**merged, "max_length": options["max_new_tokens"]}, logits_processor or ()
     )
+    options |= apart
     copies, as_output = int(merged.get("num_return_sequences") or 1), bool(merged.get("return_dict_in_generate"))
     if needs_loop(prompt, merged, options):
         loop = loop_call(model, ids.shape[1], merged, options, stopping_criteria, streamer, watch)
@@ -178,6 +185,12 @@ def _draws(
         return drawn
     top_k = merged.get("top_k") or (0 if mode == "ovr" else None)  # transformers may have a default
     return drawn | _sampling(model, ids, mask, {**merged, "do_sample": mode == "ovr", "top_k": top_k}, own)
+
+
+def _temperatures(words: str, own: dict[str, Any], asked: dict[str, Any], wide: Any) -> tuple[Any, dict[str, Any]]:
+    """(the temperature of the processors, that of numbers), if numbers have a mode of their own. wide: of words."""
+    of_base = own.get("temperature") if words == "compatible" else None
+    return of_base if wide == "auto" else wide, {"temperature": asked.get("temperature")}
 
 
 def _only_in(name: str) -> str:

@@ -1,6 +1,7 @@
 """The modes of generation. Two functions decide the next word and number.
 
-    law(action, U, draws)                      -> U', input of the action network: parts are drawn, parts stay laws
+    law(action, U, draws)                      -> U', input of the action network: parts are drawn, parts stay laws;
+                                                  U' as words read it, and as numbers do
     choose(action, U', draws, options, ids)    -> the word of each row; the number is the location of Y(U')
 
     mode        law of U'                                  word
@@ -12,16 +13,17 @@
     noise       Cauchy(loc + |b| eps, scale), one eps      argmax P                        S3 3.4.2
     sample      the point u, drawn in each step            argmax S(u)                     S4 2.4.2
 
-b is b_noise. Draws use `temperature` times the scale (1: the inferred law; 0: its location). In compatible and ovr the
-temperature is one of Hugging Face's processors: of loc_S, or of log P, whose softmax is P / sum P. Shape letters: B
-rows, C causal dimensions, V vocabulary. All tensors belong to one position: [B,C], at most [B,V]. action: a
-`heads.action.ActionNetwork` with all V rows on this device.
+b is b_noise. Draws use `temperature` times the scale (1: the inferred law; 0: its location), for words
+`word_temperature` times the scale, of the same eps. In compatible and ovr the temperature is one of Hugging Face's
+processors: of loc_S, or of log P, whose softmax is P / sum P. Shape letters: B rows, C causal dimensions, V vocabulary.
+All tensors belong to one position: [B,C], at most [B,V]. action: a `heads.action.ActionNetwork` with all V rows on this
+device.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,19 @@ from torch import Tensor, nn
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.ops.cauchy import Cauchy, log_prob_above, prob_above
 from cqwen_dist.ops.ovr.best import RowSizes, all_scores, best_word, strongest
+
+ModeName = str | Mapping[str, str]  # as `mode_names` reads it
+
+
+class Laws(NamedTuple):
+    """U' [B,C] as words read it, and as numbers do. An individual is one eps for both."""
+
+    words: Cauchy
+    numbers: Cauchy
+
+    def at(self, column: int) -> "Laws":
+        """One column [B,C] of [B,w,C]."""
+        return Laws(*(Cauchy(law.loc[:, column], law.scale[:, column]) for law in self))
 
 
 @dataclass
@@ -38,18 +53,25 @@ class Draws:
     generator: torch.Generator | None = None  # None: torch's global state
     temperature: float = 1.0  # factor of the scale in draws
     eps_truncation: float = 0.0  # clamps uniforms to this distance from 0 and 1, which cuts the far tails
+    words: tuple[float, float] | None = None  # (temperature, eps_truncation) of what words read; None: the same
+    apart: "Draws | None" = None  # of numbers that have another mode
     # [B,C] uniforms or [B,n] exponentials of one step, drawn before it: a compiled step cannot draw from a generator.
     ahead: Tensor | None = field(default=None, repr=False)
     _kept: Tensor | None = field(default=None, repr=False)
 
-    def from_law(self, law: Cauchy, once: bool) -> Tensor:
-        """Draw loc + temperature scale tan(pi (eps - 1/2)), [B,C]. once: later calls reuse the first eps."""
+    def from_law(self, law: Cauchy, once: bool) -> tuple[Tensor, Tensor]:
+        """Draw loc + temperature scale tan(pi (eps - 1/2)), [B,C]: (as words read it, as numbers do), of one eps.
+        once: later calls reuse the first eps."""
         eps = self._kept if self.ahead is None else self.ahead
         if eps is None:
             eps = self.fill(torch.empty_like(law.loc), Tensor.uniform_)
             self._kept = eps if once else None
-        eps = eps.clamp(self.eps_truncation, 1.0 - self.eps_truncation)
-        return Cauchy(law.loc, law.scale * self.temperature).sample(eps)
+
+        def drawn(temperature: float, cut: float) -> Tensor:
+            return Cauchy(law.loc, law.scale * temperature).sample(eps.clamp(cut, 1.0 - cut))
+
+        number = drawn(self.temperature, self.eps_truncation)
+        return number if self.words is None else drawn(*self.words), number
 
     def pick(self, weights: Tensor) -> Tensor:
         """Draw one index per row [B] with probability proportional to weights [B,n] (>= 0, not all 0).
@@ -170,13 +192,14 @@ def _used(action: Any, u_prime: Cauchy, used_rows: int) -> tuple[Tensor, Cauchy]
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode: the drawn part, the choice of a word, and the default ranking of `best`."""
+    """A mode: the drawn part, the choice of a word, and the default ranking of `best`; numbers may have another."""
 
     choose: Callable[[Any, Cauchy, Draws, Options, Tensor], Tensor]
     drawn: Literal["individual", "noise"] | None = None  # the drawn part; the other part stays a law. None: neither
     once: bool = False  # reuse the same quantiles in each step instead of drawing again
     noise: bool = True  # False: an individual without noise, the point u
     rank_by: Literal["ovr", "loc"] = "ovr"
+    numbers: "Mode | None" = None  # None: the same
 
     @property
     def has_logits(self) -> bool:
@@ -197,24 +220,33 @@ class Mode:
         rows = None if self.choose is softmax_sample else options.used_rows
         return Tensor.exponential_, action.word_head(rows).rows
 
-    def noise_of(self, action: Any, u_prime: Cauchy) -> Tensor:
-        """The part [B,C] of the scale of U' that is the noise's; the rest is the individual's."""
+    def noise_of(self, action: Any, u_prime: Cauchy) -> Cauchy:
+        """U' [B,C] with the noise's part of its scale; the rest is the individual's."""
         if self.drawn == "noise" or not self.noise:
-            return torch.zeros_like(u_prime.scale)
-        return action.b_noise.abs().to(u_prime.scale).expand_as(u_prime.scale)
+            return Cauchy(u_prime.loc, torch.zeros_like(u_prime.scale))
+        return Cauchy(u_prime.loc, action.b_noise.abs().to(u_prime.scale).expand_as(u_prime.scale))
 
-    def law(self, action: Any, u: Cauchy, draws: Draws) -> Cauchy:
+    def law(self, action: Any, u: Cauchy, draws: Draws) -> Laws:
         """U' from U, both [B,C]."""
+        if self.numbers is None or draws.apart is None:
+            return self._of_both(action, u, draws)
+        # They draw first: with one seed, their individual is that of their own mode
+        numbers = self.numbers.law(action, u, draws.apart).numbers
+        return Laws(self._of_both(action, u, draws).words, numbers)
+
+    def _of_both(self, action: Any, u: Cauchy, draws: Draws) -> Laws:
+        """`law`, if numbers have the mode of words."""
         if self.drawn is None:
-            return Cauchy(*action.add_noise(u))
+            return Laws(*2 * (Cauchy(*action.add_noise(u)),))
         zero = torch.zeros_like(u.loc)
         noise = Cauchy(zero, action.b_noise.abs().expand_as(u.loc))
         law = noise if self.drawn == "noise" else u
-        drawn = draws.from_law(law, self.once)
-        drawn = action.number_head.individual(Cauchy(law.loc, law.scale * draws.temperature), drawn)
+        words, numbers = draws.from_law(law, self.once)
+        numbers = action.number_head.individual(Cauchy(law.loc, law.scale * draws.temperature), numbers)
         if self.drawn == "noise":
-            return Cauchy(u.loc + drawn, u.scale)
-        return Cauchy(drawn, noise.scale if self.noise else zero)
+            return Laws(*(Cauchy(u.loc + part, u.scale) for part in (words, numbers)))
+        rest = noise.scale if self.noise else zero
+        return Laws(*(Cauchy(part, rest) for part in (words, numbers)))
 
 
 MODES: dict[str, Mode] = {
@@ -228,8 +260,33 @@ MODES: dict[str, Mode] = {
 }
 
 
-def find_mode(name: str) -> Mode:
-    """The mode with this name. Raises `UserError` with the list of modes."""
-    if name not in MODES:
-        raise UserError("mode", name, ", ".join(MODES))
-    return MODES[name]
+def mode_names(mode: ModeName) -> tuple[str, str | None]:
+    """(the mode of words, that of numbers if it is another) for a name, {"words": ..., "numbers": ...}, or
+    "words=...,numbers=...". Raises `UserError`."""
+    names = _by_kind(mode)
+    if names.keys() != {"words", "numbers"}:
+        raise UserError("mode", mode, "a mode of words and one of numbers: words=compatible,numbers=individual")
+    words, numbers = names["words"], names["numbers"]
+    if odd := [name for name in (words, numbers) if name not in MODES]:
+        raise UserError("mode", odd[0], ", ".join(MODES))
+    of_words = [name for name, other in MODES.items() if other.has_logits]
+    if numbers == words or (numbers == "standard" and words in of_words):
+        return words, None
+    if numbers in of_words:
+        allowed = ", ".join(name for name in MODES if name not in of_words)
+        raise UserError("mode: numbers", numbers, f"{allowed}; {numbers} draws words only")
+    return words, numbers
+
+
+def _by_kind(mode: ModeName) -> dict[str, str]:
+    if isinstance(mode, Mapping):
+        return dict(mode)
+    if "=" not in str(mode):
+        return {"words": mode, "numbers": mode}
+    return dict(part.partition("=")[::2] for part in mode.split(","))
+
+
+def find_mode(mode: ModeName) -> Mode:
+    """The mode with this name or these names (`mode_names`). Raises `UserError` with the list of modes."""
+    words, numbers = mode_names(mode)
+    return MODES[words] if numbers is None else replace(MODES[words], numbers=MODES[numbers])

@@ -21,6 +21,7 @@ from cqwen_dist.batch import positions_in
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.generation_settings import Prompt, Settings, check_prompt
 from cqwen_dist.generate.generator import Watch, numbers_of
+from cqwen_dist.generate.modes import mode_names
 from cqwen_dist.generate.numbers import POWERS, Digits, GeneratedNumbers, written_values
 from cqwen_dist.generate.streaming import NumberStreamer
 from cqwen_dist.heads.intervals import Intervals
@@ -50,11 +51,12 @@ def needs_loop(prompt: Prompt, merged: dict[str, Any], options: dict[str, Any]) 
     """True if transformers' generate has to write the text. It also handles processors in `standard`, and embeddings in
     `compatible` (processors do not see a prompt without ids). options: for `generate.generator.generate`."""
     asked = [merged[name] for name in STARTS_A_LOOP if merged.get(name) is not None]
+    mode, _ = mode_names(options["mode"])
     return (
         any(value is True or isinstance(value, Tensor) or value not in (False, 1) for value in asked)
         or merged.get("cache_implementation") not in (None, "dynamic", "static")
-        or (options["mode"] == "standard" and options.get("logits_processor") is not None)
-        or (options["mode"] == "compatible" and prompt.embeds is not None)
+        or (mode == "standard" and options.get("logits_processor") is not None)
+        or (mode == "compatible" and prompt.embeds is not None)
     )
 
 
@@ -70,16 +72,19 @@ def loop_call(
     """The keywords of transformers' generate but for the prompt, of `length`. Raises `UserError` if its loops cannot do
     it."""
     written = "nothing with beams, scores or a cache of transformers, whose loops know only ids"
-    for name in ("abstain", "decode_rule", "eps_truncation", "generator", "number_first", "used_rows", "stop_strings"):
-        if merged.get(name):
-            raise UserError(name, merged[name], written)
+    mode, apart = mode_names(options["mode"])
+    asked = {**merged, "numbers": apart}
+    refused = ("abstain", "decode_rule", "eps_truncation", "generator", "number_first", "numbers", "used_rows")
+    for name in (*refused, "stop_strings"):
+        if asked.get(name):
+            raise UserError(name, asked[name], written)
     if watch or isinstance(streamer, NumberStreamer):
         raise UserError("streamer", "a NumberStreamer", written)
     if model.model.beside is not None and merged.get("num_beams", 1) > 1:
         raise UserError("num_beams", merged["num_beams"], "1: the part beside z only goes forward")
-    Settings(mode=options["mode"], temperature=options.get("temperature"))
+    Settings(**{name: options[name] for name in ("mode", "temperature", "word_temperature") if name in options})
     names = (*BEAMS, *SEEN, *PLAIN, "cache_config", "num_return_sequences", "return_dict_in_generate")
-    mode, room = options["mode"], model.config.max_position_embeddings - length
+    room = model.config.max_position_embeddings - length
     drawn = options.get("do_sample", mode == "ovr")
     fields = {name: merged[name] for name in (*names, "max_time") if merged.get(name) is not None}
     fields |= {"max_new_tokens": max(0, min(options["max_new_tokens"], room)), "do_sample": drawn, "mode": mode}

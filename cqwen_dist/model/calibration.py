@@ -6,7 +6,8 @@ The steps, in this order (docs/training.md; docs/measurements.md has the figures
 2. level all rows: subtract one vector, so that logits approximate log-probabilities (`levelling.level_logits`);
 3. choose (C, gamma), the threshold and the total scale of U', of least OvR loss;
 4. if the model has a side network (`heads.beside`), fit it;
-5. start W_reg, b_reg and U's number dimensions: a robust ridge regression, or the median if that is no better.
+5. start W_reg, b_reg and U's number dimensions: a robust ridge regression, or the median if that is no better;
+6. measure how wide individuals are drawn for words (`heads.word_temperature`).
 
 With the seeds' constants argmax P differs from argmax loc_S, and the loss starts in the thousands (seeds S3 section 4,
 S1). There are two word-head products: one for the normalisers, one for the logits of the search, which stay in memory.
@@ -25,14 +26,16 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.heads.action import words_of_base
 from cqwen_dist.heads.beside import BESIDE
+from cqwen_dist.heads.intervals import Intervals
+from cqwen_dist.heads.word_temperature import word_temperature
 from cqwen_dist.model.initialise import NOISE, SEED_GAMMA, SEED_NOISE, set_scales, start_regression
 from cqwen_dist.model.levelling import fit_numeral_rows, level_logits
 from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.model.number_law_choice import FittedLaw, fit_law
-from cqwen_dist.model.ridge import FOLDS, ridges_by_leave_one_out, robust_ridge
+from cqwen_dist.model.ridge import fold_of_row, ridges_by_leave_one_out, robust_ridge
 from cqwen_dist.model.start_search import StartLogits, best_threshold_and_gamma
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.parallel.collectives import gather_objects, sum_over
+from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.groups import ALONE, Groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_scores
@@ -76,6 +79,7 @@ class Calibration:
     reg_median_mdae: float | None  # the same if their median is always predicted
     law: str  # of the numbers
     law_crps: dict[str, float]  # by law, of the same errors: each fold's with the scale of the others
+    word_temperature: float  # `heads.word_temperature`, on the positions that (C, gamma) were chosen on
 
 
 @torch.no_grad()
@@ -132,6 +136,11 @@ def calibrate(
     regression = start.fit_regression(fit, beside_batches)
 
     found = start.measured(logits, base_best, threshold, gamma)
+    progress("the word temperature", 0, 1)
+    found["word_temperature"] = wide = word_temperature(
+        model.action, model.abduction(search.z), model.config.used_rows, groups
+    )
+    model.config.calibration = Intervals(word_temperature=wide).to_dict()
     return Calibration(threshold=threshold, gamma=gamma, **seed, **rows, **regression, **found)
 
 
@@ -174,7 +183,7 @@ class _Start:
             self.progress(what, i, len(batches))
             kept, batch = batch.kept.to(device), batch.to(device)
             z = features(batch, kept).float()
-            folds = _fold_of_row(batch, self.groups).repeat_interleave(batch.labels.shape[1])
+            folds = fold_of_row(batch, self.groups).repeat_interleave(batch.labels.shape[1])
             per_position = (batch.labels, batch.numeric_mask, batch.numeric_labels, folds)
             parts.append((z, *(part.flatten()[kept] for part in per_position), head.memory_at(batch, kept)))
             if self.beside is not None:
@@ -335,16 +344,3 @@ class _Start:
             "num_f1": 2 * logits.mean(is_num & best_is_num) / (numbers + logits.mean(best_is_num)) if numbers else None,
             "num_p_mean": logits.mean(p_num * is_num) / numbers if numbers else None,
         }
-
-
-def _fold_of_row(batch: Batch, groups: Groups) -> Tensor:
-    """[B] in [0, FOLDS): a hash of the row's tokens, so that the folds are the same on any number of ranks.
-
-    Collective over the sequence group, whose ranks have parts of the row.
-    """
-    width = batch.input_ids.shape[1]
-    places = torch.arange(1, width + 1, device=batch.input_ids.device) + groups.sequence_rank * width
-    key = (batch.input_ids * batch.attention_mask * places).sum(1)
-    if groups.sequence is not None:
-        sum_over(key, groups.sequence)
-    return (key * 2_654_435_761 % 2**32) * FOLDS // 2**32  # Knuth's multiplicative hash: its high bits are even

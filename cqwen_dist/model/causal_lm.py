@@ -15,7 +15,7 @@ from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.generation_settings import Prompt
 from cqwen_dist.generate.generator import Watch, generate
 from cqwen_dist.generate.hugging_face import translate, with_numbers
-from cqwen_dist.generate.modes import logits_by
+from cqwen_dist.generate.modes import ModeName, logits_by
 from cqwen_dist.generate.transformers_loops import NumberGenerationMixin
 from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.heads.action import ActionNetwork
@@ -259,7 +259,7 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         self,
         input_ids: Tensor | None = None,
         numeric_values: Tensor | None = None,
-        mode: str | None = None,
+        mode: ModeName | None = None,
         return_numbers: bool = False,
         *,
         inputs: Tensor | None = None,
@@ -274,8 +274,8 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
     ) -> Any:
         """Continue prompts: prompt + continuation [B,T'] int64; with return_numbers also their `GeneratedNumbers`.
 
-        mode: a name of `generate.modes.MODES`, default standard. The other arguments are Hugging Face's, if they have a
-        meaning here (`generate.hugging_face.translate`): a GenerationConfig or its fields as options, streamers,
+        mode: as in `generate.modes.mode_names`, default standard. The other arguments are Hugging Face's, if they have
+        a meaning here (`generate.hugging_face.translate`): a GenerationConfig or its fields as options, streamers,
         stopping criteria, stop_strings (with the tokenizer); processors of logits in mode compatible. Further options
         are those of `generate.generator.generate`: decode_rule, seed, generator, number_first, eps_truncation,
         used_rows, watch. Raises `UserError`.

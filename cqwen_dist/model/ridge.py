@@ -10,6 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cqwen_dist.batch import Batch
+from cqwen_dist.parallel.collectives import sum_over
+from cqwen_dist.parallel.groups import Groups
+
 # Candidates, in units of the mean over x's dimensions of their squares summed over the tokens.
 RIDGES = torch.logspace(-5, 2, 15, dtype=torch.float64)
 # For `robust_ridge`, in units of half the targets' interquartile range. On GSM8K's numbers and SmolLM2 (484 to fit, 387
@@ -150,3 +154,16 @@ class _Decomposition(NamedTuple):
             return self.vectors @ (along / (self.values + ridge))
         of_vectors = along / self.values.sqrt().clamp(min=1e-150)  # vectors^T y; 0 where x has no extent
         return self.x.T @ (self.vectors @ (of_vectors / (self.values + ridge)))
+
+
+def fold_of_row(batch: Batch, groups: Groups) -> Tensor:
+    """[B] in [0, FOLDS): a hash of the row's tokens, so that the folds are the same on any number of ranks.
+
+    Collective over the sequence group, whose ranks have parts of the row.
+    """
+    width = batch.input_ids.shape[1]
+    places = torch.arange(1, width + 1, device=batch.input_ids.device) + groups.sequence_rank * width
+    key = (batch.input_ids * batch.attention_mask * places).sum(1)
+    if groups.sequence is not None:
+        sum_over(key, groups.sequence)
+    return (key * 2_654_435_761 % 2**32) * FOLDS // 2**32  # Knuth's multiplicative hash: its high bits are even

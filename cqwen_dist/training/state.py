@@ -171,8 +171,8 @@ def load_heads(engine: Engine, values: dict[str, Tensor], state: dict[str, Any])
     for name, value in values.items():
         tensors[name].copy_(value)
     engine.heads.noise_unit = state["noise_unit"]
-    for name in ("target", "constants", "symbols"):
-        setattr(model.config, name, saved[name])
+    for name in ("target", "constants", "symbols", "calibration"):
+        setattr(model.config, name, saved.get(name))
     model.config.scale_floor = model.abduction.scale_floor = saved["scale_floor"]
 
 

@@ -14,7 +14,6 @@ from cqwen_dist.run.files import write_atomically
 from experiments.claims import individuals, treatments
 from experiments.claims.people import DOSES
 from experiments.claims.subject import Ask
-from experiments.claims.writers import Way
 
 TITLE = "Gallery"
 PROMPTS = (
@@ -23,11 +22,6 @@ PROMPTS = (
     "Once upon a time there was a girl who lived by the sea.",
 )
 WORDS = 20
-WAYS = {
-    "individual": Way("individual", 1.0),
-    "individual, matched": Way("individual", 1500.0),
-    "individual, tails cut, matched": Way("individual", 30000.0, 0.05),
-}
 
 
 def of_first(ask: Ask) -> dict[str, Any]:
@@ -55,25 +49,14 @@ def of_first(ask: Ask) -> dict[str, Any]:
 
 
 def written(ask: Ask) -> dict[str, dict[str, list[str]]]:
-    """What the same writers write after each prompt, by the way of drawing; the start is that of `individuals`.
-
-    The temperatures are 1, and those that `individuals` matched; where it did not run, those of SmolLM2-135M.
-    """
-    matched = individuals.folder_of(ask) / individuals.TEMPERATURES
-    known = json.loads(matched.read_text(encoding="utf-8")) if matched.is_file() else {}
+    """What the same writers write after each prompt, at two temperatures of words; the start is that of
+    `individuals`."""
     model, tokenizer = individuals.start_of(ask)
     found: dict[str, dict[str, list[str]]] = {prompt: {} for prompt in PROMPTS}
-    for name, fixed in WAYS.items():
-        way = fixed.at(known.get(name, fixed.temperature))
-        cut = f", draws {way.cut:g} away from 0 and 1" if way.cut else ""
-        by = f"temperature {way.temperature:.0f}{cut}, {'matched' if name in known else 'not matched'}"
-        ask.say(f"{ask.size.individuals} writers: {by}")
+    for by, wide in (("as inferred", 1.0), ("the default", "auto")):
+        ask.say(f"{ask.size.individuals} writers: word temperature {by}")
         for prompt in PROMPTS:
-            options: dict[str, Any] = {
-                "temperature": way.temperature,
-                "eps_truncation": way.cut,
-                "max_new_tokens": WORDS,
-            }
+            options: dict[str, Any] = {"word_temperature": wide, "max_new_tokens": WORDS}
             written_by = counterfactuals(model, tokenizer, prompt, ask.size.individuals, seed=0, digits=3, **options)
             found[prompt][by] = [each.text for each in written_by]
     return found

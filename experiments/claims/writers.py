@@ -1,6 +1,7 @@
 """Ways to write many texts after one prompt, such that the n-th writer is the same one for every prompt, or is not.
 
-individual      U is drawn once for each writer: the same quantiles at every step and prompt (S3 3.4.1)
+individual      U is drawn once for each writer: the same quantiles at every step and prompt (S3 3.4.1); at the model's
+                word temperature, or at one that is given
 fresh           Gumbel noise on softmax's logits, new at every step and prompt: sampling with a temperature; with
                 `nucleus`, among the most probable words that make up this share (top-p)
 replayed        the noise of a step is the same for every prompt (arXiv 2409.17027)
@@ -30,12 +31,11 @@ KINDS = ("individual", "fresh", "replayed", "constant")
 
 @dataclass(frozen=True)
 class Way:
-    """How texts are written. cut: uniform draws stay so far from 0 and 1 (`eps_truncation`), for individuals. nucleus:
+    """How texts are written. temperature: of individuals' words; None: the model's own (`word_temperature`). nucleus:
     the share of softmax that the words to choose from make up, for the others."""
 
     kind: str
-    temperature: float
-    cut: float = 0.0
+    temperature: float | None
     nucleus: float = 1.0
 
     def at(self, temperature: float) -> Way:
@@ -65,7 +65,7 @@ class GumbelNoise:
         place = {"fresh": (1 + self.prompt, 1 + step), "replayed": (0, 1 + step), "constant": (0, 0)}[self.way.kind]
         draw = torch.Generator().manual_seed((self.seed * 1009 + place[0]) * 100_003 + place[1])
         uniform = torch.rand(logits.shape, generator=draw).clamp(1e-12, 1 - 1e-7).to(logits.device)
-        logits = logits / self.way.temperature
+        logits = logits / (self.way.temperature or 1.0)
         if self.way.nucleus < 1:
             logits = TopPLogitsWarper(self.way.nucleus)(ids, logits)
         return logits - torch.log(-torch.log(uniform))
@@ -87,10 +87,9 @@ def write(
         own_ids, own_values = tokenizer.encode(prompt)
         given = torch.tensor(own_ids).to(device), torch.tensor(own_values).double().to(device)
         width = len(own_ids)
-        options: dict[str, Any] = {"mode": "individual", "temperature": way.temperature, "seed": seed}
-        if way.kind == "individual":
-            options["eps_truncation"] = way.cut
-        else:
+        wide = "auto" if way.temperature is None else way.temperature
+        options: dict[str, Any] = {"mode": "individual", "word_temperature": wide, "seed": seed}
+        if way.kind != "individual":
             options = {"mode": "compatible", "logits_processor": GumbelNoise(way, seed, number, width)}
         found, numbers = generate(
             model, *(row.expand(writers, -1) for row in given), max_new_tokens=words, eos_token_id=[], **options
@@ -145,5 +144,6 @@ def matched(
         found = diversity(write(model, tokenizer, prompts, middle, writers, words, seed, judged=False).ids)
         if abs(found - goal) < nearest:
             best, nearest = middle, abs(found - goal)
-        low, high = (low, math.log(middle.temperature)) if found > goal else (math.log(middle.temperature), high)
+        half = (low + high) / 2
+        low, high = (low, half) if found > goal else (half, high)
     return best

@@ -55,7 +55,7 @@ def is_cauchy(sample: Tensor, loc: Tensor, scale: Tensor) -> bool:
 
 @pytest.mark.parametrize("mode", ["standard", "compatible", "ovr"])
 def test_modes_without_sampling_draw_nothing(mode: str, action: ActionNetwork, u: Cauchy) -> None:
-    law = MODES[mode].law(action, u, draws())
+    law = MODES[mode].law(action, u, draws()).numbers
     assert torch.equal(law.loc, u.loc)
     assert torch.equal(law.scale, u.scale + action.b_noise.abs())
 
@@ -63,7 +63,7 @@ def test_modes_without_sampling_draw_nothing(mode: str, action: ActionNetwork, u
 @pytest.mark.parametrize("mode", ["causal", "individual", "sample"])
 def test_individuals_are_drawn_from_u(mode: str, action: ActionNetwork, u: Cauchy) -> None:
     """u ~ Cauchy(loc_U, scale_U) per row and dimension; then the noise as a law, or none (S3 3.2, 3.4.1, S4 2.4.2)."""
-    law = MODES[mode].law(action, many(u), draws())
+    law = MODES[mode].law(action, many(u), draws()).numbers
     for c in (0, 7, HIDDEN - 1):
         assert is_cauchy(law.loc[:, c], u.loc[0, c], u.scale[0, c])
     assert float(torch.corrcoef(law.loc.atan()[:, :2].T)[0, 1]) == pytest.approx(0.0, abs=0.02)
@@ -77,23 +77,36 @@ def test_temperature_multiplies_the_scale_that_is_sampled(
     mode: str, temperature: float, action: ActionNetwork, u: Cauchy
 ) -> None:
     d = Draws(torch.Generator().manual_seed(0), temperature=temperature)
-    law = MODES[mode].law(action, many(u), d)
+    law = MODES[mode].law(action, many(u), d).numbers
     drawn_from = action.b_noise.abs() if mode == "noise" else u.scale[0]
     if temperature == 0.0:
         assert torch.equal(law.loc, many(u).loc)
     else:
         assert is_cauchy(law.loc[:, 5], u.loc[0, 5], temperature * drawn_from[5])
-    assert torch.equal(law.scale, MODES[mode].law(action, many(u), draws()).scale)
+    assert torch.equal(law.scale, MODES[mode].law(action, many(u), draws()).numbers.scale)
+
+
+@pytest.mark.parametrize("mode", ["causal", "individual", "sample", "noise"])
+def test_words_and_numbers_read_one_eps_at_two_temperatures(mode: str, action: ActionNetwork, u: Cauchy) -> None:
+    """Word and number have the quantiles of one individual, times their temperature; each cut at its own tails."""
+    plain = MODES[mode].law(action, many(u, 50), draws()).numbers
+    d = Draws(torch.Generator().manual_seed(0), 0.5, 0.0, words=(40.0, 0.05))
+    words, numbers = MODES[mode].law(action, many(u, 50), d)
+    shift, most = plain.loc - u.loc, math.tan(math.pi * 0.45)
+    assert_close(numbers.loc - u.loc, 0.5 * shift, 1e-3)
+    scale = action.b_noise.abs() if mode == "noise" else u.scale
+    assert_close(words.loc - u.loc, 40.0 * shift.clamp(-most * scale, most * scale), 1e-3)
+    assert torch.equal(words.scale, plain.scale)
 
 
 def test_truncated_draws_stay_within_their_quantiles(action: ActionNetwork, u: Cauchy) -> None:
     d = Draws(torch.Generator().manual_seed(0), eps_truncation=0.01)
-    z = ((MODES["causal"].law(action, many(u, 2000), d).loc - u.loc) / u.scale).abs()
+    z = ((MODES["causal"].law(action, many(u, 2000), d).numbers.loc - u.loc) / u.scale).abs()
     assert float(z.max()) == pytest.approx(math.tan(math.pi * 0.49), rel=1e-3)
 
 
 def test_mode_noise_samples_the_noise_and_keeps_the_individuals_law(action: ActionNetwork, u: Cauchy) -> None:
-    law = MODES["noise"].law(action, many(u), draws())
+    law = MODES["noise"].law(action, many(u), draws()).numbers
     assert torch.equal(law.scale, many(u).scale)
     for c in (0, 7):
         assert is_cauchy(law.loc[:, c], u.loc[0, c], action.b_noise[c].abs())
@@ -103,15 +116,15 @@ def test_individual_keeps_its_quantiles_and_noise_its_draw_over_a_generation(act
     """Mode 1 keeps each row's quantiles, mode 2 its noise, whatever U becomes; causal draws afresh."""
     later = Cauchy(u.loc * 3 + 1, u.scale * 0.1)
     d = draws()
-    first, second = (MODES["individual"].law(action, many(x, 4), d).loc for x in (u, later))
+    first, second = (MODES["individual"].law(action, many(x, 4), d).numbers.loc for x in (u, later))
     quantile = (first - u.loc) / u.scale
     assert_close((second - later.loc) / later.scale, quantile, 1e-4, "tan(pi(eps - 1/2))")
     assert float((quantile[0] - quantile[1]).abs().min()) > 0.0  # a row is an individual of its own
     d = draws()
-    first, second = (MODES["noise"].law(action, many(x, 4), d).loc for x in (u, later))
+    first, second = (MODES["noise"].law(action, many(x, 4), d).numbers.loc for x in (u, later))
     assert_close(second - later.loc, first - u.loc, 1e-4, "|b| eps")
     d = draws()
-    first, second = (MODES["causal"].law(action, many(u, 4), d).loc for _ in range(2))
+    first, second = (MODES["causal"].law(action, many(u, 4), d).numbers.loc for _ in range(2))
     assert not torch.equal(first, second)
 
 
@@ -204,7 +217,7 @@ def point_head(loc: list[float], threshold: float) -> tuple[ActionNetwork, Cauch
 def test_with_scale_zero_ties_of_p_are_broken_by_loc() -> None:
     """b_noise = 0 in causal: P is 0 or 1; the highest loc wins, not the lowest index."""
     net, u = point_head([1.0, 3.0, 2.0, -1.0], threshold=0.5)
-    assert MODES["causal"].law(net, u, draws()).scale.tolist() == [[0.0]]
+    assert MODES["causal"].law(net, u, draws()).numbers.scale.tolist() == [[0.0]]
     assert MODES["standard"].choose(net, u, draws(), Options(4), NONE).tolist() == [1]
 
 
@@ -237,5 +250,5 @@ def test_logits_have_the_gradients_of_log_p() -> None:
 def test_a_uniform_of_zero_stays_finite(action: ActionNetwork, u: Cauchy) -> None:
     d = Draws()
     d._kept = torch.zeros_like(u.loc)
-    law = MODES["individual"].law(action, u, d)
+    law = MODES["individual"].law(action, u, d).numbers
     assert_close((law.loc - u.loc) / u.scale, torch.full_like(u.loc, -1.0 / math.tan(math.pi * 1e-7)), 1e-3)

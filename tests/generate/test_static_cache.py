@@ -23,6 +23,7 @@ from cqwen_dist.model import CausalQwenModel
 
 # The whole graph is captured as for a GPU, but run by torch: compiling C++ for it would take a minute each.
 TRACED = CompileConfig(backend="aot_eager")
+MIXED = "words=causal,numbers=noise"
 NUMBERS = ("values", "loc", "scale", "p_num", "p_word")
 
 
@@ -45,7 +46,7 @@ def assert_same(found: tuple[Tensor, GeneratedNumbers], wanted: tuple[Tensor, Ge
         assert own is None or torch.equal(own, other), name
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, MIXED, "words=compatible,numbers=causal"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_static_and_dynamic_caches_give_the_same_output(model, mode: str, padded: bool) -> None:
     """Greedy and drawn with a seed, through ends, with the digits that are meant."""
@@ -61,7 +62,10 @@ def test_static_and_dynamic_caches_give_the_same_output(model, mode: str, padded
 
 @pytest.mark.parametrize(
     "mode",  # the others draw as these do
-    ["standard", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("sample", "compatible", "individual"))],
+    [
+        "standard",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sample", "compatible", "individual", MIXED)),
+    ],
 )
 def test_a_whole_step_compiles_into_one_graph(model, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """fullgraph: without a break, so without a read of a value and without a shape that depends on one."""

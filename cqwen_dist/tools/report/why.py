@@ -16,6 +16,7 @@ from cqwen_dist.generate.decisions import rows_for
 from cqwen_dist.generate.generation_settings import check_prompt
 from cqwen_dist.generate.modes import prob_words
 from cqwen_dist.generate.streaming import Tokenizer, reader
+from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.heads.precision import at_hand
 from cqwen_dist.ops.cauchy import Cauchy
 
@@ -84,7 +85,8 @@ def why(
         parts = (action.cls_weight[named] * last.loc).double().cpu()
         bias = action.cls_bias[named].double().cpu()
         eps = torch.rand(individuals, action.word_size, generator=torch.Generator().manual_seed(seed))
-        drawn = last.sample(eps.to(last.loc))
+        wide, tails = Intervals.from_dict(net.config.calibration).word_draws(1.0, 0.0)
+        drawn = Cauchy(last.loc, wide * last.scale).sample(eps.to(last.loc).clamp(tails, 1 - tails))
         chosen = prob_words(action, Cauchy(drawn, noise.expand_as(drawn)), rows).argmax(-1).tolist()
     top = parts[0].abs().argsort(descending=True)[:dims]
     scores = [

@@ -1,8 +1,8 @@
 """Requests of OpenAI's protocol as options of `continue_text`, and the answers in its form.
 
-Fields that a CausalQwen has and OpenAI does not: `mode`, `top_k`, `digits`, `abstain` in a request, `numbers` in a
-choice and in a chunk of a stream; a finish_reason that OpenAI has not: abstain. An unknown field is refused, so that no
-option is silently without effect.
+Fields that a CausalQwen has and OpenAI does not: `mode`, `word_temperature`, `top_k`, `digits`, `abstain` in a request,
+`numbers` in a choice and in a chunk of a stream; a finish_reason that OpenAI has not: abstain. An unknown field is
+refused, so that no option is silently without effect.
 """
 
 import json
@@ -49,6 +49,7 @@ class Asked(BaseModel):
     model: str = ""
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=100)
+    word_temperature: float | Literal["auto"] = "auto"
     top_p: float | None = Field(None, gt=0, le=1)
     n: int = Field(1, ge=1)
     stop: str | list[str] | None = None
@@ -56,7 +57,7 @@ class Asked(BaseModel):
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     user: str | None = None
-    mode: str | None = None
+    mode: str | dict[str, str] | None = None
     top_k: int | None = Field(None, ge=1)
     digits: int | Literal["auto"] = "auto"
     abstain: float | None = Field(None, gt=0, lt=1)
@@ -99,6 +100,7 @@ class Asked(BaseModel):
             "max_new_tokens": min(256 if self.max_tokens is None else self.max_tokens, most_tokens),
             "seed": self.seed,
             "digits": self.digits,
+            "word_temperature": self.word_temperature,
             "stop": self.stops,
             **({} if self.abstain is None else {"abstain": self.abstain}),
         }

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_prefix
 
-from cqwen_dist.generate.modes import MODES, ovr_logits, softmax_logits
+from cqwen_dist.generate.modes import ovr_logits, softmax_logits
 from cqwen_dist.generate.numbers import POWERS, written_values
 from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.heads.number_head import Decision
@@ -66,7 +66,7 @@ class PagedCausalQwen(nn.Module):
         too. The largest logit is the word of `generate` in modes standard and compatible."""
         action, numbers = self.model.action, self.numbers
         u = self.model.abduction(hidden_states)
-        u_prime = MODES["standard"].law(action, Cauchy(u.loc.float(), u.scale.float()), None)  # type: ignore[arg-type]
+        u_prime = Cauchy(*action.add_noise(Cauchy(u.loc.float(), u.scale.float())))
         seen = action.word_part(u_prime).to(action.cls_weight.dtype)
         head = action.word_head(int(self.config.used_rows))
         logits = ovr_logits(*all_scores(seen, head.take(slice(0, head.rows))), action.rows)

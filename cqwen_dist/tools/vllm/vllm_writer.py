@@ -24,6 +24,7 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.continuation import Written, end_ids, written_of
 from cqwen_dist.generate.generation_settings import mode_as_asked
 from cqwen_dist.generate.hugging_face import NEUTRAL, OF_LOGITS, SAMPLING
+from cqwen_dist.generate.modes import ModeName, mode_names
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, check_digits, empty_numbers
 from cqwen_dist.generate.streaming import NumberStreamer, ends_at
 from cqwen_dist.heads.intervals import Intervals
@@ -70,7 +71,7 @@ class VllmWriter:
         self,
         prompt: str,
         *,
-        mode: str | None = None,
+        mode: ModeName | None = None,
         begin: bool = True,
         max_new_tokens: int = 64,
         digits: Digits = "auto",
@@ -87,6 +88,8 @@ class VllmWriter:
         check_digits(digits)
         if mode is None:
             mode, drawing = mode_as_asked(drawing)
+        words, apart = mode_names(mode)
+        mode = words if apart is None else mode
         given = self.tokenizer.encode(prompt, begin)
         start, room = len(given.ids), self.context - len(given.ids)
         if not 0 < start < self.context:
@@ -179,7 +182,7 @@ def _looked(
     return end + new, False
 
 
-def sampling(mode: str, drawing: Mapping[str, Any], base: GenerationConfig | None = None) -> dict[str, Any]:
+def sampling(mode: ModeName, drawing: Mapping[str, Any], base: GenerationConfig | None = None) -> dict[str, Any]:
     """vLLM's names for the options of a draw. Logits are log P, in mode compatible loc_S. Raises `UserError`.
 
     base: mode compatible has its settings if `drawing` has none, as in `generate`.
@@ -187,8 +190,9 @@ def sampling(mode: str, drawing: Mapping[str, Any], base: GenerationConfig | Non
     if mode not in MODES:
         raise UserError("mode", mode, f"{', '.join(MODES)}; others without vLLM")
     given = {name: value for name, value in drawing.items() if value is not None}
-    if "abstain" in given:
-        raise UserError("abstain", given["abstain"], "nothing with vLLM; the plain engine abstains")
+    for name, neutral in (("abstain", None), ("word_temperature", "auto")):
+        if given.pop(name, neutral) != neutral:
+            raise UserError(name, drawing[name], "nothing with vLLM; the plain engine does it")
     if mode == "compatible" and base is not None:
         given = _own_sampling(base) | given
     drawn = given.pop("do_sample", mode == "ovr" or (mode == "compatible" and not given.keys() <= {*IN_VLLM}))

@@ -27,6 +27,7 @@ from torch import Tensor
 from cqwen_dist.batch import Batch
 from cqwen_dist.heads.action import rows_of, words_of_base
 from cqwen_dist.heads.intervals import Intervals
+from cqwen_dist.heads.word_temperature import word_temperature
 from cqwen_dist.model.lora import adapters_disabled
 from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.ops.cauchy import Cauchy
@@ -144,7 +145,8 @@ class Evaluator:
         of_words, words = word_calibration(strength, right.astype(bool), texts_of.astype(np.int64))
         metrics |= of_words
         doubts, self.word_risk = surest(doubt, 1.0 - right, np.mean)
-        self.factors = Intervals(words=words, doubts={"words": doubts})
+        wide = word_temperature(action, individual.of_words(), self.model.config.used_rows, self.groups)
+        self.factors = Intervals(words=words, doubts={"words": doubts}, word_temperature=wide)
         metrics["eval/accuracy_80"] = 1.0 - risk_80(self.word_risk)
 
         # The numbers, and words by frequency
@@ -153,7 +155,8 @@ class Evaluator:
             numbers = Numbers(*columns, gathered.get("likeliest"), gathered.get("p"))
             found, factors, self.drawing = number_metrics(numbers, self.model.target, self.baseline_value, self.known)
             metrics |= found
-            self.factors = replace(factors, words=words, doubts={**self.factors.doubts, **factors.doubts})
+            every = {**self.factors.doubts, **factors.doubts}
+            self.factors = replace(factors, words=words, doubts=every, word_temperature=wide)
         if self.band is not None:
             bands = zip(BAND_NAMES, hits, found_labels, strict=True)
             metrics.update({f"eval/accuracy_words_{name}": h / n for name, h, n in bands if n})

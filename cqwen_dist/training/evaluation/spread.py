@@ -63,6 +63,10 @@ class SpreadsOfU:
         for _, law, dims, spread in self._spreads:
             spread.add(getattr(u, law)[:, dims])
 
+    def of_words(self) -> Cauchy:
+        """The dimensions that words see, of U at evenly spaced positions of this rank [n,C_w]."""
+        return Cauchy(*(torch.cat(spread._rows) for _, _, dims, spread in self._spreads if dims.start is None))
+
     def summary(self) -> dict[str, float]:
         """All metrics. Collective. Call it once."""
         return {f"{name}_{k}": v for name, *_, spread in self._spreads for k, v in spread.summary().items()}

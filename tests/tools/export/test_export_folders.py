@@ -185,6 +185,7 @@ def test_an_abduction_of_ones_own_cannot_be_exported_as_plain_qwen(
 
 def test_the_interval_factors_are_exported(tmp_path: Path) -> None:
     factors = {"levels": {"0.5": 0.9, "0.9": 0.25}, "n": 80, "bar": 0.3, "words": {"shift": 2.0, "factor": 50.0}}
+    factors |= {"doubts": {}, "word_temperature": 1540.0}
     _, folder = folder_of(tmp_path)
     (folder / "calibration.json").write_text(json.dumps(factors))
     out = export(folder, tmp_path / "out")

@@ -61,6 +61,8 @@ def test_individuals_are_shown_side_by_side(cqwen: Callable[..., Ran]) -> None:
     assert "5 texts differ" in shown or "of 5 texts differ" in shown
     found = json.loads(cqwen("generate", *args, "--json").stdout)
     assert (found["mode"], len(found["outputs"]), found["diversity"]["n"]) == ("individual", 5, 5)
+    mixed = json.loads(cqwen("generate", *args, "--mode", "words=compatible,numbers=individual", "--json").stdout)
+    assert (mixed["mode"], len(mixed["outputs"])) == ("individual", 5)
     calm = json.loads(cqwen("generate", *args, "--temperature", 0, "--json").stdout)
     assert calm["diversity"]["distinct"] == 1
     assert json.loads(cqwen("generate", "--prompt", PROMPT, "--noises", 3, "--json").stdout)["mode"] == "noise"
@@ -102,6 +104,12 @@ def test_export_writes_other_forms(cqwen: Callable[..., Ran], tmp_path: Path) ->
             "generate",
             ["--prompt", "x", "--mode", "causal", "--top-p", 0.5],
             "top_p: found 0.5, allowed: nothing but in mode compatible or ovr",
+        ),
+        ("generate", ["--prompt", "x", "--mode", "words=ovr,number=ovr"], "mode: found 'words=ovr,number=ovr'"),
+        (
+            "generate",
+            ["--prompt", "x", "--word-temperature", 2],
+            "word_temperature: found 2.0, allowed: auto, or a mode",
         ),
         ("generate", ["--prompt", "x", "--device", "moon"], "--device: found 'moon'"),
         ("predict", ["none.csv", "--template", "{a}"], "FILE: found no file none.csv"),

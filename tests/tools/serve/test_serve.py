@@ -195,6 +195,8 @@ def test_a_temperature_of_0_is_passed_on_to_the_modes_that_have_one() -> None:
     assert Completion(prompt="w", temperature=0, top_p=1, top_k=5).options(9) == greedy, "clients send both"
     assert Completion(prompt="w", top_p=0.9).options(9)["mode"] == "compatible"
     assert "top_p" not in Completion(prompt="w").options(9)
+    mixed = {"mode": {"words": "compatible", "numbers": "individual"}, "word_temperature": 0.5, "temperature": 0}
+    assert mixed.items() <= Completion(prompt="w", **mixed).options(9).items()
     assert Completion(prompt="w", max_tokens=100_000).options(9)["max_new_tokens"] == 9
 
 
