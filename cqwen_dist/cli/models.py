@@ -68,7 +68,7 @@ def generate(
     if drawn is not None and len(prompt) > 1:
         allowed = "one with --individuals or --noises; the same --seed draws the same ones for another"
         raise UserError("--prompt", f"{len(prompt)} prompts", allowed)
-    _check_together(mode, kind, drawn is not None, above, alone=stream, several=len(prompt) > 1 or as_json)
+    modes = _check_together(mode, kind, drawn is not None, above, alone=stream, several=len(prompt) > 1 or as_json)
     quiet_libraries()
     from cqwen_dist.checkpoint.trained import load_trained
     from cqwen_dist.data.chat import Chat
@@ -90,18 +90,19 @@ def generate(
             options["on_text"] = lambda text: echo(text, nl=False)
         _print_continued(continue_text(model, tokenizer, prompt, mode=mode, **options), mode, stream, as_json)
     else:
-        modes = kind if mode in (None, "standard") else mode
         _print_counterfactuals(counterfactuals(model, tokenizer, prompt[0], drawn, modes, **options), kind, as_json)
 
 
-def _check_together(mode: str | None, kind: str, drawn: bool, above: float | None, alone: bool, several: bool) -> None:
-    """Reject options that would have no effect in combination. alone: --stream; several: prompts, or --json."""
+def _check_together(mode: str | None, kind: str, drawn: bool, above: float | None, alone: bool, several: bool) -> str:
+    """Reject options that would have no effect in combination. alone: --stream; several: prompts, or --json. Returns
+    the mode of individuals or noises."""
     if above is not None and (alone or drawn or mode not in (None, "standard")):
         raise UserError("--above", above, "in mode standard, without --stream, --individuals and --noises")
     if alone and (drawn or several):
         raise UserError("--stream", True, "with one prompt, without --json, --individuals and --noises")
     if drawn and mode not in (None, "standard") and kind not in mode.replace("=", ",").split(","):
         raise UserError("--mode", mode, f"{kind}, as with --individuals or --noises, or none")
+    return kind if mode in (None, "standard") else str(mode)
 
 
 def _drawn(individuals: int | None, noises: int | None) -> tuple[str, int | None]:
