@@ -23,10 +23,20 @@ if TYPE_CHECKING:
         train,
     )
     from cqwen_dist.model import CausalQwenModel
+    from cqwen_dist.model.new_words import add_words
 
 __version__ = "0.1.0"
 __all__ = ["Callback", "CallbackError", "Config", "Moment", "Stage", "Stopped", "TrainResult", "UserError"]
-__all__ += ["CausalQwenModel", "counterfactual", "counterfactual_rows", "evaluate", "load", "predict", "train"]
+__all__ += [
+    "CausalQwenModel",
+    "add_words",
+    "counterfactual",
+    "counterfactual_rows",
+    "evaluate",
+    "load",
+    "predict",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -37,6 +47,10 @@ def __getattr__(name: str) -> Any:
         from cqwen_dist.model import CausalQwenModel
 
         return CausalQwenModel
+    if name == "add_words":
+        from cqwen_dist.model.new_words import add_words
+
+        return add_words
     from cqwen_dist import api
 
     return getattr(api, name)

@@ -253,6 +253,9 @@ def export(
     ] = False,
     drop_bias: Annotated[bool, typer.Option("--drop-bias", help="With --as-base: omit the bias.")] = False,
     shard_size: Annotated[str, typer.Option(help="Maximum file size, such as 5GB.")] = "5GB",
+    words: Annotated[
+        Path | None, typer.Option("--add-words", help="Rows: a prompt, and the new word after it.")
+    ] = None,
 ) -> None:
     """Write a folder for from_pretrained, with a model card. The folder is verified before it appears."""
     if drop_bias and not as_base:
@@ -260,7 +263,9 @@ def export(
     quiet_libraries()
     from cqwen_dist.tools.export.export import export as write
 
-    folder = write(checkpoint, out, merge, dtype=dtype, as_base=as_base, drop_bias=drop_bias, shard_size=shard_size)
+    folder = write(
+        checkpoint, out, merge, dtype=dtype, as_base=as_base, drop_bias=drop_bias, shard_size=shard_size, words=words
+    )
     echo(f"exported to {folder}")
     if as_base:
         echo("It is a plain language model and writes no numbers: it writes <NUM> in their place.", err=True)

@@ -129,7 +129,8 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
         if "reader" in self.__dict__:
             new = next((str(token) for token in new_tokens if str(token) not in self.get_vocab()), None)
             if new is not None:
-                raise UserError("add_tokens", new, "tokens that the tokenizer has: the row after them is <NUM>'s")
+                allowed = "tokens that it has: the row after them is <NUM>'s (cqwen_dist.add_words teaches words)"
+                raise UserError("add_tokens", new, allowed)
         return int(super()._add_tokens(new_tokens, special_tokens))
 
     def num_special_tokens_to_add(self, pair: bool = False) -> int:

@@ -23,7 +23,7 @@ from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.scores import ovr_scores
 
 
-def _inferred(model: Any, batch: Padded, keep: Tensor) -> Cauchy:
+def inferred(model: Any, batch: Padded, keep: Tensor) -> Cauchy:
     """U at the flat positions `keep` [N], Cauchy [N,C] on the head's device. Raises `UserError` for a bad prompt."""
     net = model.model
     check_prompt(net, batch.ids, batch.values, batch.mask)
@@ -34,7 +34,7 @@ def _inferred(model: Any, batch: Padded, keep: Tensor) -> Cauchy:
 def at_end(model: Any, batch: Padded) -> Cauchy:
     """U [B,C] behind each text."""
     b, t = batch.ids.shape
-    return _inferred(model, batch, torch.arange(1, b + 1, device=batch.ids.device) * t - 1)
+    return inferred(model, batch, torch.arange(1, b + 1, device=batch.ids.device) * t - 1)
 
 
 def rows_for(model: Any, words: Sequence[int] | None) -> int:
@@ -131,7 +131,7 @@ def _log_p(model: Any, tokenizer: Tokenizer, prompt: Prompt, continuations: Sequ
     batch = padded(model, tokenizer, [(before_ids + ids, before_values + values) for ids, values in after])
     width, device = batch.ids.shape[1], batch.ids.device
     targets = torch.stack([torch.arange(width) >= width - n for n in lengths]).to(device)
-    u = _inferred(model, batch, targets.flatten().nonzero()[:, 0] - 1)  # each token is predicted one position before it
+    u = inferred(model, batch, targets.flatten().nonzero()[:, 0] - 1)  # each token is predicted one position before it
     action = model.model.action
     with at_hand(action):
         seen = action.word_part(action.add_noise(u))

@@ -4,15 +4,14 @@
 
 The product becomes the output head, so any server can run the model. The remaining bias has no place in these
 architectures. The plain model also lacks the scales, the thresholds, the regression (so a `<NUM>` has no value) and
-w_num: numbers are read as `<NUM>` with value 0. Rows that were added for `<NUM>` are removed. The plain model then has
-the base's vocabulary and reads numerals as digits.
+w_num: numbers are read as `<NUM>` with value 0. Rows that were added for `<NUM>` are removed, unless `add_words` used
+them. The plain model then has the base's vocabulary and reads numerals as digits.
 """
 
 import copy
 from typing import Any
 
 import torch
-from tokenizers import AddedToken
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -21,6 +20,7 @@ from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.model import CausalQwenForCausalLM
 from cqwen_dist.model.embedding import scale_of
+from cqwen_dist.model.new_words import with_number_token
 
 OPTION = "--as-base"
 HELD = 1e-6  # in logits; a smaller bias is rounding error
@@ -54,7 +54,7 @@ def plain_model(model: CausalQwenForCausalLM, drop_bias: bool) -> tuple[PreTrain
     V: the base's vocabulary size. Raises `UserError` if the bias exceeds rounding error, unless drop_bias is set.
     """
     architecture(model.config.base["model_type"]).require("plain_export", OPTION, True)
-    words = model.config.vocab_size - model.config.added_rows
+    words = kept_rows(model.config)
     head, bias = (part[:words] for part in folded_head(model))
     size = float(bias.abs().max())
     if size > HELD and not drop_bias:
@@ -84,14 +84,12 @@ def plain_model(model: CausalQwenForCausalLM, drop_bias: bool) -> tuple[PreTrain
 def plain_tokenizer(tokenizer: Any, config: Any) -> Any:
     """transformers' tokenizer, with `<NUM>` as a visible token.
 
-    config: the `CausalQwenConfig`. If `<NUM>`'s row was added, the plain model lacks it and the tokenizer stays
-    unchanged. Raises RuntimeError if the tokenizer assigns a different row to `<NUM>`.
+    config: the `CausalQwenConfig`. If the plain model lacks `<NUM>`'s row, the tokenizer stays unchanged.
+    Raises RuntimeError if the tokenizer assigns a different row to `<NUM>`.
     """
-    plain, row = copy.deepcopy(tokenizer), config.num_token_id
-    first = max(plain.get_vocab().values()) + 1
-    if row >= first and not config.added_rows:  # a smaller row is already a token
-        spare = [AddedToken(f"<unused{i}>", normalized=False) for i in range(first, row)]
-        plain.add_tokens([*spare, AddedToken("<NUM>", normalized=False, special=False)])
-        if plain.convert_tokens_to_ids("<NUM>") != row:
-            raise RuntimeError(f"the tokenizer gives <NUM> another row than {row}: not exported")
-    return plain
+    return tokenizer if kept_rows(config) <= config.num_token_id else with_number_token(tokenizer, config.num_token_id)
+
+
+def kept_rows(config: Any) -> int:
+    """Rows of the plain model: without those added for `<NUM>`, unless words were added behind it."""
+    return int(config.vocab_size - (config.added_rows if config.used_rows <= config.num_token_id + 1 else 0))
