@@ -25,13 +25,14 @@ from cqwen_dist.generate.streaming import Tokenizer, reader
 from cqwen_dist.heads.intervals import LEVELS, Intervals, number_interval
 from cqwen_dist.heads.precision import at_hand
 from cqwen_dist.heads.targets import TargetTransform
-from cqwen_dist.ops.cauchy import Cauchy, prob_above
+from cqwen_dist.ops.cauchy import EPS_UNIFORM, Cauchy, prob_above
 from cqwen_dist.ops.given_sum import quantile_given_sum
 from cqwen_dist.ops.ovr.best import best_word
 
 MIDDLE = len(LEVELS)
 OF_ENDS = (*((1 - level) / 2 for level in LEVELS[::-1]), 0.5, *((1 + level) / 2 for level in LEVELS))
-DRAWS = 1024  # of individuals, for a word
+FARTHEST = 1e6  # quantile of the standard Cauchy at which a fact may be
+AT_ONCE, DRAWS, ENOUGH = 1024, 8192, 200  # individuals drawn for a word: until so many draws' worth say it
 
 
 class NumberLaws(NamedTuple):
@@ -71,7 +72,7 @@ class WordFact:
     words: dict[str, float]  # by text, the most frequent first: share of the individuals that say the word observed
 
     def __str__(self) -> str:
-        said = f"{self.p:.2%} of all individuals say {self.observed!r} ({self.draws:.0f} draws); of these would say"
+        said = f"{self.p:.2g} of all individuals say {self.observed!r} ({self.draws:.0f} draws); of these would say"
         return "\n".join([said, *(f"    {word!r}   {share:.1%}" for word, share in [*self.words.items()][:8])])
 
 
@@ -146,7 +147,7 @@ def kept_numbers(observed: Tensor, fact: NumberLaws, change: NumberLaws) -> list
     levels = torch.tensor(OF_ENDS, dtype=torch.float64)
     steps = torch.tan(math.pi * (levels - 0.5)).expand(len(observed), -1)  # quantiles of the standard Cauchy
     own, other = (law.unit.forward(law.ends).double() for law in (fact, change))
-    place = _moved(fact.unit.forward(observed).double().unsqueeze(-1), own, steps)
+    place = _moved(fact.unit.forward(observed).double().unsqueeze(-1), own, steps).clamp(-FARTHEST, FARTHEST)
     scales = [(law.parts.sum(-1) + law.noise).unsqueeze(-1) for law in (fact, change)]
     x = quantile_given_sum(levels, (place * scales[0])[:, 0], fact.parts, change.parts, fact.noise, change.noise)
     kept = change.unit.inverse(_moved(x / scales[1], steps, other))
@@ -164,9 +165,12 @@ def _pairs(ends: Sequence[float]) -> dict[str, tuple[float, float]]:
 
 
 def _moved(x: Tensor, known: Tensor, to: Tensor) -> Tensor:
-    """x [B,K] by the lines through the points (known, to), ascending, [B,7] each; the outer ones go on."""
-    after = torch.searchsorted(known.contiguous(), x.contiguous()).clamp(1, known.shape[-1] - 1)
-    (a, b), (p, q) = ((line.gather(-1, after - 1), line.gather(-1, after)) for line in (known, to))
+    """x [B,K] by the lines through the points (known, to), ascending, [B,7] each; beyond them by the line from the
+    middle through the outer one, as outer ones may be equal."""
+    last, after = known.shape[-1] - 1, torch.searchsorted(known.contiguous(), x.contiguous())
+    low = torch.where(after > last, MIDDLE, (after - 1).clamp(min=0))
+    high = torch.where(after == 0, MIDDLE, after.clamp(max=last))
+    (a, b), (p, q) = ((line.gather(-1, low), line.gather(-1, high)) for line in (known, to))
     return p + (x - a) * (q - p) / (b - a).clamp(min=1e-12)
 
 
@@ -176,31 +180,39 @@ def _of_word(
     """(share of all individuals that say the word, how many the draws are worth, what these say under the change and
     their shares); None if no draw says the word. fact, change: U [1,C]."""
     action = model.model.action
-    noise, head = action.b_noise.abs(), action.word_head(int(model.config.used_rows))
-    tau = Cauchy(*torch.tensor([0.0, 1.0])).sample(torch.rand(DRAWS, noise.numel(), generator=draw)).double()
-    weight, usual = torch.ones(DRAWS, dtype=torch.float64), int(_best(model, fact.loc, noise.expand_as(fact.loc)))
-    if usual != word:  # those whose word beats the usual one: a half-space
-        two = head.take(torch.tensor([word, usual], device=noise.device))
-        s, gap = two.of_own(action.word_part(Cauchy(fact.loc.expand(2, -1), noise.expand(2, -1))))
-        rows, words = (two.weight / s.scale.unsqueeze(-1)).double().cpu(), action.word_size
-        z, wide = (gap / s.scale).double().cpu(), action.word_part(fact).scale[0].double().cpu()
-        tau[:, :words], weight = _beyond(tau[:, :words], (rows[0] - rows[1]) * wide, z[0] - z[1], draw)
+    heat, cut = Intervals.from_dict(model.config.calibration).word_draws(1.0, EPS_UNIFORM)
+    fact, change = (Cauchy(law.loc, law.scale * heat) for law in map(action.word_part, (fact, change)))
+    noise, far = action.b_noise.abs()[: action.word_size], 1 / math.tan(math.pi * cut)
+    towards = None
+    if (usual := int(_best(model, fact.loc, noise.expand_as(fact.loc)))) != word:
+        # Only individuals to whom the word is better than the usual one: a half-space
+        two = action.word_head().take(torch.tensor([word, usual], device=noise.device))
+        s, gap = two.of_own(Cauchy(fact.loc.expand(2, -1), noise.expand(2, -1)))
+        rows, z = (part.double().cpu() for part in (two.weight / s.scale.unsqueeze(-1), gap / s.scale))
+        towards = (rows[0] - rows[1]) * fact.scale[0].double().cpu(), z[0] - z[1]
 
     def said(law: Cauchy, tau: Tensor) -> Tensor:
         u = law.loc + law.scale * tau.to(noise.device)
         return _best(model, u, noise.expand_as(u))
 
-    says = said(fact, tau) == word
-    if not float((weight := weight[says]).sum()):
+    total, weight, words = 0, torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
+    while total < DRAWS and weight.sum() ** 2 <= ENOUGH * weight.square().sum():
+        eps = torch.rand(AT_ONCE, action.word_size, generator=draw, dtype=torch.float64)
+        tau, own = (math.pi * (eps - 0.5)).tan().clamp(-far, far), torch.ones_like(eps[:, 0])
+        tau, own = (tau, own) if towards is None else _beyond(tau, *towards, far, draw)
+        says, total = said(fact, tau) == word, total + AT_ONCE
+        weight, words = torch.cat([weight, own[says]]), torch.cat([words, said(change, tau[says])])
+    if not float(weight.sum()):
         return None
-    other, share = said(change, tau[says]), weight / weight.sum()
-    shares = {int(k): float(share[other == k].sum()) for k in other.unique()}
+    share = weight / weight.sum()
+    shares = {int(k): float(share[words == k].sum()) for k in words.unique()}
     ordered = dict(sorted(shares.items(), key=lambda of: -of[1]))
-    return float(weight.sum() / DRAWS), float(1 / share.square().sum()), ordered
+    return float(weight.sum() / total), float(1 / share.square().sum()), ordered
 
 
-def _beyond(tau: Tensor, a: Tensor, least: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Individuals [N,C] with tau a >= least, from draws without this condition, and their weights [N].
+def _beyond(tau: Tensor, a: Tensor, least: Tensor, far: float, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Individuals [N,C] with tau a >= least, from draws without this condition, and their weights [N]. far: the largest
+    tau, to which larger ones are clamped.
 
     One tau of each, taken in proportion to |a|, is drawn again from beyond what the others leave to it. The weight is
     the density that is wanted by that of this mixture; its mean is P(tau a >= least).
@@ -211,9 +223,10 @@ def _beyond(tau: Tensor, a: Tensor, least: Tensor, draw: torch.Generator) -> tup
     def beyond(tau: Tensor) -> Tensor:
         """P [N,C] of each dimension that the sum is large enough, given all others."""
         left = (least - (tau @ a).unsqueeze(-1)) / a.abs() + tau * a.sign()
-        return prob_above(torch.ones_like(left), left)
+        return torch.where(left <= -far, 1.0, prob_above(torch.ones_like(left), left))
 
     # The angle of a uniform share of this probability: precise far out
     angle = math.pi * beyond(tau).gather(-1, j) * torch.rand(j.shape, generator=draw, dtype=tau.dtype)
-    tau = tau.scatter(-1, j, a.sign()[j] / angle.clamp(min=1e-300).tan())
+    again = (1 / angle.clamp(min=1e-300).tan()).clamp(-far, far)
+    tau = tau.scatter(-1, j, a.sign()[j] * again)
     return tau, 1 / torch.where(part > 0, part / beyond(tau), 0.0).sum(-1)

@@ -23,6 +23,7 @@ from cqwen_dist.data.columns import columns_for
 from cqwen_dist.generate import facts
 from cqwen_dist.generate.continuation import encoded, padded
 from cqwen_dist.generate.facts import NumberFact, WordFact, counterfactual, number_laws
+from cqwen_dist.heads.intervals import WORD_TAILS, Intervals
 from cqwen_dist.model import CausalQwenForCausalLM
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.prediction.learnt_table import LearntTable
@@ -70,10 +71,11 @@ def test_a_number_is_that_of_the_individuals_who_had_the_fact(model: CausalQwenF
     assert found.effect == found.value - found.observed == found.value - 163.0
 
 
-@pytest.mark.parametrize("target", ["standardise", "standardise_log"])
+@pytest.mark.parametrize("target", ["standardise", "standardise_log", "laplace"])
 def test_nothing_changes_where_nothing_is_changed_and_there_is_no_noise(target: str) -> None:
     lm = speaker(0.0)
-    lm.config.calibration, lm.config.target["name"] = FACTORS, target
+    lm.config.calibration = FACTORS
+    lm.config.target |= {"law": target} if target == "laplace" else {"name": target}
     lm.config.target |= {"median": 5.0, "scale": 1.0} if target == "standardise_log" else {}
     for y in (-20.0, 148.0, 163.0, 900.0):
         found = counterfactual(lm, Words(), FACT, y, FACT)
@@ -97,16 +99,22 @@ def test_the_law_without_a_fact_is_that_of_predictions(model: CausalQwenForCausa
         model.config.calibration = None
 
 
-def test_every_individual_of_a_word_says_it_and_these_are_the_ones_that_rejection_finds() -> None:
+@pytest.mark.parametrize("heat", [1.0, 4.0])
+def test_every_individual_of_a_word_says_it_and_these_are_the_ones_that_rejection_finds(heat: float) -> None:
+    """heat: the model's word temperature, with which the tails of eps are cut."""
     lm = number_writing_lm()
+    lm.config.calibration = None if heat == 1.0 else Intervals(word_temperature=heat).to_dict()
+    cut = 0.0 if heat == 1.0 else WORD_TAILS
     words, texts = Words(), (FACT, OTHER)
     with torch.no_grad():
         lm.model.action.b_noise.fill_(0.02)
         u = [facts.at_end(lm, padded(lm, words, [encoded(words, text)])) for text in texts]
         draw = torch.Generator().manual_seed(1)
-        tau = Cauchy(*torch.tensor([0.0, 1.0])).sample(torch.rand(40_000, u[0].loc.shape[1], generator=draw))
+        tau = Cauchy(*torch.tensor([0.0, 1.0])).sample(
+            torch.rand(40_000, u[0].loc.shape[1], generator=draw).clamp(cut, 1 - cut)
+        )
         noise = lm.model.action.b_noise.expand_as(tau)
-        said = [facts._best(lm, law.loc + law.scale * tau, noise) for law in u]
+        said = [facts._best(lm, law.loc + heat * law.scale * tau, noise) for law in u]
     counted = Counter(said[0].tolist()).most_common()
     usual, rare = counted[0][0], next(word for word, count in counted if count < 400)
     for word in (usual, rare):
@@ -118,7 +126,7 @@ def test_every_individual_of_a_word_says_it_and_these_are_the_ones_that_rejectio
         for text, share in [*found.words.items()][:3]:
             assert share == pytest.approx(float((of_these == words.encode(text)[0][0]).double().mean()), abs=0.08)
         assert counterfactual(lm, words, FACT, f"w{word}", FACT).words == {f" w{word}": pytest.approx(1.0)}
-    assert found.draws > 50, "truncated draws: plain ones would find some ten"
+    assert found.draws > 80, "truncated draws: plain ones would find some ten"
 
 
 def test_what_is_observed_wrongly_is_said_in_a_sentence(model: CausalQwenForCausalLM) -> None:
