@@ -165,7 +165,7 @@ def _calibrate(run: Run, sample: list[Batch], z: list[Tensor]) -> dict[str, Any]
         f"calibrated start: C {found.threshold:.3g}, gamma {found.gamma:.3g}, loss "
         f"{found.loss:.3f} (the seeds' start: {found.seed_loss:,.1f}), accuracy of argmax P "
         f"{found.accuracy:.1%} (base {found.base_accuracy:.1%}), median sum of P "
-        f"{found.prob_sum_median:.2f}; levelled by {found.levelled:.0%}"
+        f"{found.prob_sum_median:.2f}; levelled by {found.levelled:.0%}; word temperature {found.word_temperature:,.0f}"
     )
     if found.num_f1 is not None:
         say(f"<NUM> at the start: F1 {found.num_f1:.3f}, mean P before a number {found.num_p_mean:.2f}")
