@@ -27,16 +27,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Callback", "CallbackError", "Config", "Moment", "Stage", "Stopped", "TrainResult", "UserError"]
-__all__ += [
-    "CausalQwenModel",
-    "add_words",
-    "counterfactual",
-    "counterfactual_rows",
-    "evaluate",
-    "load",
-    "predict",
-    "train",
-]
+__all__ += ["CausalQwenModel", "add_words", "counterfactual", "counterfactual_rows", "evaluate", "load", "predict"]
+__all__ += ["train"]
 
 
 def __getattr__(name: str) -> Any:
