@@ -186,12 +186,7 @@ class Diversity:
 
 
 def counterfactuals(
-    model: Any,
-    tokenizer: Tokenizer,
-    prompt: str,
-    count: int,
-    mode: ModeName = "individual",
-    **options: Any,
+    model: Any, tokenizer: Tokenizer, prompt: str, count: int, mode: ModeName = "individual", **options: Any
 ) -> list[Written]:
     """Continue one prompt for `count` individuals (seed S3 3.4.1), or for `count` noise draws (mode "noise", 3.4.2).
     Words or numbers may have another mode.

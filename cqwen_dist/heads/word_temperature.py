@@ -51,7 +51,8 @@ def word_temperature(action: Any, u: Cauchy, used_rows: int | None, groups: Grou
     p = (loc - (norm if one else gather_rows(norm, vocab).logsumexp(0))[:, None]).double().exp().clamp(max=1 - 1e-12)
     softmax = float(sum_partials(-torch.expm1(INDIVIDUALS * torch.log1p(-p)).sum(), vocab)) / len(loc)
 
-    wide = product(action.b_noise[None, : action.word_size].abs(), head.weight.abs()).clamp(min=1e-30)
+    wide = product(action.b_noise[None, : action.word_size].abs(), head.weight.abs())
+    wide = wide.where(wide > 0, 1.0)  # without noise words are ranked by loc_S - C
     z, draw = (loc - head.threshold) / wide, torch.Generator().manual_seed(0)
     value = z.new_full((len(z), len(_FACTORS), INDIVIDUALS), -math.inf)
     word, most = value.nan_to_num().long(), min(MOST, used.rows)

@@ -1,5 +1,6 @@
 """The word temperature against brute force in float64, and what it is for: words as diverse as softmax's."""
 
+import copy
 import math
 
 import numpy as np
@@ -86,6 +87,9 @@ def test_individuals_then_choose_as_many_different_words_as_softmax(started) -> 
 def test_without_positions_the_factor_is_1_and_a_strange_one_is_refused(started) -> None:
     model, _, u = started
     assert module.word_temperature(model.action, Cauchy(u.loc[:0], u.scale[:0]), USED, ALONE) == 1.0
+    still = copy.deepcopy(model.action)
+    still.b_noise.zero_()
+    assert 0.1 < module.word_temperature(still, u, USED, ALONE) < 1e7, "without noise"
     known = Intervals({0.9: 0.5}, 7, word_temperature=1540.0).to_dict()
     assert Intervals.from_dict(known).word_temperature == 1540.0
     assert Intervals.from_dict({"levels": {}, "n": 0}).word_temperature == 1.0, "of an older folder"
