@@ -94,6 +94,12 @@ def test_modes_become_vllms_sampling() -> None:
         sampling("individual", {})
     with pytest.raises(UserError, match="top_k: found 3, allowed: none in mode standard"):
         sampling("standard", {"top_k": 3, "seed": 1})
+    assert sampling("ovr", {"word_temperature": "auto"}) == {"temperature": 1.0}
+    for refused in ({"word_temperature": 9.0}, {"abstain": 0.8}):
+        with pytest.raises(UserError, match=r"nothing with vLLM"):
+            sampling("compatible", refused)
+    with pytest.raises(UserError, match="allowed: standard, ovr, compatible"):
+        sampling({"words": "ovr", "numbers": "causal"}, {})
 
 
 def test_what_cannot_be_served_is_refused_before_vllm_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
