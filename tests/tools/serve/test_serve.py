@@ -82,13 +82,15 @@ def test_texts_and_numbers_equal_continue_text_and_clients_do_not_mix(served: An
     assert [choice["text"] for choice in both["choices"]] == [written.text for written in wanted]
 
 
-def test_a_fact_is_answered_as_from_python(served: Any, model: Any) -> None:
+def test_a_fact_is_answered_as_from_python(served: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"fact": PROMPTS[0], "observed": "w7", "what_if": PROMPTS[2]}
     wanted = counterfactual(model, Words(), **asked)
     status, found = post(served, "counterfactual", asked)
     assert (status, found["words"], found["p"]) == (200, pytest.approx(wanted.words), pytest.approx(wanted.p))
     status, found = post(served, "counterfactual", asked | {"observed": 3.5})
     assert (status, "allowed: a text that the model goes on with a number" in found["error"]["message"]) == (400, True)
+    monkeypatch.setattr(served, "model", "an engine of vLLM")
+    assert "--engine: found 'vllm', allowed: generate" in post(served, "counterfactual", asked)[1]["error"]["message"]
 
 
 def test_openais_client_reads_answers_streams_and_chats(served: Any, model: Any) -> None:
