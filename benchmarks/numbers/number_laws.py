@@ -57,7 +57,7 @@ class LawBenchmark:
         return found
 
     def one_split(self, name: str, split: int) -> dict[str, Any]:
-        """{"chosen": law of auto, "start": held-out CRPS by law at the start, "laws": {law: test figures}}."""
+        """{"chosen": law of auto, "said": why, "laws": {law: test figures}}."""
         folder = self.out / name / f"split-{split}"
         if (done := folder / "laws.json").is_file():
             return dict(read_object(done))
@@ -73,15 +73,15 @@ class LawBenchmark:
             FitRequest(str(folder / "rows.csv"), target, self.base, split=at, minutes=minutes), folder / "fit", self.say
         )
         laws: dict[str, Any] = {}
-        start = self.trained(folder, "auto")
-        chosen = start["law"].partition("-")[0]
+        said = self.trained(folder, "auto")
+        chosen = said.partition("-")[0].partition(",")[0]
         for law in LAWS:
             if law != chosen:
                 self.trained(folder, law)
             best = best_checkpoint(folder / ("auto" if law == chosen else law))
             figures = evaluate(best, folder / "fit" / "table" / "test.csv")
             laws[law] = {"checkpoint": best.name, **{key: figures[key] for key in FIGURES if key in figures}}
-        found = {"chosen": start["law"], "start": start["law_crps"], "laws": laws}
+        found = {"chosen": chosen, "said": said, "laws": laws}
         write_atomically(done, json.dumps(found, indent=1))
         return found
 
@@ -96,13 +96,13 @@ class LawBenchmark:
             write_table(name, protocol, self.data, whole)
         return [dict(record) for record in records_in(str(whole / "table.csv"))], protocol.target
 
-    def trained(self, folder: Path, law: str) -> dict[str, Any]:
-        """What the calibrated start of a run with this law found; trains the run if there is none."""
+    def trained(self, folder: Path, law: str) -> str:
+        """The law of a run and why; trains the run if there is none."""
         command = [sys.executable, "-m", "cqwen_dist", "train", str(folder / "fit" / "fit.yaml")]
         if not (folder / law / "done").is_file():
             subprocess.run([*command, f"model.number_head={law}", f"run.dir={folder / law}"], check=True)
             (folder / law / "done").touch()
-        return dict(read_object(folder / law / START)["calibration"])
+        return str(read_object(folder / law / START)["calibration"]["law"])
 
 
 def law_page(found: dict[str, Any]) -> str:
@@ -111,8 +111,7 @@ def law_page(found: dict[str, Any]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, splits in found.items():
         crps = {law: mean(split["laws"][law]["eval/crps"] for split in splits) for law in LAWS}
-        chosen = [split["chosen"] for split in splits]
-        auto = mean(split["laws"][split["chosen"].partition("-")[0]]["eval/crps"] for split in splits)
-        cells = [str(len(splits)), *(f"{crps[law]:.4g}" for law in LAWS), ", ".join(chosen)]
+        auto = mean(split["laws"][split["chosen"]]["eval/crps"] for split in splits)
+        cells = [str(len(splits)), *(f"{crps[law]:.4g}" for law in LAWS), "; ".join(split["said"] for split in splits)]
         lines.append(f"| {name} | {' | '.join(cells)} | {'yes' if auto <= min(crps.values()) else 'no'} |")
     return "\n".join(lines) + "\n"

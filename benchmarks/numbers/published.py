@@ -175,7 +175,7 @@ class Benchmark:
         truth = values[parts.test]
         quantiles = _predicted(folder / "predicted.csv")
         found = {name: {**of, "crps": of["mae"]} for name, of in results.items()}
-        law = read_object(folder / "run" / START)["calibration"].get("law", "cauchy")
+        law = read_object(folder / "run" / START)["calibration"].get("law", "cauchy").partition(",")[0]
         found[OURS] = Predicted.by_quartiles(quantiles, truth, made.by_log, law).scores(truth)
         if law := natural_boosting(made.table, parts.learnt, parts.test):
             found["NGBoost"] = Predicted.normal(*law, truth).scores(truth)

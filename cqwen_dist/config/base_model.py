@@ -12,6 +12,7 @@ from cqwen_dist.config.fields import Above0, Count, Positive, Section, refused
 from cqwen_dist.config.training import LoraConfig
 
 Columns = Annotated[int, Field(ge=0, multiple_of=4, strict=True)]
+Own = Annotated[str, AfterValidator(import_path)]
 TRAIN_TOKENIZER = "train"  # model.tokenizer: build one from the data
 
 
@@ -52,11 +53,9 @@ class ModelConfig(Section):
     numbers, and the commonest numbers of the data. The likeliest is written if its P exceeds a bar that held-out
     numbers set, so where candidates help no number none is written. Default: arithmetic with start: calibrated, a named
     base and no target_field, else none."""
-    abduction: Literal["linear"] | Annotated[str, AfterValidator(import_path)] = "linear"
+    abduction: Literal["linear"] | Own = "linear"
     """Network from features to U; or your class as package.module:Name (docs/training.md)."""
-    number_head: (
-        Literal["cauchy", "laplace", "student", "auto"] | Annotated[str, AfterValidator(import_path)] | None
-    ) = None
+    number_head: Literal["cauchy", "laplace", "student", "auto"] | Own | None = None
     """The law of a number's value; or your class as package.module:Name (docs/training.md). student: a t, whose degrees
     of freedom are fitted. auto: the law of least CRPS on numbers left out of the calibrated start, which all but cauchy
     need. Default: cauchy, or the law of a warm start."""

@@ -120,10 +120,8 @@ class Config(Section):
             raise refused("parallel.offload", "activations", "none, optimizer, or model.gradient_checkpointing true")
         if self.model.wide:
             self._check_wide()
-        if not self.calibrated and self.model.number_head in ("laplace", "student", "auto"):
-            raise refused(
-                "model.number_head", self.model.number_head, "cauchy, or start calibrated, which fits the law"
-            )
+        if not self.calibrated and (law := self.model.number_head) in ("laplace", "student", "auto"):
+            raise refused("model.number_head", law, "cauchy, or start calibrated, which fits the law")
         self._check_adapters()
         self._check_sequence_groups()
         return self
@@ -171,13 +169,10 @@ class Config(Section):
         if self.model.compile_layers:
             allowed = f"false {under} (exchanges between ranks inside a layer do not compile)"
             raise refused("model.compile_layers", True, allowed)
-        for key in ("wide", "candidates", "own_head"):
-            if (value := getattr(self.model, key)) not in (0, None, NONE):
-                raise refused(
-                    f"model.{key.replace('own', 'number')}",
-                    value,
-                    f"its default {under} (it may read earlier parts of a text)",
-                )
+        found = {"wide": self.model.wide, "candidates": self.model.candidates, "number_head": self.model.own_head}
+        for key, value in found.items():
+            if value not in (0, None, NONE):
+                raise refused(f"model.{key}", value, f"its default {under} (it may read earlier parts of a text)")
 
     def fit_sizes(self, architecture: Mapping[str, Any]) -> None:
         """Raises `UserError` for a sequence length or a sequence group that the base's sizes do not allow.

@@ -74,11 +74,7 @@ class NumberHead:
 
     def value(self, u_prime: Cauchy) -> Cauchy:
         """The law Y [...] of a computed (not copied) number, from U' [...,C]."""
-        return self.own(u_prime.affine(self.net.reg_weight, self.net.reg_bias[0]))
-
-    def own(self, y: Cauchy) -> Cauchy:
-        """The number's own law, with this location and scale."""
-        return self.kind(*y)
+        return self.kind(*u_prime.affine(self.net.reg_weight, self.net.reg_bias[0]))
 
     @property
     def kind(self) -> type[Cauchy]:

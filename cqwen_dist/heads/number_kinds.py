@@ -43,11 +43,11 @@ class SeveralValues(NumberHead):
         super().__init__(net, config, 1 + config.more_values)
 
     def value(self, u_prime: Cauchy) -> Cauchy:
-        return self.own(u_prime.affine(self.net.reg_weight[0], self.net.reg_bias[0]))
+        return self.kind(*u_prime.affine(self.net.reg_weight[0], self.net.reg_bias[0]))
 
     def values(self, u_prime: Cauchy) -> Cauchy:
         """Laws of all values: [...,R]."""
-        return self.own(u_prime.affine(self.net.reg_weight, self.net.reg_bias))
+        return self.kind(*u_prime.affine(self.net.reg_weight, self.net.reg_bias))
 
     def loss(self, u_prime: Cauchy, labels: NumberLabels, stop: bool) -> tuple[Tensor, Tensor]:
         if not isinstance(labels, SeveralLabels):
@@ -70,7 +70,7 @@ class TypedNumbers(NumberHead):
 
     def values(self, u_prime: Cauchy) -> Cauchy:
         """The law of the value for each type: [...,T]."""
-        return self.own(u_prime.affine(self.net.reg_weight[: self.count], self.net.reg_bias[: self.count]))
+        return self.kind(*u_prime.affine(self.net.reg_weight[: self.count], self.net.reg_bias[: self.count]))
 
     def type_scores(self, u_prime: Cauchy) -> Cauchy:
         """S_t: [...,T]."""
@@ -79,7 +79,7 @@ class TypedNumbers(NumberHead):
     def value(self, u_prime: Cauchy) -> Cauchy:
         """The law for the likeliest type."""
         kind = decision_strength(self.type_scores(u_prime)).argmax(-1, keepdim=True)
-        return self.own(Cauchy(*(part.gather(-1, kind)[..., 0] for part in self.values(u_prime))))
+        return self.kind(*(part.gather(-1, kind)[..., 0] for part in self.values(u_prime)))
 
     def loss(self, u_prime: Cauchy, labels: NumberLabels, stop: bool) -> tuple[Tensor, Tensor]:
         """The NLL under the law of the true type times P_t, and the one-vs-rest cross entropy of all types."""

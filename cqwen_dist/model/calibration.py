@@ -77,8 +77,7 @@ class Calibration:
     numbers: int  # the regression was fitted to this number
     reg_mdae: float | None  # median absolute error of those numbers, each predicted by the others, raw unit
     reg_median_mdae: float | None  # the same if their median is always predicted
-    law: str  # of the numbers
-    law_crps: dict[str, float]  # by law, of the same errors: each fold's with the scale of the others
+    law: str | None  # of the numbers, and why
     word_temperature: float  # `heads.word_temperature`, on the positions that (C, gamma) were chosen on
 
 
@@ -263,7 +262,7 @@ class _Start:
         parts = x, fit.values, fit.folds
         x, values, folds = self.of_all_ranks(*(part[fit.learnt] for part in parts), most=NUMBERS)
         if not len(values):
-            return {"numbers": 0, "reg_mdae": None, "reg_median_mdae": None, "law": target.law, "law_crps": {}}
+            return {"numbers": 0, "reg_mdae": None, "reg_median_mdae": None, "law": None}
         texts, further = self.beside_numbers(fit, beside_batches)
 
         def tell(done: int, of: int) -> None:
@@ -306,8 +305,7 @@ class _Start:
             self.model.get_parameter(f"{BESIDE}.{name}").copy_(table)
         start_regression(self.model, *begin)
         self.model.config.target = {**self.model.config.target, "law": law.name}
-        found = {"numbers": len(values), "reg_mdae": error, "reg_median_mdae": of_median}
-        return {**found, "law": law.name, "law_crps": law.crps}
+        return {"numbers": len(values), "reg_mdae": error, "reg_median_mdae": of_median, "law": law.said}
 
     def fit_scores(self, fit: _Positions) -> None:
         """Start the number head's scores, each by a ridge regression on U's word part."""

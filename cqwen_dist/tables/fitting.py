@@ -31,20 +31,9 @@ from cqwen_dist.data.columns import given_forms
 from cqwen_dist.data.number_forms import by_form
 from cqwen_dist.data.records import Extractor
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.model.number_law_choice import law_said
 from cqwen_dist.prediction.learnt_table import learnt_table, shared_digits
 from cqwen_dist.prediction.table import predict_rows, prompts_of, write_table
-from cqwen_dist.run.files import (
-    BEST,
-    FIT,
-    START,
-    appearing,
-    file_record,
-    not_followed,
-    read_object,
-    write_atomically,
-    written_whole,
-)
+from cqwen_dist.run.files import BEST, FIT, START, appearing, file_record, not_followed, write_atomically, written_whole
 from cqwen_dist.tables.baselines import Rival, baselines
 from cqwen_dist.tables.choices import LEAST_READ, LONGEST, Chosen, Pace, choose, config_text, context_of, measure_pace
 from cqwen_dist.tables.fit_request import FitRequest
@@ -263,10 +252,8 @@ def judge(
         results[name] |= {} if its_ends is None else intervals(its_ends[: len(own)], truth)
     document = {"target": table.target, "rows": len(truth), "checkpoint": str(checkpoint), "by_log": made.by_log}
     document |= {"results": results, **verdict(predictions, truth)}
-    started = read_object(folder / "run" / START).get("calibration", {})
-    if started.get("law_crps"):
-        said = law_said(started["law"], started["law_crps"])
-        document["verdict"] = f"{document['verdict']} Law of the numbers: {said}."
+    law = json.loads((folder / "run" / START).read_text(encoding="utf-8"))["calibration"].get("law")
+    document["verdict"] = f"{document['verdict']} Law of the numbers: {law}."
     prompts = [made.prompts[row] for row in parts.test]
     document |= shown_rows(own, prompts, truth) | conditional(predictions, results, ends, truth)
     write_atomically(folder / FIT, to_json(document, indent=1, inf_nan_mode="null").decode())

@@ -25,7 +25,6 @@ from cqwen_dist.data.loader import Loader
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.calibration import LEVEL_TOKENS, Features, calibrate
 from cqwen_dist.model.initialise import start_at_data
-from cqwen_dist.model.number_law_choice import law_said
 from cqwen_dist.ops.products import gemm_dtype
 from cqwen_dist.parallel.collectives import main_rank_first
 from cqwen_dist.run.files import LATEST, START, START_TENSORS, write_atomically, write_environment
@@ -172,10 +171,9 @@ def _calibrate(run: Run, sample: list[Batch], z: list[Tensor]) -> dict[str, Any]
     if found.reg_mdae is not None:
         say(
             f"numbers at the start: median error {found.reg_mdae:.4g}, always predicting the median "
-            f"{found.reg_median_mdae:.4g} ({found.numbers:,} numbers, each predicted by a fit to the others)"
+            f"{found.reg_median_mdae:.4g} ({found.numbers:,} numbers, each predicted by a fit to the others); "
+            f"their law: {found.law}"
         )
-        if found.law_crps:
-            say(f"law of the numbers: {law_said(found.law, found.law_crps)}")
     return asdict(found)
 
 

@@ -25,8 +25,6 @@ def test_density_distribution_and_quantiles_are_scipys(name):
     law, known = LAWS[name](LOC, SCALE), of_scipy(name)
     for found, wanted in ((-law.nll(X), known.logpdf(X)), (law.cdf(X), known.cdf(X)), (law.sf(X), known.sf(X))):
         np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-15)
-    np.testing.assert_allclose(law.log_sf(X[20:25]), known.logsf(X[20:25]), rtol=1e-10)
-    np.testing.assert_allclose(law.log_cdf(X[16:21]), known.logcdf(X[16:21]), rtol=1e-10)
     p = torch.tensor([1e-6, 0.01, 0.3, 0.5, 0.77, 1 - 1e-6], dtype=torch.float64)
     np.testing.assert_allclose(law.quantile(p), known.ppf(p), rtol=1e-8)
     assert_close(law.sample(p), law.quantile(p), 1e-12)
@@ -67,7 +65,7 @@ def test_single_precision_is_near_and_finite_far_out(name):
 def test_a_law_stays_itself_and_claims_no_closed_form_it_lacks(name):
     law = LAWS[name](torch.randn(3), torch.ones(3))
     assert type(law.to(torch.float64)) is type(law._replace(loc=law.loc + 1)) is LAWS[name]
-    for lacking in (lambda: law.affine(torch.ones(3)), lambda: law.kl(law)):
+    for lacking in (lambda: law.affine(torch.ones(3)), lambda: law.kl(law), lambda: law.log_sf(0.0)):
         with pytest.raises(TypeError, match="Cauchy"):
             lacking()
     compiled = torch.compile(lambda loc, x: LAWS[name](loc, loc.abs() + 1).nll(x), backend="eager", fullgraph=True)
