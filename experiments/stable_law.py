@@ -1,11 +1,12 @@
 """Would a symmetric alpha-stable U (alpha 1: the Cauchy, 2: the normal) serve better than a Cauchy (seed S4 5.4)?
 
 python -m experiments.stable_law --base bases/smollm2-135m --data train.jsonl
+python -m experiments.stable_law --base bases/smollm2-135m --table energy.csv --table concrete.csv
 
 Such laws are closed under linear maps: S_k has the scale (sum_c |W_kc|^alpha gamma^alpha)^(1/alpha), and P is one
 function of one variable, a table. Words: on held-out tokens of GSM8K, the one-vs-rest loss and how far P of the
 likeliest word is from the share that is right (ECE), with the (C, gamma) of least loss on other tokens.
-Numbers: the CRPS of held-out errors that --errors brings ({table: {"errors", "spread", "folds"}}), beside a t.
+Numbers: CRPS of the errors that the wide part's closed form makes on folds left out, beside `fit_law`'s laws.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from scipy.special import gamma
 from scipy.stats import levy_stable, norm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cqwen_dist.config.data import column_lines
 from cqwen_dist.console import quiet_libraries
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.model.number_law_choice import fit_law
+from cqwen_dist.prediction.table import prompts_of
+from cqwen_dist.tables.rows import read_table
+from cqwen_dist.tables.wide.wide_alone import fit_alone
 
 ALPHAS = (1.0, 1.25, 1.5, 1.75, 2.0)
 Z = np.concatenate([[0.0], np.logspace(-3, 7, 400)])  # of the table of P
@@ -160,7 +167,17 @@ def stable_crps(alpha: float, x: np.ndarray) -> np.ndarray:
     return mean_distance(alpha, x) - 2 ** (1 / alpha) * mean_distance(alpha, np.zeros(1)) / 2
 
 
-def numbers(errors: Path) -> dict[str, dict[str, float]]:
+def errors_of(base: str, table: Path, columns: tuple[int, int] = (2**18, 6144)) -> tuple[np.ndarray, ...]:
+    """(errors, log scales h, folds) [n] of the wide part's closed form on all rows; the column `target` is learnt."""
+    rows = read_table(str(table), "target", [], None, "")
+    prompts = prompts_of(column_lines(rows.columns) + "target: ", rows.columns, rows.rows, "unknown")
+    tokenizer, y, every = NumericalAwareTokenizer.from_pretrained(base), rows.values(), np.arange(len(rows.rows))
+    found = fit_alone(tokenizer, tokenizer.encode_batch(prompts), y, every, every[:1], *columns)
+    left = y - found.left_out[0]
+    return left - np.median(left), found.left_out[1], found.folds
+
+
+def numbers(base: str, tables: list[Path]) -> None:
     """By table: the mean CRPS of each alpha above 1, each fold's by the scale of least CRPS of the others."""
     axis = np.linspace(0, 60, 1201)
     curves = {alpha: stable_crps(alpha, axis) for alpha in (1.2, 1.4, 1.6, 1.8, 2.0)}
@@ -170,35 +187,32 @@ def numbers(errors: Path) -> dict[str, dict[str, float]]:
         far = curve[-1] + size - axis[-1]
         return float((scale * spread * np.where(size < axis[-1], np.interp(size, axis, curve), far)).sum())
 
-    found: dict[str, dict[str, float]] = {}
-    for table, of in json.loads(errors.read_text(encoding="utf-8")).items():
-        spread, folds = np.array(of["spread"]), np.array(of["folds"])
-        r = np.array(of["errors"]) / spread
+    for table in tables:
+        error, h, folds = errors_of(base, table)
+        crps = fit_law("auto", *map(torch.from_numpy, (error, h, folds))).crps
+        spread, r = np.exp(h), error / np.exp(h)
         scales = np.median(np.abs(r)) * np.logspace(-0.7, 0.7, 57)
-        found[table] = {}
         for alpha in curves:
             total = 0.0
             for fold in np.unique(folds):
                 own = folds == fold
                 lost = [scored(alpha, scale, r[~own], spread[~own]) for scale in scales]
                 total += scored(alpha, scales[int(np.argmin(lost))], r[own], spread[own])
-            found[table][f"{alpha:g}"] = float(f"{total / len(r):.4g}")
-        typer.echo(f"{table}: {json.dumps(found[table])}")
-    return found
+            crps[f"alpha {alpha:g}"] = total / len(r)
+        typer.echo(f"{table}: {json.dumps({name: float(f'{of:.4g}') for name, of in crps.items()})}")
 
 
 def main(
     base: Annotated[str, typer.Option(help="A base's folder.")] = "bases/smollm2-135m",
     data: Annotated[Path | None, typer.Option(help="JSONL with GSM8K's fields.")] = None,
-    errors: Annotated[Path | None, typer.Option(help="JSON of held-out errors of numbers.")] = None,
+    table: Annotated[list[Path] | None, typer.Option(help="CSV with a column `target`; may be repeated.")] = None,
     tokens: Annotated[int, typer.Option(help="Held-out tokens, and so many for (C, gamma).")] = 256,
 ) -> None:
-    """Words if --data is given, numbers if --errors is."""
+    """Words if --data is given, numbers if --table is."""
     quiet_libraries()
     if data is not None:
         words(base, data, tokens)
-    if errors is not None:
-        numbers(errors)
+    numbers(base, table or [])
 
 
 if __name__ == "__main__":

@@ -5,11 +5,14 @@ import pytest
 import scipy.stats
 import torch
 from support.numerics import assert_close
-from support.tiny import TARGET, random_batch, random_ids, tiny_causal_lm, tiny_model
+from support.tiny import TARGET, number_prompts, number_writer, random_batch, random_ids, tiny_causal_lm, tiny_model
 from tables.test_wide import batch_of, texts
+from transformers import CompileConfig
 
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.config.base_model import ModelConfig
+from cqwen_dist.generate import compiling
+from cqwen_dist.generate.generator import generate
 from cqwen_dist.generate.modes import MODES, Draws
 from cqwen_dist.heads.intervals import Intervals, number_interval
 from cqwen_dist.heads.number_kinds import SeveralLabels
@@ -152,6 +155,20 @@ def test_generation_and_its_record_have_the_law():
     assert (low, high) == pytest.approx(tuple(150 + 40 * of_scipy("laplace", loc, scale).ppf([0.05, 0.95])), rel=1e-6)
     assert numbers.records(0)[0].intervals["0.9"] == pytest.approx((low, high))
     assert type(net.config).from_dict(net.config.to_dict()).target == LAPLACE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", ["laplace", "student-4"])
+def test_a_step_with_the_law_compiles_into_one_graph(law, monkeypatch):
+    monkeypatch.setattr(compiling.notes, "warning", lambda said: pytest.fail(said))
+    model = number_writer()
+    model.config.target = {**model.config.target, "law": law}
+    given = {"mode": "individual", "seed": 3, "max_new_tokens": 8, "digits": "auto"}
+    static = {"cache_implementation": "static", "compile_config": CompileConfig(backend="aot_eager")}
+    found, wanted = (generate(model, **number_prompts(), **given, **more) for more in (static, {}))
+    assert torch.equal(found[0], wanted[0])
+    assert bool(wanted[1].generated.any())
+    torch.testing.assert_close(found[1].loc, wanted[1].loc, rtol=1e-4, atol=1e-5)
 
 
 def test_laws_that_do_not_exist_are_refused():
