@@ -400,7 +400,7 @@ def calibration(groups: Groups) -> None:
     part = tiny_model(start="calibrated", number_dims=2, vocab_start=start, rows=stop - start)
     found = calibrate(part, batches[rank : rank + 1], groups=groups, max_tokens=10_000)
     for name, value in asdict(one).items():
-        if name not in ("law", "law_crps", "prob_sum_median"):  # names; of each rank's own tokens
+        if name not in ("law", "prob_sum_median"):  # a name; of each rank's own tokens
             assert abs(asdict(found)[name] - value) <= 1e-4 * abs(value), (name, value, found)
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, (found.threshold, found.gamma, found.loss, found.accuracy))
