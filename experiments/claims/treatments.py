@@ -79,7 +79,8 @@ class Reader:
         learnt = learnt_table(checkpoint)
         assert learnt is not None, "a fit has learnt a table"
         self.extract = learnt.extractor()
-        self.half = Intervals.from_dict(self.model.config.calibration).half_width(0.9)
+        law = self.model.model.target.kind
+        self.half = Intervals.from_dict(self.model.config.calibration).half_width(0.9, law)
 
     @torch.no_grad()
     def law(self, people: People, doses: np.ndarray) -> Law:
