@@ -48,7 +48,7 @@ class ActionNetwork(nn.Module):
         self.cls_bias = nn.Parameter(torch.zeros(rows))
         self.base_row: list[Tensor] = []  # the base's own row and bias of <NUM>, on the rank that has it
         self.base_head: WordHead | None = None  # the base's own, until training begins; None: W_cls has it whole
-        self.projection_error = 0.0  # ||W - its projection|| / ||W||, Frobenius, of the base's head W if C_w < H
+        self.projection_error = 0.0  # ||A - its projection|| / ||A||, if C_w < H; A: the base's head, or its logits
         self.scalar_threshold = scalar_threshold
         self.threshold = nn.Parameter(torch.zeros(1 if scalar_threshold else rows))
         self.causal_hidden_size = causal_hidden_size

@@ -29,7 +29,7 @@ from cqwen_dist.heads.beside import BESIDE
 from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.heads.word_temperature import word_temperature
 from cqwen_dist.model.initialise import NOISE, SEED_GAMMA, SEED_NOISE, set_scales, start_regression
-from cqwen_dist.model.levelling import fit_numeral_rows, level_logits
+from cqwen_dist.model.levelling import fit_numeral_rows, level_logits, project_by_features
 from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.model.number_law_choice import FittedLaw, fit_law
 from cqwen_dist.model.ridge import fold_of_row, ridges_by_leave_one_out, robust_ridge
@@ -116,6 +116,7 @@ def calibrate(
     fit = search
     if fit_batches is not None:
         fit = start.positions(fit_batches, "features to fit rows to", features=fit_features)
+    project_by_features(model, fit.z, groups)
     progress("logits", 0, 1)  # once: ranks may have unequal numbers of rows
     logits = StartLogits(model.action, start.word_loc(search.z), search.labels, groups)
     if not logits.tokens:

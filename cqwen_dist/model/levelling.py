@@ -1,4 +1,9 @@
-"""Fits rows of W_cls before training: all rows (levelling), the <NUM> row, and rows of numeral tokens.
+"""Fits rows of W_cls before training: to fewer dimensions than the features have (projection), all rows (levelling),
+the <NUM> row, and rows of numeral tokens.
+
+Projection. With C_w < H words see z through C_w directions. Those that keep most of W alone lose nearly all words, as a
+base's features have very unequal spreads. Here they keep most of the logits W z of real features: the best W' of rank
+C_w by E |W z - W' z|^2 is the singular value decomposition of W S^1/2, with S = E z z^T (Eckart and Young 1936).
 
 Levelling. Softmax ignores a constant added to all logits of a token; one-vs-rest does not. One threshold C must
 separate the next word from every other word at each token, but a base's logits shift from token to token with their
@@ -20,6 +25,7 @@ from torch import Tensor
 from cqwen_dist.heads.action import ActionNetwork, rows_of
 from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.model.ridge import ridges_by_leave_one_out
+from cqwen_dist.parallel.collectives import sum_over
 from cqwen_dist.parallel.groups import ALONE, Groups
 
 # In nats. On SmolLM2 with GSM8K, 4 to 10 change the F1 of <NUM> by less than 0.01. Smaller values let digits compete
@@ -28,6 +34,47 @@ APART = 6.0
 # Tokens that a number follows count as at least this share of all. In Chinese reviews they are 3 %: without the weight
 # the start said 1 of 20 numbers, with it 1 of 3; GSM8K has 12 % and hardly changes (docs/measurements.md).
 FOLLOWED = 0.15
+LITTLE = 1e-4  # of a feature's mean square, for those that do not move on a few tokens
+
+
+@torch.no_grad()
+def project_by_features(heads: CausalModules, z: Tensor, groups: Groups = ALONE) -> None:
+    """Set W_loc and W_cls to the projection, and `projection_error` to its relative error; nothing for C_w = H.
+
+    z [N,>=H]: features of this rank's positions. <NUM>'s row stays if it is not the base's. Collective over the world.
+    """
+    action, head = heads.action, heads.action.base_head
+    if head is None:
+        return
+    words, weight = action.word_size, head.weight.to(action.cls_weight.device).double()
+    z, gram = z[:, : weight.shape[1]].to(weight), weight.T @ weight
+    moment = z.T @ z
+    if groups.world is not None:
+        sum_over(moment, groups.world)
+    if groups.vocab is not None:
+        sum_over(gram, groups.vocab)
+
+    def fit() -> tuple[Tensor, Tensor, float]:
+        least = LITTLE * moment.diagonal().mean() * torch.ones_like(moment[0]).diag()
+        energies, vectors = torch.linalg.eigh(moment + least)
+        root = vectors * energies.sqrt() @ vectors.T
+        kept, directions = torch.linalg.eigh(root @ gram @ root)  # ascending
+        top = directions[:, -words:]
+        back = torch.linalg.solve(root, top).T
+        size = back.norm(dim=1, keepdim=True)  # U in the unit of z
+        error = float((kept[:-words].clamp(min=0).sum() / kept.sum()).sqrt())
+        return (back / size).cpu(), (root @ top * size.T).cpu(), error
+
+    into, out, action.projection_error = groups.agreed(fit)
+    heads.abduction.loc_net.weight[:words] = into.to(heads.abduction.loc_net.weight)
+    row, own = heads.config.num_token_id - action.vocab_start, None
+    if row in range(action.rows) and not torch.equal(action.cls_weight[row], action.base_row[0]):
+        own = action.cls_weight[row].clone()
+    action.cls_weight[:, :words] = (weight @ out.to(weight)).to(action.cls_weight)
+    if row in range(action.rows):
+        action.base_row[0] = action.cls_weight[row].clone()
+        if own is not None:
+            action.cls_weight[row] = own
 
 
 @torch.no_grad()

@@ -62,11 +62,6 @@ def begin(run: Run) -> Place:
     run.evaluations.measure_base()
     if run.evaluations.base_accuracy is not None:
         start["base_accuracy"] = run.evaluations.base_accuracy
-    if action.projection_error:
-        start["projection_error"] = action.projection_error
-        say(
-            f"model.causal_size {action.word_size}: the base's head is off by {action.projection_error:.1%} of its norm"
-        )
 
     # The heads: from a warm start, calibrated, or with the constants of the seeds
     has_heads = False
@@ -84,6 +79,7 @@ def begin(run: Run) -> Place:
         # b_noise's learning rate is relative to its start (`HeadOptimizer`)
         run.engine.heads.noise_unit = float(run.model.action.b_noise.abs().median()) or 1.0
 
+    start |= _projection(run)
     action.base_head = None  # training changes the features that it fits
 
     # The first evaluation; an unknown metric name in the config is refused here, not after the first stage
@@ -131,6 +127,16 @@ def _features(run: Run, loader: Loader) -> Features:
 
 
 @torch.no_grad()
+def _projection(run: Run) -> dict[str, float]:
+    """What model.causal_size leaves out of the base, told and for start.json; {} for nothing."""
+    error, of = run.model.action.projection_error, "logits" if run.config.calibrated else "head"
+    if not error:
+        return {}
+    size = run.model.action.word_size
+    run.progress.say(f"model.causal_size {size} leaves out {error:.1%} of the base's {of}, by norm")
+    return {"projection_error": error}
+
+
 def _sample(run: Run) -> tuple[list[Batch], list[Tensor]]:
     """This rank's share of the texts that choose (C, gamma) and measure U's spread for KL, and z of each batch."""
     loader = run.calibration_loader(CALIBRATION_TOKENS)

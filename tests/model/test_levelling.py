@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from support.ranks import Pool, groups_of
 from support.tiny import HIDDEN, NUM, random_batch, tiny_base
 
 from cqwen_dist.model.causal_qwen import CausalQwenModel
-from cqwen_dist.model.levelling import level_logits
+from cqwen_dist.model.levelling import level_logits, project_by_features
+from cqwen_dist.parallel.groups import ALONE
 
 
 def model_of(vocab_start: int = 0, rows: int | None = None, **shape: int) -> CausalQwenModel:
@@ -33,6 +35,36 @@ def level(model: CausalQwenModel, loc: torch.Tensor) -> float:
 
 def logits(model: CausalQwenModel, loc: torch.Tensor) -> torch.Tensor:
     return (loc.double() @ model.action.cls_weight.double().T + model.action.cls_bias.double()).detach()
+
+
+def projected(loc: torch.Tensor, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """(this rank's rows of W_cls, W_loc, error) of 6 dimensions for features loc [N,H]; float64."""
+    groups = groups_of(len(rows)) if len(rows) > 1 else ALONE
+    own = groups.vocab_rank
+    model = model_of(sum(rows[:own]), rows[own], causal_size=6, number_dims=2)
+    part = len(loc) // max(1, groups.world_size)
+    project_by_features(model, loc[groups.rank * part :][:part], groups)
+    weights = model.action.cls_weight, model.abduction.loc_net.weight[:6]
+    return *(weight.detach().double() for weight in weights), model.action.projection_error
+
+
+def test_fewer_dimensions_keep_most_of_the_logits_of_real_features(pool: Pool) -> None:
+    """No map of rank 6 is nearer to the base's logits (Eckart and Young); two ranks come to the same."""
+    torch.manual_seed(5)
+    z = torch.randn(200, HIDDEN) * torch.logspace(0, -2, HIDDEN)[torch.randperm(HIDDEN)] @ torch.randn(HIDDEN, HIDDEN)
+    base = model_of().action.cls_weight.detach().double()
+    weight, into, error = projected(z, [len(base)])
+    logits = z.double() @ base.T
+    values = torch.linalg.svdvals(logits)
+    least = float((values[6:].square().sum() / values.square().sum()).sqrt())
+    found = float((logits - z.double() @ into.T @ weight.T).norm() / logits.norm())
+    assert least < 0.5
+    assert found == pytest.approx(least, rel=1e-2), "but for the little ridge"
+    assert error == pytest.approx(least, rel=1e-2)
+    assert torch.allclose(into.norm(dim=1), torch.ones(6).double(), atol=1e-6)
+    parts = pool(projected, 2, z, [40, len(base) - 40])
+    assert torch.allclose(torch.cat([part[0] for part in parts]).abs(), weight.abs(), atol=1e-4)
+    assert all(torch.allclose(part[1].abs(), into.abs(), atol=1e-4) for part in parts)
 
 
 @pytest.mark.parametrize("shape", [{}, {"number_dims": 2}, {"causal_size": HIDDEN + 5}, {"causal_size": HIDDEN - 4}])

@@ -59,9 +59,7 @@ def _words(run: RunData, accuracy: float, base: float) -> Iterator[Finding]:
         hold = "a smaller loss.constraint.eps" if held else "hold U near its start (loss.constraint.mode: dual)"
         advice = f"knowledge was lost. Lower the learning rates, or {hold}."
         if projected := run.start.get("projection_error"):
-            advice = (
-                f"model.causal_size leaves out {projected:.0%} of the base's head by its norm; a larger one keeps more."
-            )
+            advice = f"model.causal_size leaves out {projected:.0%} of the base's logits; a larger one keeps more."
         yield bad(
             f"It predicts {-gap:.1f} points fewer words right than its base model",
             f"{accuracy:.1%} against {base:.1%}: {advice}",
