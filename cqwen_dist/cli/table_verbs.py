@@ -73,7 +73,7 @@ def predict(
             min=0, help="Search this many tokens for the number; 0: it comes next. Default: 8, or 0 without --template."
         ),
     ] = None,
-    abstain: Annotated[float | None, typer.Option(help=ABSTAIN + "another row has intervals and no value.")] = None,
+    abstain: Annotated[float | None, typer.Option(help=ABSTAIN + "a less sure row has intervals and no value.")] = None,
     empty: Annotated[str | None, typer.Option(help="Text for an empty cell, like data.empty_cell in training.")] = None,
     decimal_comma: DecimalComma = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 16,
@@ -107,7 +107,7 @@ def counterfactual(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """What would have been, under another prompt or cell, given what was observed: for the same individual."""
+    """What would have been under a changed prompt or cell, for the same individual, given what was observed."""
     if odd := next((each for each in change or () if "=" not in each), None):
         raise UserError("--set", odd, "COLUMN=VALUE")
     _check_out(out)

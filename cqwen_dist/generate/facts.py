@@ -1,5 +1,5 @@
 """A fact observed, then changed (S3 1, Pearl's three steps): who is the individual, given what was observed, and what
-would it have been under another prompt?
+would have come after a changed prompt?
 
 An individual keeps its quantile in every dimension of U's law (D50): u_j(t) = loc_j(t) + scale_j(t) tau_j. A number
 reads sum_j w_j u_j, so an observed number is a sum of the tau and of the noise (`ops.given_sum`). The noise is drawn
@@ -46,10 +46,10 @@ class NumberLaws(NamedTuple):
 
 @dataclass(frozen=True)
 class NumberFact:
-    """A number observed, and what it would have been."""
+    """An observed number, and the number under the change."""
 
     observed: float
-    within: float | None  # the level of the fact's smallest interval that holds it; None: it is outside of all
+    within: float | None  # the level of the fact's smallest interval that holds this number; None: outside of all
     predicted: float  # under the change, without the fact
     value: float  # with it: the median
     intervals: dict[str, tuple[float, float]]  # of value, by level
@@ -67,7 +67,7 @@ class WordFact:
     """A next word observed, and the words that the same individuals would say."""
 
     observed: str
-    p: float  # share of all individuals that say it
+    p: float  # share of all individuals that say the word
     draws: float  # number of independent individuals that the weighted draws are worth
     words: dict[str, float]  # by text, the most frequent first: share of the individuals that say the word observed
 
@@ -214,14 +214,14 @@ def _beyond(tau: Tensor, a: Tensor, least: Tensor, far: float, draw: torch.Gener
     """Individuals [N,C] with tau a >= least, from draws without this condition, and their weights [N]. far: the largest
     tau, to which larger ones are clamped.
 
-    One tau of each, taken in proportion to |a|, is drawn again from beyond what the others leave to it. The weight is
+    One tau of each, taken in proportion to |a|, is drawn again, beyond what the rest of the sum leaves. The weight is
     the density that is wanted by that of this mixture; its mean is P(tau a >= least).
     """
     part = a.abs() / a.abs().sum()
     j = torch.multinomial(part, len(tau), replacement=True, generator=draw).unsqueeze(-1)
 
     def beyond(tau: Tensor) -> Tensor:
-        """P [N,C] of each dimension that the sum is large enough, given all others."""
+        """P [N,C] of each dimension that the sum is large enough, given all other dimensions."""
         left = (least - (tau @ a).unsqueeze(-1)) / a.abs() + tau * a.sign()
         return torch.where(left <= -far, 1.0, prob_above(torch.ones_like(left), left))
 

@@ -192,7 +192,7 @@ def _used(action: Any, u_prime: Cauchy, used_rows: int) -> tuple[Tensor, Cauchy]
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode: the drawn part, the choice of a word, and the default ranking of `best`; numbers may have another."""
+    """A mode: the drawn part, the choice of a word, and the default ranking of `best`; numbers may have their own."""
 
     choose: Callable[[Any, Cauchy, Draws, Options, Tensor], Tensor]
     drawn: Literal["individual", "noise"] | None = None  # the drawn part; the other part stays a law. None: neither

@@ -55,7 +55,7 @@ class Intervals:
     factors: level -> factor; other levels have factor 1. n: number of held-out numbers behind the factors. bar: the
     probability above which an exact value is written (`heads.candidates.best_bar`). words: how probabilities of words
     are shown, fitted to held-out words. doubts: kind -> the largest doubt of the surest share of held-out answers, for
-    each of `SHARES`. Doubt of a word: -log softmax(loc_S) of it, in nats; of a number: scale_Y, in the target's unit.
+    each of `SHARES`. Doubt of a word: -log softmax(loc_S), in nats; of a number: scale_Y, in the target's unit.
     word_temperature: `heads.word_temperature`; 1: not measured.
     """
 

@@ -8,7 +8,7 @@ average as many different words,
     individuals    the different argmax P among n draws, z_k = (loc_S,k - C_k + T W_k (scale tan)) / (|W_k| |b_noise|)
 
 z is linear in T, so two products serve all T. The tails of eps are cut (`WORD_TAILS`): a Cauchy's largest dimension
-outweighs all others, and its individual writes one odd word again and again.
+outweighs all other dimensions, and its individual repeats one odd word.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""New words for a trained model, each in a spare row: one-vs-rest learns it without touching the others (S4 3.3.1).
+"""New words for a trained model, each in a spare row: one-vs-rest learns a word alone (S4 3.3.1).
 
-The loss of word k has no other word's row in it: the cross entropies of P_k = P(W_k U' + b_k > C_k), at fixed U'. P_k
+The loss of word k has no other word's row: the cross entropies of P_k = P(W_k U' + b_k > C_k), at fixed U'. P_k
 depends on the direction of (W_k, b_k - C_k) alone, so C_k and the size of W_k are other words'.
 """
 
@@ -29,7 +29,7 @@ HOLD = 1.0  # nats for each position where the word comes, if W_k leaves its sta
 
 @torch.no_grad()
 def add_words(model: Any, tokenizer: Any, words: Mapping[str, Sequence[str]], others: Sequence[str] = ()) -> Any:
-    """Give each new word a spare row of the model, in place; returns a tokenizer that reads it as one token.
+    """Give each new word a spare row of the model, in place; returns a tokenizer with each as one token.
 
     words: for each, such as " refund", prompts after which it comes. others: texts after which none comes. Within a
     text a word comes where the text has it. model, tokenizer: of `load`; all V rows are here, so ranks do not matter.
@@ -123,7 +123,7 @@ def _read(
 
 
 def fitted_row(u: Cauchy, comes: Tensor, hold: float = HOLD) -> tuple[Tensor, Tensor]:
-    """(W [C] of length 1, b - C) of a word that comes after the positions `comes` [N] bool, and after no others.
+    """(W [C] of length 1, b - C) of a word that comes after the positions `comes` [N] bool, and nowhere else.
 
     u: U' [N,C] float64. L-BFGS lowers the loss, plus hold |W - start|^2 for each position where the word comes. The
     start is the ridge regression of `comes` on loc_U. Raises `UserError` if there is none.

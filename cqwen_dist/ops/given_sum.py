@@ -1,4 +1,4 @@
-"""The law of a sum of Cauchy variables, given another sum of the same ones, in closed form.
+"""The law of a sum of Cauchy variables, given a second sum of the same ones, in closed form.
 
     r = sum_j c_j t_j + n e        what is known            t_j, e, e' ~ Cauchy(0, 1), independent
     x = sum_j d_j t_j + m e'       what is asked for        c_j, d_j, n, m >= 0

@@ -1,7 +1,7 @@
 """Other laws of a number: Laplace's and Student's t, with a location and a scale as a Cauchy has them.
 
-U stays Cauchy, since sums of these laws are of another kind. Only a number Y has one, with the location and the scale
-that the closed form gives (docs/decisions.md, D45). A t with one degree of freedom is the Cauchy.
+U stays Cauchy, since sums of these laws are no such laws. Only a number Y has one, with the location and the scale that
+the closed form gives (docs/decisions.md, D45). A t with one degree of freedom is the Cauchy.
 """
 
 import math

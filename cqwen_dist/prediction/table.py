@@ -137,7 +137,7 @@ def predict_numbers(
     number has to come in the first `within` tokens, since a model may write a blank or words first. Without a number
     all are None, except p_num: the largest P(<NUM>) of these tokens. within 0: it is the Y of the prompt's end,
     whatever words are likelier there. abstain: the share of held-out numbers of which a number has to be one of the
-    surest (`Settings.abstain`); for another there is the key `DOUBTFUL` too. model: a `CausalQwenForCausalLM`.
+    surest (`Settings.abstain`); for a less sure one there is the key `DOUBTFUL` too. model: a `CausalQwenForCausalLM`.
     digits: of the predicted value ("auto": what
     its 50 % interval leaves), and of the ends if these are more than `LEAST_DIGITS`. Some `SORTED` batches at a time
     are sorted by length, as padding costs as much as text. Raises `UserError`.

@@ -74,7 +74,7 @@ class Server:
         self.worker.shutdown(wait=False, cancel_futures=True)
 
     def admit(self, model: str) -> None:
-        """Raises `UserError` for another model, `Refused` if too many requests wait."""
+        """Raises `UserError` for a wrong model, `Refused` if too many requests wait."""
         if model not in ("", self.name):
             raise UserError("model", model, self.name)
         if self.waiting >= self.limits.waiting:

@@ -192,7 +192,7 @@ def sampling(mode: ModeName, drawing: Mapping[str, Any], base: GenerationConfig 
     given = {name: value for name, value in drawing.items() if value is not None}
     for name, neutral in (("abstain", None), ("word_temperature", "auto")):
         if given.pop(name, neutral) != neutral:
-            raise UserError(name, drawing[name], "nothing with vLLM; the plain engine does it")
+            raise UserError(name, drawing[name], "nothing with vLLM; the plain engine does this")
     if mode == "compatible" and base is not None:
         given = _own_sampling(base) | given
     drawn = given.pop("do_sample", mode == "ovr" or (mode == "compatible" and not given.keys() <= {*IN_VLLM}))

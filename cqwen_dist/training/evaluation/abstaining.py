@@ -1,4 +1,4 @@
-"""What it buys to answer only where the model is sure (S4 3.3.3): held-out answers, the surest first.
+"""What abstaining buys (S4 3.3.3): the errors of held-out answers, the surest first.
 
 The doubt of a word is its surprise under softmax(loc_S), which tells wrong words better than P, sum P or the scales do
 (docs/experiments.md); the doubt of a number is scale_Y, to which the width of its interval is proportional.
