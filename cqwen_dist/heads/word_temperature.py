@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cqwen_dist.heads.intervals import WORD_TAILS
 from cqwen_dist.ops.cauchy import Cauchy
@@ -54,22 +55,32 @@ def word_temperature(action: Any, u: Cauchy, used_rows: int | None, groups: Grou
     wide = product(action.b_noise[None, : action.word_size].abs(), head.weight.abs())
     wide = wide.where(wide > 0, 1.0)  # without noise words are ranked by loc_S - C
     z, draw = (loc - head.threshold) / wide, torch.Generator().manual_seed(0)
-    value = z.new_full((len(z), len(_FACTORS), INDIVIDUALS), -math.inf)
-    word, most = value.nan_to_num().long(), min(MOST, used.rows)
-    for i, scale in enumerate(u.scale):
+    most, parts = min(MOST, used.rows), list[tuple[Tensor, Tensor, Tensor]]()
+    for own, scale in zip(z, u.scale, strict=True):
         eps = torch.rand(INDIVIDUALS, len(scale), generator=draw).to(scale)  # the same on all ranks
         drawn = Cauchy(torch.zeros_like(scale), scale).sample(eps.clamp(WORD_TAILS, 1 - WORD_TAILS))
         shift = product(drawn, head.weight) / wide
         # The best at some T is among the largest of one of the two
-        own, moved = z[i].topk(most).indices.expand(INDIVIDUALS, most), shift.topk(most).indices
-        words = torch.cat([own, moved], 1)
-        base, slope = z[i][words], shift.gather(1, words)
-        for j, factor in enumerate(_FACTORS if most else ()):
-            value[i, j], best = (base + float(factor) * slope).max(1)
-            word[i, j] = words.gather(1, best[:, None])[:, 0]
-    if not one:
-        best = gather_rows(value, vocab).argmax(0)[None]
-        word = gather_rows(word + used.start, vocab).gather(0, best)[0]
-    ordered = word.sort(-1).values
-    distinct = 1.0 + (ordered.diff(dim=-1) != 0).double().sum(-1).mean(0).cpu().numpy()
-    return float(np.exp(np.interp(softmax, np.maximum.accumulate(distinct), np.log(_FACTORS))))
+        words = torch.cat([own.topk(most).indices.expand(INDIVIDUALS, most), shift.topk(most).indices], 1)
+        parts.append((words, own[words], shift.gather(1, words)))
+    words, base, slope = (torch.stack(part) for part in zip(*parts, strict=True))
+    if not most:  # none of this rank's words is ever written
+        words, base = words.new_zeros(*words.shape[:2], 1), base.new_full((*base.shape[:2], 1), -math.inf)
+        slope = torch.zeros_like(base)
+
+    def distinct(factor: float) -> float:
+        value, best = (base + factor * slope).max(-1)
+        word = words.gather(-1, best[..., None])[..., 0] + used.start
+        if not one:
+            at = gather_rows(value, vocab).argmax(0)[None]
+            word = gather_rows(word, vocab).gather(0, at)[0]
+        return 1.0 + float((word.sort(-1).values.diff(dim=-1) != 0).double().sum(-1).mean())
+
+    # Between two neighbours of the grid: the number of different words rises with T
+    counts, low, high = dict[int, float](), -1, len(_FACTORS)
+    while high - low > 1:
+        middle = (low + high) // 2
+        counts[middle] = distinct(float(_FACTORS[middle]))
+        low, high = (middle, high) if counts[middle] < softmax else (low, middle)
+    near = [j for j in (low, high) if j in counts]
+    return float(np.exp(np.interp(softmax, [counts[j] for j in near], np.log(_FACTORS[near]))))

@@ -1,11 +1,13 @@
 """Heads on features that stay: what they learn."""
 
 import numpy as np
+import pytest
 import torch
 
 from benchmarks.numbers.competitors import Stored, digits, learnt, pinball, squared_error
 
 
+@pytest.mark.slow
 def test_heads_learn_a_function_of_the_features() -> None:
     draw = torch.Generator().manual_seed(0)
     z = torch.randn(400, 6, generator=draw)

@@ -57,6 +57,7 @@ def _corpus(folder: Path) -> dict[str, Path]:
     return paths
 
 
+@pytest.mark.slow
 def test_any_number_of_workers_prepares_the_same_bytes(
     tmp_path: Path, tokenizer: NumericalAwareTokenizer, small_blocks: None
 ) -> None:

@@ -64,6 +64,7 @@ def test_every_arm_is_a_valid_config_whose_adapters_take_equal_steps(scale: str)
     assert len({task.name for task in found}) == len(found) == 1 + 3 * (len(OURS) + len(PLAIN))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("library")
 def test_each_arm_is_reported_at_its_best_rate(
     tmp_path: Path, base: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
