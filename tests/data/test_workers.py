@@ -128,6 +128,7 @@ class Killed(Extractor):
         raise AssertionError
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_one_line(tokenizer: NumericalAwareTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cqwen_dist.data.chunk._WORTH", 1)
     config, block = DataConfig(train="a"), [("a:1", {"text": "a"})]

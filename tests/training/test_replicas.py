@@ -59,7 +59,9 @@ def flipped(config: str, overrides: list[str], rank: int, part: str, at: int, ev
     return ""
 
 
-@pytest.mark.parametrize(("world", "rank", "part"), [(2, 0, "lora_A"), (4, 3, "action.cls_weight")])
+@pytest.mark.parametrize(
+    ("world", "rank", "part"), [(2, 0, "lora_A"), pytest.param(4, 3, "action.cls_weight", marks=pytest.mark.slow)]
+)
 def test_a_flipped_bit_is_found_and_the_resumed_run_equals_the_undisturbed_one(
     two_ranks: Path, tmp_path: Path, world: int, rank: int, part: str
 ) -> None:
