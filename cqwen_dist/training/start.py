@@ -126,7 +126,6 @@ def _features(run: Run, loader: Loader) -> Features:
     return run.cache.reader(run.schedule.at(0), run.loaders.current, loader) or run.forward
 
 
-@torch.no_grad()
 def _projection(run: Run) -> dict[str, float]:
     """What model.causal_size leaves out of the base, told and for start.json; {} for nothing."""
     error, of = run.model.action.projection_error, "logits" if run.config.calibrated else "head"
@@ -137,6 +136,7 @@ def _projection(run: Run) -> dict[str, float]:
     return {"projection_error": error}
 
 
+@torch.no_grad()
 def _sample(run: Run) -> tuple[list[Batch], list[Tensor]]:
     """This rank's share of the texts that choose (C, gamma) and measure U's spread for KL, and z of each batch."""
     loader = run.calibration_loader(CALIBRATION_TOKENS)

@@ -94,17 +94,18 @@ def test_losses_and_evaluations_equal_the_uncached_ones(uncached: Path, kept: Pa
         assert start["calibration"][name] == pytest.approx(other["calibration"][name], rel=1e-3)
 
 
-def _passes(config: str, overrides: list[str]) -> int:
-    """How many batches go through the backbone in a run."""
-    counted, forward = [0], Engine.forward
+def _passes(config: str, overrides: list[str]) -> tuple[int, int]:
+    """How many batches go through the backbone in a run: all, and those for which a graph is kept."""
+    counted, forward = [0, 0], Engine.forward
 
     def count(engine: Engine, batch: Batch, keep: Tensor) -> Tensor:
         counted[0] += 1
+        counted[1] += torch.is_grad_enabled()
         return forward(engine, batch, keep)
 
     Engine.forward = count  # type: ignore[method-assign]  # of this process alone
     train.train_on(load_config(config, overrides), as_rank())
-    return counted[0]
+    return counted[0], counted[1]
 
 
 def test_a_heads_stage_passes_once_over_training_and_evaluation_texts(uncached: Path, tmp_path: Path) -> None:
@@ -117,7 +118,8 @@ def test_a_heads_stage_passes_once_over_training_and_evaluation_texts(uncached: 
     }
     # The fits of the start pass over all texts without a cache too. 8 steps of 2 batches, 4 evaluations of 2, and once
     # the sample that C, gamma and KL's spread come from: here all 32 texts, 6 a batch.
-    assert passes["auto"] == passes["never"] - 8 * 2 - 4 * 2 - 6
+    assert passes["auto"][0] == passes["never"][0] - 8 * 2 - 4 * 2 - 6
+    assert (passes["auto"][1], passes["never"][1]) == (0, 8 * 2), "only a step keeps a graph"
 
 
 def test_ranks_read_each_others_shards(uncached: Path, kept: Path, tmp_path: Path) -> None:
