@@ -15,6 +15,9 @@ from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
 from cqwen_dist.console import AsJson, ConfigFile, Overrides, echo, load, print_document, quiet_libraries
 
+DataFolder = Annotated[Path, typer.Option(help="Folder with the data files (docs/numbers-benchmark.md).")]
+BaseFolder = Annotated[str, typer.Option(help="A model's folder or hub name.")]
+
 
 def data(
     config: ConfigFile,
@@ -195,8 +198,8 @@ def gpu(
 
 def numbers(
     only: Annotated[list[str] | None, typer.Option(help="Only this data set; may be repeated.")] = None,
-    data: Annotated[Path, typer.Option(help="Folder with the data files (docs/numbers-benchmark.md).")] = Path("data"),
-    base: Annotated[str, typer.Option(help="A model's folder or hub name.")] = "HuggingFaceTB/SmolLM2-135M",
+    data: DataFolder = Path("data"),
+    base: BaseFolder = "HuggingFaceTB/SmolLM2-135M",
     splits: Annotated[int, typer.Option(min=1, max=20, help="Splits per data set.")] = 3,
     minutes: Annotated[float, typer.Option(help="Approximate minutes per fit.")] = 10.0,
     heads: Annotated[bool, typer.Option(help="Also train competing heads on the same z.")] = True,
@@ -228,8 +231,8 @@ def numbers(
 
 def laws(
     only: Annotated[list[str] | None, typer.Option(help="Only this table; may be repeated.")] = None,
-    data: Annotated[Path, typer.Option(help="Folder with the data files (docs/numbers-benchmark.md).")] = Path("data"),
-    base: Annotated[str, typer.Option(help="A model's folder or hub name.")] = "HuggingFaceTB/SmolLM2-135M",
+    data: DataFolder = Path("data"),
+    base: BaseFolder = "HuggingFaceTB/SmolLM2-135M",
     splits: Annotated[int, typer.Option(min=1, max=20, help="Splits per table.")] = 1,
     minutes: Annotated[float, typer.Option(help="Approximate minutes per fit.")] = 2.0,
     out: Annotated[Path, typer.Option(help="Output folder; the same command continues there.")] = Path("bench-laws"),

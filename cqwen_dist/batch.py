@@ -42,6 +42,11 @@ def positions_in(mask: torch.Tensor) -> torch.Tensor:
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
+def last_places(ids: torch.Tensor) -> torch.Tensor:
+    """Indices [B] of the last column of ids [B,T] in the flat batch."""
+    return torch.arange(1, len(ids) + 1, device=ids.device) * ids.shape[1] - 1
+
+
 @dataclass(eq=False)
 class Texts:
     """Positions of a batch's texts in the flattened B*T. Padding after packed texts counts as a text.

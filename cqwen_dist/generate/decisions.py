@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cqwen_dist.batch import Padded, positions_in
+from cqwen_dist.batch import Padded, last_places, positions_in
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.continuation import Prompt, encoded, padded
 from cqwen_dist.generate.generation_settings import check_prompt
@@ -33,8 +33,7 @@ def inferred(model: Any, batch: Padded, keep: Tensor) -> Cauchy:
 
 def at_end(model: Any, batch: Padded) -> Cauchy:
     """U [B,C] behind each text."""
-    b, t = batch.ids.shape
-    return inferred(model, batch, torch.arange(1, b + 1, device=batch.ids.device) * t - 1)
+    return inferred(model, batch, last_places(batch.ids))
 
 
 def rows_for(model: Any, words: Sequence[int] | None) -> int:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cqwen_dist.batch import positions_in
+from cqwen_dist.batch import last_places, positions_in
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.continuation import Prompt, encoded, padded
 from cqwen_dist.generate.decisions import at_end
@@ -128,8 +128,7 @@ def number_laws(model: Any, tokenizer: Tokenizer, rows: Sequence[tuple[list[int]
     batch, action = padded(model, tokenizer, rows), model.model.action
     head, known = action.number_head, Intervals.from_dict(model.config.calibration)
     u, number = at_end(model, batch), (batch.ids == model.config.num_token_id) & batch.mask
-    last = torch.arange(1, len(rows) + 1, device=batch.ids.device) * batch.ids.shape[1] - 1
-    memory = head.memory(batch.ids, number, batch.values, positions_in(batch.mask), last)
+    memory = head.memory(batch.ids, number, batch.values, positions_in(batch.mask), last_places(batch.ids))
     with at_hand(action):
         scale = action.add_noise(u).scale.requires_grad_()
         with torch.enable_grad():  # in every head the scale is linear in that of U': the slope is |w|

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from cqwen_dist.batch import last_places
 from cqwen_dist.generate.compiling import ROOM, Buffers, CompiledSteps, Ending, Kept
 from cqwen_dist.generate.generation_settings import Prompt, Settings, check_prompt
 from cqwen_dist.generate.modes import Laws, Options, best, find_mode
@@ -209,7 +210,7 @@ class _Continuation:
             mask if self.padded else None,
             position_ids=positions,
             past_key_values=now.cache,
-            keep=None if every else torch.arange(1, len(ids) + 1, device=ids.device) * ids.shape[1] - 1,
+            keep=None if every else last_places(ids),
             inputs_embeds=embeds,
         )
         return self.mode.law(self.action, u.to(self.action.cls_weight.device), self.draws)

@@ -146,17 +146,19 @@ class Evaluator:
         metrics |= of_words
         doubts, self.word_risk = surest(doubt, 1.0 - right, np.mean)
         wide = word_temperature(action, individual.of_words(), self.model.config.used_rows, self.groups)
-        self.factors = Intervals(words=words, doubts={"words": doubts}, word_temperature=wide)
+        of_numbers = Intervals()
         metrics["eval/accuracy_80"] = 1.0 - risk_80(self.word_risk)
 
         # The numbers, and words by frequency
         if len(gathered["true"]):
             columns = (gathered["true"], gathered["loc"], gathered["scale"], gathered["text"].astype(np.int64))
             numbers = Numbers(*columns, gathered.get("likeliest"), gathered.get("p"))
-            found, factors, self.drawing = number_metrics(numbers, self.model.target, self.baseline_value, self.known)
+            found, of_numbers, self.drawing = number_metrics(
+                numbers, self.model.target, self.baseline_value, self.known
+            )
             metrics |= found
-            every = {**self.factors.doubts, **factors.doubts}
-            self.factors = replace(factors, words=words, doubts=every, word_temperature=wide)
+        known = {"words": doubts, **of_numbers.doubts}
+        self.factors = replace(of_numbers, words=words, doubts=known, word_temperature=wide)
         if self.band is not None:
             bands = zip(BAND_NAMES, hits, found_labels, strict=True)
             metrics.update({f"eval/accuracy_words_{name}": h / n for name, h, n in bands if n})

@@ -5,8 +5,8 @@ al. 2018) recalibrates them. The held-out numbers give scores r_i = |t_i - loc_i
 which Y has its law. Let q be the ceil((n+1) level)-th smallest score. Then loc +- q scale contains a new exchangeable
 number with probability >= level, for any model. The factor of a level is q divided by the half-width of the law (of a
 Cauchy tan(pi level/2)), and raw intervals have factor 1. The target's unit is monotone in the raw unit, so the ends can
-be mapped back. A checkpoint stores the factors from all held-out numbers. Coverage is
-measured on halves of the texts, each with the factors of the other half.
+be mapped back. A checkpoint stores the factors from all held-out numbers. Coverage is measured on halves of the texts,
+each with the factors of the other half.
 """
 
 import math
@@ -90,7 +90,8 @@ def number_metrics(
     new = ~exact
     if exact.any():
         y = y._replace(loc=torch.where(torch.from_numpy(exact), _candidate(numbers, target), y.loc))
-    metrics = _errors(numbers, y, goal, target, baseline)
+    error = np.abs(target.inverse(y.loc).numpy() - numbers.true)
+    metrics = _errors(numbers, error, y, goal, target, baseline)
     if numbers.likeliest is not None:
         right = exact & np.isclose(numbers.likeliest, numbers.true, rtol=1e-9, atol=1e-9)
         metrics |= {"eval/exact": float(right.mean()), "eval/candidates": float(exact.mean())}
@@ -98,7 +99,6 @@ def number_metrics(
 
     # Coverage and widths of the intervals
     scores = ((goal - y.loc).abs() / y.scale).numpy()
-    error = np.abs(target.inverse(y.loc).numpy() - numbers.true)
     doubts, risk = surest(numbers.scale[new], error[new], np.median)
     factors = replace(interval_factors(scores[new], law=law), bar=bar, doubts={"numbers": doubts})
     metrics["eval/reg_mdae_80"] = risk_80(risk)
@@ -156,10 +156,14 @@ def _exact(numbers: Numbers, y: Cauchy, goal: torch.Tensor, target: TargetTransf
 
 
 def _errors(
-    numbers: Numbers, y: Cauchy, goal: torch.Tensor, target: TargetTransform, baseline: float | None
+    numbers: Numbers,
+    error: np.ndarray,
+    y: Cauchy,
+    goal: torch.Tensor,
+    target: TargetTransform,
+    baseline: float | None,
 ) -> dict[str, float]:
-    """Error metrics. y, goal: in the target's unit."""
-    error = np.abs(target.inverse(y.loc).numpy() - numbers.true)
+    """Error metrics. error [M]: absolute, raw unit. y, goal: in the target's unit."""
     crps = y.crps(goal)
     metrics = {
         "eval/reg_mae": float(error.mean()),
