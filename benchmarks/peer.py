@@ -1,6 +1,7 @@
 """Trains the same backbone with Hugging Face + PEFT: a trained softmax head, cross entropy, torch's fused AdamW.
 
-With `liger`, Liger-Kernel provides the norms, rotation, activation and linear cross entropy. Adapters and head use the
+If the config learns numbers only, the head is transformers' scalar one, with a squared error at each row's end. With
+`liger`, Liger-Kernel provides the norms, rotation, activation and linear cross entropy. Adapters and head use the
 precision of the backbone, like our matrix products.
 """
 
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from peft import get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import Config
@@ -31,8 +32,13 @@ def peer_step(
     dtype = dtype_of(config.train.precision)
     settings = AutoConfig.for_model(**{**architecture, "tie_word_embeddings": False})
     settings.use_cache = False
+    scalar = not config.learns_words
+    if scalar:
+        settings.num_labels, settings.pad_token_id = 1, settings.vocab_size - 1
     with device:
-        base = AutoModelForCausalLM.from_config(settings, dtype=dtype)
+        base = (AutoModelForSequenceClassification if scalar else AutoModelForCausalLM).from_config(
+            settings, dtype=dtype
+        )
     if liger:
         import liger_kernel.transformers as kernels
 
@@ -40,7 +46,7 @@ def peer_step(
             model=base, fused_linear_cross_entropy=True
         )
     model = get_peft_model(base, peft_config(config.model.lora), autocast_adapter_dtype=False)
-    base.get_output_embeddings().requires_grad_(True)
+    (base.score if scalar else base.get_output_embeddings()).requires_grad_(True)
     if config.model.gradient_checkpointing:
         model.enable_input_require_grads()
         base.gradient_checkpointing_enable({"use_reentrant": False})
@@ -54,6 +60,8 @@ def peer_step(
         for batch in micro_batches:
             on_device = batch.to(device)
             inputs = {name: getattr(on_device, name) for name in ("input_ids", "position_ids", "labels")}
+            if scalar:
+                inputs["labels"] = on_device.numeric_labels[:, -1].to(dtype)
             end("data")
             loss = model(**inputs).loss
             end("backbone_forward")

@@ -144,3 +144,7 @@ class Batch:
     def kept(self) -> torch.Tensor:
         """[N] int64: label positions as indices into the flattened [B*T]. Synchronises on a GPU."""
         return self.label_mask.flatten().nonzero()[:, 0]
+
+    def learnt(self, words: bool) -> torch.Tensor:
+        """`kept`, or without words only the positions whose number is learnt."""
+        return self.kept if words else self.numeric_mask.flatten().nonzero()[:, 0]

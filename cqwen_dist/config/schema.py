@@ -42,9 +42,9 @@ class TrainConfig(Section):
     """Optimizer steps between evaluations (also at the end of each stage)."""
     keep_checkpoints: Positive = 3
     """Number of newest checkpoints to keep, besides the best one."""
-    best_metric: str = Field("eval/cls_loss_mean", pattern="^(eval|watch)/.")
+    best_metric: str | None = Field(None, pattern="^(eval|watch)/.")
     """Evaluation metric that ranks checkpoints: highest for accuracy, precision, recall or f1, lowest for all
-    others."""
+    others. Default: eval/cls_loss_mean, or eval/crps_target if loss.words is none."""
     feature_cache: FeatureCacheConfig = FeatureCacheConfig()
     """Cached z for stages that train only the heads."""
 
@@ -124,6 +124,11 @@ class Config(Section):
             raise refused("model.number_head", law, "cauchy, or start calibrated, which fits the law")
         self._check_adapters()
         self._check_sequence_groups()
+        if not self.learns_words:
+            if self.data.watch:
+                raise refused("data.watch", Said("texts"), "none with loss.words none: it measures words")
+            own = [stage.without_words(f"stages.{i}.train") for i, stage in enumerate(self.stages)]
+            object.__setattr__(self, "stages", own)  # past the freeze
         return self
 
     def _check_lengths(self, index: int, stage: Stage) -> None:
@@ -210,8 +215,7 @@ class Config(Section):
 
     def batch_shapes(self) -> list[tuple[int, int, int]]:
         """(sequence length, global batch size, micro-batch size) of each stage."""
-        usual = self.data.sequence_length
-        return [(stage.sequence_length or usual, *self.batch_sizes(stage)) for stage in self.stages]
+        return [(s.sequence_length or self.data.sequence_length, *self.batch_sizes(s)) for s in self.stages]
 
     @property
     def last_stage(self) -> int:
@@ -222,6 +226,16 @@ class Config(Section):
     def trains(self, group: str) -> bool:
         """Whether any stage trains the group."""
         return group in self.trained
+
+    @property
+    def learns_words(self) -> bool:
+        """Whether words have a loss."""
+        return self.loss.words != "none"
+
+    @property
+    def best_metric(self) -> str:
+        """`train.best_metric`, resolved."""
+        return self.train.best_metric or ("eval/cls_loss_mean" if self.learns_words else "eval/crps_target")
 
     @property
     def trained(self) -> frozenset[str]:
@@ -299,11 +313,10 @@ class Config(Section):
 
     @property
     def constraint(self) -> ConstraintConfig:
-        """The limit on U, resolved. The seeds' own scales have to shrink by more than any limit, and a base of this
-        run's has nothing to forget."""
-        given = self.loss.constraint
-        held = self.calibrated and self.model.architecture is None
-        return given.model_copy(update={"mode": given.mode or ("dual" if held else "monitor")})
+        """The limit on U, resolved. The seeds' scales have to shrink by more, a base of this run's cannot forget."""
+        usual = "dual" if self.calibrated and self.model.architecture is None else "monitor"
+        usual = usual if self.learns_words else "off"  # KL guards words
+        return self.loss.constraint.model_copy(update={"mode": self.loss.constraint.mode or usual})
 
     @property
     def kl_bounded(self) -> bool:
@@ -324,13 +337,13 @@ class Config(Section):
             **dict(zip(("wide", "random_features"), self.model.wide_size, strict=True)),
             "number_dims": self.number_dims,
             "word_terms": self.word_terms,
+            "learns_words": self.learns_words,
         }
 
     def number_parameters(self, words: int, size: int) -> int:
-        """The number of parameters of the number head, if C_w = words and C = size."""
+        """The number of parameters of the number head, W_reg and b_reg among them, if C_w = words and C = size."""
         shape = self.model_shape()
-        more = (key.parameters(shape[name], words, size) for name, key in NUMBER_KEYS.items() if shape[name])
-        return size + 1 + sum(more)  # W_reg and b_reg
+        return size + 1 + sum(k.parameters(shape[n], words, size) for n, k in NUMBER_KEYS.items() if shape[n])
 
     def to_yaml(self) -> str:
         """The config with all defaults; loading it gives an equal config."""

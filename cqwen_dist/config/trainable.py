@@ -11,6 +11,7 @@ from typing import Any
 
 # `heads` in a stage's `train` means these five.
 HEADS = ("abduction", "classifier", "noise", "regression", "thresholds")
+OF_WORDS = frozenset({"classifier", "thresholds"})  # those that only the words' loss trains
 _ACTION = {"cls_weight": "classifier", "cls_bias": "classifier", "b_noise": "noise", "threshold": "thresholds"}
 
 

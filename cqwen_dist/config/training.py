@@ -20,7 +20,7 @@ from cqwen_dist.config.fields import (
     refused,
     unless,
 )
-from cqwen_dist.config.trainable import GROUPS, HEADS
+from cqwen_dist.config.trainable import GROUPS, HEADS, OF_WORDS
 
 if TYPE_CHECKING:
     Group = str
@@ -117,6 +117,11 @@ class ConstraintConfig(Section):
 class LossConfig(Section):
     """L = L_cls + reg_weight * L_reg (seed S0 5.3). Each term is divided by its global count."""
 
+    words: Literal["ovr+softmax", "ovr", "none"] | None = None
+    """What words learn. ovr: one-vs-rest. ovr+softmax: also three times -log softmax(loc_S) of each word, from which C
+    and the scales do not learn. none: nothing; the run learns numbers only, with a gate of 1, and its model answers
+    with a number (docs/regression.md). Default: ovr+softmax if start is calibrated from a named base, else ovr
+    (docs/decisions.md, D-softmax)."""
     gate: Literal["alpha", "soft", "hard"] | Annotated[str, AfterValidator(import_path)] = "alpha"
     """Gate of a number's loss (seeds S0 5.2, S4 4.7.3, 4.2.4): P(<NUM>) by default. Or your class as
     package.module:Name (docs/training.md)."""
@@ -132,9 +137,6 @@ class LossConfig(Section):
     slope_limit: NonNegative | None = None
     """Limit for the gradient of a word's loss with respect to loc_S, in 1/nat; 0: no limit; default: 1 if start is
     calibrated, 0 in the seed presets."""
-    softmax_weight: NonNegative | None = None
-    """Weight of -log softmax(loc_S) of each word, added to its one-vs-rest loss. C and the scales do not learn from it.
-    Default: 3 if start is calibrated from a named base, else 0 (docs/decisions.md, D-softmax)."""
     constraint: ConstraintConfig = ConstraintConfig()
     """Limit on how far U moves from its start."""
 
@@ -143,8 +145,15 @@ class LossConfig(Section):
 
         calibrated: whether the start is; named: whether the base is a named one. They decide the defaults.
         """
-        usual = {"slope_limit": float(calibrated), "softmax_weight": 3.0 * (calibrated and named)}
-        return {key: default if getattr(self, key) is None else getattr(self, key) for key, default in usual.items()}
+        words = self.words or ("ovr+softmax" if calibrated and named else "ovr")
+        slope = float(calibrated) if self.slope_limit is None else self.slope_limit
+        return {"slope_limit": slope, "softmax_weight": 3.0 * (words == "ovr+softmax")}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "LossConfig":
+        if self.words == "none" and self.class_weights is not None:
+            raise refused("class_weights", self.class_weights, "null with words none")
+        return self
 
 
 class Ramp(Section):
@@ -231,3 +240,9 @@ class Stage(Section):
     def groups(self) -> frozenset[str]:
         """Trained groups, with `heads` expanded."""
         return frozenset(g for name in self.train for g in (HEADS if name == "heads" else (name,)))
+
+    def without_words(self, key: str) -> "Stage":
+        """The stage without the groups that only words train, for which `heads` may stand. Raises as validators do."""
+        if named := OF_WORDS.intersection(self.train):
+            raise refused(key, min(named), "other groups with loss.words none: no word is learnt")
+        return self.model_copy(update={"train": sorted(self.groups - OF_WORDS)})

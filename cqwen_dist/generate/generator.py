@@ -52,6 +52,8 @@ def generate(
     on the right; ValueError if this process has only a part of the head.
     """
     chosen = Settings(**settings)
+    if not model.config.learns_words:  # a model of numbers only answers with one
+        chosen = replace(chosen, number_first=True, max_new_tokens=min(1, chosen.max_new_tokens))
     check_prompt(model, input_ids, numeric_values, attention_mask)
     # Inference-mode tensors cannot be modified later, and the static cache outlives this call
     with torch.inference_mode(False), torch.no_grad(), at_hand(model.action):

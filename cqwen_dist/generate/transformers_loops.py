@@ -18,7 +18,7 @@ from transformers.generation import LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from cqwen_dist.batch import positions_in
-from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.generate.generation_settings import Prompt, Settings, check_prompt
 from cqwen_dist.generate.generator import Watch, numbers_of
 from cqwen_dist.generate.modes import mode_names
@@ -78,6 +78,8 @@ def loop_call(
     for name in (*refused, "stop_strings"):
         if asked.get(name):
             raise UserError(name, asked[name], written)
+    if not model.config.learns_words:
+        raise UserError("generate", Said("a loop of transformers on a model of numbers only"), written)
     if watch or isinstance(streamer, NumberStreamer):
         raise UserError("streamer", "a NumberStreamer", written)
     if model.model.beside is not None and merged.get("num_beams", 1) > 1:

@@ -59,6 +59,7 @@ class LossOptions:
     gate_grad: str = "stop"  # "full": gradients flow through the gate's probabilities
     gemm_dtype: torch.dtype = torch.float32  # dtype of GEMMs and communicated tokens; the rows stay fp32
     ovr: OvrOptions = PLAIN
+    words: bool = True  # False: only numbers have a loss, and P(<NUM>) counts as 1
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class LossTerms:
     cls_sum: Tensor  # [] detached, unweighted
     nll_sum: Tensor  # [] detached, unweighted: -log softmax(loc_S) of the labels; 0 without a softmax term
     reg_sum: Tensor  # [] detached, gated, unweighted
-    prob_sum: Tensor  # [N] detached: sum of P over the vocabulary
+    prob_sum: Tensor | None  # [N] detached: sum of P over the vocabulary; None without words
     p_num: Tensor  # [N] detached
     best: Tensor | None  # [N] the best words, if the options ask for them
 
@@ -89,8 +90,15 @@ def fused_loss(
     u: U [N,C] of this rank's tokens; N may be 0. token_weight, number_weight: reciprocals of global counts, times the
     divisor of the engine. group: the vocabulary group; None if this rank has the full vocabulary. token_counts: N of
     each rank of the group, if known. Collective over `group` in forward and backward. Raises as `linear_ovr`.
+    Without words (`LossOptions.words`) nothing crosses ranks, and cls_sum has only the number head's own decisions.
     """
     u_prime = action.add_noise(u)
+    if not options.words:
+        nll, decided = action.number_head.loss(u_prime, labels.numbers, options.gate_grad == "stop")
+        sure, none = torch.ones_like(nll), nll.new_zeros(())
+        reg_sum = (gate_of(options.gate)(labels.numbers.is_number, sure, options.alpha) * nll).sum()
+        loss = token_weight * decided + number_weight * reg_sum
+        return LossTerms(loss, decided.detach(), none, reg_sum.detach(), None, sure, None)
     # Words: all tokens of the group on this rank's rows. Only here U and P of <NUM> cross ranks.
     out = vocab_parallel_loss(
         action.word_part(u_prime).to(options.gemm_dtype),

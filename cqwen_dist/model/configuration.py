@@ -33,6 +33,7 @@ class CausalQwenConfig(PretrainedConfig):
     (`NUMBER_KEYS`).
     lora: adapters present in the backbone (`LoraConfig` as a dict), or None. calibration: of the intervals, on held-out
     numbers (`Intervals.to_dict`), or None. word_terms: fields of `TermOptions` with which labels are learnt.
+    learns_words: False for a model that learnt numbers only: it answers each prompt with one number.
     constants, symbols: for computed candidates, the commonest numbers of the data, and the tokens that are signs
     (`config.bases.symbols_of`). digit_rows: the tokens of `CHARACTERS` if digits are kept in view, else none.
 
@@ -60,6 +61,7 @@ class CausalQwenConfig(PretrainedConfig):
         random_features: int = 0,
         value_periods: Sequence[float] = (),
         word_terms: dict[str, float] | None = None,
+        learns_words: bool = True,
         constants: Sequence[float] = (),
         symbols: dict[str, list[int]] | None = None,
         digit_rows: Sequence[int] = (),
@@ -87,7 +89,7 @@ class CausalQwenConfig(PretrainedConfig):
             setattr(self, name, kwargs.pop(name, key.default))
         self.wide, self.random_features = wide, random_features
         self.value_periods = list(value_periods)
-        self.word_terms = word_terms or {}
+        self.word_terms, self.learns_words = word_terms or {}, learns_words
         self.constants, self.symbols = list(constants), symbols or {}
         self.digit_rows = list(digit_rows)
         self._check(base_config.vocab_size)

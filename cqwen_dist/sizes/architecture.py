@@ -175,7 +175,7 @@ class Architecture:
             attention=self.heads * self.head_dim,
             abduction=abduction,
             words=words,
-            vocab=self.vocab,
+            vocab=self.vocab * config.learns_words,
             recurrent=state,
             softmax=config.word_terms["softmax_weight"] > 0,
         )

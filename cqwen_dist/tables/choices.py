@@ -48,7 +48,7 @@ data:
   sequence_length: {length}
   long_texts: drop
 loss:
-  softmax_weight: 0  # the column's number is what is learnt, not the words around it
+  words: none  # the column's number is what is learnt, not the words around it
   target_transform: {transform}
 stages:
   # Only the heads: z is computed once and read from disk.

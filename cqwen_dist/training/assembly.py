@@ -15,7 +15,7 @@ from cqwen_dist.checkpoint.manifest import Retention, choose_checkpoint, finish_
 from cqwen_dist.checkpoint.mirror import Mirror
 from cqwen_dist.checkpoint.resume import KEYS
 from cqwen_dist.checkpoint.saving import Saver
-from cqwen_dist.config import Config, rises
+from cqwen_dist.config import Config, UserError, rises
 from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.custom import find_custom
 from cqwen_dist.config.shape import ARITHMETIC
@@ -103,6 +103,7 @@ def build_training(
         gate=gate_named(loss.gate),
         gemm_dtype=dtype_of(config.train.precision),
         ovr=OvrOptions(weights, terms=TermOptions(**config.word_terms)),
+        words=config.learns_words,
     )
     stepper = Stepper(engine, constraint, config.loss, options, config.train.seed, lambda: runtime.stop.reason)
     replicas, schedule = Replicas(engine, groups), Schedule(config.stages, steps_per_epoch)
@@ -155,6 +156,8 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
     # Read the data, and the word counts and tokens that the model needs
     (datasets, watched), samples = read_texts(config.data, tokenizer)
     statistics = from_main_rank(datasets.train.statistics)
+    if not (config.learns_words or statistics.count):
+        raise UserError("loss.words", "none", "ovr: no text of data.train has a number to learn")
     loaders = StageLoaders(datasets.train, config.batch_shapes(), train.seed, groups.reading)
     computes = config.candidates == ARITHMETIC
     words = Words(
@@ -175,7 +178,7 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
     # Model, engine and stepper, and the parts around the steps
     target = asdict(statistics.transform(config.target_transform))
     training = build_training(config, runtime, groups, base, words, loaders.steps_per_epoch, target)
-    best = Retention(train.keep_checkpoints, 1, train.best_metric, higher=rises(train.best_metric))
+    best = Retention(train.keep_checkpoints, 1, config.best_metric, higher=rises(config.best_metric))
     url = config.run.mirror if runtime.is_main else None
     mirror = None if url is None else Mirror(url, folder, progress.say)
     return Run(

@@ -61,9 +61,9 @@ class Evaluations:
         return None if self.held_out is None else self.held_out.base.get("eval/base_accuracy")
 
     def measure_base(self) -> None:
-        """Measure the base model. Only before training."""
+        """Measure the base model, which has only words to compare. Only before training."""
         for evaluator in (self.held_out, *self.watched.values()):
-            if evaluator is not None:
+            if evaluator is not None and evaluator.of_words:
                 evaluator.measure_base()
 
     def __call__(self, step: int, stage: str) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Evaluations:
     def shown(self, metrics: dict[str, Any]) -> str:
         """The main metrics in one line for the user; empty without evaluators."""
         parts = []
-        if self.held_out is not None:
+        if "eval/accuracy" in metrics:
             base = f" (base {metrics['eval/base_accuracy']:.1%})" if "eval/base_accuracy" in metrics else ""
             parts.append(f"accuracy {metrics['eval/accuracy']:.1%}{base}")
             parts.append(f"<NUM> F1 {metrics['eval/num_f1']:.3f}")

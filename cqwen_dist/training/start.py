@@ -23,7 +23,7 @@ from cqwen_dist.config.shape import SHAPE_KEYS
 from cqwen_dist.data.columns import columns_for
 from cqwen_dist.data.loader import Loader
 from cqwen_dist.heads.targets import TargetTransform
-from cqwen_dist.model.calibration import LEVEL_TOKENS, Features, calibrate
+from cqwen_dist.model.calibration import LEVEL_TOKENS, Calibration, Features, calibrate
 from cqwen_dist.model.initialise import start_at_data
 from cqwen_dist.ops.products import gemm_dtype
 from cqwen_dist.parallel.collectives import main_rank_first
@@ -166,6 +166,18 @@ def _calibrate(run: Run, sample: list[Batch], z: list[Tensor]) -> dict[str, Any]
         progress=run.at,
     )
     say = run.progress.say
+    if run.config.learns_words:
+        _say_words(found, say)
+    if found.reg_mdae is not None:
+        say(
+            f"numbers at the start: median error {found.reg_mdae:.4g}, always predicting the median "
+            f"{found.reg_median_mdae:.4g} ({found.numbers:,} numbers, each predicted by a fit to the others); "
+            f"their law: {found.law}"
+        )
+    return asdict(found)
+
+
+def _say_words(found: Calibration, say: Callable[[str], None]) -> None:
     say(
         f"calibrated start: C {found.threshold:.3g}, gamma {found.gamma:.3g}, loss "
         f"{found.loss:.3f} (the seeds' start: {found.seed_loss:,.1f}), accuracy of argmax P "
@@ -174,13 +186,6 @@ def _calibrate(run: Run, sample: list[Batch], z: list[Tensor]) -> dict[str, Any]
     )
     if found.num_f1 is not None:
         say(f"<NUM> at the start: F1 {found.num_f1:.3f}, mean P before a number {found.num_p_mean:.2f}")
-    if found.reg_mdae is not None:
-        say(
-            f"numbers at the start: median error {found.reg_mdae:.4g}, always predicting the median "
-            f"{found.reg_median_mdae:.4g} ({found.numbers:,} numbers, each predicted by a fit to the others); "
-            f"their law: {found.law}"
-        )
-    return asdict(found)
 
 
 def _notes(run: Run) -> Iterator[str]:
@@ -251,7 +256,7 @@ def refuse_unknown_metrics(config: Config, metrics: Mapping[str, Any]) -> None:
     """Raises `UserError` by key if the config names a metric that is not among an evaluation's."""
     named = {f"stages.{i}.until.metric": s.until.metric for i, s in enumerate(config.stages) if s.until is not None}
     if metrics:
-        named["train.best_metric"] = config.train.best_metric
+        named["train.best_metric"] = config.best_metric
     for key, metric in named.items():
         if metric not in metrics:
             known = ", ".join(sorted(name for name in metrics if name.startswith(JUDGED)))

@@ -60,10 +60,11 @@ class Stepper:
         torch.manual_seed((self.seed * 1_000_003 + step) * 4099 + self.groups.rank)
         reg_weight = plan.reg_weight(step, self.loss.reg_weight)
         measures_kl = self.constraint.due(step)
-        counts_hits = step % ACCURACY_EVERY == 0 or step == plan.stop - 1
+        words = self.options.words
+        counts_hits = words and (step % ACCURACY_EVERY == 0 or step == plan.stop - 1)
 
         # Denominators over all ranks, before any loss: each micro-batch then adds its part of the global mean
-        keeps = [batch.kept for batch in micro_batches]
+        keeps = [batch.learnt(words) for batch in micro_batches]
         counts = self._exchange(micro_batches, keeps)
 
         # Gradients, accumulated over micro-batches
@@ -81,10 +82,8 @@ class Stepper:
                 if cached is None:
                     z = self.engine.forward(batch_on_device, keep)
                 else:
-                    if len(cached[i]) != keep.numel():  # these features belong to other samples
-                        found = f"the feature cache has {len(cached[i])} positions if the batch has {keep.numel()}"
-                        raise RuntimeError(found)
-                    z = self.model.with_beside(cached[i].to(self.device, non_blocking=True), batch_on_device, keep)
+                    z = _stored(cached[i], batch, words).to(self.device, non_blocking=True)
+                    z = self.model.with_beside(z, batch_on_device, keep)
             u = self.model.abduction(z)
             terms = self._loss(u, batch_on_device, keep, counts, i, reg_weight, counts_hits)
             loss = terms.loss
@@ -95,8 +94,8 @@ class Stepper:
             self.engine.backward(loss, last)
             num_label = (labels == self.model.config.num_token_id).float()
             p_num = (terms.p_num * num_label).sum()
-            told = [terms.cls_sum, terms.nll_sum, terms.reg_sum, terms.prob_sum.sum(), p_num, num_label.sum()]
-            sums += torch.stack(told)
+            prob_sum = p_num if terms.prob_sum is None else terms.prob_sum.sum()
+            sums += torch.stack([terms.cls_sum, terms.nll_sum, terms.reg_sum, prob_sum, p_num, num_label.sum()])
             if terms.best is not None:
                 right += torch.stack([(terms.best == labels).sum(), (labels != IGNORE_INDEX).sum()])
 
@@ -118,15 +117,18 @@ class Stepper:
         cls_sum, nll_sum, reg_sum, prob_sum, p_num, num_labels = sums
         cls_mean, nll_mean = cls_sum / max(counts.words, 1), nll_sum / max(counts.words, 1)
         reg_mean = reg_sum / max(counts.numbers, 1)
-        weight = self.options.ovr.terms.softmax_weight
-        perplexity = {"train/perplexity": nll_mean.exp()} if weight else {}
+        weight, words = self.options.ovr.terms.softmax_weight, {}
+        if self.options.words:
+            words = {
+                **({"train/perplexity": nll_mean.exp()} if weight else {}),
+                "train/cls_loss_mean": cls_mean,
+                "train/prob_sum_mean": prob_sum / max(counts.all_labels, 1),
+                "train/p_num_mean": p_num / num_labels.clamp(min=1),
+            }
         return {
             "train/total_loss": cls_mean + weight * nll_mean + reg_weight * reg_mean,
-            **perplexity,
-            "train/cls_loss_mean": cls_mean,
+            **words,
             "train/reg_loss_effective": reg_mean,
-            "train/prob_sum_mean": prob_sum / max(counts.all_labels, 1),
-            "train/p_num_mean": p_num / num_labels.clamp(min=1),
             "train/grad_norm": norm,
             "train/clipped": float(self.engine.clipped),
         }
@@ -180,6 +182,14 @@ class Stepper:
         if bool(table[:, 3].any()):
             raise Stopped(reason)
         return table
+
+
+def _stored(z: Tensor, batch: Batch, words: bool) -> Tensor:
+    """The learnt positions of z [n,H], which a feature cache has of all label positions of a batch."""
+    labelled = batch.label_mask
+    if len(z) != int(labelled.sum()):  # these features belong to other samples
+        raise RuntimeError(f"the feature cache has {len(z)} positions if the batch has {int(labelled.sum())}")
+    return z if words else z[batch.numeric_mask[labelled]]
 
 
 @contextmanager

@@ -51,13 +51,13 @@ def head_messages(
 ) -> list[Message]:
     """The head messages on one rank in one optimizer step: first for each micro-batch in order, then for the step.
 
-    tokens: label positions by [micro-batch][rank in the vocabulary group]. columns: C. gemm_bytes: bytes per number in
-    loc_u (2 in bf16). rows: v. row_columns: columns of each trained tensor with one row per word (W_cls C, thresholds
-    1, ...). matrices: (rows, columns) of the abduction matrices, if trained. vectors: other trained numbers, replicated
-    on every rank. softmax: the word loss has a softmax term. gloo: on a CPU, gradients are all-reduced instead of
-    scattered (`collectives.sum_to_owners`).
+    tokens: label positions by [micro-batch][rank in the vocabulary group]; empty without a loss of words. columns: C.
+    gemm_bytes: bytes per number in loc_u (2 in bf16). rows: v. row_columns: columns of each trained tensor with one row
+    per word (W_cls C, thresholds 1, ...). matrices: (rows, columns) of the abduction matrices, if trained. vectors:
+    other trained numbers, replicated on every rank. softmax: the word loss has a softmax term. gloo: on a CPU,
+    gradients are all-reduced instead of scattered (`collectives.sum_to_owners`).
     """
-    group = len(tokens[0])
+    group = len(tokens[0]) if tokens else 1
     replicas = world // group
     found: list[Message] = []
 
@@ -94,7 +94,7 @@ def head_messages(
 def stage_head_messages(s: Sizes, group: int) -> list[Message]:
     """`head_messages` for a stage with vocabulary groups of `group` ranks, if every position has a label."""
     return head_messages(
-        [[s.tokens] * group] * s.accumulation,
+        [[s.tokens] * group] * (s.accumulation * s.config.learns_words),
         world=s.world,
         columns=s.words,
         gemm_bytes=s.width,

@@ -189,7 +189,7 @@ def micro_batch_times(s: Sizes, m: Machine) -> dict[str, float]:
     backward += n * s.graph * (2 + s.checkpointing) * passes / memory
     copied = on_host(s) / HOST  # on the compute stream, so no computation hides it
     forward, backward = forward + copied, backward + copied
-    words = s.base.vocab * PASSES[s.loss_impl] + 15 * s.causal * FP32
+    words = s.base.vocab * PASSES[s.loss_impl] * s.config.learns_words + 15 * s.causal * FP32
     operations = each.word_head + each.abduction
     heads = n * (operations / (m.peak(s.width) * HEAD_EFFICIENCY) + words / memory)
     exposed = 0.0

@@ -204,6 +204,8 @@ def _features_and_u(s: Sizes, forward: bool) -> int:
 
 def _loss(s: Sizes) -> Iterator[Part]:
     yield Part("features and U", _features_and_u(s, True), "z, and four [N, C] in fp32")
+    if not s.config.learns_words:
+        return
     n, c = s.group * s.tokens, s.words
     need_u = s.graph or bool(s.trainable & {"abduction", "noise"})
     rows = FP32 * s.row_numbers(s.trainable)

@@ -75,10 +75,10 @@ class PagedCausalQwen(nn.Module):
         if softmax:
             loc = action.word_head().loc(Cauchy(seen.loc[softmax], seen.scale[softmax]))
             logits[softmax] = softmax_logits(loc, self.config.added_from)
+        num_ids = torch.full((len(logits),), int(self.config.num_token_id), device=logits.device)
         if rows:
-            num_ids = torch.full((len(logits),), int(self.config.num_token_id), device=logits.device)
             self._decide(logits, u_prime, prob_of(seen, action.word_head(), num_ids))
-        return logits
+        return logits if self.config.learns_words else only(logits, num_ids)
 
     def _decide(self, logits: Tensor, u_prime: Cauchy, p_num: Tensor) -> None:
         """Decide the number of each request [R], if one comes next, and put it into the table; force the characters of

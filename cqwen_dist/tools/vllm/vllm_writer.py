@@ -94,7 +94,9 @@ class VllmWriter:
         start, room = len(given.ids), self.context - len(given.ids)
         if not 0 < start < self.context:
             raise UserError("prompt", f"{start} tokens", f"1 to {self.context - 1}")
-        ends, total = end_ids(self, self.tokenizer), start + min(max_new_tokens, room)
+        # A model of numbers only answers with one
+        most = max_new_tokens if self.config.learns_words else min(1, max_new_tokens)
+        ends, total = end_ids(self, self.tokenizer), start + min(most, room)
         key = uuid.uuid4().hex
         numbers = [value for token, value in zip(*given, strict=True) if token == self.tokenizer.num_token_id]
         params = self.params(

@@ -69,7 +69,7 @@ def evaluate_checkpoint(
             label_set=label_set,
             known=Intervals() if data is None else Intervals.from_dict(inner.config.calibration),
         )
-        if base is not None or not is_exported(path):
+        if evaluator.of_words and (base is not None or not is_exported(path)):
             evaluator.base = _measured_base(run, base, tokenizer, evaluator)
         return evaluator()
 

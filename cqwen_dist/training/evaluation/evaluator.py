@@ -12,6 +12,8 @@ eval/exact, candidates, ...                                        exact numbers
 eval/multilabel_*                                                  on request: sets of words
 dist/U_loc_*, _scale_* over all tokens and the words' dimensions   dist/ovr_prob_sum_*    1 is calibrated
 dist/U_number_*        the same over the number dimensions, if any (`Spread`)
+
+A model that learns no words (`CausalQwenConfig.learns_words`) is measured at its numbers only, and of words nothing.
 """
 
 import math
@@ -66,6 +68,7 @@ class Evaluator:
         self.drawing: dict[str, Any] | None = None  # of the numbers of the last evaluation, for a report's charts
         self.word_risk: list[float] = []  # share of wrong words among its surest ones, by `SHARES`
         self.device = self.model.action.cls_weight.device
+        self.of_words = self.model.config.learns_words
         self.band = None if self.word_counts is None else torch.from_numpy(band_of(self.word_counts)).to(self.device)
 
     @torch.no_grad()
@@ -116,16 +119,17 @@ class Evaluator:
         for i, batch, keep in self._batches():
             u = self._u(i, batch, keep)
             u_prime = action.add_noise(u)
-            for name, part in self._add_words(u_prime, batch, keep, sums, banded).items():
-                lists[name].append(part)
-            lists["word_text"].append(texts + torch.div(keep, batch.labels.shape[1], rounding_mode="floor"))
             individual.add(u)
+            if self.of_words:
+                for name, part in self._add_words(u_prime, batch, keep, sums, banded).items():
+                    lists[name].append(part)
+                lists["word_text"].append(texts + torch.div(keep, batch.labels.shape[1], rounding_mode="floor"))
 
-            # One individual drawn from U, with only the noise as scale
-            drawn = u.sample(torch.rand(u.loc.shape, generator=generator, device=self.device))
-            seen = action.word_part(Cauchy(drawn, action.b_noise.abs())).to(self.gemm_dtype)
-            head = action.word_head()
-            lists["prob_sum_causal"].append(vocab_parallel_prob_sums(*seen, head, self.groups.vocab))
+                # One individual drawn from U, with only the noise as scale
+                drawn = u.sample(torch.rand(u.loc.shape, generator=generator, device=self.device))
+                seen = action.word_part(Cauchy(drawn, action.b_noise.abs())).to(self.gemm_dtype)
+                head = action.word_head()
+                lists["prob_sum_causal"].append(vocab_parallel_prob_sums(*seen, head, self.groups.vocab))
 
             # Numbers: decisions of the number head, truth (raw unit), Y, index of the text, and metrics of the head
             for name, part in self._numbers(u_prime, batch, keep, texts, sums).items():
@@ -136,18 +140,11 @@ class Evaluator:
         mine = {name: torch.cat(parts).double().cpu().numpy() for name, parts in lists.items()}
         gathered = _gather(mine, texts, self.groups.sequence_size)
         totals, hits, found_labels = self._over_ranks(sums, banded)
-        metrics = self._word_metrics(totals) | action.number_head.metrics(totals, gathered)
-        for law in ("standard", "causal"):
-            sums_of_p = gathered[f"prob_sum_{law}"]  # torch's quantile takes 16 million values at most
-            metrics[f"dist/ovr_prob_sum_median_{law}"] = float(np.median(sums_of_p)) if len(sums_of_p) else math.nan
-        metrics |= individual.summary()
-        strength, right, doubt, texts_of = (gathered[name] for name in ("strength", "right", "doubt", "word_text"))
-        of_words, words = word_calibration(strength, right.astype(bool), texts_of.astype(np.int64))
-        metrics |= of_words
-        doubts, self.word_risk = surest(doubt, 1.0 - right, np.mean)
-        wide = word_temperature(action, individual.of_words(), self.model.config.used_rows, self.groups)
-        of_numbers = Intervals()
-        metrics["eval/accuracy_80"] = 1.0 - risk_80(self.word_risk)
+        metrics, words = action.number_head.metrics(totals, gathered) | individual.summary(), Intervals()
+        if self.of_words:
+            wide = word_temperature(action, individual.of_words(), self.model.config.used_rows, self.groups)
+            found, words = self._word_calibration(gathered, wide)
+            metrics = self._word_metrics(totals) | metrics | found
 
         # The numbers, and words by frequency
         if len(gathered["true"]):
@@ -157,14 +154,29 @@ class Evaluator:
                 numbers, self.model.target, self.baseline_value, self.known
             )
             metrics |= found
-        known = {"words": doubts, **of_numbers.doubts}
-        self.factors = replace(of_numbers, words=words, doubts=known, word_temperature=wide)
-        if self.band is not None:
+            doubts = {**words.doubts, **of_numbers.doubts}
+            words = replace(words, factors=of_numbers.factors, n=of_numbers.n, bar=of_numbers.bar, doubts=doubts)
+        self.factors = words
+        if self.of_words and self.band is not None:
             bands = zip(BAND_NAMES, hits, found_labels, strict=True)
             metrics.update({f"eval/accuracy_words_{name}": h / n for name, h, n in bands if n})
             own = self.band[action.vocab_start : action.vocab_start + action.rows]
             metrics.update(mean_thresholds(action.word_head().threshold, own, self.groups))
         return metrics
+
+    def _word_calibration(
+        self, gathered: dict[str, np.ndarray], temperature: float
+    ) -> tuple[dict[str, float], Intervals]:
+        """(metrics of words over all ranks' lists, what words are calibrated by). Also sets `word_risk`."""
+        metrics = {}
+        for law in ("standard", "causal"):
+            sums_of_p = gathered[f"prob_sum_{law}"]  # torch's quantile takes 16 million values at most
+            metrics[f"dist/ovr_prob_sum_median_{law}"] = float(np.median(sums_of_p)) if len(sums_of_p) else math.nan
+        strength, right, doubt, texts_of = (gathered[name] for name in ("strength", "right", "doubt", "word_text"))
+        found, words = word_calibration(strength, right.astype(bool), texts_of.astype(np.int64))
+        doubts, self.word_risk = surest(doubt, 1.0 - right, np.mean)
+        metrics |= found | {"eval/accuracy_80": 1.0 - risk_80(self.word_risk)}
+        return metrics, Intervals(words=words, doubts={"words": doubts}, word_temperature=temperature)
 
     @torch.no_grad()
     def words(self) -> dict[str, float]:
@@ -182,7 +194,7 @@ class Evaluator:
     def _over_ranks(self, sums: dict[str, Tensor], banded: Tensor) -> tuple[dict[str, float], list[float], list[float]]:
         """The sums over all ranks, in one all-reduce; hits and labels by frequency."""
         names = sorted(sums)
-        packed = sum_over(torch.cat([torch.stack([sums[name] for name in names]), banded.flatten()]))
+        packed = sum_over(torch.stack([*(sums[name] for name in names), *banded.flatten()]))
         hits, seen = packed[len(names) :].view(2, -1).tolist()
         return dict(zip(names, packed.tolist(), strict=False)), hits, seen
 
@@ -259,7 +271,7 @@ class Evaluator:
         of = len(self.batches) if isinstance(self.batches, Sized) else 1
         for i, batch in enumerate(self.batches):
             self.progress("evaluating", i, of)
-            yield i, batch.to(self.device), batch.kept.to(self.device)
+            yield i, batch.to(self.device), batch.learnt(self.of_words).to(self.device)
 
     def _scores(self, u_prime: Cauchy, labels: Tensor) -> OvrScores:
         """Results of one pass over the words for the label positions."""
@@ -300,7 +312,7 @@ def _gather(mine: dict[str, np.ndarray], texts: int, sharers: int) -> dict[str, 
     everyone = gather_objects((mine, texts))
     first = np.cumsum([0, *(count for _, count in everyone[::sharers])])
     for rank, (lists, _) in enumerate(everyone):
-        for name in ("text", "word_text"):
+        for name in {"text", "word_text"} & lists.keys():
             lists[name] = lists[name] + first[rank // sharers]
     return {name: np.concatenate([lists[name] for lists, _ in everyone]) for name in mine}
 
