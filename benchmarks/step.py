@@ -21,13 +21,14 @@ from typing import Any
 import torch
 
 from benchmarks.launches import counting
+from benchmarks.numbers_step import numbers_rows
 from benchmarks.parts import Marks, between, device_counts, marked, profile_steps
 from benchmarks.peer import PeerStep, peer_step
 from benchmarks.rig import DOCUMENTS, Rig, build_rig
 from benchmarks.timing import device_name, said, seconds_of, spread, wait_for
 from benchmarks.traffic import Traffic, Transfer
 from cqwen_dist.batch import Batch
-from cqwen_dist.config import Config, given_config
+from cqwen_dist.config import Config
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import barrier
 from cqwen_dist.parallel.runtime import Runtime, distributed
@@ -40,7 +41,6 @@ from cqwen_dist.tools.plan.stage_sizes import Sizes, flops, stage_sizes, work_of
 from cqwen_dist.training.stages import StagePlan
 
 PEERS = {"hf+peft": False, "hf+peft+liger": True}  # name -> whether it uses Liger kernels
-NUMBERS, SCALAR = "numbers only", "hf+peft, scalar head"
 COMPILED = ", compiled"  # suffix to a row name
 WARM_UP = 3  # steps
 
@@ -94,10 +94,9 @@ def run(
                 rows.append({"name": f"all stages{COMPILED}", "skipped": said(error), "trainable": []})
             _empty(device)
     calibration = _factors(found, sizes, machine, runtime.world_size)
-    if peers and runtime.world_size == 1 and not config.learns_words:
-        rows += _in_turns(timer, config, architecture, runtime)
-    elif peers and runtime.world_size == 1:
+    if peers and runtime.world_size == 1:
         rows += _peers(timer, config, architecture, kinds if both else (False,), batches, sizes, rows)
+        rows += [] if config.learns_words else numbers_rows(config, architecture, runtime, rounds)
     return {
         "device": device_name(device),
         "world": runtime.world_size,
@@ -125,7 +124,7 @@ def _peers(
     """Peer rows, each compared with our row in the last stage that trains adapters, eager or compiled alike."""
     rows: list[dict[str, Any]] = []
     last = next((s for s in reversed(sizes) if "lora" in s.trainable), None)
-    if last is None:
+    if last is None or not config.learns_words:
         return rows
     stages = {row["name"]: row for row in ours}
     for name in PEERS:
@@ -134,40 +133,6 @@ def _peers(
             build = partial(peer_step, config, architecture, timer.device, PEERS[name], compiled)
             rows.append(_peer(timer, name + COMPILED * compiled, build, batches, last, own))
             _empty(timer.device)
-    return rows
-
-
-def _in_turns(timer: Timer, config: Config, architecture: dict[str, Any], runtime: Runtime) -> list[dict[str, Any]]:
-    """Rows of the last stage as it is, with words, and of a peer with a scalar head; each round runs all three."""
-    steps: dict[str, Callable[[], object]] = {}
-    work: dict[str, float] = {}
-    for name, own in {NUMBERS: config, "with words": given_config(config, {"loss.words": "ovr+softmax"})}.items():
-        rig = build_rig(own, architecture, runtime)
-        plan = rig.enter(-1)
-        batches = rig.batches(plan)
-        steps[name] = partial(rig.step, batches, plan)
-        s = sizes_of(own, architecture, timer.device)[-1]
-        work[name] = flops(s).useful
-    steps[SCALAR], work[SCALAR] = partial(peer_step(config, architecture, timer.device), batches), flops(s).backbone
-    for step in list(steps.values()) * WARM_UP:
-        step()
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(timer.rounds):
-        for name in [*steps][:: 1 if turn % 2 else -1]:
-            wait_for(timer.device)
-            times[name].append(seconds_of(steps[name], timer.device))
-    rows = []
-    for name, found in times.items():
-        rate = s.step_tokens / statistics.median(found)
-        row = {"name": f"in turns: {name}", "step_s": spread(found), "tokens_per_s": rate, "mfu": None, "trainable": []}
-        if name != NUMBERS:
-            pairs = [other / own for other, own in zip(found, times[NUMBERS], strict=True)]
-            row["ratio"] = {
-                "against": f"{NUMBERS} over it, tokens/s",
-                "measured": statistics.median(pairs),
-                "by_operations": work[name] / work[NUMBERS],
-            }
-        rows.append(row)
     return rows
 
 

@@ -118,10 +118,7 @@ class Config(Section):
             raise refused("run.stop_after", self.run.stop_after, f"a stage: {', '.join(names)}")
         if self.parallel.offload == "activations" and not self.model.gradient_checkpointing:
             raise refused("parallel.offload", "activations", "none, optimizer, or model.gradient_checkpointing true")
-        if self.model.wide:
-            self._check_wide()
-        if not self.calibrated and (law := self.model.number_head) in ("laplace", "student", "auto"):
-            raise refused("model.number_head", law, "cauchy, or start calibrated, which fits the law")
+        self._check_start()
         self._check_adapters()
         self._check_sequence_groups()
         if not self.learns_words:
@@ -141,10 +138,12 @@ class Config(Section):
         if stage.until is not None and not (self.data.eval or self.data.eval_fraction or self.data.watch):
             raise refused(f"stages.{index}.until", Said("needs data.eval or data.eval_fraction (or data.watch)"))
 
-    def _check_wide(self) -> None:
-        if not (self.calibrated and self.model.abduction == "linear"):
+    def _check_start(self) -> None:
+        if not self.calibrated and (law := self.model.number_head) in ("laplace", "student", "auto"):
+            raise refused("model.number_head", law, "cauchy, or start calibrated, which fits the law")
+        if self.model.wide and not (self.calibrated and self.model.abduction == "linear"):
             raise refused("model.wide", self.model.wide, "0, or start calibrated and model.abduction linear")
-        if self.data.keep_digits:
+        if self.model.wide and self.data.keep_digits:
             raise refused("data.keep_digits", True, "false with model.wide, which would read digits as words")
 
     def _check_adapters(self) -> None:

@@ -117,11 +117,6 @@ class ConstraintConfig(Section):
 class LossConfig(Section):
     """L = L_cls + reg_weight * L_reg (seed S0 5.3). Each term is divided by its global count."""
 
-    words: Literal["ovr+softmax", "ovr", "none"] | None = None
-    """What words learn. ovr: one-vs-rest. ovr+softmax: also three times -log softmax(loc_S) of each word, from which C
-    and the scales do not learn. none: nothing; the run learns numbers only, with a gate of 1, and its model answers
-    with a number (docs/regression.md). Default: ovr+softmax if start is calibrated from a named base, else ovr
-    (docs/decisions.md, D-softmax)."""
     gate: Literal["alpha", "soft", "hard"] | Annotated[str, AfterValidator(import_path)] = "alpha"
     """Gate of a number's loss (seeds S0 5.2, S4 4.7.3, 4.2.4): P(<NUM>) by default. Or your class as
     package.module:Name (docs/training.md)."""
@@ -137,6 +132,11 @@ class LossConfig(Section):
     slope_limit: NonNegative | None = None
     """Limit for the gradient of a word's loss with respect to loc_S, in 1/nat; 0: no limit; default: 1 if start is
     calibrated, 0 in the seed presets."""
+    words: Literal["ovr+softmax", "ovr", "none"] | None = None
+    """What words learn. ovr: one-vs-rest. ovr+softmax: also three times -log softmax(loc_S) of each word, from which C
+    and the scales do not learn. none: nothing; the run learns numbers only, with a gate of 1, and its model answers
+    with a number (docs/regression.md). Default: ovr+softmax if start is calibrated from a named base, else ovr
+    (docs/decisions.md, D-softmax)."""
     constraint: ConstraintConfig = ConstraintConfig()
     """Limit on how far U moves from its start."""
 

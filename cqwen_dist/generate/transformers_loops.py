@@ -18,7 +18,7 @@ from transformers.generation import LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from cqwen_dist.batch import positions_in
-from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.generation_settings import Prompt, Settings, check_prompt
 from cqwen_dist.generate.generator import Watch, numbers_of
 from cqwen_dist.generate.modes import mode_names
@@ -73,13 +73,20 @@ def loop_call(
     it."""
     written = "nothing with beams, scores or a cache of transformers, whose loops know only ids"
     mode, apart = mode_names(options["mode"])
-    asked = {**merged, "numbers": apart}
-    refused = ("abstain", "decode_rule", "eps_truncation", "generator", "number_first", "numbers", "used_rows")
+    asked = {**merged, "numbers": apart, "a model of numbers only": not model.config.learns_words}
+    refused = (
+        "a model of numbers only",
+        "abstain",
+        "decode_rule",
+        "eps_truncation",
+        "generator",
+        "number_first",
+        "numbers",
+        "used_rows",
+    )
     for name in (*refused, "stop_strings"):
         if asked.get(name):
             raise UserError(name, asked[name], written)
-    if not model.config.learns_words:
-        raise UserError("generate", Said("a loop of transformers on a model of numbers only"), written)
     if watch or isinstance(streamer, NumberStreamer):
         raise UserError("streamer", "a NumberStreamer", written)
     if model.model.beside is not None and merged.get("num_beams", 1) > 1:
