@@ -20,7 +20,11 @@ from cqwen_dist.config import UserError, load_config
 from cqwen_dist.generate.continuation import continue_text
 from cqwen_dist.heads.fused_loss import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.prediction.table import predict_numbers
+from cqwen_dist.sizes.architecture import Architecture, read_architecture
 from cqwen_dist.tools.export.export import export
+from cqwen_dist.tools.plan.comm import step_messages
+from cqwen_dist.tools.plan.memory import phases
+from cqwen_dist.tools.plan.stage_sizes import flops, stage_sizes
 from cqwen_dist.tools.report.html import write_report
 from cqwen_dist.training.evaluation.evaluate_checkpoint import evaluate_checkpoint
 
@@ -97,15 +101,19 @@ def test_nothing_of_words_is_trained_measured_or_told(alone: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "overrides"),
+    "overrides",
     [
-        (2, ["parallel.zero_stage=3"]),
-        (2, ["parallel.vocab_group_size=2", "parallel.zero_stage=2", "train.micro_batch_size=3"]),
-        (2, ["parallel.sequence_group_size=2", "model.attention=varlen"]),
+        ["parallel.zero_stage=3", "parallel.vocab_group_size=2", "train.micro_batch_size=3"],
+        pytest.param(["parallel.sequence_group_size=2", "model.attention=varlen"], marks=pytest.mark.slow),
+        pytest.param(["data.pack=true", "parallel.zero_stage=2"], marks=pytest.mark.slow),
     ],
 )
-def test_every_layout_takes_the_same_steps(alone: Path, tmp_path: Path, world: int, overrides: list[str]) -> None:
-    train_run(write_config(tmp_path, loss__words="none"), *overrides, world=world)
+def test_every_layout_takes_the_same_steps(alone: Path, tmp_path: Path, overrides: list[str]) -> None:
+    train_run(write_config(tmp_path, loss__words="none"), *overrides, world=2)
+    if "data.pack=true" in overrides:
+        (alone := tmp_path / "one").mkdir()
+        train_run(write_config(alone, loss__words="none"), "data.pack=true")
+        alone = alone / "run"
     assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=1e-4)
     last, other = metrics(alone)[-1], metrics(tmp_path / "run")[-1]
     assert other["eval/crps_target"] == pytest.approx(last["eval/crps_target"], rel=1e-3)
@@ -156,3 +164,12 @@ def test_texts_without_numbers_are_refused(tmp_path: Path) -> None:
     write_texts(tmp_path / "texts.jsonl", numbers=False)
     with pytest.raises(Exception, match=r"loss.words: found 'none'"):
         train_run(write_config(tmp_path, loss__words="none"))
+
+
+def test_the_plan_has_nothing_of_words(tmp_path: Path) -> None:
+    for words, has in (("none", False), ("ovr", True)):
+        config = load_config(write_config(tmp_path, loss__words=words, parallel__vocab_group_size=2))
+        sizes = stage_sizes(config, Architecture.of(read_architecture(config)), world=2, kind="cpu")[-1]
+        assert (flops(sizes).word_head > 0) is has
+        assert any(message.group == "vocabulary" for message in step_messages(sizes)) is has
+        assert any(part.name == "loss tiles" for parts in phases(sizes).values() for part in parts) is has

@@ -140,10 +140,10 @@ class Evaluator:
         mine = {name: torch.cat(parts).double().cpu().numpy() for name, parts in lists.items()}
         gathered = _gather(mine, texts, self.groups.sequence_size)
         totals, hits, found_labels = self._over_ranks(sums, banded)
-        metrics, words = action.number_head.metrics(totals, gathered) | individual.summary(), Intervals()
+        metrics, factors = action.number_head.metrics(totals, gathered) | individual.summary(), Intervals()
         if self.of_words:
             wide = word_temperature(action, individual.of_words(), self.model.config.used_rows, self.groups)
-            found, words = self._word_calibration(gathered, wide)
+            found, factors = self._word_calibration(gathered, wide)
             metrics = self._word_metrics(totals) | metrics | found
 
         # The numbers, and words by frequency
@@ -154,9 +154,9 @@ class Evaluator:
                 numbers, self.model.target, self.baseline_value, self.known
             )
             metrics |= found
-            doubts = {**words.doubts, **of_numbers.doubts}
-            words = replace(words, factors=of_numbers.factors, n=of_numbers.n, bar=of_numbers.bar, doubts=doubts)
-        self.factors = words
+            doubts, known = {**factors.doubts, **of_numbers.doubts}, of_numbers
+            factors = replace(factors, factors=known.factors, n=known.n, bar=known.bar, doubts=doubts)
+        self.factors = factors
         if self.of_words and self.band is not None:
             bands = zip(BAND_NAMES, hits, found_labels, strict=True)
             metrics.update({f"eval/accuracy_words_{name}": h / n for name, h, n in bands if n})
