@@ -66,14 +66,16 @@ class ModelConfig(Section):
     """Approximate number of numbers used to fit the regression's calibrated start; default: 2,000, or those in 65,536
     tokens. Too few are worse than none: rows of W_loc fitted to 60 numbers turn every later change of z into a large
     change of the number (docs/measurements.md)."""
-    gradient_checkpointing: bool = False
-    """Recompute the backbone's activations in the backward pass."""
+    gradient_checkpointing: bool | None = None
+    """Recompute the backbone's activations in the backward pass. Default: true with parallel.offload activations, which
+    moves what it keeps."""
     compile_layers: bool = False
     """Compile the backbone's layers with torch.compile. Takes a minute at the start; then training is faster and needs
     less GPU memory, especially with small micro-batches."""
-    attention: Literal["mask", "varlen"] = "mask"
+    attention: Literal["mask", "varlen"] | None = None
     """How packed texts are separated (data.pack). mask: a [T, T] mask per row. varlen: a variable-length kernel on a
-    GPU (bf16; not yet measured), text by text elsewhere. Both are equal up to rounding."""
+    GPU (bf16; not yet measured), text by text elsewhere. Both are equal up to rounding. Default: varlen with
+    parallel.sequence_group_size above 1, else mask."""
     trust_remote_code: bool = False
     """Allow transformers to run code from the model's folder."""
     quantize: Literal["none", "int8", "nf4"] = "none"
@@ -111,9 +113,6 @@ class ModelConfig(Section):
         for name in [] if targets == "all-linear" else targets:
             if name not in LINEARS:
                 raise refused("lora.target_modules", name, f"names out of {', '.join(LINEARS)}, or all-linear")
-        if self.attention == "varlen" and self.compile_layers and self.gradient_checkpointing:
-            allowed = "false with attention varlen and gradient_checkpointing (recomputed layers would not be compiled)"
-            raise refused("compile_layers", True, allowed)
         return self
 
     @field_validator("architecture")

@@ -21,7 +21,7 @@ from cqwen_dist.config.schema import Config, Section
 RESUMABLE = (
     *("run.", "parallel.", "deepspeed.", "model.compile_layers", "model.attention"),
     *("train.micro_batch_size", "train.checkpoint_", "train.eval_every", "train.keep_", "train.best_metric"),
-    *("train.feature_cache.", "data.cache_dir"),
+    *("train.feature_cache.", "train.profile", "data.cache_dir"),
     # Paths may change; their contents are compared instead (`checkpoint.resume`).
     *("data.train", "data.eval", "model.name_or_path", "model.tokenizer"),
     "data.number_columns",  # how the same texts are read

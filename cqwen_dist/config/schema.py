@@ -1,6 +1,6 @@
 """The schema of a run: each key has a type, a default, and a one-sentence description below it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,15 @@ from cqwen_dist.config.data import DataConfig, NumberPolicy
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.fields import Above0, NonNegative, Positive, Section, Seed, refused, unless
 from cqwen_dist.config.shape import ARITHMETIC, NONE, NUMBER_KEYS
-from cqwen_dist.config.training import ConstraintConfig, FeatureCacheConfig, LossConfig, ParallelConfig, Stage
+from cqwen_dist.config.training import (
+    ConstraintConfig,
+    FeatureCacheConfig,
+    LossConfig,
+    ParallelConfig,
+    RunConfig,
+    Stage,
+    Trace,
+)
 
 NO_FP16 = "fp16 needs a loss scale, which the heads outside DeepSpeed do not have; bf16 has the range of fp32"
 
@@ -47,30 +55,8 @@ class TrainConfig(Section):
     others. Default: eval/cls_loss_mean, or eval/crps_target if loss.words is none."""
     feature_cache: FeatureCacheConfig = FeatureCacheConfig()
     """Cached z for stages that train only the heads."""
-
-
-class RunConfig(Section):
-    """Run folder, name, and loggers."""
-
-    dir: str = Field("runs/default", min_length=1)
-    """Run folder. The same command resumes the run in it."""
-    name: str | None = None
-    """Name in W&B; default: the folder's name."""
-    resume: Literal["auto", "last-good", "never", "restart"] = "auto"
-    """If the folder has a checkpoint: auto resumes and rejects a damaged one; last-good replaces a damaged one with the
-    previous one; never rejects resuming; restart archives the folder and starts again."""
-    accept: list[Literal["data", "eval", "tokenizer", "base"]] = Field([])
-    """Inputs that may differ from the checkpoint's (texts, held-out texts, tokenizer, base); others are refused."""
-    stop_after: str | None = None
-    """Stage after which this command ends successfully and the run pauses. A command without this key, or with a later
-    stage, resumes the run, so jobs with different resources can share it."""
-    mirror: str | None = None
-    """URL of an object store (s3://BUCKET/RUN, gs://, ...) that gets each checkpoint; a start on an empty disk resumes
-    from it."""
-    wandb: Literal["disabled", "offline", "online"] = "disabled"
-    """Weights & Biases logging mode. Project, team, group, tags and notes: W&B's own variables (docs/wandb.md)."""
-    tensorboard: bool = False
-    """Also write metrics as TensorBoard events into DIR/tensorboard."""
+    profile: Trace | None = None
+    """Trace these steps; null: none."""
 
 
 # Tuned on SmolLM2-135M (docs/training.md, Rates).
@@ -110,20 +96,18 @@ class Config(Section):
                 raise refused(f"stages.{index}.name", name, "a name that no other stage has")
         for index, stage in enumerate(self.stages):
             self._check_lengths(index, stage)
-        try:
-            self.fit_sizes(self.model.architecture or {})
-        except UserError as error:
-            raise refused(error.key, error.found, error.allowed) from None
         if self.run.stop_after not in (None, *names):
             raise refused("run.stop_after", self.run.stop_after, f"a stage: {', '.join(names)}")
-        if self.parallel.offload == "activations" and not self.model.gradient_checkpointing:
-            raise refused("parallel.offload", "activations", "none, optimizer, or model.gradient_checkpointing true")
-        self._check_start()
-        self._check_adapters()
-        self._check_sequence_groups()
+        for excluded, key, found, allowed in self._exclusions():
+            if excluded:
+                raise refused(key, found, allowed)
+        if self.model.architecture is not None:
+            try:
+                self.fit_sizes(self.model.architecture)
+                self.fit_to(str(self.model.architecture["model_type"]))
+            except UserError as error:
+                raise refused(error.key, error.found, error.allowed) from None
         if not self.learns_words:
-            if self.data.watch:
-                raise refused("data.watch", Said("texts"), "none with loss.words none: it measures words")
             own = [stage.without_words(f"stages.{i}.train") for i, stage in enumerate(self.stages)]
             object.__setattr__(self, "stages", own)  # past the freeze
         return self
@@ -138,45 +122,37 @@ class Config(Section):
         if stage.until is not None and not (self.data.eval or self.data.eval_fraction or self.data.watch):
             raise refused(f"stages.{index}.until", Said("needs data.eval or data.eval_fraction (or data.watch)"))
 
-    def _check_start(self) -> None:
-        if not self.calibrated and (law := self.model.number_head) in ("laplace", "student", "auto"):
-            raise refused("model.number_head", law, "cauchy, or start calibrated, which fits the law")
-        if self.model.wide and not (self.calibrated and self.model.abduction == "linear"):
-            raise refused("model.wide", self.model.wide, "0, or start calibrated and model.abduction linear")
-        if self.model.wide and self.data.keep_digits:
-            raise refused("data.keep_digits", True, "false with model.wide, which would read digits as words")
-
-    def _check_adapters(self) -> None:
-        if self.parallel.zero_stage == 3 and self.model.compile_layers:
-            allowed = "false under parallel.zero_stage 3 (it gathers weights inside the layers), or 1, 2"
-            raise refused("model.compile_layers", True, allowed)
-        if self.parallel.zero_stage == 3 and self.model.lora.dora and self.trains("lora"):
-            allowed = "false under parallel.zero_stage 3 (DoRA reads whole weights outside their own layers), or 1, 2"
-            raise refused("model.lora.dora", True, allowed)
-        if self.parallel.zero_stage == 3 and self.model.quantize != "none":
-            allowed = "none under parallel.zero_stage 3 (scales are no parameters, so not partitioned), or 1, 2"
-            raise refused("model.quantize", self.model.quantize, allowed)
-        if self.model.architecture is not None:
-            try:
-                self.fit_to(str(self.model.architecture["model_type"]))
-            except UserError as error:
-                raise refused(error.key, error.found, error.allowed) from None
-
-    def _check_sequence_groups(self) -> None:
-        """Reject features that need whole texts on a rank."""
-        if self.parallel.sequence_group_size == 1:
-            return
-        under = "under parallel.sequence_group_size above 1"
-        if self.model.attention != "varlen":
-            allowed = f"varlen {under} (a mask has an entry for each pair of positions)"
-            raise refused("model.attention", self.model.attention, allowed)
-        if self.model.compile_layers:
-            allowed = f"false {under} (exchanges between ranks inside a layer do not compile)"
-            raise refused("model.compile_layers", True, allowed)
-        found = {"wide": self.model.wide, "candidates": self.model.candidates, "number_head": self.model.own_head}
-        for key, value in found.items():
-            if value not in (0, None, NONE):
-                raise refused(f"model.{key}", value, f"its default {under} (it may read earlier parts of a text)")
+    def _exclusions(self) -> Iterator[tuple[Any, str, Any, str]]:
+        """(whether, key, found, allowed) for settings that exclude each other."""
+        model, compiled = self.model, self.model.compile_layers
+        calibrated = self.calibrated and model.abduction == "linear"
+        yield model.wide and not calibrated, "model.wide", model.wide, "0, or start calibrated and abduction linear"
+        digits = "false with model.wide, which would read digits as words"
+        yield model.wide and self.data.keep_digits, "data.keep_digits", True, digits
+        fitted = not self.calibrated and model.number_head in ("laplace", "student", "auto")
+        yield fitted, "model.number_head", model.number_head, "cauchy, or start calibrated, which fits the law"
+        watched, measures = not self.learns_words and self.data.watch, "none with loss.words none: it measures words"
+        yield watched, "data.watch", Said("texts"), measures
+        kept = self.parallel.offload == "activations" and not self.gradient_checkpointing
+        yield kept, "parallel.offload", "activations", "none, optimizer, or model.gradient_checkpointing true"
+        if self.attention == "varlen" and self.gradient_checkpointing:
+            again = "false with model.attention varlen and gradient_checkpointing (recomputed, they run uncompiled)"
+            yield compiled, "model.compile_layers", True, again
+        if self.parallel.zero_stage == 3:
+            under = "under parallel.zero_stage 3 ({}), or 1, 2".format
+            yield compiled, "model.compile_layers", True, f"false {under('it gathers weights inside the layers')}"
+            dora, whole = model.lora.dora and self.trains("lora"), "DoRA reads whole weights outside their own layers"
+            yield dora, "model.lora.dora", True, f"false {under(whole)}"
+            rounded, scales = model.quantize != "none", "scales are no parameters, so not partitioned"
+            yield rounded, "model.quantize", model.quantize, f"none {under(scales)}"
+        if self.parallel.sequence_group_size > 1:  # a rank has no whole text
+            under = "under parallel.sequence_group_size above 1 ({})".format
+            masked, pairs = self.attention != "varlen", "a mask has an entry for each pair of positions"
+            yield masked, "model.attention", self.attention, f"varlen {under(pairs)}"
+            inside, earlier = "exchanges between ranks do not compile", "it may read earlier parts of a text"
+            yield compiled, "model.compile_layers", True, f"false {under(inside)}"
+            for key, value in (("wide", model.wide), ("candidates", model.candidates), ("number_head", model.own_head)):
+                yield value not in (0, None, NONE), f"model.{key}", value, f"its default {under(earlier)}"
 
     def fit_sizes(self, architecture: Mapping[str, Any]) -> None:
         """Raises `UserError` for a sequence length or a sequence group that the base's sizes do not allow.
@@ -191,20 +167,25 @@ class Config(Section):
         self.parallel.fit_heads(architecture)
 
     def fit_to(self, model_type: str) -> list[str]:
-        """Raises `UserError` for a key that this base type does not support. Returns notes on experimental features."""
+        """Notes: experimental features, and values that other keys chose. Raises `UserError` for a key that this base
+        type does not support."""
         base, model, sequence = architecture(model_type), self.model, self.parallel.sequence_group_size
         targets = base.adapter_targets(model.lora) if self.trains("lora") else []
         asked = (
-            ("varlen", "model.attention", model.attention, model.attention == "varlen"),
+            ("sequence_groups", "parallel.sequence_group_size", sequence, sequence > 1),  # it asks for varlen
+            ("varlen", "model.attention", "varlen", self.attention == "varlen"),
             ("compiled_layers", "model.compile_layers", True, model.compile_layers),
-            ("gradient_checkpointing", "model.gradient_checkpointing", True, model.gradient_checkpointing),
+            ("gradient_checkpointing", "model.gradient_checkpointing", True, self.gradient_checkpointing),
             ("quantize", "model.quantize", model.quantize, model.quantize != "none"),
             ("zero_3", "parallel.zero_stage", 3, self.parallel.zero_stage == 3),
-            ("sequence_groups", "parallel.sequence_group_size", sequence, sequence > 1),
             ("packing", "data.pack", True, self.data.pack),
             ("expert_adapters_zero_3", "parallel.zero_stage", 3, self.parallel.zero_stage == 3 and EXPERTS in targets),
         )
         notes = [base.require(capability, key, value) for capability, key, value, wanted in asked if wanted]
+        if model.attention is None and sequence > 1:
+            notes.append(f"model.attention is varlen, as parallel.sequence_group_size is {sequence}")
+        if model.gradient_checkpointing is None and self.gradient_checkpointing:
+            notes.append("model.gradient_checkpointing is true, as parallel.offload is activations")
         return [note for note in notes if note]
 
     def batch_sizes(self, stage: Stage) -> tuple[int, int]:
@@ -256,6 +237,17 @@ class Config(Section):
     def calibrated(self) -> bool:
         """Whether closed forms on the data start the heads, not the seeds' constants."""
         return self.start == "calibrated"
+
+    @property
+    def attention(self) -> str:
+        """`model.attention`, resolved."""
+        return self.model.attention or ("varlen" if self.parallel.sequence_group_size > 1 else "mask")
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """`model.gradient_checkpointing`, resolved."""
+        given = self.model.gradient_checkpointing
+        return self.parallel.offload == "activations" if given is None else given
 
     @property
     def _on_texts(self) -> bool:

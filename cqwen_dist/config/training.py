@@ -41,6 +41,30 @@ JUDGED = ("eval/", "watch/")
 NO_STAGE_0 = "1 takes the same steps with less memory; in stage 0 the heads' gradients cannot enter DeepSpeed's norm"
 
 
+class RunConfig(Section):
+    """Run folder, name, and loggers."""
+
+    dir: str = Field("runs/default", min_length=1)
+    """Run folder. The same command resumes the run in it."""
+    name: str | None = None
+    """Name in W&B; default: the folder's name."""
+    resume: Literal["auto", "last-good", "never", "restart"] = "auto"
+    """If the folder has a checkpoint: auto resumes and rejects a damaged one; last-good replaces a damaged one with the
+    previous one; never rejects resuming; restart archives the folder and starts again."""
+    accept: list[Literal["data", "eval", "tokenizer", "base"]] = Field([])
+    """Inputs that may differ from the checkpoint's (texts, held-out texts, tokenizer, base); others are refused."""
+    stop_after: str | None = None
+    """Stage after which this command ends successfully and the run pauses. A command without this key, or with a later
+    stage, resumes the run, so jobs with different resources can share it."""
+    mirror: str | None = None
+    """URL of an object store (s3://BUCKET/RUN, gs://, ...) that gets each checkpoint; a start on an empty disk resumes
+    from it."""
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    """Weights & Biases logging mode. Project, team, group, tags and notes: W&B's own variables (docs/wandb.md)."""
+    tensorboard: bool = False
+    """Also write metrics as TensorBoard events into DIR/tensorboard."""
+
+
 class ParallelConfig(Section):
     """How the run is distributed over ranks."""
 
@@ -50,7 +74,7 @@ class ParallelConfig(Section):
     """Number of ranks that share the vocabulary's rows; 1: every rank has all rows."""
     sequence_group_size: Positive = 1
     """Number of ranks that share the positions of each text, for texts too long for one rank; 1: every rank has whole
-    texts. Needs model.attention varlen."""
+    texts."""
     offload: Literal["none", "optimizer", "activations"] = "none"
     """What is kept in host memory. optimizer: optimizer states, also the heads', which step there. activations: the
     layer inputs that model.gradient_checkpointing saves."""
@@ -81,6 +105,15 @@ class FeatureCacheConfig(Section):
     """auto: use the cache if it exists, or if it is possible and worthwhile."""
     dir: str | None = Field(None, min_length=1)
     """Folder for a cache shared by multiple runs; default: in the run folder, for one stage."""
+
+
+class Trace(Section):
+    """A trace of some steps by torch's profiler, on rank 0, in DIR/profile; the costliest operators are printed."""
+
+    start: Positive = 20
+    """First step of the trace."""
+    steps: Positive = 3
+    """Number of steps."""
 
 
 class LoraConfig(Section):

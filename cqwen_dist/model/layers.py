@@ -17,19 +17,19 @@ from peft.tuners.lora import Linear as PeftLinear
 from torch import Tensor, nn
 
 from cqwen_dist.config.architectures import architecture
-from cqwen_dist.config.base_model import ModelConfig
 from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.schema import Config
 from cqwen_dist.model.lora import ADAPTER
 from cqwen_dist.model.varlen import attend_within_texts
 
 
-def run_layers_as(transformer: Any, asked: ModelConfig, on_host: bool = False) -> None:
+def run_layers_as(transformer: Any, config: Config, on_host: bool = False) -> None:
     """Set up the layers of a transformer for training, in place. Names of modules and parameters do not change.
 
     on_host: gradient checkpointing keeps layer inputs in host memory. Raises `UserError` if transformers is too old.
     """
     base = architecture(transformer.config.model_type)
-    if asked.gradient_checkpointing:
+    if config.gradient_checkpointing:
         more = {"offload": True} if on_host else {}
         try:
             transformer.gradient_checkpointing_enable({"use_reentrant": False}, **more)
@@ -37,9 +37,9 @@ def run_layers_as(transformer: Any, asked: ModelConfig, on_host: bool = False) -
             raise UserError("parallel.offload", "activations", "none, or transformers 5.24 or newer") from None
     if base.capabilities.fused_adapters.level != "unsupported":
         fuse_adapters(transformer)
-    if asked.attention == "varlen":
+    if config.attention == "varlen":
         attend_within_texts(transformer)
-    if asked.compile_layers:
+    if config.model.compile_layers:
         compile_layers(transformer.layers)
 
 

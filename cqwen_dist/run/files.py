@@ -43,6 +43,7 @@ STATE = "state.json"  # in a checkpoint
 FEATURE_CACHE = "feature_cache"
 DIGESTS = "digests"  # cached digests of the base's files
 STACKS = "stacks"  # stack traces of hung ranks
+PROFILE = "profile"  # the trace of `train.profile`
 WANDB_ID = "wandb_id"
 TENSORBOARD = "tensorboard"
 SLURM = "slurm"  # scripts, logs, history

@@ -12,6 +12,7 @@ from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.state import Place, save
 from cqwen_dist.training.telemetry.alarms import Alarm, Refusals
 from cqwen_dist.training.telemetry.metrics import MetricsLog
+from cqwen_dist.training.telemetry.profile import StepProfile
 from cqwen_dist.training.telemetry.progress import Clock
 from cqwen_dist.training.zero.engine import NonFiniteStep
 
@@ -27,6 +28,8 @@ class Trainer:
         self.log = log
         self.saved_step = place.step
         self.refusals = Refusals()
+        window = None if log is None else run.config.train.profile
+        self.profile = StepProfile(window, run.folder, run.runtime.device, run.progress.say)
 
     def train(self) -> dict[str, Any]:
         """Train to the end of the run, or of this command's last stage. Returns the metrics of the last evaluation."""
@@ -53,6 +56,7 @@ class Trainer:
             if self.log is not None:
                 self._tell_mirror(self.log)
                 self.log.close()
+            self.profile.close()
         run.cache.close()
         self.callbacks.checkpoints(self.place.step, self.place.stage, run.saver.whole)
         self.callbacks.agreed()
@@ -76,7 +80,8 @@ class Trainer:
                     batches = self._enter_stage(plan, step)
                     entered = plan.index
                 # Batches, optimizer step, record
-                record = self._take_step(plan, step, batches)
+                with self.profile.around(step + 1):
+                    record = self._take_step(plan, step, batches)
             else:
                 record, due = due, None
                 if self.log is not None:

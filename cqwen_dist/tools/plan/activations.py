@@ -43,7 +43,7 @@ def _attention(s: Sizes, block: Block) -> float:
     if gated:  # the gate after its sigmoid; in fp32 the norm of q saves the gate along with q
         each += w * q + FP32 * q * (w == FP32) + w * q * (s.kind == "cpu")  # on a CPU the output is also copied
     # Whether attention runs text by text (`model.varlen`)
-    by_text = s.config.data.pack and s.config.model.attention == "varlen" and (s.kind == "cpu" or s.width == FP32)
+    by_text = s.config.data.pack and s.config.attention == "varlen" and (s.kind == "cpu" or s.width == FP32)
     if (by_text or s.sequence > 1) and "attention" in _adapted(s, block) and "lora" in s.trainable:
         each += w * q  # the concatenated or exchanged output, in addition to the output for each text
     return each

@@ -53,7 +53,7 @@ class Sizes:
         until_now = config.stages[: 1 + [each.name for each in config.stages].index(stage.name)]
         self.reached = frozenset[str]().union(*(each.groups for each in until_now))  # groups with Adam moments
         self.graph = trains_features(self.trainable)  # whether gradients run through the backbone
-        self.checkpointing = config.model.gradient_checkpointing
+        self.checkpointing = config.gradient_checkpointing
         # The backbone, the heads, the layout
         self.width = 2 if config.train.precision == "bf16" else FP32  # w
         self.words = config.model.causal_size or base.hidden  # C_w
@@ -149,9 +149,9 @@ def stage_sizes(config: Config, base: Architecture, *, world: int, kind: str, **
 def masked(s: Sizes) -> bool:
     """Whether attention uses a mask: for packed documents or a limited window. Plain causal attention needs none. With
     `model.attention: varlen` only a window needs a mask, if no kernel supports it."""
-    if s.config.data.pack and s.config.model.attention == "mask":
+    if s.config.data.pack and s.config.attention == "mask":
         return True
-    kernel = s.config.model.attention == "varlen" and s.kind == "cuda" and s.width < FP32
+    kernel = s.config.attention == "varlen" and s.kind == "cuda" and s.width < FP32
     return s.base.window is not None and s.attended >= s.base.window and not kernel
 
 
