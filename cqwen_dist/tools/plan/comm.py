@@ -36,29 +36,17 @@ def bytes_sent(messages: Sequence[Message]) -> int:
     return round(sum(message.wire_bytes for message in messages))
 
 
-def head_messages(
-    tokens: Sequence[Sequence[int]],
-    *,
-    world: int,
-    columns: int,
-    gemm_bytes: int,
-    rows: int,
-    row_columns: Sequence[int],
-    matrices: Sequence[tuple[int, int]],
-    vectors: int,
-    softmax: bool = False,
-    gloo: bool = False,
-) -> list[Message]:
+def head_messages(s: Sizes, tokens: Sequence[Sequence[int]] | None = None) -> list[Message]:
     """The head messages on one rank in one optimizer step: first for each micro-batch in order, then for the step.
 
-    tokens: label positions by [micro-batch][rank in the vocabulary group]; empty without a loss of words. columns: C.
-    gemm_bytes: bytes per number in loc_u (2 in bf16). rows: v. row_columns: columns of each trained tensor with one row
-    per word (W_cls C, thresholds 1, ...). matrices: (rows, columns) of the abduction matrices, if trained. vectors:
-    other trained numbers, replicated on every rank. softmax: the word loss has a softmax term. gloo: on a CPU,
-    gradients are all-reduced instead of scattered (`collectives.sum_to_owners`).
+    tokens: label positions by [micro-batch][rank in the vocabulary group]; default: every
+    position has a label, if words are learnt. On a CPU, gradients are all-reduced instead of scattered
+    (`collectives.sum_to_owners`).
     """
-    group = len(tokens[0]) if tokens else 1
-    replicas = world // group
+    group = s.group
+    tokens = [[s.tokens] * group] * (s.accumulation * s.config.learns_words) if tokens is None else tokens
+    replicas, columns, gemm_bytes = s.world // group, s.words, s.width
+    rows, softmax, gloo = ceil_div(s.base.vocab, group), s.config.word_terms["softmax_weight"] > 0, s.kind == "cpu"
     found: list[Message] = []
 
     def send(operation: Operation, name: GroupName, ranks: int, size: int) -> None:
@@ -77,8 +65,8 @@ def head_messages(
         for _ in ("loc_u", "scale_u"):
             send("reduce-scatter", "vocabulary", group, padded * columns * gemm_bytes)
     spread: list[tuple[GroupName, int, Sequence[tuple[int, int]], int]] = [
-        ("world", world, matrices, vectors),
-        ("replica", replicas, [(rows, columns) for columns in row_columns], 0),
+        ("world", s.world, s.matrices(s.trainable), s.vectors(s.trainable)),
+        ("replica", replicas, [(rows, columns) for columns in s.row_columns(s.trainable)], 0),
     ]
     for name, ranks, shapes, whole in spread:
         for height, columns in shapes if ranks > 1 else ():
@@ -87,29 +75,13 @@ def head_messages(
                 send("all-gather", name, ranks, owned)
         if rest := (whole + sum(height % ranks * columns for height, columns in shapes)) * FP32:
             send("all-reduce", name, ranks, rest)
-    send("all-reduce", "world", world, FP32)
+    send("all-reduce", "world", s.world, FP32)
     return found
-
-
-def stage_head_messages(s: Sizes, group: int) -> list[Message]:
-    """`head_messages` for a stage with vocabulary groups of `group` ranks, if every position has a label."""
-    return head_messages(
-        [[s.tokens] * group] * (s.accumulation * s.config.learns_words),
-        world=s.world,
-        columns=s.words,
-        gemm_bytes=s.width,
-        rows=ceil_div(s.base.vocab, group),
-        row_columns=s.row_columns(s.trainable),
-        matrices=s.matrices(s.trainable),
-        vectors=s.vectors(s.trainable),
-        softmax=s.config.word_terms["softmax_weight"] > 0,
-        gloo=s.kind == "cpu",
-    )
 
 
 def step_messages(s: Sizes) -> list[Message]:
     """All messages on one rank in one optimizer step."""
-    return stage_head_messages(s, s.group) + feature_messages(s) + attention_messages(s)
+    return head_messages(s) + feature_messages(s) + attention_messages(s)
 
 
 def attention_messages(s: Sizes) -> list[Message]:

@@ -75,19 +75,6 @@ def machine(name: str, interconnect: str, calibration: Path | None = None) -> Ma
     return replace(found, factors=good, calibrated=str(calibration))
 
 
-def describe(found: Machine) -> dict[str, Any]:
-    """The rates in readable units."""
-    return {
-        "gpu": found.name,
-        "bf16_tflops": found.bf16 / TERA,
-        "memory_gb_per_s": found.memory / GB,
-        "inside_gb_per_s": found.inside / GB,
-        "between_gb_per_s": found.between / GB,
-        "efficiency": found.efficiency,
-        "calibrated": found.calibrated or None,
-    }
-
-
 # Equal for all machines
 LATENCY_INSIDE, LATENCY_BETWEEN = 10e-6, 20e-6  # seconds per round of a collective, within a node and between nodes
 HEAD_EFFICIENCY = 0.58  # fraction of the peak that the word head reaches with its fp32 sums
@@ -138,15 +125,13 @@ class StageCost:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        plain = asdict(self)
+        useful = {"flops_per_token": {**asdict(self.flops_per_token), "useful": self.flops_per_token.useful}}
         return {
-            "step_s": self.seconds,
-            "step_s_by_part": plain.pop("time"),
-            "tokens_per_step": plain.pop("tokens"),
+            **asdict(self),
+            **useful,
+            "seconds": self.seconds,
             "tokens_per_s": self.tokens_per_s,
             "hours": self.hours,
-            **plain,
-            "flops_per_token": {**plain["flops_per_token"], "useful": self.flops_per_token.useful},
         }
 
 

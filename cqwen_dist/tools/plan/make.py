@@ -8,8 +8,8 @@ from typing import Any
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.tools.plan import memory
-from cqwen_dist.tools.plan.comm import bytes_sent, stage_head_messages
-from cqwen_dist.tools.plan.cost import MACHINES, Machine, StageCost, describe, stage_cost
+from cqwen_dist.tools.plan.comm import bytes_sent, head_messages
+from cqwen_dist.tools.plan.cost import MACHINES, Machine, StageCost, stage_cost
 from cqwen_dist.tools.plan.memory import ADAM_MOMENTS, FP32, GIB, Part
 from cqwen_dist.tools.plan.stage_sizes import Sizes, stage_sizes
 
@@ -28,16 +28,13 @@ class Plan:
     base_parameters: int
     trainable_parameters: int
     head_bytes_sent: int  # per rank and optimizer step, for the heads
-    head_bytes_sent_unsharded: int  # the same if every rank has the full head
     stage: str  # the stage where memory peaks
     moment: str  # the phase of a step where memory peaks
     parts: tuple[Part, ...]
-    advice: str
     checkpoint_bytes: int  # size of one checkpoint on disk
     stages: tuple[StageCost, ...]
     machine: Machine
-    global_batch_size: int
-    sequence_length: int
+    price: float | None = None  # of a GPU-hour
 
     @property
     def hours(self) -> float | None:
@@ -49,6 +46,11 @@ class Plan:
     def gpu_hours(self) -> float | None:
         """Hours times ranks; None if the hours are unknown."""
         return None if self.hours is None else self.hours * self.world
+
+    @property
+    def cost(self) -> float | None:
+        """GPU-hours times the price; None if either is unknown."""
+        return None if self.gpu_hours is None or self.price is None else self.gpu_hours * self.price
 
     @property
     def tokens_per_s(self) -> float:
@@ -76,19 +78,19 @@ class Plan:
         need = f"{self.device_gib:.2f} GiB of {self.gpu_memory_gib:g} GiB a rank"
         if self.fits:
             return f"fits: {need}"
-        part = largest(self.parts)
-        return f"does not fit: {need}; the largest part is {part.name} ({part.bytes / GIB:.2f} GiB). {self.advice}"
+        part = max((part for part in self.parts if part.place == "device"), key=lambda part: part.bytes)
+        return f"does not fit: {need}; the largest part is {part.name} ({part.bytes / GIB:.2f} GiB)"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON. tensor_gib: the peak in torch's allocator."""
         tensors = tensor_bytes(part for part in self.parts if part.name not in NOT_TENSORS)
         return {
             **asdict(self),
-            "machine": describe(self.machine),
             "stages": [stage.to_dict() for stage in self.stages],
             "tensor_gib": round(tensors / GIB, 4),
             "hours": self.hours,
             "gpu_hours": self.gpu_hours,
+            "cost": self.cost,
             "parts": [{**asdict(part), "gib": round(part.bytes / GIB, 4)} for part in self.parts],
             "device_gib": round(self.device_gib, 4),
             "host_gib": round(self.host_gib, 4),
@@ -105,11 +107,6 @@ def worst(sizes: list[Sizes]) -> tuple[Sizes, str, tuple[Part, ...]]:
         found += [(each, name, always + parts) for name, parts in memory.phases(each).items()]
     s, phase, parts = max(found, key=lambda item: tensor_bytes(item[2]))
     return s, phase, tuple(part for part in parts if part.bytes)
-
-
-def largest(parts: Iterable[Part]) -> Part:
-    """The largest part on the device."""
-    return max((part for part in parts if part.place == "device"), key=lambda part: part.bytes)
 
 
 def allocated_bytes(sizes: list[Sizes]) -> int:
@@ -132,17 +129,20 @@ def plan(
     machine: Machine | None = None,
     sequences: int | None = None,
     text: float | None = None,
+    price: float | None = None,
 ) -> Plan:
     """Plans the memory of the largest rank and the costs of the run. `gpus_per_node` 0 means one CPU rank per node.
 
     architecture: the base model's transformers config (`read_architecture`).
     machine: rates, and the memory if `gpu_memory_gib` is None; default: an H100, or a CPU.
-    sequences: sequences per epoch, if known. text: as in `Sizes`. Raises `UserError`.
+    sequences: sequences per epoch, if known. text: as in `Sizes`. price: of a GPU-hour. Raises `UserError`.
     """
     if nodes < 1:
         raise UserError("--nodes", nodes, "at least 1")
     if gpus_per_node < 0:
         raise UserError("--gpus-per-node", gpus_per_node, "0 (CPU) or more")
+    if price is not None and not gpus_per_node:
+        raise UserError("--price", price, "with --gpus-per-node 1 or more: it is an hour's of a GPU")
     machine = machine or MACHINES["h100" if gpus_per_node else "cpu"]
     gib = machine.gib if gpu_memory_gib is None else gpu_memory_gib
     if not (math.isfinite(gib) and gib > 0):
@@ -163,17 +163,14 @@ def plan(
         accumulation=s.accumulation,
         base_parameters=base.base_parameters,
         trainable_parameters=s.head(s.ever_trainable) + sum(s.engine_parameters[group] for group in trained),
-        head_bytes_sent=bytes_sent(stage_head_messages(s, s.group)),
-        head_bytes_sent_unsharded=bytes_sent(stage_head_messages(s, 1)),
+        head_bytes_sent=bytes_sent(head_messages(s)),
         stage=s.stage.name,
         moment=phase,
         parts=parts,
-        advice=_advice(s, parts),
         checkpoint_bytes=checkpoint_bytes(sizes[-1]),
         stages=tuple(stage_cost(each, machine, ranks_per_node) for each in sizes),
         machine=machine,
-        global_batch_size=config.train.global_batch_size,
-        sequence_length=config.data.sequence_length,
+        price=price,
     )
 
 
@@ -187,24 +184,3 @@ def checkpoint_bytes(s: Sizes) -> int:
     heads = sum(s.whole_heads.values()) + v * (s.words + 2)
     heads += memory.wide_part(s)
     return (s.trained_features + heads) * FP32 + (s.trained_features + s.head(s.ever_trainable)) * ADAM_MOMENTS
-
-
-def _advice(s: Sizes, parts: tuple[Part, ...]) -> str:
-    config = s.config
-    outside = sum(part.bytes for part in parts if part.name in NOT_TENSORS)
-    if 2 * outside > tensor_bytes(parts):
-        return "Most of it is not the model: only more memory helps."
-    name = largest(parts).name
-    if name in ("activations", "features and U", "one layer's backward", "gradients of U"):
-        checkpoint = "" if config.model.gradient_checkpointing else "model.gradient_checkpointing, "
-        shorter = "a smaller train.micro_batch_size or data.sequence_length, a larger parallel.sequence_group_size"
-        return f"Try {checkpoint}{shorter}."
-    if name in ("loss tiles", "W_cls", "gradients", "gradients of the rows", "accumulated gradients"):
-        return "Try a larger parallel.vocab_group_size."
-    if name == "moments of the heads":
-        return "Try more ranks, or parallel.offload optimizer."
-    if config.train.precision == "fp32":
-        return "Try train.precision bf16."
-    if config.parallel.zero_stage < 3:
-        return "Try parallel.zero_stage 3."
-    return "Try more ranks, or a smaller base model."

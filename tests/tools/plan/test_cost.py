@@ -1,16 +1,20 @@
 """Operations by hand (torch counts them in train/test_perf.py); what time and layouts must do, not their figures."""
 
+import io
 import json
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from cqwen_dist.config import Config, UserError
+from cqwen_dist.config.reading import given_config
 from cqwen_dist.sizes.architecture import Architecture, known_architecture
 from cqwen_dist.sizes.flops import peak_tflops
-from cqwen_dist.tools.plan.command import search, with_layout
+from cqwen_dist.tools.plan.command import remedy, render, run
 from cqwen_dist.tools.plan.cost import machine, stage_cost
 from cqwen_dist.tools.plan.make import plan
+from cqwen_dist.tools.plan.question import Question
 from cqwen_dist.tools.plan.stage_sizes import Sizes, flops, stage_sizes
 
 ALL = {"name": "all", "train": ["heads", "embedding", "lora"], "steps": 100}
@@ -67,6 +71,22 @@ def test_hours_follow_the_schedule():
     assert known.gpu_hours == pytest.approx(8 * known.hours)
 
 
+def test_a_price_adds_money_wherever_time_is_told():
+    settings = config()
+    for nodes in (1, 2):
+        found = plan(settings, **options(settings, nodes), price=2.5)
+        hours = [stage.steps * stage.seconds / 3600 for stage in found.stages]
+        assert found.to_dict()["cost"] == pytest.approx(2.5 * 8 * nodes * sum(hours))
+        console = Console(width=200, file=io.StringIO())
+        console.print(render(found))
+        shown = console.file.getvalue()
+        for part in (*hours, sum(hours)):
+            assert f" for {part * 8 * nodes * 2.5:,.2f}" in shown
+    assert plan(settings, **options(settings)).to_dict()["cost"] is None
+    with pytest.raises(UserError, match=r"--price: found 2\.5, allowed: with --gpus-per-node 1 or more"):
+        plan(settings, **options(settings, gpus=0), price=2.5)
+
+
 def test_calibration_scales_each_part(tmp_path):
     file = tmp_path / "bench.json"
     file.write_text(json.dumps({"calibration": {"machine": "h100", "factors": {"heads": 2.0}}}))
@@ -85,21 +105,31 @@ def test_calibration_scales_each_part(tmp_path):
             machine(*arguments)
 
 
-def test_the_search_finds_layouts_that_fit_and_keeps_other_settings():
+def test_a_run_that_does_not_fit_gets_the_first_changes_that_make_it_fit():
     settings = config("Qwen/Qwen2.5-72B", parallel={"zero_stage": 1, "vocab_group_size": 1})
     assert not plan(settings, **options(settings)).fits
-    found = search(settings, **options(settings))
-    assert found
-    assert all(choice.plan.fits and choice.layout.zero_stage == 3 for choice in found)
-    rates = [choice.plan.tokens_per_s for choice in found]
-    assert rates[0] >= 0.98 * max(rates)
-    best = with_layout(settings, found[0].layout)
-    changed = {
-        key for key in ("model", "data", "loss", "stages", "train") if getattr(best, key) != getattr(settings, key)
-    }
-    assert changed <= {"model", "train"}
-    assert best.train.global_batch_size == settings.train.global_batch_size
-    assert not search(settings, **options(settings, gib=8.0))
+    changes, planned = remedy(settings, **options(settings))  # type: ignore[misc]
+    assert planned.fits
+    assert planned == plan(given_config(settings, changes), **options(settings))
+    assert changes["parallel.zero_stage"] == 3, "2 x 72 GB of weights need it"
+    for key in changes:
+        fewer = {name: value for name, value in changes.items() if name != key}
+        assert not plan(given_config(settings, fewer), **options(settings)).fits, f"{key} is needed"
+    assert remedy(settings, **options(settings, gib=8.0)) is None
+
+    def shown(gib: float) -> tuple[dict[str, Any], str]:
+        question = Question(gpus_per_node=8, gpu_memory_gib=gib)
+        document, tables = run(config(parallel={"zero_stage": 1}), question)
+        console = Console(width=300, file=io.StringIO())
+        console.print(tables)
+        return document, console.file.getvalue()  # type: ignore[attr-defined]
+
+    assert "remedy" not in shown(80.0)[0]
+    document, said = shown(30.0)
+    assert f"with {' '.join(document['remedy']['overrides'])} it fits: " in said
+    document, said = shown(2.0)
+    assert document["remedy"] is None
+    assert "nothing that was tried makes it fit: more ranks" in said
 
 
 @pytest.mark.parametrize(
