@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from cqwen_dist.cli.streams import outlive
-from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.errors import UserError, writing
 from cqwen_dist.console import AsJson, ConfigFile, Overrides, echo, load, plain_console, print_json, quiet_libraries
 from cqwen_dist.tools.slurm.resources import JobOptions, Resources
 
@@ -125,9 +125,23 @@ def submit(
     *,
     resources: Resources,
     job: JobOptions,
-    dry: Annotated[bool, typer.Option("--dry-run", help="Only print the script.")] = False,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Only print the script, or the file.")] = False,
 ) -> None:
-    """Queue the run on SLURM: render a script, let SLURM check it, submit; print how to follow, stop and resume."""
+    """Queue the run on SLURM: render a script, let SLURM check it, submit; print how to follow, stop and resume.
+
+    With --to, write the file of a Kubernetes Job or a SkyPilot task, and print the command that starts it.
+    """
+    if job.to != "slurm":
+        from cqwen_dist.tools.slurm.clouds import render_cloud
+
+        text, file, start = render_cloud(config, overrides or [], resources, job)
+        if dry:
+            echo(text, nl=False)
+            return
+        with writing("--name", file, "a name whose file can be written here"):
+            file.write_text(text, encoding="utf-8")
+        echo(f"wrote {file}; to start it: {start}")
+        return
     from cqwen_dist.tools.slurm.submission import advice, check_job, plan_job, render, submit_job
 
     checked, made = plan_job(config, overrides or [], resources, job)

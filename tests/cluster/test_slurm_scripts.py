@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cqwen_dist.config import UserError
-from cqwen_dist.tools.slurm.submission import Job, Resources, _template, render
+from cqwen_dist.tools.slurm.submission import Job, Resources, render, template
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -32,13 +32,10 @@ FULL = Job(
         nodes=4,
         ranks_per_node=2,
         partition="cpu",
-        account="lab-7",
-        qos="long",
         constraint="(a|b)&c",
-        exclude="node[3,7-9]",
         time="2-00:00:00",
         exclusive=True,
-        sbatch=("--comment=two words", "--mail-type=END"),
+        sbatch=("--account=lab-7", "--qos=long", "--exclude=node[3,7-9]", "--comment=two words", "--mail-type=END"),
     ),
     container=f"/images/{HOSTILE}.sif",
     container_command="apptainer exec --nv --bind '/data dir'",
@@ -64,7 +61,7 @@ def test_the_shipped_scripts_equal_the_rendered_ones(kind: str) -> None:
     output = "cqwen-%j.out" if kind == "train" else "cqwen-%A_%a.out"  # their run is given on the command line
     directives = [f"--job-name=cqwen-{kind}", f"--output={output}", "--nodes=1", "--ntasks-per-node=1"]
     directives += ["--signal=B:USR1@180", "--open-mode=append", "--requeue"]
-    rendered = _template().render(job=None, shipped=kind, directives=directives)
+    rendered = template().render(job=None, shipped=kind, directives=directives)
     assert (ROOT / "slurm" / f"{kind}.sbatch").read_text() == rendered, (
         "slurm/*.sbatch come from cqwen_dist/tools/slurm/job.sbatch.j2: write what is rendered here into them"
     )

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,19 +24,17 @@ class Resources:
     gpus_per_node: Annotated[int, typer.Option(help="GPUs (and ranks) per machine; 0: CPU ranks.")] = 0
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks per machine; default: one per GPU, or 1.")] = None
     partition: Annotated[str | None, typer.Option(help="Partition; default: the cluster's default.")] = None
-    account: Annotated[str | None, typer.Option(help="Account to charge.")] = None
-    qos: Annotated[str | None, typer.Option(help="Quality of service.")] = None
-    constraint: Annotated[str | None, typer.Option(help="Required node features.")] = None
-    exclude: Annotated[str | None, typer.Option(help="Nodes to exclude.")] = None
+    constraint: Annotated[str | None, typer.Option(help="Required node features; beyond SLURM the kind of GPU.")] = None
     time: Annotated[str | None, typer.Option(help="Time limit: 90 (minutes) or 1-12:00:00.")] = None
     exclusive: Annotated[bool, typer.Option(help="Whole machines, with all cores and memory.")] = False
     cpus_per_task: Annotated[int | None, typer.Option(help="Cores per machine; default: 4 per GPU.")] = None
     mem: Annotated[str | None, typer.Option(help="Memory per machine, such as 200G.")] = None
-    sbatch: Annotated[list[str], typer.Option(help="Another sbatch option, such as --gres=gpu:a100:8.")] = field(
+    sbatch: Annotated[list[str], typer.Option(help="Another sbatch option, such as --account=lab.")] = field(
         default_factory=list
     )
 
     def __post_init__(self) -> None:
+        _refuse_lines(self)
         for name, least in (("nodes", 1), ("gpus_per_node", 0), ("ranks_per_node", 1), ("cpus_per_task", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -65,10 +64,19 @@ class Resources:
         return self.cpus_per_task or max(self.ranks, 4 * self.gpus_per_node)
 
 
+def _refuse_lines(options: object) -> None:
+    """Raises `UserError` for text that is more than a line: it would be more than a word of a script."""
+    for value in vars(options).values():
+        for text in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(text, (str, Path)) and not str(text).isprintable():
+                raise UserError("a value of the job", str(text), "printable text on one line")
+
+
 @dataclass(frozen=True)
 class JobOptions:
-    """How a job names itself, finds Python, and ends."""
+    """Where a job runs, how it names itself, finds Python, and ends."""
 
+    to: Annotated[str, typer.Option(help="slurm, or a file for kubernetes or skypilot.")] = "slurm"
     setup: Annotated[list[str], typer.Option(help="Bash line to run first, such as module load.")] = field(
         default_factory=list
     )
@@ -79,3 +87,10 @@ class JobOptions:
     warn_s: Annotated[int, typer.Option(help="Seconds before the time limit to save and stop.")] = 180
     max_restarts: Annotated[int, typer.Option(help="Consecutive requeues without a new checkpoint.")] = 5
     no_preflight: Annotated[bool, typer.Option("--no-preflight", help="Skip the check of the nodes.")] = False
+
+    def __post_init__(self) -> None:
+        if self.to not in ("slurm", "kubernetes", "skypilot"):
+            raise UserError("--to", self.to, "slurm, kubernetes or skypilot")
+        _refuse_lines(self)
+        if self.max_restarts < 0:
+            raise UserError("--max-restarts", self.max_restarts, "0 or more")

@@ -38,21 +38,16 @@ class Job(JobOptions):
     python: str = sys.executable
 
     def __post_init__(self) -> None:
-        for value in (*vars(self).values(), *vars(self.resources).values()):
-            for text in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(text, (str, Path)) and not str(text).isprintable():
-                    raise UserError("a value of the job", str(text), "printable text on one line")
+        super().__post_init__()
         if "\\" in str(self.run_dir):  # a backslash in --output turns off the pattern %j
             raise UserError("run.dir", str(self.run_dir), "a path without backslashes")
         if self.warn_s < 60:
             raise UserError("--warn-s", self.warn_s, "60 or more: SLURM looks at the clock every 30 s")
-        if self.resources.time is not None and 0 < _seconds(self.resources.time) <= self.warn_s:
+        if self.resources.time is not None and 0 < seconds_of(self.resources.time) <= self.warn_s:
             allowed = f"more than the {self.warn_s} s of --warn-s, in which the job saves and queues again"
             raise UserError("--time", self.resources.time, allowed)
         if self.container is None and self.container_command != CONTAINER_COMMAND:
             raise UserError("--container-command", self.container_command, "with --container IMAGE")
-        if self.max_restarts < 0:
-            raise UserError("--max-restarts", self.max_restarts, "0 or more")
 
     @property
     def config(self) -> Path:
@@ -69,7 +64,7 @@ class Job(JobOptions):
             "nodes": r.nodes,
             "ntasks-per-node": 1,
             "gpus-per-node": None if any(map(GPUS.match, r.sbatch)) else r.gpus_per_node or None,
-            **{name: getattr(r, name) for name in ("partition", "account", "qos", "constraint", "exclude", "time")},
+            **{name: getattr(r, name) for name in ("partition", "constraint", "time")},
             **({"exclusive": True, "mem": r.mem or "0"} if r.exclusive else {"cpus-per-task": r.cpus, "mem": r.mem}),
             "signal": f"B:USR1@{self.warn_s}",
             "open-mode": "append",
@@ -79,7 +74,7 @@ class Job(JobOptions):
         return [*lines, "--requeue", *(_option(text) for text in r.sbatch)]
 
 
-def _seconds(limit: str) -> float:
+def seconds_of(limit: str) -> float:
     """A time limit as sbatch reads it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; 0 stands for none."""
     if limit.isalpha():
         return 0
@@ -91,11 +86,12 @@ def _seconds(limit: str) -> float:
 
 def render(job: Job) -> str:
     """A job's complete script."""
-    return str(_template().render(job=job, shipped=None, directives=job.directives()))
+    return str(template().render(job=job, shipped=None, directives=job.directives()))
 
 
 @cache
-def _template() -> Any:
+def template(name: str = "job.sbatch.j2") -> Any:
+    """A template of this folder."""
     environment = Environment(
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -106,28 +102,31 @@ def _template() -> Any:
     )
     environment.filters["sh"] = shlex.quote
     environment.filters["words"] = lambda text: " ".join(shlex.quote(word) for word in shlex.split(text))
-    text = files("cqwen_dist.tools.slurm").joinpath("job.sbatch.j2").read_text(encoding="utf-8")
+    text = files("cqwen_dist.tools.slurm").joinpath(name).read_text(encoding="utf-8")
     return environment.from_string(text)
 
 
 def plan_job(
-    path: Path,
-    overrides: Sequence[str],
-    resources: Resources,
-    options: JobOptions = JobOptions(),  # noqa: B008
+    path: Path, overrides: Sequence[str], resources: Resources, options: JobOptions | None = None
 ) -> tuple[Config, Job]:
     """Config and job of a run. Writes nothing. Raises `UserError` as `cqwen launch`, and if the ranks do not fit."""
     config = preflight(path, overrides)
     if is_done(config):
         raise UserError("run.dir", config.run.dir, "a run that is not done yet, or a new folder")
-    if config.run.resume in ("never", "restart"):
-        raise UserError("run.resume", config.run.resume, "auto or last-good: a requeued job resumes")
-    config.parallel.refuse_ranks(resources.nodes * resources.ranks)  # now: an error should not wait for the queue
+    refuse_unresumable(config, resources)
     run_dir = Path(config.run.dir).absolute()
     folder = next(new for n in count(1) if not (new := run_dir / SLURM / f"submit-{n}").exists())
+    options = options or JobOptions()
     named = vars(options) | {"name": options.name or f"cqwen-{run_dir.name}"}
     script = folder / "job.sbatch"
     return config, Job(**named, folder=Path.cwd(), run_dir=run_dir, script=script, resources=resources)
+
+
+def refuse_unresumable(config: Config, resources: Resources) -> None:
+    """Raises `UserError` for a run that could not resume in a requeued job, or whose ranks do not fit."""
+    if config.run.resume in ("never", "restart"):
+        raise UserError("run.resume", config.run.resume, "auto or last-good: a requeued job resumes")
+    config.parallel.refuse_ranks(resources.nodes * resources.ranks)  # now: an error should not wait for the queue
 
 
 _OF_THE_SITE = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
