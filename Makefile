@@ -8,7 +8,7 @@ TWO    := -n 2 --dist loadfile --no-loadscope-reorder  # pytest on two processes
 OLDEST ?= .venv-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup base quickstart demo experiments test test-changed test-all test-oldest test-rounding test-matrix soak test-stand-in test-gpu gpu-table test-cluster docs style lint format clean
+.PHONY: help setup base quickstart demo experiments test test-changed test-all test-oldest test-rounding test-matrix soak test-stand-in test-gpu gpu-table test-cluster docs container style lint format clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -81,6 +81,12 @@ gpu-table: setup ## loss, step, decoding, packing and memory on one GPU, as one 
 
 test-cluster: setup ## on a real SLURM of namespaces on this machine: root, and SLURM's packages (CONTRIBUTING.md)
 	$(BIN)/pytest tests/cluster -m 'cluster or not cluster'
+
+# The same steps without docker: tests/test_containers.py
+container: ## the image of launch/Dockerfile with torch for a CPU, and the quickstart's first steps in it
+	docker build --build-arg TORCH=$(TORCH)+cpu --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu \
+		--file launch/Dockerfile --tag cqwen-cpu .
+	docker run --rm --ipc=host cqwen-cpu quickstart model.pretrain.steps=5 stages.0.steps=2 stages.1.steps=2
 
 style: setup
 	$(BIN)/ruff check .

@@ -28,9 +28,8 @@ FURTHER = {  # sizes of linear attention and of experts
 TARGET = {"name": "standardise", "median": 150.0, "scale": 40.0}
 
 
-def tiny_base(kind: str = "qwen2", *, tied: bool = False, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A random causal base: H 24, 2 layers, V 101, context 64, fp32. Weights are ten times the usual initialiser's,
-    so that attention, positions and logits differ visibly between tokens."""
+def tiny_sizes(kind: str = "qwen2", *, tied: bool = False) -> dict[str, Any]:
+    """The `model.architecture` of `tiny_base`."""
     architecture = {
         "model_type": kind,
         "vocab_size": VOCAB,
@@ -58,7 +57,13 @@ def tiny_base(kind: str = "qwen2", *, tied: bool = False, seed: int = 0, **chang
         architecture |= {"pad_token_id": 0}
     if kind in ("mistral", "phi3", "gemma3_text"):
         architecture |= {"sliding_window": 5}
-    return build_base({**architecture, **changes}, seed).eval()
+    return architecture
+
+
+def tiny_base(kind: str = "qwen2", *, tied: bool = False, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A random causal base: H 24, 2 layers, V 101, context 64, fp32. Weights are ten times the usual initialiser's,
+    so that attention, positions and logits differ visibly between tokens."""
+    return build_base({**tiny_sizes(kind, tied=tied), **changes}, seed).eval()
 
 
 def tiny_model(
