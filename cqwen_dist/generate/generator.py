@@ -236,6 +236,8 @@ class _Continuation:
         noise = Laws(*(mode.noise_of(action, u) for mode, u in zip((self.mode, of_numbers), u_prime, strict=True)))
         law, gap = own.of_own(seen)
         p_word = shown(prob_above(law.scale, gap).double()).to(device)
+        if not self.model.config.learns_words:  # nothing but a number can follow
+            p_num, p_word = torch.ones_like(p_num), torch.ones_like(p_word)
         embedding = self.model.features.embedding
         if embedding.digit_rows:
             is_number = (now.ids == self.num_token_id) & now.mask

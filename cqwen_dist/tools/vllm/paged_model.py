@@ -76,9 +76,11 @@ class PagedCausalQwen(nn.Module):
             loc = action.word_head().loc(Cauchy(seen.loc[softmax], seen.scale[softmax]))
             logits[softmax] = softmax_logits(loc, self.config.added_from)
         num_ids = torch.full((len(logits),), int(self.config.num_token_id), device=logits.device)
+        words = self.config.learns_words  # else nothing but a number can follow
         if rows:
-            self._decide(logits, u_prime, prob_of(seen, action.word_head(), num_ids))
-        return logits if self.config.learns_words else only(logits, num_ids)
+            p_num = prob_of(seen, action.word_head(), num_ids) if words else torch.ones_like(u_prime.loc[:, 0])
+            self._decide(logits, u_prime, p_num)
+        return logits if words else only(logits, num_ids)
 
     def _decide(self, logits: Tensor, u_prime: Cauchy, p_num: Tensor) -> None:
         """Decide the number of each request [R], if one comes next, and put it into the table; force the characters of
