@@ -164,7 +164,7 @@ def test_refuses_a_vocabulary_smaller_than_the_tokenizer(
     assert f"vocabulary size {VOCAB}" in said
 
 
-def test_refuses_a_folder_that_is_not_a_model(
+def test_refuses_folder_without_model(
     refused: Callable[..., str], config: Path, base: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"

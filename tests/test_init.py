@@ -35,9 +35,7 @@ RECORDS = {  # of a JSON lines file: what is recognised, the first text
 
 
 @pytest.mark.parametrize("kind", RECORDS)
-def test_init_recognises_the_kind_of_records_and_writes_a_config_for_them(
-    cqwen: Command, tmp_path: Path, kind: str
-) -> None:
+def test_init_recognises_kind_of_records_and_writes_config_for_them(cqwen: Command, tmp_path: Path, kind: str) -> None:
     record, keys, text = RECORDS[kind]
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for _ in range(3)), encoding="utf-8")
@@ -55,9 +53,7 @@ def test_init_recognises_the_kind_of_records_and_writes_a_config_for_them(
     assert "--out: found" in again.stderr
 
 
-def test_a_table_with_empty_cells_trains_with_the_config_that_init_wrote(
-    cqwen: Command, one_rank: Path, tmp_path: Path
-) -> None:
+def test_a_table_with_empty_cells_trains_as_init_wrote(cqwen: Command, one_rank: Path, tmp_path: Path) -> None:
     cities, scores = ["Rome", None, "Oslo", "Bern"] * 5, [4.5, 3.25, float("nan"), 2.0] * 5
     table = pyarrow.table({"city": cities, "score": scores})
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
@@ -76,9 +72,7 @@ def test_a_table_with_empty_cells_trains_with_the_config_that_init_wrote(
 
 
 @pytest.mark.slow
-def test_the_defaults_for_little_data_learn_and_reach_their_rate(
-    cqwen: Command, one_rank: Path, tmp_path: Path
-) -> None:
+def test_defaults_for_little_data_learn_and_reach_their_rate(cqwen: Command, one_rank: Path, tmp_path: Path) -> None:
     data, out, run = tmp_path / "chats.jsonl", tmp_path / "run.yaml", tmp_path / "run"
     turns = ([{**CHAT[0], "content": f"{i} and {i % 7}?"}, {**CHAT[1], "content": f"{i + i % 7}"}] for i in range(150))
     data.write_text("".join(json.dumps({"messages": own}) + "\n" for own in turns), encoding="utf-8")

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterable, Iterator
 
-from support.sources import OUTSIDE, ROOT, all_files, dotted_name
+from support.sources import OUTSIDE, ROOT, all_files, dotted_name, nodes_of, parsed
 
 
 def never_set(files: dict[str, str], users: Iterable[str]) -> Iterator[str]:
@@ -14,13 +14,13 @@ def never_set(files: dict[str, str], users: Iterable[str]) -> Iterator[str]:
     classes = {
         node.name: (name, node)
         for name, source in files.items()
-        for node in ast.walk(ast.parse(source))
+        for node in nodes_of(source)
         if isinstance(node, ast.ClassDef)
     }
     fields = {name: _fields(node, classes) for name, (_, node) in classes.items() if _is_record(node)}
     given: set[tuple[str, str]] = set()  # (class, field); class "" for any class
     for source in users:
-        for node, inside in _with_class(ast.parse(source)):
+        for node, inside in _with_class(parsed(source)):
             if isinstance(node, ast.Call):
                 called = dotted_name(node.func).rpartition(".")[2]
                 # `partial(Class, ...)`; a class method's own class

@@ -72,9 +72,7 @@ def test_a_lock_of_another_host_without_a_heartbeat_is_taken_over(elsewhere: Pat
             time.sleep(0.01)
 
 
-def test_without_file_locks_only_one_of_two_processes_gets_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_file_locks_one_of_two_processes_gets_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks")
 

@@ -75,9 +75,7 @@ def test_resume_never_refuses_an_existing_run_and_allows_a_new_one(tmp_path: Pat
 
 
 @pytest.mark.parametrize("pointer", [None, "\0", "../../elsewhere"])
-def test_without_a_readable_pointer_latest_is_the_newest_complete_checkpoint(
-    tmp_path: Path, pointer: str | None
-) -> None:
+def test_without_a_readable_pointer_latest_is_newest_complete_checkpoint(tmp_path: Path, pointer: str | None) -> None:
     make_checkpoint(tmp_path, 3)
     newest = make_checkpoint(tmp_path, 7)
     (tmp_path / "latest").unlink() if pointer is None else (tmp_path / "latest").write_text(pointer)

@@ -59,9 +59,7 @@ def test_a_checkpoint_comes_back_equal_to_the_bit(one_rank: Path, tmp_path: Path
     assert Mirror(url, empty).fetch() is None, "a folder with a checkpoint keeps it"
 
 
-def test_a_checkpoint_stays_while_it_is_uploaded(
-    one_rank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_stays_while_it_is_uploaded(one_rank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a slow link each would be deleted before it is whole in the store, and the store would stay empty."""
     mirror = Mirror(f"file://{tmp_path}/store", run := _run_with(one_rank, tmp_path / "run", (2, 3, 4)))
     put, began, deleted = mirror._store.put_file, threading.Event(), threading.Event()

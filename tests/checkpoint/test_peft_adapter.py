@@ -150,9 +150,7 @@ def test_a_mismatched_or_pickled_adapter_is_refused_by_its_key(run: Path, tmp_pa
         ({}, None),
     ],
 )
-def test_an_adapter_of_an_unsupported_peft_kind_is_refused(
-    tmp_path: Path, changes: dict[str, Any], says: str | None
-) -> None:
+def test_adapter_of_unsupported_peft_kind_is_refused(tmp_path: Path, changes: dict[str, Any], says: str | None) -> None:
     lora = LoraConfig(alpha=16)
     adapter.write_config(tmp_path, lora.model_dump(), None)
     known = json.loads((tmp_path / adapter.CONFIG).read_text())

@@ -249,9 +249,7 @@ def fail_to_save(run: str) -> list[str]:
     return said
 
 
-def test_a_write_error_on_one_rank_is_raised_on_all_and_keeps_the_previous_checkpoint(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_a_write_error_on_one_rank_is_raised_on_all_and_keeps_previous_checkpoint(pool: Pool, tmp_path: Path) -> None:
     for failure, error in pool(fail_to_save, 2, str(tmp_path)):
         assert failure == "the checkpoint of step 2 failed"
         assert ".step-00000002.partial: run.dir: found " in error

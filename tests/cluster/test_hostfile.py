@@ -36,9 +36,7 @@ def test_a_wrong_hostfile_is_reported_by_line(tmp_path: Path) -> None:
         assert said in str(refused.value)
 
 
-def test_the_environment_has_the_named_variables_and_the_files_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_has_named_variables_and_the_files_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("SOMETHING_ELSE", "1")
     file = tmp_path / "variables"

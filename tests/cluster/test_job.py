@@ -57,9 +57,7 @@ def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Starts:
         ("fatal", 1, "no", "failed", "fatal"),
     ],
 )
-def test_classifies_how_a_start_ended(
-    starts: Starts, status: str, code: int, asked: str, verdict: str, how: str
-) -> None:
+def test_classifies_how_start_ended(starts: Starts, status: str, code: int, asked: str, verdict: str, how: str) -> None:
     starts.start()
     write_status(starts.run, status, reason="because")
     assert starts.end(code, asked) == (verdict, how)

@@ -52,15 +52,11 @@ def test_exit_code_is_2_for_wrong_input_and_1_for_other_failures(
     assert end_of(monkeypatch, config, WRITE % "done" + f"; sys.exit({launcher})") == code
 
 
-def test_a_stop_that_rank_0_wrote_is_one_though_the_others_lost_a_rank(
-    monkeypatch: pytest.MonkeyPatch, config: Path
-) -> None:
+def test_stop_that_rank_0_wrote_is_one_though_others_lost_a_rank(monkeypatch: pytest.MonkeyPatch, config: Path) -> None:
     assert end_of(monkeypatch, config, WRITE % "preempted" + "; sys.exit(1)") == 75
 
 
-def test_a_rank_that_hears_no_signal_does_not_outlive_the_launcher(
-    monkeypatch: pytest.MonkeyPatch, config: Path
-) -> None:
+def test_a_rank_that_hears_no_signal_does_not_outlive_launcher(monkeypatch: pytest.MonkeyPatch, config: Path) -> None:
     monkeypatch.setattr(module, "GRACE_S", 1.0)
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(100)"
     script = f"""
@@ -100,9 +96,7 @@ def gpus_of(command: list[str]) -> list[str]:
         ("", ["-1", "-1"]),
     ],
 )
-def test_the_ranks_get_the_gpus_that_this_process_sees(
-    monkeypatch: pytest.MonkeyPatch, given: str, gpus: list[str]
-) -> None:
+def test_ranks_get_gpus_that_this_process_sees(monkeypatch: pytest.MonkeyPatch, given: str, gpus: list[str]) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     assert gpus_of(module.launch_command(["train"], 2, 29500)) == gpus
     called: list[list[str]] = []

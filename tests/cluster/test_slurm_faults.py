@@ -94,9 +94,7 @@ def test_a_job_with_a_killed_rank_continues(run: SlurmRun, undisturbed: list[flo
 
 
 @pytest.mark.slow
-def test_the_batch_host_is_lost_and_a_spare_takes_over(
-    run: SlurmRun, cluster: Cluster, undisturbed: list[float]
-) -> None:
+def test_batch_host_is_lost_and_a_spare_takes_over(run: SlurmRun, cluster: Cluster, undisturbed: list[float]) -> None:
     job = run.submit("--nodes", 2)
     run.wait_saved(2 * EVERY)
     host = cluster.job(job)["BatchHost"]

@@ -58,9 +58,7 @@ sizes = st.tuples(st.integers(1, 40), st.integers(1, 5), st.integers(1, 12), st.
 
 @settings(max_examples=60)
 @given(sizes)
-def test_each_epoch_has_every_sample_once_in_an_order_independent_of_ranks(
-    size: tuple[int, int, int, int, int],
-) -> None:
+def test_each_epoch_has_every_sample_once_in_order_independent_of_ranks(size: tuple[int, int, int, int, int]) -> None:
     count, world, global_batch, micro, seed = size
     loaders = _loaders(count, world, global_batch, micro, seed)
     per_epoch = loaders[0].steps_per_epoch

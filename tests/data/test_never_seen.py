@@ -52,8 +52,7 @@ def test_values_are_kept_only_if_all_rows_were_looked_at(tmp_path: Path) -> None
         assert values == (["Bern", "Oslo", "Rome"] if known else None)
 
 
-@pytest.mark.parametrize("empty", [None, "unknown"])
-@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize(("empty", "prepared"), [(None, False), ("unknown", True)])
 def test_late_cells_that_are_no_numbers_are_counted(
     tmp_path: Path, tokenizer: NumericalAwareTokenizer, empty: str | None, prepared: bool
 ) -> None:

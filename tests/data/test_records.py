@@ -138,9 +138,7 @@ def test_bad_chats_are_bad_lines(messages: Any, tmp_path: Path, tokenizer: Numer
         _data(tmp_path / "a.jsonl", [{"m": messages}], tokenizer, messages_field="m")
 
 
-def test_a_table_row_becomes_a_sentence_with_one_target_column(
-    tmp_path: Path, tokenizer: NumericalAwareTokenizer
-) -> None:
+def test_table_row_becomes_sentence_with_one_target_column(tmp_path: Path, tokenizer: NumericalAwareTokenizer) -> None:
     path = tmp_path / "patients.csv"
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([["age", "name", "y"], ["59", "Ann, 2nd", "151.0"], ["48", "Bo", "-7.25"]])

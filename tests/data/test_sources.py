@@ -257,9 +257,7 @@ def test_a_target_that_is_not_a_number_is_a_bad_line(tmp_path: Path, cell: str, 
         ('"110101199003070011"', "1.1010119900307002e+17"),
     ],
 )
-def test_a_target_is_written_as_the_plain_numeral_that_reads_as_its_number(
-    tmp_path: Path, cell: str, number: str
-) -> None:
+def test_a_target_is_written_as_plain_numeral_that_reads_as_its_number(tmp_path: Path, cell: str, number: str) -> None:
     path = _write(tmp_path / "a.jsonl", f'{{"y": {cell}}}')
     assert _texts(path, text_template="y {y}", target_field="y") == [f"y {number}"]
 

@@ -64,9 +64,7 @@ def test_decoded_text_gives_the_same_ids_and_values(
 
 @settings(max_examples=150)
 @given(texts)
-def test_decoded_text_gives_the_same_ids_and_values_with_the_real_vocabulary(
-    qwen: NumericalAwareTokenizer, text: str
-) -> None:
+def test_decoded_text_gives_same_ids_and_values_with_real_vocabulary(qwen: NumericalAwareTokenizer, text: str) -> None:
     _round_trip(qwen, text)
 
 
@@ -180,9 +178,7 @@ def test_a_tokenizer_that_prepends_a_space_reads_pieces_without_it(scheme: str) 
     assert plain.backend_tokenizer.to_str() == before
 
 
-def test_a_vocabulary_without_a_spare_row_gets_rows_and_one_that_is_too_small_is_refused(
-    small: NumericalAwareTokenizer,
-) -> None:
+def test_a_full_vocabulary_gets_rows_and_one_too_small_is_refused(small: NumericalAwareTokenizer) -> None:
     size = len(small.tokenizer)
     assert small.rows_for(size) == (size // 64 + 1) * 64
     assert small.rows_for(size + 1) == size + 1

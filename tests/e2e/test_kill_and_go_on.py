@@ -95,9 +95,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow  # tests/crash/test_crash.py is its short form
-def test_a_stopped_and_killed_run_resumes_equal_to_the_undisturbed_run(
-    config: Path, launch: Callable[..., Launched]
-) -> None:
+def test_stopped_and_killed_run_resumes_equal_to_undisturbed_run(config: Path, launch: Callable[..., Launched]) -> None:
     run = config.parent / "run"
 
     told = launch(config)

@@ -118,9 +118,7 @@ def test_scores_equal_the_models() -> None:
 
 
 @pytest.mark.slow
-def test_every_experiment_runs_on_a_tiny_base(
-    tmp_path: Path, base: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experiment_runs_on_tiny_base(tmp_path: Path, base: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIZES, "toy", TOY)
     monkeypatch.setattr(individuals, "PILOT_WORDS", 2)
     said: list[str] = []

@@ -66,9 +66,7 @@ def test_every_arm_is_a_valid_config_whose_adapters_take_equal_steps(scale: str)
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("library")
-def test_each_arm_is_reported_at_its_best_rate(
-    tmp_path: Path, base: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arm_is_reported_at_best_rate(tmp_path: Path, base: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every arm at one rate."""
     toy = Scale(16, 8, problems=8, pieces=2, numbers=3, heads_steps=1, lora_steps=1, batch=2, length=64)
     monkeypatch.setitem(SCALES, "toy", toy)

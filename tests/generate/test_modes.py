@@ -196,7 +196,7 @@ def test_words_are_sampled_from_the_softmax_or_from_p_over_its_sum(
     p = scores.loc[0].double().softmax(-1) if mode == "compatible" else scores.sf(action.threshold)[0, :NUM]
     expected = warped(p, temperature, top_k, top_p)
     options = Options(words, processors=warpers(temperature, top_k, top_p))
-    chosen = MODES[mode].choose(action, many(law), draws(), options, NONE)
+    chosen = MODES[mode].choose(action, many(law, DRAWS // 3), draws(), options, NONE)
     assert not bool((expected[chosen] == 0).any())
     assert chi_square(chosen, expected) > 1e-3
 

@@ -180,7 +180,7 @@ def test_a_zero_3_run_equals_a_zero_1_run(tmp_path: Path) -> None:
     base.save_pretrained(tmp_path / "base")
     words.save_pretrained(tmp_path / "base")
     from_files = {"model__architecture": None, "model__tokenizer": None, "model__name_or_path": str(tmp_path / "base")}
-    config = write_config(tmp_path, **from_files)
+    config = write_config(tmp_path, **from_files, stages__0__steps=2, stages__1__steps=2, train__checkpoint_every=3)
     one = train_run(config)
     spread = ["parallel.zero_stage=3", "parallel.vocab_group_size=2", "train.micro_batch_size=3"]
     three = train_run(config, f"run.dir={tmp_path}/three", *spread, world=2)
@@ -188,7 +188,7 @@ def test_a_zero_3_run_equals_a_zero_1_run(tmp_path: Path) -> None:
     assert three["eval/accuracy"] == one["eval/accuracy"]
     assert three["eval/base_accuracy"] == one["eval/base_accuracy"]
     folder = tmp_path / "run"
-    (folder / "latest").write_text("checkpoints/step-00000004\n", encoding="utf-8")
+    (folder / "latest").write_text("checkpoints/step-00000003\n", encoding="utf-8")
     write_status(folder, "running")
     train_run(config, *spread, world=2)
     assert losses(folder) == pytest.approx(losses(tmp_path / "three"), rel=1e-5)

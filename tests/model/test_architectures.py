@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,13 +142,9 @@ def strangers(tmp_path: Path, *folders: Path) -> list[Tensor]:
     return [torch.tensor(each) for each in json.loads(done.stdout.splitlines()[-1])]
 
 
-ONE = ("qwen3_moe",)  # a qwen2: tests/tools/export/test_portable.py
-OTHERS = [kind for kind in KINDS if kind not in ONE]
-
-
-@pytest.mark.parametrize("kinds", [ONE, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["one", "the others"])
-def test_strangers_load_exports_of_every_architecture(kinds: Sequence[str], tmp_path: Path) -> None:
-    cases = [(kind, kind in WITH_EXPERTS) for kind in kinds]
+@pytest.mark.slow  # of two: tests/tools/export/test_portable.py
+def test_strangers_load_exports_of_every_architecture(tmp_path: Path) -> None:
+    cases = [(kind, kind in WITH_EXPERTS) for kind in KINDS]
     pairs = {case: tiny_pair(kind=case[0], lora=lora_of(*case)) for case in cases}
     folders = []
     for i, pair in enumerate(pairs.values()):

@@ -58,9 +58,7 @@ def loss_and_gradients(model: CausalQwenForCausalLM) -> tuple[torch.Tensor, dict
 @DEVICES
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_each_map_is_near_the_full_one_and_its_product_is_exact(
-    folder: Path, kind: str, dtype: torch.dtype, device: str
-) -> None:
+def test_map_is_near_full_one_and_product_is_exact(folder: Path, kind: str, dtype: torch.dtype, device: str) -> None:
     full = load_base(folder, dtype).to(device)
     rounded = load_base(folder, dtype, quantize=kind, device=torch.device(device))
     found = maps(rounded.model)

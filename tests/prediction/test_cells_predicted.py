@@ -104,9 +104,7 @@ def test_one_bad_cell_costs_one_row(pair: Any, tmp_path: Path) -> None:
         {"text_template": "{*}y: {y}"},
     ],
 )
-def test_a_rows_prompt_has_the_ids_that_training_had_before_the_target(
-    pair: Any, tmp_path: Path, keys: dict[str, Any]
-) -> None:
+def test_a_rows_prompt_has_ids_that_training_had_before_target(pair: Any, tmp_path: Path, keys: dict[str, Any]) -> None:
     """Whatever the templates; and {*} stands for the same columns, though records lack some or have another order."""
     records = [{"b": "é <<3*2=6>>", "a": 5, "y": 7}, {"y": 8.5, "a": None, "b": "x"}, {"y": 9, "b": "-2"}]
     path = tmp_path / "t.jsonl"
@@ -139,9 +137,7 @@ def test_what_a_run_notes_of_its_columns_is_how_it_reads_them(tmp_path: Path) ->
     assert (both["a"]["high"], both["y"]["high"], columns_for(data)["y"]["high"]) == (5.0, 9.0, 4.0)
 
 
-def test_an_export_is_evaluated_on_rows_of_its_table(
-    pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_is_evaluated_on_rows_of_its_table(pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not on their column `text` alone; nor in the forms of a run that happens to be in the default folder."""
     monkeypatch.chdir(tmp_path)
     keys = {"prompt_template": "{text}:", "text_template": " {price}", "target_field": "price", "sequence_length": 40}

@@ -34,14 +34,18 @@ PRELOADED = [
     "torch.distributed",
     "cqwen_dist.training.train",
     "cqwen_dist.cli",
+    "deepspeed.comm.mori",
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "pandas",
-    "peft",
+    "peft.utils.transformers_weight_conversion",
+    "pyarrow.pandas_compat",
     "pyarrow.parquet",
     "pytest",
     "sklearn.linear_model",
     "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen2.tokenization_qwen2",
+    "tests.support.warm",
 ]
 
 _telling = threading.Lock()  # of the threads of a process

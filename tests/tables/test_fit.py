@@ -136,9 +136,7 @@ def test_a_raw_table_is_predicted_as_the_fits_rows(fitted: tuple[Path, list[obje
         predict(out, tmp_path / "short.csv")
 
 
-def test_an_exported_fit_predicts_and_marks_rows_as_the_fit_does(
-    fitted: tuple[Path, list[object]], tmp_path: Path
-) -> None:
+def test_an_exported_fit_predicts_and_marks_rows_as_fit_does(fitted: tuple[Path, list[object]], tmp_path: Path) -> None:
     out, _ = fitted
     exported = export(export(out, tmp_path / "first"), tmp_path / "second")
     rows = [{"city": "Rome", "age": 30, "height": 1.8}, {"city": "Bern", "age": 5000, "height": None}]

@@ -138,6 +138,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         stages__1__steps=60,
         stages__0__schedule="constant",
         stages__1__schedule="constant",
+        train__micro_batch_size=12,
         train__checkpoint_every=1000,
         data__eval_fraction=0.0,
         model__lora={"r": 4, "alpha": 16},

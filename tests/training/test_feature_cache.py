@@ -31,19 +31,20 @@ EPOCHS_OF_HEADS = [
     {"name": "again", "train": ["classifier", "thresholds"], "steps": 6, "lr": 1e-2},  # LoRA has moved and is fixed
 ]
 
-SHORT = ["stages.0.steps=4", "train.checkpoint_every=100"]  # one more step than an epoch has: z is kept
+SHORT = "stages.0.steps=4"  # one more step than an epoch has: z is kept
 
 
-def config_in(folder: Path, stages: list[dict[str, object]] = EPOCHS_OF_HEADS) -> Path:
-    often = {"train__checkpoint_every": 1, "train__keep_checkpoints": 30, "train__eval_every": 2}
-    return write_config(folder, stages=stages, model__wide=[1024, 16], **often)
+def config_in(folder: Path, stages: list[dict[str, object]] = EPOCHS_OF_HEADS, every: int = 100) -> Path:
+    """every: steps from one checkpoint and evaluation to the next."""
+    at = {"train__checkpoint_every": every, "train__keep_checkpoints": 30, "train__eval_every": every}
+    return write_config(folder, stages=stages, model__wide=[1024, 16], **at)
 
 
 @pytest.fixture(scope="module")
 def uncached(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run without a cache; its folder."""
     folder = tmp_path_factory.mktemp("uncached")
-    train_run(config_in(folder), "train.feature_cache.mode=never")
+    train_run(config_in(folder, every=2), "train.feature_cache.mode=never")
     return folder / "run"
 
 
@@ -51,7 +52,8 @@ def uncached(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def kept(tmp_path_factory: pytest.TempPathFactory, uncached: Path) -> Path:
     """The same on two ranks with a cache that is kept; the folder that holds both."""
     folder = tmp_path_factory.mktemp("kept")
-    train_run(config_in(folder), f"train.feature_cache.dir={folder}/cache", *same_data(uncached), world=2)
+    options = f"train.feature_cache.dir={folder}/cache", *same_data(uncached)
+    train_run(config_in(folder, every=2), *options, world=2)
     return folder
 
 
@@ -109,7 +111,7 @@ def _passes(config: str, overrides: list[str]) -> tuple[int, int]:
 
 
 def test_a_heads_stage_passes_once_over_training_and_evaluation_texts(uncached: Path, tmp_path: Path) -> None:
-    config = str(config_in(tmp_path, [EPOCHS_OF_HEADS[0]]))
+    config = str(config_in(tmp_path, [EPOCHS_OF_HEADS[0]], every=2))
     passes = {
         mode: run_ranks(
             _passes, 1, config, [f"run.dir={tmp_path}/{mode}", f"train.feature_cache.mode={mode}", *same_data(uncached)]
@@ -201,7 +203,7 @@ def test_a_disk_that_is_full_at_a_manifest_disables_the_cache_on_all_ranks(uncac
     """At the first, in the start, and at the fourth, in the first epoch."""
     config = str(config_in(tmp_path, [EPOCHS_OF_HEADS[0]]))
     for parts in (0, 3):
-        own = [f"run.dir={tmp_path}/{parts}", *same_data(uncached), *SHORT]
+        own = [f"run.dir={tmp_path}/{parts}", *same_data(uncached), SHORT]
         assert run_ranks(_full_at_a_manifest, 2, config, own, parts, timeout=60) == ["done", "done"]
         assert not (tmp_path / str(parts) / "feature_cache").exists()
     assert losses(tmp_path / "3") == pytest.approx(losses(tmp_path / "0"), rel=CLOSE)
@@ -264,7 +266,7 @@ def test_the_first_step_waits_for_a_part_and_a_stop_loses_one(uncached: Path, tm
 def test_parts_that_another_run_makes_meanwhile_are_kept(uncached: Path, tmp_path: Path) -> None:
     """Two runs at once, as the points of a sweep: deleting a part on a network disk would end the one that reads it."""
     config = str(config_in(tmp_path, [EPOCHS_OF_HEADS[0]]))
-    own = [f"train.feature_cache.dir={tmp_path}/cache", *same_data(uncached), *SHORT]
+    own = [f"train.feature_cache.dir={tmp_path}/cache", *same_data(uncached), SHORT]
     for name, blind in (("one", False), ("other", True)):
         made = run_ranks(_in_small_parts, 2, config, [f"run.dir={tmp_path}/{name}", *own], 0, blind)[0][-1][0]
         files = {path: path.stat().st_ino for path in (tmp_path / "cache").rglob("*")}

@@ -101,9 +101,7 @@ def test_a_run_folder_resumes_with_the_overrides_of_its_last_command(one_rank: P
     assert [record["step"] for record in metrics(run)] == list(range(1, 7))
 
 
-def test_starting_over_archives_the_old_run_once(
-    one_rank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_starting_over_archives_old_run_once(one_rank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     config = set_back(one_rank, run, 3)
     again = [f"run.dir={run}", "run.resume=restart", "loss.reg_weight=0.5"]

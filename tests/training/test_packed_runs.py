@@ -33,9 +33,7 @@ def within(masked: Path) -> Path:
 
 
 @pytest.mark.parametrize("far", [False, True])
-def test_varlen_runs_have_the_masks_losses_and_evaluations(
-    masked: Path, within: Path, tmp_path: Path, far: bool
-) -> None:
+def test_varlen_runs_have_masks_losses_and_evaluations(masked: Path, within: Path, tmp_path: Path, far: bool) -> None:
     run = tmp_path / "run" if far else within
     if far:
         train_run(masked.parent / "config.yaml", VARLEN, *FAR, f"run.dir={run}", world=2)

@@ -13,9 +13,7 @@ from cqwen_dist.parallel.collectives import Stopped
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
-def test_ctrl_c_prints_the_command_that_resumes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_prints_how_to_resume(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def stopped(*_: object, **__: object) -> NoReturn:
         raise Stopped("SIGINT")
 

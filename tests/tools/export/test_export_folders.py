@@ -173,9 +173,7 @@ def test_a_plain_export_refuses_a_bias_or_drops_it_on_request(tmp_path: Path) ->
         assert_close(plain + bias, model(words(), logits_to_keep=9).logits, 5e-5, "logits and bias")
 
 
-def test_an_abduction_of_ones_own_cannot_be_exported_as_plain_qwen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_abduction_is_not_exported_as_plain_qwen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CQWEN_TRUST_REMOTE_CODE", "1")
     model, folder = folder_of(tmp_path, abduction="support.custom_parts:Bent")
     same(model, load_trained(export(folder, tmp_path / "whole"))[0])
@@ -207,9 +205,7 @@ def test_the_interval_factors_are_exported(tmp_path: Path) -> None:
         load_trained(folder)
 
 
-def test_an_export_that_does_not_read_back_equal_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_that_does_not_read_back_equal_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, folder = folder_of(tmp_path)
     calls = []
 

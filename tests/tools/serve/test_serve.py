@@ -171,9 +171,7 @@ def streamed(served: Any, body: Any) -> Iterator[str]:
         ("chat/completions", {"messages": CALLED}, 400, "tool calls that the tokenizer's chat template does not"),
     ],
 )
-def test_a_request_that_cannot_be_answered_says_which_field(
-    served: Any, path: str, body: Any, status: int, said: str
-) -> None:
+def test_a_refused_request_says_which_field(served: Any, path: str, body: Any, status: int, said: str) -> None:
     got, answer = post(served, path, body)
     assert got == status
     assert said in answer["error"]["message"]
