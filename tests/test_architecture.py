@@ -291,26 +291,6 @@ def test_test_files_stay_short():
     assert not long, f"a file of so many lines has two subjects: split it ({long})"
 
 
-CIRCLES = [
-    ({"a/x.py": "from cqwen_dist.a import y", "a/y.py": "from .x import f"}, "circle a/x.py, a/y.py"),
-    (
-        {
-            "a.py": "if TYPE_CHECKING:\n    from cqwen_dist.b import B",
-            "b.py": "from cqwen_dist import c",
-            "c.py": "from . import a",
-            "d.py": "from cqwen_dist import a",
-        },
-        "circle a.py, b.py, c.py",
-    ),
-    ({"a/x.py": "import os\nfrom a import x", "b.py": "from cqwen_dist.a.x import f"}, ""),
-]
-
-
-def test_the_circle_check_finds_circles():
-    for files, circle in CIRCLES:
-        assert list(circles(files)) == ([circle] if circle else [])
-
-
 def test_pages_name_files_that_exist():
     """A file moves more often than a page is read."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
@@ -326,67 +306,6 @@ def test_pages_name_files_that_exist():
 def test_no_module_is_called_utils():
     drawers = [str(p) for p in SOURCES if {"utils", "util", "helpers", "common", "misc"} & {*p.parts, p.stem}]
     assert not drawers, f"a module is named after what it knows; `utils` knows everything ({drawers})"
-
-
-CASES = [
-    ("ops/a.py", "from cqwen_dist.parallel.groups import Groups", "floor 2 is above"),
-    ("ops/a.py", "def f():\n    import cqwen_dist.model", "floor 5 is above"),
-    ("ops/a.py", "from cqwen_dist import config", "pure tensor maths"),
-    ("ops/a.py", "from ..sizes import flops", "both stand on floor 1"),
-    ("data/a.py", "from cqwen_dist.generate import x", "both stand on floor 4"),
-    ("data/a.py", "import importlib\nimportlib.import_module('cqwen_dist.cli')", "floor 13 is above"),
-    ("tiles.py", "from cqwen_dist.config import x", "stands on the ground"),
-    ("__init__.py", "from cqwen_dist.config import x", "free of cost"),
-    ("training/a.py", "from cqwen_dist.model import x\nfrom .b import y\nimport cqwen_dist.config", ""),
-    ("cli/runs.py", "from cqwen_dist.cluster.launch import x", ""),
-    ("__main__.py", "from cqwen_dist.cli import main", ""),
-    ("__main__.py", "from cqwen_dist.tools.plan import plan", "work without tools/plan"),
-    ("api.py", "def f():\n    from cqwen_dist.tables.rows import x", "work without tables"),
-    ("tables/a.py", "from cqwen_dist.tools.report import html", "work without tools/report"),
-    ("cli/a.py", "from cqwen_dist.tools.report import html\nfrom cqwen_dist.tables.rows import x", ""),
-    ("tools/serve/a.py", "from cqwen_dist.tools import plan\nfrom cqwen_dist.api import train", ""),
-]
-
-
-def test_the_floor_check_finds_violations():
-    for name, source, reason in CASES:
-        faults = floor_faults(ROOT / PACKAGE / name, source)
-        assert (reason in faults[0]) if reason else not faults, (name, source)
-
-
-HABITS = [
-    "import pickle",
-    "from pickle import loads",
-    "from experiments.learn import arms",
-    "def f():\n    from benchmarks import loss",
-    "def f():\n    from scipy import stats",
-    "import_module(name)",
-    "import torch.distributed as dist",
-    "torch.load(path)",
-    "torch.load(path, weights_only=False)",
-    "np.load(path, allow_pickle=True)",
-    "subprocess.run(text, shell=True)",
-    "f(trust_remote_code=True)",
-    "print(1)",
-    "eval(text)",
-    "raise NotImplementedError",
-    "raise NotImplementedError('later')",
-    "x = 1  # " + "TODO",
-]
-
-
-FINE = [
-    ("training/a.py", "from torch.distributed import ProcessGroup\nmodel.eval()\ntorch.load(p, weights_only=True)"),
-    ("parallel/a.py", "import torch.distributed as dist"),
-    ("cli/runs.py", "print(1)"),
-    ("tables/a.py", "from scipy import stats"),
-    ("ops/a.py", "import_module('triton')"),
-]
-
-
-def test_the_habit_check_finds_violations():
-    assert not [source for source in HABITS if not habit_faults(ROOT / PACKAGE / "training/a.py", source)]
-    assert not [name for name, source in FINE if habit_faults(ROOT / PACKAGE / name, source)]
 
 
 def closure_sizes() -> dict[str, tuple[int, int]]:

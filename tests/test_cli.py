@@ -164,9 +164,7 @@ def test_refuses_a_vocabulary_smaller_than_the_tokenizer(
     assert f"vocabulary size {VOCAB}" in said
 
 
-def test_refuses_folder_without_model(
-    refused: Callable[..., str], config: Path, base: Path, tmp_path: Path
-) -> None:
+def test_refuses_folder_without_model(refused: Callable[..., str], config: Path, base: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     assert "a folder with a config.json" in refused("train", config, f"model.name_or_path={folder}")

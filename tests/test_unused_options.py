@@ -74,24 +74,3 @@ def test_every_option_is_used():
     others = [p.read_text("utf-8") for folder in ("tests", *OUTSIDE) for p in (ROOT / folder).rglob("*.py")]
     faults = list(never_set(files, [*files.values(), *others]))
     assert not faults, f"nobody gives these fields a value: make each a constant, or delete it ({faults})"
-
-
-def test_the_check_of_options_finds_unused_ones():
-    record = "class A(NamedTuple):\n    a: int\n    b: int = 0\n    c: int = 0\n    d: ClassVar[int] = 0\n"
-    record += "    e: Annotated[int, typer.Option()] = 0\n"
-    unused = ["a.py A.b", "a.py A.c"]
-    uses = {
-        "A(1)": unused,
-        "f(b=1, c=2)": unused,
-        "A(1, 2)": unused[1:],
-        "A(1, c=2)": unused[:1],
-        "A(*found)": [],
-        "partial(A, c=1)": unused[:1],
-        "x._replace(b=1, c=2)": [],
-        "x.b, x.c = 1, 2": [],
-        "kind(c=1)": unused[:1],
-    }
-    for use, found in uses.items():
-        assert list(never_set({"a.py": record}, [record, use])) == found, use
-    inner = "class A(NamedTuple):\n    a: int = 0\n    @classmethod\n    def of(cls):\n        return cls(1)"
-    assert not list(never_set({"a.py": inner}, [inner]))

@@ -58,7 +58,7 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     },
 }
 # What else DeepSpeed is told: key -> (values, where it acts on it (`_WHERE`), its default). Values: a type, the words
-# allowed, or the least whole number. tests/config/test_deepspeed_keys.py compares this with DeepSpeed.
+# allowed, or the least whole number. tests/config/test_deepspeed_section.py compares this with DeepSpeed.
 _STATED = ("dump_state", "disable_python_gc", "memory_breakdown", "wall_clock_breakdown")
 PASSED: dict[str, tuple[Any, str, Any]] = {
     "steps_per_print": (1, "all", None),

@@ -169,9 +169,7 @@ def test_an_unreadable_adapter_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="allowed: safetensors that can be read"):
         adapter.read_adapter(tmp_path)
     save_file({"base_model.model.score.weight": torch.zeros(2)}, tmp_path / adapter.WEIGHTS)
-    with pytest.raises(
-        UserError, match=r"found 'base_model\.model\.score\.weight', allowed: adapters of a causal base"
-    ):
+    with pytest.raises(UserError, match=r"found 'base_model\.model\.score\.weight', allowed: adapters of a causal"):
         adapter.read_adapter(tmp_path)
     with pytest.raises(UserError, match=r"allowed: an adapter_config\.json that can be read"):
         adapter.refuse_lora_changes(tmp_path, LoraConfig())

@@ -1,11 +1,17 @@
 """Told to stop, by a signal to a single rank: all ranks stop in order, wherever they are, and nothing is done twice."""
 
 import json
+import os
 import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from crash.harness import ALL, STOPPED, WAIT, Blow, command, crash_config, result_of
+from crash.harness import ALL, HANG, STOPPED, WAIT, Blow, command, crash_config, result_of
+
+from cqwen_dist.checkpoint.manifest import latest_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +72,129 @@ def test_a_stopped_bf16_run_resumes_equal_to_the_bit(tmp_path: Path) -> None:
         assert command(config, f"run.dir={run}", blow=Blow(0, "step", call, 0.0, signal.SIGTERM)).codes == [75, 75]
     assert command(config, f"run.dir={run}").codes == [0, 0]
     assert result_of(run) == result_of(tmp_path / "run")
+
+
+TIMEOUT_S = 9.0
+
+
+@pytest.mark.slow
+def test_a_hanging_rank_ends_all_ranks_within_the_timeout_and_shows_its_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = crash_config(tmp_path)
+    with monkeypatch.context() as environment:
+        environment.setenv("CQWEN_TIMEOUT_MIN", str(TIMEOUT_S / 60))
+        ended = command(config, blow=Blow(1, "step", 4, 0.0, HANG))
+    assert ended.codes == [1, 1]
+    assert (ended.survived_s or 0.0) < TIMEOUT_S, "one rank ended a timeout after the other"
+    run = tmp_path / "run"
+    before = (run / "latest").stat().st_mtime  # of step 2
+    assert all(path.stat().st_mtime - before < 1.5 * TIMEOUT_S for path in (run / "stacks").iterdir())
+    stacks = {path.name: path.read_text() for path in (run / "stacks").iterdir()}
+    assert sorted(stacks) == ["rank-0.txt", "rank-1.txt"]
+    assert "in watched" in stacks["rank-1.txt"], "the sleep of this test"
+    assert "trainer.py" in stacks["rank-0.txt"]
+    status = json.loads((run / "status.json").read_text())
+    assert status["status"] == "running", "lost, not fatal: another try may go on"
+
+    stopped = command(config, blow=Blow(0, "step", 2, 1.0, signal.SIGTERM))
+    assert stopped.codes == [75, 75], stopped.said
+    assert result_of(run)["checkpoint"] > "step-00000002"
+    assert list((run / "stacks").glob("*")) == [], "the stacks of an earlier start are gone"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 700 kB, where one may be mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "none", folder]).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.slow
+def test_a_full_disk_stops_the_run_in_one_line_and_loses_no_checkpoint(tmp_path: Path, small_disk: Path) -> None:
+    config = crash_config(tmp_path, train__keep_every=1)
+    run = small_disk / "run"
+    full = command(config, f"run.dir={run}")
+    assert full.codes == [1, 1]  # of the harness; the command's is 2
+    lines = [text.strip().splitlines()[-1] for text in full.said]
+    for line in lines:
+        assert "run.dir: found" in line, full.said
+        assert "No space left on device" in line
+    good = latest_checkpoint(run)
+    assert good is not None, "nothing fitted at all: the test's disk is too small"
+    assert not list((run / "checkpoints").glob(".step-*")), "what does not fit is not left in the way"
+
+    subprocess.run(["mount", "-o", "remount,size=50m", small_disk], check=True)
+    assert command(config, f"run.dir={run}").codes == [0, 0]
+    assert command(config).codes == [0, 0]
+    assert result_of(run) == result_of(tmp_path / "run")
+    assert json.loads((run / "status.json").read_text())["reason"] is None
+
+
+TOLERANCE = 1e-5
+
+
+class Spread(NamedTuple):
+    ranks: int
+    group: int
+    zero: int
+
+    def overrides(self) -> tuple[str, str]:
+        return f"parallel.vocab_group_size={self.group}", f"parallel.zero_stage={self.zero}"
+
+
+PAIRS = [
+    (Spread(2, 1, 2), Spread(2, 1, 3)),
+    (Spread(2, 1, 3), Spread(2, 2, 2)),
+    (Spread(2, 2, 3), Spread(1, 1, 1)),
+    (Spread(1, 1, 3), Spread(3, 3, 1)),
+    (Spread(3, 3, 3), Spread(2, 2, 1)),
+    (Spread(3, 1, 1), Spread(4, 4, 3)),
+    (Spread(4, 4, 2), Spread(1, 1, 3)),
+    (Spread(4, 2, 3), Spread(3, 1, 2)),
+    (Spread(2, 2, 2), Spread(4, 2, 1)),
+    (Spread(4, 2, 1), Spread(3, 3, 3)),
+]
+
+
+def losses_of(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(11))
+    lines = lines[1:]  # without the start's
+    return [line["train/total_loss"] for line in lines] + [lines[-1]["eval/cls_loss_mean"]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """The config (no dropout: its masks are drawn by rank), and the losses of one rank."""
+    config = crash_config(tmp_path_factory.mktemp("spreads"), model__lora__dropout=0.0)
+    assert command(config, world=1).codes == [0]
+    return config, losses_of(config.parent / "run")
+
+
+def difference(undisturbed: tuple[Path, list[float]], run: Path, before: Spread, after: Spread, call: int) -> float:
+    """Stopped in its `call`-th step, gone on with otherwise; the largest relative difference of a loss."""
+    config, expected = undisturbed
+    stop = Blow(0, "step", call, 0.0, signal.SIGTERM)
+    stopped = command(config, *before.overrides(), f"run.dir={run}", blow=stop, world=before.ranks)
+    assert stopped.codes == [75] * before.ranks, stopped.said
+    ended = command(config, *after.overrides(), f"run.dir={run}", world=after.ranks)
+    assert ended.codes == [0] * after.ranks, ended.said
+    found = losses_of(run)
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_change_of_ranks_groups_and_zero_resumes_equal(
+    undisturbed: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    found = {
+        (before, after): difference(undisturbed, tmp_path / str(number), before, after, 3 + number % 6)
+        for number, (before, after) in enumerate(PAIRS)  # within a stage, at its end (5), in the next
+    }
+    assert {pair: off for pair, off in found.items() if off >= TOLERANCE} == {}

@@ -2,15 +2,22 @@
 
 import math
 import re
+import time
+from collections import Counter
+from itertools import pairwise, product
+from pathlib import Path
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from support.corpora import find_left, policies, texts
+from support.shared import shared_path
 
-from cqwen_dist.config import NumberPolicy
+from cqwen_dist.config import DataConfig, NumberPolicy
 from cqwen_dist.data import numbers
 from cqwen_dist.data.numbers import find_numbers
+from cqwen_dist.data.records import ReadReport
+from cqwen_dist.data.sources import read_texts
 from cqwen_dist.data.write_numbers import write_numbers
 
 NUMBERS = {
@@ -227,3 +234,119 @@ def test_the_fast_pattern_finds_what_the_policys_pattern_finds(text: str, policy
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(numbers, "_NEXT", re.compile("[0-9]"))
         assert quick == (find_numbers(text, policy), find_left(text, policy))
+
+
+_RANDOM = Random(0)
+SMALL, TIMES = 4096, 8
+# What is repeated, and what stands behind the last of it, where a pattern that hopes for it would look.
+FAMILIES = {
+    "rows of integers": (" ".join(str(_RANDOM.randint(100, 999)) for _ in range(512)) + " ", ""),
+    "groups": ("123 ", "x"),
+    "groups, zero, comma": ("123 ", "045,6"),
+    "thin groups": ("123\u2009", "456:7"),
+    "comma groups": ("123,", "45"),
+    "commas": ("1,", ""),
+    "digits": ("1", ""),
+    "decimals": ("1.5 ", ""),
+    "dots": ("1.", "1"),
+    "letters": ("a", "1"),
+    "digits then letters": ("1", "a" * 9000),
+    "products": ("1x", "1"),
+    "signed exponents": ("1e-1", "x"),
+    "hexadecimal": ("0x", "1"),
+    "minus": ("-", "5"),
+    "spaces and minus": (" ", "-5"),
+    "numeral, spaces": ("2024-01-31" + " " * 50, "= 5"),
+    "slashes": ("1/", "1"),
+    "dates glued": ("2024-01-31T", ""),
+    "times with seconds": ("12:30:45.5", ""),
+    "phones": ("138 1234 ", "5678"),
+    "open brackets": ("(", "5)"),
+    "uuids": ("550e8400-e29b-41d4-a716-446655440000 ", "5"),
+    "years": ("2024年", "1月"),
+    "combining": ("e\u0301", "1"),
+}
+
+
+def _text(family: str, size: int) -> str:
+    unit, end = FAMILIES[family]
+    return (unit * (size // len(unit) + 1))[:size] + end
+
+
+def _seconds(text: str, policy: NumberPolicy) -> float:
+    began = time.process_time()
+    find_numbers(text, policy)
+    find_left(text, policy)
+    return time.process_time() - began
+
+
+def test_reading_time_is_linear_in_the_text() -> None:
+    all_of = NumberPolicy(accounting=True, dates=True, identifiers=True, leading_zeros=True)
+    for family, policy in product(FAMILIES, (NumberPolicy(), all_of)):
+        small, large = _text(family, SMALL), _text(family, SMALL * TIMES)
+        for _ in range(4):  # the machine may have been busy: linear once is linear
+            once, more = min(_seconds(small, policy) for _ in range(2)), _seconds(large, policy)
+            if more < 2.5 * TIMES * once + 0.01:
+                break
+        else:
+            pytest.fail(f"{family}: {len(small)} characters took {once:.3f} s, {len(large)} took {more:.3f} s")
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "numbers.md"
+ROWS = re.findall(r"^\| `(.+?)` \| ([^|]*) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_each_row_of_the_page_is_read_as_it_says() -> None:
+    with_numbers = [(text, values) for text, values in ROWS if re.fullmatch(r"[-0-9., ]+", values)]
+    assert (len(with_numbers), len(ROWS) - len(with_numbers)) == (len(ROWS) - 10, 10)
+    assert len(with_numbers) > 20
+    for text, values in ROWS:
+        wanted = [float(value) for value in values.split(", ")] if (text, values) in with_numbers else []
+        assert [span.value for span in find_numbers(text)] == wanted, text
+
+
+def test_accounting_applies_only_to_groups_of_three_digits() -> None:
+    on = NumberPolicy(accounting=True)
+    text = "(1,234) (1,234.5) (12) f(1,234) 2(1,234) (-1,234) ($1,234) (1,234)5 (1,234).5 (1,234"
+    values = [span.value for span in find_numbers(text, on)]
+    assert values == [-1234, -1234.5, 12, 1234, 2, 1234, -1234, 1234, 1234, 5, 1234, 0.5, 1234]
+    assert write_numbers(["a ", -1234.0, " b"], on) == "a -1234 b"
+
+
+@settings(max_examples=300)
+@given(texts, policies)
+def test_numbers_and_left_digits_cover_every_ascii_digit_once(text: str, policy: NumberPolicy) -> None:
+    spans = sorted([(s, e) for s, e, _ in find_numbers(text, policy)] + [(s, e) for s, e, _ in find_left(text, policy)])
+    assert all(a[1] <= b[0] for a, b in pairwise(spans))
+    covered = {i for start, end in spans for i in range(start, end)}
+    assert all(i in covered for i, letter in enumerate(text) if letter in "0123456789")
+
+
+def test_a_number_before_zeros_is_written_so_that_the_zeros_stay_text() -> None:
+    assert write_numbers([5.0, " 000"]) == "5.0 000"
+    assert [span.value for span in find_numbers("5.0 000")] == [5.0]
+
+
+def test_every_digit_of_gsm8k_is_accounted_for() -> None:
+    config = DataConfig(train=str(shared_path("data/gsm8k/train.jsonl")), text_template="{question}\n{answer}")
+    numbers, digits, kinds, left, report = 0, 0, Counter[str](), Counter[str](), ReadReport()
+    for text, *_ in read_texts(str(config.train), config, report):
+        assert "<<" not in text
+        covered = bytearray(len(text))
+        for start, end, _ in find_numbers(text):
+            numbers += 1
+            covered[start:end] = b"n" * (end - start)
+        for start, end, kind in find_left(text):
+            kinds[kind] += 1
+            left[text[start:end]] += 1
+            covered[start:end] = b"t" * (end - start)
+        found = [match.start() for match in re.finditer(r"\d", text)]
+        digits += len(found)
+        assert all(covered[i] for i in found), text
+    assert (report.read, report.lines(), numbers, digits) == (7473, [], 126_672, 247_582)
+    assert kinds == {"date": 126, "identifier": 23, "zeros": 8}
+    assert {literal for literal in left if ":" not in literal} == {
+        *("0900", "0000", "0130", "0730"),  # hours, and the error "16,0000"
+        *("3", "2", "1", "4"),  # mp3, D3, D2, m2, A4, x4
+        *("20", "30"),  # "because20-3", "was30 - 2"
+    }

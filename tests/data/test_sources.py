@@ -196,9 +196,7 @@ def test_the_csv_delimiter_and_decimal_sign_are_detected(tmp_path: Path) -> None
     read = {"text_template": "{text} {x} {y}", "on_bad_line": "skip"}
     assert _texts(comma, **read) == ["a 1234.5 b", "c -0.25 1,x"]
     assert _texts(comma, **read, number_columns={}) == ["a 1.234,5 b", "c -0,25 1,x"]
-    with pytest.raises(
-        UserError, match=r"c\.csv:1: missing field: found \['text', 'x', 'y'\], allowed: a table with .*'z'"
-    ):
+    with pytest.raises(UserError, match=r"c\.csv:1: missing field: found \['text', 'x', 'y'\], allowed: a table with"):
         _texts(comma, text_field="z")
 
 
@@ -276,9 +274,7 @@ def test_a_file_pattern_reads_its_files_in_order(tmp_path: Path) -> None:
     assert _texts(str(tmp_path / "**" / "part-[!a].jsonl")) == ["b", "c"]
     _write(tmp_path / "part-*.jsonl", '{"text": "a file of that name"}')
     assert _texts(str(tmp_path / "part-*.jsonl")) == ["a file of that name"]
-    with pytest.raises(
-        UserError, match=r"data\.train: found no file .*/x-\*\.jsonl, allowed: a pattern that a file fits"
-    ):
+    with pytest.raises(UserError, match=r"data\.train: found no file .*/x-\*\.jsonl, allowed: a pattern that a file"):
         _texts(str(tmp_path / "x-*.jsonl"))
 
 

@@ -2,11 +2,12 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import cqwen, cqwen_forked, metrics
+from support.runs import command_environment, cqwen, cqwen_forked, metrics
 
 from cqwen_dist.run.status import read_status
 
@@ -90,3 +91,25 @@ def test_the_whole_quickstart_beats_the_median_and_keeps_its_words(tmp_path: Pat
     assert figures["eval/reg_mdae"] < 0.8 * figures["eval/baseline_mdae"]
     assert figures["eval/accuracy"] >= figures["eval/base_accuracy"] - 0.02
     assert figures["median_mdae"] == pytest.approx(figures["eval/baseline_mdae"], rel=1e-6)
+
+
+WITHOUT_TORCH = """
+import runpy, sys
+try:
+    runpy.run_module("cqwen_dist", run_name="__main__")
+except SystemExit as stopped:
+    assert not stopped.code, stopped.code
+found = {"torch", "transformers", "deepspeed", "numpy"} & set(sys.modules)
+assert not found, f"imported by {sys.argv}: {found}"
+"""
+VERBS = ("train", "launch", "eval", "generate", "export", "plan", "status", "checkpoint", "config")
+PLAN = "plan configs/qwen2.5-72b.yaml --nodes 8 --gpus-per-node 8 --gpu-memory-gib 80 --json"
+
+
+@pytest.mark.parametrize(("arguments", "said"), [("--help", VERBS), (PLAN, ("{",))])
+def test_light_verbs_import_no_torch(arguments: str, said: tuple[str, ...]) -> None:
+    """Planning is arithmetic."""
+    command = [sys.executable, "-c", WITHOUT_TORCH, *arguments.split()]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=command_environment())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(word in done.stdout for word in said)

@@ -67,9 +67,7 @@ def test_unsupported_models_are_refused_with_the_reason(tmp_path, kind: str, why
 def test_loading_errors_name_the_cause(tmp_path) -> None:
     with pytest.raises(UserError, match=r"model\.name_or_path.*config\.json"):
         load_base(str(tmp_path), torch.float32)
-    with pytest.raises(
-        UserError, match=r"found 'bases/of_a_run', .*folder, as seen from the current one, or a hub name"
-    ):
+    with pytest.raises(UserError, match=r"found 'bases/of_a_run', .*folder, as seen from the current one, or a hub"):
         load_base("bases/of_a_run", torch.float32)
     with pytest.raises(UserError, match=r"model\.architecture\.hidden_sise"):
         build_base({"model_type": "qwen2", "hidden_sise": 8}, 0)
@@ -84,7 +82,5 @@ def test_weights_that_are_rounded_already_are_refused(tmp_path: Path, nested: bo
     (tmp_path / "config.json").write_text(json.dumps(found | rounded))
     config = Config.model_validate({"model": {"name_or_path": str(tmp_path)}, "data": {"train": "x"}})
     for load in (lambda: base_config(str(tmp_path)), lambda: read_architecture(config)):
-        with pytest.raises(
-            UserError, match=r"quantization_config: .*fp8.*allowed: none: a full base \(model\.quantize"
-        ):
+        with pytest.raises(UserError, match=r"quantization_config: .*fp8.*allowed: none: a full base \(model"):
             load()

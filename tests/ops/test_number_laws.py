@@ -9,6 +9,7 @@ from support.numerics import assert_close
 
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.number_laws import LAWS
+from cqwen_dist.ops.regression import GATES
 
 OTHERS = [name for name in LAWS if name != "cauchy"]
 LOC, SCALE = (torch.tensor(value, dtype=torch.float64) for value in (0.7, 1.3))
@@ -80,3 +81,23 @@ def test_many_degrees_of_freedom_approach_the_normal_and_one_is_the_cauchy():
     assert one.half_width(0.9) == pytest.approx(cauchy.half_width(0.9), rel=1e-12)
     known = scipy.stats.norm(0.7, 1.3)
     assert float(LAWS["student-30"](LOC, SCALE).cdf(X[22])) == pytest.approx(known.cdf(float(X[22])), abs=0.01)
+
+
+MASK = torch.tensor([True, False, True])
+P = torch.tensor([0.9, 0.4, 0.2])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_gates_equal_their_formulas(alpha):
+    m = MASK.float()
+    torch.testing.assert_close(GATES["alpha"](MASK, P, alpha), m * (alpha + (1 - alpha) * P))
+    torch.testing.assert_close(GATES["soft"](MASK, P, alpha), (alpha + (1 - alpha) * m) * P)
+    torch.testing.assert_close(GATES["hard"](MASK, P, alpha), m * P)
+
+
+def test_regression_gradient_scales_with_p_num_and_only_at_numbers():
+    loc = torch.zeros(3, requires_grad=True)
+    nll = Cauchy(loc, torch.ones(3)).nll(torch.full((3,), 2.0))
+    (GATES["alpha"](MASK, P, 0.0) * nll).sum().backward()
+    plain = -2 * 2.0 / (1 + 4.0)
+    torch.testing.assert_close(loc.grad, plain * P * MASK)

@@ -1,4 +1,4 @@
-"""What the hang watch leaves, before the first progress and after; a hang in training: tests/crash/test_hang.py."""
+"""What the hang watch leaves, before the first progress and after; a hang in training: tests/crash/test_stopping.py."""
 
 import time
 from multiprocessing.connection import Connection

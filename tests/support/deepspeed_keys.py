@@ -1,4 +1,4 @@
-"""What the installed DeepSpeed reads of its config, found in its own code, and sections drawn from that."""
+"""What the installed DeepSpeed reads of its config, found in its own code."""
 
 import inspect
 import random
@@ -121,39 +121,3 @@ def other_value(key: Key, draw: random.Random) -> Any:
     if float in key.types:
         return 0.5
     return draw.choice(["x", 3, ["x"]])
-
-
-VALUES: dict[str, list[Any]] = {
-    "log_level": ["info", "warning", "error"],
-    "communication_data_type": ["fp32", "bf16", "fp16"],
-    "steps_per_print": [1, 2, 0, 2.0],
-    "flops_profiler.output_file": ["/dev/null"],
-    "flops_profiler.module_depth": [1, 3, 9],
-    "flops_profiler.profile_step": [1, 2],
-    "gradient_accumulation_steps": [1, 2, "auto"],
-    "gradient_clipping": [0.5, 0],
-    "optimizer.type": ["AdamW", "Lion"],
-    "zero_optimization": [True, 3],
-    "zero_optimization.stage": [0, 1, 2, 3],
-    "zero_optimization.overlap_com": [True, False],
-    "zero_optimization.offload_optimizer.device": ["cpu", "nvme", "none"],
-}
-
-
-def drawn_section(draw: random.Random, all_keys: list[Key], passed: list[str]) -> dict[str, Any]:
-    """Dotted keys with values: one to four, most of them of those that are `passed` on."""
-    by_path = {key.path: key for key in all_keys}
-    section: dict[str, Any] = {}
-    for _ in range(draw.randint(1, 4)):
-        path = draw.choice(passed if draw.random() < 0.8 else [*by_path, *VALUES])
-        if path in VALUES:
-            section[path] = draw.choice(VALUES[path])
-        elif draw.random() < 0.1:
-            section[path] = draw.choice([None, -1, "yes", 1.5, {}, []])
-        else:
-            section[path] = other_value(by_path[path], draw)
-    if "zero_optimization" in section:
-        return {"zero_optimization": section["zero_optimization"]}
-    if any(path.startswith("flops_profiler.") for path in section) and draw.random() < 0.8:
-        section["flops_profiler.enabled"] = True
-    return section

@@ -1,10 +1,12 @@
 """DeepSpeed's configuration is a function of ours; additions are merged, contradictions refused by name."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from matrix.sharded_training import Case, config_of
+from support.runs import losses, train_run, write_config
 
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.training.inputs import refuse_accelerate
@@ -65,3 +67,16 @@ def test_what_accelerate_says_by_itself_is_no_contradiction() -> None:
     same = {"DEEPSPEED_ZERO_STAGE": "2", "DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none", "GRADIENT_CLIPPING": "none"}
     env = {f"ACCELERATE_{name}": value for name, value in (quiet | same).items()}
     refuse_accelerate(config(), env | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"})
+
+
+def test_stage_1_with_deepspeeds_buckets_or_hooks_takes_the_same_steps(tmp_path: Path) -> None:
+    found = []
+    for section in ({}, {"overlap_comm": True}, {"reduce_bucket_size": 51}, {"allgather_bucket_size": 52}):
+        (folder := tmp_path / str(len(found))).mkdir()
+        given = {"deepspeed": {"zero_optimization": section}, "stages__0__steps": 2, "stages__1__steps": 2}
+        train_run(write_config(folder, parallel__zero_stage=1, **given), world=2)
+        environment = json.loads((folder / "run" / "environment.json").read_text())
+        assert section.items() <= environment["deepspeed_config"]["zero_optimization"].items()
+        found.append(losses(folder / "run"))
+    for each in found:
+        assert each == pytest.approx(found[0], rel=1e-4)

@@ -1,14 +1,20 @@
 """Runs on packed texts without a mask, and on texts split over ranks: the losses of the run with a mask on one rank."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from support.runs import losses, metrics, set_back, train_run, write_config
+from support.tiny import random_batch, tiny_model
+from transformers import masking_utils
+from transformers.masking_utils import find_packed_sequence_indices
 
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.model import varlen
 from cqwen_dist.tools.export.export import export
+from cqwen_dist.training.step import documents_of
 
 VARLEN = "model.attention=varlen"
 SPLIT = ("parallel.sequence_group_size=2",)  # one key is enough
@@ -97,3 +103,17 @@ def test_what_a_part_of_a_text_cannot_do_is_refused_by_key(tmp_path: Path) -> No
         config.parallel.fit_heads({"num_attention_heads": 4, "layer_types": ["full_attention", "linear_attention"]})
     with pytest.raises(UserError, match=r"sequence_group_size: found 2, allowed: a divisor of the 3 ranks: 1, 3"):
         config.parallel.refuse_ranks(3)
+
+
+@pytest.mark.parametrize("period", [99, 8, 5, 1])
+def test_given_texts_make_the_masks_that_transformers_finds(period: int) -> None:
+    model, batch = tiny_model(), random_batch()
+    batch = replace(batch, position_ids=batch.position_ids % period)
+    wanted, documents = model.kept_features(batch, batch.kept), find_packed_sequence_indices(batch.position_ids)
+    with documents_of(batch.texts, len(batch.input_ids)):
+        found = model.kept_features(batch, batch.kept)
+        told = masking_utils.find_packed_sequence_indices(batch.position_ids)
+        assert (told is None) == (documents is None) == (period == 99)
+        assert documents is None or torch.equal(told, documents)
+    assert torch.equal(found, wanted)
+    assert masking_utils.find_packed_sequence_indices is find_packed_sequence_indices

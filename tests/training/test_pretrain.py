@@ -1,9 +1,11 @@
 """Pretraining a small base: it learns, and the same config makes the same base."""
 
+import json
+import re
 from pathlib import Path
 
 import torch
-from support.runs import write_config
+from support.runs import cqwen_forked, train_run, write_config
 
 from cqwen_dist.config import load_config
 from cqwen_dist.data.load import tokenizer_of
@@ -38,3 +40,23 @@ def test_data_can_be_prepared_for_a_base_of_the_usual_size_before_the_run_builds
     before = tokenizer_of(config)
     build_run_base(config, print, torch.device("cpu"))
     assert tokenizer_of(config).digest() == before.digest()
+
+
+def test_prepare_describes_the_data_and_a_run_uses_it(tmp_path: Path) -> None:
+    config = write_config(tmp_path, data__cache_dir=str(tmp_path / "cache"), data__pack=True)
+    done = cqwen_forked("prepare", config, "--json", "--workers", 1)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    folder = Path(found["folder"])
+    assert {"summary.json", "train.arrow"} <= {path.name for path in folder.iterdir()}
+    train = found["train"]
+    assert train["texts"] == 32
+    median, _, most = train["text_lengths"]
+    assert 0 < median <= most < train["tokens"]
+    assert train["numbers"] > 0
+    assert 0 < train["tokens_per_sequence"] <= 1
+    assert re.match(r"\[\[.*(costs <NUM -?\d+(\.\d+)?>|we have).*\.<\|endoftext\|>\]\]$", found["first_text"])
+    stamp = (folder / "train.arrow").stat().st_mtime_ns
+    train_run(config)
+    assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir() and path.name != "contents"] == [folder]
+    assert (folder / "train.arrow").stat().st_mtime_ns == stamp

@@ -2,14 +2,18 @@
 
 import errno
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
+import typer
 from support.runs import write_config
 
+from cqwen_dist import api
+from cqwen_dist.cli import runs
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.config.errors import DiskError
-from cqwen_dist.parallel.collectives import CollectiveError, cause_of
+from cqwen_dist.parallel.collectives import CollectiveError, Stopped, cause_of
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.folder import open_run, refuse_changes
 from cqwen_dist.run.status import RunStatus, end_status, read_status, write_status
@@ -86,3 +90,18 @@ def test_only_reproducible_failures_are_fatal(
     assert len(reason) < 500
     if isinstance(error, OSError) and "disk" in name:
         assert isinstance(met.value, DiskError), "one line, not a traceback"
+
+
+CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+def test_ctrl_c_prints_how_to_resume(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def stopped(*_: object, **__: object) -> NoReturn:
+        raise Stopped("SIGINT")
+
+    monkeypatch.setattr(api, "train", stopped)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(typer.Exit) as ended:
+        runs.train(CONFIG, ["run.dir=my runs/a", "train.eval_every=7"])
+    assert ended.value.exit_code == 75
+    assert capsys.readouterr().err == "to go on: cqwen train 'my runs/a'\n"

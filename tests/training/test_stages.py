@@ -1,6 +1,8 @@
 """The schedule: which stage a step belongs to, who wakes, and every learning rate."""
 
 import json
+import math
+import statistics
 
 import pytest
 
@@ -8,6 +10,7 @@ from cqwen_dist.config import Config, Stage, UserError
 from cqwen_dist.config.training import GROUPS, HEADS
 from cqwen_dist.training.stages import DEFAULT_SCALES_LR, Schedule, StagePlan
 from cqwen_dist.training.start import refuse_unknown_metrics
+from cqwen_dist.training.zero.engine import UsualNorm
 
 
 def plan_of(steps: int = 11, start: int = 5, **options: object) -> StagePlan:
@@ -186,3 +189,20 @@ def test_a_shorter_stage_says_that_the_rate_falls() -> None:
     assert "20 steps instead of 40: lr goes from 0.000792 to" in str(short.jump(long.state_dict(), 10))
     constant = Schedule([Stage(name="s", train=["heads"], steps=40, lr=1e-3, schedule="constant")], 8)
     assert constant.jump({**constant.state_dict(), "stops": [20]}, 10) is None
+
+
+def test_the_usual_limit_is_three_times_the_median_of_64_norms() -> None:
+    usual, norms = UsualNorm(None), [float(1 + (37 * k) % 101) for k in range(200)]
+    for k, norm in enumerate(norms):
+        expected = 3 * statistics.median(norms[max(0, k - 64) : k]) if k >= 5 else math.inf
+        assert usual.limit() == expected
+        usual.add(norm)
+    assert usual.seen == norms[-64:]
+    again = UsualNorm(None)
+    again.seen = list(json.loads(json.dumps(usual.seen)))
+    assert again.limit() == usual.limit()
+    fixed, zero = UsualNorm(1.5), UsualNorm(None)
+    for _ in range(10):
+        fixed.add(1e6)
+        zero.add(0.0)  # w_num alone on texts without numbers: 0/0 would be in every weight
+    assert (fixed.limit(), zero.limit()) == (1.5, math.inf)

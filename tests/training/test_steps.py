@@ -1,5 +1,6 @@
 """Optimizer steps: sleeping and waking groups, a boundary against a loop written by hand, ranks and micro-batches."""
 
+import json
 import math
 from pathlib import Path
 
@@ -252,3 +253,16 @@ def test_data_without_numbers_has_a_regression_loss_of_zero(tmp_path: Path) -> N
         assert record["train/reg_loss_effective"] == 0.0
         assert all(math.isfinite(value) for value in record.values() if isinstance(value, float))
     assert records[-1]["train/total_loss"] < records[0]["train/total_loss"]
+
+
+def test_the_words_loss_of_an_evaluation_has_the_heads_decisions_as_training(tmp_path: Path) -> None:
+    """Which of the earlier numbers it is: the first step and the evaluation before it agree."""
+    rows = [f"{('tea', 'milk', '2 salts')[i % 3]},{20 + i * 7 % 10}.25,{20 + i * 7 % 10}.25" for i in range(12)]
+    table = tmp_path / "table.csv"
+    table.write_text("\n".join(["item,price,again", *rows]) + "\n")
+    data = {"data__train": str(table), "data__eval": str(table), "data__eval_fraction": 0.0}
+    data |= {"data__text_template": "{item} costs {price}, again {again}", "model__candidates": "arithmetic"}
+    one_step = {"stages": [{"name": "heads", "train": ["heads"], "steps": 1}], "train__global_batch_size": 12}
+    train_run(write_config(tmp_path, **data, **one_step))
+    start = json.loads((tmp_path / "run" / "start.json").read_text())["eval"]
+    assert start["eval/cls_loss_mean"] == pytest.approx(metrics(tmp_path / "run")[0]["train/cls_loss_mean"], rel=1e-4)

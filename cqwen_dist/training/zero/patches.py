@@ -1,7 +1,7 @@
 """Joins DeepSpeed to the run's process group, and replaces methods of its ZeRO optimizers.
 
-`tests/training/test_deepspeed_names.py` lists the names of DeepSpeed that are used here. `FlatStep` replaces its loops
-over tensors in ZeRO-1 and ZeRO-2. An adapter set has hundreds of small tensors (338 in Qwen2.5-0.5B) and a few MB.
+`FlatStep` replaces its loops over tensors in ZeRO-1 and ZeRO-2. An adapter set has hundreds of small tensors (338 in
+Qwen2.5-0.5B) and a few MB.
 DeepSpeed hooks each tensor, copies its gradient into a bucket and then into the partition, flattens the partition, and
 steps group by group. Here:
 

@@ -1,4 +1,4 @@
-"""Operations by hand (torch counts them in train/test_perf.py); what time and layouts must do, not their figures."""
+"""Operations by hand (torch counts them in training/test_metrics.py); what time and layouts must do, not figures."""
 
 import io
 import json
