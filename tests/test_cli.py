@@ -78,9 +78,7 @@ def test_explain_shows_what_decides_the_next_word(cqwen: Command, one_rank: Path
 
 
 @pytest.mark.parametrize(("words", "after"), [(["--local_rank=1"], False), (["--local-rank", "1"], True)])
-def test_a_launchers_local_rank_is_accepted_and_checked(
-    cqwen: Command, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, words: list[str], after: bool
-) -> None:
+def test_a_launchers_local_rank_is_accepted_and_checked(cqwen, refused, monkeypatch, words, after) -> None:
     """`deepspeed --module cqwen_dist train run.yaml` puts it in front of the verb."""
     line = ["config", "validate", "configs/quickstart.yaml", *words] if after else [*words, "config", "schema"]
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -152,9 +150,7 @@ def test_refuses_data_without_any_text(refused: Callable[..., str], config: Path
 # ----------------------------------------------------------------------------------------- models and vocabularies
 
 
-def test_refuses_a_vocabulary_smaller_than_the_tokenizer(
-    refused: Callable[..., str], config: Path, base: Path, tmp_path: Path
-) -> None:
+def test_refuses_a_vocabulary_smaller_than_the_tokenizer(refused, config, base, tmp_path) -> None:
     """Without the check labels would lie outside the vocabulary."""
     tokenizer, size = AutoTokenizer.from_pretrained(base), VOCAB + 9
     tokenizer.add_tokens([f"<{i}>" for i in range(size - len(tokenizer))])
@@ -209,9 +205,7 @@ def test_refuses_a_path_that_is_not_a_checkpoint(refused: Callable[..., str], tm
 
 
 @pytest.mark.parametrize("verb", ["generate", "verify", "train"])
-def test_a_damaged_checkpoint_is_named_by_its_file(
-    refused: Callable[..., str], one_rank: Path, tmp_path: Path, verb: str
-) -> None:
+def test_a_damaged_checkpoint_is_named_by_its_file(refused, one_rank, tmp_path, verb) -> None:
     run = tmp_path / "run"
     shutil.copytree(one_rank, run)
     path = checkpoint_folder(run, 6) / "heads.safetensors"

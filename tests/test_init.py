@@ -108,9 +108,7 @@ def test_defaults_for_little_data_learn_and_reach_their_rate(cqwen: Command, one
         ('{"text": "x 1"}\n', ("--base", "."), "--base: found '.', allowed: a folder with a config.json"),
     ],
 )
-def test_mistakes_are_one_line_and_leave_nothing(
-    cqwen: Command, tmp_path: Path, text: str, options: tuple[str, ...], said: str
-) -> None:
+def test_mistakes_are_one_line_and_leave_nothing(cqwen, tmp_path, text, options, said) -> None:
     (tmp_path / "data.jsonl").write_text(text, encoding="utf-8")
     done = cqwen("init", "--data", tmp_path / "data.jsonl", "--out", tmp_path / "run.yaml", *options)
     assert done.returncode == 2

@@ -44,9 +44,7 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         (ConnectionResetError(errno.ECONNRESET, "reset"), 1, ""),
     ],
 )
-def test_errors_of_the_operating_system_are_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, code: int, said: str
-) -> None:
+def test_errors_of_the_operating_system_are_one_line(monkeypatch, capsys, error, code, said) -> None:
     def verb(*_: object, **__: object) -> None:
         raise error
 
@@ -61,9 +59,7 @@ def test_errors_of_the_operating_system_are_one_line(
     assert said in capsys.readouterr().err
 
 
-def test_a_disk_error_in_safetensors_is_a_user_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: Path
-) -> None:
+def test_a_disk_error_in_safetensors_is_a_user_error(tmp_path, monkeypatch, one_rank) -> None:
     import torch
 
     from cqwen_dist.training import train

@@ -109,9 +109,7 @@ def test_a_damaged_copy_is_passed_over_with_a_note(one_rank: Path, tmp_path: Pat
                     "the manifest)"]  # fmt: skip
 
 
-def test_a_failed_upload_leaves_no_half_and_the_next_one_is_whole(
-    one_rank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_upload_leaves_no_half_and_the_next_one_is_whole(one_rank, tmp_path, monkeypatch) -> None:
     """The store is full in the middle of step 3. A half of a killed upload (step 2) goes too."""
     store, run = tmp_path / "store", _run_with(one_rank, tmp_path / "run", (3, 4))
     killed = store / "checkpoints" / "step-00000002"
@@ -228,9 +226,7 @@ def test_a_run_goes_on_from_its_mirror_on_an_empty_disk(two_ranks: Path, tmp_pat
     assert left <= {"lock", "checkpoints", "status.json"}, "the folder stays free for a run of its own"
 
 
-def test_a_run_that_starts_over_puts_its_stored_checkpoints_aside(
-    one_rank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_starts_over_puts_its_stored_checkpoints_aside(one_rank, tmp_path, monkeypatch) -> None:
     """Until its first upload the store would have the old run, which the next command fetches, or refuses."""
     monkeypatch.setattr(train, "main_rank_first", lambda action: action())
     url, run = f"file://{tmp_path}/store", tmp_path / "run"

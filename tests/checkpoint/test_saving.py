@@ -86,9 +86,7 @@ def assert_is(found: TrainState, expected: TrainState) -> None:
 
 
 @pytest.mark.parametrize(("world", "group_size"), [(1, 1), (2, 1), (2, 2), (4, 2)])
-def test_any_range_of_rows_is_read_from_any_saved_ranges(
-    pool: Pool, tmp_path: Path, world: int, group_size: int
-) -> None:
+def test_any_range_of_rows_is_read_from_any_saved_ranges(pool, tmp_path, world, group_size) -> None:
     pool(save_here, world, str(tmp_path), group_size)
     folder = latest_checkpoint(tmp_path)
     assert folder is not None

@@ -33,9 +33,7 @@ WRITE = 'import sys; open(sys.argv[1] + "/status.json", "w").write(\'{"status": 
 
 
 @pytest.mark.parametrize(("status", "code"), [("done", 0), ("preempted", 75), ("running", 1)])
-def test_the_runs_status_decides_when_the_launcher_exits_with_0(
-    monkeypatch: pytest.MonkeyPatch, config: Path, status: str, code: int
-) -> None:
+def test_the_runs_status_decides_when_the_launcher_exits_with_0(monkeypatch, config, status, code) -> None:
     assert end_of(monkeypatch, config, WRITE % status) == code
 
 
@@ -46,9 +44,7 @@ def test_a_status_of_an_earlier_command_is_ignored(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("launcher", "code"), [(2, 2), (137, 1)])
-def test_exit_code_is_2_for_wrong_input_and_1_for_other_failures(
-    monkeypatch: pytest.MonkeyPatch, config: Path, launcher: int, code: int
-) -> None:
+def test_exit_code_is_2_for_wrong_input_and_1_for_other_failures(monkeypatch, config, launcher, code) -> None:
     assert end_of(monkeypatch, config, WRITE % "done" + f"; sys.exit({launcher})") == code
 
 

@@ -45,9 +45,7 @@ def rank_of(run: SlurmRun, number: int) -> psutil.Process:
     raise AssertionError(f"no rank {number}")
 
 
-def test_a_job_warned_before_its_limit_saves_requeues_and_finishes(
-    cluster: Cluster, tmp_path: Path, undisturbed: list[float]
-) -> None:
+def test_a_job_warned_before_its_limit_saves_requeues_and_finishes(cluster, tmp_path, undisturbed) -> None:
     """The signal of the time limit, sent by hand: the limit's own clock ticks every 30 s (the test below)."""
     run = SlurmRun(cluster, tmp_path, train__checkpoint_every=10_000)  # so that what is saved was saved for the signal
     job = run.submit("--nodes", 2)

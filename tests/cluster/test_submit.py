@@ -1,9 +1,7 @@
 """`cqwen submit` with a stand-in for sbatch: what is checked, written, submitted and said."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 from support.runs import write_config
@@ -33,9 +31,7 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_submits_a_job_with_its_own_copy_of_the_config(
-    tmp_path: Path, sbatch: Path, monkeypatch: pytest.MonkeyPatch, cqwen: Callable[..., CompletedProcess[str]]
-) -> None:
+def test_submits_a_job_with_its_own_copy_of_the_config(tmp_path, sbatch, monkeypatch, cqwen) -> None:
     monkeypatch.setenv("SLURM_CPU_BIND", "quiet,mask_cpu:0x1")  # submitted from within a job
     config = write_config(tmp_path)
     words = ["submit", config, "train.seed=3", "--nodes", 2, "--ranks-per-node", 2, "--partition", "main"]
@@ -59,9 +55,7 @@ def test_submits_a_job_with_its_own_copy_of_the_config(
     assert not (tmp_path / "run" / "slurm" / "submit-2").exists()
 
 
-def test_a_dry_run_needs_no_slurm_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cqwen: Callable[..., CompletedProcess[str]]
-) -> None:
+def test_a_dry_run_needs_no_slurm_and_writes_nothing(tmp_path, monkeypatch, cqwen) -> None:
     config = write_config(tmp_path)
     monkeypatch.setenv("PATH", os.devnull)
     tried = cqwen("submit", config, "--nodes", 2, "--dry-run")

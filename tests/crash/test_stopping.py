@@ -42,9 +42,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     ],
     ids=lambda value: value.point if isinstance(value, Blow) else "",
 )
-def test_a_run_stopped_anywhere_resumes_equal_to_the_bit(
-    alone: tuple[Path, dict], tmp_path: Path, blow: Blow, step: int
-) -> None:
+def test_a_run_stopped_anywhere_resumes_equal_to_the_bit(alone, tmp_path, blow, step) -> None:
     config, expected = alone
     run = tmp_path / "run"
     stopped = command(config, f"run.dir={run}", blow=blow)
@@ -78,9 +76,7 @@ TIMEOUT_S = 9.0
 
 
 @pytest.mark.slow
-def test_a_hanging_rank_ends_all_ranks_within_the_timeout_and_shows_its_stack(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hanging_rank_ends_all_ranks_within_the_timeout_and_shows_its_stack(tmp_path, monkeypatch) -> None:
     config = crash_config(tmp_path)
     with monkeypatch.context() as environment:
         environment.setenv("CQWEN_TIMEOUT_MIN", str(TIMEOUT_S / 60))
@@ -190,9 +186,7 @@ def difference(undisturbed: tuple[Path, list[float]], run: Path, before: Spread,
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_every_change_of_ranks_groups_and_zero_resumes_equal(
-    undisturbed: tuple[Path, list[float]], tmp_path: Path
-) -> None:
+def test_every_change_of_ranks_groups_and_zero_resumes_equal(undisturbed, tmp_path) -> None:
     found = {
         (before, after): difference(undisturbed, tmp_path / str(number), before, after, 3 + number % 6)
         for number, (before, after) in enumerate(PAIRS)  # within a stage, at its end (5), in the next

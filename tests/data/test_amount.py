@@ -2,9 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 from support.tool_template import QWEN_TOOLS
@@ -27,9 +25,7 @@ from cqwen_dist.data.amount import COUNTED, MOST, Amount, amount_of, cut_apart, 
         (MOST, 5000, None, (2048, 0.032, 32, 2, 20)),
     ],
 )
-def test_settings_suit_the_amount_and_the_base(
-    texts: int, tokens: int, context: int | None, expected: tuple[object, ...]
-) -> None:
+def test_settings_suit_the_amount_and_the_base(texts, tokens, context, expected) -> None:
     found = suited(Amount([tokens] * texts, texts < MOST), context)
     assert (found.length, found.held_out, found.batch, found.epochs, found.warmup) == expected
     assert found.warmup < found.steps / 5
@@ -127,9 +123,7 @@ def test_stages_that_are_all_warm_up_are_named() -> None:
         ("model.name_or_path=org/model", 0, "note: model.name_or_path: org/model is no folder here"),
     ],
 )
-def test_validate_checks_against_the_data_and_the_base(
-    cqwen: Callable[..., CompletedProcess[str]], one_rank: Path, override: str, code: int, said: str
-) -> None:
+def test_validate_checks_against_the_data_and_the_base(cqwen, one_rank, override, code, said) -> None:
     base = [
         "model.architecture=null",
         "model.pretrain=null",

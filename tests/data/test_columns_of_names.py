@@ -16,7 +16,6 @@ from cqwen_dist.data.number_forms import Form, forms_of
 from cqwen_dist.data.recipes import recognise
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
-from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.prediction.learnt_table import compare
 
 ORDER = 1610521604143693812
@@ -132,9 +131,7 @@ def test_values_are_kept_only_if_all_rows_were_looked_at(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("empty", "prepared"), [(None, False), ("unknown", True)])
-def test_late_cells_that_are_no_numbers_are_counted(
-    tmp_path: Path, tokenizer: NumericalAwareTokenizer, empty: str | None, prepared: bool
-) -> None:
+def test_late_cells_that_are_no_numbers_are_counted(tmp_path, tokenizer, empty, prepared) -> None:
     """Of the columns, only the first 10,000 rows are looked at. What stands behind is text in the prompt."""
     path, lines = tmp_path / "late.csv", [f"{i % 70},{i % 9}" for i in range(10_500)]
     lines[10_200], lines[10_300], lines[10_400] = "12 kg,1", "0500,2", "n/a,3"

@@ -37,9 +37,7 @@ def tokenizer() -> NumericalAwareTokenizer:
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.split("\n")[0])
-def test_every_recipe_of_the_page_reads_its_example_lines(
-    section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: NumericalAwareTokenizer
-) -> None:
+def test_every_recipe_of_the_page_reads_its_example_lines(section, tmp_path, monkeypatch, tokenizer) -> None:
     found = RECIPE.match(section)
     assert found is not None
     _, name, lines, data, learnt = found.groups()

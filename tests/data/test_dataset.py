@@ -131,9 +131,7 @@ def test_long_texts_are_cut_truncated_or_dropped_and_counted(tokenizer: Numerica
         found["drop"].with_length(3)
 
 
-def test_rows_whose_target_is_cut_away_from_their_columns_are_counted_and_refused(
-    tokenizer: NumericalAwareTokenizer, tmp_path: Path
-) -> None:
+def test_rows_whose_target_is_cut_away_from_their_columns_are_counted_and_refused(tokenizer, tmp_path) -> None:
     """A target without its columns teaches nothing. The row's last tokens, behind the target, may be cut off."""
     rows = [{"note": "w " * size, "y": size} for size in (5, 6, 30, 40)]
     path = tmp_path / "t.jsonl"
@@ -158,9 +156,7 @@ def test_rows_whose_target_is_cut_away_from_their_columns_are_counted_and_refuse
     assert of(rows[2:], 12, target_field=None, text_template="{note}{y}").report.documents > 2  # type: ignore[arg-type]
 
 
-def test_a_digest_does_not_depend_on_how_texts_are_batched(
-    tokenizer: NumericalAwareTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_digest_does_not_depend_on_how_texts_are_batched(tokenizer, monkeypatch) -> None:
     config = DataConfig(train="here")
     texts = [Text(f"a {i}", "here", learnt=((0, 2),) if i % 2 else None) for i in range(9)]
     whole = tokenise(texts, tokenizer, config)

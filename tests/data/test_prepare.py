@@ -67,9 +67,7 @@ def _both(corpus: str, folder: Path, tokenizer: NumericalAwareTokenizer, **confi
         {"eval_fraction": 0.2, "limit": 290},
     ],
 )
-def test_prepared_samples_equal_samples_in_memory(
-    corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer, config: dict[str, Any]
-) -> None:
+def test_prepared_samples_equal_samples_in_memory(corpus, tmp_path, tokenizer, config) -> None:
     memory, mapped = _both(corpus, tmp_path / "cache", tokenizer, **config)
     assert _samples(mapped.train) == _samples(memory.train)
     assert mapped.train.report == memory.train.report
@@ -92,9 +90,7 @@ def test_prepared_samples_equal_samples_in_memory(
     assert again.train.digest() == mapped.train.digest()
 
 
-def test_held_out_texts_that_are_training_texts_too_are_counted_and_told(
-    tmp_path: Path, tokenizer: NumericalAwareTokenizer
-) -> None:
+def test_held_out_texts_that_are_training_texts_too_are_counted_and_told(tmp_path, tokenizer) -> None:
     (tmp_path / "train.txt").write_text("".join(f"text {i}\n" for i in range(1500)))
     (tmp_path / "eval.txt").write_text("text 1\ntext 01\ntext 1499\ntext 1500\ntext 1\n")
     for data in _both(str(tmp_path / "train.txt"), tmp_path / "cache", tokenizer, eval=str(tmp_path / "eval.txt")):
@@ -106,9 +102,7 @@ def test_held_out_texts_that_are_training_texts_too_are_counted_and_told(
         assert data.eval.report.learnt_too == 0
 
 
-def test_the_cache_key_depends_on_contents_and_settings_that_change_tokens(
-    corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer
-) -> None:
+def test_the_cache_key_depends_on_contents_and_settings_that_change_tokens(corpus, tmp_path, tokenizer) -> None:
     config = DataConfig(train=corpus, cache_dir=str(tmp_path / "cache"))
     first = prepare(config, tokenizer)
     stamp = (first / "train.arrow").stat().st_mtime_ns
@@ -135,9 +129,7 @@ def test_the_cache_key_depends_on_contents_and_settings_that_change_tokens(
     assert set(json.loads((first / "manifest.json").read_text())["files"]) == {"train.arrow"}
 
 
-def test_float64_values_are_stored_exactly_and_datasets_opens_the_file(
-    tmp_path: Path, tokenizer: NumericalAwareTokenizer
-) -> None:
+def test_float64_values_are_stored_exactly_and_datasets_opens_the_file(tmp_path, tokenizer) -> None:
     values = [0.1, 1 / 3, 1e300, 5e-324, -2.5, 9007199254740993.0, 123456.789, -0.0, 1e22]
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": " , ".join(repr(v) for v in values)}) + "\n")
@@ -147,9 +139,7 @@ def test_float64_values_are_stored_exactly_and_datasets_opens_the_file(
     assert table[0]["ids"].count(tokenizer.num_token_id) == len(values)
 
 
-def test_partial_folders_are_removed_and_a_damaged_folder_is_an_error(
-    corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer
-) -> None:
+def test_partial_folders_are_removed_and_a_damaged_folder_is_an_error(corpus, tmp_path, tokenizer) -> None:
     config = DataConfig(train=corpus, cache_dir=str(tmp_path / "cache"))
     folder = prepare(config, tokenizer)
     left = folder.with_name(f".{folder.name}.99999.partial")
@@ -195,9 +185,7 @@ BAD = ("truncated gzip", "no gzip", "a line of 50 MB", "a row of other cells", "
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_an_error_or_a_counted_skip_and_leaves_no_folder(
-    name: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer
-) -> None:
+def test_bad_input_is_an_error_or_a_counted_skip_and_leaves_no_folder(name, tmp_path, tokenizer) -> None:
     path, extra, told = _bad(tmp_path)[name]
     cache = tmp_path / "cache"
     config = DataConfig(train=str(path), cache_dir=str(cache), **extra)
@@ -216,9 +204,7 @@ def test_bad_input_is_an_error_or_a_counted_skip_and_leaves_no_folder(
     assert found.lines()[0].startswith("skipped: 1 x ")
 
 
-def test_prepares_empty_files_and_data_without_or_with_equal_numbers(
-    tmp_path: Path, tokenizer: NumericalAwareTokenizer
-) -> None:
+def test_prepares_empty_files_and_data_without_or_with_equal_numbers(tmp_path, tokenizer) -> None:
     path = tmp_path / "a.jsonl"
     config = DataConfig(train=str(path), cache_dir=str(tmp_path / "cache"))
     for ending in (".jsonl", ".csv", ".txt", ".jsonl.gz"):
@@ -255,9 +241,7 @@ def test_two_processes_prepare_one_folder(corpus: str, tmp_path: Path, tokenizer
     assert [str(path) for path in whole] == [one] == [other]
 
 
-def test_ranks_on_one_disk_share_the_folder_and_the_statistics(
-    corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer
-) -> None:
+def test_ranks_on_one_disk_share_the_folder_and_the_statistics(corpus, tmp_path, tokenizer) -> None:
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     found = run_ranks(_load, 3, corpus, str(tmp_path / "tokenizer"), str(tmp_path / "cache"))
     assert found[0] == found[1] == found[2]

@@ -108,9 +108,7 @@ CHAT = [
         ("{{ raise_exception('no') }}", None),
     ],
 )
-def test_the_assistants_turns_alone_are_learnt(
-    template: str | None, learnt: list[str] | None, tmp_path: Path, tokenizer: NumericalAwareTokenizer
-) -> None:
+def test_the_assistants_turns_alone_are_learnt(template, learnt, tmp_path, tokenizer) -> None:
     inner = train_tokenizer(diabetes_texts("train"), 400)
     inner.chat_template = template
     chat = Chat(inner)

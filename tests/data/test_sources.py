@@ -63,9 +63,7 @@ def test_a_bad_line_is_an_error_that_names_file_and_line(tmp_path: Path, kind: s
         (b"name\rtea\r", r":1: broken CSV: .*\\n after a line"),
     ],
 )
-def test_a_table_of_another_encoding_or_line_end_is_refused_with_the_way_out(
-    tmp_path: Path, content: bytes, told: str
-) -> None:
+def test_a_table_of_another_encoding_or_line_end_is_refused_with_the_way_out(tmp_path, content, told) -> None:
     (tmp_path / "excel.csv").write_bytes(content)
     with pytest.raises(UserError, match=told):
         _texts(str(tmp_path / "excel.csv"), text_field="name")

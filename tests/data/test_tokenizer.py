@@ -58,9 +58,7 @@ def test_text_between_numbers_is_cut_as_qwen_cuts_it(qwen: NumericalAwareTokeniz
 
 @settings(max_examples=150)
 @given(texts, policies)
-def test_decoded_text_gives_the_same_ids_and_values(
-    small: NumericalAwareTokenizer, text: str, policy: NumberPolicy
-) -> None:
+def test_decoded_text_gives_the_same_ids_and_values(small, text, policy) -> None:
     _round_trip(NumericalAwareTokenizer(small.tokenizer, policy=policy), text)
 
 

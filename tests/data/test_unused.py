@@ -105,9 +105,7 @@ def test_a_turn_that_is_not_to_be_trained_is_read_and_counted(tmp_path: Path, ma
         ([user("q"), answer("b"), user("thanks"), {"role": "system", "content": "end"}], {"system": 1}),
     ],
 )
-def test_turns_that_the_template_leaves_out_are_counted(
-    tmp_path: Path, messages: list[dict[str, Any]], unused: dict[str, int] | None
-) -> None:
+def test_turns_that_the_template_leaves_out_are_counted(tmp_path, messages, unused) -> None:
     ignores = "{% for m in messages if m.role not in ('system', 'developer') %}{{ m.role + m.content }}\n{% endfor %}"
     _, report = read(tmp_path / "a.jsonl", messages, ignores)
     expected = {"developer": 1, "system": 1} if unused is None else unused
@@ -150,9 +148,7 @@ def _chats(path: Path, questions: list[str]) -> str:
 
 @pytest.mark.parametrize("how", ["cut", "truncate", "drop"])
 @pytest.mark.parametrize("pack", [False, True])
-def test_no_sample_is_without_a_learnt_token(
-    tmp_path: Path, tokenizer: NumericalAwareTokenizer, how: str, pack: bool
-) -> None:
+def test_no_sample_is_without_a_learnt_token(tmp_path, tokenizer, how, pack) -> None:
     path = _chats(tmp_path / "a.jsonl", [LONG] * 4 + [SHORT] * 4)
     config = {"train": path, "recipe": "chat", "sequence_length": 40, "long_texts": how, "pack": pack}
     found = load_datasets(DataConfig.model_validate(config), tokenizer)
@@ -174,9 +170,7 @@ def learnt_in_all(path: str, tokenizer: NumericalAwareTokenizer) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [2, 3, 7, 16, 31, 200])
-def test_learnt_tokens_are_counted_as_the_collator_learns_them(
-    tmp_path: Path, tokenizer: NumericalAwareTokenizer, length: int
-) -> None:
+def test_learnt_tokens_are_counted_as_the_collator_learns_them(tmp_path, tokenizer, length) -> None:
     path = _chats(tmp_path / "a.jsonl", [LONG, SHORT, "5 and 6 ", LONG])
     whole = load_datasets(DataConfig(train=path, recipe="chat", sequence_length=4096), tokenizer).train
     dataset = whole.with_length(length)
@@ -186,9 +180,7 @@ def test_learnt_tokens_are_counted_as_the_collator_learns_them(
 
 
 @pytest.mark.parametrize("questions", [[LONG] * 3, [LONG]])
-def test_data_without_any_learnt_token_is_refused(
-    tmp_path: Path, tokenizer: NumericalAwareTokenizer, questions: list[str]
-) -> None:
+def test_data_without_any_learnt_token_is_refused(tmp_path, tokenizer, questions) -> None:
     path = _chats(tmp_path / "a.jsonl", questions)
     config = DataConfig(train=path, recipe="chat", sequence_length=32, long_texts="truncate")
     with pytest.raises(UserError, match=r"data\.sequence_length: found 32, allowed: more: prompts fill every piece"):

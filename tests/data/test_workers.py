@@ -58,9 +58,7 @@ def _corpus(folder: Path) -> dict[str, Path]:
 
 
 @pytest.mark.slow
-def test_any_number_of_workers_prepares_the_same_bytes(
-    tmp_path: Path, tokenizer: NumericalAwareTokenizer, small_blocks: None
-) -> None:
+def test_any_number_of_workers_prepares_the_same_bytes(tmp_path, tokenizer, small_blocks) -> None:
     paths = {name: str(path) for name, path in _corpus(tmp_path).items()}
     every: dict[str, Any] = {"train": list(paths.values()), "on_bad_line": "skip"}
     cases = [
@@ -109,9 +107,7 @@ def test_blocks_contain_whole_lines_with_their_position(tmp_path: Path, small_bl
             assert line in [bad.rstrip(b"\n") for bad in BAD] or len(line) > 2097
 
 
-def test_an_error_in_a_worker_names_file_and_line(
-    tmp_path: Path, tokenizer: NumericalAwareTokenizer, small_blocks: None
-) -> None:
+def test_an_error_in_a_worker_names_file_and_line(tmp_path, tokenizer, small_blocks) -> None:
     path = tmp_path / "a.jsonl"
     lines = [json.dumps({"text": text}) + "\n" for text in diabetes_texts("train")[:200]]
     path.write_text("".join([*lines[:150], '{"text": [5]}\n', *lines[150:], "{\n"]))

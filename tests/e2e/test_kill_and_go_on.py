@@ -142,9 +142,7 @@ def test_stopped_and_killed_run_resumes_equal_to_undisturbed_run(config: Path, l
     [(signal.SIGTERM, 0), (signal.SIGINT, 2), (signal.SIGUSR1, 2)],
 )
 @pytest.mark.slow
-def test_a_signal_to_the_launcher_alone_leaves_no_process(
-    config: Path, launch: Callable[..., Launched], number: signal.Signals, ranks: int
-) -> None:
+def test_a_signal_to_the_launcher_alone_leaves_no_process(config, launch, number, ranks) -> None:
     """SIGTERM and SIGUSR1 as a batch system sends them, SIGINT as Ctrl-C does; also before a rank is there to hear."""
     run = config.parent / f"{number.name}-{ranks}"
     launched = launch(config, f"run.dir={run}", "stages.0.steps=1000000")

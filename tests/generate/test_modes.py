@@ -73,9 +73,7 @@ def test_individuals_are_drawn_from_u(mode: str, action: ActionNetwork, u: Cauch
 
 @pytest.mark.parametrize("mode", ["causal", "individual", "sample", "noise"])
 @pytest.mark.parametrize("temperature", [0.0, 0.25])
-def test_temperature_multiplies_the_scale_that_is_sampled(
-    mode: str, temperature: float, action: ActionNetwork, u: Cauchy
-) -> None:
+def test_temperature_multiplies_the_scale_that_is_sampled(mode, temperature, action, u) -> None:
     d = Draws(torch.Generator().manual_seed(0), temperature=temperature)
     law = MODES[mode].law(action, many(u), d).numbers
     drawn_from = action.b_noise.abs() if mode == "noise" else u.scale[0]
@@ -188,9 +186,7 @@ def warpers(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList
 
 @pytest.mark.parametrize("mode", ["compatible", "ovr"])
 @WARPED
-def test_words_are_sampled_from_the_softmax_or_from_p_over_its_sum(
-    action: ActionNetwork, u: Cauchy, mode: str, temperature: float, top_k: int, top_p: float
-) -> None:
+def test_words_are_sampled_from_the_softmax_or_from_p_over_its_sum(action, u, mode, temperature, top_k, top_p) -> None:
     """S3 3.3: in ovr P / sum P takes the place of the softmax, with the same top-k, top-p and temperature."""
     scores, words = action.scores(law := action.add_noise(u)), VOCAB if mode == "compatible" else NUM
     p = scores.loc[0].double().softmax(-1) if mode == "compatible" else scores.sf(action.threshold)[0, :NUM]

@@ -1,7 +1,6 @@
 """Digits that mean something, and intervals: the Cauchy's own, or recalibrated."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,9 +103,7 @@ def test_interval_factors_round_trip_and_broken_files_are_refused(tmp_path: Path
         ([12, ":", 30, 5, ":", 45, " go"], "12:30 5:45 go", "12.0:30 5.0:45 go"),
     ],
 )
-def test_a_stream_goes_on_where_a_later_token_gives_a_sent_number_another_form(
-    pieces: Sequence[str | int], streamed: str, whole: str
-) -> None:
+def test_a_stream_goes_on_where_a_later_token_gives_a_sent_number_another_form(pieces, streamed, whole) -> None:
     encoded = [WORDS.encode(p) if isinstance(p, str) else ([WORDS.num_token_id], [float(p)]) for p in pieces]
     ids, values = ([x for own in encoded for x in own[i]] for i in (0, 1))
     none = torch.zeros(1, len(ids), dtype=torch.bool)

@@ -98,24 +98,18 @@ def check(
 
 
 @named([case for cases in THIN.values() for case in cases])
-def test_ranks_equal_one_process(
-    pool: Pool, case: Case, oracles: dict[str, Trained], bf16_spread: dict[str, Found]
-) -> None:
+def test_ranks_equal_one_process(pool, case, oracles, bf16_spread) -> None:
     check(pool, case, oracles, bf16_spread)
 
 
 @pytest.mark.slow
 @named([case for cases in WHOLE.values() for case in cases])
-def test_ranks_equal_one_process_over_the_whole_matrix(
-    pool: Pool, case: Case, oracles: dict[str, Trained], bf16_spread: dict[str, Found]
-) -> None:
+def test_ranks_equal_one_process_over_the_whole_matrix(pool, case, oracles, bf16_spread) -> None:
     check(pool, case, oracles, bf16_spread)
 
 
 @named(STAGED)
-def test_collectives_by_way_of_the_host_train_the_same(
-    pool: Pool, case: Case, oracles: dict[str, Trained], bf16_spread: dict[str, Found]
-) -> None:
+def test_collectives_by_way_of_the_host_train_the_same(pool, case, oracles, bf16_spread) -> None:
     """DeepSpeed's ZeRO 1-3 and the heads over `support.staged`, every tensor copied to and fro."""
     check(pool, case, oracles, bf16_spread, "cpu")
 
@@ -147,9 +141,7 @@ def test_one_rank_on_a_gpu_equals_the_cpu(pool: Pool, case: Case, oracles: dict[
 @pytest.mark.gpu
 @NEEDS_GPU
 @named(WHOLE[2])
-def test_two_ranks_on_one_gpu_equal_one(
-    pool: Pool, case: Case, gpu_oracles: dict[str, Trained], gpu_bf16_spread: dict[str, Found]
-) -> None:
+def test_two_ranks_on_one_gpu_equal_one(pool, case, gpu_oracles, gpu_bf16_spread) -> None:
     check(pool, case, gpu_oracles, gpu_bf16_spread, "cuda", ON_GPU)
 
 

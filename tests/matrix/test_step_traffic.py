@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-from support.ranks import Pool
 from support.runs import as_rank, qwen2_sizes
 
 from benchmarks.traffic import Traffic
@@ -114,16 +113,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("world", "zero", "group", "precision", "accumulation", "extra", "sequence"), CASES)
-def test_counted_bytes_equal_the_plan(
-    pool: Pool,
-    world: int,
-    zero: int,
-    group: int,
-    precision: str,
-    accumulation: int,
-    extra: dict[str, Any],
-    sequence: int,
-) -> None:
+def test_counted_bytes_equal_the_plan(pool, world, zero, group, precision, accumulation, extra, sequence) -> None:
     for counted, planned in pool(counted_and_planned, world, zero, group, precision, accumulation, extra, sequence):
         assert counted == planned
 

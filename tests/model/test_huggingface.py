@@ -128,9 +128,7 @@ def test_from_base_with_a_tokenizer_takes_its_first_spare_row(base_folder: Path,
         CausalQwenForCausalLM.from_base(str(tmp_path))
 
 
-def test_from_base_with_texts_starts_as_a_run_does_and_warns_without(
-    one_rank: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_from_base_with_texts_starts_as_a_run_does_and_warns_without(one_rank, caplog) -> None:
     texts = [json.loads(line)["text"] for line in (one_rank.parent / "texts.jsonl").read_text().splitlines()]
     base = str(one_rank / "base")
     batch = CausalQwenTokenizer.from_pretrained(base)(texts, padding=True, return_tensors="pt", padding_side="right")

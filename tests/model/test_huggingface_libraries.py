@@ -200,9 +200,7 @@ def test_ids_alone_never_read_a_number_as_0(folder: Path, pair) -> None:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_every_code_block_of_huggingface_md_runs(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
-) -> None:
+def test_every_code_block_of_huggingface_md_runs(folder, tmp_path, monkeypatch, part) -> None:
     page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.S)
     assert len(blocks) == 4

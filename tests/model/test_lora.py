@@ -127,9 +127,7 @@ def run(layer: nn.Module, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[st
         (False, 0.0, torch.float32, (0,)),
     ],
 )
-def test_fused_lora_error_is_at_most_pefts(
-    bias: bool, dropout: float, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
+def test_fused_lora_error_is_at_most_pefts(bias, dropout, dtype, shape) -> None:
     plain, fused, wide = (run(layer, dtype, shape) for layer in layers(bias, dropout, dtype))
     assert set(fused) == set(plain)
     if dropout:

@@ -2,9 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
-from pathlib import Path
-from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,9 +103,7 @@ def test_several_words_may_follow_one_text_and_one_threshold_stays() -> None:
     assert min(p_of(model, CausalQwenTokenizer.of(tokenizer), PROMPTS[0], row)[-1] for row in rows) > 0.5
 
 
-def test_an_export_teaches_the_word_of_a_file_and_its_own_code_reads_it(
-    learnt: SimpleNamespace, cqwen: Callable[..., CompletedProcess[str]], tmp_path: Path
-) -> None:
+def test_an_export_teaches_the_word_of_a_file_and_its_own_code_reads_it(learnt, cqwen, tmp_path) -> None:
     source, data, folder = write_folder(tmp_path / "source", *tiny_pair()), tmp_path / "words.jsonl", tmp_path / "out"
     rows = [{"prompt": prompt, "word": WORD} for prompt in PROMPTS] + [{"prompt": text} for text in OTHERS]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))

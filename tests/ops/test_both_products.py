@@ -18,9 +18,7 @@ HERE = Path(__file__).parent
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_blocked_products_are_as_exact_as_plain_ones(
-    shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_blocked_products_are_as_exact_as_plain_ones(shape, dtype, monkeypatch) -> None:
     monkeypatch.setattr(both_products, "BLOCK_BYTES", 64 * 37 * 4)
     u, weight = problem(*shape, dtype)
     assert_exact(both_by_blocks(*u, weight), u, weight)

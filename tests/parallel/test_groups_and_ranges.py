@@ -62,9 +62,7 @@ def test_one_process_gets_a_group_of_one_and_leaves_no_trace(monkeypatch: pytest
 @pytest.mark.parametrize(
     "names", [("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")]
 )
-def test_many_ranks_without_a_master_are_refused_in_one_line(
-    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_ranks_without_a_master_are_refused_in_one_line(names, monkeypatch) -> None:
     """A shell inside `srun --pty` or a batch script has SLURM_NTASKS=8, and the seven others do not exist."""
     for name, value in zip((*names, "DS_ACCELERATOR"), ("0", "8", "0", "cpu"), strict=True):
         monkeypatch.setenv(name, value)

@@ -48,9 +48,7 @@ def test_a_run_with_custom_parts_resumes(run: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "run")[-2:] == pytest.approx(losses(run)[-2:], rel=1e-5)
 
 
-def test_loading_a_custom_part_needs_trust_remote_code(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loading_a_custom_part_needs_trust_remote_code(run, tmp_path, monkeypatch) -> None:
     monkeypatch.delenv(TRUST, raising=False)
     refused = f"model.abduction: found '{PARTS['model__abduction']}', allowed: linear; or {TRUST}=1"
     for command in (("generate", run, "--prompt", "tea"), ("export", run, tmp_path / "no")):
@@ -107,9 +105,7 @@ def write_boxes(path: Path, count: int = 80) -> Path:
     return path
 
 
-def test_a_custom_number_head_trains_decides_is_measured_and_exported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_custom_number_head_trains_decides_is_measured_and_exported(tmp_path, monkeypatch) -> None:
     config = write_config(
         tmp_path,
         model__number_head=HEAD,

@@ -287,9 +287,7 @@ def test_cqwen_eval_of_the_runs_texts_equals_the_runs_evaluation(one_rank: Path)
 
 
 @pytest.mark.parametrize("keep_digits", [False, True])
-def test_a_base_is_measured_alike_by_the_run_its_evaluation_and_its_exports(
-    one_rank: Path, tmp_path: Path, keep_digits: bool
-) -> None:
+def test_a_base_is_measured_alike_by_the_run_its_evaluation_and_its_exports(one_rank, tmp_path, keep_digits) -> None:
     """One that never saw <NUM> spells numbers by digits, whatever the rows of <NUM> start from."""
     base, texts = tmp_path / "base", write_texts(tmp_path / "held_out.jsonl", 8, seed=1)
     shutil.copytree(one_rank / "base", base)

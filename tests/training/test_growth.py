@@ -68,9 +68,7 @@ def test_an_appended_stage_may_add_adapters(tmp_path: Path) -> None:
         (3, ["loss.reg_weight=7"], r"loss\.reg_weight: .*model\.warm_start=.*/run takes its weights along"),
     ],
 )
-def test_settings_of_past_stages_may_not_change(
-    one_rank: Path, tmp_path: Path, step: int, changes: list[str], said: str
-) -> None:
+def test_settings_of_past_stages_may_not_change(one_rank, tmp_path, step, changes, said) -> None:
     config = set_back(one_rank, tmp_path / "run", step)
     with pytest.raises(UserError, match=said):
         refuse_changes(load_config(config, [f"run.dir={tmp_path / 'run'}", *changes]))

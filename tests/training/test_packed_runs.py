@@ -72,9 +72,7 @@ def same(run: Path, other: Path) -> None:
         (2, (*SPLIT, "parallel.zero_stage=2")),
     ],
 )
-def test_runs_on_split_texts_have_the_losses_and_evaluations_of_one_rank(
-    masked: Path, tmp_path: Path, world: int, options: tuple[str, ...]
-) -> None:
+def test_runs_on_split_texts_have_the_losses_and_evaluations_of_one_rank(masked, tmp_path, world, options) -> None:
     run = tmp_path / "run"
     train_run(masked.parent / "config.yaml", *options, f"run.dir={run}", world=world)
     same(run, masked)

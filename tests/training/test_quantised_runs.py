@@ -66,9 +66,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(runs: dict[str, Path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_runs_on_the_rounded_base_and_its_export_on_the_full_one(
-    runs: dict[str, Path], tmp_path: Path, kind: str
-) -> None:
+def test_a_checkpoint_runs_on_the_rounded_base_and_its_export_on_the_full_one(runs, tmp_path, kind) -> None:
     run = runs[kind]
     for file in checkpoint_folder(run, 6).glob("*.safetensors"):
         names = load_file(file)

@@ -72,9 +72,7 @@ ENDS = [  # the error, its cause, whether another try may go on
 
 
 @pytest.mark.parametrize(("error", "name", "passing"), ENDS, ids=[f"{n}-{type(e).__name__}" for e, n, _ in ENDS])
-def test_only_reproducible_failures_are_fatal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, name: str, passing: bool
-) -> None:
+def test_only_reproducible_failures_are_fatal(tmp_path, monkeypatch, error, name, passing) -> None:
     monkeypatch.setattr(train, "main_rank_first", lambda action: action())
     config = load_config(write_config(tmp_path))
     folder = tmp_path / "run"

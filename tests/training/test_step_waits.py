@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import Pool, run_ranks
+from support.ranks import run_ranks
 from support.runs import as_rank, qwen2_sizes
 
 from benchmarks.launches import counting
@@ -67,9 +67,7 @@ def waits(zero: int, precision: str, pack: bool, accumulation: int) -> dict[str,
         for case in cases
     ],
 )
-def test_a_step_waits_only_for_the_norm_and_the_counts(
-    pool: Pool, world: int, accumulation: int, most: int, zero: int, precision: str, pack: bool
-) -> None:
+def test_a_step_waits_only_for_the_norm_and_the_counts(pool, world, accumulation, most, zero, precision, pack) -> None:
     for found in pool(waits, world, zero, precision, pack, accumulation):
         for stage, places in found.items():
             assert sum(places.values()) <= most, f"{stage}: {dict(places)}"

@@ -50,9 +50,7 @@ def same(a: CausalQwenForCausalLM, b: CausalQwenForCausalLM, tolerance: float = 
         assert_close(y[name], x[name], tolerance, name)
 
 
-def test_trust_remote_code_in_a_runs_config_alone_is_refused(
-    one_rank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trust_remote_code_in_a_runs_config_alone_is_refused(one_rank, tmp_path, monkeypatch) -> None:
     shutil.copytree(one_rank, run := tmp_path / "run")
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("trust_remote_code: false", "trust_remote_code: true"))

@@ -24,9 +24,7 @@ SHAPES: list[dict[str, Any]] = [{}, {"scalar_threshold": True, "candidates": "co
         (SHAPES[1], 1 << 23, TermOptions(1.0, 3.0)),
     ],
 )
-def test_plain_loss_equals_the_fused_one(
-    shape: dict[str, Any], scores: int, terms: TermOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_loss_equals_the_fused_one(shape, scores, terms, monkeypatch) -> None:
     monkeypatch.setattr(plain_loss, "SCORES", scores)
     model, batch = tiny_causal_lm(number_dims=2, **shape).model, random_batch()
     kept = batch.kept

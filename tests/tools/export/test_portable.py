@@ -80,9 +80,7 @@ def test_exported_code_gives_the_packages_answers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("adapters", "more"), [(False, ()), (True, (("cqwen_dist.tables.wide.wide_part", "WidePart"),))]
 )
-def test_exported_code_imports_only_transformers_dependencies_and_peft(
-    tmp_path: Path, adapters: bool, more: tuple[portable.Name, ...]
-) -> None:
+def test_exported_code_imports_only_transformers_dependencies_and_peft(tmp_path, adapters, more) -> None:
     needed = importlib.metadata.requires("transformers") or []
     names = {re.split(r"[^\w-]", need)[0].replace("-", "_") for need in needed if "extra ==" not in need}
     allowed = {*sys.stdlib_module_names, *names, "torch", "transformers", *(["peft"] if adapters else [])}

@@ -50,9 +50,7 @@ FAULTS: list[tuple[Change, str, str, str]] = [
 
 
 @pytest.mark.parametrize(("change", "where", "what", "remedy"), FAULTS, ids=[fault[2] for fault in FAULTS])
-def test_each_fault_is_one_failed_check(
-    two_nodes: dict[str, Any], change: Change, where: str, what: str, remedy: str
-) -> None:
+def test_each_fault_is_one_failed_check(two_nodes, change, where, what, remedy) -> None:
     document = copy.deepcopy(two_nodes)
     change(document["nodes"][1], document["together"])
     (line,) = findings(document)
