@@ -30,6 +30,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored, here and by every run that is started
+os.fsync = lambda _: None  # as in `support.warm`
 if not os.path.exists("/dev/nvidia0"):
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 

@@ -62,10 +62,7 @@ WRONG = [
     ("model: {}\ndata: {train: a}", "FILE, line 1: model.name_or_path/architecture: found neither, allowed: exactly"),
     ("", "FILE: config: found no content, allowed: a mapping with model, data"),
     ("model:\n\tname_or_path: x", "FILE, line 2: config: found a tab, allowed: spaces"),
-    (
-        "model:\n  lora:\n    r: 1\n    r: 1",
-        "FILE, line 4: model.lora.r: found it in lines 3 and 4, allowed: each key once",
-    ),
+    ("model:\n  lora:\n    r: 1\n    r: 1", "FILE, line 4: model.lora.r: found it in lines 3 and 4, allowed: each key"),
     ("a: &x 1\nb: *x", "FILE, line 1: config: found the anchor x, allowed: values written out"),
     ("a: !!python/name:os.system", "FILE, line 1: config: found could not determine a constructor"),
     (b"model: 1\ndata: \xff\n", "FILE, line 2: config: found byte 0xff, allowed: UTF-8 text"),

@@ -105,10 +105,7 @@ def test_our_key_may_say_the_same_and_nothing_else() -> None:
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}, "optimizer.params.lr: .*stages.N.lr"),
         ({"fp16": {"enabled": True}}, "deepspeed.fp16.enabled: found True, .*loss scale.*bf16"),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param.device: .*each forward pass"),
-        (
-            {"tensor_parallel": {"autotp_size": 2}},
-            "tensor_parallel.autotp_size: found 2, allowed: parallel.vocab_group_size",
-        ),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size: found 2, allowed: parallel"),
         ("none.json", "deepspeed: found 'none.json', allowed: a mapping, or a JSON file with one .No such file"),
     ],
 )

@@ -14,7 +14,7 @@ from cqwen_dist.run.status import read_status
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 CUT_DOWN = [
-    "model.pretrain.steps=40",
+    "model.pretrain.steps=20",
     "data.limit=64",
     "stages.0.steps=3",
     "stages.1.steps=3",
@@ -27,7 +27,7 @@ CUT_DOWN = [
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cut-down quickstart, trained by two ranks under the launcher."""
     folder = tmp_path_factory.mktemp("road") / "run"
-    done = cqwen("launch", QUICKSTART, "--ranks", 2, f"run.dir={folder}", *CUT_DOWN)
+    done = cqwen_forked("launch", QUICKSTART, "--ranks", 2, f"run.dir={folder}", *CUT_DOWN)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr + done.stdout
     return folder
 

@@ -128,10 +128,11 @@ def test_logits_processors_see_ids_without_padding(model, config: Any) -> None:
     assert lengths == [8, 9, 10, 11, 12, 13] * 2
 
 
-def test_cached_graphs_and_buffers_are_not_shared_between_calls_and_models(model) -> None:
+@COMPILED
+def test_cached_graphs_and_buffers_are_not_shared_between_calls_and_models(model, config: Any) -> None:
     """A result stays as it is; a copy of the model runs its own weights; other shapes and weights count."""
     static = {"cache_implementation": "static", "max_new_tokens": 9}
-    traced = {**static, "compile_config": TRACED}
+    traced = {**static, "compile_config": config}
     first, numbers = generate(model, **number_prompts(), **traced)
     before = first.clone(), numbers.values.clone()
     generate(model, **number_prompts(seed=8), **static)

@@ -171,18 +171,12 @@ def test_unsupported_generate_options_are_refused() -> None:
     model, ids = tiny_causal_lm(), random_ids(1, 3)
     for options, match in (
         ({"num_beams": 4}, "num_beams: found 4, allowed: nothing but in mode compatible or ovr"),
-        (
-            {"penalty_alpha": 0.6},
-            r"penalty_alpha: found 0\.6, allowed: None; mode='compatible' takes repetition_penalty",
-        ),
+        ({"penalty_alpha": 0.6}, r"penalty_alpha: found 0\.6, allowed: None; mode='compatible' takes"),
         ({"colour": "red"}, "colour: found 'red', allowed: an option of this generate"),
         ({"max_new_token": 3}, "max_new_token: found 3, allowed: .*the nearest is max_new_tokens"),
         ({"mode": "ovr", "top_p": 1.5}, r"top_p: found 1\.5"),
         ({"mode": "ovr", "temperature": -1.0}, r"temperature: found -1\.0"),
-        (
-            {"mode": "standard", "do_sample": True},
-            "allowed: False, as mode standard draws nothing; mode='compatible' or 'ovr' draws words",
-        ),
+        ({"mode": "standard", "do_sample": True}, "allowed: False, as mode standard draws nothing; mode='compatible'"),
         ({"mode": "standard", "temperature": 0.7}, r"temperature: found 0\.7, allowed: none in mode standard"),
         ({"max_new_tokens": 2.5}, r"max_new_tokens: found 2\.5, allowed: a whole number"),
         ({"mode": "causal", "seed": "one"}, "seed: found 'one', allowed: a whole number"),
