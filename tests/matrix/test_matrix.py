@@ -39,9 +39,9 @@ THIN = {
     3: [Case(3, 3, 2, "fp32", 2, BOTH), Case(3, 1, 1, "bf16", 1, "heads")],
     4: [
         Case(4, 2, 1, "fp32", 1, "scalar C, full gate"),
-        Case(4, 2, 3, "fp32", 2, BOTH),
+        Case(4, 2, 3, "fp32", 1, BOTH),
         Case(4, 2, 1, "bf16", 1, BOTH),
-        Case(4, 4, 3, "bf16", 2, BOTH),
+        Case(4, 4, 3, "bf16", 1, BOTH),
     ],
 }
 STAGED = [Case(2, 2, 2, "bf16", 1, BOTH), Case(2, 2, 3, "fp32", 2, BOTH)]
