@@ -58,7 +58,7 @@ def digit_base() -> PreTrainedModel:
     base = tiny_base()
     optimizer = torch.optim.AdamW(base.parameters(), 1e-2)
     base.train()
-    for step in range(70):
+    for step in range(120):
         ids = words_and_numbers(16, 16, step)
         digit = torch.randint(0, 10, ids.shape, generator=torch.Generator().manual_seed(step)) + DIGITS[0]
         ids = torch.where(ids < 0, digit, ids)
