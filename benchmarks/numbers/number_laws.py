@@ -25,10 +25,10 @@ import numpy as np
 from benchmarks.numbers.published import PROTOCOLS, write_table
 from cqwen_dist.api import evaluate
 from cqwen_dist.data.recipes import records_in
+from cqwen_dist.data.text_files import write_table as write_csv
 from cqwen_dist.run.files import START, read_object, write_atomically
 from cqwen_dist.tables.fit_request import FitRequest
 from cqwen_dist.tables.fitting import best_checkpoint, prepare
-from cqwen_dist.tables.rows import write_rows
 
 DIABETES = "diabetes"  # scikit-learn's
 SETS = (DIABETES, "energy", "concrete", "wine-quality-red", "wine_pl", "kin8nm", "power-plant")
@@ -65,7 +65,8 @@ class LawBenchmark:
         order = np.random.default_rng(split).permutation(len(rows))
         learnt, test = np.split(order[: min(len(rows) // 2, LEARNT) + JUDGED], [min(len(rows) // 2, LEARNT)])
         folder.mkdir(parents=True, exist_ok=True)
-        write_rows(folder / "rows.csv", list(rows[0]), (rows[row] for row in (*learnt, *test)))
+        with (folder / "rows.csv").open("w", encoding="utf-8", newline="") as file:
+            write_csv((rows[row] for row in (*learnt, *test)), file)
         judged = list(range(len(learnt), len(learnt) + len(test)))
         (folder / "split.json").write_text(json.dumps([judged]), encoding="utf-8")
         at, minutes = f"{folder / 'split.json'}#0", self.minutes

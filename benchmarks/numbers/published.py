@@ -28,11 +28,11 @@ import numpy as np
 from benchmarks.numbers.predicted_laws import QUANTILES, Predicted, laws
 from cqwen_dist.config import UserError
 from cqwen_dist.data.recipes import records_in
+from cqwen_dist.data.text_files import write_table as write_csv
 from cqwen_dist.heads.intervals import LEVELS
 from cqwen_dist.run.files import START, git_commit, read_object, write_atomically
 from cqwen_dist.tables.fitting import Prepared, prepare, request_of
 from cqwen_dist.tables.judging import OURS
-from cqwen_dist.tables.rows import write_rows
 
 if TYPE_CHECKING:
     from benchmarks.numbers.adapted_base import KeptZ
@@ -253,7 +253,8 @@ def write_table(name: str, protocol: Protocol, data: Path, folder: Path) -> None
     else:
         records = records_in(str(data / protocol.file))
         rows = [dict(record) for record in records]
-    write_rows(folder / "table.csv", list(rows[0]), rows)
+    with (folder / "table.csv").open("w", encoding="utf-8", newline="") as file:
+        write_csv(rows, file)
     published = data / protocol.file.replace(".csv", ".splits.json")
     if protocol.columns and published.is_file():
         splits = json.loads(published.read_text(encoding="utf-8"))["test_rows_of_split"]

@@ -30,16 +30,16 @@ def report(
     from cqwen_dist.run.files import REPORT
     from cqwen_dist.tools.report.diagnosis import diagnose
     from cqwen_dist.tools.report.html import write_report
-    from cqwen_dist.tools.report.run_data import read_run
 
     page = out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
     with writing("--out", page):
-        echo(f"report: {write_report(runs, page)}")
-    for run in runs:
-        found, where = read_run(run), f"{run}: " if len(runs) > 1 else ""
-        if found.fit:
-            echo(f"  {where}{found.fit['verdict']}")
-        for finding in diagnose(found):
+        read = write_report(runs, page)
+    echo(f"report: {page}")
+    for folder, run in zip(runs, read, strict=True):
+        where = f"{folder}: " if len(runs) > 1 else ""
+        if run.fit:
+            echo(f"  {where}{run.fit['verdict']}")
+        for finding in diagnose(run):
             echo(f"  {finding.level:4}  {where}{finding.title}. {finding.text}")
 
 

@@ -131,7 +131,7 @@ def _check_out(out: Path | None) -> None:
 
 
 def _write(rows: Iterable[Mapping[str, Any]], out: Path | None) -> None:
-    from cqwen_dist.prediction.table import write_table
+    from cqwen_dist.data.text_files import write_table
     from cqwen_dist.run.files import written_whole
 
     if out is None:

@@ -137,12 +137,11 @@ class ConstraintConfig(Section):
 
     # YAML 1.1 reads a bare off as false
     mode: Annotated[
-        Literal["off", "monitor", "hinge", "dual"] | None,
+        Literal["off", "monitor", "dual"] | None,
         BeforeValidator(lambda value: "off" if value is False else value),
     ] = None
-    """off; monitor: report every 10 steps; hinge: add 10 times each token's excess over eps, so the mean may end above;
-    dual: a multiplier, updated every step, keeps the mean at or below eps. Default: dual if calibrated from a
-    pretrained base, else monitor."""
+    """off; monitor: report every 10 steps; dual: a multiplier, updated every step, keeps the mean at or below eps.
+    Default: dual if calibrated from a pretrained base, else monitor."""
     eps: Above0 = 0.1
     """Bound on KL, in nats per dimension."""
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, pairwise
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -107,12 +107,8 @@ def _segments(text: Text) -> list[tuple[str, bool]]:
     """(piece, whether it is learnt) of a text."""
     if text.learnt is None:
         return [(text.text, True)]
-    pieces, position = [], 0
-    for start, end in text.learnt:
-        pieces += [(text.text[position:start], False), (text.text[start:end], True)]
-        position = end
-    pieces.append((text.text[position:], False))
-    return [piece for piece in pieces if piece[0]]
+    ends = (0, *chain.from_iterable(text.learnt), len(text.text))
+    return [(text.text[a:b], place % 2 == 1) for place, (a, b) in enumerate(pairwise(ends)) if a < b]
 
 
 def _inside(segments: list[tuple[str, bool]], target: tuple[int, int], encoder: NumberEncoder) -> np.ndarray:

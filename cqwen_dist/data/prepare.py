@@ -12,7 +12,6 @@ affect how samples are cut). A folder is written under a temporary name, under a
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -34,7 +33,7 @@ from cqwen_dist.data.records import Block, ReadReport, Text
 from cqwen_dist.data.sources import chunks, extractor_of, held_out, read_texts, train_blocks
 from cqwen_dist.data.store import SCHEMA, TokenStore, first_of_digests
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.run.files import key_digest, known_digest, sync
+from cqwen_dist.run.files import appearing, key_digest, known_digest, sync
 
 FORMAT = 11  # increase it when code reads numbers or writes rows differently
 MANIFEST = "manifest.json"
@@ -63,18 +62,10 @@ def prepare(
             return folder
         with FileLock(root / f".{folder.name}.lock"):
             # Check again under the lock: another process may have built the folder while this one waited.
-            if (folder / MANIFEST).is_file():
-                return folder
-            for dead in root.glob(f".{folder.name}.*.partial"):  # left by killed processes
-                shutil.rmtree(dead, ignore_errors=True)
-            partial = root / f".{folder.name}.{os.getpid()}.partial"
-            partial.mkdir()
-            try:
-                _Build(partial, config, tokenizer, progress, workers).run(key)
-                partial.rename(folder)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-            sync(root)
+            if not (folder / MANIFEST).is_file():
+                with appearing(folder, "data.cache_dir") as partial:
+                    _Build(partial, config, tokenizer, progress, workers).run(key)
+                sync(root)
     return folder
 
 

@@ -6,7 +6,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
@@ -116,8 +116,12 @@ def whole(lines: Lines) -> dict[str, Any] | None:
 
 def no_records(record: Mapping[str, Any]) -> BadLine | None:
     """Why an object is no record but a whole table in one; None if it may be a record."""
+
+    def is_row(value: object) -> bool:  # an object, and no message of a chat
+        return isinstance(value, dict) and "role" not in value and "from" not in value
+
     for name, value in record.items():
-        if isinstance(value, list) and len(value) > 1 and all(map(_is_row, value)):
+        if isinstance(value, list) and len(value) > 1 and all(map(is_row, value)):
             found = Said(f"one object with the records under the key {name}")
             return BadLine("no list of records", found, "the list by itself: [{...}, {...}], or one object a line")
     values = [value for value in record.values() if isinstance(value, (list, dict)) and len(value) > 1]
@@ -127,11 +131,6 @@ def no_records(record: Mapping[str, Any]) -> BadLine | None:
     how = "a list" if isinstance(values[0], list) else "an object of rows"
     found = Said(f"one object with {how} for each column{', as pandas writes it' * (how != 'a list')}")
     return BadLine("no list of records", found, "a list of records: df.to_json(FILE, orient='records')")
-
-
-def _is_row(value: object) -> bool:
-    """Whether it is an object, and no message of a chat."""
-    return isinstance(value, dict) and "role" not in value and "from" not in value
 
 
 _BEFORE_RECORD = re.compile(r"\s*([\[,])\s*")
@@ -234,15 +233,20 @@ def delimiter_in(source: str) -> str:
         return ","
 
 
-def write_rows(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], out: TextIO) -> int:
-    """Write CSV with a header; returns the number of rows.
+def write_table(rows: Iterable[Mapping[str, Any]], out: TextIO) -> int:
+    """Write CSV row by row, with the first row's names as header; returns the number of rows, without any nothing is
+    written.
 
-    No name in it can look like a second delimiter; None becomes an empty cell.
+    No name in the header can look like a second delimiter; None becomes an empty cell.
     """
+    rest = iter(rows)
+    if (first := next(rest, None)) is None:
+        return 0
+    columns = list(first)
     lines, odd = _Lines(out), {*_DELIMITERS[1:]} & {*"".join(columns)}
     csv.writer(lines, lineterminator="\r\n", quoting=csv.QUOTE_ALL if odd else csv.QUOTE_MINIMAL).writerow(columns)
     writer, count = csv.DictWriter(lines, columns, lineterminator="\r\n"), 0
-    for count, row in enumerate(rows, 1):  # noqa: B007
+    for count, row in enumerate(chain([first], rest), 1):  # noqa: B007
         writer.writerow(row)
     return count
 

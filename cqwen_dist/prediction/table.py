@@ -3,9 +3,8 @@
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from cqwen_dist.config.data import filled, unescaped
 from cqwen_dist.config.errors import Said, UserError
@@ -15,7 +14,6 @@ from cqwen_dist.data.encoder import SURROGATE
 from cqwen_dist.data.from_memory import as_rows
 from cqwen_dist.data.number_forms import Form
 from cqwen_dist.data.recipes import placed_records
-from cqwen_dist.data.text_files import write_rows
 from cqwen_dist.generate.continuation import Prompt, encoded, generate_batch
 from cqwen_dist.generate.decisions import choose
 from cqwen_dist.generate.numbers import Digits, check_digits
@@ -207,14 +205,10 @@ def predict_rows(
         if known is not None:
             hold = partial(known.held, unit=model.model.action.number_head.target)
             found = map(hold, (cells[row] for row in kept), found)
-        found = map(_without_doubtful, found)
+        # A doubtful row has no value
+        found = ({**row, "predicted": None} if row.pop(DOUBTFUL, None) else row for row in found)
     none = dict.fromkeys(added)
     return ({**row, **(none if number in without else next(found))} for number, row in enumerate(rows))
-
-
-def _without_doubtful(row: dict[str, Any]) -> dict[str, Any]:
-    """The new columns without the value of a doubtful row."""
-    return {**row, "predicted": None} if row.pop(DOUBTFUL, None) else row
 
 
 def check_new(rows: Sequence[Mapping[str, Any]], added: Sequence[str]) -> None:
@@ -246,10 +240,3 @@ def without_prediction(
     if found and len(found) == len(prompts):
         raise next(iter(found.values()))
     return found
-
-
-def write_table(rows: Iterable[Mapping[str, Any]], out: TextIO) -> int:
-    """Write CSV row by row; None is an empty cell. Returns the number of rows; without any, nothing is written."""
-    rest = iter(rows)
-    first = next(rest, None)
-    return 0 if first is None else write_rows(list(first), chain([first], rest), out)

@@ -30,9 +30,10 @@ from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.columns import given_forms
 from cqwen_dist.data.number_forms import by_form
 from cqwen_dist.data.records import Extractor
+from cqwen_dist.data.text_files import write_table
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.prediction.learnt_table import learnt_table, shared_digits
-from cqwen_dist.prediction.table import predict_rows, prompts_of, write_table
+from cqwen_dist.prediction.table import predict_rows, prompts_of
 from cqwen_dist.run.files import BEST, FIT, START, appearing, file_record, not_followed, write_atomically, written_whole
 from cqwen_dist.tables.baselines import Rival, baselines
 from cqwen_dist.tables.choices import LEAST_READ, LONGEST, Chosen, Pace, choose, config_text, context_of, measure_pace

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from cqwen_dist.data.cells import Literal, TableCells, cell_text, is_missing, nu
 from cqwen_dist.data.columns import columns_of, forms_in, sample
 from cqwen_dist.data.number_forms import Form
 from cqwen_dist.data.recipes import records_in, table_columns
-from cqwen_dist.data.text_files import write_rows as write_csv
+from cqwen_dist.data.text_files import write_table
 from cqwen_dist.prediction.learnt_table import OUTSIDE
 from cqwen_dist.prediction.table import NUMBER_COLUMNS
 
@@ -71,7 +71,7 @@ def read_table(
     rows = [read[number] for number in kept]
     often = _of_targets(rows, target, source)
     lost = len(read) - len(rows)
-    written = [_as_written(records[number], (*columns, target)) for number in kept]
+    written = [{name: _written(records[number].get(name)) for name in (*columns, target)} for number in kept]
     notes = [f"{lost:,} rows without a {target} are left out"] * (lost > 0) + notes + often
     used = {name: cells.forms[name] for name in (*columns, target) if name in cells.forms}
     return Table(columns, _of_numbers(columns, rows, used), rows, target, notes, lost, written, used)
@@ -86,10 +86,6 @@ def _read(records: Sequence[Mapping[str, Any]], names: Sequence[str], cells: Tab
         except BadLine as bad:
             raise UserError("FILE", bad.found, bad.allowed, f"{source}, record {number}") from None
     return rows
-
-
-def _as_written(record: Mapping[str, Any], names: Sequence[str]) -> Row:
-    return {name: _written(record.get(name)) for name in names}
 
 
 def _written(value: Any) -> str:
@@ -110,12 +106,6 @@ def _of_targets(rows: Sequence[Row], target: str, source: str) -> list[str]:
     return [often] * (2 * count > len(rows))
 
 
-def write_rows(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes a CSV file with a header."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        write_csv(columns, rows, file)
-
-
 class Parts(NamedTuple):
     """Row indices in the three parts."""
 
@@ -132,7 +122,8 @@ class Parts(NamedTuple):
         """Writes a CSV file per part, with a header and the target as the last column."""
         folder.mkdir(parents=True)
         for name, chosen in zip(self._fields, self, strict=True):
-            write_rows(folder / f"{name}.csv", [*table.columns, table.target], (table.written[row] for row in chosen))
+            with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
+                write_table((table.written[row] for row in chosen), file)
 
 
 def read_parts(folder: Path, forms: Mapping[str, Form]) -> tuple[Table, Parts]:

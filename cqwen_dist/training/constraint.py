@@ -8,12 +8,11 @@ Cost: until a feature group trains, z equals the start's z, and the start's U co
 costs six [N,C]x[C,V]. Later, the start's features need a second forward pass of the backbone without gradient. `dual`
 then measures only every 10th step, as `monitor` does, while KL is below an eighth of eps; the loss stays as it is.
 
-`hinge` adds BETA times the excess over eps of each token, which decomposes over ranks and micro-batches. `dual` adds
-weight * KL with weight = multiplier * (KL / eps)^4, and 0 below an eighth of eps. The power reacts at the next step. An
-integral controller would react too late, as KL starts at 0 and rises within a few steps. The power uses the KL of the
-previous step, so the term is linear in the tokens and decomposes like `hinge`. After each step the log of the
-multiplier moves by a tenth of the relative distance of the global mean KL from its target, faster up than down. Both
-factors are tensors, so no step waits for them, except if a second pass depends on them.
+`dual` adds weight * KL with weight = multiplier * (KL / eps)^4, and 0 below an eighth of eps. The power reacts at the
+next step. An integral controller would react too late, as KL starts at 0 and rises within a few steps. The power uses
+the KL of the previous step, so the term is linear in the tokens and decomposes over ranks and micro-batches. After each
+step the log of the multiplier moves by a tenth of the relative distance of the global mean KL from its target, faster
+up than down. Both factors are tensors, so no step waits for them, except if a second pass depends on them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -31,7 +30,7 @@ from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.collectives import sum_over
 
-BETA = 10.0  # weight of the hinge; initial multiplier of `dual`
+BETA = 10.0  # initial multiplier of `dual`
 EVERY = 10  # steps between measurements of `monitor`; once features have trained, each needs a second forward pass
 AIM = 0.8  # of eps: the multiplier's target; below 1, since batch means scatter
 _STEEPNESS = 4  # the exponent in (KL/eps)^4,
@@ -123,7 +122,7 @@ class Constraint:
             return self.mode != "off"
         if self.mode == "monitor":
             return False
-        if self.mode == "hinge" or not self.second_pass or step < EVERY:
+        if not self.second_pass or step < EVERY:
             return True
         if self._near is None:
             self._near = bool(self._answer > 0)
@@ -145,19 +144,15 @@ class Constraint:
 
         u: current U [N,C]. z_start [N,H]. weight: number of ranks divided by the global number of tokens.
         """
-        held = self.mode in ("hinge", "dual")
+        held = self.mode == "dual"
         with torch.no_grad():
             before = self._abduction(z_start)
         with torch.set_grad_enabled(held):
             kl = u.kl(before, self._spread).mean(-1)
-            excess = (kl - self.config.eps).clamp(min=0.0)
-            if self.mode == "hinge":
-                penalty = BETA * excess.sum()
-            else:
-                penalty = self.multiplier * self._answer * kl.sum() if held else torch.zeros((), device=self.device)
+            penalty = self.multiplier * self._answer * kl.sum() if held else torch.zeros((), device=self.device)
         with torch.no_grad():
             drift = ((u.loc - before.loc).abs() / self._spread).mean(-1).sum()
-            sums = torch.stack([kl.sum(), drift, (excess > 0).sum().float(), penalty.detach()])
+            sums = torch.stack([kl.sum(), drift, (kl > self.config.eps).sum().float(), penalty.detach()])
         return weight * penalty, sums.detach()
 
     @torch.no_grad()
@@ -167,9 +162,8 @@ class Constraint:
         metrics: dict[str, Any] = {"train/kl": kl, "train/kl_drift": drift, "train/kl_over_eps": over}
         if self._bounded:
             metrics["train/kl_eps"] = self.config.eps
-        if self.mode in ("hinge", "dual"):
-            metrics["train/constraint_loss"] = loss
         if self.mode == "dual":
+            metrics["train/constraint_loss"] = loss
             metrics["train/kl_multiplier"] = (self.multiplier * self._answer).clone()
             off = (kl / (AIM * self.config.eps) - 1.0).clamp(-_FALL, 1.0)
             self.multiplier.mul_(torch.exp(_RATE * off)).clamp_(min=_LEAST * BETA)

@@ -107,7 +107,7 @@ def open_log(run: Run, place: Place, on_record: Callable[[Mapping[str, Any]], No
     alarms = Alarms(
         None if config.loss.class_weights is not None else run.model.config.vocab_size,
         base_accuracy=run.evaluations.base_accuracy,
-        kl_held=config.constraint.mode in ("hinge", "dual"),
+        kl_held=config.constraint.mode == "dual",
     )
     logged = place.step - (place.due is not None)
     run.progress.begin(run.schedule.total_steps, place.step)

@@ -23,13 +23,13 @@ import torch
 from benchmarks.line_chart import line_chart
 from cqwen_dist import counterfactual_rows, train
 from cqwen_dist.checkpoint.trained import load_trained
+from cqwen_dist.data.text_files import write_table
 from cqwen_dist.generate.continuation import encoded, padded
 from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.prediction.learnt_table import learnt_table
 from cqwen_dist.run.files import write_atomically
 from cqwen_dist.tables.fit_request import FitRequest
 from cqwen_dist.tables.fitting import CONFIG, best_checkpoint, prepare
-from cqwen_dist.tables.rows import write_rows
 from experiments.claims.effects import Law, least_squares, same_quantile, scale_of_errors, true_form
 from experiments.claims.measures import Claim, by_tenths, cell, rank_correlation
 from experiments.claims.people import COLUMNS, DOSES, SPREAD_U, TARGET, WIDENING, People, average_effect
@@ -124,7 +124,8 @@ def fitted(ask: Ask, learnt: People, others: People) -> Reader:
         rows = [
             {**row, TARGET: f"{y:.2f}"} for of in (learnt, others) for row, y in zip(of.rows(), _own(of), strict=True)
         ]
-        write_rows(table, [*COLUMNS, TARGET], rows)
+        with table.open("w", encoding="utf-8", newline="") as file:
+            write_table(({name: row[name] for name in (*COLUMNS, TARGET)} for row in rows), file)
         write_atomically(split, json.dumps(list(range(len(learnt.age), len(rows)))))
     request = FitRequest(str(table), TARGET, ask.base, [], None, 0.2, str(split), ask.seed, ask.size.minutes)
     prepare(request, folder / "fit", ask.say)

@@ -142,7 +142,7 @@ def test_float64_values_are_stored_exactly_and_datasets_opens_the_file(tmp_path,
 def test_partial_folders_are_removed_and_a_damaged_folder_is_an_error(corpus, tmp_path, tokenizer) -> None:
     config = DataConfig(train=corpus, cache_dir=str(tmp_path / "cache"))
     folder = prepare(config, tokenizer)
-    left = folder.with_name(f".{folder.name}.99999.partial")
+    left = folder.with_name(f".{folder.name}.0123abcd.partial")
     left.mkdir()
     (left / "train.arrow").write_bytes(b"half")
     for path in folder.iterdir():

@@ -20,7 +20,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "model__value_periods": [10, 100],
         "model__wide": [64, 32],
     },
-    "offload": {"parallel__offload": "optimizer", "loss__constraint": {"mode": "hinge", "eps": 0.05}},
+    "offload": {"parallel__offload": "optimizer", "loss__constraint": {"mode": "dual", "eps": 0.05}},
     "zero 3": {"parallel__zero_stage": 3},
 }
 

@@ -1,4 +1,4 @@
-"""What users' libraries do with an exported folder: pipelines, PEFT, Trainer, accelerate (TRL: test_sft)."""
+"""What users' libraries do with an exported folder: pipelines, PEFT, Trainer, accelerate."""
 
 import re
 from functools import partial

@@ -12,9 +12,10 @@ from support.exported import tiny_pair
 from cqwen_dist.api import predict
 from cqwen_dist.config import UserError
 from cqwen_dist.data.recipes import records_in
+from cqwen_dist.data.text_files import write_table
 from cqwen_dist.generate.continuation import continue_text
 from cqwen_dist.generate.decisions import choose
-from cqwen_dist.prediction.table import NUMBER_COLUMNS, predict_numbers, predict_rows, prompts_of, write_table
+from cqwen_dist.prediction.table import NUMBER_COLUMNS, predict_numbers, predict_rows, prompts_of
 
 TABLE = 'item,amount,note\ntea,3.5,"a, b"\nmilk,12,\n"rice ""x""",-4,{z}\n'
 TEMPLATE = "{item} costs {amount} and bread costs"

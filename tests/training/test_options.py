@@ -27,7 +27,7 @@ CHANGES = [
     "loss.gate=soft",
     "loss.class_weights={101: 3.0}",
     "loss.class_weights=frequency",
-    "loss.constraint.mode=hinge + loss.constraint.eps=1e-5",
+    "loss.constraint.mode=dual + loss.constraint.eps=1e-5",
     "loss.target_transform=signed_log",
     "stages.0.reg_weight={start: 0.0, end: 2.0}",
     "stages.0.sequence_length=16",

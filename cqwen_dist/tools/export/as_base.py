@@ -9,7 +9,6 @@ them. The plain model then has the base's vocabulary and reads numerals as digit
 """
 
 import copy
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.model import CausalQwenForCausalLM
 from cqwen_dist.model.embedding import scale_of
-from cqwen_dist.model.new_words import with_number_token
 
 OPTION = "--as-base"
 HELD = 1e-6  # in logits; a smaller bias is rounding error
@@ -54,7 +52,9 @@ def plain_model(model: CausalQwenForCausalLM, drop_bias: bool) -> tuple[PreTrain
     V: the base's vocabulary size. Raises `UserError` if the bias exceeds rounding error, unless drop_bias is set.
     """
     architecture(model.config.base["model_type"]).require("plain_export", OPTION, True)
-    words = kept_rows(model.config)
+    embedding, num = model.model.features.embedding, model.config.num_token_id
+    # Without the rows added for <NUM>, unless words were added behind it
+    words = model.config.vocab_size - (model.config.added_rows if model.config.used_rows <= num + 1 else 0)
     head, bias = (part[:words] for part in folded_head(model))
     size = float(bias.abs().max())
     if size > HELD and not drop_bias:
@@ -65,7 +65,6 @@ def plain_model(model: CausalQwenForCausalLM, drop_bias: bool) -> tuple[PreTrain
     config = AutoConfig.for_model(**{**own, "vocab_size": words, "tie_word_embeddings": False})
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
-    embedding, num = model.model.features.embedding, model.config.num_token_id
     whole = embedding.token_embedding.weight.detach()
     table = copy.deepcopy(embedding.token_embedding)
     table.weight, table.num_embeddings = nn.Parameter(whole[:words].clone(), requires_grad=False), words
@@ -79,17 +78,3 @@ def plain_model(model: CausalQwenForCausalLM, drop_bias: bool) -> tuple[PreTrain
     plain.lm_head.weight = nn.Parameter(head.to(model.dtype), requires_grad=False)
     plain.generation_config = model.generation_config
     return plain.eval(), bias
-
-
-def plain_tokenizer(tokenizer: Any, config: Any) -> Any:
-    """transformers' tokenizer, with `<NUM>` as a visible token.
-
-    config: the `CausalQwenConfig`. If the plain model lacks `<NUM>`'s row, the tokenizer stays unchanged.
-    Raises RuntimeError if the tokenizer assigns a different row to `<NUM>`.
-    """
-    return tokenizer if kept_rows(config) <= config.num_token_id else with_number_token(tokenizer, config.num_token_id)
-
-
-def kept_rows(config: Any) -> int:
-    """Rows of the plain model: without those added for `<NUM>`, unless words were added behind it."""
-    return int(config.vocab_size - (config.added_rows if config.used_rows <= config.num_token_id + 1 else 0))

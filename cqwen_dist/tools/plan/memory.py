@@ -229,7 +229,7 @@ def _heads_backward(s: Sizes, looking: bool = False) -> Iterator[Part]:
     if looking:  # after the loss, before any gradient is propagated further
         wide = 2 * s.group * n * s.words * s.width
     yield Part("gradients of U", wide, "as they came, as they are added up, through softplus")
-    if looking or s.config.constraint.mode in ("hinge", "dual"):
+    if looking or s.config.constraint.mode == "dual":
         yield Part("KL to the start", KL_TENSORS * n * c * FP32, f"{KL_TENSORS} tensors [N, C] in fp32")
 
 

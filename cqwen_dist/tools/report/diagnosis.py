@@ -55,7 +55,7 @@ def _alarms(run: RunData) -> Iterator[Finding]:
 def _words(run: RunData, accuracy: float, base: float) -> Iterator[Finding]:
     gap = 100 * (accuracy - base)
     if gap < -1.0:
-        held = run.config.constraint.mode in ("hinge", "dual")
+        held = run.config.constraint.mode == "dual"
         hold = "a smaller loss.constraint.eps" if held else "hold U near its start (loss.constraint.mode: dual)"
         advice = f"knowledge was lost. Lower the learning rates, or {hold}."
         if projected := run.start.get("projection_error"):
@@ -79,24 +79,21 @@ def _words(run: RunData, accuracy: float, base: float) -> Iterator[Finding]:
 
 
 def _forgotten(run: RunData) -> Iterator[Finding]:
+    trained = " and ".join(f"`{group}`" for group in ("classifier", "thresholds") if run.config.trains(group))
+    remedy = "Lower the rates (lr_groups), train for fewer steps, or mix such texts into data.train."
+    if trained:
+        lower = "or lower their rates (lr_groups): they follow the training texts alone."
+        remedy = f"Freeze {trained} (a stage's train), {lower}"
     for name in watched_names(run.last):
         accuracy, base = run.last.get(f"watch/{name}/accuracy"), run.last.get(f"watch/{name}/base_accuracy")
         if accuracy is None or not base:
             continue
         gap = 100 * (accuracy - base)
         if gap < -max(1.0, 10 * base):
-            yield warn(f"It forgets {name}: {-gap:.1f} points of the base model's {base:.1%}", _against_forgetting(run))
+            yield warn(f"It forgets {name}: {-gap:.1f} points of the base model's {base:.1%}", remedy)
         else:
             finding = good if accuracy >= FEW_WORDS else note
             yield finding(f"Kept of {name}: {accuracy:.1%} right", f"{gap:+.1f} points against {base:.1%}.")
-
-
-def _against_forgetting(run: RunData) -> str:
-    trained = [group for group in ("classifier", "thresholds") if run.config.trains(group)]
-    if not trained:
-        return "Lower the rates (lr_groups), train for fewer steps, or mix such texts into data.train."
-    named = " and ".join(f"`{group}`" for group in trained)
-    return f"Freeze {named} (a stage's train), or lower their rates (lr_groups): they follow the training texts alone."
 
 
 def _overfit(run: RunData) -> Iterator[Finding]:

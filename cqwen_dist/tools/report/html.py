@@ -24,14 +24,8 @@ from cqwen_dist.tools.report.run_data import RunData, read_run, watched_names
 PAGE = Path(__file__).parent / "page"
 
 
-def write_report(folders: Sequence[Path], out: Path) -> Path:
-    """Read the runs and write the page atomically. Raises `UserError` if a folder is not a run."""
-    _written(folders, out)
-    return out
-
-
-def _written(folders: Sequence[Path], out: Path) -> list[RunData]:
-    """The runs that `write_report` has read."""
+def write_report(folders: Sequence[Path], out: Path) -> list[RunData]:
+    """Read the runs, write the page atomically, and return the runs. Raises `UserError` if a folder is not a run."""
     try:
         runs = [read_run(folder) for folder in folders]
         page = render(runs)
@@ -56,7 +50,7 @@ def leave_report(run: Path) -> None:
         return
     try:
         page = run / REPORT
-        (read,) = _written([run], page)
+        (read,) = write_report([run], page)
         troubles = [f"{found.title}. {found.text}" for found in diagnose(read) if found.level == "bad"]
     except Exception as error:
         echo(f"note: no {REPORT}: {type(error).__name__}: {error}", err=True)
@@ -197,19 +191,9 @@ def _described() -> dict[str, Any]:
 
 def sections(metrics: Collection[str]) -> list[tuple[str, str, list[dict[str, Any]]]]:
     """(key, title, charts) for every section that has charts for these metrics. The page script reads them."""
-    watched = [
-        {
-            "title": f"Kept: {name}",
-            "unit": "Share of tokens",
-            "percent": True,
-            "curves": {f"watch/{name}/accuracy": "right", f"watch/{name}/base_accuracy": "base model"},
-            "say": "Words right in texts that are not trained on. A falling curve means forgetting.",
-        }
-        for name in watched_names(metrics)
-    ]
     found = []
     for key, section in _described()["sections"].items():
-        given = [*section["charts"], *(watched if key == "words" else [])]
+        given = [*section["charts"], *(_of_watched("chart", metrics) if key == "words" else [])]
         if charts := [_chart(key, **chart) for chart in given if not chart["curves"].keys().isdisjoint(metrics)]:
             found.append((key, section["title"], charts))
     return found
@@ -222,14 +206,10 @@ def _chart(section: str, curves: dict[str, str], at: dict[float, str] | None = N
 
 def compared_metrics(metrics: Iterable[str]) -> list[dict[str, Any]]:
     """The rows in the table of final metrics, from `metrics` in page/charts.yaml."""
-    watched = [
-        {
-            "name": f"watch/{name}/accuracy",
-            "label": f"Words right: {name}, not trained on",
-            "percent": True,
-            "best": "larger",
-            "against": {f"watch/{name}/base_accuracy": "base model"},
-        }
-        for name in watched_names(metrics)
-    ]
-    return [*_described()["metrics"], *watched]
+    return [*_described()["metrics"], *_of_watched("metric", metrics)]
+
+
+def _of_watched(what: str, metrics: Iterable[str]) -> list[dict[str, Any]]:
+    """The chart or the metric of each `data.watch` name, from `watched` in page/charts.yaml."""
+    text = json.dumps(_described()["watched"][what])
+    return [json.loads(text.replace("NAME", name)) for name in watched_names(metrics)]

@@ -17,12 +17,14 @@ from cqwen_dist.tools.report.run_data import POINTS, read_run
 
 @pytest.fixture(scope="module")
 def one(one_rank: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report([one_rank], tmp_path_factory.mktemp("report") / "one.html")
+    write_report([one_rank], page := tmp_path_factory.mktemp("report") / "one.html")
+    return page
 
 
 @pytest.fixture(scope="module")
 def both(one_rank: Path, two_ranks: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report([one_rank, two_ranks], tmp_path_factory.mktemp("report") / "both.html")
+    write_report([one_rank, two_ranks], page := tmp_path_factory.mktemp("report") / "both.html")
+    return page
 
 
 def data_of(page: Path) -> dict:
