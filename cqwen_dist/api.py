@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cqwen_dist.generate.streaming import Tokenizer
     from cqwen_dist.model import CausalQwenForCausalLM
     from cqwen_dist.prediction.learnt_table import LearntTable
-    from cqwen_dist.prediction.table import Prompt, Unread
+    from cqwen_dist.prediction.table import Prompt
 
 __all__ = ["Callback", "CallbackError", "Config", "Moment", "Stage", "Stopped", "TrainResult", "UserError"]
 __all__ += ["counterfactual", "counterfactual_rows", "evaluate", "load", "predict", "train"]
@@ -197,17 +197,15 @@ def predicted_rows(
     **settings: Any,
 ) -> Iterator[dict[str, Any]]:
     """`predict`, batch by batch as the rows are taken. The same arguments; settings: of `predict_rows`."""
-    from cqwen_dist.prediction.table import cells_given, predict_rows, prompts_of, rows_of, with_place
+    from cqwen_dist.prediction.table import cells_given, placed_table, predict_rows, prompts_of
 
-    places, table = rows_of(rows)
-    if not table:
-        return iter(())
     if within is None:
         within = 0 if template is None else 8
-    unread: Unread = {}
     known, cells = None, list[Any]()
     prompts: Sequence[Prompt]
-    try:
+    with placed_table(rows, say) as (table, unread):
+        if not table:
+            return iter(())
         if template is None:
             learnt = _learnt_table(model)
             known = learnt.known()
@@ -218,11 +216,7 @@ def predicted_rows(
             prompts = prompts_of(template, list(table[0]), given, empty, unread)
         found, tokenizer = _pair(model, device)
         settings |= {"unread": unread, "known": known, "cells": cells, "within": within}
-        predicted = predict_rows(found, tokenizer, table, prompts, **settings)
-    except UserError as error:
-        raise with_place(error, rows, places, unread) from None
-    _tell_unread(rows, places, table, unread, say)
-    return predicted
+        return predict_rows(found, tokenizer, table, prompts, **settings)
 
 
 def counterfactual(
@@ -255,33 +249,17 @@ def counterfactual_rows(
     observed, has None in all new columns. Raises `UserError`.
     """
     from cqwen_dist.prediction.changed_table import changed_rows
-    from cqwen_dist.prediction.table import rows_of, with_place
+    from cqwen_dist.prediction.table import placed_table
 
-    places, table = rows_of(rows)
-    unread: Unread = {}
-    try:
+    with placed_table(rows, say) as (table, unread):
         learnt = _learnt_table(model)
-        found = list(changed_rows(*_pair(model, device), table, learnt, change, say, unread))
-    except UserError as error:
-        raise with_place(error, rows, places, unread) from None
-    _tell_unread(rows, places, table, unread, say)
-    return found
+        return list(changed_rows(*_pair(model, device), table, learnt, change, say, unread))
 
 
 def _pair(model: Any, device: str) -> tuple[CausalQwenForCausalLM, Tokenizer]:
     from cqwen_dist.checkpoint.trained import load_trained
 
     return model if isinstance(model, tuple) else load_trained(_folder(model), device)
-
-
-def _tell_unread(
-    rows: Any, places: Sequence[str], table: Sequence[Any], unread: Unread, say: Callable[[str], None]
-) -> None:
-    from cqwen_dist.prediction.table import with_place
-
-    if unread:
-        first = with_place(unread[min(unread)], rows, places, unread)
-        say(f"{len(unread):,} of {len(table):,} rows have no prediction, such as {first}")
 
 
 def _learnt_table(model: Any) -> LearntTable:

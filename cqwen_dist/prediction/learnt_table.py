@@ -285,6 +285,10 @@ class LearntTable(BaseModel):
                 prompts.append("")
         return prompts, [{name: cell_in(extract.cells, name, cell) for name, cell in row.items()} for row in read]
 
+    def to_dict(self) -> dict[str, Any]:
+        """The contents of `FILE`."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
 
 def learnt_table(folder: Path) -> LearntTable | None:
     """Load from a run, a checkpoint or an export; None if the columns are not stored. Raises `UserError`."""

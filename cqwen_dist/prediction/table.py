@@ -1,7 +1,8 @@
 """A table in, predictions out: each row becomes a prompt, and the number that comes next goes into new columns."""
 
 import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,28 @@ def rows_of(rows: Any) -> tuple[list[str], list[dict[str, Any]]]:
     return [where for where, _ in found], [{name: row.get(name) for name in columns} for _, row in found]
 
 
-def with_place(error: UserError, rows: Any, places: Sequence[str], unread: Unread) -> UserError:
-    """The error with the row's place, or the table's name, instead of FILE. places: of `rows_of`."""
-    if error.key != "FILE":
-        return error
-    name = str(rows) if isinstance(rows, (str, Path)) else "rows"
-    row = next((row for row, one in unread.items() if one is error), None)
-    return UserError(name if row is None else places[row], error.found, error.allowed)
+@contextmanager
+def placed_table(rows: Any, say: Callable[[str], None]) -> Iterator[tuple[list[dict[str, Any]], Unread]]:
+    """The rows of a table (`rows_of`), and a dict for why a row has no prediction; at the end `say` gets their number.
+
+    An error inside has the row's place, or the table's name, instead of FILE.
+    """
+    places, table = rows_of(rows)
+    unread: Unread = {}
+
+    def with_place(error: UserError) -> UserError:
+        if error.key != "FILE":
+            return error
+        name = str(rows) if isinstance(rows, (str, Path)) else "rows"
+        row = next((row for row, one in unread.items() if one is error), None)
+        return UserError(name if row is None else places[row], error.found, error.allowed)
+
+    try:
+        yield table, unread
+    except UserError as error:
+        raise with_place(error) from None
+    if unread:
+        say(f"{len(unread):,} of {len(table):,} rows have no prediction, such as {with_place(unread[min(unread)])}")
 
 
 def cells_given(

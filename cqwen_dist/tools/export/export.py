@@ -94,7 +94,7 @@ def export(
                 model.save_pretrained(folder, max_shard_size=shard_size)
                 _write_all_but_weights(model, tokenizer, folder, about["base"])
                 if table is not None:
-                    _write_json(folder / TABLE, table.model_dump(mode="json", exclude_unset=True))
+                    _write_json(folder / TABLE, table.to_dict())
                 _compare(model, folder)
             else:
                 plain.save_pretrained(folder, max_shard_size=shard_size)
