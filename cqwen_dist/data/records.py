@@ -46,12 +46,10 @@ class ReadReport:
     def add(self, other: "ReadReport") -> None:
         """Add a later report."""
         self.read += other.read
-        for kind, count in other.skipped.items():
-            self.skipped[kind] = self.skipped.get(kind, 0) + count
-        for kind, where in other.first.items():
-            self.first.setdefault(kind, where)
-        for kind, count in other.unused.items():
-            self.unused[kind] = self.unused.get(kind, 0) + count
+        self.first = {**other.first, **self.first}
+        for counts, more in ((self.skipped, other.skipped), (self.unused, other.unused)):
+            for kind, count in more.items():
+                counts[kind] = counts.get(kind, 0) + count
 
     def lines(self) -> list[str]:
         """For people: the forms of numbers, each kind of bad line and of unused part, and the unread fields."""

@@ -5,8 +5,7 @@ not say which sexes the codes 1 and 2 mean. The weight class in words is derived
 ends with the progression score. A fixed permutation splits the patients into 342 for training and 100 held out.
 """
 
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cache
 
 import numpy as np
 
@@ -23,32 +22,21 @@ _SENTENCE = (
 )
 
 
-class DiabetesTable(NamedTuple):
-    """The same split as numbers: x [n,10] float64 in the order of the study, y [n] float64."""
-
-    x_train: np.ndarray
-    y_train: np.ndarray
-    x_test: np.ndarray
-    y_test: np.ndarray
-
-
-@lru_cache(maxsize=1)
-def diabetes_table() -> DiabetesTable:
-    """Unscaled measurements and progression for the 342 training and 100 held-out patients."""
+@cache
+def diabetes_table() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """The parts train (342 patients) and test (100) as numbers: unscaled measurements [n,10] in the order of the study,
+    and the progression [n], float64."""
     from sklearn.datasets import load_diabetes
 
     study = load_diabetes(scaled=False)
-    order = np.random.RandomState(0).permutation(len(study.target))
-    train, test = order[:_TRAIN], order[_TRAIN:]
-    return DiabetesTable(study.data[train], study.target[train], study.data[test], study.target[test])
+    train, test = np.split(np.random.RandomState(0).permutation(len(study.target)), [_TRAIN])
+    return {name: (study.data[rows], study.target[rows]) for name, rows in (("train", train), ("test", test))}
 
 
 def diabetes_texts(part: str) -> list[str]:
     """One text per patient in a part (train or test), in the order of `diabetes_table`."""
-    table = diabetes_table()
-    x, y = (table.x_train, table.y_train) if part == "train" else (table.x_test, table.y_test)
     texts = []
-    for row, progression in zip(x, y, strict=True):
+    for row, progression in zip(*diabetes_table()[part], strict=True):
         age, sex, index, *rest = row
         numbers = [as_text(float(value)) for value in (sex, age, index, *rest, progression)]
         weight = next(name for limit, name in _WEIGHT_CLASSES if index < limit)
@@ -56,23 +44,13 @@ def diabetes_texts(part: str) -> list[str]:
     return texts
 
 
-class Baselines(NamedTuple):
-    """Held-out median absolute errors of simple baselines, in units of the progression score."""
-
-    median: float
-    ridge: float
-
-
-@lru_cache(maxsize=1)
-def baselines() -> Baselines:
-    """Baselines: the training median, and a cross-validated ridge regression on the ten measurements."""
+@cache
+def ridge_error() -> float:
+    """Held-out median absolute error of a cross-validated ridge regression on the ten measurements."""
     from sklearn.linear_model import RidgeCV
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    table = diabetes_table()
-    ridge = make_pipeline(StandardScaler(), RidgeCV(np.logspace(-3, 3, 25))).fit(table.x_train, table.y_train)
-    return Baselines(
-        median=float(np.median(np.abs(table.y_test - np.median(table.y_train)))),
-        ridge=float(np.median(np.abs(table.y_test - ridge.predict(table.x_test)))),
-    )
+    x, y = diabetes_table()["test"]
+    ridge = make_pipeline(StandardScaler(), RidgeCV(np.logspace(-3, 3, 25))).fit(*diabetes_table()["train"])
+    return float(np.median(np.abs(y - ridge.predict(x))))

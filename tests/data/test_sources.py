@@ -304,8 +304,7 @@ def test_reads_the_diabetes_study_as_sentences() -> None:
     train, test = diabetes_texts("train"), diabetes_texts("test")
     assert (len(train), len(test)) == (342, 100)
     assert not set(train) & set(test)
-    table = diabetes_table()
-    for texts, x, y in ((train, table.x_train, table.y_train), (test, table.x_test, table.y_test)):
+    for texts, (x, y) in ((train, diabetes_table()["train"]), (test, diabetes_table()["test"])):
         values = np.array([[span.value for span in find_numbers(text)] for text in texts])
         np.testing.assert_array_equal(values[:, -1], y)
         np.testing.assert_array_equal(values[:, [1, 0, *range(2, 10)]], x)

@@ -90,7 +90,6 @@ def test_the_whole_quickstart_beats_the_median_and_keeps_its_words(tmp_path: Pat
     figures = one_document(cqwen("quickstart", f"run.dir={tmp_path / 'run'}", "--json", cwd=ROOT))
     assert figures["eval/reg_mdae"] < 0.8 * figures["eval/baseline_mdae"]
     assert figures["eval/accuracy"] >= figures["eval/base_accuracy"] - 0.02
-    assert figures["median_mdae"] == pytest.approx(figures["eval/baseline_mdae"], rel=1e-6)
 
 
 WITHOUT_TORCH = """

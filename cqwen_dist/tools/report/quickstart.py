@@ -14,7 +14,7 @@ from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import load_config
 from cqwen_dist.generate.continuation import continue_text
 from cqwen_dist.run.files import STATE
-from cqwen_dist.tools.diabetes import baselines, diabetes_texts
+from cqwen_dist.tools.diabetes import diabetes_texts, ridge_error
 from cqwen_dist.tools.export.export import export
 from cqwen_dist.tools.report.html import main_metrics
 from cqwen_dist.tools.report.run_data import read_run
@@ -28,7 +28,6 @@ def show(config_path: Path, overrides: Sequence[str], console: Console) -> dict[
     checkpoint = latest_checkpoint(run)
     assert checkpoint is not None, "a run that was trained has a checkpoint"
     evaluated = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["figures"]
-    metrics, base = {name: value for name, value in evaluated.items() if name != CALIBRATION}, baselines()
     out = run / "export"
     shutil.rmtree(out, ignore_errors=True)
     export(run, out)
@@ -49,4 +48,4 @@ def show(config_path: Path, overrides: Sequence[str], console: Console) -> dict[
         shown.add_row("..." + prompt[-32:] + " was", written.text.strip(), interval, truth)
     console.print(shown)
     console.print(f"run: {run}   exported model: {out}")
-    return {**metrics, "ridge_mdae": base.ridge, "median_mdae": base.median}
+    return {**{name: value for name, value in evaluated.items() if name != CALIBRATION}, "ridge_mdae": ridge_error()}

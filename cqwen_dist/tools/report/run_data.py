@@ -81,9 +81,10 @@ def read_run(folder: Path) -> RunData:
     stages, newest = _read_metrics(folder / files.METRICS, values)
     _add_rates(values, config.stages, stages)
     if config.data.eval == "bundled:diabetes/test" and "eval/baseline_mdae" in values:
-        from cqwen_dist.tools.diabetes import baselines
+        from cqwen_dist.tools.diabetes import ridge_error
 
-        values[RIDGE] = (values["eval/baseline_mdae"][0], [baselines().ridge] * len(values["eval/baseline_mdae"][0]))
+        steps, _ = values["eval/baseline_mdae"]
+        values[RIDGE] = (steps, [ridge_error()] * len(steps))
     found = (read_object(path) for path in sorted((folder / files.EVALUATIONS).glob("step-*.json")))
     return RunData(
         name=config.run.name or folder.resolve().name,

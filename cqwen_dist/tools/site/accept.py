@@ -26,7 +26,7 @@ from cqwen_dist.cluster.launch import STOPPED, launch
 from cqwen_dist.config import UserError, writing
 from cqwen_dist.config.architectures.base_architecture import USUAL, sizes
 from cqwen_dist.parallel.collectives import Stopped
-from cqwen_dist.run.files import CONFIG, LATEST, LOCK, METRICS, write_atomically
+from cqwen_dist.run.files import CONFIG, LATEST, LOCK, METRICS, read_lines, write_atomically
 from cqwen_dist.run.folder import archive, run_lock
 from cqwen_dist.run.status import read_status
 
@@ -154,12 +154,7 @@ def layouts(world: int) -> list[tuple[int, int]]:
 
 def figures(run: Path) -> list[tuple[float, float]]:
     """(loss, gradient norm) for each logged step in a run."""
-    try:
-        lines = (run / METRICS).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    records = [json.loads(line) for line in lines if line.endswith("}")]
-    steps = (record for record in records if "train/total_loss" in record)  # not the start
+    steps = (record for record in read_lines(run / METRICS) if "train/total_loss" in record)  # not the start
     return [(record["train/total_loss"], record["train/grad_norm"]) for record in steps]
 
 
