@@ -26,6 +26,10 @@ MOVED: dict[str, tuple[str, dict[Any, Any]]] = {
     "bf16.enabled": ("train.precision", {True: "bf16", False: "fp32"}),
     "optimizer.params.weight_decay": ("train.weight_decay", {}),
 }
+_ACTIVATIONS = (
+    "partition_activations number_checkpoints contiguous_memory_optimization synchronize_checkpoint_boundary profile "
+    "cpu_checkpointing"
+)
 # Settings that are always on; they may be given.
 DONE: dict[str, tuple[Any, ...]] = {
     "optimizer.type": ("AdamW", "Adam"),
@@ -36,26 +40,18 @@ DONE: dict[str, tuple[Any, ...]] = {
     "zero_optimization.cpu_offload": (False,),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": (True, False),  # exports have all weights
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": (True, False),
-    **{
-        f"activation_checkpointing.{key}": (False, None)
-        for key in (
-            *("partition_activations", "number_checkpoints", "contiguous_memory_optimization"),
-            *("synchronize_checkpoint_boundary", "profile", "cpu_checkpointing"),
-        )
-    },
+    **{f"activation_checkpointing.{key}": (False, None) for key in _ACTIVATIONS.split()},
 }
+_SWITCHED = (
+    "amp torch_autocast hybrid_engine autotuning data_efficiency comms_logger flops_profiler tensorboard wandb "
+    "csv_monitor comet weight_quantization"
+)
 # A section is ignored if its switch has one of these values (None: no switch).
 SWITCHES: dict[str, tuple[Any, ...]] = {
     "fp16.enabled": (False, None),
     "zero_optimization.offload_param.device": ("none", None),
     "zero_optimization.offload_optimizer.device": ("none",),
-    **{
-        f"{section}.enabled": (False,)
-        for section in (
-            *("amp", "torch_autocast", "hybrid_engine", "autotuning", "data_efficiency", "comms_logger"),
-            *("flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet", "weight_quantization"),
-        )
-    },
+    **{f"{section}.enabled": (False,) for section in _SWITCHED.split()},
 }
 # What else DeepSpeed is told: key -> (values, where it acts on it (`_WHERE`), its default). Values: a type, the words
 # allowed, or the least whole number. tests/config/test_deepspeed_section.py compares this with DeepSpeed.

@@ -22,14 +22,15 @@ _DAY = re.compile(r"\d{4}-\d\d-\d\d( \d\d:\d\d:\d\d(\.\d+)?([+-]\d\d:\d\d)?)?", 
 _SHAPE = re.compile(r"[\d/.: -]*\d[\d/.: -]*", re.ASCII)
 
 
-def sample(source: str, key: str = "--data", most: int | None = SAMPLE) -> list[Any]:
-    """Records (or `Text`s) of a source's first blocks; most None: all. Raises `UserError` for a bad line."""
-    return [record for _, record in placed_sample(source, key, most)]
+def placed_sample(source: str, key: str = "--data", most: int | None = SAMPLE) -> list[tuple[str, Any]]:
+    """Records (or `Text`s) of a source's first blocks, each with its place `file:line`; most None: all. Raises
+    `UserError` for a bad line."""
+    return [*_placed(_first_blocks(source, key, most), strict=True)]
 
 
-def placed_sample(source: str, key: str, most: int | None) -> Iterator[tuple[str, Any]]:
-    """`sample`, each record with its place `file:line`."""
-    return _placed(_first_blocks(source, key, most), strict=True)
+def sample(source: str, key: str = "--data") -> list[Any]:
+    """`placed_sample` without the places."""
+    return [record for _, record in placed_sample(source, key)]
 
 
 def _first_blocks(source: str, key: str, most: int | None) -> Iterator[Block]:

@@ -257,7 +257,7 @@ def records_in(source: str) -> list[Mapping[str, Any]]:
 
 def placed_records(source: str) -> list[tuple[str, Mapping[str, Any]]]:
     """`records_in`, each with its place `file:line`."""
-    placed = [*placed_sample(source, "FILE", None)]
+    placed = placed_sample(source, "FILE", None)
     records = [record for _, record in placed]
     if not records or not isinstance(records[0], Mapping):
         allowed = "a table with a row or more: .csv, .tsv, .parquet, .arrow, or .json and .jsonl with objects"

@@ -78,7 +78,8 @@ class NumericalAwareTokenizer:
         self.text_size: int = rows_used(tokenizer)  # K: rows used by words
         self.num_token_id: int = self.text_size if num_token_id is None else num_token_id
         self.begin, end = _around(tokenizer)
-        self._end = end[-1] if end else tokenizer.eos_token_id
+        # End of a document: the token that the tokenizer writes after a text, else its eos_token; None without
+        self.eos_token_id: int | None = end[-1] if end else tokenizer.eos_token_id
         # If <NUM> is a token in the tokenizer, the same letters in a text must not become it.
         self.literal: str | None = None
         if self.num_token_id < self.text_size:
@@ -142,11 +143,6 @@ class NumericalAwareTokenizer:
         """SHA-256 over everything that affects ids and values."""
         parts = (self._backend.to_str(), str(self.num_token_id), self.policy.model_dump_json())
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """End-of-document token: the one that the tokenizer writes after a text, else its eos_token; None without."""
-        return self._end
 
     @property
     def pad_token_id(self) -> int:

@@ -279,3 +279,10 @@ def test_padding_is_never_learnt(side: str) -> None:
         parts = (terms["cls_loss_mean"] * words, words, terms["reg_loss_effective"] * numbers, numbers)
         sums += torch.tensor(parts, dtype=torch.float64)
     assert_close(found, (sums[0] / sums[1] + sums[2] / sums[3]).float(), 1e-5, "the texts alone")
+
+
+def test_a_trainer_that_wants_hidden_states_is_told_what_to_use() -> None:
+    """TRL's trainers call the inner model with options of their own."""
+    net = tiny_causal_lm().model
+    with pytest.raises(UserError, match=r"hidden states for a softmax \(use_cache\), allowed: cqwen train, "):
+        net(random_ids(1, 4), use_cache=False)
