@@ -3,7 +3,6 @@
 from cqwen_dist import train, evaluate, predict, counterfactual, load  # docs/python.md
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,8 +35,17 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that `import cqwen_dist` does not import torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = {"CausalQwenModel": "model", "add_words": "model.new_words"}.get(name, "api")
-    return getattr(import_module(f"cqwen_dist.{home}"), name)
+    if name == "CausalQwenModel":
+        from cqwen_dist.model import CausalQwenModel
+
+        return CausalQwenModel
+    if name == "add_words":
+        from cqwen_dist.model.new_words import add_words
+
+        return add_words
+    from cqwen_dist import api
+
+    return getattr(api, name)
 
 
 def __dir__() -> list[str]:
