@@ -10,6 +10,7 @@ from cqwen_dist.config.custom import import_path
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.fields import Above0, Count, Positive, Section, refused
 from cqwen_dist.config.training import LoraConfig
+from cqwen_dist.config.yaml_text import leaves
 
 Columns = Annotated[int, Field(ge=0, multiple_of=4, strict=True)]
 Own = Annotated[str, AfterValidator(import_path)]
@@ -118,13 +119,7 @@ class ModelConfig(Section):
     @field_validator("architecture")
     @classmethod
     def _finite(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        pairs = [] if value is None else list(value.items())
-        while pairs:
-            key, item = pairs.pop()
-            if isinstance(item, dict):
-                pairs += [(f"{key}.{name}", inner) for name, inner in item.items()]
-            elif isinstance(item, list):
-                pairs += [(f"{key}.{index}", inner) for index, inner in enumerate(item)]
-            elif isinstance(item, float) and not math.isfinite(item):
+        for key, item in leaves(value or {}, lists=True):
+            if isinstance(item, float) and not math.isfinite(item):
                 raise refused(key, item, "a finite number")
         return value
