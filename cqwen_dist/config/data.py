@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.config.fields import Above0, Positive, Section, Share, refused
+from cqwen_dist.config.fields import Positive, Section, Share, refused
 
 Sources = str | Annotated[list[str], Field(min_length=1)]
 
@@ -125,9 +125,6 @@ class DataConfig(Section):
     watch: dict[Annotated[str, Field(pattern="^[a-z0-9_]+$")], Annotated[str, Field(min_length=1)]] = Field({})
     """Other texts, as name: source, evaluated but not trained on; small, as they are read into memory. Their field is
     text. Each evaluation logs watch/NAME/accuracy for the model and its base, which shows forgetting."""
-    weights: Annotated[list[Above0], Field(min_length=2)] | None = None
-    """Sampling weight of each source in train, until the first source is exhausted; default: read the sources one
-    after another."""
     recipe: Literal[tuple(RECIPES)] | None = None  # type: ignore[valid-type]
     """Sets default keys for this kind of records (docs/data.md)."""
     text_field: str = Field("text", min_length=1)
@@ -201,8 +198,6 @@ class DataConfig(Section):
                 raise refused(key, value, "paths that are not empty")
         if self.eval is not None and self.eval_fraction > 0:
             raise refused("eval_fraction", self.eval_fraction, "0, as data.eval is given")
-        if self.weights is not None and len(self.weights) != (sources := len(as_list(self.train))):
-            raise refused("weights", self.weights, f"one weight for each of the {sources} sources of data.train")
         return self
 
     @model_validator(mode="after")

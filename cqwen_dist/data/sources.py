@@ -1,11 +1,12 @@
-"""Texts from sources (docs/data.md lists the kinds), read lazily, split and mixed. Errors name the line.
+"""Texts from sources (docs/data.md lists the kinds), read lazily and split. Errors name the line.
 
 `data.blocks` converts files to records, `data.records` converts records to texts.
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +20,6 @@ from cqwen_dist.data.records import Block, Extractor, ReadReport, Text
 from cqwen_dist.data.store import first_of_digests
 
 CHUNK = 1000  # texts tokenised per call
-_DRAWS = 4096  # sources drawn at a time
 
 
 def read_texts(
@@ -66,8 +66,8 @@ def read_block(block: Block, extract: Extractor, report: ReadReport) -> Iterator
 
 
 def train_blocks(config: DataConfig, report: ReadReport, chat: Chat) -> Iterator[Block]:
-    """`read_train` as blocks. Mixed and limited texts are read in the calling process."""
-    if config.weights is None and config.limit is None:
+    """`read_train` as blocks. Limited texts are read in the calling process."""
+    if config.limit is None:
         for source in as_list(config.train):
             yield from blocks(source, config, "data.train")
         return
@@ -77,43 +77,10 @@ def train_blocks(config: DataConfig, report: ReadReport, chat: Chat) -> Iterator
 
 
 def read_train(config: DataConfig, report: ReadReport, chat: Chat | None = None) -> Iterator[Text]:
-    """Yield data.train's texts, mixed and limited by the config."""
+    """Yield data.train's texts, one source after the other, at most data.limit."""
     sources = as_list(config.train)
-
-    def open_source(index: int) -> Iterator[Text]:
-        return read_texts(sources[index], config, report, "data.train", chat)
-
-    texts: Iterator[Text]
-    if config.weights is None:
-        texts = (text for i in range(len(sources)) for text in open_source(i))
-    else:
-        texts = mixed(open_source, config.weights)
-    for number, text in enumerate(texts, 1):
-        yield text
-        if number == config.limit:
-            return
-
-
-def mixed(open_source: Callable[[int], Iterator[Text]], weights: list[float]) -> Iterator[Text]:
-    """Yield texts from multiple sources, drawn by weight, until a source is exhausted.
-
-    Depends only on the sources (MT19937, seed 0). An empty source is no longer drawn.
-    """
-    draw = np.random.RandomState(0)
-    shares = np.array(weights) / sum(weights)
-    sources = [open_source(i) for i in range(len(weights))]
-    given = [0] * len(weights)
-    while shares.sum() > 0:
-        # Draw in blocks: one call per text would be slow.
-        for i in draw.choice(len(weights), size=_DRAWS, p=shares / shares.sum()):
-            text = next(sources[i], None)
-            if text is None:
-                if given[i]:
-                    return
-                shares[i] = 0.0  # empty: draw again from other sources
-                break
-            given[i] += 1
-            yield text
+    texts = (text for source in sources for text in read_texts(source, config, report, "data.train", chat))
+    return islice(texts, config.limit)
 
 
 def read_split(config: DataConfig, report: ReadReport, chat: Chat | None = None) -> tuple[list[Text], list[Text]]:

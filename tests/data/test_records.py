@@ -212,21 +212,12 @@ def test_text_files_are_read_by_line(tmp_path: Path) -> None:
     assert lines == [("one", "1"), ("two", "2"), ("three", "5"), ("four", "6")]
 
 
-def _mixed(tmp_path: Path, **config: Any) -> list[str]:
-    files = []
-    for name, count in (("a", 30), ("b", 300), ("c", 0)):
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(f'{{"text": "{name}{i}"}}\n' for i in range(count)))
-        files.append(str(path))
-    data = DataConfig(train=files[: len(config["weights"])], **config)
-    return [text.text for text in read_train(data, ReadReport())]
-
-
-def test_sources_are_mixed_by_weight_alone(tmp_path: Path) -> None:
-    first = _mixed(tmp_path, weights=[1.0, 3.0])
-    assert first == _mixed(tmp_path, weights=[2.0, 6.0])
-    of_a = [text for text in first if text[0] == "a"]
-    assert of_a == [f"a{i}" for i in range(30)]  # until the first is used up
-    assert 2.0 < (len(first) - 30) / 30 < 4.5
-    assert len(_mixed(tmp_path, weights=[1.0, 3.0, 2.0])) > 30  # an empty source ends nothing
-    assert len(_mixed(tmp_path, weights=[1.0, 3.0], limit=17)) == 17
+def test_sources_follow_each_other_and_one_named_twice_counts_twice(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name}{i}"}}\n' for i in range(2)))
+    files = [str(tmp_path / f"{name}.jsonl") for name in "abb"]
+    for limit, expected in ((None, ["a0", "a1", "b0", "b1", "b0", "b1"]), (3, ["a0", "a1", "b0"])):
+        report = ReadReport()
+        data = DataConfig(train=files, limit=limit)
+        assert [text.text for text in read_train(data, report)] == expected
+        assert report.read == len(expected)

@@ -64,7 +64,7 @@ def test_any_number_of_workers_prepares_the_same_bytes(tmp_path, tokenizer, smal
     cases = [
         (every | {"train": str(tmp_path / "a.*"), "eval_fraction": 0.1}, (3,)),
         (every | {"prompt_template": "{n}: ", "train": paths["parquet"], "eval": paths["csv"]}, (2,)),
-        (every | {"train": every["train"][:2], "weights": [2, 1], "limit": 380}, (2,)),
+        (every | {"train": every["train"][:2], "limit": 380}, (2,)),
     ]
     for i, (case, several) in enumerate(cases):
         found = []

@@ -84,10 +84,10 @@ def run(config: Config, asked: Question) -> tuple[dict[str, Any], RenderableType
 def count_sequences(config: Config) -> int | None:
     """Counts the texts in an epoch: the lines in data.train, without held-out texts.
 
-    Returns None for texts that are packed or mixed, and for files that are missing, large, or without a text per line.
+    Returns None for packed texts, and for files that are missing, large, or without a text per line.
     """
     data = config.data
-    if data.pack or data.weights:
+    if data.pack:
         return None
     total = 0
     try:

@@ -229,8 +229,6 @@ def test_an_epoch_has_as_many_texts_as_the_run_reads(tmp_path: Path) -> None:
         for more in ({}, {"limit": 20, "eval_fraction": 0.12}, {"eval_fraction": 0.1}):
             data = config(data={"train": str(tmp_path / name), **more})
             assert count_sequences(data) == len(read_split(data.data, ReadReport())[0]), (name, more)
-    mixed = {"train": [str(tmp_path / name) for name in names], "weights": [1, 1, 1]}
-    assert count_sequences(config(data=mixed)) is None
 
 
 def test_the_plan_expects_a_cache_where_the_run_makes_one() -> None:
