@@ -169,12 +169,8 @@ def _differences(was: Mapping[str, Any], read: list[tuple[str, UserError | None]
         said = f"{len(odd):,} of {len(filled):,} cells are not {_kind_said(was)}"
         yield f"{said} (e.g. {odd[0][0]}); in training all were"
     yield from [*_of_texts(was["kind"], filled)] or _unseen(was, filled)
-    if zones := [zone for zone in zones_in(filled) if zone not in was.get("zones", [zone])]:
-        yield f"times of the zone {', '.join(zones)}, in training {', '.join(was['zones']) or 'no times'}"
-    numbers = [number for text, error in read if error is None and (number := number_in(text)) is not None]
-    if outside := [number for number in numbers if "low" in was and beyond(number, was["low"], was["high"])]:
-        said = f"{len(outside):,} of {len(numbers):,} numbers are outside of {was['low']:.15g} to {was['high']:.15g}"
-        yield f"{said}, all that was learnt from: {min(outside):.15g} to {max(outside):.15g}"
+    yield from _of_zones(was, zones_in(filled))
+    yield from _outside(was, [text for text, error in read if error is None])
     empty = 1 - len(filled) / len(read)
     if empty > was["empty"] + MUCH_EMPTIER or (empty and not was["empty"]):
         yield f"{empty:.0%} of the cells are empty, {was['empty']:.0%} in training"
@@ -207,6 +203,18 @@ def _scripts(texts: Iterable[str]) -> set[str]:
     """The scripts of the letters, such as Latin: the first words of their names."""
     letters = {letter for text in texts for letter in text if letter.isalpha()}
     return {unicodedata.name(letter, "unknown").split()[0].capitalize() for letter in letters}
+
+
+def _of_zones(was: Mapping[str, Any], zones: list[str]) -> Iterator[str]:
+    if odd := [zone for zone in zones if zone not in was.get("zones", zones)]:
+        yield f"times of the zone {', '.join(odd)}, in training {', '.join(was['zones']) or 'no times'}"
+
+
+def _outside(was: Mapping[str, Any], texts: list[str]) -> Iterator[str]:
+    numbers = [number for number in map(number_in, texts) if number is not None]
+    if outside := [number for number in numbers if "low" in was and beyond(number, was["low"], was["high"])]:
+        said = f"{len(outside):,} of {len(numbers):,} numbers are outside of {was['low']:.15g} to {was['high']:.15g}"
+        yield f"{said}, all that was learnt from: {min(outside):.15g} to {max(outside):.15g}"
 
 
 def beyond(number: float | None, low: float, high: float) -> float:

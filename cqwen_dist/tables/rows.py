@@ -71,7 +71,7 @@ def read_table(
     rows = [read[number] for number in kept]
     often = _of_targets(rows, target, source)
     lost = len(read) - len(rows)
-    written = [{name: _written(records[number].get(name)) for name in (*columns, target)} for number in kept]
+    written = [_written(records[number], (*columns, target)) for number in kept]
     notes = [f"{lost:,} rows without a {target} are left out"] * (lost > 0) + notes + often
     used = {name: cells.forms[name] for name in (*columns, target) if name in cells.forms}
     return Table(columns, _of_numbers(columns, rows, used), rows, target, notes, lost, written, used)
@@ -88,10 +88,14 @@ def _read(records: Sequence[Mapping[str, Any]], names: Sequence[str], cells: Tab
     return rows
 
 
-def _written(value: Any) -> str:
-    """The cell for a CSV file that has the same text: texts as they are, other values as `cell_text`."""
-    text = isinstance(value, str) and not isinstance(value, Literal)
-    return "" if is_missing(value) else value.strip() if text else cell_text(value) or ""
+def _written(record: Mapping[str, Any], names: Sequence[str]) -> Row:
+    """The row for a CSV file that has the same texts: texts as they are, other values as `cell_text`."""
+    row = {}
+    for name in names:
+        value = record.get(name)
+        text = isinstance(value, str) and not isinstance(value, Literal)
+        row[name] = "" if is_missing(value) else str(value).strip() if text else cell_text(value) or ""
+    return row
 
 
 def _of_targets(rows: Sequence[Row], target: str, source: str) -> list[str]:

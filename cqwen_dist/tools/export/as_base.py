@@ -9,6 +9,7 @@ them. The plain model then has the base's vocabulary and reads numerals as digit
 """
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.model import CausalQwenForCausalLM
 from cqwen_dist.model.embedding import scale_of
+from cqwen_dist.model.new_words import with_number_token
 
 OPTION = "--as-base"
 HELD = 1e-6  # in logits; a smaller bias is rounding error
@@ -78,3 +80,8 @@ def plain_model(model: CausalQwenForCausalLM, drop_bias: bool) -> tuple[PreTrain
     plain.lm_head.weight = nn.Parameter(head.to(model.dtype), requires_grad=False)
     plain.generation_config = model.generation_config
     return plain.eval(), bias
+
+
+def plain_tokenizer(tokenizer: Any, words: int, num: int) -> Any:
+    """transformers' tokenizer, with `<NUM>` as a visible token if the plain model, of so many words, has its row."""
+    return tokenizer if words <= num else with_number_token(tokenizer, num)

@@ -35,12 +35,12 @@ from cqwen_dist.generate.modes import MODES
 from cqwen_dist.heads.intervals import FILE as CALIBRATION
 from cqwen_dist.heads.intervals import LEVELS, Intervals
 from cqwen_dist.model import CausalQwenForCausalLM
-from cqwen_dist.model.new_words import add_words, with_number_token
+from cqwen_dist.model.new_words import add_words
 from cqwen_dist.prediction.learnt_table import FILE as TABLE
 from cqwen_dist.prediction.learnt_table import learnt_table
 from cqwen_dist.prediction.table import rows_of
 from cqwen_dist.run.files import STATE, appearing, read_object
-from cqwen_dist.tools.export.as_base import HELD, plain_model
+from cqwen_dist.tools.export.as_base import HELD, plain_model, plain_tokenizer
 
 ABOUT = "training.json"
 ROUNDING = 1e-5  # allowed relative difference when fp32 sums change their order
@@ -98,9 +98,7 @@ def export(
                 _compare(model, folder)
             else:
                 plain.save_pretrained(folder, max_shard_size=shard_size)
-                num, own = model.config.num_token_id, tokenizer.tokenizer
-                # <NUM> is a visible token, if the plain model has its row
-                (own if len(bias) <= num else with_number_token(own, num)).save_pretrained(str(folder))
+                plain_tokenizer(tokenizer.tokenizer, len(bias), model.config.num_token_id).save_pretrained(str(folder))
                 _compare_plain(model, bias, folder)
             card = model_card(out.name, model.config, about, None if plain is None else type(plain).__name__)
             (folder / "README.md").write_text(card, encoding="utf-8")
