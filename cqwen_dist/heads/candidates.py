@@ -4,8 +4,10 @@ copies       the last `PLACES` numbers of the text
 arithmetic   also the value of the expression that the text has just written (`heads.expression`), operations on the
              last two numbers, and the commonest numbers of the training data
 
-S_j is linear in U's word part, plus an independent Cauchy with scale |c_j|. P_j = P(S_j > 0). All candidates
-that equal the number are right. The likeliest is written if its P exceeds a bar that held-out numbers set (`best_bar`).
+S_j is linear in U's word part, plus an independent Cauchy with scale |c_j|. With arithmetic its row is w_j + r_c, where
+r_c belongs to the first character of the candidate's numeral: a base that sees digits knows with which one the number
+begins, and so which of the earlier numbers is meant. P_j = P(S_j > 0). All candidates that equal the number are right.
+The likeliest is written if its P exceeds a bar that held-out numbers set (`best_bar`).
 
 Letters as in `heads.number_head`, and J candidates.
 """
@@ -16,15 +18,18 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config.shape import ARITHMETIC, CONSTANTS, PLACES
+from cqwen_dist.config.shape import ARITHMETIC, CHARACTERS, CONSTANTS, PLACES
 from cqwen_dist.heads.expression import OTHER, STATE, VALUE, read_tokens, states_at, symbol_table
 from cqwen_dist.heads.number_head import Decision, NumberHead, NumberLabels, decision_strength, one_against_the_rest
+from cqwen_dist.heads.numerals import characters
 from cqwen_dist.ops.cauchy import Cauchy
 
 NOISE = 0.3  # of a score at the start, whose ridge regression fits S_j to -1 and 1
+LINK = 0.25  # r_c at the start, as a fraction of the base's rows (docs/measurements.md)
 OPERATIONS = ("x + y", "x - y", "x * y", "x / y", "x * y / 100", "y - x", "y / x")  # x: the last but one, y: the last
 OF_PLACES = ["the last number", *(f"the number {back} before" for back in range(2, PLACES + 1))]
 EXPRESSION = "the expression before it"
@@ -58,14 +63,25 @@ class WithCandidates(NumberHead):
         net.candidate_weight = nn.Parameter(torch.zeros(count, net.word_size))
         net.candidate_bias = nn.Parameter(torch.full((count,), -1.0))  # until the start is fitted: none is likely
         net.candidate_noise = nn.Parameter(torch.full((count,), NOISE))
+        if self.computes:
+            net.candidate_characters = nn.Parameter(torch.zeros(len(CHARACTERS), net.word_size))
 
     def value(self, u_prime: Cauchy) -> Cauchy:
         return self.inner.value(u_prime)
 
-    def scores(self, u_prime: Cauchy) -> Cauchy:
-        """S_j: [...,J]."""
-        scores = self.net.word_part(u_prime).affine(self.net.candidate_weight, self.net.candidate_bias)
-        return Cauchy(scores.loc, scores.scale + self.net.candidate_noise.abs())
+    def scores(self, u_prime: Cauchy, values: Tensor) -> Cauchy:
+        """S_j [...,J] of the candidates' values [...,J]."""
+        net, u = self.net, self.net.word_part(u_prime)
+        scores = u.affine(net.candidate_weight, net.candidate_bias)
+        if self.computes:
+            first = characters(values, 1)[..., 0]
+            first = first.where(first >= 0, len(CHARACTERS))  # no numeral: a row of zeros
+            rows = F.pad(net.candidate_characters, (0, 0, 0, 1))
+            every = (net.candidate_weight.unsqueeze(1) + rows).abs().flatten(0, 1)  # of each candidate and character
+            scales = (u.scale @ every.T).unflatten(-1, (-1, len(rows)))
+            scale = scales.gather(-1, first.unsqueeze(-1)).squeeze(-1)
+            scores = Cauchy(scores.loc + (u.loc @ rows.T).gather(-1, first), scale)
+        return Cauchy(scores.loc, scores.scale + net.candidate_noise.abs())
 
     def candidates(self, memory: Tensor) -> Tensor:
         """The values [...,J] float64 of a memory [...,K]; NaN where there is none."""
@@ -80,7 +96,7 @@ class WithCandidates(NumberHead):
 
     def decide(self, u_prime: Cauchy, memory: Tensor, bar: float = 0.5) -> Decision:
         own, values = self.inner.decide(u_prime, memory), self.candidates(memory.to(u_prime.loc.device))
-        best = decision_strength(self.scores(u_prime)).masked_fill(values.isnan(), -torch.inf).max(-1)
+        best = decision_strength(self.scores(u_prime, values)).masked_fill(values.isnan(), -torch.inf).max(-1)
         value = values.gather(-1, best.indices.unsqueeze(-1))[..., 0]
         p = (0.5 + best.values.atan() / math.pi).masked_fill(value.isnan(), 0.0)
         found = value.masked_fill(p <= bar, torch.nan)
@@ -144,7 +160,7 @@ class WithCandidates(NumberHead):
         """The loss of `inner`, plus one-vs-rest cross entropies for "the label equals this candidate"."""
         assert isinstance(labels, CandidateLabels)
         known = labels.is_number.unsqueeze(-1) & ~labels.candidates.isnan()
-        entropy = one_against_the_rest(self.scores(u_prime), equal(labels.candidates, labels.raw))
+        entropy = one_against_the_rest(self.scores(u_prime, labels.candidates), equal(labels.candidates, labels.raw))
         nll, others = self.inner.loss(u_prime, labels.own, stop)
         return nll, others + torch.where(known, entropy, 0.0).sum()
 
@@ -159,6 +175,11 @@ class WithCandidates(NumberHead):
     def start_scores(self, weight: Tensor, bias: Tensor) -> None:
         self.net.candidate_weight.copy_(weight)
         self.net.candidate_bias.copy_(bias)
+
+    @torch.no_grad()
+    def start_characters(self, rows: Tensor) -> None:
+        if self.computes:
+            self.net.candidate_characters.copy_(LINK * (rows - rows.mean(0)))
 
 
 def equal(candidates: Tensor, values: Tensor) -> Tensor:

@@ -179,6 +179,9 @@ class NumberHead:
     def start_scores(self, weight: Tensor, bias: Tensor) -> None:
         """Take the fits to `score_targets`: weight [K,C_w], bias [K]."""
 
+    def start_characters(self, rows: Tensor) -> None:
+        """Take W_cls' rows of a numeral's characters [12,C_w]. Only called if digits are kept in view."""
+
     # ------------------------------------------------------------------------------------------ metrics
 
     def measure(self, found: Decision, batch: Batch, at: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.heads.action import words_of_base
+from cqwen_dist.heads.action import rows_of, words_of_base
 from cqwen_dist.heads.beside import BESIDE
 from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.heads.word_temperature import word_temperature
@@ -321,6 +321,8 @@ class _Start:
             return found.cpu(), (targets.mean(0) - found @ x.double().mean(0)).cpu()
 
         head.start_scores(*self.groups.agreed(ridge))
+        if digits := self.model.config.digit_rows:
+            head.start_characters(rows_of(self.model.action.word_head(), digits, self.groups)[0])
 
     def measured(self, logits: StartLogits, base_best: Tensor, threshold: float, gamma: float) -> dict[str, Any]:
         """`Calibration`'s fields of the start as it is set, on the positions that (C, gamma) were chosen on.

@@ -12,7 +12,7 @@ from support.tiny import NUM, random_batch, tiny_causal_lm, tiny_model
 from tables.test_wide import batch_of
 
 from cqwen_dist.config.shape import PLACES, SIGNS
-from cqwen_dist.heads.candidates import CandidateLabels, best_bar, to_12_digits
+from cqwen_dist.heads.candidates import LINK, CandidateLabels, best_bar, to_12_digits
 from cqwen_dist.heads.expression import LONGEST, VALUE, at_beginning, read_tokens, states_at, symbol_table
 from cqwen_dist.heads.number_head import NumberLabels
 from cqwen_dist.model.calibration import calibrate
@@ -163,35 +163,50 @@ def test_the_bar_is_where_the_sum_of_the_gains_is_largest():
     assert best_bar(np.zeros(0), np.zeros(0)) == 0.5
 
 
-def test_the_loss_is_one_vs_rest_over_the_candidates_there_are():
+@pytest.mark.parametrize("kind", ["copies", "arithmetic"])
+def test_the_loss_is_one_vs_rest_over_the_candidates_there_are(kind):
     """Against arctangents in float64, and its gradient by finite differences (1e-6: central, step 1e-5)."""
-    action = tiny_model(number_dims=2, candidates="copies").double().action
-    action.candidate_weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    action = tiny_model(number_dims=2, candidates=kind).double().action
+    parameters = [action.candidate_weight, action.candidate_bias, action.candidate_noise]
+    rows = action.candidate_weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    of_characters = torch.zeros(10, rows.shape[1]).double()
+    if kind == "arithmetic":
+        parameters.append(action.candidate_characters)
+        of_characters = action.candidate_characters.data.normal_(generator=torch.Generator().manual_seed(2))
     u = Cauchy(*torch.rand(2, 3, action.b_noise.numel(), generator=torch.Generator().manual_seed(1)).double())
     some = torch.tensor([[4.0, 6.0], [6.0 + 1e-12, math.nan], [4.0, 4.0]]).double()
-    candidates = torch.nn.functional.pad(some, (0, PLACES - 2), value=math.nan)
+    candidates = torch.nn.functional.pad(some, (0, len(rows) - 2), value=math.nan)
     is_number = torch.tensor([True, True, False])
     raw = torch.tensor([6.0, 6.0, 4.0]).double()
     labels = CandidateLabels(raw, is_number, NumberLabels(raw, is_number), candidates, raw)
 
-    words = action.word_size
-    loc = u.loc[:, :words] @ action.candidate_weight.T + action.candidate_bias
-    scale = u.scale[:, :words] @ action.candidate_weight.abs().T + action.candidate_noise.abs()
-    p = 0.5 + (loc / scale).atan() / math.pi
-    expected = -((1 - p[0, 0]).log() + p[0, 1].log() + p[1, 0].log())
+    def p(i: int, j: int, character: int) -> torch.Tensor:
+        row, words = rows[j] + of_characters[character], action.word_size
+        scale = u.scale[i, :words] @ row.abs() + action.candidate_noise[j].abs()
+        return 0.5 + ((u.loc[i, :words] @ row + action.candidate_bias[j]) / scale).atan() / math.pi
+
+    expected = -((1 - p(0, 0, 4)).log() + p(0, 1, 6).log() + p(1, 0, 6).log())
     found = action.number_head.loss(u, labels, stop=True)[1]
     assert float(found) == pytest.approx(float(expected), rel=1e-9)
 
     found.backward()
-    for parameter in (action.candidate_weight, action.candidate_bias, action.candidate_noise):
+    for parameter in parameters:
         flat, step = parameter.data.view(-1), 1e-5
-        for i in (0, 1, len(flat) - 1):
+        for i in (0, 1, 6 * rows.shape[1] % len(flat), len(flat) - 1):
             ends = []
             for sign in (1, -1):
                 flat[i] += sign * step
                 ends.append(float(action.number_head.loss(u, labels, stop=True)[1]))
                 flat[i] -= sign * step
             assert float(parameter.grad.view(-1)[i]) == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-6)
+
+
+def test_the_start_knows_how_the_base_begins_a_numeral():
+    model = tiny_model(start="calibrated", number_dims=2, candidates="arithmetic", digit_rows=list(range(12)))
+    calibrate(model, [batch_of(*lines(40))], max_tokens=40)
+    rows, found = model.action.cls_weight[:12], model.action.candidate_characters
+    assert_close(found, LINK * (rows - rows.mean(0)), 1e-6)
+    assert found.abs().sum() > 0
 
 
 def test_the_calibrated_start_learns_which_number_it_is_on_any_number_of_ranks():
