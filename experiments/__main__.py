@@ -30,7 +30,7 @@ def experiments(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")] = False,
 ) -> None:
     """Try the seeds' claims on a real base: uncertainty, one_vs_rest, individuals, grid, stages, forgetting,
-    treatments, gallery. docs/experiments.md has the results."""
+    treatments. docs/experiments.md has the results."""
     quiet_libraries()
     from experiments.claims.page import write_page
     from experiments.claims.run import NAMES, run

@@ -16,7 +16,6 @@ from cqwen_dist.config import UserError
 from cqwen_dist.run.files import write_atomically
 from experiments.claims import (
     forgetting,
-    gallery,
     grid,
     growth,
     individuals,
@@ -39,7 +38,6 @@ NAMES = {
     "stages": stages.TITLE,
     "forgetting": forgetting.TITLE,
     "treatments": treatments.TITLE,
-    "gallery": gallery.TITLE,
 }
 SEPARATE: dict[str, tuple[Callable[[Ask], Any], Callable[[list[Any]], dict[str, Any]]]] = {
     "grid": (grid.of_seed, grid.summary),
@@ -82,7 +80,7 @@ def run(
         about = {
             "command": f"python -m experiments {name}" + ("" if scale == "small" else f" --scale {scale}"),
             "date": date.today().isoformat(),
-            "seeds": 1 if name == "gallery" else seeds,
+            "seeds": seeds,
             "seconds": seconds,
             "machine": _machine(),
             "data": f"{OWN_DATA.get(name, Path(data).name)} on {Path(base).name}",
@@ -105,8 +103,6 @@ def _result(
     asks = [Ask(out, base, data, size, seed, seeds, say) for seed in range(seeds)]
     if name == "individuals":
         return individuals.summary(individuals.of_seeds(asks), size.individuals)
-    if name == "gallery":
-        return gallery.of_first(asks[0])
     if name in SEPARATE:
         of_seed, summary = SEPARATE[name]
         return summary([of_seed(ask) for ask in asks])
@@ -129,7 +125,6 @@ def sizes_of(name: str, size: Sizes) -> str:
         "stages": trainings,
         "forgetting": trainings,
         "treatments": f"{size.people} people to learn from, {size.asked} others, {size.minutes:g} minutes asked of fit",
-        "gallery": f"{size.individuals} writers, {gallery.WORDS} words each",
     }.get(name, f"{start}; {size.steps} steps of {size.step_tokens} positions")
 
 

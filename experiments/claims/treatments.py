@@ -42,8 +42,6 @@ MENDED, WIDER = (f"{name}, scale of errors" for name in (OURS, SQUARES))
 GIVEN, BLIND = f"{OURS}, fact observed", f"{OURS}, prediction without the fact"
 KEPT, FREE, AVERAGE = f"{OURS}, quantile kept", f"{OURS}, medians", "the true average effect"
 ADDITIVE = f"{SQUARES}, residual kept"
-SHOWN = 4  # people whose values are kept for the gallery
-FINE = np.linspace(0, 4, 17)  # doses of a picture
 
 Laws = Mapping[str, Law]
 
@@ -63,8 +61,6 @@ def of_seed(ask: Ask) -> dict[str, Any]:
         errors = _own(learnt) - reader.honest(learnt).loc[:, 0]
         laws = all_laws(reader, errors, learnt, others, _doses(others, DOSES))
         found = measured(laws, others, *reader.given(others, _own(others), DOSES))
-        first = People(*(column[:1] for column in others))
-        found["curve"] = _curve(all_laws(reader, errors, learnt, first, FINE[None]), first)
         write_atomically(path, json.dumps(found, indent=1))
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
@@ -180,7 +176,6 @@ def measured(laws: Laws, asked: People, given: np.ndarray, ends: np.ndarray) -> 
         "place": {
             name: rank_correlation((y - law.loc[:, 0]) / law.scale[:, 0], asked.u) for name, law in before.items()
         },
-        "people": [_person(asked, row, after[OURS], kept, truth) for row in range(min(SHOWN, len(y)))],
     }
 
 
@@ -199,33 +194,6 @@ def _held(low: np.ndarray, high: np.ndarray, truth: np.ndarray) -> list[float]:
     return [float(share) for share in ((low <= truth) & (truth <= high)).mean(0)]
 
 
-def _person(asked: People, row: int, law: Law, kept: Mapping[str, np.ndarray], truth: np.ndarray) -> dict[str, Any]:
-    """What the gallery shows of one person, by dose of `DOSES`."""
-    low, high = law.interval()
-    columns = {
-        "predicted": law.loc,
-        "low": low,
-        "high": high,
-        "kept": kept[OURS],
-        "mended": kept[MENDED],
-        "true": truth,
-    }
-    about = {**asked.rows()[row], "outcome": float(_own(asked)[row])}
-    return {**about, **{name: column[row].tolist() for name, column in columns.items()}}
-
-
-def _curve(laws: Laws, person: People) -> dict[str, Any]:
-    """Predicted intervals and the truth's quantiles of one person over `FINE`."""
-    lines = {"CausalQwen, median": laws[OURS].loc}
-    for name, short in ((OURS, OURS), (MENDED, "scale of errors")):
-        low, high = laws[name].interval()
-        lines |= {f"{short}, 5 %": low, f"{short}, 95 %": high}
-    lines |= {f"truth, {100 * level:g} %": person.quantile(FINE[None], level) for level in (0.05, 0.95)}
-    lines["truth, this person"] = person.outcome(FINE[None])
-    shown = {name: line[0].tolist() for name, line in lines.items()}
-    return {"person": person.rows()[0], "doses": FINE.tolist(), "lines": shown}
-
-
 def summary(every: list[dict[str, Any]]) -> dict[str, Any]:
     """Claims, tables and pictures from the measures of all seeds."""
     mean = {name: np.mean([seed["tenths"][name] for seed in every], 0) for name in every[0]["tenths"]}
@@ -235,7 +203,7 @@ def summary(every: list[dict[str, Any]]) -> dict[str, Any]:
         "claims": [claim.judged() for claim in _claims(every)],
         "tables": _tables(every),
         "pictures": {"effects": line_chart(title, lines, across, "estimate", diagonal=True, points=True)},
-        "details": [{key: value for key, value in seed.items() if key not in ("curve", "people")} for seed in every],
+        "details": every,
     }
 
 

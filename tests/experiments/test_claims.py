@@ -122,7 +122,7 @@ def test_experiment_runs_on_tiny_base(tmp_path: Path, base: tuple[str, str], mon
     monkeypatch.setitem(SIZES, "toy", TOY)
     monkeypatch.setattr(individuals, "PILOT_WORDS", 2)
     said: list[str] = []
-    costly = ["stages", "forgetting", "treatments", "gallery"]  # they train with LoRA, or fit a table
+    costly = ["stages", "forgetting", "treatments"]  # they train with LoRA, or fit a table
     found = run.run(costly, *base, tmp_path / "1", scale="toy", seeds=1)
     found |= run.run([n for n in run.NAMES if n not in costly], *base, tmp_path / "2", scale="toy", seeds=2)
     assert set(found) == set(run.NAMES)
