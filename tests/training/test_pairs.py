@@ -71,13 +71,14 @@ def _train_all(config: Path, cases: list[tuple[str, tuple[str, ...]]]) -> dict[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-def test_every_allowed_pair_trains_two_steps(tmp_path: Path, world: int) -> None:
-    """On every other architecture each option that one may lack."""
+@pytest.mark.parametrize(("world", "half"), [(1, 0), (1, 1), (2, None)])
+def test_every_allowed_pair_trains_two_steps(tmp_path: Path, world: int, half: int | None) -> None:
+    """On every other architecture each option that one may lack. In halves, for two processes."""
     cases = [("qwen2", (option,)) for option in OPTIONS] + [("qwen2", pair) for pair in ALLOWED]
     others = [(kind, (option,)) for kind in ARCHITECTURES for option in LACKED if kind != "qwen2"]
     cases += [case for case in others if refusal(case[1], case[0]) is None]
     cases = [case for case in cases if bool({*case[1]} & {*OF_TWO}) == (world == 2)]
+    cases = cases if half is None else cases[half::2]
     if find_spec("bitsandbytes") is None:
         cases = [case for case in cases if "model.quantize" not in keys_of(*case[1])]
     write_texts(tmp_path / "texts.jsonl", 24)
