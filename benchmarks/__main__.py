@@ -285,7 +285,23 @@ def gsm8k(
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Measure on this machine."
 )
-for verb in (data, loss, step, packed, memory, ranks, generate, gpu, numbers, laws, gsm8k):
+
+
+def together(
+    base: BaseFolder,
+    data: Annotated[Path, typer.Option(help="GSM8K's train.jsonl.")],
+    texts: Annotated[int, typer.Option(min=8, help="Texts to train on.")] = 24,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 16,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Eight runs of heads on one base: in one job, and one after the other."""
+    from benchmarks import together as bench
+
+    print_document(bench.run(base, data, texts, steps, overrides or []), as_json, bench.table)
+
+
+for verb in (data, loss, step, packed, memory, ranks, generate, gpu, numbers, laws, gsm8k, together):
     app.command()(verb)
 
 if __name__ == "__main__":

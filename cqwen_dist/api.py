@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.reading import given_config
@@ -33,17 +33,33 @@ __all__ += ["counterfactual", "counterfactual_rows", "evaluate", "load", "predic
 DATA = "data"  # subfolder of the run folder for rows from memory
 
 
+@overload
 def train(
     config: Config | Mapping[str, Any] | str | Path,
     train_dataset: Any = None,
     eval_dataset: Any = None,
     callbacks: Sequence[Callback] = (),
     overrides: Mapping[str, Any] | None = None,
-) -> TrainResult:
+) -> TrainResult: ...
+
+
+@overload
+def train(config: list[Any], *, overrides: Mapping[str, Any] | None = None) -> list[TrainResult]: ...
+
+
+def train(
+    config: Any,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
+    callbacks: Sequence[Callback] = (),
+    overrides: Mapping[str, Any] | None = None,
+) -> TrainResult | list[TrainResult]:
     """Train or resume a run, like `cqwen train`: in this process, or as one of a launcher's ranks.
 
     config: a YAML file's path, a dict, or a `Config`; a dict may contain `Stage` and other sections from
-    `cqwen_dist.config`. overrides: values by dotted key, such as {"train.seed": 1}.
+    `cqwen_dist.config`. A list of these: runs that train in turns on one base; a result for each, also for one that
+    failed (status "fatal"), without callbacks and rows in memory. overrides: values by dotted key, such as
+    {"train.seed": 1}.
     train_dataset, eval_dataset: replace data.train and data.eval with a source (a path, hf:NAME) or with rows in
     memory: a `datasets.Dataset`, a DataFrame, any iterable of records or texts. Rank 0 writes its rows to
     DIR/data/*.jsonl (other ranks' rows are ignored), so that `cqwen train DIR/config.yaml` can resume with them too.
@@ -54,14 +70,10 @@ def train(
     """
     from cqwen_dist.console import quiet_libraries
 
-    if not isinstance(callbacks, Sequence):  # an iterator would be at its end after this check
-        raise UserError("callbacks", callbacks, "a list")
-    if not isinstance(overrides, (Mapping, type(None))):
-        raise UserError("overrides", overrides, 'a dict by key, such as {"train.seed": 1}')
-    for i, callback in enumerate(callbacks):
-        if not isinstance(callback, Callback):
-            raise UserError(f"callbacks.{i}", callback, "an object of a class that extends cqwen_dist.Callback")
+    _refuse_odd(callbacks, overrides)
     given = {"data.train": train_dataset, "data.eval": eval_dataset}
+    if isinstance(config, list):
+        return _train_job(config, overrides or {}, {**given, "callbacks": callbacks or None})
     named = {key: str(rows) for key, rows in given.items() if isinstance(rows, (str, Path))}
     held = {key: rows for key, rows in given.items() if rows is not None and key not in named}
     overrides = {**(overrides or {}), **named}
@@ -95,6 +107,34 @@ def train(
         raise
     _leave_page(folder)
     return result
+
+
+def _refuse_odd(callbacks: Any, overrides: Any) -> None:
+    if not isinstance(callbacks, Sequence):  # an iterator would be at its end after this check
+        raise UserError("callbacks", callbacks, "a list")
+    if not isinstance(overrides, (Mapping, type(None))):
+        raise UserError("overrides", overrides, 'a dict by key, such as {"train.seed": 1}')
+    for i, callback in enumerate(callbacks):
+        if not isinstance(callback, Callback):
+            raise UserError(f"callbacks.{i}", callback, "an object of a class that extends cqwen_dist.Callback")
+
+
+def _train_job(given: Sequence[Any], overrides: Mapping[str, Any], of_one: Mapping[str, Any]) -> list[TrainResult]:
+    """of_one: arguments that only one run may have."""
+    from cqwen_dist.console import quiet_libraries
+
+    for key, value in of_one.items():
+        if value is not None:
+            raise UserError(key, Said(f"with {len(given)} runs in one job"), "one run")
+    configs = [given_config(each, overrides) for each in given]
+    quiet_libraries()
+    from cqwen_dist.training.together import train_together
+
+    try:
+        return train_together(configs)
+    finally:
+        for config in configs:
+            _leave_page(Path(config.run.dir))
 
 
 def _leave_page(folder: Path) -> None:

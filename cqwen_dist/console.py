@@ -20,6 +20,8 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="key=value", help="Overrides by dotted key, such as stages.0.steps=3.")
 ]
+_ON_WORDS = "Configs or run folders of further runs in one job; overrides of all by dotted key."
+Words = Annotated[list[str] | None, typer.Argument(metavar="[CONFIG ...] [key=value ...]", help=_ON_WORDS)]
 Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Run, checkpoint or exported folder.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
 _ON_TWO_READINGS = "If a column has two readings: 1.238 is 1238, or with --no-decimal-comma 1.238."

@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from cqwen_dist.generate.continuation import end_ids
 from cqwen_dist.heads.intervals import FILE as CALIBRATION
 from cqwen_dist.heads.intervals import read_intervals
 from cqwen_dist.model import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel
-from cqwen_dist.model.base_loading import base_folder_of, load_base
+from cqwen_dist.model.base_loading import base_folder_of, load_base, shared_base
 from cqwen_dist.model.causal_qwen import classes_of
 from cqwen_dist.model.lora import is_lora
 from cqwen_dist.ops.products import dtype_of
@@ -36,16 +38,17 @@ def is_exported(path: Path) -> bool:
 
 
 def load_trained(
-    path: str | Path, device: str = "cpu", full_base: bool = False
+    path: str | Path, device: str = "cpu", full_base: bool = False, bases: dict[Any, Any] | None = None
 ) -> tuple[CausalQwenForCausalLM, NumericalAwareTokenizer]:
     """Load model (eval mode) and tokenizer from a run folder, a checkpoint folder or an exported folder.
 
     device: "cpu", "cuda", "cuda:1", ... or "auto": a GPU if there is one. "auto" spreads an exported folder over all
     GPUs, and over the CPU if they are too small (accelerate's device_map). full_base: do not round the base as the run
-    did (`model.quantize`). Raises `UserError` for other folders and damaged ones.
+    did (`model.quantize`). bases: models of runs share the weights of the bases in it, and add their own base. Raises
+    `UserError` for other folders and damaged ones.
     """
     path = Path(path)
-    if is_exported(path):
+    if bases is None and is_exported(path):
         place = place_of(device)
         device_map = None if place == "cpu" else "auto" if device == "auto" else place
         model = load_exported(path, device_map=device_map)
@@ -61,7 +64,10 @@ def load_trained(
     known = {"tokenizer": tokenizer.digest(), "base": base}
     refuse_exchanged(state.state["inputs"], known, config.run.accept, folder)
     where = torch.device(place_of(device))
-    model = assemble(state, config, folder, "none" if full_base else config.model.quantize, where)
+    quantize = "none" if full_base else config.model.quantize
+    as_loaded = (base, config.train.precision, quantize, saved["vocab_size"])
+    load = load_base if bases is None else partial(shared_base, bases, as_loaded)
+    model = assemble(state, config, folder, quantize, where, load)
     found = (state.state.get("figures") or {}).get("calibration") or intervals_of(folder)
     model.config.calibration = found or model.config.calibration  # without an evaluation: of the start
     if found is not None and not state.state["evaluated"]:
@@ -152,18 +158,23 @@ def run_of(path: str | Path) -> tuple[Config, Path]:
 
 
 def assemble(
-    state: TrainState, config: Config, source: object = "", quantize: str = "none", device: torch.device | None = None
+    state: TrainState,
+    config: Config,
+    source: object = "",
+    quantize: str = "none",
+    device: torch.device | None = None,
+    load: Callable[..., Any] = load_base,
 ) -> CausalQwenForCausalLM:
     """Build the model of an unsharded checkpoint: the run's base model with all trained tensors. source: for errors.
 
-    quantize, device: of the base, as in `load_base`.
+    quantize, device: of the base, as in `load_base`. load: it, or what shares a base.
 
     Raises `UserError` unless tensor names, shapes and dtypes match the parameters.
     """
     saved = {k: v for k, v in state.state["model"].items() if k not in ("model_type", "transformers_version")}
     dtype, trust = dtype_of(config.train.precision), config.model.trust_remote_code
     shape = CausalQwenConfig(**saved)
-    base = load_base(config.base_folder, dtype, trust, quantize, device, lambda _: int(shape.vocab_size))
+    base = load(config.base_folder, dtype, trust, quantize, device, lambda _: int(shape.vocab_size))
     model = CausalQwenModel(shape, base=base, classes=classes_of(shape, config.run.dir))
     parameters = {n: p for n, p in model.features.named_parameters() if is_trainable(n, config.trained)}
     parameters |= torch.nn.ModuleDict(model.heads).named_parameters()  # the base provides all others

@@ -65,7 +65,7 @@ app = typer.Typer(
 BEFORE, LOOK = "Before a run", "Look at a run"
 VERBS: dict[str, tuple[Callable[..., None], ...]] = {
     BEFORE: (configs.init, configs.plan, runs.prepare, configs.doctor, configs.accept),
-    "Train": (runs.quickstart, table_verbs.fit, runs.train, runs.launch, runs.submit),
+    "Train": (runs.quickstart, table_verbs.fit, runs.train, runs.launch, runs.sweep, runs.submit),
     LOOK: (results.status, results.report, results.evaluate),
     "Use a model": (models.generate, *table_verbs.USE, models.explain, models.serve, models.export),
 }

@@ -15,6 +15,7 @@ from cqwen_dist.console import (
     ConfigFile,
     DecimalComma,
     Overrides,
+    Words,
     echo,
     load,
     plain_console,
@@ -192,11 +193,12 @@ def schema(
     echo(schema_markdown(json.loads(text)) if markdown else text, nl=not markdown)
 
 
-def plan(config: ConfigFile, overrides: Overrides = None, *, question: Question, as_json: AsJson = False) -> None:
+def plan(config: ConfigFile, overrides: Words = None, *, question: Question, as_json: AsJson = False) -> None:
     """Predict whether a run fits, how long it takes, and which layout is best. Needs no torch and no weights."""
+    from cqwen_dist.config.one_job import load_configs
     from cqwen_dist.tools.plan.command import run
 
-    document, shown = run(load(config, overrides), question)
+    document, shown = run(load_configs(config, overrides or []), question)
     print_document(document, as_json, lambda _: shown)
 
 

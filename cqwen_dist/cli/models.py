@@ -203,6 +203,9 @@ def serve(
     max_seconds: Annotated[float, typer.Option(min=1, help="Most seconds of a request, waiting included.")] = 300.0,
     max_waiting: Annotated[int, typer.Option(min=1, help="Most requests that wait; more are refused.")] = 64,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    adapter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=RUN", help="A further run on the same base; repeatable.")
+    ] = None,
     engine: Annotated[str, typer.Option(help="generate: one text at a time; vllm: in batches.")] = "generate",
     engine_args: Annotated[str, typer.Option(help="JSON with further fields of vLLM's AsyncEngineArgs.")] = "{}",
 ) -> None:
@@ -216,6 +219,7 @@ def serve(
         raise UserError("serve", Said(f"no {error.name} here"), "pip install 'cqwen-dist[serve]'") from None
     called = name or Path(checkpoint).resolve().name
     limits = Limits(tokens=max_tokens, seconds=max_seconds, waiting=max_waiting)
+    further = _further_runs(adapter or [], called, engine)
     if engine == "vllm":
         from cqwen_dist.tools.serve.batched import BatchedServer
         from cqwen_dist.tools.vllm.vllm_writer import VllmWriter
@@ -228,7 +232,12 @@ def serve(
     elif engine == "generate":
         from cqwen_dist.checkpoint.trained import load_trained
 
-        server = Server(*load_trained(checkpoint, device), called, limits)
+        bases: dict[Any, Any] | None = {} if further else None
+        server = Server(*load_trained(checkpoint, device, bases=bases), called, limits)
+        for other, run in further.items():
+            Server(*load_trained(run, device, bases=bases), other, limits, server)
+        if bases and len(bases) > 1:
+            raise UserError("--adapter", Said(f"runs on {len(bases)} bases"), "runs on one base, in one precision")
     else:
         raise UserError("--engine", engine, "generate, vllm")
     config = uvicorn.Config(make_app(server), host=host, port=port, log_level="warning", timeout_keep_alive=15)
@@ -239,6 +248,14 @@ def serve(
     bound = socket.getsockname()
     echo(f"serving {called} at http://{host}:{bound[1]}/v1; /docs describes it; Ctrl-C ends it")
     uvicorn.Server(config).run([socket])
+
+
+def _further_runs(adapters: list[str], called: str, engine: str) -> dict[str, str]:
+    found = {name: run for name, _, run in (each.partition("=") for each in adapters)}
+    if not all(found.values()) or len(found) < len(adapters) or called in found or (found and engine == "vllm"):
+        allowed = "NAME=RUN, each NAME once, with --engine generate"
+        raise UserError("--adapter", Said(f"{' '.join(adapters)} beside {called}"), allowed)
+    return found
 
 
 def export(

@@ -5,7 +5,7 @@ import gc
 import os
 import resource
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +14,17 @@ import typer
 
 from cqwen_dist.cli.streams import outlive
 from cqwen_dist.config.errors import UserError, writing
-from cqwen_dist.console import AsJson, ConfigFile, Overrides, echo, load, plain_console, print_json, quiet_libraries
+from cqwen_dist.console import (
+    AsJson,
+    ConfigFile,
+    Overrides,
+    Words,
+    echo,
+    load,
+    plain_console,
+    print_json,
+    quiet_libraries,
+)
 from cqwen_dist.tools.slurm.resources import JobOptions, Resources
 
 SHIPPED = Path(__file__).parents[1] / "configs"  # also in a wheel
@@ -39,8 +49,9 @@ def prepare(
     prepare_and_show(checked, workers, as_json)
 
 
-def train(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Train in this process, or as one of a launcher's ranks. Resumes a stopped run."""
+def train(config: ConfigFile, overrides: Words = None) -> None:
+    """Train in this process, or as one of a launcher's ranks. Resumes a stopped run. Several configs: runs that train
+    in turns on one base."""
     train_here(config, overrides)
 
 
@@ -48,35 +59,84 @@ def train_here(
     config: Path, overrides: list[str] | None = None, callbacks: Sequence[Any] = (), again: str = ""
 ) -> None:
     """`train`. callbacks: as of `cqwen_dist.train`. again: how to go on after a stop, if not by `cqwen train`."""
+    from cqwen_dist.config.one_job import load_configs
+
+    def run(configs: list[Any]) -> Any:
+        from cqwen_dist.api import train as run
+
+        return run(configs) if configs[1:] else run(configs[0], callbacks=callbacks)
+
+    _until_stopped(lambda: load_configs(config, overrides or []), run, again)
+
+
+def _until_stopped(load_all: Callable[[], list[Any]], run: Callable[[list[Any]], Any], again: str = "") -> None:
+    """Train runs in this process. Ends with code 75 after a stop, with 1 if a run of several has failed."""
     from cqwen_dist.parallel.launcher import end_with_launcher, holding_signals
 
     outlive()
     end_with_launcher()
     _open_enough_files()
-    checked = load(config, overrides)
+    configs = load_all()
     atexit.register(gc.unfreeze)  # Triton reports as leaked what nothing looks for at the end
     gc.disable()  # what is imported stays: to look for garbage in it takes a second now, and half a second at the end
     with holding_signals() as ignore_further_signals:
         import_module("cqwen_dist.training.train")
-        from cqwen_dist.api import train as run
         from cqwen_dist.parallel.collectives import Stopped
         from cqwen_dist.parallel.runtime import launched
 
         gc.freeze()
         gc.enable()
         try:
-            run(checked, callbacks=callbacks)
+            found = run(configs)
         except Stopped:  # a launcher treats any code except 0 as a failure; status.json has `preempted`
             ignore_further_signals()
             if launched(os.environ):
                 raise typer.Exit from None
-            echo(f"to go on: {again or resuming(Path(checked.run.dir))}", err=True)
+            echo(f"to go on: {again or resuming(configs)}", err=True)
             raise typer.Exit(75) from None
+        if isinstance(found, list) and any(each.status == "fatal" for each in found):
+            raise typer.Exit(1)
+
+
+def sweep(
+    file: Annotated[Path, typer.Argument(metavar="SWEEP", help="YAML file with a config and keys (docs/running.md).")],
+    overrides: Overrides = None,
+    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 1,
+    hostfile: Annotated[Path | None, typer.Option(help="Lines `host slots=N`: train on these hosts over ssh.")] = None,
+) -> None:
+    """Train a config with several values of keys, in one job on one base, and name the best. Resumes too."""
+    from cqwen_dist.config.sweep import read_sweep
+    from cqwen_dist.parallel.runtime import launched
+
+    asked, configs = read_sweep(file, overrides or [])
+    within = launched(os.environ)
+    if not within and (ranks > 1 or hostfile is not None):
+        from cqwen_dist.cluster.launch import run_words
+
+        outlive()
+        _open_enough_files()
+        folder = Path(configs[0].run.dir).parent
+        if code := run_words(["sweep", str(file.absolute()), *(overrides or [])], ranks, hostfile, folder):
+            raise typer.Exit(code)
+    else:
+
+        def run(configs: list[Any]) -> Any:
+            from cqwen_dist.training.halving import train_points
+
+            quiet_libraries()
+            return train_points(asked, configs)
+
+        _until_stopped(lambda: configs, run, f"cqwen sweep {shlex.quote(str(file))}")
+    if not within:
+        from cqwen_dist.training.halving import verdict
+
+        for line in verdict(asked, configs):
+            echo(line)
 
 
 def launch(
     config: ConfigFile,
-    overrides: Overrides = None,
+    overrides: Words = None,
     ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 1,
     hostfile: Annotated[Path | None, typer.Option(help="Lines `host slots=N`: train on these hosts over ssh.")] = None,
     env_file: Annotated[Path | None, typer.Option(help="File with NAME=VALUE lines for the hosts' ranks.")] = None,
@@ -85,10 +145,11 @@ def launch(
     """Train on multiple ranks on this machine, or on a hostfile's hosts, with the `deepspeed` launcher."""
     code = start_ranks(config, overrides or [], ranks, hostfile=hostfile, env_file=env_file, look_first=not blind)
     if code == 75:
+        from cqwen_dist.config.one_job import load_configs
+
         options = {"--ranks": ranks, "--hostfile": hostfile, "--env-file": env_file}
         given = [f"{name} {shlex.quote(str(value))}" for name, value in options.items() if value not in (None, 1)]
-        folder = Path(load(config, overrides).run.dir)
-        echo(f"to go on: {' '.join([resuming(folder, 'launch'), *given])}", err=True)
+        echo(f"to go on: {' '.join([resuming(load_configs(config, overrides or []), 'launch'), *given])}", err=True)
     raise typer.Exit(code)
 
 
@@ -121,7 +182,7 @@ def quickstart(
 
 def submit(
     config: ConfigFile,
-    overrides: Overrides = None,
+    overrides: Words = None,
     *,
     resources: Resources,
     job: JobOptions,
@@ -154,9 +215,9 @@ def submit(
     echo(render(made), nl=False)
 
 
-def resuming(folder: Path, verb: str = "train") -> str:
-    """The command that resumes a run, overrides included."""
-    return f"cqwen {verb} {shlex.quote(str(folder))}"
+def resuming(configs: Sequence[Any], verb: str = "train") -> str:
+    """The command that resumes runs, overrides included."""
+    return f"cqwen {verb} {' '.join(shlex.quote(str(Path(config.run.dir))) for config in configs)}"
 
 
 def start_ranks(config: Path, overrides: list[str], ranks: int, **options: Any) -> int:

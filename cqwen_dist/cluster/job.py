@@ -2,7 +2,6 @@
 
     begin   checks the config and counts this start; prints the run folder, its log folder and a free port
     end     prints `done`, `stopped`, `requeue SECONDS` or `failed`; the reason and the failed rank's log go to stderr
-    point   prints one line of a sweep as a run's arguments, each followed by a zero byte
 
 Each start and each end adds one line to `slurm/history.jsonl` in the run folder. A start without a new checkpoint
 counts against the budget, unless it was stopped from outside. The number of checkpoints is finite, so the number of
@@ -14,15 +13,15 @@ import json
 import os
 import platform
 import re
-import shlex
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from cqwen_dist.cluster.launch import preflight
-from cqwen_dist.config import Said, UserError, load_config, printable
+from cqwen_dist.config import Said, UserError, printable
 from cqwen_dist.parallel.launcher import free_port
 from cqwen_dist.run import files
 from cqwen_dist.run.files import is_number, not_followed, read_line, read_lines, read_object
@@ -67,13 +66,15 @@ def fruitless_starts(history: list[dict[str, Any]]) -> int:
 
 def begin(config: Path, overrides: list[str], max_restarts: int) -> tuple[Path, Path]:
     """Returns (run folder, log folder of this start). Raises `UserError` for wrong input or an exhausted budget."""
-    checked = preflight(config, overrides)
-    run_dir = Path(checked.run.dir).absolute()
-    if not str(run_dir).isprintable():
-        raise UserError("run.dir", str(run_dir), "printable text")
+    run_dirs = [Path(checked.run.dir).absolute() for checked in preflight(config, overrides)]
+    run_dir = run_dirs[0]  # the job's record is here
+    for each in run_dirs:
+        if not str(each).isprintable():
+            raise UserError("run.dir", str(each), "printable text")
     job, start = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     entry = {"event": "start", "job": job, "start": start, "nodes": os.environ.get("SLURM_JOB_NODELIST", "")}
-    _record(run_dir, {**entry, "step": _latest_step(run_dir), "status_before": _stamp(run_dir)})
+    of_runs = {"runs": [str(each) for each in run_dirs], "status_before": [_stamp(each) for each in run_dirs]}
+    _record(run_dir, {**entry, "step": _latest_step(run_dirs), **of_runs})
     # This start is in the history already, so one more than the budget is still within it
     tries = fruitless_starts(read_history(run_dir))
     if tries > max_restarts + 1:
@@ -95,8 +96,13 @@ def judge(run_dir: Path, logs: Path, phase: str, code: int, asked: str, max_rest
     phase: the last phase that ran, preflight or train, with exit code `code`; asked: signal received: no, USR1 or TERM.
     """
     started = next(entry for entry in reversed(read_history(run_dir)) if entry["event"] == "start")
-    how, reason = _ending(run_dir, logs, phase, code, asked, started["status_before"])
-    step = _latest_step(run_dir)
+    runs = [Path(each) for each in started["runs"]]
+    # The end of the first run that did not end well is that of the job
+    worst = next(
+        (i for i, each in enumerate(runs) if read_status(each)["status"] not in ("done", "paused", "fatal")), 0
+    )
+    how, reason = _ending(runs[worst], logs, phase, code, asked, started["status_before"][worst])
+    step = _latest_step(runs)
     _record(run_dir, {"event": "end", "how": how, "reason": reason, "asked": asked, "code": code, "step": step})
     if how in ("done", "cancelled", "fatal"):
         return {"done": "done", "cancelled": "stopped", "fatal": "failed"}[how], reason
@@ -142,25 +148,6 @@ def guilty_log(logs: Path) -> Path | None:
     return logs / f"rank-{ranks[0]}.log" if ranks else None
 
 
-def sweep_point(index: int, config: Path, points: Path, overrides: list[str]) -> list[str]:
-    """Arguments for run `index` of a sweep: config, overrides, the line's arguments, a folder and mirror of its own."""
-    try:
-        text = points.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError("POINTS", str(points), f"a text file, one run a line ({error})") from None
-    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    if not 0 <= index < len(lines):
-        raise UserError("--array", index, f"0 to {len(lines) - 1}, the lines of {points}")
-    try:
-        own = shlex.split(lines[index])
-    except ValueError as error:
-        raise UserError(f"{points}, run {index}", lines[index], f"words as a shell reads them ({error})") from None
-    given = [*overrides, *own]
-    run = load_config(config, given).run
-    stores = [] if run.mirror is None else [f"run.mirror={run.mirror.rstrip('/')}/{index}"]
-    return [str(config), *given, f"run.dir={Path(run.dir) / str(index)}", *stores]
-
-
 def _record(run_dir: Path, entry: dict[str, Any]) -> None:
     """Append a line in a single write, so that lines from multiple hosts do not mix, nor with one that was cut off."""
     path = run_dir / files.SLURM / files.HISTORY
@@ -171,9 +158,10 @@ def _record(run_dir: Path, entry: dict[str, Any]) -> None:
         file.write((line if whole else f"\n{line}").encode())
 
 
-def _latest_step(run_dir: Path) -> int:
-    found = re.search(r"\d+$", read_line(run_dir / files.LATEST), re.ASCII)
-    return int(found[0]) if found else 0
+def _latest_step(run_dirs: Sequence[Path]) -> int:
+    """The steps of the newest checkpoints, of all runs together."""
+    found = (re.search(r"\d+$", read_line(run_dir / files.LATEST), re.ASCII) for run_dir in run_dirs)
+    return sum(int(step[0]) for step in found if step)
 
 
 def _stamp(run_dir: Path) -> list[Any] | None:
@@ -214,7 +202,7 @@ def _tail(path: Path) -> list[str]:
 def main() -> None:
     """Run a verb from the module's docstring. Wrong input: exit code 2 and one line on stderr."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("verb", choices=("begin", "end", "point"))
+    parser.add_argument("verb", choices=("begin", "end"))
     parser.add_argument("--max-restarts", type=int)  # for begin and end; the next three are for end
     parser.add_argument("--phase", choices=("preflight", "train"))
     parser.add_argument("--code", type=int)
@@ -226,9 +214,6 @@ def main() -> None:
         if given.verb == "begin":
             run_dir, logs = begin(Path(words[0]), words[1:], given.max_restarts)
             sys.stdout.write(f"{run_dir}\n{logs}\n{free_port()}\n")
-        elif given.verb == "point":
-            run = sweep_point(int(words[0]), Path(words[1]), Path(words[2]), words[3:])
-            sys.stdout.write("".join(f"{word}\0" for word in run))
         else:
             _end(Path(words[0]), Path(words[1]), given)
     except UserError as error:
@@ -240,7 +225,7 @@ def _end(run_dir: Path, logs: Path, given: argparse.Namespace) -> None:
     verdict, reason = judge(run_dir, logs, given.phase, given.code, given.asked, given.max_restarts)
     how = read_history(run_dir)[-1]["how"]
     why = f": {reason}" if reason else ""
-    sys.stderr.write(f"{how}{why}; latest checkpoint: step {_latest_step(run_dir)}; {verdict}\n")
+    sys.stderr.write(f"{how}{why}; latest checkpoint: step {_latest_step([run_dir])}; {verdict}\n")
     if how in ("fatal", "lost"):
         log = logs / "preflight.log" if given.phase == "preflight" else guilty_log(logs)
         if log is not None:

@@ -23,7 +23,8 @@ from shutil import which
 from tempfile import TemporaryDirectory
 
 from cqwen_dist.cluster.rank import MODULE, Order, rank_environment, ranks_of_a_node
-from cqwen_dist.config import Config, Said, UserError, as_list, load_config, source_files, writing
+from cqwen_dist.config import Config, Said, UserError, as_list, source_files, writing
+from cqwen_dist.config.one_job import load_configs
 from cqwen_dist.parallel.launcher import LAUNCHER, free_port, taken
 from cqwen_dist.run.files import STACKS, read_small
 from cqwen_dist.run.folder import is_done, refuse_changes
@@ -140,18 +141,19 @@ def _signal(name: str, pattern: str, hosts: dict[str, int]) -> None:
         subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
 
 
-def preflight(path: Path, overrides: Sequence[str]) -> Config:
-    """Checks before ranks start: the config, its data files, and whether the run folder fits the config.
+def preflight(path: Path, words: Sequence[str]) -> list[Config]:
+    """Checks before ranks start: the configs of `load_configs`, their data files, and whether each run folder fits.
 
     Raises `UserError`.
     """
-    config = load_config(path, list(overrides))
-    watched = [(f"data.watch.{name}", source) for name, source in config.data.watch.items()]
-    for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval), *watched):
-        for source in as_list(sources or []):
-            source_files(source, key)
-    refuse_changes(config)
-    return config
+    configs = load_configs(path, words)
+    for config in configs:
+        watched = [(f"data.watch.{name}", source) for name, source in config.data.watch.items()]
+        for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval), *watched):
+            for source in as_list(sources or []):
+                source_files(source, key)
+        refuse_changes(config)
+    return configs
 
 
 def launch_command(words: list[str], ranks: int, port: int) -> list[str]:
@@ -174,9 +176,10 @@ def launch(
 ) -> int:
     """Run until the end; returns the exit code for `cqwen`: 0 done, 2 wrong input, 75 stopped, 1 otherwise.
 
-    The launcher returns 0 even if a signal killed a rank, so the run's status file decides. quiet: sends the ranks'
-    output to stderr. hostfile: run on these hosts and ignore `ranks`. look_first: with a hostfile, check the hosts with
-    a quick `cqwen doctor`. env_file: more environment variables for the hosts.
+    The launcher returns 0 even if a signal killed a rank, so the runs' status files decide. overrides: with the further
+    configs of a job. quiet: sends the ranks' output to stderr. hostfile: run on these hosts and ignore `ranks`.
+    look_first: with a hostfile, check the hosts with a quick `cqwen doctor`. env_file: more environment variables for
+    the hosts.
     """
     if ranks < 1:
         raise UserError("--ranks", ranks, "1 or more")
@@ -184,22 +187,28 @@ def launch(
         raise UserError("--env-file", Said("use it with --hostfile; ranks of this machine have this environment"), "")
     hosts = None if hostfile is None else read_hostfile(hostfile)
     environment = {} if hosts is None else read_environment(env_file)
-    config = preflight(path, overrides)
-    config.parallel.refuse_ranks(ranks if hosts is None else sum(hosts.values()))
-    run_dir = Path(config.run.dir)
-    if is_done(config):
-        (sys.stderr if quiet else sys.stdout).write(f"already done: {run_dir}\n")
+    configs = preflight(path, overrides)
+    configs[0].parallel.refuse_ranks(ranks if hosts is None else sum(hosts.values()))
+    run_dirs = [Path(config.run.dir) for config in configs if not is_done(config)]
+    if not run_dirs:
+        (sys.stderr if quiet else sys.stdout).write(f"already done: {configs[0].run.dir}\n")
         return 0
-    # Compare the status before and after: the launcher's exit code does not tell how the run ended.
-    before, shared = read_status(run_dir), run_dir.absolute()
+    # Compare the status before and after: the launcher's exit code does not tell how the runs ended.
+    before, shared = {run_dir: read_status(run_dir) for run_dir in run_dirs}, run_dirs[0].absolute()
     start = partial(_run_words, ranks=ranks, hosts=hosts, environment=environment, shared=shared)
     if hosts and look_first and (red := start(["doctor", "--quick", "--folder", str(shared)])[0]):
         sys.stderr.write("the hosts cannot run this: see the red lines above\n")
         return red
     code, stopped = start(["train", str(path.absolute()), *overrides], quiet=quiet)
-    for stacks in stacks_of(run_dir):
+    return _end_of(code, stopped, before)
+
+
+def _end_of(code: int, stopped: bool, before: dict[Path, Status]) -> int:
+    """The exit code of all runs. before: their status before the launch; others as in `_exit_code`."""
+    for stacks in (each for run_dir in before for each in stacks_of(run_dir)):
         sys.stderr.write(f"a rank hung; its stacks: {stacks}\n")
-    return _exit_code(code, stopped, before, read_status(run_dir))
+    codes = {_exit_code(code, stopped, status, read_status(run_dir)) for run_dir, status in before.items()}
+    return next((each for each in (2, STOPPED, 1) if each in codes), 0)
 
 
 def _exit_code(code: int, stopped: bool, before: Status, after: Status) -> int:

@@ -1,5 +1,6 @@
 """Loads base models by folder or hub name, or builds them from a config."""
 
+import copy
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,6 +53,18 @@ def load_base(
         del base.config.quantization_config  # it describes the memory of this run, not the exported model
     add_rows(base, rows)
     return base
+
+
+def with_own_modules(model: nn.Module) -> Any:
+    """A copy with modules of its own whose parameters and buffers are the given model's."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
+def shared_base(known: dict[Any, Any], key: object, *how: Any) -> Any:
+    """`load_base` with modules of its own and the weights of the base that `known` has, or gets, under the key."""
+    if key not in known:
+        known[key] = load_base(*how)
+    return with_own_modules(known[key])
 
 
 def base_config(name_or_path: str, trust_remote_code: bool = False) -> Any:

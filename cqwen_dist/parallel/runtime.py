@@ -53,6 +53,7 @@ class HangWatch:
         self._seconds = 0.0
         self._file: Any = None
         self._last = 0.0
+        self._runs, self._clock = 0, ExitStack()
 
     @contextmanager
     def watching(
@@ -60,11 +61,21 @@ class HangWatch:
     ) -> Iterator[None]:
         """Inside, call `alive` at least every 0.9 timeouts, counted from its first call. None: no watch.
 
-        say: gets a line just before a hanging rank ends.
+        say: gets a line just before a hanging rank ends. Runs of one process share the clock, with the folder of the
+        first.
         """
-        if timeout_s is None:
+        if not self._runs and timeout_s is not None:
+            self._clock.enter_context(self._watch(run_dir, rank, timeout_s, say))
+        self._runs += 1
+        try:
             yield
-            return
+        finally:
+            self._runs -= 1
+            if not self._runs:
+                self._clock.close()
+
+    @contextmanager
+    def _watch(self, run_dir: Path, rank: int, timeout_s: float, say: Callable[[str], object]) -> Iterator[None]:
         path = run_dir / STACKS / f"rank-{rank}.txt"
         path.parent.mkdir(exist_ok=True)
         with open(path, "w", encoding="utf-8", opener=not_followed) as file, ExitStack() as held:

@@ -26,9 +26,16 @@ APART_S = 5.0  # longest delay in seconds between machines, until all ranks rece
 class StopFlag:
     """Whether this rank received a stop request, and by which signal."""
 
-    def __init__(self) -> None:
-        self.reason: str | None = None  # the signal's name, or a different reason
+    def __init__(self, job: "StopFlag | None" = None) -> None:
+        """job: the flag of all runs of this process, if this is the flag of one of them."""
+        self._own: str | None = None  # the signal's name, or a different reason
+        self._job = job
         self._interrupt = False
+
+    @property
+    def reason(self) -> str | None:
+        """Why this rank is to stop; None: it is not."""
+        return self._own or (None if self._job is None else self._job.reason)
 
     @contextmanager
     def installed(self) -> Iterator["StopFlag"]:
@@ -52,7 +59,7 @@ class StopFlag:
 
     def ask(self, reason: str) -> None:
         """Request a stop of this rank. The first reason is kept."""
-        self.reason = self.reason or reason
+        self._own = self._own or reason
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
@@ -66,14 +73,15 @@ class StopFlag:
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """Inside, a signal raises `Stopped` on this rank at once. After an earlier signal, entering raises it."""
-        self._interrupt = True  # before the question: a signal after it raises
+        heard = self._job or self
+        heard._interrupt = True  # before the question: a signal after it raises
         try:
             if self.reason is not None:
                 raise Stopped(self.reason)
             with self.excusing_lost_ranks():
                 yield
         finally:
-            self._interrupt = False
+            heard._interrupt = False
 
     @contextmanager
     def excusing_lost_ranks(self) -> Iterator[None]:

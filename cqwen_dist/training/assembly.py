@@ -43,6 +43,7 @@ from cqwen_dist.training.frequency import class_weights
 from cqwen_dist.training.inputs import build_run_base, read_texts, read_tokenizer
 from cqwen_dist.training.replicas import Replicas
 from cqwen_dist.training.run_parts import Base, Evaluations, Run, StageLoaders, Training, Words
+from cqwen_dist.training.shared import KeptZ, Shared
 from cqwen_dist.training.stages import Schedule
 from cqwen_dist.training.step import Stepper
 from cqwen_dist.training.telemetry.progress import Progress
@@ -121,8 +122,11 @@ def groups_of(config: Config, runtime: Runtime) -> Groups:
     return groups
 
 
-def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
-    """Read the data, load the model, assemble the run. Collective over the world. Raises `UserError`."""
+def build_run(config: Config, runtime: Runtime, groups: Groups, shared: Shared | None = None) -> Run:
+    """Read the data, load the model, assemble the run. Collective over the world. Raises `UserError`.
+
+    shared: what the runs of this process have once; None: there is one run.
+    """
     # Refuse impossible settings before the slow parts
     abduction_named(config.model.abduction, config.run.dir)
     find_bitsandbytes(config.model.quantize)
@@ -134,7 +138,8 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
     # The run folder: finish an interrupted change, and choose the checkpoint; a damaged one is refused
     seed_everything(config.train.seed)
     folder = Path(config.run.dir)
-    progress = Progress(silent=not runtime.is_main)
+    shared = shared or Shared(folder)
+    progress = Progress(not runtime.is_main, "" if shared.alone else config.run.name or folder.name)
     from_main_rank(lambda: finish_renames(folder))
     resume_from, note = from_main_rank(lambda: choose_checkpoint(folder, config.run.resume))
     if note:
@@ -142,19 +147,21 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
 
     # The base. Ranks agree on it before it is loaded: under ZeRO-3 even that is a collective.
     name, train, model = config.base_folder, config.train, config.model
-    main_rank_first(lambda: build_run_base(config, progress.say, runtime.device))
+    main_rank_first(lambda: build_run_base(config, progress.say, runtime.device, shared.folder))
     for note in config.fit_to(base_config(name, model.trust_remote_code).model_type):
         progress.say(f"note: {note}")
-    tokenizer, weights = read_tokenizer(config, resume_from)
+    tokenizer, weights = read_tokenizer(config, resume_from, shared.folder)
     if config.parallel.zero_stage == 3:
         base = Base(*load_partitioned_base(name, config, runtime, tokenizer.rows_for))
     else:
         dtype, rows_for = dtype_of(train.precision), tokenizer.rows_for
-        base = Base(load_base(name, dtype, model.trust_remote_code, model.quantize, runtime.device, rows_for))
+        how = (name, dtype, model.trust_remote_code, model.quantize, runtime.device, rows_for)
+        base = Base(shared.base(lambda: load_base(*how)))
     config.fit_sizes(base.model.config.to_dict())
 
     # Read the data, and the word counts and tokens that the model needs
-    (datasets, watched), samples = read_texts(config.data, tokenizer)
+    as_read = (repr(config.data), repr(config.policy))
+    (datasets, watched), samples = shared.once(("texts", *as_read), lambda: read_texts(config.data, tokenizer))
     statistics = from_main_rank(datasets.train.statistics)
     if not (config.learns_words or statistics.count):
         raise UserError("loss.words", "none", "ovr: no text of data.train has a number to learn")
@@ -191,8 +198,8 @@ def build_run(config: Config, runtime: Runtime, groups: Groups) -> Run:
         statistics=statistics,
         loaders=loaders,
         inputs=inputs,
-        cache=FeatureCache(train.feature_cache, folder, runtime, training.engine, training.forward, of_z, progress),
-        evaluations=_evaluations(training, datasets.eval, watched, statistics, progress),
+        cache=FeatureCache(train.feature_cache, shared, runtime, training.engine, training.forward, of_z, progress),
+        evaluations=_evaluations(training, datasets.eval, watched, statistics, progress, shared),
         # A failed save stops the run at the next step
         saver=Saver(folder, groups, best, on_failure=runtime.stop.ask, say=progress.say, mirror=mirror),
         progress=progress,
@@ -205,14 +212,19 @@ def _evaluations(
     watched: Mapping[str, TextDataset],
     statistics: NumericStatistics,
     progress: Progress,
+    shared: Shared,
 ) -> Evaluations:
     config, runtime, groups, words = training.config, training.runtime, training.groups, training.words
+    how = config.model.model_dump(include={"value_periods", "attention", "compile_layers"})
+    as_run = (repr(how), config.train.micro_batch_size)
 
     def evaluator(dataset: TextDataset, forward: Features, word_counts: np.ndarray | None = None) -> Evaluator:
         size = config.train.micro_batch_size
         numbers = dataset.report.tokens // groups.world_size * training.model.config.feature_size
         fits = numbers * training.stepper.options.gemm_dtype.itemsize <= KEPT
         keeps = fits and config.train.feature_cache.mode != "never"
+        # Columns of the side network belong to one run
+        kept = KeptZ if config.model.wide else partial(shared.kept, training.engine, (as_run, dataset.digest()))
         return Evaluator(
             training.model,
             forward,
@@ -221,16 +233,19 @@ def _evaluations(
             baseline_value=statistics.median if statistics.count else None,
             gemm_dtype=training.stepper.options.gemm_dtype,
             word_counts=word_counts,
-            kept=KeptFeatures(forward, training.check_stop, training.engine) if keeps else None,
+            kept=KeptFeatures(forward, training.check_stop, training.engine, kept) if keeps else None,
             numerals=words.numerals,
             progress=progress.part,
         )
 
     # The side network was also fitted to the held-out texts: treat them like training texts
+    of_base = config.model.model_dump(include={"causal_size", "attention", "compile_layers", "wide", "abduction"})
+    measured = (repr(of_base), config.start, repr(config.data), config.train.micro_batch_size)
     return Evaluations(
         None if held_out is None else evaluator(held_out, training.forward, words.counts),
         {name: evaluator(dataset, training.forward_held_out) for name, dataset in watched.items()},
         Path(config.run.dir) if runtime.is_main else None,
+        lambda name, measure: shared.once(("base's measures", name, *measured), measure),
     )
 
 

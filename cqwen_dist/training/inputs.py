@@ -7,6 +7,7 @@ So a rank with a different config, data or code is refused by name.
 
 import hashlib
 import math
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -80,9 +81,12 @@ def config_facts(config: Config) -> Facts:
     return facts
 
 
-def read_tokenizer(config: Config, resume_from: Path | None) -> tuple[NumericalAwareTokenizer, Facts]:
-    """The tokenizer, once all ranks have the same one and begin with the same weights. Raises `UserError`."""
-    memo = Path(config.run.dir) / DIGESTS if first_of_host() else None
+def read_tokenizer(config: Config, resume_from: Path | None, job: Path) -> tuple[NumericalAwareTokenizer, Facts]:
+    """The tokenizer, once all ranks have the same one and begin with the same weights. Raises `UserError`.
+
+    job: the folder of the first run of this process, which remembers digests.
+    """
+    memo = job / DIGESTS if first_of_host() else None
 
     def read() -> tuple[NumericalAwareTokenizer, Facts]:
         tokenizer = tokenizer_of(config)
@@ -123,10 +127,11 @@ def _digest_of(files: list[Path]) -> str:
     return hashlib.sha256("".join(str(file_record(file)["sha256"]) for file in files).encode()).hexdigest()
 
 
-def build_run_base(config: Config, say: Callable[[str], None], device: torch.device) -> None:
+def build_run_base(config: Config, say: Callable[[str], None], device: torch.device, job: Path) -> None:
     """Build (and pretrain) the base of a config with `architecture`, unless the run folder has it.
 
-    Call it in one process. The folder appears atomically. Deterministic on a CPU. Raises `UserError`.
+    job: the folder of the first run of this process, whose base the others copy. Call it in one process. The folder
+    appears atomically. Deterministic on a CPU. Raises `UserError`.
     """
     architecture = config.model.architecture
     folder = Path(config.base_folder)
@@ -135,6 +140,10 @@ def build_run_base(config: Config, say: Callable[[str], None], device: torch.dev
     if config.model.tokenizer is None:
         allowed = "a tokenizer's folder or hub name, or `train` to build one from the data"
         raise UserError("model.tokenizer", "no value", allowed)
+    if (built := job / folder.name).is_dir():
+        with appearing(folder, "run.dir") as partial:
+            shutil.copytree(built, partial, dirs_exist_ok=True)
+        return
     base: Any = build_base(architecture, config.train.seed)
     reads = config.model.tokenizer == TRAIN_TOKENIZER or config.model.pretrain is not None
     texts = read_split(config.data, ReadReport())[0] if reads else []

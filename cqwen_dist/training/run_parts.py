@@ -14,7 +14,7 @@ position; any other stage starts a new epoch. A position is {epoch, step} and do
 """
 
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,10 +50,18 @@ WATCHED = ("accuracy", "base_accuracy", "perplexity", "base_perplexity", "cls_lo
 class Evaluations:
     """Evaluates a run before and during training. Collective over the world."""
 
-    def __init__(self, held_out: Evaluator | None, watched: dict[str, Evaluator], run_dir: Path | None) -> None:
-        """held_out: None without held-out texts. watched: evaluators by name. run_dir: None except on rank 0."""
+    def __init__(
+        self,
+        held_out: Evaluator | None,
+        watched: dict[str, Evaluator],
+        run_dir: Path | None,
+        once: Callable[[str, Callable[[], dict[str, float]]], dict[str, float]],
+    ) -> None:
+        """held_out: None without held-out texts. watched: evaluators by name. run_dir: None except on rank 0. once: a
+        measure of the base by name, which another run of this process may know."""
         self.held_out, self.watched = held_out, watched
         self.folder = None if run_dir is None else run_dir / EVALUATIONS
+        self._once = once
 
     @property
     def base_accuracy(self) -> float | None:
@@ -62,9 +70,9 @@ class Evaluations:
 
     def measure_base(self) -> None:
         """Measure the base model, which has only words to compare. Only before training."""
-        for evaluator in (self.held_out, *self.watched.values()):
+        for name, evaluator in {"": self.held_out, **self.watched}.items():
             if evaluator is not None and evaluator.of_words:
-                evaluator.measure_base()
+                evaluator.base = dict(self._once(name, evaluator.measure_base))
 
     def __call__(self, step: int, stage: str) -> dict[str, Any]:
         """The metrics after `step`, equal on all ranks. Also stores chart data for a report."""

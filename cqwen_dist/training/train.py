@@ -3,7 +3,7 @@ the end in status.json."""
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from cqwen_dist.checkpoint.mirror import Mirror
 from cqwen_dist.config import Config, DiskError, Said, reason_of
 from cqwen_dist.parallel.collectives import Stopped, agree, cause_of, from_main_rank, main_rank_first
+from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.parallel.stop import StopFlag
 from cqwen_dist.run.files import AWAY, CHECKPOINTS, METRICS, REFUSED, words_of_disk
@@ -25,6 +26,7 @@ from cqwen_dist.sizes.flops import Work, peak_tflops
 from cqwen_dist.training.assembly import build_run, groups_of
 from cqwen_dist.training.callbacks import Callback, Callbacks, TrainResult
 from cqwen_dist.training.inputs import config_facts, refuse_accelerate
+from cqwen_dist.training.shared import Shared
 from cqwen_dist.training.start import begin, open_log
 from cqwen_dist.training.telemetry.metrics import MetricsFile
 from cqwen_dist.training.telemetry.progress import Clock, Progress
@@ -125,9 +127,13 @@ def train(
     """
     refuse_accelerate(config, os.environ)
     with StopFlag().installed() as stop, distributed(stop=stop) as runtime:
-        metrics = train_on(config, runtime, callbacks, write_inputs)
-        folder = Path(config.run.dir)
-        ended = from_main_rank(lambda: read_status(folder))
+        return result_of(config, train_on(config, runtime, callbacks, write_inputs), runtime)
+
+
+def result_of(config: Config, metrics: dict[str, Any], runtime: Runtime) -> TrainResult:
+    """How a run ended. metrics: of its last evaluation. Collective over the world."""
+    folder = Path(config.run.dir)
+    ended = from_main_rank(lambda: read_status(folder))
     newest = ended.get("checkpoint")
     return TrainResult(
         folder=folder,
@@ -147,13 +153,31 @@ def train_on(
     write_inputs: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """`train` in an existing process group; returns the last evaluation's metrics."""
-    stop = runtime.stop
     agree(lambda: (None, config_facts(config)))  # before the run folder: its path is one of the facts
     groups = groups_of(config, runtime)  # before anything that may fail on only one rank
+    turns = run_in_turns(config, runtime, groups, Shared(Path(config.run.dir)), callbacks, write_inputs)
+    while True:
+        try:
+            next(turns)
+        except StopIteration as ended:
+            metrics: dict[str, Any] = ended.value
+            return metrics
+
+
+def run_in_turns(
+    config: Config,
+    runtime: Runtime,
+    groups: Groups,
+    shared: Shared,
+    callbacks: Sequence[Callback] = (),
+    write_inputs: Callable[[], None] = lambda: None,
+) -> Generator[Trainer, None, dict[str, Any]]:
+    """A run in turns: the first makes it ready, each later one takes a step. Returns the last evaluation's metrics."""
+    stop = runtime.stop
     with open_session(config, runtime, write_inputs) as status:
         # Read the data, load the base. A signal ends this at once: there is no progress to save yet.
         with stop.interruptible():
-            run = build_run(config, runtime, groups)
+            run = build_run(config, runtime, groups, shared)
         called = Callbacks(callbacks if runtime.is_main else (), run.folder, stop, run.schedule)
         try:
             # Agree on a stop once before the first long collective
@@ -183,7 +207,8 @@ def train_on(
             )
             status.at(place.step, total, run.schedule.at(place.step).stage.name)
             status.write(status="running")
-            return trainer.train()
+            yield trainer
+            return (yield from trainer.turns())
         finally:
             run.progress.close()
 

@@ -1,6 +1,6 @@
-"""The training loop: optimizer steps, evaluations and checkpoints. Start reading at `Trainer.train`."""
+"""The training loop: optimizer steps, evaluations and checkpoints. Start reading at `Trainer.turns`."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from cqwen_dist.batch import Batch
@@ -31,15 +31,16 @@ class Trainer:
         window = None if log is None else run.config.train.profile
         self.profile = StepProfile(window, run.folder, run.runtime.device, run.progress.say)
 
-    def train(self) -> dict[str, Any]:
-        """Train to the end of the run, or of this command's last stage. Returns the metrics of the last evaluation."""
+    def turns(self) -> Generator["Trainer", None, dict[str, Any]]:
+        """Train to the end of the run, or of this command's last stage, a step a turn: other runs of the process train
+        in between (`training.together`). Yields itself. Returns the metrics of the last evaluation."""
         run, reason = self.run, None
         try:
             if run.model.config.wide and run.resume_from is None:
                 self._save()  # the closed form by itself may be the best
             if self.place.step == 0 and self.place.figures:
                 self.callbacks.tell("on_evaluation", 0, self.place.stage, dict(self.place.figures))
-            self._take_steps()
+            yield from self._take_steps()
         # All ranks raise it before the same step, and all save there
         except Stopped:
             self._save_on_stop()
@@ -64,7 +65,7 @@ class Trainer:
         self.status.write(status=ended, eta_s=0, checkpoint=run.saver.newest, reason=reason)
         return self.place.figures
 
-    def _take_steps(self) -> None:
+    def _take_steps(self) -> Generator["Trainer", None, None]:
         """Take steps to the end of the run, or of this command's last stage. All ranks see the same order of events."""
         run, every = self.run, self.run.config.train
         due = self.place.due  # the record of a step whose evaluation a signal ended: only the evaluation is repeated
@@ -117,6 +118,7 @@ class Trainer:
             self.callbacks.checkpoints(step, plan.stage.name, run.saver.whole)
             if at_end:
                 self.callbacks.tell("on_stage_end", step, plan.stage.name)
+            yield self
 
     def _enter_stage(self, plan: StagePlan, step: int) -> Iterator[list[Batch]]:
         run = self.run

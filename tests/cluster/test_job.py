@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.runs import write_config
 
-from cqwen_dist.cluster.job import begin, fruitless_starts, guilty_log, judge, read_history, sweep_point
+from cqwen_dist.cluster.job import begin, fruitless_starts, guilty_log, judge, read_history
 from cqwen_dist.config import UserError
 from cqwen_dist.run.status import write_status
 
@@ -126,23 +126,3 @@ def test_a_new_checkpoint_a_clean_stop_or_a_manual_job_reset_the_restart_count(s
     assert fruitless_starts(read_history(starts.run)) <= 1
     starts.start(number=0)
     assert starts.end()[0] == "requeue 10"
-
-
-def test_reads_the_points_of_a_sweep(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
-    points = tmp_path / "points"
-    points.write_text("# learning rates\ntrain.seed=1\n\ntrain.seed=2 'model.tokenizer=a b'\n")
-    assert sweep_point(1, config, points, ["train.eval_every=9"]) == [
-        str(config),
-        "train.eval_every=9",
-        "train.seed=2",
-        "model.tokenizer=a b",
-        f"run.dir={tmp_path}/run/1",
-    ]
-    mirrored = sweep_point(1, config, points, ["run.mirror=s3://bucket/runs/"])
-    assert mirrored[-1] == "run.mirror=s3://bucket/runs/1", "in one store, runs delete each other's checkpoints"
-    with pytest.raises(UserError, match="0 to 1, the lines of"):
-        sweep_point(2, config, points, [])
-    points.write_text("train.seed='1\n")
-    with pytest.raises(UserError, match="No closing quotation"):
-        sweep_point(0, config, points, [])

@@ -14,7 +14,6 @@ from support.runs import losses, metrics, train_run
 from support.slurm_cluster import Cluster, wait_for
 from support.slurm_runs import EVERY, STEPS, SlurmRun
 
-from cqwen_dist.cluster.job import read_history
 from cqwen_dist.cluster.rank import Order
 from cqwen_dist.run.status import read_status
 
@@ -74,21 +73,20 @@ def test_a_submitted_job_is_one_run(cluster: Cluster, tmp_path: Path) -> None:
     assert f"JobName={HOSTILE}" in cluster.slurm("scontrol", "show", "job", job)
 
 
-def test_a_sweep_is_an_array(cluster: Cluster, tmp_path: Path) -> None:
-    """Its last task, whose own id is the whole array's, queues itself again, and not the others."""
+def test_two_runs_of_one_job_queue_again_together(cluster: Cluster, tmp_path: Path) -> None:
     run = SlurmRun(cluster, tmp_path)
-    points = tmp_path / "points"
-    points.write_text("train.seed=1\ntrain.seed=2 stages.0.lr=1e-3\n")
-    words = [f"--export=ALL,CQWEN_PYTHON={sys.executable}", "--array=0-1", ROOT / "slurm/sweep.sbatch"]
-    job = cluster.slurm("sbatch", "--parsable", *words, run.config, points, cwd=tmp_path).strip()
-    wait_for("a checkpoint of the last", lambda: (run.run / "1" / "latest").is_file(), every=0.02)
-    cluster.slurm("scancel", "--batch", "--signal=USR1", f"{job}_1")
-    for index in (0, 1):
-        ended = cluster.wait_end(f"{job}_{index}")
-        assert ended["JobState"] == "COMPLETED", (tmp_path / f"cqwen-{job}_{index}.out").read_text()
-        assert read_status(run.run / str(index))["status"] == "done"
-        assert [entry["event"] for entry in read_history(run.run / str(index))] == ["start", "end"] * (1 + index)
-    assert losses(run.run / "0") != losses(run.run / "1")
+    other = tmp_path / "other.yaml"
+    other.write_text(
+        run.config.read_text().replace(str(run.run), str(tmp_path / "other")) + "loss: {reg_weight: 2.0}\n"
+    )
+    job = run.submit(other)
+    wait_for("a checkpoint of the second", lambda: (tmp_path / "other" / "latest").is_file(), every=0.02)
+    cluster.slurm("scancel", "--batch", "--signal=USR1", job)
+    assert cluster.wait_end(job)["JobState"] == "COMPLETED", run.output(job)
+    assert [entry["event"] for entry in run.history()] == ["start", "end"] * 2
+    assert run.endings() == ["preempted", "done"]
+    assert [read_status(folder)["status"] for folder in (run.run, tmp_path / "other")] == ["done", "done"]
+    assert losses(run.run) != losses(tmp_path / "other")
 
 
 class Hosts:

@@ -77,7 +77,7 @@ def agree(told: int) -> list[str]:
     flag, heard = StopFlag(), []
     flag.agreed(torch.device("cpu"))
     if dist.get_rank() == told:
-        flag.reason = "SIGTERM"
+        flag.ask("SIGTERM")
 
     def stop() -> None:
         raise Stopped("SIGUSR1")

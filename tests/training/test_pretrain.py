@@ -17,7 +17,7 @@ def built(folder: Path, *overrides: str) -> tuple[torch.nn.Module, list[str]]:
     folder.mkdir(exist_ok=True)
     said: list[str] = []
     config = load_config(write_config(folder), [*overrides])
-    build_run_base(config, said.append, torch.device("cpu"))
+    build_run_base(config, said.append, torch.device("cpu"), folder)
     return load_base(config.base_folder, torch.float32), said
 
 
@@ -38,7 +38,7 @@ def test_data_can_be_prepared_for_a_base_of_the_usual_size_before_the_run_builds
     architecture |= {"num_attention_heads": 1, "num_key_value_heads": 1}
     config = load_config(write_config(tmp_path, model__architecture=architecture))
     before = tokenizer_of(config)
-    build_run_base(config, print, torch.device("cpu"))
+    build_run_base(config, print, torch.device("cpu"), tmp_path / "none")
     assert tokenizer_of(config).digest() == before.digest()
 
 

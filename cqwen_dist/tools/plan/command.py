@@ -56,12 +56,20 @@ def remedy(config: Config, **options: Any) -> tuple[dict[str, Any], Plan] | None
     return None
 
 
-def run(config: Config, asked: Question) -> tuple[dict[str, Any], RenderableType]:
-    """Returns the plan, with a remedy if it does not fit, for JSON and as tables for a terminal. Raises `UserError`."""
+def run(configs: Sequence[Config], asked: Question) -> tuple[dict[str, Any], RenderableType]:
+    """Returns the plan, with a remedy if it does not fit, for JSON and as tables for a terminal.
+
+    configs: of the runs of one job; the plan is of the one with the peak, with the memory of all. Raises `UserError`.
+    """
+    config = configs[0]
     known = machine(asked.gpu or ("h100" if asked.gpus_per_node else "cpu"), asked.interconnect, asked.calibrate)
     options: dict[str, Any] = {"gpu_memory_gib": asked.gpu_memory_gib, "machine": known, "text": asked.text_tokens}
     options |= {"nodes": asked.nodes, "gpus_per_node": asked.gpus_per_node, "architecture": read_architecture(config)}
     options |= {"sequences": asked.sequences or count_sequences(config), "price": asked.price}
+    if configs[1:]:
+        beside = {i: [*configs[:i], *configs[i + 1 :]] for i in range(len(configs))}
+        peak = max(beside, key=lambda i: plan(configs[i], beside=beside[i], **options).device_gib)
+        config, options["beside"] = configs[peak], beside[peak]
     planned = plan(config, **options)
     document, shown = planned.to_dict(), [*render(planned).renderables]
     if not planned.fits:

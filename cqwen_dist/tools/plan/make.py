@@ -1,7 +1,7 @@
 """Plans a run: whether it fits, and the memory, communication and duration."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -130,12 +130,14 @@ def plan(
     sequences: int | None = None,
     text: float | None = None,
     price: float | None = None,
+    beside: Sequence[Config] = (),
 ) -> Plan:
     """Plans the memory of the largest rank and the costs of the run. `gpus_per_node` 0 means one CPU rank per node.
 
     architecture: the base model's transformers config (`read_architecture`).
     machine: rates, and the memory if `gpu_memory_gib` is None; default: an H100, or a CPU.
-    sequences: sequences per epoch, if known. text: as in `Sizes`. price: of a GPU-hour. Raises `UserError`.
+    sequences: sequences per epoch, if known. text: as in `Sizes`. price: of a GPU-hour. beside: further runs of the job,
+    of which this one has the peak; only their memory counts. Raises `UserError`.
     """
     if nodes < 1:
         raise UserError("--nodes", nodes, "at least 1")
@@ -150,9 +152,13 @@ def plan(
     ranks_per_node = max(1, gpus_per_node)
     base = Architecture.of(architecture)
     kind = "cuda" if gpus_per_node else "cpu"
-    sizes = stage_sizes(config, base, world=nodes * ranks_per_node, kind=kind, sequences=sequences, text=text)
+    asked: dict[str, Any] = {"world": nodes * ranks_per_node, "kind": kind, "sequences": sequences, "text": text}
+    sizes = stage_sizes(config, base, **asked)
     config.parallel.fit_heads(architecture)
     s, phase, parts = worst(sizes)
+    if beside:
+        more = sum(max(map(memory.of_run, stage_sizes(other, base, **asked))) for other in beside)
+        parts += (Part("further runs", more, f"adapters, heads and moments of {len(beside)}"),)
     parts = (*parts, *memory.outside_tensors(s, tensor_bytes(parts)))
     trained = s.engine_parameters.keys() & s.ever_trainable
     return Plan(

@@ -44,6 +44,11 @@ def kept(s: Sizes) -> Iterator[Part]:
     yield from _heads(s)
 
 
+def of_run(s: Sizes) -> int:
+    """Bytes of the permanent memory that a further run of one job adds: all but the base."""
+    return sum(part.bytes for part in (*_engine(s), *_heads(s)) if part.place == "device")
+
+
 def phases(s: Sizes) -> dict[str, tuple[Part, ...]]:
     """The phases of a step where memory may peak, each with the parts in addition to `kept`. Parts may be empty."""
     gradients, apart = _head_gradients(s) + _feature_gradients(s), _kept_apart(s)

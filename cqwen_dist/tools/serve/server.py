@@ -1,4 +1,4 @@
-"""The server: one model, one text at a time, any number of clients.
+"""The server: one model, or several by name, one text at a time, any number of clients.
 
 Requests wait in one queue. A client that goes away, or a text that takes longer than allowed, ends its generation after
 the token in progress. Bodies, waiting requests, tokens and time are bounded, so one client cannot stop the others.
@@ -62,27 +62,30 @@ class Refused(Exception):
 
 
 class Server:
-    """Runs generations in one thread."""
+    """Runs the generations of a model in one thread, which all models share."""
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, limits: Limits) -> None:
+    def __init__(self, model: Any, tokenizer: Any, name: str, limits: Limits, first: "Server | None" = None) -> None:
+        """first: the server of another model, whose queue this one joins."""
         self.model, self.tokenizer, self.name, self.limits = model, tokenizer, name, limits
-        self.worker = ThreadPoolExecutor(1, "generate")
-        self.waiting = 0
+        self.first = first or self
+        self.worker: ThreadPoolExecutor = first.worker if first else ThreadPoolExecutor(1, "generate")
+        self.waiting, self.named = 0, dict[str, Server]()  # of the first one
+        self.first.named[name] = self
 
     def close(self) -> None:
         """End the worker after the token in progress."""
         self.worker.shutdown(wait=False, cancel_futures=True)
 
-    def admit(self, model: str) -> None:
-        """Raises `UserError` for a wrong model, `Refused` if too many requests wait."""
-        if model not in ("", self.name):
-            raise UserError("model", model, self.name)
+    def admit(self, model: str) -> "Server":
+        """The server of a model. Raises `UserError` for an unknown one, `Refused` if too many requests wait."""
+        if model and model not in self.named:
+            raise UserError("model", model, ", ".join(self.named))
         if self.waiting >= self.limits.waiting:
             raise Refused(429, f"{self.waiting} requests wait: try again later")
+        return self.named[model or self.name]
 
     def begin(self, asked: Completion | ChatCompletion) -> tuple[dict[str, Any], list[str]]:
-        """(options, prompts). Raises `UserError` and `Refused`."""
-        self.admit(asked.model)
+        """(options, prompts). Raises `UserError`."""
         options, prompts = asked.options(self.limits.tokens), asked.prompts(self.tokenizer)
         if not 0 < len(prompts) * asked.n <= self.limits.texts:
             raise UserError("n", len(prompts) * asked.n, f"1 to {self.limits.texts} texts a request (prompts times n)")
@@ -117,7 +120,7 @@ class Server:
         """The result of work, which is ended when the client has gone."""
         stop = threading.Event()
         future = self.start(work, stop)
-        self.waiting += 1
+        self.first.waiting += 1
         try:
             while not (await asyncio.wait([future], timeout=LOOK_S))[0]:
                 if await request.is_disconnected():
@@ -125,7 +128,7 @@ class Server:
             return await future
         finally:
             self.end(future, stop)  # also when the server ends this request
-            self.waiting -= 1
+            self.first.waiting -= 1
 
     async def answer(self, asked: Completion | ChatCompletion, request: Request) -> Any:
         """The answer to a request, whole or as a stream."""
@@ -262,23 +265,23 @@ def make_app(server: Server) -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(asked: Completion, request: Request) -> Any:
-        return await server.answer(asked, request)
+        return await server.admit(asked.model).answer(asked, request)
 
     @app.post("/v1/chat/completions")
     async def chats(asked: ChatCompletion, request: Request) -> Any:
-        return await server.answer(asked, request)
+        return await server.admit(asked.model).answer(asked, request)
 
     @app.post("/v1/counterfactual")
     async def counterfactuals(asked: Counterfactual, request: Request) -> Any:
-        server.admit(asked.model)
-        if not isinstance(server.model, torch.nn.Module):
+        chosen = server.admit(asked.model)
+        if not isinstance(chosen.model, torch.nn.Module):
             raise UserError("--engine", "vllm", "generate, for facts")
         given = asked.model_dump(exclude={"model"})
-        return await server.run(request, lambda _: counterfactual(server.model, server.tokenizer, **given))
+        return await chosen.run(request, lambda _: counterfactual(chosen.model, chosen.tokenizer, **given))
 
     @app.get("/v1/models")
     async def models() -> Any:
-        return {"object": "list", "data": [{"id": server.name, "object": "model", "owned_by": "cqwen"}]}
+        return {"object": "list", "data": [{"id": n, "object": "model", "owned_by": "cqwen"} for n in server.named]}
 
     @app.get("/health")
     async def health() -> Any:

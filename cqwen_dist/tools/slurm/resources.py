@@ -49,7 +49,7 @@ class Resources:
             if _LIMIT.match(option):
                 raise UserError("--sbatch", option, "--time of cqwen submit, which knows --warn-s")
             if _ARRAY.match(option):
-                raise UserError("--sbatch", option, "one run a job; slurm/sweep.sbatch queues an array of runs")
+                raise UserError("--sbatch", option, "several configs, which train in one job")
             if GPUS.match(option) and not self.gpus_per_node:
                 raise UserError("--sbatch", option, "with --gpus-per-node too: how many that is on a node")
 

@@ -29,12 +29,13 @@ from cqwen_dist.tools.slurm.resources import CONTAINER_COMMAND, GPUS, JobOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Job(JobOptions):
-    """A job in a run: its script, and the Python environment on its nodes."""
+    """A job of a run, or of several: its script, and the Python environment on its nodes."""
 
     folder: Path  # working directory
     run_dir: Path
-    script: Path  # the resolved config is in the same folder
+    script: Path  # the resolved configs are in the same folder
     resources: Resources
+    runs: int = 1
     python: str = sys.executable
 
     def __post_init__(self) -> None:
@@ -50,9 +51,9 @@ class Job(JobOptions):
             raise UserError("--container-command", self.container_command, "with --container IMAGE")
 
     @property
-    def config(self) -> Path:
-        """The config file for the job's ranks."""
-        return self.script.with_name(CONFIG)
+    def configs(self) -> list[Path]:
+        """The config files for the job's ranks."""
+        return [self.script.with_name(f"{i}-{CONFIG}" if i else CONFIG) for i in range(self.runs)]
 
     def directives(self) -> list[str]:
         """#SBATCH lines; each option is quoted for sbatch."""
@@ -108,18 +109,21 @@ def template(name: str = "job.sbatch.j2") -> Any:
 
 def plan_job(
     path: Path, overrides: Sequence[str], resources: Resources, options: JobOptions | None = None
-) -> tuple[Config, Job]:
-    """Config and job of a run. Writes nothing. Raises `UserError` as `cqwen launch`, and if the ranks do not fit."""
-    config = preflight(path, overrides)
-    if is_done(config):
+) -> tuple[list[Config], Job]:
+    """A job, and the configs of its runs. Writes nothing. Raises `UserError`, also if the ranks do not fit."""
+    configs = preflight(path, overrides)
+    config = configs[0]
+    if all(map(is_done, configs)):
         raise UserError("run.dir", config.run.dir, "a run that is not done yet, or a new folder")
-    refuse_unresumable(config, resources)
+    for each in configs:
+        refuse_unresumable(each, resources)
     run_dir = Path(config.run.dir).absolute()
     folder = next(new for n in count(1) if not (new := run_dir / SLURM / f"submit-{n}").exists())
     options = options or JobOptions()
     named = vars(options) | {"name": options.name or f"cqwen-{run_dir.name}"}
     script = folder / "job.sbatch"
-    return config, Job(**named, folder=Path.cwd(), run_dir=run_dir, script=script, resources=resources)
+    of_runs: dict[str, Any] = {"folder": Path.cwd(), "run_dir": run_dir, "script": script, "runs": len(configs)}
+    return configs, Job(**named, **of_runs, resources=resources)
 
 
 def refuse_unresumable(config: Config, resources: Resources) -> None:
@@ -149,15 +153,16 @@ def check_job(job: Job) -> str:
     raise UserError("sbatch --test-only", Said(_words(done.stderr)), "a job that this cluster can run")
 
 
-def submit_job(config: Config, job: Job) -> str:
-    """Write config and script into the run folder and submit them; returns the job's id. Raises `UserError`."""
+def submit_job(configs: Sequence[Config], job: Job) -> str:
+    """Write configs and script into the run folder and submit them; returns the job's id. Raises `UserError`."""
     if not check_job(job):
         said = "no such command here, or nothing that answers it; submit on a machine of the cluster, or use --dry-run"
         raise UserError("sbatch", Said(said), "")
     folder = job.script.parent
     with writing("run.dir", folder, "a folder that can be written"):
         folder.mkdir(parents=True)
-        job.config.write_text(config.to_yaml(), encoding="utf-8")
+        for path, config in zip(job.configs, configs, strict=True):
+            path.write_text(config.to_yaml(), encoding="utf-8")
         job.script.write_text(render(job), encoding="utf-8")
     done = _sbatch("--parsable", str(job.script))
     if done.returncode:

@@ -6,11 +6,11 @@ in each epoch, even with dropout. The key of a cache includes everything that z 
 A cache grows in parts, each made before the first step that reads it: the first step waits for a few texts only, and a
 stop loses one part. Mode `auto` makes a cache only if the stage has more than one epoch left and the disk has room. An
 existing cache is always used. The contents of a part follow from the step and the parts before it, so a resumed run
-continues to the bit. Losses equal those without a cache, up to the rounding of different batch shapes. The cache has no
-extra columns of the side network: the start is fitted to cached z before these exist.
+continues to the bit. Runs of one process read and fill one cache if their keys are equal. Losses equal those without a
+cache, up to the rounding of different batch shapes. The cache has no extra columns of the side network: the start is
+fitted to cached z before these exist.
 """
 
-import hashlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +32,7 @@ from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.files import FEATURE_CACHE, free_bytes, versions
 from cqwen_dist.training.features.shards import ROOM, CacheRefused, FeatureShards, add_part, is_cache
+from cqwen_dist.training.shared import KeptZ, Shared, features_digest
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.telemetry.progress import Progress
 from cqwen_dist.training.zero.engine import Engine
@@ -41,12 +42,12 @@ FIRST_PART = 8192  # tokens a rank
 GROWTH = 8  # a later part has at most an 8th of the stored tokens: some dozens of parts, and a stop loses little
 
 
-@dataclass
+@dataclass(eq=False)
 class FeatureCache:
     """Decides for each stage, opens the cache or begins one, and computes and reads z of the next steps."""
 
     settings: FeatureCacheConfig
-    run_folder: Path
+    shared: Shared
     runtime: Runtime
     engine: Engine
     features: Callable[[Batch, Tensor], Tensor]  # computes z at the label positions of a batch
@@ -56,8 +57,9 @@ class FeatureCache:
     def __post_init__(self) -> None:
         self.dtype = torch.bfloat16 if self.engine.settings.bf16 else torch.float32
         named = self.settings.dir
-        self.folder = self.run_folder / FEATURE_CACHE if named is None else Path(named).expanduser()
+        self.folder = self.shared.folder / FEATURE_CACHE if named is None else Path(named).expanduser()
         self._shards: FeatureShards | None = None
+        self.shared.caches.add(self)
         self._plan: StagePlan  # of the stage, and its loader
         self._loader: Loader
 
@@ -65,7 +67,7 @@ class FeatureCache:
         """Start or resume a stage, with a cache if possible. Collective over the world."""
         self._plan, self._loader = plan, loader
         self._shards = None if self.settings.mode == "never" else self._shards_of(step, loader, self.progress.say)
-        self._delete_others(None if self._shards is None else self._shards.folder)
+        self._delete_others()
 
     def reader(self, plan: StagePlan, loader: Loader, other: Loader) -> Callable[[Batch, Tensor], Tensor] | None:
         """A function that returns z [N,H] of the batches of `other`'s first step, in order; None without a cache.
@@ -102,9 +104,9 @@ class FeatureCache:
             # A cache that is there is always used
             dataset, hidden = loader.dataset, self.engine.model.config.hidden_size
             found = FeatureShards(self.folder, self._key(dataset), hidden, self.dtype, len(dataset))
-            known = self._shards  # of the start, or of the stage before
-            if known is not None and known.folder == found.folder:
-                found = known
+            known = [cache._shards for cache in self.shared.caches]  # of the start, the stage before, other runs
+            if same := [each for each in known if each is not None and each.folder == found.folder]:
+                found = same[0]
             # A new one begins if it pays and has room
             elif not found.open(self.runtime):
                 if left <= 1.0:
@@ -123,8 +125,7 @@ class FeatureCache:
             return None
 
     def _give_up(self, refusal: CacheRefused, say: Callable[[str], None]) -> None:
-        self._shards = None
-        self._delete_others(None)
+        self.close()
         say(f"  no feature cache: {refusal}")
 
     def fill(self) -> None:
@@ -164,34 +165,30 @@ class FeatureCache:
         return [self._shards.read(mine[k * size : (k + 1) * size]) for k in range(loader.micro_steps)]
 
     def close(self) -> None:
-        """Delete the caches in the run folder at the end of the run."""
+        """Delete the cache in the run folder, at the end of the run, unless another run of this process reads it."""
         self._shards = None
-        self._delete_others(None)
+        self._delete_others()
 
-    def _delete_others(self, kept: Path | None) -> None:
+    def _delete_others(self) -> None:
         """Delete caches of other stages in the run folder. A folder named by the user may serve other runs."""
+        kept = {cache._shards.folder for cache in self.shared.caches if cache._shards is not None}
         own = self.settings.dir is None and self.folder.is_dir() and not self.folder.is_symlink()
         if not self.runtime.is_main or not own:
             return
         for found in self.folder.iterdir():
-            if found != kept and is_cache(found):
+            if found not in kept and is_cache(found):
                 shutil.rmtree(found, ignore_errors=True)
-        if kept is None:
+        if not kept:
             with suppress(OSError):  # not empty
                 self.folder.rmdir()
 
     def _key(self, dataset: TextDataset) -> dict[str, Any]:
         """Everything that z depends on. Collective over the world."""
-        trained, _, _ = self.engine.feature_state()
-        weights = hashlib.sha256()
-        for name, value in sorted(trained.items()):
-            weights.update(name.encode())
-            weights.update(value.numpy().tobytes())
         packages = versions()
         return {
             "format": 5,
             **self.depends,
-            "trained": weights.hexdigest(),
+            "trained": features_digest(self.engine),
             "data": dataset.digest(),
             "dtype": str(self.dtype),
             "device": self.runtime.device.type,
@@ -205,16 +202,23 @@ class KeptFeatures:
     All ranks have the same number of batches, in a fixed order, so metrics are equal to the bit.
     """
 
-    def __init__(self, forward: Callable[[Batch, Tensor], Tensor], check: Callable[[], None], engine: Engine) -> None:
-        """forward: computes z at the label positions of a batch. check: called instead if z is kept; may raise."""
-        self.forward, self.check, self.engine = forward, check, engine
-        self._z: list[Tensor] = []
+    def __init__(
+        self,
+        forward: Callable[[Batch, Tensor], Tensor],
+        check: Callable[[], None],
+        engine: Engine,
+        fresh: Callable[[], KeptZ],
+    ) -> None:
+        """forward: computes z at the label positions of a batch. check: called instead if z is kept; may raise. fresh:
+        what is known of z as it is now."""
+        self.forward, self.check, self.engine, self.fresh = forward, check, engine, fresh
+        self._z = KeptZ()
         self._known = -1
 
     def __call__(self, i: int, batch: Batch, keep: Tensor) -> Tensor:
         """z [N,H] of the i-th batch at its label positions `keep`, on the device of the batch."""
         if (now := self.engine.feature_changes) != self._known:
-            self._z, self._known = [], now
+            self._z, self._known = KeptZ() if self.engine.features_train else self.fresh(), now
         if i < len(self._z):
             self.check()
             return self._z[i].to(keep.device)

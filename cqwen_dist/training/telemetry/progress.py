@@ -31,8 +31,9 @@ SPARSER = 0.01  # and relative to the elapsed time: a few hundred lines per run
 class Progress:
     """Shows step, speed and remaining time of a run. `left_s` is for all who tell the remaining time."""
 
-    def __init__(self, silent: bool = False) -> None:
-        """silent: print no output (on other ranks)."""
+    def __init__(self, silent: bool = False, name: str = "") -> None:
+        """silent: print no output (on other ranks). name: in front of each line, if other runs print too."""
+        self.name = name
         self.console = Console(highlight=False, markup=False, emoji=False, quiet=silent)
         self.left_s: float | None = None  # estimated seconds to the end of the run
         self._part, self._part_began = "", 0.0
@@ -79,7 +80,7 @@ class Progress:
         line = Text(printable(text))
         for start, style in _STYLES.items():
             line.highlight_regex(start, style)
-        self.console.print(line, soft_wrap=True)
+        self.console.print(Text(f"{printable(self.name)}  " if self.name else "") + line, soft_wrap=True)
 
     def close(self) -> None:
         """Remove the bar."""
@@ -89,7 +90,7 @@ class Progress:
 
     @property
     def _live(self) -> bool:
-        return self.console.is_terminal and not self.console.quiet
+        return self.console.is_terminal and not self.console.quiet and not self.name
 
     def _bar(self, what: str, done: int, of: int, text: str) -> None:
         if not self._live:

@@ -13,9 +13,10 @@ from cqwen_dist.sizes.architecture import Architecture, read_architecture
 from cqwen_dist.tiles import tile_shape
 from cqwen_dist.tools.plan import activations
 from cqwen_dist.tools.plan.comm import step_messages
-from cqwen_dist.tools.plan.command import count_sequences
+from cqwen_dist.tools.plan.command import count_sequences, run
 from cqwen_dist.tools.plan.make import Plan, plan
 from cqwen_dist.tools.plan.memory import GIB, phases
+from cqwen_dist.tools.plan.question import Question
 from cqwen_dist.tools.plan.stage_sizes import stage_sizes
 
 SMALL = qwen2_sizes(1000, 64, 96, 4, 2, num_hidden_layers=3)
@@ -72,6 +73,20 @@ def test_each_part_of_memory_equals_values_by_hand():
     assert result.trainable_parameters == lora + 2 * (64 * 64 + 64) + (64 + 1 + 64 + 2 * 64) + 1000 * 65
     assert (result.world, result.accumulation, result.fits) == (2, 4, True)
     assert result.device_gib == pytest.approx(sum(part.bytes for part in result.parts) / GIB)
+
+
+def test_runs_of_one_job_have_the_base_once() -> None:
+    """The plan is of the run with the peak; a further one adds its own weights, masters and moments."""
+    stage = {"name": "all", "train": ["heads", "embedding", "lora"], "steps": 1}
+    sizes = [{"micro_batch_size": size, "global_batch_size": 8} for size in (8, 1)]
+    large, small = (config(start="seed", train=train, stages=[stage]) for train in sizes)
+    asked = Question(gpus_per_node=0)
+    alone, three = (
+        {p["name"]: p["bytes"] for p in run(given, asked)[0]["parts"]} for given in ([large], [small, large, small])
+    )
+    own = ("embedding of", "LoRA:", "abduction", "regression", "noise", "W_cls", "b_cls", "moments")
+    assert three.pop("further runs") == 2 * sum(size for name, size in alone.items() if name.startswith(own))
+    assert three == alone
 
 
 def test_a_layers_activations_equal_values_by_hand():

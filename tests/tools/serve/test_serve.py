@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 from support.serving import running
 from support.tiny import number_writing_lm
 from support.words import Words
@@ -62,6 +63,29 @@ def post(served: Any, path: str, body: Any) -> tuple[int, Any]:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())
+
+
+def test_clients_choose_among_the_models_of_one_queue(served: Any, model: Any) -> None:
+    """`cqwen serve RUN --adapter milk=RUN`."""
+    other = number_writing_lm()
+    with torch.no_grad():
+        other.model.action.cls_bias.add_(torch.linspace(-1, 1, len(other.model.action.cls_bias)))
+    server = Server(other, Talking(), "milk", served.limits, served)
+    try:
+        assert [each["id"] for each in json.loads(urllib.request.urlopen(f"{served.url}/models").read())["data"]] == [
+            "tea",
+            "milk",
+        ]
+        wanted = [continue_text(each, Words(), PROMPTS[:1], max_new_tokens=10)[0].text for each in (model, other)]
+        assert wanted[0] != wanted[1]
+        for name, text in zip(("tea", "milk"), wanted, strict=True):
+            _, answer = post(served, "completions", {"prompt": PROMPTS[0], "max_tokens": 10, "model": name})
+            assert (answer["model"], answer["choices"][0]["text"]) == (name, text)
+        code, answer = post(served, "completions", {"prompt": "w1", "model": "salt"})
+        assert (code, answer["error"]["message"]) == (400, "model: found 'salt', allowed: tea, milk")
+        assert server.worker is served.worker
+    finally:
+        del served.named["milk"]
 
 
 def test_texts_and_numbers_equal_continue_text_and_clients_do_not_mix(served: Any, model: Any) -> None:

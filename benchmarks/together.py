@@ -1,0 +1,62 @@
+"""Runs of heads in one job, compared with the same runs one after the other: `python -m benchmarks together`."""
+
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+from rich.table import Table
+
+RUNS = [*product((3e-5, 1e-4, 3e-4, 1e-3), ("standardise", "signed_log"))]  # rate, unit of numbers: all share z
+HELD_OUT = 16  # texts
+
+
+def run(base: str, data: Path, texts: int, steps: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Seconds with the start of each process, and the largest process, of both."""
+    found: dict[str, Any] = {"runs": len(RUNS), "load before": os.getloadavg()[0]}
+    with TemporaryDirectory() as place:
+        folder = Path(place)
+        lines = data.read_text(encoding="utf-8").splitlines(keepends=True)[: texts + HELD_OUT]
+        for name, own in {"eval": lines[:HELD_OUT], "train": lines[HELD_OUT:]}.items():
+            (folder / f"{name}.jsonl").write_text("".join(own), encoding="utf-8")
+        # One after the other first: the kernel only tells the largest process so far
+        for name in ("one after the other", "one job"):
+            files = [_config(folder, name, base, steps, i) for i in range(len(RUNS))]
+            began = time.monotonic()
+            for given in [files] if name == "one job" else [[file] for file in files]:
+                words = [*map(str, given), *overrides]
+                subprocess.run([sys.executable, "-m", "cqwen_dist", "train", *words], check=True, stdout=sys.stderr)
+            found[f"{name}, s"] = round(time.monotonic() - began, 1)
+            found[f"{name}, GiB"] = round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20, 2)
+    return {**found, "ratio": round(found["one job, s"] / found["one after the other, s"], 3)}
+
+
+def _config(folder: Path, name: str, base: str, steps: int, i: int) -> Path:
+    rate, unit = RUNS[i]
+    data = {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl"), "sequence_length": 256}
+    tree = {
+        "model": {"name_or_path": str(Path(base).absolute())},
+        "data": {**data, "text_template": "{question}\n{answer}"},
+        "loss": {"target_transform": unit},
+        "stages": [{"name": "heads", "train": ["heads"], "steps": steps, "lr": rate}],
+        "train": {"global_batch_size": 4, "micro_batch_size": 4, "eval_every": steps, "checkpoint_every": steps},
+        "run": {"dir": str(folder / name / str(i))},
+    }
+    path = folder / f"{name}-{i}.yaml"
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return path
+
+
+def table(found: dict[str, Any]) -> Table:
+    """The result as a table."""
+    shown = Table("", "")
+    for name, value in found.items():
+        shown.add_row(name, str(value))
+    return shown

@@ -1,0 +1,57 @@
+"""What the runs of one process have once: the base's weights, texts, measures of the base, z."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+from weakref import WeakSet, WeakValueDictionary
+
+from torch import Tensor
+
+from cqwen_dist.model.base_loading import with_own_modules
+from cqwen_dist.training.zero.engine import Engine
+
+T = TypeVar("T")
+
+
+class KeptZ(list[Tensor]):
+    """z of evaluation batches; a list that is forgotten when no run reads it."""
+
+
+@dataclass
+class Shared:
+    """Empty at first: the first run that needs a thing makes it. All ranks ask for the same, in the same order."""
+
+    folder: Path  # of the first run: its feature cache and digests of files serve all
+    alone: bool = True  # whether there is one run: it makes everything for itself, and nothing is kept for others
+    caches: WeakSet[Any] = field(default_factory=WeakSet)  # the runs' `FeatureCache`s
+    _made: dict[object, Any] = field(default_factory=dict)
+    _kept: WeakValueDictionary[object, KeptZ] = field(default_factory=WeakValueDictionary)
+
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        """What `make` returns, from the first call with this key."""
+        if self.alone:
+            return make()
+        if key not in self._made:
+            self._made[key] = make()
+        made: T = self._made[key]
+        return made
+
+    def base(self, load: Callable[[], Any]) -> Any:
+        """A base model of the run's own, with the weights of all."""
+        return load() if self.alone else with_own_modules(self.once("base", load))
+
+    def kept(self, engine: Engine, of: object) -> KeptZ:
+        """z of the evaluation batches `of`, for all runs whose features are equal now. Collective over the world."""
+        return KeptZ() if self.alone else self._kept.setdefault((features_digest(engine), of), KeptZ())
+
+
+def features_digest(engine: Engine) -> str:
+    """A digest of all parameters before z that any stage trains. Collective over the world."""
+    trained, _, _ = engine.feature_state()
+    weights = hashlib.sha256()
+    for name, value in sorted(trained.items()):
+        weights.update(name.encode())
+        weights.update(value.numpy().tobytes())
+    return weights.hexdigest()

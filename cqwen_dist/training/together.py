@@ -1,0 +1,146 @@
+"""Several runs in one job: one base in memory, one process group, and a step of each run in turn.
+
+Each run has a folder, lock, seed, random numbers, engine, schedule and log of its own, as if it were alone. What they
+share is in `training.shared`. Turns go to the run with the fewest steps, so all are at about the same step, after a
+resume too. A run that fails by itself is recorded in its folder, and the others go on.
+"""
+
+import os
+import random
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cqwen_dist.config import Config, reason_of
+from cqwen_dist.config.one_job import refuse_apart
+from cqwen_dist.parallel.collectives import KnownFailure, Stopped, agree, cause_of, from_main_rank
+from cqwen_dist.parallel.runtime import Runtime, distributed
+from cqwen_dist.parallel.stop import StopFlag
+from cqwen_dist.run.folder import is_done
+from cqwen_dist.training.assembly import groups_of
+from cqwen_dist.training.callbacks import TrainResult
+from cqwen_dist.training.inputs import config_facts, refuse_accelerate
+from cqwen_dist.training.shared import Shared
+from cqwen_dist.training.telemetry.progress import Progress
+from cqwen_dist.training.train import result_of, run_in_turns
+from cqwen_dist.training.trainer import Trainer
+
+Judge = Callable[[Mapping[int, Trainer]], None]  # sees the runs before each step, and may ask their callbacks to stop
+
+
+@dataclass
+class _Course:
+    """A run on its way. random: the states of all generators after its last turn."""
+
+    config: Config
+    turns: Generator[Trainer, None, dict[str, Any]]
+    runtime: Runtime
+    trainer: Trainer | None = None  # once it is ready
+    random: Any = None
+    metrics: dict[str, Any] = field(default_factory=dict)  # of the last evaluation, once it has ended
+
+    @property
+    def step(self) -> int:
+        return -1 if self.trainer is None else self.trainer.place.step
+
+    def take(self, say: Callable[[str], None]) -> bool:
+        """Take a turn. Returns whether the run has ended, also by a failure of its own."""
+        device = self.runtime.device if self.runtime.device.type == "cuda" else None
+        if self.random is not None:
+            cpu, gpu, of_numpy, of_python = self.random
+            torch.set_rng_state(cpu)
+            if device is not None:
+                torch.cuda.set_rng_state(gpu, device)
+            np.random.set_state(of_numpy)
+            random.setstate(of_python)
+        try:
+            self.trainer = next(self.turns)
+        except StopIteration as end:
+            self.metrics, self.trainer = end.value, None
+            return True
+        except Exception as error:
+            alike = self.runtime.world_size == 1 or isinstance(error, KnownFailure)  # whether all ranks are here
+            if self.trainer is None or cause_of(error).passing or not alike:
+                raise
+            say(f"alarm failed: {self.config.run.dir}: {reason_of(error)}; the other runs go on")
+            self.trainer = None
+            return True
+        gpu = None if device is None else torch.cuda.get_rng_state(device)
+        self.random = torch.get_rng_state(), gpu, np.random.get_state(), random.getstate()
+        return False
+
+
+def train_together(
+    configs: Sequence[Config], judge: Judge | None = None, ended: Callable[[Config], bool] = is_done
+) -> list[TrainResult]:
+    """Train or resume runs in one job; skips those that have ended. A failed run has the status "fatal" and its reason.
+    All ranks call it.
+
+    Raises `UserError` if the runs cannot share a base, for a run's wrong input, and `Stopped` as `train`.
+    """
+    refuse_apart(configs)
+    for config in configs:
+        refuse_accelerate(config, os.environ)
+    with StopFlag().installed() as stop, distributed(stop=stop) as runtime:
+        found = together_on(configs, runtime, judge, ended)
+        return [result_of(config, metrics, runtime) for config, metrics in zip(configs, found, strict=True)]
+
+
+def together_on(
+    configs: Sequence[Config],
+    runtime: Runtime,
+    judge: Judge | None = None,
+    ended: Callable[[Config], bool] = is_done,
+) -> list[dict[str, Any]]:
+    """`train_together` in an existing process group; the metrics of each run's last evaluation, or {} if skipped."""
+    for config in configs:
+        agree(partial(lambda config: (None, config_facts(config)), config))
+    groups, say = groups_of(configs[0], runtime), Progress(not runtime.is_main).say
+    over = from_main_rank(lambda: [config.run.dir for config in configs if ended(config)])
+    for folder in over:
+        say(f"already ended: {folder}")
+    shared = Shared(Path(configs[0].run.dir), alone=False)
+    os.environ.setdefault("WANDB_RUN_GROUP", shared.folder.resolve().name)
+    os.environ.setdefault("WANDB_REINIT", "create_new")  # or each run would end the one before
+    courses = dict[int, _Course]()
+    for i, config in enumerate(configs):
+        if config.run.dir not in over:
+            own = replace(runtime, stop=StopFlag(runtime.stop))  # a callback or a failed save stops its own run
+            courses[i] = _Course(config, run_in_turns(config, own, groups, shared), runtime)
+    live = dict(courses)
+    try:
+        _to_the_end(live, judge, say)
+    finally:
+        for course in live.values():
+            course.turns.close()
+    return [courses[i].metrics if i in courses else {} for i in range(len(configs))]
+
+
+def _to_the_end(live: dict[int, _Course], judge: Judge | None, say: Callable[[str], None]) -> None:
+    """Let the runs take their turns. Those that are done leave `live`. Raises `Stopped` once all have stopped."""
+    stopped = None
+    while live:
+        i = min(live, key=lambda i: (live[i].step, i))
+        ready = {k: course.trainer for k, course in live.items() if course.trainer is not None}
+        if judge is not None and len(ready) == len(live):
+            judge(ready)
+        try:
+            if live[i].take(say):
+                del live[i]
+        except Stopped as error:
+            stopped = error
+            if live.pop(i).trainer is not None:
+                continue
+            # While a run starts, perhaps only this rank stops: no collective may follow. No run has taken a step
+            for course in live.values():
+                with suppress(Stopped):
+                    course.turns.throw(Stopped(str(error)))
+            break
+    if stopped is not None:
+        raise stopped
