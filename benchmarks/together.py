@@ -15,7 +15,7 @@ import yaml
 from rich.table import Table
 
 RUNS = [*product((3e-5, 1e-4, 3e-4, 1e-3), ("standardise", "signed_log"))]  # rate, unit of numbers: all share z
-HELD_OUT = 16  # texts
+HELD_OUT = 8  # texts
 
 
 def run(base: str, data: Path, texts: int, steps: int, overrides: Sequence[str]) -> dict[str, Any]:
