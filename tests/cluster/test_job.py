@@ -63,6 +63,23 @@ def test_classifies_how_start_ended(starts: Starts, status: str, code: int, aske
     assert starts.end(code, asked) == (verdict, how)
 
 
+@pytest.mark.parametrize(("first", "second"), [("done", "preempted"), ("preempted", "done"), ("fatal", "preempted")])
+def test_a_job_of_two_runs_goes_on_if_one_of_them_has_to(
+    starts: Starts, tmp_path: Path, first: str, second: str
+) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(starts.config.read_text().replace(str(starts.run), str(tmp_path / "other")))
+    begin(starts.config, [str(other)], 2)
+    (tmp_path / "other").mkdir()
+    for folder, status in ((starts.run, first), (tmp_path / "other", second)):
+        write_status(folder, status, reason="TERM")
+    assert starts.end(0, "USR1") == ("requeue 0", "preempted")
+    begin(starts.config, [str(other)], 2)
+    for folder in (starts.run, tmp_path / "other"):
+        write_status(folder, "done")
+    assert starts.end(0) == ("done", "done")
+
+
 def test_a_status_of_an_earlier_start_is_ignored(starts: Starts) -> None:
     starts.run.mkdir()
     write_status(starts.run, "fatal")

@@ -37,6 +37,22 @@ def test_the_runs_status_decides_when_the_launcher_exits_with_0(monkeypatch, con
     assert end_of(monkeypatch, config, WRITE % status) == code
 
 
+def test_a_job_has_the_worst_end_of_its_runs(monkeypatch: pytest.MonkeyPatch, config: Path, tmp_path: Path) -> None:
+    """A stop before a failure: the same command goes on with the others. A run that was done does not count."""
+    other = tmp_path / "other.yaml"
+    other.write_text(config.read_text().replace(str(tmp_path / "run"), str(tmp_path / "other")))
+    for ends, code in {("done", "done"): 0, ("done", "fatal"): 1, ("fatal", "preempted"): 75}.items():
+        for folder in ("run", "other"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            write_status(tmp_path / folder, "running")
+        script = "; ".join(
+            f"open({str(tmp_path / folder / 'status.json')!r}, 'w').write('{{\"status\": \"{status}\"}}')"
+            for folder, status in zip(("run", "other"), ends, strict=True)
+        )
+        monkeypatch.setattr(module, "launch_command", lambda *_, script=script: [sys.executable, "-c", script])
+        assert module.launch(config, [str(other)], 2) == code
+
+
 def test_a_status_of_an_earlier_command_is_ignored(monkeypatch: pytest.MonkeyPatch, config: Path) -> None:
     """The launcher returns 0 where a rank died by a signal, for instance of no memory before its first word."""
     write_status(config.parent / "run", "done")

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import run_ranks
-from support.runs import as_rank, losses, train_run, weights, write_config
+from support.runs import as_rank, cqwen_forked, losses, train_run, weights, write_config
 
+from cqwen_dist import train
 from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.config.one_job import refuse_apart
@@ -135,9 +136,10 @@ def test_a_run_that_fails_leaves_the_others(config: Path, tmp_path: Path) -> Non
     ended = [read_status(Path(folder)) for folder in folders]
     assert [status["status"] for status in ended] == ["done", "fatal", "done"]
     assert "a loss that is not finite" in str(ended[1]["reason"])
-    # The done ones are skipped, and the other goes on from its checkpoint
+    # The done ones are skipped, and the other goes on from its checkpoint; here by their folders
     before = [weights(Path(folders[i])) for i in (0, 2)]
-    run_ranks(together, 1, str(config), folders, [])
+    done = cqwen_forked("train", *folders, "train.keep_checkpoints=9")
+    assert (done.returncode, done.stdout.count("already ended: ")) == (0, 2), done.stderr
     assert [read_status(Path(folder))["status"] for folder in folders] == ["done"] * 3
     assert [weights(Path(folders[i])) for i in (0, 2)] == before
     run_ranks(alone, 1, str(config), [str(tmp_path / "alone" / "rate")], [])
@@ -160,3 +162,5 @@ def test_runs_that_cannot_share_are_refused_by_key(config: Path) -> None:
     with pytest.raises(UserError, match="zero_stage: found 3 with 2 runs in one job"):
         refuse_apart(third)
     refuse_apart(third[:1])
+    with pytest.raises(UserError, match=r"data.train: found with 2 runs in one job, allowed: one run"):
+        train([first, first], train_dataset="x", overrides={})  # type: ignore[call-overload]
