@@ -100,12 +100,18 @@ def build_groups(vocab_group_size: int, timeout_s: float | None = None, sequence
     ranks = torch.arange(world).view(-1, vocab_group_size)  # a row for each vocabulary group
     vocab, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout, group_desc="vocabulary")
     replica, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout, group_desc="replica")
-    saving = dist.new_group(None, timeout, None if dist.get_backend() == "fake" else "gloo", group_desc="saving")
+    saving = saving_group(timeout_s)
     if sequence_group_size == 1:
         return Groups(dist.group.WORLD, vocab, replica, saving=saving)
     ranks = torch.arange(world).view(-1, sequence_group_size)
     sequence, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout, group_desc="sequence")
     return Groups(dist.group.WORLD, vocab, replica, sequence, saving)
+
+
+def saving_group(timeout_s: float | None) -> ProcessGroup:
+    """All ranks, for the thread that saves a run. Collective over the world."""
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    return dist.new_group(None, timeout, None if dist.get_backend() == "fake" else "gloo", group_desc="saving")
 
 
 def limit_wait(group: ProcessGroup, seconds: float) -> None:

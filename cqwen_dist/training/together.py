@@ -20,6 +20,7 @@ import torch
 from cqwen_dist.config import Config, reason_of
 from cqwen_dist.config.one_job import refuse_apart
 from cqwen_dist.parallel.collectives import KnownFailure, Stopped, agree, cause_of, from_main_rank
+from cqwen_dist.parallel.groups import saving_group
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.parallel.stop import StopFlag
 from cqwen_dist.run.folder import is_done
@@ -112,7 +113,8 @@ def together_on(
     for i, config in enumerate(configs):
         if config.run.dir not in over:
             own = replace(runtime, stop=StopFlag(runtime.stop))  # a callback or a failed save stops its own run
-            courses[i] = _Course(config, run_in_turns(config, own, groups, shared), runtime)
+            apart = replace(groups, saving=saving_group(runtime.timeout_s))  # runs save at the same time
+            courses[i] = _Course(config, run_in_turns(config, own, apart, shared), runtime)
     live = dict(courses)
     try:
         _to_the_end(live, judge, say)
