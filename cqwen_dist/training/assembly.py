@@ -3,7 +3,7 @@
 The trainer, the benchmark rig and the tests all use these functions, so they measure and test the real training.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -139,7 +139,7 @@ def build_run(config: Config, runtime: Runtime, groups: Groups, shared: Shared |
     seed_everything(config.train.seed)
     folder = Path(config.run.dir)
     shared = shared or Shared(folder)
-    progress = Progress(not runtime.is_main, "" if shared.alone else config.run.name or folder.name)
+    progress = Progress(not runtime.is_main, shared.called(config))
     from_main_rank(lambda: finish_renames(folder))
     resume_from, note = from_main_rank(lambda: choose_checkpoint(folder, config.run.resume))
     if note:
@@ -151,12 +151,7 @@ def build_run(config: Config, runtime: Runtime, groups: Groups, shared: Shared |
     for note in config.fit_to(base_config(name, model.trust_remote_code).model_type):
         progress.say(f"note: {note}")
     tokenizer, weights = read_tokenizer(config, resume_from, shared.folder)
-    if config.parallel.zero_stage == 3:
-        base = Base(*load_partitioned_base(name, config, runtime, tokenizer.rows_for))
-    else:
-        dtype, rows_for = dtype_of(train.precision), tokenizer.rows_for
-        how = (name, dtype, model.trust_remote_code, model.quantize, runtime.device, rows_for)
-        base = Base(shared.base(lambda: load_base(*how)))
+    base = _base_of(config, runtime, shared, tokenizer.rows_for)
     config.fit_sizes(base.model.config.to_dict())
 
     # Read the data, and the word counts and tokens that the model needs
@@ -204,6 +199,15 @@ def build_run(config: Config, runtime: Runtime, groups: Groups, shared: Shared |
         saver=Saver(folder, groups, best, on_failure=runtime.stop.ask, say=progress.say, mirror=mirror),
         progress=progress,
     )
+
+
+def _base_of(config: Config, runtime: Runtime, shared: Shared, rows_for: Callable[[int], int]) -> Base:
+    """The base as the ranks read it."""
+    name, model = config.base_folder, config.model
+    if config.parallel.zero_stage == 3:
+        return Base(*load_partitioned_base(name, config, runtime, rows_for))
+    dtype, device = dtype_of(config.train.precision), runtime.device
+    return Base(shared.base(lambda: load_base(name, dtype, model.trust_remote_code, model.quantize, device, rows_for)))
 
 
 def _evaluations(

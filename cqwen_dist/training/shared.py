@@ -9,6 +9,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 from torch import Tensor
 
+from cqwen_dist.config import Config
 from cqwen_dist.model.base_loading import with_own_modules
 from cqwen_dist.training.zero.engine import Engine
 
@@ -37,6 +38,10 @@ class Shared:
             self._made[key] = make()
         made: T = self._made[key]
         return made
+
+    def called(self, config: Config) -> str:
+        """A run's name in front of its lines; empty for the only run."""
+        return "" if self.alone else config.run.name or Path(config.run.dir).name
 
     def base(self, load: Callable[[], Any]) -> Any:
         """A base model of the run's own, with the weights of all."""
