@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path

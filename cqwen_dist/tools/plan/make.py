@@ -136,8 +136,8 @@ def plan(
 
     architecture: the base model's transformers config (`read_architecture`).
     machine: rates, and the memory if `gpu_memory_gib` is None; default: an H100, or a CPU.
-    sequences: sequences per epoch, if known. text: as in `Sizes`. price: of a GPU-hour. beside: further runs of the job,
-    of which this one has the peak; only their memory counts. Raises `UserError`.
+    sequences: sequences per epoch, if known. text: as in `Sizes`. price: of a GPU-hour. beside: further runs of the
+    job, of which this one has the peak; only their memory counts. Raises `UserError`.
     """
     if nodes < 1:
         raise UserError("--nodes", nodes, "at least 1")
