@@ -55,11 +55,7 @@ def test_a_stock_hugging_face_file_is_translated(tmp_path: Path) -> None:
     assert (found.train.micro_batch_size, found.train.max_grad_norm, found.train.weight_decay) == (4, 0.5, 0.1)
     assert (found.train.precision, found.train.global_batch_size) == ("fp32", 32)
     assert found.deepspeed == {
-        "zero_optimization": {
-            "offload_optimizer": {"pin_memory": True},
-            "overlap_comm": True,
-            "sub_group_size": 1e9,
-        },
+        "zero_optimization": {"offload_optimizer": {"pin_memory": True}, "overlap_comm": True, "sub_group_size": 1e9},
         "steps_per_print": 2000,
         "wall_clock_breakdown": False,
     }

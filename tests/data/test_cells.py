@@ -167,8 +167,6 @@ def test_a_target_may_have_leading_zeros() -> None:
     assert TableCells({"x": Form()}).text("x", "007") == "007", "a name, as for data.numbers"
 
 
-# --------------------------------------------------------------------------- one table, in all kinds of file
-
 KINDS = ("csv", "tsv", "euro.csv", "json", "jsonl", "parquet", "arrow", "saved", "dataset", "frame", "list")
 
 
@@ -294,9 +292,6 @@ def test_columns_with_the_same_name_are_refused_in_every_kind_of_file(tmp_path: 
             texts_of(source, tmp_path)
 
 
-# ---------------------------------------------------------------------------- what differs from training
-
-
 def _seen(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], TableCells]:
     cells = TableCells(forms_in(rows, "rows"))
     return described(rows, cells), cells
@@ -399,9 +394,6 @@ def test_a_number_without_a_unit_that_scales_it_is_not_read(unit: str, cell: Any
     with pytest.raises(UserError, match=rf"numbers such as 1234\.5 ?{unit.strip()} in the column 'x'"):
         list(compare(trained, [{"x": cell}], cells))
     assert _seen([{"x": f"12.5{unit}"}, {"x": 0.125}])[1].forms == {}, "one column of JSON has both"
-
-
-# ------------------------------------------------------------------------------------------- which records
 
 
 def _jsonl(path: Path, records: list[dict[str, Any]]) -> str:

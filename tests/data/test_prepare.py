@@ -58,12 +58,7 @@ def _both(corpus: str, folder: Path, tokenizer: NumericalAwareTokenizer, **confi
         {"sequence_length": 80, "pack": True, "eval_fraction": 0.1, "long_texts": "truncate"},
         {"sequence_length": 80, "eval_fraction": 0.1, "long_texts": "drop"},
         {"sequence_length": 200, "pack": True, "eval": "bundled:diabetes/test"},
-        {
-            "sequence_length": 100,
-            "eval": "bundled:diabetes/test",
-            "numeric_targets": "last",
-            "prompt_template": "{n}: ",
-        },
+        {"sequence_length": 100, "eval": "bundled:diabetes/test", "numeric_targets": "last", "prompt_template": "{n}:"},
         {"eval_fraction": 0.2, "limit": 290},
     ],
 )

@@ -94,7 +94,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(folder, train__checkpoint_every=4, model__lora__dropout=0.1, **steps)
 
 
-@pytest.mark.slow  # tests/crash/test_crash.py is its short form
+@pytest.mark.slow  # tests/crash/test_stopping.py is its short form
 def test_stopped_and_killed_run_resumes_equal_to_undisturbed_run(config: Path, launch: Callable[..., Launched]) -> None:
     run = config.parent / "run"
 
@@ -137,10 +137,7 @@ def test_stopped_and_killed_run_resumes_equal_to_undisturbed_run(config: Path, l
     assert files[0] == files[1], "weights and moments equal to the bit"
 
 
-@pytest.mark.parametrize(
-    ("number", "ranks"),
-    [(signal.SIGTERM, 0), (signal.SIGINT, 2), (signal.SIGUSR1, 2)],
-)
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 0), (signal.SIGINT, 2), (signal.SIGUSR1, 2)])
 @pytest.mark.slow
 def test_a_signal_to_the_launcher_alone_leaves_no_process(config, launch, number, ranks) -> None:
     """SIGTERM and SIGUSR1 as a batch system sends them, SIGINT as Ctrl-C does; also before a rank is there to hear."""

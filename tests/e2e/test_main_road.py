@@ -82,9 +82,6 @@ def test_repeating_a_finished_command_says_already_done(run: Path) -> None:
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-# ------------------------------------------------------------------------------------------------- whole, and slow
-
-
 @pytest.mark.slow
 def test_the_whole_quickstart_beats_the_median_and_keeps_its_words(tmp_path: Path) -> None:
     figures = one_document(cqwen("quickstart", f"run.dir={tmp_path / 'run'}", "--json", cwd=ROOT))

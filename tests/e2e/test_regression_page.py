@@ -6,7 +6,6 @@ import random
 import re
 import shlex
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +52,7 @@ def launched(line: str) -> None:
     train_run(Path(words[0]), *words[1:at], world=int(words[at + 1]))
 
 
-def test_the_commands_train_and_predict(
-    folder: Path, cqwen: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_train_and_predict(folder, cqwen, monkeypatch) -> None:
     monkeypatch.chdir(folder)
     for line in COMMANDS[:5]:
         if line.startswith("cqwen launch"):

@@ -10,7 +10,6 @@ import torch
 from support.runs import write_texts
 from support.tiny import tiny_base, tiny_model
 
-from cqwen_dist.config import UserError
 from cqwen_dist.data.tokenizer import train_tokenizer
 from experiments.claims import individuals, run
 from experiments.claims.lists import PROMPTS
@@ -143,16 +142,6 @@ def test_experiment_runs_on_tiny_base(tmp_path: Path, base: tuple[str, str], mon
     again = run.run(["one_vs_rest"], *base, tmp_path / "2", scale="toy", seeds=2, say=said.append)
     assert again["one_vs_rest"]["claims"] == found["one_vs_rest"]["claims"]
     assert not [line for line in said if line.startswith("seed")], "what was measured is not measured again"
-
-
-def test_a_users_mistake_is_one_line(tmp_path: Path, base: tuple[str, str]) -> None:
-    with pytest.raises(UserError, match=r"NAME: found 'wine', allowed: uncertainty, one_vs_rest, individuals, grid, s"):
-        run.run(["wine"], *base, tmp_path)
-    with pytest.raises(UserError, match=r"--base: found no model in nowhere, allowed: .*make base"):
-        run.run(["individuals"], "nowhere", base[1], tmp_path)
-    (tmp_path / "asked.json").write_text(json.dumps({"base": "another"}))
-    with pytest.raises(UserError, match=r"--out: .*another folder: this one has results with base another"):
-        run.run(["individuals"], *base, tmp_path)
 
 
 def test_experiments_md_shows_the_stored_results() -> None:

@@ -197,9 +197,6 @@ def test_words_are_sampled_from_the_softmax_or_from_p_over_its_sum(action, u, mo
     assert chi_square(chosen, expected) > 1e-3
 
 
-# ---- corners ----
-
-
 def point_head(loc: list[float], threshold: float) -> tuple[ActionNetwork, Cauchy]:
     """Words with these locations at U = 1 and no scale at all."""
     net = ActionNetwork(1, len(loc))

@@ -214,9 +214,6 @@ def test_static_cache_at_the_limits_of_the_context(model) -> None:
             generate(model, random_ids(1, 4), **options)
 
 
-# ---- what the host waits for ----
-
-
 def waits_of(model: CausalQwenModel, tokens: int, **options: Any) -> tuple[Counter[str], int]:
     """(By place, but for those of `Ending`; these)."""
     with counting() as launches:

@@ -74,9 +74,6 @@ def test_causal_qwen_loss_equals_the_formula(scores: tuple[Tensor, Tensor, Tenso
     assert figures["reg_loss_effective"] == pytest.approx(float(reg), rel=1e-5)
 
 
-# ---- the fused path against the seeds' modules on a whole model ----
-
-
 def seed_total(model: CausalQwenModel, batch: Batch, **options: object) -> Tensor:
     """CausalQwenLoss on materialised scores, with the model's own threshold."""
     loss = CausalQwenLoss(VOCAB, NUM, model.action.threshold, **options)  # type: ignore[arg-type]

@@ -18,12 +18,7 @@ from cqwen_dist.tools.plan.stage_sizes import stage_sizes
 SIZES = qwen2_sizes(212, 64, 96, 4, 4, tie_word_embeddings=True)
 # Everything may stay gathered; nothing may.
 WINDOW = {"stage3_param_persistence_threshold": 0}
-NO_WINDOW = {
-    **WINDOW,
-    "stage3_max_live_parameters": 1,
-    "stage3_max_reuse_distance": 1,
-    "stage3_prefetch_bucket_size": 0,
-}
+NARROW = {**WINDOW, "stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 1, "stage3_prefetch_bucket_size": 0}
 OPERATIONS = {
     "all_gather_into_tensor": "all-gather",
     "reduce_scatter_tensor": "reduce-scatter",
@@ -105,7 +100,7 @@ CASES = [
     case(2, 1, 2, "fp32", 2, {}),
     case(2, 2, 1, "bf16", 2, {}),
     case(2, 3, 2, "fp32", 2, WINDOW),
-    case(2, 3, 1, "fp32", 1, NO_WINDOW),
+    case(2, 3, 1, "fp32", 1, NARROW),
     case(2, 2, 2, "fp32", 2, {}, 2),
     case(4, 1, 1, "bf16", 1, {}, 4),
     case(4, 2, 2, "fp32", 2, {}),

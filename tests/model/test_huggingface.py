@@ -95,9 +95,6 @@ def test_a_cast_leaves_the_heads_as_they_are() -> None:
     assert all(bool(t.isfinite().all()) for t in outputs(model))
 
 
-# ---- from a base model's folder ----
-
-
 @pytest.fixture(scope="module")
 def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
@@ -154,9 +151,6 @@ def test_the_constructor_of_the_seeds_works(base_folder: Path) -> None:
     model = CausalQwenModel(qwen_model_path=str(base_folder), causal_hidden_size=HIDDEN + 2).eval()
     shapes = [tuple(t.shape) for t in model(random_ids(2, 5), torch.zeros(2, 5))]
     assert shapes == [(2, 5, VOCAB), (2, 5, VOCAB), (2, 5), (2, 5)]
-
-
-# ---- the output ----
 
 
 def test_forward_returns_logits_only_without_labels() -> None:

@@ -157,9 +157,6 @@ def test_the_row_and_bias_of_num_at_the_start() -> None:
     assert torch.equal(model.action.cls_bias, bias), "the base's, if it has one"
 
 
-# ---- calibration ----
-
-
 @pytest.fixture(scope="module")
 def learnt_base() -> CausalQwenModel:
     """A tiny base that knows something: the next id is a fixed function of the last one, learnt by cross-entropy."""

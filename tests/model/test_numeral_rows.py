@@ -121,9 +121,6 @@ def f1(said: Tensor, true: Tensor) -> float:
     return 2 * int((said & true).sum()) / int(said.sum() + true.sum())
 
 
-# ------------------------------------------------------------------------------------------------------ the output
-
-
 @pytest.mark.parametrize("shape", [{}, {"number_dims": 4}, {"causal_size": HIDDEN + 5}])
 def test_num_is_predicted_only_where_a_number_follows(shape: dict[str, int]) -> None:
     model, report = started(**shape)
@@ -178,9 +175,6 @@ def test_without_numbers_the_row_is_fitted_to_the_bases_mass_of_digits() -> None
     torch.testing.assert_close(*own, atol=1e-4, rtol=1e-4)
 
 
-# ------------------------------------------------------------------------------------------------------- the input
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @torch.no_grad()
 def test_the_input_row_is_the_mean_of_the_digits(tied: bool) -> None:
@@ -192,9 +186,6 @@ def test_the_input_row_is_the_mean_of_the_digits(tied: bool) -> None:
     assert torch.equal(embedding.token_embedding.weight, table), "the table itself is the base's"
     ids, unseen = torch.full((1, 1), NUM), torch.zeros(1, 1, dtype=torch.float64)
     torch.testing.assert_close(embedding(ids, unseen)[0, 0], table[DIGITS].mean(0), atol=1e-6, rtol=1e-5)
-
-
-# ----------------------------------------------------------------------------------------------------------- ranks
 
 
 def _started_on_ranks(weights: dict[str, Tensor], group: int) -> tuple[dict[str, Any], list[Any]]:
@@ -223,9 +214,6 @@ def test_two_ranks_calibrate_as_one(pool: Pool, group: int) -> None:
         assert report == pytest.approx({name: one[name] for name in report}, rel=2e-3, abs=5e-3)
         for found, expected in zip(fitted, parts, strict=True):
             torch.testing.assert_close(torch.from_numpy(found), expected.detach(), atol=2e-3, rtol=2e-3)
-
-
-# ------------------------------------------------------------------------------------------------------ regression
 
 
 @torch.no_grad()

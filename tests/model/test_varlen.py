@@ -137,8 +137,6 @@ def test_compiled_layers_are_compiled_once_for_batches_of_any_texts() -> None:
     assert frames[-1] == frames[0] > 0, f"compiled anew for other lengths: {frames}"
 
 
-# ---- positions split over ranks ----
-
 LONG = (((9, 1, 20), (31,)), ((40,),), ((2,), (13,), (5,)))  # batches; the text of 2 is shorter than a group of 4
 
 
@@ -182,9 +180,6 @@ def test_texts_split_over_ranks_have_the_loss_and_gradients_of_one_rank(
         bias = "action.reg_bias"
         assert_close(grads.pop(bias), wanted[bias], 1e-4, bias)
         assert_all_close(grads, {name: value for name, value in wanted.items() if name != bias}, 1e-5)
-
-
-# ---- the kernels ----
 
 
 def given(dtype: torch.dtype = torch.float32, device: str = "cpu", heads: int = 6, width: int = 8) -> list[Tensor]:

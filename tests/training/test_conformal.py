@@ -23,12 +23,8 @@ from cqwen_dist.training.evaluation.word_calibration import fit_word_scale, prob
 @pytest.mark.parametrize("noise", ["normal", "cauchy", "lognormal"])
 def test_coverage_equals_the_level_for_any_law(noise: str) -> None:
     """Mean over 400 repetitions of 99 calibration and 99 new numbers: level <= coverage <= level + 1/100."""
-    draw = np.random.default_rng(0)
-    laws = {
-        "normal": draw.standard_normal,
-        "cauchy": draw.standard_cauchy,
-        "lognormal": lambda s: draw.lognormal(0, 2, s),
-    }
+    rng = np.random.default_rng(0)
+    laws = {"normal": rng.standard_normal, "cauchy": rng.standard_cauchy, "lognormal": lambda s: rng.lognormal(0, 2, s)}
     scores = np.abs(laws[noise]((400, 198)))
     for level in (0.5, 0.9, 0.95):
         held = []

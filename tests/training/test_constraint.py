@@ -19,8 +19,6 @@ from cqwen_dist.training import constraint
 from cqwen_dist.training.constraint import Constraint
 from cqwen_dist.training.parameter_groups import feature_members
 
-# ------------------------------------------------------------------------------------------ the number
-
 
 def test_kl_equals_the_integral() -> None:
     """By the trapezoid rule in float64 over the quantiles of p, of both laws rescaled to a unit; without a unit:
@@ -45,9 +43,6 @@ def test_narrow_laws_in_a_unit_keep_finite_gradients_and_the_literal_kl_explodes
     assert float(in_unit.detach()) == pytest.approx(math.log1p(0.125 + 0.0025), rel=1e-5)
     assert float(loc.grad) == pytest.approx(2 * 0.1 / 4 / 1.1275, rel=1e-5)
     assert float(narrow.kl(start).detach()) > 11
-
-
-# ------------------------------------------------------------------------------------- what the start is
 
 
 def begun(seed: int) -> tuple[CausalQwenModel, Constraint, Batch, Tensor]:
@@ -83,7 +78,7 @@ def on_one_rank() -> tuple[float, float, float, bool]:
                 p.add_(torch.randn_like(p) * 0.2)
     z_now = model.kept_features(batch, keep)
     assert not torch.allclose(z_now, z_before, atol=1e-2)
-    same_start = torch.equal(constraint.start_features(batch, keep), z_before)
+    same = torch.equal(constraint.start_features(batch, keep), z_before)
     u = model.abduction(z_now)
     constraint._answer.fill_(0.5)
     loss, sums = constraint.term(u, z_before, 1.0)
@@ -100,12 +95,7 @@ def on_one_rank() -> tuple[float, float, float, bool]:
     again = torch.log1p((u.scale - scale) ** 2 / (4 * u.scale * scale) + ((u.loc - loc) / unit) ** 2 / 4)
     (weight * again.mean(-1).sum()).backward()
     other = model.abduction.loc_net.weight.grad
-    return (
-        still,
-        float(sums[0] / kl.mean(-1).sum()),
-        float((grad - other).abs().max() / other.abs().max()),
-        same_start,
-    )
+    return (still, float(sums[0] / kl.mean(-1).sum()), float((grad - other).abs().max() / other.abs().max()), same)
 
 
 def model_u(constraint: Constraint, batch: Batch) -> Cauchy:
@@ -117,14 +107,11 @@ def model_u(constraint: Constraint, batch: Batch) -> Cauchy:
 
 def test_kl_equals_the_closed_form_against_the_start() -> None:
     """Adapters off, w_num and <NUM>'s row as they began, the abduction as it was; a mean over C, a sum over tokens."""
-    ((still, ratio, gradient_off, same_start),) = run_ranks(on_one_rank, 1)
+    ((still, ratio, gradient_off, same),) = run_ranks(on_one_rank, 1)
     assert still == 0.0
-    assert same_start, "z of the start is not what it was"
+    assert same, "z of the start is not what it was"
     assert ratio == pytest.approx(1.0, rel=1e-5)
     assert gradient_off < 1e-5
-
-
-# ------------------------------------------------------------------------------------------- in a run
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Where figures go: metrics.jsonl, W&B, the console line."""
+"""Where figures go: metrics.jsonl, W&B, the console line; FLOPs and the clock against torch's own."""
 
 import json
 import re

@@ -78,9 +78,6 @@ def test_epochs_are_converted_to_at_least_one_step(epochs: float, steps: int) ->
     assert Schedule(stages(["heads"], epochs=epochs), steps_per_epoch=7).total_steps == steps
 
 
-# --------------------------------------------------------------------------------------------------- lambda
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -93,9 +90,6 @@ def test_epochs_are_converted_to_at_least_one_step(epochs: float, steps: int) ->
 def test_lambda_is_a_number_or_a_ramp_over_the_stage(given: object, expected: list[float]) -> None:
     plan = plan_of(steps=9, start=10, reg_weight=given)
     assert [plan.reg_weight(step, 0.7) for step in (10, 12, 14, 18)] == pytest.approx(expected, rel=1e-4)
-
-
-# --------------------------------------------------------------------------- until evaluation stops improving
 
 
 def until(**options: object) -> Schedule:

@@ -58,9 +58,6 @@ def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
-# ------------------------------------------------------------------------------------------ sleeping and waking
-
-
 def test_adapters_train_only_from_the_second_stage_on(one_rank: Path) -> None:
     first, third, last = (tensors_of(state_at(one_rank, step), "lora") for step in (1, 3, 6))
     assert same_bits(first, third)
@@ -90,9 +87,6 @@ def test_frozen_groups_are_unchanged_to_the_bit_and_start_fresh(tmp_path: Path) 
     for name, first in moments.items():
         if name.endswith(".exp_avg"):
             assert torch.allclose((first / 0.1) ** 2 * 0.001, moments[name + "_sq"], rtol=1e-4, atol=1e-20)
-
-
-# ----------------------------------------------------------------------------- the boundary, written out by hand
 
 
 def loader_of(config: Config, rank: int = 0, world: int = 1, micro_batch_size: int = 100) -> Loader:
@@ -172,9 +166,6 @@ def test_a_two_stage_run_equals_a_hand_written_loop(tmp_path: Path) -> None:
     end = state_at(run, 6)
     saved = {**end.features, **end.heads, **end.rows}
     assert_all_close({m.name: m.parameter for m in hand.members}, {m.name: saved[m.name] for m in hand.members}, 1e-3)
-
-
-# -------------------------------------------------------------------------------------- ranks and micro-batches
 
 
 def test_two_ranks_give_the_losses_of_one(one_rank: Path, two_ranks: Path) -> None:

@@ -25,6 +25,7 @@ WELL = {
     **{f"dist/{name}_{k}": v for name in ("U_loc", "U_scale") for k, v in
        (("mean", 0.1), ("median", 0.1), ("std", 1.0), ("iqr", 1.35))},
 }  # fmt: skip
+FORGOT = {"watch/code/accuracy": 0.3, "watch/code/base_accuracy": 0.45}
 
 
 def said(changes: dict[str, float] | None = None, **raw: list[float]) -> list[str]:
@@ -62,11 +63,7 @@ def test_a_good_run_gets_only_good_sentences() -> None:
     ("changes", "raw", "title"),
     [
         ({"eval/accuracy": 0.45}, {}, "It predicts 3.0 points fewer words right than its base model"),
-        (
-            {"watch/code/accuracy": 0.3, "watch/code/base_accuracy": 0.45},
-            {},
-            "It forgets code: 15.0 points of the base model's 45.0%",
-        ),
+        (FORGOT, {}, "It forgets code: 15.0 points of the base model's 45.0%"),
         ({"eval/num_f1": 0.4}, {}, "Telling numbers from words: F1 0.40"),
         ({"eval/reg_mae": 80.0}, {}, "A few extreme errors"),
         ({"eval/reg_mdae": 21.0, "eval/reg_mae": 22.0}, {}, "Numbers are hardly better than always saying the median"),
@@ -110,7 +107,6 @@ def test_nothing_is_called_good_when_words_are_bad() -> None:
 
 LOST = {"eval/accuracy": 0.45}
 TABLE = {"train": "x.jsonl", "text_template": "{a} costs {b}.", "target_field": "b"}
-FORGOT = {"watch/code/accuracy": 0.3, "watch/code/base_accuracy": 0.45}
 
 
 @pytest.mark.parametrize(
