@@ -167,19 +167,18 @@ def choose(
     length = min(length, longest)
     batch = 16 if n >= 400 else 8
     heads = min(max(2 * n // batch, 100), 500)
-    a_step = 0.03 + 0.6 * batch * pace.forward  # of the heads only: the words' scores cost about as much as the base
+    a_step = 0.05 + 0.1 * batch * pace.forward  # of the heads only, on stored z
     apart = 15 + 300 * pace.forward  # the model is loaded twice, the closed forms are fitted
     apart += 0.01 * n  # and the models to compare with
     time_s = 60 * minutes * (1 - ASIDE) - apart
-    reads = np.array([1, 3, 1])  # z once a row; evaluations also compute it without values, and score words
-    by_row = reads @ rows * pace.forward + seconds_alone(n + valid)
+    by_row = rows.sum() * pace.forward + seconds_alone(n + valid)  # each row is read once
     if by_row + heads * a_step > time_s:
         heads = max(min(heads, int(0.3 * time_s / a_step)), LEAST_STEPS)
         share = max(time_s - heads * a_step, 0.0) / by_row  # a share of the rows takes at most that share of by_row
         rows = np.maximum((min(share, 1.0) * rows).astype(int), np.minimum(rows, LEAST_READ))
-    features = reads @ rows * pace.forward + seconds_alone(rows[0] + rows[1])
-    evaluations = 1.5 * (EVALUATIONS + 1) * rows[1] * pace.forward  # trained adapters invalidate cached z
-    epoch = 1.4 * rows[0] * pace.both  # 1.4: including the heads
+    features = rows.sum() * pace.forward + seconds_alone(rows[0] + rows[1])
+    evaluations = 1.2 * (EVALUATIONS + 1) * rows[1] * pace.forward  # trained adapters invalidate cached z
+    epoch = 1.1 * rows[0] * pace.both  # 1.1: including the heads
     left = time_s - features - heads * a_step
     epochs = min(max((left - evaluations) / epoch, 0.0), 8.0)
     epochs = math.floor(4 * epochs) / 4  # quarters
