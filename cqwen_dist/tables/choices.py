@@ -177,8 +177,8 @@ def choose(
         share = max(time_s - heads * a_step, 0.0) / by_row  # a share of the rows takes at most that share of by_row
         rows = np.maximum((min(share, 1.0) * rows).astype(int), np.minimum(rows, LEAST_READ))
     features = rows.sum() * pace.forward + seconds_alone(rows[0] + rows[1])
-    evaluations = 1.2 * (EVALUATIONS + 1) * rows[1] * pace.forward  # trained adapters invalidate cached z
-    epoch = 1.1 * rows[0] * pace.both  # 1.1: including the heads
+    evaluations = 1.5 * (EVALUATIONS + 1) * rows[1] * pace.forward  # trained adapters invalidate cached z
+    epoch = 1.4 * rows[0] * pace.both  # 1.4: including adapters and heads
     left = time_s - features - heads * a_step
     epochs = min(max((left - evaluations) / epoch, 0.0), 8.0)
     epochs = math.floor(4 * epochs) / 4  # quarters
