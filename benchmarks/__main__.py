@@ -290,15 +290,16 @@ app = typer.Typer(
 def together(
     base: BaseFolder,
     data: Annotated[Path, typer.Option(help="GSM8K's train.jsonl.")],
+    runs: Annotated[int, typer.Option(min=2, max=8, help="Runs.")] = 8,
     texts: Annotated[int, typer.Option(min=8, help="Texts to train on.")] = 24,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 16,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Eight runs of heads on one base: in one job, and one after the other."""
+    """Runs of heads on one base: in one job, and one after the other."""
     from benchmarks import together as bench
 
-    print_document(bench.run(base, data, texts, steps, overrides or []), as_json, bench.table)
+    print_document(bench.run(base, data, runs, texts, steps, overrides or []), as_json, bench.table)
 
 
 for verb in (data, loss, step, packed, memory, ranks, generate, gpu, numbers, laws, gsm8k, together):
