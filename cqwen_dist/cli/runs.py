@@ -50,8 +50,8 @@ def prepare(
 
 
 def train(config: ConfigFile, overrides: Words = None) -> None:
-    """Train in this process, or as one of a launcher's ranks. Resumes a stopped run. Several configs: runs that train
-    in turns on one base."""
+    """Train in this process, or as one of a launcher's ranks. Resumes a stopped run. With more configs, runs train in
+    turns on one base."""
     train_here(config, overrides)
 
 
@@ -70,7 +70,7 @@ def train_here(
 
 
 def _until_stopped(load_all: Callable[[], list[Any]], run: Callable[[list[Any]], Any], again: str = "") -> None:
-    """Train runs in this process. Ends with code 75 after a stop, with 1 if a run of several has failed."""
+    """Train runs in this process. Ends with code 75 after a stop, with 1 if one of the runs has failed."""
     from cqwen_dist.parallel.launcher import end_with_launcher, holding_signals
 
     outlive()

@@ -204,7 +204,7 @@ def launch(
 
 
 def _end_of(code: int, stopped: bool, before: dict[Path, Status]) -> int:
-    """The exit code of all runs. before: their status before the launch; others as in `_exit_code`."""
+    """The exit code of all runs. before: their status before the launch; the rest as in `_exit_code`."""
     for stacks in (each for run_dir in before for each in stacks_of(run_dir)):
         sys.stderr.write(f"a rank hung; its stacks: {stacks}\n")
     codes = {_exit_code(code, stopped, status, read_status(run_dir)) for run_dir, status in before.items()}

@@ -7,12 +7,12 @@ from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.reading import flat, load_config
 from cqwen_dist.config.schema import Config
 
-# What the base, its copy in memory and the ranks depend on
+# Keys of the base, its copy in memory and the ranks
 SHARED = (
     *("model.name_or_path", "model.architecture", "model.tokenizer", "model.pretrain", "model.num_token_id"),
     *("model.trust_remote_code", "model.quantize", "train.precision", "parallel"),
 )
-BUILT = ("train.seed", "data")  # and what a base from `model.architecture` is built from
+BUILT = ("train.seed", "data")  # further keys of a base built from `model.architecture`
 
 
 def load_configs(path: str | Path, words: Sequence[str] = ()) -> list[Config]:

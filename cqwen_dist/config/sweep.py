@@ -33,7 +33,7 @@ class Range(Section):
 
 
 class Sweep(Section):
-    """What a sweep's file says."""
+    """A sweep's file."""
 
     config: str
     keys: dict[str, list[Any] | Range] = Field({})

@@ -125,7 +125,7 @@ def groups_of(config: Config, runtime: Runtime) -> Groups:
 def build_run(config: Config, runtime: Runtime, groups: Groups, shared: Shared | None = None) -> Run:
     """Read the data, load the model, assemble the run. Collective over the world. Raises `UserError`.
 
-    shared: what the runs of this process have once; None: there is one run.
+    shared: of the runs of this process; None: there is one run.
     """
     # Refuse impossible settings before the slow parts
     abduction_named(config.model.abduction, config.run.dir)

@@ -1,7 +1,7 @@
 """The runs of a sweep in one job: successive halving, and the verdict.
 
-Of N runs the worse half stops at the first evaluation after T/N steps, the worse half of the others after 2T/N, and so
-on: one run takes all T steps (Jamieson and Talwalkar, AISTATS 2016). What a run owes to its later steps is not seen.
+Of N runs the worse half stops at the first evaluation after T/N steps, half of the remaining runs after 2T/N, and
+so on: one run takes all T steps (Jamieson and Talwalkar, AISTATS 2016). A run that would improve later is lost.
 """
 
 import math
@@ -29,7 +29,7 @@ class Halving:
     count: int
 
     def kept(self, step: int, total: int, every: int) -> int:
-        """How many runs go on after a step, out of `total` steps with an evaluation at each `every`."""
+        """The number of runs to continue after a step, out of `total` steps with an evaluation at each `every`."""
         halvings = math.ceil(math.log2(self.count))
         at = [math.ceil(total / 2 ** (halvings - k) / every) * every for k in range(halvings)]
         due = [-(-self.count // 2 ** (k + 1)) for k, first in enumerate(at) if first <= step < total]

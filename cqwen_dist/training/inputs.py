@@ -130,7 +130,7 @@ def _digest_of(files: list[Path]) -> str:
 def build_run_base(config: Config, say: Callable[[str], None], device: torch.device, job: Path) -> None:
     """Build (and pretrain) the base of a config with `architecture`, unless the run folder has it.
 
-    job: the folder of the first run of this process, whose base the others copy. Call it in one process. The folder
+    job: the folder of the first run of this process, whose base all runs copy. Call it in one process. The folder
     appears atomically. Deterministic on a CPU. Raises `UserError`.
     """
     architecture = config.model.architecture

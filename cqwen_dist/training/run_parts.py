@@ -58,7 +58,7 @@ class Evaluations:
         once: Callable[[str, Callable[[], dict[str, float]]], dict[str, float]],
     ) -> None:
         """held_out: None without held-out texts. watched: evaluators by name. run_dir: None except on rank 0. once: a
-        measure of the base by name, which another run of this process may know."""
+        measure of the base by name, which a run of this process may already have."""
         self.held_out, self.watched = held_out, watched
         self.folder = None if run_dir is None else run_dir / EVALUATIONS
         self._once = once

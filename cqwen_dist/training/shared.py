@@ -1,4 +1,4 @@
-"""What the runs of one process have once: the base's weights, texts, measures of the base, z."""
+"""Shared by the runs of one process: the base's weights, texts, measures of the base, z."""
 
 import hashlib
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Shared:
     """Empty at first: the first run that needs a thing makes it. All ranks ask for the same, in the same order."""
 
     folder: Path  # of the first run: its feature cache and digests of files serve all
-    alone: bool = True  # whether there is one run: it makes everything for itself, and nothing is kept for others
+    alone: bool = True  # there is one run: nothing is kept
     caches: WeakSet[Any] = field(default_factory=WeakSet)  # the runs' `FeatureCache`s
     _made: dict[object, Any] = field(default_factory=dict)
     _kept: WeakValueDictionary[object, KeptZ] = field(default_factory=WeakValueDictionary)

@@ -1,8 +1,8 @@
-"""Several runs in one job: one base in memory, one process group, and a step of each run in turn.
+"""Runs of one job: one base in memory, one process group, and a step of each run in turn.
 
-Each run has a folder, lock, seed, random numbers, engine, schedule and log of its own, as if it were alone. What they
-share is in `training.shared`. Turns go to the run with the fewest steps, so all are at about the same step, after a
-resume too. A run that fails by itself is recorded in its folder, and the others go on.
+Each run has its own folder, lock, seed, random numbers, engine, schedule and log, as in a job of one run. They share
+`training.shared`. Turns go to the run with the fewest steps, so all are at about the same step, after a
+resume too. A run that fails by itself is recorded in its folder, and the job continues.
 """
 
 import os

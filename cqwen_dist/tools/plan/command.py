@@ -1,4 +1,4 @@
-"""`cqwen plan`: the plan, and for a run that does not fit what makes it fit, as JSON and as console tables."""
+"""`cqwen plan`: the plan, and the changes with which a run fits, as JSON and as console tables."""
 
 import math
 from collections import defaultdict
@@ -176,7 +176,7 @@ def _stages(plan: Plan) -> Table:
 
 
 def _takes(plan: Plan, hours: float) -> str:
-    """Hours in words, and what they cost."""
+    """Hours in words, and their cost."""
     minutes = f"{60 * hours:.0f} minutes" if hours >= 1 / 60 else "under a minute"
     money = "" if plan.price is None else f" for {hours * plan.world * plan.price:,.2f}"
     return (f"{hours:.2f} hours" if hours >= 0.1 else minutes) + money

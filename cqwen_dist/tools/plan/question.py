@@ -9,7 +9,7 @@ import typer
 
 @dataclass(frozen=True)
 class Question:
-    """The machines to plan for, and what is known of the data."""
+    """The machines to plan for, and facts about the data."""
 
     nodes: Annotated[int, typer.Option(help="Machines.")] = 1
     gpus_per_node: Annotated[int, typer.Option(help="Ranks per machine; 0: one CPU rank per machine.")] = 1

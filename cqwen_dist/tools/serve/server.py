@@ -65,7 +65,7 @@ class Server:
     """Runs the generations of a model in one thread, which all models share."""
 
     def __init__(self, model: Any, tokenizer: Any, name: str, limits: Limits, first: "Server | None" = None) -> None:
-        """first: the server of another model, whose queue this one joins."""
+        """first: the server whose queue this one joins."""
         self.model, self.tokenizer, self.name, self.limits = model, tokenizer, name, limits
         self.first = first or self
         self.worker: ThreadPoolExecutor = first.worker if first else ThreadPoolExecutor(1, "generate")

@@ -29,7 +29,7 @@ from cqwen_dist.tools.slurm.resources import CONTAINER_COMMAND, GPUS, JobOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Job(JobOptions):
-    """A job of a run, or of several: its script, and the Python environment on its nodes."""
+    """A job of one or more runs: its script, and the Python environment on its nodes."""
 
     folder: Path  # working directory
     run_dir: Path

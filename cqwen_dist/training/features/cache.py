@@ -165,7 +165,7 @@ class FeatureCache:
         return [self._shards.read(mine[k * size : (k + 1) * size]) for k in range(loader.micro_steps)]
 
     def close(self) -> None:
-        """Delete the cache in the run folder, at the end of the run, unless another run of this process reads it."""
+        """Delete the cache in the run folder at the end of the run, unless a different run of this process reads it."""
         self._shards = None
         self._delete_others()
 

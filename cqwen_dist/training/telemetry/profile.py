@@ -19,7 +19,7 @@ COSTLIEST = 5  # operators to name
 
 
 class StepProfile:
-    """Traces the steps of a window, and what the trainer does between them."""
+    """Traces the steps of a window, and the trainer's work between them."""
 
     def __init__(self, window: Trace | None, folder: Path, device: torch.device, say: Callable[[str], None]) -> None:
         """window: None traces nothing. folder: the run's."""
