@@ -1,0 +1,96 @@
+"""Does a numeral's first character say which candidate is the number (`heads.candidates`)?
+
+python -m experiments.first_character --base bases/smollm2-135m --data train.jsonl
+
+GSM8K's answers without calculator marks, digits in view, the frozen base. Scores are fitted by ridge regression to the
+numbers of three quarters of the problems. On the others: how often the likeliest candidate is the number, if a share of
+the base's own rows of the first characters is added.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from cqwen_dist.config.reading import given_config
+from cqwen_dist.console import quiet_libraries
+from cqwen_dist.heads.candidates import equal
+from cqwen_dist.heads.numerals import characters
+from cqwen_dist.model.ridge import fold_of_row, ridges_by_leave_one_out
+from cqwen_dist.parallel.groups import ALONE
+from cqwen_dist.parallel.runtime import distributed
+from cqwen_dist.training.assembly import build_run, groups_of
+
+SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
+LEFT_OUT = 6  # folds from here on are judged
+
+
+def config_of(base: str, data: Path, folder: Path) -> Any:
+    """A run's config; it takes no step."""
+    rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
+    plain = [{**row, "answer": re.sub("<<.*?>>", "", row["answer"])} for row in rows]
+    (folder / "plain.jsonl").write_text("\n".join(map(json.dumps, plain)), encoding="utf-8")
+    texts = {"prompt_template": "{question}\n", "text_template": "{answer}", "sequence_length": 512}
+    return given_config(
+        {
+            "model": {"name_or_path": base},
+            "data": {"train": str(folder / "plain.jsonl"), **texts},
+            "stages": [{"name": "heads", "train": ["heads"], "steps": 1}],
+            "run": {"dir": str(folder / "run")},
+        },
+        {},
+    )
+
+
+@torch.no_grad()
+def read(config: Any, numbers: int) -> tuple[Tensor, ...]:
+    """z [N,H], candidates [N,J], values [N] and folds [N] of some N numbers; the rows of characters [12,H]."""
+    with distributed() as runtime:
+        run = build_run(config, runtime, groups_of(config, runtime))
+        action, parts = run.model.action, []
+        for batch in next(iter(run.calibration_loader(0, numbers))):
+            at = batch.numeric_mask.flatten().nonzero()[:, 0]
+            folds = fold_of_row(batch, ALONE).repeat_interleave(batch.labels.shape[1])[at]
+            held = action.number_head.candidates(action.number_head.memory_at(batch, at))
+            parts.append((run.forward(batch, at), held, batch.numeric_labels.flatten()[at], folds))
+        z, held, values, folds = (torch.cat(column) for column in zip(*parts, strict=True))
+        return z.double(), held, values, folds, action.cls_weight[list(run.words.digit_rows)].double()
+
+
+def shares(z: Tensor, held: Tensor, values: Tensor, folds: Tensor, rows: Tensor) -> dict[float, float]:
+    """How often the likeliest candidate is right on the problems left out, by share of the characters' rows."""
+    known, right = folds < LEFT_OUT, equal(held, values)
+    targets = right.double() * 2 - 1
+    found, _ = ridges_by_leave_one_out(z[known], targets[known])
+    scores = z @ found.T + targets[known].mean(0) - found @ z[known].mean(0)
+    first = characters(held, 1)[..., 0]
+    of_first = (z @ (rows - rows.mean(0)).T).gather(1, first.clamp(min=0)).masked_fill(first < 0, 0.0)
+    out = {}
+    for share in SHARES:
+        best = (scores + share * of_first).masked_fill(held.isnan(), -torch.inf).argmax(1)
+        out[share] = float(right.gather(1, best[:, None])[~known].double().mean())
+    return out
+
+
+def main(
+    base: Annotated[str, typer.Option(help="Folder of the base.")] = "bases/smollm2-135m",
+    data: Annotated[Path, typer.Option(help="GSM8K's train.jsonl.")] = Path("train.jsonl"),
+    numbers: Annotated[int, typer.Option(help="About so many numbers are read.")] = 3000,
+) -> None:
+    """Print, for each share of the base's rows, how often the likeliest candidate is the number."""
+    quiet_libraries()
+    with TemporaryDirectory() as folder:
+        found = read(config_of(base, data, Path(folder)), numbers)
+    for share, right in shares(*found).items():
+        typer.echo(f"{share:g} of the characters' rows: {right:.1%} of {int((found[3] >= LEFT_OUT).sum())} numbers")
+
+
+if __name__ == "__main__":
+    typer.run(main)
