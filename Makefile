@@ -8,7 +8,7 @@ TWO    := -n 2 --dist loadfile --no-loadscope-reorder  # pytest on two processes
 OLDEST ?= .venv-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup base quickstart demo experiments test test-all test-oldest test-rounding test-matrix soak test-stand-in test-gpu gpu-table test-cluster docs container style lint format clean
+.PHONY: help setup base quickstart demo experiments test test-changed test-all test-oldest test-rounding test-matrix soak test-stand-in test-gpu gpu-table test-cluster docs container style lint format clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -39,6 +39,9 @@ test: setup style ## lint, types and the test suite, on two processes
 	@mkdir -p build
 	$(BIN)/mypy > build/types.txt & types=$$!; $(BIN)/pytest $(TWO); tests=$$?; \
 	wait $$types || tests=1; cat build/types.txt; exit $$tests
+
+test-changed: setup ## only the tests that the changes since main can break (BASE=another branch)
+	tests=$$($(BIN)/python tests/support/changed.py $(or $(BASE),main)) && [ -z "$$tests" ] || $(BIN)/pytest $(TWO) $$tests
 
 test-all: setup lint ## with the slow tests (not those that need a GPU or SLURM's daemons)
 	$(BIN)/pytest $(TWO) -m 'not gpu and not cluster'
