@@ -55,10 +55,11 @@ def read(config: Any, numbers: int) -> tuple[Tensor, ...]:
     with distributed() as runtime:
         run = build_run(config, runtime, groups_of(config, runtime))
         action, parts = run.model.action, []
+        head: Any = action.number_head
         for batch in next(iter(run.calibration_loader(0, numbers))):
             at = batch.numeric_mask.flatten().nonzero()[:, 0]
             folds = fold_of_row(batch, ALONE).repeat_interleave(batch.labels.shape[1])[at]
-            held = action.number_head.candidates(action.number_head.memory_at(batch, at))
+            held = head.candidates(head.memory_at(batch, at))
             parts.append((run.forward(batch, at), held, batch.numeric_labels.flatten()[at], folds))
         z, held, values, folds = (torch.cat(column) for column in zip(*parts, strict=True))
         return z.double(), held, values, folds, action.cls_weight[list(run.words.digit_rows)].double()

@@ -81,9 +81,10 @@ def group_of(name: str) -> str | None:
 
 def copy_loss(model: CausalQwenModel, batch: Batch) -> Tensor:
     """The cross entropies of `model.candidates: copies`, place by place."""
-    u = model.action.add_noise(model.infer(batch.input_ids, batch.numeric_values, batch.attention_mask))
-    scores, total = model.action.number_head.scores(u), u.loc.new_zeros(())
-    p = 0.5 + (scores.loc / scores.scale).atan() / math.pi
+    action, u = model.action, model.infer(batch.input_ids, batch.numeric_values, batch.attention_mask)
+    weight, (loc, scale), total = action.candidate_weight, action.word_part(action.add_noise(u)), u.loc.new_zeros(())
+    scale = scale @ weight.abs().T + action.candidate_noise.abs()
+    p = 0.5 + ((loc @ weight.T + action.candidate_bias) / scale).atan() / math.pi
     for row, place in batch.numeric_mask.nonzero().tolist():
         earlier = [i for i in range(place, -1, -1) if batch.input_ids[row, i] == NUM]
         for j, i in enumerate(earlier[:PLACES]):

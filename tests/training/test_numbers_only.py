@@ -93,7 +93,9 @@ def test_nothing_of_words_is_trained_measured_or_told(alone: Path) -> None:
     assert not state.row_moments
     assert state.head_moments
     assert load_config(alone / "config.yaml").stages[0].groups == {"abduction", "noise", "regression", "embedding"}
-    page = write_report([alone], alone / "page.html").read_text(encoding="utf-8")
+    file = alone / "page.html"
+    write_report([alone], file)
+    page = file.read_text(encoding="utf-8")
     assert "Words" not in page.split('id="diagnosis"')[1].split("</section>")[0]
     assert set(evaluate_checkpoint(alone, None)) == {
         name for name in metrics(alone)[-1] if name[:5] in ("eval/", "dist/")

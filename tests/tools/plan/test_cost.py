@@ -119,7 +119,7 @@ def test_a_run_that_does_not_fit_gets_the_first_changes_that_make_it_fit():
 
     def shown(gib: float) -> tuple[dict[str, Any], str]:
         question = Question(gpus_per_node=8, gpu_memory_gib=gib)
-        document, tables = run(config(parallel={"zero_stage": 1}), question)
+        document, tables = run([config(parallel={"zero_stage": 1})], question)
         console = Console(width=300, file=io.StringIO())
         console.print(tables)
         return document, console.file.getvalue()  # type: ignore[attr-defined]
