@@ -75,9 +75,11 @@ def describe(folder: Path) -> str:
     manifest = read_manifest(folder) or {"files": {}}
     size = sum(record["size"] for record in manifest["files"].values())
     parts = [str(folder), f"step {manifest.get('step')}", f"stage {manifest.get('stage')}", f"{size / 2**20:.1f} MiB"]
-    known = found if isinstance(found := manifest.get("figures"), dict) else {}
-    for loss in [name for name in ("eval/cls_loss_mean", "eval/crps_target") if isinstance(known.get(name), float)][:1]:
-        parts.append(f"{loss} {known[loss]:.5g}")
+    figures = found if isinstance(found := manifest.get("figures"), dict) else {}
+    for loss in ("eval/cls_loss_mean", "eval/crps_target"):  # the second, if no words were learnt
+        if isinstance(figures.get(loss), float):
+            parts.append(f"{loss} {figures[loss]:.5g}")
+            break
     if read_line(folder.parent.parent / LATEST).endswith(folder.name):
         parts.append("latest")
     return "  ".join(parts)

@@ -24,7 +24,7 @@ class NumberKey(NamedTuple):
     parameters: Callable[[Any, int, int], int]  # (its value, C_w, C) -> parameters added to a plain head
 
 
-def _of_candidates(kind: str, words: int) -> int:
+def _of_candidates(kind: str, words: int, size: int) -> int:
     """Parameters: a row, a bias and a noise each, and with arithmetic a row for each character."""
     return CANDIDATES[kind] * (words + 2) + (len(CHARACTERS) * words if kind == ARITHMETIC else 0)
 
@@ -32,7 +32,7 @@ def _of_candidates(kind: str, words: int) -> int:
 # `CausalQwenConfig` field -> config key.
 NUMBER_KEYS = {
     "number_head": NumberKey("model.number_head", None, lambda name, words, size: 0),  # its size is unknown here
-    "candidates": NumberKey("model.candidates", NONE, lambda kind, words, size: _of_candidates(kind, words)),
+    "candidates": NumberKey("model.candidates", NONE, _of_candidates),
 }
 SHAPE_KEYS = {
     **{name: f"model.{name}" for name in ("causal_size", "wide", "value_periods", "abduction")},

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cqwen_dist.config import Config, UserError, rises
 from cqwen_dist.config.sweep import Sweep
@@ -40,10 +41,10 @@ class Halving:
         left = {i: trainer for i, trainer in runs.items() if trainer.callbacks.asked is None}
         if not left:
             return
-        step, one = min(trainer.place.step for trainer in left.values()), next(iter(left.values())).run
-        if self.by not in next(iter(left.values())).place.figures:
+        step, one = min(trainer.place.step for trainer in left.values()), next(iter(left.values()))
+        if self.by not in one.place.figures:
             raise UserError("by", self.by, "a metric of an evaluation, of held-out texts (data.eval)")
-        kept = self.kept(step, one.schedule.total_steps, one.config.train.eval_every)
+        kept = self.kept(step, one.run.schedule.total_steps, one.run.config.train.eval_every)
         order = sorted(left.items(), key=lambda run: rank_of(self.by, run[1].place.figures.get(self.by, math.nan)))
         for place, (_, trainer) in enumerate(order[kept:], kept + 1):
             value = trainer.place.figures.get(self.by, math.nan)
@@ -61,7 +62,11 @@ def train_points(sweep: Sweep, configs: Sequence[Config]) -> list[TrainResult]:
 
 
 def _ended(config: Config) -> bool:
-    return is_done(config) or str(read_status(Path(config.run.dir)).get("reason")).startswith(HALVED)
+    return is_done(config) or _halved(read_status(Path(config.run.dir)))
+
+
+def _halved(status: Mapping[str, Any]) -> bool:
+    return str(status.get("reason")).startswith(HALVED)
 
 
 def verdict(sweep: Sweep, configs: Sequence[Config]) -> Iterator[str]:
@@ -70,8 +75,7 @@ def verdict(sweep: Sweep, configs: Sequence[Config]) -> Iterator[str]:
     for config in configs:
         folder, status = Path(config.run.dir), read_status(Path(config.run.dir))
         values = [record[sweep.by] for record in read_lines(folder / METRICS) if record.get(sweep.by) is not None]
-        value, halved = values[-1] if values else math.nan, str(status.get("reason")).startswith(HALVED)
-        out = halved or status["status"] == "fatal"
+        value, out = values[-1] if values else math.nan, _halved(status) or status["status"] == "fatal"
         found.append(((out, rank_of(sweep.by, value)), config, value, status))
     found.sort(key=lambda each: each[0])
     for _, config, value, status in found:

@@ -1,7 +1,7 @@
 """Runs of one job: one base in memory, one process group, and a step of each run in turn.
 
-Each run has its own folder, lock, seed, random numbers, engine, schedule and log, as in a job of one run. They share
-`training.shared`. Turns go to the run with the fewest steps, so all are at about the same step, after a
+Each run has its own folder, lock, seed, random numbers, engine, schedule and log, as in a job of one run.
+`training.shared` has the rest. Turns go to the run with the fewest steps, so all are at about the same step, after a
 resume too. A run that fails by itself is recorded in its folder, and the job continues.
 """
 

@@ -45,7 +45,7 @@ def kept(s: Sizes) -> Iterator[Part]:
 
 
 def of_run(s: Sizes) -> int:
-    """Bytes of the permanent memory that a further run of one job adds: all but the base."""
+    """Bytes on the device that each further run of a job keeps: all but the base."""
     return sum(part.bytes for part in (*_engine(s), *_heads(s)) if part.place == "device")
 
 

@@ -154,8 +154,8 @@ class Evaluator:
                 numbers, self.model.target, self.baseline_value, self.known
             )
             metrics |= found
-            doubts, known = {**factors.doubts, **of_numbers.doubts}, of_numbers
-            factors = replace(factors, factors=known.factors, n=known.n, bar=known.bar, doubts=doubts)
+            doubts, wide = {**factors.doubts, **of_numbers.doubts}, factors.word_temperature
+            factors = replace(of_numbers, words=factors.words, doubts=doubts, word_temperature=wide)
         self.factors = factors
         if self.of_words and self.band is not None:
             bands = zip(BAND_NAMES, hits, found_labels, strict=True)

@@ -210,7 +210,7 @@ class KeptFeatures:
         fresh: Callable[[], KeptZ],
     ) -> None:
         """forward: computes z at the label positions of a batch. check: called instead if z is kept; may raise. fresh:
-        what is known of z as it is now."""
+        z that runs of this process have computed with the same features."""
         self.forward, self.check, self.engine, self.fresh = forward, check, engine, fresh
         self._z = KeptZ()
         self._known = -1
