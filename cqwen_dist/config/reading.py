@@ -12,7 +12,7 @@ from typing import Any, get_origin
 from pydantic import ValidationError
 
 from cqwen_dist.config import yaml_text
-from cqwen_dist.config.deepspeed_section import translate
+from cqwen_dist.config.deepspeed_section import check_section
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.messages import annotation_at, explain, members_of, section_of
 from cqwen_dist.config.schema import Config, Section
@@ -82,8 +82,9 @@ def _plain(value: Any) -> Any:
 def _validated(tree: dict[str, Any], lines: Mapping[Any, int], path: str, overridden: Mapping[Any, str]) -> Config:
     """lines: line numbers in the file `path` by key; overridden: key -> the override that set it."""
     try:
-        translate(tree)
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
+        check_section(config)
+        return config
     except (ValidationError, UserError) as error:
         if isinstance(error, UserError):
             key, found, allowed = tuple(error.key.split(".")), error.found, error.allowed

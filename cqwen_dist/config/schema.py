@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, WithJsonSchema, model_validator
+from pydantic import Field, model_validator
 
 from cqwen_dist.config import yaml_text
 from cqwen_dist.config.architectures import architecture
@@ -79,11 +79,8 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig = TrainConfig()
     run: RunConfig = RunConfig()
-    deepspeed: Annotated[dict[str, Any], WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]})] = Field(
-        {}
-    )
-    """Additional DeepSpeed settings, or the path of a JSON file with them. Settings that contradict other keys are
-    rejected by name."""
+    deepspeed: dict[str, Any] = Field({})
+    """Settings of DeepSpeed's `zero_optimization` that no other key decides, such as bucket sizes."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":

@@ -47,7 +47,7 @@ from cqwen_dist.training.shared import KeptZ, Shared
 from cqwen_dist.training.stages import Schedule
 from cqwen_dist.training.step import Stepper
 from cqwen_dist.training.telemetry.progress import Progress
-from cqwen_dist.training.zero.engine import Engine, EngineSettings, refuse_unknown
+from cqwen_dist.training.zero.engine import Engine, EngineSettings
 from cqwen_dist.training.zero.partitioned_base import load_partitioned_base
 from cqwen_dist.training.zero.patches import join_deepspeed
 from cqwen_dist.training.zero.settings import deepspeed_config
@@ -133,7 +133,6 @@ def build_run(config: Config, runtime: Runtime, groups: Groups, shared: Shared |
     if config.model.own_head is not None:
         find_custom("model.number_head", config.model.own_head, config.run.dir)
     gate_named(config.loss.gate, config.run.dir)
-    refuse_unknown(config.deepspeed)
 
     # The run folder: finish an interrupted change, and choose the checkpoint; a damaged one is refused
     seed_everything(config.train.seed)

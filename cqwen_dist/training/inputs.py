@@ -48,7 +48,7 @@ def refuse_accelerate(config: Config, env: Mapping[str, str]) -> None:
         "DEEPSPEED_ZERO_STAGE": ("parallel.zero_stage", {str(parallel.zero_stage)}),
         "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": ("parallel.offload", {offload}),
         "DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("parallel.zero_stage 3", {"none"}),
-        "DEEPSPEED_CONFIG_FILE": ("deepspeed: FILE in the run's config", {"none"}),
+        "DEEPSPEED_CONFIG_FILE": ("the run's config", {"none"}),
         "MIXED_PRECISION": ("train.precision", {train.precision, "no"}),
         "GRADIENT_CLIPPING": ("train.max_grad_norm", {norm, norm.removesuffix(".0"), "none"}),
         "GRADIENT_ACCUMULATION_STEPS": ("train.global_batch_size", {f"{micro_batches:g}", "1"}),

@@ -9,14 +9,12 @@ computed without a graph and DeepSpeed takes no step.
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from pydantic import ValidationError
 from torch import Tensor, nn
 
 from cqwen_dist.batch import Batch
@@ -86,16 +84,6 @@ class UsualNorm:
 def clip_coefficient(over_limit: float) -> float:
     """The factor of all gradients, by DeepSpeed's formula. over_limit: gradient norm divided by its limit."""
     return min(1.0, 1.0 / (over_limit + 1e-6))
-
-
-def refuse_unknown(section: Mapping[str, Any]) -> None:
-    """Raises `UserError` for a part of `deepspeed.zero_optimization` that DeepSpeed does not take."""
-    try:
-        DeepSpeedZeroConfig(**section.get("zero_optimization", {}))
-    except ValidationError as error:
-        wrong = error.errors(include_url=False)[0]
-        key = ".".join(map(str, ("deepspeed.zero_optimization", *wrong["loc"])))
-        raise UserError(key, wrong["input"], f"what DeepSpeed takes there ({wrong['msg']})") from None
 
 
 class Engine:

@@ -33,8 +33,6 @@ def deepspeed_config(config: Config, world_size: int, trained: int) -> dict[str,
         result["data_types"] = {"grad_accum_dtype": "fp32"}
     if config.parallel.offload == "optimizer":
         result["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    if {"steps_per_print", "dump_state"} & set(config.deepspeed):  # DeepSpeed writes them at a level that is off here
-        result["log_level"] = "info"
     merged = _merge(result, config.deepspeed)
     merged["zero_optimization"]["allgather_bucket_size"] += merged["zero_optimization"]["allgather_bucket_size"] % 2
     return merged
