@@ -291,15 +291,17 @@ def together(
     base: BaseFolder,
     data: Annotated[Path, typer.Option(help="GSM8K's train.jsonl.")],
     runs: Annotated[int, typer.Option(min=2, max=8, help="Runs.")] = 8,
-    texts: Annotated[int, typer.Option(min=8, help="Texts to train on.")] = 24,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 16,
+    alone: Annotated[int, typer.Option(min=1, max=8, help="Runs to take alone; their seconds are multiplied.")] = 8,
+    texts: Annotated[int, typer.Option(min=8, help="Texts to train on.")] = 160,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 40,
+    lora: Annotated[bool, typer.Option("--lora", help="Train adapters too, with 2 texts a step, not 4.")] = False,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Runs of heads on one base: in one job, and one after the other."""
+    """Runs on one base: in one job, and one after the other."""
     from benchmarks import together as bench
 
-    print_document(bench.run(base, data, runs, texts, steps, overrides or []), as_json, bench.table)
+    print_document(bench.run(base, data, runs, alone, texts, steps, lora, overrides or []), as_json, bench.table)
 
 
 for verb in (data, loss, step, packed, memory, ranks, generate, gpu, numbers, laws, gsm8k, together):

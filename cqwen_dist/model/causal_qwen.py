@@ -30,6 +30,7 @@ from cqwen_dist.model.initialise import VALUE_SHARE, apply_preset, find_numeral_
 from cqwen_dist.model.lora import inject_lora
 from cqwen_dist.model.modules import CausalModules, FeatureStack
 
+W_NUM_SEED = 0
 SHAPE = {*signature(CausalQwenConfig).parameters, *NUMBER_KEYS, *NUMBER_KINDS} - {"base", "num_token_id", "kwargs"}
 
 
@@ -58,14 +59,12 @@ class CausalQwenModel(CausalModules):
         base: PreTrainedModel | None = None,
         vocab_start: int = 0,
         rows: int | None = None,
-        w_num_scale: float = 1.0,
         classes: Sequence[Any] | None = None,
     ) -> None:
         """qwen_model_path: a base model's folder or hub name (S2 5; the start is preset `seed`), with no further
         argument than causal_hidden_size; or a config. Then `base` gives the transformer, or a new one is built.
-        vocab_start, rows: only this range of the vocabulary's rows. w_num_scale: a factor on w_num's start. classes:
-        from `classes_of`; a loaded folder has its own. Raises `UserError` for a base that does not load, and as
-        `find_loaded`.
+        vocab_start, rows: only this range of the vocabulary's rows. classes: from `classes_of`; a loaded folder has its
+        own. Raises `UserError` for a base that does not load, and as `find_loaded`.
         """
         if isinstance(qwen_model_path, str):
             return self._of_base(qwen_model_path, causal_hidden_size)
@@ -79,8 +78,8 @@ class CausalQwenModel(CausalModules):
         table, transformer.embed_tokens = transformer.embed_tokens, None  # module 1 has the table
         size, hidden = config.causal_hidden_size, config.hidden_size
         with made_in_fp32():
-            of_numbers = (w_num_scale, config.value_periods, config.digit_rows)
-            embedding = NumericalAwareEmbedding(table, hidden, config.num_token_id, *of_numbers)
+            number = (config.num_token_id, config.value_periods, config.digit_rows)
+            embedding = NumericalAwareEmbedding(table, hidden, *number)
             features = FeatureStack(embedding, FeatureExtractionNetwork(transformer))
             abduction = make_abduction(
                 kind,
@@ -161,16 +160,18 @@ class CausalQwenModel(CausalModules):
         weight, bias = (output.weight.detach(), output.bias) if head is None else (head, None)
         table = base.get_input_embeddings().weight if table is None else table
         whole = 0.2 if w_num_scale is None else w_num_scale
-        own = classes_of(config)
-        model = cls(config, base=base, vocab_start=vocab_start, rows=rows, w_num_scale=whole, classes=own)
+        model = cls(config, base=base, vocab_start=vocab_start, rows=rows, classes=classes_of(config))
         embedding = model.features.embedding
+        # The same for every seed of a run: z depends on it, and the runs of a job share z
+        w_num = embedding.w_num.data.normal_(generator=torch.Generator().manual_seed(W_NUM_SEED))
+        w_num.mul_(whole * config.hidden_size**-0.5)
         if numerals:
             norm = find_numeral_row(embedding, table, numerals)
             if config.digit_rows:
                 embedding.numeral_row.zero_()  # <NUM> already has a digit's row
             if num_row_init == "digits":
                 embedding.num_row.data.copy_(embedding.numeral_row)
-                embedding.w_num.data.mul_(VALUE_SHARE / whole * norm if w_num_scale is None else 1.0)
+                w_num.mul_(VALUE_SHARE / whole * norm if w_num_scale is None else 1.0)
         inherit_head(model, weight, bias, num_row_init=num_row_init, num_bias_init=num_bias_init, reg_gain=reg_gain)
         apply_preset(model, start, b_noise_init)
         if model.beside is not None:

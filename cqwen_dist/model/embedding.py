@@ -47,13 +47,12 @@ class NumericalAwareEmbedding(nn.Module):
         token_embedding: nn.Embedding,
         hidden_size: int,
         num_token_id: int | None = None,
-        w_num_scale: float = 1.0,
         periods: Sequence[float] = (),
         digit_rows: Sequence[int] = (),
     ) -> None:
-        """w_num [H] starts as N(0, 1/H) per entry (std 1/sqrt(H), S3 4 step 1) times w_num_scale. With K periods w_num
-        is [1+2K,H] and multiplies `value_features`. digit_rows: the tokens of `CHARACTERS`, if digits are kept in
-        view: then <NUM> has the row of its numeral's first character, if there is one."""
+        """w_num [H] starts as N(0, 1/H) per entry (std 1/sqrt(H), S3 4 step 1). With K periods w_num is [1+2K,H] and
+        multiplies `value_features`. digit_rows: the tokens of `CHARACTERS`, if digits are kept in view: then <NUM> has
+        the row of its numeral's first character, if there is one."""
         super().__init__()
         self.take_table(token_embedding)
         self.num_token_id = num_token_id
@@ -61,7 +60,7 @@ class NumericalAwareEmbedding(nn.Module):
         self._rows: Tensor | None = None  # `digit_rows` on the device
         self.periods = tuple(periods)
         self.w_num_shape = (1 + 2 * len(periods), hidden_size) if periods else (hidden_size,)
-        self.w_num = nn.Parameter(torch.randn(self.w_num_shape) * (w_num_scale * hidden_size**-0.5))
+        self.w_num = nn.Parameter(torch.randn(self.w_num_shape) * hidden_size**-0.5)
         self.num_row = nn.Parameter(torch.zeros(hidden_size))
         self.numeral_row = torch.zeros(hidden_size)  # `num_row` with which the base by itself is measured
 

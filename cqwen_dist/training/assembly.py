@@ -150,6 +150,7 @@ def build_run(config: Config, runtime: Runtime, groups: Groups, shared: Shared |
     for note in config.fit_to(base_config(name, model.trust_remote_code).model_type):
         progress.say(f"note: {note}")
     tokenizer, weights = read_tokenizer(config, resume_from, shared.folder)
+    tokenizer = shared.once(("tokenizer", repr(config.policy)), lambda: tokenizer)  # which has read its vocabulary
     base = _base_of(config, runtime, shared, tokenizer.rows_for)
     config.fit_sizes(base.model.config.to_dict())
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cqwen_dist.config import Config
 from cqwen_dist.model.base_loading import with_own_modules
+from cqwen_dist.model.lora import is_lora, is_magnitude
 from cqwen_dist.training.zero.engine import Engine
 
 T = TypeVar("T")
@@ -25,10 +26,14 @@ class Shared:
     """Empty at first: the first run that needs a thing makes it. All ranks ask for the same, in the same order."""
 
     folder: Path  # of the first run: its feature cache and digests of files serve all
-    alone: bool = True  # there is one run: nothing is kept
+    runs: int = 1  # nothing is kept for one
     caches: WeakSet[Any] = field(default_factory=WeakSet)  # the runs' `FeatureCache`s
     _made: dict[object, Any] = field(default_factory=dict)
     _kept: WeakValueDictionary[object, KeptZ] = field(default_factory=WeakValueDictionary)
+
+    @property
+    def alone(self) -> bool:
+        return self.runs == 1
 
     def once(self, key: object, make: Callable[[], T]) -> T:
         """What `make` returns, from the first call with this key."""
@@ -53,10 +58,13 @@ class Shared:
 
 
 def features_digest(engine: Engine) -> str:
-    """A digest of all parameters before z that any stage trains. Collective over the world."""
+    """A digest of all parameters before z that any stage trains, without adapters with B = 0, which add nothing.
+    Collective over the world."""
     trained, _, _ = engine.feature_state()
     weights = hashlib.sha256()
     for name, value in sorted(trained.items()):
+        if is_lora(name) and not is_magnitude(name) and not trained[name.replace("_A.", "_B.")].any():
+            continue
         weights.update(name.encode())
         weights.update(value.numpy().tobytes())
     return weights.hexdigest()

@@ -106,7 +106,7 @@ def together_on(
     over = from_main_rank(lambda: [config.run.dir for config in configs if ended(config)])
     for folder in over:
         say(f"already ended: {folder}")
-    shared = Shared(Path(configs[0].run.dir), alone=False)
+    shared = Shared(Path(configs[0].run.dir), max(len(configs) - len(over), 2))
     os.environ.setdefault("WANDB_RUN_GROUP", shared.folder.resolve().name)
     os.environ.setdefault("WANDB_REINIT", "create_new")  # or each run would end the one before
     courses = dict[int, _Course]()

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,18 @@ def stopping_at(step: int, path: str, folders: list[str], options: list[str]) ->
     raise AssertionError("not stopped")
 
 
+def killed_at(step: int, path: str, folders: list[str], options: list[str]) -> None:
+    """SIGKILL before a step, where the last run was stopped by itself a step earlier."""
+
+    def judge(runs: Any) -> None:
+        if len(folders) - 1 in runs and runs[len(folders) - 1].place.step == step - 1:
+            runs[len(folders) - 1].callbacks.ask("enough")
+        if all(trainer.place.step >= step for trainer in runs.values()):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    together(path, folders, options, judge)
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of runs that share a base on the disk."""
@@ -65,13 +79,19 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_runs_in_one_job_equal_runs_alone_also_after_a_stop(config: Path, world: int, tmp_path: Path) -> None:
-    """Heads and LoRA stages, with dropout; stopped in the middle, where one of them has one step less."""
+def test_runs_in_one_job_equal_runs_alone_also_after_a_kill(config: Path, world: int, tmp_path: Path) -> None:
+    """Heads and LoRA stages, with dropout; stopped in the middle, where one of them has one step less, then killed."""
     folders = [str(tmp_path / name) for name in OTHERS]
     assert "SIGTERM" in run_ranks(stopping_at, world, 3, str(config), folders, LAYOUTS[world])[0]
     for folder in folders:
         status = read_status(Path(folder))
         assert (status["status"], status["step"]) == ("preempted", 3)
+    with pytest.raises(AssertionError, match=r"a rank died|lost"):
+        run_ranks(killed_at, world, 5, str(config), folders, LAYOUTS[world])
+    ends = [read_status(Path(folder)) for folder in folders]
+    assert [(status["status"], status.get("reason")) for status in ends] == [("running", None)] * 3 + [
+        ("paused", "enough")
+    ]
     run_ranks(together, world, str(config), folders, LAYOUTS[world])
     run_ranks(alone, world, str(config), [str(tmp_path / "alone" / name) for name in OTHERS], LAYOUTS[world])
     found = [weights(tmp_path / name) for name in OTHERS]
@@ -96,19 +116,22 @@ def served_with_one_base(runs: list[Path]) -> None:
 
 
 def test_heads_share_the_features(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """z of a text, of training or held-out, is computed once for all runs of a seed, and the base is measured once."""
+    """z of a text, of training or held-out, is computed once for all runs, and the base is measured once: the adapters
+    of a later stage, each run's own, add nothing before it."""
     passes = tmp_path / "passes"
-    options = ["stages=[{name: heads, train: [heads], steps: 6, lr: 1e-2}]"]
+    later = "{name: lora, train: [lora], steps: 1, lr: 1e-2}"
+    options = [f"stages=[{{name: heads, train: [heads], steps: 6, lr: 1e-2}}, {later}]", "run.stop_after=heads"]
     counts = {}
-    for name, folders in {"one": ["usual"], "three": ["usual", "rate", "target"]}.items():
+    for name, folders in {"one": ["usual"], "all": [*OTHERS]}.items():
         passes.unlink(missing_ok=True)
         given = [str(tmp_path / name / folder) for folder in folders]
         run_ranks(counted, 1, str(passes), str(config), given, options)
         counts[name] = json.loads(passes.read_text())
-    assert counts["three"] == counts["one"] > 0
-    run_ranks(alone, 1, str(config), [str(tmp_path / "alone" / "rate")], options)
-    assert weights(tmp_path / "three" / "rate") == weights(tmp_path / "alone" / "rate")
-    assert not list(tmp_path.glob("three/*/feature_cache")), "no run reads it any more"
+    assert counts["all"] == counts["one"] > 0
+    run_ranks(alone, 1, str(config), [str(tmp_path / "alone" / name) for name in ("seed", "rate")], options)
+    for name in ("seed", "rate"):
+        assert weights(tmp_path / "all" / name) == weights(tmp_path / "alone" / name)
+    assert not list(tmp_path.glob("all/*/feature_cache")), "no run reads it any more"
 
 
 def counted(passes: str, path: str, folders: list[str], options: list[str]) -> None:

@@ -4,11 +4,12 @@ A stage without `embedding` and `lora` runs the features without a graph and in 
 in each epoch, even with dropout. The key of a cache includes everything that z depends on (`FeatureCache._key`).
 
 A cache grows in parts, each made before the first step that reads it: the first step waits for a few texts only, and a
-stop loses one part. Mode `auto` makes a cache only if the stage has more than one epoch left and the disk has room. An
-existing cache is always used. The contents of a part follow from the step and the parts before it, so a resumed run
-continues to the bit. Runs of one process read and fill one cache if their keys are equal. Losses equal those without a
-cache, up to the rounding of different batch shapes. The cache has no extra columns of the side network: the start is
-fitted to cached z before these exist.
+stop loses one part. Mode `auto` makes a cache only if texts are read twice (by the rest of the stage, or by several
+runs of the process) and the disk has room. An existing cache is always used. Runs of one process read and fill one
+cache if their keys are equal. A text is always computed in one batch with the same others, whoever reads it first: so
+a resumed run continues to the bit, and a run equals itself beside others. Losses equal those without a cache, up to
+the rounding of different batch shapes. The cache has no extra columns of the side network: the start is fitted to
+cached z before these exist.
 """
 
 import shutil
@@ -94,7 +95,7 @@ class FeatureCache:
 
     def _shards_of(self, step: int, loader: Loader, say: Callable[[str], None]) -> FeatureShards | None:
         """The cache of the stage from a step on. Without a cache prints the reason and returns None."""
-        left = (self._plan.stop - step) / loader.steps_per_epoch
+        left = (self._plan.stop - step) / loader.steps_per_epoch * self.shared.runs
         try:
             if trained := sorted(self._plan.stage.groups & FEATURE_GROUPS.keys()):
                 verb = "trains" if len(trained) == 1 else "train"
@@ -138,17 +139,23 @@ class FeatureCache:
             self._add_part(shards, loader, [sample for step in steps for sample in loader.indices(epoch, step)])
 
     def _add_part(self, shards: FeatureShards, loader: Loader, samples: Sequence[int]) -> None:
-        """Compute a part: z of the first missing ones of `samples`, in whole micro-batches."""
-        dataset, world = loader.dataset, self.runtime.world_size
-        lengths, batch = dataset.lengths(), world * loader.micro_batch_size
-        tokens = max(FIRST_PART * world, int(lengths[shards.stored()].sum()) // GROWTH)
+        """Compute a part: z of the first missing ones of `samples`, and of the texts in their blocks."""
+        dataset, world, size = loader.dataset, self.runtime.world_size, loader.micro_batch_size
+        # Blocks of the data set, not of these samples: a micro-batch a rank, of similar lengths, which need no padding
+        lengths = dataset.lengths()
+        order, block = np.argsort(-lengths, kind="stable"), world * size
+        place = np.argsort(order) // block
         missing = np.asarray(samples)[~shards.stored(samples)]
-        part = missing[: batch * (1 + int(np.searchsorted(lengths[missing].cumsum(), tokens)) // batch)]
-        # Each rank's longest first: texts of similar length need no padding
-        part = part[np.argsort(-lengths[part], kind="stable")]
-        part = np.concatenate([part[r::world] for r in range(world)]).tolist()
-        rank, size = self.runtime.rank, loader.micro_batch_size
-        batches = EvalLoader(dataset, part, rank=rank, world=world, micro_batch_size=size)
+        found, first = np.unique(place[missing], return_index=True)
+        found = found[np.argsort(first)]
+        tokens = max(FIRST_PART * world, int(lengths[shards.stored()].sum()) // GROWTH)
+        found = found[: 1 + int(np.searchsorted(np.bincount(place, lengths)[found].cumsum(), tokens))]
+        whole = found[found < len(order) // block]  # the last block may be smaller: a part by itself
+        if len(whole):
+            part = order[: len(order) // block * block].reshape(-1, world, size)[whole].swapaxes(0, 1).ravel().tolist()
+        else:
+            part = order[len(order) // block * block :].tolist()
+        batches = EvalLoader(dataset, part, rank=self.runtime.rank, world=world, micro_batch_size=size)
         show = partial(self.progress.part, "feature cache", of=len(batches.samples))
         show(0)  # each part has its own remaining time
         try:
@@ -186,7 +193,7 @@ class FeatureCache:
         """Everything that z depends on. Collective over the world."""
         packages = versions()
         return {
-            "format": 5,
+            "format": 6,
             **self.depends,
             "trained": features_digest(self.engine),
             "data": dataset.digest(),
