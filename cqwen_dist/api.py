@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, overload
@@ -44,7 +45,9 @@ def train(
 
 
 @overload
-def train(config: list[Any], *, overrides: Mapping[str, Any] | None = None) -> list[TrainResult]: ...
+def train(
+    config: list[Any], *, callbacks: Sequence[Callback] = (), overrides: Mapping[str, Any] | None = None
+) -> list[TrainResult]: ...
 
 
 def train(
@@ -58,12 +61,11 @@ def train(
 
     config: a YAML file's path, a dict, or a `Config`; a dict may contain `Stage` and other sections from
     `cqwen_dist.config`. A list of these: runs that train in turns on one base; a result for each, also for one that
-    failed (status "fatal"), without callbacks and rows in memory. overrides: values by dotted key, such as
-    {"train.seed": 1}.
+    failed (status "fatal"), without rows in memory. overrides: values by dotted key, such as {"train.seed": 1}.
     train_dataset, eval_dataset: replace data.train and data.eval with a source (a path, hf:NAME) or with rows in
     memory: a `datasets.Dataset`, a DataFrame, any iterable of records or texts. Rank 0 writes its rows to
     DIR/data/*.jsonl (other ranks' rows are ignored), so that `cqwen train DIR/config.yaml` can resume with them too.
-    callbacks: called only on rank 0.
+    callbacks: called only on rank 0, of a list of runs by each (`Moment.folder`).
 
     Raises `UserError` for wrong input, `CallbackError` if a callback fails, and `Stopped` (not an `Exception`) if a
     signal such as Ctrl-C stopped the run. A stopped run is saved, and the same call resumes it.
@@ -72,8 +74,15 @@ def train(
 
     _refuse_odd(callbacks, overrides)
     given = {"data.train": train_dataset, "data.eval": eval_dataset}
+    quiet_libraries()
     if isinstance(config, list):
-        return _train_job(config, overrides or {}, {**given, "callbacks": callbacks or None})
+        from cqwen_dist.training.together import train_together
+
+        if odd := [key for key, rows in given.items() if rows is not None]:
+            raise UserError(odd[0], Said(f"with {len(config)} runs in one job"), "one run")
+        configs = [given_config(each, overrides or {}) for each in config]
+        with _leaving_pages(*(Path(each.run.dir) for each in configs)):
+            return train_together(configs, callbacks=callbacks)
     named = {key: str(rows) for key, rows in given.items() if isinstance(rows, (str, Path))}
     held = {key: rows for key, rows in given.items() if rows is not None and key not in named}
     overrides = {**(overrides or {}), **named}
@@ -94,19 +103,10 @@ def train(
             keep = has_begun(Path(checked.run.dir)) and key not in accepted
             write_records(rows, Path(overrides[key]), key, checked.data.text_field, keep)
 
-    quiet_libraries()
     from cqwen_dist.training.train import train as run
 
-    folder = Path(checked.run.dir)
-    try:
-        result = run(checked, callbacks, write_inputs)
-    except UserError:  # nothing was trained
-        raise
-    except (Exception, Stopped):
-        _leave_page(folder)
-        raise
-    _leave_page(folder)
-    return result
+    with _leaving_pages(Path(checked.run.dir)):
+        return run(checked, callbacks, write_inputs)
 
 
 def _refuse_odd(callbacks: Any, overrides: Any) -> None:
@@ -119,33 +119,20 @@ def _refuse_odd(callbacks: Any, overrides: Any) -> None:
             raise UserError(f"callbacks.{i}", callback, "an object of a class that extends cqwen_dist.Callback")
 
 
-def _train_job(given: Sequence[Any], overrides: Mapping[str, Any], of_one: Mapping[str, Any]) -> list[TrainResult]:
-    """of_one: arguments that only one run may have."""
-    from cqwen_dist.console import quiet_libraries
-
-    for key, value in of_one.items():
-        if value is not None:
-            raise UserError(key, Said(f"with {len(given)} runs in one job"), "one run")
-    configs = [given_config(each, overrides) for each in given]
-    quiet_libraries()
-    from cqwen_dist.training.together import train_together
-
-    try:
-        return train_together(configs)
-    finally:
-        for config in configs:
-            _leave_page(Path(config.run.dir))
-
-
-def _leave_page(folder: Path) -> None:
-    """Write the run's HTML page if its wing is installed."""
+@contextmanager
+def _leaving_pages(*folders: Path) -> Iterator[None]:
+    """Write each run's HTML page at the end, if its wing is installed. After wrong input nothing was trained."""
     from cqwen_dist.wings import from_wing
 
     try:
-        leave_report = from_wing("a run's page")
+        yield
     except UserError:
-        return
-    leave_report(folder)
+        folders = ()
+        raise
+    finally:
+        with suppress(UserError):
+            for folder in folders:
+                from_wing("a run's page")(folder)
 
 
 def load(model: TrainResult | str | Path, device: str = "auto") -> tuple[CausalQwenForCausalLM, CausalQwenTokenizer]:

@@ -20,7 +20,8 @@ def test_every_place_in_a_wing_exists() -> None:
 def test_a_run_ends_without_its_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "cqwen_dist.tools.report", None)
     monkeypatch.delitem(sys.modules, "cqwen_dist.tools.report.html", raising=False)
-    api._leave_page(tmp_path)
+    with api._leaving_pages(tmp_path):
+        pass
     assert not list(tmp_path.iterdir())
 
 

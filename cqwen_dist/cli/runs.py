@@ -64,7 +64,7 @@ def train_here(
     def run(configs: list[Any]) -> Any:
         from cqwen_dist.api import train as run
 
-        return run(configs) if configs[1:] else run(configs[0], callbacks=callbacks)
+        return run(configs if configs[1:] else configs[0], callbacks=callbacks)
 
     _until_stopped(lambda: load_configs(config, overrides or []), run, again)
 

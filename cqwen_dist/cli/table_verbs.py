@@ -34,7 +34,7 @@ def fit(
     quiet_libraries()
     import torch
 
-    from cqwen_dist.tables.fitting import TimeLimit, judge, only_fit, prepare, without_base
+    from cqwen_dist.tables.fitting import TimeLimit, judge, only_fit, places, prepare, without_base
     from cqwen_dist.tools.report.html import write_report
 
     clock = TimeLimit(request.minutes, began)
@@ -42,16 +42,17 @@ def fit(
     with only_fit(folder):
         made = prepare(request, folder, say, clock)
         alone = without_base(made, say)
-        config, gpus = folder / "fit.yaml", torch.cuda.device_count()
+        (config, _), *others = places(folder, request.seeds)
+        further, gpus = [str(path) for path, _ in others], torch.cuda.device_count()
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
             # Like `cqwen train`, or like `cqwen launch` on a machine with several GPUs
             if gpus < 2:
-                train_here(config, callbacks=[clock], again="the same command")
+                train_here(config, further, callbacks=[clock], again="the same command")
                 if (status := read_status(folder / "run"))["status"] == "paused":
                     say(f"note: {status.get('reason')}")
-            elif code := start_ranks(config, [], gpus, quiet=as_json):
+            elif code := start_ranks(config, further, gpus, quiet=as_json):
                 raise typer.Exit(code)
-        found = judge(folder, made, alone, say, clock)
+        found = judge(folder, made, alone, say, clock, request.seeds)
         write_report([folder], folder / REPORT)
     if as_json:
         print_json(found)
@@ -164,6 +165,12 @@ def _show_fit(folder: Path, found: dict[str, Any]) -> None:
     console.print(f"{found['target']} of {found['rows']:,} rows that were held out: mean and median error")
     console.print(table)
     console.print("* the lowest error; in 90 %: how often the truth is in the 90 % interval, and its median width")
+    if "seeds" in found:
+        of = {name: found["seeds"][name] for name in ("mae", "mdae")}
+        shown = [plain(part, best) for each in of.values() for part in (each["mean"], each["reach"])]
+        console.print(
+            f"{len(of['mae']['values'])} seeds: MAE {shown[0]} +- {shown[1]}, median {shown[2]} +- {shown[3]}"
+        )
     console.print(found["verdict"])
     if found["outside"]:
         console.print(f"{found['outside']:,} rows are far outside the training range (predicted.csv, outside)")

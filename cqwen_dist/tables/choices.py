@@ -204,8 +204,10 @@ def _likelihood(values: np.ndarray) -> float:
     return float(-np.log(math.pi * scale * (1 + ((values - middle) / scale) ** 2)).mean())
 
 
-def config_text(folder: Path, base: str, choice: Chosen, pace: Pace, rows: int, seed: int, **data: Any) -> str:
-    """The config as YAML with comments. data: prompt, text and target, for `data.prompt_template` and so on."""
+def config_text(
+    config: Path, run: Path, base: str, choice: Chosen, pace: Pace, rows: int, seed: int, **data: Any
+) -> str:
+    """A run's config as YAML with comments. data: prompt, text and target, for `data.prompt_template` and so on."""
     rate = dense_rate(pace.hidden)
     lora = ""
     steps = choice.heads_steps
@@ -215,10 +217,10 @@ def config_text(folder: Path, base: str, choice: Chosen, pace: Pace, rows: int, 
         lora = LORA.format(minutes=choice.lora_minutes, epochs=choice.epochs, rate=rate, warmup=warmup)
         steps += of_lora
     return CONFIG.format(
-        config=folder / "fit.yaml",
+        config=config,
         base=_quoted(base),
-        train=_quoted(str(folder / "table" / "train.csv")),
-        valid=_quoted(str(folder / "table" / "valid.csv")),
+        train=_quoted(str(config.parent / "table" / "train.csv")),
+        valid=_quoted(str(config.parent / "table" / "valid.csv")),
         warmup=min(choice.heads_steps // 5, 20),
         random_features=RANDOM_FEATURES,
         wide=WIDE_FOR_MANY if rows > MANY else WIDE,
@@ -226,7 +228,7 @@ def config_text(folder: Path, base: str, choice: Chosen, pace: Pace, rows: int, 
         lora=lora,
         seed=seed,
         every=max(25, -(-steps // EVALUATIONS)),
-        run=_quoted(str(folder / "run")),
+        run=_quoted(str(run)),
         start_rate=rate / 10,
         **{**vars(choice), **pace._asdict(), "rows": rows},
         **{name: _quoted(text) for name, text in data.items()},

@@ -20,15 +20,13 @@ class FitRequest:
         default_factory=list
     )
     template: Annotated[str | None, typer.Option(help="The prompt, with columns in braces; default: all.")] = None
-    test_fraction: Annotated[float, typer.Option(help="Share of test rows.")] = 0.2
     split: Annotated[str | None, typer.Option(help="JSON file of 0-based test-row indices: FILE.json[#N].")] = None
     seed: Annotated[int, typer.Option(min=0, help="Seed for the split and for training.")] = 0
+    seeds: Annotated[int, typer.Option(min=1, help="Train with so many seeds in one job; --minutes is of all.")] = 1
     minutes: Annotated[float, typer.Option(help="Time limit on this machine, for all phases together.")] = 20.0
     test_rows: Annotated[int | None, typer.Option(min=2, help="Maximum number of test rows, drawn at random.")] = None
     decimal_comma: DecimalComma = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.test_fraction < 0.9:
-            raise UserError("--test-fraction", self.test_fraction, "a share above 0 and below 0.9")
         if not self.minutes > 0:
             raise UserError("--minutes", self.minutes, "more than 0")

@@ -2,7 +2,7 @@
 
 FOLDER/request.json                  the arguments; the same command continues in the same folder
 FOLDER/table/{train,valid,test}.csv  the rows, as text
-FOLDER/fit.yaml, run/                an ordinary config and its run
+FOLDER/fit.yaml, run/                an ordinary config and its run; of a further seed fit-1.yaml, run-1/, ...
 FOLDER/predicted.csv                 the test rows with predictions and intervals
 FOLDER/fit.json, report.html         the comparison with baselines, and a page of it and the run
 FOLDER/best                          the checkpoint for predictions, so the folder works as a model
@@ -38,7 +38,7 @@ from cqwen_dist.run.files import BEST, FIT, START, appearing, file_record, not_f
 from cqwen_dist.tables.baselines import Rival, baselines
 from cqwen_dist.tables.choices import LEAST_READ, LONGEST, Chosen, Pace, choose, config_text, context_of, measure_pace
 from cqwen_dist.tables.fit_request import FitRequest
-from cqwen_dist.tables.judging import OURS, WIDE_ALONE, conditional, errors, intervals, shown_rows, verdict
+from cqwen_dist.tables.judging import OURS, WIDE_ALONE, conditional, errors, intervals, over_seeds, shown_rows, verdict
 from cqwen_dist.tables.rows import (
     Parts,
     Table,
@@ -91,6 +91,12 @@ class Prepared(NamedTuple):
     def by_log(self) -> bool:
         """Whether logarithms of the target are learnt."""
         return self.config.loss.target_transform == "standardise_log"
+
+
+def places(folder: Path, seeds: int) -> list[tuple[Path, Path]]:
+    """The config and the run folder of each seed."""
+    ends = ["", *(f"-{i}" for i in range(1, seeds))]
+    return [(folder / f"fit{end}.yaml", folder / f"run{end}") for end in ends]
 
 
 @contextmanager
@@ -151,7 +157,7 @@ def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], 
         found = Said(f"{table.lost:,} rows without a {table.target}, which would shift the others' numbers")
         raise UserError("--split", found, "a target in every row", request.table)
     given = None if request.split is None else held_out_rows(request.split, len(table.rows))
-    parts = split(len(table.rows), request.seed, request.test_fraction, given, request.test_rows, table.equal())
+    parts = split(len(table.rows), request.seed, given, request.test_rows, table.equal())
     for note in (*table.notes, *repeats(table.equal(), parts)):
         say(f"note: {note}")
     say(
@@ -179,9 +185,10 @@ def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], 
     parts, choice, pace = _in_time(request, parts, values, lengths, longest, say, clock)
     templates: dict[str, Any] = {"prompt": template, "text": f"{{{table.target}}}", "target": table.target}
     templates |= {"numbers": by_form(table.forms), "empty": EMPTY}
-    text = config_text(folder, request.base, choice, pace, len(parts.train), request.seed, **templates)
     parts.write(draft / "table", table)
-    (draft / CONFIG).write_text(text, encoding="utf-8")
+    for i, (path, run) in enumerate(places(folder, request.seeds)):
+        text = config_text(path, run, request.base, choice, pace, len(parts.train), request.seed + i, **templates)
+        (draft / path.name).write_text(text, encoding="utf-8")
 
 
 def _in_time(
@@ -198,7 +205,8 @@ def _in_time(
     tokens = lengths[parts.train]
     pace = measure_pace(request.base, min(int(np.median(tokens)), longest), 3 * request.minutes)
     counts = len(parts.valid), len(parts.test)
-    choice = choose(values[parts.train], tokens, *counts, pace, clock.left(), longest)
+    # As if the runs of all seeds came one after the other: they share the base and z, so some time is left
+    choice = choose(values[parts.train], tokens, *counts, pace, clock.left() / request.seeds, longest)
     if (had := tuple(map(len, parts))) != choice.rows:
         kept = ", ".join(f"{n:,} of {of:,} {why}" for n, of, why in zip(choice.rows, had, WHY, strict=True))
         say(f"note: {request.minutes:g} minutes are too few for all rows here (--minutes gives more). Drawn: {kept}")
@@ -230,16 +238,18 @@ def without_base(made: Prepared, say: Callable[[str], None]) -> Rival | None:
 
 
 def judge(
-    folder: Path, made: Prepared, alone: Rival | None, say: Callable[[str], None], clock: TimeLimit
+    folder: Path, made: Prepared, alone: Rival | None, say: Callable[[str], None], clock: TimeLimit, seeds: int = 1
 ) -> dict[str, Any]:
     """Predict the test rows with the run and the other models, and write predicted.csv and fit.json.
 
-    alone: from `without_base`.
+    alone: from `without_base`. seeds: the number of runs; the others are only compared with the first.
     """
     table, parts = made.table, made.parts
     checkpoint = best_checkpoint(folder / "run")
     write_atomically(folder / BEST, f"{checkpoint.relative_to(folder)}\n")
-    own = _predict(folder, checkpoint, made, say, clock)
+    own = _predict(checkpoint, made, say, clock)
+    with written_whole(folder / "predicted.csv") as draft, draft.open("w", encoding="utf-8", newline="") as file:
+        write_table(own, file)
     parts = parts._replace(test=parts.test[: len(own)])
     truth = table.values()[parts.test]
     ends = np.array([[row["low_90"], row["high_90"]] for row in own])
@@ -253,6 +263,10 @@ def judge(
         results[name] |= {} if its_ends is None else intervals(its_ends[: len(own)], truth)
     document = {"target": table.target, "rows": len(truth), "checkpoint": str(checkpoint), "by_log": made.by_log}
     document |= {"results": results, **verdict(predictions, truth)}
+    if seeds > 1:
+        runs = [run for _, run in places(folder, seeds)[1:]]
+        others = [_predict(best_checkpoint(run), made, say, clock) for run in runs]
+        document["seeds"] = over_seeds([own, *others], truth)
     law = json.loads((folder / "run" / START).read_text(encoding="utf-8"))["calibration"].get("law")
     document["verdict"] = f"{document['verdict']} Law of the numbers: {law}."
     prompts = [made.prompts[row] for row in parts.test]
@@ -267,13 +281,10 @@ def best_checkpoint(run: Path) -> Path:
     return checkpoint_folder(run, best[0]) if best else run
 
 
-def _predict(
-    folder: Path, checkpoint: Path, made: Prepared, say: Callable[[str], None], clock: TimeLimit
-) -> list[dict[str, Any]]:
-    """Writes predicted.csv and returns the rows: the test rows with the columns `prediction.table.NUMBER_COLUMNS`, and
-    `outside`."""
+def _predict(checkpoint: Path, made: Prepared, say: Callable[[str], None], clock: TimeLimit) -> list[dict[str, Any]]:
+    """The test rows with the columns `prediction.table.NUMBER_COLUMNS`, and `outside`."""
     model, tokenizer = load_trained(checkpoint, "auto")
-    start = ": the closed form, no step improved it" * (checkpoint == checkpoint_folder(folder / "run", 0))
+    start = ": the closed form, no step improved it" * (checkpoint.name == checkpoint_folder(checkpoint, 0).name)
     say(f"predicting {len(made.parts.test):,} rows with {checkpoint}, the best on the rows for evaluation{start}")
     table = made.table
     rows, prompts, cells = ([of[row] for row in made.parts.test] for of in (table.written, made.prompts, table.rows))
@@ -292,6 +303,4 @@ def _predict(
         if len(found) % TOLD == 0 and (more := len(rows) - len(found)):
             left = (time.monotonic() - began) / len(found) * more
             say(f"  predicted {len(found):,} of {len(rows):,}, {left / 60:.1f} minutes left")
-    with written_whole(folder / "predicted.csv") as draft, draft.open("w", encoding="utf-8", newline="") as file:
-        write_table(found, file)
     return found

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from cqwen_dist.prediction.learnt_table import OUTSIDE
 from cqwen_dist.prediction.table import NUMBER_COLUMNS
@@ -32,6 +33,19 @@ def intervals(ends: np.ndarray, truth: np.ndarray) -> dict[str, float]:
     """The share of 90 % intervals [n,2] that contain the truth, and their median width."""
     inside = (ends[:, 0] <= truth) & (truth <= ends[:, 1])
     return {"coverage_90": float(inside.mean()), "width_90": float(np.median(ends[:, 1] - ends[:, 0]))}
+
+
+def over_seeds(of_seeds: Sequence[Sequence[Mapping[str, Any]]], truth: np.ndarray) -> dict[str, Any]:
+    """`errors` of each seed's predicted rows, all on the rows that all have predicted; by name: the values, their mean,
+    and half of its 95 % interval, by Student's t."""
+    rows = min(map(len, of_seeds))
+    found = [errors(np.array([row["predicted"] for row in own[:rows]]), truth[:rows]) for own in of_seeds]
+    reach = stats.t.ppf(0.975, len(found) - 1) / len(found) ** 0.5
+    return {
+        name: {"values": values.tolist(), "mean": float(values.mean()), "reach": float(reach * values.std(ddof=1))}
+        for name in found[0]
+        for values in [np.array([own[name] for own in found])]
+    }
 
 
 def verdict(predictions: Mapping[str, np.ndarray], truth: np.ndarray) -> dict[str, Any]:

@@ -146,12 +146,11 @@ def read_parts(folder: Path, forms: Mapping[str, Form]) -> tuple[Table, Parts]:
 def split(
     rows: int,
     seed: int,
-    test_fraction: float,
     test: Sequence[int] | None = None,
     most: int | None = None,
     equal: Sequence[Any] | None = None,
 ) -> Parts:
-    """Draws the parts by seed. test: 0-based indices of the test rows, instead of a fraction.
+    """Draws the parts by seed. test: 0-based indices of the test rows, instead of a fifth.
 
     most: the maximum number of test rows, also drawn; the remaining test rows belong to no part. equal: rows with the
     same entry stay in one part. Raises `UserError` if too few differ.
@@ -163,7 +162,7 @@ def split(
         first.setdefault(same[row], place)
     order = order[np.argsort([first[same[row]] for row in order], kind="stable")]
     if test is None:
-        cut = _between(order, min(max(round(rows * test_fraction), 2), rows // 2), same)
+        cut = _between(order, min(max(round(rows / 5), 2), rows // 2), same)
         held, rest = order[:cut], order[cut:]
     else:
         chosen = np.isin(order, test)

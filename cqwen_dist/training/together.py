@@ -1,21 +1,17 @@
 """Runs of one job: one base in memory, one process group, and a step of each run in turn.
 
-Each run has its own folder, lock, seed, random numbers, engine, schedule and log, as in a job of one run.
+Each run has its own folder, lock, seed (a step seeds what it draws), engine, schedule and log, as in a job of one run.
 `training.shared` has the rest. Turns go to the run with the fewest steps, so all are at about the same step, after a
 resume too. A run that fails by itself is recorded in its folder, and the job continues.
 """
 
 import os
-import random
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
 
 from cqwen_dist.config import Config, reason_of
 from cqwen_dist.config.one_job import refuse_apart
@@ -25,7 +21,7 @@ from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.parallel.stop import StopFlag
 from cqwen_dist.run.folder import is_done
 from cqwen_dist.training.assembly import groups_of
-from cqwen_dist.training.callbacks import TrainResult
+from cqwen_dist.training.callbacks import Callback, TrainResult
 from cqwen_dist.training.inputs import config_facts, refuse_accelerate
 from cqwen_dist.training.shared import Shared
 from cqwen_dist.training.telemetry.progress import Progress
@@ -37,13 +33,12 @@ Judge = Callable[[Mapping[int, Trainer]], None]  # sees the runs before each ste
 
 @dataclass
 class _Course:
-    """A run on its way. random: the states of all generators after its last turn."""
+    """A run on its way."""
 
     config: Config
     turns: Generator[Trainer, None, dict[str, Any]]
     runtime: Runtime
     trainer: Trainer | None = None  # once it is ready
-    random: Any = None
     metrics: dict[str, Any] = field(default_factory=dict)  # of the last evaluation, once it has ended
 
     @property
@@ -52,14 +47,6 @@ class _Course:
 
     def take(self, say: Callable[[str], None]) -> bool:
         """Take a turn. Returns whether the run has ended, also by a failure of its own."""
-        device = self.runtime.device if self.runtime.device.type == "cuda" else None
-        if self.random is not None:
-            cpu, gpu, of_numpy, of_python = self.random
-            torch.set_rng_state(cpu)
-            if device is not None:
-                torch.cuda.set_rng_state(gpu, device)
-            np.random.set_state(of_numpy)
-            random.setstate(of_python)
         try:
             self.trainer = next(self.turns)
         except StopIteration as end:
@@ -72,16 +59,17 @@ class _Course:
             say(f"alarm failed: {self.config.run.dir}: {reason_of(error)}; the other runs go on")
             self.trainer = None
             return True
-        gpu = None if device is None else torch.cuda.get_rng_state(device)
-        self.random = torch.get_rng_state(), gpu, np.random.get_state(), random.getstate()
         return False
 
 
 def train_together(
-    configs: Sequence[Config], judge: Judge | None = None, ended: Callable[[Config], bool] = is_done
+    configs: Sequence[Config],
+    judge: Judge | None = None,
+    ended: Callable[[Config], bool] = is_done,
+    callbacks: Sequence[Callback] = (),
 ) -> list[TrainResult]:
     """Train or resume runs in one job; skips those that have ended. A failed run has the status "fatal" and its reason.
-    All ranks call it.
+    callbacks: of every run. All ranks call it.
 
     Raises `UserError` if the runs cannot share a base, for a run's wrong input, and `Stopped` as `train`.
     """
@@ -89,7 +77,7 @@ def train_together(
     for config in configs:
         refuse_accelerate(config, os.environ)
     with StopFlag().installed() as stop, distributed(stop=stop) as runtime:
-        found = together_on(configs, runtime, judge, ended)
+        found = together_on(configs, runtime, judge, ended, callbacks)
         return [result_of(config, metrics, runtime) for config, metrics in zip(configs, found, strict=True)]
 
 
@@ -98,6 +86,7 @@ def together_on(
     runtime: Runtime,
     judge: Judge | None = None,
     ended: Callable[[Config], bool] = is_done,
+    callbacks: Sequence[Callback] = (),
 ) -> list[dict[str, Any]]:
     """`train_together` in an existing process group; the metrics of each run's last evaluation, or {} if skipped."""
     for config in configs:
@@ -114,7 +103,7 @@ def together_on(
         if config.run.dir not in over:
             own = replace(runtime, stop=StopFlag(runtime.stop))  # a callback or a failed save stops its own run
             apart = replace(groups, saving=saving_group(runtime.timeout_s))  # runs save at the same time
-            courses[i] = _Course(config, run_in_turns(config, own, apart, shared), runtime)
+            courses[i] = _Course(config, run_in_turns(config, own, apart, shared, callbacks), runtime)
     live = dict(courses)
     try:
         _to_the_end(live, judge, say)

@@ -37,7 +37,7 @@ def fitted(one_rank: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     """The folder of a fit, and its command."""
     folder = tmp_path_factory.mktemp("fit")
     command: list[object] = ["fit", write_table(folder / "people.csv"), "--target", "score"]
-    command += ["--base", one_rank / "base", "--out", folder / "out", "--minutes", "3"]
+    command += ["--base", one_rank / "base", "--out", folder / "out", "--minutes", "6", "--seeds", "2"]
     done = cqwen_forked(*command)
     assert done.returncode == 0, done.stderr
     assert "always the median" in done.stdout
@@ -79,7 +79,13 @@ def test_fit_is_judged_on_unseen_rows(fitted: tuple[Path, list[object]]) -> None
     assert len(found["worst"]) == 10
     assert abs(float(found["worst"][0]["predicted"]) - found["worst"][0]["truth"]) == pytest.approx(max(errors))
     assert found["results"]["CausalQwen"]["mae"] == pytest.approx(sum(errors) / 12, rel=1e-5)  # cells have seven digits
-    config = load_config(out / "fit.yaml")
+    of_seeds = found["seeds"]["mae"]  # Student's t of one degree of freedom is 12.7062 at 97.5 %
+    assert of_seeds["values"][0] == found["results"]["CausalQwen"]["mae"] != of_seeds["values"][1]
+    assert of_seeds["mean"] == pytest.approx(sum(of_seeds["values"]) / 2)
+    spread = abs(of_seeds["values"][0] - of_seeds["values"][1]) / 2
+    assert of_seeds["reach"] == pytest.approx(12.7062 * spread, rel=1e-5)
+    config, other = load_config(out / "fit.yaml"), load_config(out / "fit-1.yaml")
+    assert (other.train.seed, Path(other.run.dir)) == (config.train.seed + 1, out / "run-1")
     assert [stage.name for stage in config.stages] == ["heads", "lora"]
     page = html.unescape((out / "report.html").read_text(encoding="utf-8"))
     assert "the wide part alone</th>" in page
@@ -148,7 +154,7 @@ def test_an_exported_fit_predicts_and_marks_rows_as_fit_does(fitted: tuple[Path,
     assert "outside of 11 to 50" in said[1]
 
 
-@pytest.mark.parametrize("wrong", [["--test-fraction", "1"], ["--base", "nowhere/none"]])
+@pytest.mark.parametrize("wrong", [["--minutes", "0"], ["--base", "nowhere/none"]])
 def test_a_wrong_option_is_one_line_and_leaves_nothing(tmp_path: Path, wrong: list[str]) -> None:
     table = write_table(tmp_path / "people.csv")
     done = cqwen_forked("fit", table, "--target", "score", "--out", tmp_path / "out", *wrong)
@@ -162,8 +168,9 @@ def test_rows_leave_room_for_the_number_in_the_context(one_rank: Path, tmp_path:
     rows = "".join(f"{'a' * (i % 60)},{i}\n" for i in range(120))  # prompts of all lengths around the context
     rows += "6<<3*2=6>> eggs,120\n"
     (tmp_path / "t.csv").write_text(f"note,score\n{rows}", encoding="utf-8")
+    (tmp_path / "split.json").write_text(json.dumps([*range(0, 121, 2)]))
     base, said = str(one_rank / "base"), []
-    asked = FitRequest(str(tmp_path / "t.csv"), "score", base, [], None, 0.5, None, 0, 1.0)
+    asked = FitRequest(str(tmp_path / "t.csv"), "score", base, [], None, f"{tmp_path}/split.json", minutes=1.0)
     _, parts, prompts, _ = prepare(asked, tmp_path / "out", said.append)
     tokenizer = NumericalAwareTokenizer.from_pretrained(base)
     assert max(len(tokenizer.encode(prompts[row])[0]) for row in parts.test) == 63

@@ -144,11 +144,11 @@ def test_what_cannot_be_fitted_is_one_line(tmp_path: Path, change: dict[str, obj
 
 def test_the_parts_of_a_split_are_disjoint_complete_and_round_trip(tmp_path: Path) -> None:
     table = read_table(written(tmp_path, cities(101)), "score")
-    parts = split(101, seed=3, test_fraction=0.2)
+    parts = split(101, seed=3)
     assert sorted(np.concatenate(parts)) == list(range(101))
     assert len(parts.test) == 20
     assert min(parts.test[:10]) < 50 < max(parts.test[:10]), "where time is short the first are judged: of any place"
-    assert not (split(101, 4, 0.2).test == parts.test).all()
+    assert not (split(101, 4).test == parts.test).all()
     parts.write(tmp_path / "table", table)
     again, same = read_parts(tmp_path / "table", table.forms)
     assert again._replace(rows=[], written=[], notes=[]) == table._replace(rows=[], written=[], notes=[])
@@ -161,7 +161,7 @@ def test_a_published_split_is_taken_by_its_number(tmp_path: Path) -> None:
     path.write_text(json.dumps([[0, 1, 2], [5, 7, 9]]), encoding="utf-8")
     found = held_out_rows(f"{path}#1", 40)
     assert found == [5, 7, 9]
-    parts = split(40, 0, 0.2, found)
+    parts = split(40, 0, found)
     assert sorted(parts.test) == [5, 7, 9]
     assert not {5, 7, 9} & {*parts.train, *parts.valid}
     with pytest.raises(UserError, match="--split"):
@@ -173,7 +173,7 @@ def test_equal_rows_stay_in_one_part(tmp_path: Path, copies: int, given: list[in
     draw = np.random.default_rng(copies)
     records = [{"name": f"x{i}", "score": int(draw.integers(1000))} for i in range(40)] * copies
     table = read_table(written(tmp_path, [records[i] for i in draw.permutation(len(records))]), "score")
-    parts = split(len(table.rows), 0, 0.2, given, equal=table.equal())
+    parts = split(len(table.rows), 0, given, equal=table.equal())
     names = [{table.rows[row]["name"] for row in part} for part in parts]
     assert all(names)
     assert not names[0] & names[1]
@@ -184,9 +184,9 @@ def test_equal_rows_stay_in_one_part(tmp_path: Path, copies: int, given: list[in
         assert note.endswith("all equal ones are in one part")
     else:
         assert note.endswith("test rows are learnt from too, by --split")
-    assert repeats([*range(120)], split(120, 0, 0.2, equal=[*range(120)])) == []
+    assert repeats([*range(120)], split(120, 0, equal=[*range(120)])) == []
     with pytest.raises(UserError, match="rows that are all equal"):
-        split(30, 0, 0.2, equal=[0] * 30)
+        split(30, 0, equal=[0] * 30)
 
 
 @pytest.mark.parametrize(("usual", "odd"), [("$1,200", "call us"), ("1.234,5", "1,234.5"), (5, True)])
@@ -420,7 +420,7 @@ def test_the_chosen_config_trains(tmp_path: Path) -> None:
         chosen = choose(NORMAL, TOKENS, 150, 150, PACE, minutes)
         path = tmp_path / "fit.yaml"
         keys = {"prompt": odd, "text": "{score}", "target": "score", "numbers": {}, "empty": "-"}
-        path.write_text(config_text(tmp_path, "b", chosen, PACE, 1000, 7, **keys), "utf-8")
+        path.write_text(config_text(path, tmp_path / "run", "b", chosen, PACE, 1000, 7, **keys), "utf-8")
         config = load_config(path)
         assert [stage.name for stage in config.stages] == stages
         assert config.data.prompt_template == odd
