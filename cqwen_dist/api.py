@@ -72,14 +72,12 @@ def train(
     """
     from cqwen_dist.console import quiet_libraries
 
-    _refuse_odd(callbacks, overrides)
     given = {"data.train": train_dataset, "data.eval": eval_dataset}
+    _refuse_odd(config, given, callbacks, overrides)
     quiet_libraries()
     if isinstance(config, list):
         from cqwen_dist.training.together import train_together
 
-        if odd := [key for key, rows in given.items() if rows is not None]:
-            raise UserError(odd[0], Said(f"with {len(config)} runs in one job"), "one run")
         configs = [given_config(each, overrides or {}) for each in config]
         with _leaving_pages(*(Path(each.run.dir) for each in configs)):
             return train_together(configs, callbacks=callbacks)
@@ -109,7 +107,7 @@ def train(
         return run(checked, callbacks, write_inputs)
 
 
-def _refuse_odd(callbacks: Any, overrides: Any) -> None:
+def _refuse_odd(config: Any, given: Mapping[str, Any], callbacks: Any, overrides: Any) -> None:
     if not isinstance(callbacks, Sequence):  # an iterator would be at its end after this check
         raise UserError("callbacks", callbacks, "a list")
     if not isinstance(overrides, (Mapping, type(None))):
@@ -117,6 +115,9 @@ def _refuse_odd(callbacks: Any, overrides: Any) -> None:
     for i, callback in enumerate(callbacks):
         if not isinstance(callback, Callback):
             raise UserError(f"callbacks.{i}", callback, "an object of a class that extends cqwen_dist.Callback")
+    for key, rows in given.items():
+        if isinstance(config, list) and rows is not None:
+            raise UserError(key, Said(f"with {len(config)} runs in one job"), "one run")
 
 
 @contextmanager

@@ -26,19 +26,13 @@ class Shared:
     """Empty at first: the first run that needs a thing makes it. All ranks ask for the same, in the same order."""
 
     folder: Path  # of the first run: its feature cache and digests of files serve all
-    runs: int = 1  # nothing is kept for one
+    runs: int = 1
     caches: WeakSet[Any] = field(default_factory=WeakSet)  # the runs' `FeatureCache`s
     _made: dict[object, Any] = field(default_factory=dict)
     _kept: WeakValueDictionary[object, KeptZ] = field(default_factory=WeakValueDictionary)
 
-    @property
-    def alone(self) -> bool:
-        return self.runs == 1
-
     def once(self, key: object, make: Callable[[], T]) -> T:
         """What `make` returns, from the first call with this key."""
-        if self.alone:
-            return make()
         if key not in self._made:
             self._made[key] = make()
         made: T = self._made[key]
@@ -46,15 +40,15 @@ class Shared:
 
     def called(self, config: Config) -> str:
         """A run's name in front of its lines; empty for the only run."""
-        return "" if self.alone else config.run.name or Path(config.run.dir).name
+        return "" if self.runs == 1 else config.run.name or Path(config.run.dir).name
 
     def base(self, load: Callable[[], Any]) -> Any:
         """A base model of the run's own, with the weights of all."""
-        return load() if self.alone else with_own_modules(self.once("base", load))
+        return load() if self.runs == 1 else with_own_modules(self.once("base", load))
 
     def kept(self, engine: Engine, of: object) -> KeptZ:
         """z of the evaluation batches `of`, for all runs whose features are equal now. Collective over the world."""
-        return KeptZ() if self.alone else self._kept.setdefault((features_digest(engine), of), KeptZ())
+        return self._kept.setdefault((features_digest(engine), of), KeptZ())
 
 
 def features_digest(engine: Engine) -> str:

@@ -146,8 +146,7 @@ class FeatureCache:
         order, block = np.argsort(-lengths, kind="stable"), world * size
         place = np.argsort(order) // block
         missing = np.asarray(samples)[~shards.stored(samples)]
-        found, first = np.unique(place[missing], return_index=True)
-        found = found[np.argsort(first)]
+        found = np.array([*dict.fromkeys(place[missing].tolist())])
         tokens = max(FIRST_PART * world, int(lengths[shards.stored()].sum()) // GROWTH)
         found = found[: 1 + int(np.searchsorted(np.bincount(place, lengths)[found].cumsum(), tokens))]
         whole = found[found < len(order) // block]  # the last block may be smaller: a part by itself
