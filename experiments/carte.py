@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from cqwen_dist.tables.judging import OURS, conditional, errors, intervals
-from cqwen_dist.tables.wide.wide_alone import half_widths
 from experiments.carte_models import (
     BOOSTED,
     FOREST,
@@ -31,6 +30,7 @@ from experiments.carte_models import (
     with_base,
     without_base,
 )
+from experiments.wide_alone import half_widths
 
 BY_Z = "z", "mean z", f"{WORDS}, mean z"
 STACKS = {

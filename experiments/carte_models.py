@@ -24,7 +24,7 @@ from cqwen_dist.tables.baselines import ALPHAS, EncodedRows
 from cqwen_dist.tables.choices import RANDOM_FEATURES, WIDE
 from cqwen_dist.tables.fitting import EMPTY
 from cqwen_dist.tables.rows import read_table
-from cqwen_dist.tables.wide.wide_alone import fit_alone
+from experiments.wide_alone import fit_alone
 
 TABLES = {"wine_pl": "price", "wine_dot_com_prices": "Prices", "wine_vivino_price": "Price"}
 FOLDS = 5

@@ -31,7 +31,7 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.number_law_choice import fit_law
 from cqwen_dist.prediction.table import prompts_of
 from cqwen_dist.tables.rows import read_table
-from cqwen_dist.tables.wide.wide_alone import fit_alone
+from experiments.wide_alone import fit_alone
 
 ALPHAS = (1.0, 1.25, 1.5, 1.75, 2.0)
 Z = np.concatenate([[0.0], np.logspace(-3, 7, 400)])  # of the table of P

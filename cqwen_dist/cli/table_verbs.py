@@ -34,14 +34,13 @@ def fit(
     quiet_libraries()
     import torch
 
-    from cqwen_dist.tables.fitting import TimeLimit, judge, only_fit, places, prepare, without_base
+    from cqwen_dist.tables.fitting import TimeLimit, judge, only_fit, places, prepare
     from cqwen_dist.tools.report.html import write_report
 
     clock = TimeLimit(request.minutes, began)
     say = partial(echo, err=as_json)
     with only_fit(folder):
         made = prepare(request, folder, say, clock)
-        alone = without_base(made, say)
         (config, _), *others = places(folder, request.seeds)
         further, gpus = [str(path) for path, _ in others], torch.cuda.device_count()
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
@@ -52,7 +51,7 @@ def fit(
                     say(f"note: {status.get('reason')}")
             elif code := start_ranks(config, further, gpus, quiet=as_json):
                 raise typer.Exit(code)
-        found = judge(folder, made, alone, say, clock, request.seeds)
+        found = judge(folder, made, say, clock, request.seeds)
         write_report([folder], folder / REPORT)
     if as_json:
         print_json(found)

@@ -149,12 +149,11 @@ Ways = dict[str, Callable[[np.ndarray], np.ndarray]]  # the loss: rows -> predic
 
 
 class Rival(NamedTuple):
-    """A model's name, its predictions [m] for the test rows, its loss; 90 % intervals [m,2], if any."""
+    """A model's name, its predictions [m] for the test rows, its loss."""
 
     name: str
     predicted: np.ndarray
     fitted_to: str
-    ends: np.ndarray | None = None
 
 
 class TargetUnit(NamedTuple):
@@ -172,9 +171,9 @@ class TargetUnit(NamedTuple):
     def forward(self, values: np.ndarray) -> np.ndarray:
         return signed_log(values) if self.by_log else values
 
-    def back(self, found: np.ndarray, reach: float = MARGIN) -> np.ndarray:
-        """In the raw unit, held in the range and `reach` of its width beyond either end."""
-        further = reach * (self.high - self.low)
+    def back(self, found: np.ndarray) -> np.ndarray:
+        """In the raw unit, held in the range and `MARGIN` of its width beyond either end."""
+        further = MARGIN * (self.high - self.low)
         found = np.clip(found, self.low - further, self.high + further)
         return np.sign(found) * np.expm1(np.abs(found)) if self.by_log else found
 

@@ -15,7 +15,7 @@ from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import reason_of
 from cqwen_dist.config.rates import DENSE, dense_rate
 from cqwen_dist.heads.targets import signed_log
-from cqwen_dist.tables.wide.wide_alone import seconds_alone
+from cqwen_dist.tables.wide.wide_start import SEARCHED
 
 RANDOM_FEATURES = 6144  # with 2,048, the error on concrete is 5 % larger and varies by 9 % over four draws
 WIDE, WIDE_FOR_MANY = 2**18, 2**20  # 8,000 wines have 100,000 n-grams: collisions in 2^18 cost R2 0.853, not 0.858
@@ -171,12 +171,12 @@ def choose(
     apart = 15 + 300 * pace.forward  # the model is loaded twice, the closed forms are fitted
     apart += 0.01 * n  # and the models to compare with
     time_s = 60 * minutes * (1 - ASIDE) - apart
-    by_row = rows.sum() * pace.forward + seconds_alone(n + valid)  # each row is read once
+    by_row = rows.sum() * pace.forward + _wide_seconds(n + valid)  # each row is read once
     if by_row + heads * a_step > time_s:
         heads = max(min(heads, int(0.3 * time_s / a_step)), LEAST_STEPS)
         share = max(time_s - heads * a_step, 0.0) / by_row  # a share of the rows takes at most that share of by_row
         rows = np.maximum((min(share, 1.0) * rows).astype(int), np.minimum(rows, LEAST_READ))
-    features = rows.sum() * pace.forward + seconds_alone(rows[0] + rows[1])
+    features = rows.sum() * pace.forward + _wide_seconds(rows[0] + rows[1])
     evaluations = 1.5 * (EVALUATIONS + 1) * rows[1] * pace.forward  # trained adapters invalidate cached z
     epoch = 1.4 * rows[0] * pace.both  # 1.4: including adapters and heads
     left = time_s - features - heads * a_step
@@ -186,6 +186,11 @@ def choose(
     in_all = (apart + features + heads * a_step + lora) / 60
     kept = (int(rows[0]), int(rows[1]), int(rows[2]))
     return Chosen(kept, in_all, best_transform(values), length, batch, heads, epochs, lora / 60)
+
+
+def _wide_seconds(rows: int) -> float:
+    """Estimated seconds on one CPU core to fit the wide part to that number of rows."""
+    return 2.5e-5 * min(rows, SEARCHED) ** 2 + 2e-10 * rows**3
 
 
 def best_transform(values: np.ndarray) -> str:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,10 +34,10 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.prediction.learnt_table import learnt_table, shared_digits
 from cqwen_dist.prediction.table import predict_rows, prompts_of
 from cqwen_dist.run.files import BEST, FIT, START, appearing, file_record, not_followed, write_atomically, written_whole
-from cqwen_dist.tables.baselines import Rival, baselines
+from cqwen_dist.tables.baselines import baselines
 from cqwen_dist.tables.choices import LEAST_READ, LONGEST, Chosen, Pace, choose, config_text, context_of, measure_pace
 from cqwen_dist.tables.fit_request import FitRequest
-from cqwen_dist.tables.judging import OURS, WIDE_ALONE, conditional, errors, intervals, over_seeds, shown_rows, verdict
+from cqwen_dist.tables.judging import OURS, conditional, errors, intervals, over_seeds, shown_rows, verdict
 from cqwen_dist.tables.rows import (
     Parts,
     Table,
@@ -50,7 +49,6 @@ from cqwen_dist.tables.rows import (
     some_of,
     split,
 )
-from cqwen_dist.tables.wide.wide_alone import MOST, wide_alone
 from cqwen_dist.training.callbacks import Callback, Moment
 
 EMPTY = "unknown"  # replaces an empty cell
@@ -219,30 +217,12 @@ def _in_time(
     return parts, choice, pace
 
 
-def without_base(made: Prepared, say: Callable[[str], None]) -> Rival | None:
-    """The wide part alone, which is ready before the base reads a row; None without `model.wide`, or for many rows."""
-    values, parts, model = made.table.values(), made.parts, made.config.model
-    learnt = parts.learnt
-    if not model.wide:
-        return None
-    if len(learnt) > MOST:
-        say(f"note: {WIDE_ALONE} is not compared: that takes too long with more than {MOST:,} rows")
-        return None
-    say(f"fitting {WIDE_ALONE} to {len(learnt):,} rows, which needs no base")
-    tokenizer = NumericalAwareTokenizer.from_pretrained(made.config.tokenizer_source)
-    settings = made.by_log, *model.wide_size
-    found = wide_alone(tokenizer, made.prompts, values, learnt, parts.test, *settings)
-    mae = errors(found.predicted, values[parts.test])["mae"]
-    say(f"{WIDE_ALONE} is ready: MAE {mae:.4g} on the {len(parts.test):,} rows to judge by, before the base is read")
-    return found
-
-
 def judge(
-    folder: Path, made: Prepared, alone: Rival | None, say: Callable[[str], None], clock: TimeLimit, seeds: int = 1
+    folder: Path, made: Prepared, say: Callable[[str], None], clock: TimeLimit, seeds: int = 1
 ) -> dict[str, Any]:
     """Predict the test rows with the run and the other models, and write predicted.csv and fit.json.
 
-    alone: from `without_base`. seeds: the number of runs; the others are only compared with the first.
+    seeds: the number of runs; the others are only compared with the first.
     """
     table, parts = made.table, made.parts
     checkpoint = best_checkpoint(folder / "run")
@@ -256,11 +236,9 @@ def judge(
     predictions = {OURS: np.array([row["predicted"] for row in own])}
     results: dict[str, dict[str, Any]] = {OURS: {**errors(predictions[OURS], truth), **intervals(ends, truth)}}
     say("fitting the models to compare with")
-    usual = baselines(table, parts.learnt, parts.test, made.prompts, made.by_log)
-    for name, predicted, fitted_to, its_ends in chain([alone] if alone else [], usual):
+    for name, predicted, fitted_to in baselines(table, parts.learnt, parts.test, made.prompts, made.by_log):
         predictions[name] = predicted[: len(own)]
         results[name] = {**errors(predictions[name], truth), "fitted_to": fitted_to}
-        results[name] |= {} if its_ends is None else intervals(its_ends[: len(own)], truth)
     document = {"target": table.target, "rows": len(truth), "checkpoint": str(checkpoint), "by_log": made.by_log}
     document |= {"results": results, **verdict(predictions, truth)}
     if seeds > 1:

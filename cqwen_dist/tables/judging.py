@@ -9,7 +9,7 @@ from scipy import stats
 from cqwen_dist.prediction.learnt_table import OUTSIDE
 from cqwen_dist.prediction.table import NUMBER_COLUMNS
 
-OURS, WIDE_ALONE = "CausalQwen", "the wide part alone"  # those that give intervals
+OURS = "CausalQwen"  # the only one that gives intervals
 DRAWS = 2000  # of the paired bootstrap
 LEAST_ROWS = 10  # in a decile, at least; a small table has fewer than ten
 WORST = 10  # rows
@@ -67,8 +67,8 @@ def verdict(predictions: Mapping[str, np.ndarray], truth: np.ndarray) -> dict[st
     far = {name: max(float(of), 0.05) for name, of in zip(others, reach, strict=True)}  # 0.0 % is no difference
     equal = [name for name in others if larger[name] <= far[name]]
     said = [f'Use "{best}".', *_compared(larger, far, rows)]
-    if sure := [name for name in (OURS, WIDE_ALONE) if name in (best, *equal)]:
-        said.append(f"{' and '.join(sure)} also give{'s' if len(sure) == 1 else ''} intervals.")
+    if OURS in (best, *equal):
+        said.append(f"{OURS} also gives intervals.")
     return {"best": best, "equal": equal, "verdict": " ".join(said)}
 
 

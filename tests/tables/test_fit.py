@@ -42,9 +42,6 @@ def fitted(one_rank: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     assert done.returncode == 0, done.stderr
     assert "always the median" in done.stdout
     assert "true" in done.stdout, "five rows in words"
-    ready = done.stdout.index("the wide part alone is ready: MAE ")
-    assert ready < done.stdout.index("predicting 12 rows with"), "before the base is read"
-    assert "calibrat" not in done.stdout[:ready]
     return folder / "out", command
 
 
@@ -53,7 +50,6 @@ def test_fit_is_judged_on_unseen_rows(fitted: tuple[Path, list[object]]) -> None
     found = json.loads((out / "fit.json").read_text(encoding="utf-8"))
     names = [
         "CausalQwen",
-        "the wide part alone",
         "always the median",
         "ridge, numeric columns",
         "ridge, TF-IDF and one-hot",
@@ -66,7 +62,7 @@ def test_fit_is_judged_on_unseen_rows(fitted: tuple[Path, list[object]]) -> None
     start = json.loads((out / "run" / "start.json").read_text(encoding="utf-8"))["calibration"]
     assert f"Law of the numbers: {start['law']}." in found["verdict"]
     assert ", with the least CRPS on rows left out (" in start["law"]
-    assert all(0 <= found["results"][name]["coverage_90"] <= 1 for name in names[:2])
+    assert 0 <= found["results"]["CausalQwen"]["coverage_90"] <= 1
     with (out / "predicted.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == found["rows"] == 12
@@ -88,7 +84,6 @@ def test_fit_is_judged_on_unseen_rows(fitted: tuple[Path, list[object]]) -> None
     assert (other.train.seed, Path(other.run.dir)) == (config.train.seed + 1, out / "run-1")
     assert [stage.name for stage in config.stages] == ["heads", "lora"]
     page = html.unescape((out / "report.html").read_text(encoding="utf-8"))
-    assert "the wide part alone</th>" in page
     assert 0 < page.index(found["verdict"]) < page.index("The largest errors") < page.index("At a glance</h2>")
     assert "Words right" not in page[page.index("<main>") : page.index("All last metrics")]
 

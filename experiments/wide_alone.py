@@ -1,4 +1,4 @@
-"""The wide part without a base: fitted to training rows of a table, it predicts test rows with intervals."""
+"""The wide part without a base: fitted to training rows of a table, it predicts test rows, with intervals' widths."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -9,19 +9,14 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch, pad_rows
 from cqwen_dist.data.tokenizer import Encoded, NumericalAwareTokenizer
-from cqwen_dist.prediction.learnt_table import REACH
-from cqwen_dist.tables.baselines import Rival, TargetUnit
-from cqwen_dist.tables.judging import WIDE_ALONE
 from cqwen_dist.tables.wide.wide_part import WidePart
 from cqwen_dist.tables.wide.wide_rows import TextBefore, texts_before
-from cqwen_dist.tables.wide.wide_start import SEARCHED, fit_wide
+from cqwen_dist.tables.wide.wide_start import fit_wide
 from cqwen_dist.training.evaluation.number_metrics import interval_factors
 
-FITTED_TO = "squared error, outliers limited"
 READ = 64  # rows at a time
 # An interval's width comes from the errors of this share of the rows, at least this number
 NEAREST, LEAST_NEAR = 1 / 3, 60
-MOST = 8192  # training rows: time grows with their cube, memory with their square
 
 
 class WideAlone(NamedTuple):
@@ -33,11 +28,6 @@ class WideAlone(NamedTuple):
     left_out: np.ndarray  # [2,n]
     asked: np.ndarray  # [2,m]
     folds: np.ndarray  # [n]
-
-
-def seconds_alone(rows: int) -> float:
-    """Estimated seconds on one CPU core for that number of training rows."""
-    return 0.0 if rows > MOST else 2.5e-5 * min(rows, SEARCHED) ** 2 + 2e-10 * rows**3
 
 
 def fit_alone(
@@ -67,28 +57,6 @@ def fit_alone(
         found.append(part(*of, keep=at)[0].double().numpy())
     left_out = np.stack([fit.left_out.numpy(), fit.spread.numpy()])
     return WideAlone(left_out, np.concatenate(found, 1), np.array(fit.folds))
-
-
-def wide_alone(
-    tokenizer: NumericalAwareTokenizer,
-    prompts: Sequence[str],
-    values: np.ndarray,
-    learnt: np.ndarray,
-    test: np.ndarray,
-    by_log: bool,
-    columns: int,
-    random_features: int,
-) -> Rival:
-    """Predictions for the test rows, with 90 % intervals from out-of-fold errors."""
-    unit = TargetUnit.of(values[learnt], by_log)
-    y = unit.forward(values)
-    found = fit_alone(tokenizer, tokenizer.encode_batch(prompts), y, learnt, test, columns, random_features)
-    (left_out, h), (g, h_test) = found.left_out, found.asked
-    middle = np.median(y[learnt] - left_out)
-    scores = np.abs(y[learnt] - middle - left_out) / np.exp(h)
-    half = half_widths(left_out, scores, g) * np.exp(h_test)
-    ends = [unit.back(middle + g + side * half, REACH) for side in (-1, 1)]
-    return Rival(WIDE_ALONE, unit.back(middle + g), FITTED_TO, np.stack(ends, 1))
 
 
 def half_widths(known: np.ndarray, scores: np.ndarray, asked: np.ndarray) -> np.ndarray:
