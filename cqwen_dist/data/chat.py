@@ -4,11 +4,8 @@ Few templates mark the assistant's part (`{% generation %}`), and Qwen's do not.
 as given, and once with two noncharacters around each assistant message. The learnt span starts where generation would
 start (or at the message) and ends after the end-of-turn token. Without the noncharacters both renderings must be equal.
 
-Templates write tool calls in different formats. There the noncharacters surround the last call's name. The learnt span
-runs from the start of generation to the end of the turn.
-
-Some templates change a message: they split a thought from the answer at `</think>`, or want null next to tool calls. A
-template of this kind gets the message in its own form (`_wordings`). What it does not write is counted.
+Some templates split a thought from the answer at `</think>`. They get the thought in its own key (`_wordings`). What a
+template does not write is counted. Tool calls are not read.
 
 Templates that print today's date get a fixed date, so that texts do not change from day to day.
 """
@@ -19,7 +16,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from cqwen_dist.config.errors import BadLine, Said, UserError, reason_of
+from cqwen_dist.config.errors import BadLine, UserError, reason_of
 
 # Qwen's format, for a tokenizer without a template.
 CHATML = (
@@ -45,54 +42,41 @@ class Chat:
     """Renders a chat template. Args: tokenizer: a transformers tokenizer; None: ChatML."""
 
     def __init__(self, tokenizer: Any = None) -> None:
-        self.template = self.tool_template = CHATML
+        self.template = CHATML
         self._names: dict[str, Any] = {}
         self._ends: tuple[str, ...] = ("<|im_end|>",)
         if tokenizer is not None:
             if tokenizer.chat_template:  # a template, or a dict of named templates
                 self.template = tokenizer.get_chat_template()
-                self.tool_template = tokenizer.get_chat_template(tools=[])
             self._names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
             special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
             self._ends = tuple(sorted(special | set(self._ends), key=len, reverse=True))
 
-    def __call__(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
-    ) -> tuple[str, Spans, tuple[str, ...]]:
+    def __call__(self, messages: Sequence[dict[str, Any]]) -> tuple[str, Spans, tuple[str, ...]]:
         """Render a chat; returns the text, its learnt spans, and notes on parts that are not learnt or not written.
 
-        Args: messages, tools: from `cqwen_dist.data.turns`. Raises: BadLine; UserError for a broken template or one
-        that does not write tool calls.
+        messages: from `cqwen_dist.data.turns`. Raises: BadLine; UserError for a broken template.
         """
-        own = [i for i, message in enumerate(messages) if _is_learnt(message)]
+        own = sum(map(_is_learnt, messages))
         if not own:
             roles = [message["role"] for message in messages]
             raise BadLine("no chat", roles, "a turn of the assistant, not of weight 0 and not of train: false")
-        messages, plain, pieces = self._rendered(messages, tools, 2 * len(own) + 1)
-        if not all(tool["function"]["name"] in plain for tool in tools or ()):
-            raise _unwritten("tools")
+        messages, plain, pieces = self._rendered(messages, 2 * own + 1)
         ends = list(accumulate(map(len, pieces)))
         spans = zip(ends[:-1:2], ends[1::2], strict=True)  # every second piece is between two marks
-        learnt = tuple(
-            self._turn_of_calls(plain, messages[:i], tools, end)
-            if "tool_calls" in messages[i]
-            else (self._begin(plain, start), self._end_of_turn(plain, end))
-            for i, (start, end) in zip(own, spans, strict=True)
-        )
+        learnt = tuple((self._begin(plain, start), self._end_of_turn(plain, end)) for start, end in spans)
         return plain, learnt, (*_unused(messages, plain), *self._controlling(messages))
 
     def _rendered(
-        self, messages: Sequence[dict[str, Any]], tools: Any, count: int
+        self, messages: Sequence[dict[str, Any]], count: int
     ) -> tuple[Sequence[dict[str, Any]], str, list[str]]:
         """Returns the messages as the template takes them, the text, and its `count` pieces between the marks."""
         how = "a template that writes the assistant's messages as they are (thoughts by their key reasoning_content)"
         refused: UserError | BadLine = UserError(_KEY, "a chat template that changes messages", how)
-        if any("tool_calls" in message for message in messages):
-            refused = _unwritten("tool calls")
         for said in _wordings(messages):
             try:
-                plain = self._fill(said, tools)
-                marked = self._fill([_marked(message) for message in said], tools)
+                plain = self._fill(said)
+                marked = self._fill([_marked(message) for message in said])
             except BadLine as bad:  # in the chat's own form this is the reason; a different form may suit the template
                 refused = bad if said is messages else refused
                 continue
@@ -109,15 +93,9 @@ class Chat:
         refused: list[BadLine] = []
         for said in _wordings(messages):
             try:
-                text = self._fill(said, add_generation_prompt=True)
+                return self._fill(said, add_generation_prompt=True)
             except BadLine as bad:
                 refused.append(bad)
-                continue
-            calls = (call for message in messages for call in message.get("tool_calls", ()))
-            if all(call["function"]["name"] in text for call in calls):
-                return text
-        if not refused:
-            raise _unwritten("tool calls")
         raise UserError(key, refused[0].found, refused[0].allowed)
 
     def question(self, text: str) -> str:
@@ -139,9 +117,11 @@ class Chat:
         Returns "\0", which no text contains, if there is no such token or if the template requires a system message.
         """
         try:
-            return self._turn_end(None)
+            text = self._fill([{"role": "user", "content": "a"}, {"role": "assistant", "content": _OPEN}])
         except BadLine:
             return "\0"
+        at = text.find(_OPEN) + 1
+        return text[at : self._end_of_turn(text, at)].strip() or "\0"
 
     def _begin(self, text: str, start: int) -> int:
         """Start of the assistant turn whose message starts at `start`.
@@ -162,48 +142,21 @@ class Chat:
         except BadLine:
             return ""
 
-    def _turn_of_calls(self, text: str, before: Sequence[dict[str, Any]], tools: Any, at: int) -> tuple[int, int]:
-        """Span of a turn with tool calls. at: end of its last call's name."""
-        prompt = self._fill(before, tools, add_generation_prompt=True)
-        turn_end = self._turn_end(tools)
-        last = str(before[-1]["content"] or "").strip() if before else ""
-        between = prompt.rpartition(last)[2] if last else ""
-        start, end = -1, text.find(turn_end, at)
-        if text.startswith(prompt):
-            start = len(prompt)
-        elif between and between in text[:at]:  # Mistral's template moves the tools to the last question
-            start = text.rindex(between, 0, at) + len(between)
-        if start < 0 or end < 0 or turn_end in text[start:at]:
-            allowed = "one that leaves earlier turns as they are and ends every turn alike"
-            raise UserError(_KEY, Said("tool calls in an unusual chat template"), allowed)
-        return start, end + len(turn_end)
-
-    def _turn_end(self, tools: Any) -> str:
-        """Token that ends an assistant turn, with these tools."""
-        text = self._fill([{"role": "user", "content": "a"}, {"role": "assistant", "content": _OPEN}], tools)
-        at = text.find(_OPEN) + 1
-        return text[at : self._end_of_turn(text, at)].strip() or "\0"
-
     def _end_of_turn(self, text: str, end: int) -> int:
         """Position after the special token that follows `end` (white space may precede it); `end` if there is none."""
         at = end + len(text[end:]) - len(text[end:].lstrip())
         return next((at + len(token) for token in self._ends if text.startswith(token, at)), end)
 
-    def _fill(self, messages: Sequence[dict[str, Any]], tools: Any = None, **options: Any) -> str:
+    def _fill(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        template = self.template if tools is None else self.tool_template
         try:
             chats = [[dict(message) for message in messages]]
-            filled = render_jinja_template(chats, tools, chat_template=FIXED_DATE + template, **options, **self._names)
+            template = FIXED_DATE + self.template
+            filled = render_jinja_template(chats, None, chat_template=template, **options, **self._names)
         except Exception as error:  # template code can raise anything
             raise BadLine("no chat", reason_of(error, 100), "a chat that the chat template takes") from None
         return str(filled[0][0])
-
-
-def _unwritten(what: str) -> UserError:
-    allowed = f"a tokenizer whose chat template has tool support, or chats without {what}"
-    return UserError(_KEY, Said(f"{what} that the tokenizer's chat template does not write"), allowed)
 
 
 def _is_learnt(message: Mapping[str, Any]) -> bool:
@@ -212,12 +165,10 @@ def _is_learnt(message: Mapping[str, Any]) -> bool:
 
 
 def _wordings(messages: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict[str, Any]]]:
-    """The messages as given, then in the other forms that templates ask for."""
+    """The messages as given, then with thoughts in a key of their own, as some templates ask for."""
     yield messages
     if any(_THOUGHT_END in str(message["content"]) for message in messages if message["role"] == "assistant"):
         yield [_with_thought_apart(message) for message in messages]
-    if any("tool_calls" in message and not message["content"] for message in messages):
-        yield [{**m, "content": m["content"] or None} if "tool_calls" in m else m for m in messages]
 
 
 def _with_thought_apart(message: dict[str, Any]) -> dict[str, Any]:
@@ -247,14 +198,10 @@ def _is_written(said: object, plain: str) -> bool:
 
 
 def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Mark an assistant message: inside its outer white space, which templates trim, or around its last call's name."""
+    """Mark an assistant message inside its outer white space, which templates trim."""
     if not _is_learnt(message):
         return dict(message)
-    if "tool_calls" in message:
-        *calls, last = message["tool_calls"]
-        function = {**last["function"], "name": f"{_OPEN}{last['function']['name']}{_CLOSE}"}
-        return {**message, "tool_calls": [*calls, {**last, "function": function}]}
-    content = message["content"] or ""
+    content = message["content"]
     core = content.strip()
     start = len(content) - len(content.lstrip())
     return {**message, "content": f"{content[:start]}{_OPEN}{core}{_CLOSE}{content[start + len(core) :]}"}

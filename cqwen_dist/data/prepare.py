@@ -75,7 +75,7 @@ def data_key(config: DataConfig, tokenizer: NumericalAwareTokenizer, root: Path)
     return {
         "format": FORMAT,
         "tokenizer": tokenizer.encoder.fingerprint,
-        "chat": [chat.template, chat.tool_template] if config.messages_field else None,
+        "chat": chat.template if config.messages_field else None,
         "num_token_id": tokenizer.num_token_id,
         "around": [tokenizer.begin, tokenizer.eos_token_id],
         "policy": None if policy is None else policy.model_dump(),

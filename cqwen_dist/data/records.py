@@ -17,7 +17,7 @@ from cqwen_dist.data.cells import TableCells, as_number, as_text, is_empty, is_i
 from cqwen_dist.data.chat import READ_SO, Chat, Spans
 from cqwen_dist.data.number_forms import Form, said
 from cqwen_dist.data.numbers import find_numbers
-from cqwen_dist.data.turns import messages_of, nulls_in, tools_of
+from cqwen_dist.data.turns import messages_of
 
 # GSM8K's calculator marks. They need "=" and have no letters: "cout << a; cin >> b" must not match.
 MARKS = re.compile(r"<<[^<>A-Za-z;\n]*=[^<>A-Za-z;\n]*>>")
@@ -82,7 +82,6 @@ _Composed = tuple[str, "Spans | None", "tuple[int, int] | None", tuple[str, ...]
 _FIELD, _NAMED = "field ", 8  # the kind of an unread field, before its name; fields named in a report
 _ODD = "no number in "  # the kind of a cell in a column of numbers that is none, before the column's name
 MAX_TEXT = 16 * 2**20  # bytes of a line or record; one with more is a bad line
-_TOOLS = "tools"  # the field with a chat's tools, if a record has it
 _OTHERS = "*"  # in a template: all named fields that the config does not mention, one line each
 
 
@@ -104,8 +103,7 @@ def needed_columns(config: DataConfig, columns: Sequence[str], where: str) -> li
     missing = next((name for name in names if name not in columns and name != _OTHERS), None)
     if missing is not None:
         raise BadLine("missing field", list(columns), f"a table with the column {missing!r}")
-    optional = {_TOOLS} if config.messages_field is not None else set()
-    return [name for name in columns if name and (_OTHERS in names or name in names or name in optional)]
+    return [name for name in columns if name and (_OTHERS in names or name in names)]
 
 
 class Extractor:
@@ -142,8 +140,7 @@ class Extractor:
     def _unread(self, fields: tuple[str, ...]) -> list[str]:
         """Kinds of fields in the record that the config does not use."""
         if fields not in self._known:
-            more = {_TOOLS} if self.config.messages_field is not None else set()
-            read = self._named.union(more, (self._columns or self._starred(fields)) if _OTHERS in self._named else ())
+            read = self._named.union((self._columns or self._starred(fields)) if _OTHERS in self._named else ())
             odd = [name for name in fields if name not in read or not name]
             self._known[fields] = [f"{_FIELD}{name or 'without a name'}" for name in odd]
         return self._known[fields]
@@ -167,9 +164,8 @@ class Extractor:
 
     def _chat(self, record: Mapping[str, Any]) -> _Composed:
         try:
-            said, tools = _field(record, str(self.config.messages_field)), record.get(_TOOLS)
-            text, learnt, unused = self.chat(messages_of(said), tools_of(tools))
-            return text, learnt, None, (*unused, *nulls_in(said, tools))
+            text, learnt, unused = self.chat(messages_of(_field(record, str(self.config.messages_field))))
+            return text, learnt, None, unused
         except RecursionError:
             raise BadLine("no chat", Said("values nested too deep"), "a few levels") from None
 

@@ -5,11 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.tool_template import QWEN_TOOLS
 
 from cqwen_dist.config import Config, DataConfig
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.amount import COUNTED, MOST, Amount, amount_of, cut_apart, never_warm, suited
+from cqwen_dist.data.chat import CHATML
 
 
 @pytest.mark.parametrize(
@@ -56,16 +56,12 @@ def test_chats_are_counted_as_the_bases_template_writes_them(one_rank: Path, tmp
     base.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(one_rank / "base" / name, base)
-    call = {"function": {"name": "price", "arguments": {"kg": 2}}}
-    turns = [{"role": "user", "content": "2 kg?"}, {"role": "assistant", "tool_calls": [call]}]
-    path.write_text(json.dumps({"messages": turns, "tools": [{"function": {"name": "price"}}]}) + "\n")
+    turns = [{"role": "user", "content": "2 kg?"}, {"role": "assistant", "content": "5"}]
+    path.write_text(json.dumps({"messages": turns}) + "\n")
     config = DataConfig(train=str(path), messages_field="messages")
-    with pytest.raises(UserError, match="template does not write"):  # ChatML has no tools
-        amount_of(config, base)
-    (base / "chat_template.jinja").write_text(QWEN_TOOLS.replace("THINKS", "false"))
     short = amount_of(config, base)
     assert short.error is None
-    (base / "chat_template.jinja").write_text("Be brief and kind. " + QWEN_TOOLS.replace("THINKS", "false"))
+    (base / "chat_template.jinja").write_text("Be brief and kind. " + CHATML)
     assert amount_of(config, base).lengths[0] > short.lengths[0]
 
 

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.tool_template import QWEN_TOOLS
 
 from cqwen_dist.config import DataConfig, load_config
 from cqwen_dist.config.data import RECIPES
-from cqwen_dist.data.chat import Chat
+from cqwen_dist.data.chat import CHATML, Chat
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.recipes import recognise
 from cqwen_dist.data.records import ReadReport
@@ -32,7 +31,7 @@ def test_every_example_of_the_page_is_a_valid_config(example: str) -> None:
 @pytest.fixture(scope="module")
 def tokenizer() -> NumericalAwareTokenizer:
     inner = train_tokenizer(diabetes_texts("train"), 400)
-    inner.chat_template = QWEN_TOOLS.replace("THINKS", "false")
+    inner.chat_template = CHATML
     return NumericalAwareTokenizer(inner)
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from support.tool_template import MISTRAL_TOOLS, QWEN_TOOLS
 
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.chat import CHATML, Chat
@@ -17,36 +16,10 @@ from cqwen_dist.data.records import ReadReport, Text
 from cqwen_dist.data.sources import read_texts
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 
-TOOLS = [{"type": "function", "function": {"name": "price", "parameters": {"type": "object"}}}]
-
-
-def _call(kg: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "price", "arguments": kg}}
-
-
-OPENAI = [
-    {"role": "user", "content": "What do 2.5 and 3 kg cost?"},
-    {"role": "assistant", "content": None, "tool_calls": [_call('{"kg": 2.50}'), _call('{"kg": 3}')]},
-    {"role": "tool", "content": "7.5"},
-    {"role": "tool", "content": "9"},
-    {"role": "assistant", "content": "7.5 and 9."},
-    {"role": "user", "content": "And 1?"},
-    {"role": "assistant", "content": "Let me see.", "tool_calls": [_call({"kg": 1})]},
-    {"role": "tool", "content": 3},
-    {"role": "assistant", "content": [{"type": "text", "text": "3."}]},
-]
-CALLS = '<tool_call>\n{"name": "price", "arguments": {"kg": %s}}\n</tool_call>'
-LEARNT = [
-    f"{CALLS % 2.5}\n{CALLS % 3}<|im_end|>",
-    "7.5 and 9.<|im_end|>",
-    f"Let me see.\n{CALLS % 1}<|im_end|>",
-    "3.<|im_end|>",
-]
-
 
 def _chat(template: str) -> Chat:
     chat = Chat()
-    chat.template = chat.tool_template = template
+    chat.template = template
     return chat
 
 
@@ -56,24 +29,44 @@ def _learnt(path: Path, chat: Chat, **config: Any) -> list[str]:
     return [text.text[start:end] for start, end in text.learnt]
 
 
-@pytest.mark.parametrize("thinks", ["false", "true"])  # as Qwen3's, which writes an empty thought in the last turn
-def test_tool_calls_are_learnt_in_the_templates_form(tmp_path: Path, thinks: str) -> None:
-    chat, path = _chat(QWEN_TOOLS.replace("THINKS", thinks)), tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"messages": OPENAI, "tools": TOOLS}))
-    thought = "<think></think>" if thinks == "true" else ""
-    assert _learnt(path, chat, recipe="chat") == [*LEARNT[:3], f"{thought}{LEARNT[3]}"], "a prompt holds no thought"
-    # A table has every key in every message, null where there is none; lists of several types stand as JSON there.
-    parts = [{**m, "content": m["content"] if m["content"] is None else str(m["content"])} for m in OPENAI[:8]]
-    rows = [{**m, "tool_calls": json.dumps(m["tool_calls"]) if "tool_calls" in m else None} for m in parts]
-    table = pa.Table.from_pylist([{"messages": rows, "tools": json.dumps(TOOLS), "id": 1}])
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    assert _learnt(tmp_path / "a.parquet", chat, recipe="chat") == LEARNT[:3]
-    names = {"human": OPENAI[0], "function_call": '{"name": "price", "arguments": {"kg": 2.5}}', "observation": "7.5"}
-    turns = [{"from": who, "value": said["content"] if isinstance(said, dict) else said} for who, said in names.items()]
-    path.write_text(
-        json.dumps({"conversations": [*turns, {"from": "gpt", "value": "7.5."}], "tools": json.dumps(TOOLS)})
-    )
-    assert _learnt(path, chat, recipe="sharegpt") == [f"{CALLS % 2.5}<|im_end|>", f"{thought}7.5.<|im_end|>"]
+# What a message may look like besides {role, content}
+TURNS = [
+    {"role": "user", "content": "1?", "tool_calls": None},
+    {"role": "assistant", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "."}], "name": None},
+    {"from": "human", "value": 2},
+    {"from": "gpt", "value": 2.50},
+]
+
+
+def test_openais_and_sharegpts_messages_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": TURNS}))
+    assert _learnt(path, Chat(), recipe="chat") == ["1.<|im_end|>", "2.5<|im_end|>"]
+    rows = [{"role": "user", "content": "1?", "weight": None}, {"role": "assistant", "content": "1.", "weight": 1}]
+    pyarrow.parquet.write_table(pa.Table.from_pylist([{"messages": rows}]), tmp_path / "a.parquet")
+    assert _learnt(tmp_path / "a.parquet", Chat(), recipe="chat") == ["1.<|im_end|>"]
+
+
+CALL = {"function": {"name": "price", "arguments": {"kg": 2.5}}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "found"),
+    [
+        ([{"role": "assistant", "content": "7", "tool_calls": [CALL]}], "price"),
+        ([{"role": "tool", "content": "7"}], "'tool'"),
+        ([{"from": "function_call", "value": "{}"}], "'function_call'"),
+        ([{"role": "assistant", "content": None}], "None"),
+        (["7"], "'7'"),
+        ("7", "'7'"),
+        ([], r"\[\]"),
+    ],
+)
+def test_what_is_no_chat_of_texts_is_one_bad_line(tmp_path: Path, messages: Any, found: str) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}))
+    with pytest.raises(UserError, match=rf"a\.jsonl:1: no chat: found .*{found}") as error:
+        _learnt(tmp_path / "a.jsonl", Chat(), messages_field="messages")
+    assert "\n" not in str(error.value)
 
 
 def test_a_templates_date_is_fixed(tmp_path: Path) -> None:
@@ -87,25 +80,6 @@ def test_a_templates_date_is_fixed(tmp_path: Path) -> None:
     assert text.text.startswith("\n26 Jul 2024, 2024-07-26<|im_start|>user")
 
 
-def test_a_template_may_move_tools_to_the_last_question(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"messages": OPENAI, "tools": TOOLS}))
-    call = '{"name": "price", "arguments": {"kg": %s}}'
-    assert _learnt(path, _chat(MISTRAL_TOOLS), recipe="chat") == [
-        f"[CALLS][{call % 2.5}{call % 3}]<|im_end|>",
-        "7.5 and 9.<|im_end|>",
-        f"[CALLS][{call % 1}]<|im_end|>",
-        "3.<|im_end|>",
-    ]
-    opens = QWEN_TOOLS.replace("THINKS", "false").replace(
-        "assistant\\n' }}{%- endif", "assistant\\n<think>' }}{%- endif"
-    )
-    with pytest.raises(
-        UserError, match="tool calls in an unusual chat template"
-    ):  # QwQ's prompt, which no turn follows
-        _learnt(path, _chat(opens), recipe="chat")
-
-
 def test_an_unknown_role_is_a_bad_line_and_a_turn_of_weight_0_is_not_learnt(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"talk": [{"from": "customer", "value": "5?"}, {"from": "gpt", "value": 5}]}))
@@ -116,55 +90,11 @@ def test_an_unknown_role_is_a_bad_line_and_a_turn_of_weight_0_is_not_learnt(tmp_
     assert _learnt(path, Chat(), recipe="chat") == ["4<|im_end|>"]
 
 
-WRONG_CALLS = {
-    "tool calls": ({"messages": OPENAI}, "a.jsonl:1: data.messages_field: found tool calls that the tokenizer's"),
-    "tools": ({"messages": OPENAI[5:6] + OPENAI[4:5], "tools": TOOLS}, "found tools that the tokenizer's chat"),
-    "no JSON": ({"messages": [OPENAI[0], {**OPENAI[1], "tool_calls": "[{"}]}, "a.jsonl:1: .*tool_calls as JSON"),
-    "no name": ({"messages": [OPENAI[0], {**OPENAI[1], "tool_calls": [{}]}]}, "found {}, allowed: tool_calls with a"),
-    "the user's": ({"messages": [{**OPENAI[1], "role": "user"}]}, "a list of tool_calls, of the assistant"),
-    "tools as text": ({"messages": OPENAI[4:5], "tools": "price"}, "tools as JSON"),
-    "no list of tools": ({"messages": OPENAI[4:5], "tools": {"name": "price"}}, "a list of tools"),
-    "nothing said": ({"messages": [{"role": "assistant", "content": None}]}, "a role and a content, both text"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", WRONG_CALLS)
-def test_a_wrong_tool_chat_is_one_line(tmp_path: Path, kind: str) -> None:
-    record, told = WRONG_CALLS[kind]
-    (tmp_path / "a.jsonl").write_text(json.dumps(record))
-    with pytest.raises(UserError, match=told) as error:  # Qwen's plain form, without tools
-        _learnt(tmp_path / "a.jsonl", Chat(), messages_field="messages")
-    assert "\n" not in str(error.value)
-
-
 def test_a_template_that_refuses_a_bare_question_has_no_known_turn_end() -> None:
     chat = _chat("{{ raise_exception('a system message first') if messages[0]['role'] != 'system' }}")
     with pytest.raises(UserError, match="--chat: found 'a system message first', allowed: a chat that"):
         chat.question("2 and 3?")
     assert chat.turn_end == "\0", "a run whose chats all have one still loads"
-
-
-def test_nulls_of_json_text_stay_and_others_are_told(tmp_path: Path) -> None:
-    """Also a null of a tool; `null` as the calls of a message without any is none."""
-    said, path = {"kg": 2, "currency": None}, tmp_path / "a.jsonl"
-    tool = {"type": "function", "function": {"name": "price", "parameters": {"default": None}}}
-    learnt = {}
-    for name, calls, tools in (
-        ("objects", [_call(said)], [tool]),
-        ("arguments", [_call(json.dumps(said))], TOOLS),
-        ("text", json.dumps([_call(said)]), json.dumps([tool])),
-    ):
-        turns = [{"role": "user", "content": "2 kg?", "tool_calls": None}]
-        turns += [{"role": "assistant", "content": "", "tool_calls": calls}]
-        path.write_text(json.dumps({"messages": turns, "tools": tools}))
-        report = ReadReport()
-        chat = _chat(QWEN_TOOLS.replace("THINKS", "false"))
-        (text,) = read_texts(str(path), DataConfig(recipe="chat", train=str(path)), report, chat=chat)
-        ((start, end),) = text.learnt or ()
-        learnt[name] = text.text[start:end].count("null"), [line.partition(" (")[0] for line in report.lines()]
-        assert text.text[:start].count("null") == (name == "text")
-    told = ["not used: 1 x null in a tool call", "not used: 1 x null in a tool"]
-    assert learnt == {"objects": (0, told), "arguments": (1, []), "text": (1, [])}
 
 
 def test_control_tokens_in_a_turns_own_text_are_counted(tmp_path: Path) -> None:
@@ -188,11 +118,9 @@ SPLITS = """{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.ro
 {{- '<|im_start|>' + m.role + '\n' }}{%- if thought and loop.index0 > ns.last %}
 {{- '<think>\n' + thought + '\n</think>\n\n' }}{%- endif %}{{- said + '<|im_end|>\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
-# DeepSeek R1's: thoughts are never written, and beside tool calls the content is null.
+# DeepSeek R1's: thoughts are never written.
 DROPS = """{%- for m in messages %}{%- if m.role == 'user' %}{{- '<|User|>' + m.content }}
-{%- elif m.role == 'tool' %}{{- '<|Tool|>' + m.content }}{%- elif m.content is none %}{{- '<|Assistant|>' }}
-{%- for c in m.tool_calls %}{{- '<|call|>' + c.function.name + (c.function.arguments | tojson) }}{%- endfor %}
-{{- '<|im_end|>' }}{%- else %}{{- '<|Assistant|>' + m.content.split('</think>')[-1] + '<|im_end|>' }}{%- endif %}
+{%- else %}{{- '<|Assistant|>' + m.content.split('</think>')[-1] + '<|im_end|>' }}{%- endif %}
 {%- endfor %}{%- if add_generation_prompt %}{{- '<|Assistant|>' }}{%- endif %}"""
 THOUGHT = "thought that the chat template does not write"
 
@@ -208,7 +136,7 @@ def answer(text: str | None, **more: Any) -> dict[str, Any]:
 def read(path: Path, messages: list[dict[str, Any]], template: str = CHATML) -> tuple[Text, ReadReport]:
     path.write_text(json.dumps({"messages": messages}), encoding="utf-8")
     chat, report = Chat(), ReadReport()
-    chat.template = chat.tool_template = template
+    chat.template = template
     (text,) = read_texts(str(path), DataConfig(train=str(path), recipe="chat"), report, chat=chat)
     return text, report
 
@@ -216,7 +144,6 @@ def read(path: Path, messages: list[dict[str, Any]], template: str = CHATML) -> 
 IN_TEXT = [user("2+2?"), answer("<think>\nadd 2\n</think>\n\n4")]
 APART = [user("2+2?"), answer("4", reasoning_content="add 2"), user("3?"), answer("6", reasoning_content="two\nlines")]
 WHOLE, SHOWN = "<think>\nadd 2\n</think>\n\n4<|im_end|>", "<think>\ntwo\nlines\n</think>\n\n6<|im_end|>"
-CALL = {"function": {"name": "price", "arguments": {"kg": 2.5}}}
 THOUGHTS: dict[str, tuple[str, list[dict[str, Any]], list[str], dict[str, int]]] = {
     "a template that splits": (SPLITS, IN_TEXT, [WHOLE], {}),
     "earlier thoughts are dropped": (SPLITS, APART, ["4<|im_end|>", SHOWN], {THOUGHT: 1}),
@@ -226,12 +153,6 @@ THOUGHTS: dict[str, tuple[str, list[dict[str, Any]], list[str], dict[str, int]]]
     "with their key": (DROPS, APART, ["4<|im_end|>", "6<|im_end|>"], {THOUGHT: 2}),
     "a plain template, with their key": (CHATML, APART, ["4<|im_end|>", "6<|im_end|>"], {THOUGHT: 2}),
     "a plain template, in the text": (CHATML, IN_TEXT, [WHOLE], {}),
-    "null beside calls": (
-        DROPS,
-        [user("w?"), answer("", tool_calls=[CALL]), {"role": "tool", "content": "7"}, answer("seven")],
-        ['<|call|>price{"kg": 2.5}<|im_end|>', "seven<|im_end|>"],
-        {},
-    ),
     "a user may write the mark": (SPLITS, [user("is </think> a tag?"), answer("yes")], ["yes<|im_end|>"], {}),
 }
 
@@ -271,13 +192,6 @@ def test_turns_that_the_template_leaves_out_are_counted(tmp_path, messages, unus
     _, report = read(tmp_path / "a.jsonl", messages, ignores)
     expected = {"developer": 1, "system": 1} if unused is None else unused
     assert report.unused == {f"turn of the {role} that the chat template does not write": 1 for role in expected}
-
-
-def test_tools_that_the_template_does_not_write_are_still_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="tool calls that the tokenizer's chat template does not write"):
-        read(tmp_path / "a.jsonl", [user("w?"), answer("", tool_calls=[CALL]), answer("7")], SPLITS)
-    text, _ = read(tmp_path / "a.jsonl", [user("w?"), answer("", tool_calls=[CALL]), answer("7")], QWEN_TOOLS)
-    assert "price" in text.text
 
 
 def test_fields_that_no_key_names_are_counted(tmp_path: Path) -> None:

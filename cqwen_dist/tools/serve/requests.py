@@ -122,7 +122,7 @@ class Completion(Asked):
 
 
 class ChatTurn(BaseModel):
-    """A turn of a chat, with its further fields, such as tool_calls. content: text, or parts that are texts."""
+    """A turn of a chat, with its further fields, such as reasoning_content. content: text, or parts that are texts."""
 
     model_config = ConfigDict(extra="allow")
     role: str
