@@ -265,24 +265,14 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(help="Backbone dtype, fp32 or bf16; default: as trained. Heads: fp32.")
     ] = None,
-    as_base: Annotated[
-        bool, typer.Option("--as-base", "--as-qwen2", help="Write a plain model of the base's class: logits are loc_S.")
-    ] = False,
-    drop_bias: Annotated[bool, typer.Option("--drop-bias", help="With --as-base: omit the bias.")] = False,
     shard_size: Annotated[str, typer.Option(help="Maximum file size, such as 5GB.")] = "5GB",
     words: Annotated[
         Path | None, typer.Option("--add-words", help="Rows: a prompt, and the new word after it.")
     ] = None,
 ) -> None:
     """Write a folder for from_pretrained, with a model card. The folder is verified before it appears."""
-    if drop_bias and not as_base:
-        raise UserError("--drop-bias", True, "with --as-base")
     quiet_libraries()
     from cqwen_dist.tools.export.export import export as write
 
-    folder = write(
-        checkpoint, out, merge, dtype=dtype, as_base=as_base, drop_bias=drop_bias, shard_size=shard_size, words=words
-    )
+    folder = write(checkpoint, out, merge, dtype=dtype, shard_size=shard_size, words=words)
     echo(f"exported to {folder}")
-    if as_base:
-        echo("It is a plain language model and writes no numbers: it writes <NUM> in their place.", err=True)

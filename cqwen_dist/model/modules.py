@@ -172,6 +172,6 @@ class CausalModules(nn.Module):
         """
         if foreign:
             found = Said(f"a trainer that wants hidden states for a softmax ({', '.join(sorted(foreign))})")
-            raise UserError("trainer", found, "cqwen train, transformers' Trainer, or a folder exported --as-base")
+            raise UserError("trainer", found, "cqwen train, or transformers' Trainer")
         u = self.infer(input_ids, numeric_values, attention_mask)
         return self.action(u.loc, u.scale)

@@ -15,7 +15,6 @@ from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer
 from cqwen_dist.model import CausalQwenForCausalLM
 from cqwen_dist.sizes.architecture import Architecture, read_architecture
-from cqwen_dist.tools.export.export import export
 
 TEXTS = [
     "Tom has 1234 apples in 3 bags, and sells them at $0.5 each.\n\n  12 o'clock, don't be late!",
@@ -64,8 +63,8 @@ def test_the_bases_logits_and_planned_size_equal_the_originals() -> None:
 
 
 @pytest.mark.slow
-def test_the_base_trains_and_its_plain_export_keeps_the_vocabulary(tmp_path: Path) -> None:
-    """The seeds' start, as nothing is searched then; rates 0, so that the plain model is the base."""
+def test_the_base_trains(tmp_path: Path) -> None:
+    """The seeds' start, as nothing is searched then."""
     texts = tmp_path / "texts.jsonl"
     lines = [f"Tom has {i + 3} apples and buys {2 * i} more, so he has {3 * i + 3} apples." for i in range(8)]
     texts.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines), encoding="utf-8")
@@ -80,9 +79,3 @@ def test_the_base_trains_and_its_plain_export_keeps_the_vocabulary(tmp_path: Pat
     train_run(path)
     model, tokenizer = load_trained(tmp_path / "run")
     assert (model.config.added_rows, tokenizer.num_token_id) == (64, 49_152)
-    out = export(tmp_path / "run", tmp_path / "plain", as_base=True)
-    ids = AutoTokenizer.from_pretrained(out)(lines[0], return_tensors="pt").input_ids
-    with torch.no_grad():
-        plain, base = (AutoModelForCausalLM.from_pretrained(f).eval()(input_ids=ids).logits for f in (out, real_base()))
-    assert plain.shape == base.shape
-    assert float((plain - base).abs().max()) < 1e-3 * float(base.abs().max())

@@ -196,7 +196,6 @@ def run_and_export(tmp_path: Path, **options: Any) -> CausalQwenForCausalLM:
     assert moving
     assert all(p.any() for p in moving), "an adapter did not train"
     exports = [export(tmp_path / "run", tmp_path / "out"), export(tmp_path / "run", tmp_path / "merged", merge=True)]
-    export(tmp_path / "run", tmp_path / "plain", as_base=True, drop_bias=True)
     with torch.no_grad():
         wanted = model(torch.arange(12).unsqueeze(0)).logits[0]
     for found in strangers(tmp_path, *exports):

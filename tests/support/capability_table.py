@@ -23,7 +23,6 @@ FEATURES = {
     "fused_adapters": "an adapter and its map in one product",
     "expert_adapters_zero_3": "`experts` in `target_modules` under ZeRO-3",
     "merge": "`cqwen export --merge`",
-    "plain_export": "`cqwen export --as-base`",
     "vllm": "`cqwen serve --engine vllm`",
 }
 # One key each, beside a config of defaults
@@ -112,7 +111,7 @@ def _together() -> list[str]:
     why = [f"| {number} | `{refused[pair].key}` | {refused[pair].allowed} |" for pair, number in numbers.items()]
     others = [f"`{option}`: {error}" for option in OPTIONS if (error := refusal_of_vllm(option))]
     exports = (
-        "A run with any of these options can be exported: with its adapters, with `--merge`, and with `--as-base`, and "
+        "A run with any of these options can be exported: with its adapters or with `--merge`, and "
         "`cqwen serve` answers for it. `--engine vllm` refuses "
         + "; ".join([*others, f"an export without `--merge`: {refusal_of_vllm(None, adapters=True)}"])
         + "."

@@ -59,7 +59,7 @@ def _train_all(config: Path, cases: list[tuple[str, tuple[str, ...]]]) -> dict[s
             try:
                 train_on(given_config(config, given), as_rank())
                 if kind == "qwen2" and len(options) == 1 and as_rank().is_main:
-                    for how in ({}, {"merge": True}, {"as_base": True, "drop_bias": True}):
+                    for how in ({}, {"merge": True}):
                         export(run, config.parent / f"out{number}{[*how]}", **how)
             except Exception:
                 failed[name] = traceback.format_exc()

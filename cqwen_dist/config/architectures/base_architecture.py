@@ -128,7 +128,6 @@ class Capabilities:
     fused_adapters: Support = SUPPORTED  # if unsupported, PEFT's code runs
     expert_adapters_zero_3: Support = SUPPORTED  # adapters of all experts on partitioned weights
     merge: Support = SUPPORTED
-    plain_export: Support = SUPPORTED
     vllm: Support = Support("unsupported", "not tried in vLLM")  # `cqwen serve --engine vllm`
 
 

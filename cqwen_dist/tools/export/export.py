@@ -23,7 +23,6 @@ import transformers
 from jinja2 import Template
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from cqwen_dist.checkpoint.adapter import WEIGHTS, to_peft, write_config
 from cqwen_dist.checkpoint.trained import is_exported, load_exported, load_trained, run_of
@@ -40,7 +39,6 @@ from cqwen_dist.prediction.learnt_table import FILE as TABLE
 from cqwen_dist.prediction.learnt_table import learnt_table
 from cqwen_dist.prediction.table import rows_of
 from cqwen_dist.run.files import STATE, appearing, read_object
-from cqwen_dist.tools.export.as_base import HELD, plain_model, plain_tokenizer
 
 ABOUT = "training.json"
 ROUNDING = 1e-5  # allowed relative difference when fp32 sums change their order
@@ -63,8 +61,6 @@ def export(
     merge: bool = False,
     *,
     dtype: str | None = None,
-    as_base: bool = False,
-    drop_bias: bool = False,
     shard_size: str = "5GB",
     words: str | Path | None = None,
 ) -> Path:
@@ -72,9 +68,8 @@ def export(
 
     A run on a rounded base (`model.quantize`) is exported on the full base, also merged; the card tells the difference.
     merge: fold adapters into the backbone. dtype: "fp32" or "bf16" for backbone and adapters (default: unchanged);
-    heads stay fp32. as_base: write a plain model of the base's class (`tools.export.as_base`), all in one dtype;
-    drop_bias: omit the bias that it cannot represent. shard_size: maximum size of a safetensors file. words: a table of
-    examples for `model.new_words.add_words`: a prompt, and in the column word the new word after it, if any.
+    heads stay fp32. shard_size: maximum size of a safetensors file. words: a table of examples for
+    `model.new_words.add_words`: a prompt, and in the column word the new word after it, if any.
 
     `out` appears only after reloading the model and comparing outputs. Raises `UserError` if `out` exists and is not
     empty, and for unknown or impossible options.
@@ -82,26 +77,17 @@ def export(
     out = Path(out)
     _check_options(out, dtype, shard_size)
     model, tokenizer = load_trained(path, full_base=True)
-    about = _about(Path(path)) | _rounded_base(Path(path), model) | _merged_and_cast(model, merge or as_base, dtype)
+    about = _about(Path(path)) | _rounded_base(Path(path), model) | _merged_and_cast(model, merge, dtype)
     tokenizer = _taught(model, tokenizer, words)
     table = learnt_table(Path(path))
-    plain, bias = plain_model(model, drop_bias) if as_base else (None, None)
-    if bias is not None:
-        about["bias"] = size if (size := float(bias.abs().max())) > HELD else None
     try:
         with appearing(out, "OUT") as folder:
-            if plain is None or bias is None:
-                model.save_pretrained(folder, max_shard_size=shard_size)
-                _write_all_but_weights(model, tokenizer, folder, about["base"])
-                if table is not None:
-                    _write_json(folder / TABLE, table.to_dict())
-                _compare(model, folder)
-            else:
-                plain.save_pretrained(folder, max_shard_size=shard_size)
-                plain_tokenizer(tokenizer.tokenizer, len(bias), model.config.num_token_id).save_pretrained(str(folder))
-                _compare_plain(model, bias, folder)
-            card = model_card(out.name, model.config, about, None if plain is None else type(plain).__name__)
-            (folder / "README.md").write_text(card, encoding="utf-8")
+            model.save_pretrained(folder, max_shard_size=shard_size)
+            _write_all_but_weights(model, tokenizer, folder, about["base"])
+            if table is not None:
+                _write_json(folder / TABLE, table.to_dict())
+            _compare(model, folder)
+            (folder / "README.md").write_text(model_card(out.name, model.config, about), encoding="utf-8")
             facts = {key: about.get(key) for key in ("base", "step", "stages", "figures", "adapter")}
             facts |= {key: about[key] for key in ("quantize", "rounded") if key in about}
             _write_json(folder / ABOUT, facts)
@@ -156,19 +142,6 @@ def _compare(model: CausalQwenForCausalLM, folder: Path) -> None:
     for part, size in changes(probe(model), probe(again)).items():
         if size > ROUNDING:
             raise RuntimeError(f"the exported model differs in {part} by {size:.1e}: not exported")
-
-
-@torch.no_grad()
-def _compare_plain(model: CausalQwenForCausalLM, bias: Tensor, folder: Path) -> None:
-    """Reload a plain model. Raises RuntimeError unless its logits + bias equal loc_S."""
-    again = AutoModelForCausalLM.from_pretrained(folder).eval()
-    ids = sixteen_tokens(model)[0].clamp(max=len(bias) - 1)
-    found = again(input_ids=ids).logits.float() + bias
-    unread = torch.zeros(ids.shape, dtype=torch.float64)  # the plain model reads <NUM> without a value
-    wanted = model(ids, unread, logits_to_keep=ids.shape[1]).logits[..., : len(bias)]
-    error = changes({"logits": wanted}, {"logits": found})["logits"]
-    if error > (ROUNDING if again.dtype == torch.float32 else 0.05):
-        raise RuntimeError(f"the plain model's logits differ by {error:.1e} of their size: not exported")
 
 
 def _write_json(path: Path, data: Any) -> None:
@@ -255,24 +228,23 @@ def public_name(name: str | None) -> str | None:
     return path.name if name.startswith((".", "/", "~")) or path.is_dir() else name
 
 
-def model_card(name: str, config: Any, about: Mapping[str, Any], plain: str | None = None) -> str:
+def model_card(name: str, config: Any, about: Mapping[str, Any]) -> str:
     """Render Markdown. config: a `CausalQwenConfig`.
 
     about: base, step, stages, figures (evaluation metrics, or None), dtype, adapter (its place, or None), rounding
     (name -> largest relative change from the dtype), quantize and rounded (`model.quantize` of the run, and the changes
-    by the full base). plain: class written by --as-base, or None; about["bias"] is then
-    the omitted bias, or None.
+    by the full base).
     """
     facts = {
         "base": about.get("base"),
         "trained": f"{about['step']} steps, stages {about.get('stages')}" if about.get("step") is not None else None,
         "backbone's precision": about.get("dtype"),
         "adapters": about.get("adapter"),
-        "vocabulary, width of U": None if plain else f"{config.vocab_size}, {config.causal_hidden_size}",
-        "unit of the numbers' head": None if plain else config.target,
+        "vocabulary, width of U": f"{config.vocab_size}, {config.causal_hidden_size}",
+        "unit of the numbers' head": config.target,
     }
     text = files("cqwen_dist.tools.export").joinpath("model_card.md.j2").read_text(encoding="utf-8")
     template = Template(text, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     intervals, modes = Intervals.from_dict(config.calibration), ", ".join(MODES)
-    known = {"name": name, "config": config, "about": about, "plain": plain, "facts": facts, "intervals": intervals}
+    known = {"name": name, "config": config, "about": about, "facts": facts, "intervals": intervals}
     return template.render(known, shown=SHOWN, modes=modes, levels=LEVELS, transformers=transformers.__version__)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from support.exported import tiny_pair, write_folder
 from support.numerics import assert_close
-from support.tiny import HIDDEN, tiny_base
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -129,52 +128,10 @@ def test_exports_in_shards_load_by_the_auto_classes(tmp_path: Path) -> None:
     assert second.decode(second(TEXT)["input_ids"], second(TEXT)["numeric_values"]) == TEXT
 
 
-def test_a_plain_qwen_export_gives_loc_s_as_logits(tmp_path: Path) -> None:
-    shapes: list[dict[str, Any]] = [{"lora": LORA}, {"number_dims": 3, "causal_size": HIDDEN + 2}]
-    cases = [*((kind, {}) for kind in ("llama", "gemma3_text", "qwen3_moe")), *(("qwen2", shape) for shape in shapes)]
-    ids, expected, folders = words(), [], []
-    for i, (kind, shape) in enumerate(cases):
-        model, tokenizer = tiny_pair(kind=kind, tied=True, **shape)
-        zero_bias(model)
-        ids[1, 3] = tokenizer.num_token_id
-        with torch.no_grad():
-            unread = torch.zeros(ids.shape)  # as the plain model reads <NUM>
-            expected.append(model(ids, unread, logits_to_keep=ids.shape[1]).logits)
-        source = write_folder(tmp_path / f"in{i}", model, tokenizer)
-        folders.append(export(source, tmp_path / f"out{i}", as_base=True))
-        assert f"A plain `{type(tiny_base(kind)).__name__}`" in (folders[-1] / "README.md").read_text()
-        assert not (folders[-1] / "number_policy.json").exists()
-    for (kind, _), logits, folder in zip(cases, expected, folders, strict=True):
-        plain, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-        assert not any(info.values()), info
-        assert type(plain) is type(tiny_base(kind)), "transformers' own class: nothing of this package is asked for"
-        assert not {"auto_map", "causal_qwen_format"} & json.loads((folder / "config.json").read_text()).keys()
-        with torch.no_grad():
-            assert_close(plain.eval()(ids).logits, logits, 5e-5, "logits")
-
-
-def test_a_plain_export_refuses_a_bias_or_drops_it_on_request(tmp_path: Path) -> None:
-    model, folder = folder_of(tmp_path)
-    action, net = model.model.action, model.model.abduction
-    with torch.no_grad():
-        bias = action.cls_weight @ net.loc_net.bias[: action.word_size] + action.cls_bias
-    size = f"{float(bias.abs().max()):.3g}"
-    with pytest.raises(UserError, match=f"--as-base: found a bias of up to {size} in the logits"):
-        export(folder, tmp_path / "out", as_base=True)
-    assert not list(tmp_path.glob("*out*"))
-    out = export(folder, tmp_path / "out", as_base=True, drop_bias=True)
-    assert f"a bias of up to {size} in the logits" in (out / "README.md").read_text()
-    with torch.no_grad():
-        plain = AutoModelForCausalLM.from_pretrained(out)(words()).logits
-        assert_close(plain + bias, model(words(), logits_to_keep=9).logits, 5e-5, "logits and bias")
-
-
-def test_own_abduction_is_not_exported_as_plain_qwen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_abduction_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CQWEN_TRUST_REMOTE_CODE", "1")
     model, folder = folder_of(tmp_path, abduction="support.custom_parts:Bent")
     same(model, load_trained(export(folder, tmp_path / "whole"))[0])
-    with pytest.raises(UserError, match=r"--as-base: found abduction network support\.custom_parts:Bent"):
-        export(folder, tmp_path / "out", as_base=True)
 
 
 def test_the_interval_factors_are_exported(tmp_path: Path) -> None:

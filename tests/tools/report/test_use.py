@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 from support.exported import tiny_pair, write_folder
 
-from cqwen_dist.checkpoint.trained import load_trained
-from cqwen_dist.config import UserError
-
 PROMPT = "tea costs 3.5 and milk costs"
 Ran = subprocess.CompletedProcess
 
@@ -83,13 +80,6 @@ def test_multi_label_prints_every_word_above_the_threshold(cqwen: Callable[..., 
 def test_export_writes_other_forms(cqwen: Callable[..., Ran], tmp_path: Path) -> None:
     assert "exported to" in cqwen("export", tmp_path / "a", "--dtype", "bf16", "--shard-size", "50KB").stdout
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > 1
-    said = cqwen("export", tmp_path / "b", "--as-base", code=2).stderr
-    assert "--as-base: found a bias of up to" in said
-    said = cqwen("export", tmp_path / "b", "--as-base", "--drop-bias").stderr
-    assert "numeric_values" not in said, "a warning about the check's own input"
-    assert json.loads((tmp_path / "b" / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
-    with pytest.raises(UserError, match=r"writes numbers \(this one is plain\)"):
-        load_trained(tmp_path / "b")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +95,6 @@ def test_export_writes_other_forms(cqwen: Callable[..., Ran], tmp_path: Path) ->
         ("generate", ["--prompt", "x", "--word-temperature", 2], "word_temperature: found 2.0, allowed: auto, or a"),
         ("generate", ["--prompt", "x", "--device", "moon"], "--device: found 'moon'"),
         ("predict", ["none.csv", "--template", "{a}"], "FILE: found no file none.csv"),
-        ("export", ["out", "--drop-bias"], "--drop-bias"),
     ],
 )
 def test_a_users_mistake_is_one_line(cqwen: Callable[..., Ran], verb: str, args: list[object], said: str) -> None:
