@@ -68,15 +68,6 @@ def generate(
         return text.result()
 
 
-def numbers_of(model: Any, ids: Tensor, given: Prompt, **settings: Any) -> GeneratedNumbers:
-    """The numbers of texts [B,T'] that a loop of transformers has written after prompts. settings: as in `generate`."""
-    chosen = Settings(max_new_tokens=ids.shape[1] - given.ids.shape[1], **settings)
-    with torch.inference_mode(False), torch.no_grad(), at_hand(model.action):
-        text = _Continuation(model, chosen, given)
-        text.read(ids)
-        return text.now.numbers
-
-
 class _Continuation:
     """The state of one generation. A step reads and writes the buffers in `now`."""
 
@@ -176,31 +167,13 @@ class _Continuation:
                 key = width, mode is self.mode
                 draws.draw_ahead(kept.random(len(self.now.ids), key, self.action.cls_weight.device), law)
 
-    def read(self, ids: Tensor) -> None:
-        """Write the words of texts [B,T'] instead of chosen ones. All words up to the next number are read at once."""
-        number, pad, begin = (ids == self.num_token_id).any(0), self.pad_token_id, 0
-        after_end = ids.ne(pad).flip(1).cumsum(1).flip(1) == 0
-        while self.end < self.total:
-            # The value of a number is known when it is written, so the words behind it are read in the next turn
-            until = next((t for t in range(self.end, self.total) if bool(number[t])), self.total)
-            until = self.prompt if self.embeds is not None else until
-            self.now.ids[:, self.end : until] = ids[:, self.end : until]
-            columns = torch.arange(begin, until, device=ids.device)
-            u_prime = self.infer(columns, self.now.mask[:, :until], every=True)
-            for t in range(self.end, min(until + 1, self.total)):
-                if pad not in self.ends:
-                    self.now.done.logical_or_(after_end[:, t])
-                self.write(u_prime.at(t - 1 - begin), ids[:, t])
-            begin, self.end = until, until + 1
-
     def infer_next(self) -> Laws:
         """`infer` for the last column, using the cache. With a static cache the mask covers all columns: unwritten
         columns stay True, and the causal mask hides them."""
         return self.infer(self.now.at - 1, self.now.mask if self.static else self.now.mask[:, : self.end])
 
-    def infer(self, columns: Tensor, mask: Tensor, every: bool = False) -> Laws:
-        """U' [B,C] at the last of these columns [w], which are not in the cache yet; on the device of the head. every:
-        at all of them, [B,w,C]."""
+    def infer(self, columns: Tensor, mask: Tensor) -> Laws:
+        """U' [B,C] at the last of these columns [w], which are not in the cache yet; on the device of the head."""
         now = self.now
         ids, values, positions = (
             each.index_select(1, columns) for each in (now.ids, now.numbers.values, now.positions)
@@ -212,7 +185,7 @@ class _Continuation:
             mask if self.padded else None,
             position_ids=positions,
             past_key_values=now.cache,
-            keep=None if every else last_places(ids),
+            keep=last_places(ids),
             inputs_embeds=embeds,
         )
         return self.mode.law(self.action, u.to(self.action.cls_weight.device), self.draws)

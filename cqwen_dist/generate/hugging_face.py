@@ -2,7 +2,8 @@
 
 import difflib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import (
-    GenerateBeamDecoderOnlyOutput,
     GenerateDecoderOnlyOutput,
     LogitsProcessorList,
     MaxTimeCriteria,
@@ -25,16 +25,6 @@ from cqwen_dist.generate.generator import Watch
 from cqwen_dist.generate.modes import ModeName, find_mode, mode_names
 from cqwen_dist.generate.numbers import MOST_DIGITS, GeneratedNumbers
 from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, ends_at
-from cqwen_dist.generate.transformers_loops import (
-    BEAMS,
-    CACHES,
-    LOOPS,
-    PLAIN,
-    SEEN,
-    loop_call,
-    needs_loop,
-    refused_by_transformers,
-)
 from cqwen_dist.heads.intervals import LEVELS
 
 # Passed on to `Settings` unchanged.
@@ -42,6 +32,7 @@ PASSED_ON = (
     *("abstain", "decode_rule", "digits", "eps_truncation", "generator", "number_first", "seed", "used_rows"),
     "word_temperature",
 )
+PLAIN = ("eos_token_id", "pad_token_id", "use_cache", "cache_implementation", "compile_config", "disable_compile")
 SAMPLING = ("do_sample", *DRAWING)
 LENGTH = ("max_new_tokens", "max_length", "max_time", "stop_strings", "num_return_sequences", "return_dict_in_generate")
 # Hugging Face turns each of these into a logits processor.
@@ -51,7 +42,7 @@ OF_LOGITS = (
     *("renormalize_logits", "repetition_penalty", "sequence_bias", "suppress_tokens", "top_h", "typical_p"),
 )
 CHANGES = (*OF_LOGITS, "prefix_allowed_tokens_fn")
-LOGIT_MODES = ("compatible", "ovr", "standard")  # a processor sees loc_S in `compatible`, log P elsewhere
+LOGIT_MODES = ("compatible", "ovr")  # a processor sees loc_S in `compatible`, log P in `ovr`
 # If a mode does not take the option: the value with which it has no effect, so callers may pass it. So may None.
 _OFF = ("early_stopping", "low_memory", "output_attentions", "output_hidden_states", "output_logits", "output_scores")
 NEUTRAL = {
@@ -65,6 +56,10 @@ NEUTRAL = {
 }
 # Advice for options that no mode takes.
 INSTEAD_OF = {
+    "num_beams": "1; there are no beams, as each would need numbers of its own",
+    **dict.fromkeys(("output_scores", "output_logits"), "False; model(...) gives logits, and log P"),
+    **dict.fromkeys(("output_attentions", "output_hidden_states"), "False; model(...) gives them"),
+    **dict.fromkeys(("cache", "past_key_values"), "None; a call reads its whole prompt"),
     **dict.fromkeys(("assistant_model", "prompt_lookup_num_tokens"), "None; there are no drafts of numbers"),
     "guidance_scale": "1; it reads the text once more without its numbers",
     "penalty_alpha": "None; mode='compatible' takes repetition_penalty",
@@ -73,9 +68,7 @@ INSTEAD_OF = {
 }
 # The modes that take an option, if not all do.
 ONLY_IN = {
-    **dict.fromkeys((*CHANGES, *SEEN, *CACHES, "logits_processor"), LOGIT_MODES),
-    **dict.fromkeys(BEAMS, ("compatible", "ovr")),
-    **dict.fromkeys(("top_k", "top_p"), ("compatible", "ovr")),
+    **dict.fromkeys((*CHANGES, "logits_processor", "top_k", "top_p"), LOGIT_MODES),
 }
 WHOLE = ("max_new_tokens", "max_length", "num_return_sequences", "top_k", "seed", "used_rows")
 REAL = ("abstain", "temperature", "top_p", "eps_truncation", "max_time")
@@ -94,16 +87,12 @@ class CausalQwenGeneration(GenerateDecoderOnlyOutput):
     numeric_intervals: Tensor | None = None
 
 
-@dataclass
-class CausalQwenBeams(CausalQwenGeneration, GenerateBeamDecoderOnlyOutput):
-    """The same of beams."""
-
-
-def with_numbers(numbers: GeneratedNumbers, found: Mapping[str, Any]) -> CausalQwenGeneration | CausalQwenBeams:
-    """transformers' output of a generation, and its numbers."""
+def with_numbers(sequences: Tensor, numbers: GeneratedNumbers) -> CausalQwenGeneration:
+    """The output of a generation: sequences and their numbers."""
     ends = torch.stack([torch.stack(numbers.interval(level), -1) for level in LEVELS], -2)
-    kind = CausalQwenBeams if "beam_indices" in found else CausalQwenGeneration
-    return kind(**found, numbers=numbers, numeric_values=numbers.values, numeric_intervals=ends)
+    return CausalQwenGeneration(
+        sequences=sequences, numbers=numbers, numeric_values=numbers.values, numeric_intervals=ends
+    )
 
 
 @dataclass(frozen=True)
@@ -113,7 +102,6 @@ class Call:
     options: dict[str, Any]  # for `generate.generator.generate`
     copies: int  # rows per prompt
     as_output: bool  # whether to return a `CausalQwenGeneration`
-    loop: dict[str, Any] | None  # keywords of transformers' generate, if the call needs one of its loops
 
 
 def translate(
@@ -163,11 +151,10 @@ def translate(
     )
     options |= apart
     copies, as_output = int(merged.get("num_return_sequences") or 1), bool(merged.get("return_dict_in_generate"))
-    if needs_loop(prompt, merged, options):
-        loop = loop_call(model, ids.shape[1], merged, options, stopping_criteria, streamer, watch)
-        return Call(options, copies, as_output, loop)
+    if prompt.hidden and (processors := options.get("logits_processor")):  # the prompt has no ids that they may see
+        options["logits_processor"] = lambda written, logits: processors(written[:, prompt.hidden :], logits)
     options["watch"] = [*_watch(ids, merged, stopping_criteria, streamer, tokenizer), *watch]
-    return Call(options, copies, as_output, None)
+    return Call(options, copies, as_output)
 
 
 def _draws(
@@ -180,11 +167,12 @@ def _draws(
     merged = {**merged, "max_length": longest}
     if mode == "compatible":
         return _sampling(model, ids, mask, merged, own)
-    drawn = {} if mode == "ovr" else {"temperature": merged.get("temperature")}
-    if not own and not any(merged.get(n) is not None for n in ((*DRAWING, *CHANGES) if mode == "ovr" else CHANGES)):
-        return drawn
-    top_k = merged.get("top_k") or (0 if mode == "ovr" else None)  # transformers may have a default
-    return drawn | _sampling(model, ids, mask, {**merged, "do_sample": mode == "ovr", "top_k": top_k}, own)
+    if mode != "ovr":
+        return {"temperature": merged.get("temperature")}
+    if not own and not any(merged.get(name) is not None for name in (*DRAWING, *CHANGES)):
+        return {}
+    top_k = merged.get("top_k") or 0  # transformers may have a default
+    return _sampling(model, ids, mask, {**merged, "do_sample": True, "top_k": top_k}, own)
 
 
 def _temperatures(words: str, own: dict[str, Any], asked: dict[str, Any], wide: Any) -> tuple[Any, dict[str, Any]]:
@@ -232,13 +220,13 @@ def _merged(own: dict[str, Any], asked: dict[str, Any], mode: str) -> dict[str, 
     if draws is not None and asked.get("do_sample") not in (None, draws):
         said = f"{draws}, as mode {mode} draws" + ("" if draws else " nothing; mode='compatible' or 'ovr' draws words")
         raise UserError("do_sample", asked["do_sample"], said)
-    kept = (*PLAIN, *LENGTH, *SAMPLING, *OF_LOGITS, *BEAMS) if mode == "compatible" else (*PLAIN, *LENGTH)
+    kept = (*PLAIN, *LENGTH, *SAMPLING, *OF_LOGITS) if mode == "compatible" else (*PLAIN, *LENGTH)
     return {**{name: value for name, value in own.items() if name in kept}, **asked}
 
 
 def _with_effect(asked: dict[str, Any], mode: str) -> dict[str, Any]:
     """The options of a call that its mode takes, without those that have no effect. Raises `UserError` for others."""
-    known = {*PASSED_ON, *PLAIN, *SAMPLING, *LENGTH, *CHANGES, *LOOPS}
+    known = {*PASSED_ON, *PLAIN, *SAMPLING, *LENGTH, *CHANGES}
     found = {}
     for name, value in asked.items():
         if name in known and mode in ONLY_IN.get(name, (mode,)):
@@ -287,11 +275,10 @@ def _sampling(
     settings |= {"do_sample": sampling, "eos_token_id": None if ends == [] else ends}  # []: there is no end
     if not sampling:
         settings.pop("temperature", None)
-    beams = merged.get("num_beams") or 1
-    rows = max(beams, merged.get("num_return_sequences") or 1)  # texts of a prompt
-    with refused_by_transformers():
+    rows = merged.get("num_return_sequences") or 1  # texts of a prompt
+    with _refused_by_transformers():
         config = GenerationConfig(**settings)
-        config.num_beams, config.num_return_sequences = beams, rows
+        config.num_return_sequences = rows
         model._prepare_special_tokens(config, True, device=ids.device)
         found = model._get_logits_processor(
             config,
@@ -302,6 +289,16 @@ def _sampling(
             logits_processor=LogitsProcessorList(own),
         )
     return {"logits_processor": found if len(found) else None, "do_sample": sampling}
+
+
+@contextmanager
+def _refused_by_transformers() -> Iterator[None]:
+    """Turns an error raised inside transformers into a `UserError`."""
+    try:
+        yield
+    except ValueError as error:
+        said = " ".join(str(error).split())
+        raise UserError("generation_config", said, "values that transformers takes") from None
 
 
 def _watch(

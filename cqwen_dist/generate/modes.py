@@ -41,10 +41,6 @@ class Laws(NamedTuple):
     words: Cauchy
     numbers: Cauchy
 
-    def at(self, column: int) -> "Laws":
-        """One column [B,C] of [B,w,C]."""
-        return Laws(*(Cauchy(law.loc[:, column], law.scale[:, column]) for law in self))
-
 
 @dataclass
 class Draws:
@@ -163,15 +159,6 @@ def ovr_logits(gap: Tensor, scores: Cauchy, rows: int | None = None) -> Tensor:
     top = logits.detach().amax(-1, keepdim=True)
     logits = logits.scatter(-1, best, its + (torch.nextafter(top, torch.full_like(top, math.inf)) - its).detach())
     return logits if rows is None else _filled(logits, rows)
-
-
-def logits_by(mode: str, scores: Cauchy, threshold: Tensor, config: Any) -> Tensor:
-    """The logits [..., V] by which a mode chooses words, from S of all words. config: the model's."""
-    if mode == "compatible":
-        return softmax_logits(scores.loc, config.added_from)
-    gap, used = threshold - scores.loc, slice(config.used_rows)
-    law = Cauchy(scores.loc[..., used], scores.scale[..., used])
-    return ovr_logits(gap[..., used], law, gap.shape[-1])
 
 
 def _filled(logits: Tensor, rows: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from cqwen_dist.batch import Batch
@@ -15,8 +15,7 @@ from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.generation_settings import Prompt
 from cqwen_dist.generate.generator import Watch, generate
 from cqwen_dist.generate.hugging_face import translate, with_numbers
-from cqwen_dist.generate.modes import ModeName, logits_by
-from cqwen_dist.generate.transformers_loops import NumberGenerationMixin
+from cqwen_dist.generate.modes import ModeName
 from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.heads.beside import BESIDE
@@ -61,7 +60,7 @@ class CausalQwenOutput(ModelOutput):
         return self.cache
 
 
-class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
+class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
     """CausalQwen as Hugging Face users know models: from_pretrained, save_pretrained, generate."""
 
     config_class = CausalQwenConfig
@@ -165,7 +164,6 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         return_dict: bool | None = None,
         cache: Any = None,
         num_items_in_batch: Tensor | int | None = None,
-        mode: str | None = None,
         **foreign: Any,
     ) -> CausalQwenOutput | tuple[Any, ...]:
         """[B,T] each -> `CausalQwenOutput`, or with return_dict False a tuple of its values that are not None.
@@ -176,8 +174,7 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         default all without labels, none with them, as training needs no [B,T,V]. output_scales, output_log_probs:
         further outputs of these positions. inputs_embeds [B,T,H]: instead of ids; phi(v) w_num is added to it.
         use_cache: begin a cache if none is given. cache: an alias of past_key_values. num_items_in_batch: as
-        `loss_of_labels`. mode: the logits are those by which this mode of `generate` chooses words: log P, or loc_S in
-        `compatible`, -inf for words that it never writes. Raises `UserError`.
+        `loss_of_labels`. Raises `UserError`.
         """
         refuse_foreign(foreign)
         self._check(input_ids, numeric_values, inputs_embeds)
@@ -197,7 +194,7 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
             u_prime = action.add_noise(u)
             y = action.number_head.value(u_prime)
             scored = labels is None or logits_to_keep is not None or output_scales or output_log_probs
-            scores: Any = self._scores(u_prime, logits_to_keep, output_scales, output_log_probs, mode) if scored else {}
+            scores: Any = self._scores(u_prime, logits_to_keep, output_scales, output_log_probs) if scored else {}
             given = input_ids, numeric_values, attention_mask, num_items_in_batch
             loss = None if labels is None else loss_of_labels(self, u, labels, *given)
         laws: Any = {"loc_U": u.loc, "scale_U": u.scale, "loc_Y": y.loc, "scale_Y": y.scale}
@@ -237,13 +234,11 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
 
-    def _scores(
-        self, u_prime: Cauchy, keep: int | Tensor | None, scales: bool, log_probs: bool, mode: str | None
-    ) -> dict[str, Tensor]:
+    def _scores(self, u_prime: Cauchy, keep: int | Tensor | None, scales: bool, log_probs: bool) -> dict[str, Tensor]:
         """loc_S and, on demand, scale_S and log_probs, [B,k,V] each, of the positions that logits_to_keep names."""
         action, at = self.model.action, slice(-keep, None) if isinstance(keep, int) else keep
         kept = u_prime if at is None else Cauchy(u_prime.loc[:, at], u_prime.scale[:, at])
-        if not scales and not log_probs and mode is None:
+        if not scales and not log_probs:
             return {"logits": action.word_part(kept).loc @ action.cls_weight.T + action.cls_bias}
         found = action.scores(kept)
         further = {"scale_S": found.scale} if scales else {}
@@ -251,8 +246,7 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
             further["log_probs"] = (
                 Intervals.from_dict(self.config.calibration).words.law(found).log_sf(action.threshold)
             )
-        logits = found.loc if mode is None else logits_by(mode, found, action.threshold, self.config)
-        return {"logits": logits, **further}
+        return {"logits": found.loc, **further}
 
     @torch.no_grad()
     def generate(  # type: ignore[override, unused-ignore]  # numbers go with the ids
@@ -296,22 +290,14 @@ class CausalQwenForCausalLM(PreTrainedModel, NumberGenerationMixin):
             given=options,
         )
         prompt = replace(prompt, mask=call.options.pop("attention_mask"))
-        if call.loop is not None:
-            found = self.written_by_loop(prompt, call)
-            written = found.sequences if call.as_output else found
-            if not (call.as_output or return_numbers):
-                return found
-            numbers = self.numbers_in(written, prompt, call)
-        else:
-            rows = prompt.copies(call.copies)
-            given = {"attention_mask": rows.mask, "inputs_embeds": rows.embeds, **call.options}
-            written, numbers = generate(self.model, rows.ids, rows.values, **given)
-            written, numbers = written[:, prompt.hidden :], numbers.until(None, prompt.hidden)
-            found = {"sequences": written}
-            if streamer is not None:
-                streamer.end()
+        rows = prompt.copies(call.copies)
+        given = {"attention_mask": rows.mask, "inputs_embeds": rows.embeds, **call.options}
+        written, numbers = generate(self.model, rows.ids, rows.values, **given)
+        written, numbers = written[:, prompt.hidden :], numbers.until(None, prompt.hidden)
+        if streamer is not None:
+            streamer.end()
         if call.as_output:
-            return with_numbers(numbers, found)
+            return with_numbers(written, numbers)
         return (written, numbers) if return_numbers else written
 
     @property

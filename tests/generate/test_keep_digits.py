@@ -128,16 +128,6 @@ def test_a_number_that_is_written_brings_its_digits() -> None:
     assert torch.equal(found[0, 8:], alone[0, 5:])
 
 
-def test_loops_of_transformers_write_digits_too() -> None:
-    lm, (ids, values, mask) = model(), prompts()
-    options = {"attention_mask": mask, "max_new_tokens": 24, "digits": 3, "eos_token_id": [], "return_numbers": True}
-    for mode, more in (("compatible", {"num_beams": 3}), ("standard", {"output_scores": True})):
-        found, numbers = lm.generate(ids, values, mode=mode, return_dict_in_generate=False, **options, **more)
-        assert assert_writes_whole_numerals(found, numbers.values, 8) >= 1
-    ours, _ = generate(lm.model, ids, values, attention_mask=mask, max_new_tokens=24, digits=3)
-    assert torch.equal(ours, found)
-
-
 def test_the_base_reads_its_own_digits() -> None:
     lm = model()
     embedding = lm.model.features.embedding

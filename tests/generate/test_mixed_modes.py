@@ -137,7 +137,6 @@ def test_in_hugging_face_each_kind_has_its_temperature(model) -> None:
     config = GenerationConfig(mode="words=compatible,numbers=individual")
     assert torch.equal(lm.generate(ids, generation_config=config, word_temperature=0.7, **options), wanted)
     for further, said in (
-        ({"mode": MIXED, "num_beams": 2}, "numbers: found 'individual', allowed: nothing with beams"),
         ({"mode": "standard", "word_temperature": 9.0}, "word_temperature: found 9.0, allowed: auto, or a mode out of"),
         ({"mode": "individual", "word_temperature": "wide"}, "word_temperature: found 'wide', allowed: a number >= 0"),
     ):

@@ -170,7 +170,9 @@ def test_sampling_settings_without_a_mode_draw_from_softmax() -> None:
 def test_unsupported_generate_options_are_refused() -> None:
     model, ids = tiny_causal_lm(), random_ids(1, 3)
     for options, match in (
-        ({"num_beams": 4}, "num_beams: found 4, allowed: nothing but in mode compatible or ovr"),
+        ({"num_beams": 4, "mode": "compatible"}, "num_beams: found 4, allowed: 1; there are no beams"),
+        ({"output_scores": True}, "output_scores: found True, allowed: False; model"),
+        ({"repetition_penalty": 1.3}, r"repetition_penalty: found 1.3, allowed: nothing but in mode compatible or ovr"),
         ({"penalty_alpha": 0.6}, r"penalty_alpha: found 0\.6, allowed: None; mode='compatible' takes"),
         ({"colour": "red"}, "colour: found 'red', allowed: an option of this generate"),
         ({"max_new_token": 3}, "max_new_token: found 3, allowed: .*the nearest is max_new_tokens"),
