@@ -23,11 +23,10 @@ if TYPE_CHECKING:
         train,
     )
     from cqwen_dist.model import CausalQwenModel
-    from cqwen_dist.model.new_words import add_words
 
 __version__ = "0.1.0"
 __all__ = ["Callback", "CallbackError", "Config", "Moment", "Stage", "Stopped", "TrainResult", "UserError"]
-__all__ += ["CausalQwenModel", "add_words", "counterfactual", "counterfactual_rows", "evaluate", "load", "predict"]
+__all__ += ["CausalQwenModel", "counterfactual", "counterfactual_rows", "evaluate", "load", "predict"]
 __all__ += ["train"]
 
 
@@ -39,10 +38,6 @@ def __getattr__(name: str) -> Any:
         from cqwen_dist.model import CausalQwenModel
 
         return CausalQwenModel
-    if name == "add_words":
-        from cqwen_dist.model.new_words import add_words
-
-        return add_words
     from cqwen_dist import api
 
     return getattr(api, name)

@@ -17,13 +17,13 @@ import torch
 import typer
 from torch import Tensor
 
-from cqwen_dist import add_words
 from cqwen_dist.console import quiet_libraries
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.continuation import padded
 from cqwen_dist.generate.decisions import inferred
 from cqwen_dist.model import CausalQwenForCausalLM
 from cqwen_dist.ops.cauchy import Cauchy
+from experiments.taught_words import add_words
 
 WORD, ASKED = " bookkeeping", " This is a problem about"
 SHOTS = (4, 16, 64)  # of each kind

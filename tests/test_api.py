@@ -230,7 +230,7 @@ def test_the_api_is_imported_lazily_and_seen_by_type_checkers() -> None:
     )
     tree = ast.parse(Path(cqwen_dist.__file__).read_text())
     typed = [{a.name for a in n.names} for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level == 0]
-    assert set(cqwen_dist.__all__) == {*api.__all__, "CausalQwenModel", "add_words"}
+    assert set(cqwen_dist.__all__) == {*api.__all__, "CausalQwenModel"}
     assert {"CausalQwenModel"} in typed
     assert set(api.__all__) in typed, "what type checkers see"
     assert Path(cqwen_dist.__file__).with_name("py.typed").is_file()

@@ -266,13 +266,10 @@ def export(
         str | None, typer.Option(help="Backbone dtype, fp32 or bf16; default: as trained. Heads: fp32.")
     ] = None,
     shard_size: Annotated[str, typer.Option(help="Maximum file size, such as 5GB.")] = "5GB",
-    words: Annotated[
-        Path | None, typer.Option("--add-words", help="Rows: a prompt, and the new word after it.")
-    ] = None,
 ) -> None:
     """Write a folder for from_pretrained, with a model card. The folder is verified before it appears."""
     quiet_libraries()
     from cqwen_dist.tools.export.export import export as write
 
-    folder = write(checkpoint, out, merge, dtype=dtype, shard_size=shard_size, words=words)
+    folder = write(checkpoint, out, merge, dtype=dtype, shard_size=shard_size)
     echo(f"exported to {folder}")

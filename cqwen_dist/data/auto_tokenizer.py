@@ -129,7 +129,7 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
         if "reader" in self.__dict__:
             new = next((str(token) for token in new_tokens if str(token) not in self.get_vocab()), None)
             if new is not None:
-                allowed = "tokens that it has: the row after them is <NUM>'s (cqwen_dist.add_words teaches words)"
+                allowed = "tokens that it has: the row after them is <NUM>'s"
                 raise UserError("add_tokens", new, allowed)
         return int(super()._add_tokens(new_tokens, special_tokens))
 

@@ -34,10 +34,8 @@ from cqwen_dist.generate.modes import MODES
 from cqwen_dist.heads.intervals import FILE as CALIBRATION
 from cqwen_dist.heads.intervals import LEVELS, Intervals
 from cqwen_dist.model import CausalQwenForCausalLM
-from cqwen_dist.model.new_words import add_words
 from cqwen_dist.prediction.learnt_table import FILE as TABLE
 from cqwen_dist.prediction.learnt_table import learnt_table
-from cqwen_dist.prediction.table import rows_of
 from cqwen_dist.run.files import STATE, appearing, read_object
 
 ABOUT = "training.json"
@@ -62,14 +60,12 @@ def export(
     *,
     dtype: str | None = None,
     shard_size: str = "5GB",
-    words: str | Path | None = None,
 ) -> Path:
     """Write a checkpoint's model for Hugging Face users; returns the folder.
 
     A run on a rounded base (`model.quantize`) is exported on the full base, also merged; the card tells the difference.
     merge: fold adapters into the backbone. dtype: "fp32" or "bf16" for backbone and adapters (default: unchanged);
-    heads stay fp32. shard_size: maximum size of a safetensors file. words: a table of examples for
-    `model.new_words.add_words`: a prompt, and in the column word the new word after it, if any.
+    heads stay fp32. shard_size: maximum size of a safetensors file.
 
     `out` appears only after reloading the model and comparing outputs. Raises `UserError` if `out` exists and is not
     empty, and for unknown or impossible options.
@@ -78,7 +74,6 @@ def export(
     _check_options(out, dtype, shard_size)
     model, tokenizer = load_trained(path, full_base=True)
     about = _about(Path(path)) | _rounded_base(Path(path), model) | _merged_and_cast(model, merge, dtype)
-    tokenizer = _taught(model, tokenizer, words)
     table = learnt_table(Path(path))
     try:
         with appearing(out, "OUT") as folder:
@@ -96,15 +91,6 @@ def export(
             raise
         raise UserError("OUT", str(out), f"a folder on a disk that takes the model ({reason_of(error)})") from None
     return out
-
-
-def _taught(model: CausalQwenForCausalLM, tokenizer: NumericalAwareTokenizer, words: Any) -> NumericalAwareTokenizer:
-    """The tokenizer after `add_words` with the rows of a table, if there is one."""
-    by_word: dict[Any, list[Any]] = {"": []}
-    for row in rows_of(words or [])[1]:
-        by_word.setdefault(row.get("word") or "", []).append(row.get("prompt"))
-    others = by_word.pop("")
-    return tokenizer if words is None else add_words(model, tokenizer, by_word, others)
 
 
 def _check_options(out: Path, dtype: str | None, shard_size: str) -> None:

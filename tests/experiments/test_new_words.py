@@ -1,7 +1,7 @@
 """A word in a spare row: it is learnt alone, and nothing else of the model changes (S4 3.3.1)."""
 
-import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
-from support.exported import TEXTS, tiny_pair, write_folder
+from support.exported import TEXTS, tiny_pair
 from support.numerics import assert_close
 from support.tiny import random_ids
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from cqwen_dist import UserError, add_words, load
+from cqwen_dist import UserError, load
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
-from cqwen_dist.model.new_words import HOLD, fitted_row
 from cqwen_dist.ops.cauchy import Cauchy
+from experiments.taught_words import HOLD, add_words, fitted_row
 
 WORD = " refund"
 PROMPTS = [f"{item} costs {price} and" for item in ("tea", "milk", "salt") for price in (3.5, 12)]
@@ -27,10 +27,10 @@ READ = "no refund for 3.5, nor for <NUM>: a refund"
 
 @torch.no_grad()
 def answers(model: Any) -> list[Any]:
-    """What the model says of two texts; its logits are loc_S, then those of two modes."""
+    """What the model says of two texts."""
     ids = random_ids(2, 7)
     given: Any = {"numeric_values": torch.zeros(ids.shape, dtype=torch.float64), "output_scales": True}
-    return [model(ids, mode=mode, output_log_probs=True, **given) for mode in (None, "standard", "compatible")]
+    return [model(ids, output_log_probs=True, **given)]
 
 
 @torch.no_grad()
@@ -103,12 +103,9 @@ def test_several_words_may_follow_one_text_and_one_threshold_stays() -> None:
     assert min(p_of(model, CausalQwenTokenizer.of(tokenizer), PROMPTS[0], row)[-1] for row in rows) > 0.5
 
 
-def test_an_export_teaches_the_word_of_a_file_and_its_own_code_reads_it(learnt, cqwen, tmp_path) -> None:
-    source, data, folder = write_folder(tmp_path / "source", *tiny_pair()), tmp_path / "words.jsonl", tmp_path / "out"
-    rows = [{"prompt": prompt, "word": WORD} for prompt in PROMPTS] + [{"prompt": text} for text in OTHERS]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = cqwen("export", source, folder, "--add-words", data)
-    assert done.returncode == 0, done.stderr
+def test_the_taught_model_is_saved_and_its_own_code_reads_the_word(learnt: SimpleNamespace, tmp_path: Path) -> None:
+    learnt.model.save_pretrained(folder := tmp_path / "out")
+    learnt.tokenizer.save_pretrained(folder)
     again, loaded = load(folder, "cpu")
     own = get_class_from_dynamic_module("tokenization_causal_qwen.CausalQwenTokenizer", folder).from_pretrained(folder)
     for reader in (loaded, own, learnt.tokenizer):
