@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from cqwen_dist.config.architectures import LINEARS, architecture
 from cqwen_dist.config.custom import import_path
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.config.fields import Above0, Count, Positive, Section, refused
+from cqwen_dist.config.fields import Count, Positive, Section, refused
 from cqwen_dist.config.training import LoraConfig
 from cqwen_dist.config.yaml_text import leaves
 
@@ -60,9 +60,6 @@ class ModelConfig(Section):
     """The law of a number's value; or your class as package.module:Name (docs/training.md). student: a t, whose degrees
     of freedom are fitted. auto: the law of least CRPS on numbers left out of the calibrated start, which all but cauchy
     need. Default: cauchy, or the law of a warm start."""
-    value_periods: list[Above0] = Field([])
-    """Also embed sines and cosines of a value with these periods, each with a row of w_num; [10, 100, 1000]
-    distinguishes three digits. Default: none, as in the seeds."""
     start_numbers: Count | None = None
     """Approximate number of numbers used to fit the regression's calibrated start; default: 2,000, or those in 65,536
     tokens. Too few are worse than none: rows of W_loc fitted to 60 numbers turn every later change of z into a large

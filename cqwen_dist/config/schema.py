@@ -319,7 +319,7 @@ class Config(Section):
     def model_shape(self) -> dict[str, Any]:
         """The fields of `CausalQwenConfig` that this run sets."""
         return {
-            **self.model.model_dump(include={"causal_size", "value_periods", "abduction"}),
+            **self.model.model_dump(include={"causal_size", "abduction"}),
             "number_head": self.model.own_head,
             "candidates": self.candidates,
             **dict(zip(("wide", "random_features"), self.model.wide_size, strict=True)),

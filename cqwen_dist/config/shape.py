@@ -35,7 +35,7 @@ NUMBER_KEYS = {
     "candidates": NumberKey("model.candidates", NONE, _of_candidates),
 }
 SHAPE_KEYS = {
-    **{name: f"model.{name}" for name in ("causal_size", "wide", "value_periods", "abduction")},
+    **{name: f"model.{name}" for name in ("causal_size", "wide", "abduction")},
     "random_features": "model.wide",
     "number_dims": "start",
     **{name: key.key for name, key in NUMBER_KEYS.items()},

@@ -35,7 +35,7 @@ FEATURE_GROUPS: dict[str, FeatureGroup] = {
     "embedding": FeatureGroup(
         names=r"^embedding\.(w_num|num_row)$",
         title="embedding of numbers",
-        count=lambda config, base: (2 + 2 * len(config.model.value_periods)) * base.hidden,
+        count=lambda config, base: 2 * base.hidden,
         added=True,
         always=True,
     ),

@@ -249,17 +249,6 @@ class Stage(Section):
     micro_batch_size: Positive | None = None
     """Sequences per rank and forward pass in this stage; default: train.micro_batch_size."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _unmerged(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("merge"):
-            allowed = (
-                "no merging between stages: KL and forgetting are measured with the adapters off, and a merged "
-                "backbone would be rounded to train.precision and saved whole (afterwards: cqwen export --merge)"
-            )
-            raise refused("merge", given["merge"], allowed)
-        return given
-
     @model_validator(mode="after")
     def _length(self) -> "Stage":
         given = [key for key in ("steps", "epochs", "until") if getattr(self, key) is not None]

@@ -78,8 +78,7 @@ class CausalQwenModel(CausalModules):
         table, transformer.embed_tokens = transformer.embed_tokens, None  # module 1 has the table
         size, hidden = config.causal_hidden_size, config.hidden_size
         with made_in_fp32():
-            number = (config.num_token_id, config.value_periods, config.digit_rows)
-            embedding = NumericalAwareEmbedding(table, hidden, *number)
+            embedding = NumericalAwareEmbedding(table, hidden, config.num_token_id, config.digit_rows)
             features = FeatureStack(embedding, FeatureExtractionNetwork(transformer))
             abduction = make_abduction(
                 kind,

@@ -27,7 +27,7 @@ class CausalQwenConfig(PretrainedConfig):
 
     base: the base model's own config, as a dict, and `added_rows` in it, if any. num_token_id: the row used for
     <NUM>. used_rows: words from here on are spare and never written (default num_token_id + 1). causal_size: C without
-    the number dimensions (default H). number_dims: m. wide, random_features, value_periods: as in a run's section
+    the number dimensions (default H). number_dims: m. wide, random_features: as in a run's section
     `model`; wide needs number dimensions. abduction: a name of `ABDUCTIONS`. scalar_threshold: one C for all words.
     target: the regression's unit (`TargetTransform.to_dict`). kwargs: among others what the number head's kind goes by
     (`NUMBER_KEYS`).
@@ -59,7 +59,6 @@ class CausalQwenConfig(PretrainedConfig):
         calibration: dict[str, Any] | None = None,
         wide: int = 0,
         random_features: int = 0,
-        value_periods: Sequence[float] = (),
         word_terms: dict[str, float] | None = None,
         learns_words: bool = True,
         constants: Sequence[float] = (),
@@ -88,7 +87,6 @@ class CausalQwenConfig(PretrainedConfig):
         for name, key in NUMBER_KEYS.items():
             setattr(self, name, kwargs.pop(name, key.default))
         self.wide, self.random_features = wide, random_features
-        self.value_periods = list(value_periods)
         self.word_terms, self.learns_words = word_terms or {}, learns_words
         self.constants, self.symbols = list(constants), symbols or {}
         self.digit_rows = list(digit_rows)
@@ -127,7 +125,6 @@ class CausalQwenConfig(PretrainedConfig):
                 _rows_of(self.digit_rows, rows),
                 f"no rows, or {len(CHARACTERS)} below {rows}",
             ),
-            ("value_periods", self.value_periods, all(map(_above_0, self.value_periods)), "numbers above 0"),
         ):
             if not fits:
                 raise UserError(f"config.json: {name}", found, allowed)

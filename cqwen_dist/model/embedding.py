@@ -1,6 +1,5 @@
 """Module 1: token embedding plus number (seed S0 section 1)."""
 
-import math
 from collections.abc import Sequence
 from threading import local
 from typing import Any
@@ -16,16 +15,6 @@ def phi(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """sign(v) ln(1+|v|) (S0 1.3), computed in float64, rounded to dtype; phi(0) = 0 exactly."""
     wide = values.double()
     return (wide.sign() * wide.abs().log1p()).to(dtype)
-
-
-def value_features(values: Tensor, periods: Sequence[float] = (), dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """phi(v), then cos(2 pi v/p) - 1 and sin(2 pi v/p) for each of K periods p: 1+2K tensors of dtype, 0 at v = 0.
-
-    With periods 10, 100, ... they encode the digits of v (FoNE, arXiv 2502.09741). Computed in float64.
-    """
-    angles = [values.double() * (2 * math.pi / p) for p in periods]
-    turns = (turn.to(dtype) for angle in angles for turn in (angle.cos() - 1, angle.sin()))
-    return [phi(values, dtype), *turns]
 
 
 def scale_of(table: nn.Module) -> float:
@@ -47,20 +36,16 @@ class NumericalAwareEmbedding(nn.Module):
         token_embedding: nn.Embedding,
         hidden_size: int,
         num_token_id: int | None = None,
-        periods: Sequence[float] = (),
         digit_rows: Sequence[int] = (),
     ) -> None:
-        """w_num [H] starts as N(0, 1/H) per entry (std 1/sqrt(H), S3 4 step 1). With K periods w_num is [1+2K,H] and
-        multiplies `value_features`. digit_rows: the tokens of `CHARACTERS`, if digits are kept in view: then <NUM> has
-        the row of its numeral's first character, if there is one."""
+        """w_num [H] starts as N(0, 1/H) per entry (std 1/sqrt(H), S3 4 step 1). digit_rows: the tokens of `CHARACTERS`,
+        if digits are kept in view: then <NUM> has the row of its numeral's first character, if there is one."""
         super().__init__()
         self.take_table(token_embedding)
         self.num_token_id = num_token_id
         self.digit_rows = tuple(digit_rows)
         self._rows: Tensor | None = None  # `digit_rows` on the device
-        self.periods = tuple(periods)
-        self.w_num_shape = (1 + 2 * len(periods), hidden_size) if periods else (hidden_size,)
-        self.w_num = nn.Parameter(torch.randn(self.w_num_shape) * hidden_size**-0.5)
+        self.w_num = nn.Parameter(torch.randn(hidden_size) * hidden_size**-0.5)
         self.num_row = nn.Parameter(torch.zeros(hidden_size))
         self.numeral_row = torch.zeros(hidden_size)  # `num_row` with which the base by itself is measured
 
@@ -109,11 +94,7 @@ class NumericalAwareEmbedding(nn.Module):
         finally:
             self.inside.reading = False
         dtype = torch.promote_types(self.w_num.dtype, torch.float32)
-        features = value_features(numeric_values, self.periods, dtype)
-        rows = self.w_num.to(dtype).view(-1, self.w_num.shape[-1])
-        number = features[0].unsqueeze(-1) * rows[0]
-        for feature, row in zip(features[1:], rows[1:], strict=True):
-            number = number + feature.unsqueeze(-1) * row
+        number = phi(numeric_values, dtype).unsqueeze(-1) * self.w_num.to(dtype)
         if self.num_token_id is not None and input_ids is not None:
             number = number + (input_ids == self.num_token_id).unsqueeze(-1) * self.num_row.to(dtype)
         return (base.to(dtype) + number).to(base.dtype)

@@ -175,7 +175,7 @@ def build_run(config: Config, runtime: Runtime, groups: Groups, shared: Shared |
     # Digests of the inputs: a resumed run compares them and refuses or reports a difference
     inputs = {name: (weights | samples)[key] for name, key in KEYS.items()}
     of_z = {name: inputs[name] for name in ("base", "tokenizer")}
-    of_z |= model.model_dump(include={"quantize", "value_periods"})
+    of_z["quantize"] = model.quantize
 
     # Model, engine and stepper, and the parts around the steps
     target = asdict(statistics.transform(config.target_transform))
@@ -219,7 +219,7 @@ def _evaluations(
     shared: Shared,
 ) -> Evaluations:
     config, runtime, groups, words = training.config, training.runtime, training.groups, training.words
-    how = config.model.model_dump(include={"value_periods", "attention", "compile_layers"})
+    how = config.model.model_dump(include={"attention", "compile_layers"})
     as_run = (repr(how), config.train.micro_batch_size)
 
     def evaluator(dataset: TextDataset, forward: Features, word_counts: np.ndarray | None = None) -> Evaluator:

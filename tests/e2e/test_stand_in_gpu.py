@@ -17,7 +17,6 @@ RUNS: dict[str, dict[str, Any]] = {
         "data__pack": True,
         "model__attention": "varlen",
         "model__candidates": "arithmetic",
-        "model__value_periods": [10, 100],
         "model__wide": [64, 32],
     },
     "offload": {"parallel__offload": "optimizer", "loss__constraint": {"mode": "dual", "eps": 0.05}},

@@ -88,7 +88,6 @@ def test_a_whole_step_compiles_into_one_graph(model, mode: str, monkeypatch: pyt
         ("llama", {"candidates": "arithmetic", "symbols": {"+": [3, 4], "=": [5]}, "constants": [7.0]}),
         pytest.param("mistral", {}, marks=pytest.mark.slow),  # a window of 5 positions
         ("qwen2", {"wide": 512}),
-        pytest.param("qwen2", {"value_periods": [10.0, 100.0]}, marks=pytest.mark.slow),
     ],
     ids=lambda part: part if isinstance(part, str) else next(iter(part), "plain"),
 )

@@ -58,7 +58,7 @@ def join(batches: list[Batch]) -> Batch:
 def fresh_model(kind: str, **shape: Any) -> CausalQwenModel:
     """The model at its start; `shape` may hold the range of rows."""
     lora = LORA if kind == "heads+lora" else None
-    more = {"wide": 64, "value_periods": [7.0, 90.0], "candidates": "copies"} if lora else {}
+    more = {"wide": 64, "candidates": "copies"} if lora else {}
     return with_tables(tiny_model(number_dims=2, lora=lora, scalar_threshold="scalar C" in kind, **more, **shape))
 
 

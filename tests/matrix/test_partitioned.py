@@ -46,7 +46,6 @@ def load(folder: str, case: Case, groups: Groups) -> tuple[CausalQwenModel, Runt
         num_token_id=NUM,
         number_dims=2,
         wide=64,
-        value_periods=[7.0, 90.0],
         candidates="copies",
         lora=LORA,
         vocab_start=start,
@@ -96,7 +95,7 @@ def features(folder: str, case: Case) -> Any:
 
 def test_a_partitioned_bf16_model_equals_the_whole_bf16_model(folder: str) -> None:
     torch.manual_seed(1)
-    shape = {"number_dims": 2, "lora": LORA, "wide": 64, "value_periods": [7.0, 90.0]}
+    shape = {"number_dims": 2, "lora": LORA, "wide": 64}
     whole = with_tables(CausalQwenModel.from_base_model(tiny_base(), start="seed", num_token_id=NUM, **shape))
     for parameter in whole.features.parameters():  # not the buffers: rotary frequencies stay fp32
         parameter.data = parameter.data.bfloat16()

@@ -17,7 +17,7 @@ from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.model import CausalQwenModel
 from cqwen_dist.model.backbone import FeatureExtractionNetwork
 from cqwen_dist.model.base_loading import base_config, build_base, load_base
-from cqwen_dist.model.embedding import NumericalAwareEmbedding, phi, value_features
+from cqwen_dist.model.embedding import NumericalAwareEmbedding, phi
 from cqwen_dist.sizes.architecture import read_architecture
 
 BASES = [("qwen2", True), *((kind, False) for kind in ARCHITECTURES)]
@@ -154,13 +154,3 @@ def test_gradients_reach_w_num_at_numbers_and_num_row_at_num(embedding: Numerica
     embedding(ids, values).backward(upstream)
     assert_close(embedding.w_num.grad, math.log(10.0) * (upstream[0, 1] - upstream[0, 2]), 1e-5, "w_num")
     assert_close(embedding.num_row.grad, upstream[0, 1] + upstream[0, 2], 1e-5, "num_row")
-
-
-def test_value_periods_distinguish_digits_and_are_zero_at_zero() -> None:
-    periods, values = [10.0, 100.0, 1e6], [0.0, -0.0, 7.0, 123456.0, -2.5]
-    features = torch.stack(value_features(torch.tensor(values, dtype=torch.float64), periods), -1)
-    assert features.dtype == torch.float32
-    assert features[:2].eq(0).all()
-    for value, row in zip(values, features.tolist(), strict=True):
-        turns = [f(2 * math.pi * value / p) for p in periods for f in (lambda x: math.cos(x) - 1, math.sin)]
-        assert row == pytest.approx([math.copysign(math.log1p(abs(value)), value), *turns], abs=1e-6)

@@ -17,7 +17,6 @@ from cqwen_dist.config import load_config
 
 CHANGES = [
     "model.wide=[4096, 64]",
-    "model.value_periods=[10,100]",
     "model.number_head=laplace",
     "model.lora.target_modules=[q_proj] + model.lora.dropout=0.5",
     "model.lora.dora=true",

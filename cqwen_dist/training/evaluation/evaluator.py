@@ -90,7 +90,7 @@ class Evaluator:
                 yield scores, labels, u.loc @ rows.T + bias
 
         self._exchange_row()
-        w_num = torch.zeros(embedding.w_num_shape, device=self.device)  # the base reads no values
+        w_num = torch.zeros(embedding.numeral_row.shape, device=self.device)  # the base reads no values
         base = {"embedding.w_num": w_num, "embedding.num_row": embedding.numeral_row.to(w_num)}
         try:
             with adapters_disabled(self.model.transformer), self.model.features.using(base):

@@ -23,7 +23,6 @@ def drawn(kind: str, tied: bool, draw: random.Random) -> Config:
     columns: dict[str, list[Any]] = {
         "causal_size": [None, 8, 30],
         "wide": [0, 64],
-        "value_periods": [[], [7.0], [7.0, 90.0]],
         "candidates": ["none", "copies", "arithmetic"],
     }
     model = {key: draw.choice(values) for key, values in columns.items()}

@@ -29,7 +29,7 @@ NEW = 40
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("qwen2", {}),
     "candidates": ("qwen3", {"candidates": "arithmetic", "symbols": {"=": [5]}, "constants": [7.0]}),
-    "types": ("llama", {"number_types": 2, "value_periods": [10.0, 100.0]}),
+    "types": ("llama", {"number_types": 2}),
     "more": ("mistral", {"more_values": 1, "number_dims": 2}),
     "digits": ("qwen2", {"digit_rows": True}),
 }
