@@ -74,7 +74,7 @@ def step(
     gpu: Annotated[str, typer.Option(help="GPU whose peak defines MFU: h200, h100, ...; default: the local one.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """A training step by part at a config's shapes, compared with HF + PEFT; `plan --calibrate` reads its --json."""
+    """A training step by part at a config's shapes, compared with HF + PEFT and with the plan."""
     checked = load(config, overrides)
     quiet_libraries()
     from benchmarks.step import measure

@@ -74,7 +74,7 @@ def run(
 ) -> dict[str, Any]:
     """Measure every stage of the config. Collective over the world; returns a JSON-ready document on every rank.
 
-    machine: the stated rates are the reference for the calibration. peak: flop/s for MFU, None if unknown. both: run
+    machine: its stated rates are the plan's. peak: flop/s for MFU, None if unknown. both: run
     eager and compiled; else `model.compile_layers` decides. Raises `UserError` if the config does not fit the ranks.
     """
     device = runtime.device
@@ -93,7 +93,7 @@ def run(
                     raise
                 rows.append({"name": f"all stages{COMPILED}", "skipped": said(error), "trainable": []})
             _empty(device)
-    calibration = _factors(found, sizes, machine, runtime.world_size)
+    factors = _factors(found, sizes, machine, runtime.world_size)
     if peers and runtime.world_size == 1:
         rows += _peers(timer, config, architecture, kinds if both else (False,), batches, sizes, rows)
         rows += [] if config.learns_words else numbers_rows(config, architecture, runtime, rounds)
@@ -108,7 +108,7 @@ def run(
         "compiled": config.model.compile_layers,
         "rows": rows,
         "profiles": profiles,
-        "calibration": {"machine": machine.name, "factors": calibration},
+        "measured_over_planned": {"machine": machine.name, "factors": factors},
     }
 
 

@@ -42,7 +42,9 @@ OF_LOGITS = (
     *("renormalize_logits", "repetition_penalty", "sequence_bias", "suppress_tokens", "top_h", "typical_p"),
 )
 CHANGES = (*OF_LOGITS, "prefix_allowed_tokens_fn")
-LOGIT_MODES = ("compatible", "ovr")  # a processor sees loc_S in `compatible`, log P in `ovr`
+# Options of these modes alone: a processor sees loc_S in `compatible`, log P in `ovr`
+LOGIT_MODES = ("compatible", "ovr")
+OF_LOGIT_MODES = {*CHANGES, "logits_processor", "top_k", "top_p"}
 # If a mode does not take the option: the value with which it has no effect, so callers may pass it. So may None.
 _OFF = ("early_stopping", "low_memory", "output_attentions", "output_hidden_states", "output_logits", "output_scores")
 NEUTRAL = {
@@ -66,10 +68,7 @@ INSTEAD_OF = {
     "prefill_chunk_size": "None; a prompt is read at once",
     "synced_gpus": "False: a process generates by itself, so give each whole weights",
 }
-# The modes that take an option, if not all do.
-ONLY_IN = {
-    **dict.fromkeys((*CHANGES, "logits_processor", "top_k", "top_p"), LOGIT_MODES),
-}
+NOT_HERE = f"nothing but in mode {' or '.join(LOGIT_MODES)}"
 WHOLE = ("max_new_tokens", "max_length", "num_return_sequences", "top_k", "seed", "used_rows")
 REAL = ("abstain", "temperature", "top_p", "eps_truncation", "max_time")
 
@@ -162,7 +161,7 @@ def _draws(
 ) -> dict[str, Any]:
     """Options that change the draws of a mode. own: processors of logits. Raises `UserError`."""
     if own and mode not in LOGIT_MODES:
-        raise UserError("logits_processor", "", _only_in("logits_processor"))
+        raise UserError("logits_processor", "", NOT_HERE)
     longest = min(ids.shape[1] + merged["max_length"], model.config.max_position_embeddings)
     merged = {**merged, "max_length": longest}
     if mode == "compatible":
@@ -179,10 +178,6 @@ def _temperatures(words: str, own: dict[str, Any], asked: dict[str, Any], wide: 
     """(the temperature of the processors, that of numbers), if numbers have a mode of their own. wide: of words."""
     of_base = own.get("temperature") if words == "compatible" else None
     return of_base if wide == "auto" else wide, {"temperature": asked.get("temperature")}
-
-
-def _only_in(name: str) -> str:
-    return f"nothing but in mode {' or '.join(ONLY_IN[name])}"
 
 
 def _mask_of(model: Any, ids: Tensor, merged: dict[str, Any]) -> Tensor | None:
@@ -229,7 +224,7 @@ def _with_effect(asked: dict[str, Any], mode: str) -> dict[str, Any]:
     known = {*PASSED_ON, *PLAIN, *SAMPLING, *LENGTH, *CHANGES}
     found = {}
     for name, value in asked.items():
-        if name in known and mode in ONLY_IN.get(name, (mode,)):
+        if name in known and (mode in LOGIT_MODES or name not in OF_LOGIT_MODES):
             found[name] = value
             if value is not None:
                 _check_kind(name, value)
@@ -240,7 +235,7 @@ def _with_effect(asked: dict[str, Any], mode: str) -> dict[str, Any]:
         ):
             near = difflib.get_close_matches(name, known, 1)
             other = "an option of this generate" + (f"; the nearest is {near[0]}" if near else "")
-            raise UserError(name, value, _only_in(name) if name in known else INSTEAD_OF.get(name, other))
+            raise UserError(name, value, NOT_HERE if name in known else INSTEAD_OF.get(name, other))
     return found
 
 

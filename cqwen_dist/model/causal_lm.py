@@ -21,7 +21,7 @@ from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.heads.beside import BESIDE
 from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.heads.precision import at_hand, refuse_changed
-from cqwen_dist.model.backbone import cache_name, seen_inside
+from cqwen_dist.model.backbone import seen_inside
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.labels_loss import loss_of_labels, refuse_foreign
@@ -123,7 +123,6 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
     def from_base(
         cls,
         name_or_path: str,
-        start: str | None = None,
         num_token_id: int | None = None,
         calibration_batches: Iterable[Batch] | None = None,
         texts: Iterable[str] | None = None,
@@ -131,17 +130,16 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> "CausalQwenForCausalLM":
         """A base model turned causal (seed S3 section 4).
 
-        texts: some of the training texts, in random order. With them the model starts calibrated, as a run does: about
-        4,000 tokens are read, by the base's own tokenizer, and their numbers give the unit. start: "calibrated" (the
-        default with texts, or with calibration_batches instead), "seed" (the default without, with a warning: the
-        first loss is then in the hundreds or thousands), or "seed-100". num_token_id: default len(tokenizer) of the
-        model's tokenizer, or the last row without one. options: of `CausalQwenModel.from_base_model` (causal_size,
-        number_dims, ...), the base's dtype (float32) and device (the CPU), for calibration, and keep_digits, for texts
-        (`data.keep_digits`; the tokenizer's policy has to say so too). The calibrated start makes <NUM>'s rows from the
-        digits' unless num_row_init is given. Raises `UserError`.
+        texts: some of the training texts, in random order. With them (or calibration_batches) the model starts
+        calibrated, as a run does: about 4,000 tokens are read, by the base's own tokenizer, and their numbers give the
+        unit. Without them it starts at the seeds' constants, with a warning: the first loss is then in the hundreds or
+        thousands. num_token_id: default len(tokenizer) of the model's tokenizer, or the last row without one. options:
+        of `CausalQwenModel.from_base_model` (causal_size, number_dims, ...), the base's dtype (float32) and device (the
+        CPU), for calibration, and keep_digits, for texts (`data.keep_digits`; the tokenizer's policy has to say so
+        too). The calibrated start makes <NUM>'s rows from the digits' unless num_row_init is given. Raises `UserError`.
         """
         found = import_module("cqwen_dist.model.from_base")  # by name: a loaded model needs no texts and no calibration
-        model, base = found.turned_causal(name_or_path, start, num_token_id, calibration_batches, texts, **options)
+        model, base = found.turned_causal(name_or_path, num_token_id, calibration_batches, texts, **options)
         causal = cls(model.config, model).eval()  # as from_pretrained leaves a model
         causal.generation_config = base.generation_config or causal.generation_config
         return causal
@@ -299,11 +297,6 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         if call.as_output:
             return with_numbers(written, numbers)
         return (written, numbers) if return_numbers else written
-
-    @property
-    def cache_name(self) -> str:
-        """The name that this transformers gives to a cache."""
-        return cache_name(self.model.transformer)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
         """As transformers', with the code that the folder needs if this package is not installed.

@@ -11,7 +11,6 @@ from transformers.utils import logging
 from cqwen_dist.batch import Batch
 from cqwen_dist.config.bases import line_end_ids, numeral_ids, rows_used, rows_with_number
 from cqwen_dist.config.data import NumberPolicy
-from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.training import LossConfig
 from cqwen_dist.data.from_memory import text_batches
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
@@ -24,14 +23,15 @@ logger = logging.get_logger(__name__)
 
 def turned_causal(
     name_or_path: str,
-    start: str | None,
     num_token_id: int | None,
     calibration_batches: Iterable[Batch] | None,
     texts: Iterable[str] | None,
     **options: Any,
 ) -> tuple[CausalQwenModel, PreTrainedModel]:
     """The model, and the base inside it; arguments and errors as `CausalQwenForCausalLM.from_base`."""
-    start = _start_of(start, texts, calibration_batches)
+    start = "seed" if texts is None and calibration_batches is None else "calibrated"
+    if start == "seed":
+        logger.warning("from_base without texts: the heads start at the seeds' constants; texts=[...] calibrates them")
     found = base_tokenizer(name_or_path)
     used, vocabulary = (None, {}) if found is None else (rows_used(found), found.get_vocab())
     if start == "calibrated":
@@ -61,16 +61,3 @@ def turned_causal(
         calibrate(model, batches, numerals=options.get("numerals", ()), fit_batches=batches)
     model.action.base_head = None
     return model, base
-
-
-def _start_of(start: str | None, texts: Any, batches: Any) -> str:
-    """The start of `from_base`, by its arguments. Raises `UserError`."""
-    given = texts is not None or batches is not None
-    start = start or ("calibrated" if given else "seed")
-    if start == "calibrated" and not given:
-        raise UserError("texts", "no texts", "texts, or calibration_batches, for the calibrated start")
-    if texts is not None and (batches is not None or start != "calibrated"):
-        raise UserError("texts", Said(f"texts with start {start}"), "start calibrated, and no calibration_batches")
-    if start == "seed":
-        logger.warning("from_base without texts: the heads start at the seeds' constants; texts=[...] calibrates them")
-    return start

@@ -100,7 +100,6 @@ def calibrated(
     torch.manual_seed(seed)
     model = CausalQwenForCausalLM.from_base(
         base,
-        start="calibrated",
         calibration_batches=batches,
         device=pick_device(0),
         number_dims=8,

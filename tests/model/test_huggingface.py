@@ -140,8 +140,6 @@ def test_from_base_with_texts_starts_as_a_run_does_and_warns_without(one_rank, c
     assert loss["seed"] > told["seed_loss"] / 2
     assert loss["calibrated"] < 2 * told["loss"]
     assert (model.config.number_dims, model.config.target["name"]) == (8, "standardise")
-    with pytest.raises(UserError, match="texts: found texts with start seed, allowed: start calibrated"):
-        CausalQwenForCausalLM.from_base(base, start="seed", texts=texts)
     with pytest.raises(UserError, match=r"^texts: found a str, allowed: records or texts"):
         CausalQwenForCausalLM.from_base(base, texts="a text")
 

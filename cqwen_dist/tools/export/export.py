@@ -186,18 +186,14 @@ def cast(model: CausalQwenForCausalLM, dtype: torch.dtype) -> None:
     model.config.dtype = dtype
 
 
-def sixteen_tokens(model: CausalQwenForCausalLM) -> tuple[Tensor, Tensor]:
-    """Ids and values [1,16]. One token is a number, 99.9."""
+@torch.no_grad()
+def probe(model: CausalQwenForCausalLM) -> dict[str, Tensor]:
+    """The model's outputs for sixteen tokens, one of them the number 99.9, on the CPU: U, Y, and loc_S at the last
+    four."""
     ids = torch.arange(16).remainder(model.config.vocab_size).unsqueeze(0)
     values = torch.zeros(ids.shape, dtype=torch.float64)
     ids[0, 8], values[0, 8] = model.config.num_token_id, 99.9
-    return ids, values
-
-
-@torch.no_grad()
-def probe(model: CausalQwenForCausalLM) -> dict[str, Tensor]:
-    """The model's outputs for sixteen tokens, on the CPU: U, Y, and loc_S at the last four."""
-    out = model(*sixteen_tokens(model), logits_to_keep=4)
+    out = model(ids, values, logits_to_keep=4)
     return {name: out[name] for name in ("loc_U", "scale_U", "loc_Y", "scale_Y", "logits")}
 
 

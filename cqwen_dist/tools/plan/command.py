@@ -63,7 +63,7 @@ def run(configs: Sequence[Config], asked: Question) -> tuple[dict[str, Any], Ren
     configs: of the runs of one job; the plan is of the one with the peak, with the memory of all. Raises `UserError`.
     """
     config = configs[0]
-    known = machine(asked.gpu or ("h100" if asked.gpus_per_node else "cpu"), asked.interconnect, asked.calibrate)
+    known = machine(asked.gpu or ("h100" if asked.gpus_per_node else "cpu"), asked.interconnect)
     options: dict[str, Any] = {"gpu_memory_gib": asked.gpu_memory_gib, "machine": known, "text": asked.text_tokens}
     options |= {"nodes": asked.nodes, "gpus_per_node": asked.gpus_per_node, "architecture": read_architecture(config)}
     options |= {"sequences": asked.sequences or count_sequences(config), "price": asked.price}
@@ -155,8 +155,7 @@ def _size(count: float) -> str:
 
 def _stages(plan: Plan) -> Table:
     """One row per metric and one column per stage, as a run has few stages and terminals are narrow."""
-    how = "measured rates" if plan.machine.calibrated else "stated rates"
-    table = Table("stage", title=f"One optimizer step on {plan.machine.name} ({how})", title_justify="left")
+    table = Table("stage", title=f"One optimizer step on {plan.machine.name} (stated rates)", title_justify="left")
     shown = {"backbone_forward": "forward", "backbone_backward": "backward", "exposed_launches": "starting kernels"}
     rows: dict[str, list[str]] = defaultdict(list)
     for stage in plan.stages:

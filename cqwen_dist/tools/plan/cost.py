@@ -2,13 +2,10 @@
 
 Matrix products take operations / (peak x efficiency). Other kernels are bound by memory: bytes / (bandwidth x memory
 efficiency). Kernels are launched one by one, so a micro-batch takes at least `LAUNCH` per kernel. Communication is a
-ring over the slowest link between the ranks. docs/planner.md derives the terms. `--calibrate` scales each part by the
-measurements from `benchmarks step`.
+ring over the slowest link between the ranks. docs/planner.md derives the terms.
 """
 
-import json
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cqwen_dist.config.errors import UserError
@@ -32,8 +29,6 @@ class Machine:
     gib: float = 80.0  # memory
     between: float = 50 * GB  # bytes/s that a rank sends to other nodes
     efficiency: float = 0.70  # fraction of the peak in large products
-    calibrated: str = ""  # source of measured rates
-    factors: dict[str, float] = field(default_factory=dict)  # measured / roofline seconds by part
 
     def peak(self, width: int) -> float:
         """Peak flop/s for numbers of `width` bytes."""
@@ -54,25 +49,13 @@ MACHINES = {
 INTERCONNECTS = {"ib400": 50 * GB, "ib200": 25 * GB, "eth100": 12.5 * GB, "eth25": 3.125 * GB, "eth10": 1.25 * GB}
 
 
-def machine(name: str, interconnect: str, calibration: Path | None = None) -> Machine:
-    """A machine by name, with its links. calibration: output of `benchmarks step --json`, with measured factors.
-
-    Raises `UserError`.
-    """
+def machine(name: str, interconnect: str) -> Machine:
+    """A machine by name, with its links. Raises `UserError`."""
     if name not in MACHINES:
         raise UserError("--gpu", name, f"one of {', '.join(MACHINES)}")
     if interconnect not in INTERCONNECTS:
         raise UserError("--interconnect", interconnect, f"one of {', '.join(INTERCONNECTS)}")
-    found = replace(MACHINES[name], between=INTERCONNECTS[interconnect])
-    if calibration is None:
-        return found
-    try:
-        document = json.loads(calibration.read_text(encoding="utf-8"))
-        factors = {str(k): float(v) for k, v in document["calibration"]["factors"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise UserError("--calibrate", str(calibration), "a document of `benchmarks step --json`") from None
-    good = {part: factor for part, factor in factors.items() if 0 < factor < float("inf")}
-    return replace(found, factors=good, calibrated=str(calibration))
+    return replace(MACHINES[name], between=INTERCONNECTS[interconnect])
 
 
 # Equal for all machines
@@ -145,8 +128,7 @@ def stage_cost(s: Sizes, m: Machine, ranks_per_node: int) -> StageCost:
         gathers = [x for x in feature_messages(s) if x.operation == "all-gather"]
         overlapped = sum(message_time(x, s, m, ranks_per_node) for x in gathers)
         communication -= min(overlapped, time["backbone_forward"] + time["backbone_backward"])
-    time["communication"] = communication * m.factors.get("communication", 1.0)
-    time |= {"optimizer": optimizer_time(s, m), "exposed_launches": exposed}
+    time |= {"communication": communication, "optimizer": optimizer_time(s, m), "exposed_launches": exposed}
     return StageCost(
         stage=s.stage.name,
         time=time,
@@ -178,16 +160,18 @@ def micro_batch_times(s: Sizes, m: Machine) -> dict[str, float]:
     operations = each.word_head + each.abduction
     heads = n * (operations / (m.peak(s.width) * HEAD_EFFICIENCY) + words / memory)
     exposed = 0.0
-    # Measured times already include the launches, so only stated rates need this term.
-    if s.kind == "cuda" and not m.calibrated:
+    if s.kind == "cuda":
         adapters = sum(count for count, _ in s.base.all_maps(s.adapters))
         layers = s.base.layers * (COMPILED_KERNELS if compiled else KERNELS)
         start = LAUNCH * (layers if compiled else layers + ADAPTER_KERNELS[s.zero] * adapters)
         exposed += max(0.0, start - forward) * (not s.cached)
         exposed += max(0.0, start * ((1 if compiled else 2) + s.checkpointing) - backward) * s.graph
-    times = {"backbone_forward": forward, "backbone_backward": backward, "heads": heads}
-    measured = {part: seconds * m.factors.get(part, 1.0) for part, seconds in times.items()}
-    return {**measured, "exposed_launches": exposed}
+    return {
+        "backbone_forward": forward,
+        "backbone_backward": backward,
+        "heads": heads,
+        "exposed_launches": exposed,
+    }
 
 
 def layer_bytes(s: Sizes) -> float:
@@ -219,7 +203,7 @@ def optimizer_time(s: Sizes, m: Machine) -> float:
     tensors = 2 * sum(count for count, _ in s.base.all_maps(s.adapters)) * TENSOR * looped
     here = 0.0 if offloaded else ADAMW * (heads + features) / (m.memory * MEMORY_EFFICIENCY)
     host = (features * (ADAMW + 2 * s.width) + heads * (ADAMW + 3 * FP32)) / HOST if offloaded else 0.0
-    return (here + tensors) * m.factors.get("optimizer", 1.0) + host
+    return here + tensors + host
 
 
 def message_time(message: Message, s: Sizes, m: Machine, ranks_per_node: int) -> float:

@@ -1,7 +1,6 @@
 """The options of `cqwen plan`."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,7 +15,6 @@ class Question:
     gpu_memory_gib: Annotated[float | None, typer.Option(help="Memory per GPU; default: as in --gpu.")] = None
     gpu: Annotated[str, typer.Option(help="Rates of this GPU: h200, h100 (default), a100, l40s, cpu.")] = ""
     interconnect: Annotated[str, typer.Option(help="Network between machines, per rank: ib200, eth100, ...")] = "ib400"
-    calibrate: Annotated[Path | None, typer.Option(help="Measured rates: `python -m benchmarks step --json`.")] = None
     sequences: Annotated[int | None, typer.Option(min=1, help="Texts per epoch; default: counted if cheap.")] = None
     text_tokens: Annotated[
         float | None, typer.Option(min=1, help="Tokens per packed text (data.pack); default: one text per row.")
