@@ -139,15 +139,14 @@ def launch(
     overrides: Words = None,
     ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 1,
     hostfile: Annotated[Path | None, typer.Option(help="Lines `host slots=N`: train on these hosts over ssh.")] = None,
-    env_file: Annotated[Path | None, typer.Option(help="File with NAME=VALUE lines for the hosts' ranks.")] = None,
     blind: Annotated[bool, typer.Option("--no-preflight", help="Skip the check of the hosts.")] = False,
 ) -> None:
     """Train on multiple ranks on this machine, or on a hostfile's hosts, with the `deepspeed` launcher."""
-    code = start_ranks(config, overrides or [], ranks, hostfile=hostfile, env_file=env_file, look_first=not blind)
+    code = start_ranks(config, overrides or [], ranks, hostfile=hostfile, look_first=not blind)
     if code == 75:
         from cqwen_dist.config.one_job import load_configs
 
-        options = {"--ranks": ranks, "--hostfile": hostfile, "--env-file": env_file}
+        options = {"--ranks": ranks, "--hostfile": hostfile}
         given = [f"{name} {shlex.quote(str(value))}" for name, value in options.items() if value not in (None, 1)]
         echo(f"to go on: {' '.join([resuming(load_configs(config, overrides or []), 'launch'), *given])}", err=True)
     raise typer.Exit(code)

@@ -65,20 +65,19 @@ def read_hostfile(path: Path) -> dict[str, int]:
     return hosts
 
 
-def read_environment(path: Path | None) -> dict[str, str]:
-    """The ranks' environment: this process's variables to pass on, then NAME=VALUE lines from the file.
+def read_environment() -> dict[str, str]:
+    """The ranks' environment: this process's variables to pass on, then the NAME=VALUE lines of DeepSpeed's
+    `.deepspeed_env` in this folder or the home folder, if there is one.
 
-    `export`, quotes around a value and a comment after it are left out. Names such as $HOME stay.
-    path: default: DeepSpeed's `.deepspeed_env` in this folder or the home folder, if present. Raises `UserError`.
+    `export`, quotes around a value and a comment after it are left out. Names such as $HOME stay. Raises `UserError`.
     """
     environment = {k: v for k, v in os.environ.items() if k in PASSED_ON or k.startswith(PREFIXES)}
     environment |= {k: v for k, v in os.environ.items() if k.lower() in PROXIES}
-    if path is None:
-        usual = (Path(".deepspeed_env"), Path.home() / ".deepspeed_env")
-        path = next((file for file in usual if file.is_file()), None)
-    for where, line in [] if path is None else _lines(path, "--env-file"):
+    usual = (Path(".deepspeed_env"), Path.home() / ".deepspeed_env")
+    path = next((file for file in usual if file.is_file()), None)
+    for where, line in [] if path is None else _lines(path, ".deepspeed_env"):
         if (found := _VARIABLE.fullmatch(line)) is None:
-            raise UserError("--env-file", line, "NAME=VALUE, the value with two quotes around it or none", where)
+            raise UserError(".deepspeed_env", line, "NAME=VALUE, the value with two quotes around it or none", where)
         environment[found["name"]] = found["quoted"] or found["plain"] or ""
     return environment
 
@@ -171,22 +170,18 @@ def launch(
     ranks: int,
     quiet: bool = False,
     hostfile: Path | None = None,
-    env_file: Path | None = None,
     look_first: bool = True,
 ) -> int:
     """Run until the end; returns the exit code for `cqwen`: 0 done, 2 wrong input, 75 stopped, 1 otherwise.
 
     The launcher returns 0 even if a signal killed a rank, so the runs' status files decide. overrides: with the further
     configs of a job. quiet: sends the ranks' output to stderr. hostfile: run on these hosts and ignore `ranks`.
-    look_first: with a hostfile, check the hosts with a quick `cqwen doctor`. env_file: more environment variables for
-    the hosts.
+    look_first: with a hostfile, check the hosts with a quick `cqwen doctor`.
     """
     if ranks < 1:
         raise UserError("--ranks", ranks, "1 or more")
-    if env_file is not None and hostfile is None:
-        raise UserError("--env-file", Said("use it with --hostfile; ranks of this machine have this environment"), "")
     hosts = None if hostfile is None else read_hostfile(hostfile)
-    environment = {} if hosts is None else read_environment(env_file)
+    environment = {} if hosts is None else read_environment()
     configs = preflight(path, overrides)
     configs[0].parallel.refuse_ranks(ranks if hosts is None else sum(hosts.values()))
     run_dirs = [Path(config.run.dir) for config in configs if not is_done(config)]
@@ -230,7 +225,7 @@ def stacks_of(run_dir: Path) -> list[Path]:
 def run_words(words: list[str], ranks: int, hostfile: Path | None, shared: Path) -> int:
     """Exit code of `cqwen` with these words on several ranks, here or on a hostfile's hosts; 75 after a stop."""
     hosts = None if hostfile is None else read_hostfile(hostfile)
-    environment = {} if hosts is None else read_environment(None)
+    environment = {} if hosts is None else read_environment()
     code, stopped = _run_words(words, ranks, hosts, environment, shared.absolute())
     return STOPPED if stopped else code
 

@@ -150,8 +150,7 @@ def translate(
     )
     options |= apart
     copies, as_output = int(merged.get("num_return_sequences") or 1), bool(merged.get("return_dict_in_generate"))
-    if prompt.hidden and (processors := options.get("logits_processor")):  # the prompt has no ids that they may see
-        options["logits_processor"] = lambda written, logits: processors(written[:, prompt.hidden :], logits)
+    options["logits_processor"] = _past(prompt.hidden, options.get("logits_processor"))
     options["watch"] = [*_watch(ids, merged, stopping_criteria, streamer, tokenizer), *watch]
     return Call(options, copies, as_output)
 
@@ -172,6 +171,11 @@ def _draws(
         return {}
     top_k = merged.get("top_k") or 0  # transformers may have a default
     return _sampling(model, ids, mask, {**merged, "do_sample": True, "top_k": top_k}, own)
+
+
+def _past(hidden: int, processors: Any) -> Any:
+    """The processors, for texts whose first positions have no ids that they may see."""
+    return processors and (lambda ids, logits: processors(ids[:, hidden:], logits)) if hidden else processors
 
 
 def _temperatures(words: str, own: dict[str, Any], asked: dict[str, Any], wide: Any) -> tuple[Any, dict[str, Any]]:

@@ -124,7 +124,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         cls,
         name_or_path: str,
         num_token_id: int | None = None,
-        calibration_batches: Iterable[Batch] | None = None,
+        calibration_batches: Iterable[Batch] = (),
         texts: Iterable[str] | None = None,
         **options: Any,
     ) -> "CausalQwenForCausalLM":

@@ -24,14 +24,12 @@ logger = logging.get_logger(__name__)
 def turned_causal(
     name_or_path: str,
     num_token_id: int | None,
-    calibration_batches: Iterable[Batch] | None,
+    calibration_batches: Iterable[Batch],
     texts: Iterable[str] | None,
     **options: Any,
 ) -> tuple[CausalQwenModel, PreTrainedModel]:
     """The model, and the base inside it; arguments and errors as `CausalQwenForCausalLM.from_base`."""
-    start = "seed" if texts is None and calibration_batches is None else "calibrated"
-    if start == "seed":
-        logger.warning("from_base without texts: the heads start at the seeds' constants; texts=[...] calibrates them")
+    start = "calibrated" if calibration_batches or texts is not None else "seed"
     found = base_tokenizer(name_or_path)
     used, vocabulary = (None, {}) if found is None else (rows_used(found), found.get_vocab())
     if start == "calibrated":
@@ -39,6 +37,8 @@ def turned_causal(
         options.setdefault("word_terms", LossConfig().terms(calibrated=True, named=True))
         if options.setdefault("num_row_init", "digits") == "digits":
             options.setdefault("numerals", numeral_ids(vocabulary))
+    else:
+        logger.warning("from_base without texts: the heads start at the seeds' constants; texts=[...] calibrates them")
     options.setdefault("line_ends", line_end_ids(vocabulary))
     rows_for = None
     if used is not None:
@@ -57,7 +57,7 @@ def turned_causal(
     options.setdefault("used_rows", base.config.vocab_size if used is None else max(used, num_token_id + 1))
     model = CausalQwenModel.from_base_model(base, start=start, num_token_id=num_token_id, **options).to(device)
     if start == "calibrated":
-        batches = list(calibration_batches or ())
+        batches = list(calibration_batches)
         calibrate(model, batches, numerals=options.get("numerals", ()), fit_batches=batches)
     model.action.base_head = None
     return model, base

@@ -39,9 +39,9 @@ def test_a_wrong_hostfile_is_reported_by_line(tmp_path: Path) -> None:
 def test_environment_has_named_variables_and_the_files_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("SOMETHING_ELSE", "1")
-    file = tmp_path / "variables"
-    file.write_text('# theirs\nNCCL_DEBUG=WARN\nMINE=a\'; echo $(id) = "b"\n')
-    found = read_environment(file)
+    monkeypatch.chdir(tmp_path)
+    Path(".deepspeed_env").write_text('# theirs\nNCCL_DEBUG=WARN\nMINE=a\'; echo $(id) = "b"\n')
+    found = read_environment()
     assert (found["NCCL_DEBUG"], found["MINE"]) == ("WARN", 'a\'; echo $(id) = "b"')
     assert "SOMETHING_ELSE" not in found
     assert found["PATH"] == os.environ["PATH"]
