@@ -1,7 +1,5 @@
 """The section `deepspeed`: settings of ZeRO that no key of this project decides. All others are refused by name."""
 
-from typing import Any
-
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import NO_FP16, Config
 from cqwen_dist.config.yaml_text import leaves
@@ -56,10 +54,5 @@ def check_section(config: Config) -> None:
         if isinstance(kind, type):
             if not isinstance(value, bool):
                 raise UserError(key, value, "true or false")
-        elif not _is_whole(value) or value < kind:
+        elif isinstance(value, bool) or not isinstance(value, (int, float)) or value % 1 or value < kind:
             raise UserError(key, value, f"a whole number from {kind}")
-
-
-def _is_whole(value: Any) -> bool:
-    """Whether it is a whole number, also one written as 5e8."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value % 1 == 0

@@ -86,7 +86,7 @@ class CausalQwenGeneration(GenerateDecoderOnlyOutput):
     numeric_intervals: Tensor | None = None
 
 
-def with_numbers(sequences: Tensor, numbers: GeneratedNumbers) -> CausalQwenGeneration:
+def with_numbers(sequences: Any, numbers: GeneratedNumbers) -> CausalQwenGeneration:
     """The output of a generation: sequences and their numbers."""
     ends = torch.stack([torch.stack(numbers.interval(level), -1) for level in LEVELS], -2)
     return CausalQwenGeneration(

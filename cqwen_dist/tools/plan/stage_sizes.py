@@ -136,8 +136,7 @@ class Sizes:
 
     def zero_setting(self, key: str, default: int) -> int:
         """A stage-3 setting: the user's, or DeepSpeed's default."""
-        section = self.config.deepspeed.get("zero_optimization", {})
-        return int(section.get(key, default) if isinstance(section, dict) else default)
+        return int(self.config.deepspeed.get("zero_optimization", {}).get(key, default))
 
 
 def stage_sizes(config: Config, base: Architecture, *, world: int, kind: str, **known: Any) -> list[Sizes]:

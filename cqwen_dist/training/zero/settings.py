@@ -33,11 +33,8 @@ def deepspeed_config(config: Config, world_size: int, trained: int) -> dict[str,
         result["data_types"] = {"grad_accum_dtype": "fp32"}
     if config.parallel.offload == "optimizer":
         result["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    merged = _merge(result, config.deepspeed)
-    merged["zero_optimization"]["allgather_bucket_size"] += merged["zero_optimization"]["allgather_bucket_size"] % 2
-    return merged
-
-
-def _merge(ours: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
-    both = {key: _merge(ours[key], value) for key, value in added.items() if isinstance(ours.get(key), dict)}
-    return {**ours, **added, **both}
+    zero: dict[str, Any] = result["zero_optimization"]
+    for key, added in config.deepspeed.get("zero_optimization", {}).items():
+        zero[key] = {**zero.get(key, {}), **added} if isinstance(added, dict) else added
+    zero["allgather_bucket_size"] += zero["allgather_bucket_size"] % 2
+    return result
