@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from cqwen_dist.config import yaml_text
 from cqwen_dist.config.architectures import architecture
-from cqwen_dist.config.architectures.base_architecture import EXPERTS
 from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig
 from cqwen_dist.config.bases import POLICY_FILE
 from cqwen_dist.config.data import DataConfig, NumberPolicy
@@ -167,7 +166,8 @@ class Config(Section):
         """Notes: experimental features, and values that other keys chose. Raises `UserError` for a key that this base
         type does not support."""
         base, model, sequence = architecture(model_type), self.model, self.parallel.sequence_group_size
-        targets = base.adapter_targets(model.lora) if self.trains("lora") else []
+        if self.trains("lora"):
+            base.check_targets(model.lora.target_modules)
         asked = (
             ("sequence_groups", "parallel.sequence_group_size", sequence, sequence > 1),  # it asks for varlen
             ("varlen", "model.attention", "varlen", self.attention == "varlen"),
@@ -176,7 +176,6 @@ class Config(Section):
             ("quantize", "model.quantize", model.quantize, model.quantize != "none"),
             ("zero_3", "parallel.zero_stage", 3, self.parallel.zero_stage == 3),
             ("packing", "data.pack", True, self.data.pack),
-            ("expert_adapters_zero_3", "parallel.zero_stage", 3, self.parallel.zero_stage == 3 and EXPERTS in targets),
         )
         notes = [base.require(capability, key, value) for capability, key, value, wanted in asked if wanted]
         if model.attention is None and sequence > 1:

@@ -126,8 +126,8 @@ class LoraConfig(Section):
     dropout: Share = 0.0
     """Dropout before the adapters."""
     target_modules: Annotated[list[str], Field(min_length=1)] | Literal["all-linear"] = Field(list(USUAL_TARGETS))
-    """Linear layers that get an adapter, or all-linear; experts stands for all experts of a mixture. The default means
-    the base's layers in attention, linear attention, MLP and shared experts."""
+    """Linear layers that get an adapter, or all-linear. The default means the base's layers in attention, linear
+    attention, MLP and shared experts."""
     dora: bool = False
     """Learn each weight's magnitude separately from its direction (DoRA)."""
 

@@ -9,25 +9,19 @@ from peft import inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from cqwen_dist.config.architectures.base_architecture import EXPERTS
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.training import LoraConfig
 
 ADAPTER = "default"
-EXPERT_PARAMETERS = ("mlp.experts.down_proj", "mlp.experts.gate_up_proj")
 
 
 def peft_config(config: LoraConfig) -> PeftLoraConfig:
     """Convert our config to PEFT's."""
-    modules, parameters = config.target_modules, None
-    if EXPERTS in modules:  # all experts are one parameter each for two maps, which PEFT adapts by name
-        modules, parameters = [name for name in modules if name != EXPERTS], list(EXPERT_PARAMETERS)
     return PeftLoraConfig(
         r=config.r,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
-        target_modules=modules,
-        target_parameters=parameters,
+        target_modules=config.target_modules,
         use_dora=config.dora,
     )
 
@@ -85,7 +79,7 @@ def refuse_rounded(model: nn.Module) -> None:
 def merge_lora(transformer: nn.Module) -> None:
     """Merge all adapters into their layers and remove them, in place. Raises `UserError`."""
     refuse_rounded(transformer)
-    for name, module in reversed(list(transformer.named_modules())):  # experts have one adapter inside of the other
+    for name, module in list(transformer.named_modules()):
         if isinstance(module, BaseTunerLayer):
             module.merge()
             parent, _, child = name.rpartition(".")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from cqwen_dist.config import Config, Said, UserError
 from cqwen_dist.config.architectures import ARCHITECTURES, BaseArchitecture, architecture, text_part
-from cqwen_dist.config.architectures.base_architecture import EXPERTS, Block
+from cqwen_dist.config.architectures.base_architecture import Block
 from cqwen_dist.config.bases import rows_with_number
 from cqwen_dist.sizes.flops import Work
 
@@ -144,27 +144,19 @@ class Architecture:
         return total
 
     def adapted(self, target_modules: Sequence[str] | str) -> frozenset[str]:
-        """Names of all maps with an adapter; `EXPERTS` stands for all experts."""
+        """Names of all maps with an adapter."""
         asked = self.kind.targets(target_modules)
         return frozenset(self.kind.linears if isinstance(asked, str) else asked)
 
-    def lora_parameters(
-        self, r: int, target_modules: Sequence[str] | str, dora: bool = False, active: bool = False
-    ) -> int:
-        """Adapters of rank r: r (in + out) for each target, and out magnitudes with DoRA. The same for each expert;
-        active: only for those that a token uses."""
+    def lora_parameters(self, r: int, target_modules: Sequence[str] | str, dora: bool = False) -> int:
+        """Adapters of rank r: r (in + out) for each target, and out magnitudes with DoRA."""
         names = self.adapted(target_modules)
-        total = sum(n * (r * (m.rows + m.columns) + dora * m.columns) for n, m in self.all_maps(names))
-        if EXPERTS in names:
-            e, i = self.sizes["num_experts_per_tok" if active else "num_experts"], self.sizes["moe_intermediate_size"]
-            layers = sum(count for count, layer in self.stack if any(block.kind == "experts" for block in layer))
-            total += layers * r * e * (2 * self.hidden + 3 * i)
-        return total
+        return sum(n * (r * (m.rows + m.columns) + dora * m.columns) for n, m in self.all_maps(names))
 
     def work(self, config: Config, words: int, abduction: int) -> Work:
         """Operations of a run's model on this base. words: C_w. abduction: entries of its matrices."""
         lora = config.model.lora
-        adapters = self.lora_parameters(lora.r, lora.target_modules, active=True) if config.trains("lora") else 0
+        adapters = self.lora_parameters(lora.r, lora.target_modules) if config.trains("lora") else 0
         blocks = [(count, block.kind) for count, layer in self.stack for block in layer]
         attending = sum(count for count, kind in blocks if kind == "attention")
         state = sum(count for count, kind in blocks if kind == "recurrence") * self.sizes.get("linear state", 0)

@@ -28,15 +28,12 @@ from cqwen_dist.tools.export.export import export
 from cqwen_dist.training.zero.partitioned_base import WeightFiles
 
 KINDS = list(ARCHITECTURES)
-WITH_EXPERTS = [kind for kind, base in ARCHITECTURES.items() if base.experts is not None]
-EVERYTHING = [(kind, False) for kind in KINDS] + [(kind, True) for kind in WITH_EXPERTS]
 LORA: dict[str, Any] = {"r": 2, "alpha": 4}
 
 
-def lora_of(kind: str, experts: bool = False) -> dict[str, Any]:
-    """Adapters in the usual places, or also on all experts; as a model's config has them."""
-    targets = ARCHITECTURES[kind].targets(LoraConfig().target_modules)
-    return LoraConfig(**LORA, target_modules=[*targets, "experts"] if experts else targets).model_dump()
+def lora_of(kind: str) -> dict[str, Any]:
+    """Adapters in the usual places, as a model's config has them."""
+    return LoraConfig(**LORA, target_modules=ARCHITECTURES[kind].targets(LoraConfig().target_modules)).model_dump()
 
 
 def moved(module: torch.nn.Module) -> torch.nn.Module:
@@ -49,9 +46,9 @@ def moved(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-@pytest.mark.parametrize(("kind", "experts"), EVERYTHING)
-def test_gradients_of_adapters_equal_pefts_on_the_plain_model(kind: str, experts: bool) -> None:
-    lora = lora_of(kind, experts)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_adapters_equal_pefts_on_the_plain_model(kind: str) -> None:
+    lora = lora_of(kind)
     model = tiny_model(kind, lora=lora).train()
     moved(model.transformer)
     fuse_adapters(model.transformer)
@@ -73,10 +70,10 @@ def test_gradients_of_adapters_equal_pefts_on_the_plain_model(kind: str, experts
     assert size.lora_parameters(2, lora["target_modules"]) == sum(inner[name].numel() for name in found)
 
 
-@pytest.mark.parametrize(("kind", "experts"), [(kind, kind in WITH_EXPERTS) for kind in KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_merged_adapters_keep_the_features(kind: str, experts: bool) -> None:
-    batch, model = random_batch(), tiny_model(kind, lora=lora_of(kind, experts))
+def test_merged_adapters_keep_the_features(kind: str) -> None:
+    batch, model = random_batch(), tiny_model(kind, lora=lora_of(kind))
     moved(model.transformer)
     before = model.kept_features(batch, batch.kept)
     merge_lora(model.transformer)
@@ -144,15 +141,14 @@ def strangers(tmp_path: Path, *folders: Path) -> list[Tensor]:
 
 @pytest.mark.slow  # of two: tests/tools/export/test_portable.py
 def test_strangers_load_exports_of_every_architecture(tmp_path: Path) -> None:
-    cases = [(kind, kind in WITH_EXPERTS) for kind in KINDS]
-    pairs = {case: tiny_pair(kind=case[0], lora=lora_of(*case)) for case in cases}
+    pairs = {kind: tiny_pair(kind=kind, lora=lora_of(kind)) for kind in KINDS}
     folders = []
     for i, pair in enumerate(pairs.values()):
         source = write_folder(tmp_path / f"in{i}", *pair)
         folders.append(export(source, tmp_path / f"out{i}", merge=i % 2 == 1))
-    for (case, (model, _)), found in zip(pairs.items(), strangers(tmp_path, *folders), strict=True):
+    for (kind, (model, _)), found in zip(pairs.items(), strangers(tmp_path, *folders), strict=True):
         with torch.no_grad():
-            assert_close(found, model(torch.arange(12).unsqueeze(0)).logits[0], 2e-5, str(case))
+            assert_close(found, model(torch.arange(12).unsqueeze(0)).logits[0], 2e-5, kind)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if ARCHITECTURES[kind].nested])

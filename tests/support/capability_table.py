@@ -21,7 +21,6 @@ FEATURES = {
     "zero_3": "`parallel.zero_stage: 3`",
     "sequence_groups": "`parallel.sequence_group_size`",
     "fused_adapters": "an adapter and its map in one product",
-    "expert_adapters_zero_3": "`experts` in `target_modules` under ZeRO-3",
     "merge": "`cqwen export --merge`",
     "vllm": "`cqwen serve --engine vllm`",
 }

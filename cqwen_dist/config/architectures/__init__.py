@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from cqwen_dist.config.architectures.base_architecture import EXPERTS, BaseArchitecture
+from cqwen_dist.config.architectures.base_architecture import BaseArchitecture
 from cqwen_dist.config.architectures.gemma3 import GEMMA3
 from cqwen_dist.config.architectures.llama import LLAMA, MISTRAL
 from cqwen_dist.config.architectures.phi3 import PHI3
@@ -16,7 +16,7 @@ from cqwen_dist.config.errors import Said, UserError
 _ALL = (QWEN2, QWEN3, QWEN3_5, QWEN3_NEXT, QWEN2_MOE, QWEN3_MOE, QWEN3_5_MOE, LLAMA, MISTRAL, PHI3, GEMMA3)
 ARCHITECTURES = {each.model_type: each for each in _ALL}
 # Linear maps that can have an adapter in at least one of them
-LINEARS = (*dict.fromkeys(name for each in _ALL for name in each.linears), EXPERTS)
+LINEARS = tuple(dict.fromkeys(name for each in _ALL for name in each.linears))
 # Why others cannot be a base. Substring of the `model_type` -> reason; the first match counts.
 _NESTED = "its text model is part of a larger one"
 _REASONS = {

@@ -9,7 +9,6 @@ from cqwen_dist.config.errors import UserError
 USUAL = "qwen2"  # for benchmarks, and if no base is named
 # A layer's linear maps in the usual architecture. As adapter targets they mean the base's equivalents (`targets`).
 USUAL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-EXPERTS = "experts"  # as adapter target: the parameters with all experts
 Bias = bool | str  # True, False, or the key in the model's config that decides
 
 
@@ -126,7 +125,6 @@ class Capabilities:
     zero_3: Support = SUPPORTED  # needs the loader that partitions one module at a time
     sequence_groups: Support = NOT_MEASURED  # attention over the positions of several ranks (`parallel.mappings`)
     fused_adapters: Support = SUPPORTED  # if unsupported, PEFT's code runs
-    expert_adapters_zero_3: Support = SUPPORTED  # adapters of all experts on partitioned weights
     merge: Support = SUPPORTED
     vllm: Support = Support("unsupported", "not tried in vLLM")  # `cqwen serve --engine vllm`
 
@@ -171,18 +169,12 @@ class BaseArchitecture:
             return [name for name in self.linears if name != "shared_expert_gate"]
         return list(asked)
 
-    def adapter_targets(self, lora: Any) -> list[str] | str:
-        """`targets` for the section `model.lora`. Raises `UserError` for a map this base lacks, or that experts
-        forbid."""
-        known = [*self.linears, *[EXPERTS] * (self.experts is not None)]
-        found = self.targets(lora.target_modules)
+    def check_targets(self, asked: Sequence[str] | str) -> None:
+        """Raises `UserError` for a map of `model.lora.target_modules` that this base lacks."""
+        found, known = self.targets(asked), ", ".join(self.linears)
         for name in [] if isinstance(found, str) else found:
-            if name not in known:
-                raise UserError("model.lora.target_modules", name, f"names out of {', '.join(known)}, or all-linear")
-        for key, value, off in (("dropout", lora.dropout, 0), ("dora", lora.dora, False)):
-            if EXPERTS in found and value:
-                raise UserError(f"model.lora.{key}", value, f"{off} with adapters of experts (PEFT has none)")
-        return found
+            if name not in self.linears:
+                raise UserError("model.lora.target_modules", name, f"names out of {known}, or all-linear")
 
     def layers_of(self, found: Mapping[str, Any], count: int) -> list[tuple[Block, ...]]:
         """The blocks of each layer. found: the model's config."""

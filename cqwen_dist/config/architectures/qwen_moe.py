@@ -13,7 +13,6 @@ from cqwen_dist.config.architectures.base_architecture import (
 WITH_EXPERTS = {
     "compiled_layers": Support("experimental", "not yet tried with experts"),
     "quantize": Support("unsupported", "all experts are one parameter, which bitsandbytes leaves in 16 bits"),
-    "expert_adapters_zero_3": Support("unsupported", "PEFT adds to the experts' weights outside of their module"),
 }
 
 QWEN2_MOE = BaseArchitecture(

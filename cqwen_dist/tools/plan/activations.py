@@ -6,7 +6,7 @@ letters.
 
 from collections.abc import Callable
 
-from cqwen_dist.config.architectures.base_architecture import EXPERTS, Block
+from cqwen_dist.config.architectures.base_architecture import Block
 from cqwen_dist.sizes.architecture import CHUNK
 from cqwen_dist.tools.plan.stage_sizes import FP32, Sizes, ceil_div, masked
 
@@ -22,7 +22,7 @@ def layer_saved(s: Sizes, layer: Layer) -> int:
         # A norm saves its input in fp32 (compiled: in the input dtype), and 1 / rms
         each += block.norms * ((w if s.config.model.compile_layers else FP32) * a.hidden + FP32)
         each += SAVED[block.kind](s, block) + _adapters_saved(s, block)
-    return round(s.tokens * each) + _expert_adapters(s, layer)
+    return round(s.tokens * each)
 
 
 def _attention(s: Sizes, block: Block) -> float:
@@ -80,16 +80,6 @@ SAVED: dict[str, Callable[[Sizes, Block], float]] = {
     "recurrence": _recurrence,
     "experts": _experts,
 }
-
-
-def _expert_adapters(s: Sizes, layer: Layer) -> int:
-    """Bytes that adapters of all experts save in a layer: PEFT adds them to a copy of all experts, and the inputs."""
-    sparse = any(block.kind == "experts" for block in layer)
-    if not sparse or EXPERTS not in s.adapters or "lora" not in s.trainable:
-        return 0
-    size, h, w = s.base.sizes, s.base.hidden, s.width
-    i, used = size["moe_intermediate_size"], size["num_experts_per_tok"]
-    return w * (3 * size["num_experts"] * h * i + s.tokens * used * (h + i))
 
 
 def _adapters_saved(s: Sizes, block: Block) -> int:

@@ -9,7 +9,6 @@ from torch import nn
 
 from cqwen_dist.config import Config
 from cqwen_dist.config.architectures import ARCHITECTURES
-from cqwen_dist.config.architectures.base_architecture import EXPERTS
 from cqwen_dist.config.trainable import feature_counts
 from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.tools.plan.make import plan
@@ -32,8 +31,6 @@ def drawn(kind: str, tied: bool, draw: random.Random) -> Config:
     targets = draw.choice(["all-linear", None, draw.sample(names, 2)])
     kinds = {"dora": True}, {}
     lora: dict[str, Any] = {"r": draw.choice([1, 3, 16]), **draw.choice(kinds)}
-    if ARCHITECTURES[kind].experts is not None and draw.random() < 0.3:
-        lora, targets = {"r": 3}, [names[0], EXPERTS]
     model["lora"] = lora if targets is None else {**lora, "target_modules": targets}
     trained = draw.choice([["heads"], ["heads", "embedding", "lora"], ["lora"], ["abduction", "embedding"]])
     return Config.model_validate(
