@@ -217,9 +217,7 @@ def _in_time(
     return parts, choice, pace
 
 
-def judge(
-    folder: Path, made: Prepared, say: Callable[[str], None], clock: TimeLimit, seeds: int = 1
-) -> dict[str, Any]:
+def judge(folder: Path, made: Prepared, say: Callable[[str], None], clock: TimeLimit, seeds: int = 1) -> dict[str, Any]:
     """Predict the test rows with the run and the other models, and write predicted.csv and fit.json.
 
     seeds: the number of runs; the others are only compared with the first.

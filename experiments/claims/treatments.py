@@ -123,7 +123,7 @@ def fitted(ask: Ask, learnt: People, others: People) -> Reader:
         with table.open("w", encoding="utf-8", newline="") as file:
             write_table(({name: row[name] for name in (*COLUMNS, TARGET)} for row in rows), file)
         write_atomically(split, json.dumps(list(range(len(learnt.age), len(rows)))))
-    request = FitRequest(str(table), TARGET, ask.base, [], None, 0.2, str(split), ask.seed, ask.size.minutes)
+    request = FitRequest(str(table), TARGET, ask.base, split=str(split), seed=ask.seed, minutes=ask.size.minutes)
     prepare(request, folder / "fit", ask.say)
     with redirect_stdout(sys.stderr):
         train(folder / "fit" / CONFIG)
