@@ -144,7 +144,8 @@ def request_of(folder: Path) -> tuple[FitRequest, dict[str, Any] | None]:
     """(the request in a fit folder, the size and digest of the table if recorded)."""
     held = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
     of_file = held.pop(OF_FILE, None)
-    return FitRequest(**held), of_file
+    known = {name: value for name, value in held.items() if name in FitRequest.__dataclass_fields__}  # of today
+    return FitRequest(**known), of_file
 
 
 def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], None], clock: TimeLimit) -> None:
