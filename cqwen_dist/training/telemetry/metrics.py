@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cqwen_dist.config import RunConfig, Said, UserError, reason_of
+from cqwen_dist.config.errors import Said, UserError, reason_of
+from cqwen_dist.config.training import RunConfig
 from cqwen_dist.run import files
 from cqwen_dist.run.files import not_followed, read_line, read_lines, write_atomically
 from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
