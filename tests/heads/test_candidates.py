@@ -217,11 +217,11 @@ def test_the_calibrated_start_learns_which_number_it_is_on_any_number_of_ranks()
     assert found["eval/exact"] > old - 0.05
     assert found["eval/reg_mdae"] < 1e-3  # two thirds are exact, but for fp32
     # The intervals are those of new numbers
-    assert count == pytest.approx(200 * (1 - old), abs=8)
+    assert count == pytest.approx(200 * (1 - old), abs=14)  # as many as 0.07 of 200
     assert 0.7 < found["eval/coverage_90_conformal"] <= 1.0
     for other, _, same in run_ranks(_judged, 2, 240, 200):
         assert_close(other, weight, 1e-3)  # the rows in another order, then a ridge
-        assert same["eval/candidates"] == pytest.approx(found["eval/candidates"], abs=0.02)
+        assert same["eval/candidates"] == pytest.approx(found["eval/candidates"], abs=0.03)  # six numbers
 
 
 def test_an_exact_number_is_written_digit_by_digit():

@@ -28,7 +28,8 @@ def tiny_pair(**shape: Any) -> tuple[CausalQwenForCausalLM, NumericalAwareTokeni
             parameter.add_(torch.randn_like(parameter) * 0.05)
         model.model.abduction.set_scale(0.02)
         model.model.action.threshold.fill_(1.0)
-        model.model.action.threshold[tokenizer.num_token_id] = -1.5
+        model.model.action.threshold[tokenizer.num_token_id] = -2.0
+        model.model.action.threshold[tokenizer.encode("<|im_end|>", begin=False).ids] = 1e3  # no word
     return model, tokenizer
 
 
