@@ -14,10 +14,11 @@ from torch.nn.utils.rnn import pad_sequence
 from benchmarks.numbers.adapted_base import BATCH, LORA, RATES, products_in
 from benchmarks.numbers.competitors import READ, best
 from cqwen_dist.batch import IGNORE_INDEX, pad_rows
+from cqwen_dist.config.trainable import is_lora
 from cqwen_dist.data.tokenizer import DigitTokenizer
 from cqwen_dist.model.backbone import cache_name
 from cqwen_dist.model.base_loading import load_base
-from cqwen_dist.model.lora import inject_lora, is_lora
+from cqwen_dist.model.lora import inject_lora
 
 WHOLE, ROUNDED = 7, 4  # maximum significant digits in integers and in other numbers
 NO_NODE = 2**62  # padding, which must sort after every node

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from cqwen_dist.checkpoint.manifest import refuse_pickles
 from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.trainable import is_lora
 from cqwen_dist.config.training import LoraConfig
-from cqwen_dist.model.lora import ADAPTER, is_lora, peft_config
+from cqwen_dist.model.lora import ADAPTER, peft_config
 
 FOLDER = "adapter"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -29,7 +29,7 @@ from cqwen_dist.checkpoint.manifest import FORMAT, Retention, checkpoint_folder,
 from cqwen_dist.checkpoint.mirror import Mirror
 from cqwen_dist.checkpoint.resume import ROWS, Tensors, TrainState
 from cqwen_dist.config.errors import DiskError, Said
-from cqwen_dist.model.lora import is_lora
+from cqwen_dist.config.trainable import is_lora
 from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.run.files import (

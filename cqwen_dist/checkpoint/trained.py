@@ -16,7 +16,7 @@ from cqwen_dist.checkpoint.resume import TrainState, base_digest, load_checkpoin
 from cqwen_dist.config import Config, Said, UserError, load_config
 from cqwen_dist.config.bases import POLICY_FILE
 from cqwen_dist.config.custom import TRUST
-from cqwen_dist.config.trainable import is_trainable
+from cqwen_dist.config.trainable import is_lora, is_trainable
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.continuation import end_ids
@@ -25,7 +25,6 @@ from cqwen_dist.heads.intervals import read_intervals
 from cqwen_dist.model import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.model.base_loading import base_folder_of, load_base, shared_base
 from cqwen_dist.model.causal_qwen import classes_of
-from cqwen_dist.model.lora import is_lora
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.run.files import CONFIG, DIGESTS, read_object
 

@@ -61,6 +61,21 @@ def is_added(name: str) -> bool:
     return group is not None and FEATURE_GROUPS[group].added
 
 
+def is_lora(name: str) -> bool:
+    """Whether a parameter name belongs to an adapter."""
+    return ".lora_" in name
+
+
+def is_lora_b(name: str) -> bool:
+    """Whether this is a B matrix, which has a separate learning rate in LoRA+."""
+    return ".lora_B." in name or ".lora_embedding_B." in name
+
+
+def is_magnitude(name: str) -> bool:
+    """Whether this is a DoRA magnitude, a vector without weight decay."""
+    return ".lora_magnitude_vector." in name
+
+
 def trains_features(groups: Collection[str]) -> bool:
     """Whether gradients run through the backbone while these groups train."""
     return not FEATURE_GROUPS.keys().isdisjoint(groups)

@@ -72,3 +72,17 @@ def seen_inside(transformer: nn.Module, **asked: Any) -> Iterator[dict[str, Any]
     see = transformer.register_forward_hook(lambda _, args, output: seen.update({n: output.get(n) for n in names}))
     with ask, see:
         yield seen
+
+
+@contextmanager
+def adapters_disabled(transformer: nn.Module) -> Iterator[None]:
+    """Inside, all adapters are bypassed, which gives the outputs of the base."""
+    # By PEFT's own switch, as an export without adapters does not need PEFT
+    layers: list[Any] = [m for m in transformer.modules() if hasattr(m, "_disable_adapters")]
+    for layer in layers:
+        layer._disable_adapters = True  # PEFT's enable_adapters would also toggle requires_grad
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False

@@ -1,8 +1,5 @@
 """PEFT adapters on the backbone: injected once before training, with B = 0, so the base does not change."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import inject_adapter_in_model
@@ -39,34 +36,6 @@ def inject_lora(transformer: nn.Module, config: LoraConfig) -> None:
         linear = sorted({n.rsplit(".", 1)[-1] for n, m in transformer.named_modules() if isinstance(m, nn.Linear)})
         allowed = f"names out of {', '.join(linear)}, or all-linear"
         raise UserError("model.lora.target_modules", config.target_modules, allowed) from error
-
-
-def is_lora(name: str) -> bool:
-    """Whether a parameter name belongs to an adapter."""
-    return ".lora_" in name
-
-
-def is_lora_b(name: str) -> bool:
-    """Whether this is a B matrix, which has a separate learning rate in LoRA+."""
-    return ".lora_B." in name or ".lora_embedding_B." in name
-
-
-def is_magnitude(name: str) -> bool:
-    """Whether this is a DoRA magnitude, a vector without weight decay."""
-    return ".lora_magnitude_vector." in name
-
-
-@contextmanager
-def adapters_disabled(transformer: nn.Module) -> Iterator[None]:
-    """Inside, all adapters are bypassed, which gives the outputs of the base."""
-    layers = [m for m in transformer.modules() if isinstance(m, BaseTunerLayer)]
-    for layer in layers:
-        layer._disable_adapters = True  # PEFT's enable_adapters would also toggle requires_grad
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
 
 
 def refuse_rounded(model: nn.Module) -> None:

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config.trainable import is_added
+from cqwen_dist.config.trainable import is_added, is_lora, is_lora_b
 from cqwen_dist.config.training import ConstraintConfig
-from cqwen_dist.model.lora import adapters_disabled, is_lora, is_lora_b
+from cqwen_dist.model.backbone import adapters_disabled
 from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.collectives import sum_over

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from cqwen_dist.config.trainable import feature_group, heads_group, is_trainable
+from cqwen_dist.config.trainable import feature_group, heads_group, is_magnitude, is_trainable
 from cqwen_dist.heads.beside import BESIDE
-from cqwen_dist.model.lora import is_magnitude
 
 
 @dataclass(frozen=True)

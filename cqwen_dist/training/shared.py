@@ -10,8 +10,8 @@ from weakref import WeakSet, WeakValueDictionary
 from torch import Tensor
 
 from cqwen_dist.config.schema import Config
+from cqwen_dist.config.trainable import is_lora, is_magnitude
 from cqwen_dist.model.base_loading import with_own_modules
-from cqwen_dist.model.lora import is_lora, is_magnitude
 from cqwen_dist.training.zero.engine import Engine
 
 T = TypeVar("T")

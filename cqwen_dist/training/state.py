@@ -12,8 +12,7 @@ from torch import Tensor
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, refuse_exchanged, refuse_strange
 from cqwen_dist.checkpoint.saving import About
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.config.trainable import FEATURE_GROUPS, feature_group
-from cqwen_dist.model.lora import is_lora, is_lora_b
+from cqwen_dist.config.trainable import FEATURE_GROUPS, feature_group, is_lora, is_lora_b
 from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.run.files import START_TENSORS, let_read, written_whole
 from cqwen_dist.training.constraint import Constraint

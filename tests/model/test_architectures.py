@@ -19,10 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from cqwen_dist.checkpoint.trained import load_trained
 from cqwen_dist.config import LoraConfig
 from cqwen_dist.config.architectures import ARCHITECTURES
+from cqwen_dist.config.trainable import is_lora
 from cqwen_dist.model import CausalQwenForCausalLM
 from cqwen_dist.model.base_loading import load_base
 from cqwen_dist.model.layers import fuse_adapters
-from cqwen_dist.model.lora import is_lora, merge_lora, peft_config
+from cqwen_dist.model.lora import merge_lora, peft_config
 from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.tools.export.export import export
 from cqwen_dist.training.zero.partitioned_base import WeightFiles

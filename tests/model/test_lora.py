@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import LoraConfig, UserError
+from cqwen_dist.config.trainable import is_lora, is_magnitude
+from cqwen_dist.model.backbone import adapters_disabled
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.layers import FusedLinear, fuse_adapters
-from cqwen_dist.model.lora import adapters_disabled, inject_lora, is_lora, is_magnitude, merge_lora
+from cqwen_dist.model.lora import inject_lora, merge_lora
 from cqwen_dist.training.parameter_groups import feature_members
 
 FAMILY = {

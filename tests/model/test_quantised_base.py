@@ -11,9 +11,9 @@ from support.numerics import assert_close
 from support.tiny import NUM, random_batch, tiny_base
 
 from cqwen_dist.config import UserError
+from cqwen_dist.config.trainable import is_lora
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.model.base_loading import load_base
-from cqwen_dist.model.lora import is_lora
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (pip install cqwen-dist[quant])")
 

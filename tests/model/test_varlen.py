@@ -15,12 +15,12 @@ from transformers.masking_utils import sdpa_mask
 from cqwen_dist.batch import Batch, Texts
 from cqwen_dist.config import LoraConfig
 from cqwen_dist.config.architectures import ARCHITECTURES
+from cqwen_dist.config.trainable import is_lora_b
 from cqwen_dist.data.collate import collate
 from cqwen_dist.data.store import Document, Sample
 from cqwen_dist.heads.fused_loss import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.model import CausalQwenModel, varlen
 from cqwen_dist.model.layers import compile_layers
-from cqwen_dist.model.lora import is_lora_b
 from cqwen_dist.model.varlen import _even, _within, attend_within_texts, kernel_for
 from cqwen_dist.parallel.collectives import sum_over
 from cqwen_dist.parallel.groups import build_groups

@@ -15,7 +15,7 @@ pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (pip i
 
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.checkpoint.trained import load_exported, load_trained
-from cqwen_dist.model.lora import is_lora
+from cqwen_dist.config.trainable import is_lora
 from cqwen_dist.tools.export.export import export, probe
 from cqwen_dist.training.evaluation.evaluate_checkpoint import evaluate_checkpoint
 

@@ -30,7 +30,7 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.heads.action import rows_of, words_of_base
 from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.heads.word_temperature import word_temperature
-from cqwen_dist.model.lora import adapters_disabled
+from cqwen_dist.model.backbone import adapters_disabled
 from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.scores import OvrScores
