@@ -1,4 +1,4 @@
-"""The section `deepspeed`: settings of ZeRO that no key of this project decides. All others are refused by name."""
+"""The section `deepspeed`: settings of ZeRO for which this project has no key. All others are refused by name."""
 
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import NO_FP16, Config

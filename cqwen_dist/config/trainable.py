@@ -63,7 +63,7 @@ def is_added(name: str) -> bool:
 
 def is_lora(name: str) -> bool:
     """Whether a parameter name belongs to an adapter."""
-    return ".lora_" in name
+    return feature_group(name) == "lora"
 
 
 def is_lora_b(name: str) -> bool:

@@ -71,7 +71,7 @@ def test_the_pipeline_reads_and_writes_numbers(folder: Path, pair) -> None:
         assert [n["intervals"] for n in record["numbers"]] == [n.intervals for n in numbers]
         assert [n["value"] for n in record["numbers"]] == [n.written for n in numbers]
     assert pipe(PROMPTS[0], max_new_tokens=20)[0]["generated_text"] == found[0], "greedy by default"
-    (word,) = re.findall("[a-z]+", expected[0])[:1]
+    word = re.findall("[a-z]+", expected[0])[0]
     stopped = pipe(PROMPTS[0], stop_sequence=word, return_full_text=False, **options)[0]["generated_text"]
     assert stopped == expected[0][: expected[0].index(word) + len(word)]
     chat = [{"role": "user", "content": "tea costs 3.5"}]

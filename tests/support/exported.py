@@ -29,7 +29,7 @@ def tiny_pair(**shape: Any) -> tuple[CausalQwenForCausalLM, NumericalAwareTokeni
         model.model.abduction.set_scale(0.02)
         model.model.action.threshold.fill_(1.0)
         model.model.action.threshold[tokenizer.num_token_id] = -2.0
-        model.model.action.threshold[tokenizer.encode("<|im_end|>", begin=False).ids] = 1e3  # no word
+        model.model.action.threshold[tokenizer.encode("<|im_end|>", begin=False).ids] = 1e3  # pipelines leave it out
     return model, tokenizer
 
 
