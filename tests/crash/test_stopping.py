@@ -35,10 +35,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     ("blow", "step"),
     [
         (Blow(1, "figures", 1, 0.0, signal.SIGUSR1), 3),  # an evaluation that is due: it is made up for
-        (Blow(1, WAIT, 5, 200.0, signal.SIGTERM), 4),  # a batch that never comes
         *(
             pytest.param(*rest, marks=pytest.mark.slow)
             for rest in (
+                (Blow(1, WAIT, 5, 200.0, signal.SIGTERM), 4),  # a batch that never comes
                 (Blow(1, "figures", 5, 0.0, signal.SIGUSR1), 10),  # the last one
                 (Blow(1, "step", 4, 1.0, signal.SIGTERM), 4),  # it takes the step that it is in
                 (Blow(1, "evaluation", 2, 0.0, signal.SIGTERM), 0),  # while the base model is measured
@@ -252,6 +252,7 @@ def strike_until(blows: int, folder: Path, draw: random.Random, layouts: list[La
         assert runs < 4 * blows, "blows miss: the points are never reached"
 
 
+@pytest.mark.slow
 def test_a_run_killed_many_times_equals_the_undisturbed_run(tmp_path: Path) -> None:
     draw = random.Random(0)
     strike_until(4, tmp_path, draw, [LAYOUTS[2]], (Blow.drawn(draw, number) for number in count()))

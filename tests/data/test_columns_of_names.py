@@ -130,7 +130,7 @@ def test_values_are_kept_only_if_all_rows_were_looked_at(tmp_path: Path) -> None
         assert values == (["Bern", "Oslo", "Rome"] if known else None)
 
 
-@pytest.mark.parametrize(("empty", "prepared"), [(None, False), ("unknown", True)])
+@pytest.mark.parametrize(("empty", "prepared"), [pytest.param(None, False, marks=pytest.mark.slow), ("unknown", True)])
 def test_late_cells_that_are_no_numbers_are_counted(tmp_path, tokenizer, empty, prepared) -> None:
     """Of the columns, only the first 10,000 rows are looked at. What stands behind is text in the prompt."""
     path, lines = tmp_path / "late.csv", [f"{i % 70},{i % 9}" for i in range(10_500)]

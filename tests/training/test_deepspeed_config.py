@@ -65,6 +65,7 @@ def test_what_accelerate_says_by_itself_is_no_contradiction() -> None:
     refuse_accelerate(config(), env | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"})
 
 
+@pytest.mark.slow
 def test_stage_1_with_deepspeeds_buckets_or_hooks_takes_the_same_steps(tmp_path: Path) -> None:
     found = []
     for section in ({}, {"overlap_comm": True}, {"reduce_bucket_size": 51}, {"allgather_bucket_size": 52}):

@@ -286,7 +286,7 @@ def test_cqwen_eval_of_the_runs_texts_equals_the_runs_evaluation(one_rank: Path)
     assert {name: figures[name] for name in names} == pytest.approx({name: last[name] for name in names}, rel=1e-4)
 
 
-@pytest.mark.parametrize("keep_digits", [False, True])
+@pytest.mark.parametrize("keep_digits", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_base_is_measured_alike_by_the_run_its_evaluation_and_its_exports(one_rank, tmp_path, keep_digits) -> None:
     """One that never saw <NUM> spells numbers by digits, whatever the rows of <NUM> start from."""
     base, texts = tmp_path / "base", write_texts(tmp_path / "held_out.jsonl", 8, seed=1)

@@ -97,7 +97,10 @@ def steps_around(path: str, poison: bool) -> dict[str, np.ndarray]:
     return {name: value.cpu().numpy() for name, value in everything(run).items()}
 
 
-@pytest.mark.parametrize(("zero", "precision", "offload"), [(3, "fp32", "none"), (2, "bf16", "optimizer")])
+@pytest.mark.parametrize(
+    ("zero", "precision", "offload"),
+    [(3, "fp32", "none"), pytest.param(2, "bf16", "optimizer", marks=pytest.mark.slow)],
+)
 def test_a_refused_step_does_not_affect_the_next_one(tmp_path: Path, zero: int, precision: str, offload: str) -> None:
     """Nothing of the refused gradients is left: not in the heads, and not in DeepSpeed's buffers."""
     (tmp_path / "a").mkdir()

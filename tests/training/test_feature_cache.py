@@ -142,6 +142,7 @@ def test_a_cached_stage_resumes_on_other_ranks(uncached: Path, kept: Path, tmp_p
     assert not (copy / "feature_cache").exists(), "the run's own cache goes when its stage does"
 
 
+@pytest.mark.slow
 def test_a_damaged_cache_file_is_computed_again(uncached: Path, kept: Path, tmp_path: Path) -> None:
     """Of what no stage has trained: LoRA's last bits are another key under ZeRO-3, and that cache is not looked for."""
     shutil.copytree(kept / "cache", tmp_path / "cache")
@@ -197,6 +198,7 @@ def _full_at_a_manifest(config: str, overrides: list[str], parts: int) -> str:
     return "done"
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_a_manifest_disables_the_cache_on_all_ranks(uncached: Path, tmp_path: Path) -> None:
     """At the first, in the start, and at the fourth, in the first epoch."""
     config = str(config_in(tmp_path, [EPOCHS_OF_HEADS[0]]))
@@ -237,6 +239,7 @@ def _in_small_parts(config: str, overrides: list[str], stop_in: int, blind: bool
     return seen
 
 
+@pytest.mark.slow
 def test_the_first_step_waits_for_a_part_and_a_stop_loses_one(uncached: Path, tmp_path: Path) -> None:
     """32 texts, 12 a step, parts of blocks of 2 texts. Resumed in the first epoch, the run is the same to the bit."""
     config = str(config_in(tmp_path, [EPOCHS_OF_HEADS[0]]))
@@ -261,6 +264,7 @@ def test_the_first_step_waits_for_a_part_and_a_stop_loses_one(uncached: Path, tm
     assert losses(tmp_path / "whole") == pytest.approx(losses(uncached)[:8], rel=0.5), "another start"
 
 
+@pytest.mark.slow
 def test_parts_that_another_run_makes_meanwhile_are_kept(uncached: Path, tmp_path: Path) -> None:
     """Two runs at once, as the points of a sweep: deleting a part on a network disk would end the one that reads it."""
     config = str(config_in(tmp_path, [EPOCHS_OF_HEADS[0]]))

@@ -38,7 +38,7 @@ def within(masked: Path) -> Path:
     return masked.parent / "within"
 
 
-@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("far", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_varlen_runs_have_masks_losses_and_evaluations(masked: Path, within: Path, tmp_path: Path, far: bool) -> None:
     run = tmp_path / "run" if far else within
     if far:

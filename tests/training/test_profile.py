@@ -11,7 +11,7 @@ from cqwen_dist.config import UserError, load_config
 WINDOW = "train.profile={start: 3, steps: 2}"  # the last step of the heads' stage, and the first with adapters
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_traced_run_has_the_losses_of_the_run_without(tmp_path: Path, world: int) -> None:
     config, plain, run = write_config(tmp_path, stages__0__train=["heads"]), tmp_path / "plain", tmp_path / "run"
     said: list[str] = []

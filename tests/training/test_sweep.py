@@ -26,6 +26,7 @@ def write_sweep(folder: Path, **keys: object) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_halving_finds_the_best_of_the_grid_in_less_than_half_of_its_steps(tmp_path: Path) -> None:
     path, taken, found = write_sweep(tmp_path, keys={"stages.0.lr": RATES}), {}, {}
     for halving in (True, False):

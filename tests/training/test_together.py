@@ -153,6 +153,7 @@ def one_with_bad_rates(path: str, folders: list[str], options: list[str]) -> Non
     together(path, folders, options, judge)
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_leaves_the_others(config: Path, tmp_path: Path) -> None:
     folders = [str(tmp_path / name) for name in ("usual", "rate", "target")]
     run_ranks(one_with_bad_rates, 1, str(config), folders, [])
