@@ -280,6 +280,7 @@ def _seconds(text: str, policy: NumberPolicy) -> float:
     return time.process_time() - began
 
 
+@pytest.mark.slow
 def test_reading_time_is_linear_in_the_text() -> None:
     all_of = NumberPolicy(accounting=True, dates=True, identifiers=True, leading_zeros=True)
     for family, policy in product(FAMILIES, (NumberPolicy(), all_of)):

@@ -83,6 +83,7 @@ def test_the_launch_line_of_python_md_trains_on_two_ranks(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "runs/two/environment.json").read_text())["ranks"] == 2
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path) -> None:
     cells = json.loads((DOCS / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
     assert not [cell for cell in cells if cell.get("outputs")], "it is kept without outputs"

@@ -168,6 +168,7 @@ def test_a_missing_tensor_is_refused_on_all_ranks(tmp_path: Path) -> None:
     assert "found no model.layers.1.mlp.up_proj.weight in" in said[0]
 
 
+@pytest.mark.slow
 def test_a_zero_3_run_equals_a_zero_1_run(tmp_path: Path) -> None:
     """The whole trainer: calibrated start, evaluation, both stages; and it goes on from a checkpoint of stage 1.
 

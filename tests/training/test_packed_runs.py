@@ -78,6 +78,7 @@ def test_runs_on_split_texts_have_the_losses_and_evaluations_of_one_rank(masked,
     same(run, masked)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_a_sequence_group_under_zero_3(masked: Path, tmp_path: Path) -> None:
     config = set_back(masked, tmp_path / "run", 2)
     train_run(config, *SPLIT, *FAR[:2], f"run.dir={tmp_path / 'run'}", world=2)

@@ -98,6 +98,7 @@ def gradients_in_bf16(one_step: bool) -> torch.Tensor:
     return torch.cat(list(engine.flat.parts.values()))
 
 
+@pytest.mark.slow
 def test_many_micro_batches_in_bf16_add_up_in_fp32() -> None:
     """Up to a rounding. Added up in bf16, where one below 1/512 of the sum is lost, they would be off by 7 %."""
     for whole, each in run_ranks(both_ways, 2):
