@@ -51,6 +51,14 @@ LIKE_72B = {
 LIVE = {f"stage3_max_{key}": 15_600_000 for key in ("live_parameters", "reuse_distance")}
 LIVE |= {"stage3_prefetch_bucket_size": 780_000, "stage3_param_persistence_threshold": 1560}
 AS_72B = BF16 | ZERO_3 | CHECKPOINTING | PACKED | {"deepspeed.zero_optimization": LIVE}
+OF_A_JOB: dict[str, Any] = {
+    "heads": (None, HEADS),
+    "heads, numbers alone": ({"loss.words": "none"}, HEADS),
+    "heads, bf16": (BF16, HEADS),
+    "all": (None, ALL),
+    "all, numbers alone": ({"loss.words": "none"}, ALL),
+    "heads, then all, bf16": (BF16, HEADS, ALL),
+}
 OWN_CONFIGS = ("7b", "14b", "32b", "72b")  # measured on a GPU with --world
 
 
@@ -98,6 +106,7 @@ def _on_cpu() -> list[Case]:
         case("no constraint", {"loss.constraint.mode": "off"}),
         case("seeds' start", {"start": "seed"}),
         case("heads, then all", None, HEADS, ALL),
+        *(case(f"4 runs of a job, {name}", *given)._replace(runs=4) for name, given in OF_A_JOB.items()),
         case("ZeRO-3", ZERO_3),  # last, because DeepSpeed then patches torch's linear map for the process
         case("ZeRO-3, q and v", ZERO_3 | QV),
     ]
@@ -174,7 +183,7 @@ def _batch(length: int, micro: int) -> dict[str, Any]:
 def measure_all(only: list[str]) -> tuple[list[dict[str, Any]], str]:
     """(rows for the cases whose name contains one of `only`, or for all cases; the device name)."""
     with distributed() as runtime:
-        chosen = [(case.name, config_of(case), case.architecture) for case in cases(runtime.device.type)]
+        chosen = [(case.name, config_of(case), case.architecture, case.runs) for case in cases(runtime.device.type)]
         return _measured(chosen, runtime, only), device_name(runtime.device)
 
 
@@ -186,23 +195,23 @@ def measure_world(world: int, configs: list[Path], only: list[str]) -> tuple[lis
             configs = [Path(str(files("cqwen_dist") / "configs" / f"qwen2.5-{size}.yaml")) for size in OWN_CONFIGS]
         for path in configs:
             config = load_config(path)
-            chosen.append((path.stem, config, read_architecture(config)))
+            chosen.append((path.stem, config, read_architecture(config), 1))
         if not chosen:
-            chosen = [(case.name, config_of(case), case.architecture) for case in _in_world(world)]
+            chosen = [(case.name, config_of(case), case.architecture, case.runs) for case in _in_world(world)]
         chosen.sort(key=lambda item: item[1].parallel.zero_stage == 3)  # last: see `_on_cpu`
         return _measured(chosen, runtime, only), f"rank 0 of {world}, {device_name(runtime.device)}"
 
 
 def _measured(
-    chosen: list[tuple[str, Config, dict[str, Any]]], runtime: Runtime, only: list[str]
+    chosen: list[tuple[str, Config, dict[str, Any], int]], runtime: Runtime, only: list[str]
 ) -> list[dict[str, Any]]:
-    """A row for each (name, config, architecture) whose name contains one of `only`, or for all."""
+    """A row for each (name, config, architecture, runs) whose name contains one of `only`, or for all."""
     rows = []
-    for name, config, architecture in chosen:
+    for name, config, architecture, runs in chosen:
         if not only or any(word in name for word in only):
             row: dict[str, Any] = {"name": name}
             try:
-                row |= measure(config, architecture, runtime)
+                row |= measure(config, architecture, runtime, runs=runs)
             except RuntimeError as error:  # for example out of memory: keep the other rows
                 row["skipped"] = said(error)
             rows.append(row)

@@ -24,6 +24,7 @@ from cqwen_dist.parallel.runtime import Runtime, seed_everything
 from cqwen_dist.training.assembly import build_training, groups_of
 from cqwen_dist.training.constraint import EVERY
 from cqwen_dist.training.run_parts import Base, Training, Words
+from cqwen_dist.training.shared import Shared
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.step import ACCURACY_EVERY
 from cqwen_dist.training.zero.partitioned_base import partitioned
@@ -111,14 +112,16 @@ def build_rig(
     runtime: Runtime,
     groups: Groups | None = None,
     num_token_id: int | None = None,
+    shared: Shared | None = None,
 ) -> Rig:
     """Builds a model with random weights, an engine and a stepper. Collective over the world.
 
-    num_token_id: the last row by default. Raises `UserError` if the config does not fit the number of ranks.
+    num_token_id: the last row by default. shared: of the runs of a job, which share the base. Raises `UserError` if the
+    config does not fit the number of ranks.
     """
     seed_everything(config.train.seed)
     groups = groups or groups_of(config, runtime)
-    base = _base(config, architecture, runtime)
+    base = _base(config, architecture, runtime, shared)
     vocab = base.model.config.vocab_size
     words = Words(
         vocab - 1 if num_token_id is None else num_token_id, used_rows=vocab, counts=np.ones(vocab, dtype=np.int64)
@@ -153,8 +156,10 @@ def _draw(name: str, value: Tensor) -> None:
         value.normal_(std=SPREAD)
 
 
-def _base(config: Config, architecture: dict[str, Any], runtime: Runtime) -> Base:
+def _base(config: Config, architecture: dict[str, Any], runtime: Runtime, shared: Shared | None = None) -> Base:
     """Random weights on the device. Under ZeRO-3 they are drawn and partitioned module by module, to save memory."""
+    if shared is not None:
+        return Base(shared.base(lambda: _base(config, architecture, runtime).model))
     settings, dtype = AutoConfig.for_model(**architecture), dtype_of(config.train.precision)
     if config.parallel.zero_stage == 3:
         head = _RandomRows(settings.vocab_size, settings.hidden_size, dtype)

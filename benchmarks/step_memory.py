@@ -24,8 +24,9 @@ from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.tools.plan.make import allocated_bytes, worst
-from cqwen_dist.tools.plan.memory import MIB
+from cqwen_dist.tools.plan.memory import MIB, of_run
 from cqwen_dist.tools.plan.stage_sizes import stage_sizes
+from cqwen_dist.training.shared import Shared
 
 STEPS = 2  # plain steps, before the step that measures accuracy and constraint
 ALL = ["heads", "embedding", "lora"]
@@ -43,12 +44,13 @@ SMALL: dict[str, Any] = {
 
 
 class Case(NamedTuple):
-    """A configuration. changes: dotted config keys. trains: the trainable groups in each stage."""
+    """A configuration. changes: dotted config keys. trains: the trainable groups in each stage. runs: of one job."""
 
     name: str
     architecture: dict[str, Any]
     changes: dict[str, Any]
     trains: list[list[str]]
+    runs: int = 1
 
 
 def config_of(case: Case) -> Config:
@@ -66,26 +68,31 @@ def config_of(case: Case) -> Config:
 
 
 def measure(
-    config: Config, architecture: dict[str, Any], runtime: Runtime, groups: Groups | None = None
+    config: Config, architecture: dict[str, Any], runtime: Runtime, groups: Groups | None = None, runs: int = 1
 ) -> dict[str, Any]:
-    """Returns {measured_mib, predicted_mib, ratio, stage, moment} for a config. Collective over the world."""
+    """Returns {measured_mib, predicted_mib, ratio, stage, moment} for a config. Collective over the world.
+
+    runs: so many runs with the config, which take their steps in turns, as those of a job.
+    """
 
     def build() -> Callable[[], None]:
-        rig = build_rig(config, architecture, runtime, groups)
+        shared = None if runs == 1 else Shared(Path(config.run.dir), runs)
+        rigs = [build_rig(config, architecture, runtime, groups, shared=shared) for _ in range(runs)]
 
         def steps() -> None:
             for index in range(len(config.stages)):
-                at = rig.enter(index)
-                batches = rig.batches(at)
+                plans = [rig.enter(index) for rig in rigs]
+                batches = rigs[0].batches(plans[0])
                 for i in range(STEPS + 1):
-                    rig.step(batches, at, looking=i == STEPS)
+                    for rig, at in zip(rigs, plans, strict=True):
+                        rig.step(batches, at, looking=i == STEPS)
 
         return steps
 
     measured = peak_of(build, runtime.device)
     base = Architecture.of(architecture)
     sizes = stage_sizes(config, base, world=runtime.world_size, kind=runtime.device.type)
-    (s, phase, _), predicted = worst(sizes), allocated_bytes(sizes)
+    (s, phase, _), predicted = worst(sizes), allocated_bytes(sizes) + (runs - 1) * max(map(of_run, sizes))
     return {
         "measured_mib": measured / MIB,
         "predicted_mib": predicted / MIB,

@@ -21,10 +21,12 @@ def planned_over_measured(chosen: list[Case]) -> list[tuple[str, float]]:
     from cqwen_dist.parallel.groups import build_groups
 
     runtime, groups = as_rank(), build_groups(1)
-    return [(case.name, measure(config_of(case), case.architecture, runtime, groups)["ratio"]) for case in chosen]
+    return [
+        (case.name, measure(config_of(case), case.architecture, runtime, groups, case.runs)["ratio"]) for case in chosen
+    ]
 
 
-QUICK = ("adapters on all, bf16", "heads alone", "one short sequence")
+QUICK = ("adapters on all, bf16", "heads alone", "one short sequence", "4 runs of a job, all")
 
 
 @pytest.mark.slow
