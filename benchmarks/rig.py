@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -116,12 +117,12 @@ def build_rig(
 ) -> Rig:
     """Builds a model with random weights, an engine and a stepper. Collective over the world.
 
-    num_token_id: the last row by default. shared: of the runs of a job, which share the base. Raises `UserError` if the
-    config does not fit the number of ranks.
+    num_token_id: the last row by default. shared: as in `build_run`. Raises `UserError` if the config does not fit the
+    number of ranks.
     """
     seed_everything(config.train.seed)
     groups = groups or groups_of(config, runtime)
-    base = _base(config, architecture, runtime, shared)
+    base = _base(config, architecture, runtime, shared or Shared(Path(config.run.dir)))
     vocab = base.model.config.vocab_size
     words = Words(
         vocab - 1 if num_token_id is None else num_token_id, used_rows=vocab, counts=np.ones(vocab, dtype=np.int64)
@@ -156,21 +157,24 @@ def _draw(name: str, value: Tensor) -> None:
         value.normal_(std=SPREAD)
 
 
-def _base(config: Config, architecture: dict[str, Any], runtime: Runtime, shared: Shared | None = None) -> Base:
+def _base(config: Config, architecture: dict[str, Any], runtime: Runtime, shared: Shared) -> Base:
     """Random weights on the device. Under ZeRO-3 they are drawn and partitioned module by module, to save memory."""
-    if shared is not None:
-        return Base(shared.base(lambda: _base(config, architecture, runtime).model))
     settings, dtype = AutoConfig.for_model(**architecture), dtype_of(config.train.precision)
     if config.parallel.zero_stage == 3:
         head = _RandomRows(settings.vocab_size, settings.hidden_size, dtype)
         return Base(partitioned(settings, config, runtime, _draw), head)
+    return Base(shared.base(lambda: _whole(settings, dtype, config, runtime)))
+
+
+def _whole(settings: Any, dtype: torch.dtype, config: Config, runtime: Runtime) -> Any:
+    """A base that is not partitioned, rounded as the config says."""
     with runtime.device:  # draw on the device, as drawing a large model on the CPU is slow
         base = AutoModelForCausalLM.from_config(settings, dtype=dtype)
     if config.model.quantize == "none":
-        return Base(base)
+        return base
     with TemporaryDirectory() as folder:  # bases are rounded while they are loaded
         base.save_pretrained(folder)
         base = load_base(folder, dtype, quantize=config.model.quantize, device=runtime.device)
     for parameter in base.parameters():  # out of the file's memory map, which no allocator counts
         parameter.data = parameter.data.clone()
-    return Base(base)
+    return base

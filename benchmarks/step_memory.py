@@ -76,7 +76,7 @@ def measure(
     """
 
     def build() -> Callable[[], None]:
-        shared = None if runs == 1 else Shared(Path(config.run.dir), runs)
+        shared = Shared(Path(config.run.dir), runs)
         rigs = [build_rig(config, architecture, runtime, groups, shared=shared) for _ in range(runs)]
 
         def steps() -> None:
@@ -92,7 +92,7 @@ def measure(
     measured = peak_of(build, runtime.device)
     base = Architecture.of(architecture)
     sizes = stage_sizes(config, base, world=runtime.world_size, kind=runtime.device.type)
-    (s, phase, _), predicted = worst(sizes), allocated_bytes(sizes) + (runs - 1) * max(map(of_run, sizes))
+    (s, phase, _), predicted = worst(sizes), allocated_bytes(sizes) + (runs - 1) * of_run(sizes)
     return {
         "measured_mib": measured / MIB,
         "predicted_mib": predicted / MIB,

@@ -157,7 +157,7 @@ def plan(
     config.parallel.fit_heads(architecture)
     s, phase, parts = worst(sizes)
     if beside:
-        more = sum(max(map(memory.of_run, stage_sizes(other, base, **asked))) for other in beside)
+        more = sum(memory.of_run(stage_sizes(other, base, **asked)) for other in beside)
         parts += (Part("further runs", more, f"adapters, heads and moments of {len(beside)}"),)
     parts = (*parts, *memory.outside_tensors(s, tensor_bytes(parts)))
     trained = s.engine_parameters.keys() & s.ever_trainable

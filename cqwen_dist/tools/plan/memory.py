@@ -4,7 +4,7 @@ The counts are exact: permanent tensors (weights, masters, Adam moments), tensor
 fused loss. docs/planner.md derives every term. `plan.stage_sizes` defines the letters.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,9 +44,9 @@ def kept(s: Sizes) -> Iterator[Part]:
     yield from _heads(s)
 
 
-def of_run(s: Sizes) -> int:
-    """Bytes on the device that each further run of a job keeps: all but the base."""
-    return sum(part.bytes for part in (*_engine(s), *_heads(s)) if part.place == "device")
+def of_run(stages: Iterable[Sizes]) -> int:
+    """Bytes on the device that each further run of a job keeps: all but the base, in the stage where it is most."""
+    return max(sum(part.bytes for part in (*_engine(s), *_heads(s)) if part.place == "device") for s in stages)
 
 
 def phases(s: Sizes) -> dict[str, tuple[Part, ...]]:
