@@ -6,8 +6,6 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 TWO    := -n 2 --dist loadfile --no-loadscope-reorder  # pytest on two processes, a file in one
 OLDEST ?= .venv-oldest
-# Some images set it, and then every rank of every test compiles the package again: a second each.
-unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup base quickstart demo experiments test test-changed test-all test-oldest test-rounding test-matrix soak test-stand-in test-gpu gpu-table test-cluster docs container style lint format clean

@@ -29,6 +29,9 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Some images set it, and then every rank of every test compiles the package again: a second each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored, here and by every run that is started
 os.fsync = lambda _: None  # as in `support.warm`
 if not os.path.exists("/dev/nvidia0"):
