@@ -1,0 +1,209 @@
+"""Does a frozen base help to predict a number from a free text, and what of it has to be read?
+
+Linear models of the words and of the base: z at the last position; the states of four layers there; their means over
+all positions of a row. Two of the sets come with Python, two are asked for by an option.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import subprocess
+import sysconfig
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.numbers.adapted_base import StartingBase
+from cqwen_dist.batch import pad_rows
+from cqwen_dist.config.data import column_lines
+from cqwen_dist.model.backbone import seen_inside
+from cqwen_dist.model.calibration import SURE
+from cqwen_dist.model.ridge import robust_ridge
+from cqwen_dist.prediction.table import prompts_of
+from cqwen_dist.tables.baselines import EncodedRows
+from cqwen_dist.tables.choices import RANDOM_FEATURES, WIDE
+from cqwen_dist.tables.fitting import EMPTY
+from cqwen_dist.tables.rows import read_table
+from experiments.carte import stacked
+from experiments.carte_models import SHARES, Fit, kernel, kernel_ridge
+from experiments.wide_alone import fit_alone
+
+Rows = Iterator[tuple[str, float]]  # a text and its number
+HELD_OUT, RESAMPLES = 0.3, 2000
+LONGEST, MOST_TOKENS, READ = 600, 192, 8  # characters of a text, tokens of a row, rows at a time
+DEPTHS = 0.25, 0.5, 0.75, 1.0  # of the layers
+NOT_CODE = {"test", "tests", "site-packages", "idlelib", "lib2to3"}  # folders of the standard library
+WORDS, WIDE_PART, NOW, LAST, MEANS = "words", "wide part", "wide part, then z", "layers, last position", "layers, means"
+STACKS = ((WIDE_PART, LAST), (WIDE_PART, MEANS), (WORDS, WIDE_PART, MEANS))
+
+
+def functions() -> Iterator[tuple[str, str, float]]:
+    """The standard library's functions: source, docstring, log of the bytes of their code."""
+    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
+        if NOT_CODE & {*file.parts}:
+            continue
+        try:
+            text = file.read_text("utf-8")
+            tree, found = ast.parse(text), [compile(text, "", "exec")]
+        except (SyntaxError, ValueError):
+            continue
+        sizes, lines = {}, text.splitlines()
+        while found:
+            code = found.pop()
+            sizes[code.co_name, code.co_firstlineno] = len(code.co_code)
+            found += [part for part in code.co_consts if hasattr(part, "co_code")]
+        for of in ast.walk(tree):
+            if isinstance(of, ast.FunctionDef):
+                first = min([of.lineno, *(each.lineno for each in of.decorator_list)])
+                if size := sizes.get((of.name, first)):
+                    source = "\n".join(lines[of.lineno - 1 : of.end_lineno]).strip()
+                    yield source, ast.get_docstring(of) or "", float(np.log(size))
+
+
+def source() -> Rows:
+    return ((text, size) for text, _, size in functions() if len(text) <= LONGEST)
+
+
+def docstring() -> Rows:
+    return ((text[:LONGEST], size) for _, text, size in functions() if len(text) >= 40)
+
+
+def commits() -> Rows:
+    """The messages of this repository's commits, and the log of the lines that they change."""
+    options = "git", "log", "--no-merges", "--numstat", "--format=%x01%s%n%b%x02"
+    for part in subprocess.run(options, capture_output=True, text=True, check=True).stdout.split("\x01")[1:]:
+        text, _, changed = part.partition("\x02")
+        if lines := sum(int(n) for line in changed.splitlines() for n in line.split("\t")[:2] if n.isdigit()):
+            yield text.strip()[:LONGEST], float(np.log(lines))
+
+
+def gsm8k(file: Path) -> Rows:
+    """The questions, and the log of their answers."""
+    for line in file.read_text("utf-8").splitlines():
+        record = json.loads(line)
+        if (answer := float(record["answer"].rpartition("####")[2].replace(",", ""))) > 0:
+            yield record["question"], float(np.log(answer))
+
+
+def rated(package: Path, name: str) -> Rows:
+    """Sentences and the mean of 20 persons' ratings, -4 to 4 (Hutto and Gilbert 2014), in vaderSentiment's sdist."""
+    with tarfile.open(package) as outer:
+        (inside,) = (one for one in outer.getmembers() if one.name.endswith("hutto_ICWSM_2014.tar.gz"))
+        data = outer.extractfile(inside).read()  # type: ignore[union-attr]
+    with tarfile.open(fileobj=io.BytesIO(data)) as inner:
+        lines = inner.extractfile(f"hutto_ICWSM_2014/{name}_GroundTruth.txt").read()  # type: ignore[union-attr]
+    for line in lines.decode("latin-1").splitlines():
+        _, rating, text = line.split("\t", 2)
+        yield text, float(rating)
+
+
+def drawn(rows: Rows, file: Path, count: int) -> Path:
+    """A file of `count` rows with different texts, drawn once."""
+    if not file.is_file():
+        different = list({text: number for text, number in rows if text.strip()}.items())
+        chosen = np.random.default_rng(0).permutation(len(different))[:count]
+        lines = [json.dumps(dict(zip(("text", "number"), different[row], strict=True))) for row in chosen]
+        file.write_text("\n".join(lines), encoding="utf-8")
+    return file
+
+
+def states(base: StartingBase, prompts: list[str], file: Path) -> np.ndarray:
+    """[n,2,layers,H] fp32: at the last position, and the mean over all positions but the first, where states are huge
+    and equal in all rows. Of longer rows the last MOST_TOKENS are read."""
+    if file.is_file():
+        return np.asarray(np.load(file))
+    tokens, found = base.encode(prompts), None
+    order = sorted(range(len(tokens)), key=lambda row: len(tokens[row][0]))
+    for some in np.array_split(order, -(-len(order) // READ)):
+        cut = [tuple(part[-MOST_TOKENS:] for part in tokens[row]) for row in some]
+        batch = pad_rows(cut, base.tokenizer.pad_token_id, on_left=False)  # type: ignore[arg-type]
+        transformer = base.features.backbone.transformer
+        with torch.inference_mode(), seen_inside(transformer, output_hidden_states=True) as seen:
+            base.features(*batch)
+        layers = len(seen["hidden_states"]) - 1
+        h = torch.stack([seen["hidden_states"][round(depth * layers)] for depth in DEPTHS], 1)  # [B,L,T,H]
+        count, inner = batch.mask.sum(1), batch.mask.clone()
+        inner[:, 0] = 0
+        mean = (h * inner[:, None, :, None]).sum(2) / (count - 1)[:, None, None]
+        both = torch.stack([h[torch.arange(len(h)), :, count - 1], mean], 1).numpy()
+        found = np.empty((len(tokens), *both.shape[1:]), np.float32) if found is None else found
+        found[some] = both
+    np.save(file, found)
+    return np.asarray(found)
+
+
+def fits_of(file: Path, target: str, base: StartingBase, out: Path) -> tuple[np.ndarray, dict[str, Fit]]:
+    """The held-out targets, and every model's predictions."""
+    table = read_table(str(file), target)
+    prompts = prompts_of(column_lines(table.columns) + f"{target}: ", table.columns, table.rows, EMPTY)
+    y, order = table.values(), np.random.default_rng(1).permutation(len(table.rows))
+    cut = round(HELD_OUT * len(y))
+    test, train = np.sort(order[:cut]), np.sort(order[cut:])
+    of = EncodedRows(table, prompts, y, train)
+    words = [kernel(x, train) for x in (of.pairs, of.characters)]
+    by_words = [kernel_ridge(products, y, train, test) for products in words]
+    best = int(by_words[1][1] < by_words[0][1])
+    fits = {"always the median": Fit(*(np.full(len(rows), np.median(y[train])) for rows in (train, test)))}
+    fits[WORDS] = by_words[best][0]
+    wide = fit_alone(base.tokenizer, base.encode(prompts), y, train, test, WIDE, RANDOM_FEATURES)
+    middle = np.median(y[train] - wide.left_out[0])
+    fits[WIDE_PART] = Fit(wide.left_out[0] + middle, wide.asked[0] + middle)
+    x = states(base, prompts, out / f"{file.stem}.npy").astype(np.float64)
+    x = (x - x[train].mean(0)) / (x[train].std(0) + 1e-6)
+    z, folds = torch.from_numpy(x[:, 0, -1]), torch.from_numpy(wide.folds) if len(wide.folds) else None
+    then = robust_ridge(z[train], torch.from_numpy(y[train] - fits[WIDE_PART].left_out), folds, SURE)
+    asked = (z[test] @ then.coefficients + then.intercept).numpy()
+    fits[NOW] = Fit(fits[WIDE_PART].left_out + then.left_out.numpy(), fits[WIDE_PART].test + asked)
+    for name, part in {"z": x[:, 0, -1:], LAST: x[:, 0], MEANS: x[:, 1]}.items():
+        products = kernel(part.reshape(len(y), -1), train)
+        fits[name] = kernel_ridge(products, y, train, test)[0]
+    products *= np.trace(words[best][train]) / np.trace(products[train])
+    tried = (kernel_ridge(words[best] + share * products, y, train, test) for share in SHARES)
+    fits[f"one ridge: {WORDS}, {MEANS}"] = min(tried, key=lambda one: one[1])[0]
+    return y[test], fits | {f"stack: {', '.join(own)}": stacked([fits[one] for one in own], y[train]) for own in STACKS}
+
+
+def page(truth: np.ndarray, fits: dict[str, Fit]) -> Iterator[str]:
+    """Markdown: errors, and how far the absolute one is from the present product's, with a paired bootstrap's 95 %."""
+    errors = {name: np.abs(fit.test - truth) for name, fit in fits.items()}
+    draw = np.random.default_rng(0).integers(0, len(truth), (RESAMPLES, len(truth)))
+    yield f"| | MAE | R2 | MAE less that of {NOW} |\n|---|---|---|---|"
+    for name, error in errors.items():
+        more = error - errors[NOW]
+        low, high = np.quantile(more[draw].mean(1), [0.025, 0.975])
+        r2 = 1 - np.square(error).mean() / truth.var()
+        yield f"| {name} | {error.mean():.3f} | {r2:.3f} | {more.mean():+.3f} ({low:+.3f} to {high:+.3f}) |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m experiments.free_text", description=__doc__)
+    parser.add_argument("--base", default="bases/smollm2-135m")
+    parser.add_argument("--data", type=Path, help="GSM8K's train.jsonl")
+    parser.add_argument("--ratings", type=Path, help="pip download --no-deps --no-binary :all: vaderSentiment==3.3.2")
+    parser.add_argument("--table", nargs=2, action="append", default=[], metavar=("FILE", "TARGET"), help="your own")
+    parser.add_argument("--only", nargs="+", help="names of sets")
+    parser.add_argument("--rows", type=int, default=2000)
+    parser.add_argument("--out", type=Path, default=Path("runs/free_text"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    sets: dict[str, Callable[[], Rows]] = {"source": source, "docstring": docstring, "commits": commits}
+    if options.data:
+        sets["gsm8k"] = lambda: gsm8k(options.data)
+    for name in ("movieReviewSnippets", "amazonReviewSnippets", "tweets") if options.ratings else ():
+        sets[name] = lambda name=name: rated(options.ratings, name)  # type: ignore[misc]
+    base, files = StartingBase(options.base), [(Path(file), target) for file, target in options.table]
+    for name, rows in sets.items():
+        if not options.only or name in options.only:
+            files.append((drawn(rows(), options.out / f"{name}.jsonl", options.rows), "number"))
+    for file, target in files:
+        print(f"\n{file.stem}", *page(*fits_of(file, target, base, options.out)), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
