@@ -1,7 +1,7 @@
 """Does a frozen base help to predict a number from a free text, and what of it has to be read?
 
 Linear models of the words and of the base: z at the last position; the states of four layers there; their means over
-all positions of a row. Two of the sets come with Python, two are asked for by an option.
+all positions of a row. Three sets are on every machine, the others are asked for by an option.
 """
 
 from __future__ import annotations
@@ -64,14 +64,6 @@ def functions() -> Iterator[tuple[str, str, float]]:
                 if size := sizes.get((of.name, first)):
                     source = "\n".join(lines[of.lineno - 1 : of.end_lineno]).strip()
                     yield source, ast.get_docstring(of) or "", float(np.log(size))
-
-
-def source() -> Rows:
-    return ((text, size) for text, _, size in functions() if len(text) <= LONGEST)
-
-
-def docstring() -> Rows:
-    return ((text[:LONGEST], size) for _, text, size in functions() if len(text) >= 40)
 
 
 def commits() -> Rows:
@@ -192,7 +184,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/free_text"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    sets: dict[str, Callable[[], Rows]] = {"source": source, "docstring": docstring, "commits": commits}
+    sets: dict[str, Callable[[], Rows]] = {
+        "source": lambda: ((text, size) for text, _, size in functions() if len(text) <= LONGEST),
+        "docstring": lambda: ((text[:LONGEST], size) for _, text, size in functions() if len(text) >= 40),
+        "commits": commits,
+    }
     if options.data:
         sets["gsm8k"] = lambda: gsm8k(options.data)
     for name in ("movieReviewSnippets", "amazonReviewSnippets", "tweets") if options.ratings else ():
