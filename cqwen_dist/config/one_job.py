@@ -40,8 +40,3 @@ def refuse_apart(configs: Sequence[Config]) -> None:
                 why = ", from which the run builds its base" if key.startswith(BUILT) else ""
                 allowed = f"{kept.get(key)!r}, as in {first.run.dir}: the runs of a job share their base{why}"
                 raise UserError(key, found.get(key), allowed, other.run.dir)
-    if others and first.parallel.zero_stage == 3:
-        found_stage = Said(f"3 with {len(configs)} runs in one job")
-        raise UserError(
-            "parallel.zero_stage", found_stage, "1 or 2 (ZeRO-3 partitions the base for one run), or a job each"
-        )

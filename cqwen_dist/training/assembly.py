@@ -205,9 +205,9 @@ def _base_of(config: Config, runtime: Runtime, shared: Shared, rows_for: Callabl
     """The base as the ranks read it."""
     name, model = config.base_folder, config.model
     if config.parallel.zero_stage == 3:
-        return Base(*load_partitioned_base(name, config, runtime, rows_for))
-    dtype, device = dtype_of(config.train.precision), runtime.device
-    return Base(shared.base(lambda: load_base(name, dtype, model.trust_remote_code, model.quantize, device, rows_for)))
+        return Base(*shared.base(lambda: load_partitioned_base(name, config, runtime, rows_for)))
+    how = dtype_of(config.train.precision), model.trust_remote_code, model.quantize, runtime.device
+    return Base(*shared.base(lambda: (load_base(name, *how, rows_for),)))
 
 
 def _evaluations(

@@ -42,9 +42,12 @@ class Shared:
         """A run's name in front of its lines; empty for the only run."""
         return "" if self.runs == 1 else config.run.name or Path(config.run.dir).name
 
-    def base(self, load: Callable[[], Any]) -> Any:
-        """A base model of the run's own, with the weights of all."""
-        return load() if self.runs == 1 else with_own_modules(self.once("base", load))
+    def base(self, load: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """What `load` returns, a base model first. Of several runs each has modules of its own, with the weights of all."""
+        if self.runs == 1:
+            return load()
+        model, *files = self.once("base", load)
+        return with_own_modules(model), *files
 
     def kept(self, engine: Engine, of: object) -> KeptZ:
         """z of the evaluation batches `of`, for all runs whose features are equal now. Collective over the world."""
