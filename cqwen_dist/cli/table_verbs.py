@@ -34,24 +34,25 @@ def fit(
     quiet_libraries()
     import torch
 
-    from cqwen_dist.tables.fitting import TimeLimit, judge, only_fit, places, prepare
+    from cqwen_dist.tables.choices import fit_files
+    from cqwen_dist.tables.fitting import TimeLimit, judge, only_fit, prepare
     from cqwen_dist.tools.report.html import write_report
 
     clock = TimeLimit(request.minutes, began)
     say = partial(echo, err=as_json)
     with only_fit(folder):
         made = prepare(request, folder, say, clock)
-        (config, _), *others = places(folder, request.seeds)
-        further, gpus = [str(path) for path, _ in others], torch.cuda.device_count()
+        first, *others = fit_files(folder, request)
+        further, gpus = [str(files.config) for files in others], torch.cuda.device_count()
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
             # Like `cqwen train`, or like `cqwen launch` on a machine with several GPUs
             if gpus < 2:
-                train_here(config, further, callbacks=[clock], again="the same command")
-                if (status := read_status(folder / "run"))["status"] == "paused":
+                train_here(first.config, further, callbacks=[clock], again="the same command")
+                if (status := read_status(first.run))["status"] == "paused":
                     say(f"note: {status.get('reason')}")
-            elif code := start_ranks(config, further, gpus, quiet=as_json):
+            elif code := start_ranks(first.config, further, gpus, quiet=as_json):
                 raise typer.Exit(code)
-        found = judge(folder, made, say, clock, request.seeds)
+        found = judge(folder, made, request, say, clock)
         write_report([folder], folder / REPORT)
     if as_json:
         print_json(found)
@@ -164,12 +165,11 @@ def _show_fit(folder: Path, found: dict[str, Any]) -> None:
     console.print(f"{found['target']} of {found['rows']:,} rows that were held out: mean and median error")
     console.print(table)
     console.print("* the lowest error; in 90 %: how often the truth is in the 90 % interval, and its median width")
-    if "seeds" in found:
-        of = {name: found["seeds"][name] for name in ("mae", "mdae")}
-        shown = [plain(part, best) for each in of.values() for part in (each["mean"], each["reach"])]
-        console.print(
-            f"{len(of['mae']['values'])} seeds: MAE {shown[0]} +- {shown[1]}, median {shown[2]} +- {shown[3]}"
-        )
+    for kind in {"seeds", "folds"} & found.keys():
+        of = [found[kind][name] for name in ("mae", "mdae")]
+        shown = [plain(part, best) for each in of for part in (each["mean"], each["reach"])]
+        count = len(of[0]["values"])
+        console.print(f"{count} {kind}: MAE {shown[0]} +- {shown[1]}, median {shown[2]} +- {shown[3]}")
     console.print(found["verdict"])
     if found["outside"]:
         console.print(f"{found['outside']:,} rows are far outside the training range (predicted.csv, outside)")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.reading import flat, load_config
 from cqwen_dist.config.schema import Config
 

@@ -156,6 +156,15 @@ class Rival(NamedTuple):
     fitted_to: str
 
 
+def over_folds(found: Sequence[Sequence[Rival]]) -> Iterator[Rival]:
+    """The models that each fold has, with the predictions of all folds' test rows one after the other."""
+    for name in [rival.name for rival in found[0]]:
+        same = [rival for rivals in found for rival in rivals if rival.name == name]
+        if len(same) == len(found):
+            fitted_to = " or ".join(sorted({rival.fitted_to for rival in same}))
+            yield Rival(name, np.concatenate([rival.predicted for rival in same]), fitted_to)
+
+
 class TargetUnit(NamedTuple):
     """The unit that all models are fitted in, and the range of the targets learnt from, in it."""
 

@@ -15,6 +15,7 @@ from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import reason_of
 from cqwen_dist.config.rates import DENSE, dense_rate
 from cqwen_dist.heads.targets import signed_log
+from cqwen_dist.tables.fit_request import FitRequest
 from cqwen_dist.tables.wide.wide_start import SEARCHED
 
 RANDOM_FEATURES = 6144  # with 2,048, the error on concrete is 5 % larger and varies by 9 % over four draws
@@ -209,9 +210,25 @@ def _likelihood(values: np.ndarray) -> float:
     return float(-np.log(math.pi * scale * (1 + ((values - middle) / scale) ** 2)).mean())
 
 
-def config_text(
-    config: Path, run: Path, base: str, choice: Chosen, pace: Pace, rows: int, seed: int, **data: Any
-) -> str:
+class FitFiles(NamedTuple):
+    """Where a run of a fit has its config, its folder and its rows."""
+
+    config: Path
+    run: Path
+    table: Path
+
+
+def fit_files(folder: Path, request: FitRequest) -> list[FitFiles]:
+    """Of each seed or fold. Seeds have one table."""
+    ends = ["", *(f"-{i}" for i in range(1, request.runs))]
+    tables = ends if request.folds > 1 else [""] * len(ends)
+    return [
+        FitFiles(folder / f"fit{end}.yaml", folder / f"run{end}", folder / f"table{of}")
+        for end, of in zip(ends, tables, strict=True)
+    ]
+
+
+def config_text(files: FitFiles, base: str, choice: Chosen, pace: Pace, rows: int, seed: int, **data: Any) -> str:
     """A run's config as YAML with comments. data: prompt, text and target, for `data.prompt_template` and so on."""
     rate = dense_rate(pace.hidden)
     lora = ""
@@ -222,10 +239,10 @@ def config_text(
         lora = LORA.format(minutes=choice.lora_minutes, epochs=choice.epochs, rate=rate, warmup=warmup)
         steps += of_lora
     return CONFIG.format(
-        config=config,
+        config=files.config,
         base=_quoted(base),
-        train=_quoted(str(config.parent / "table" / "train.csv")),
-        valid=_quoted(str(config.parent / "table" / "valid.csv")),
+        train=_quoted(str(files.table / "train.csv")),
+        valid=_quoted(str(files.table / "valid.csv")),
         warmup=min(choice.heads_steps // 5, 20),
         random_features=RANDOM_FEATURES,
         wide=WIDE_FOR_MANY if rows > MANY else WIDE,
@@ -233,7 +250,7 @@ def config_text(
         lora=lora,
         seed=seed,
         every=max(25, -(-steps // EVALUATIONS)),
-        run=_quoted(str(run)),
+        run=_quoted(str(files.run)),
         start_rate=rate / 10,
         **{**vars(choice), **pace._asdict(), "rows": rows},
         **{name: _quoted(text) for name, text in data.items()},

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.console import DecimalComma
 
 
@@ -23,6 +23,7 @@ class FitRequest:
     split: Annotated[str | None, typer.Option(help="JSON file of 0-based test-row indices: FILE.json[#N].")] = None
     seed: Annotated[int, typer.Option(min=0, help="Seed for the split and for training.")] = 0
     seeds: Annotated[int, typer.Option(min=1, help="Train with so many seeds in one job; --minutes is of all.")] = 1
+    folds: Annotated[int, typer.Option(min=1, help="Judge each row once, by this many runs in one job.")] = 1
     minutes: Annotated[float, typer.Option(help="Time limit on this machine, for all phases together.")] = 20.0
     test_rows: Annotated[int | None, typer.Option(min=2, help="Maximum number of test rows, drawn at random.")] = None
     decimal_comma: DecimalComma = None
@@ -30,3 +31,11 @@ class FitRequest:
     def __post_init__(self) -> None:
         if not self.minutes > 0:
             raise UserError("--minutes", self.minutes, "more than 0")
+        if self.folds > 1 and (self.seeds > 1 or self.split is not None):
+            other = "--split" if self.split is not None else "--seeds"
+            raise UserError("--folds", Said(f"{self.folds} with {other}"), f"one of the two: {other} or --folds")
+
+    @property
+    def runs(self) -> int:
+        """In one job: of the seeds, or of the folds."""
+        return max(self.seeds, self.folds)

@@ -1,8 +1,8 @@
 """`cqwen fit`: trains a model that predicts one table column, and evaluates it on held-out rows.
 
 FOLDER/request.json                  the arguments; the same command continues in the same folder
-FOLDER/table/{train,valid,test}.csv  the rows, as text
-FOLDER/fit.yaml, run/                an ordinary config and its run; of a further seed fit-1.yaml, run-1/, ...
+FOLDER/table/{train,valid,test}.csv  the rows, as text; of a further fold table-1/, ...
+FOLDER/fit.yaml, run/                an ordinary config and its run; of a further seed or fold fit-1.yaml, run-1/, ...
 FOLDER/predicted.csv                 the test rows with predictions and intervals
 FOLDER/fit.json, report.html         the comparison with baselines, and a page of it and the run
 FOLDER/best                          the checkpoint for predictions, so the folder works as a model
@@ -11,7 +11,7 @@ FOLDER/best                          the checkpoint for predictions, so the fold
 import fcntl
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,14 +34,26 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.prediction.learnt_table import learnt_table, shared_digits
 from cqwen_dist.prediction.table import predict_rows, prompts_of
 from cqwen_dist.run.files import BEST, FIT, START, appearing, file_record, not_followed, write_atomically, written_whole
-from cqwen_dist.tables.baselines import baselines
-from cqwen_dist.tables.choices import LEAST_READ, LONGEST, Chosen, Pace, choose, config_text, context_of, measure_pace
+from cqwen_dist.tables.baselines import Rival, baselines, over_folds
+from cqwen_dist.tables.choices import (
+    LEAST_READ,
+    LONGEST,
+    Chosen,
+    FitFiles,
+    Pace,
+    choose,
+    config_text,
+    context_of,
+    fit_files,
+    measure_pace,
+)
 from cqwen_dist.tables.fit_request import FitRequest
-from cqwen_dist.tables.judging import OURS, conditional, errors, intervals, over_seeds, shown_rows, verdict
+from cqwen_dist.tables.judging import OURS, conditional, errors, intervals, over_runs, shown_rows, verdict
 from cqwen_dist.tables.rows import (
     Parts,
     Table,
     by_length,
+    drawn_folds,
     held_out_rows,
     read_parts,
     read_table,
@@ -56,7 +68,7 @@ TOLD = 256  # rows between two progress lines
 WHY = ("to learn from", "to watch the training and set the intervals' width", "to judge by")  # `Parts`
 LONG = 3.0  # minutes in which all rows are surely read
 DIGITS = 7  # digits of a prediction after those common to all targets: the precision of fp32
-REQUEST, CONFIG = "request.json", "fit.yaml"
+REQUEST = "request.json"
 OF_FILE = "file"  # key in request.json for the size and SHA-256 of the table
 
 
@@ -78,23 +90,18 @@ class TimeLimit(Callback):
 
 
 class Prepared(NamedTuple):
-    """The table in the folder, the parts, the prompt for every row as training reads it, and fit.yaml."""
+    """A table in the folder, the parts, the prompt for every row as training reads it, the config, and the run."""
 
     table: Table
     parts: Parts
     prompts: list[str]
     config: Config
+    run: Path
 
     @property
     def by_log(self) -> bool:
         """Whether logarithms of the target are learnt."""
         return self.config.loss.target_transform == "standardise_log"
-
-
-def places(folder: Path, seeds: int) -> list[tuple[Path, Path]]:
-    """The config and the run folder of each seed."""
-    ends = ["", *(f"-{i}" for i in range(1, seeds))]
-    return [(folder / f"fit{end}.yaml", folder / f"run{end}") for end in ends]
 
 
 @contextmanager
@@ -115,8 +122,11 @@ def only_fit(folder: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def prepare(request: FitRequest, folder: Path, say: Callable[[str], None], clock: TimeLimit | None = None) -> Prepared:
-    """Read and split the table and write fit.yaml, unless the folder already has them. Raises `UserError`."""
+def prepare(
+    request: FitRequest, folder: Path, say: Callable[[str], None], clock: TimeLimit | None = None
+) -> list[Prepared]:
+    """Read and split the table and write fit.yaml, unless the folder already has them; one of each seed or fold. Raises
+    `UserError`."""
     asked, file = folder / REQUEST, Path(request.table).expanduser()
     now = file_record(file) if file.is_file() else None
     if not asked.is_file():
@@ -134,10 +144,14 @@ def prepare(request: FitRequest, folder: Path, say: Callable[[str], None], clock
         if None not in (before, now) and before != now:
             found = Said(f"a fit of {file.name} as it was before")
             raise UserError("--out", found, f"the same table, or a folder that does not exist yet, not {folder}")
-    config = load_config(folder / CONFIG)
-    table, parts = read_parts(folder / "table", given_forms(config.data) or {})
+    return [_prepared(files) for files in fit_files(folder, request)]
+
+
+def _prepared(files: FitFiles) -> Prepared:
+    config = load_config(files.config)
+    table, parts = read_parts(files.table, given_forms(config.data) or {})
     extract = Extractor(config.data, Chat(), table.forms)
-    return Prepared(table, parts, ["".join(extract.before(row)) for row in table.written], config)
+    return Prepared(table, parts, ["".join(extract.before(row)) for row in table.written], config, files.run)
 
 
 def request_of(folder: Path) -> tuple[FitRequest, dict[str, Any] | None]:
@@ -152,42 +166,62 @@ def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], 
     """Choose the settings, and write the parts and the config into `draft`, which is later renamed to `folder`."""
     template = request.template or ""
     table = read_table(request.table, request.target, request.text_columns, request.decimal_comma, template)
-    if request.split is not None and table.lost:
-        found = Said(f"{table.lost:,} rows without a {table.target}, which would shift the others' numbers")
-        raise UserError("--split", found, "a target in every row", request.table)
-    given = None if request.split is None else held_out_rows(request.split, len(table.rows))
-    parts = split(len(table.rows), request.seed, given, request.test_rows, table.equal())
-    for note in (*table.notes, *repeats(table.equal(), parts)):
+    drawn = _drawn(request, table)
+    for note in (*table.notes, *repeats(table.equal(), drawn[0])):
         say(f"note: {note}")
-    say(
-        f"{len(table.rows):,} rows: {', '.join(f'{len(part):,} {why}' for part, why in zip(parts, WHY, strict=True))}; "
-        f"{len(table.columns)} columns, {len(table.numeric)} of numbers"
-    )
+    counts = ", ".join(f"{len(part):,} {why}" for part, why in zip(drawn[0], WHY, strict=True))
+    say(f"{len(table.rows):,} rows: {counts}; {len(table.columns)} columns, {len(table.numeric)} of numbers")
+    if request.folds > 1:
+        say(f"{request.folds} such folds: each row is judged once, by a run that has not learnt from it")
     template = request.template or column_lines(table.columns) + f"{table.target}: "
     prompts = prompts_of(template, table.columns, table.rows, EMPTY)
     tokenizer = NumericalAwareTokenizer.from_pretrained(request.base, key="--base")
-    lengths, read = np.zeros(len(prompts), np.int64), np.concatenate(parts)
+    lengths, read = np.zeros(len(prompts), np.int64), np.unique(np.concatenate([row for of in drawn for row in of]))
     lengths[read] = [len(ids) for ids, _ in tokenizer.encode_batch([prompts[row] for row in read])]
+    templates: dict[str, Any] = {"prompt": template, "text": f"{{{table.target}}}", "target": table.target}
+    templates |= {"numbers": by_form(table.forms), "empty": EMPTY}
     context = context_of(request.base)
+    longest = min(LONGEST, context)
+    say("timing the base on this machine")
+    pace = measure_pace(request.base, min(int(np.median(lengths[drawn[0].train])), longest), 3 * request.minutes)
+    for i, files in enumerate(fit_files(folder, request)):
+        if i < len(drawn):  # else another seed on the same rows
+            tell = say if i == 0 else (lambda line: None)
+            parts = _readable(drawn[i], lengths, context, longest, request.table, tell)
+            parts, choice = _in_time(request, parts, table.values(), lengths, longest, pace, tell, clock)
+            parts.write(draft / files.table.name, table)
+        text = config_text(files, request.base, choice, pace, len(parts.train), request.seed + i, **templates)
+        (draft / files.config.name).write_text(text, encoding="utf-8")
+
+
+def _drawn(request: FitRequest, table: Table) -> list[Parts]:
+    """The split, or one of each fold. Raises `UserError`."""
+    if request.split is not None and table.lost:
+        found = Said(f"{table.lost:,} rows without a {table.target}, which would shift the others' numbers")
+        raise UserError("--split", found, "a target in every row", request.table)
+    rows, equal = len(table.rows), table.equal()
+    tests: list[Sequence[int] | None] = [None if request.split is None else held_out_rows(request.split, rows)]
+    if request.folds > 1:
+        tests = [*drawn_folds(rows, request.seed, request.folds, equal)]
+    return [split(rows, request.seed, test, request.test_rows, equal) for test in tests]
+
+
+def _readable(
+    parts: Parts, lengths: np.ndarray, context: int, longest: int, source: str, say: Callable[[str], None]
+) -> Parts:
+    """The parts sorted by length, without test rows that the base cannot read. Raises `UserError`."""
     judged = parts.test[lengths[parts.test] < context]  # `<`: the number needs a position too
     if unread := len(parts.test) - len(judged):
         say(f"note: {unread:,} rows of {context:,} tokens or more, all that the base reads, are not judged")
     parts = Parts(by_length(parts.train, lengths), by_length(parts.valid, lengths), judged)
-    tokens, longest = lengths[parts.train], min(LONGEST, context)
+    tokens = lengths[parts.train]
     say(f"a row is {int(np.median(tokens))} tokens in the median, {tokens.max()} at most")
     if (longer := int((tokens + 2 > longest).sum())) == len(tokens) or not len(judged):
         found = Said(f"only rows of more than {longest:,} tokens{' to judge by' * (longer < len(tokens))}")
-        raise UserError("FILE", found, "shorter ones (fewer --text-columns)", request.table)
+        raise UserError("FILE", found, "shorter ones (fewer --text-columns)", source)
     if longer:
         say(f"note: {longer:,} rows of more than {longest:,} tokens are not trained on (fewer --text-columns shorten)")
-    values = table.values()
-    parts, choice, pace = _in_time(request, parts, values, lengths, longest, say, clock)
-    templates: dict[str, Any] = {"prompt": template, "text": f"{{{table.target}}}", "target": table.target}
-    templates |= {"numbers": by_form(table.forms), "empty": EMPTY}
-    parts.write(draft / "table", table)
-    for i, (path, run) in enumerate(places(folder, request.seeds)):
-        text = config_text(path, run, request.base, choice, pace, len(parts.train), request.seed + i, **templates)
-        (draft / path.name).write_text(text, encoding="utf-8")
+    return parts
 
 
 def _in_time(
@@ -196,16 +230,15 @@ def _in_time(
     values: np.ndarray,
     lengths: np.ndarray,
     longest: int,
+    pace: Pace,
     say: Callable[[str], None],
     clock: TimeLimit,
-) -> tuple[Parts, Chosen, Pace]:
-    """Time the base; returns the rows that can be read in the time, the settings and the pace."""
-    say("timing the base on this machine")
+) -> tuple[Parts, Chosen]:
+    """The rows that can be read in the time, and the settings."""
     tokens = lengths[parts.train]
-    pace = measure_pace(request.base, min(int(np.median(tokens)), longest), 3 * request.minutes)
     counts = len(parts.valid), len(parts.test)
-    # As if the runs of all seeds came one after the other: they share the base and z, so some time is left
-    choice = choose(values[parts.train], tokens, *counts, pace, clock.left() / request.seeds, longest)
+    # As if the runs of all seeds or folds came one after the other: they share the base and z, so some time is left
+    choice = choose(values[parts.train], tokens, *counts, pace, clock.left() / request.runs, longest)
     if (had := tuple(map(len, parts))) != choice.rows:
         kept = ", ".join(f"{n:,} of {of:,} {why}" for n, of, why in zip(choice.rows, had, WHY, strict=True))
         say(f"note: {request.minutes:g} minutes are too few for all rows here (--minutes gives more). Drawn: {kept}")
@@ -214,42 +247,71 @@ def _in_time(
         say(f"{choice.epochs:g} epochs of adapters, about {choice.lora_minutes:.0f} minutes; {pace.precision}")
     else:
         say(f"note: no time for adapters in {request.minutes:g} minutes: heads alone (--minutes gives more)")
-    say(f"the base reads {1 / pace.forward:.1f} rows a second here: about {choice.minutes:.1f} more minutes in all")
-    return parts, choice, pace
+    minutes = choice.minutes * request.runs
+    say(f"the base reads {1 / pace.forward:.1f} rows a second here: about {minutes:.1f} more minutes in all")
+    return parts, choice
 
 
-def judge(folder: Path, made: Prepared, say: Callable[[str], None], clock: TimeLimit, seeds: int = 1) -> dict[str, Any]:
-    """Predict the test rows with the run and the other models, and write predicted.csv and fit.json.
+class Judged(NamedTuple):
+    """The test rows of one split: predicted by the run, and by each other model with what it was fitted to."""
 
-    seeds: the number of runs; the others are only compared with the first.
+    own: list[dict[str, Any]]
+    others: list[Rival]
+    prompts: list[str]
+    truth: np.ndarray
+
+
+def judge(
+    folder: Path, folds: Sequence[Prepared], request: FitRequest, say: Callable[[str], None], clock: TimeLimit
+) -> dict[str, Any]:
+    """Predict the test rows with the runs and the other models, and write predicted.csv and fit.json.
+
+    The rows of all folds are judged as one table. Of several seeds, the others are only compared with the first.
     """
-    table, parts = made.table, made.parts
-    checkpoint = best_checkpoint(folder / "run")
+    first = folds[0]
+    checkpoint = best_checkpoint(first.run)
     write_atomically(folder / BEST, f"{checkpoint.relative_to(folder)}\n")
-    own = _predict(checkpoint, made, say, clock)
+    judged = [_judged(fold, say, clock) for fold in (folds if request.folds > 1 else folds[:1])]
+    own = [row for fold in judged for row in fold.own]
     with written_whole(folder / "predicted.csv") as draft, draft.open("w", encoding="utf-8", newline="") as file:
         write_table(own, file)
-    parts = parts._replace(test=parts.test[: len(own)])
-    truth = table.values()[parts.test]
-    ends = np.array([[row["low_90"], row["high_90"]] for row in own])
-    predictions = {OURS: np.array([row["predicted"] for row in own])}
+    truth = np.concatenate([fold.truth for fold in judged])
+    predictions, ends = {OURS: predictions_of(own)}, ends_of(own)
     results: dict[str, dict[str, Any]] = {OURS: {**errors(predictions[OURS], truth), **intervals(ends, truth)}}
-    say("fitting the models to compare with")
-    for name, predicted, fitted_to in baselines(table, parts.learnt, parts.test, made.prompts, made.by_log):
-        predictions[name] = predicted[: len(own)]
-        results[name] = {**errors(predictions[name], truth), "fitted_to": fitted_to}
-    document = {"target": table.target, "rows": len(truth), "checkpoint": str(checkpoint), "by_log": made.by_log}
+    for name, predicted, fitted_to in over_folds([fold.others for fold in judged]):
+        predictions[name] = predicted
+        results[name] = {**errors(predicted, truth), "fitted_to": fitted_to}
+    document = {"target": first.table.target, "rows": len(truth), "checkpoint": str(checkpoint), "by_log": first.by_log}
     document |= {"results": results, **verdict(predictions, truth)}
-    if seeds > 1:
-        runs = [run for _, run in places(folder, seeds)[1:]]
-        others = [_predict(best_checkpoint(run), made, say, clock) for run in runs]
-        document["seeds"] = over_seeds([own, *others], truth)
-    law = json.loads((folder / "run" / START).read_text(encoding="utf-8"))["calibration"].get("law")
+    if len(judged) > 1:
+        document["folds"] = over_runs([(predictions_of(fold.own), fold.truth) for fold in judged])
+    elif len(folds) > 1:
+        seeds = [predictions[OURS], *(predictions_of(_predict(seed, say, clock)) for seed in folds[1:])]
+        document["seeds"] = over_runs([(found, truth) for found in seeds])
+    law = json.loads((first.run / START).read_text(encoding="utf-8"))["calibration"].get("law")
     document["verdict"] = f"{document['verdict']} Law of the numbers: {law}."
-    prompts = [made.prompts[row] for row in parts.test]
+    prompts = [prompt for fold in judged for prompt in fold.prompts]
     document |= shown_rows(own, prompts, truth) | conditional(predictions, results, ends, truth)
     write_atomically(folder / FIT, to_json(document, indent=1, inf_nan_mode="null").decode())
     return document
+
+
+def predictions_of(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """The predicted values [n]."""
+    return np.array([row["predicted"] for row in rows])
+
+
+def ends_of(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """The 90 % intervals [n,2]."""
+    return np.array([[row["low_90"], row["high_90"]] for row in rows])
+
+
+def _judged(made: Prepared, say: Callable[[str], None], clock: TimeLimit) -> Judged:
+    own = _predict(made, say, clock)
+    parts = made.parts._replace(test=made.parts.test[: len(own)])
+    say("fitting the models to compare with")
+    others = [*baselines(made.table, parts.learnt, parts.test, made.prompts, made.by_log)]
+    return Judged(own, others, [made.prompts[row] for row in parts.test], made.table.values()[parts.test])
 
 
 def best_checkpoint(run: Path) -> Path:
@@ -258,8 +320,9 @@ def best_checkpoint(run: Path) -> Path:
     return checkpoint_folder(run, best[0]) if best else run
 
 
-def _predict(checkpoint: Path, made: Prepared, say: Callable[[str], None], clock: TimeLimit) -> list[dict[str, Any]]:
+def _predict(made: Prepared, say: Callable[[str], None], clock: TimeLimit) -> list[dict[str, Any]]:
     """The test rows with the columns `prediction.table.NUMBER_COLUMNS`, and `outside`."""
+    checkpoint = best_checkpoint(made.run)
     model, tokenizer = load_trained(checkpoint, "auto")
     start = ": the closed form, no step improved it" * (checkpoint.name == checkpoint_folder(checkpoint, 0).name)
     say(f"predicting {len(made.parts.test):,} rows with {checkpoint}, the best on the rows for evaluation{start}")

@@ -35,11 +35,10 @@ def intervals(ends: np.ndarray, truth: np.ndarray) -> dict[str, float]:
     return {"coverage_90": float(inside.mean()), "width_90": float(np.median(ends[:, 1] - ends[:, 0]))}
 
 
-def over_seeds(of_seeds: Sequence[Sequence[Mapping[str, Any]]], truth: np.ndarray) -> dict[str, Any]:
-    """`errors` of each seed's predicted rows, all on the rows that all have predicted; by name: the values, their mean,
-    and half of its 95 % interval, by Student's t."""
-    rows = min(map(len, of_seeds))
-    found = [errors(np.array([row["predicted"] for row in own[:rows]]), truth[:rows]) for own in of_seeds]
+def over_runs(of_runs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
+    """`errors` of runs of several seeds or folds; by name: the values, their mean, and half of its 95 % interval, by
+    Student's t. of_runs: predictions and the truth, as far as both reach."""
+    found = [errors(predicted[: len(truth)], truth[: len(predicted)]) for predicted, truth in of_runs]
     reach = stats.t.ppf(0.975, len(found) - 1) / len(found) ** 0.5
     return {
         name: {"values": values.tolist(), "mean": float(values.mean()), "reach": float(reach * values.std(ddof=1))}

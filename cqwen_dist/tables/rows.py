@@ -155,12 +155,8 @@ def split(
     most: the maximum number of test rows, also drawn; the remaining test rows belong to no part. equal: rows with the
     same entry stay in one part. Raises `UserError` if too few differ.
     """
-    order = np.random.default_rng(seed).permutation(rows)
     same = [*range(rows)] if equal is None else equal
-    first: dict[Any, int] = {}
-    for place, row in enumerate(order):
-        first.setdefault(same[row], place)
-    order = order[np.argsort([first[same[row]] for row in order], kind="stable")]
+    order = _in_random_order(rows, seed, same)
     if test is None:
         cut = _between(order, min(max(round(rows / 5), 2), rows // 2), same)
         held, rest = order[:cut], order[cut:]
@@ -172,6 +168,26 @@ def split(
     valid = min(max(round(len(rest) / 3), min(ENOUGH_VALID, round(2 * len(rest) / 3))), MOST_VALID)
     valid = _between(rest, valid, same)
     return Parts(np.sort(rest[valid:]), np.sort(rest[:valid]), held[:most])
+
+
+def _in_random_order(rows: int, seed: int, same: Sequence[Any]) -> np.ndarray:
+    """All rows, equal ones one after the other."""
+    order = np.random.default_rng(seed).permutation(rows)
+    first: dict[Any, int] = {}
+    for place, row in enumerate(order):
+        first.setdefault(same[row], place)
+    return order[np.argsort([first[same[row]] for row in order], kind="stable")]
+
+
+def drawn_folds(rows: int, seed: int, count: int, equal: Sequence[Any]) -> list[Sequence[int]]:
+    """The rows in `count` parts of about equal size, each the test rows of a `split`; rows with the same entry of
+    `equal` are in one part. Raises `UserError` if too few differ."""
+    order = _in_random_order(rows, seed, equal)
+    cuts = [_between(order, round(rows * i / count), equal) for i in range(1, count)]
+    parts: list[Sequence[int]] = [part.tolist() for part in np.split(order, cuts)]
+    if min(map(len, parts)) < 2:
+        raise UserError("--folds", count, "fewer, as so few rows differ")
+    return parts
 
 
 def repeats(equal: Sequence[Any], parts: Parts) -> list[str]:

@@ -149,6 +149,35 @@ def test_an_exported_fit_predicts_and_marks_rows_as_fit_does(fitted: tuple[Path,
     assert "outside of 11 to 50" in said[1]
 
 
+@pytest.mark.slow
+def test_folds_judge_each_row_once(one_rank: Path, tmp_path: Path) -> None:
+    table, out = write_table(tmp_path / "people.csv"), tmp_path / "out"
+    command = ["fit", table, "--target", "score", "--base", one_rank / "base", "--out", out, "--minutes", "6"]
+    done = cqwen_forked(*command, "--folds", "3")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((out / "fit.json").read_text(encoding="utf-8"))
+    assert found["rows"] == 60
+    with (out / "predicted.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    given = list(csv.DictReader(table.open(encoding="utf-8")))
+    names = list(given[0])
+    assert sorted([row[name] for name in names] for row in rows) == sorted([*row.values()] for row in given)
+    tables, errors = [out / name for name in ("table", "table-1", "table-2")], []
+    for fold, run in zip(tables, ("run", "run-1", "run-2"), strict=True):
+        parts = {p.stem: {tuple(row.values()) for row in csv.DictReader(p.open())} for p in fold.glob("*.csv")}
+        assert not parts["test"] & (parts["train"] | parts["valid"])
+        assert load_config(out / run / "config.yaml").data.train == str(fold / "train.csv")
+        own = [row for row in rows if tuple(row[name] for name in names) in parts["test"]]
+        assert 17 <= len(own) <= 23
+        errors.append([abs(float(row["predicted"]) - float(row["score"])) for row in own])
+    assert found["folds"]["mae"]["values"] == pytest.approx([sum(of) / len(of) for of in errors], rel=1e-5)
+    assert found["results"]["CausalQwen"]["mae"] == pytest.approx(sum(map(sum, errors)) / 60, rel=1e-5)
+    assert "3 folds: MAE " in done.stdout
+    assert found["results"]["ridge, numeric columns"]["mae"] > 0
+    again = cqwen_forked(*command, "--folds", "3", "--seeds", "2")
+    assert "--folds: found 3 with --seeds" in again.stderr
+
+
 @pytest.mark.parametrize("wrong", [["--minutes", "0"], ["--base", "nowhere/none"]])
 def test_a_wrong_option_is_one_line_and_leaves_nothing(tmp_path: Path, wrong: list[str]) -> None:
     table = write_table(tmp_path / "people.csv")
@@ -166,7 +195,7 @@ def test_rows_leave_room_for_the_number_in_the_context(one_rank: Path, tmp_path:
     (tmp_path / "split.json").write_text(json.dumps([*range(0, 121, 2)]))
     base, said = str(one_rank / "base"), []
     asked = FitRequest(str(tmp_path / "t.csv"), "score", base, [], None, f"{tmp_path}/split.json", minutes=1.0)
-    _, parts, prompts, _ = prepare(asked, tmp_path / "out", said.append)
+    ((_, parts, prompts, *_),) = prepare(asked, tmp_path / "out", said.append)
     tokenizer = NumericalAwareTokenizer.from_pretrained(base)
     assert max(len(tokenizer.encode(prompts[row])[0]) for row in parts.test) == 63
     assert "note: 6 eggs\nscore: " in prompts, "as training reads the row"

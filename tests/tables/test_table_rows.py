@@ -19,10 +19,19 @@ from cqwen_dist.data.recipes import recognise
 from cqwen_dist.data.records import Extractor
 from cqwen_dist.prediction.table import prompts_of
 from cqwen_dist.tables.baselines import EncodedRows, baselines, date_parts
-from cqwen_dist.tables.choices import LEAST_READ, LEAST_STEPS, LONGEST, Pace, best_transform, choose, config_text
+from cqwen_dist.tables.choices import (
+    LEAST_READ,
+    LEAST_STEPS,
+    LONGEST,
+    FitFiles,
+    Pace,
+    best_transform,
+    choose,
+    config_text,
+)
 from cqwen_dist.tables.fitting import only_fit
 from cqwen_dist.tables.judging import OURS, conditional, errors, verdict
-from cqwen_dist.tables.rows import Table, held_out_rows, read_parts, read_table, repeats, split
+from cqwen_dist.tables.rows import Table, drawn_folds, held_out_rows, read_parts, read_table, repeats, split
 
 
 def written(folder: Path, records: list[dict[str, object]]) -> str:
@@ -187,6 +196,13 @@ def test_equal_rows_stay_in_one_part(tmp_path: Path, copies: int, given: list[in
     assert repeats([*range(120)], split(120, 0, equal=[*range(120)])) == []
     with pytest.raises(UserError, match="rows that are all equal"):
         split(30, 0, equal=[0] * 30)
+    folds = drawn_folds(len(table.rows), 0, 4, table.equal())
+    assert sorted(row for fold in folds for row in fold) == [*range(len(table.rows))]
+    assert max(map(len, folds)) - min(map(len, folds)) <= 2 * copies
+    of = [{table.rows[row]["name"] for row in fold} for fold in folds]
+    assert sum(map(len, of)) == len(set.union(*of))
+    with pytest.raises(UserError, match="--folds: found 9"):
+        drawn_folds(30, 0, 9, [i // 10 for i in range(30)])
 
 
 @pytest.mark.parametrize(("usual", "odd"), [("$1,200", "call us"), ("1.234,5", "1,234.5"), (5, True)])
@@ -420,7 +436,8 @@ def test_the_chosen_config_trains(tmp_path: Path) -> None:
         chosen = choose(NORMAL, TOKENS, 150, 150, PACE, minutes)
         path = tmp_path / "fit.yaml"
         keys = {"prompt": odd, "text": "{score}", "target": "score", "numbers": {}, "empty": "-"}
-        path.write_text(config_text(path, tmp_path / "run", "b", chosen, PACE, 1000, 7, **keys), "utf-8")
+        files = FitFiles(path, tmp_path / "run", tmp_path / "table")
+        path.write_text(config_text(files, "b", chosen, PACE, 1000, 7, **keys), "utf-8")
         config = load_config(path)
         assert [stage.name for stage in config.stages] == stages
         assert config.data.prompt_template == odd
