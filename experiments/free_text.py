@@ -110,11 +110,11 @@ def states(base: StartingBase, prompts: list[str], file: Path) -> np.ndarray:
     and equal in all rows. Of longer rows the last MOST_TOKENS are read."""
     if file.is_file():
         return np.asarray(np.load(file))
-    tokens, found = base.encode(prompts), None
+    tokens, found = base.encode(prompts), np.empty(0, np.float32)
     order = sorted(range(len(tokens)), key=lambda row: len(tokens[row][0]))
     for some in np.array_split(order, -(-len(order) // READ)):
-        cut = [tuple(part[-MOST_TOKENS:] for part in tokens[row]) for row in some]
-        batch = pad_rows(cut, base.tokenizer.pad_token_id, on_left=False)  # type: ignore[arg-type]
+        cut = [(tokens[row][0][-MOST_TOKENS:], tokens[row][1][-MOST_TOKENS:]) for row in some]
+        batch = pad_rows(cut, base.tokenizer.pad_token_id, on_left=False)
         transformer = base.features.backbone.transformer
         with torch.inference_mode(), seen_inside(transformer, output_hidden_states=True) as seen:
             base.features(*batch)
@@ -124,10 +124,10 @@ def states(base: StartingBase, prompts: list[str], file: Path) -> np.ndarray:
         inner[:, 0] = 0
         mean = (h * inner[:, None, :, None]).sum(2) / (count - 1)[:, None, None]
         both = torch.stack([h[torch.arange(len(h)), :, count - 1], mean], 1).numpy()
-        found = np.empty((len(tokens), *both.shape[1:]), np.float32) if found is None else found
+        found = found if len(found) else np.empty((len(tokens), *both.shape[1:]), np.float32)
         found[some] = both
     np.save(file, found)
-    return np.asarray(found)
+    return found
 
 
 def fits_of(file: Path, target: str, base: StartingBase, out: Path) -> tuple[np.ndarray, dict[str, Fit]]:
@@ -143,7 +143,7 @@ def fits_of(file: Path, target: str, base: StartingBase, out: Path) -> tuple[np.
     best = int(by_words[1][1] < by_words[0][1])
     fits = {"always the median": Fit(*(np.full(len(rows), np.median(y[train])) for rows in (train, test)))}
     fits[WORDS] = by_words[best][0]
-    wide = fit_alone(base.tokenizer, base.encode(prompts), y, train, test, WIDE, RANDOM_FEATURES)
+    wide = fit_alone(base.tokenizer, [*base.tokenizer.encode_batch(prompts)], y, train, test, WIDE, RANDOM_FEATURES)
     middle = np.median(y[train] - wide.left_out[0])
     fits[WIDE_PART] = Fit(wide.left_out[0] + middle, wide.asked[0] + middle)
     x = states(base, prompts, out / f"{file.stem}.npy").astype(np.float64)
