@@ -9,14 +9,13 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch, pad_rows
 from cqwen_dist.data.tokenizer import Encoded, NumericalAwareTokenizer
+from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.tables.wide.wide_part import WidePart
 from cqwen_dist.tables.wide.wide_rows import TextBefore, texts_before
 from cqwen_dist.tables.wide.wide_start import fit_wide
 from cqwen_dist.training.evaluation.number_metrics import interval_factors
 
 READ = 64  # rows at a time
-# An interval's width comes from the errors of this share of the rows, at least this number
-NEAREST, LEAST_NEAR = 1 / 3, 60
 
 
 class WideAlone(NamedTuple):
@@ -60,15 +59,12 @@ def fit_alone(
 
 
 def half_widths(known: np.ndarray, scores: np.ndarray, asked: np.ndarray) -> np.ndarray:
-    """Half-widths [m] of 90 % intervals, in scales: from the scores nearest in predicted size (errors grow with size).
+    """Half-widths [m] of 90 % intervals, in scales, by predicted size, as the product has them.
 
     known, scores [n]: out-of-fold predictions and their errors in scales. asked [m]: predictions.
     """
-    order = np.argsort(known, kind="stable")
-    count = min(max(round(NEAREST * len(known)), LEAST_NEAR), len(known))
-    first = np.clip(np.searchsorted(known[order], asked) - count // 2, 0, len(known) - count)
-    near = {start: interval_factors(scores[order[start : start + count]], (0.9,)) for start in set(first.tolist())}
-    return np.array([near[start].half_width(0.9) for start in first.tolist()])
+    learnt, y = (Cauchy(torch.from_numpy(loc), torch.ones(len(loc))) for loc in (known, asked))
+    return interval_factors(scores, learnt, (0.9,)).half_width(0.9, y).numpy()
 
 
 def _batches(tokens: Sequence[Encoded], rows: np.ndarray, pad: int) -> Iterator[tuple[Batch, Tensor]]:

@@ -21,7 +21,7 @@ from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.continuation import end_ids
 from cqwen_dist.heads.intervals import FILE as CALIBRATION
-from cqwen_dist.heads.intervals import read_intervals
+from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.model import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.model.base_loading import base_folder_of, load_base, shared_base
 from cqwen_dist.model.causal_qwen import classes_of
@@ -135,7 +135,8 @@ def place_of(device: str) -> str:
 def intervals_of(folder: Path) -> dict[str, Any] | None:
     """Content of the folder's `calibration.json`, or None. Raises `UserError` for a broken file."""
     try:
-        found = read_intervals(folder)
+        path = folder / CALIBRATION
+        found = Intervals.from_dict(json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None)
     except ValueError as error:
         raise UserError(CALIBRATION, Said(str(error)), "levels and n as evaluations write them", str(folder)) from None
     return found.to_dict() if found.factors else None

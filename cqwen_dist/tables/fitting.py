@@ -291,7 +291,9 @@ def judge(
     law = json.loads((first.run / START).read_text(encoding="utf-8"))["calibration"].get("law")
     document["verdict"] = f"{document['verdict']} Law of the numbers: {law}."
     prompts = [prompt for fold in judged for prompt in fold.prompts]
-    document |= shown_rows(own, prompts, truth) | conditional(predictions, results, ends, truth)
+    texts = [name for name in first.table.columns if name not in first.table.numeric]
+    cells = {name: [str(row[name]) for row in own] for name in texts}
+    document |= shown_rows(own, prompts, truth) | conditional(predictions, ends, truth, prompts, cells)
     write_atomically(folder / FIT, to_json(document, indent=1, inf_nan_mode="null").decode())
     return document
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from cqwen_dist.data.columns import MOST_VALUES
 from cqwen_dist.prediction.learnt_table import OUTSIDE
 from cqwen_dist.prediction.table import NUMBER_COLUMNS
 
@@ -99,22 +100,25 @@ def shown_rows(own: Sequence[Mapping[str, Any]], prompts: Sequence[str], truth: 
 
 
 def conditional(
-    predictions: Mapping[str, np.ndarray], results: Mapping[str, Mapping[str, Any]], ends: np.ndarray, truth: np.ndarray
+    found: Mapping[str, np.ndarray], ends: np.ndarray, truth: np.ndarray, texts: Sequence[str], cells: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Errors and intervals by deciles of the predicted size and of the width, beside the best other model."""
-    other = min((name for name in predictions if name != OURS), key=lambda name: results[name]["mae"])
-    lost = {name: np.abs(predictions[name] - truth) for name in (OURS, other)}
-    deciles: dict[str, Any] = {}
-    for name, by in (("predicted", predictions[OURS]), ("width_90", ends[:, 1] - ends[:, 0])):
+    """Errors and intervals by deciles of predicted size, width and the text's length, and by category, the least held
+    first; beside the best other model. cells: by column; the values of a column with few are categories."""
+    errors_of = {name: np.abs(predicted - truth) for name, predicted in found.items()}
+    lost = dict(sorted(errors_of.items(), key=lambda of: (of[0] != OURS, of[1].mean()))[:2])
+
+    def told(part: np.ndarray) -> dict[str, Any]:
+        mae = {of: float(error[part].mean()) for of, error in lost.items()}
+        return {"rows": len(part), "mae": mae, **intervals(ends[part], truth[part])}
+
+    deciles, length = {}, np.array([*map(len, texts)])
+    for name, by in (("predicted", found[OURS]), ("width_90", ends[:, 1] - ends[:, 0]), ("length", length)):
         parts = np.array_split(np.argsort(by, kind="stable"), min(max(len(by) // LEAST_ROWS, 1), 10))
-        deciles[name] = [
-            {
-                "from": float(by[part[0]]),
-                "to": float(by[part[-1]]),
-                "rows": len(part),
-                "mae": {of: float(error[part].mean()) for of, error in lost.items()},
-                **intervals(ends[part], truth[part]),
-            }
-            for part in parts
-        ]
-    return {"deciles": deciles}
+        deciles[name] = [{"from": float(by[part[0]]), "to": float(by[part[-1]]), **told(part)} for part in parts]
+    categories = []
+    for column, own in cells.items():
+        values, which = np.unique(np.array(own), return_inverse=True)
+        for i, value in enumerate(values if 1 < len(values) <= MOST_VALUES else []):
+            if len(part := np.flatnonzero(which == i)) >= LEAST_ROWS:
+                categories.append({"column": column, "value": str(value), **told(part)})
+    return {"deciles": deciles, "categories": sorted(categories, key=lambda of: of["coverage_90"])}

@@ -1,7 +1,7 @@
 """The effect of another dose on a person: by laws of the outcome, with the person's quantile kept, and by regressions.
 
 n people, k doses. Every law here has one shape, a location and a scale. So the same quantile (decision D50) is the same
-distance from the location in scales: whatever factors recalibrate the intervals of a law, they cancel.
+distance from the location in scales: a factor that recalibrates the intervals of both laws cancels.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from experiments.claims.people import HELP, People, gain, spread
 
 
 class Law(NamedTuple):
-    """The outcome's law: [n,k] each, raw unit. half: half of its 90 % interval, in scales."""
+    """The outcome's law: [n,k] each, raw unit. half: half of its 90 % interval, in scales; or one for all."""
 
     loc: np.ndarray
     scale: np.ndarray
-    half: float
+    half: float | np.ndarray
 
     def at(self, columns: slice) -> Law:
         """The law at some of the doses."""
-        return Law(self.loc[:, columns], self.scale[:, columns], self.half)
+        half = np.broadcast_to(self.half, self.loc.shape)[:, columns]
+        return Law(self.loc[:, columns], self.scale[:, columns], half)
 
     def interval(self) -> tuple[np.ndarray, np.ndarray]:
         """The ends [n,k] of the central 90 % interval."""

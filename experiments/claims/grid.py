@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks.line_chart import line_chart
-from cqwen_dist.heads.intervals import Intervals
+from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.run.files import write_atomically
 from experiments.claims.measures import Claim, cell
 from experiments.claims.scores import scored
@@ -85,7 +85,7 @@ def measured(model: Any, seen: Positions) -> dict[str, float]:
         "F1 of <NUM>": float(2 * (told & is_num).sum() / max((told.sum() + is_num.sum()), 1)),
         "numbers, CRPS": float(found["crps"][number].mean()),
         "numbers, median error": float(np.median(error)),
-        "coverage": float((error <= Intervals().half_width(0.9) * found["y_scale"][number]).mean()),
+        "coverage": float((error <= Cauchy.half_width(0.9) * found["y_scale"][number]).mean()),
     }
 
 

@@ -75,8 +75,7 @@ class Reader:
         learnt = learnt_table(checkpoint)
         assert learnt is not None, "a fit has learnt a table"
         self.extract = learnt.extractor()
-        law = self.model.model.target.kind
-        self.half = Intervals.from_dict(self.model.config.calibration).half_width(0.9, law)
+        self.intervals = Intervals.from_dict(self.model.config.calibration)
 
     @torch.no_grad()
     def law(self, people: People, doses: np.ndarray) -> Law:
@@ -87,9 +86,10 @@ class Reader:
         for start in range(0, len(prompts), BATCH):
             u = model.infer(*padded(self.model, self.tokenizer, prompts[start : start + BATCH]))
             y = model.action.number_head.value(model.action.add_noise(u))
-            parts.append((model.target.inverse(y.loc[:, -1]), model.target.inverse_scale(y.scale[:, -1])))
-        loc, scale = (torch.cat(part).cpu().numpy().reshape(doses.T.shape).T for part in zip(*parts, strict=True))
-        return Law(loc, scale, self.half)
+            y = model.target.kind(y.loc[:, -1], y.scale[:, -1])
+            half = self.intervals.half_width(0.9, y)
+            parts.append((model.target.inverse(y.loc), model.target.inverse_scale(y.scale), half))
+        return Law(*(torch.cat(part).cpu().numpy().reshape(doses.T.shape).T for part in zip(*parts, strict=True)))
 
     def given(self, people: People, y: np.ndarray, doses: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
         """(medians [n,k], ends of their 90 % intervals [n,k,2]) at doses, of people whose outcome at their own was y

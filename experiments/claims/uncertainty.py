@@ -18,7 +18,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from benchmarks.line_chart import line_chart
-from cqwen_dist.heads.intervals import Intervals
+from cqwen_dist.ops.cauchy import Cauchy
 from experiments.claims.measures import Claim, auroc, by_tenths, cell, rank_correlation, rejection_curve
 from experiments.claims.scores import STAGES, Scores
 from experiments.claims.texts import KINDS
@@ -72,7 +72,7 @@ def of_numbers(scores: Scores) -> dict[str, Any]:
     loc, scale, goal, crps = (scores[name][keep] for name in ("y_loc", "y_scale", "goal", "crps"))
     error = np.abs(goal - loc)
     surest = error[np.argsort(scale, kind="stable")[: round(ANSWERED * len(error))]]
-    inside = (error <= Intervals().half_width(0.9) * scale).astype(float)
+    inside = (error <= Cauchy.half_width(0.9) * scale).astype(float)
     return {
         "numbers": int(keep.sum()),
         "rank correlation": rank_correlation(scale, error),

@@ -14,7 +14,6 @@ from cqwen_dist.data.collate import collate
 from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.store import Document
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.ops.cauchy import Cauchy
 from experiments.learn.corpora import Item
@@ -125,7 +124,7 @@ def number_metrics(found: Predictions, median: float, repeated: np.ndarray) -> d
     """`errors`, the mean CRPS where it is known, and the coverage of the model's own LEVEL interval."""
     metrics: dict[str, Any] = {
         **errors(found.truth, found.predicted, median, repeated),
-        "coverage": float(np.mean(found.scores <= Intervals().half_width(LEVEL))),
+        "coverage": float(np.mean(found.scores <= Cauchy.half_width(LEVEL))),
     }
     if np.isfinite(found.crps).all():
         metrics["crps"] = float(np.mean(found.crps))

@@ -30,7 +30,7 @@ from cqwen_dist.prediction.learnt_table import LearntTable
 from cqwen_dist.prediction.table import predict_numbers
 
 FACT, OTHER = "w3 w8 99.9 w41", "w60 w2"
-FACTORS = {"levels": {"0.5": 0.8, "0.9": 0.4, "0.95": 0.3}, "n": 50}
+FACTORS = {"levels": {"0.5": [0.8, 1.0], "0.9": [0.4, 0.5], "0.95": [0.3, 0.4]}, "edges": [0.0], "n": 200}
 
 
 def speaker(share: float) -> CausalQwenForCausalLM:

@@ -14,6 +14,7 @@ from support.tiny import NUM, number_writer, random_ids
 from torch import Tensor
 
 from cqwen_dist.batch import IGNORE_INDEX
+from cqwen_dist.checkpoint.trained import intervals_of
 from cqwen_dist.config import UserError
 from cqwen_dist.config.data import DataConfig, NumberPolicy
 from cqwen_dist.config.shape import CHARACTERS
@@ -26,7 +27,7 @@ from cqwen_dist.generate.generator import generate
 from cqwen_dist.generate.numbers import shown
 from cqwen_dist.generate.streaming import NumberStreamer
 from cqwen_dist.heads.expression import VALUE, at_beginning, read_tokens, symbol_table
-from cqwen_dist.heads.intervals import Intervals, number_interval, read_intervals
+from cqwen_dist.heads.intervals import Intervals, number_interval
 from cqwen_dist.heads.numerals import characters, given_digits
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model import CausalQwenForCausalLM
@@ -211,7 +212,7 @@ def test_the_interval_of_a_cauchy_holds_its_share(level: float) -> None:
 
 def test_a_factor_changes_only_the_interval_of_its_level() -> None:
     y = Cauchy(torch.tensor([0.3], dtype=torch.float64), torch.tensor([0.2], dtype=torch.float64))
-    factors = Intervals({0.9: 0.25}, 80)
+    factors = Intervals({0.9: (0.25,)}, 80)
     (low, high), (raw_low, raw_high) = (number_interval(y, STANDARD, i, 0.9) for i in (factors, Intervals()))
     assert_close(high - low, 0.25 * (raw_high - raw_low), 1e-12)
     a, b = (number_interval(y, STANDARD, i, 0.5) for i in (factors, Intervals()))
@@ -224,19 +225,18 @@ def test_a_factor_changes_only_the_interval_of_its_level() -> None:
     )
 
 
-def test_interval_factors_round_trip_and_broken_files_are_refused(tmp_path: Path) -> None:
-    assert read_intervals(tmp_path) == Intervals()
+def test_interval_factors_of_older_folders_are_read_and_broken_files_are_refused(tmp_path: Path) -> None:
+    assert intervals_of(tmp_path) is None
     (tmp_path / "calibration.json").write_text('{"levels": {"0.5": 0.9, "0.9": 0.31}, "n": 55}')
-    found = read_intervals(tmp_path)
-    assert (found.factors, found.n) == ({0.5: 0.9, 0.9: 0.31}, 55)
-    assert Intervals.from_dict(found.to_dict()) == found
+    found = Intervals.from_dict(intervals_of(tmp_path))
+    assert (found.factors, found.edges, found.n) == ({0.5: (0.9,), 0.9: (0.31,)}, (), 55), "one factor for all sizes"
     for broken in ("{}", "[]", "{", '{"levels": {"2": 1}, "n": 5}', '{"levels": {"0.9": -1}, "n": 5}'):
         (tmp_path / "calibration.json").write_text(broken)
-        with pytest.raises(ValueError):
-            read_intervals(tmp_path)
+        with pytest.raises(UserError, match=r"calibration\.json"):
+            intervals_of(tmp_path)
     for level in (0.0, 1.0, math.nan):
         with pytest.raises(ValueError, match="level"):
-            Intervals().half_width(level)
+            Intervals().half_width(level, Cauchy(torch.zeros(1), torch.ones(1)))
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_without_positions_the_factor_is_1_and_a_strange_one_is_refused(started)
     still = copy.deepcopy(model.action)
     still.b_noise.zero_()
     assert 0.1 < module.word_temperature(still, u, USED, ALONE) < 1e7, "without noise"
-    known = Intervals({0.9: 0.5}, 7, word_temperature=1540.0).to_dict()
+    known = Intervals({0.9: (0.5,)}, 7, word_temperature=1540.0).to_dict()
     assert Intervals.from_dict(known).word_temperature == 1540.0
     assert Intervals.from_dict({"levels": {}, "n": 0}).word_temperature == 1.0, "of an older folder"
     for odd in (0.0, math.inf, math.nan):

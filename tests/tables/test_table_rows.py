@@ -377,14 +377,22 @@ def test_deciles_show_where_intervals_do_not_hold() -> None:
     size = np.linspace(0.1, 3, ROWS)
     predictions = {OURS: TRUTH + size * NOISE[0], "a": TRUTH + 1.0, "b": TRUTH + 2.0}
     ends = np.stack([predictions[OURS] - 2, predictions[OURS] + 2], 1)
-    results = {name: errors(found, TRUTH) for name, found in predictions.items()}
-    groups = conditional(predictions, results, ends, TRUTH)["deciles"]["predicted"]
+    texts, letters = ["x" * round(300 - 90 * x) for x in size], np.where(size > 2, "large", "small")
+    found = conditional(predictions, ends, TRUTH, texts, {"letter": letters, "row": np.arange(ROWS).astype(str)})
+    groups = found["deciles"]["predicted"]
     assert [group["rows"] for group in groups] == [20] * 10
     assert groups[0]["coverage_90"] == 1.0
     assert groups[-1]["coverage_90"] < 0.75
     assert groups[0]["mae"].keys() == {OURS, "a"}, "beside the best of the others"
     assert groups[0]["mae"]["a"] == pytest.approx(1)
     assert groups[0]["to"] <= groups[1]["from"]
+    assert found["deciles"]["length"][0]["coverage_90"] < 0.75 < found["deciles"]["length"][-1]["coverage_90"]
+    worst, other = found["categories"]
+    assert [worst["column"], worst["value"], other["value"]] == ["letter", "large", "small"], (
+        "a name of each row is none"
+    )
+    assert worst["coverage_90"] == np.mean(np.abs(predictions[OURS] - TRUTH)[size > 2] <= 2) < other["coverage_90"]
+    assert worst["rows"] + other["rows"] == ROWS
 
 
 PACE = Pace(0.05, 0.15, "fp32", 576)

@@ -135,13 +135,14 @@ def test_own_abduction_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_interval_factors_are_exported(tmp_path: Path) -> None:
-    factors = {"levels": {"0.5": 0.9, "0.9": 0.25}, "n": 80, "bar": 0.3, "words": {"shift": 2.0, "factor": 50.0}}
+    levels = {"0.5": [0.9, 0.8], "0.9": [0.25, 0.5]}
+    factors = {"levels": levels, "edges": [0.0], "n": 300, "bar": 0.3, "words": {"shift": 2.0, "factor": 50.0}}
     factors |= {"doubts": {}, "word_temperature": 1540.0}
     _, folder = folder_of(tmp_path)
     (folder / "calibration.json").write_text(json.dumps(factors))
     out = export(folder, tmp_path / "out")
     assert json.loads((out / "calibration.json").read_text()) == factors
-    assert "90% x 0.25" in (out / "README.md").read_text()
+    assert "90% x 0.25, 0.5." in (out / "README.md").read_text()
     for path in (folder, out):
         model, tokenizer = load_trained(path)
         assert model.config.calibration == factors
@@ -150,8 +151,8 @@ def test_the_interval_factors_are_exported(tmp_path: Path) -> None:
     _, numbers = hub.generate(**batch, max_new_tokens=20, return_numbers=True)
     at = numbers.generated.nonzero()
     assert len(at)
-    low, high = (x[at[:, 0], at[:, 1]] for x in numbers.interval(0.9))
-    expected = 2 * 0.25 * 6.313751514675043 * 40.0 * numbers.scale[at[:, 0], at[:, 1]]
+    low, high, loc, scale = (x[at[:, 0], at[:, 1]] for x in (*numbers.interval(0.9), numbers.loc, numbers.scale))
+    expected = torch.where(loc < 0.0, 0.25, 0.5).double() * 2 * 6.313751514675043 * 40.0 * scale
     assert_close(high - low, expected, 1e-9)
     (folder / "calibration.json").write_text('{"levels": 3}')
     with pytest.raises(UserError, match=r"calibration\.json"):

@@ -318,7 +318,7 @@
   };
   const addFit = (root) => {
     const { target, rows, by_log, points, deciles } = data.runs[+root.dataset.run].fit;
-    const { predicted: sizes, width_90: widths } = deciles;
+    const { predicted: sizes, width_90: widths, length: lengths } = deciles;
     const models = Object.keys(sizes[0].mae).map((name) => [name, (group) => group.mae[name]]);
     const held = [["90 % intervals", (group) => group.coverage_90]];
     const size = `Predicted ${target}, from`, width = "Width of the 90 % interval, from";
@@ -328,6 +328,7 @@
       byDecile("Intervals by predicted size", "How often the truth is in the 90 % interval.", sizes, held, size, "Share of rows", { percentage: true, at: 0.9 }),
       byDecile("Errors by width of the interval", "Wide intervals should mean large errors.", widths, models, width, "Mean absolute error", { log: by_log }),
       byDecile("Intervals by their width", "Narrow intervals should hold as often as wide ones.", widths, held, width, "Share of rows", { percentage: true, at: 0.9 }),
+      ...(lengths ? [byDecile("Intervals by the length of the text", "Short rows against long ones.", lengths, held, "Characters, from", "Share of rows", { percentage: true, at: 0.9 })] : []),
     );
   };
   const addEvaluations = (root) => {
