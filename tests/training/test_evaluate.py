@@ -29,6 +29,7 @@ from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.tools.export.export import export
+from cqwen_dist.training.evaluation import number_metrics
 from cqwen_dist.training.evaluation.evaluate_checkpoint import evaluate_checkpoint, measure_base
 from cqwen_dist.training.evaluation.evaluator import Evaluator
 from cqwen_dist.training.evaluation.spread import Spread
@@ -183,10 +184,15 @@ def _evaluated(run: str, micro_batch_sizes: list[int]) -> list[dict[str, float]]
     dataset = load_datasets(config.data, tokenizer).train  # the larger half
     rank, world = dist.get_rank(), dist.get_world_size()
     groups = build_groups(1)
+    number_metrics.BLOCK = 30  # so that 76 numbers have two blocks
     found = []
     for size in micro_batch_sizes:
         batches = EvalLoader(dataset, rank=rank, world=world, micro_batch_size=size)
-        found.append(Evaluator(model, model.kept_features, batches, groups, baseline_value=1.0)())
+        evaluator = Evaluator(model, model.kept_features, batches, groups, baseline_value=1.0)
+        metrics, known = evaluator(), evaluator.factors
+        assert known is not None
+        metrics |= {f"edge {i}": edge for i, edge in enumerate(known.edges)} | {"numbers": float(known.n)}
+        found.append(metrics | {f"{level} {i}": f for level, each in known.factors.items() for i, f in enumerate(each)})
     return found
 
 
@@ -197,6 +203,7 @@ def test_micro_batches_and_ranks_change_no_metric(pool: Pool, one_rank: Path) ->
         for world, sizes in ((1, [32, 16, 1]), (2, [8]), (3, [4]))
         for found in pool(_evaluated, world, str(one_rank), sizes)[0]
     )
+    assert {"edge 0", "0.9 1"} <= first.keys(), "the factors of intervals are compared too"
     for other in others:
         assert other == pytest.approx(first, rel=5e-5, abs=1e-6)  # abs: a mean of either sign that cancels
 
