@@ -64,20 +64,20 @@ def uneven(draw: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarra
 
 
 def test_intervals_hold_for_every_predicted_size_where_one_factor_fails() -> None:
-    """Means over 100 draws of 400 held-out numbers. In the last of four blocks errors grow by 5^(1/4). In the upper
-    tenth they are 5^0.075 times those in the block's middle: P(|N| < 1.645 / 1.13) = 0.856. One factor holds 0.68."""
+    """Means over 100 draws of 400 held-out numbers. In the last of five blocks errors grow by 5^(1/5). In the upper
+    tenth they are 5^0.05 times those in the block's middle: P(|N| < 1.645 / 1.08) = 0.871. One factor holds 0.68."""
     draw, held = np.random.default_rng(0), {0.5: [], 0.9: [], 0.95: []}
     for _ in range(100):
         loc, scores = uneven(draw, 400)
         found = interval_factors(scores, at(loc))
-        assert [len(each) for each in found.factors.values()] == [4] * 3
+        assert [len(each) for each in found.factors.values()] == [5] * 3
         loc, scores = uneven(draw, 4000)
         widths = [found.half_width(level, at(loc)).numpy() for level in LEVELS]
         assert (np.diff(widths, axis=0) > 0).all(), "50 % inside 90 % inside 95 %"
         tenths = np.minimum((10 * loc).astype(int), 9)
         for level, width in zip(LEVELS, widths, strict=True):
             held[level].append(np.bincount(tenths, scores <= width) / np.bincount(tenths))
-    # 100 draws of blocks of 100: a standard error of 0.3 %, and 1 / 100 above the level at most
+    # 100 draws of blocks of 80: a standard error of 0.3 %, and 1 / 81 above the level at most
     mean = {level: np.mean(each, 0) for level, each in held.items()}
     assert 0.85 < mean[0.9].min() < mean[0.9].max() < 0.95
     assert 0.91 < mean[0.95].min() < mean[0.95].max() < 0.985
@@ -96,7 +96,7 @@ def test_a_block_has_the_quantile_of_its_own_scores_and_its_edge_belongs_to_none
     assert found.half_width(0.5, at(loc)).unique().tolist() == [Cauchy.half_width(0.5)], "no factor was measured"
 
 
-@pytest.mark.parametrize(("count", "blocks"), [(20, 1), (199, 1), (200, 2), (400, 4), (5000, 10)])
+@pytest.mark.parametrize(("count", "blocks"), [(20, 1), (159, 1), (160, 2), (400, 5), (5000, 10)])
 def test_few_numbers_are_one_block_and_many_are_ten(count: int, blocks: int) -> None:
     loc, scores = uneven(np.random.default_rng(0), count)
     found = interval_factors(scores, at(loc))

@@ -6,7 +6,7 @@ r_i = |t_i - loc_i| / scale_i, in the target's unit, in which Y has its law. By 
 into blocks of about BLOCK (Vovk's "Mondrian"). Let q be the ceil((m+1) level)-th smallest of a block's m scores. Then
 loc +- q scale contains a new exchangeable number that is predicted in this block with probability >= level, for any
 model and any errors; so it does over all blocks. Parts of a block have no promise. The probability is over the held-out
-numbers too: with 100 of them, the share of new ones inside has a standard deviation of 3 % at 90 %. The factor of a
+numbers too: with 80 of them, the share of new ones inside has a standard deviation of 3 % at 90 %. The factor of a
 level is q over the half-width of the law; raw intervals have factor 1. The target's unit is monotone in the raw unit,
 so the ends can be mapped back. A checkpoint stores the factors from all held-out numbers. Coverage is measured on
 halves of the texts, each with the factors of the other half.
@@ -27,7 +27,7 @@ from cqwen_dist.training.evaluation.abstaining import risk_80, surest
 
 CALIBRATION = "calibration"  # key of the factors in a checkpoint's metrics
 RAW = Intervals()  # intervals of Y's law
-BLOCK, MOST_BLOCKS = 100, 10  # numbers in a block of predicted sizes; blocks
+BLOCK, MOST_BLOCKS = 80, 10  # numbers in a block of predicted sizes; blocks
 LEAST_GAIN = 0.1  # on average, for which an exact value is written instead of Y's location
 DRAWN = 1000  # most numbers in a chart
 PIT_BINS = 20
