@@ -48,7 +48,7 @@ from cqwen_dist.tables.choices import (
     measure_pace,
 )
 from cqwen_dist.tables.fit_request import FitRequest
-from cqwen_dist.tables.judging import OURS, conditional, errors, intervals, over_runs, shown_rows, verdict
+from cqwen_dist.tables.judging import OURS, cells_of, conditional, errors, intervals, over_runs, shown_rows, verdict
 from cqwen_dist.tables.rows import (
     Parts,
     Table,
@@ -291,8 +291,7 @@ def judge(
     law = json.loads((first.run / START).read_text(encoding="utf-8"))["calibration"].get("law")
     document["verdict"] = f"{document['verdict']} Law of the numbers: {law}."
     prompts = [prompt for fold in judged for prompt in fold.prompts]
-    texts = [name for name in first.table.columns if name not in first.table.numeric]
-    cells = {name: [str(row[name]) for row in own] for name in texts}
+    cells = cells_of(own, {*first.table.columns} - {*first.table.numeric})
     document |= shown_rows(own, prompts, truth) | conditional(predictions, ends, truth, prompts, cells)
     write_atomically(folder / FIT, to_json(document, indent=1, inf_nan_mode="null").decode())
     return document

@@ -1,6 +1,6 @@
 """How `cqwen fit` judges models on held-out rows: errors, intervals, deciles, and which model to use."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,11 @@ def shown_rows(own: Sequence[Mapping[str, Any]], prompts: Sequence[str], truth: 
     points = {name: [row[column] for row in rows[:DRAWN]] for name, column in names.items()}
     outside = sum(bool(row.get(OUTSIDE)) for row in rows)
     return {"examples": rows[:5], "worst": worst, "outside": outside, "points": points}
+
+
+def cells_of(rows: Sequence[Mapping[str, Any]], columns: Collection[str]) -> dict[str, list[str]]:
+    """The cells of some columns of predicted rows."""
+    return {name: [str(row[name]) for row in rows] for name in sorted(columns)}
 
 
 def conditional(
