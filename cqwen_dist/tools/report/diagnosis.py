@@ -169,16 +169,6 @@ def _errors(run: RunData, mae: float, mdae: float) -> Iterator[Finding]:
         )
 
 
-def _raw_intervals(run: RunData, raw: float) -> Iterator[Finding]:
-    if abs(raw - 0.9) > 0.05:
-        wide, measured = raw > 0.9, "eval/width_90_conformal" in run.last
-        yield note(
-            f"The law's own 90 % intervals contain {raw:.0%}",
-            f"They are too {'wide, as a Cauchy is for light-tailed errors' if wide else 'narrow'}; "
-            + ("use the recalibrated ones." if measured else "recalibrated ones need 9 held-out numbers or more."),
-        )
-
-
 def _recalibrated_intervals(run: RunData, conformal: float, count: float) -> Iterator[Finding]:
     if count < 1:
         return
@@ -296,7 +286,6 @@ RULES: tuple[tuple[Any, ...], ...] = (
     (_convergence,),
     (_num, "eval/num_f1", "eval/reg_mdae"),
     (_errors, "eval/reg_mae", "eval/reg_mdae"),
-    (_raw_intervals, "eval/coverage_90"),
     (_recalibrated_intervals, "eval/coverage_90_conformal", "eval/conformal_numbers"),
     (_distributions,),
     (_kl, "train/kl", "train/kl_eps"),

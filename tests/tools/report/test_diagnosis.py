@@ -67,7 +67,6 @@ def test_a_good_run_gets_only_good_sentences() -> None:
         ({"eval/num_f1": 0.4}, {}, "Telling numbers from words: F1 0.40"),
         ({"eval/reg_mae": 80.0}, {}, "A few extreme errors"),
         ({"eval/reg_mdae": 21.0, "eval/reg_mae": 22.0}, {}, "Numbers are hardly better than always saying the median"),
-        ({"eval/coverage_90": 0.99}, {}, "The law's own 90 % intervals contain 99%"),
         ({"eval/coverage_90_conformal": 0.80}, {}, "Recalibrated 90 % intervals contain 80%"),
         ({"dist/U_loc_mean": 1.0}, {}, "The locations of U are skewed"),
         ({"dist/U_scale_std": 9.0}, {}, "The scales of U have heavy tails"),
