@@ -224,7 +224,7 @@ class Benchmark:
 
     def prepared(self, folder: Path) -> Prepared:
         """The prepared table in a `cqwen fit` folder."""
-        return prepare(request_of(folder)[0], folder, self.say)
+        return prepare(request_of(folder)[0], folder, self.say)[0]
 
 
 def _predicted(file: Path) -> np.ndarray:

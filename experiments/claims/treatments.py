@@ -29,7 +29,7 @@ from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.prediction.learnt_table import learnt_table
 from cqwen_dist.run.files import write_atomically
 from cqwen_dist.tables.fit_request import FitRequest
-from cqwen_dist.tables.fitting import CONFIG, best_checkpoint, prepare
+from cqwen_dist.tables.fitting import best_checkpoint, prepare
 from experiments.claims.effects import Law, least_squares, same_quantile, scale_of_errors, true_form
 from experiments.claims.measures import Claim, by_tenths, cell, rank_correlation
 from experiments.claims.people import COLUMNS, DOSES, SPREAD_U, TARGET, WIDENING, People, average_effect
@@ -124,9 +124,9 @@ def fitted(ask: Ask, learnt: People, others: People) -> Reader:
             write_table(({name: row[name] for name in (*COLUMNS, TARGET)} for row in rows), file)
         write_atomically(split, json.dumps(list(range(len(learnt.age), len(rows)))))
     request = FitRequest(str(table), TARGET, ask.base, split=str(split), seed=ask.seed, minutes=ask.size.minutes)
-    prepare(request, folder / "fit", ask.say)
+    (made,) = prepare(request, folder / "fit", ask.say)
     with redirect_stdout(sys.stderr):
-        train(folder / "fit" / CONFIG)
+        train(made.config)
     return Reader(folder / "fit")
 
 
