@@ -116,7 +116,8 @@ class Intervals:
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no levels and n in {data}") from error
         odd = any(not 0.0 < of < 1.0 or not all(0.0 <= f < math.inf for f in each) for of, each in factors.items())
-        if odd or {len(edges) + 1} < {len(edges) + 1, *map(len, factors.values())} or [*edges] != sorted({*edges}):
+        odd |= any(len(each) != len(edges) + 1 for each in factors.values())
+        if odd or [*edges] != sorted({*edges}):
             allowed = "levels between 0 and 1, factors >= 0, one more of them than edges, which ascend"
             raise ValueError(f"{allowed}; found {data['levels']} and {edges}")
         _check_words(words, wide)
