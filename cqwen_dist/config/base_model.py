@@ -13,6 +13,7 @@ from cqwen_dist.config.training import LoraConfig
 from cqwen_dist.config.yaml_text import leaves
 
 Columns = Annotated[int, Field(ge=0, multiple_of=4, strict=True)]
+Some = Annotated[Columns, Field(gt=0)]
 Own = Annotated[str, AfterValidator(import_path)]
 TRAIN_TOKENIZER = "train"  # model.tokenizer: build one from the data
 
@@ -42,12 +43,13 @@ class ModelConfig(Section):
     """C, the size of U's word part; default: the hidden size H (seed S0). If it is below H, the word head is the best
     approximation of that rank, and the run's base metrics belong to that head (`cqwen eval` measures the base
     model)."""
-    wide: Columns | tuple[Annotated[Columns, Field(gt=0)], Count] = 0
+    wide: Columns | tuple[Some, Count] | tuple[Some, Count, Count] = 0
     """Columns of the wide part's tables; 0: no wide part. It adds a linear function of the words and numbers so far to
     a number's location and log scale. The calibrated start fits it in closed form to the training and held-out texts;
     evaluation reads each held-out text by a fit without it (docs/tables.md). A list [columns, R] also has R random
     Fourier features of the numbers so far, each identified by the words before it on its line, which affect the next
-    number jointly and smoothly. [262144, 6144] suits tables with some thousand rows."""
+    number jointly and smoothly. [262144, 6144] suits tables with some thousand rows. A third entry, such as 4, also has
+    the means over the text of the base's states at that many depths, which help with free text."""
     candidates: Literal["none", "copies", "arithmetic"] | None = None
     """Exact values that a number may have, each with a one-vs-rest probability. copies: the last 24 numbers of the
     text. arithmetic, for worked solutions: also the value of the expression just written, operations on the last two
@@ -91,9 +93,10 @@ class ModelConfig(Section):
         return self.number_head if ":" in (self.number_head or "") else None
 
     @property
-    def wide_size(self) -> tuple[int, int]:
-        """The wide part's columns and random features; (0, 0) without it."""
-        return (self.wide, 0) if isinstance(self.wide, int) else self.wide
+    def wide_size(self) -> tuple[int, int, int]:
+        """The wide part's columns, random features and depths of the base; (0, 0, 0) without it."""
+        columns, features, depths = (*((self.wide,) if isinstance(self.wide, int) else self.wide), 0, 0)[:3]
+        return columns, features, depths
 
     @model_validator(mode="after")
     def _consistent(self) -> "ModelConfig":

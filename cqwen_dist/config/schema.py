@@ -125,6 +125,8 @@ class Config(Section):
         yield model.wide and not calibrated, "model.wide", model.wide, "0, or start calibrated and abduction linear"
         digits = "false with model.wide, which would read digits as words"
         yield model.wide and self.data.keep_digits, "data.keep_digits", True, digits
+        inside = "false with three numbers in model.wide, whose last has states read between the layers"
+        yield compiled and model.wide_size[2], "model.compile_layers", True, inside
         fitted = not self.calibrated and model.number_head in ("laplace", "student", "auto")
         yield fitted, "model.number_head", model.number_head, "cauchy, or start calibrated, which fits the law"
         watched, measures = not self.learns_words and self.data.watch, "none with loss.words none: it measures words"
@@ -141,6 +143,7 @@ class Config(Section):
             yield dora, "model.lora.dora", True, f"false {under(whole)}"
             rounded, scales = model.quantize != "none", "scales are no parameters, so not partitioned"
             yield rounded, "model.quantize", model.quantize, f"none {under(scales)}"
+            yield model.wide_size[2], "model.wide", model.wide, f"two numbers {under('its layers run one by one')}"
         if self.parallel.sequence_group_size > 1:  # a rank has no whole text
             under = "under parallel.sequence_group_size above 1 ({})".format
             masked, pairs = self.attention != "varlen", "a mask has an entry for each pair of positions"
@@ -321,7 +324,7 @@ class Config(Section):
             **self.model.model_dump(include={"causal_size", "abduction"}),
             "number_head": self.model.own_head,
             "candidates": self.candidates,
-            **dict(zip(("wide", "random_features"), self.model.wide_size, strict=True)),
+            **dict(zip(("wide", "random_features", "depths"), self.model.wide_size, strict=True)),
             "number_dims": self.number_dims,
             "word_terms": self.word_terms,
             "learns_words": self.learns_words,

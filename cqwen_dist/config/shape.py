@@ -37,6 +37,7 @@ NUMBER_KEYS = {
 SHAPE_KEYS = {
     **{name: f"model.{name}" for name in ("causal_size", "wide", "abduction")},
     "random_features": "model.wide",
+    "depths": "model.wide",
     "number_dims": "start",
     **{name: key.key for name, key in NUMBER_KEYS.items()},
 }

@@ -85,7 +85,7 @@ class _Continuation:
         rope = getattr(base, "rope_parameters", None) or {}
         first = rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else self.total
         self.turn = first + 1 if prompt <= first < self.total - 1 and given.embeds is None else None
-        self.static = settings.static and self.turn is None
+        self.static = settings.static and self.turn is None and not config.depths  # hooks do not compile
         self.use_cache = settings.use_cache or given.embeds is not None
         room = -(-self.total // ROOM) * ROOM if self.static else self.total
         self.now = Buffers.of(model, given.ids, given.values, given.mask, room, self.pad_token_id)

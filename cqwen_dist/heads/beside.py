@@ -31,13 +31,15 @@ class BesideFit(NamedTuple):
 
 
 class Beside(nn.Module):
-    """The base class. In training mode, texts used for the fit get out-of-fold predictions.
+    """The base class. In training mode, texts used for the fit get out-of-fold predictions. reads: the columns after z
+    that `FeatureStack` makes for it.
 
     A subclass has `of` (config), `begin` (line ends) and `forward`, as `tables.wide.wide_part.WidePart` describes them.
     """
 
     of: Any
     begin: Any
+    reads = 0
 
     def behind(
         self,
@@ -50,18 +52,19 @@ class Beside(nn.Module):
         keep: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """z from `FeatureStack`, with g and h appended: [...,H+BESIDE_Z].
+        """z from `FeatureStack`, with g and h behind it: [...,H+BESIDE_Z+reads].
 
         A cache also keeps this network's state. Raises `UserError` for a cache that this model did not fill.
         """
+        z, means = z.split([z.shape[-1] - self.reads, self.reads], -1)
         if input_ids is None:  # without ids the words are unknown
-            return torch.cat([z, z.new_zeros(*z.shape[:-1], BESIDE_Z)], -1)
+            return torch.cat([z, z.new_zeros(*z.shape[:-1], BESIDE_Z), means], -1)
         cache = past_key_values
         state = getattr(cache, "beside_state", None)
         if cache is not None and state is None and cache.get_seq_length() > input_ids.shape[1]:
             wrong = f"a cache without the {BESIDE} part's state"
             raise UserError("past_key_values", wrong, "one that this model filled")
-        found, state = self(input_ids, numeric_values, position_ids, attention_mask, state, keep)
+        found, state = self(input_ids, numeric_values, position_ids, attention_mask, state, keep, means)
         if cache is not None:
             # In the memory of the first state: steps of fixed shapes read it where it was
             if (memory := getattr(cache, "beside_memory", None)) is None:
@@ -70,7 +73,7 @@ class Beside(nn.Module):
                 for old, new in zip(memory, state, strict=True):
                     old.copy_(new)
             cache.beside_state = memory
-        return torch.cat([z, columns_beside_z(found.to(z.device), z.dtype)], -1)
+        return torch.cat([z, columns_beside_z(found.to(z.device), z.dtype), means], -1)
 
 
 def make_beside(config: Any) -> Beside | None:
@@ -80,6 +83,11 @@ def make_beside(config: Any) -> Beside | None:
     known = Beside.__subclasses__()  # the code in an exported folder has the class in the same file
     kind: type[Beside] = known[0] if known else from_wing(f"model.{BESIDE}")
     return kind.of(config)
+
+
+def before_beside(features: Tensor, hidden: int) -> Tensor:
+    """What `FeatureStack` gave, of features with or without the columns of `Beside.behind`. hidden: H."""
+    return torch.cat([features[..., :hidden], features[..., hidden + BESIDE_Z :]], -1)
 
 
 def columns_beside_z(found: Tensor, dtype: torch.dtype) -> Tensor:

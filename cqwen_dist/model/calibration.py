@@ -91,7 +91,7 @@ def calibrate(
     fit_features: Features | None = None,
     max_tokens: int = 1024,
     fit_batches: Iterable[Batch] | None = None,
-    beside_batches: Iterable[Batch] = (),
+    beside_batches: Iterable[tuple[Batch, Tensor]] = (),
     numerals: Sequence[int] = (),
     law: str | None = None,
     progress: Progress = lambda what, done, of: None,
@@ -100,10 +100,10 @@ def calibrate(
 
     batches: this rank's share, as the training collator yields them; the first max_tokens label positions of each rank
     choose (C, gamma). fit_batches: rows and regression are fitted to them (None: to `batches`). beside_batches:
-    more batches; only the side network is fitted to their numbers. features: default the model's own; the engine's
-    under ZeRO. fit_features: of fit_batches, one after another (None: `features`).
-    numerals: the tokens that spell numerals, if <NUM>'s row is to inherit from them. law: of the numbers, as `fit_law`
-    (None: the config's). progress: called equally often
+    more batches, with features before their numbers; only the side network is fitted to these. features: default the
+    model's own; the engine's under ZeRO. fit_features: of fit_batches, one after another (None: `features`). numerals:
+    the tokens that spell numerals, if <NUM>'s row is to inherit from them. law: of the numbers, as `fit_law` (None: the
+    config's). progress: called equally often
     on every rank; it may raise to end the calibration. Collective over the world: every rank brings the same number of
     batches, and ends with the same values. Raises ValueError for no batches, and if no rank has a label;
     `UserError` for a base whose features are not finite.
@@ -187,7 +187,8 @@ class _Start:
             per_position = (batch.labels, batch.numeric_mask, batch.numeric_labels, folds)
             parts.append((z, *(part.flatten()[kept] for part in per_position), head.memory_at(batch, kept)))
             if self.beside is not None:
-                texts += self.beside.texts_before(batch, kept[batch.numeric_mask.flatten()[kept]])
+                numbers = batch.numeric_mask.flatten()[kept]
+                texts += self.beside.texts_before(batch, kept[numbers], z[numbers])
             if self.groups is ALONE and most is not None and sum(len(labels) for _, labels, *_ in parts) >= most:
                 break
         z, labels, learnt, values, folds, memory = (torch.cat(column)[:most] for column in zip(*parts, strict=True))
@@ -242,21 +243,22 @@ class _Start:
         logits.take(v)
         return {"levelled": levelled, "num_row_told": share}
 
-    def beside_numbers(self, fit: _Positions, batches: Iterable[Batch]) -> tuple[list[Any], list[TextNumber]]:
+    def beside_numbers(
+        self, fit: _Positions, batches: Iterable[tuple[Batch, Tensor]]
+    ) -> tuple[list[Any], list[TextNumber]]:
         """All ranks' texts before the numbers of `fit`, and the numbers of the batches."""
         world = self.groups.world
         further: list[TextNumber] = []
         if self.beside is None:
             return [], further
-        for batch in batches:
-            batch = batch.to(fit.z.device)
+        for batch, z in batches:
             at = batch.numeric_mask.flatten().nonzero()[:, 0]
             values = batch.numeric_labels.flatten()[at].tolist()
-            further += zip(self.beside.texts_before(batch, at), values, strict=True)
+            further += zip(self.beside.texts_before(batch, at, z), values, strict=True)
         of_ranks = [(fit.texts, further)] if world is None else gather_objects((fit.texts, further), world)
         return [text for texts, _ in of_ranks for text in texts], [one for _, more in of_ranks for one in more]
 
-    def fit_regression(self, fit: _Positions, beside_batches: Iterable[Batch]) -> dict[str, Any]:
+    def fit_regression(self, fit: _Positions, beside_batches: Iterable[tuple[Batch, Tensor]]) -> dict[str, Any]:
         """Start the side network, W_reg, b_reg and U's number dimensions; `Calibration`'s fields of it."""
         target = self.model.target
         x = fit.z[:, : self.model.config.hidden_size] if self.model.config.number_dims else self.word_loc(fit.z)

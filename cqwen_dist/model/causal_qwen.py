@@ -79,7 +79,7 @@ class CausalQwenModel(CausalModules):
         size, hidden = config.causal_hidden_size, config.hidden_size
         with made_in_fp32():
             embedding = NumericalAwareEmbedding(table, hidden, config.num_token_id, config.digit_rows)
-            features = FeatureStack(embedding, FeatureExtractionNetwork(transformer))
+            features = FeatureStack(embedding, FeatureExtractionNetwork(transformer), config.depths)
             abduction = make_abduction(
                 kind,
                 config.abduction,

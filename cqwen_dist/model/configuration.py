@@ -27,7 +27,7 @@ class CausalQwenConfig(PretrainedConfig):
 
     base: the base model's own config, as a dict, and `added_rows` in it, if any. num_token_id: the row used for
     <NUM>. used_rows: words from here on are spare and never written (default num_token_id + 1). causal_size: C without
-    the number dimensions (default H). number_dims: m. wide, random_features: as in a run's section
+    the number dimensions (default H). number_dims: m. wide, random_features, depths: as in a run's section
     `model`; wide needs number dimensions. abduction: a name of `ABDUCTIONS`. scalar_threshold: one C for all words.
     target: the regression's unit (`TargetTransform.to_dict`). kwargs: among others what the number head's kind goes by
     (`NUMBER_KEYS`).
@@ -59,6 +59,7 @@ class CausalQwenConfig(PretrainedConfig):
         calibration: dict[str, Any] | None = None,
         wide: int = 0,
         random_features: int = 0,
+        depths: int = 0,
         word_terms: dict[str, float] | None = None,
         learns_words: bool = True,
         constants: Sequence[float] = (),
@@ -86,7 +87,7 @@ class CausalQwenConfig(PretrainedConfig):
         self.calibration = calibration
         for name, key in NUMBER_KEYS.items():
             setattr(self, name, kwargs.pop(name, key.default))
-        self.wide, self.random_features = wide, random_features
+        self.wide, self.random_features, self.depths = wide, random_features, depths
         self.word_terms, self.learns_words = word_terms or {}, learns_words
         self.constants, self.symbols = list(constants), symbols or {}
         self.digit_rows = list(digit_rows)
@@ -117,6 +118,7 @@ class CausalQwenConfig(PretrainedConfig):
             ("used_rows", self.used_rows, self.used_rows in range(1, rows + 1), f"1 to {rows}"),
             ("scale_activation", self.scale_activation, self.scale_activation in ("softplus", "exp"), "softplus, exp"),
             ("scale_floor", self.scale_floor, _above_0(self.scale_floor), "a number above 0"),
+            ("depths", self.depths, self.depths == 0 or self.depths * self.wide > 0, "0, or above 0 with wide"),
             ("wide", self.wide, not self.wide or self.number_dims > 0, "0 without number_dims, through which it acts"),
             ("word_terms", terms, of_terms, "numbers of at least 0 by name of a term's option"),
             (
@@ -170,8 +172,13 @@ class CausalQwenConfig(PretrainedConfig):
 
     @property
     def feature_size(self) -> int:
-        """Width of z: H, plus 3 columns if there is a side network."""
-        return int(self.hidden_size + (BESIDE_Z if self.beside else 0))
+        """Width of z: that of `FeatureStack`, plus 3 columns if there is a side network."""
+        return int(self.stack_size + (BESIDE_Z if self.beside else 0))
+
+    @property
+    def stack_size(self) -> int:
+        """Width of `FeatureStack`: H, and the means of as many states as the side network reads."""
+        return int(self.hidden_size * (1 + self.depths))
 
     @property
     def causal_hidden_size(self) -> int:

@@ -53,7 +53,7 @@ class CausalQwenFeatures(CausalQwenForCausalLM):
                 position_ids=position_ids,
                 past_key_values=cache,
                 inputs_embeds=inputs_embeds,
-            )
+            )[..., : self.config.hidden_size]
         inside = {**seen, cache_name(self.model.transformer): cache}
         found: Any = self._answer(BaseModelOutputWithPast(last_hidden_state=z, **inside), return_dict)
         return found

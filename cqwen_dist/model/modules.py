@@ -20,6 +20,7 @@ from cqwen_dist.heads.precision import at_hand, keeping_fp32
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.backbone import WITHIN_TEXTS, FeatureExtractionNetwork
 from cqwen_dist.model.configuration import CausalQwenConfig
+from cqwen_dist.model.depths import means_so_far, states_seen
 from cqwen_dist.model.embedding import NumericalAwareEmbedding
 from cqwen_dist.ops.cauchy import Cauchy
 
@@ -27,8 +28,10 @@ from cqwen_dist.ops.cauchy import Cauchy
 class FeatureStack(nn.Module):
     """Modules 1 and 2: ids and values to features. In training DeepSpeed wraps this module, but not the heads."""
 
-    def __init__(self, embedding: NumericalAwareEmbedding, backbone: FeatureExtractionNetwork) -> None:
+    def __init__(self, embedding: NumericalAwareEmbedding, backbone: FeatureExtractionNetwork, depths: int = 0) -> None:
+        """depths: of the layers whose means come after z (`model.depths`)."""
         super().__init__()
+        self.depths = depths
         self.embedding = embedding
         self.backbone = backbone
 
@@ -43,15 +46,19 @@ class FeatureStack(nn.Module):
         inputs_embeds: Tensor | None = None,
         texts: Any = None,
     ) -> Tensor:
-        """[B,T] each -> z [B,T,H]; with keep [N] (indices into the flattened B*T) only these positions, [N,H].
+        """[B,T] each -> z [B,T,H], and depths * H means; with keep [N] (indices into B*T) only these positions, [N,H].
 
         inputs_embeds [B,T,H]: used instead of input_ids (`NumericalAwareEmbedding`). texts: as in
         `FeatureExtractionNetwork`.
         """
         embeddings = self.embedding(input_ids, numeric_values, inputs_embeds)
-        z = self.backbone(
-            embeddings, attention_mask, position_ids=position_ids, past_key_values=past_key_values, texts=texts
-        )
+        with states_seen(self.backbone.transformer, self.depths) as states:
+            z = self.backbone(
+                embeddings, attention_mask, position_ids=position_ids, past_key_values=past_key_values, texts=texts
+            )
+        if self.depths:
+            means = means_so_far([*states, z], position_ids, attention_mask, past_key_values)
+            z = torch.cat([z, means.to(z.dtype)], -1)
         return z if keep is None else z.flatten(0, 1).index_select(0, keep)
 
     @contextmanager
@@ -133,7 +140,8 @@ class CausalModules(nn.Module):
         return self.with_beside(z, batch, keep)
 
     def with_beside(self, z: Tensor, batch: Batch, keep: Tensor) -> Tensor:
-        """z [N,H] with the columns of `Beside.behind`, if any, for the positions `keep` of a training batch."""
+        """z of `FeatureStack` with the columns of `Beside.behind`, if any, for the positions `keep` of a training
+        batch."""
         if self.beside is None:
             return z
         return self.beside.behind(z, batch.input_ids, batch.numeric_values, None, batch.position_ids, keep=keep)

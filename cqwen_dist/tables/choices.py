@@ -19,6 +19,7 @@ from cqwen_dist.tables.fit_request import FitRequest
 from cqwen_dist.tables.wide.wide_start import SEARCHED
 
 RANDOM_FEATURES = 6144  # with 2,048, the error on concrete is 5 % larger and varies by 9 % over four draws
+DEPTHS = 4
 WIDE, WIDE_FOR_MANY = 2**18, 2**20  # 8,000 wines have 100,000 n-grams: collisions in 2^18 cost R2 0.853, not 0.858
 MANY = 4096  # rows
 LONGEST = 1024  # tokens; training skips longer rows
@@ -36,7 +37,7 @@ model:
   start_numbers: {rows}  # the number starts by ridge regressions on all rows:
   # one on the words and numbers of a row (also of data.eval's rows, each read by a fit without it) and on random
   # features, in which numbers act together, in any smooth way; one on z for what that leaves
-  wide: [{wide}, {random_features}]
+  wide: [{wide}, {random_features}, {depths}]  # and, for free text, means of the base's states at {depths} depths
   number_head: auto  # the law of the errors, by the CRPS of rows left out of the ridge regressions
 data:
   train: {train}
@@ -177,7 +178,7 @@ def choose(
         heads = max(min(heads, int(0.3 * time_s / a_step)), LEAST_STEPS)
         share = max(time_s - heads * a_step, 0.0) / by_row  # a share of the rows takes at most that share of by_row
         rows = np.maximum((min(share, 1.0) * rows).astype(int), np.minimum(rows, LEAST_READ))
-    features = rows.sum() * pace.forward + _wide_seconds(rows[0] + rows[1])
+    features = (rows.sum() + rows[1]) * pace.forward + _wide_seconds(rows[0] + rows[1])
     evaluations = 1.5 * (EVALUATIONS + 1) * rows[1] * pace.forward  # trained adapters invalidate cached z
     epoch = 1.4 * rows[0] * pace.both  # 1.4: including adapters and heads
     left = time_s - features - heads * a_step
@@ -245,6 +246,7 @@ def config_text(files: FitFiles, base: str, choice: Chosen, pace: Pace, rows: in
         valid=_quoted(str(files.table / "valid.csv")),
         warmup=min(choice.heads_steps // 5, 20),
         random_features=RANDOM_FEATURES,
+        depths=DEPTHS,
         wide=WIDE_FOR_MANY if rows > MANY else WIDE,
         dense=DENSE,
         lora=lora,

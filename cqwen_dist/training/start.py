@@ -22,6 +22,7 @@ from cqwen_dist.config import JUDGED, Config, LoraConfig, Said, UserError
 from cqwen_dist.config.shape import SHAPE_KEYS
 from cqwen_dist.data.columns import columns_for
 from cqwen_dist.data.loader import Loader
+from cqwen_dist.heads.beside import before_beside
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.calibration import LEVEL_TOKENS, Calibration, Features, calibrate
 from cqwen_dist.model.initialise import start_at_data
@@ -89,7 +90,10 @@ def begin(run: Run) -> Place:
     # The reference for KL: the model as it is now
     if config.constraint.mode != "off":
         hidden = run.model.config.hidden_size  # the side network has been fitted since
-        z = [run.model.with_beside(part[:, :hidden], batch, batch.kept) for part, batch in zip(z, sample, strict=True)]
+        z = [
+            run.model.with_beside(before_beside(part, hidden), batch, batch.kept)
+            for part, batch in zip(z, sample, strict=True)
+        ]
         run.constraint.begin(run.engine.feature_state()[0], z)
         main_rank_first(lambda: save_start(run.constraint, run.folder / START_TENSORS))
 
@@ -151,7 +155,6 @@ def _sample(run: Run) -> tuple[list[Batch], list[Tensor]]:
 def _calibrate(run: Run, sample: list[Batch], z: list[Tensor]) -> dict[str, Any]:
     """Calibrate the heads (`model.calibration`) on a sample and its z, and tell the result."""
     loader = run.calibration_loader(LEVEL_TOKENS, run.config.model.start_numbers)
-    held_out = run.evaluations.held_out if run.model.config.wide else None
     known = iter(z)
     found = calibrate(
         run.model,
@@ -160,7 +163,7 @@ def _calibrate(run: Run, sample: list[Batch], z: list[Tensor]) -> dict[str, Any]
         features=lambda batch, keep: next(known),
         fit_features=_features(run, loader),
         fit_batches=next(iter(loader)),
-        beside_batches=() if held_out is None else held_out.batches,
+        beside_batches=_held_out(run),
         numerals=run.words.numerals if run.config.num_row_init == "digits" else (),
         law="cauchy" if run.config.model.own_head else run.config.model.number_head,
         progress=run.at,
@@ -175,6 +178,15 @@ def _calibrate(run: Run, sample: list[Batch], z: list[Tensor]) -> dict[str, Any]
             f"their law: {found.law}"
         )
     return asdict(found)
+
+
+def _held_out(run: Run) -> Iterator[tuple[Batch, Tensor]]:
+    """The held-out batches, which the side network also learns from, with features before their numbers."""
+    held_out = run.evaluations.held_out if run.model.config.wide else None
+    for batch in () if held_out is None else held_out.batches:
+        batch = batch.to(run.runtime.device)
+        at = batch.numeric_mask.flatten().nonzero()[:, 0]
+        yield batch, run.forward(batch, at) if run.model.config.depths else torch.zeros(len(at), 0)
 
 
 def _say_words(found: Calibration, say: Callable[[str], None]) -> None:

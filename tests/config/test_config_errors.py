@@ -146,7 +146,7 @@ def load(tmp_path: Path, *overrides: str) -> Config:
 def test_training_sections_keep_the_given_values(tmp_path: Path) -> None:
     config = load(tmp_path, "loss.class_weights=frequency", "model.wide=[64, 16]")
     assert config.loss.constraint.mode == "off"
-    assert config.model.wide_size == (64, 16)
+    assert config.model.wide_size == (64, 16, 0)
     assert isinstance(config.stages[0].reg_weight, Ramp)
     assert config.stages[0].until is not None
     again = tmp_path / "again.yaml"

@@ -25,7 +25,7 @@ SHAPES = {
     "lora": {"lora": LORA},
     "types of number": {"number_types": 3, "number_dims": 2},
     "several values": {"more_values": 1},
-    "wide": {"wide": 64, "random_features": 8, "number_dims": 2, "candidates": "arithmetic"},
+    "wide": {"wide": 64, "random_features": 8, "depths": 2, "number_dims": 2, "candidates": "arithmetic"},
 }
 
 

@@ -174,7 +174,7 @@ def test_evaluation_texts_are_fitted_and_read_without_their_fold():
     y = truth_of(ids, values)
     batches = [batch_of(ids[at : at + 40], values[at : at + 40], y[at : at + 40]) for at in range(0, 200, 40)]
     calibrate(few, batches[:1])
-    calibrate(more, batches[:1], beside_batches=batches[1:])
+    calibrate(more, batches[:1], beside_batches=[(batch, torch.zeros(40, 0)) for batch in batches[1:]])
 
     new, new_values = texts(400, seed=9)
     truth = truth_of(new, new_values) - y.median()

@@ -37,7 +37,7 @@ SHORT = "stages.0.steps=4"  # one more step than an epoch has: z is kept
 def config_in(folder: Path, stages: list[dict[str, object]] = EPOCHS_OF_HEADS, every: int = 100) -> Path:
     """every: steps from one checkpoint and evaluation to the next."""
     at = {"train__checkpoint_every": every, "train__keep_checkpoints": 30, "train__eval_every": every}
-    return write_config(folder, stages=stages, model__wide=[1024, 16], **at)
+    return write_config(folder, stages=stages, model__wide=[1024, 16, 2], **at)
 
 
 @pytest.fixture(scope="module")

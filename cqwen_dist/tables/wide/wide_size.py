@@ -8,8 +8,9 @@ NAMES = 128  # of numbers
 BYTES = 3  # of a name's key
 
 
-def wide_numbers(model: ModelConfig, vocab: int) -> int:
-    """The number of parameters of a config's wide part on a base with `words` words (a test counts the real one)."""
-    tables, (columns, features) = KINDS * FOLDS, model.wide_size
+def wide_numbers(model: ModelConfig, vocab: int, hidden: int) -> int:
+    """The number of parameters of a config's wide part on a base of these sizes (a test counts the real one)."""
+    tables, (columns, features, depths) = KINDS * FOLDS, model.wide_size
     named = NAMES * (BYTES + 4 + 2 * tables) + features * (NAMES + 1 + tables)  # 4: centre and slope of phi and value
-    return tables * columns + vocab + named
+    means = tables * (depths * hidden + 1) if depths else 0
+    return tables * columns + vocab + named + means

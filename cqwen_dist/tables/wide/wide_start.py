@@ -23,6 +23,7 @@ from cqwen_dist.model.ridge import SHARES, around_median
 from cqwen_dist.tables.wide.wide_part import MOST, WidePart
 from cqwen_dist.tables.wide.wide_rows import (
     WIDTHS,
+    MeanRows,
     NamedRows,
     RandomRows,
     TextBefore,
@@ -41,6 +42,7 @@ LINES, LINES_OF_FEW = (0.1,), (0.1, 1.0)  # the lines' weight in K, relative to 
 SURE, SURE_OF_FEW = 1.0, 2.0  # standard errors by which a loss must fall
 NUMBERS = (0.01, 0.1, 1.0)  # the numbers' weight, as they count linearly
 VALUES = (1.0, 1e4, 1e6)  # the weight of raw values, if used: a sum needs hardly any ridge
+MEANS = (0.1, 0.3, 1.0, 3.0, 10.0)  # the weight of the means of the base's layers, if used
 RANDOM = 10.0  # the weight of random features, while the kernel is chosen
 RANDOMS = (1.0, 100.0)  # then also tried
 STEPS = 2 * len(WIDTHS) + 2  # of progress: kernels, their weight, the fit on all
@@ -58,9 +60,10 @@ class WideStart:
     part: WidePart
     config: Any  # a `CausalQwenConfig`
 
-    def texts_before(self, batch: Batch, at: Tensor) -> list[TextBefore]:
-        """What `fit` needs from the texts before numbers. at [N]: positions before them, indices into B*T."""
-        return texts_before(self.part, batch, at)
+    def texts_before(self, batch: Batch, at: Tensor, features: Tensor) -> list[TextBefore]:
+        """What `fit` needs from the texts before numbers. at [N]: positions before them, indices into B*T. features
+        [N,feature_size]: there."""
+        return texts_before(self.part, batch, at, features[:, features.shape[1] - self.part.reads :])
 
     def fit(self, texts: list[TextBefore], targets: Tensor, progress: Callable[[int, int], None]) -> BesideFit | None:
         """Fit targets [n] (regression's unit) to the texts before them. None if the median is as good."""
@@ -77,10 +80,10 @@ class _Found(NamedTuple):
     ridge: float
     share: float
 
-    def beats(self, other: "_Found") -> bool:
+    def beats(self, other: "_Found", sure: float = SURE) -> bool:
         """True if better by more standard errors than chance explains."""
         gain = other.losses - self.losses
-        sure = SURE_OF_FEW if len(gain) < FEW else SURE
+        sure = SURE_OF_FEW if len(gain) < FEW else sure
         return bool(gain.mean() > sure * gain.std() / math.sqrt(len(gain)))
 
 
@@ -195,8 +198,14 @@ def fit_wide(
     found, linear, features, times = _search(every.of(some), parts, named.random(random_features), progress)
     rest = _weighted(parts, linear) + (0.0 if features is None else times * (features.x[some] @ features.x[some].T))
     around_mean = every.around_mean()
-    further, times_values = _with_values(around_mean.of(some), rest, values)
+    further, times_values = _with_block(around_mean.of(some), rest, values, VALUES)
     found, every, of_values = (further, around_mean, times_values) if further.beats(found) else (found, every, 0.0)
+    means, of_means = MeanRows.of(texts), 0.0
+    if means is not None:
+        of_layers = means.x[some] @ means.x[some].T
+        further, times_means = _with_block(around_mean.of(some), rest + of_values * values, of_layers, MEANS)
+        if further.beats(found, SURE_OF_FEW):  # by more, since without them no base is needed
+            found, every, of_means = further, around_mean, times_means
     if not found.losses.mean() < np.log1p(t[:SEARCHED] ** 2).mean():
         return None
 
@@ -206,6 +215,8 @@ def fit_wide(
     kernel += weight * (x @ x.T)
     if of_values:
         kernel += of_values * (raw @ raw.T)
+    if means is not None and of_means:
+        kernel += of_means * (means.x @ means.x.T)
     if features is not None:
         kernel += times * (features.x @ features.x.T)
     progress(STEPS - 1, STEPS)
@@ -218,6 +229,8 @@ def fit_wide(
     tables |= named.tables(weight * (both @ x), of_values * (both @ raw))
     if features is not None:
         tables |= features.tables(times * (both @ features.x))
+    if means is not None and of_means:
+        tables |= means.tables(of_means * (both @ means.x))
     return BesideFit(
         {name: torch.from_numpy(np.ascontiguousarray(table, np.float32)) for name, table in tables.items()},
         folds.tolist(),
@@ -264,13 +277,13 @@ def _weighted(parts: _Kernels, weights: tuple[float, float]) -> np.ndarray:
     return words + weights[0] * lines + weights[1] * numbers
 
 
-def _with_values(some: _Targets, rest: np.ndarray, values: np.ndarray) -> tuple[_Found, float]:
-    """The fit with the lowest loss that may also use raw values, and their weight. rest, values: kernels [n,n].
+def _with_block(some: _Targets, rest: np.ndarray, block: np.ndarray, weights: Iterable[float]) -> tuple[_Found, float]:
+    """The fit with the lowest loss that also uses a block, and its weight. rest, block: kernels [n,n].
 
-    It comes last: unlike random features, a line through distant values is unbounded (concrete: RMSE 4.47, and 4.92 if
+    Raw values come after random features: a line through distant values is unbounded (concrete: RMSE 4.47, and 4.92 if
     random features are chosen after it).
     """
-    found = ((some.best(rest + times * values), times) for times in VALUES)
+    found = ((some.best(rest + times * block), times) for times in weights)
     return min(found, key=lambda one: float(one[0].losses.mean()))
 
 

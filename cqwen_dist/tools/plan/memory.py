@@ -120,7 +120,7 @@ def _engine(s: Sizes) -> Iterator[Part]:
 def wide_part(s: Sizes) -> int:
     """Numbers of the wide part."""
     model = s.config.model
-    return from_wing("size of model.wide")(model, s.base.vocab) if model.wide else 0
+    return from_wing("size of model.wide")(model, s.base.vocab, s.base.hidden) if model.wide else 0
 
 
 def _heads(s: Sizes) -> Iterator[Part]:

@@ -29,6 +29,7 @@ from cqwen_dist.config.trainable import FEATURE_GROUPS
 from cqwen_dist.config.training import FeatureCacheConfig
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import EvalLoader, Loader
+from cqwen_dist.heads.beside import before_beside
 from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.files import FEATURE_CACHE, free_bytes, versions
@@ -103,7 +104,7 @@ class FeatureCache:
             if loader.parts > 1:
                 raise CacheRefused("z of a text is on several ranks (parallel.sequence_group_size)")
             # A cache that is there is always used
-            dataset, hidden = loader.dataset, self.engine.model.config.hidden_size
+            dataset, hidden = loader.dataset, self.engine.model.config.stack_size
             found = FeatureShards(self.folder, self._key(dataset), hidden, self.dtype, len(dataset))
             known = [cache._shards for cache in self.shared.caches]  # of the start, the stage before, other runs
             if same := [each for each in known if each is not None and each.folder == found.folder]:
@@ -157,8 +158,9 @@ class FeatureCache:
         batches = EvalLoader(dataset, part, rank=self.runtime.rank, world=world, micro_batch_size=size)
         show = partial(self.progress.part, "feature cache", of=len(batches.samples))
         show(0)  # each part has its own remaining time
+        hidden = self.engine.model.config.hidden_size
         try:
-            add_part(shards, batches, part, lambda *at: self.features(*at)[:, : shards.hidden], self.runtime, show)
+            add_part(shards, batches, part, lambda *at: before_beside(self.features(*at), hidden), self.runtime, show)
         except CacheRefused as refusal:
             self._give_up(refusal, self.progress.say)
 
@@ -193,6 +195,7 @@ class FeatureCache:
         packages = versions()
         return {
             "format": 6,
+            "width": self.engine.model.config.stack_size,
             **self.depends,
             "trained": features_digest(self.engine),
             "data": dataset.digest(),

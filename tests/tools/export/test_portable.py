@@ -42,7 +42,7 @@ def same(found: Any, wanted: Any, where: str = "") -> None:
 
 
 def test_exported_code_gives_the_packages_answers(tmp_path: Path) -> None:
-    shape = {"more_values": 1, "number_dims": 2, "wide": 64, "candidates": "arithmetic"}
+    shape = {"more_values": 1, "number_dims": 2, "wide": 64, "depths": 2, "candidates": "arithmetic"}
     merged = write_folder(tmp_path / "a", *tiny_pair(lora=LORA, **shape))
     factors = {"levels": {"0.5": 0.9, "0.9": 0.25}, "n": 80}
     (merged / "calibration.json").write_text(json.dumps(factors))

@@ -21,12 +21,12 @@ def drawn(kind: str, tied: bool, draw: random.Random) -> Config:
     """A config of the tiny base; the values of a column are equally likely."""
     columns: dict[str, list[Any]] = {
         "causal_size": [None, 8, 30],
-        "wide": [0, 64],
+        "wide": [0, [64, 8, 2]],
         "candidates": ["none", "copies", "arithmetic"],
     }
     model = {key: draw.choice(values) for key, values in columns.items()}
     start = draw.choice(["calibrated", "seed"])
-    model["wide"] *= start == "calibrated"
+    model["wide"] = model["wide"] if start == "calibrated" else 0
     names = [*ARCHITECTURES[kind].linears]
     targets = draw.choice(["all-linear", None, draw.sample(names, 2)])
     kinds = {"dora": True}, {}

@@ -1,0 +1,51 @@
+"""The states of some of the backbone's layers, averaged over a text so far, which a side network reads beside z.
+
+z of the last layer at the last position says what comes next, and little of what was said. The middle layers say more
+of it, and the mean keeps what any position saw.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def states_seen(transformer: nn.Module, depths: int) -> Iterator[list[Tensor]]:
+    """Inside, a call of the transformer appends the states [B,T,H] at all but the last of `depths` evenly spaced depths
+    (the last is z)."""
+    layers: Any = transformer.layers if depths else []
+    seen: list[Tensor] = []
+
+    def see(module: nn.Module, given: Any, output: Any) -> None:
+        seen.append(output[0] if isinstance(output, tuple) else output)
+
+    with ExitStack() as stack:
+        for at in range(1, depths):
+            stack.enter_context(layers[round(len(layers) * at / depths) - 1].register_forward_hook(see))
+        yield seen
+
+
+def means_so_far(states: Sequence[Tensor], positions: Tensor | None, mask: Tensor | None, cache: Any) -> Tensor:
+    """states [B,T,H] each -> their means over each text so far, [B,T,len(states) * H] fp32.
+
+    A text's first position does not count: its states are huge there, and say nothing. positions, mask: as in
+    `Beside.behind`. cache: keeps the sums for the tokens that follow, if it is not None.
+    """
+    before = getattr(cache, "sums_of_states", None)
+    at = torch.arange(states[0].shape[1], device=states[0].device).expand(states[0].shape[:2])
+    real = torch.ones_like(at, dtype=torch.bool) if mask is None else mask[:, -at.shape[1] :].bool()
+    first = real.cumsum(1) == (1 if before is None else 0) if positions is None else positions == 0
+    first = first & real
+    counted = (real & ~first)[..., None]
+    x = torch.cat([*(state.float() for state in states), torch.ones_like(counted)], -1) * counted
+    sums = x.cumsum(1)
+    begin = torch.where(first, at, -1).cummax(1).values[..., None]
+    sums = sums - sums.gather(1, begin.clamp(min=0).expand_as(sums)) * (begin >= 0)
+    if before is not None:
+        sums = sums + before[:, None] * (begin < 0)
+    if cache is not None:
+        cache.sums_of_states = sums[:, -1]
+    return sums[..., :-1] / sums[..., -1:].clamp(min=1)
