@@ -40,6 +40,7 @@ LONGEST, MOST_TOKENS, READ = 600, 192, 8  # characters of a text, tokens of a ro
 DEPTHS = 0.25, 0.5, 0.75, 1.0  # of the layers
 NOT_CODE = {"test", "tests", "site-packages", "idlelib", "lib2to3"}  # folders of the standard library
 WORDS, WIDE_PART, NOW, LAST, MEANS = "words", "wide part", "wide part, then z", "layers, last position", "layers, means"
+JOINT = "wide part with layers' means, then z"  # as `cqwen fit` starts
 STACKS = ((WIDE_PART, LAST), (WIDE_PART, MEANS), (WORDS, WIDE_PART, MEANS))
 
 
@@ -143,15 +144,17 @@ def fits_of(file: Path, target: str, base: StartingBase, out: Path) -> tuple[np.
     best = int(by_words[1][1] < by_words[0][1])
     fits = {"always the median": Fit(*(np.full(len(rows), np.median(y[train])) for rows in (train, test)))}
     fits[WORDS] = by_words[best][0]
-    wide = fit_alone(base.tokenizer, [*base.tokenizer.encode_batch(prompts)], y, train, test, WIDE, RANDOM_FEATURES)
-    middle = np.median(y[train] - wide.left_out[0])
-    fits[WIDE_PART] = Fit(wide.left_out[0] + middle, wide.asked[0] + middle)
     x = states(base, prompts, out / f"{file.stem}.npy").astype(np.float64)
     x = (x - x[train].mean(0)) / (x[train].std(0) + 1e-6)
-    z, folds = torch.from_numpy(x[:, 0, -1]), torch.from_numpy(wide.folds) if len(wide.folds) else None
-    then = robust_ridge(z[train], torch.from_numpy(y[train] - fits[WIDE_PART].left_out), folds, SURE)
-    asked = (z[test] @ then.coefficients + then.intercept).numpy()
-    fits[NOW] = Fit(fits[WIDE_PART].left_out + then.left_out.numpy(), fits[WIDE_PART].test + asked)
+    z, tokens = torch.from_numpy(x[:, 0, -1]), [*base.tokenizer.encode_batch(prompts)]
+    for name, means in {NOW: None, JOINT: torch.from_numpy(x[:, 1].reshape(len(y), -1)).float()}.items():
+        wide = fit_alone(base.tokenizer, tokens, y, train, test, WIDE, RANDOM_FEATURES, means)
+        middle, (left_out, asked) = np.median(y[train] - wide.left_out[0]), (wide.left_out[0], wide.asked[0])
+        fits.setdefault(WIDE_PART, Fit(left_out + middle, asked + middle))
+        folds = torch.from_numpy(wide.folds).long() if len(wide.folds) else None
+        then = robust_ridge(z[train], torch.from_numpy(y[train] - left_out), folds, SURE)
+        asked = asked + (z[test] @ then.coefficients + then.intercept).numpy()
+        fits[name] = Fit(left_out + then.left_out.numpy(), asked)
     for name, part in {"z": x[:, 0, -1:], LAST: x[:, 0], MEANS: x[:, 1]}.items():
         products = kernel(part.reshape(len(y), -1), train)
         fits[name] = kernel_ridge(products, y, train, test)[0]

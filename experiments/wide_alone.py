@@ -55,23 +55,26 @@ def fit_alone(
     asked: np.ndarray,
     columns: int,
     random_features: int,
+    means: Tensor | None = None,
 ) -> WideAlone:
-    """tokens, y [N]: prompts and targets. learnt [n], asked [m]: training and test rows. columns: per table."""
+    """tokens, y [N]: prompts and targets. learnt [n], asked [m]: training and test rows. columns: per table. means
+    [N,reads]: of a base's layers, behind each prompt."""
+    read = torch.zeros(len(y), 0) if means is None else means
     words = 1 + max(tokenizer.num_token_id, *tokenizer.tokenizer.get_vocab().values())
-    part = WidePart(columns, tokenizer.num_token_id, words, random_features).eval()
+    part = WidePart(columns, tokenizer.num_token_id, words, random_features, read.shape[1]).eval()
     part.begin(tokenizer.line_end_ids)
     texts: list[TextBefore] = []
-    for batch, at in _batches(tokens, learnt, tokenizer.pad_token_id):
-        texts += texts_before(part, batch, at)
+    for batch, at, rows in _batches(tokens, learnt, tokenizer.pad_token_id):
+        texts += texts_before(part, batch, at, read[rows])
     fit = fit_wide(texts, torch.from_numpy(y[learnt]), columns, random_features)
     if fit is None:
         return WideAlone(np.zeros((2, len(learnt))), np.zeros((2, len(asked))), np.zeros(0, np.int64))
     for name, table in fit.tables.items():
         part.get_parameter(name).data.copy_(table)
     found = []
-    for batch, at in _batches(tokens, asked, tokenizer.pad_token_id):
+    for batch, at, rows in _batches(tokens, asked, tokenizer.pad_token_id):
         of = batch.input_ids, batch.numeric_values, batch.position_ids, batch.attention_mask
-        found.append(part(*of, keep=at)[0].double().numpy())
+        found.append(part(*of, keep=at, means=read[rows])[0].double().numpy())
     left_out = np.stack([fit.left_out.numpy(), fit.spread.numpy()])
     return WideAlone(left_out, np.concatenate(found, 1), np.array(fit.folds))
 
@@ -85,13 +88,13 @@ def half_widths(known: np.ndarray, scores: np.ndarray, asked: np.ndarray) -> np.
     return interval_factors(scores, learnt, (0.9,)).half_width(0.9, y).numpy()
 
 
-def _batches(tokens: Sequence[Encoded], rows: np.ndarray, pad: int) -> Iterator[tuple[Batch, Tensor]]:
-    """Batches of prompts, with the last position of each prompt in the flattened batch."""
+def _batches(tokens: Sequence[Encoded], rows: np.ndarray, pad: int) -> Iterator[tuple[Batch, Tensor, Tensor]]:
+    """Batches of prompts, with the last position of each prompt in the flattened batch, and the rows."""
     for some in np.array_split(rows, -(-len(rows) // READ)):
         ids, values, mask = pad_rows([tokens[row] for row in some], pad, on_left=False)
         nothing, positions = torch.zeros_like(values), torch.arange(ids.shape[1]).expand_as(ids)
         at = torch.arange(len(ids)) * ids.shape[1] + mask.sum(1) - 1
-        yield Batch(ids, values, mask, positions, ids, nothing, nothing.bool()), at
+        yield Batch(ids, values, mask, positions, ids, nothing, nothing.bool()), at, torch.from_numpy(some)
 
 
 class Judged(NamedTuple):

@@ -161,6 +161,12 @@ def test_training_sections_keep_the_given_values(tmp_path: Path) -> None:
         (["data.eval_fraction=0.0"], "stages.0.until", "data.eval or data.eval_fraction"),
         (["stages.1.micro_batch_size=5"], "stages.1.micro_batch_size", r"global_batch_size \(32\)"),
         (["model.lora.dora=true", "parallel.zero_stage=3"], "model.lora.dora", "parallel.zero_stage 3"),
+        (["model.wide=[64, 0, 2]", "parallel.zero_stage=3"], "model.wide", "two numbers under parallel.zero_stage 3"),
+        (
+            ["model.wide=[64, 0, 2]", "model.compile_layers=true"],
+            "model.compile_layers",
+            "states read between the layers",
+        ),
         (["model.wide=64", "start=seed"], "model.wide", "start calibrated"),
     ],
 )

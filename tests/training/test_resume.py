@@ -31,7 +31,7 @@ def test_resuming_within_and_across_stages_is_equal_to_the_bit(two_ranks: Path, 
 
 def test_with_a_wide_part_a_checkpoint_of_the_start_resumes_like_any_other(one_rank: Path, tmp_path: Path) -> None:
     config, run = one_rank.parent / "config.yaml", tmp_path / "run"
-    often = "model.wide=64", "train.keep_checkpoints=9"
+    often = "model.wide=[64, 0, 2]", "train.keep_checkpoints=9"
     train_run(config, f"run.dir={run}", *often)
     start = json.loads((run / "start.json").read_text())["eval"]
     assert dict(evaluated(run))[0]["eval/perplexity"] == start["eval/perplexity"], "it may be the best"

@@ -52,7 +52,7 @@ def texts_before(wide: WidePart, batch: Batch, at: Tensor, means: Tensor | None 
         text = row, slice(first, last + 1)
         is_number = number[text] != 0
         own = (part[text][is_number] for part in (names, phi, value))
-        texts.append(TextBefore(columns[text][counts[text] != 0], fold, *own, own_means))
+        texts.append(TextBefore(columns[text][counts[text] != 0], fold, *own, means=own_means))
     return texts
 
 
