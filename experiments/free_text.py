@@ -35,13 +35,13 @@ from experiments.carte_models import SHARES, Fit, kernel, kernel_ridge
 from experiments.wide_alone import fit_alone
 
 Rows = Iterator[tuple[str, float]]  # a text and its number
-HELD_OUT, RESAMPLES = 0.3, 2000
+ROWS, HELD_OUT, RESAMPLES = 2000, 0.3, 2000
 LONGEST, MOST_TOKENS, READ = 600, 192, 8  # characters of a text, tokens of a row, rows at a time
 DEPTHS = 0.25, 0.5, 0.75, 1.0  # of the layers
 NOT_CODE = {"test", "tests", "site-packages", "idlelib", "lib2to3"}  # folders of the standard library
 WORDS, WIDE_PART, NOW, LAST, MEANS = "words", "wide part", "wide part, then z", "layers, last position", "layers, means"
 JOINT = "wide part with layers' means, then z"  # as `cqwen fit` starts
-STACKS = ((WIDE_PART, LAST), (WIDE_PART, MEANS), (WORDS, WIDE_PART, MEANS))
+STACKS = (WIDE_PART, LAST), (WIDE_PART, MEANS), (WORDS, WIDE_PART, MEANS)
 
 
 def functions() -> Iterator[tuple[str, str, float]]:
@@ -96,11 +96,11 @@ def rated(package: Path, name: str) -> Rows:
         yield text, float(rating)
 
 
-def drawn(rows: Rows, file: Path, count: int) -> Path:
-    """A file of `count` rows with different texts, drawn once."""
+def drawn(rows: Rows, file: Path) -> Path:
+    """A file of ROWS rows with different texts, drawn once."""
     if not file.is_file():
         different = list({text: number for text, number in rows if text.strip()}.items())
-        chosen = np.random.default_rng(0).permutation(len(different))[:count]
+        chosen = np.random.default_rng(0).permutation(len(different))[:ROWS]
         lines = [json.dumps(dict(zip(("text", "number"), different[row], strict=True))) for row in chosen]
         file.write_text("\n".join(lines), encoding="utf-8")
     return file
@@ -136,8 +136,7 @@ def fits_of(file: Path, target: str, base: StartingBase, out: Path) -> tuple[np.
     table = read_table(str(file), target)
     prompts = prompts_of(column_lines(table.columns) + f"{target}: ", table.columns, table.rows, EMPTY)
     y, order = table.values(), np.random.default_rng(1).permutation(len(table.rows))
-    cut = round(HELD_OUT * len(y))
-    test, train = np.sort(order[:cut]), np.sort(order[cut:])
+    test, train = map(np.sort, np.split(order, [round(HELD_OUT * len(y))]))
     of = EncodedRows(table, prompts, y, train)
     words = [kernel(x, train) for x in (of.pairs, of.characters)]
     by_words = [kernel_ridge(products, y, train, test) for products in words]
@@ -170,9 +169,8 @@ def page(truth: np.ndarray, fits: dict[str, Fit]) -> Iterator[str]:
     draw = np.random.default_rng(0).integers(0, len(truth), (RESAMPLES, len(truth)))
     yield f"| | MAE | R2 | MAE less that of {NOW} |\n|---|---|---|---|"
     for name, error in errors.items():
-        more = error - errors[NOW]
+        more, r2 = error - errors[NOW], 1 - np.square(error).mean() / truth.var()
         low, high = np.quantile(more[draw].mean(1), [0.025, 0.975])
-        r2 = 1 - np.square(error).mean() / truth.var()
         yield f"| {name} | {error.mean():.3f} | {r2:.3f} | {more.mean():+.3f} ({low:+.3f} to {high:+.3f}) |"
 
 
@@ -182,8 +180,6 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="GSM8K's train.jsonl")
     parser.add_argument("--ratings", type=Path, help="pip download --no-deps --no-binary :all: vaderSentiment==3.3.2")
     parser.add_argument("--table", nargs=2, action="append", default=[], metavar=("FILE", "TARGET"), help="your own")
-    parser.add_argument("--only", nargs="+", help="names of sets")
-    parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--out", type=Path, default=Path("runs/free_text"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -197,9 +193,7 @@ def main() -> None:
     for name in ("movieReviewSnippets", "amazonReviewSnippets", "tweets") if options.ratings else ():
         sets[name] = lambda name=name: rated(options.ratings, name)  # type: ignore[misc]
     base, files = StartingBase(options.base), [(Path(file), target) for file, target in options.table]
-    for name, rows in sets.items():
-        if not options.only or name in options.only:
-            files.append((drawn(rows(), options.out / f"{name}.jsonl", options.rows), "number"))
+    files += [(drawn(rows(), options.out / f"{name}.jsonl"), "number") for name, rows in sets.items()]
     for file, target in files:
         print(f"\n{file.stem}", *page(*fits_of(file, target, base, options.out)), sep="\n", flush=True)
 

@@ -1,8 +1,12 @@
 """The means of the base's layers, which the wide part reads: as a plain loop has them, and what they add."""
 
+from dataclasses import fields
+
 import pytest
 import torch
+import torch.distributed as dist
 from support.numerics import assert_close
+from support.ranks import run_ranks
 from support.tiny import HIDDEN, NUM, random_ids, tiny_base, tiny_model
 from transformers import DynamicCache
 
@@ -10,6 +14,7 @@ from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.parallel.groups import build_groups
 
 DEPTHS = 2
 CLOSE = 1e-5  # fp32: a batch's products have other shapes than a row's, and sums begin elsewhere
@@ -91,24 +96,37 @@ def ordered(rows: int, seed: int) -> Batch:
     )
 
 
-def test_the_start_reads_the_order_of_words_in_the_means() -> None:
+def part_of(batch: Batch, rank: int, world: int) -> Batch:
+    """The rows of a rank, in order."""
+    own = {field.name: getattr(batch, field.name) for field in fields(batch) if field.init}
+    return Batch(**{name: value.chunk(world)[rank] for name, value in own.items() if isinstance(value, torch.Tensor)})
+
+
+def _predicted(depths: int) -> torch.Tensor:
+    """What the wide part says of 400 new texts, after a start on this rank's share of 300, and 100 held-out ones that
+    it alone learns."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shape = {**SHAPE, "wide": 1024, "depths": depths}
+    model = tiny_model(start="calibrated", **shape, base={"num_hidden_layers": 4})
+    share, batch = (part_of(ordered(rows, seed), rank, world) for rows, seed in ((300, 0), (100, 2)))
+    with torch.no_grad():
+        more = [(batch, model.kept_features(batch, batch.numeric_mask.flatten().nonzero()[:, 0]))]
+        calibrate(model, [share], groups=build_groups(1), beside_batches=more)
+        new = ordered(400, 1)
+        means = model.features(new.input_ids, new.numeric_values)[..., HIDDEN:]
+        return model.wide.eval()(new.input_ids, new.numeric_values, means=means)[0][0, :, -1]
+
+
+def test_the_start_reads_the_order_of_words_in_the_means_on_any_number_of_ranks() -> None:
     """Words 3 and 4 are in every text. Which is first, no n-gram of three tells, but the states of later words do."""
-    errors, batch = [], ordered(400, 1)
+    truth, errors = ordered(400, 1).numeric_labels[:, -1], []
     for depths in (0, DEPTHS):
-        model = tiny_model(
-            start="calibrated", **{**SHAPE, "wide": 1024, "depths": depths}, base={"num_hidden_layers": 4}
-        )
-        calibrate(model, [ordered(400, 0)])
-        with torch.no_grad():
-            found = model.wide.eval()(
-                batch.input_ids,
-                batch.numeric_values,
-                means=model.features(batch.input_ids, batch.numeric_values)[..., HIDDEN:],
-            )[0][0, :, -1]
-        truth = batch.numeric_labels[:, -1]
-        rest = (truth - found).double()
+        (found,) = run_ranks(_predicted, 1, depths)
+        rest = truth - found
         errors.append(float((rest - rest.median()).abs().mean()))
     assert errors[1] < 0.5 * errors[0], errors
+    for other in run_ranks(_predicted, 2, DEPTHS):
+        assert_close(other, found, 1e-3)  # states of batches of other shapes, then a small ridge
 
 
 @pytest.mark.parametrize("change", [{"depths": -1}, {"wide": 0, "number_dims": 2, "depths": 2}])

@@ -51,8 +51,8 @@ def texts_before(wide: WidePart, batch: Batch, at: Tensor, means: Tensor | None 
         row, last = divmod(place, batch.input_ids.shape[1])
         text = row, slice(first, last + 1)
         is_number = number[text] != 0
-        own = (part[text][is_number] for part in (names, phi, value))
-        texts.append(TextBefore(columns[text][counts[text] != 0], fold, *own, means=own_means))
+        own = (names[text][is_number], phi[text][is_number], value[text][is_number])
+        texts.append(TextBefore(columns[text][counts[text] != 0], fold, *own, own_means))
     return texts
 
 
