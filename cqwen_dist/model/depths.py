@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -41,11 +42,14 @@ def means_so_far(states: Sequence[Tensor], positions: Tensor | None, mask: Tenso
     first = first & real
     counted = (real & ~first)[..., None]
     x = torch.cat([*(state.float() for state in states), torch.ones_like(counted)], -1) * counted
-    sums = x.cumsum(1)
-    begin = torch.where(first, at, -1).cummax(1).values[..., None]
-    sums = sums - sums.gather(1, begin.clamp(min=0).expand_as(sums)) * (begin >= 0)
-    if before is not None:
-        sums = sums + before[:, None] * (begin < 0)
+    sums = since(x.movedim(-1, 0), torch.where(first, at, -1).cummax(1).values, before)
     if cache is not None:
-        cache.sums_of_states = sums[:, -1]
-    return sums[..., :-1] / sums[..., -1:].clamp(min=1)
+        cache.sums_of_states = sums[..., -1]
+    return (sums[:-1] / sums[-1].clamp(min=1)).movedim(0, -1)
+
+
+def since(own: Tensor, begin: Tensor, before: Tensor | None) -> Tensor:
+    """Sums of [...,B,T] from begin [B,T] to each position. A negative begin also adds `before` [...,B]."""
+    sums = own.cumsum(-1)
+    sums = sums - F.pad(sums, (1, 0))[..., :-1].gather(-1, begin.clamp(min=0).expand_as(sums))
+    return sums if before is None else sums + (begin < 0) * before.unsqueeze(-1)

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cqwen_dist.heads.beside import Beside
+from cqwen_dist.model.depths import since
 from cqwen_dist.model.embedding import phi
 from cqwen_dist.tables.wide.wide_size import FOLDS, KINDS, NAMES
 
@@ -104,9 +105,9 @@ class WidePart(Beside):
         """
         found = self.entries(ids, values, positions, mask, state)
         own = (self.weight[:, found.columns] * found.counts).sum(-1).double()
-        sums = _since(own, found.begin, None if state is None else state.sums)
+        sums = since(own, found.begin, None if state is None else state.sums)
         own = self.numbers.read(found.name, found.phi, found.value, found.number)
-        numbers = _since(own, found.begin, None if state is None else state.numbers)
+        numbers = since(own, found.begin, None if state is None else state.numbers)
         last = torch.cat([_symbols_before(found.symbols, state), found.symbols], 1)[:, 1 - GRAMS :]
         line = found.line[:, -1] * (self.line_end[ids[:, -1]] == 0)
         behind = WideState(last, sums[..., -1], found.text[:, -1], line, numbers[..., -1])
@@ -155,8 +156,8 @@ class WidePart(Beside):
         # Lines, by the sum of their tokens' 2-grams
         ends = (self.line_end[ids] != 0) & real
         line_begin = torch.where(F.pad(ends, (1, 0))[:, :-1], at, begin).cummax(1).values
-        line = _since(hashes[1] * real, line_begin, None if state is None else state.line)
-        text = _since(hashes[-1] * real, begin, None if state is None else state.hash)
+        line = since(hashes[1] * real, line_begin, None if state is None else state.line)
+        text = since(hashes[-1] * real, begin, None if state is None else state.hash)
 
         name = _mixed(line - hashes[1] * real) % KEYS  # of the line before a number
         first_line = lines_begin(self.weight.shape[1])
@@ -180,13 +181,6 @@ def fold_of(text: Tensor) -> Tensor:
 
 def _symbols_before(symbols: Tensor, state: WideState | None) -> Tensor:
     return symbols.new_full((len(symbols), GRAMS - 1), _NOTHING) if state is None else state.symbols
-
-
-def _since(own: Tensor, begin: Tensor, before: Tensor | None) -> Tensor:
-    """Sums of [...,B,T] from begin [B,T] to each position. A negative begin also adds `before` [...,B]."""
-    sums = own.cumsum(-1)
-    sums = sums - F.pad(sums, (1, 0))[..., :-1].gather(-1, begin.clamp(min=0).expand_as(sums))
-    return sums if before is None else sums + (begin < 0) * before.unsqueeze(-1)
 
 
 def _mixed(x: Tensor) -> Tensor:
