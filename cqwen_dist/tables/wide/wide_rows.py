@@ -194,13 +194,12 @@ class MeanRows:
     slope: np.ndarray
 
     @classmethod
-    def of(cls, texts: Sequence[TextBefore]) -> "MeanRows | None":
-        """None if there are none."""
-        if not texts[0].means.size:
-            return None
+    def of(cls, texts: Sequence[TextBefore]) -> "MeanRows":
         means = np.stack([text.means for text in texts]).astype(np.float64)
         centre, spread = means.mean(0), means.std(0)
-        slope = 1 / np.maximum(spread, LEAST_SPREAD * max(float(spread.mean()), 1e-30)) / np.sqrt(len(spread))
+        slope = (
+            1 / np.maximum(spread, LEAST_SPREAD * max(spread.max(initial=0.0), 1e-30)) / np.sqrt(max(len(spread), 1))
+        )
         return cls((means - centre) * slope, centre, slope)
 
     def tables(self, weight: np.ndarray) -> dict[str, np.ndarray]:

@@ -200,23 +200,21 @@ def fit_wide(
     around_mean = every.around_mean()
     further, times_values = _with_block(around_mean.of(some), rest, values, VALUES)
     found, every, of_values = (further, around_mean, times_values) if further.beats(found) else (found, every, 0.0)
-    means, of_means = MeanRows.of(texts), 0.0
-    if means is not None:
+    means, (further, of_means) = MeanRows.of(texts), (found, 0.0)
+    if means.x.shape[1]:
         of_layers = means.x[some] @ means.x[some].T
-        further, times_means = _with_block(around_mean.of(some), rest + of_values * values, of_layers, MEANS)
-        if further.beats(found, SURE_OF_FEW):  # by more, since without them no base is needed
-            found, every, of_means = further, around_mean, times_means
+        further, of_means = _with_block(around_mean.of(some), rest + of_values * values, of_layers, MEANS)
+    # By more, since without them no base is needed
+    taken = further.beats(found, SURE_OF_FEW)
+    found, every = (further, around_mean) if taken else (found, every)
     if not found.losses.mean() < np.log1p(t[:SEARCHED] ** 2).mean():
         return None
 
     # On all
     line, weight = linear
     kernel += line * kernel_of(lines)
-    kernel += weight * (x @ x.T)
-    if of_values:
-        kernel += of_values * (raw @ raw.T)
-    if means is not None and of_means:
-        kernel += of_means * (means.x @ means.x.T)
+    for times_block, block in ((weight, x), (of_values, raw), (of_means * taken, means.x)):
+        kernel += times_block * (block @ block.T)
     if features is not None:
         kernel += times * (features.x @ features.x.T)
     progress(STEPS - 1, STEPS)
@@ -229,7 +227,7 @@ def fit_wide(
     tables |= named.tables(weight * (both @ x), of_values * (both @ raw))
     if features is not None:
         tables |= features.tables(times * (both @ features.x))
-    if means is not None and of_means:
+    if taken:
         tables |= means.tables(of_means * (both @ means.x))
     return BesideFit(
         {name: torch.from_numpy(np.ascontiguousarray(table, np.float32)) for name, table in tables.items()},
