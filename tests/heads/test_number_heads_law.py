@@ -111,15 +111,16 @@ def test_the_loss_is_minus_the_laws_log_density(law, kind):
 @pytest.mark.parametrize("law", ["laplace", "student-4"])
 def test_metrics_and_intervals_are_the_laws(law):
     draw, target = np.random.default_rng(0), TargetTransform("standardise", 3.0, 2.0, law)
-    loc, scale = draw.standard_normal(500), np.exp(draw.standard_normal(500))
+    loc, scale = draw.standard_normal(5000), np.exp(draw.standard_normal(5000))
     known = of_scipy(law, loc, scale)
     true = known.rvs(random_state=draw)
-    found, factors, drawing = number_metrics(Numbers(3 + 2 * true, loc, scale, np.arange(500)), target, None)
+    found, factors, drawing = number_metrics(Numbers(3 + 2 * true, loc, scale, np.arange(5000)), target, None)
     true = target.forward(torch.from_numpy(3 + 2 * true)).double().numpy()
     assert found["eval/reg_nll"] == pytest.approx(-known.logpdf(true).mean(), rel=1e-6)
     inside = (known.ppf(0.05) <= true) & (true <= known.ppf(0.95))
     assert found["eval/coverage_90"] == inside.mean() == pytest.approx(0.9, abs=0.04)
-    assert factors.factors[0.9] == pytest.approx(1.0, abs=0.2)  # the law is right: nothing to mend
+    # The law is right: nothing to mend in any of ten blocks of 500, whose factors vary by some 6 %
+    assert factors.factors[0.9] == pytest.approx([1.0] * 10, abs=0.2)
     assert drawing["pit"] == np.histogram(known.cdf(true), 20, (0, 1))[0].tolist()
     y = target.kind(*(torch.from_numpy(part[:3]) for part in (loc, scale)))
     low, high = number_interval(y, target, Intervals(), 0.9)

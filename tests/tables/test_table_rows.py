@@ -455,4 +455,4 @@ def test_the_chosen_config_trains(tmp_path: Path) -> None:
         if chosen.epochs:
             assert 0 < config.stages[1].warmup_steps <= chosen.epochs * 1000 / chosen.batch / 5
         assert config.model.start_numbers == 1000
-        assert config.model.wide == (2**18, 6144)
+        assert config.model.wide == (2**18, 6144, 4)
