@@ -21,18 +21,15 @@ import torch
 
 from benchmarks.numbers.adapted_base import StartingBase
 from cqwen_dist.batch import pad_rows
-from cqwen_dist.config.data import column_lines
 from cqwen_dist.model.backbone import seen_inside
 from cqwen_dist.model.calibration import SURE
 from cqwen_dist.model.ridge import robust_ridge
-from cqwen_dist.prediction.table import prompts_of
 from cqwen_dist.tables.baselines import EncodedRows
 from cqwen_dist.tables.choices import RANDOM_FEATURES, WIDE
-from cqwen_dist.tables.fitting import EMPTY
 from cqwen_dist.tables.rows import read_table
 from experiments.carte import stacked
 from experiments.carte_models import SHARES, Fit, kernel, kernel_ridge
-from experiments.wide_alone import fit_alone
+from experiments.wide_alone import fit_alone, row_prompts
 
 Rows = Iterator[tuple[str, float]]  # a text and its number
 ROWS, HELD_OUT, RESAMPLES = 2000, 0.3, 2000
@@ -134,7 +131,7 @@ def states(base: StartingBase, prompts: list[str], file: Path) -> np.ndarray:
 def fits_of(file: Path, target: str, base: StartingBase, out: Path) -> tuple[np.ndarray, dict[str, Fit]]:
     """The held-out targets, and every model's predictions."""
     table = read_table(str(file), target)
-    prompts = prompts_of(column_lines(table.columns) + f"{target}: ", table.columns, table.rows, EMPTY)
+    prompts = row_prompts(table)
     y, order = table.values(), np.random.default_rng(1).permutation(len(table.rows))
     test, train = map(np.sort, np.split(order, [round(HELD_OUT * len(y))]))
     of = EncodedRows(table, prompts, y, train)

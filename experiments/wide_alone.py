@@ -151,11 +151,12 @@ def row_of(found: Sequence[Judged]) -> str:
     return " | ".join([f"{held:.1%}", *ends, str(len(by_category)), f"{width:.3f}", f"{score:.3f}"])
 
 
-def fits_of(table: Table, base: str, learn: int, splits: int, out: Path) -> Iterator[tuple[int, WideAlone, Any]]:
-    """(split, fit, (learnt, judged rows)) in the unit of `scaled`; each fit is made once and kept in `out`."""
+def fits_of(
+    texts: Sequence[str], y: np.ndarray, base: str, learn: int, splits: int, out: Path
+) -> Iterator[tuple[int, WideAlone, Any]]:
+    """(split, fit, (learnt, judged rows)) of prompts and targets y; each fit is made once and kept in `out`."""
     tokenizer = NumericalAwareTokenizer.from_pretrained(base)
-    tokens = [*tokenizer.encode_batch(prompts(table))]
-    y = scaled(table)
+    tokens = [*tokenizer.encode_batch(texts)]
     for split in range(splits):
         rows = np.random.default_rng(split).permutation(len(y))
         learnt, asked, file = rows[:learn], rows[learn:], out / f"{split}.npz"
@@ -165,7 +166,8 @@ def fits_of(table: Table, base: str, learn: int, splits: int, out: Path) -> Iter
             yield split, WideAlone(*(kept[name] for name in kept)), (learnt, asked)
 
 
-def prompts(table: Table) -> list[str]:
+def row_prompts(table: Table) -> list[str]:
+    """The prompts as `cqwen fit` writes them."""
     return prompts_of(column_lines(table.columns) + f"{table.target}: ", table.columns, table.rows, EMPTY)
 
 
@@ -196,8 +198,8 @@ def main() -> None:
         table = table._replace(rows=[table.rows[row] for row in drawn])
         out.mkdir(parents=True, exist_ok=True)
         found: dict[bool, list[Judged]] = {True: [], False: []}
-        y, texts = scaled(table), prompts(table)
-        for split, fit, (learnt, asked) in fits_of(table, options.base, options.learn, options.splits, out):
+        y, texts = scaled(table), row_prompts(table)
+        for split, fit, (learnt, asked) in fits_of(texts, y, options.base, options.learn, options.splits, out):
             columns = [column for column in table.columns if column not in table.numeric]
             cells = {column: [table.rows[row][column] for row in asked] for column in columns}
             for one, of in found.items():

@@ -86,7 +86,7 @@ def make_beside(config: Any) -> Beside | None:
 
 
 def before_beside(features: Tensor, hidden: int) -> Tensor:
-    """What `FeatureStack` gave, of features with or without the columns of `Beside.behind`. hidden: H."""
+    """The features as `FeatureStack` made them: the columns that `Beside.behind` added are left out. hidden: H."""
     return torch.cat([features[..., :hidden], features[..., hidden + BESIDE_Z :]], -1)
 
 

@@ -1,7 +1,7 @@
 """The states of some of the backbone's layers, averaged over a text so far, which a side network reads beside z.
 
-z of the last layer at the last position says what comes next, and little of what was said. The middle layers say more
-of it, and the mean keeps what any position saw.
+z tells what comes next, and little of what the text said. The middle layers tell more of it, and a mean keeps what any
+position saw.
 """
 
 from collections.abc import Iterator, Sequence

@@ -173,12 +173,12 @@ def choose(
     apart = 15 + 300 * pace.forward  # the model is loaded twice, the closed forms are fitted
     apart += 0.01 * n  # and the models to compare with
     time_s = 60 * minutes * (1 - ASIDE) - apart
-    by_row = rows.sum() * pace.forward + _wide_seconds(n + valid)  # each row is read once
+    by_row = _reading_seconds(rows, pace)
     if by_row + heads * a_step > time_s:
         heads = max(min(heads, int(0.3 * time_s / a_step)), LEAST_STEPS)
         share = max(time_s - heads * a_step, 0.0) / by_row  # a share of the rows takes at most that share of by_row
         rows = np.maximum((min(share, 1.0) * rows).astype(int), np.minimum(rows, LEAST_READ))
-    features = (rows.sum() + rows[1]) * pace.forward + _wide_seconds(rows[0] + rows[1])
+    features = _reading_seconds(rows, pace)
     evaluations = 1.5 * (EVALUATIONS + 1) * rows[1] * pace.forward  # trained adapters invalidate cached z
     epoch = 1.4 * rows[0] * pace.both  # 1.4: including adapters and heads
     left = time_s - features - heads * a_step
@@ -190,9 +190,12 @@ def choose(
     return Chosen(kept, in_all, best_transform(values), length, batch, heads, epochs, lora / 60)
 
 
-def _wide_seconds(rows: int) -> float:
-    """Estimated seconds on one CPU core to fit the wide part to that number of rows."""
-    return 2.5e-5 * min(rows, SEARCHED) ** 2 + 2e-10 * rows**3
+def _reading_seconds(rows: np.ndarray, pace: Pace) -> float:
+    """Estimated seconds to read the rows (to learn from, to watch, to judge by) and to fit the wide part on one core.
+    The rows to watch are read twice, also for this fit."""
+    fitted = int(rows[0] + rows[1])
+    wide = 2.5e-5 * min(fitted, SEARCHED) ** 2 + 2e-10 * fitted**3
+    return float((rows.sum() + rows[1]) * pace.forward + wide)
 
 
 def best_transform(values: np.ndarray) -> str:

@@ -266,7 +266,8 @@ def judge(
 ) -> dict[str, Any]:
     """Predict the test rows with the runs and the other models, and write predicted.csv and fit.json.
 
-    The rows of all folds are judged as one table. Of several seeds, the others are only compared with the first.
+    The rows of all folds are judged as one table. With several seeds, the first run is judged, and the errors of the
+    others are shown beside it.
     """
     first = folds[0]
     checkpoint = best_checkpoint(first.run)

@@ -37,8 +37,8 @@ def intervals(ends: np.ndarray, truth: np.ndarray) -> dict[str, float]:
 
 
 def over_runs(of_runs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
-    """`errors` of runs of several seeds or folds; by name: the values, their mean, and half of its 95 % interval, by
-    Student's t. of_runs: predictions and the truth, as far as both reach."""
+    """The errors of runs with several seeds or folds. Each has its values, their mean, and half of the mean's 95 %
+    interval by Student's t. of_runs: each run's predictions and the truth, as far as both reach."""
     found = [errors(predicted[: len(truth)], truth[: len(predicted)]) for predicted, truth in of_runs]
     reach = stats.t.ppf(0.975, len(found) - 1) / len(found) ** 0.5
     return {

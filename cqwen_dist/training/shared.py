@@ -43,8 +43,7 @@ class Shared:
         return "" if self.runs == 1 else config.run.name or Path(config.run.dir).name
 
     def base(self, load: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """What `load` returns, a base model first. Each of several runs has modules of its own, with the
-        weights of all."""
+        """What `load` returns, a base model first. Several runs share its weights; each has its own modules."""
         if self.runs == 1:
             return load()
         model, *files = self.once("base", load)

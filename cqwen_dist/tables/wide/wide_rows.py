@@ -197,12 +197,11 @@ class MeanRows:
     def of(cls, texts: Sequence[TextBefore]) -> "MeanRows":
         means = np.stack([text.means for text in texts]).astype(np.float64)
         centre, spread = means.mean(0), means.std(0)
-        slope = (
-            1 / np.maximum(spread, LEAST_SPREAD * max(spread.max(initial=0.0), 1e-30)) / np.sqrt(max(len(spread), 1))
-        )
+        least = LEAST_SPREAD * max(spread.max(initial=0.0), 1e-30)
+        slope = 1 / np.maximum(spread, least) / np.sqrt(max(len(spread), 1))
         return cls((means - centre) * slope, centre, slope)
 
     def tables(self, weight: np.ndarray) -> dict[str, np.ndarray]:
-        """weight [tables,reads] of x -> the parameter of `WidePart`."""
+        """The parameter of `WidePart` that has these weights [tables,reads] of x."""
         weight = weight * self.slope
         return {"means": np.column_stack([weight, -weight @ self.centre])}
