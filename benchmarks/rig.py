@@ -163,7 +163,7 @@ def _base(config: Config, architecture: dict[str, Any], runtime: Runtime, shared
     if config.parallel.zero_stage == 3:
         head = _RandomRows(settings.vocab_size, settings.hidden_size, dtype)
         return Base(partitioned(settings, config, runtime, _draw), head)
-    return Base(shared.base(lambda: _whole(settings, dtype, config, runtime)))
+    return Base(*shared.base(lambda: (_whole(settings, dtype, config, runtime),)))
 
 
 def _whole(settings: Any, dtype: torch.dtype, config: Config, runtime: Runtime) -> Any:
