@@ -104,8 +104,8 @@ def fit_numeral_rows(
     """Fit the <NUM> row of W_cls to the base's numerals, and lower the numeral rows if a number follows.
 
     loc, log_norm: as in `level_logits`, for the rows before this call. labels [n]. numerals: tokens with which the base
-    spells numerals. Returns the fraction of the target's variance that the row explains on held-out tokens. There is no
-    bias, as plain exports do not have one.
+    spells numerals. Returns the fraction of the target's variance that the row explains on held-out tokens, without a
+    bias.
     """
     action, num = heads.action, heads.config.num_token_id
     rows, bias = rows_of(action.word_head(), numerals, groups)
