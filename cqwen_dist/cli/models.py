@@ -219,7 +219,7 @@ def serve(
         raise UserError("serve", Said(f"no {error.name} here"), "pip install 'cqwen-dist[serve]'") from None
     called = name or Path(checkpoint).resolve().name
     limits = Limits(tokens=max_tokens, seconds=max_seconds, waiting=max_waiting)
-    further = _further_runs(adapter or [], called, engine)
+    further = _further_runs(adapter or [], called)
     if engine == "vllm":
         from cqwen_dist.tools.serve.batched import BatchedServer
         from cqwen_dist.tools.vllm.vllm_writer import VllmWriter
@@ -228,7 +228,10 @@ def serve(
             more = dict(json.loads(engine_args))
         except (ValueError, TypeError):
             raise UserError("--engine-args", engine_args, """a JSON object, such as '{"max_num_seqs": 64}'""") from None
-        server: Any = BatchedServer(VllmWriter(Path(checkpoint), **more), called, limits)
+        writer = VllmWriter(Path(checkpoint), [Path(run) for run in further.values()], **more)
+        server: Any = BatchedServer(writer, called, limits)
+        for other, own in zip(further, writer.all[1:], strict=True):
+            BatchedServer(own, other, limits, server)
     elif engine == "generate":
         from cqwen_dist.checkpoint.trained import load_trained
 
@@ -250,11 +253,10 @@ def serve(
     uvicorn.Server(config).run([socket])
 
 
-def _further_runs(adapters: list[str], called: str, engine: str) -> dict[str, str]:
+def _further_runs(adapters: list[str], called: str) -> dict[str, str]:
     found = {name: run for name, _, run in (each.partition("=") for each in adapters)}
-    if not all(found.values()) or len(found) < len(adapters) or called in found or (found and engine == "vllm"):
-        allowed = "NAME=RUN, each NAME once, with --engine generate"
-        raise UserError("--adapter", Said(f"{' '.join(adapters)} beside {called}"), allowed)
+    if not all(found.values()) or len(found) < len(adapters) or called in found:
+        raise UserError("--adapter", Said(f"{' '.join(adapters)} beside {called}"), "NAME=RUN, each NAME once")
     return found
 
 

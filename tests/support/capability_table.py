@@ -74,16 +74,17 @@ def refusal(options: Sequence[str], kind: str = "qwen2") -> UserError | None:
     return None
 
 
-def refusal_of_vllm(option: str | None, adapters: bool = False) -> UserError | None:
-    """The same of `cqwen serve --engine vllm` for an export. adapters: it was not merged."""
+def refusal_of_vllm(option: str) -> UserError | None:
+    """The same of `cqwen serve --engine vllm` for an export that is not merged."""
     from cqwen_dist.tools.vllm.plugin import VllmRules
 
-    wide = keys_of(option).get("model.wide", 0) if option else 0
-    exported = SimpleNamespace(base={"model_type": "qwen2"}, wide=wide, lora={} if adapters else None)
+    keys = keys_of(option)
+    lora = {"dora": keys.get("model.lora.dora", False)}
+    exported = SimpleNamespace(base={"model_type": "qwen2"}, wide=keys.get("model.wide", 0), lora=lora, further=())
     compiled = SimpleNamespace(cudagraph_mode=None)
     asked = SimpleNamespace(
         model_config=SimpleNamespace(hf_config=exported),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=1),
         cache_config=SimpleNamespace(),
         compilation_config=compiled,
         speculative_config=None,
@@ -111,9 +112,7 @@ def _together() -> list[str]:
     others = [f"`{option}`: {error}" for option in OPTIONS if (error := refusal_of_vllm(option))]
     exports = (
         "A run with any of these options can be exported: with its adapters or with `--merge`, and "
-        "`cqwen serve` answers for it. `--engine vllm` refuses "
-        + "; ".join([*others, f"an export without `--merge`: {refusal_of_vllm(None, adapters=True)}"])
-        + "."
+        f"`cqwen serve` answers for it. `--engine vllm` refuses {'; '.join(others)}."
     )
     return ["\n".join(lines), "\n".join(["| | key | allowed |", "|---|---|---|", *why]), exports]
 

@@ -13,10 +13,10 @@ GRACE_S = 5.0  # how long after its time a request may wait for the step in prog
 
 
 class BatchedServer(Server):
-    """`Server` where the work is a coroutine: vLLM has a queue and a process of its own."""
+    """`Server` where the work is a coroutine: vLLM has a queue and a process of its own, which all runs share."""
 
-    def __init__(self, engine: VllmWriter, name: str, limits: Limits) -> None:
-        super().__init__(engine, engine.tokenizer, name, limits)
+    def __init__(self, engine: VllmWriter, name: str, limits: Limits, first: Server | None = None) -> None:
+        super().__init__(engine, engine.tokenizer, name, limits, first)
         self.engine = engine
 
     async def work(  # type: ignore[override]

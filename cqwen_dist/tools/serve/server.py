@@ -289,7 +289,7 @@ def make_app(server: Server) -> FastAPI:
 
     @app.exception_handler(UserError)
     async def refused(request: Request, error: UserError) -> Any:
-        return JSONResponse(_error(str(error), param=error.key), 400)
+        return JSONResponse(_error(str(error), param=error.key), 404 if error.key == "model" else 400)
 
     @app.exception_handler(Refused)
     async def busy(request: Request, error: Refused) -> Any:

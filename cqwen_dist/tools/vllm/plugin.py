@@ -20,10 +20,18 @@ NUMBERS = "cqwen_dist.tools.vllm.request_numbers"
 
 
 class VllmConfigOfModel(CausalQwenConfig):
-    """vLLM asks for the part of the config that describes the transformer."""
+    """vLLM asks for the part of the config that describes the transformer. further: as `configs_of`."""
+
+    further = ()
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> PretrainedConfig:
         return self.base_config
+
+
+def configs_of(config: Any) -> list[Any]:
+    """The configs of all runs of an engine. config: of the first; `further`: (folder, config as a dict) of each
+    other one, whole, as vLLM keeps compiled layers by the config."""
+    return [config, *(CausalQwenConfig.from_dict(each, name_or_path=folder) for folder, each in config.further)]
 
 
 class VllmRules:
@@ -38,9 +46,12 @@ class VllmRules:
         """Set the options that numbers need. Raises `UserError` for options that exclude them."""
         config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
         architecture(config.base["model_type"]).require("vllm", "--engine", "vllm")
+        runs, gpus, one = configs_of(config), parallel.tensor_parallel_size, "of cqwen export --merge, served alone"
+        wide, dora = max(run.wide for run in runs), any((run.lora or {}).get("dora") for run in runs)
         for key, found, fits, allowed in (
-            ("model.wide", config.wide, not config.wide, "0: vLLM has no place for its state; cqwen serve has"),
-            ("adapters", "in the weights", config.lora is None, "a folder of cqwen export --merge"),
+            ("model.wide", wide, not wide, "0: vLLM has no place for its state; cqwen serve has"),
+            ("model.lora.dora", dora, not dora, f"false, or a folder {one}"),
+            ("tensor_parallel_size", gpus, gpus == 1 or not any(run.lora for run in runs), f"1, or a folder {one}"),
             ("speculative_config", "set", vllm_config.speculative_config is None, "none: a draft has no values"),
             ("pipeline_parallel_size", parallel.pipeline_parallel_size, parallel.pipeline_parallel_size == 1, "1"),
             ("VLLM_USE_V2_MODEL_RUNNER", Said("1"), not vllm_config.use_v2_model_runner, "0"),

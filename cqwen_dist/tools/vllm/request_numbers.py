@@ -5,8 +5,8 @@ only part that learns which request is in which batch row, with its `extra_args`
 a table of values [requests, positions]. The model reads its tokens' values from the table and writes the number that
 would come next, which is the value in the next step if <NUM> is chosen.
 
-A request's extra_args: numbers, the values of its prompt's <NUM>, in order; digits and mode as in `generate`; key,
-under which `NumbersWorker.numbers_of` gives its numbers out.
+A request's extra_args: numbers, the values of its prompt's <NUM>, in order; digits and mode as in `generate`; run, the
+place of its run among those that are served; key, under which `NumbersWorker.numbers_of` gives its numbers out.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class RequestState:
 
     digits: Digits | None
     mode: str
+    run: int = 0
     slot: int = -1  # its row of the table
     steps: list[tuple[Tensor, int]] = field(default_factory=list)  # (facts [R,F] of a step, its row)
     sent: int = 0  # steps already returned
@@ -67,6 +68,7 @@ class RequestNumbers(LogitsProcessor):
         self.rows: dict[int, RequestState] = {}  # by row of the batch
         self.kept: dict[str, RequestState] = {}  # by key
         self.slots = torch.full((1,), rows, device=device)
+        self.runs = torch.zeros(1, dtype=torch.int64, device=device)  # of each row; the last one is padding's
         self.last: tuple[Tensor, Tensor] | None = None  # slot and position of each request's last token in this step
         HERE[vllm_config.instance_id] = self
 
@@ -92,6 +94,7 @@ class RequestNumbers(LogitsProcessor):
             self.rows |= {row: state for row, state in ((other, moved), (one, met)) if state is not None}
         slots = [self.rows[row].slot for row in range(len(self.rows))]
         self.slots = torch.tensor([*slots, len(self.values) - 1], device=self.values.device)
+        self.runs = torch.tensor([*(self.rows[row].run for row in range(len(slots))), 0], device=self.values.device)
 
     def _leave(self, row: int) -> None:
         state = self.rows.pop(row, None)
@@ -103,7 +106,7 @@ class RequestNumbers(LogitsProcessor):
         extra = params.extra_args or {}
         state = extra.get("state")
         if state is None:
-            state = RequestState(extra.get("digits", "auto"), extra.get("mode", "ovr"))
+            state = RequestState(extra.get("digits", "auto"), extra.get("mode", "ovr"), extra.get("run", 0))
             params.extra_args = {**extra, "state": state}  # vLLM keeps its copy of params for when the request returns
             if "key" in extra:
                 self.kept[extra["key"]] = state
@@ -119,12 +122,13 @@ class RequestNumbers(LogitsProcessor):
         self.first[state.slot] = len(prompt) + len(written)
         return state
 
-    def read(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """The values of the tokens of a step [N] float64; 0 at words. Called once a step, before the layers."""
+    def read(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the tokens of a step [N]: values float64, 0 at words, and runs int64. Called once a step, before the
+        layers."""
         metadata = get_forward_context().attn_metadata
         if not self.rows or not metadata:  # vLLM measures memory
             self.last = None
-            return torch.zeros(ids.shape, dtype=torch.float64, device=ids.device)
+            return torch.zeros(ids.shape, dtype=torch.float64, device=ids.device), torch.zeros_like(ids).long()
         ends = next(iter(metadata.values())).query_start_loc[1 : len(self.rows) + 1].long()
         row = torch.searchsorted(ends, torch.arange(len(ids), device=ids.device), right=True)
         place = self.slots[row], positions
@@ -132,7 +136,7 @@ class RequestNumbers(LogitsProcessor):
         self.ids[place] = ids.long()  # vLLM has int32
         self.values[place] = values  # a word was chosen where a number could have been
         self.last = self.slots[:-1], positions[ends - 1]
-        return values.masked_fill(values.isnan(), 0.0)
+        return values.masked_fill(values.isnan(), 0.0), self.runs[row]
 
     def before(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """All ids and values [R,T] up to each request's last token, whether a position is a number, and that last
@@ -143,14 +147,14 @@ class RequestNumbers(LogitsProcessor):
         values = self.values[some]
         return self.ids[some], values.nan_to_num(0.0), ~values.isnan(), last
 
-    def write(self, value: Tensor, facts: Tensor) -> None:
-        """value [R] float64: what <NUM> would be, if it came next. facts [R,F]: its other facts."""
+    def write(self, facts: Tensor) -> None:
+        """facts [R,F] float64 of the <NUM> that would come next; the first is its value."""
         assert self.last is not None
         slots, last = self.last
         place = slots, last + 1
         new = place[1] >= self.first[slots]  # else the prompt, or what was written before, is read in parts
-        self.values[place] = value.where(new, self.values[place])
-        found = torch.cat([torch.where(new, place[1], -1)[:, None], value[:, None], facts], 1)
+        self.values[place] = facts[:, 0].where(new, self.values[place])
+        found = torch.cat([torch.where(new, place[1], -1)[:, None], facts], 1)
         for row, state in self.rows.items():
             state.steps.append((found, row))
 
@@ -169,9 +173,9 @@ class NumbersWorker:
     model_runner: Any
     vllm_config: Any
 
-    def number_head(self) -> dict[str, Any]:
-        """Facts about the number head for `empty_numbers`."""
-        head = self.model_runner.model.model.action.number_head
+    def number_head(self, run: int) -> dict[str, Any]:
+        """Facts about a run's number head for `empty_numbers`."""
+        head = self.model_runner.model.runs[run].model.action.number_head
         return {"exact": head.exact, "names": list(head.names)}
 
     def numbers_of(self, key: str, done: bool) -> list[list[float]]:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import GenerationConfig
 
 from cqwen_dist.checkpoint.trained import exported_tokenizer, is_exported
 from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.trainable import feature_group
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.continuation import Written, end_ids, written_of
 from cqwen_dist.generate.generation_settings import mode_as_asked
@@ -38,14 +42,22 @@ IN_VLLM = (PENALTY, "min_p")  # options with one name in transformers and vLLM, 
 
 
 class VllmWriter:
-    """An exported folder in vLLM. It can replace the model in `end_ids`, which only reads end tokens."""
+    """An exported folder in vLLM. It can replace the model in `end_ids`, which only reads end tokens.
 
-    def __init__(self, folder: Path, **options: Any) -> None:
-        """options: of vLLM's `AsyncEngineArgs`. Raises `UserError` for a folder that is no exported model."""
-        if not is_exported(folder):
-            raise UserError("CHECKPOINT", str(folder), "a folder of `cqwen export --merge`: vLLM loads no run")
-        self.config = CausalQwenConfig.from_pretrained(folder)
-        self.tokenizer = exported_tokenizer(folder, self.config)
+    all: the writers of this engine, this one first, then those of the further folders.
+    """
+
+    engine: Any  # vLLM's
+    params: Any  # its `SamplingParams`
+    context: int  # most tokens of a text
+
+    def __init__(self, folder: Path, further: Sequence[Path] = (), **options: Any) -> None:
+        """further: exports of other runs on the same base. options: of vLLM's `AsyncEngineArgs`. Raises `UserError` for
+        a folder that is no exported model, and for another base."""
+        self._read(folder, 0)
+        self.all = [self, *(copy.copy(self)._read(path, place) for place, path in enumerate(further, 1))]
+        for other in self.all[1:]:
+            _refuse_other_base(self, other)
         if find_spec("vllm") is None:
             raise UserError("--engine", Said("vllm, which is not installed"), "pip install 'cqwen-dist[vllm]'")
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the second model runner has other logits processors
@@ -53,15 +65,23 @@ class VllmWriter:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        configs = [(str(other.folder), other.config.to_dict()) for other in self.all[1:]]
+        own: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": str(self.config.dtype).removeprefix("torch.")}
+        own |= {"hf_overrides": {"calibration": self.config.calibration, "further": configs}}
+        engine: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(str(folder), **{**own, **options}))
+        for each in self.all:
+            each.engine, each.params, each.context = engine, SamplingParams, int(engine.model_config.max_model_len)
+
+    def _read(self, folder: Path, run: int) -> VllmWriter:
+        if not is_exported(folder):
+            raise UserError("CHECKPOINT", str(folder), "a folder of `cqwen export`: vLLM loads no run")
+        self.folder, self.run, self.config = folder, run, CausalQwenConfig.from_pretrained(folder)
+        self.tokenizer = exported_tokenizer(folder, self.config)
         self.generation_config = GenerationConfig()
         with suppress(OSError):  # the folder has none
             self.generation_config = GenerationConfig.from_pretrained(folder)
-        self.params = SamplingParams
-        own: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": str(self.config.dtype).removeprefix("torch.")}
-        own |= {"hf_overrides": {"calibration": self.config.calibration}}
-        self.engine: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(str(folder), **{**own, **options}))
-        self.context = int(self.engine.model_config.max_model_len)
         self.head: Any = None  # what `empty_numbers` reads of a number head
+        return self
 
     def close(self) -> None:
         """End vLLM's processes."""
@@ -103,7 +123,7 @@ class VllmWriter:
             max_tokens=total - start,
             stop_token_ids=ends,
             detokenize=False,
-            extra_args={"key": key, "numbers": numbers, "digits": digits, "mode": mode},
+            extra_args={"key": key, "numbers": numbers, "digits": digits, "mode": mode, "run": self.run},
             **sampling(mode, drawing, self.generation_config),
         )
         text = await self._row(given, total)
@@ -133,13 +153,44 @@ class VllmWriter:
 
     async def _row(self, given: Any, total: int) -> _Row:
         if self.head is None:
-            (about, *_) = await self.engine.collective_rpc("number_head")
+            (about, *_) = await self.engine.collective_rpc("number_head", args=(self.run,))
             self.head = SimpleNamespace(**about, target=TargetTransform(**self.config.target))
         values = torch.zeros(1, total, dtype=torch.float64)
         values[0, : len(given.values)] = torch.tensor(given.values, dtype=torch.float64)
         ids = torch.zeros(1, total, dtype=torch.int64)
         ids[0, : len(given.ids)] = torch.tensor(given.ids)
         return _Row(ids, empty_numbers(values, self.head, Intervals.from_dict(self.config.calibration)), self.tokenizer)
+
+
+def _refuse_other_base(one: VllmWriter, other: VllmWriter) -> None:
+    """Raises `UserError` unless the bases of two exported folders are equal, their tensors to the bit."""
+    allowed = "exports of runs on one base, in one precision, without --merge"
+    shape, known = other.config.base, one.config.base
+    odd = sorted(key for key in shape.keys() & known.keys() - {"transformers_version"} if shape[key] != known[key])
+    if other.config.num_token_id != one.config.num_token_id:
+        odd.append("num_token_id")
+    if not odd:
+        with ExitStack() as files:
+            found, wanted = (_base_tensors(each.folder, files) for each in (other, one))
+            odd = sorted(found.keys() ^ wanted.keys()) or [n for n in wanted if not _equal(found[n](), wanted[n]())]
+    if odd:
+        raise UserError("--adapter", Said(f"another {odd[0]} in {other.folder}"), allowed)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _base_tensors(folder: Path, files: ExitStack) -> dict[str, Callable[[], Tensor]]:
+    """How to read each tensor of an exported folder that is the base's, by its name without adapters."""
+    found: dict[str, Callable[[], Tensor]] = {}
+    for path in folder.glob("*.safetensors"):
+        opened = files.enter_context(safe_open(path, framework="pt"))
+        for name in opened.keys():  # noqa: SIM118 (a safetensors handle, not a dict)
+            _, inside, own = name.partition("model.features.")
+            if inside and feature_group(own) is None:
+                found[name.replace(".base_layer.", ".")] = partial(opened.get_tensor, name)
+    return found
 
 
 class _Row:

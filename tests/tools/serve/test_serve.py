@@ -82,7 +82,7 @@ def test_clients_choose_among_the_models_of_one_queue(served: Any, model: Any) -
             _, answer = post(served, "completions", {"prompt": PROMPTS[0], "max_tokens": 10, "model": name})
             assert (answer["model"], answer["choices"][0]["text"]) == (name, text)
         code, answer = post(served, "completions", {"prompt": "w1", "model": "salt"})
-        assert (code, answer["error"]["message"]) == (400, "model: found 'salt', allowed: tea, milk")
+        assert (code, answer["error"]["message"]) == (404, "model: found 'salt', allowed: tea, milk")
         assert server.worker is served.worker
     finally:
         del served.named["milk"]

@@ -3,11 +3,14 @@
 import asyncio
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from support.serving import running
 from support.tiny import tiny_causal_lm
 from transformers import GenerationConfig
 from typer.testing import CliRunner
@@ -18,6 +21,8 @@ from cqwen_dist.config.errors import UserError
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.generate.continuation import Written, continue_text
+from cqwen_dist.tools.serve.batched import BatchedServer
+from cqwen_dist.tools.serve.server import Limits
 from cqwen_dist.tools.vllm.vllm_writer import VllmWriter, sampling
 
 needs_vllm = pytest.mark.skipif(
@@ -29,14 +34,19 @@ NEW = 40
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("qwen2", {}),
     "candidates": ("qwen3", {"candidates": "arithmetic", "symbols": {"=": [5]}, "constants": [7.0]}),
-    "types": ("llama", {"number_types": 2}),
+    "types": ("llama", {"number_types": 2, "lora": {"r": 2, "alpha": 16, "target_modules": "all-linear"}}),
     "more": ("mistral", {"more_values": 1, "number_dims": 2}),
     "digits": ("qwen2", {"digit_rows": True}),
 }
 
 
-def exported(folder: Path, kind: str, **shape: Any) -> tuple[Any, NumericalAwareTokenizer]:
-    """A tiny model that writes numbers now and then, saved in a folder. vLLM wants heads of 32 dimensions."""
+def exported(
+    folder: Path, kind: str, seed: int = 0, penalty: float | None = None, **shape: Any
+) -> tuple[Any, NumericalAwareTokenizer]:
+    """A tiny model that writes numbers now and then, saved in a folder. vLLM wants heads of 32 dimensions.
+
+    seed: of what is trained; the base is the same for all.
+    """
     own = train_tokenizer([WORDS + " -0.123456789"], 300)
     own.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
     policy = NumberPolicy(digits="digit_rows" in shape)
@@ -51,6 +61,12 @@ def exported(folder: Path, kind: str, **shape: Any) -> tuple[Any, NumericalAware
         lm.model.action.threshold[tokenizer.num_token_id] = -1.0
         if "candidates" in shape:
             lm.model.action.candidate_bias.fill_(2.0)
+        draw = torch.Generator().manual_seed(seed)
+        trained = ("cls_weight", "w_num", "num_row", "loc_net.weight") if seed else ()
+        for name, parameter in lm.named_parameters():
+            if "lora_B" in name or name.endswith(trained):
+                parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.05)
+    lm.generation_config.repetition_penalty = penalty
     lm.save_pretrained(folder)
     CausalQwenTokenizer.of(tokenizer).save_pretrained(folder)
     return lm, tokenizer
@@ -110,7 +126,8 @@ def test_what_cannot_be_served_is_refused_before_vllm_starts(tmp_path: Path, mon
 
     assert "--engine: found 'fast', allowed: generate, vllm" in said("fast")
     assert "--engine-args" in said("vllm", "--engine-args", "[1]")
-    assert "cqwen export --merge" in said("vllm")
+    assert "a folder of `cqwen export`: vLLM loads no run" in said("vllm")
+    assert "NAME=RUN, each NAME once" in said("vllm", "--adapter", "out=other")
     exported(tmp_path / "out", "qwen2")
     monkeypatch.setattr("cqwen_dist.tools.vllm.vllm_writer.find_spec", lambda name: None)
     assert "pip install 'cqwen-dist[vllm]'" in said("vllm")
@@ -168,3 +185,51 @@ def test_ids_and_numbers_equal_those_of_generate_also_after_preemption(name: str
     numbers = [number for each in wanted for number in each.numbers]
     assert len(numbers) > 5
     assert any(number.source for number in numbers) == (name == "candidates")
+
+
+@needs_vllm
+def test_runs_on_one_base_answer_together_each_as_if_alone(tmp_path: Path) -> None:
+    """`cqwen serve A --engine vllm --adapter b=B --adapter c=C`: other seeds, adapters, unit and sampling."""
+    lora = {"r": 3, "alpha": 12, "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
+    models = {
+        "a": exported(tmp_path / "a", "qwen2", lora={"r": 2, "alpha": 16, "target_modules": ["k_proj", "gate_proj"]}),
+        "b": exported(tmp_path / "b", "qwen2", 1, penalty=1.5, lora=lora, number_types=2),
+        "c": exported(tmp_path / "c", "qwen2", 2, digit_rows=True),
+    }
+    few = {"num_gpu_blocks_override": 12, "block_size": 32, "max_num_seqs": 4, "max_model_len": 128}
+    writer = VllmWriter(tmp_path / "a", [tmp_path / "b", tmp_path / "c"], enforce_eager=True, **few)
+    server = BatchedServer(writer, "a", Limits())
+    for name, other in zip("bc", writer.all[1:], strict=True):
+        BatchedServer(other, name, server.limits, server)
+    asked = [{"prompt": text, "model": name, "max_tokens": NEW} for text in prompts(4) for name in models]
+    asked += [{**body, "mode": "compatible"} for body in asked]
+    with running(server) as url, httpx.Client(base_url=url, timeout=200) as client, ThreadPoolExecutor(24) as clients:
+        assert [each["id"] for each in client.get("/models").json()["data"]] == [*models]
+        lost = client.post("/completions", json={"prompt": "the", "model": "d"})
+        assert (lost.status_code, lost.json()["error"]["message"]) == (404, "model: found 'd', allowed: a, b, c")
+        found = list(clients.map(lambda body: client.post("/completions", json=body).json(), asked))
+    written, count = {}, 0
+    for body, answer in zip(asked, found, strict=True):
+        (choice,), mode = answer["choices"], body.get("mode", "standard")
+        (want,) = continue_text(*models[body["model"]], [body["prompt"]], max_new_tokens=NEW, mode=mode)
+        assert (answer["model"], choice["text"]) == (body["model"], want.text), body
+        written[mode, body["prompt"], body["model"]] = want.text
+        for number, own in zip(choice["numbers"], want.numbers, strict=True):
+            assert (number["written"], number["value"]) == (own.written, pytest.approx(own.value, rel=1e-5))
+            assert number["intervals"]["0.9"] == pytest.approx(own.intervals["0.9"], rel=1e-4)
+        count += len(want.numbers)
+    assert count > 10
+    assert len(set(written.values())) == len(written), "the runs and modes differ, so none was taken for another"
+
+
+def test_runs_on_other_bases_are_refused_before_vllm_starts(tmp_path: Path) -> None:
+    for name, kind in (("a", "qwen2"), ("other", "llama")):
+        exported(tmp_path / name, kind)
+    lm, _ = exported(tmp_path / "moved", "qwen2")
+    lm.model.transformer.norm.weight.data[3] += 1e-3
+    lm.save_pretrained(tmp_path / "moved")
+    for name, odd in (("other", "bos_token_id"), ("moved", "backbone.transformer.norm.weight")):
+        with pytest.raises(
+            UserError, match=rf"--adapter: found another .*{odd} in .*, allowed: exports of runs on one base"
+        ):
+            VllmWriter(tmp_path / "a", [tmp_path / name])
