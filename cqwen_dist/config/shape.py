@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 NONE, COPIES, ARITHMETIC = "none", "copies", "arithmetic"  # model.candidates
 PLACES, COMPUTED, CONSTANTS = 24, 8, 48  # candidates by kind (`heads.candidates`)
+AGAIN = 4  # rows by whether the text has the value already
 CANDIDATES = {NONE: 0, COPIES: PLACES, ARITHMETIC: PLACES + COMPUTED + CONSTANTS}
 
 SIGNS = "+-*/()=%"  # of arithmetic
@@ -25,8 +26,9 @@ class NumberKey(NamedTuple):
 
 
 def _of_candidates(kind: str, words: int, size: int) -> int:
-    """Parameters: a row, a bias and a noise each, and with arithmetic a row for each character."""
-    return CANDIDATES[kind] * (words + 2) + (len(CHARACTERS) * words if kind == ARITHMETIC else 0)
+    """Parameters: a row, a bias and a noise each; with arithmetic a row a character, and `AGAIN` rows and biases."""
+    own = CANDIDATES[kind] * (words + 2)
+    return own + (len(CHARACTERS) * words + AGAIN * (words + 1) if kind == ARITHMETIC else 0)
 
 
 # `CausalQwenConfig` field -> config key.

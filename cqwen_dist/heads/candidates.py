@@ -4,10 +4,11 @@ copies       the last `PLACES` numbers of the text
 arithmetic   also the value of the expression that the text has just written (`heads.expression`), operations on the
              last two numbers, and the commonest numbers of the training data
 
-S_j is linear in U's word part, plus an independent Cauchy with scale |c_j|. With arithmetic its row is w_j + r_c, where
+S_j is linear in U's word part, plus an independent Cauchy with scale |c_j|. With arithmetic its row is w_j + r_c + h_k.
 r_c belongs to the first character of the candidate's numeral: a base that sees digits knows with which one the number
-begins, and so which of the earlier numbers is meant. P_j = P(S_j > 0). All candidates that equal the number are right.
-The likeliest is written if its P exceeds a bar that held-out numbers set (`best_bar`).
+begins, and so which of the earlier numbers is meant. h_k says whether the text has the value already (k of `again`),
+as a number that was used is rarely used again. P_j = P(S_j > 0). All candidates that equal the number are right. The
+likeliest is written if its P exceeds a bar that held-out numbers set (`best_bar`).
 
 Letters as in `heads.number_head`, and J candidates.
 """
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config.shape import ARITHMETIC, CHARACTERS, CONSTANTS, PLACES
+from cqwen_dist.config.shape import AGAIN, ARITHMETIC, CHARACTERS, CONSTANTS, PLACES
 from cqwen_dist.heads.expression import OTHER, STATE, VALUE, read_tokens, states_at, symbol_table
 from cqwen_dist.heads.number_head import Decision, NumberHead, NumberLabels, decision_strength, one_against_the_rest
 from cqwen_dist.heads.numerals import characters
@@ -30,6 +31,7 @@ from cqwen_dist.ops.cauchy import Cauchy
 
 NOISE = 0.3  # of a score at the start, whose ridge regression fits S_j to -1 and 1
 LINK = 0.25  # r_c at the start, as a fraction of the base's rows (docs/measurements.md)
+OF_AGAIN = 0.5  # h_k at the start, as a fraction of its ridge regression's row (docs/measurements.md)
 OPERATIONS = ("x + y", "x - y", "x * y", "x / y", "x * y / 100", "y - x", "y / x")  # x: the last but one, y: the last
 OF_PLACES = ["the last number", *(f"the number {back} before" for back in range(2, PLACES + 1))]
 EXPRESSION = "the expression before it"
@@ -65,6 +67,8 @@ class WithCandidates(NumberHead):
         net.candidate_noise = nn.Parameter(torch.full((count,), NOISE))
         if self.computes:
             net.candidate_characters = nn.Parameter(torch.zeros(len(CHARACTERS), net.word_size))
+            net.candidate_again = nn.Parameter(torch.zeros(AGAIN, net.word_size))
+            net.candidate_again_bias = nn.Parameter(torch.zeros(AGAIN))
 
     def value(self, u_prime: Cauchy) -> Cauchy:
         return self.inner.value(u_prime)
@@ -74,13 +78,16 @@ class WithCandidates(NumberHead):
         net, u = self.net, self.net.word_part(u_prime)
         scores = u.affine(net.candidate_weight, net.candidate_bias)
         if self.computes:
-            first = characters(values, 1)[..., 0]
+            first, k = characters(values, 1)[..., 0], again(values)
             first = first.where(first >= 0, len(CHARACTERS))  # no numeral: a row of zeros
             rows = F.pad(net.candidate_characters, (0, 0, 0, 1))
-            every = (net.candidate_weight.unsqueeze(1) + rows).abs().flatten(0, 1)  # of each candidate and character
-            scales = (u.scale @ every.T).unflatten(-1, (-1, len(rows)))
-            scale = scales.gather(-1, first.unsqueeze(-1)).squeeze(-1)
-            scores = Cauchy(scores.loc + (u.loc @ rows.T).gather(-1, first), scale)
+            h = net.candidate_again.unflatten(0, (2, 2))[others(values).long()]  # [J,2,C_w]
+            both = (net.candidate_weight.unsqueeze(1) + h).unsqueeze(2) + rows
+            every = both.abs().flatten(0, 2)  # of each candidate, k and character
+            scales = (u.scale @ every.T).unflatten(-1, (-1, 2 * len(rows)))
+            scale = scales.gather(-1, (k % 2 * len(rows) + first).unsqueeze(-1)).squeeze(-1)
+            of_again = u.affine(net.candidate_again, net.candidate_again_bias).loc.gather(-1, k)
+            scores = Cauchy(scores.loc + (u.loc @ rows.T).gather(-1, first) + of_again, scale)
         return Cauchy(scores.loc, scores.scale + net.candidate_noise.abs())
 
     def candidates(self, memory: Tensor) -> Tensor:
@@ -168,18 +175,40 @@ class WithCandidates(NumberHead):
         self.inner.start(coefficients, intercept)
 
     def score_targets(self, values: Tensor, memory: Tensor) -> Tensor:
-        """1 if the value equals the candidate, otherwise -1."""
-        return equal(self.candidates(memory), values).double() * 2 - 1
+        """1 if the value equals the candidate, otherwise -1; with arithmetic, also for each k: equals one of these."""
+        held = self.candidates(memory)
+        right = equal(held, values)
+        if self.computes:
+            of_k = F.one_hot(again(held), AGAIN).bool() & right.unsqueeze(-1)
+            right = torch.cat([right, of_k.any(1)], 1)
+        return right.double() * 2 - 1
 
     @torch.no_grad()
     def start_scores(self, weight: Tensor, bias: Tensor) -> None:
-        self.net.candidate_weight.copy_(weight)
-        self.net.candidate_bias.copy_(bias)
+        net, count = self.net, len(self.names)
+        net.candidate_weight.copy_(weight[:count])
+        net.candidate_bias.copy_(bias[:count])
+        if self.computes:
+            net.candidate_again.copy_(OF_AGAIN * weight[count:])
+            net.candidate_again_bias.copy_(OF_AGAIN * bias[count:])
 
     @torch.no_grad()
     def start_characters(self, rows: Tensor) -> None:
         if self.computes:
             self.net.candidate_characters.copy_(LINK * (rows - rows.mean(0)))
+
+
+def others(candidates: Tensor) -> Tensor:
+    """[J] bool: whether candidate j of [...,J] is no place of the text."""
+    return torch.arange(candidates.shape[-1], device=candidates.device) >= PLACES
+
+
+def again(candidates: Tensor) -> Tensor:
+    """k of candidates [...,J] float64, int64: for a place of the text 0, or 1 if another place has its value; for any
+    other candidate 2, or 3 if a place has its value. Exactly equal, as computed values are rounded."""
+    held = (candidates.unsqueeze(-1) == candidates[..., None, :PLACES]).sum(-1)
+    rest = others(candidates).long()
+    return 2 * rest + (held > 1 - rest)
 
 
 def equal(candidates: Tensor, values: Tensor) -> Tensor:

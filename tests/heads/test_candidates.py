@@ -11,8 +11,8 @@ from support.ranks import run_ranks
 from support.tiny import NUM, random_batch, tiny_causal_lm, tiny_model
 from tables.test_wide import batch_of
 
-from cqwen_dist.config.shape import PLACES, SIGNS
-from cqwen_dist.heads.candidates import LINK, CandidateLabels, best_bar, to_12_digits
+from cqwen_dist.config.shape import COMPUTED, PLACES, SIGNS
+from cqwen_dist.heads.candidates import LINK, OF_AGAIN, CandidateLabels, again, best_bar, to_12_digits
 from cqwen_dist.heads.expression import LONGEST, VALUE, at_beginning, read_tokens, states_at, symbol_table
 from cqwen_dist.heads.number_head import NumberLabels
 from cqwen_dist.model.calibration import calibrate
@@ -169,23 +169,31 @@ def test_the_loss_is_one_vs_rest_over_the_candidates_there_are(kind):
     action = tiny_model(number_dims=2, candidates=kind).double().action
     parameters = [action.candidate_weight, action.candidate_bias, action.candidate_noise]
     rows = action.candidate_weight.data.normal_(generator=torch.Generator().manual_seed(0))
-    of_characters = torch.zeros(10, rows.shape[1]).double()
+    of_characters, of_again, shift = (torch.zeros(10, rows.shape[1]).double() for _ in range(3))
     if kind == "arithmetic":
-        parameters.append(action.candidate_characters)
-        of_characters = action.candidate_characters.data.normal_(generator=torch.Generator().manual_seed(2))
+        parameters += [action.candidate_characters, action.candidate_again, action.candidate_again_bias]
+        of_characters, of_again, shift = (each.data for each in parameters[-3:])
+        for seed, each in enumerate((of_characters, of_again, shift), 2):
+            each.normal_(generator=torch.Generator().manual_seed(seed))
     u = Cauchy(*torch.rand(2, 3, action.b_noise.numel(), generator=torch.Generator().manual_seed(1)).double())
     some = torch.tensor([[4.0, 6.0], [6.0 + 1e-12, math.nan], [4.0, 4.0]]).double()
     candidates = torch.nn.functional.pad(some, (0, len(rows) - 2), value=math.nan)
+    if kind == "arithmetic":
+        candidates[0, [2, PLACES, -1]] = torch.tensor([4.0, 4.0, 7.0]).double()  # two places, and what none has
     is_number = torch.tensor([True, True, False])
     raw = torch.tensor([6.0, 6.0, 4.0]).double()
     labels = CandidateLabels(raw, is_number, NumberLabels(raw, is_number), candidates, raw)
 
-    def p(i: int, j: int, character: int) -> torch.Tensor:
-        row, words = rows[j] + of_characters[character], action.word_size
+    def p(i: int, j: int, character: int, k: int) -> torch.Tensor:
+        row, words = rows[j] + of_characters[character] + of_again[k], action.word_size
+        bias = action.candidate_bias[j] + shift[k].sum() * (kind == "arithmetic")
         scale = u.scale[i, :words] @ row.abs() + action.candidate_noise[j].abs()
-        return 0.5 + ((u.loc[i, :words] @ row + action.candidate_bias[j]) / scale).atan() / math.pi
+        return 0.5 + ((u.loc[i, :words] @ row + bias) / scale).atan() / math.pi
 
-    expected = -((1 - p(0, 0, 4)).log() + p(0, 1, 6).log() + p(1, 0, 6).log())
+    expected = -((1 - p(0, 0, 4, int(kind == "arithmetic"))).log() + p(0, 1, 6, 0).log() + p(1, 0, 6, 0).log())
+    if kind == "arithmetic":
+        wrong = p(0, 2, 4, 1), p(0, PLACES, 4, 3), p(0, len(rows) - 1, 7, 2)
+        expected -= sum((1 - each).log() for each in wrong)
     found = action.number_head.loss(u, labels, stop=True)[1]
     assert float(found) == pytest.approx(float(expected), rel=1e-9)
 
@@ -199,6 +207,32 @@ def test_the_loss_is_one_vs_rest_over_the_candidates_there_are(kind):
                 ends.append(float(action.number_head.loss(u, labels, stop=True)[1]))
                 flat[i] -= sign * step
             assert float(parameter.grad.view(-1)[i]) == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-6)
+
+
+def test_the_start_knows_whether_a_number_was_used():
+    """One of two words of the text says whether the number that follows is new in it; each k has half its ridge."""
+    ids, values, numbers = lines(120)
+    new = numbers[:, None].ne(values[:, [1, 4]]).all(1)
+    ids[:, 6] = LAST + new.long()
+    values[new, 1] = values[new, 4]  # the text has one number twice
+    numbers = torch.where(new, 60.0, values[:, 4])
+    model = tiny_model(start="calibrated", number_dims=2, candidates="arithmetic", constants=[60.0])
+    calibrate(model, [batch_of(ids, values, numbers)], max_tokens=120)
+    head, at = model.action.number_head, torch.full((120,), 6) + 7 * torch.arange(120)
+    memory = head.memory(ids, ids == NUM, values, torch.arange(7).expand(120, 7), at)
+    k = again(head.candidates(memory))
+    assert k[new][:, :2].eq(1).all()
+    assert k[~new][:, :2].eq(0).all()
+    assert k[:, PLACES + COMPUTED].eq(2).all(), "no text has the constant"
+    targets = head.score_targets(numbers, memory)[:, -4:]
+    assert targets[:, 0].eq(1).eq(~new).all()
+    assert targets[:, 2].eq(1).eq(new).all()
+    u = model.abduction(model.features(ids, values)[:, 6])
+    scores = model.action.word_part(u).affine(model.action.candidate_again, model.action.candidate_again_bias).loc
+    told = (scores * targets)[:, [0, 2]]
+    assert (told > 0).double().mean() > 0.95
+    assert float(told.mean()) == pytest.approx(OF_AGAIN, abs=0.1)
+    assert (scores[:, [1, 3]] + OF_AGAIN).abs().max() < 1e-5, "no number was used twice, and none is an operation's"
 
 
 def test_the_start_knows_how_the_base_begins_a_numeral():
