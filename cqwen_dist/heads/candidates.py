@@ -164,12 +164,16 @@ class WithCandidates(NumberHead):
         return CandidateLabels(own.values, own.is_number, own, self.candidates(self.memory_at(batch, keep)), raw)
 
     def loss(self, u_prime: Cauchy, labels: NumberLabels, stop: bool) -> tuple[Tensor, Tensor]:
-        """The loss of `inner`, plus one-vs-rest cross entropies for "the label equals this candidate"."""
+        """The loss of `inner`, plus one-vs-rest cross entropies for "the label equals this candidate". If words have a
+        softmax term, so have candidates, over loc_S / scale_S, by which the likeliest is chosen."""
         assert isinstance(labels, CandidateLabels)
+        scores, right = self.scores(u_prime, labels.candidates), equal(labels.candidates, labels.raw)
         known = labels.is_number.unsqueeze(-1) & ~labels.candidates.isnan()
-        entropy = one_against_the_rest(self.scores(u_prime, labels.candidates), equal(labels.candidates, labels.raw))
-        nll, others = self.inner.loss(u_prime, labels.own, stop)
-        return nll, others + torch.where(known, entropy, 0.0).sum()
+        nll, decided = self.inner.loss(u_prime, labels.own, stop)
+        decided = decided + torch.where(known, one_against_the_rest(scores, right), 0.0).sum()
+        if weight := self.config.word_terms.get("softmax_weight", 0.0):
+            decided = decided + weight * among_the_rest(decision_strength(scores), known, right & known).sum()
+        return nll, decided
 
     def start(self, coefficients: Tensor, intercept: float) -> None:
         self.inner.start(coefficients, intercept)
@@ -215,6 +219,12 @@ def equal(candidates: Tensor, values: Tensor) -> Tensor:
     """Whether each candidate [n,J] is the value [n], up to the rounding of a computed one; False at NaN."""
     values = values.unsqueeze(-1)
     return (candidates - values).abs() <= SAME * values.abs().clamp(min=1.0)
+
+
+def among_the_rest(strength: Tensor, known: Tensor, right: Tensor) -> Tensor:
+    """-log of the right candidates' share in the softmax of the known ones, [...,J] each -> [...]; 0 if none is."""
+    every, own = (strength.masked_fill(~of, -1e30).logsumexp(-1) for of in (known, right))
+    return (every - own).where(right.any(-1), 0.0)
 
 
 def to_12_digits(values: Tensor, tens: Tensor = EXACT_TENS) -> Tensor:

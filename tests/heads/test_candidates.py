@@ -163,10 +163,11 @@ def test_the_bar_is_where_the_sum_of_the_gains_is_largest():
     assert best_bar(np.zeros(0), np.zeros(0)) == 0.5
 
 
-@pytest.mark.parametrize("kind", ["copies", "arithmetic"])
-def test_the_loss_is_one_vs_rest_over_the_candidates_there_are(kind):
+@pytest.mark.parametrize(("kind", "softmax"), [("copies", 0.0), ("arithmetic", 0.0), ("arithmetic", 3.0)])
+def test_the_loss_is_one_vs_rest_over_the_candidates_there_are(kind, softmax):
     """Against arctangents in float64, and its gradient by finite differences (1e-6: central, step 1e-5)."""
-    action = tiny_model(number_dims=2, candidates=kind).double().action
+    terms = {"softmax_weight": softmax}
+    action = tiny_model(number_dims=2, candidates=kind, word_terms=terms).double().action
     parameters = [action.candidate_weight, action.candidate_bias, action.candidate_noise]
     rows = action.candidate_weight.data.normal_(generator=torch.Generator().manual_seed(0))
     of_characters, of_again, shift = (torch.zeros(10, rows.shape[1]).double() for _ in range(3))
@@ -194,6 +195,9 @@ def test_the_loss_is_one_vs_rest_over_the_candidates_there_are(kind):
     if kind == "arithmetic":
         wrong = p(0, 2, 4, 1), p(0, PLACES, 4, 3), p(0, len(rows) - 1, 7, 2)
         expected -= sum((1 - each).log() for each in wrong)
+        # The one that is right among all five; in the second text nothing else is there
+        right, *others = (torch.tan(math.pi * (each - 0.5)).exp() for each in (p(0, 1, 6, 0), p(0, 0, 4, 1), *wrong))
+        expected -= softmax * (right / (right + sum(others))).log()
     found = action.number_head.loss(u, labels, stop=True)[1]
     assert float(found) == pytest.approx(float(expected), rel=1e-9)
 
