@@ -1,10 +1,11 @@
-"""Does a numeral's first character say which candidate is the number (`heads.candidates`)?
+"""Do a numeral's first character, and whether the text has it already, say which candidate is the number
+(`heads.candidates`)?
 
 python -m experiments.first_character --base bases/smollm2-135m --data train.jsonl
 
 GSM8K's answers without calculator marks, digits in view, the frozen base. Scores are fitted by ridge regression to the
-numbers of three quarters of the problems. On the others: how often the likeliest candidate is the number, if a share of
-the base's own rows of the first characters is added.
+numbers of three quarters of the problems. On the others: how often the likeliest candidate is the number, if shares are
+added of the base's own rows of the first characters, and of ridge regressions to "it is in the text already".
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ import typer
 from torch import Tensor
 
 from cqwen_dist.config.reading import given_config
+from cqwen_dist.config.shape import AGAIN
 from cqwen_dist.console import quiet_libraries
-from cqwen_dist.heads.candidates import equal
+from cqwen_dist.heads.candidates import again, equal
 from cqwen_dist.heads.numerals import characters
 from cqwen_dist.model.ridge import fold_of_row, ridges_by_leave_one_out
 from cqwen_dist.parallel.groups import ALONE
 from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.training.assembly import build_run, groups_of
 
-SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
+SHARES = ((0.0, 0.0), (0.1, 0.0), (0.25, 0.0), (0.5, 0.0), (1.0, 0.0), (0.25, 0.25), (0.25, 0.5), (0.25, 0.75))
 LEFT_OUT = 6  # folds from here on are judged
 
 
@@ -65,17 +67,20 @@ def read(config: Any, numbers: int) -> tuple[Tensor, ...]:
         return z.double(), held, values, folds, action.cls_weight[list(run.words.digit_rows)].double()
 
 
-def shares(z: Tensor, held: Tensor, values: Tensor, folds: Tensor, rows: Tensor) -> dict[float, float]:
-    """How often the likeliest candidate is right on the problems left out, by share of the characters' rows."""
-    known, right = folds < LEFT_OUT, equal(held, values)
-    targets = right.double() * 2 - 1
-    found, _ = ridges_by_leave_one_out(z[known], targets[known])
-    scores = z @ found.T + targets[known].mean(0) - found @ z[known].mean(0)
+def shares(z: Tensor, held: Tensor, values: Tensor, folds: Tensor, rows: Tensor) -> dict[tuple[float, float], float]:
+    """How often the likeliest candidate is right on the problems left out, by `SHARES`."""
+    known, right, k = folds < LEFT_OUT, equal(held, values), again(held)
+    of_k = torch.stack([(right & (k == each)).any(1) for each in range(AGAIN)], 1)
+    targets = torch.cat([right, of_k], 1)[known].double() * 2 - 1
+    found, _ = ridges_by_leave_one_out(z[known], targets)
+    scores = z @ found.T + targets.mean(0) - found @ z[known].mean(0)
     first = characters(held, 1)[..., 0]
     of_first = (z @ (rows - rows.mean(0)).T).gather(1, first.clamp(min=0)).masked_fill(first < 0, 0.0)
+    of_again = scores[:, -AGAIN:].gather(1, k)
     out = {}
     for share in SHARES:
-        best = (scores + share * of_first).masked_fill(held.isnan(), -torch.inf).argmax(1)
+        all_of_it = scores[:, :-AGAIN] + share[0] * of_first + share[1] * of_again
+        best = all_of_it.masked_fill(held.isnan(), -torch.inf).argmax(1)
         out[share] = float(right.gather(1, best[:, None])[~known].double().mean())
     return out
 
@@ -85,12 +90,13 @@ def main(
     data: Annotated[Path, typer.Option(help="GSM8K's train.jsonl.")] = Path("train.jsonl"),
     numbers: Annotated[int, typer.Option(help="About so many numbers are read.")] = 3000,
 ) -> None:
-    """Print, for each share of the base's rows, how often the likeliest candidate is the number."""
+    """Print, for each pair of shares, how often the likeliest candidate is the number."""
     quiet_libraries()
     with TemporaryDirectory() as folder:
         found = read(config_of(base, data, Path(folder)), numbers)
-    for share, right in shares(*found).items():
-        typer.echo(f"{share:g} of the characters' rows: {right:.1%} of {int((found[3] >= LEFT_OUT).sum())} numbers")
+    for (of_first, of_again), right in shares(*found).items():
+        count = int((found[3] >= LEFT_OUT).sum())
+        typer.echo(f"{of_first:g} of the characters, {of_again:g} of what was used: {right:.1%} of {count} numbers")
 
 
 if __name__ == "__main__":
