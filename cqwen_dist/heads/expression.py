@@ -2,7 +2,7 @@
 
 A reader sees symbols one after another and keeps a state of fixed size, so that training, generation and compiled steps
 share it. It knows + - * /, one level of brackets, % and chains, with the usual precedence. Any other word ends the
-expression. Two numbers side by side begin a new one, and so does an equals sign: "6 * 8 = 48 / 2 =" has the value 24.
+expression, and if it cuts an operator off ("20 eggs * 40% ="), there is no value. Two numbers side by side begin a new one, and so does an equals sign: "6 * 8 = 48 / 2 =" has the value 24.
 
 Letters: B rows, T positions, N places, D numbers of a state.
 """
@@ -65,7 +65,8 @@ def read_symbol(state: Tensor, symbol: Tensor, value: Tensor) -> Tensor:
     done, waiting = torch.where(number, new_done, done), torch.where(number, 0.0, waiting)
 
     # Signs
-    operator = (symbol >= PLUS) & (symbol <= OVER) & (done >= 0)
+    sign = (symbol >= PLUS) & (symbol <= OVER)
+    operator = sign & (done >= 0) & (waiting == 0)
     percent = (symbol == PERCENT) & complete
     waiting = torch.where(operator, symbol.double(), waiting)
     last, done = torch.where(percent, last / 100, last), done + percent
@@ -81,6 +82,8 @@ def read_symbol(state: Tensor, symbol: Tensor, value: Tensor) -> Tensor:
     valid = ends & ~inside & complete & (done > 0) & (since <= LONGEST - 2)
     found = torch.where(symbol == NO_SYMBOL, found, torch.where(valid, total + last, torch.nan))
     broken = ((symbol == CLOSE) & inside & ~closes) | ((symbol == OPEN) & inside)
+    # Operators that a word has cut off, as in "20 eggs * 40% =" and "2x - 5 ="; a first + or - may be a bullet
+    broken = broken | (sign & ~operator & ((symbol >= TIMES) | (since > 0)))
     anew = ends | broken | (symbol == OTHER)
     empty = anew | opens
     total, last, waiting = (torch.where(empty, 0.0, own) for own in (total, last, waiting))

@@ -90,6 +90,9 @@ TEXTS = {
     "5 + 3 = 8": None,  # it has been written
     "( ( 1 + 2 )=": None,  # one level of brackets
     "2 apples + 3 =": None,
+    "20 eggs * 40 % =": None,  # a word cut off what stands before the operator
+    "x + 3 * - 5 =": None,  # algebra
+    "- 5 * 3 =": 15.0,  # a bullet
     " + ".join(["1"] * 11) + " =": 11.0,
     " + ".join(["1"] * 12) + " =": None,  # too long
 }
