@@ -2,7 +2,8 @@
 
 A reader sees symbols one after another and keeps a state of fixed size, so that training, generation and compiled steps
 share it. It knows + - * /, one level of brackets, % and chains, with the usual precedence. Any other word ends the
-expression, and if it cuts an operator off ("20 eggs * 40% ="), there is no value. Two numbers side by side begin a new one, and so does an equals sign: "6 * 8 = 48 / 2 =" has the value 24.
+expression, and if it cuts an operator off ("20 eggs * 40% ="), there is no value. Two numbers side by side begin a new
+one, and so does an equals sign: "6 * 8 = 48 / 2 =" has the value 24.
 
 Letters: B rows, T positions, N places, D numbers of a state.
 """
