@@ -86,6 +86,7 @@ def refusal_of_vllm(option: str) -> UserError | None:
         model_config=SimpleNamespace(hf_config=exported),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=1),
         cache_config=SimpleNamespace(),
+        additional_config={},
         compilation_config=compiled,
         speculative_config=None,
         use_v2_model_runner=False,

@@ -29,8 +29,7 @@ class VllmConfigOfModel(CausalQwenConfig):
 
 
 def configs_of(config: Any) -> list[Any]:
-    """The configs of all runs of an engine. config: of the first; `further`: (folder, config as a dict) of each
-    other one, whole, as vLLM keeps compiled layers by the config."""
+    """The configs of all runs of an engine. config: the first; `further`: (folder, config as a dict) of the others."""
     return [config, *(CausalQwenConfig.from_dict(each, name_or_path=folder) for folder, each in config.further)]
 
 
@@ -58,6 +57,8 @@ class VllmRules:
         ):
             if not fits:
                 raise UserError(key, found, allowed)
+        # vLLM finds compiled layers of an earlier engine by a hash, in which it has the base's config, but not ours
+        vllm_config.additional_config = {**vllm_config.additional_config, "adapters": [run.lora for run in runs]}
         # A block of the cache is found by its ids, and <NUM> has the same id for every value
         vllm_config.cache_config.enable_prefix_caching = False
         vllm_config.model_config.logits_processors = [f"{NUMBERS}:RequestNumbers"]

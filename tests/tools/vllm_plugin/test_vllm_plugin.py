@@ -198,6 +198,9 @@ def test_runs_on_one_base_answer_together_each_as_if_alone(tmp_path: Path) -> No
     }
     few = {"num_gpu_blocks_override": 12, "block_size": 32, "max_num_seqs": 4, "max_model_len": 128}
     writer = VllmWriter(tmp_path / "a", [tmp_path / "b", tmp_path / "c"], enforce_eager=True, **few)
+    adapters = [lm.config.lora for lm, _ in models.values()]
+    said = "vLLM would take layers compiled for other ranks or targets"
+    assert writer.engine.vllm_config.additional_config["adapters"] == adapters, said
     server = BatchedServer(writer, "a", Limits())
     for name, other in zip("bc", writer.all[1:], strict=True):
         BatchedServer(other, name, server.limits, server)
