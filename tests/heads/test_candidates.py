@@ -285,6 +285,19 @@ def test_an_exact_number_is_written_digit_by_digit():
     assert numbers.record(0, 5).source is None
 
 
+def test_behind_an_expression_its_value_is_written_or_nothing_exact():
+    action = tiny_model(number_dims=2, candidates="arithmetic", symbols={"/": [3], "=": [5]}, constants=[7.0]).action
+    head, bias = action.number_head, action.candidate_bias.data
+    ids, values = torch.tensor([[NUM, 3, NUM, 5]]), torch.tensor([[48.0, 0.0, 2.0, 0.0]], dtype=torch.float64)
+    memory = head.memory(ids, ids == NUM, values, torch.arange(4)[None], torch.tensor([2, 3]))
+    u = Cauchy(*torch.rand(2, 2, action.b_noise.numel()))
+    bias.fill_(0.1)[0] = 5.0  # the last number is the likeliest
+    assert head.decide(u, memory).exact.tolist() == [2.0, 24.0]
+    assert head.decide(u, memory).which.tolist() == [0, PLACES]
+    bias[PLACES] = -5.0
+    assert head.decide(u, memory).exact.isnan().tolist() == [False, True]
+
+
 def test_rows_of_a_batch_copy_their_own_numbers():
     model = tiny_causal_lm(number_dims=2, candidates="copies")
     model.model.action.candidate_weight.data.normal_(generator=torch.Generator().manual_seed(0))
