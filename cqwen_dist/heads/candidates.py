@@ -103,14 +103,14 @@ class WithCandidates(NumberHead):
 
     def decide(self, u_prime: Cauchy, memory: Tensor, bar: float = 0.5) -> Decision:
         own, values = self.inner.decide(u_prime, memory), self.candidates(memory.to(u_prime.loc.device))
-        open_to = ~values.isnan()
-        if self.computes:  # behind an expression that has a value nothing else is written
-            of_expression = torch.arange(values.shape[-1], device=values.device) == PLACES
-            open_to &= of_expression | values[..., PLACES].isnan().unsqueeze(-1)
-        best = decision_strength(self.scores(u_prime, values)).masked_fill(~open_to, -torch.inf).max(-1)
+        strength, sure = decision_strength(self.scores(u_prime, values)), torch.zeros_like(values, dtype=torch.bool)
+        if self.computes:  # behind an expression that has a value this is written
+            sure[..., PLACES] = ~values[..., PLACES].isnan()
+        shut = values.isnan() | (sure.any(-1, keepdim=True) & ~sure)
+        best = strength.masked_fill(shut, -torch.inf).max(-1)
         value = values.gather(-1, best.indices.unsqueeze(-1))[..., 0]
         p = (0.5 + best.values.atan() / math.pi).masked_fill(value.isnan(), 0.0)
-        found = value.masked_fill(p <= bar, torch.nan)
+        found = value.masked_fill((p <= bar) & ~sure.any(-1), torch.nan)
         loc = self.target.forward(found).where(~found.isnan(), own.y.loc)
         return own._replace(y=own.y._replace(loc=loc), exact=found, which=best.indices, likeliest=value, p=p)
 
