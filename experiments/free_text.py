@@ -37,8 +37,8 @@ LONGEST, MOST_TOKENS, READ = 600, 192, 8  # characters of a text, tokens of a ro
 DEPTHS = 0.25, 0.5, 0.75, 1.0  # of the layers
 NOT_CODE = {"test", "tests", "site-packages", "idlelib", "lib2to3"}  # folders of the standard library
 WORDS, WIDE_PART, NOW, LAST, MEANS = "words", "wide part", "wide part, then z", "layers, last position", "layers, means"
-JOINT = "wide part with layers' means, then z"  # as `cqwen fit` starts
-STACKS = (WIDE_PART, LAST), (WIDE_PART, MEANS), (WORDS, WIDE_PART, MEANS)
+JOINT = "wide part with layers, then z"  # as `cqwen fit` starts
+STACKS = (WIDE_PART, MEANS), (WIDE_PART, LAST, MEANS), (WORDS, LAST, MEANS)
 
 
 def functions() -> Iterator[tuple[str, str, float]]:
@@ -143,8 +143,8 @@ def fits_of(file: Path, target: str, base: StartingBase, out: Path) -> tuple[np.
     x = states(base, prompts, out / f"{file.stem}.npy").astype(np.float64)
     x = (x - x[train].mean(0)) / (x[train].std(0) + 1e-6)
     z, tokens = torch.from_numpy(x[:, 0, -1]), [*base.tokenizer.encode_batch(prompts)]
-    for name, means in {NOW: None, JOINT: torch.from_numpy(x[:, 1].reshape(len(y), -1)).float()}.items():
-        wide = fit_alone(base.tokenizer, tokens, y, train, test, WIDE, RANDOM_FEATURES, means)
+    for name, layers in {NOW: None, JOINT: torch.from_numpy(x).float()}.items():
+        wide = fit_alone(base.tokenizer, tokens, y, train, test, WIDE, RANDOM_FEATURES, layers)
         middle, (left_out, asked) = np.median(y[train] - wide.left_out[0]), (wide.left_out[0], wide.asked[0])
         fits.setdefault(WIDE_PART, Fit(left_out + middle, asked + middle))
         folds = torch.from_numpy(wide.folds).long() if len(wide.folds) else None

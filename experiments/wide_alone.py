@@ -55,17 +55,17 @@ def fit_alone(
     asked: np.ndarray,
     columns: int,
     random_features: int,
-    means: Tensor | None = None,
+    states: Tensor | None = None,
 ) -> WideAlone:
-    """tokens, y [N]: prompts and targets. learnt [n], asked [m]: training and test rows. columns: per table. means
-    [N,reads]: of a base's layers, behind each prompt."""
-    read = torch.zeros(len(y), 0) if means is None else means
+    """tokens, y [N]: prompts and targets. learnt [n], asked [m]: training and test rows. columns: per table. states
+    [N,2,depths,H]: of a base's layers at each prompt's end, and their means over it."""
+    read = torch.zeros(len(y), 0, 0, 0) if states is None else states
     words = 1 + max(tokenizer.num_token_id, *tokenizer.tokenizer.get_vocab().values())
-    part = WidePart(columns, tokenizer.num_token_id, words, random_features, read.shape[1]).eval()
+    part = WidePart(columns, tokenizer.num_token_id, words, random_features, *read.shape[2:]).eval()
     part.begin(tokenizer.line_end_ids)
     texts: list[TextBefore] = []
     for batch, at, rows in _batches(tokens, learnt, tokenizer.pad_token_id):
-        texts += texts_before(part, batch, at, read[rows])
+        texts += texts_before(part, batch, at, read[rows].flatten(1))
     fit = fit_wide(texts, torch.from_numpy(y[learnt]), columns, random_features)
     if fit is None:
         return WideAlone(np.zeros((2, len(learnt))), np.zeros((2, len(asked))), np.zeros(0, np.int64))
@@ -74,7 +74,7 @@ def fit_alone(
     found = []
     for batch, at, rows in _batches(tokens, asked, tokenizer.pad_token_id):
         of = batch.input_ids, batch.numeric_values, batch.position_ids, batch.attention_mask
-        found.append(part(*of, keep=at, means=read[rows])[0].double().numpy())
+        found.append(part(*of, keep=at, states=read[rows].flatten(1))[0].double().numpy())
     left_out = np.stack([fit.left_out.numpy(), fit.spread.numpy()])
     return WideAlone(left_out, np.concatenate(found, 1), np.array(fit.folds))
 

@@ -49,7 +49,7 @@ class ModelConfig(Section):
     evaluation reads each held-out text by a fit without it (docs/tables.md). A list [columns, R] also has R random
     Fourier features of the numbers so far, each identified by the words before it on its line, which affect the next
     number jointly and smoothly. [262144, 6144] suits tables with some thousand rows. A third entry, such as 4, also has
-    the means over the text of the base's states at that many depths, which help with free text."""
+    the base's states at that many depths and their means over the text, which help with free text."""
     candidates: Literal["none", "copies", "arithmetic"] | None = None
     """Exact values that a number may have, each with a one-vs-rest probability. copies: the last 24 numbers of the
     text. arithmetic, for worked solutions: also the value of the expression just written, operations on the last two

@@ -32,7 +32,7 @@ class BesideFit(NamedTuple):
 
 class Beside(nn.Module):
     """The base class. In training mode, texts used for the fit get out-of-fold predictions. reads: the columns after z
-    that `FeatureStack` makes for it.
+    that `FeatureStack` makes for it; it reads z too if there are any.
 
     A subclass has `of` (config), `begin` (line ends) and `forward`, as `tables.wide.wide_part.WidePart` describes them.
     """
@@ -56,15 +56,16 @@ class Beside(nn.Module):
 
         A cache also keeps this network's state. Raises `UserError` for a cache that this model did not fill.
         """
-        z, means = z.split([z.shape[-1] - self.reads, self.reads], -1)
+        states = z if self.reads else None
+        z, further = z.split([z.shape[-1] - self.reads, self.reads], -1)
         if input_ids is None:  # without ids the words are unknown
-            return torch.cat([z, z.new_zeros(*z.shape[:-1], BESIDE_Z), means], -1)
+            return torch.cat([z, z.new_zeros(*z.shape[:-1], BESIDE_Z), further], -1)
         cache = past_key_values
         state = getattr(cache, "beside_state", None)
         if cache is not None and state is None and cache.get_seq_length() > input_ids.shape[1]:
             wrong = f"a cache without the {BESIDE} part's state"
             raise UserError("past_key_values", wrong, "one that this model filled")
-        found, state = self(input_ids, numeric_values, position_ids, attention_mask, state, keep, means)
+        found, state = self(input_ids, numeric_values, position_ids, attention_mask, state, keep, states)
         if cache is not None:
             # In the memory of the first state: steps of fixed shapes read it where it was
             if (memory := getattr(cache, "beside_memory", None)) is None:
@@ -73,7 +74,7 @@ class Beside(nn.Module):
                 for old, new in zip(memory, state, strict=True):
                     old.copy_(new)
             cache.beside_state = memory
-        return torch.cat([z, columns_beside_z(found.to(z.device), z.dtype), means], -1)
+        return torch.cat([z, columns_beside_z(found.to(z.device), z.dtype), further], -1)
 
 
 def make_beside(config: Any) -> Beside | None:

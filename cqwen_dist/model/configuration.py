@@ -177,8 +177,8 @@ class CausalQwenConfig(PretrainedConfig):
 
     @property
     def stack_size(self) -> int:
-        """Width of `FeatureStack`: H, and the means of as many states as the side network reads."""
-        return int(self.hidden_size * (1 + self.depths))
+        """Width of `FeatureStack`: H, or with depths as many states, z among them, and their means."""
+        return int(self.hidden_size * max(2 * self.depths, 1))
 
     @property
     def causal_hidden_size(self) -> int:

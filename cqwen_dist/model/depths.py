@@ -1,4 +1,4 @@
-"""The states of some of the backbone's layers, averaged over a text so far, which a side network reads beside z.
+"""The states of some of the backbone's layers, here and averaged over a text so far, which a side network reads with z.
 
 z tells what comes next, and little of what the text said. The middle layers tell more of it, and a mean keeps what any
 position saw.
@@ -29,8 +29,8 @@ def states_seen(transformer: nn.Module, depths: int) -> Iterator[list[Tensor]]:
         yield seen
 
 
-def means_so_far(states: Sequence[Tensor], positions: Tensor | None, mask: Tensor | None, cache: Any) -> Tensor:
-    """states [B,T,H] each -> their means over each text so far, [B,T,len(states) * H] fp32.
+def with_means(states: Sequence[Tensor], positions: Tensor | None, mask: Tensor | None, cache: Any) -> Tensor:
+    """states [B,T,H] each -> these side by side, and their means over each text so far, [B,T,2 * len(states) * H].
 
     A text's first position does not count: its states are huge there, and say nothing. positions, mask: as in
     `Beside.behind`. cache: keeps the sums for the tokens that follow, if it is not None.
@@ -45,7 +45,8 @@ def means_so_far(states: Sequence[Tensor], positions: Tensor | None, mask: Tenso
     sums = since(x.movedim(-1, 0), torch.where(first, at, -1).cummax(1).values, before)
     if cache is not None:
         cache.sums_of_states = sums[..., -1]
-    return (sums[:-1] / sums[-1].clamp(min=1)).movedim(0, -1)
+    means = (sums[:-1] / sums[-1].clamp(min=1)).movedim(0, -1)
+    return torch.cat([*states, means.to(states[0].dtype)], -1)
 
 
 def since(own: Tensor, begin: Tensor, before: Tensor | None) -> Tensor:

@@ -20,7 +20,7 @@ from cqwen_dist.heads.precision import at_hand, keeping_fp32
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.backbone import WITHIN_TEXTS, FeatureExtractionNetwork
 from cqwen_dist.model.configuration import CausalQwenConfig
-from cqwen_dist.model.depths import means_so_far, states_seen
+from cqwen_dist.model.depths import states_seen, with_means
 from cqwen_dist.model.embedding import NumericalAwareEmbedding
 from cqwen_dist.ops.cauchy import Cauchy
 
@@ -29,7 +29,7 @@ class FeatureStack(nn.Module):
     """Modules 1 and 2: ids and values to features. In training DeepSpeed wraps this module, but not the heads."""
 
     def __init__(self, embedding: NumericalAwareEmbedding, backbone: FeatureExtractionNetwork, depths: int = 0) -> None:
-        """depths: of the layers whose means come after z (`model.depths`)."""
+        """depths: of the layers whose states and means come after z (`model.depths`)."""
         super().__init__()
         self.depths = depths
         self.embedding = embedding
@@ -46,7 +46,7 @@ class FeatureStack(nn.Module):
         inputs_embeds: Tensor | None = None,
         texts: Any = None,
     ) -> Tensor:
-        """[B,T] each -> z [B,T,H], and depths * H means; with keep [N] (indices into B*T) only these positions, [N,H].
+        """[B,T] each -> z [B,T,H], with depths [B,T,2*depths*H]; with keep [N] (indices into B*T) only there, [N,...].
 
         inputs_embeds [B,T,H]: used instead of input_ids (`NumericalAwareEmbedding`). texts: as in
         `FeatureExtractionNetwork`.
@@ -57,8 +57,7 @@ class FeatureStack(nn.Module):
                 embeddings, attention_mask, position_ids=position_ids, past_key_values=past_key_values, texts=texts
             )
         if self.depths:
-            means = means_so_far([*states, z], position_ids, attention_mask, past_key_values)
-            z = torch.cat([z, means.to(z.dtype)], -1)
+            z = with_means([z, *states], position_ids, attention_mask, past_key_values)
         return z if keep is None else z.flatten(0, 1).index_select(0, keep)
 
     @contextmanager

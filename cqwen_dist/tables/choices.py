@@ -37,7 +37,7 @@ model:
   start_numbers: {rows}  # the number starts by ridge regressions on all rows:
   # one on the words and numbers of a row (also of data.eval's rows, each read by a fit without it) and on random
   # features, in which numbers act together, in any smooth way; one on z for what that leaves
-  wide: [{wide}, {random_features}, {depths}]  # and, for free text, means of the base's states at {depths} depths
+  wide: [{wide}, {random_features}, {depths}]  # and, for free text, the base's states at {depths} depths
   number_head: auto  # the law of the errors, by the CRPS of rows left out of the ridge regressions
 data:
   train: {train}

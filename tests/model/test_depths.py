@@ -1,4 +1,5 @@
-"""The means of the base's layers, which the wide part reads: as a plain loop has them, and what they add."""
+"""The states of the base's layers and their means, which the wide part reads: as a plain loop has them, and what they
+add."""
 
 from dataclasses import fields
 
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 from support.numerics import assert_close
 from support.ranks import run_ranks
-from support.tiny import HIDDEN, NUM, random_ids, tiny_base, tiny_model
+from support.tiny import NUM, random_ids, tiny_base, tiny_model
 from transformers import DynamicCache
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
@@ -22,17 +23,19 @@ SHAPE = {"number_dims": 2, "wide": 64, "depths": DEPTHS}
 
 
 def plain(model: CausalQwenModel, ids: torch.Tensor) -> torch.Tensor:
-    """[T,DEPTHS * H] for one text [T] by transformers' own list of states, a position at a time."""
-    features, found = model.features, []
+    """[T,2 * DEPTHS * H] for one text [T] by transformers' own list of states, a position at a time: z and the others,
+    and their means."""
+    features, means = model.features, []
     zeros = torch.zeros(1, len(ids), dtype=torch.float64)
     seen = features.backbone.transformer(
         inputs_embeds=features.embedding(ids[None], zeros), output_hidden_states=True
     ).hidden_states
     layers = len(seen) - 1
-    states = torch.cat([seen[round(layers * (at + 1) / DEPTHS)][0] for at in range(DEPTHS)], -1).double()
+    depths = (DEPTHS, *range(1, DEPTHS))
+    states = torch.cat([seen[round(layers * depth / DEPTHS)][0] for depth in depths], -1).double()
     for end in range(len(ids)):
-        found.append(states[1 : end + 1].mean(0) if end else torch.zeros_like(states[0]))
-    return torch.stack(found)
+        means.append(states[1 : end + 1].mean(0) if end else torch.zeros_like(states[0]))
+    return torch.cat([states, torch.stack(means)], -1)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gemma3_text"])
@@ -51,7 +54,7 @@ def test_means_are_those_of_a_loop_over_single_texts(kind: str) -> None:
             ids, mask = torch.stack(rows), torch.stack(real)
             positions = (mask.cumsum(1) - 1).clamp(min=0)
             found = model.features(ids, torch.zeros(ids.shape, dtype=torch.float64), mask, position_ids=positions)
-            for row, own, text in zip(found[..., HIDDEN:], mask.bool(), known, strict=True):
+            for row, own, text in zip(found, mask.bool(), known, strict=True):
                 assert_close(row[own].double(), text, CLOSE)
 
 
@@ -113,8 +116,8 @@ def _predicted(depths: int) -> torch.Tensor:
         more = [(batch, model.kept_features(batch, batch.numeric_mask.flatten().nonzero()[:, 0]))]
         calibrate(model, [share], groups=build_groups(1), beside_batches=more)
         new = ordered(400, 1)
-        means = model.features(new.input_ids, new.numeric_values)[..., HIDDEN:]
-        return model.wide.eval()(new.input_ids, new.numeric_values, means=means)[0][0, :, -1]
+        states = model.features(new.input_ids, new.numeric_values)
+        return model.wide.eval()(new.input_ids, new.numeric_values, states=states)[0][0, :, -1]
 
 
 def test_the_start_reads_the_order_of_words_in_the_means_on_any_number_of_ranks() -> None:

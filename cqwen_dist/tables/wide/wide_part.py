@@ -6,7 +6,7 @@ words and values directly. At position i of a text it adds to the location that 
 
     g_i = sum over j <= i: w[each n-gram that ends at j] + w[the line, if j ends one]
           + q_i, from the named numbers (`NamedNumbers`)
-          + a linear function of the means of the base's layers so far, if it reads them
+          + a linear function of the states of the base's layers, here and in the mean so far, if it reads them
 
 and to the log scale an h_i of the same form, with separate weights: some texts determine their number better than
 others. In a table's prompt a line is `column: cell`, so it acts as a category. In n-grams and lines a number counts as
@@ -64,24 +64,33 @@ class WideState(NamedTuple):
 class WidePart(Beside):
     """`Beside` by tables. All are 0 until the start is calibrated: g = h = 0."""
 
-    means: Tensor | None
+    layers: Tensor | None
 
     def __init__(
-        self, columns: int, num_token_id: int, vocab_size: int, random_features: int = 0, reads: int = 0
+        self,
+        columns: int,
+        num_token_id: int,
+        vocab_size: int,
+        random_features: int = 0,
+        depths: int = 0,
+        hidden_size: int = 0,
     ) -> None:
-        """columns: of each table. random_features: 0 for none. reads: as `Beside` has it."""
+        """columns: of each table. random_features: 0 for none. depths: of the base's layers that it reads
+        (`model.depths`), each of hidden_size; 0 for none."""
         super().__init__()
         self.num_token_id = num_token_id
         self.weight = nn.Parameter(torch.zeros(KINDS * FOLDS, columns), requires_grad=False)
         self.line_end = nn.Parameter(torch.zeros(vocab_size), requires_grad=False)  # 1: the token ends a line
-        self.numbers, self.reads = NamedNumbers(KINDS * FOLDS, random_features), reads
-        self.register_parameter("means", _constant(KINDS * FOLDS, reads + 1) if reads else None)  # and an intercept
+        self.numbers, self.hidden_size = NamedNumbers(KINDS * FOLDS, random_features), hidden_size
+        self.reads = max(2 * depths - 1, 0) * hidden_size
+        with_intercept = 2 * depths * hidden_size + 1
+        self.register_parameter("layers", _constant(KINDS * FOLDS, with_intercept) if depths else None)
 
     @classmethod
     def of(cls, config: Any) -> "WidePart":
         """The part that a `CausalQwenConfig` asks for."""
-        reads = config.depths * config.hidden_size
-        return cls(config.wide, config.num_token_id, config.vocab_size, config.random_features, reads)
+        sizes = config.vocab_size, config.random_features, config.depths, config.hidden_size
+        return cls(config.wide, config.num_token_id, *sizes)
 
     def begin(self, line_ends: Sequence[int]) -> None:
         """Prepare for a vocabulary: which tokens end a line."""
@@ -95,13 +104,13 @@ class WidePart(Beside):
         mask: Tensor | None = None,
         state: WideState | None = None,
         keep: Tensor | None = None,
-        means: Tensor | None = None,
+        states: Tensor | None = None,
     ) -> tuple[Tensor, WideState]:
         """ids [B,T], values [B,T] (raw unit, 0 at text) -> g and h [2,B,T] fp32, and the state after them.
 
         positions [B,T]: a text begins where they are 0 (default: at the first token, or with `state` before it).
         mask [B, T or more]: 0 at padding; the last T count. keep [N], indices into B*T: only g and h of these, [2,N].
-        means [B,T,reads], or [N,reads] with keep: of the base's layers (`model.depths`).
+        states [B,T,2*depths*H], or with keep [N,...]: of the base's layers (`model.depths`), if it reads them.
         """
         found = self.entries(ids, values, positions, mask, state)
         own = (self.weight[:, found.columns] * found.counts).sum(-1).double()
@@ -115,9 +124,9 @@ class WidePart(Beside):
         if keep is not None:  # the random features are the most expensive part
             sums, numbers, fold = (part.flatten(-2)[..., keep] for part in (sums, numbers, fold))
         sums = sums + self.numbers(numbers)
-        if self.means is not None and means is not None:
-            table = self.means.float()
-            sums = sums + F.linear(means.float(), table[:, :-1], table[:, -1]).movedim(-1, 0)
+        if self.layers is not None and states is not None:
+            table = self.layers.float()
+            sums = sums + F.linear(states.float(), table[:, :-1], table[:, -1]).movedim(-1, 0)
         sums = sums.unflatten(0, (KINDS, FOLDS))
         g, h = sums.gather(1, fold.expand(KINDS, 1, *fold.shape))[:, 0] if self.training else sums.mean(1)
         return torch.stack([g, h.clamp(-MOST, MOST)]).float(), behind

@@ -4,7 +4,7 @@
 - lines, weighted the same
 - named numbers: phi(value) and the value, centred, scaled to variance 1 and clipped
 - random features of all named numbers (`NamedNumbers`)
-- means of the base's layers, each centred and scaled to variance 1
+- states of the base's layers, here and in the mean, each centred and scaled to variance 1
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,31 +28,31 @@ WIDTHS = (0.25, 0.5, 0.7, 1.0, 2.0)  # of the random features' kernel, in units 
 
 class TextBefore(NamedTuple):
     """The text before a number: columns of n-grams and lines [m]; the fold; keys, phi and values of the numbers [k];
-    means of the base's layers [reads]."""
+    states of the base's layers [k]."""
 
     columns: np.ndarray
     fold: int
     names: np.ndarray
     phi: np.ndarray
     values: np.ndarray
-    means: np.ndarray
+    layers: np.ndarray
 
 
-def texts_before(wide: WidePart, batch: Batch, at: Tensor, means: Tensor | None = None) -> list[TextBefore]:
-    """The texts before numbers. at [N]: the positions that the numbers follow, indices into the flattened [B,T]. means
-    [N,reads]: as `WidePart.forward` takes them."""
-    read = np.zeros((len(at), 0), np.float32) if means is None else means.float().cpu().numpy()
+def texts_before(wide: WidePart, batch: Batch, at: Tensor, states: Tensor | None = None) -> list[TextBefore]:
+    """The texts before numbers. at [N]: the positions that the numbers follow, indices into the flattened [B,T]. states
+    [N,...]: as `WidePart.forward` takes them."""
+    read = np.zeros((len(at), 0), np.float32) if states is None else states.float().cpu().numpy()
     found = wide.entries(batch.input_ids, batch.numeric_values, batch.position_ids)
     folds, begins = fold_of(found.text).flatten()[at].tolist(), found.begin.clamp(min=0).flatten()[at].tolist()
     columns, counts = found.columns.cpu().numpy(), found.counts.cpu().numpy()
     names, phi, value, number = (part.cpu().numpy() for part in (found.name, found.phi, found.value, found.number))
     texts = []
-    for place, first, fold, own_means in zip(at.tolist(), begins, folds, read, strict=True):
+    for place, first, fold, own_states in zip(at.tolist(), begins, folds, read, strict=True):
         row, last = divmod(place, batch.input_ids.shape[1])
         text = row, slice(first, last + 1)
         is_number = number[text] != 0
         own = (names[text][is_number], phi[text][is_number], value[text][is_number])
-        texts.append(TextBefore(columns[text][counts[text] != 0], fold, *own, own_means))
+        texts.append(TextBefore(columns[text][counts[text] != 0], fold, *own, own_states))
     return texts
 
 
@@ -186,22 +186,22 @@ class RandomRows:
 
 
 @dataclass(frozen=True)
-class MeanRows:
-    """The means of the base's layers x [n,reads] of n texts, of mean square 1 a row; centres and slopes [reads]."""
+class LayerRows:
+    """The states of the base's layers x [n,k] of n texts, of mean square 1 a row; centres and slopes [k]."""
 
     x: np.ndarray
     centre: np.ndarray
     slope: np.ndarray
 
     @classmethod
-    def of(cls, texts: Sequence[TextBefore]) -> "MeanRows":
-        means = np.stack([text.means for text in texts]).astype(np.float64)
-        centre, spread = means.mean(0), means.std(0)
+    def of(cls, texts: Sequence[TextBefore]) -> "LayerRows":
+        states = np.stack([text.layers for text in texts]).astype(np.float64)
+        centre, spread = states.mean(0), states.std(0)
         least = LEAST_SPREAD * max(spread.max(initial=0.0), 1e-30)
         slope = 1 / np.maximum(spread, least) / np.sqrt(max(len(spread), 1))
-        return cls((means - centre) * slope, centre, slope)
+        return cls((states - centre) * slope, centre, slope)
 
     def tables(self, weight: np.ndarray) -> dict[str, np.ndarray]:
-        """The parameter of `WidePart` that has these weights [tables,reads] of x."""
+        """The parameter of `WidePart` that has these weights [tables,k] of x."""
         weight = weight * self.slope
-        return {"means": np.column_stack([weight, -weight @ self.centre])}
+        return {"layers": np.column_stack([weight, -weight @ self.centre])}

@@ -12,5 +12,5 @@ def wide_numbers(model: ModelConfig, vocab: int, hidden: int) -> int:
     """The number of parameters of a config's wide part on a base of these sizes (a test counts the real one)."""
     tables, (columns, features, depths) = KINDS * FOLDS, model.wide_size
     named = NAMES * (BYTES + 4 + 2 * tables) + features * (NAMES + 1 + tables)  # 4: centre and slope of phi and value
-    means = tables * (depths * hidden + 1) if depths else 0
-    return tables * columns + vocab + named + means
+    layers = tables * (2 * depths * hidden + 1) if depths else 0
+    return tables * columns + vocab + named + layers

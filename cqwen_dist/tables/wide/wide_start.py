@@ -18,12 +18,12 @@ from scipy.linalg import inv, solve
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.heads.beside import BesideFit
+from cqwen_dist.heads.beside import BesideFit, before_beside
 from cqwen_dist.model.ridge import SHARES, around_median
 from cqwen_dist.tables.wide.wide_part import MOST, WidePart
 from cqwen_dist.tables.wide.wide_rows import (
     WIDTHS,
-    MeanRows,
+    LayerRows,
     NamedRows,
     RandomRows,
     TextBefore,
@@ -42,7 +42,7 @@ LINES, LINES_OF_FEW = (0.1,), (0.1, 1.0)  # the lines' weight in K, relative to 
 SURE, SURE_OF_FEW = 1.0, 2.0  # standard errors by which a loss must fall
 NUMBERS = (0.01, 0.1, 1.0)  # the numbers' weight, as they count linearly
 VALUES = (1.0, 1e4, 1e6)  # the weight of raw values, if used: a sum needs hardly any ridge
-MEANS = (0.1, 0.3, 1.0, 3.0, 10.0)  # the weight of the means of the base's layers, if used
+LAYERS = (0.1, 0.3, 1.0, 3.0, 10.0)  # the weight of the states of the base's layers, if used
 RANDOM = 10.0  # the weight of random features, while the kernel is chosen
 RANDOMS = (1.0, 100.0)  # then also tried
 STEPS = 2 * len(WIDTHS) + 2  # of progress: kernels, their weight, the fit on all
@@ -63,7 +63,8 @@ class WideStart:
     def texts_before(self, batch: Batch, at: Tensor, features: Tensor) -> list[TextBefore]:
         """What `fit` needs from the texts before numbers. at [N]: positions before them, indices into B*T. features
         [N,feature_size]: there."""
-        return texts_before(self.part, batch, at, features[:, features.shape[1] - self.part.reads :])
+        states = before_beside(features, self.part.hidden_size) if self.part.reads else None
+        return texts_before(self.part, batch, at, states)
 
     def fit(self, texts: list[TextBefore], targets: Tensor, progress: Callable[[int, int], None]) -> BesideFit | None:
         """Fit targets [n] (regression's unit) to the texts before them. None if the median is as good."""
@@ -200,10 +201,10 @@ def fit_wide(
     around_mean = every.around_mean()
     further, times_values = _with_block(around_mean.of(some), rest, values, VALUES)
     found, every, of_values = (further, around_mean, times_values) if further.beats(found) else (found, every, 0.0)
-    means, (further, of_means) = MeanRows.of(texts), (found, 0.0)
-    if means.x.shape[1]:
-        of_layers = means.x[some] @ means.x[some].T
-        further, of_means = _with_block(around_mean.of(some), rest + of_values * values, of_layers, MEANS)
+    layers, (further, of_layers) = LayerRows.of(texts), (found, 0.0)
+    if layers.x.shape[1]:
+        block = layers.x[some] @ layers.x[some].T
+        further, of_layers = _with_block(around_mean.of(some), rest + of_values * values, block, LAYERS)
     # By more, since without them no base is needed
     taken = further.beats(found, SURE_OF_FEW)
     found, every = (further, around_mean) if taken else (found, every)
@@ -213,7 +214,7 @@ def fit_wide(
     # On all
     line, weight = linear
     kernel += line * kernel_of(lines)
-    for times_block, block in ((weight, x), (of_values, raw), (of_means * taken, means.x)):
+    for times_block, block in ((weight, x), (of_values, raw), (of_layers * taken, layers.x)):
         kernel += times_block * (block @ block.T)
     if features is not None:
         kernel += times * (features.x @ features.x.T)
@@ -228,7 +229,7 @@ def fit_wide(
     if features is not None:
         tables |= features.tables(times * (both @ features.x))
     if taken:
-        tables |= means.tables(of_means * (both @ means.x))
+        tables |= layers.tables(of_layers * (both @ layers.x))
     return BesideFit(
         {name: torch.from_numpy(np.ascontiguousarray(table, np.float32)) for name, table in tables.items()},
         folds.tolist(),
