@@ -7,12 +7,7 @@ all positions of a row. Three sets are on every machine, the others are asked fo
 from __future__ import annotations
 
 import argparse
-import ast
-import io
 import json
-import subprocess
-import sysconfig
-import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +15,7 @@ import numpy as np
 import torch
 
 from benchmarks.numbers.adapted_base import StartingBase
+from benchmarks.numbers.free_texts import RATED, RATINGS, Rows, commits, docstrings, drawn, gsm8k, rated, sources
 from cqwen_dist.batch import pad_rows
 from cqwen_dist.model.backbone import seen_inside
 from cqwen_dist.model.calibration import SURE
@@ -31,74 +27,18 @@ from experiments.carte import stacked
 from experiments.carte_models import SHARES, Fit, kernel, kernel_ridge
 from experiments.wide_alone import fit_alone, row_prompts
 
-Rows = Iterator[tuple[str, float]]  # a text and its number
-ROWS, HELD_OUT, RESAMPLES = 2000, 0.3, 2000
-LONGEST, MOST_TOKENS, READ = 600, 192, 8  # characters of a text, tokens of a row, rows at a time
+HELD_OUT, RESAMPLES = 0.3, 2000
+MOST_TOKENS, READ = 192, 8  # of a row; rows at a time
 DEPTHS = 0.25, 0.5, 0.75, 1.0  # of the layers
-NOT_CODE = {"test", "tests", "site-packages", "idlelib", "lib2to3"}  # folders of the standard library
 WORDS, WIDE_PART, NOW, LAST, MEANS = "words", "wide part", "wide part, then z", "layers, last position", "layers, means"
 JOINT = "wide part with layers, then z"  # as `cqwen fit` starts
 STACKS = (WIDE_PART, MEANS), (WIDE_PART, LAST, MEANS), (WORDS, LAST, MEANS)
 
 
-def functions() -> Iterator[tuple[str, str, float]]:
-    """The standard library's functions: source, docstring, log of the bytes of their code."""
-    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
-        if NOT_CODE & {*file.parts}:
-            continue
-        try:
-            text = file.read_text("utf-8")
-            tree, found = ast.parse(text), [compile(text, "", "exec")]
-        except (SyntaxError, ValueError):
-            continue
-        sizes, lines = {}, text.splitlines()
-        while found:
-            code = found.pop()
-            sizes[code.co_name, code.co_firstlineno] = len(code.co_code)
-            found += [part for part in code.co_consts if hasattr(part, "co_code")]
-        for of in ast.walk(tree):
-            if isinstance(of, ast.FunctionDef):
-                first = min([of.lineno, *(each.lineno for each in of.decorator_list)])
-                if size := sizes.get((of.name, first)):
-                    source = "\n".join(lines[of.lineno - 1 : of.end_lineno]).strip()
-                    yield source, ast.get_docstring(of) or "", float(np.log(size))
-
-
-def commits() -> Rows:
-    """The messages of this repository's commits, and the log of the lines that they change."""
-    options = "git", "log", "--no-merges", "--numstat", "--format=%x01%s%n%b%x02"
-    for part in subprocess.run(options, capture_output=True, text=True, check=True).stdout.split("\x01")[1:]:
-        text, _, changed = part.partition("\x02")
-        if lines := sum(int(n) for line in changed.splitlines() for n in line.split("\t")[:2] if n.isdigit()):
-            yield text.strip()[:LONGEST], float(np.log(lines))
-
-
-def gsm8k(file: Path) -> Rows:
-    """The questions, and the log of their answers."""
-    for line in file.read_text("utf-8").splitlines():
-        record = json.loads(line)
-        if (answer := float(record["answer"].rpartition("####")[2].replace(",", ""))) > 0:
-            yield record["question"], float(np.log(answer))
-
-
-def rated(package: Path, name: str) -> Rows:
-    """Sentences and the mean of 20 persons' ratings, -4 to 4 (Hutto and Gilbert 2014), in vaderSentiment's sdist."""
-    with tarfile.open(package) as outer:
-        (inside,) = (one for one in outer.getmembers() if one.name.endswith("hutto_ICWSM_2014.tar.gz"))
-        data = outer.extractfile(inside).read()  # type: ignore[union-attr]
-    with tarfile.open(fileobj=io.BytesIO(data)) as inner:
-        lines = inner.extractfile(f"hutto_ICWSM_2014/{name}_GroundTruth.txt").read()  # type: ignore[union-attr]
-    for line in lines.decode("latin-1").splitlines():
-        _, rating, text = line.split("\t", 2)
-        yield text, float(rating)
-
-
-def drawn(rows: Rows, file: Path) -> Path:
-    """A file of ROWS rows with different texts, drawn once."""
+def written(rows: Callable[[], Rows], file: Path) -> Path:
+    """A file of the rows drawn, once."""
     if not file.is_file():
-        different = list({text: number for text, number in rows if text.strip()}.items())
-        chosen = np.random.default_rng(0).permutation(len(different))[:ROWS]
-        lines = [json.dumps(dict(zip(("text", "number"), different[row], strict=True))) for row in chosen]
+        lines = [json.dumps({"text": text, "number": number}) for text, number in drawn(rows())]
         file.write_text("\n".join(lines), encoding="utf-8")
     return file
 
@@ -175,22 +115,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.free_text", description=__doc__)
     parser.add_argument("--base", default="bases/smollm2-135m")
     parser.add_argument("--data", type=Path, help="GSM8K's train.jsonl")
-    parser.add_argument("--ratings", type=Path, help="pip download --no-deps --no-binary :all: vaderSentiment==3.3.2")
+    parser.add_argument("--ratings", type=Path, help=RATINGS)
     parser.add_argument("--table", nargs=2, action="append", default=[], metavar=("FILE", "TARGET"), help="your own")
     parser.add_argument("--out", type=Path, default=Path("runs/free_text"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    sets: dict[str, Callable[[], Rows]] = {
-        "source": lambda: ((text, size) for text, _, size in functions() if len(text) <= LONGEST),
-        "docstring": lambda: ((text[:LONGEST], size) for _, text, size in functions() if len(text) >= 40),
-        "commits": commits,
-    }
+    sets: dict[str, Callable[[], Rows]] = {"source": sources, "docstring": docstrings, "commits": commits}
     if options.data:
         sets["gsm8k"] = lambda: gsm8k(options.data)
-    for name in ("movieReviewSnippets", "amazonReviewSnippets", "tweets") if options.ratings else ():
-        sets[name] = lambda name=name: rated(options.ratings, name)  # type: ignore[misc]
+    for name, of in RATED.items() if options.ratings else ():
+        sets[name] = lambda of=of: rated(options.ratings, of)  # type: ignore[misc]
     base, files = StartingBase(options.base), [(Path(file), target) for file, target in options.table]
-    files += [(drawn(rows(), options.out / f"{name}.jsonl"), "number") for name, rows in sets.items()]
+    files += [(written(rows, options.out / f"{name}.jsonl"), "number") for name, rows in sets.items()]
     for file, target in files:
         print(f"\n{file.stem}", *page(*fits_of(file, target, base, options.out)), sep="\n", flush=True)
 

@@ -18,17 +18,18 @@ from cqwen_dist.config import LoraConfig
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.base_loading import load_base
 from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.run.files import written_whole
 from cqwen_dist.training.parameter_groups import feature_members
 
 LORA = LoraConfig(r=16, alpha=32)  # as in `cqwen fit`
-RATES, BATCH = (2e-4, 1e-3, 5e-3), 16
+RATES, BATCH = (5e-4,), 16  # the adapters' in `cqwen fit`, which tunes none either
 TOLD = 16 * READ  # rows between two progress lines, which are also saved together
 Row = tuple[list[int], list[float]]  # ids, values
 
 
 def products_in(precision: str, device: torch.device) -> torch.autocast:
-    """A context for matrix products with fp32 weights, in bf16 or in fp32."""
+    """A context for matrix products in bf16 or in fp32, which trains fp32 weights."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
@@ -39,11 +40,11 @@ class StartingBase:
     """
 
     def __init__(self, base: str, precision: str = "fp32") -> None:
-        """base: a model folder or hub name. precision: fp32 or bf16 matrix products. Raises `UserError`."""
+        """base: a model folder or hub name. precision: fp32 or bf16, of frozen weights too. Raises `UserError`."""
         torch.manual_seed(0)  # for w_num and the adapters
         self.tokenizer = NumericalAwareTokenizer.from_pretrained(base)
         model = CausalQwenModel.from_base_model(
-            load_base(base, torch.float32, rows_for=self.tokenizer.rows_for),
+            load_base(base, dtype_of(precision), rows_for=self.tokenizer.rows_for),
             start="seed",
             num_token_id=self.tokenizer.num_token_id,
             num_row_init="digits",
@@ -56,6 +57,7 @@ class StartingBase:
         self.features = model.features.eval().requires_grad_(False).to(self._device)
         self.parameters = [member.parameter for member in feature_members(self.features)]
         for parameter in self.parameters:
+            parameter.data = parameter.data.float()
             parameter.requires_grad_()
 
     def encode(self, prompts: Sequence[str]) -> list[Row]:

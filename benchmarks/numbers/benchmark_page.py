@@ -8,10 +8,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from benchmarks.line_chart import line_chart, sheet
 from benchmarks.numbers.predicted_laws import HELD, LAWS
 from benchmarks.numbers.published import PROTOCOLS
-from cqwen_dist.tables.judging import OURS
+from cqwen_dist.tables.judging import DRAWS, OURS
 
 # A substring of a competitor's name decides its kind. The empty one matches every name, so it is tried last.
 KINDS = {"best head on z": ", on z", "best with adapters": ", LoRA", "best without a language model": ""}
@@ -32,14 +34,17 @@ def page(document: dict[str, Any]) -> str:
         known = "" if published is None else f", RMSE published {published:g} (Monte Carlo dropout, 20 splits)"
         lines += ["", f"### {name}: {len(splits)} splits{known}", ""]
         lines += [
-            "| | MAE | RMSE | R2 | CRPS | log likelihood | 90 % holds | width | s |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "| | MAE | above ours | RMSE | R2 | CRPS | above ours | log likelihood | 90 % holds | width | s |",
+            "|---|---|---|---|---|---|---|---|---|---|---|",
         ]
         for model in splits[0]:
             of_model = [split[model] for split in splits]
             keys = ("mae", "rmse", "r2", "crps", "log_likelihood", "coverage_90", "width_90", "seconds")
             cells = [_median(of_model, key) for key in keys]
+            for place, key in ((1, "mae"), (5, "crps")):
+                cells.insert(place, "" if model == OURS else above(splits, model, key))
             lines.append(f"| {model} | {' | '.join(cells)} |")
+        lines += ["", *(f"`cqwen fit` says: {verdict}" for verdict in document["verdicts"][name])]
         if name in ("addition", "subtraction"):
             ours = [split[OURS] for split in splits]
             exact, relative = _median(ours, "exact"), _median(ours, "relative")
@@ -49,6 +54,14 @@ def page(document: dict[str, Any]) -> str:
         cells = [f"{of['log_likelihood']:.3f}, {of['coverage_90']:.1%}" for of in found.values()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def above(splits: Sequence[dict[str, dict[str, Any]]], model: str, key: str) -> str:
+    """By how much a model's mean score is above ours, with 95 % of a paired bootstrap over all splits' rows."""
+    of, ours = (np.concatenate([split[name]["rows"][key] for split in splits]) for name in (model, OURS))
+    counts = np.random.default_rng(0).multinomial(len(of), np.full(len(of), 1 / len(of)), DRAWS) / len(of)
+    low, high = np.quantile(counts @ (of - ours), [0.025, 0.975])
+    return f"{(of - ours).mean():+.3g} ({low:+.3g} to {high:+.3g})"
 
 
 def _in_short(sets: dict[str, list[dict[str, dict[str, float]]]]) -> list[str]:

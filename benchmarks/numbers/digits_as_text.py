@@ -19,6 +19,7 @@ from cqwen_dist.data.tokenizer import DigitTokenizer
 from cqwen_dist.model.backbone import cache_name
 from cqwen_dist.model.base_loading import load_base
 from cqwen_dist.model.lora import inject_lora
+from cqwen_dist.ops.products import dtype_of
 
 WHOLE, ROUNDED = 7, 4  # maximum significant digits in integers and in other numbers
 NO_NODE = 2**62  # padding, which must sort after every node
@@ -32,9 +33,11 @@ class DigitText:
         torch.manual_seed(0)  # for the adapters
         self.epochs, self._precision = epochs, precision
         self.tokenizer = DigitTokenizer.from_pretrained(base)
-        self.model = load_base(base, torch.float32).eval().requires_grad_(False)
+        self.model = load_base(base, dtype_of(precision)).eval().requires_grad_(False)
         inject_lora(self.model.base_model, LORA)
         self.parameters = [p.requires_grad_() for name, p in self.model.named_parameters() if is_lora(name)]
+        for parameter in self.parameters:
+            parameter.data = parameter.data.float()
         self._start = [parameter.detach().clone() for parameter in self.parameters]
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model.to(self._device)

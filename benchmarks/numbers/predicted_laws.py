@@ -52,27 +52,34 @@ class Predicted:
         density = -y.nll(torch.from_numpy(unit(truth))).numpy()
         return cls(quantiles, density - np.log1p(np.abs(truth)) if by_log else density)
 
-    def scores(self, truth: np.ndarray) -> dict[str, float]:
+    @classmethod
+    def point(cls, predicted: np.ndarray) -> Predicted:
+        """From predictions [n] without a law."""
+        return cls(np.repeat(predicted[:, None], len(QUANTILES), 1))
+
+    def scores(self, truth: np.ndarray) -> dict[str, Any]:
         """Scores for truth [n], without interval scores if every law is a point.
 
         crps: 2 int pinball(level) d level, where each quantile stands for the nearest levels; for a point, the absolute
-        error.
+        error. rows: the absolute error and the CRPS of each number [n].
         """
         middle = self.quantiles[:, len(LEVELS)]
         levels = np.array(QUANTILES)
         between = np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [1.0]])
         error = truth[:, None] - self.quantiles
         pinball = np.maximum(levels * error, (levels - 1) * error)
+        crps = 2 * pinball @ np.diff(between)
         ends = [QUANTILES.index(at) for at in ((1 - 0.9) / 2, (1 + 0.9) / 2)]
         further = {} if self.log_density is None else {"log_likelihood": float(self.log_density.mean())}
         if np.ptp(self.quantiles, axis=1).any():
             further |= intervals(self.quantiles[:, ends], truth)
         return {
             **errors(middle, truth),
-            "crps": 2 * float((pinball @ np.diff(between)).mean()),
+            "crps": float(crps.mean()),
             **further,
             "exact": float((np.abs(middle - truth) < 0.5).mean()),
             "relative": float(np.median(np.abs(middle - truth) / np.abs(truth).clip(min=1e-9))),
+            "rows": {"mae": np.abs(middle - truth).tolist(), "crps": crps.tolist()},
         }
 
 

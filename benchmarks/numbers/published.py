@@ -25,12 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.numbers.free_texts import RATED, RATINGS, ROWS, drawn, rated, sources
 from benchmarks.numbers.predicted_laws import QUANTILES, Predicted, laws
 from cqwen_dist.config import UserError
 from cqwen_dist.data.recipes import records_in
 from cqwen_dist.data.text_files import write_table as write_csv
 from cqwen_dist.heads.intervals import LEVELS
 from cqwen_dist.run.files import START, git_commit, read_object, write_atomically
+from cqwen_dist.tables.baselines import baselines
 from cqwen_dist.tables.fitting import Prepared, prepare, request_of
 from cqwen_dist.tables.judging import OURS
 
@@ -78,6 +80,8 @@ PROTOCOLS = {
     "wine_pl-128": replace(_WINE_PL, learnt=128),
     "wine_dot_com": Protocol("tables/wine_dot_com_prices.parquet", "Prices"),
     "gsm8k": Protocol("gsm8k/train.jsonl"),
+    **{name: Protocol(RATINGS, learnt=round(0.7 * ROWS)) for name in RATED},
+    "functions": Protocol("", learnt=round(0.7 * ROWS)),
     "addition": Protocol(""),
     "subtraction": Protocol(""),
 }
@@ -127,13 +131,15 @@ class Benchmark:
             "minutes": self.minutes,
             "test_rows": self.test_rows,
             "sets": {name: [split["results"] for split in of_set] for name, of_set in found.items()},
+            "verdicts": {name: [split["verdict"] for split in of_set] for name, of_set in found.items()},
             "laws": {
                 name: laws(np.concatenate([split["errors"] for split in of_set])) for name, of_set in found.items()
             },
         }
 
     def one_split(self, name: str, split: int) -> dict[str, Any]:
-        """{"results": {model: scores}, "errors": our errors [m]}. Results that numbers.json already has are reused."""
+        """{"results": {model: scores}, "errors": our errors [m], "verdict": the fit's sentences}. Results that
+        numbers.json already has are reused."""
         made = self.out / name / f"split-{split}"
         done = made / "numbers.json"
         if done.is_file():
@@ -162,21 +168,22 @@ class Benchmark:
                 "bench numbers", " ".join(command[3:]), f"exit 0, not {ended.returncode}; its error is above"
             )
         seconds = time.perf_counter() - start
-        found = self.scores(name, made, json.loads(ended.stdout)["results"])
+        found = self.scores(name, made)
         found["results"][OURS]["seconds"] = seconds
-        return found
+        return {**found, "verdict": json.loads(ended.stdout)["verdict"]}
 
-    def scores(self, name: str, folder: Path, results: dict[str, dict[str, float]]) -> dict[str, Any]:
-        """The result for `one_split`, read from a `cqwen fit` folder."""
+    def scores(self, name: str, folder: Path) -> dict[str, Any]:
+        """The result for `one_split`, from a `cqwen fit` folder."""
         from benchmarks.numbers.competitors import ARMS, Stored, natural_boosting
 
         made = self.prepared(folder)
         values, parts = made.table.values(), made.parts
         truth = values[parts.test]
         quantiles = _predicted(folder / "predicted.csv")
-        found = {name: {**of, "crps": of["mae"]} for name, of in results.items()}
         law = read_object(folder / "run" / START)["calibration"].get("law", "cauchy").partition(",")[0]
-        found[OURS] = Predicted.by_quartiles(quantiles, truth, made.by_log, law).scores(truth)
+        found = {OURS: Predicted.by_quartiles(quantiles, truth, made.by_log, law).scores(truth)}
+        for rival in baselines(made.table, parts.learnt, parts.test, made.prompts, made.by_log):
+            found[rival.name] = Predicted.point(rival.predicted).scores(truth)
         if law := natural_boosting(made.table, parts.learnt, parts.test):
             found["NGBoost"] = Predicted.normal(*law, truth).scores(truth)
         if self.heads:
@@ -244,6 +251,9 @@ def write_table(name: str, protocol: Protocol, data: Path, folder: Path) -> None
         lines = (data / protocol.file).read_text(encoding="utf-8").splitlines()
         cells = ((f"{float(cell):g}" for cell in line.split(",")) for line in lines)
         rows = [dict(zip(columns, of_line, strict=True)) for of_line in cells]
+    elif name in RATED or name == "functions":
+        found = rated(data / protocol.file, RATED[name]) if name in RATED else sources()
+        rows = [{"text": text, protocol.target: number} for text, number in drawn(found)]
     elif not protocol.file:
         rows = list(_sums(1 if name == "addition" else -1))
     elif name == "gsm8k":
