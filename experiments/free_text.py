@@ -16,7 +16,6 @@ import torch
 
 from benchmarks.numbers.adapted_base import StartingBase
 from benchmarks.numbers.free_texts import RATED, RATINGS, Rows, commits, docstrings, drawn, gsm8k, rated, sources
-from cqwen_dist.batch import pad_rows
 from cqwen_dist.model.backbone import seen_inside
 from cqwen_dist.model.calibration import SURE
 from cqwen_dist.model.ridge import robust_ridge
@@ -52,16 +51,16 @@ def states(base: StartingBase, prompts: list[str], file: Path) -> np.ndarray:
     order = sorted(range(len(tokens)), key=lambda row: len(tokens[row][0]))
     for some in np.array_split(order, -(-len(order) // READ)):
         cut = [(tokens[row][0][-MOST_TOKENS:], tokens[row][1][-MOST_TOKENS:]) for row in some]
-        batch = pad_rows(cut, base.tokenizer.pad_token_id, on_left=False)
+        count = torch.tensor([len(ids) for ids, _ in cut])
         transformer = base.features.backbone.transformer
         with torch.inference_mode(), seen_inside(transformer, output_hidden_states=True) as seen:
-            base.features(*batch)
+            base.z(cut)
         layers = len(seen["hidden_states"]) - 1
-        h = torch.stack([seen["hidden_states"][round(depth * layers)] for depth in DEPTHS], 1)  # [B,L,T,H]
-        count, inner = batch.mask.sum(1), batch.mask.clone()
-        inner[:, 0] = 0
+        h = torch.stack([seen["hidden_states"][round(depth * layers)] for depth in DEPTHS], 1).float()  # [B,L,T,H]
+        length = h.shape[2]  # padded on the left
+        inner = torch.arange(length) > length - count[:, None]
         mean = (h * inner[:, None, :, None]).sum(2) / (count - 1)[:, None, None]
-        both = torch.stack([h[torch.arange(len(h)), :, count - 1], mean], 1).numpy()
+        both = torch.stack([h[:, :, -1], mean], 1).numpy()
         found = found if len(found) else np.empty((len(tokens), *both.shape[1:]), np.float32)
         found[some] = both
     np.save(file, found)
@@ -125,7 +124,7 @@ def main() -> None:
         sets["gsm8k"] = lambda: gsm8k(options.data)
     for name, of in RATED.items() if options.ratings else ():
         sets[name] = lambda of=of: rated(options.ratings, of)  # type: ignore[misc]
-    base, files = StartingBase(options.base), [(Path(file), target) for file, target in options.table]
+    base, files = StartingBase(options.base, "bf16"), [(Path(file), target) for file, target in options.table]
     files += [(written(rows, options.out / f"{name}.jsonl"), "number") for name, rows in sets.items()]
     for file, target in files:
         print(f"\n{file.stem}", *page(*fits_of(file, target, base, options.out)), sep="\n", flush=True)
