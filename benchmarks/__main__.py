@@ -204,7 +204,7 @@ def numbers(
     minutes: Annotated[float, typer.Option(help="Approximate minutes per fit.")] = 10.0,
     heads: Annotated[bool, typer.Option(help="Also train competing heads on the same z.")] = True,
     lora_epochs: Annotated[
-        int, typer.Option(min=0, help="Also train these heads with LoRA for at most this many epochs; 0: no.")
+        int, typer.Option(min=0, help="Also train these heads with LoRA for so many epochs; 0: no.")
     ] = 0,
     test_rows: Annotated[
         int | None, typer.Option(min=2, help="Maximum number of test rows per split, drawn at random.")

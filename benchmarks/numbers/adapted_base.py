@@ -23,7 +23,7 @@ from cqwen_dist.run.files import written_whole
 from cqwen_dist.training.parameter_groups import feature_members
 
 LORA = LoraConfig(r=16, alpha=32)  # as in `cqwen fit`
-RATES, BATCH = (5e-4,), 16  # the adapters' in `cqwen fit`, which tunes none either
+RATE, BATCH = 5e-4, 16  # the adapters' in `cqwen fit`, which tunes none either
 TOLD = 16 * READ  # rows between two progress lines, which are also saved together
 Row = tuple[list[int], list[float]]  # ids, values
 
@@ -112,7 +112,7 @@ class Adapted:
     still: z before training, standardised by the training rows.
     """
 
-    rates, batch = RATES, BATCH
+    rates, batch, once = (RATE,), BATCH, True
 
     def __init__(self, base: StartingBase, prompts: Sequence[str], z: Tensor, train: np.ndarray, epochs: int) -> None:
         """z [n,H]: z of the prompts before training. train: indices of the training rows."""

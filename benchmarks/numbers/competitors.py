@@ -25,15 +25,18 @@ T = TypeVar("T")
 HeadOf = Callable[[np.ndarray], nn.Module]  # training rows -> the trained head
 HIDDEN = 256
 READ = 32  # batch size without gradients
+WARM = 10  # steps
 DIGITS, SAMPLES = 3, 64  # digits between the smallest and the largest value; samples as in regress-lm
 
 
 class Features(Protocol):
-    """Returns x [m,H] fp32 for row indices [m]. rates, epochs (a maximum), batch: settings to try in training."""
+    """Returns x [m,H] fp32 for row indices [m]. rates, epochs (a maximum), batch: settings to try in training; once:
+    no choice, one rate that decays over all epochs."""
 
     rates: Sequence[float]
     epochs: int
     batch: int
+    once: bool
     width: int
 
     def __call__(self, rows: Tensor) -> Tensor: ...
@@ -46,7 +49,7 @@ class Features(Protocol):
 class Stored:
     """Fixed z [n,H], standardised by the training rows."""
 
-    rates, epochs, batch = (1e-4, 1e-3, 1e-2), 50, 64
+    rates, epochs, batch, once = (1e-4, 1e-3, 1e-2), 50, 64, False
 
     def __init__(self, z: Tensor, train: np.ndarray, floor: float = 1e-6) -> None:
         """z [n,H] fp32; train: indices of the training rows; floor: the minimum standard deviation."""
@@ -136,6 +139,7 @@ def digits(y: np.ndarray, train: np.ndarray) -> Arm:
     return Arm(goal, 10, 11 * DIGITS, loss, read)
 
 
+ADAPTED = ("squared error", "quantiles")  # arms also trained with adapters
 ARMS = {"squared error": squared_error, "quantiles": pinball, "digits, median of 64": digits}
 
 
@@ -148,8 +152,8 @@ def _standardised(y: np.ndarray, train: np.ndarray) -> tuple[Tensor, float, floa
 def learnt(arm: Arm, stages: Sequence[Features], train: np.ndarray, valid: np.ndarray, test: np.ndarray) -> Predicted:
     """Trains a head with two layers on each of the `stages` in turn, and predicts the law of each test row.
 
-    train: indices of the training rows. valid: rows that choose rates and epochs; the final head trains on both. A
-    stage that makes the head worse is skipped.
+    train: indices of the training rows. valid: rows that choose rates and epochs; the final head trains on both, but
+    for one trained `once`. A stage that makes the head worse is skipped.
     """
 
     def fresh(rows: np.ndarray) -> nn.Module:
@@ -176,17 +180,31 @@ def _further(
     def epochs(rate: float, rows: np.ndarray) -> Iterator[nn.Module]:
         head = head_of(rows)
         optimizer = torch.optim.AdamW([*head.parameters(), *features.begin()], lr=rate)
+        schedule = decay(optimizer, features.epochs * -(-len(rows) // features.batch)) if features.once else None
         for _ in range(features.epochs):
             for some in torch.from_numpy(rows)[torch.randperm(len(rows))].split(features.batch):
                 optimizer.zero_grad()
                 arm.loss(head, features(some), arm.goal[some]).backward()
                 optimizer.step()
+                if schedule is not None:
+                    schedule.step()
             yield head
 
     def lost(head: nn.Module) -> float:
         return float(arm.loss(head, _read(features, valid), arm.goal[valid]))
 
+    if features.once:
+        *_, head = epochs(features.rates[0], train)
+        with torch.no_grad():
+            return lambda rows: head, lost(head)
     return best(epochs, lost, features.rates, train)
+
+
+def decay(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+    """Cosine after `WARM` steps, as a run's stages have it."""
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / WARM) * (1 + math.cos(math.pi * step / steps)) / 2
+    )
 
 
 def _read(features: Features, rows: np.ndarray) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 
 import numpy as np
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.numbers.adapted_base import BATCH, LORA, RATES, products_in
-from benchmarks.numbers.competitors import READ, best
+from benchmarks.numbers.adapted_base import BATCH, LORA, RATE, products_in
+from benchmarks.numbers.competitors import READ, decay
 from cqwen_dist.batch import IGNORE_INDEX, pad_rows
 from cqwen_dist.config.trainable import is_lora
 from cqwen_dist.data.tokenizer import DigitTokenizer
@@ -38,7 +38,6 @@ class DigitText:
         self.parameters = [p.requires_grad_() for name, p in self.model.named_parameters() if is_lora(name)]
         for parameter in self.parameters:
             parameter.data = parameter.data.float()
-        self._start = [parameter.detach().clone() for parameter in self.parameters]
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model.to(self._device)
         end = self.tokenizer.eos_token_id
@@ -47,33 +46,22 @@ class DigitText:
         texts = [f"{value:.{WHOLE if float(value).is_integer() else ROUNDED}g}" for value in y]
         self._answers = [[*self.tokenizer.encode(text, begin=False)[0], self._end] for text in texts]
 
-    def learn(self, train: np.ndarray, valid: np.ndarray) -> None:
-        """Train the adapters. train, valid: as in `competitors.learnt`."""
-
-        def lost(_: None) -> float:
-            return float(np.mean([float(self._loss(some)) for some in _split(valid)]))
-
-        trained, _ = best(self._epochs, lost, RATES, train)
-        trained(np.concatenate([train, valid]))
+    def learn(self, rows: np.ndarray) -> None:
+        """Train the adapters on some rows."""
+        optimizer = torch.optim.AdamW(self.parameters, lr=RATE)
+        schedule = decay(optimizer, self.epochs * -(-len(rows) // BATCH))
+        for _ in range(self.epochs):
+            for some in _split(rows[torch.randperm(len(rows)).numpy()], BATCH):
+                optimizer.zero_grad()
+                self._loss(some).backward()
+                optimizer.step()
+                schedule.step()
 
     def write(self, rows: np.ndarray, copies: int) -> np.ndarray:
         """Numbers [m,copies] for rows [m], sampled, or greedy if copies is 1; NaN if a text is not a number."""
         torch.manual_seed(0)
         with torch.no_grad(), products_in(self._precision, self._device):
             return np.concatenate([self._write(some, copies) for some in _split(rows, READ // 8)])
-
-    def _epochs(self, rate: float, rows: np.ndarray) -> Iterator[None]:
-        torch.manual_seed(0)
-        with torch.no_grad():
-            for parameter, value in zip(self.parameters, self._start, strict=True):
-                parameter.copy_(value)
-        optimizer = torch.optim.AdamW(self.parameters, lr=rate)
-        for _ in range(self.epochs):
-            for some in _split(rows[torch.randperm(len(rows)).numpy()], BATCH):
-                optimizer.zero_grad()
-                self._loss(some).backward()
-                optimizer.step()
-            yield
 
     def _loss(self, rows: np.ndarray) -> Tensor:
         """Mean cross-entropy over the answer tokens, including the end token."""

@@ -91,8 +91,8 @@ PROTOCOLS = {
 class Benchmark:
     """A benchmark that writes to the folder `out`.
 
-    heads: also compare with heads trained on z. lora_epochs: also train these heads together with adapters for at most
-    this number of epochs; 0 disables it. test_rows: the maximum number of test rows per split; None for all.
+    heads: also compare with heads trained on z. lora_epochs: also train these heads together with adapters for so many
+    epochs; 0 disables it. test_rows: the maximum number of test rows per split; None for all.
     """
 
     data: Path
@@ -196,11 +196,11 @@ class Benchmark:
     ) -> Iterator[tuple[str, dict[str, float]]]:
         """Trains the competitors with adapters in a split's folder and yields (title, scores), skipping those known."""
         from benchmarks.numbers.adapted_base import Adapted
-        from benchmarks.numbers.competitors import ARMS, SAMPLES
+        from benchmarks.numbers.competitors import ADAPTED, ARMS, SAMPLES
         from benchmarks.numbers.digits_as_text import DigitText
 
         ways = {"text, greedy": 1, f"text, median of {SAMPLES}": SAMPLES}
-        titles = {arm: f"{arm}, LoRA, epochs: {self.lora_epochs}" for arm in (*ARMS, *ways)}
+        titles = {arm: f"{arm}, LoRA, epochs: {self.lora_epochs}" for arm in (*ADAPTED, *ways)}
         titles = {arm: title for arm, title in titles.items() if title not in known}
         if not titles:
             return
@@ -216,7 +216,7 @@ class Benchmark:
             return
         start = time.perf_counter()
         text = DigitText(self.base, made.prompts, values, self.lora_epochs, z.precision)
-        text.learn(parts.train, parts.valid)
+        text.learn(parts.train)
         for way in [way for way in ways if way in titles]:
             numbers = text.write(parts.test, ways[way])
             numbers[np.isnan(numbers).all(1)] = np.median(values[parts.train])

@@ -29,6 +29,7 @@ LEAST_READ = 40  # rows of each part that are read however little time there is
 LEAST_STEPS = 25  # of the heads
 ASIDE = 0.1  # share of the time that is not planned
 EVALUATIONS = 4  # during training
+MOST_EPOCHS = 3.0  # of adapters (docs/measurements.md, Free text)
 CONFIG = """\
 # Made by `cqwen fit`. Train it (again, or on with other settings): cqwen train {config}
 model:
@@ -53,14 +54,8 @@ loss:
   words: none  # the column's number is what is learnt, not the words around it
   target_transform: {transform}
 stages:
-  # Only the heads: z is computed once and read from disk.
-  - name: heads
-    train: [abduction, regression]  # the words' own rows and thresholds stay the base's
-    steps: {heads_steps}
-    lr: {start_rate:.1e}  # a tenth of {dense} / {hidden}, the base's hidden size: the closed form is the better fit
-    lr_groups: {{regression: 1.0e-3}}
-    warmup_steps: {warmup}
-{lora}train:
+{stage}    warmup_steps: {warmup}
+train:
   global_batch_size: {batch}
   micro_batch_size: {batch}
   precision: {precision}
@@ -71,14 +66,21 @@ stages:
 run:
   dir: {run}
 """
+HEADS = """\
+  # Only the heads: z is computed once and read from disk.
+  - name: heads
+    train: [abduction, regression]  # the words' own rows and thresholds stay the base's
+    steps: {heads_steps}
+    lr: {rate:.1e}  # a tenth of {dense} / {hidden}, the base's hidden size: the closed form is the better fit
+    lr_groups: {{regression: 1.0e-3}}
+"""
 LORA = """\
-  # Then adapters in the backbone: about {minutes:.0f} minutes on this machine.
+  # Adapters in the backbone: about {stage_minutes:.0f} minutes on this machine. The heads have begun in closed form.
   - name: lora
     train: [abduction, regression, embedding, lora]
     epochs: {epochs:g}
-    lr: {rate:.1e}
+    lr: {rate:.1e}  # {dense} / {hidden}, the base's hidden size
     lr_groups: {{regression: 1.0e-3, embedding: 1.0e-4, lora: 5.0e-4}}
-    warmup_steps: {warmup}
 """
 
 
@@ -140,7 +142,8 @@ def measure_pace(base: str, tokens: int, seconds: float = 30.0) -> Pace:
 class Chosen:
     """The chosen settings. rows: to learn from, to watch, to judge by; fewer than there are if time is short.
 
-    epochs: in the LoRA stage; 0 if there is no time for it. minutes: of everything, about.
+    The one stage trains adapters too, or without time for an epoch of that the heads alone. epochs: with adapters;
+    heads_steps: without; the other is 0. minutes: of everything, about; stage_minutes: of the stage.
     """
 
     rows: tuple[int, int, int]
@@ -150,7 +153,7 @@ class Chosen:
     batch: int
     heads_steps: int
     epochs: float
-    lora_minutes: float
+    stage_minutes: float
 
 
 def choose(
@@ -181,13 +184,14 @@ def choose(
     features = _reading_seconds(rows, pace)
     evaluations = 1.5 * (EVALUATIONS + 1) * rows[1] * pace.forward  # trained adapters invalidate cached z
     epoch = 1.4 * rows[0] * pace.both  # 1.4: including adapters and heads
-    left = time_s - features - heads * a_step
-    epochs = min(max((left - evaluations) / epoch, 0.0), 8.0)
-    epochs = math.floor(4 * epochs) / 4  # quarters
-    lora = epochs * epoch + (evaluations if epochs else 0.0)
-    in_all = (apart + features + heads * a_step + lora) / 60
+    epochs = min(math.floor(4 * (time_s - features - evaluations) / epoch) / 4, MOST_EPOCHS)
+    if epochs < 1:
+        epochs, trained = 0.0, heads * a_step
+    else:
+        heads, trained = 0, epochs * epoch + evaluations
+    in_all = (apart + features + trained) / 60
     kept = (int(rows[0]), int(rows[1]), int(rows[2]))
-    return Chosen(kept, in_all, best_transform(values), length, batch, heads, epochs, lora / 60)
+    return Chosen(kept, in_all, best_transform(values), length, batch, heads, epochs, trained / 60)
 
 
 def _reading_seconds(rows: np.ndarray, pace: Pace) -> float:
@@ -234,30 +238,23 @@ def fit_files(folder: Path, request: FitRequest) -> list[FitFiles]:
 
 def config_text(files: FitFiles, base: str, choice: Chosen, pace: Pace, rows: int, seed: int, **data: Any) -> str:
     """A run's config as YAML with comments. data: prompt, text and target, for `data.prompt_template` and so on."""
-    rate = dense_rate(pace.hidden)
-    lora = ""
-    steps = choice.heads_steps
-    if choice.epochs:
-        of_lora = round(choice.epochs * rows / choice.batch)
-        warmup = min(of_lora // 5, 20)
-        lora = LORA.format(minutes=choice.lora_minutes, epochs=choice.epochs, rate=rate, warmup=warmup)
-        steps += of_lora
+    steps = round(choice.epochs * rows / choice.batch) or choice.heads_steps
+    stage, rate = (LORA, 1.0) if choice.epochs else (HEADS, 0.1)
+    numbers = {**vars(choice), **pace._asdict(), "rows": rows}
     return CONFIG.format(
         config=files.config,
         base=_quoted(base),
         train=_quoted(str(files.table / "train.csv")),
         valid=_quoted(str(files.table / "valid.csv")),
-        warmup=min(choice.heads_steps // 5, 20),
+        warmup=min(steps // 5, 20),
         random_features=RANDOM_FEATURES,
         depths=DEPTHS,
         wide=WIDE_FOR_MANY if rows > MANY else WIDE,
-        dense=DENSE,
-        lora=lora,
+        stage=stage.format(dense=DENSE, rate=rate * dense_rate(pace.hidden), **numbers),
         seed=seed,
         every=max(25, -(-steps // EVALUATIONS)),
         run=_quoted(str(files.run)),
-        start_rate=rate / 10,
-        **{**vars(choice), **pace._asdict(), "rows": rows},
+        **numbers,
         **{name: _quoted(text) for name, text in data.items()},
     )
 

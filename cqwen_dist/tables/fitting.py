@@ -244,7 +244,7 @@ def _in_time(
         say(f"note: {request.minutes:g} minutes are too few for all rows here (--minutes gives more). Drawn: {kept}")
         parts = Parts(*(some_of(part, n, request.seed) for part, n in zip(parts, choice.rows, strict=True)))
     if choice.epochs:
-        say(f"{choice.epochs:g} epochs of adapters, about {choice.lora_minutes:.0f} minutes; {pace.precision}")
+        say(f"{choice.epochs:g} epochs of adapters, about {choice.stage_minutes:.0f} minutes; {pace.precision}")
     else:
         say(f"note: no time for adapters in {request.minutes:g} minutes: heads alone (--minutes gives more)")
     minutes = choice.minutes * request.runs

@@ -408,11 +408,12 @@ def test_only_targets_over_many_orders_of_magnitude_become_logarithms() -> None:
     assert best_transform(np.array([1.0] * 15 + [2.0] * 5)) in ("standardise", "standardise_log")
 
 
-@pytest.mark.parametrize(("minutes", "least", "most"), [(1, 0, 0), (20, 1, 8), (10_000, 8, 8)])
+@pytest.mark.parametrize(("minutes", "least", "most"), [(1, 0, 0), (20, 1, 3), (10_000, 3, 3)])
 def test_the_remaining_time_goes_to_adapters(minutes: float, least: float, most: float) -> None:
     chosen = choose(NORMAL, TOKENS, 150, 150, PACE, minutes)
     assert least <= chosen.epochs <= most
-    assert chosen.lora_minutes <= 0.8 * minutes or chosen.epochs == 8
+    assert bool(chosen.epochs) != bool(chosen.heads_steps)
+    assert chosen.stage_minutes <= 0.8 * minutes
 
 
 @pytest.mark.parametrize(("forward", "minutes"), [(0.2, 4), (0.07, 30), (0.001, 2)])
@@ -420,7 +421,7 @@ def test_rows_and_steps_fit_the_time(forward: float, minutes: float) -> None:
     pace = Pace(forward, 3 * forward, "fp32", 576)
     chosen = choose(np.resize(NORMAL, 1200), TOKENS, 400, 400, pace, minutes)
     assert chosen.minutes <= minutes
-    assert chosen.heads_steps >= LEAST_STEPS
+    assert chosen.heads_steps >= LEAST_STEPS or chosen.epochs >= 1
     capped = chosen.rows != (1200, 400, 400)
     assert capped == (forward > 0.01 and minutes < 30)
     assert all(rows >= LEAST_READ for rows in chosen.rows)
@@ -440,19 +441,17 @@ def test_the_sequence_length_fits_the_longest_row_up_to_a_limit(tmp_path: Path) 
 
 def test_the_chosen_config_trains(tmp_path: Path) -> None:
     odd = 'a "quoted"\nprompt of {city}: ä '
-    for minutes, stages in ((20, ["heads", "lora"]), (1, ["heads"])):
+    for minutes, name, rate in ((20, "lora", "2.1e-05"), (1, "heads", "2.1e-06")):
         chosen = choose(NORMAL, TOKENS, 150, 150, PACE, minutes)
         path = tmp_path / "fit.yaml"
         keys = {"prompt": odd, "text": "{score}", "target": "score", "numbers": {}, "empty": "-"}
         files = FitFiles(path, tmp_path / "run", tmp_path / "table")
         path.write_text(config_text(files, "b", chosen, PACE, 1000, 7, **keys), "utf-8")
         config = load_config(path)
-        assert [stage.name for stage in config.stages] == stages
+        (stage,) = config.stages
+        assert (stage.name, f"{stage.lr:.1e}") == (name, rate), "of H = 576"
         assert config.data.prompt_template == odd
         assert config.train.seed == 7
-        assert [f"{stage.lr:.1e}" for stage in config.stages] == ["2.1e-06", "2.1e-05"][: len(stages)], "of H = 576"
-        assert config.stages[0].warmup_steps == min(chosen.heads_steps // 5, 20)
-        if chosen.epochs:
-            assert 0 < config.stages[1].warmup_steps <= chosen.epochs * 1000 / chosen.batch / 5
+        assert 0 < stage.warmup_steps <= (chosen.epochs * 1000 / chosen.batch or chosen.heads_steps) / 5
         assert config.model.start_numbers == 1000
         assert config.model.wide == (2**18, 6144, 4)
