@@ -19,7 +19,7 @@ from cqwen_dist.ops.ovr.head import TermOptions
 
 OF_BASE = ("max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-EXPORT_FORMAT = 1  # of config.json and the weights; increase it when either changes its meaning
+EXPORT_FORMAT = 2  # of config.json and the weights; increase it when either changes its meaning
 
 
 class CausalQwenConfig(PretrainedConfig):
