@@ -82,7 +82,7 @@ def test_fit_is_judged_on_unseen_rows(fitted: tuple[Path, list[object]]) -> None
     assert of_seeds["reach"] == pytest.approx(12.7062 * spread, rel=1e-5, abs=1e-12)  # 0 if no step improved a start
     config, other = load_config(out / "fit.yaml"), load_config(out / "fit-1.yaml")
     assert (other.train.seed, Path(other.run.dir)) == (config.train.seed + 1, out / "run-1")
-    assert [stage.name for stage in config.stages] == ["heads", "lora"]
+    assert [stage.name for stage in config.stages] == ["lora"]
     page = html.unescape((out / "report.html").read_text(encoding="utf-8"))
     assert 0 < page.index(found["verdict"]) < page.index("The largest errors") < page.index("At a glance</h2>")
     assert "Words right" not in page[page.index("<main>") : page.index("All last metrics")]
