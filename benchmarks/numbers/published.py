@@ -245,24 +245,7 @@ def _predicted(file: Path) -> np.ndarray:
 def write_table(name: str, protocol: Protocol, data: Path, folder: Path) -> None:
     """Writes table.csv, and splits.json with lists of test rows: published ones, or drawn with the split number."""
     folder.mkdir(parents=True, exist_ok=True)
-    columns = [*filter(None, protocol.columns.split(",")), protocol.target]
-    rows: list[dict[str, Any]]
-    if protocol.columns:
-        lines = (data / protocol.file).read_text(encoding="utf-8").splitlines()
-        cells = ((f"{float(cell):g}" for cell in line.split(",")) for line in lines)
-        rows = [dict(zip(columns, of_line, strict=True)) for of_line in cells]
-    elif name in RATED or name == "functions":
-        found = rated(data / protocol.file, RATED[name]) if name in RATED else sources()
-        rows = [{"text": text, protocol.target: number} for text, number in drawn(found)]
-    elif not protocol.file:
-        rows = list(_sums(1 if name == "addition" else -1))
-    elif name == "gsm8k":
-        records = records_in(str(data / protocol.file))
-        answers = [record["answer"].rpartition("#### ")[2].replace(",", "") for record in records]
-        rows = [{"question": r["question"], protocol.target: a} for r, a in zip(records, answers, strict=True)]
-    else:
-        records = records_in(str(data / protocol.file))
-        rows = [dict(record) for record in records]
+    rows = _rows(name, protocol, data)
     with (folder / "table.csv").open("w", encoding="utf-8", newline="") as file:
         write_csv(rows, file)
     published = data / protocol.file.replace(".csv", ".splits.json")
@@ -272,6 +255,25 @@ def write_table(name: str, protocol: Protocol, data: Path, folder: Path) -> None
         learnt = protocol.learnt or round(0.8 * len(rows))
         splits = [np.random.default_rng(k).permutation(len(rows))[learnt:].tolist() for k in range(SPLITS)]
     (folder / "splits.json").write_text(json.dumps(splits), encoding="utf-8")
+
+
+def _rows(name: str, protocol: Protocol, data: Path) -> list[dict[str, Any]]:
+    """The rows of a set."""
+    if protocol.columns:
+        columns = [*protocol.columns.split(","), protocol.target]
+        lines = (data / protocol.file).read_text(encoding="utf-8").splitlines()
+        cells = ((f"{float(cell):g}" for cell in line.split(",")) for line in lines)
+        return [dict(zip(columns, of_line, strict=True)) for of_line in cells]
+    if name in RATED or name == "functions":
+        found = rated(data / protocol.file, RATED[name]) if name in RATED else sources()
+        return [{"text": text, protocol.target: number} for text, number in drawn(found)]
+    if not protocol.file:
+        return list(_sums(1 if name == "addition" else -1))
+    records = [dict(record) for record in records_in(str(data / protocol.file))]
+    if name == "gsm8k":
+        answers = [record["answer"].rpartition("#### ")[2].replace(",", "") for record in records]
+        return [{"question": r["question"], protocol.target: a} for r, a in zip(records, answers, strict=True)]
+    return records
 
 
 def _sums(sign: int) -> Iterator[dict[str, int]]:
