@@ -30,6 +30,7 @@ OTHERS = {  # what each run changes
 OWN = {f"model.features.embedding.{name}" for name in ("w_num", "num_row")}
 LAYOUTS = {
     "one rank": (1, []),
+    "ZeRO-1": (2, ["parallel.zero_stage=1"]),
     "ZeRO-2": (2, ["parallel.zero_stage=2", "parallel.vocab_group_size=2"]),
     "ZeRO-3": (2, ["parallel.zero_stage=3", "deepspeed.zero_optimization.stage3_param_persistence_threshold=100"]),
 }
@@ -82,7 +83,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(folder, model=named, train__checkpoint_every=2, train__eval_every=2)
 
 
-@pytest.mark.parametrize("layout", ["one rank", *(pytest.param(f"ZeRO-{i}", marks=pytest.mark.slow) for i in (2, 3))])
+@pytest.mark.parametrize("layout", ["one rank", *(pytest.param(f"ZeRO-{i}", marks=pytest.mark.slow) for i in (1, 2, 3))])
 def test_runs_in_one_job_equal_runs_alone_also_after_a_kill(config: Path, layout: str, tmp_path: Path) -> None:
     """Heads and LoRA stages, with dropout; stopped in the middle, where one of them has one step less, then killed."""
     world, options = LAYOUTS[layout]
