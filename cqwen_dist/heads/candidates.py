@@ -81,7 +81,7 @@ class WithCandidates(NumberHead):
             first, k = characters(values, 1)[..., 0], again(values)
             first = first.where(first >= 0, len(CHARACTERS))  # no numeral: a row of zeros
             rows = F.pad(net.candidate_characters, (0, 0, 0, 1))
-            h = net.candidate_again.unflatten(0, (2, 2))[others(values).long()]  # [J,2,C_w]
+            h = net.candidate_again.unflatten(0, (2, 2))[beyond_places(values).long()]  # [J,2,C_w]
             both = (net.candidate_weight.unsqueeze(1) + h).unsqueeze(2) + rows
             every = both.abs().flatten(0, 2)  # of each candidate, k and character
             scales = (u.scale @ every.T).unflatten(-1, (-1, 2 * len(rows)))
@@ -206,7 +206,7 @@ class WithCandidates(NumberHead):
             self.net.candidate_characters.copy_(LINK * (rows - rows.mean(0)))
 
 
-def others(candidates: Tensor) -> Tensor:
+def beyond_places(candidates: Tensor) -> Tensor:
     """[J] bool: whether candidate j of [...,J] is no place of the text."""
     return torch.arange(candidates.shape[-1], device=candidates.device) >= PLACES
 
@@ -215,7 +215,7 @@ def again(candidates: Tensor) -> Tensor:
     """k of candidates [...,J] float64, int64: for a place of the text 0, or 1 if another place has its value; for any
     other candidate 2, or 3 if a place has its value. Exactly equal, as computed values are rounded."""
     held = (candidates.unsqueeze(-1) == candidates[..., None, :PLACES]).sum(-1)
-    rest = others(candidates).long()
+    rest = beyond_places(candidates).long()
     return 2 * rest + (held > 1 - rest)
 
 
