@@ -180,31 +180,51 @@ def _further(
     def epochs(rate: float, rows: np.ndarray) -> Iterator[nn.Module]:
         head = head_of(rows)
         optimizer = torch.optim.AdamW([*head.parameters(), *features.begin()], lr=rate)
-        schedule = decay(optimizer, features.epochs * -(-len(rows) // features.batch)) if features.once else None
         for _ in range(features.epochs):
             for some in torch.from_numpy(rows)[torch.randperm(len(rows))].split(features.batch):
                 optimizer.zero_grad()
                 arm.loss(head, features(some), arm.goal[some]).backward()
                 optimizer.step()
-                if schedule is not None:
-                    schedule.step()
             yield head
 
     def lost(head: nn.Module) -> float:
         return float(arm.loss(head, _read(features, valid), arm.goal[valid]))
 
     if features.once:
-        *_, head = epochs(features.rates[0], train)
+        head = head_of(train)
+        train_once(
+            [*head.parameters(), *features.begin()],
+            lambda some: arm.loss(head, features(some), arm.goal[some]),
+            train,
+            features.epochs,
+            features.rates[0],
+            features.batch,
+        )
         with torch.no_grad():
             return lambda rows: head, lost(head)
     return best(epochs, lost, features.rates, train)
 
 
-def decay(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
-    """Cosine after `WARM` steps, as a run's stages have it."""
-    return torch.optim.lr_scheduler.LambdaLR(
+def train_once(
+    parameters: Sequence[nn.Parameter],
+    loss: Callable[[Tensor], Tensor],
+    rows: np.ndarray,
+    epochs: int,
+    rate: float,
+    batch: int,
+) -> None:
+    """Trains parameters in place, by the loss of row indices [m]. The rate falls as a run's does: a cosine after `WARM`
+    steps."""
+    optimizer, steps = torch.optim.AdamW(parameters, lr=rate), epochs * -(-len(rows) // batch)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / WARM) * (1 + math.cos(math.pi * step / steps)) / 2
     )
+    for _ in range(epochs):
+        for some in torch.from_numpy(rows)[torch.randperm(len(rows))].split(batch):
+            optimizer.zero_grad()
+            loss(some).backward()
+            optimizer.step()
+            schedule.step()
 
 
 def _read(features: Features, rows: np.ndarray) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.numbers.adapted_base import BATCH, LORA, RATE, products_in
-from benchmarks.numbers.competitors import READ, decay
+from benchmarks.numbers.competitors import READ, train_once
 from cqwen_dist.batch import IGNORE_INDEX, pad_rows
 from cqwen_dist.config.trainable import is_lora
 from cqwen_dist.data.tokenizer import DigitTokenizer
@@ -48,14 +48,7 @@ class DigitText:
 
     def learn(self, rows: np.ndarray) -> None:
         """Train the adapters on some rows."""
-        optimizer = torch.optim.AdamW(self.parameters, lr=RATE)
-        schedule = decay(optimizer, self.epochs * -(-len(rows) // BATCH))
-        for _ in range(self.epochs):
-            for some in _split(rows[torch.randperm(len(rows)).numpy()], BATCH):
-                optimizer.zero_grad()
-                self._loss(some).backward()
-                optimizer.step()
-                schedule.step()
+        train_once(self.parameters, lambda some: self._loss(some.numpy()), rows, self.epochs, RATE, BATCH)
 
     def write(self, rows: np.ndarray, copies: int) -> np.ndarray:
         """Numbers [m,copies] for rows [m], sampled, or greedy if copies is 1; NaN if a text is not a number."""

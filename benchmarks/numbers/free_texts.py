@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ast
 import io
-import json
 import subprocess
+import sys
 import sysconfig
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+
+from benchmarks.gsm8k import read_problems
 
 Rows = Iterator[tuple[str, float]]  # a text and its number
 ROWS = 2000
@@ -65,10 +67,9 @@ def commits() -> Rows:
 
 def gsm8k(file: Path) -> Rows:
     """The questions, and the log of their answers."""
-    for line in file.read_text("utf-8").splitlines():
-        record = json.loads(line)
-        if (answer := float(record["answer"].rpartition("####")[2].replace(",", ""))) > 0:
-            yield record["question"], float(np.log(answer))
+    for question, _, answer in read_problems(file, sys.maxsize):
+        if answer > 0:
+            yield question, float(np.log(answer))
 
 
 def rated(package: Path, name: str) -> Rows:

@@ -75,8 +75,8 @@ class WidePart(Beside):
         depths: int = 0,
         hidden_size: int = 0,
     ) -> None:
-        """columns: of each table. random_features: 0 for none. depths: of the base's layers that it reads
-        (`model.depths`), each of hidden_size; 0 for none."""
+        """columns: of each table. random_features: 0 for none. depths: how many of the base's layers it reads
+        (`model.depths`), 0 for none. hidden_size: H of these layers."""
         super().__init__()
         self.num_token_id = num_token_id
         self.weight = nn.Parameter(torch.zeros(KINDS * FOLDS, columns), requires_grad=False)

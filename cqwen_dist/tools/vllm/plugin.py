@@ -29,7 +29,7 @@ class VllmConfigOfModel(CausalQwenConfig):
 
 
 def configs_of(config: Any) -> list[Any]:
-    """The configs of all runs of an engine. config: the first; `further`: (folder, config as a dict) of the others."""
+    """The config of each run in an engine. config: the first; `further`: (folder, config as a dict) of the others."""
     return [config, *(CausalQwenConfig.from_dict(each, name_or_path=folder) for folder, each in config.further)]
 
 

@@ -5,8 +5,8 @@ only part that learns which request is in which batch row, with its `extra_args`
 a table of values [requests, positions]. The model reads its tokens' values from the table and writes the number that
 would come next, which is the value in the next step if <NUM> is chosen.
 
-A request's extra_args: numbers, the values of its prompt's <NUM>, in order; digits and mode as in `generate`; run, the
-place of its run among those that are served; key, under which `NumbersWorker.numbers_of` gives its numbers out.
+A request's extra_args: numbers, the values of its prompt's <NUM>, in order; digits and mode as in `generate`; run,
+0 for the first that is served; key, under which `NumbersWorker.numbers_of` gives its numbers out.
 """
 
 from __future__ import annotations
