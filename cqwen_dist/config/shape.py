@@ -18,7 +18,7 @@ LONGEST_NUMERAL = 17  # a sign, nine digits, a point and six decimals; or a sign
 
 
 class NumberKey(NamedTuple):
-    """A config key that changes the number head's type (`heads.number_kinds`)."""
+    """A config key that changes the number head's type (`heads.action.number_head_of`)."""
 
     key: str
     default: Any

@@ -6,7 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cqwen_dist.heads.number_kinds import number_head_of
+from cqwen_dist.config.custom import unusable
+from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.shape import NONE
+from cqwen_dist.heads.candidates import WithCandidates
+from cqwen_dist.heads.number_head import NumberHead
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import WordHead
 from cqwen_dist.parallel.groups import ALONE, Groups
@@ -103,6 +107,27 @@ class ActionNetwork(nn.Module):
         scores, value = self.scores(u_prime), self.number_head.value(u_prime)
         scores.loc.threshold = self.threshold  # type: ignore[attr-defined]  # a loss with another C warns
         return scores.loc, scores.scale, value.loc, value.scale
+
+
+def number_head_of(net: ActionNetwork, config: Any, own: Callable[..., Any] | None = None) -> NumberHead:
+    """The head for a model's config; its parameters go into the action network. Raises `UserError`.
+
+    own: the custom class named by `number_head`.
+    """
+    candidates = getattr(config, "candidates", NONE)
+    if own is None:
+        head = NumberHead(net, config)
+        return head if candidates == NONE else WithCandidates(head, net, config)
+    if candidates != NONE:
+        raise UserError("model.candidates", candidates, "none with a number head of your own")
+    try:
+        found: NumberHead = own(net, config)
+        if not callable(getattr(found, "decide", None)):
+            raise TypeError("it is no NumberHead")
+    except Exception as error:  # user code may raise anything
+        allowed = "a subclass of cqwen_dist.heads.number_head.NumberHead (docs/training.md)"
+        raise unusable("model.number_head", config.number_head, error, allowed) from error
+    return found
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import AS_WRITTEN, TermOptions
 from cqwen_dist.ops.ovr.loss import PLAIN, OvrOptions
 from cqwen_dist.ops.regression import GATES, Gate, gate_of
-from cqwen_dist.parallel.vocab_parallel import vocab_parallel_loss, vocab_parallel_partial
+from cqwen_dist.parallel.vocab_parallel import vocab_parallel_loss
 
 
 def gate_named(name: str, outside: str | Path = "") -> Gate:
@@ -45,8 +45,6 @@ class TokenLabels:
 
     words: Tensor  # [N] int64, ids in the full vocabulary
     numbers: NumberLabels  # labels of the number head
-    partial: Tensor | None = None  # [M,2] int64: (index of a position with word IGNORE_INDEX, w or ~w for "not w")
-    partial_counts: list[int] | None = None  # M of each rank of the vocabulary group
 
 
 @dataclass(frozen=True)
@@ -111,14 +109,6 @@ def fused_loss(
         token_counts,
     )
     assert out.p_num is not None
-    words, cls_sum = out.loss, out.per_token.sum()
-    # Partial labels, if any rank of the group has some: the call is collective, so this rank's own must not decide
-    if labels.partial is not None and any(counts := labels.partial_counts or [len(labels.partial)]):
-        place, wanted = labels.partial.unbind(1)
-        seen, head = action.word_part(u_prime), action.word_head()
-        at = Cauchy(seen.loc[place], seen.scale[place])
-        of_partial = vocab_parallel_partial(at, head, wanted, token_weight, options.ovr, group, counts)
-        words, cls_sum = words + of_partial[0], cls_sum + of_partial[1]
     # Numbers: local to this rank, since W_reg is replicated. The gate weights each NLL by P of <NUM>.
     stop = options.gate_grad == "stop"
     p_num = out.p_num.detach() if stop else out.p_num
@@ -126,9 +116,9 @@ def fused_loss(
     gates = gate_of(options.gate)(labels.numbers.is_number, p_num, options.alpha)
     reg_sum = (gates * nll).sum()  # 0 without numbers, but in the graph: all ranks need gradients for W_reg
     return LossTerms(
-        loss=words + token_weight * decided + number_weight * reg_sum,
-        cls_sum=cls_sum + decided.detach(),
-        nll_sum=cls_sum.new_zeros(()) if out.nll is None else out.nll.sum(),
+        loss=out.loss + token_weight * decided + number_weight * reg_sum,
+        cls_sum=out.per_token.sum() + decided.detach(),
+        nll_sum=reg_sum.new_zeros(()) if out.nll is None else out.nll.sum(),
         reg_sum=reg_sum.detach(),
         prob_sum=out.prob_sum,
         p_num=out.p_num.detach(),

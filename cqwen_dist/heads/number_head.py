@@ -1,7 +1,7 @@
 """The number head: labels, law, loss, decision, start and metrics of numbers.
 
-This module has the interface and the plain head. `heads.number_kinds` has the other kinds, and selects one by the
-model's config; no other module makes this choice.
+This module has the interface and the plain head. `heads.action.number_head_of` selects one by the model's config; no
+other module makes this choice.
 
 Letters: N positions, M numbers, C dimensions of U, R values, K numbers in memory. Values are float64 in the raw unit;
 laws and labels are fp32 in the target's unit (`CausalQwenConfig.target`).

@@ -20,7 +20,6 @@ from cqwen_dist.config.training import LoraConfig
 from cqwen_dist.heads.abduction import ABDUCTIONS, abduction_named, make_abduction
 from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.heads.beside import make_beside
-from cqwen_dist.heads.number_kinds import NUMBER_KINDS
 from cqwen_dist.heads.precision import made_in_fp32
 from cqwen_dist.model.backbone import FeatureExtractionNetwork
 from cqwen_dist.model.base_loading import base_tokenizer, load_base
@@ -31,7 +30,7 @@ from cqwen_dist.model.lora import inject_lora
 from cqwen_dist.model.modules import CausalModules, FeatureStack
 
 W_NUM_SEED = 0
-SHAPE = {*signature(CausalQwenConfig).parameters, *NUMBER_KEYS, *NUMBER_KINDS} - {"base", "num_token_id", "kwargs"}
+SHAPE = {*signature(CausalQwenConfig).parameters, *NUMBER_KEYS} - {"base", "num_token_id", "kwargs"}
 
 
 def classes_of(config: CausalQwenConfig, loaded: str | None = None) -> tuple[Any, Any]:

@@ -25,7 +25,6 @@ from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.best import first_best
 from cqwen_dist.ops.ovr.head import WordHead
 from cqwen_dist.ops.ovr.loss import PLAIN, OvrOptions, ovr_loss
-from cqwen_dist.ops.ovr.reference import ovr_partial
 from cqwen_dist.ops.ovr.scores import OvrScores, ovr_scores, prob_sums, probs
 from cqwen_dist.ops.ovr.seen import RankBy, TopWord
 from cqwen_dist.parallel.collectives import gather_rows
@@ -90,33 +89,6 @@ def vocab_parallel_loss(
         p_num=None if p_num is None else own[:, -1],
         best=best,
     )
-
-
-def vocab_parallel_partial(
-    u: Cauchy,
-    head: WordHead,
-    words: Tensor,
-    token_weight: float,
-    options: OvrOptions,
-    group: ProcessGroup | None,
-    counts: list[int],
-) -> tuple[Tensor, Tensor]:
-    """The BCE of single (token, word) pairs with class weights w_k (S4 3.3.1). Returns (loss, this rank's sum).
-
-    u: U' of each label's token [M_r,C]; words [M_r]: as in `ovr_partial`; counts: M_r of each rank of the group.
-    The loss is as in `VocabParallelOutput`. The sum covers this rank's labels, detached and without token_weight.
-    Collective over `group`, forward and backward.
-    """
-    every = gather_tokens(words, counts, group)
-    bce = ovr_partial(gather_law(u, counts, group), head, every, options.terms)
-    if options.class_weights is not None and len(head.weight):
-        # ~word marks a word that is known not to follow. Words of other ranks have a BCE of 0 here, so any row will do.
-        row = (torch.where(every < 0, ~every, every) - head.start).clamp(0, len(head.weight) - 1)
-        bce = bce * options.class_weights[row]
-    if options.vocab_reduction == "mean":
-        bce = bce / head.words
-    own = scatter_sum_tokens(bce.detach(), counts, group)
-    return sum_partials(token_weight * bce.sum(), group), own.sum()
 
 
 def gather_law(u: Cauchy, counts: list[int], group: ProcessGroup | None) -> Cauchy:

@@ -23,8 +23,8 @@ SHAPES = {
     "scalar C, exp": {"scalar_threshold": True, "scale_activation": "exp"},
     "standardised": {"target": {"name": "standardise", "median": 152.0, "scale": 40.5}},
     "lora": {"lora": LORA},
-    "types of number": {"number_types": 3, "number_dims": 2},
-    "several values": {"more_values": 1},
+    "copies": {"candidates": "copies", "number_dims": 2},
+    "law": {"target": {"name": "standardise", "median": 152.0, "scale": 40.5, "law": "laplace"}},
     "wide": {"wide": 64, "random_features": 8, "depths": 2, "number_dims": 2, "candidates": "arithmetic"},
 }
 

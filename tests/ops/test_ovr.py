@@ -180,26 +180,12 @@ def test_all_options_together():
         "token_weights": torch.rand(11, generator=make),
         "class_weights": torch.rand(300, generator=make),
         "used_rows": 280,
-        "vocab_reduction": "mean",
         "want_prob_sum": True,
     }
     assert_as_exact_as_the_materialised(leaves, labels, "chunked", **options)
     assert_as_exact_as_the_materialised(
         [*leaves[:4], leaves[4].detach().mean().requires_grad_()], labels, "chunked", **options
     )
-
-
-@pytest.mark.parametrize("impl", ["reference", "chunked"])
-@pytest.mark.parametrize(("options", "words"), [({}, 300), ({"used_rows": 280}, 280), ({"vocab_size": 900}, 900)])
-def test_mean_reduction_divides_by_the_number_of_words(impl, options, words):
-    """Of the whole head, of the rows in use, and of a vocabulary that this is a slice of."""
-    leaves, labels = problem(11, 20, 300, gamma=0.05)
-    labels = labels.clamp(max=279)
-    total = gradients(leaves, labels, torch.float64, impl=impl, **options)
-    mean = gradients(leaves, labels, torch.float64, impl=impl, vocab_reduction="mean", **options)
-    torch.testing.assert_close(mean[0] * words, total[0], rtol=1e-12, atol=0)
-    for one, other in zip((*mean[1], mean[2]), (*total[1], total[2]), strict=True):
-        torch.testing.assert_close(one * words, other, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("label", [0, 1], ids=["at the label", "elsewhere"])
@@ -363,7 +349,6 @@ def test_bad_input_is_refused():
         (TypeError, (loc_u, scale_u.bfloat16(), weight, bias, threshold, labels), {}),
         (TypeError, (loc_u, scale_u, weight.bfloat16(), bias, threshold, labels), {}),
         (ValueError, (loc_u, scale_u, weight, bias, threshold, labels), {"impl": "triton"}),  # no CUDA here
-        (ValueError, (loc_u, scale_u, weight, bias, threshold, labels), {"vocab_reduction": "max"}),
         (ValueError, (loc_u, scale_u, weight, bias, threshold, labels), {"class_weights": torch.ones(4)}),
         (ValueError, (loc_u, scale_u, weight, bias, threshold, labels), {"used_rows": 2}),
         (ValueError, (loc_u, scale_u, weight, bias, threshold, labels - 40), {}),

@@ -162,7 +162,7 @@ def losses_with(groups: Groups, scalar: bool, options: dict[str, Any]) -> None:
     ("scalar", "options"),
     [
         pytest.param(True, {}, id="one threshold for all words"),
-        pytest.param(False, {"class_weights": True, "vocab_reduction": "mean"}, id="class weights, mean over words"),
+        pytest.param(False, {"class_weights": True}, id="class weights"),
         pytest.param(False, {"impl": "reference"}, id="reference"),
         pytest.param(False, {"used_rows": 9}, id="spare rows"),
         pytest.param(False, {"terms": TermOptions(1.0, 3.0)}, id="softmax term"),
@@ -324,70 +324,6 @@ def fused_losses(groups: Groups, tokens_of_ranks: int, gate_grad: str) -> None:
 @IN_GROUPS
 def test_words_and_numbers_equal_one_process(pool: Pool, world: int, group: int, tokens: int, gate_grad: str) -> None:
     pool(with_groups, world, fused_losses, group, tokens, gate_grad)
-
-
-def partial_labels(groups: Groups, tokens_of_ranks: int) -> None:
-    """S4 3.3.1: of some tokens single words alone are known; many on one rank, none on another. Against float64."""
-    ranks, rank = members(groups), dist.get_rank()
-    v0, v1 = vocab_range(13, groups.vocab_rank, groups.vocab_size)
-    counts = counts_of(tokens_of_ranks)
-    problem = Problem(13, counts, seed=6)
-    g = torch.Generator().manual_seed(1)
-    known = {  # of each rank: a few labels of its first token or two
-        r: [(i, int(w)) for i in range(min(2, n)) for w in torch.randint(-13, 13, (3 - i,), generator=g)]
-        for r, n in enumerate(counts)
-    }
-    tokens, net = problem.tokens([rank]), head(problem, v0, v1)
-    u = leaves(problem.loc[tokens], problem.scale[tokens])
-    labels = problem.labels.clone()
-    for r in ranks:
-        labels[[problem.tokens([r]).start + i for i, _ in known[r]]] = -100
-    out = fused_loss(
-        net,
-        Cauchy(*u),
-        TokenLabels(
-            labels[tokens],
-            NumberLabels(torch.zeros(counts[rank]), torch.zeros(counts[rank], dtype=torch.bool)),
-            partial=torch.tensor(known[rank], dtype=torch.int64).view(-1, 2),
-            partial_counts=[len(known[r]) for r in ranks],
-        ),
-        LossOptions(4, ovr=OvrOptions(problem.class_weights[v0:v1])),
-        token_weight=0.2,
-        number_weight=0.5,
-        group=groups.vocab,
-    )
-    out.loss.backward()
-
-    whole = head(problem, 0, 13).double()
-    loc, scale = leaves(problem.loc.double(), problem.scale.double())
-    scores = whole.scores(whole.add_noise(Cauchy(loc, scale)))
-    hit, miss = scores.log_sf(whole.threshold.double()), scores.log_cdf(whole.threshold.double())
-    weights, sums = problem.class_weights.double(), {r: torch.zeros((), dtype=torch.float64) for r in ranks}
-    for r in ranks:
-        first = problem.tokens([r]).start
-        for i in range(counts[r]):
-            if labels[first + i] >= 0:
-                y = torch.nn.functional.one_hot(labels[first + i], 13).bool()
-                sums[r] = sums[r] - (weights * torch.where(y, hit[first + i], miss[first + i])).sum()
-        for i, w in known[r]:
-            sums[r] = sums[r] - (weights[w] * hit[first + i, w] if w >= 0 else weights[~w] * miss[first + i, ~w])
-    assert abs(float(out.cls_sum) - float(sums[rank])) <= 1e-5 * max(float(sums[rank].detach()), 1.0)
-    total = 0.2 * sum(sums.values())
-    if not total.requires_grad:
-        return
-    total.backward()
-    assert_close(out.loss, total.float(), 1e-5, "loss of the group")
-    for a, b in ((u[0], loc), (u[1], scale)):
-        assert_close(a.grad, b.grad[tokens].float(), 1e-4, "U") if counts[rank] else None
-    for name in ("cls_weight", "cls_bias", "threshold"):
-        wanted = whole.get_parameter(name).grad[v0:v1].float()
-        assert_close(net.get_parameter(name).grad, wanted, 1e-4, name) if v1 > v0 else None
-
-
-@OF_TOKENS
-@IN_GROUPS
-def test_partial_labels_equal_float64(pool: Pool, world: int, group: int, tokens: int) -> None:
-    pool(with_groups, world, partial_labels, group, tokens)
 
 
 def calibration(groups: Groups) -> None:

@@ -40,8 +40,6 @@ def linear_ovr(
         A token with label == ignore_index has loss, per_token and gradients 0.
     token_weights: [N], constant factor per token (no gradient), for masks and global denominators.
     class_weights: [v], constant factor w_k of both terms of word k.
-    vocab_reduction: "mean" divides by the number of words: vocab_size (default v; required for a slice), or used_rows
-        if smaller.
     used_rows: leaves out words from this id on in the full vocabulary (reserved rows).
     impl: "chunked" (torch, any device), "triton" (CUDA: one kernel between the products), "reference" (materialises
         [N, v]); "auto" is "triton" for an fp32 or bf16 weight on CUDA, otherwise "chunked".

@@ -51,11 +51,6 @@ class WordHead(NamedTuple):
         return min((x for x in (self.vocab_size, self.used_rows) if x is not None), default=None)
 
     @property
-    def words(self) -> int:
-        """Denominator of a mean over the vocabulary: `limit` if known, otherwise the number of words here."""
-        return len(self.weight) if self.limit is None else self.limit
-
-    @property
     def real(self) -> torch.dtype:
         """Dtype of elementwise maths and sums: fp32, or fp64 for an fp64 weight."""
         return torch.promote_types(self.weight.dtype, torch.float32)

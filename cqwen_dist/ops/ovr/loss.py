@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,7 +33,6 @@ class OvrOptions:
     """Options of the loss; `linear_ovr` documents each one."""
 
     class_weights: Tensor | None = None  # [v]
-    vocab_reduction: Literal["sum", "mean"] = "sum"
     impl: str = "auto"
     ignore_index: int = -100
     want_prob_sum: bool = False
@@ -59,8 +57,7 @@ def ovr_loss(
     """
     head.check(u)
     _check(u, head, labels, token_weights, options)
-    # Labels become rows of the slice (-1: a label elsewhere), masks and the vocabulary mean become token weights
-    factor = 1.0 if options.vocab_reduction == "sum" else 1.0 / head.words
+    # Labels become rows of the slice (-1: a label elsewhere), masks become token weights
     valid = labels != options.ignore_index
     inside = valid & (labels >= head.start) & (labels < head.start + head.rows)
     weights = u.loc.new_ones(len(labels), dtype=head.real)
@@ -68,7 +65,7 @@ def ovr_loss(
         weights = token_weights.detach().to(head.real)
     targets = Targets(
         row=torch.where(inside, labels - head.start, -1),
-        token_weights=torch.where(valid, weights * factor, 0.0),
+        token_weights=torch.where(valid, weights, 0.0),
         class_weights=None
         if options.class_weights is None
         else options.class_weights.detach().to(head.real).contiguous(),
@@ -84,7 +81,7 @@ def ovr_loss(
             norm = log_norm(u, part, targets, maths)
             targets = targets._replace(log_norm=norm if of_all is None else of_all(norm))
         loss, per_token, prob_sum, nll, *_ = full(u, part, targets)
-        per_token = torch.where(valid, per_token * factor, 0.0)
+        per_token = torch.where(valid, per_token, 0.0)
         nll = None if nll is None else torch.where(valid, nll, 0.0)
         if targets.seen is None:
             return OvrOutput(loss, per_token, prob_sum, nll)
@@ -107,8 +104,6 @@ def _check(u: Cauchy, head: WordHead, labels: Tensor, token_weights: Tensor | No
     for name, tensor, size in (("token_weights", token_weights, n), ("class_weights", options.class_weights, v)):
         if tensor is not None and tensor.shape != (size,):
             raise ValueError(f"{name} must have shape ({size},), found {tuple(tensor.shape)}")
-    if options.vocab_reduction not in ("sum", "mean"):
-        raise ValueError(f"vocab_reduction must be 'sum' or 'mean', found {options.vocab_reduction!r}")
     if options.impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, found {options.impl!r}")
     if labels.device.type != "cpu":  # reading labels on a GPU would synchronise; the collator has checked them

@@ -2,14 +2,14 @@
 
 It materialises several [N, v] tensors and uses autograd, so it is for tests and small shapes.
 
-Shape letters: N tokens, C causal dimensions, v words of the slice, M single (token, word) pairs.
+Shape letters: N tokens, C causal dimensions, v words of the slice.
 """
 
 import torch
 from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy, log_prob_above, prob_above
-from cqwen_dist.ops.ovr.head import AS_WRITTEN, OvrOutput, Targets, TermOptions, WordHead
+from cqwen_dist.ops.ovr.head import OvrOutput, Targets, TermOptions, WordHead
 
 
 def ovr_reference(u: Cauchy, head: WordHead, targets: Targets) -> OvrOutput:
@@ -47,20 +47,6 @@ def _softmax_nll(loc: Tensor, is_label: Tensor, log_norm: Tensor | None) -> Tens
     if log_norm is not None:  # d log_norm / d norm is the slice's share of the normaliser
         norm = log_norm + (norm - norm.detach()) * (norm.detach() - log_norm).exp()
     return torch.where(is_label.any(1), norm - (loc * is_label).sum(1), norm - norm.detach())
-
-
-def ovr_partial(u: Cauchy, head: WordHead, words: Tensor, terms: TermOptions = AS_WRITTEN) -> Tensor:
-    """BCE of single words [M]; 0 for words outside the rows in use (S4 3.3.1: only labelled words are trained).
-
-    u: U' of each label's token [M, C]. words: [M] int64, ids of the full vocabulary; w marks a word that follows, ~w a
-    word that does not. Differentiable in U', weight, bias and threshold; fp32 (fp64 for fp64).
-    """
-    row = torch.where(words < 0, ~words, words) - head.start
-    here = (row >= 0) & (row < head.rows)
-    if not len(head.weight):
-        return (u.loc.sum(1) + u.scale.sum(1)).to(head.real) * 0.0  # in the graph: all ranks must join in backward
-    law, gap = head.take(row.clamp(0, len(head.weight) - 1)).of_own(u.to(head.real))
-    return torch.where(here, _bce(gap, law.scale, words >= 0, terms), 0.0)
 
 
 def _bce(gap: Tensor, scale: Tensor, is_label: Tensor, terms: TermOptions) -> Tensor:

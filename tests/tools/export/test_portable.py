@@ -42,11 +42,11 @@ def same(found: Any, wanted: Any, where: str = "") -> None:
 
 
 def test_exported_code_gives_the_packages_answers(tmp_path: Path) -> None:
-    shape = {"more_values": 1, "number_dims": 2, "wide": 64, "depths": 2, "candidates": "arithmetic"}
+    shape = {"number_dims": 2, "wide": 64, "depths": 2, "candidates": "arithmetic"}
     merged = write_folder(tmp_path / "a", *tiny_pair(lora=LORA, **shape))
     factors = {"levels": {"0.5": 0.9, "0.9": 0.25}, "n": 80}
     (merged / "calibration.json").write_text(json.dumps(factors))
-    other = tiny_pair(lora={**LORA, "dora": True}, number_types=2, kind="llama")
+    other = tiny_pair(lora={**LORA, "dora": True}, number_dims=1, kind="llama")
     folders = [
         export(merged, tmp_path / "merged", merge=True),
         export(write_folder(tmp_path / "b", *other), tmp_path / "adapters"),

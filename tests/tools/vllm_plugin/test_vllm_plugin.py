@@ -34,8 +34,8 @@ NEW = 40
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("qwen2", {}),
     "candidates": ("qwen3", {"candidates": "arithmetic", "symbols": {"=": [5]}, "constants": [7.0]}),
-    "types": ("llama", {"number_types": 2, "lora": {"r": 2, "alpha": 16, "target_modules": "all-linear"}}),
-    "more": ("mistral", {"more_values": 1, "number_dims": 2}),
+    "adapters": ("llama", {"lora": {"r": 2, "alpha": 16, "target_modules": "all-linear"}}),
+    "dims": ("mistral", {"number_dims": 2}),
     "digits": ("qwen2", {"digit_rows": True}),
 }
 
@@ -193,7 +193,7 @@ def test_runs_on_one_base_answer_together_each_as_if_alone(tmp_path: Path) -> No
     lora = {"r": 3, "alpha": 12, "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
     models = {
         "a": exported(tmp_path / "a", "qwen2", lora={"r": 2, "alpha": 16, "target_modules": ["k_proj", "gate_proj"]}),
-        "b": exported(tmp_path / "b", "qwen2", 1, penalty=1.5, lora=lora, number_types=2),
+        "b": exported(tmp_path / "b", "qwen2", 1, penalty=1.5, lora=lora, number_dims=2),
         "c": exported(tmp_path / "c", "qwen2", 2, digit_rows=True),
     }
     few = {"num_gpu_blocks_override": 12, "block_size": 32, "max_num_seqs": 4, "max_model_len": 128}
