@@ -50,8 +50,9 @@ def generate(
     mode: Mode = None,
     *,
     sampling: Sampling,
-    individuals: Annotated[int | None, typer.Option(help="Continue the prompt under this many individuals.")] = None,
-    noises: Annotated[int | None, typer.Option(help="Continue the prompt under this many noises.")] = None,
+    individuals: Annotated[
+        int | None, typer.Option(min=1, help="Continue the prompt under so many individuals; in mode noise: noises.")
+    ] = None,
     digits: DigitsOption = "auto",
     stream: Annotated[bool, typer.Option("--stream", help="Print the text while generating (one prompt).")] = False,
     device: Device = "auto",
@@ -62,13 +63,13 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Continue prompts. Numbers have 50, 90 and 95 % intervals (--json: a record per token)."""
-    kind, drawn = _drawn(individuals, noises)
     if decision_threshold is not None and above is None:
         raise UserError("--decision-threshold", decision_threshold, "with --above")
-    if drawn is not None and len(prompt) > 1:
-        allowed = "one with --individuals or --noises; the same --seed draws the same ones for another"
+    if individuals is not None and len(prompt) > 1:
+        allowed = "one with --individuals; the same --seed draws the same ones for another"
         raise UserError("--prompt", f"{len(prompt)} prompts", allowed)
-    modes = _check_together(mode, kind, drawn is not None, above, alone=stream, several=len(prompt) > 1 or as_json)
+    drawn = individuals is not None
+    modes, kind = _check_together(mode, drawn, above, alone=stream, several=len(prompt) > 1 or as_json)
     quiet_libraries()
     from cqwen_dist.checkpoint.trained import load_trained
     from cqwen_dist.data.chat import Chat
@@ -82,7 +83,7 @@ def generate(
     if above is not None:
         encoded = [tokenizer.encode(text, begin=not chat) for text in prompt]
         _print_words(model, tokenizer, prompt, encoded, above, decision_threshold, as_json)
-    elif drawn is None:
+    elif individuals is None:
         if mode is None:
             mode, options = mode_as_asked(options)
         if stream:
@@ -90,28 +91,22 @@ def generate(
             options["on_text"] = lambda text: echo(text, nl=False)
         _print_continued(continue_text(model, tokenizer, prompt, mode=mode, **options), mode, stream, as_json)
     else:
-        _print_counterfactuals(counterfactuals(model, tokenizer, prompt[0], drawn, modes, **options), kind, as_json)
+        written = counterfactuals(model, tokenizer, prompt[0], individuals, modes, **options)
+        _print_counterfactuals(written, kind, as_json)
 
 
-def _check_together(mode: str | None, kind: str, drawn: bool, above: float | None, alone: bool, several: bool) -> str:
-    """Reject options that would have no effect in combination. alone: --stream; several: prompts, or --json. Returns
-    the mode of individuals or noises."""
+def _check_together(mode: str | None, drawn: bool, above: float | None, alone: bool, several: bool) -> tuple[str, str]:
+    """Reject options that would have no effect in combination. drawn: --individuals; alone: --stream; several: prompts,
+    or --json. Returns the mode of `counterfactuals`, and what it draws: individual or noise."""
     if above is not None and (alone or drawn or mode not in (None, "standard")):
-        raise UserError("--above", above, "in mode standard, without --stream, --individuals and --noises")
+        raise UserError("--above", above, "in mode standard, without --stream and --individuals")
     if alone and (drawn or several):
-        raise UserError("--stream", True, "with one prompt, without --json, --individuals and --noises")
-    if drawn and mode not in (None, "standard") and kind not in mode.replace("=", ",").split(","):
-        raise UserError("--mode", mode, f"{kind}, as with --individuals or --noises, or none")
-    return kind if mode in (None, "standard") else str(mode)
-
-
-def _drawn(individuals: int | None, noises: int | None) -> tuple[str, int | None]:
-    """Mode and count from --individuals or --noises; count None without either."""
-    drawn = noises if individuals is None else individuals
-    if (individuals is not None and noises is not None) or (drawn is not None and drawn < 1):
-        named, other = ("--noises", "--individuals") if individuals is None else ("--individuals", "--noises")
-        raise UserError(named, drawn, f"1 or more, and not together with {other}")
-    return "individual" if noises is None else "noise", drawn
+        raise UserError("--stream", True, "with one prompt, without --json and --individuals")
+    named = "individual" if mode in (None, "standard") else str(mode)
+    kinds = {"individual", "noise"} & {*named.replace("=", ",").split(",")}
+    if drawn and not kinds:
+        raise UserError("--mode", mode, "individual or noise with --individuals, or none")
+    return named, min(kinds, default="")
 
 
 def _print_continued(written: list["Written"], mode: str, streamed: bool, as_json: bool) -> None:
@@ -155,7 +150,7 @@ def _print_words(
 
     outputs: list[dict[str, Any]] = []
     lines: list[str] = []
-    every = multi_label(model, padded(model, tokenizer, encoded), above, None, one)
+    every = multi_label(model, padded(model, tokenizer, encoded), above, one)
     for prompt, found in zip(prompts, every, strict=True):
         words = [{"text": tokenizer.decode([word.id]), **asdict(word)} for word in found]
         outputs.append({"prompt": prompt, "words": words})
@@ -177,7 +172,7 @@ def explain(
     dims: Annotated[int, typer.Option(min=1, help="How many of U's dimensions to name.")] = 8,
     individuals: Annotated[int, typer.Option(min=0, help="Also draw this many individuals.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda:N, or auto.")] = "auto",
+    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Show which dimensions of U decide the word after a prompt, and the choices of other individuals."""
@@ -188,7 +183,7 @@ def explain(
 
     model, tokenizer = load_trained(checkpoint, device)
     texts = [Chat(tokenizer.tokenizer).question(message) for message in prompt] if chat else prompt
-    found = [why(model, tokenizer, text, None, dims, individuals, seed, not chat) for text in texts]
+    found = [why(model, tokenizer, text, dims, individuals, seed, not chat) for text in texts]
     print_document({"outputs": [asdict(each) for each in found]}, as_json, lambda _: tables(found))
 
 
@@ -202,7 +197,7 @@ def serve(
     max_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens of a request.")] = 2048,
     max_seconds: Annotated[float, typer.Option(min=1, help="Most seconds of a request, waiting included.")] = 300.0,
     max_waiting: Annotated[int, typer.Option(min=1, help="Most requests that wait; more are refused.")] = 64,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    device: Device = "auto",
     adapter: Annotated[
         list[str] | None, typer.Option(metavar="NAME=RUN", help="A further run on the same base; repeatable.")
     ] = None,

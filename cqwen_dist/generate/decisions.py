@@ -36,14 +36,6 @@ def at_end(model: Any, batch: Padded) -> Cauchy:
     return inferred(model, batch, last_places(batch.ids))
 
 
-def rows_for(model: Any, words: Sequence[int] | None) -> int:
-    """The number of the head's rows to score: all if words are given, otherwise those in use. Raises `UserError`."""
-    for word in words or ():
-        if not 0 <= word < model.config.vocab_size:
-            raise UserError("words", word, f"ids in [0, {model.config.vocab_size})")
-    return int(model.config.used_rows if words is None else model.config.vocab_size)
-
-
 @dataclass(frozen=True)
 class Holding:
     """A word that holds, its P and its decision strength (loc_S - C)/scale_S (S4 3.3.3)."""
@@ -55,33 +47,26 @@ class Holding:
 
 @torch.no_grad()
 def multi_label(
-    model: Any,
-    batch: Padded,
-    prob_threshold: float = 0.5,
-    words: Sequence[int] | None = None,
-    decision_threshold: float | None = None,
+    model: Any, batch: Padded, prob_threshold: float = 0.5, decision_threshold: float | None = None
 ) -> list[list[Holding]]:
-    """All words with P above prob_threshold after each prompt, best first (S4 3.5.3); the list may be empty.
+    """All words in use with P above prob_threshold after each prompt, best first (S4 3.5.3); the list may be empty.
 
-    model: a `CausalQwenForCausalLM`. words: candidate ids (default: all in use). decision_threshold: C of all words
-    (default: the model's C). Raises `UserError`.
+    model: a `CausalQwenForCausalLM`. decision_threshold: C of all words (default: the model's C). Raises `UserError`.
     """
     if decision_threshold is not None and not math.isfinite(decision_threshold):
         raise UserError("decision_threshold", decision_threshold, "a finite number")
     if not 0.0 < prob_threshold < 1.0:
         raise UserError("prob_threshold", prob_threshold, "above 0, below 1")
-    rows = rows_for(model, words)
     u = at_end(model, batch)
     action = model.model.action
     with at_hand(action):
         seen = action.word_part(action.add_noise(u))
-        p = prob_words(action, seen, rows, decision_threshold).cpu()
-    ids = torch.arange(rows) if words is None else torch.tensor(words, dtype=torch.int64)
+        p = prob_words(action, seen, model.config.used_rows, decision_threshold).cpu()
     result = []
-    for row in p[:, ids]:
+    for row in p:
         above = (row > prob_threshold).nonzero()[:, 0]
-        order = above[row[above].argsort(descending=True)]
-        result.append([Holding(int(ids[i]), float(row[i]), -1.0 / math.tan(math.pi * float(row[i]))) for i in order])
+        order = above[row[above].argsort(descending=True)].tolist()
+        result.append([Holding(i, float(row[i]), -1.0 / math.tan(math.pi * float(row[i]))) for i in order])
     return result
 
 

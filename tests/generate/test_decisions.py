@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from support.numerics import assert_close
-from support.tiny import NUM, VOCAB, tiny_causal_lm
+from support.tiny import NUM, tiny_causal_lm
 from support.words import Words
 from torch import Tensor
 
@@ -59,12 +59,8 @@ def test_multi_label_returns_every_word_above_the_threshold(model: CausalQwenFor
     strict = {int(i) for i in (scores.sf(1.5)[-1][: NUM + 1] > 0.3).nonzero()}
     some = [int(h.id) for h in multi_label(model, batch, 0.3, decision_threshold=1.5)[0]]
     assert set() != strict == set(some) != {h.id for h in multi_label(model, batch, 0.3)[0]}
-    assert {h.id for h in multi_label(model, batch, 0.3, some[:1], 1.5)[0]} == set(some[:1])
-    asked = multi_label(model, batch, 1e-6, words=[7, VOCAB - 1, 3])
-    assert {h.id for h in asked[0]} <= {3, 7, VOCAB - 1}
-    for options, match in (({"prob_threshold": 1.0}, "prob_threshold"), ({"words": [VOCAB]}, r"ids in \[0, 101\)")):
-        with pytest.raises(UserError, match=match):
-            multi_label(model, batch, **options)
+    with pytest.raises(UserError, match="prob_threshold"):
+        multi_label(model, batch, 1.0)
 
 
 def test_choose_returns_the_best_option_or_none(model: CausalQwenForCausalLM) -> None:

@@ -4,7 +4,6 @@ A score is a sum over the dimensions that words see, loc_S_k = sum_j W_kj u_j + 
 W_kj u_j to the decision. Number dimensions contribute nothing and are left out.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.continuation import padded
-from cqwen_dist.generate.decisions import rows_for
 from cqwen_dist.generate.generation_settings import check_prompt
 from cqwen_dist.generate.modes import prob_words
 from cqwen_dist.generate.streaming import Tokenizer, reader
@@ -54,26 +52,24 @@ def why(
     model: Any,
     tokenizer: Tokenizer,
     prompt: str,
-    words: Sequence[int] | None = None,
     dims: int = 8,
     individuals: int = 0,
     seed: int = 0,
     begin: bool = True,
 ) -> Why:
-    """How the individual decides the word after a prompt.
+    """How the individual decides the word after a prompt: the likeliest `WORDS`.
 
-    model: a `CausalQwenForCausalLM`. words: ids to explain (default: the likeliest). dims: number of dimensions to
-    name. individuals: number to draw. begin: False for chats. Raises `UserError`.
+    model: a `CausalQwenForCausalLM`. dims: number of dimensions to name. individuals: number to draw. begin: False for
+    chats. Raises `UserError`.
     """
     if dims < 1:
         raise UserError("dims", dims, "1 or more")
     if individuals < 0:
         raise UserError("individuals", individuals, "0 or more")
-    rows = rows_for(model, words)
     tokenizer = reader(tokenizer)
     ids, values = tokenizer.encode(prompt, begin)
     batch = padded(model, tokenizer, [(ids, values)])
-    net, action = model.model, model.model.action
+    net, action, rows = model.model, model.model.action, model.config.used_rows
     check_prompt(net, batch.ids, batch.values, batch.mask)
     law = net.infer(batch.ids, batch.values, batch.mask)
     with at_hand(action):
@@ -81,7 +77,7 @@ def why(
         noise = action.b_noise.abs()[: action.word_size]
         last = Cauchy(seen.loc[0, -1:], seen.scale[0, -1:])
         p = prob_words(action, Cauchy(last.loc, last.scale + noise), rows)[0]
-        named = p.topk(min(WORDS, len(p))).indices.tolist() if words is None else list(words)
+        named = p.topk(min(WORDS, len(p))).indices.tolist()
         parts = (action.cls_weight[named] * last.loc).double().cpu()
         bias = action.cls_bias[named].double().cpu()
         eps = torch.rand(individuals, action.word_size, generator=torch.Generator().manual_seed(seed))
