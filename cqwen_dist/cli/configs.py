@@ -27,40 +27,6 @@ from cqwen_dist.console import (
 from cqwen_dist.tools.plan.question import Question
 
 _HIDDEN = 896  # hidden size of the default base; the learning rate of W_loc, a dense map, depends on it
-_CONFIG = """\
-# Made by `cqwen init`: {name}.
-# All other keys have defaults: cqwen config schema --basic
-model:
-  name_or_path: {base}  # a folder with safetensors, or a hub name
-  lora: {{r: 16, alpha: 32}}
-data:
-  train: {data}
-  eval_fraction: {held_out}  # share of texts held out for evaluation
-  sequence_length: {length}  # tokens; longer texts are cut into pieces (or long_texts: truncate, drop)
-{keys}stages:
-  # First only the heads (z is computed once and cached on disk), then also adapters in the backbone.
-  - name: heads
-    train: [heads]
-    epochs: {epochs}  # {steps} steps
-    lr: {rate}  # {dense} / {hidden}, the hidden size{guess}; a tenth for word rows, ten times for numbers
-    lr_groups: {{{groups}}}
-    warmup_steps: {warmup}
-  - name: lora
-    train: [heads, embedding, lora]
-    epochs: {epochs}
-    lr: {rate}
-    lr_groups: {{{groups}, embedding: 1.0e-4, lora: 5.0e-4}}
-    warmup_steps: {warmup}
-train:
-  global_batch_size: {batch}  # texts per optimizer step, over all ranks
-  micro_batch_size: {micro}  # per rank and forward pass; less needs less memory
-  precision: bf16  # on a CPU without AMX fp32 is faster
-  eval_every: {every}
-  checkpoint_every: {save_every}
-run:
-  dir: {run}
-  # wandb: online  # curves in Weights & Biases; offline on nodes without a network, then `wandb sync`
-"""
 
 
 def init(
@@ -127,16 +93,15 @@ def _facts_of(base: str) -> dict[str, Any]:
 
 
 def _config(data: str, base: str, facts: dict[str, Any], recipe: Any, suits: Any, out: Path) -> str:
+    from cqwen_dist.config.templates import template
+
     hidden = facts.get("hidden_size", _HIDDEN)
-    steps = ("" if suits.complete else "at least ") + str(suits.steps)
-    return _CONFIG.format(
-        **{**suits._asdict(), "steps": steps},
+    text: str = template("cqwen_dist.cli", "init.yaml.j2").render(
         name=json.dumps(recipe.name)[1:-1],
-        base=json.dumps(base),
-        data=json.dumps(data, ensure_ascii=False),
-        micro=min(suits.batch, 4),
-        save_every=2 * suits.every,
-        keys="".join(f"  {key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in recipe.keys.items()),
+        base=base,
+        data=data,
+        suits=suits,
+        keys=recipe.keys,
         rate=f"{dense_rate(hidden):.1e}",
         dense=DENSE,
         hidden=hidden,
@@ -144,6 +109,7 @@ def _config(data: str, base: str, facts: dict[str, Any], recipe: Any, suits: Any
         groups=", ".join(f"{group}: {own:.1e}" for group, own in group_rates(hidden).items()),
         run=f"runs/{slug(out.stem)}",
     )
+    return text
 
 
 def validate(config: ConfigFile, overrides: Overrides = None) -> None:

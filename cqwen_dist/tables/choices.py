@@ -1,6 +1,5 @@
 """Chooses settings for `cqwen fit` from the table, the base model and the machine, and writes the config."""
 
-import json
 import math
 import time
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from transformers import AutoConfig, AutoModel
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import reason_of
 from cqwen_dist.config.rates import DENSE, dense_rate
+from cqwen_dist.config.templates import template
 from cqwen_dist.heads.targets import signed_log
 from cqwen_dist.tables.fit_request import FitRequest
 from cqwen_dist.tables.wide.wide_start import SEARCHED
@@ -30,58 +30,6 @@ LEAST_STEPS = 25  # of the heads
 ASIDE = 0.1  # share of the time that is not planned
 EVALUATIONS = 4  # during training
 MOST_EPOCHS = 3.0  # of adapters (docs/measurements.md, Free text)
-CONFIG = """\
-# Made by `cqwen fit`. Train it (again, or on with other settings): cqwen train {config}
-model:
-  name_or_path: {base}
-  lora: {{r: 16, alpha: 32}}
-  start_numbers: {rows}  # the number starts by ridge regressions on all rows:
-  # one on the words and numbers of a row (also of data.eval's rows, each read by a fit without it) and on random
-  # features, in which numbers act together, in any smooth way; one on z for what that leaves
-  wide: [{wide}, {random_features}, {depths}]  # and, for free text, the base's states at {depths} depths
-  number_head: auto  # the law of the errors, by the CRPS of rows left out of the ridge regressions
-data:
-  train: {train}
-  eval: {valid}  # watches training and recalibrates intervals
-  prompt_template: {prompt}
-  text_template: {text}
-  target_field: {target}
-  number_columns: {numbers}
-  empty_cell: {empty}
-  sequence_length: {length}
-  long_texts: drop
-loss:
-  words: none  # the column's number is what is learnt, not the words around it
-  target_transform: {transform}
-stages:
-{stage}    warmup_steps: {warmup}
-train:
-  global_batch_size: {batch}
-  micro_batch_size: {batch}
-  precision: {precision}
-  seed: {seed}
-  eval_every: {every}
-  checkpoint_every: {every}
-  best_metric: eval/crps_target
-run:
-  dir: {run}
-"""
-HEADS = """\
-  # Only the heads: z is computed once and read from disk.
-  - name: heads
-    train: [abduction, regression]  # the words' own rows and thresholds stay the base's
-    steps: {heads_steps}
-    lr: {rate:.1e}  # a tenth of {dense} / {hidden}, the base's hidden size: the closed form is the better fit
-    lr_groups: {{regression: 1.0e-3}}
-"""
-LORA = """\
-  # Adapters in the backbone: about {stage_minutes:.0f} minutes on this machine. The heads have begun in closed form.
-  - name: lora
-    train: [abduction, regression, embedding, lora]
-    epochs: {epochs:g}
-    lr: {rate:.1e}  # {dense} / {hidden}, the base's hidden size
-    lr_groups: {{regression: 1.0e-3, embedding: 1.0e-4, lora: 5.0e-4}}
-"""
 
 
 class Pace(NamedTuple):
@@ -239,25 +187,22 @@ def fit_files(folder: Path, request: FitRequest) -> list[FitFiles]:
 def config_text(files: FitFiles, base: str, choice: Chosen, pace: Pace, rows: int, seed: int, **data: Any) -> str:
     """A run's config as YAML with comments. data: prompt, text and target, for `data.prompt_template` and so on."""
     steps = round(choice.epochs * rows / choice.batch) or choice.heads_steps
-    stage, rate = (LORA, 1.0) if choice.epochs else (HEADS, 0.1)
-    numbers = {**vars(choice), **pace._asdict(), "rows": rows}
-    return CONFIG.format(
+    text: str = template("cqwen_dist.tables", "fit.yaml.j2").render(
         config=files.config,
-        base=_quoted(base),
-        train=_quoted(str(files.table / "train.csv")),
-        valid=_quoted(str(files.table / "valid.csv")),
-        warmup=min(steps // 5, 20),
-        random_features=RANDOM_FEATURES,
-        depths=DEPTHS,
-        wide=WIDE_FOR_MANY if rows > MANY else WIDE,
-        stage=stage.format(dense=DENSE, rate=rate * dense_rate(pace.hidden), **numbers),
+        base=base,
+        train=str(files.table / "train.csv"),
+        valid=str(files.table / "valid.csv"),
+        data=data,
+        chosen=choice,
+        rows=rows,
+        steps=steps,
+        wide=[WIDE_FOR_MANY if rows > MANY else WIDE, RANDOM_FEATURES, DEPTHS],
+        dense=DENSE,
+        hidden=pace.hidden,
+        rate=dense_rate(pace.hidden),
+        precision=pace.precision,
         seed=seed,
         every=max(25, -(-steps // EVALUATIONS)),
-        run=_quoted(str(files.run)),
-        **numbers,
-        **{name: _quoted(text) for name, text in data.items()},
+        run=str(files.run),
     )
-
-
-def _quoted(text: Any) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return text

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from cqwen_dist.config import UserError
-from cqwen_dist.tools.slurm.submission import Job, Resources, render, template
+from cqwen_dist.config.templates import template
+from cqwen_dist.tools.slurm.submission import Job, Resources, render
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -59,7 +60,7 @@ def test_the_rendered_script_equals_the_golden_text(name: str, job: Job) -> None
 def test_the_shipped_script_equals_the_rendered_one() -> None:
     directives = ["--job-name=cqwen-train", "--output=cqwen-%j.out", "--nodes=1", "--ntasks-per-node=1"]
     directives += ["--signal=B:USR1@180", "--open-mode=append", "--requeue"]
-    rendered = template().render(job=None, shipped=True, directives=directives)
+    rendered = template("cqwen_dist.tools.slurm", "job.sbatch.j2").render(job=None, shipped=True, directives=directives)
     assert (ROOT / "slurm" / "train.sbatch").read_text() == rendered, (
         "slurm/train.sbatch comes from cqwen_dist/tools/slurm/job.sbatch.j2: write what is rendered here into it"
     )

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from cqwen_dist import __version__
 from cqwen_dist.config import Config, UserError, load_config
+from cqwen_dist.config.templates import template
 from cqwen_dist.sizes.architecture import read_architecture
 from cqwen_dist.tools.plan.make import plan
 from cqwen_dist.tools.plan.memory import GIB
 from cqwen_dist.tools.slurm.resources import JobOptions, Resources
-from cqwen_dist.tools.slurm.submission import refuse_unresumable, seconds_of, template
+from cqwen_dist.tools.slurm.submission import refuse_unresumable, seconds_of
 
 STARTED_BY = {"kubernetes": "kubectl apply -f", "skypilot": "sky jobs launch"}
 # Options that each file follows; the others are SLURM's
@@ -37,7 +38,7 @@ def render_cloud(
     if to == "skypilot":
         _refuse_lost(config, resources)
     file = Path(f"{name}.{to}.yaml")
-    text = template(f"{to}.yaml.j2").render(
+    text = template("cqwen_dist.tools.slurm", f"{to}.yaml.j2").render(
         name=name,
         file=file,
         config=config.to_yaml(),

@@ -11,17 +11,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from itertools import count
 from pathlib import Path
 from shutil import which
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-
 from cqwen_dist.cluster.launch import preflight
 from cqwen_dist.config import Config, Said, UserError, writing
+from cqwen_dist.config.templates import template
 from cqwen_dist.run.files import CONFIG, SLURM
 from cqwen_dist.run.folder import is_done
 from cqwen_dist.tools.slurm.resources import CONTAINER_COMMAND, GPUS, JobOptions, Resources
@@ -87,24 +84,9 @@ def seconds_of(limit: str) -> float:
 
 def render(job: Job) -> str:
     """A job's complete script."""
-    return str(template().render(job=job, shipped=None, directives=job.directives()))
-
-
-@cache
-def template(name: str = "job.sbatch.j2") -> Any:
-    """A template of this folder."""
-    environment = Environment(
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        comment_start_string="<#",  # bash uses {#
-        comment_end_string="#>",
+    return str(
+        template("cqwen_dist.tools.slurm", "job.sbatch.j2").render(job=job, shipped=None, directives=job.directives())
     )
-    environment.filters["sh"] = shlex.quote
-    environment.filters["words"] = lambda text: " ".join(shlex.quote(word) for word in shlex.split(text))
-    text = files("cqwen_dist.tools.slurm").joinpath(name).read_text(encoding="utf-8")
-    return environment.from_string(text)
 
 
 def plan_job(
