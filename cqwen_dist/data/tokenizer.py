@@ -11,6 +11,7 @@ token. A chat begins as its template says. All readers of texts take `begin` and
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -28,7 +29,7 @@ from cqwen_dist.config.bases import POLICY_FILE, line_end_ids, numeral_ids, rows
 from cqwen_dist.config.data import NumberPolicy
 from cqwen_dist.config.errors import Said, UserError, reason_of
 from cqwen_dist.data.encoder import NumberEncoder, split
-from cqwen_dist.data.write_numbers import write_numbers
+from cqwen_dist.data.write_numbers import Habits, habits_of, write_numbers
 
 OWN_CLASS = "CausalQwenTokenizer"  # `data.auto_tokenizer` writes this into tokenizer_config.json
 LONGEST_SIGNS = 8  # characters of a token, in which a sign like × has two
@@ -74,6 +75,7 @@ class NumericalAwareTokenizer:
             raise UserError("model.tokenizer", type(tokenizer).__name__, allowed)
         self.tokenizer = tokenizer
         self.policy = policy or NumberPolicy()
+        self.habits = Habits()
         self._backend: Tokenizer = without_prefix(backend)
         self.text_size: int = rows_used(tokenizer)  # K: rows used by words
         self.num_token_id: int = self.text_size if num_token_id is None else num_token_id
@@ -209,8 +211,8 @@ class NumericalAwareTokenizer:
         """Text for ids and values. Encoding the text again returns the same ids and values if they came from a text.
 
         Args: ids [T], values [T] (used only at <NUM>); None: numbers become `PLACEHOLDER`. A number is written in the
-        shortest usual form that parses to the same float64 (`write_numbers`), so 1,234.50 becomes 1234.5. Raises:
-        ValueError if the lengths differ.
+        shortest usual form that parses to the same float64 (`write_numbers`), so 1,234.50 becomes 1234.5; as the text
+        has it after `writing_as(text)`. Raises: ValueError if the lengths differ.
         """
         known = [0.0] * len(ids) if values is None else values
         if len(ids) != len(known):
@@ -225,7 +227,13 @@ class NumericalAwareTokenizer:
             else:
                 words = [int(token_id) for token_id, _ in group]
                 pieces.append(self._backend.decode(words, skip_special_tokens=skip_special_tokens))
-        return write_numbers(pieces, self.policy)
+        return write_numbers(pieces, self.policy, self.habits)
+
+    def writing_as(self, text: str) -> NumericalAwareTokenizer:
+        """This tokenizer, but it writes numbers as the text does: 1,024 if it groups digits, 24.00 if it has that."""
+        other = copy.copy(self)
+        other.habits = habits_of(text, self.policy)
+        return other
 
 
 class DigitTokenizer(NumericalAwareTokenizer):

@@ -1,8 +1,10 @@
 """Writes numbers into text so that `data.numbers.find_numbers` reads the same float64 at the same place."""
 
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import accumulate, pairwise
 
@@ -26,6 +28,45 @@ def in_decimals(value: float) -> str:
     units = str(round(size * 10.0**places)).rjust(places + 1, "0")
     whole = len(units) - places
     return "-" * (value < 0) + units[:whole] + "." * (places > 0) + units[whole:]
+
+
+_NUMERAL = re.compile(r"-?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]+)?")
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How a text writes its numbers (`habits_of`); without arguments: plainly.
+
+    own: the numerals of values that it writes otherwise, such as 24.00 and 1,024. grouped: from so many digits on it
+    has groups of three. decimals: it writes fractions with so many, as in prices.
+    """
+
+    own: dict[float, str] = field(default_factory=dict)
+    grouped: float = math.inf
+    decimals: int = 0
+
+    def first(self, value: float, forms: list[str]) -> list[str]:
+        """A value's forms (`_forms`) behind the one that the text would choose."""
+        whole, dot, decimals = forms[0].partition(".")
+        if "e" in forms[0] or not value:  # -0.0 is no 0
+            return forms
+        if len(whole.lstrip("-")) >= self.grouped:
+            whole = f"{int(whole):,}"
+        own = self.own.get(value, whole + dot + decimals.ljust(self.decimals * len(dot), "0"))
+        return [*dict.fromkeys((own, *forms))]
+
+
+def habits_of(text: str, policy: NumberPolicy = DEFAULT_POLICY) -> Habits:
+    """The habits of a text. Its fractions need at least one 0 at an end (2.50), and as many decimals each."""
+    spans = [(span.value, text[span.start : span.end]) for span in find_numbers(text, policy)]
+    found = {value: numeral for value, numeral in spans if _NUMERAL.fullmatch(numeral)}
+    decimals = {len(numeral.partition(".")[2]) for numeral in found.values() if "." in numeral}
+    padded = any("." in numeral and numeral.endswith("0") for numeral in found.values())
+    return Habits(
+        {value: numeral for value, numeral in found.items() if numeral != _forms(value, policy)[0]},
+        min((len(f"{abs(int(value))}") for value, numeral in found.items() if "," in numeral), default=math.inf),
+        decimals.pop() if padded and len(decimals) == 1 else 0,
+    )
 
 
 def _forms(value: float, policy: NumberPolicy) -> list[str]:
@@ -61,12 +102,12 @@ class _Writing:
     open: numbers that have to read back; those that no form makes readable are written in their `plain` form.
     """
 
-    def __init__(self, pieces: Sequence[str | float], policy: NumberPolicy) -> None:
+    def __init__(self, pieces: Sequence[str | float], policy: NumberPolicy, habits: Habits) -> None:
         self.forms: list[list[str]] = []
         self.texts = [isinstance(piece, str) for piece in pieces]
         self.open = {i for i, piece in enumerate(pieces) if not isinstance(piece, str) and math.isfinite(piece)}
         for i, piece in enumerate(pieces):
-            forms = _forms(float(piece), policy) if i in self.open else [str(piece)]
+            forms = habits.first(float(piece), _forms(float(piece), policy)) if i in self.open else [str(piece)]
             follows = i > 0 and not self.texts[i] and not self.texts[i - 1]
             self.forms.append([f" {form}" for form in forms] if follows else forms)
         self.chosen = [0] * len(pieces)
@@ -98,15 +139,18 @@ class _Writing:
         return None
 
 
-def write_numbers(pieces: Sequence[str | float], policy: NumberPolicy = DEFAULT_POLICY) -> str:
+def write_numbers(
+    pieces: Sequence[str | float], policy: NumberPolicy = DEFAULT_POLICY, habits: Habits | None = None
+) -> str:
     """Join texts and numbers to one text in which `find_numbers` finds the same numbers at the same places.
 
-    Numbers are written plainly unless that would be misread: 100 before ",456" becomes 100.0, 13812345678 (like a phone
-    number) gets ".0" or an exponent, and consecutive numbers get a space between them. NaN and infinities become "nan",
-    "inf" and "-inf", which `find_numbers` ignores. Pieces that cannot be written so (a numeral in a text, next to a
-    number) are written plainly.
+    Numbers are written plainly, or with `habits`, unless that would be misread: 100 before ",456" becomes 100.0,
+    13812345678 (like a phone number) gets ".0" or an exponent, and consecutive numbers get a space between them. NaN
+    and infinities become "nan", "inf" and "-inf", which `find_numbers` ignores. Pieces that cannot be written so (a
+    numeral in a text, next to a number) are written plainly.
     """
-    writing = _Writing([piece for piece in pieces if piece != ""], policy)  # "" would hide that two numbers meet
+    pieces = [piece for piece in pieces if piece != ""]  # "" would hide that two numbers meet
+    writing = _Writing(pieces, policy, habits or Habits())
     while True:
         text = "".join(writing.written())
         # Read the text back and change one form at a time. Each number has finitely many forms, so this ends.

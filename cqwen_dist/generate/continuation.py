@@ -14,7 +14,7 @@ from cqwen_dist.batch import Padded, pad_rows
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.modes import ModeName, mode_names
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, NumberRecord, check_digits
-from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, cut, reader, text_of
+from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, as_prompt, cut, reader, text_of
 
 Prompt = str | tuple[str, ...]  # a text; or its parts, which are encoded one by one as in training
 
@@ -127,7 +127,8 @@ def continue_text(
     if on_text is not None:
         if len(prompts) != 1:
             raise UserError("stream", f"{len(prompts)} prompts", "one")
-        options["streamer"] = NumberStreamer(tokenizer, on_text, digits=digits, ends=ends, stop=stop)
+        own = as_prompt(tokenizer, prompts[0], stop)
+        options["streamer"] = NumberStreamer(own, on_text, digits=digits, ends=ends, stop=stop)
     if stop:
         options["stop_strings"] = list(stop)
     options |= {"mode": mode, "max_new_tokens": max_new_tokens, "seed": seed, "digits": digits}
@@ -157,7 +158,7 @@ def written_of(
         end, reason = end - 1, "eos"
     elif end > start and bool(numbers.abstained[row, end - 1]):
         end, reason = end - 1, "abstain"
-    text, stopped = cut(text_of(tokenizer, ids, numbers, row, start, end, digits), stop)
+    text, stopped = cut(text_of(as_prompt(tokenizer, prompt, stop), ids, numbers, row, start, end, digits), stop)
     reason = "stop" if stopped else reason
     columns = (numbers.p_word, numbers.p_num, numbers.parts, numbers.given)
     p, p_num, parts, given = (column[row].tolist() for column in columns)

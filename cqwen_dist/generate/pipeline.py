@@ -10,7 +10,7 @@ from transformers import GenerationConfig, TextGenerationPipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.generate.streaming import gap
+from cqwen_dist.generate.streaming import as_prompt, gap
 from cqwen_dist.heads.intervals import LEVELS
 
 
@@ -49,7 +49,9 @@ class CausalQwenTextGeneration(TextGenerationPipeline):
         start = model_outputs["input_ids"].shape[-1]
         numbers_of = [model_outputs.pop(name)[0] for name in ("numeric_values", "numeric_intervals")]
         rows = zip(model_outputs["generated_sequence"][0], *numbers_of, strict=True)
-        tokenizer: Any = self.tokenizer
+        tokenizer: Any = copy.copy(self.tokenizer)
+        prompt = model_outputs["prompt_text"]  # or a chat
+        tokenizer.reader = as_prompt(tokenizer.reader, str(getattr(prompt, "messages", prompt)), ())
         records = []
         for row, (ids, values, ends) in enumerate(rows):
             one = copy.copy(self)  # other threads use this pipeline too

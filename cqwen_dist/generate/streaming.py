@@ -24,11 +24,18 @@ class Tokenizer(Protocol):
     def digit_rows(self) -> list[int]: ...
     def encode(self, text: str, begin: bool = True) -> tuple[list[int], list[float]]: ...
     def decode(self, ids: list[int], values: list[float] | None = None) -> str: ...
+    def writing_as(self, text: str) -> "Tokenizer": ...
 
 
 def reader(tokenizer: Any) -> Tokenizer:
     """The `NumericalAwareTokenizer` inside a `CausalQwenTokenizer` (its `encode` returns only ids), or the argument."""
     return getattr(tokenizer, "reader", tokenizer)
+
+
+def as_prompt(tokenizer: Tokenizer, prompt: str, stop: Sequence[str]) -> Tokenizer:
+    """The tokenizer, but it writes numbers as the prompt does; plainly if a stop string may be in one, as `generate`
+    looks for it in plain ones."""
+    return tokenizer if set("0123456789.,") & {*"".join(stop)} else tokenizer.writing_as(prompt)
 
 
 def text_of(

@@ -18,7 +18,7 @@ from cqwen_dist.data import numbers
 from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
-from cqwen_dist.data.write_numbers import write_numbers
+from cqwen_dist.data.write_numbers import habits_of, write_numbers
 
 NUMBERS = {
     "价格是99.9元": [99.9],
@@ -150,6 +150,28 @@ FORMATS = {
 
 def test_values_are_formatted_in_the_shortest_form() -> None:
     assert {value: write_numbers([value]) for value in FORMATS} == FORMATS
+
+
+HABITS = [
+    ("", [1024.0, 24.0, 0.5], "1024 24 0.5"),
+    ("24.00 and 1,024", [-1025.0, 24.0, 1024.0, 25.0, 123.0], "-1,025 24.00 1,024 25 123"),
+    ("in 1990 for 12,500", [1991.0, 12500.0, 1e6, 1234567.5], "1991 12,500 1,000,000 1,234,567.5"),  # not a year
+    ("$2.50, $3.75, 4", [1.5, 0.125, 10.25, 6.0], "1.50 0.125 10.25 6"),
+    ("2.50 and 3.125", [1.5, 2.5], "1.5 2.50"),  # no common number of decimals
+    ("2.5 and 3.7", [1.25, 4.5], "1.25 4.5"),
+    ("1,024 and later 1024", [1024.0, 2048.0], "1024 2048"),  # the last form
+    ("0.00", [-0.0, 0.0], "-0 0"),
+]
+
+
+@pytest.mark.parametrize(("text", "values", "written"), HABITS)
+def test_numbers_are_written_as_a_text_has_them_and_read_back(text: str, values: list[float], written: str) -> None:
+    assert write_numbers(values, habits=habits_of(text)) == written
+    assert [span.value for span in find_numbers(written)] == values
+
+
+def test_a_habit_yields_to_a_form_that_is_read_back() -> None:
+    assert write_numbers([1024.0, ",512 "], habits=habits_of("2,048")) == "1024,512 "
 
 
 def test_nan_and_infinity_are_written_but_not_read() -> None:

@@ -1,13 +1,16 @@
 """Text in, text out: padding, numbers in the text and in the records, the end of a row."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.tiny import NUM, number_writing_lm
-from support.words import Words
+from support.words import Words, save_words
 
 from cqwen_dist.config import UserError
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.continuation import continue_text
 from cqwen_dist.model import CausalQwenForCausalLM
 
@@ -69,6 +72,23 @@ def test_digits_sets_the_written_digits_and_the_model_reads_the_written_value(mo
         assert [token.p for token in rest.tokens] == pytest.approx([t.p for t in written.tokens[at:]], rel=1e-4)
     with pytest.raises(UserError, match="digits: found 0, allowed: auto, or 1 to 17"):
         continue_text(model, Words(), prompt, digits=0)
+
+
+def test_numbers_are_written_as_the_prompt_has_them(model: CausalQwenForCausalLM, tmp_path: Path) -> None:
+    save_words(tmp_path, NUM, eos_token="w5", pad_token="<|endoftext|>")
+    tokenizer = NumericalAwareTokenizer.from_pretrained(tmp_path, num_token_id=NUM)
+
+    def written(stop: tuple[str, ...] = ()) -> str:
+        pieces: list[str] = []
+        options = {"max_new_tokens": 12, "digits": 4, "stop": stop, "on_text": pieces.append}
+        (found,) = continue_text(model, tokenizer, ["w3 2.50 w41 1,024 w7"], **options)
+        assert "".join(pieces) == found.text
+        return re.sub("w[0-9][0-9]", " ", found.text)
+
+    plain, own = written(stop=(",",)).split(), written().split()
+    assert [*map(float, own)] == [*map(float, plain)]
+    assert any(len(number.partition(".")[2]) == 1 for number in plain)
+    assert all(len(number.partition(".")[2]) in (0, 2) for number in own)
 
 
 def test_a_stop_string_ends_the_text_across_tokens(model: CausalQwenForCausalLM) -> None:

@@ -22,6 +22,9 @@ class Words:
         numbers = ["<NUM>"] * len(ids) if values is None else [f" {v!r}" for v in values]
         return "".join(number if i == NUM else f" w{i}" for i, number in zip(ids, numbers, strict=True))
 
+    def writing_as(self, text: str) -> "Words":
+        return self
+
 
 def save_words(folder: Path, size: int, **special: str) -> None:
     """So many words `w12` as a tokenizer of transformers'. Qwen2's adds the first one where it is missing."""

@@ -28,7 +28,7 @@ from cqwen_dist.config.errors import UserError
 from cqwen_dist.generate.continuation import Written, continue_text, end_ids
 from cqwen_dist.generate.facts import counterfactual
 from cqwen_dist.generate.numbers import GeneratedNumbers, NumberRecord
-from cqwen_dist.generate.streaming import NumberStreamer
+from cqwen_dist.generate.streaming import NumberStreamer, as_prompt
 from cqwen_dist.tools.serve.requests import Answer, ChatCompletion, Completion, Counterfactual, stop_at_end
 
 LOOK_S = 0.25  # how often a waiting request looks whether its client is still there
@@ -139,17 +139,18 @@ class Server:
             whole = answer.whole(*await self.run(request, work))
             return Response(to_json(whole, inf_nan_mode="null"), media_type="application/json")
         with_usage = bool((asked.stream_options or {}).get("include_usage"))
-        events = _events(answer, self.pieces(request, work, options), with_usage)
+        events = _events(answer, self.pieces(request, work, options, prompts[0]), with_usage)
         return StreamingResponse(events, media_type="text/event-stream")
 
     async def pieces(
-        self, request: Request, work: Callable[..., Done], options: dict[str, Any]
+        self, request: Request, work: Callable[..., Done], options: dict[str, Any], prompt: str
     ) -> AsyncIterator[tuple[str, list[NumberRecord]] | Done]:
         """(text, its numbers) during generation, then the whole text."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
         ends = end_ids(self.model, self.tokenizer)
         put: Any = queue.put_nowait
-        sender = _Sender(self.tokenizer, partial(loop.call_soon_threadsafe, put), options, ends)
+        tokenizer = as_prompt(self.tokenizer, prompt, options["stop"])
+        sender = _Sender(tokenizer, partial(loop.call_soon_threadsafe, put), options, ends)
         task = asyncio.ensure_future(self.run(request, partial(work, streamer=sender)))
         task.add_done_callback(lambda _: queue.put_nowait(None))
         try:
