@@ -257,3 +257,23 @@ def test_the_words_loss_of_an_evaluation_has_the_heads_decisions_as_training(tmp
     train_run(write_config(tmp_path, **data, **one_step))
     start = json.loads((tmp_path / "run" / "start.json").read_text())["eval"]
     assert start["eval/cls_loss_mean"] == pytest.approx(metrics(tmp_path / "run")[0]["train/cls_loss_mean"], rel=1e-4)
+
+
+def test_ranks_and_vocabulary_groups_score_computed_candidates_as_one(tmp_path: Path) -> None:
+    texts = [
+        f"tea {a} cups and {b} more make {a} + {b} = {a + b}, twice {(a + b) * 2}" for a in (3, 5, 8) for b in range(4)
+    ]
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    asked = {"data__train": str(data), "data__eval_fraction": 0.0, "model__candidates": "arithmetic"}
+    config = write_config(tmp_path, **asked)
+    train_run(config)
+    both = ["parallel.vocab_group_size=2", "parallel.zero_stage=3", f"run.dir={tmp_path}/two"]
+    train_run(config, *both, world=2)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "run"), rel=1e-5)
+    one, two = (
+        {name: value for name, value in state_at(tmp_path / run, 6).heads.items() if "candidate" in name}
+        for run in ("run", "two")
+    )
+    assert len(one) == 6 and all(value.any() for value in one.values())
+    assert_all_close(two, one, 1e-4)  # AdamW divides by the gradient's size, which is rounded otherwise
