@@ -97,8 +97,8 @@ class HangWatch:
             finally:  # also if a signal stops the run: the C thread would still end the process
                 faulthandler.cancel_dump_traceback_later()
                 self._seconds = 0.0
-                if not path.stat().st_size:
-                    path.unlink()
+                if not os.fstat(file.fileno()).st_size:
+                    path.unlink(missing_ok=True)  # the folder may have been deleted meanwhile
 
     def alive(self) -> None:
         """Report progress and restart the clock. Cheap: it resets the clock at most a hundred times per timeout."""

@@ -1,5 +1,6 @@
 """What the hang watch leaves, before the first progress and after; a hang in training: tests/crash/test_stopping.py."""
 
+import shutil
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,13 +15,18 @@ from cqwen_dist.parallel.runtime import HangWatch
 def test_a_long_setup_shows_where_it_stands_and_goes_on(tmp_path: Path) -> None:
     watch = HangWatch()
     with watch.watching(tmp_path, 0, 0.2):
-        wait_for("stacks", lambda: stacks_of(tmp_path), every=0.01)
+        here = "test_a_long_setup"
+        wait_for("whole stacks", lambda: any(here in path.read_text() for path in stacks_of(tmp_path)), every=0.01)
         (path,) = stacks_of(tmp_path)
-        assert "test_a_long_setup" in path.read_text()
         watch._seconds = 60.0  # from here on a hang ends the process
         watch.alive()
         assert path.read_bytes() == b"", "it was none"
     assert not path.exists()
+
+
+def test_a_folder_that_is_deleted_meanwhile_ends_quietly(tmp_path: Path) -> None:
+    with HangWatch().watching(tmp_path, 0, 60.0):
+        shutil.rmtree(tmp_path)
 
 
 def hanging(rank: int, mouth: Connection, run: str) -> None:
