@@ -30,7 +30,7 @@ def in_decimals(value: float) -> str:
     return "-" * (value < 0) + units[:whole] + "." * (places > 0) + units[whole:]
 
 
-_NUMERAL = re.compile(r"-?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]+)?")
+_PLAIN_OR_GROUPED = re.compile(r"-?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]+)?")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Habits:
 def habits_of(text: str, policy: NumberPolicy = DEFAULT_POLICY) -> Habits:
     """The habits of a text. Its fractions need at least one 0 at an end (2.50), and as many decimals each."""
     spans = [(span.value, text[span.start : span.end]) for span in find_numbers(text, policy)]
-    found = {value: numeral for value, numeral in spans if _NUMERAL.fullmatch(numeral)}
+    found = {value: numeral for value, numeral in spans if _PLAIN_OR_GROUPED.fullmatch(numeral)}
     decimals = {len(numeral.partition(".")[2]) for numeral in found.values() if "." in numeral}
     padded = any("." in numeral and numeral.endswith("0") for numeral in found.values())
     return Habits(
