@@ -8,7 +8,7 @@ TWO    := -n 2 --dist loadfile --no-loadscope-reorder  # pytest on two processes
 OLDEST ?= .venv-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup base quickstart demo experiments test test-changed test-all test-oldest test-rounding test-matrix soak test-stand-in test-gpu gpu-table test-cluster docs container style lint format clean
+.PHONY: help setup base quickstart demo experiments test test-changed test-all test-oldest test-rounding test-matrix soak test-stand-in test-gpu test-gpus gpu-table test-cluster docs container style lint format clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -43,8 +43,8 @@ test: setup style ## lint, types and the test suite, on two processes
 test-changed: setup ## only the tests that the changes since main can break (BASE=another branch)
 	tests=$$($(BIN)/python tests/support/changed.py $(or $(BASE),main)) && [ -z "$$tests" ] || $(BIN)/pytest $(TWO) $$tests
 
-test-all: setup lint ## with the slow tests (not those that need a GPU or SLURM's daemons)
-	$(BIN)/pytest $(TWO) -m 'not gpu and not cluster'
+test-all: setup lint ## with the slow tests (not those that need GPUs or SLURM's daemons)
+	$(BIN)/pytest $(TWO) -m 'not gpu and not gpus and not cluster'
 
 # In an environment of its own, as uv resolves pyproject.toml to the oldest. On a GPU machine or not, torch brings CUDA libraries (5 GB).
 test-oldest: ## the test suite on the oldest releases that pyproject.toml allows
@@ -67,14 +67,17 @@ soak: setup ## runs struck at drawn moments and gone on with (SOAK=200 SOAK_SEED
 	$(BIN)/pytest tests/crash -m slow -s
 
 # Tests that need a GPU and neither its speed, its memory nor several programs: on its stand-in (tests/support/stand_in_gpu.py)
-STOOD_IN := tests/checkpoint tests/generate tests/matrix tests/model tests/ops/test_ovr_best.py tests/training
+STOOD_IN := tests/checkpoint tests/generate tests/matrix tests/model tests/ops/test_ovr_best.py tests/parallel tests/training
 test-stand-in: setup ## tests that need a CUDA device, and commands that use one, on a stand-in for it
-	$(BIN)/pytest --stand-in-gpu -m gpu $(STOOD_IN)
+	$(BIN)/pytest --stand-in-gpu -m 'gpu and not slow' $(STOOD_IN)
 	$(BIN)/pytest --stand-in-gpu tests/tools/report/test_use.py tests/tables/test_fit.py
 	$(BIN)/pytest tests/e2e/test_stand_in_gpu.py -m slow
 
 test-gpu: setup ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
+
+test-gpus: setup ## the tests that need two CUDA devices, over NCCL
+	$(BIN)/pytest -m gpus
 
 gpu-table: setup ## loss, step, decoding, packing and memory on one GPU, as one table (BUDGET=1200 seconds)
 	$(BIN)/python -m benchmarks gpu --budget $(or $(BUDGET),1200)

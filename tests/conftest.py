@@ -41,7 +41,9 @@ if not os.path.exists("/dev/nvidia0"):
 def pytest_addoption(parser: pytest.Parser) -> None:
     orders = {"nargs": "?", "const": "by-shape", "choices": ["by-shape", "in-order"]}
     parser.addoption("--rounding", **orders, help="as another CPU may round (support/rounding.py)")
-    parser.addoption("--stand-in-gpu", action="store_true", help="a GPU's stand-in (support/stand_in_gpu.py)")
+    for devices, name in enumerate(("--stand-in-gpu", "--stand-in-gpus"), 1):
+        said = f"a stand-in for so many GPUs: {devices} (support/stand_in_gpu.py)"
+        parser.addoption(name, dest="stand_in", action="store_const", const=devices, help=said)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,10 +52,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
         os.environ[ASKED] = order  # for the ranks
         install_if_asked()
-    if config.getoption("--stand-in-gpu"):
+    if devices := config.getoption("stand_in"):
         from support.stand_in_gpu import ask
 
-        ask()
+        ask(devices)
 
 
 def pytest_collection_finish() -> None:

@@ -21,7 +21,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from support.ranks import LIMIT_S, Crew, fork_server, held_port, tell
+from support import stand_in_gpu
+from support.ranks import LIMIT_S, Crew, held_port, starting, tell
 from support.runs import write_config
 
 WORLD = 2
@@ -99,11 +100,12 @@ def crash_config(folder: Path, **changes: Any) -> Path:
     return write_config(folder, **{**settings, **changes})
 
 
-def command(config: Path, *overrides: str, blow: Blow | None = None, world: int = WORLD) -> Ended:
-    """One start of a run, with a blow or without; waits for every rank to end."""
+def command(config: Path, *overrides: str, blow: Blow | None = None, world: int = WORLD, link: str = "gloo") -> Ended:
+    """One start of a run, with a blow or without; waits for every rank to end. link: gloo or nccl (`support.ranks`)."""
     began, died, said = time.monotonic(), None, []
     with held_port() as port:
-        crew = Crew(fork_server(), _rank, world, world, port, str(config), overrides, blow, dict(os.environ))
+        context, environment = starting(link)
+        crew = Crew(context, _rank, world, world, port, str(config), overrides, blow, environment)
         try:
             while any(process.is_alive() for process in crew.processes):
                 heard = [word for _, word in crew.hear(0.005) if word]
@@ -153,6 +155,7 @@ def _rank(
     os.environ.update(environment)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     os.environ["LOCAL_RANK"] = str(rank)
+    stand_in_gpu.install_if_asked()
     torch.set_num_threads(1)
     faulthandler.enable(os.fdopen(os.dup(2), "w"))
     null = os.open(os.devnull, os.O_WRONLY)

@@ -1,6 +1,5 @@
 """The same training by the engine on ranks: every combination runs in one set of processes a world size."""
 
-import os
 import random
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from matrix.plain_training import (
     step_batch,
 )
 from support.ranks import groups_of
+from support.runs import as_rank
 from support.tiny import NUM, VOCAB
 from torch import Tensor
 
@@ -28,7 +28,6 @@ from cqwen_dist.config import Config
 from cqwen_dist.heads.fused_loss import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.model.layers import fuse_adapters
 from cqwen_dist.parallel.groups import Groups
-from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.training.assembly import engine_settings
 from cqwen_dist.training.stages import Schedule
@@ -101,29 +100,15 @@ def _rows(batch: Batch, start: int, stop: int) -> Batch:
     return Batch(**none)
 
 
-def runtime_of(case: Case, timeout_s: float | None = None) -> Runtime:
-    """This rank, also in the environment that DeepSpeed reads."""
-    rank, device = dist.get_rank(), device_here()
-    gpu = rank if device.index is None else device.index  # as DeepSpeed reads LOCAL_RANK
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(case.world), LOCAL_RANK=str(gpu))
-    return Runtime(rank, case.world, device, timeout_s)
-
-
-def device_here() -> torch.device:
-    """The GPU that all ranks share (`run_ranks(..., staged="cuda")`), or the CPU."""
-    return torch.device("cuda", 0) if os.environ.get("DS_ACCELERATOR") == "cuda" else torch.device("cpu")
-
-
 def begin(case: Case, groups: Groups, timeout_s: float | None = None) -> Engine:
     """The engine at its start, on this rank's rows; its groups asleep."""
-    runtime = runtime_of(case, timeout_s)
     start, stop = vocab_range(VOCAB, groups.vocab_rank, groups.vocab_size)
     model = fresh_model(case.kind, vocab_start=start, rows=stop - start)
     fuse_adapters(model.transformer)
     if case.checkpointing:
         model.transformer.gradient_checkpointing_enable({"use_reentrant": False})
     settings = engine_settings(config_of(case), groups.world_size, model.config.base["model_type"])
-    return Engine(model, settings, runtime.device, groups, runtime.timeout_s)
+    return Engine(model, settings, as_rank().device, groups, timeout_s)
 
 
 def enter(engine: Engine, schedule: Schedule, step: int) -> None:

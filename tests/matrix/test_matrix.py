@@ -12,6 +12,7 @@ import pytest
 import torch
 from matrix.plain_training import COLUMN, KINDS, Trained, train_plainly
 from matrix.sharded_training import Case, Found, run_case, train_alone
+from support.devices import LINKS, WITHOUT_GPU
 from support.ranks import Pool
 
 TOLERANCE = 5e-5  # relative for losses and norms, absolute for parameters of order 1
@@ -19,7 +20,6 @@ ON_GPU = 1e-4  # the same: kernels sum in other orders, and Adam divides by the 
 SPREAD = 1.5  # bf16 on ranks, over the worst of unsharded bf16
 GROUPS = {1: (1,), 2: (1, 2), 3: (1, 3), 4: (1, 2, 4)}
 BOTH = "heads+lora"
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none here")
 
 WHOLE = {
     world: [Case(world, *rest) for rest in product(sizes, (1, 2, 3), ("fp32", "bf16"), (1, 2), COLUMN)]
@@ -69,8 +69,8 @@ def bf16_spread(pool: Pool, oracles: dict[str, Trained]) -> dict[str, Found]:
     return furthest(pool, oracles)
 
 
-def furthest(pool: Pool, oracles: dict[str, Trained], staged: str = "") -> dict[str, Found]:
-    found = [(case, pool(run_case, 1, case, oracles[case.kind], staged=staged)[0]) for case in UNSHARDED_BF16]
+def furthest(pool: Pool, oracles: dict[str, Trained], link: str = "gloo") -> dict[str, Found]:
+    found = [(case, pool(run_case, 1, case, oracles[case.kind], link=link)[0]) for case in UNSHARDED_BF16]
     return {
         kind: Found(*(max(f[i] for case, f in found if case.kind == kind) for i in range(4)), "")  # type: ignore[arg-type]
         for kind in COLUMN
@@ -82,11 +82,11 @@ def check(
     case: Case,
     oracles: dict[str, Trained],
     spread: dict[str, Found],
-    staged: str = "",
+    link: str = "gloo",
     tolerance: float = TOLERANCE,
 ) -> None:
-    """Hold the case to its oracle. staged: as of `run_ranks`."""
-    found = pool(run_case, case.world, case, oracles[case.kind], staged=staged)[0]
+    """Hold the case to its oracle. link: as of `run_ranks`."""
+    found = pool(run_case, case.world, case, oracles[case.kind], link=link)[0]
     if case.precision == "fp32":
         good = max(found[:3]) <= tolerance
     else:
@@ -111,7 +111,7 @@ def test_ranks_equal_one_process_over_the_whole_matrix(pool, case, oracles, bf16
 @named(STAGED)
 def test_collectives_by_way_of_the_host_train_the_same(pool, case, oracles, bf16_spread) -> None:
     """DeepSpeed's ZeRO 1-3 and the heads over `support.staged`, every tensor copied to and fro."""
-    check(pool, case, oracles, bf16_spread, "cpu")
+    check(pool, case, oracles, bf16_spread, "host")
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def gpu_oracles(pool: Pool, oracles: dict[str, Trained]) -> dict[str, Trained]:
     """One rank on the GPU, with the GPU's kernels."""
     found = {}
     for kind in KINDS:
-        ((losses, norms, parameters),) = pool(train_alone, 1, Case(1, 1, 1, "fp32", 1, kind), staged="cuda")
+        ((losses, norms, parameters),) = pool(train_alone, 1, Case(1, 1, 1, "fp32", 1, kind), link="one gpu")
         tensors = {name: torch.from_numpy(array) for name, array in parameters.items()}
         found[kind] = Trained(losses, norms, tensors, oracles[kind].start)
     return found
@@ -127,22 +127,21 @@ def gpu_oracles(pool: Pool, oracles: dict[str, Trained]) -> dict[str, Trained]:
 
 @pytest.fixture(scope="module")
 def gpu_bf16_spread(pool: Pool, gpu_oracles: dict[str, Trained]) -> dict[str, Found]:
-    return furthest(pool, gpu_oracles, "cuda")
+    return furthest(pool, gpu_oracles, "one gpu")
 
 
 @pytest.mark.gpu
-@NEEDS_GPU
+@WITHOUT_GPU
 @named([Case(1, 1, 1, "fp32", 1, kind) for kind in KINDS])
 def test_one_rank_on_a_gpu_equals_the_cpu(pool: Pool, case: Case, oracles: dict[str, Trained]) -> None:
     """As far from the plain formulas as other kernels' rounding takes it."""
-    check(pool, case, oracles, {}, "cuda", ON_GPU)
+    check(pool, case, oracles, {}, "one gpu", ON_GPU)
 
 
-@pytest.mark.gpu
-@NEEDS_GPU
+@LINKS
 @named(WHOLE[2])
-def test_two_ranks_on_one_gpu_equal_one(pool, case, gpu_oracles, gpu_bf16_spread) -> None:
-    check(pool, case, gpu_oracles, gpu_bf16_spread, "cuda", ON_GPU)
+def test_two_ranks_on_gpus_equal_one(pool, case, gpu_oracles, gpu_bf16_spread, link) -> None:
+    check(pool, case, gpu_oracles, gpu_bf16_spread, link, ON_GPU)
 
 
 def test_the_quick_cases_cover_every_value() -> None:

@@ -8,10 +8,10 @@ import deepspeed
 import pytest
 import torch
 from matrix.plain_training import LORA, Trained, step_batch, train_plainly, with_tables
-from matrix.sharded_training import Case, Found, config_of, distance, runtime_of, take_steps
+from matrix.sharded_training import Case, Found, config_of, distance, take_steps
 from matrix.test_matrix import TOLERANCE
 from support.ranks import run_ranks
-from support.runs import losses, train_run, write_config, write_texts
+from support.runs import as_rank, losses, train_run, write_config, write_texts
 from support.tiny import NUM, VOCAB, tiny_base
 from torch import nn
 
@@ -34,7 +34,7 @@ BOTH = "heads+lora"
 
 def load(folder: str, case: Case, groups: Groups) -> tuple[CausalQwenModel, Runtime, list[tuple[int, int, int]]]:
     """The oracle's model out of files; of each parameter of the base: (numbers held, numbers partitioned, whole)."""
-    config, runtime = config_of(case), runtime_of(case)
+    config, runtime = config_of(case), as_rank()
     torch.manual_seed(1)  # as tiny_model does
     base, head, _ = load_partitioned_base(folder, config, runtime)
     sizes = [(p.numel(), p.ds_tensor.numel(), p.ds_numel) for p in base.parameters()]
@@ -131,7 +131,7 @@ def test_head_rows_are_read_from_the_files_tied_or_not(tmp_path: Path) -> None:
 def wide_parts(folder: str) -> list[Any]:
     """The partitioned base's token table, gathered, its head whole and in part, and so the file's table."""
     case = Case(2, 1, 3, "fp32", 1, BOTH)
-    base, head, rows = load_partitioned_base(folder, config_of(case), runtime_of(case), rows_for=lambda _: 128)
+    base, head, rows = load_partitioned_base(folder, config_of(case), as_rank(), rows_for=lambda _: 128)
     table = base.model.embed_tokens.weight
     with deepspeed.zero.GatheredParameters(table):
         whole = table.detach().clone()
@@ -154,7 +154,7 @@ def test_added_rows_equal_those_of_the_whole_base(tmp_path: Path) -> None:
 def refused_weights(folder: str) -> str:
     case = Case(2, 1, 3, "fp32", 1, BOTH)
     with pytest.raises(UserError) as refusal:
-        load_partitioned_base(folder, config_of(case), runtime_of(case))
+        load_partitioned_base(folder, config_of(case), as_rank())
     return str(refusal.value)
 
 

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from support.devices import LINKS
 from support.runs import as_rank, qwen2_sizes
 
 from benchmarks.traffic import Traffic
@@ -78,7 +79,7 @@ def counted_and_planned(
     for operation, name, ranks, size in watched.take()[0]:
         if size > tiny and ranks > 1:
             counted[OPERATIONS[operation], name if name in ("vocabulary", "replica", "sequence") else "world"] += size
-    (s,) = stage_sizes(config, Architecture.of(SIZES), world=runtime.world_size, kind="cpu")
+    (s,) = stage_sizes(config, Architecture.of(SIZES), world=runtime.world_size, kind=runtime.device.type)
     planned: Counter[Any] = Counter()
     for message in step_messages(s):
         if message.bytes > tiny:
@@ -107,9 +108,23 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("world", "zero", "group", "precision", "accumulation", "extra", "sequence"), CASES)
+NAMES = ("world", "zero", "group", "precision", "accumulation", "extra", "sequence")
+
+
+@pytest.mark.parametrize(NAMES, CASES)
 def test_counted_bytes_equal_the_plan(pool, world, zero, group, precision, accumulation, extra, sequence) -> None:
     for counted, planned in pool(counted_and_planned, world, zero, group, precision, accumulation, extra, sequence):
+        assert counted == planned
+
+
+@LINKS
+@pytest.mark.parametrize(NAMES, [each for each in CASES if each.values[0] == 2])
+def test_counted_bytes_of_gpus_equal_the_plan(
+    pool, world, zero, group, precision, accumulation, extra, sequence, link
+) -> None:
+    """There gradients of rows are scattered, not all-reduced."""
+    case = zero, group, precision, accumulation, extra, sequence
+    for counted, planned in pool(counted_and_planned, world, *case, link=link):
         assert counted == planned
 
 

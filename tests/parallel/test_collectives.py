@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.devices import LINKS
 from support.ranks import Crew, Pool, fork_server, held_port, tell
+from support.stand_in_gpu import device
 
 from cqwen_dist.config import UserError
 from cqwen_dist.parallel import runtime
@@ -44,8 +46,8 @@ def break_down() -> None:
 
 def sums_and_gathers() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    assert sum_over(torch.tensor([1.0, float(rank)])).tolist() == [world, sum(range(world))]
-    assert gather_rows(torch.tensor([rank, 7])).tolist() == [[r, 7] for r in range(world)]
+    assert sum_over(torch.tensor([1.0, float(rank)], device=device())).tolist() == [world, sum(range(world))]
+    assert gather_rows(torch.tensor([rank, 7], device=device())).tolist() == [[r, 7] for r in range(world)]
     assert gather_objects({"rank": rank}) == [{"rank": r} for r in range(world)]
 
 
@@ -53,10 +55,16 @@ def test_sums_and_gathers(pool: Pool) -> None:
     pool(sums_and_gathers, 3)
 
 
+@LINKS
+def test_collectives_of_what_lies_on_gpus(pool: Pool, link: str) -> None:
+    pool(sums_and_gathers, 2, link=link)
+    pool(owners, 2, False, link=link)
+
+
 def owners(scattered: bool) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    owner = torch.arange(world).repeat_interleave(2)  # of each row
-    parts = torch.full((2 * world, 3), float(rank)) + owner[:, None]
+    owner = torch.arange(world, device=device()).repeat_interleave(2)  # of each row
+    parts = torch.full((2 * world, 3), float(rank), device=device()) + owner[:, None]
     if scattered:  # as on a GPU; it writes into its input
         reduce_scatter_into(parts.chunk(world)[rank], parts, dist.group.WORLD)
     else:

@@ -28,6 +28,9 @@ from support import rounding, stand_in_gpu
 from cqwen_dist.parallel.groups import Groups, build_groups
 
 MOST_RANKS = 7  # that a pool keeps up
+# How ranks talk, and DeepSpeed's accelerator. "host": gloo, each tensor copied to the host and back (`support.staged`),
+# here CPU tensors; "one gpu": the same between ranks that share a GPU; "nccl": a GPU for each rank.
+ACCELERATOR = {"gloo": "", "host": "cpu", "one gpu": "cuda", "nccl": "cuda"}
 LIMIT_S = 400.0  # for what takes seconds where nothing else runs; pytest's own limit is longer, and says less
 # Two thirds of a tiny run are imports: DeepSpeed decorates an optimizer with torch.compile, which imports inductor.
 PRELOADED = [
@@ -57,6 +60,13 @@ def fork_server() -> Any:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
+
+
+def starting(link: str) -> tuple[Any, dict[str, str]]:
+    """The multiprocessing context and the environment of ranks that talk over `link`."""
+    named = ACCELERATOR[link]
+    context = mp.get_context("spawn") if named == "cuda" else fork_server()  # DeepSpeed looks for a GPU only once
+    return context, {**os.environ, **({"DS_ACCELERATOR": named} if named else {})}
 
 
 class Crew:
@@ -122,14 +132,13 @@ def held_port() -> Iterator[int]:
 class Ranks:
     """Ranks with the process group up, which run one function after another."""
 
-    def __init__(self, world: int, timeout: float = LIMIT_S, staged: str = "", lost: int | None = None) -> None:
+    def __init__(self, world: int, timeout: float = LIMIT_S, link: str = "gloo", lost: int | None = None) -> None:
         """The parameters are those of `run_ranks`."""
-        context = mp.get_context("spawn") if staged == "cuda" else fork_server()  # DeepSpeed looks for a GPU only once
-        environment = {**os.environ, **({"DS_ACCELERATOR": staged} if staged else {})}
+        context, environment = starting(link)
         self._world, self._timeout, self._lost = world, timeout, lost
         # The parent holds the store, so its port stays ours.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._crew = Crew(context, _rank, world, world, self._store.port, timeout, environment, staged, lost is None)
+        self._crew = Crew(context, _rank, world, world, self._store.port, timeout, environment, link, lost is None)
 
     def order(self, fn: Callable[..., Any] | None, *args: Any) -> None:
         """Have each rank run fn(*args). None: let them leave together."""
@@ -162,19 +171,22 @@ class Ranks:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world: int, *args: Any, timeout: float = LIMIT_S, staged: str = "", lost: int | None = None
+    fn: Callable[..., Any],
+    world: int,
+    *args: Any,
+    timeout: float = LIMIT_S,
+    link: str = "gloo",
+    lost: int | None = None,
 ) -> list[Any]:
     """fn(*args) on `world` fresh ranks with the process group up; what each returns, by rank.
 
-    staged: "cuda": all ranks on one GPU, their collectives by way of the host (`support.staged`); "cpu": the same
-    copies to and fro, of tensors on the CPU. lost: a rank of which nothing is heard (None); the others do not wait
-    for each other then.
+    link: of `ACCELERATOR`. lost: a rank of which nothing is heard (None); the others do not wait for each other then.
 
     fn is a top-level function (it is pickled by name); it may return anything that pickles. The first rank that
     raises ends all: AssertionError with its traceback. So does a run longer than `timeout` seconds, after every rank
     has said on stderr where it stands.
     """
-    ranks = Ranks(world, timeout, staged, lost)
+    ranks = Ranks(world, timeout, link, lost)
     ranks.order(fn, *args)
     ranks.order(None)  # at once: a test may want one to be gone while others still run
     found = ranks.results()
@@ -191,17 +203,17 @@ class Pool:
     def __init__(self) -> None:
         self._ranks: dict[tuple[int, str], Ranks] = {}
 
-    def __call__(self, fn: Callable[..., Any], world: int, *args: Any, staged: str = "") -> list[Any]:
+    def __call__(self, fn: Callable[..., Any], world: int, *args: Any, link: str = "gloo") -> list[Any]:
         """As `run_ranks`."""
-        ranks = self._ranks.pop((world, staged), None)
+        ranks = self._ranks.pop((world, link), None)
         while ranks is None and sum(up for up, _ in self._ranks) + world > MOST_RANKS:
             oldest = self._ranks.pop(next(iter(self._ranks)))
             oldest.order(None)
             oldest.end()
-        ranks = ranks or Ranks(world, staged=staged)
+        ranks = ranks or Ranks(world, link=link)
         ranks.order(fn, *args)
         found = ranks.results()
-        self._ranks[world, staged] = ranks
+        self._ranks[world, link] = ranks
         return found
 
     def end(self) -> None:
@@ -224,7 +236,7 @@ def _rank(
     port: int,
     timeout: float,
     environment: dict[str, str],
-    staged: str,
+    link: str,
     together: bool,
 ) -> None:
     gc.freeze()  # else each collection goes through all that the server has imported: 0.3 s, and copies of its memory
@@ -237,7 +249,7 @@ def _rank(
     random = torch.get_rng_state()
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group(_backend(staged), store=store, rank=rank, world_size=world)
+        dist.init_process_group(_backend(link, rank), store=store, rank=rank, world_size=world)
         while order := pickle.loads(pipe.recv_bytes()):
             fn, args = order
             torch.set_rng_state(random)  # no test depends on those before it
@@ -253,13 +265,13 @@ def _rank(
         tell(pipe, (None, traceback.format_exc()))
 
 
-def _backend(staged: str) -> str:
-    if not staged:
-        return "gloo"
-    from support import staged as module
+def _backend(link: str, rank: int) -> str:
+    if ACCELERATOR[link] == "cuda":
+        torch.cuda.set_device(rank if link == "nccl" else 0)
+    if link in ("gloo", "nccl"):
+        return link
+    from support import staged
 
-    if staged == "cuda":
-        torch.cuda.set_device(0)
-    else:
-        module.on_host = lambda tensor: False
-    return module.BACKEND
+    if link == "host":
+        staged.on_host = lambda tensor: False
+    return staged.BACKEND

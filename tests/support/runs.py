@@ -87,18 +87,19 @@ def write_config(folder: Path, **overrides: Any) -> Path:
     return path
 
 
-def train_run(config: Path, *overrides: str, world: int = 1) -> dict[str, Any]:
-    """Train as `cqwen train` does, on `world` ranks; rank 0's last figures."""
-    return run_ranks(_train, world, str(config), list(overrides))[0]
+def train_run(config: Path, *overrides: str, world: int = 1, ranks: Any = run_ranks, **how: Any) -> dict[str, Any]:
+    """Train as `cqwen train` does, on `world` ranks; rank 0's last figures. ranks: or a pool; how: its options."""
+    return ranks(_train, world, str(config), list(overrides), **how)[0]
 
 
 def as_rank() -> Any:
     """The `Runtime` of a rank that `run_ranks` started."""
     from cqwen_dist.parallel.runtime import Runtime
 
-    rank, world = dist.get_rank(), dist.get_world_size()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))  # for DeepSpeed
-    return Runtime(rank, world, stand_in_gpu.device())
+    rank, world, device = dist.get_rank(), dist.get_world_size(), stand_in_gpu.device()
+    gpu = rank if device.index is None else device.index  # as DeepSpeed reads LOCAL_RANK
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(gpu))
+    return Runtime(rank, world, device)
 
 
 def _train(config: str, overrides: list[str]) -> dict[str, Any]:

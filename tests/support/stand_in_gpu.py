@@ -1,6 +1,7 @@
 """A stand-in for a GPU: tensors in the CPU's memory that say they are on cuda:0.
 
     pytest --stand-in-gpu -m gpu tests/...                       tests that need a GPU, on it
+    pytest --stand-in-gpus -m gpus tests/...                     tests that need two: it says it is both, gloo is NCCL
     PYTHONPATH=tests python -m support.stand_in_gpu train ...    any `cqwen` command, in this process
 
 Programs take the branches that they take on a GPU, with values, and what a GPU refuses is refused: an operation on
@@ -39,9 +40,9 @@ _kept: list[Any] = []
 ASKED = "CQWEN_TEST_STAND_IN"
 
 
-def ask() -> None:
+def ask(devices: int = 1) -> None:
     """For this process and those that it starts; before triton is imported."""
-    os.environ.update({**SETTINGS, ASKED: "1"})
+    os.environ.update({**SETTINGS, ASKED: str(devices)})
     install_if_asked()
 
 
@@ -60,8 +61,8 @@ def install_if_asked() -> None:
 
 
 def device() -> torch.device:
-    """Where a rank of a test trains: on the stand-in, if it is asked for."""
-    return GPU if os.environ.get(ASKED) else CPU
+    """Where a rank of a test trains: on the GPU that `support.ranks` gave it, or on the stand-in; else on the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if os.environ.get("DS_ACCELERATOR") == "cuda" else CPU
 
 
 def _within_modes(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
@@ -284,7 +285,8 @@ def _stand_in_for_torch_cuda() -> None:
     counts = ("current_device", "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
     answers: dict[str, Any] = {name: None for name in (*nothing, "reset_peak_memory_stats", "ipc_collect")}
     answers |= {name: 0 for name in counts}
-    answers |= {"is_available": True, "is_initialized": True, "device_count": 1, "is_bf16_supported": True}
+    answers |= {"is_available": True, "is_initialized": True, "is_bf16_supported": True}
+    answers["device_count"] = int(os.environ[ASKED])
     answers |= {"get_device_properties": properties, "get_device_capability": (9, 0), "get_device_name": "stand-in"}
     answers |= {"current_stream": stream, "default_stream": stream, "stream": stream, "device": stream}
     answers |= {

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from support.devices import WITHOUT_TWO
 from support.ranks import run_ranks
 from support.runs import cqwen, cqwen_forked
 
@@ -97,9 +98,12 @@ def test_refuses_a_folder_that_is_not_empty(tmp_path: Path) -> None:
     assert (done.returncode, "--folder: found" in done.stderr) == (2, True), done.stderr
 
 
-@pytest.mark.slow
-def test_accept_passes_on_two_ranks_of_this_machine(tmp_path: Path) -> None:
-    done = cqwen("accept", "--ranks", 2, "--folder", tmp_path / "site", "--json", OMP_NUM_THREADS="1")
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=[pytest.mark.gpus, WITHOUT_TWO])],
+)
+def test_accept_passes_on_two_ranks_of_this_machine(tmp_path: Path, device: str) -> None:
+    done = cqwen("accept", "--ranks", 2, "--folder", tmp_path / "site", "--json", DS_ACCELERATOR=device)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert found == json.loads((tmp_path / "site" / "accept.json").read_text())
