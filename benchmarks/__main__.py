@@ -140,6 +140,13 @@ def ranks(
     print_document(found, as_json, lines)
 
 
+def scale(as_json: AsJson = False) -> None:
+    """Traffic and time of a step on 2 to 1,024 GPUs: arithmetic from the plan and steps measured on one GPU."""
+    from benchmarks.scale import run, table
+
+    print_document(run(), as_json, table)
+
+
 def generate(
     hidden: Annotated[int, typer.Option(min=1, help="H; the default shape is Qwen2.5-0.5B.")] = 896,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the backbone.")] = 24,
@@ -304,7 +311,7 @@ def together(
     print_document(bench.run(base, data, runs, alone, texts, steps, lora, overrides or []), as_json, bench.table)
 
 
-for verb in (data, loss, step, packed, memory, ranks, generate, gpu, numbers, laws, gsm8k, together):
+for verb in (data, loss, step, packed, memory, ranks, scale, generate, gpu, numbers, laws, gsm8k, together):
     app.command()(verb)
 
 if __name__ == "__main__":
