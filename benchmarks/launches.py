@@ -27,7 +27,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 # aten operations that only allocate or alias a tensor. Views are recognised by `is_view`.
 _NO_KERNEL = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_reshape_alias", "_unsafe_view"),
-    *("detach", "detach_", "alias", "lift_fresh", "set_", "resize_", "record_stream", "is_pinned", "_pin_memory"),
+    *(
+        "detach",
+        "detach_",
+        "alias",
+        "promote_types",
+        "lift_fresh",
+        "set_",
+        "resize_",
+        "record_stream",
+        "is_pinned",
+        "_pin_memory",
+    ),
 }
 # Operations that return a value to the host, or a shape that depends on values.
 _READS = {

@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.optim.adamw import adamw
 
 from cqwen_dist.parallel.collectives import gather_from_owners, sum_over, sum_to_owners
 from cqwen_dist.parallel.groups import Groups
@@ -80,6 +79,10 @@ class Share:
         """View of the remainder rows, which all ranks step."""
         return whole[slice(*self.kept[1])]
 
+    def parts(self, whole: Tensor) -> list[Tensor]:
+        """Views of the rows of a parameter or gradient that this rank steps: owned rows, remainder."""
+        return [self.own(whole), self.rest(whole)]
+
     def own_moment(self, key: str) -> Tensor:
         return self.moments[key][: self.each]
 
@@ -96,42 +99,44 @@ class Share:
         self.steps, self.moments = 0, {}
 
     @torch.no_grad()
-    def step(self, coefficient: float, weight_decay: float) -> None:
-        """AdamW on the kept rows, with the gradient times `coefficient` (at most 1). Other rows do not change yet."""
+    def step(self, count: Tensor, weight_decay: float) -> None:
+        """AdamW on the kept rows; other rows do not change yet. count: number of this step, [] fp32, at `place`."""
         # Moments are made at the first step: groups that never train take no memory
         if not self.moments:
             self.moments = {key: torch.zeros(self.shape, device=self.place) for key in MOMENTS}
-        parameter = self.member.parameter
-        assert parameter.grad is not None
-        for part, moment in ((self.own, self.own_moment), (self.rest, self.rest_moment)):
-            weights, gradient = part(parameter.detach()), part(parameter.grad)
-            if coefficient < 1.0:
-                gradient.mul_(coefficient)
-            exp_avg, exp_avg_sq = (moment(key) for key in MOMENTS)
-            # One range of rows, or host-sized blocks with offload
-            rows = len(weights) if weights.numel() else 0
-            size = max(1, HOST_BLOCK * rows // weights.numel()) if self.offload and rows else max(1, rows)
-            for at in (slice(start, start + size) for start in range(0, rows, size)):
-                here = _brought(weights[at], self.place)
-                adamw(
-                    [here],
-                    [_brought(gradient[at], self.place)],
-                    [exp_avg[at]],
-                    [exp_avg_sq[at]],
-                    [],
-                    [torch.full((), float(self.steps), device=self.place)],  # fresh: fused AdamW increments it in place
-                    fused=True,  # one pass and no temporary of W_cls's size
-                    amsgrad=False,
-                    beta1=BETAS[0],
-                    beta2=BETAS[1],
-                    lr=self.lr,
-                    weight_decay=weight_decay,
-                    eps=EPS,
-                    maximize=False,
-                )
-                if here.device != weights.device:
-                    weights[at].copy_(here)
+        kinds = [self.parts(self.member.parameter.detach()), self.parts(_gradient(self))]
+        kinds += [[self.own_moment(key), self.rest_moment(key)] for key in MOMENTS]
+        pieces = [piece for piece in zip(*kinds, strict=True) if piece[0].numel()]
+        # All at once; with offload one block after the other
+        works = [[block] for piece in pieces for block in _blocks(piece)] if self.offload else [pieces]
+        for work in filter(None, works):
+            weights, gradients, exp_avg, exp_avg_sq = map(list, zip(*work, strict=True))
+            here = [_brought(value, self.place) for value in weights]
+            torch._fused_adamw_(  # one pass and no temporary of W_cls's size
+                here,
+                [_brought(value, self.place) for value in gradients],
+                exp_avg,
+                exp_avg_sq,
+                [],
+                [count] * len(here),
+                amsgrad=False,
+                beta1=BETAS[0],
+                beta2=BETAS[1],
+                lr=self.lr,
+                weight_decay=weight_decay,
+                eps=EPS,
+                maximize=False,
+            )
+            for value, stepped in zip(weights, here, strict=True):
+                if stepped is not value:
+                    value.copy_(stepped)
         self.steps += 1
+
+
+def _blocks(piece: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors [rows, ...] of one shape, in blocks of at most `HOST_BLOCK` values."""
+    size = max(1, HOST_BLOCK * len(piece[0]) // piece[0].numel())
+    return zip(*(each.split(size) for each in piece), strict=True)
 
 
 def _brought(value: Tensor, place: torch.device) -> Tensor:
@@ -206,8 +211,14 @@ class HeadOptimizer:
     def step(self, coefficient: float) -> None:
         """Scale gradients by the clip coefficient, step, and gather the new weights. Collective."""
         stepped = [share for share in self.shares if share.member.parameter.grad is not None]
+        if coefficient < 1.0:
+            torch._foreach_mul_([part for share in stepped for part in share.parts(_gradient(share))], coefficient)
+        counts: dict[tuple[int, torch.device], Tensor] = {}  # mostly one
         for share in stepped:
-            share.step(coefficient, self.weight_decay if share.member.decays else 0.0)
+            now = share.steps, share.place
+            if now not in counts:
+                counts[now] = torch.full((), share.steps + 1.0, device=share.place)
+            share.step(counts[now], self.weight_decay if share.member.decays else 0.0)
             share.member.parameter.grad = None
         for share in stepped:
             if share.each:

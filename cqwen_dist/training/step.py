@@ -68,9 +68,8 @@ class Stepper:
         counts = self._exchange(micro_batches, keeps)
 
         # Gradients, accumulated over micro-batches
-        sums = torch.zeros(6, device=self.device)
-        kl_sums = torch.zeros(4, device=self.device)
-        right = torch.zeros(2, device=self.device)
+        totals = torch.zeros(12, device=self.device)
+        sums, kl_sums, right = totals[:6], totals[6:10], totals[10:]
         for i, (batch, keep) in enumerate(zip(micro_batches, keeps, strict=True)):
             last = i == len(micro_batches) - 1
             batch_on_device, keep = batch.to(self.device), keep.to(self.device, non_blocking=True)
@@ -90,7 +89,8 @@ class Stepper:
             if measures_kl:  # times the world size, as the engine averages gradients over the ranks
                 weight = self.groups.world_size / max(counts.all_labels, 1)
                 penalty, own = self.constraint.term(u, z.detach() if z_start is None else z_start, weight)
-                loss, kl_sums = loss + penalty, kl_sums + own
+                loss = loss + penalty
+                kl_sums += own
             self.engine.backward(loss, last)
             num_label = (labels == self.model.config.num_token_id).float()
             p_num = (terms.p_num * num_label).sum()
@@ -101,7 +101,7 @@ class Stepper:
 
         # The step waits for the gradient norm. All metric sums share one all-reduce, for which the host does not wait.
         norm = self.engine.step()
-        sums, kl_sums, (hits, seen) = sum_over(torch.cat([sums, kl_sums, right])).split([6, 4, 2])
+        hits, seen = sum_over(totals)[10:]
         metrics = self._metrics(sums, norm, counts, reg_weight)
         metrics |= {"train/lr": plan.stage.lr * plan.factor(step), "train/reg_weight": reg_weight}
         if measures_kl:

@@ -74,6 +74,28 @@ def test_a_step_waits_only_for_the_norm_and_the_counts(pool, world, accumulation
             assert any("_finite_norm" in place for place in places), f"{stage}: a NaN would go unnoticed"
 
 
+def launched() -> tuple[Counter[str], int]:
+    """The operations of a clipped step that trains all, and the tensors of the heads that it steps."""
+    rig = rig_of(1, "bf16")
+    plan = rig.enter(1)
+    batches = rig.batches(plan)
+    rig.step(batches, plan)
+    with counting(t for batch in batches for t in batch.tensors()) as launches:
+        rig.step(batches, plan)
+        launches.end("step")
+    assert rig.engine.clipped
+    return launches.operations["step"], sum(m.parameter.requires_grad for m in rig.engine.heads.members)
+
+
+def test_clipping_and_adam_are_few_launches(pool) -> None:
+    """One for each tensor of the heads, as groups have rates of their own, and for each of the engine's two groups."""
+    ((operations, tensors),) = pool(launched, 1)
+    assert tensors == 9
+    assert operations["_fused_adamw_"] == tensors + 2
+    assert operations["_foreach_add_"] == 2, "Adam's count of the engine's groups"
+    assert operations["_foreach_mul_"] == 2, "the heads' gradients, and the engine's"
+
+
 MICRO_BATCHES = 150
 
 

@@ -116,7 +116,7 @@ class Engine:
         self._norm = math.nan  # the joint norm of this step; NaN until DeepSpeed asks for it
         self.usual = UsualNorm(settings.max_grad_norm)
         self.clipped = False
-        self._finite = torch.ones((), dtype=torch.bool, device=device)  # this rank's features in this step
+        self._size = torch.zeros((), device=device)  # of this rank's features in this step: finite if they are
 
     def _start_deepspeed(self, timeout_s: float | None) -> Any:
         parameter_groups = []
@@ -192,7 +192,7 @@ class Engine:
             with naming("DeepSpeed's forward"):
                 z = self.model.kept_features(batch, keep, run)
         # Only a flag on the device: which rank has bad features is asked once the norm turns out bad
-        self._finite &= z.detach().isfinite().all()
+        self._size += torch.linalg.vector_norm(z.detach(), 1, dtype=torch.float32)
         return z
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -235,7 +235,7 @@ class Engine:
                 zero_state.discard_gradients(self.engine)
             raise
         finally:
-            self._finite.fill_(True)
+            self._size.zero_()
         # The usual norm takes this step in afterwards, so a step is never measured against itself
         limit = self.usual.limit()
         self.heads.step(clip_coefficient(self._norm / limit))
@@ -250,7 +250,7 @@ class Engine:
         """
         norm = float(norm_sq.sqrt())
         if not math.isfinite(norm):
-            found = [rank for rank, finite in enumerate(gather_objects(bool(self._finite))) if not finite]
+            found = [rank for rank, finite in enumerate(gather_objects(bool(self._size.isfinite()))) if not finite]
             features = f"the features of rank {', '.join(map(str, found))} are not" if found else "all features are"
             raise NonFiniteStep(
                 f"the gradient norm, all-reduced over the world group, is {norm}; {features} finite; no step taken",
