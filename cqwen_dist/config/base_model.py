@@ -66,9 +66,8 @@ class ModelConfig(Section):
     """Approximate number of numbers used to fit the regression's calibrated start; default: 2,000, or those in 65,536
     tokens. Too few are worse than none: rows of W_loc fitted to 60 numbers turn every later change of z into a large
     change of the number (docs/measurements.md)."""
-    gradient_checkpointing: bool | None = None
-    """Recompute the backbone's activations in the backward pass. Default: true with parallel.offload activations, which
-    moves what it keeps."""
+    gradient_checkpointing: bool = False
+    """Recompute the backbone's activations in the backward pass: less memory, more time."""
     compile_layers: bool = False
     """Compile the backbone's layers with torch.compile. Takes a minute at the start; then training is faster and needs
     less GPU memory, especially with small micro-batches."""

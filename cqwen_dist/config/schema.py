@@ -131,9 +131,7 @@ class Config(Section):
         yield fitted, "model.number_head", model.number_head, "cauchy, or start calibrated, which fits the law"
         watched, measures = not self.learns_words and self.data.watch, "none with loss.words none: it measures words"
         yield watched, "data.watch", Said("texts"), measures
-        kept = self.parallel.offload == "activations" and not self.gradient_checkpointing
-        yield kept, "parallel.offload", "activations", "none, optimizer, or model.gradient_checkpointing true"
-        if self.attention == "varlen" and self.gradient_checkpointing:
+        if self.attention == "varlen" and model.gradient_checkpointing:
             again = "false with model.attention varlen and gradient_checkpointing (recomputed, they run uncompiled)"
             yield compiled, "model.compile_layers", True, again
         if self.parallel.zero_stage == 3:
@@ -175,7 +173,7 @@ class Config(Section):
             ("sequence_groups", "parallel.sequence_group_size", sequence, sequence > 1),  # it asks for varlen
             ("varlen", "model.attention", "varlen", self.attention == "varlen"),
             ("compiled_layers", "model.compile_layers", True, model.compile_layers),
-            ("gradient_checkpointing", "model.gradient_checkpointing", True, self.gradient_checkpointing),
+            ("gradient_checkpointing", "model.gradient_checkpointing", True, model.gradient_checkpointing),
             ("quantize", "model.quantize", model.quantize, model.quantize != "none"),
             ("zero_3", "parallel.zero_stage", 3, self.parallel.zero_stage == 3),
             ("packing", "data.pack", True, self.data.pack),
@@ -183,8 +181,6 @@ class Config(Section):
         notes = [base.require(capability, key, value) for capability, key, value, wanted in asked if wanted]
         if model.attention is None and sequence > 1:
             notes.append(f"model.attention is varlen, as parallel.sequence_group_size is {sequence}")
-        if model.gradient_checkpointing is None and self.gradient_checkpointing:
-            notes.append("model.gradient_checkpointing is true, as parallel.offload is activations")
         return [note for note in notes if note]
 
     def batch_sizes(self, stage: Stage) -> tuple[int, int]:
@@ -241,12 +237,6 @@ class Config(Section):
     def attention(self) -> str:
         """`model.attention`, resolved."""
         return self.model.attention or ("varlen" if self.parallel.sequence_group_size > 1 else "mask")
-
-    @property
-    def gradient_checkpointing(self) -> bool:
-        """`model.gradient_checkpointing`, resolved."""
-        given = self.model.gradient_checkpointing
-        return self.parallel.offload == "activations" if given is None else given
 
     @property
     def _on_texts(self) -> bool:

@@ -75,9 +75,8 @@ class ParallelConfig(Section):
     sequence_group_size: Positive = 1
     """Number of ranks that share the positions of each text, for texts too long for one rank; 1: every rank has whole
     texts."""
-    offload: Literal["none", "optimizer", "activations"] = "none"
-    """What is kept in host memory. optimizer: optimizer states, also the heads', which step there. activations: the
-    layer inputs that model.gradient_checkpointing saves."""
+    offload: Literal["none", "optimizer"] = "none"
+    """What is kept in host memory. optimizer: optimizer states, also the heads', which step there."""
 
     def refuse_ranks(self, world: int) -> None:
         """Raises `UserError` if a group's size does not divide the number of ranks."""

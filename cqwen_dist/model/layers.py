@@ -17,24 +17,16 @@ from peft.tuners.lora import Linear as PeftLinear
 from torch import Tensor, nn
 
 from cqwen_dist.config.architectures import architecture
-from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.schema import Config
 from cqwen_dist.model.lora import ADAPTER
 from cqwen_dist.model.varlen import attend_within_texts
 
 
-def run_layers_as(transformer: Any, config: Config, on_host: bool = False) -> None:
-    """Set up the layers of a transformer for training, in place. Names of modules and parameters do not change.
-
-    on_host: gradient checkpointing keeps layer inputs in host memory. Raises `UserError` if transformers is too old.
-    """
+def run_layers_as(transformer: Any, config: Config) -> None:
+    """Set up the layers of a transformer for training, in place. Names of modules and parameters do not change."""
     base = architecture(transformer.config.model_type)
-    if config.gradient_checkpointing:
-        more = {"offload": True} if on_host else {}
-        try:
-            transformer.gradient_checkpointing_enable({"use_reentrant": False}, **more)
-        except TypeError:
-            raise UserError("parallel.offload", "activations", "none, or transformers 5.24 or newer") from None
+    if config.model.gradient_checkpointing:
+        transformer.gradient_checkpointing_enable({"use_reentrant": False})
     if base.capabilities.fused_adapters.level != "unsupported":
         fuse_adapters(transformer)
     if config.attention == "varlen":

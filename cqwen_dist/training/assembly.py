@@ -89,8 +89,7 @@ def build_training(
         lora=config.model.lora.model_dump() if config.trains("lora") else None,
         **config.model_shape(),
     )
-    moved = config.parallel.offload == "activations" and runtime.device.type == "cuda"  # elsewhere they are on the host
-    run_layers_as(model.transformer, config, moved)
+    run_layers_as(model.transformer, config)
     if groups.sequence is not None:
         model.features.backbone.spread = over_sequence(groups.sequence)
     settings = engine_settings(config, groups.world_size, model.config.base["model_type"])

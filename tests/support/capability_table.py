@@ -33,7 +33,6 @@ OPTIONS: dict[str, Any] = {
     "parallel.vocab_group_size: 2": 2,
     "parallel.sequence_group_size: 2": 2,
     "parallel.offload: optimizer": "optimizer",
-    "parallel.offload: activations": "activations",
     "data.pack: true": True,
     "model.attention: varlen": "varlen",
     "model.gradient_checkpointing: true": True,

@@ -36,7 +36,7 @@ CHANGES = [
     "train.max_grad_norm=0.001",
 ]
 SAME = [
-    "model.gradient_checkpointing=true + parallel.offload=activations",
+    "model.gradient_checkpointing=true",
     "loss.gate=hard",
     "stages.1.micro_batch_size=3",
 ]

@@ -95,9 +95,6 @@ def test_what_a_part_of_a_text_cannot_do_is_refused_by_key(tmp_path: Path) -> No
             load_config(write_config(tmp_path), [*SPLIT, option])
     config = load_config(write_config(tmp_path), SPLIT)
     assert "model.attention is varlen, as parallel.sequence_group_size is 2" in config.fit_to("qwen2")
-    moved = load_config(write_config(tmp_path), ["parallel.offload=activations"])
-    assert moved.gradient_checkpointing
-    assert "model.gradient_checkpointing is true, as parallel.offload is activations" in moved.fit_to("qwen2")
     with pytest.raises(UserError, match=r"group_size: found 2, allowed: 1: the base has layers of linear_attention"):
         config.parallel.fit_heads({"num_attention_heads": 4, "layer_types": ["full_attention", "linear_attention"]})
     with pytest.raises(UserError, match=r"sequence_group_size: found 2, allowed: a divisor of the 3 ranks: 1, 3"):

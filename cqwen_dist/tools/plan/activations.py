@@ -123,13 +123,6 @@ def saved(s: Sizes) -> int:
     return layers + ends + mask + batch(s)
 
 
-def on_host(s: Sizes) -> int:
-    """Of `saved`, the bytes that parallel.offload: activations moves to the host: the layers' inputs but for the last
-    one's."""
-    moved = s.graph and s.checkpointing and s.kind == "cuda" and s.config.parallel.offload == "activations"
-    return (s.base.layers - 1) * s.tokens * s.width * s.base.hidden if moved else 0
-
-
 def batch(s: Sizes) -> int:
     """Bytes of the micro-batch: ids, positions, labels, label positions, values, masks."""
     return s.tokens * (4 * INT64 + 2 * 8 + 2 * BOOL)

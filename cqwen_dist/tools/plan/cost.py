@@ -10,7 +10,7 @@ from typing import Any
 
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.sizes.flops import PEAK_TFLOPS, Flops
-from cqwen_dist.tools.plan.activations import SAVED, on_host, widest
+from cqwen_dist.tools.plan.activations import SAVED, widest
 from cqwen_dist.tools.plan.comm import Message, bytes_sent, feature_messages, step_messages
 from cqwen_dist.tools.plan.stage_sizes import FP32, Sizes, flops
 
@@ -154,8 +154,6 @@ def micro_batch_times(s: Sizes, m: Machine) -> dict[str, float]:
     again = s.graph * (2.5 + s.checkpointing)
     backward = n * ((each.backbone_backward + each.recomputed + again * between) / rate)
     backward += n * s.graph * (2 + s.checkpointing) * passes / memory
-    copied = on_host(s) / HOST  # on the compute stream, so no computation hides it
-    forward, backward = forward + copied, backward + copied
     words = s.base.vocab * PASSES[s.loss_impl] * s.config.learns_words + 15 * s.causal * FP32
     operations = each.word_head + each.abduction
     heads = n * (operations / (m.peak(s.width) * HEAD_EFFICIENCY) + words / memory)

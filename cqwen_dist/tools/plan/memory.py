@@ -55,7 +55,6 @@ def phases(s: Sizes) -> dict[str, tuple[Part, ...]]:
     before = (_head_gradients(s) + (apart or _feature_gradients(s))) * (s.accumulation > 1)
     earlier = Part("accumulated gradients", before, "of earlier micro-batches")
     held = (_activations(s), earlier, _gathered(s, s.graph))
-    on_host = Part("layer inputs", activations.on_host(s), "saved for the recomputation (parallel.offload)", "host")
     found: dict[str, tuple[Part, ...]] = {
         "the loss": (*held, *_loss(s)),
         "backward of the heads": (*held, *_heads_backward(s)),
@@ -67,7 +66,6 @@ def phases(s: Sizes) -> dict[str, tuple[Part, ...]]:
         layer = Part("one layer's backward", activations.layer_backward(s), "gradients of its widest tensors")
         own = Part("gradients", gradients + apart, "fp32; features of this micro-batch in the weights' dtype")
         found["backward of the last layer"] = (held[0], held[2], own, layer, _dense(s))
-        found = {phase: (*parts, on_host) if held[0] in parts else parts for phase, parts in found.items()}
     else:  # also with cached z: the forward pass that fills the cache needs this memory
         layer = Part("activations", activations.layer_forward(s), "one layer: no gradient runs through the backbone")
         found["forward"] = (earlier, layer, _gathered(s, True), _dense(s))
@@ -147,8 +145,7 @@ def _activations(s: Sizes) -> Part:
     if not s.graph:
         return Part("activations", activations.batch(s), "the batch: the backbone keeps no activations")
     what = "layer inputs (recomputed in backward)" if s.checkpointing else "what autograd keeps of every layer"
-    here = activations.saved(s) - activations.on_host(s)
-    return Part("activations", here, f"L = {s.base.layers} layers of N = {s.tokens:,}: {what}")
+    return Part("activations", activations.saved(s), f"L = {s.base.layers} layers of N = {s.tokens:,}: {what}")
 
 
 def _gathered(s: Sizes, held: bool) -> Part:

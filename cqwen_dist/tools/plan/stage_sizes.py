@@ -53,7 +53,7 @@ class Sizes:
         until_now = config.stages[: 1 + [each.name for each in config.stages].index(stage.name)]
         self.reached = frozenset[str]().union(*(each.groups for each in until_now))  # groups with Adam moments
         self.graph = trains_features(self.trainable)  # whether gradients run through the backbone
-        self.checkpointing = config.gradient_checkpointing
+        self.checkpointing = config.model.gradient_checkpointing
         # The backbone, the heads, the layout
         self.width = 2 if config.train.precision == "bf16" else FP32  # w
         self.words = config.model.causal_size or base.hidden  # C_w
