@@ -16,7 +16,7 @@ from support import runs
 from support.runs import metrics, train_run
 
 from cqwen_dist.config import load_config
-from cqwen_dist.config.rates import dense_rate
+from cqwen_dist.config.trainable import dense_rate
 from cqwen_dist.data.recipes import recognise
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from cqwen_dist.config.errors import UserError, writing
-from cqwen_dist.config.rates import DENSE, dense_rate, group_rates
+from cqwen_dist.config.trainable import DENSE, dense_rate, group_rates
 from cqwen_dist.console import (
     AsJson,
     ConfigFile,

@@ -105,7 +105,7 @@ def sweep(
     hostfile: Annotated[Path | None, typer.Option(help="Lines `host slots=N`: train on these hosts over ssh.")] = None,
 ) -> None:
     """Train a config with several values of keys, in one job on one base, and name the best. Resumes too."""
-    from cqwen_dist.config.sweep import read_sweep
+    from cqwen_dist.config.one_job import read_sweep
     from cqwen_dist.parallel.runtime import launched
 
     asked, configs = read_sweep(file, overrides or [])

@@ -12,6 +12,7 @@ from typing import Any
 # `heads` in a stage's `train` means these five.
 HEADS = ("abduction", "classifier", "noise", "regression", "thresholds")
 OF_WORDS = frozenset({"classifier", "thresholds"})  # those that only the words' loss trains
+DENSE = 0.012  # U moves by about this share of a feature's size in an Adam step (docs/training.md)
 _ACTION = {"cls_weight": "classifier", "cls_bias": "classifier", "b_noise": "noise", "threshold": "thresholds"}
 
 
@@ -90,3 +91,14 @@ def heads_group(name: str) -> str:
     """The group of a parameter of the heads, by its name (`action.b_noise`). Another head has a group of its name."""
     part, _, own = name.partition(".")
     return _ACTION.get(own, "regression") if part == "action" else part
+
+
+def dense_rate(hidden: int) -> float:
+    """Peak rate of W_loc, a dense map [H,H] that starts at the identity: a step moves every entry by the rate."""
+    return DENSE / hidden
+
+
+def group_rates(hidden: int) -> dict[str, float]:
+    """Peak rates of the heads' other groups, if W_loc has `dense_rate` (docs/training.md, Rates)."""
+    rate = dense_rate(hidden)
+    return {"classifier": rate / 10, "regression": rate * 10, "thresholds": 1e-3}

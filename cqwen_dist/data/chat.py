@@ -17,6 +17,7 @@ from itertools import accumulate
 from typing import Any
 
 from cqwen_dist.config.errors import BadLine, UserError, reason_of
+from cqwen_dist.data.cells import Literal, as_text
 
 # Qwen's format, for a tokenizer without a template.
 CHATML = (
@@ -36,6 +37,8 @@ _OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # noncharacters: Unicode never assigns them,
 _KEY = "data.messages_field"
 READ_SO = "read so: "  # the kind of a part that is used, but perhaps not as its author meant it
 Spans = tuple[tuple[int, int], ...]
+ROLES = ("system", "developer", "user", "assistant")
+_SHAREGPT = {**dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"), "human": "user"}
 
 
 class Chat:
@@ -55,7 +58,7 @@ class Chat:
     def __call__(self, messages: Sequence[dict[str, Any]]) -> tuple[str, Spans, tuple[str, ...]]:
         """Render a chat; returns the text, its learnt spans, and notes on parts that are not learnt or not written.
 
-        messages: from `cqwen_dist.data.turns`. Raises: BadLine; UserError for a broken template.
+        messages: from `messages_of`. Raises: BadLine; UserError for a broken template.
         """
         own = sum(map(_is_learnt, messages))
         if not own:
@@ -89,7 +92,7 @@ class Chat:
         raise refused
 
     def prompt(self, messages: Sequence[dict[str, Any]], key: str) -> str:
-        """Prompt for the assistant's next turn. messages: from `cqwen_dist.data.turns`. Raises: UserError for `key`."""
+        """Prompt for the assistant's next turn. messages: from `messages_of`. Raises: UserError for `key`."""
         refused: list[BadLine] = []
         for said in _wordings(messages):
             try:
@@ -205,3 +208,49 @@ def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
     core = content.strip()
     start = len(content) - len(content.lstrip())
     return {**message, "content": f"{content[:start]}{_OPEN}{core}{_CLOSE}{content[start + len(core) :]}"}
+
+
+def messages_of(found: Any) -> list[dict[str, Any]]:
+    """A chat's messages in the format of chat templates. Raises `BadLine`.
+
+    ShareGPT's keys from and value are known too. A null value counts as missing, because tables have every key in every
+    message.
+    """
+    if not isinstance(found, (list, tuple)) or not found:
+        raise BadLine("no chat", found, "a list of messages, [{role, content}, ...]")
+    return [_message(message) for message in found]
+
+
+def _message(found: Any) -> dict[str, Any]:
+    if not isinstance(found, Mapping):
+        raise BadLine("no chat", found, "messages with a role and a content, both text")
+    names = ("role" if "role" in found else "from", "content" if "content" in found else "value")
+    role, content = map(found.get, names)
+    role = _SHAREGPT.get(role, role) if isinstance(role, str) else ""
+    if role not in ROLES or found.get("tool_calls"):
+        allowed = f"messages with a role, {', '.join(ROLES)}, and a content, without tool calls"
+        raise BadLine("no chat", found.get("tool_calls") or found.get(names[0]), allowed)
+    rest = {key: _plain(value) for key, value in found.items() if value is not None and key not in names}
+    return {**rest, "role": role, "content": _content(content)}
+
+
+def _content(found: Any) -> str:
+    """Text, or text parts joined to one text."""
+    if isinstance(found, (list, tuple)) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in found):
+        found = "".join(str(part.get("text")) for part in found)
+    text = as_text(found)
+    if text is None:
+        raise BadLine("no chat", found, "messages with a role and a content, both text")
+    return text
+
+
+def _plain(value: Any) -> Any:
+    """Convert `Literal` numbers to numbers, and drop keys without a value."""
+    if isinstance(value, Literal):
+        try:
+            return json.loads(value)
+        except ValueError:  # too many digits for Python's int
+            return str(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items() if inner is not None}
+    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 from cqwen_dist.config.data import DataConfig, NumberPolicy, filled, template_fields
 from cqwen_dist.config.errors import BadLine, Said, UserError
 from cqwen_dist.data.cells import TableCells, as_number, as_text, is_empty, is_index, is_rounded
-from cqwen_dist.data.chat import READ_SO, Chat, Spans
+from cqwen_dist.data.chat import READ_SO, Chat, Spans, messages_of
 from cqwen_dist.data.number_forms import Form, said
 from cqwen_dist.data.numbers import find_numbers
-from cqwen_dist.data.turns import messages_of
 
 # GSM8K's calculator marks. They need "=" and have no letters: "cout << a; cin >> b" must not match.
 MARKS = re.compile(r"<<[^<>A-Za-z;\n]*=[^<>A-Za-z;\n]*>>")

@@ -117,15 +117,11 @@ class Settings:
             raise UserError("abstain", self.abstain, "nothing: no held-out texts have set its level (data.eval)")
         return {kind: intervals.most_doubt(kind, self.abstain) for kind in ("words", "numbers")}
 
-    def generator_on(self, device: torch.device) -> torch.Generator | None:
-        """The random generator; None for torch's global state."""
-        return self.generator if self.seed is None else torch.Generator(device).manual_seed(self.seed)
-
     def draws(self, device: torch.device, known: Intervals) -> Draws:
         """The randomness of one generation. known: what the model's held-out texts have calibrated."""
         own, cut = 1.0 if self.temperature is None else self.temperature, self.eps_truncation
         words = known.word_draws(own, cut) if self.word_temperature == "auto" else (self.word_temperature, cut)
-        source = self.generator_on(device)
+        source = self.generator if self.seed is None else torch.Generator(device).manual_seed(self.seed)
         return Draws(source, own, cut, words if words != (own, cut) else None, Draws(source, own, cut))
 
     def ends(self, config: Any) -> list[int]:

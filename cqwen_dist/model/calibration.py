@@ -14,7 +14,6 @@ S1). There are two word-head products: one for the normalisers, one for the logi
 A run writes the result to start.json; a resumed run does not calibrate again.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -65,9 +64,6 @@ class Calibration:
     seed_loss: float  # the same at the seeds' start (C = 0, gamma = softplus(1) + 0.1), of the base's own rows
     accuracy: float  # of argmax P
     base_accuracy: float  # of argmax loc_S of the base's rows, where a digit counts as a number
-    agreement: float  # share of tokens on which argmax P and the base's best word are one
-    seed_accuracy: float  # of argmax P at the seeds' start
-    uniform_loss: float  # 1 + ln V, the loss of an untrained model: P = 1/V for every word
     prob_sum_median: float  # median over tokens of sum_k P_k; 1 is calibrated
     tokens: int
     levelled: float  # share of the normaliser's variance that levelling removes from the logits; 0: rows unchanged
@@ -122,8 +118,7 @@ def calibrate(
     if not logits.tokens:
         raise ValueError("no labelled positions to calibrate on")
     base_best = start.best_of_base(search) if model.action.base_head is not None else logits.best_logit()
-    seed_loss, seed_best, _ = logits.at(0.0, SEED_GAMMA + SEED_NOISE)
-    seed: dict[str, Any] = {"seed_loss": seed_loss, "seed_accuracy": logits.mean(seed_best == logits.labels)}
+    seed_loss, _, _ = logits.at(0.0, SEED_GAMMA + SEED_NOISE)
 
     # Rows first: the search for (C, gamma) uses the levelled logits, and the regression the final scales
     rows = start.fit_rows(fit, logits)
@@ -141,7 +136,7 @@ def calibrate(
         model.action, model.abduction(search.z), model.config.used_rows, groups
     )
     model.config.calibration = Intervals(word_temperature=wide).to_dict()
-    return Calibration(threshold=threshold, gamma=gamma, **seed, **rows, **regression, **found)
+    return Calibration(threshold=threshold, gamma=gamma, seed_loss=seed_loss, **rows, **regression, **found)
 
 
 class _Positions(NamedTuple):
@@ -340,8 +335,6 @@ class _Start:
             "loss": loss,
             "accuracy": logits.mean(best == labels),
             "base_accuracy": logits.mean((base_best == labels) | (digits & is_num)),
-            "agreement": logits.mean(best == base_best),
-            "uniform_loss": 1.0 + math.log(self.model.action.vocab_size),
             "prob_sum_median": float(logits.of_all_ranks(prob_sum).quantile(0.5)),
             "tokens": logits.tokens,
             "num_f1": 2 * logits.mean(is_num & best_is_num) / (numbers + logits.mean(best_is_num)) if numbers else None,

@@ -113,6 +113,8 @@ class CausalQwenConfig(PretrainedConfig):
         terms = self.word_terms
         of_terms = isinstance(terms, dict) and terms.keys() <= {*TermOptions._fields}
         of_terms = of_terms and all(value == 0 or _above_0(value) for value in terms.values())
+        digits, count = self.digit_rows, len(CHARACTERS)
+        rows_of_digits = not digits or (len(digits) == count and all(row in range(rows) for row in digits))
         for name, found, fits, allowed in (
             ("num_token_id", self.num_token_id, self.num_token_id in range(rows), f"a row below {rows}"),
             ("used_rows", self.used_rows, self.used_rows in range(1, rows + 1), f"1 to {rows}"),
@@ -121,12 +123,7 @@ class CausalQwenConfig(PretrainedConfig):
             ("depths", self.depths, self.depths == 0 or self.depths * self.wide > 0, "0, or above 0 with wide"),
             ("wide", self.wide, not self.wide or self.number_dims > 0, "0 without number_dims, through which it acts"),
             ("word_terms", terms, of_terms, "numbers of at least 0 by name of a term's option"),
-            (
-                "digit_rows",
-                self.digit_rows,
-                _rows_of(self.digit_rows, rows),
-                f"no rows, or {len(CHARACTERS)} below {rows}",
-            ),
+            ("digit_rows", digits, rows_of_digits, f"no rows, or {count} below {rows}"),
         ):
             if not fits:
                 raise UserError(f"config.json: {name}", found, allowed)
@@ -184,10 +181,6 @@ class CausalQwenConfig(PretrainedConfig):
     def causal_hidden_size(self) -> int:
         """C: word part plus number dimensions."""
         return int(self.causal_size + self.number_dims)
-
-
-def _rows_of(characters: Sequence[Any], rows: int) -> bool:
-    return not characters or (len(characters) == len(CHARACTERS) and all(row in range(rows) for row in characters))
 
 
 def _above_0(value: Any) -> bool:

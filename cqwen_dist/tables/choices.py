@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModel
 
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import reason_of
-from cqwen_dist.config.rates import DENSE, dense_rate
 from cqwen_dist.config.templates import template
+from cqwen_dist.config.trainable import DENSE, dense_rate
 from cqwen_dist.heads.targets import signed_log
 from cqwen_dist.tables.fit_request import FitRequest
 from cqwen_dist.tables.wide.wide_start import SEARCHED

@@ -3,7 +3,7 @@
 The trainer, the benchmark rig and the tests all use these functions, so they measure and test the real training.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.mappings import over_sequence
 from cqwen_dist.parallel.runtime import Runtime, seed_everything
 from cqwen_dist.parallel.vocab_parallel import vocab_range
+from cqwen_dist.run.files import EVALUATIONS
 from cqwen_dist.training.constraint import Constraint
 from cqwen_dist.training.evaluation.evaluator import Evaluator
 from cqwen_dist.training.features.cache import KEPT, FeatureCache, KeptFeatures
@@ -150,7 +151,11 @@ def build_run(config: Config, runtime: Runtime, groups: Groups, shared: Shared |
         progress.say(f"note: {note}")
     tokenizer, weights = read_tokenizer(config, resume_from, shared.folder)
     tokenizer = shared.once(("tokenizer", repr(config.policy)), lambda: tokenizer)  # which has read its vocabulary
-    base = _base_of(config, runtime, shared, tokenizer.rows_for)
+    if config.parallel.zero_stage == 3:
+        base = Base(*shared.base(lambda: load_partitioned_base(name, config, runtime, tokenizer.rows_for)))
+    else:
+        how = dtype_of(train.precision), model.trust_remote_code, model.quantize, runtime.device, tokenizer.rows_for
+        base = Base(*shared.base(lambda: (load_base(name, *how),)))
     config.fit_sizes(base.model.config.to_dict())
 
     # Read the data, and the word counts and tokens that the model needs
@@ -200,15 +205,6 @@ def build_run(config: Config, runtime: Runtime, groups: Groups, shared: Shared |
     )
 
 
-def _base_of(config: Config, runtime: Runtime, shared: Shared, rows_for: Callable[[int], int]) -> Base:
-    """The base as the ranks read it."""
-    name, model = config.base_folder, config.model
-    if config.parallel.zero_stage == 3:
-        return Base(*shared.base(lambda: load_partitioned_base(name, config, runtime, rows_for)))
-    how = dtype_of(config.train.precision), model.trust_remote_code, model.quantize, runtime.device
-    return Base(*shared.base(lambda: (load_base(name, *how, rows_for),)))
-
-
 def _evaluations(
     training: Training,
     held_out: TextDataset | None,
@@ -247,7 +243,7 @@ def _evaluations(
     return Evaluations(
         None if held_out is None else evaluator(held_out, training.forward, words.counts),
         {name: evaluator(dataset, training.forward_held_out) for name, dataset in watched.items()},
-        Path(config.run.dir) if runtime.is_main else None,
+        Path(config.run.dir) / EVALUATIONS if runtime.is_main else None,
         lambda name, measure: shared.once(("base's measures", name, *measured), measure),
     )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.config import Config, UserError, rises
-from cqwen_dist.config.sweep import Sweep
+from cqwen_dist.config.one_job import Sweep
 from cqwen_dist.run.files import METRICS, read_lines
 from cqwen_dist.run.folder import is_done
 from cqwen_dist.run.status import read_status

@@ -33,7 +33,7 @@ from cqwen_dist.heads.targets import NumericStatistics
 from cqwen_dist.model.modules import CausalModules
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime
-from cqwen_dist.run.files import EVALUATIONS, read_object, write_atomically
+from cqwen_dist.run.files import read_object, write_atomically
 from cqwen_dist.training.constraint import Constraint
 from cqwen_dist.training.evaluation.evaluator import Evaluator
 from cqwen_dist.training.evaluation.number_metrics import CALIBRATION
@@ -47,21 +47,15 @@ from cqwen_dist.training.zero.engine import Engine
 WATCHED = ("accuracy", "base_accuracy", "perplexity", "base_perplexity", "cls_loss_mean")
 
 
+@dataclass(frozen=True)
 class Evaluations:
     """Evaluates a run before and during training. Collective over the world."""
 
-    def __init__(
-        self,
-        held_out: Evaluator | None,
-        watched: dict[str, Evaluator],
-        run_dir: Path | None,
-        once: Callable[[str, Callable[[], dict[str, float]]], dict[str, float]],
-    ) -> None:
-        """held_out: None without held-out texts. watched: evaluators by name. run_dir: None except on rank 0. once: a
-        measure of the base by name, which a run of this process may already have."""
-        self.held_out, self.watched = held_out, watched
-        self.folder = None if run_dir is None else run_dir / EVALUATIONS
-        self._once = once
+    held_out: Evaluator | None  # None without held-out texts
+    watched: dict[str, Evaluator]  # by name
+    folder: Path | None  # for chart data; None except on rank 0
+    once: Callable[[str, Callable[[], dict[str, float]]], dict[str, float]]
+    """A measure of the base by name, which a run of this process may already have."""
 
     @property
     def base_accuracy(self) -> float | None:
@@ -72,7 +66,7 @@ class Evaluations:
         """Measure the base model, which has only words to compare. Only before training."""
         for name, evaluator in {"": self.held_out, **self.watched}.items():
             if evaluator is not None and evaluator.of_words:
-                evaluator.base = dict(self._once(name, evaluator.measure_base))
+                evaluator.base = dict(self.once(name, evaluator.measure_base))
 
     def __call__(self, step: int, stage: str) -> dict[str, Any]:
         """The metrics after `step`, equal on all ranks. Also stores chart data for a report."""

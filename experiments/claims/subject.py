@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import Stage
-from cqwen_dist.config.rates import dense_rate, group_rates
+from cqwen_dist.config.trainable import dense_rate, group_rates
 from cqwen_dist.config.training import HEADS
 from cqwen_dist.data.store import Document
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from cqwen_dist.config.rates import dense_rate, group_rates
+from cqwen_dist.config.trainable import dense_rate, group_rates
 from cqwen_dist.model import CausalQwenModel
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.run.files import write_atomically

@@ -10,7 +10,7 @@ from typing import Any
 from cqwen_dist.config import UserError
 from cqwen_dist.config.architectures.base_architecture import USUAL_TARGETS
 from cqwen_dist.config.errors import Said
-from cqwen_dist.config.rates import dense_rate, group_rates
+from cqwen_dist.config.trainable import dense_rate, group_rates
 from cqwen_dist.config.training import Stage
 from experiments.learn.corpora import HELD_OUT
 from experiments.learn.lanes import Task

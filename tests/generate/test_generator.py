@@ -32,7 +32,7 @@ from cqwen_dist.heads.intervals import SHARES, Intervals
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.prediction.table import predict_numbers, predict_rows
-from cqwen_dist.training.evaluation.abstaining import surest
+from cqwen_dist.training.evaluation.number_metrics import surest
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import tiny
+from support.base_figures import measure_base
 from support.ranks import Pool
 from support.runs import VOCAB, cqwen_forked, losses, metrics, set_back, train_run, write_config, write_texts
 from transformers import AutoModelForCausalLM
@@ -30,7 +31,7 @@ from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.tools.export.export import export
 from cqwen_dist.training.evaluation import number_metrics
-from cqwen_dist.training.evaluation.evaluate_checkpoint import evaluate_checkpoint, measure_base
+from cqwen_dist.training.evaluation.evaluate_checkpoint import evaluate_checkpoint
 from cqwen_dist.training.evaluation.evaluator import Evaluator
 from cqwen_dist.training.evaluation.spread import Spread
 
@@ -236,7 +237,7 @@ def _base_measured(numerals: list[int], kind: str = "qwen2", **of_num: Any) -> l
     evaluator = Evaluator(
         model, model.kept_features, batches[rank::world], groups, baseline_value=None, numerals=numerals
     )
-    return [evaluator.measure_base(), measure_base(tiny.tiny_base(kind), batches, "x", tiny.NUM, numerals)]
+    return [evaluator.measure_base(), measure_base(tiny.tiny_base(kind), batches, tiny.NUM, numerals)]
 
 
 @torch.no_grad()

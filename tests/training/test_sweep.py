@@ -9,7 +9,7 @@ import yaml
 from support.runs import cqwen_forked, metrics, write_config
 
 from cqwen_dist.config import UserError
-from cqwen_dist.config.sweep import read_sweep
+from cqwen_dist.config.one_job import read_sweep
 from cqwen_dist.run.status import read_status
 from cqwen_dist.training.halving import Halving
 

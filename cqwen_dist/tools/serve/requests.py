@@ -15,8 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from cqwen_dist.config.errors import BadLine, UserError
-from cqwen_dist.data.chat import Chat
-from cqwen_dist.data.turns import messages_of
+from cqwen_dist.data.chat import Chat, messages_of
 from cqwen_dist.generate.continuation import Written
 from cqwen_dist.generate.generation_settings import mode_as_asked
 from cqwen_dist.generate.numbers import NumberRecord

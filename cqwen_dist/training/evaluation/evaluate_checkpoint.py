@@ -1,14 +1,10 @@
 """`cqwen eval`: evaluates a checkpoint or an exported folder in one process, like the training run."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.resume import refuse_exchanged
 from cqwen_dist.checkpoint.trained import is_exported, load_trained, run_of
 from cqwen_dist.config import Config, UserError
@@ -22,16 +18,13 @@ from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.heads.intervals import Intervals
-from cqwen_dist.heads.numerals import shown_ids
 from cqwen_dist.model.base_loading import load_base
-from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr.head import WordHead
-from cqwen_dist.ops.ovr.scores import OvrScores, ovr_scores
+from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.prediction.learnt_table import LearntTable, differences, learnt_table
 from cqwen_dist.run.files import START, STATE, read_object
-from cqwen_dist.training.evaluation.evaluator import Evaluator, base_metrics
+from cqwen_dist.training.evaluation.evaluator import Evaluator
 
 
 def evaluate_checkpoint(
@@ -75,14 +68,14 @@ def evaluate_checkpoint(
 
 
 def _measured_base(run: Config, base: str | None, words: NumericalAwareTokenizer, of: Evaluator) -> dict[str, float]:
-    """`measure_base` of the run's own base (None), as the run measured it, or of a different base.
+    """Top-1 and perplexity of the run's own base (None), as the run measured it, or of a different base.
 
-    A different base is whole. It knows <NUM> only if a run has made it.
+    A different base is whole. It knows <NUM> only if a run has made it. Raises `UserError` if it has too few words.
     """
     name, rounded, spells = run.base_folder, run.model.quantize, run.spells_numbers
     if base is not None:
         name, rounded, spells = base, "none", not (Path(base).expanduser() / POLICY_FILE).is_file()
-    rows = of.model.config.vocab_size
+    rows, used = of.model.config.vocab_size, of.model.config.used_rows
     own = rows - of.model.config.added_rows
     found: Any = load_base(
         name,
@@ -92,10 +85,12 @@ def _measured_base(run: Config, base: str | None, words: NumericalAwareTokenizer
         of.device,
         lambda count: rows if count == own else count,
     )
-    if rounded == "none":  # a rounded base is loaded onto the device, and cannot be moved
-        found = found.to(of.device)
+    if found.config.vocab_size < used:
+        raise UserError("--base", name, f"a model with at least {used} words")
     numerals = words.numeral_ids if spells else []
-    return measure_base(found, of.batches, name, words.num_token_id, numerals, words.digit_rows)
+    how: dict[str, Any] = {"num_token_id": words.num_token_id, "digit_rows": words.digit_rows, "numerals": numerals}
+    model = CausalQwenModel.from_base_model(found, start="seed", **how).to(of.device).eval()
+    return replace(of, model=model, features=model.kept_features, numerals=numerals).measure_base()
 
 
 def _run_of(path: Path, data: str | None) -> tuple[Config, LearntTable | None]:
@@ -128,46 +123,3 @@ def _dataset(
     if dataset is None or not len(dataset):
         raise UserError("--data", "no texts", "held-out texts (the run held none out)")
     return dataset
-
-
-@torch.no_grad()
-def measure_base(
-    base: Any,
-    batches: Iterable[Batch],
-    name: str,
-    num_token_id: int,
-    numerals: Sequence[int] = (),
-    digit_rows: Sequence[int] = (),
-) -> dict[str, float]:
-    """Top-1 and perplexity of the base model at all label positions, from ids only, without values of numbers.
-
-    base: a causal language model of transformers with its output head, all V rows. numerals: tokens with which it
-    spells numerals, if it never saw <NUM>. Their mean embedding replaces <NUM> in the input, and at a number label each
-    of them is right, as at the start of a run. digit_rows: <NUM> reads as its numeral's first character. Raises
-    `UserError` if a label is not in its vocabulary.
-    """
-    base.eval()
-    head, table = base.get_output_embeddings(), base.get_input_embeddings()
-    device = head.weight.device
-    spelt = torch.tensor(list(numerals), dtype=torch.int64, device=device)
-    rows, bias = head.weight[spelt], 0.0 if head.bias is None else head.bias[spelt]
-    digits, first = table(spelt).float().mean(0), torch.tensor(digit_rows, device=device)
-
-    def scored() -> Iterator[tuple[OvrScores, Tensor, Tensor]]:
-        for cpu_batch in batches:
-            batch, keep = cpu_batch.to(device), cpu_batch.kept.to(device)
-            labels = batch.labels.flatten()[keep]
-            if len(labels) and int(labels.max()) >= head.weight.shape[0]:
-                raise UserError("--base", name, f"a model with at least {int(labels.max()) + 1} words")
-            ids = batch.input_ids
-            if digit_rows:
-                ids = shown_ids(ids, batch.numeric_values, num_token_id, first)
-            embeddings = table(ids)
-            if len(spelt) and not digit_rows:
-                embeddings[batch.input_ids == num_token_id] = digits.to(embeddings.dtype)
-            z = base.base_model(inputs_embeds=embeddings, position_ids=batch.position_ids, use_cache=False)[0]
-            z = z.flatten(0, 1)[keep]
-            u, words = Cauchy(z, torch.zeros_like(z)), WordHead.of(head.weight, head.bias, 0.0)
-            yield ovr_scores(u, words, labels, rank_by="loc"), labels, z @ rows.T + bias
-
-    return base_metrics(scored(), num_token_id, spelt)

@@ -6,7 +6,7 @@ eval/perplexity_ovr    P_k / sum P                                 eval/num_*   
 eval/ece, ece_calibrated                                           of the likeliest word's P (`word_calibration`)
 eval/accuracy_words_*                                              by label frequency (`frequency.BAND_NAMES`)
 dist/C_words_*                                                     mean threshold by the same bands
-eval/accuracy_80, reg_mdae_80                                      of the surest 80 % of words, numbers (`abstaining`)
+eval/accuracy_80, reg_mdae_80                                      of the surest 80 % of words, numbers (`surest`)
 eval/reg_*, coverage_*, width_*, crps                              numbers (`number_metrics`)
 eval/exact, candidates, ...                                        exact numbers, and metrics of a head of your own
 eval/multilabel_*                                                  on request: sets of words
@@ -37,8 +37,7 @@ from cqwen_dist.ops.ovr.scores import OvrScores
 from cqwen_dist.parallel.collectives import gather_objects, sum_over
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_prob_sums, vocab_parallel_scores
-from cqwen_dist.training.evaluation.abstaining import risk_80, surest
-from cqwen_dist.training.evaluation.number_metrics import Numbers, number_metrics
+from cqwen_dist.training.evaluation.number_metrics import Numbers, number_metrics, risk_80, surest
 from cqwen_dist.training.evaluation.spread import SpreadsOfU
 from cqwen_dist.training.evaluation.word_calibration import word_calibration
 from cqwen_dist.training.frequency import BAND_NAMES, band_of, mean_thresholds

@@ -13,6 +13,7 @@ halves of the texts, each with the factors of the other half.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,10 +21,9 @@ import numpy as np
 import torch
 
 from cqwen_dist.heads.candidates import best_bar
-from cqwen_dist.heads.intervals import LEVELS, Intervals, number_interval
+from cqwen_dist.heads.intervals import LEVELS, SHARES, Intervals, number_interval
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.training.evaluation.abstaining import risk_80, surest
 
 CALIBRATION = "calibration"  # key of the factors in a checkpoint's metrics
 RAW = Intervals()  # intervals of Y's law
@@ -41,6 +41,26 @@ def for_calibration(texts: np.ndarray) -> np.ndarray:
     Numbers of one text are dependent, so a text is never split. Parity would fail for data that alternates.
     """
     return (texts.astype(np.uint64) * np.uint64(2654435769) & np.uint64(0xFFFFFFFF)) >> np.uint64(31) == 1
+
+
+def surest(doubt: np.ndarray, error: np.ndarray, of: Callable[[np.ndarray], float]) -> tuple[list[float], list[float]]:
+    """What abstaining buys (S4 3.3.3): (largest doubt, risk) of the surest share of N answers, for each of `SHARES`;
+    nothing without any.
+
+    doubt [N], error [N]: of each answer. of: the risk of some errors, such as their mean. The doubt of a word is its
+    surprise under softmax(loc_S), which tells wrong words better than P, sum P or the scales do (docs/experiments.md);
+    the doubt of a number is scale_Y, to which the width of its interval is proportional.
+    """
+    if not len(doubt):
+        return [], []
+    order = np.argsort(doubt, kind="stable")
+    ends = [max(1, round(share * len(order))) for share in SHARES]
+    return [float(doubt[order[end - 1]]) for end in ends], [float(of(error[order[:end]])) for end in ends]
+
+
+def risk_80(risks: list[float]) -> float:
+    """The risk of the surest 80 %, out of those for `SHARES`; NaN without any."""
+    return risks[SHARES.index(0.8)] if risks else math.nan
 
 
 def interval_factors(scores: np.ndarray, y: Cauchy, levels: tuple[float, ...] = LEVELS) -> Intervals:

@@ -15,7 +15,7 @@ cached z before these exist.
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -205,24 +205,19 @@ class FeatureCache:
         }
 
 
+@dataclass
 class KeptFeatures:
     """z of the evaluation batches in memory, computed again only after the features have changed.
 
     All ranks have the same number of batches, in a fixed order, so metrics are equal to the bit.
     """
 
-    def __init__(
-        self,
-        forward: Callable[[Batch, Tensor], Tensor],
-        check: Callable[[], None],
-        engine: Engine,
-        fresh: Callable[[], KeptZ],
-    ) -> None:
-        """forward: computes z at the label positions of a batch. check: called instead if z is kept; may raise. fresh:
-        z that runs of this process have computed with the same features."""
-        self.forward, self.check, self.engine, self.fresh = forward, check, engine, fresh
-        self._z = KeptZ()
-        self._known = -1
+    forward: Callable[[Batch, Tensor], Tensor]  # computes z at the label positions of a batch
+    check: Callable[[], None]  # called instead if z is kept; may raise
+    engine: Engine
+    fresh: Callable[[], KeptZ]  # z that runs of this process have computed with the same features
+    _z: KeptZ = field(default_factory=KeptZ)
+    _known: int = -1
 
     def __call__(self, i: int, batch: Batch, keep: Tensor) -> Tensor:
         """z [N,H] of the i-th batch at its label positions `keep`, on the device of the batch."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cqwen_dist.config import load_config
-from cqwen_dist.config.rates import dense_rate
+from cqwen_dist.config.trainable import dense_rate
 from cqwen_dist.sizes.architecture import read_architecture
 from cqwen_dist.tools.plan.cost import machine
 from cqwen_dist.tools.plan.make import Plan, plan
