@@ -121,14 +121,14 @@ def sweep(
     else:
 
         def run(configs: list[Any]) -> Any:
-            from cqwen_dist.training.halving import train_points
+            from cqwen_dist.training.together import train_points
 
             quiet_libraries()
             return train_points(asked, configs)
 
         _until_stopped(lambda: configs, run, f"cqwen sweep {shlex.quote(str(file))}")
     if not within:
-        from cqwen_dist.training.halving import verdict
+        from cqwen_dist.training.together import verdict
 
         for line in verdict(asked, configs):
             echo(line)

@@ -195,6 +195,11 @@ def launch(
         sys.stderr.write("the hosts cannot run this: see the red lines above\n")
         return red
     code, stopped = start(["train", str(path.absolute()), *overrides], quiet=quiet)
+    return _end_of(code, stopped, before)
+
+
+def _end_of(code: int, stopped: bool, before: dict[Path, Status]) -> int:
+    """The exit code of all runs. before: their status before the launch; the rest as in `_exit_code`."""
     for stacks in (each for run_dir in before for each in stacks_of(run_dir)):
         sys.stderr.write(f"a rank hung; its stacks: {stacks}\n")
     codes = {_exit_code(code, stopped, status, read_status(run_dir)) for run_dir, status in before.items()}

@@ -13,7 +13,7 @@ from cqwen_dist.config.bases import POLICY_FILE
 from cqwen_dist.config.data import DataConfig, NumberPolicy
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.fields import Above0, NonNegative, Positive, Section, Seed, refused, unless
-from cqwen_dist.config.shape import ARITHMETIC, NONE, NUMBER_KEYS
+from cqwen_dist.config.shape import ARITHMETIC, NONE
 from cqwen_dist.config.training import (
     ConstraintConfig,
     FeatureCacheConfig,
@@ -319,11 +319,6 @@ class Config(Section):
             "word_terms": self.word_terms,
             "learns_words": self.learns_words,
         }
-
-    def number_parameters(self, words: int, size: int) -> int:
-        """The number of parameters of the number head, W_reg and b_reg among them, if C_w = words and C = size."""
-        shape = self.model_shape()
-        return size + 1 + sum(k.parameters(shape[n], words, size) for n, k in NUMBER_KEYS.items() if shape[n])
 
     def to_yaml(self) -> str:
         """The config with all defaults; loading it gives an equal config."""

@@ -1,8 +1,5 @@
 """Config keys that determine a model's shape, listed once for code that builds, compares and counts models."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 NONE, COPIES, ARITHMETIC = "none", "copies", "arithmetic"  # model.candidates
 PLACES, COMPUTED, CONSTANTS = 24, 8, 48  # candidates by kind (`heads.candidates`)
 AGAIN = 4  # rows by whether the text has the value already
@@ -17,29 +14,17 @@ PLACES_SHOWN, FRACTIONS_BELOW, MOST_SHOWN = 6, 1e9, 1e15  # decimals at most; up
 LONGEST_NUMERAL = 17  # a sign, nine digits, a point and six decimals; or a sign and fifteen digits
 
 
-class NumberKey(NamedTuple):
-    """A config key that changes the number head's type (`heads.action.number_head_of`)."""
-
-    key: str
-    default: Any
-    parameters: Callable[[Any, int, int], int]  # (its value, C_w, C) -> parameters added to a plain head
-
-
-def _of_candidates(kind: str, words: int, size: int) -> int:
-    """Parameters: a row, a bias and a noise each; with arithmetic a row a character, and `AGAIN` rows and biases."""
-    own = CANDIDATES[kind] * (words + 2)
-    return own + (len(CHARACTERS) * words + AGAIN * (words + 1) if kind == ARITHMETIC else 0)
-
-
 # `CausalQwenConfig` field -> config key.
-NUMBER_KEYS = {
-    "number_head": NumberKey("model.number_head", None, lambda name, words, size: 0),  # its size is unknown here
-    "candidates": NumberKey("model.candidates", NONE, _of_candidates),
-}
 SHAPE_KEYS = {
-    **{name: f"model.{name}" for name in ("causal_size", "wide", "abduction")},
+    **{name: f"model.{name}" for name in ("causal_size", "wide", "abduction", "number_head", "candidates")},
     "random_features": "model.wide",
     "depths": "model.wide",
     "number_dims": "start",
-    **{name: key.key for name, key in NUMBER_KEYS.items()},
 }
+
+
+def number_parameters(candidates: str, words: int, size: int) -> int:
+    """Parameters of the number head, if C_w = words and C = size: W_reg and b_reg, all that is known of your own class;
+    a row, a bias and a noise a candidate; with arithmetic a row a character, and `AGAIN` rows and biases."""
+    found = size + 1 + CANDIDATES[candidates] * (words + 2)
+    return found + (len(CHARACTERS) * words + AGAIN * (words + 1) if candidates == ARITHMETIC else 0)

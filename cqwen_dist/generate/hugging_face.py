@@ -144,10 +144,7 @@ def translate(
         options["max_new_tokens"] = max(0, int(merged["max_length"]) - ids.shape[1])
     seen, apart = ids[:, prompt.hidden :], dict[str, Any]()  # by processors
     if numbers is not None and find_mode(words).has_logits:
-        # Numbers have a mode of their own, and so a temperature
-        wide, apart = options.pop("word_temperature", "auto"), {"temperature": asked.get("temperature")}
-        of_base = own.get("temperature") if words == "compatible" else None
-        merged["temperature"] = of_base if wide == "auto" else wide
+        merged["temperature"], apart = _temperatures(words, own, asked, options.pop("word_temperature", "auto"))
     options |= _draws(
         model, seen, mask, words, {**merged, "max_length": options["max_new_tokens"]}, logits_processor or ()
     )
@@ -179,6 +176,12 @@ def _draws(
 def _past(hidden: int, processors: Any) -> Any:
     """The processors, for texts whose first positions have no ids that they may see."""
     return processors and (lambda ids, logits: processors(ids[:, hidden:], logits)) if hidden else processors
+
+
+def _temperatures(words: str, own: dict[str, Any], asked: dict[str, Any], wide: Any) -> tuple[Any, dict[str, Any]]:
+    """(the temperature of the processors, that of numbers), if numbers have a mode of their own. wide: of words."""
+    of_base = own.get("temperature") if words == "compatible" else None
+    return of_base if wide == "auto" else wide, {"temperature": asked.get("temperature")}
 
 
 def _mask_of(model: Any, ids: Tensor, merged: dict[str, Any]) -> Tensor | None:

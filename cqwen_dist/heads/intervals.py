@@ -120,12 +120,16 @@ class Intervals:
         if odd or [*edges] != sorted({*edges}):
             allowed = "levels between 0 and 1, factors >= 0, one more of them than edges, which ascend"
             raise ValueError(f"{allowed}; found {data['levels']} and {edges}")
-        if not (math.isfinite(words.shift) and 0.0 < words.factor < math.inf and 0.0 < wide < math.inf):
-            found = f"{words._asdict()} and a word_temperature of {wide}"
-            raise ValueError(f"words with a finite shift, a factor above 0 and a temperature above 0, found {found}")
+        _check_words(words, wide)
         if any(len(each) != len(SHARES) for each in doubts.values()):
             raise ValueError(f"{len(SHARES)} doubts of words and of numbers, found {data['doubts']}")
         return cls(factors, n, bar, words, doubts, wide, edges)
+
+
+def _check_words(words: WordScale, wide: float) -> None:
+    if not (math.isfinite(words.shift) and 0.0 < words.factor < math.inf and 0.0 < wide < math.inf):
+        found = f"{words._asdict()} and a word_temperature of {wide}"
+        raise ValueError(f"words with a finite shift, a factor above 0 and a temperature above 0, found {found}")
 
 
 def number_interval(y: Cauchy, target: TargetTransform, intervals: Intervals, level: float) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,6 @@ from cqwen_dist.config.architectures.base_architecture import USUAL_TARGETS
 from cqwen_dist.config.bases import rows_used, rows_with_number
 from cqwen_dist.config.custom import find_custom, find_loaded
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.config.shape import NUMBER_KEYS
 from cqwen_dist.config.training import LoraConfig
 from cqwen_dist.heads.abduction import ABDUCTIONS, abduction_named, make_abduction
 from cqwen_dist.heads.action import ActionNetwork
@@ -30,7 +29,7 @@ from cqwen_dist.model.lora import inject_lora
 from cqwen_dist.model.modules import CausalModules, FeatureStack
 
 W_NUM_SEED = 0
-SHAPE = {*signature(CausalQwenConfig).parameters, *NUMBER_KEYS} - {"base", "num_token_id", "kwargs"}
+SHAPE = {*signature(CausalQwenConfig).parameters} - {"base", "num_token_id", "kwargs"}
 
 
 def classes_of(config: CausalQwenConfig, loaded: str | None = None) -> tuple[Any, Any]:

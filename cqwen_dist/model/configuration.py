@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from cqwen_dist.config.architectures.base_architecture import USUAL
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.config.shape import CHARACTERS, NUMBER_KEYS
+from cqwen_dist.config.shape import CHARACTERS, NONE
 from cqwen_dist.heads.beside import BESIDE_Z
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.ops.ovr.head import TermOptions
@@ -29,8 +29,8 @@ class CausalQwenConfig(PretrainedConfig):
     <NUM>. used_rows: words from here on are spare and never written (default num_token_id + 1). causal_size: C without
     the number dimensions (default H). number_dims: m. wide, random_features, depths: as in a run's section
     `model`; wide needs number dimensions. abduction: a name of `ABDUCTIONS`. scalar_threshold: one C for all words.
-    target: the regression's unit (`TargetTransform.to_dict`). kwargs: among others what the number head's kind goes by
-    (`NUMBER_KEYS`).
+    target: the regression's unit (`TargetTransform.to_dict`). number_head: a class of your own; candidates: exact
+    numbers (`model.candidates`).
     lora: adapters present in the backbone (`LoraConfig` as a dict), or None. calibration: of the intervals, on held-out
     numbers (`Intervals.to_dict`), or None. word_terms: fields of `TermOptions` with which labels are learnt.
     learns_words: False for a model that learnt numbers only: it answers each prompt with one number.
@@ -65,6 +65,8 @@ class CausalQwenConfig(PretrainedConfig):
         constants: Sequence[float] = (),
         symbols: dict[str, list[int]] | None = None,
         digit_rows: Sequence[int] = (),
+        number_head: str | None = None,
+        candidates: str = NONE,
         **kwargs: Any,
     ) -> None:
         base_config = AutoConfig.for_model(**(base or {"model_type": USUAL}))
@@ -85,8 +87,7 @@ class CausalQwenConfig(PretrainedConfig):
         self.target = target or asdict(TargetTransform())
         self.lora = lora
         self.calibration = calibration
-        for name, key in NUMBER_KEYS.items():
-            setattr(self, name, kwargs.pop(name, key.default))
+        self.number_head, self.candidates = number_head, candidates
         self.wide, self.random_features, self.depths = wide, random_features, depths
         self.word_terms, self.learns_words = word_terms or {}, learns_words
         self.constants, self.symbols = list(constants), symbols or {}

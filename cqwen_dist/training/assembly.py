@@ -3,7 +3,7 @@
 The trainer, the benchmark rig and the tests all use these functions, so they measure and test the real training.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -151,11 +151,7 @@ def build_run(config: Config, runtime: Runtime, groups: Groups, shared: Shared |
         progress.say(f"note: {note}")
     tokenizer, weights = read_tokenizer(config, resume_from, shared.folder)
     tokenizer = shared.once(("tokenizer", repr(config.policy)), lambda: tokenizer)  # which has read its vocabulary
-    if config.parallel.zero_stage == 3:
-        base = Base(*shared.base(lambda: load_partitioned_base(name, config, runtime, tokenizer.rows_for)))
-    else:
-        how = dtype_of(train.precision), model.trust_remote_code, model.quantize, runtime.device, tokenizer.rows_for
-        base = Base(*shared.base(lambda: (load_base(name, *how),)))
+    base = _base_of(config, runtime, shared, tokenizer.rows_for)
     config.fit_sizes(base.model.config.to_dict())
 
     # Read the data, and the word counts and tokens that the model needs
@@ -203,6 +199,15 @@ def build_run(config: Config, runtime: Runtime, groups: Groups, shared: Shared |
         saver=Saver(folder, groups, best, on_failure=runtime.stop.ask, say=progress.say, mirror=mirror),
         progress=progress,
     )
+
+
+def _base_of(config: Config, runtime: Runtime, shared: Shared, rows_for: Callable[[int], int]) -> Base:
+    """The base as the ranks read it."""
+    name, model = config.base_folder, config.model
+    if config.parallel.zero_stage == 3:
+        return Base(*shared.base(lambda: load_partitioned_base(name, config, runtime, rows_for)))
+    how = dtype_of(config.train.precision), model.trust_remote_code, model.quantize, runtime.device
+    return Base(*shared.base(lambda: (load_base(name, *how, rows_for),)))
 
 
 def _evaluations(

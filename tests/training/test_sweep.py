@@ -11,7 +11,7 @@ from support.runs import cqwen_forked, metrics, write_config
 from cqwen_dist.config import UserError
 from cqwen_dist.config.one_job import read_sweep
 from cqwen_dist.run.status import read_status
-from cqwen_dist.training.halving import Halving
+from cqwen_dist.training.together import Halving
 
 ROOT = Path(__file__).parents[2]
 BY = "eval/cls_loss_mean"

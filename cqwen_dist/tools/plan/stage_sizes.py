@@ -9,6 +9,7 @@ value.
 from typing import Any
 
 from cqwen_dist.config import Config, Stage
+from cqwen_dist.config.shape import number_parameters
 from cqwen_dist.config.trainable import feature_counts, trains_features
 from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.sizes.flops import Flops, Work
@@ -66,7 +67,8 @@ class Sizes:
         # Sizes of replicated parts of the heads
         self.abduction = [(c, h)] * 2  # its matrices
         abduction = sum(rows * (columns + 1) for rows, columns in self.abduction)
-        self.whole_heads = {"abduction": abduction, "regression": config.number_parameters(self.words, c), "noise": c}
+        regression = number_parameters(config.candidates, self.words, c)
+        self.whole_heads = {"abduction": abduction, "regression": regression, "noise": c}
         # Names of maps with an adapter; parameters of DeepSpeed's engine by group
         adapted = "lora" in self.ever_trainable
         self.adapters = base.adapted(config.model.lora.target_modules) if adapted else frozenset[str]()
