@@ -25,6 +25,7 @@ from benchmarks.numbers_step import numbers_rows
 from benchmarks.parts import Marks, between, device_counts, marked, profile_steps
 from benchmarks.peer import PeerStep, peer_step
 from benchmarks.rig import DOCUMENTS, Rig, build_rig
+from benchmarks.step_memory import allocated_bytes
 from benchmarks.timing import device_name, said, seconds_of, spread, wait_for
 from benchmarks.traffic import Traffic, Transfer
 from cqwen_dist.batch import Batch
@@ -35,7 +36,6 @@ from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.sizes.architecture import Architecture, read_architecture
 from cqwen_dist.sizes.flops import peak_tflops
 from cqwen_dist.tools.plan.cost import MACHINES, TERA, Machine, machine, stage_cost
-from cqwen_dist.tools.plan.make import allocated_bytes
 from cqwen_dist.tools.plan.memory import GIB
 from cqwen_dist.tools.plan.stage_sizes import Sizes, flops, stage_sizes, work_of
 from cqwen_dist.training.stages import StagePlan

@@ -23,9 +23,9 @@ from cqwen_dist.config.reading import given_config
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.sizes.architecture import Architecture
-from cqwen_dist.tools.plan.make import allocated_bytes, worst
-from cqwen_dist.tools.plan.memory import MIB, of_run
-from cqwen_dist.tools.plan.stage_sizes import stage_sizes
+from cqwen_dist.tools.plan.make import tensor_bytes, worst
+from cqwen_dist.tools.plan.memory import MIB, WORKSPACE, of_run
+from cqwen_dist.tools.plan.stage_sizes import Sizes, stage_sizes
 from cqwen_dist.training.shared import Shared
 
 STEPS = 2  # plain steps, before the step that measures accuracy and constraint
@@ -41,6 +41,11 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
+
+
+def allocated_bytes(sizes: list[Sizes]) -> int:
+    """The planned peak in torch's allocator over these stages, on a GPU including the maths library's workspaces."""
+    return tensor_bytes(worst(sizes)[2]) + WORKSPACE * (sizes[0].kind == "cuda")
 
 
 class Case(NamedTuple):

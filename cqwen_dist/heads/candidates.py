@@ -167,13 +167,13 @@ class WithCandidates(NumberHead):
         own, raw = self.inner.labels(batch, keep), batch.numeric_labels.flatten()[keep]
         return CandidateLabels(own.values, own.is_number, own, self.candidates(self.memory_at(batch, keep)), raw)
 
-    def loss(self, u_prime: Cauchy, labels: NumberLabels, stop: bool) -> tuple[Tensor, Tensor]:
+    def loss(self, u_prime: Cauchy, labels: NumberLabels) -> tuple[Tensor, Tensor]:
         """The loss of `inner`, plus one-vs-rest cross entropies for "the label equals this candidate". If words have a
         softmax term, so have candidates, over loc_S / scale_S, by which the likeliest is chosen."""
         assert isinstance(labels, CandidateLabels)
         scores, right = self.scores(u_prime, labels.candidates), equal(labels.candidates, labels.raw)
         known = labels.is_number.unsqueeze(-1) & ~labels.candidates.isnan()
-        nll, decided = self.inner.loss(u_prime, labels.own, stop)
+        nll, decided = self.inner.loss(u_prime, labels.own)
         decided = decided + torch.where(known, one_against_the_rest(scores, right), 0.0).sum()
         if weight := self.config.word_terms.get("softmax_weight", 0.0):
             decided = decided + weight * among_the_rest(decision_strength(scores), known, right & known).sum()

@@ -92,7 +92,7 @@ def fused_loss(
     """
     u_prime = action.add_noise(u)
     if not options.words:
-        nll, decided = action.number_head.loss(u_prime, labels.numbers, options.gate_grad == "stop")
+        nll, decided = action.number_head.loss(u_prime, labels.numbers)
         sure, none = torch.ones_like(nll), nll.new_zeros(())
         reg_sum = (gate_of(options.gate)(labels.numbers.is_number, sure, options.alpha) * nll).sum()
         loss = token_weight * decided + number_weight * reg_sum
@@ -110,9 +110,8 @@ def fused_loss(
     )
     assert out.p_num is not None
     # Numbers: local to this rank, since W_reg is replicated. The gate weights each NLL by P of <NUM>.
-    stop = options.gate_grad == "stop"
-    p_num = out.p_num.detach() if stop else out.p_num
-    nll, decided = action.number_head.loss(u_prime, labels.numbers, stop)
+    p_num = out.p_num.detach() if options.gate_grad == "stop" else out.p_num
+    nll, decided = action.number_head.loss(u_prime, labels.numbers)
     gates = gate_of(options.gate)(labels.numbers.is_number, p_num, options.alpha)
     reg_sum = (gates * nll).sum()  # 0 without numbers, but in the graph: all ranks need gradients for W_reg
     return LossTerms(

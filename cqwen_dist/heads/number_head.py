@@ -3,7 +3,7 @@
 This module has the interface and the plain head. `heads.action.number_head_of` selects one by the model's config; no
 other module makes this choice.
 
-Letters: N positions, M numbers, C dimensions of U, R values, K numbers in memory. Values are float64 in the raw unit;
+Letters: N positions, M numbers, C dimensions of U, K numbers in memory. Values are float64 in the raw unit;
 laws and labels are fp32 in the target's unit (`CausalQwenConfig.target`).
 """
 
@@ -56,12 +56,11 @@ class NumberHead:
     names: Sequence[str] = ("an exact value",)  # what each of its exact values is
     memory_size = 0  # K
 
-    def __init__(self, net: Any, config: Any, *rows: int) -> None:
-        """net: the action network, which gets the parameters. config: a `CausalQwenConfig`; None: a plain head's. rows:
-        of W_reg, [C] without."""
+    def __init__(self, net: Any, config: Any) -> None:
+        """net: the action network, which gets the parameters. config: a `CausalQwenConfig`; None: a plain head's."""
         self.net, self.config = net, config
-        net.reg_weight = nn.Parameter(torch.empty(*rows, net.causal_hidden_size))
-        net.reg_bias = nn.Parameter(torch.zeros(rows or 1))  # never 0-dimensional: DeepSpeed cannot view such a tensor
+        net.reg_weight = nn.Parameter(torch.empty(net.causal_hidden_size))
+        net.reg_bias = nn.Parameter(torch.zeros(1))  # never 0-dimensional: DeepSpeed cannot view such a tensor
 
     def add_scores(self) -> None:
         """Create the parameters for decisions other than values, if the head has any."""
@@ -120,11 +119,11 @@ class NumberHead:
         values = batch.numeric_labels.flatten()[keep]
         return NumberLabels(self.target.forward(values), batch.numeric_mask.flatten()[keep])
 
-    def loss(self, u_prime: Cauchy, labels: NumberLabels, stop: bool) -> tuple[Tensor, Tensor]:
+    def loss(self, u_prime: Cauchy, labels: NumberLabels) -> tuple[Tensor, Tensor]:
         """(NLL of the numbers [N], sum of cross entropies []) for U' [N,C].
 
         The caller applies gate and masks, so the NLL is also finite at text. The one-vs-rest cross entropies of other
-        decisions of the head belong to L_cls. stop: no gradient through probabilities that weight a loss.
+        decisions of the head belong to L_cls.
         """
         nll = self.value(u_prime).nll(labels.values)
         return nll, nll.new_zeros(())
@@ -133,9 +132,8 @@ class NumberHead:
 
     @torch.no_grad()
     def reset(self, columns: int | None = None) -> None:
-        """Xavier for each row of W_reg separately (S3 4 step 4), or for its first columns."""
-        for row in self.net.reg_weight.view(-1, 1, self.net.causal_hidden_size):
-            nn.init.xavier_uniform_(row[:, :columns])
+        """Xavier for W_reg (S3 4 step 4), or for its first columns."""
+        nn.init.xavier_uniform_(self.net.reg_weight[None, :columns])
 
     @torch.no_grad()
     def inherit(self, gain: float) -> None:
@@ -143,8 +141,8 @@ class NumberHead:
         words, weight = self.net.word_size, self.net.reg_weight
         if dims := weight.shape[-1] - words:
             self.reset(words)
-            weight[..., words:] = 1.0 / dims
-        weight[..., :words] *= gain
+            weight[words:] = 1.0 / dims
+        weight[:words] *= gain
 
     @torch.no_grad()
     def centre(self, value: Tensor | float) -> None:
@@ -155,19 +153,19 @@ class NumberHead:
     def widen(self, scale: float, u_scale: Tensor) -> None:
         """Multiply W_reg so that Y has this scale, in the target's unit, if U' has the scales u_scale [C]."""
         weight = self.net.reg_weight
-        weight.mul_((scale / (weight.abs() @ u_scale)).unsqueeze(-1))
+        weight.mul_(scale / (weight.abs() @ u_scale))
 
     @torch.no_grad()
     def start(self, coefficients: Tensor, intercept: float) -> None:
         """Start from a fit of the data: through the number dimensions, if W_loc has the coefficients, otherwise by
-        W_reg = coefficients [C]. All rows start equal."""
+        W_reg = coefficients [C]."""
         words, weight = self.net.word_size, self.net.reg_weight
         self.centre(intercept)
         if dims := weight.shape[-1] - words:
-            weight[..., :words] = 0.0
-            weight[..., words:] = 1.0 / dims
+            weight[:words] = 0.0
+            weight[words:] = 1.0 / dims
         elif bool(coefficients.any()):  # else W_reg stays as drawn: zeros would make scale_Y 0 and the loss infinite
-            weight.copy_(coefficients.expand_as(weight))
+            weight.copy_(coefficients)
 
     def score_targets(self, values: Tensor, memory: Tensor) -> Tensor:
         """Regression targets [n,K] float64 for scores of n numbers with their memory. A plain head has K = 0.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cqwen_dist.batch import IGNORE_INDEX
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.regression import Gate, counts_text, gate_of, number_nll
+from cqwen_dist.ops.regression import Gate, counts_text, gate_of
 
 
 class OvrClassificationLoss(nn.Module):
@@ -74,6 +74,18 @@ class RegressionLoss(nn.Module):
         """[B,T] each -> [B,T], in nats; float64 if one of them is."""
         loc_Y, scale_Y, true_numeric_values = _wide(loc_Y, scale_Y, true_numeric_values)
         return Cauchy(loc_Y, scale_Y).nll(true_numeric_values)
+
+
+def one_nll(nll: Tensor, value_weights: Tensor | None, p_type: Tensor | None, types: Tensor | None) -> Tensor:
+    """nll [...,R] -> [...]: sum_i w_i NLL_i of R values, with weights [R] or [...,R], 0 for one that is missing (S4
+    4.7.1); or P_t NLL_t of the true type t of R, 0 for type -1 (S4 4.7.2). Raises ValueError for neither and for both.
+    """
+    if (value_weights is None) == (types is None) or (types is None) != (p_type is None):
+        raise ValueError("several values need either value_weights, or p_type and types")
+    if value_weights is not None:
+        return (nll * value_weights).sum(-1)
+    assert types is not None
+    return (p_type * nll).gather(-1, types.clamp(min=0).unsqueeze(-1))[..., 0] * (types >= 0)
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:
@@ -160,7 +172,7 @@ class CausalQwenLoss(nn.Module):
             numeric_values = numeric_values.unsqueeze(-1).expand_as(loc_Y)
         nll = self.reg_loss(loc_Y, scale_Y, numeric_values)
         if nll.ndim == 3:
-            nll = number_nll(nll, self.value_weights, p_type, types)
+            nll = one_nll(nll, self.value_weights, p_type, types)
         gated = gate_of(self.gate)(num_mask, p_num, self.alpha) * nll * cls_mask
         counted = cls_mask if self.cls_denominator == "valid" else real
         cls_mean = (cls_loss * cls_mask).sum() / counted.sum().clamp(min=1)

@@ -1,41 +1,10 @@
-"""The regression loss of numbers: one NLL per position (`number_nll`), and gates that weight it.
-
-The loss of a position is gate_i * NLL_i. The caller applies masks, sums and denominators.
-"""
+"""Gates of the regression loss: the loss of a position is gate_i * NLL_i. The caller applies masks and denominators."""
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 Gate = Callable[[Tensor, Tensor, float], Tensor]
-
-
-def number_nll(
-    nll: Tensor, value_weights: Tensor | None = None, p_type: Tensor | None = None, types: Tensor | None = None
-) -> Tensor:
-    """One NLL per position, [N] (or [B,T] for [B,T,...]).
-
-    nll [N]: returned unchanged.
-    nll [N,R] of R values, such as the low and the high end of a price: sum_i w_i NLL_i (S4 4.7.1). value_weights [R],
-        or [N,R] if positions differ (0: this value is missing).
-    nll [N,T] of one value under the law of each of T types: P_t NLL_t of the true type t (S4 4.7.2). p_type [N,T]: P of
-        each type. The caller detaches it, unless the literal gradient is wanted, which rewards not predicting the type.
-        types [N] int64; -1 means no type and gives 0.
-
-    Raises ValueError for any other combination of arguments.
-    """
-    if nll.ndim == 1 and value_weights is None and types is None:
-        return nll
-    if nll.ndim < 2 or (value_weights is None) == (types is None) or (types is None) != (p_type is None):
-        raise ValueError("several values [N,R] need either value_weights, or p_type and types; a single one neither")
-    if value_weights is not None:
-        return (nll * value_weights).sum(-1)
-    assert types is not None
-    assert p_type is not None
-    true = torch.nn.functional.one_hot(types.clamp(min=0), nll.shape[-1]).to(nll.dtype)
-    true = true * (types >= 0).unsqueeze(-1)
-    return (true * p_type * nll).sum(-1)
 
 
 def gate_alpha(num_mask: Tensor, p_num: Tensor, alpha: float) -> Tensor:

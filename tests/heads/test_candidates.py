@@ -201,7 +201,7 @@ def test_the_loss_is_one_vs_rest_over_the_candidates_there_are(kind, softmax):
         # The one that is right among all five; in the second text nothing else is there
         right, *others = (torch.tan(math.pi * (each - 0.5)).exp() for each in (p(0, 1, 6, 0), p(0, 0, 4, 1), *wrong))
         expected -= softmax * (right / (right + sum(others))).log()
-    found = action.number_head.loss(u, labels, stop=True)[1]
+    found = action.number_head.loss(u, labels)[1]
     assert float(found) == pytest.approx(float(expected), rel=1e-9)
 
     found.backward()
@@ -211,7 +211,7 @@ def test_the_loss_is_one_vs_rest_over_the_candidates_there_are(kind, softmax):
             ends = []
             for sign in (1, -1):
                 flat[i] += sign * step
-                ends.append(float(action.number_head.loss(u, labels, stop=True)[1]))
+                ends.append(float(action.number_head.loss(u, labels)[1]))
                 flat[i] -= sign * step
             assert float(parameter.grad.view(-1)[i]) == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-6)
 

@@ -20,7 +20,7 @@ from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.heads.intervals import Intervals, number_interval
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.calibration import calibrate
-from cqwen_dist.model.number_law_choice import FittedLaw, fit_law
+from cqwen_dist.model.ridge import FittedLaw, fit_law
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.number_laws import LAWS
 from cqwen_dist.training.evaluation.number_metrics import Numbers, number_metrics
@@ -94,7 +94,7 @@ def test_the_loss_is_minus_the_laws_log_density(law, kind):
     labels = head.labels(batch, keep)
     loc, scale = (part.double().numpy() for part in u.affine(model.action.reg_weight, model.action.reg_bias[0]))
     known = of_scipy(law, loc, scale)
-    nll, _ = head.loss(u, labels, True)
+    nll, _ = head.loss(u, labels)
     assert_close(nll, torch.from_numpy(-known.logpdf(labels.values.numpy())).float(), 1e-4)
     assert type(head.decide(u, head.memory_at(batch, keep)).y) is LAWS[law]
 

@@ -7,9 +7,8 @@ import torch
 from support.numerics import assert_close
 from torch import Tensor
 
-from cqwen_dist.heads.seed_losses import CausalQwenLoss
+from cqwen_dist.heads.seed_losses import CausalQwenLoss, one_nll
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.regression import number_nll
 
 N, C, V, R, NUM, ALPHA = 40, 6, 13, 3, 11, 0.3
 WEIGHTS = torch.tensor([0.5, 2.0, 0.25])
@@ -97,11 +96,10 @@ def test_missing_values_have_weight_zero(case: dict[str, Tensor]) -> None:
 
 def test_one_value_of_weight_one_equals_the_plain_number_loss() -> None:
     nll = torch.randn(N)
-    assert torch.equal(number_nll(nll.unsqueeze(-1), torch.ones(1)), nll)
-    assert torch.equal(number_nll(nll), nll)
+    assert torch.equal(one_nll(nll.unsqueeze(-1), torch.ones(1), None, None), nll)
 
 
-@pytest.mark.parametrize("more", [{}, {"types": torch.zeros(N, dtype=torch.int64)}])
-def test_several_values_need_a_reduction(more: dict[str, Tensor]) -> None:
+@pytest.mark.parametrize("types", [None, torch.zeros(N, dtype=torch.int64)])
+def test_several_values_need_a_reduction(types: Tensor | None) -> None:
     with pytest.raises(ValueError, match="value_weights"):
-        number_nll(torch.zeros(N, R), **more)
+        one_nll(torch.zeros(N, R), None, None, types)

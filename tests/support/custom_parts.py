@@ -52,8 +52,8 @@ class WholeNumbers(NumberHead):
         own, raw = super().labels(batch, keep), batch.numeric_labels.flatten()[keep]
         return WholeLabels(own.values, own.is_number, raw == raw.round())
 
-    def loss(self, u_prime: Cauchy, labels: NumberLabels, stop: bool) -> tuple[Tensor, Tensor]:
-        nll, _ = super().loss(u_prime, labels, stop)
+    def loss(self, u_prime: Cauchy, labels: NumberLabels) -> tuple[Tensor, Tensor]:
+        nll, _ = super().loss(u_prime, labels)
         score = self.score(u_prime)
         entropy = -torch.where(labels.is_whole, score.log_sf(0.0), score.log_cdf(0.0))
         return nll, torch.where(labels.is_number, entropy, 0.0).sum()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy, log_prob_above, prob_above
-from cqwen_dist.ops.ovr.head import OvrOutput, Targets, TermOptions, WordHead
+from cqwen_dist.ops.ovr.head import OvrOutput, Targets, WordHead
 
 
 def ovr_reference(u: Cauchy, head: WordHead, targets: Targets) -> OvrOutput:
@@ -24,7 +24,9 @@ def ovr_reference(u: Cauchy, head: WordHead, targets: Targets) -> OvrOutput:
     gap = used.threshold.to(real) - loc
 
     is_label = torch.arange(rows, device=loc.device) == targets.row[:, None]
-    bce = _bce(gap, scale, is_label, targets.terms)
+    if targets.terms.slope_limit and gap.requires_grad:
+        gap = _limited(gap, scale, is_label, targets.terms.slope_limit)
+    bce = -log_prob_above(scale, torch.where(is_label, gap, -gap))  # -log P of the label, else -log(1 - P)
     if targets.class_weights is not None:
         bce = bce * targets.class_weights[:rows]
     per_token = bce.sum(1)
@@ -47,13 +49,6 @@ def _softmax_nll(loc: Tensor, is_label: Tensor, log_norm: Tensor | None) -> Tens
     if log_norm is not None:  # d log_norm / d norm is the slice's share of the normaliser
         norm = log_norm + (norm - norm.detach()) * (norm.detach() - log_norm).exp()
     return torch.where(is_label.any(1), norm - (loc * is_label).sum(1), norm - norm.detach())
-
-
-def _bce(gap: Tensor, scale: Tensor, is_label: Tensor, terms: TermOptions) -> Tensor:
-    """-log P if is_label, otherwise -log(1 - P)."""
-    if terms.slope_limit and gap.requires_grad:
-        gap = _limited(gap, scale, is_label, terms.slope_limit)
-    return -log_prob_above(scale, torch.where(is_label, gap, -gap))
 
 
 def _limited(gap: Tensor, scale: Tensor, is_label: Tensor, limit: float) -> Tensor:

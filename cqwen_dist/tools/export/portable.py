@@ -6,7 +6,6 @@ unchanged. A name with two meanings in one file is an error.
 
 import ast
 import builtins
-import sys
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -195,7 +194,7 @@ def _text(reached: Reached, shared: Reached, absent: set[str]) -> str:
             imports.append(where)
         elif where in shared:
             imports.append(f"from .{CONFIGURATION} import {name}")
-    text = "\n".join([HEAD, "", "from __future__ import annotations", "", *sorted(imports, key=_import_order)])
+    text = "\n".join([HEAD, "", "from __future__ import annotations", "", *sorted(imports)])
     for module in _in_order(own):
         source = _module(module)
         names = [name for name in source.nodes if (module, name) in own]
@@ -223,11 +222,6 @@ def _in_order(own: Reached) -> list[str]:
     for (module, _), names in own.items():
         needs[module] |= {where[0] for where in names.values() if isinstance(where, tuple)} & needs.keys()
     return list(TopologicalSorter({each: sorted(found - {each}) for each, found in needs.items()}).static_order())
-
-
-def _import_order(statement: str) -> tuple[int, str]:
-    top = statement.split()[1].split(".")[0]
-    return (0 if top in sys.stdlib_module_names else 1 if top else 2), statement
 
 
 def _definition(module: str, name: str, absent: set[str]) -> str:

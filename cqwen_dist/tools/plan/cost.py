@@ -108,14 +108,9 @@ class StageCost:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        useful = {"flops_per_token": {**asdict(self.flops_per_token), "useful": self.flops_per_token.useful}}
-        return {
-            **asdict(self),
-            **useful,
-            "seconds": self.seconds,
-            "tokens_per_s": self.tokens_per_s,
-            "hours": self.hours,
-        }
+        found = asdict(self) | {name: getattr(self, name) for name in ("seconds", "tokens_per_s", "hours")}
+        found["flops_per_token"]["useful"] = self.flops_per_token.useful
+        return found
 
 
 def stage_cost(s: Sizes, m: Machine, ranks_per_node: int) -> StageCost:

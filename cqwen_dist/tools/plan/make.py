@@ -86,16 +86,12 @@ class Plan:
         tensors = tensor_bytes(part for part in self.parts if part.name not in NOT_TENSORS)
         return {
             **asdict(self),
+            **{name: getattr(self, name) for name in ("hours", "gpu_hours", "cost", "fits", "reason")},
             "stages": [stage.to_dict() for stage in self.stages],
             "tensor_gib": round(tensors / GIB, 4),
-            "hours": self.hours,
-            "gpu_hours": self.gpu_hours,
-            "cost": self.cost,
             "parts": [{**asdict(part), "gib": round(part.bytes / GIB, 4)} for part in self.parts],
             "device_gib": round(self.device_gib, 4),
             "host_gib": round(self.host_gib, 4),
-            "fits": self.fits,
-            "reason": self.reason,
         }
 
 
@@ -107,11 +103,6 @@ def worst(sizes: list[Sizes]) -> tuple[Sizes, str, tuple[Part, ...]]:
         found += [(each, name, always + parts) for name, parts in memory.phases(each).items()]
     s, phase, parts = max(found, key=lambda item: tensor_bytes(item[2]))
     return s, phase, tuple(part for part in parts if part.bytes)
-
-
-def allocated_bytes(sizes: list[Sizes]) -> int:
-    """The peak in torch's allocator over these stages, on a GPU including the maths library workspaces."""
-    return tensor_bytes(worst(sizes)[2]) + memory.WORKSPACE * (sizes[0].kind == "cuda")
 
 
 def tensor_bytes(parts: Iterable[Part]) -> int:

@@ -48,11 +48,6 @@ class RunAdapters(nn.Module):
         return y + ((x @ self.a.T) * gate) @ self.b
 
 
-def _with_adapters(linear: Any, given: tuple[Tensor, ...], found: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    y, bias = found
-    return getattr(linear, ADAPTERS)(given[0], y), bias
-
-
 def add_adapters(
     transformer: nn.Module,
     packed: Mapping[str, Sequence[str]],
@@ -76,5 +71,5 @@ def add_adapters(
         start = sum(linear.output_sizes[:before]) if before else 0
         if not hasattr(linear, ADAPTERS):
             linear.add_module(ADAPTERS, RunAdapters(linear, gate))
-            linear.register_forward_hook(_with_adapters)
+            linear.register_forward_hook(lambda its, x, y: (getattr(its, ADAPTERS)(x[0], y[0]), y[1]))
         getattr(linear, ADAPTERS).add(run, a, scale * tensors[name.replace(LORA_A, LORA_B)].T, start)
