@@ -47,7 +47,7 @@ def peer_step(
         )
     model = get_peft_model(base, peft_config(config.model.lora), autocast_adapter_dtype=False)
     (base.score if scalar else base.get_output_embeddings()).requires_grad_(True)
-    if config.gradient_checkpointing:
+    if config.model.gradient_checkpointing:
         model.enable_input_require_grads()
         base.gradient_checkpointing_enable({"use_reentrant": False})
     if compiled:

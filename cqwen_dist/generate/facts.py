@@ -2,9 +2,9 @@
 would have come after a changed prompt?
 
 An individual keeps its quantile in every dimension of U's law (D50): u_j(t) = loc_j(t) + scale_j(t) tau_j. A number
-reads sum_j w_j u_j, so an observed number is a sum of the tau and of the noise (`ops.given_sum`). The noise is drawn
-anew under the change. A number's own law may differ from the Cauchy: a logarithm, recalibrated or limited intervals. It
-is the Cauchy moved quantile by quantile.
+reads sum_j w_j u_j, so an observed number is a sum of the tau and of the noise (`quantile_given_sum`). The noise is
+drawn anew under the change. A number's own law may differ from the Cauchy: a logarithm, recalibrated or limited
+intervals. It is the Cauchy moved quantile by quantile.
 
 Letters: B facts, C dimensions of U, N draws.
 """
@@ -25,8 +25,7 @@ from cqwen_dist.generate.streaming import Tokenizer, reader
 from cqwen_dist.heads.intervals import LEVELS, Intervals, number_interval
 from cqwen_dist.heads.precision import at_hand
 from cqwen_dist.heads.targets import TargetTransform
-from cqwen_dist.ops.cauchy import EPS_UNIFORM, Cauchy, prob_above
-from cqwen_dist.ops.given_sum import quantile_given_sum
+from cqwen_dist.ops.cauchy import EPS_UNIFORM, Cauchy, prob_above, quantile_given_sum
 from cqwen_dist.ops.ovr.best import best_word
 
 MIDDLE = len(LEVELS)

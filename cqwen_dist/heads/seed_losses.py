@@ -80,12 +80,11 @@ def one_nll(nll: Tensor, value_weights: Tensor | None, p_type: Tensor | None, ty
     """nll [...,R] -> [...]: sum_i w_i NLL_i of R values, with weights [R] or [...,R], 0 for one that is missing (S4
     4.7.1); or P_t NLL_t of the true type t of R, 0 for type -1 (S4 4.7.2). Raises ValueError for neither and for both.
     """
-    if (value_weights is None) == (types is None) or (types is None) != (p_type is None):
-        raise ValueError("several values need either value_weights, or p_type and types")
-    if value_weights is not None:
+    if value_weights is not None and types is None and p_type is None:
         return (nll * value_weights).sum(-1)
-    assert types is not None
-    return (p_type * nll).gather(-1, types.clamp(min=0).unsqueeze(-1))[..., 0] * (types >= 0)
+    if value_weights is None and types is not None and p_type is not None:
+        return (p_type * nll).gather(-1, types.clamp(min=0).unsqueeze(-1))[..., 0] * (types >= 0)
+    raise ValueError("several values need either value_weights, or p_type and types")
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:

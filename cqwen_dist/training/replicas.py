@@ -8,6 +8,7 @@ trained parameters only a flip since the last step is found (docs/running.md).
 """
 
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,14 +27,15 @@ class RanksDiffer(KnownFailure):
     cause = Cause("ranks that differ", passing=True)
 
 
+@dataclass
 class Replicas:
     """Compares the copies of replicated tensors. State and results are the same on all ranks."""
 
     EVERY = 100  # steps between two comparisons
 
-    def __init__(self, engine: Engine, groups: Groups) -> None:
-        self.engine, self.groups = engine, groups
-        self.good = 0  # the last step with equal copies
+    engine: Engine
+    groups: Groups
+    good: int = 0  # the last step with equal copies
 
     def check(self, step: int, due: bool = False) -> None:
         """Compare every `EVERY` steps and if `due`. Collective over the world. Raises `RanksDiffer` on all ranks."""

@@ -181,11 +181,8 @@ def rank_of(metric: str, value: float) -> float:
 
 def train_points(sweep: Sweep, configs: Sequence[Config]) -> list[TrainResult]:
     """Train or resume the runs of a sweep. All ranks call it. Raises as `train_together`."""
-    return train_together(configs, Halving(sweep.by, len(configs)) if sweep.halving else None, _ended)
-
-
-def _ended(config: Config) -> bool:
-    return is_done(config) or _halved(read_status(Path(config.run.dir)))
+    judge = Halving(sweep.by, len(configs)) if sweep.halving else None
+    return train_together(configs, judge, lambda run: is_done(run) or _halved(read_status(Path(run.run.dir))))
 
 
 def _halved(status: Mapping[str, Any]) -> bool:

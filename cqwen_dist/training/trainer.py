@@ -5,6 +5,7 @@ from typing import Any
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.parallel.collectives import Stopped, agree, from_main_rank
+from cqwen_dist.run.files import PROFILE
 from cqwen_dist.run.status import RunStatus
 from cqwen_dist.training.callbacks import Callbacks
 from cqwen_dist.training.run_parts import Run
@@ -29,7 +30,7 @@ class Trainer:
         self.saved_step = place.step
         self.refusals = Refusals()
         window = None if log is None else run.config.train.profile
-        self.profile = StepProfile(window, run.folder, run.runtime.device, run.progress.say)
+        self.profile = StepProfile(window, run.folder / PROFILE, run.runtime.device.type == "cuda", run.progress.say)
 
     def turns(self) -> Generator["Trainer", None, dict[str, Any]]:
         """Train to the end of the run, or of this command's last stage, a step a turn: other runs of the process train

@@ -10,8 +10,7 @@ import torch
 from scipy.integrate import quad
 from torch import Tensor
 
-from cqwen_dist.ops.cauchy import Cauchy, log_prob_above
-from cqwen_dist.ops.given_sum import cdf_given_sum, quantile_given_sum
+from cqwen_dist.ops.cauchy import Cauchy, cdf_given_sum, log_prob_above, quantile_given_sum
 
 Z = torch.cat([-torch.logspace(9, -9, 200), torch.zeros(1), torch.logspace(-9, 9, 200)]).double()
 SCALES = [1e-9, 1e-6, 1e-3, 1.0, 10.0, 1e3]

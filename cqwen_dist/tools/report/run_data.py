@@ -3,16 +3,15 @@
 import json
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from cqwen_dist.config import Config, Stage, UserError, load_config
+from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.run import files
 from cqwen_dist.run.files import read_lines, read_object
-from cqwen_dist.training.stages import StagePlan
 
 RIDGE = "eval/ridge_mdae"  # only for the quickstart's bundled data
 POINTS = 400  # points per curve; a longer one becomes medians over stretches, with a band from minimum to maximum
@@ -79,7 +78,6 @@ def read_run(folder: Path) -> RunData:
     start = read_object(folder / files.START)
     values: Values = {}
     stages, newest = _read_metrics(folder / files.METRICS, values)
-    _add_rates(values, config.stages, stages)
     if config.data.eval == "bundled:diabetes/test" and "eval/baseline_mdae" in values:
         from cqwen_dist.tools.diabetes import ridge_error
 
@@ -122,21 +120,6 @@ def _read_metrics(path: Path, values: Values) -> tuple[list[Stretch], dict[str, 
             if "/" in name:
                 _add(values, name, step, value)
     return stages, newest
-
-
-def _add_rates(values: Values, stages: Sequence[Stage], taken: Sequence[Stretch]) -> None:
-    """Add the learning rate for each trainable group, computed from the logged stage rate."""
-    by_name = {stage.name: StagePlan(stage, 0, 0, 1) for stage in stages}
-    for step, rate in zip(*values.get("train/lr", ([], [])), strict=True):
-        name = next((stretch.name for stretch in taken if stretch.start < step <= stretch.stop), "")
-        if name not in by_name:
-            continue
-        plan = by_name[name]
-        now = rate / (plan.stage.lr * plan.factor(0))
-        for group in sorted(plan.stage.groups):
-            _add(values, f"rate/{group}", step, now * plan.lr(group, group in ("noise", "thresholds"), 0))
-        if "abduction" in plan.stage.groups:
-            _add(values, "rate/b_scale", step, now * plan.lr("abduction", True, 0))
 
 
 def _add(values: Values, name: str, step: float, value: Any) -> None:

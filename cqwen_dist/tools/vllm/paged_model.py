@@ -19,8 +19,7 @@ from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_p
 from cqwen_dist.config.trainable import is_lora
 from cqwen_dist.tools.vllm.plugin import configs_of
 from cqwen_dist.tools.vllm.request_numbers import HERE, RequestNumbers
-from cqwen_dist.tools.vllm.run_adapters import add_adapters
-from cqwen_dist.tools.vllm.served_run import ServedRun
+from cqwen_dist.tools.vllm.served_run import ServedRun, add_adapters
 
 FEATURES = "model.features."
 BACKBONE, TABLE = f"{FEATURES}backbone.transformer.", f"{FEATURES}embedding.token_embedding."
@@ -45,7 +44,7 @@ class PagedCausalQwen(nn.Module):
         configs = configs_of(config)
         self.lora = [each.lora for each in configs]
         for each in map(copy.copy, configs):
-            each.lora = None  # PEFT's adapters do not fit vLLM's maps, `run_adapters` does
+            each.lora = None  # PEFT's adapters do not fit vLLM's maps, `RunAdapters` do
             transformer.embed_tokens = table
             self.runs.append(ServedRun(each, base))
         most = max(

@@ -77,19 +77,13 @@ def _measured_base(run: Config, base: str | None, words: NumericalAwareTokenizer
         name, rounded, spells = base, "none", not (Path(base).expanduser() / POLICY_FILE).is_file()
     rows, used = of.model.config.vocab_size, of.model.config.used_rows
     own = rows - of.model.config.added_rows
-    found: Any = load_base(
-        name,
-        of.gemm_dtype,
-        run.model.trust_remote_code,
-        rounded,
-        of.device,
-        lambda count: rows if count == own else count,
-    )
+    how = of.gemm_dtype, run.model.trust_remote_code, rounded, of.device
+    found: Any = load_base(name, *how, lambda count: rows if count == own else count)
     if found.config.vocab_size < used:
         raise UserError("--base", name, f"a model with at least {used} words")
     numerals = words.numeral_ids if spells else []
-    how: dict[str, Any] = {"num_token_id": words.num_token_id, "digit_rows": words.digit_rows, "numerals": numerals}
-    model = CausalQwenModel.from_base_model(found, start="seed", **how).to(of.device).eval()
+    known: dict[str, Any] = {"num_token_id": words.num_token_id, "digit_rows": words.digit_rows, "numerals": numerals}
+    model = CausalQwenModel.from_base_model(found, start="seed", **known).to(of.device).eval()
     return replace(of, model=model, features=model.kept_features, numerals=numerals).measure_base()
 
 

@@ -206,7 +206,7 @@ class Evaluator:
         """Add the words of a batch to the sums. Returns lists [N]: sum of P; strength of the likeliest word; whether it
         is right; the doubt of it."""
         labels, head = batch.labels.flatten()[keep], self.model.action.number_head
-        sums["cls_loss"] += head.loss(u_prime, head.labels(batch, keep), stop=True)[1]
+        sums["cls_loss"] += head.loss(u_prime, head.labels(batch, keep))[1]
         num_id = self.model.config.num_token_id
         scores = self._scores(u_prime, labels)
         strength, loc, best = scores.best

@@ -206,13 +206,10 @@ class MetricsLog:
 
     def _write(self, record: dict[str, Any]) -> None:
         record.update({alias: record[name] for alias, name in ALIASES.items() if name in record})
-        self._file.write(record)
-        for tracker in self._trackers:
-            tracker.write(record)
+        for each in (self._file, *self._trackers):
+            each.write(record)
 
     def close(self) -> None:
         self.flush()
-        self._alarm_file.close()
-        self._file.close()
-        for tracker in self._trackers:
-            tracker.close()
+        for each in (self._alarm_file, self._file, *self._trackers):
+            each.close()

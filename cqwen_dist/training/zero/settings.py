@@ -26,7 +26,6 @@ def deepspeed_config(config: Config, world_size: int, trained: int) -> dict[str,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
-        "wall_clock_breakdown": False,
         "timers": {"throughput": {"enabled": False}},  # it would synchronise twice per step
     }
     if bf16 and stage >= 2:  # in stage 1 this selects an optimizer that cannot include the heads' norm
