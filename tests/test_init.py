@@ -122,6 +122,8 @@ def test_the_quickstart_of_a_wheel_runs_anywhere(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     archive = zipfile.ZipFile(wheel)
     assert {f"cqwen_dist/configs/{path.name}" for path in (ROOT / "configs").iterdir()} <= set(archive.namelist())
+    shipped = [path for ending in ("j2", "yaml") for path in (ROOT / "cqwen_dist").rglob(f"*.{ending}")]
+    assert {str(path.relative_to(ROOT)) for path in shipped} <= set(archive.namelist()), "templates and tables"
     archive.extractall(tmp_path / "site")
     empty = tmp_path / "empty"
     empty.mkdir()

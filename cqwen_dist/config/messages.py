@@ -2,8 +2,11 @@
 
 import difflib
 from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+import yaml
 from pydantic import ValidationError
 
 from cqwen_dist.config.errors import Said
@@ -23,39 +26,12 @@ _WORDS = {
     "dict": "a mapping",
 }
 
-# Our keys -> the seeds' names, and names in transformers, TRL, axolotl and LLaMA-Factory
-_NAMES = {
-    "model.name_or_path": "qwen_model_path base_model model_name_or_path",
-    "model.causal_size": "causal_hidden_size causal_dim",
-    "model.number_head": "number_law",
-    "start": "C_ovr C_k C ovr_threshold_init gamma_0 sigma_init b_noise w_num",
-    "loss.reg_weight": "lambda",
-    "loss.class_weights": "w_k",
-    "loss.constraint.eps": "epsilon",
-    "train.max_grad_norm": "max_norm",
-    "model.lora.r": "lora_r lora_rank",
-    "model.lora.alpha": "lora_alpha",
-    "model.lora.target_modules": "lora_target_modules",
-    "model.quantize": "load_in_4bit load_in_8bit",
-    "data.train": "datasets dataset",
-    "data.eval_fraction": "val_set_size",
-    "data.sequence_length": "max_length max_seq_length sequence_len cutoff_len",
-    "data.pack": "packing sample_packing",
-    "stages.N.lr": "learning_rate",
-    "stages.N.epochs": "num_epochs num_train_epochs",
-    "stages.N.steps": "max_steps",
-    "stages.N.schedule": "lr_scheduler_type",
-    "stages.N.warmup_steps": "warmup_ratio",
-    "train.micro_batch_size": "per_device_train_batch_size",
-    "train.global_batch_size": "gradient_accumulation_steps",
-    "train.precision": "bf16 fp16",
-    "train.checkpoint_every": "save_steps",
-    "train.eval_every": "eval_steps",
-    "train.keep_checkpoints": "save_total_limit",
-    "run.dir": "output_dir",
-    "run.wandb": "report_to",
-}
-ELSEWHERE = {name: key for key, names in _NAMES.items() for name in names.split()}
+
+@cache
+def elsewhere() -> dict[str, str]:
+    """Name of a key in other projects -> our key."""
+    text = files("cqwen_dist.config").joinpath("names.yaml").read_text(encoding="utf-8")
+    return {name: key for key, names in yaml.safe_load(text).items() for name in names.split()}
 
 
 def explain(error: ValidationError, tree: Any) -> tuple[Path, object, str]:
@@ -158,7 +134,7 @@ def _instead(path: Path) -> str:
     section = section_of(annotation_at(path[:-1]))
     names = list(section.model_fields) if section else []
     meant = difflib.get_close_matches(path[-1], names, n=1)
-    if (key := ELSEWHERE.get(path[-1])) is not None:
+    if (key := elsewhere().get(path[-1])) is not None:
         own = key.rsplit(".", 1)[-1]
         meant = [".".join((*path[:-1], own)) if own in names else key]
     meant = meant or [place for place in _places(Config, "") if place.rsplit(".", 1)[-1] == path[-1]]

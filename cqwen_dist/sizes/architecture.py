@@ -6,13 +6,16 @@ Letters: H hidden, I intermediate, A attention heads, K key-value heads, D head 
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from cqwen_dist.config import Config, Said, UserError
 from cqwen_dist.config.architectures import ARCHITECTURES, BaseArchitecture, architecture, text_part
-from cqwen_dist.config.architectures.base_architecture import Block
+from cqwen_dist.config.architectures.base_architecture import Block, sizes
 from cqwen_dist.config.bases import rows_with_number
 from cqwen_dist.sizes.flops import Work
 
@@ -224,10 +227,11 @@ def read_architecture(config: Config) -> dict[str, Any]:
 
 def known_architecture(name: str) -> dict[str, Any] | None:
     """The transformers config of a public base model or its -Instruct version; None if unknown."""
-    for kind in ARCHITECTURES.values():
-        sizes = kind.public.get(name) or kind.public.get(name.removesuffix("-Instruct"))
-        if sizes is not None:
-            return {"model_type": kind.model_type, **sizes}
+    text = files("cqwen_dist.config.architectures").joinpath("public.yaml").read_text(encoding="utf-8")
+    for model_type, table in yaml.safe_load(text).items():
+        if row := table.get(name) or table.get(name.removesuffix("-Instruct")):
+            more = row[-1] if isinstance(row[-1], dict) else {}
+            return {"model_type": model_type, **sizes(*(value for value in row if value is not more), **more)}
     return None
 
 

@@ -147,7 +147,6 @@ class BaseArchitecture:
     window: int | None = None  # default of sliding_window, 0 for none; None: never a window
     tied: bool = False  # default of tie_word_embeddings
     spare_rows: bool = True  # whether public models have unused vocabulary rows
-    public: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # `sizes` by hub name
     outside: tuple[str, str] | None = None  # (module, submodule parameter that it uses directly), for ZeRO-3
     nested: bool = False  # True if transformers can load only the text part of a multimodal model
     table: str = "model.embed_tokens.weight"  # names of the token table and output head in weight files

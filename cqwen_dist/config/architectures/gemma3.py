@@ -13,8 +13,4 @@ GEMMA3 = BaseArchitecture(
     interval=6,
     window=4096,
     tied=True,
-    public={
-        "google/gemma-3-270m": sizes(262_144, 640, 2_048, 18, 4, 1, True, 32_768) | {"sliding_window": 512},
-        "google/gemma-3-1b-pt": sizes(262_144, 1_152, 6_912, 26, 4, 1, True, 32_768) | {"sliding_window": 512},
-    },
 )

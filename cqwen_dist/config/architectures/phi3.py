@@ -18,8 +18,4 @@ PHI3 = BaseArchitecture(
     mixers={"full_attention": Block("attention", _ATTENTION)},
     mlp=Block("mlp", _MLP),
     window=0,  # Phi-3 mini's config has one of 2,047
-    public={
-        "microsoft/Phi-4-mini-instruct": sizes(200_064, 3_072, 8_192, 32, 24, 8, True, 131_072),
-        "microsoft/phi-4": sizes(100_352, 5_120, 17_920, 40, 40, 10, False, 16_384),
-    },
 )

@@ -7,7 +7,6 @@ from cqwen_dist.config.architectures.base_architecture import (
     attention,
     gated_delta,
     mlp,
-    sizes,
 )
 
 _STATE = Support("unsupported", "its recurrent layers carry their state from a packed text into the next")
@@ -33,12 +32,5 @@ QWEN3_5 = BaseArchitecture(
     mlp=mlp(),
     outside=("linear_attn", "conv1d.weight"),
     nested=True,
-    public={
-        "Qwen/Qwen3.5-0.8B": sizes(248_320, 1_024, 3_584, 24, 8, 2, True, 262_144, linear_num_value_heads=16),
-        "Qwen/Qwen3.5-2B": sizes(248_320, 2_048, 6_144, 24, 8, 2, True, 262_144, linear_num_value_heads=16),
-        "Qwen/Qwen3.5-4B": sizes(248_320, 2_560, 9_216, 32, 16, 4, True, 262_144),
-        "Qwen/Qwen3.5-9B": sizes(248_320, 4_096, 12_288, 32, 16, 4, False, 262_144),
-        "Qwen/Qwen3.5-27B": sizes(248_320, 5_120, 17_408, 64, 24, 4, False, 262_144, linear_num_value_heads=48),
-    },
     capabilities=Capabilities(**RECURRENT),
 )

@@ -16,7 +16,6 @@ QWEN3_5_MOE = replace(
     defaults=SIZES | _SPARSE | {"num_hidden_layers": 40, "num_experts_per_tok": 8, "num_experts": 256},
     mlp=None,
     experts=experts(shared=True),
-    public={"Qwen/Qwen3.5-35B-A3B": sizes(248_320, 2_048, 0, 40, 16, 2, False, 262_144)},
     capabilities=Capabilities(**WITH_EXPERTS | RECURRENT),
 )
 
@@ -32,5 +31,4 @@ QWEN3_NEXT = replace(
     },
     mlp=mlp(adapted=False),  # by these names PEFT means the experts, and no shared one
     experts=experts(shared=True, adapted=False),
-    public={"Qwen/Qwen3-Next-80B-A3B-Instruct": sizes(151_936, 2_048, 5_632, 48, 16, 2, False, 262_144)},
 )

@@ -25,7 +25,6 @@ QWEN2_MOE = BaseArchitecture(
     mlp=mlp(),
     experts=experts(shared=True),
     biased=("qkv_bias",),
-    public={"Qwen/Qwen1.5-MoE-A2.7B": sizes(151_936, 2_048, 5_632, 24, 16, 16, False, 8_192)},
     capabilities=Capabilities(**WITH_EXPERTS),
 )
 
@@ -36,11 +35,5 @@ QWEN3_MOE = BaseArchitecture(
     mixers={"full_attention": attention("attention_bias", "attention_bias", qk_norm=True)},
     mlp=mlp(adapted=False),  # by these names PEFT means the experts
     experts=experts(),
-    public={
-        "Qwen/Qwen3-30B-A3B": sizes(151_936, 2_048, 6_144, 48, 32, 4, False, 40_960, head_dim=128),
-        "Qwen/Qwen3-235B-A22B": sizes(
-            151_936, 4_096, 12_288, 94, 64, 4, False, 40_960, head_dim=128, moe_intermediate_size=1_536
-        ),
-    },
     capabilities=Capabilities(**WITH_EXPERTS),
 )
