@@ -97,15 +97,15 @@ def options(
 
 def main() -> None:
     """`cqwen`."""
-    answer(app)
+    answer(app, "cqwen")
 
 
-def answer(program: typer.Typer) -> None:
-    """Run a verb; turn the user's mistakes into one line and exit code 2."""
+def answer(program: typer.Typer, name: str | None = None) -> None:
+    """Run a verb; turn the user's mistakes into one line and exit code 2. name: in such lines; default: as started."""
     guard()
     rank = os.environ.get("RANK", "0")
     try:
-        code = program(_without_local_rank(sys.argv[1:], os.environ), standalone_mode=False)
+        code = program(_without_local_rank(sys.argv[1:], os.environ), prog_name=name, standalone_mode=False)
         if code == 130:  # typer's, for KeyboardInterrupt
             echo("ended by Ctrl-C", err=True)
         sys.stdout.flush()  # while an error can still be reported

@@ -74,6 +74,6 @@ def test_a_remote_rank_runs_its_order(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cqwen_dist.cluster.rank", order.encode()]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "RANK": "3"})
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
-    assert (logs / "rank-3.log").read_text().startswith("error: python -m cqwen_dist config: no such command 'nothing'")
+    assert (logs / "rank-3.log").read_text().startswith("error: cqwen config: no such command 'nothing'")
     ending = json.loads((logs / "rank-3.ended").read_text())
     assert (ending["rank"], ending["how"]) == (3, "wrong input")
