@@ -10,7 +10,7 @@ mask. Here the texts of a batch are concatenated, [B T, heads, D], and use
 Positions may be split over ranks (`parallel.mappings`): then each rank attends with some heads over whole texts.
 
 The attention function is registered with transformers under `WITHIN_TEXTS`, which is not part of saved configs. Calls
-without `texts` (generation, exports, a plain base) get the usual mask. The kernel is not yet measured on a GPU.
+without `texts` (generation, exports, a plain base) get the usual mask. On a GPU: docs/gpu.md.
 """
 
 import inspect
