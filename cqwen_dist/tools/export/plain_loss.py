@@ -26,7 +26,7 @@ def mean_loss(
         total = total + checkpoint(_word_loss, loc, scale, head, row, terms, use_reentrant=False)
     of_num = head.take(torch.full_like(words, num)).of_own(seen)
     p_num = Cauchy(torch.zeros_like(of_num[1]), of_num[0].scale).sf(of_num[1]).detach()
-    nll, decided = action.number_head.loss(u_prime, numbers, True)
+    nll, decided = action.number_head.loss(u_prime, numbers)
     gated = torch.where(numbers.is_number, p_num * nll, 0.0).sum()
     return (total + decided) / max(len(words), 1) + gated / numbers.is_number.sum().clamp(min=1)
 
