@@ -23,7 +23,7 @@ from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.records import MARKS
 from cqwen_dist.generate.continuation import continue_text
 
-EXPRESSION = re.compile(r"([\d$][\d\s.,$+\-*/x×÷()]*)=\s*\$?\s*(-?\d[\d,]*(?:\.\d+)?)")
+EXPRESSION = re.compile(r"(-?[\d$][\d\s.,$+\-*/x×÷()]*)=\s*\$?\s*(-?\d[\d,]*(?:\.\d+)?)")
 SIGNS = str.maketrans({"x": "*", "×": "*", "÷": "/", ",": None, "$": None})
 OPERATORS: dict[type, Callable[[float, float], float]] = {
     ast.Add: lambda a, b: a + b,
@@ -60,7 +60,8 @@ def value_of(expression: str) -> float | None:
     """The value of an expression; None if it is none, or only a number."""
     try:
         tree = ast.parse(expression.translate(SIGNS).strip(), mode="eval").body
-        return None if isinstance(tree, ast.Constant) else _value(tree)
+        alone = tree.operand if isinstance(tree, ast.UnaryOp) else tree
+        return None if isinstance(alone, ast.Constant) else _value(tree)
     except (SyntaxError, TypeError, KeyError, ValueError, ZeroDivisionError, RecursionError):
         return None
 

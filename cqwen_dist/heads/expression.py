@@ -81,7 +81,9 @@ def read_symbol(state: Tensor, symbol: Tensor, value: Tensor) -> Tensor:
     # The value, and where an expression begins anew
     ends = symbol == EQUALS
     valid = ends & ~inside & complete & (done > 0) & (since <= LONGEST - 2)
-    found = torch.where(symbol == NO_SYMBOL, found, torch.where(valid, total + last, torch.nan))
+    signed = (symbol == MINUS) & (found < 0)  # "3 - 5 = -": the value's size is still to come
+    after = torch.where(valid, total + last, torch.where(signed, -found, torch.nan))
+    found = torch.where(symbol == NO_SYMBOL, found, after)
     broken = ((symbol == CLOSE) & inside & ~closes) | ((symbol == OPEN) & inside)
     # Operators that a word has cut off, as in "20 eggs * 40% =" and "2x - 5 ="; a first + or - may be a bullet
     broken = broken | (sign & ~operator & ((symbol >= TIMES) | (since > 0)))

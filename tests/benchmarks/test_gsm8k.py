@@ -26,9 +26,11 @@ def test_expressions_are_calculated_again() -> None:
     assert value_of("2 x (3 + 4) ÷ 7") == 2
     assert value_of("-4+1,000") == 996
     assert value_of("48") is None
+    assert value_of("-48") is None
     assert value_of("3 / 0") is None
     assert value_of("__import__('os')") is None
     assert calculated("He pays 3 * $4 = $12, then 10/3=3.33, and 5 - 2 = 4. In 2020 = 2020.") == (3, 1)
+    assert calculated("-6 - -2 = -4 and 8-6 = 2") == (2, 0)
 
 
 def test_errors_have_kinds() -> None:

@@ -88,6 +88,9 @@ TEXTS = {
     "5 + =": None,
     "5 + 3": None,
     "5 + 3 = 8": None,  # it has been written
+    "3 - 5 = -": 2.0,  # its sign has been written
+    "3 - 5 = - -": None,
+    "5 - 3 = -": None,
     "( ( 1 + 2 )=": None,  # one level of brackets
     "2 apples + 3 =": None,
     "20 eggs * 40 % =": None,  # a word cut off what stands before the operator
