@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cqwen_dist.config.data import column_lines
 from cqwen_dist.console import quiet_libraries
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.model.ridge import fit_law
+from cqwen_dist.ops.number_laws import fit_law
 from cqwen_dist.prediction.table import prompts_of
 from cqwen_dist.tables.rows import read_table
 from experiments.wide_alone import fit_alone

@@ -30,9 +30,10 @@ from cqwen_dist.heads.word_temperature import word_temperature
 from cqwen_dist.model.initialise import NOISE, SEED_GAMMA, SEED_NOISE, set_scales, start_regression
 from cqwen_dist.model.levelling import fit_numeral_rows, level_logits, project_by_features
 from cqwen_dist.model.modules import CausalModules
-from cqwen_dist.model.ridge import FittedLaw, fit_law, fold_of_row, ridges_by_leave_one_out, robust_ridge
+from cqwen_dist.model.ridge import fold_of_row, ridges_by_leave_one_out, robust_ridge
 from cqwen_dist.model.start_search import StartLogits, best_threshold_and_gamma
 from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.number_laws import FittedLaw, fit_law
 from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.groups import ALONE, Groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens

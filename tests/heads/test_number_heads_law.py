@@ -20,9 +20,8 @@ from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.heads.intervals import Intervals, number_interval
 from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.calibration import calibrate
-from cqwen_dist.model.ridge import FittedLaw, fit_law
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.number_laws import LAWS
+from cqwen_dist.ops.number_laws import LAWS, FittedLaw, fit_law
 from cqwen_dist.training.evaluation.number_metrics import Numbers, number_metrics
 
 LAPLACE, T4 = ({**TARGET, "law": law} for law in ("laplace", "student-4"))
