@@ -51,7 +51,7 @@ def generate(
     *,
     sampling: Sampling,
     individuals: Annotated[
-        int | None, typer.Option(min=1, help="Continue the prompt under so many individuals; in mode noise: noises.")
+        int | None, typer.Option(min=1, help="Number of individuals that continue it; in mode noise: of noises.")
     ] = None,
     digits: DigitsOption = "auto",
     stream: Annotated[bool, typer.Option("--stream", help="Print the text while generating (one prompt).")] = False,
@@ -169,8 +169,8 @@ def explain(
     checkpoint: Checkpoint,
     prompt: Annotated[list[str], typer.Option(help="Text whose next word is explained; repeatable.")],
     chat: Annotated[bool, typer.Option("--chat", help="Use the chat template: prompts are user messages.")] = False,
-    dims: Annotated[int, typer.Option(min=1, help="How many of U's dimensions to name.")] = 8,
-    individuals: Annotated[int, typer.Option(min=0, help="Also draw this many individuals.")] = 0,
+    dims: Annotated[int, typer.Option(min=1, help="Number of U's dimensions to name.")] = 8,
+    individuals: Annotated[int, typer.Option(min=0, help="Number of individuals to draw also.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     device: Device = "auto",
     as_json: AsJson = False,

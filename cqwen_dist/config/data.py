@@ -156,7 +156,7 @@ class DataConfig(Section):
     """How numbers are written, and in which columns, such as {'1234,5 €': [price]}; init and fit write it. Default: by
     the first cells of train, for tables. The text has the plain number."""
     limit: Positive | None = None
-    """Use only this many texts from the start of train."""
+    """Number of texts to use, from the start of train."""
     cache_dir: str | None = Field(None, min_length=1)
     """Folder for prepared data; default: $CQWEN_DATA_CACHE or ~/.cache/cqwen/data for large data, and small files are
     read into memory."""

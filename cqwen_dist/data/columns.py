@@ -64,10 +64,10 @@ def forms_in(
 
     Raises: UserError for data.number_columns, if a column has two readings.
     """
-    texts, typed, others = _cells_by_column(records, {*(columns_of(records) if only is None else only)})
+    texts, typed, odd = _cells_by_column(records, {*(columns_of(records) if only is None else only)})
     # Numbers of a JSON or Parquet file have a decimal point and no unit ("0" stands for them); texts in the same column
     # have to agree.
-    columns = {name: texts.get(name, []) for name in columns_of(records) if name in {*texts, *typed} - others}
+    columns = {name: texts.get(name, []) for name in columns_of(records) if name in {*texts, *typed} - odd}
     beside = {name: [*cells, "0"] for name, cells in columns.items() if name in typed and cells}
     rest = {name: cells for name, cells in columns.items() if name not in beside}
     plain: dict[str, Any] = {"target": target, "delimiter": delimiter_in(source)}
@@ -90,7 +90,7 @@ def _cells_by_column(
 ) -> tuple[dict[str, list[str]], set[str], set[str]]:
     """Per column its texts; the columns with typed numbers; the columns with other values."""
     texts: dict[str, list[str]] = {}
-    typed, others = set[str](), set[str]()
+    typed, odd = set[str](), set[str]()
     for name, value in ((name, value) for record in records for name, value in record.items()):
         if name not in wanted or is_missing(value):
             continue
@@ -98,8 +98,8 @@ def _cells_by_column(
         if isinstance(text, str) and not (is_number(value) and is_held(text)):  # ids are texts in every file
             texts.setdefault(name, []).append(text)
         else:
-            (typed if is_number(value) else others).add(name)
-    return texts, typed, others
+            (typed if is_number(value) else odd).add(name)
+    return texts, typed, odd
 
 
 def columns_for(config: DataConfig, with_eval: bool = False) -> dict[str, dict[str, Any]]:

@@ -204,8 +204,8 @@ class Extractor:
         names = template_fields(template)
         values = {name: self._cell(record, name, empty) for name in names if name != _OTHERS}
         if _OTHERS in names:
-            others = self._columns or self._starred(record)
-            values[_OTHERS] = "".join(f"{name}: {self._cell(record, name, empty)}\n" for name in others)
+            listed = self._columns or self._starred(record)
+            values[_OTHERS] = "".join(f"{name}: {self._cell(record, name, empty)}\n" for name in listed)
         return MARKS.sub("", filled(template, values.__getitem__))
 
     def _cell(self, record: Mapping[str, Any], name: str, empty: str | None) -> str:

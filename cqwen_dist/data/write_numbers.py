@@ -37,8 +37,8 @@ _PLAIN_OR_GROUPED = re.compile(r"-?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]
 class Habits:
     """How a text writes its numbers (`habits_of`); without arguments: plainly.
 
-    own: the numerals of values that it writes otherwise, such as 24.00 and 1,024. grouped: from so many digits on it
-    has groups of three. decimals: it writes fractions with so many, as in prices.
+    own: the numerals of values that it writes in another form, such as 24.00 and 1,024. grouped: the number of digits
+    from which it has groups of three. decimals: of its fractions, as in prices; 0: no habit.
     """
 
     own: dict[float, str] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Habits:
 
 
 def habits_of(text: str, policy: NumberPolicy = DEFAULT_POLICY) -> Habits:
-    """The habits of a text. Its fractions need at least one 0 at an end (2.50), and as many decimals each."""
+    """The habits of a text. Decimals are one if all its fractions have the same number, and one ends with 0 (2.50)."""
     spans = [(span.value, text[span.start : span.end]) for span in find_numbers(text, policy)]
     found = {value: numeral for value, numeral in spans if _PLAIN_OR_GROUPED.fullmatch(numeral)}
     decimals = {len(numeral.partition(".")[2]) for numeral in found.values() if "." in numeral}
