@@ -182,8 +182,8 @@ class Saver:
                 if not copied and not folder.is_symlink():  # a user moved it to a different disk to keep it
                     shutil.rmtree(put_aside(folder))
         except OSError as error:
-            what = f"{error.filename or self._run_dir}: {error.strerror or error}"
-            self._say(f"note: an outdated checkpoint could not be deleted: {what}")
+            reason = f"{error.filename or self._run_dir}: {error.strerror or error}"
+            self._say(f"note: an outdated checkpoint could not be deleted: {reason}")
 
 
 def _agreed(action: Callable[[], Any], partial: Path, groups: Groups, main_only: bool = False) -> dict[str, Any]:

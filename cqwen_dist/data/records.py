@@ -60,8 +60,8 @@ class ReadReport:
             if kind.startswith(_FIELD):
                 fields[kind.removeprefix(_FIELD)] = count
             elif kind.startswith(_ODD):
-                what = f"{count:,} cells are no number and stay text, first at {self.first[kind]}"
-                odd.append(f"column {kind.removeprefix(_ODD)}: {what}")
+                told = f"{count:,} cells are no number and stay text, first at {self.first[kind]}"
+                odd.append(f"column {kind.removeprefix(_ODD)}: {told}")
             elif kind.startswith(READ_SO):
                 rest.append(f"{READ_SO}{count:,} x {kind.removeprefix(READ_SO)}, first at {self.first[kind]}")
             else:

@@ -92,7 +92,7 @@ class GeneratedNumbers:
         return [each for each in found if each is not None]
 
     def source(self, row: int, position: int) -> str | None:
-        """What an exact number is, such as "the last number"; None for a location of Y."""
+        """The name of an exact number, such as "the last number"; None for a location of Y."""
         which = -1 if self.which is None else int(self.which[row, position])
         return None if which < 0 else self.names[which]
 
@@ -108,7 +108,7 @@ class NumberRecord:
     written: float  # the value in the text, as fed back to the model
     intervals: dict[str, tuple[float, float]]  # level -> (low, high)
     p_num: float  # P(<NUM>) at the position
-    source: str | None = None  # what an exact number is; None for a location of Y
+    source: str | None = None  # the name of an exact number; None for a location of Y
     individual: float = math.nan  # scale_Y, in the target's unit, from the individual: |w| scale_U
     noise: float = math.nan  # and from the noise: |w| |b_noise|
 

@@ -82,7 +82,7 @@ def _forgotten(run: RunData) -> Iterator[Finding]:
     trained = " and ".join(f"`{group}`" for group in ("classifier", "thresholds") if run.config.trains(group))
     remedy = "Lower the rates (lr_groups), train for fewer steps, or mix such texts into data.train."
     if trained:
-        lower = "or lower their rates (lr_groups): they follow the training texts alone."
+        lower = "or lower their rates (lr_groups): they follow only the training texts."
         remedy = f"Freeze {trained} (a stage's train), {lower}"
     for name in watched_names(run.last):
         accuracy, base = run.last.get(f"watch/{name}/accuracy"), run.last.get(f"watch/{name}/base_accuracy")
