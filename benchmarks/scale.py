@@ -39,47 +39,41 @@ class Published(NamedTuple):
 
     name: str
     size: str  # of the nearest config
-    architecture: dict[str, Any] | None  # None: the config's
+    base: str  # its hub name; "": the config's base
     gpus: int
     tokens_per_s: float  # of one GPU
 
 
 MEASURED = (Measured("0.5b", 8, 78_100), Measured("7b", 4, 14_500), Measured("72b", 8, None))
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 128_256,
-    "hidden_size": 8192,
-    "intermediate_size": 28_672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-}
+LLAMA = "meta-llama/Llama-3.1-70B"  # of the shape of Llama 3
 PUBLISHED = (
-    Published("Qwen2.5-32B", "32b", None, 8, 2250.31),
-    Published("Qwen2.5-32B", "32b", None, 16, 2072.89),
+    Published("Qwen2.5-32B", "32b", "", 8, 2250.31),
+    Published("Qwen2.5-32B", "32b", "", 16, 2072.89),
     Published("Llama-3-70B", "72b", LLAMA, 8, 1091.85),
     Published("Llama-3-70B", "72b", LLAMA, 16, 984.85),
 )
 
 
-def lora_step(size: str, gpus: int, gpu: str, architecture: dict[str, Any] | None = None, **train: int) -> StageCost:
+def lora_step(size: str, gpus: int, gpu: str, base: str = "", **train: int) -> StageCost:
     """The planned cost of a shipped config's last stage on machines of `NODE` GPUs, joined by 50 GB/s a GPU.
 
-    train: texts, micro, length. Raises `UserError`, and `ValueError` if the step does not fit.
+    base: hub name of another base; "": the config's. train: texts, micro, length. Raises `UserError`, and `ValueError`
+    if the step does not fit.
     """
     config = load_config(CONFIGS / f"qwen2.5-{size}.yaml")
     changes = {
+        "model.name_or_path": base or config.model.name_or_path,
         "data.sequence_length": train["length"],
         "train.global_batch_size": train["texts"],
         "train.micro_batch_size": train["micro"],
         "parallel.vocab_group_size": min(config.parallel.vocab_group_size, NODE, gpus),
     }
-    each = min(gpus, NODE)
+    config, each = given_config(config, changes), min(gpus, NODE)
     found = plan(
-        given_config(config, changes),
+        config,
         nodes=gpus // each,
         gpus_per_node=each,
-        architecture=architecture or read_architecture(config),
+        architecture=read_architecture(config),
         machine=machine(gpu, "ib400"),
     )
     if not found.fits and gpus > 1:
@@ -98,16 +92,16 @@ def row(cost: StageCost, gpus: int, slower: float, **more: Any) -> dict[str, Any
 def run() -> dict[str, Any]:
     """Rows of the three bases by number of GPUs, and of the published points."""
     rows, slower = [], 1.0
-    for base in MEASURED:
+    for one in MEASURED:
         for gpus in (1, *WORLDS):
-            cost = lora_step(base.size, gpus, "h200", texts=base.texts * gpus, micro=base.texts, length=1024)
+            cost = lora_step(one.size, gpus, "h200", texts=one.texts * gpus, micro=one.texts, length=1024)
             if gpus > 1:
-                rows.append(row(cost, gpus, slower, base=base.size))
-            elif base.tokens_per_s is not None:  # where nothing was measured, the factor of the base before holds
-                slower = cost.tokens_per_s / base.tokens_per_s
+                rows.append(row(cost, gpus, slower, base=one.size))
+            elif one.tokens_per_s is not None:  # a base that was not measured takes the factor of the one before
+                slower = cost.tokens_per_s / one.tokens_per_s
     published = []
-    for name, size, architecture, gpus, found in PUBLISHED:
-        cost = lora_step(size, gpus, "h100", architecture, texts=32, micro=2, length=4096)
+    for name, size, base, gpus, found in PUBLISHED:
+        cost = lora_step(size, gpus, "h100", base, texts=32, micro=2, length=4096)
         published.append(row(cost, gpus, slower, base=name, published=found))
     return {"rows": rows, "published": published}
 
