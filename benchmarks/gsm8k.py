@@ -77,7 +77,7 @@ def _value(node: ast.AST) -> float:
 
 
 def calculated(text: str) -> tuple[int, int]:
-    """(expressions of a text, how many of them are miscalculated)."""
+    """(number of expressions in a text, number of those that are miscalculated)."""
     found = [(value_of(left), float(right.replace(",", ""))) for left, right in EXPRESSION.findall(text)]
     known = [(value, said) for value, said in found if value is not None]
     wrong = [said for value, said in known if not math.isclose(value, said, rel_tol=1e-9, abs_tol=0.005 + 1e-9)]

@@ -69,20 +69,20 @@ def schema_markdown(schema: dict[str, Any]) -> str:
     return text
 
 
-def _sections(path: str, section: dict[str, Any], known: dict[str, Any]) -> Iterator[tuple[str, Any, list[list[str]]]]:
-    """(dotted key, section, the cells of each of its keys) of a section and all below it."""
+def _sections(path: str, section: dict[str, Any], known: dict[str, Any]) -> Iterator[tuple[str, str, Any, list[Any]]]:
+    """(dotted key, anchor, section, the cells of each of its keys) of a section and all below it."""
     rows, below = [], []
     for name, key in section["properties"].items():
         place = f"{path}.{name}" if path else name
         inner = dict.fromkeys(sections_of(key))
         types = {part.get("type") for part in key.get("anyOf", [key])}
         one = "$ref" in key or (inner and not {"string", "number", "boolean"} & types)
-        shown = f"[section](#{place.replace('.', '-').replace('_', '-')})" if one else _allowed(key)
+        shown = f"[section](#{_anchor(place)})" if one else _allowed(key)
         default = "" if one else "**required**" if name in section.get("required", ()) else _code(key.get("default"))
         bold = "**" if key.get("x-tier") == "basic" else ""
         rows.append([f"{bold}`{name}`{bold}", shown, default, _cell(key.get("description", ""))])
         below += [(place, known[other]) for other in inner]
-    yield path, section, rows
+    yield path, _anchor(path or "the-file"), section, rows
     for place, other in below:
         yield from _sections(place, other, known)
 
@@ -113,3 +113,7 @@ def _cell(text: str) -> str:
     """Description for a table cell, escaped so that <NUM> is not a tag; code in backticks stays unchanged."""
     parts = text.replace("|", "\\|").replace("\n", " ").split("`")
     return "`".join(part if i % 2 else part.replace("<", "&lt;").replace("*", "\\*") for i, part in enumerate(parts))
+
+
+def _anchor(path: str) -> str:
+    return path.replace(".", "-").replace("_", "-")

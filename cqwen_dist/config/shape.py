@@ -24,7 +24,7 @@ SHAPE_KEYS = {
 
 
 def number_parameters(candidates: str, words: int, size: int) -> int:
-    """Parameters of the number head, if C_w = words and C = size: W_reg and b_reg, all that is known of your own class;
-    a row, a bias and a noise a candidate; with arithmetic a row a character, and `AGAIN` rows and biases."""
+    """Parameters of the number head, if C_w = words and C = size: W_reg and b_reg; a row, a bias and a noise for each
+    candidate; with arithmetic a row for each character, and `AGAIN` rows and biases."""
     found = size + 1 + CANDIDATES[candidates] * (words + 2)
     return found + (len(CHARACTERS) * words + AGAIN * (words + 1) if candidates == ARITHMETIC else 0)

@@ -12,6 +12,8 @@ from cqwen_dist.config.data import NumberPolicy
 from cqwen_dist.config.shape import FRACTIONS_BELOW, MOST_SHOWN, PLACES_SHOWN
 from cqwen_dist.data.numbers import DEFAULT_POLICY, NumberSpan, find_numbers
 
+_PLAIN_OR_GROUPED = re.compile(r"-?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]+)?")
+
 
 def in_decimals(value: float) -> str:
     """A number in plain decimals, as the base reads it behind `<NUM>` (`data.keep_digits`): 48, -0.5.
@@ -28,9 +30,6 @@ def in_decimals(value: float) -> str:
     units = str(round(size * 10.0**places)).rjust(places + 1, "0")
     whole = len(units) - places
     return "-" * (value < 0) + units[:whole] + "." * (places > 0) + units[whole:]
-
-
-_PLAIN_OR_GROUPED = re.compile(r"-?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]+)?")
 
 
 @dataclass(frozen=True)
