@@ -1,7 +1,8 @@
 """scikit-learn's diabetes study as sentences: 442 patients, ten measurements, the progression a year later.
 
 Source: Efron, Hastie, Johnstone and Tibshirani, "Least Angle Regression" (2004), in the recorded units. The study does
-not say which sexes the codes 1 and 2 mean. The weight class in words is derived from the body mass index. Each text
+not say which sexes the codes 1 and 2 mean. The weight class in words is derived from the body mass index, which comes
+last: words that differ between patients would give the numbers behind them different names (`NamedNumbers`). Each text
 ends with the progression score. A fixed permutation splits the patients into 342 for training and 100 held out.
 """
 
@@ -15,9 +16,9 @@ _TRAIN = 342
 # World Health Organization classes: (upper limit of the body mass index, name)
 _WEIGHT_CLASSES = ((18.5, "underweight"), (25.0, "normal"), (30.0, "overweight"), (float("inf"), "obese"))
 _SENTENCE = (
-    "A patient of sex {}, age {}, body mass index {} {}, mean blood pressure {}. "
     "Serum: total cholesterol {}, low-density lipoproteins {}, high-density lipoproteins {}, "
     "cholesterol ratio {}, log triglycerides {}, glucose {}. "
+    "A patient of sex {}, age {}, mean blood pressure {}, body mass index {} {}. "
     "The disease progression after one year was {}."
 )
 
@@ -37,10 +38,10 @@ def diabetes_texts(part: str) -> list[str]:
     """One text per patient in a part (train or test), in the order of `diabetes_table`."""
     texts = []
     for row, progression in zip(*diabetes_table()[part], strict=True):
-        age, sex, index, *rest = row
-        numbers = [as_text(float(value)) for value in (sex, age, index, *rest, progression)]
+        age, sex, index, pressure, *rest = row
+        numbers = [as_text(float(value)) for value in (*rest, sex, age, pressure, index, progression)]
         weight = next(name for limit, name in _WEIGHT_CLASSES if index < limit)
-        texts.append(_SENTENCE.format(*numbers[:3], weight, *numbers[3:]))
+        texts.append(_SENTENCE.format(*numbers[:-1], weight, numbers[-1]))
     return texts
 
 

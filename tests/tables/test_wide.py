@@ -73,6 +73,18 @@ def test_kept_positions_equal_those_of_the_whole_text(training):
     assert all(torch.equal(a, b) for a, b in zip(state, same, strict=True)), "what follows knows all of the text"
 
 
+def test_a_name_is_the_words_before_a_number_in_its_line():
+    part = worn_part()
+    ids = torch.tensor([[9, 12, NUM, 13, NUM, NUM, 2, 12, NUM]]).repeat(2, 1)  # the token 2 ends a line
+    values = torch.zeros(2, 9, dtype=torch.float64)
+    values[:, [2, 4, 5, 8]] = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]], dtype=torch.float64)
+    names = part.entries(ids, values).name[:, [2, 4, 5, 8]]
+    assert torch.equal(names[0], names[1])
+    assert len(names[0].unique()) == 4
+    other = part.entries(ids[:1].clone().index_fill(1, torch.tensor([1]), 14), values[:1]).name[0, [2, 4, 5, 8]]
+    assert (other != names[0]).tolist() == [True, True, True, False]
+
+
 @pytest.mark.parametrize("random_features", [0, 512])
 @pytest.mark.parametrize("cuts", [[2, 3], list(range(1, 9))])
 def test_a_text_in_pieces_gives_the_same_outputs(cuts, random_features):

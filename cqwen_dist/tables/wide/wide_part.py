@@ -32,7 +32,7 @@ from cqwen_dist.tables.wide.wide_size import FOLDS, KINDS, NAMES
 
 GRAMS = 3  # n-grams of 1, 2 and 3 tokens
 MOST = 2.0  # bound on |h|: new words and values must not make a number certain, or all numbers possible
-_NOTHING = -1  # the symbol before a text
+_NOTHING, _NUMERAL = -1, -2  # the symbol before a text; in names, of every number
 _MULTIPLIER, _INCREMENT = -7046029254386353131, 1442695040888963407  # odd; from splitmix64 and PCG
 
 
@@ -48,6 +48,7 @@ class Entries(NamedTuple):
     symbols: Tensor  # [B,T]
     text: Tensor  # [B,T] hash of the text up to here
     line: Tensor  # [B,T] hash of the line up to here
+    words: Tensor  # [B,T] the same without the values of numbers
     begin: Tensor  # [B,T] where its text begins
 
 
@@ -58,6 +59,7 @@ class WideState(NamedTuple):
     sums: Tensor  # [KINDS * FOLDS,B]
     hash: Tensor  # [B] of the text
     line: Tensor  # [B] hash of the line that has not ended
+    words: Tensor  # [B] the same without the values of numbers
     numbers: Tensor  # [2*NAMES,B] by name
 
 
@@ -118,8 +120,8 @@ class WidePart(Beside):
         own = self.numbers.read(found.name, found.phi, found.value, found.number)
         numbers = since(own, found.begin, None if state is None else state.numbers)
         last = torch.cat([_symbols_before(found.symbols, state), found.symbols], 1)[:, 1 - GRAMS :]
-        line = found.line[:, -1] * (self.line_end[ids[:, -1]] == 0)
-        behind = WideState(last, sums[..., -1], found.text[:, -1], line, numbers[..., -1])
+        line, words = (part[:, -1] * (self.line_end[ids[:, -1]] == 0) for part in (found.line, found.words))
+        behind = WideState(last, sums[..., -1], found.text[:, -1], line, words, numbers[..., -1])
         fold = fold_of(found.text)
         if keep is not None:  # the random features are the most expensive part
             sums, numbers, fold = (part.flatten(-2)[..., keep] for part in (sums, numbers, fold))
@@ -158,9 +160,7 @@ class WidePart(Beside):
         before = [
             extended[:, GRAMS - 1 - n : GRAMS - 1 - n + width].where(at - begin >= n, _NOTHING) for n in range(GRAMS)
         ]
-        hashes = [_mixed(before[0])]
-        for symbol in before[1:]:
-            hashes.append(_mixed(hashes[-1] + _mixed(symbol)))
+        hashes = _hashes(before)
 
         # Lines, by the sum of their tokens' 2-grams
         ends = (self.line_end[ids] != 0) & real
@@ -168,14 +168,19 @@ class WidePart(Beside):
         line = since(hashes[1] * real, line_begin, None if state is None else state.line)
         text = since(hashes[-1] * real, begin, None if state is None else state.hash)
 
-        name = _mixed(line - hashes[1] * real) % KEYS  # of the line before a number
+        # The line before a number is its name. Other numbers in it count as one symbol, or no name would recur
+        plain = [x.where((x >= _NOTHING) & (x < len(self.line_end)), _NUMERAL) for x in before[:2]]
+        pairs = _hashes(plain)[1] * real
+        words = since(pairs, line_begin, None if state is None else state.words)
+        name = _mixed(words - pairs) % KEYS
+
         first_line = lines_begin(self.weight.shape[1])
         lines = first_line + _mixed(line) % (self.weight.shape[1] - first_line)
         columns = torch.stack([*(h % first_line for h in hashes), lines], -1)
         number = (is_number & real).float()
         counts = torch.stack([real.float()] * GRAMS + [ends.float()], -1)
         of_numbers = name, phi(values) * number, values.double() * number, number
-        return Entries(columns, counts, *of_numbers, symbols, text, line, begin)
+        return Entries(columns, counts, *of_numbers, symbols, text, line, words, begin)
 
 
 def lines_begin(columns: int) -> int:
@@ -190,6 +195,14 @@ def fold_of(text: Tensor) -> Tensor:
 
 def _symbols_before(symbols: Tensor, state: WideState | None) -> Tensor:
     return symbols.new_full((len(symbols), GRAMS - 1), _NOTHING) if state is None else state.symbols
+
+
+def _hashes(before: Sequence[Tensor]) -> list[Tensor]:
+    """Of the n-grams that end at each symbol, n = 1, 2 and so on. before: the symbols, those one earlier, and so on."""
+    hashes = [_mixed(before[0])]
+    for symbol in before[1:]:
+        hashes.append(_mixed(hashes[-1] + _mixed(symbol)))
+    return hashes
 
 
 def _mixed(x: Tensor) -> Tensor:
@@ -213,9 +226,10 @@ class NamedNumbers(nn.Module):
         x_k = slope_k (phi(value_k) - centre_k),  x'_k = slope'_k (value_k - centre'_k),  at most FAR each
 
     The raw values x' are for sums: a total is linear in its parts, not in their logarithms. A number's name is the text
-    before it in its line. Rare names do not count. If a text lacks a name, x_k = x'_k = 0, as at the mean. The random
-    Fourier features turn the ridge regression into a kernel regression (Rahimi and Recht 2007, "Random Features for
-    Large-Scale Kernel Machines"). All parameters are 0, and q = 0, until the calibrated start sets them.
+    before it in its line, whatever the values of numbers in it. Rare names do not count. If a text lacks a name,
+    x_k = x'_k = 0, as at the mean. The random Fourier features turn the ridge regression into a kernel regression
+    (Rahimi and Recht 2007, "Random Features for Large-Scale Kernel Machines"). All parameters are 0, and q = 0, until
+    the calibrated start sets them.
     """
 
     frequencies: Tensor | None
