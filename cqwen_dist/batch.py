@@ -88,11 +88,12 @@ class Batch:
         return self._each(torch.Tensor.pin_memory)
 
     def _each(self, moved: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        """Apply a function to all tensors, `texts.begin` included."""
+        """Apply a function to all tensors, `texts.begin` and `number_places` included."""
         batch = Batch(**{f.name: moved(getattr(self, f.name)) for f in fields(self)})
-        return self._known_of(batch, texts=replace(self.texts, begin=moved(self.texts.begin)))
+        texts = replace(self.texts, begin=moved(self.texts.begin))
+        return self._known_of(batch, texts=texts, number_places=moved(self.number_places))
 
-    def _known_of(self, batch: Batch, **other: Texts) -> Batch:
+    def _known_of(self, batch: Batch, **other: Texts | torch.Tensor) -> Batch:
         """Copy the facts about whole rows to a batch that was made from this one."""
         known = {name: getattr(self, name) for name in ("texts", "filled_rows", "begun_texts")}
         batch.__dict__.update(known | other)
@@ -117,13 +118,18 @@ class Batch:
         return self._known_of(Batch(**{f.name: own(getattr(self, f.name)) for f in fields(self)}))
 
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors, including `texts.begin`."""
-        return [*(getattr(self, f.name) for f in fields(self)), self.texts.begin]
+        """All tensors, including `texts.begin` and `number_places`."""
+        return [*(getattr(self, f.name) for f in fields(self)), self.texts.begin, self.number_places]
 
     @cached_property
     def texts(self) -> Texts:
         """The rows' texts. Cached on the CPU before the batch moves: on a GPU, computing them would synchronise."""
         return Texts.at(self.position_ids)
+
+    @cached_property
+    def number_places(self) -> torch.Tensor:
+        """[M] int64: positions whose number is learnt, in the flattened [B*T]. Cached as `texts`."""
+        return self.numeric_mask.flatten().nonzero()[:, 0]
 
     @cached_property
     def filled_rows(self) -> int:
@@ -147,4 +153,4 @@ class Batch:
 
     def learnt(self, words: bool) -> torch.Tensor:
         """`kept`, or without words only the positions whose number is learnt."""
-        return self.kept if words else self.numeric_mask.flatten().nonzero()[:, 0]
+        return self.kept if words else self.number_places

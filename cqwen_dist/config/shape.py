@@ -2,7 +2,6 @@
 
 NONE, COPIES, ARITHMETIC = "none", "copies", "arithmetic"  # model.candidates
 PLACES, COMPUTED, CONSTANTS = 24, 8, 48  # candidates by kind (`heads.candidates`)
-AGAIN = 4  # rows by whether the text has the value already
 CANDIDATES = {NONE: 0, COPIES: PLACES, ARITHMETIC: PLACES + COMPUTED + CONSTANTS}
 
 SIGNS = "+-*/()=%"  # of arithmetic
@@ -10,6 +9,9 @@ A_TOKEN = 2  # signs of a token at most, such as ")="; another token ends an exp
 
 
 CHARACTERS = "0123456789-."  # of a numeral (`data.keep_digits`)
+# Rows of what a candidate is, beside its own: whether the text has the value already; its numeral's first character,
+# first two (the second may be none, and no numeral begins with a point) and length, of which more are the last
+FORMS = {"again": 4, "first": len(CHARACTERS), "two": (len(CHARACTERS) - 1) * (len(CHARACTERS) + 1), "length": 7}
 PLACES_SHOWN, FRACTIONS_BELOW, MOST_SHOWN = 6, 1e9, 1e15  # decimals at most; up to where there are any; up to where
 LONGEST_NUMERAL = 17  # a sign, nine digits, a point and six decimals; or a sign and fifteen digits
 
@@ -25,6 +27,6 @@ SHAPE_KEYS = {
 
 def number_parameters(candidates: str, words: int, size: int) -> int:
     """Parameters of the number head, if C_w = words and C = size: W_reg and b_reg; a row, a bias and a noise for each
-    candidate; with arithmetic a row for each character, and `AGAIN` rows and biases."""
+    candidate; with arithmetic a row and a bias for each of `FORMS`."""
     found = size + 1 + CANDIDATES[candidates] * (words + 2)
-    return found + (len(CHARACTERS) * words + AGAIN * (words + 1) if candidates == ARITHMETIC else 0)
+    return found + (sum(FORMS.values()) * (words + 1) if candidates == ARITHMETIC else 0)

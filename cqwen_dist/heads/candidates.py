@@ -4,34 +4,38 @@ copies       the last `PLACES` numbers of the text
 arithmetic   also the value of the expression that the text has just written (`heads.expression`), operations on the
              last two numbers, and the commonest numbers of the training data
 
-S_j is linear in U's word part, plus an independent Cauchy with scale |c_j|. With arithmetic its row is w_j + r_c + h_k.
-r_c belongs to the first character of the candidate's numeral: a base that sees digits knows with which one the number
-begins, and so which of the earlier numbers is meant. h_k says whether the text has the value already (k of `again`),
-as a number that was used is rarely used again. P_j = P(S_j > 0). All candidates that equal the number are right. The
-likeliest is written if its P exceeds a bar that held-out numbers set (`best_bar`).
+S_j is linear in U's word part, plus an independent Cauchy with scale |c_j|. With arithmetic its row is w_j plus a row
+for each of the candidate's `FORMS`: the first character of its numeral, the first two, its length (a base that sees
+digits knows how the number will look, and so which of the earlier ones is meant), and whether the text has the value
+already (`again`), as a number that was used is rarely used again. P_j = P(S_j > 0). All candidates that equal the
+number are right. The likeliest is written if its P exceeds a bar that held-out numbers set (`best_bar`).
 
 Letters as in `heads.number_head`, and J candidates.
 """
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config.shape import AGAIN, ARITHMETIC, CHARACTERS, CONSTANTS, PLACES
+from cqwen_dist.config.shape import ARITHMETIC, CHARACTERS, CONSTANTS, FORMS, PLACES
 from cqwen_dist.heads.expression import OTHER, STATE, VALUE, read_tokens, states_at, symbol_table
 from cqwen_dist.heads.number_head import Decision, NumberHead, NumberLabels, decision_strength, one_against_the_rest
 from cqwen_dist.heads.numerals import characters
 from cqwen_dist.ops.cauchy import Cauchy
 
 NOISE = 0.3  # of a score at the start, whose ridge regression fits S_j to -1 and 1
-LINK = 0.25  # r_c at the start, as a fraction of the base's rows (docs/measurements.md)
-OF_AGAIN = 0.5  # h_k at the start, as a fraction of its ridge regression's row (docs/measurements.md)
+LINK = 0.25  # the first characters' rows at the start, as a fraction of the base's (docs/measurements.md)
+# The other forms' rows at the start, as fractions of their ridge regressions' (docs/measurements.md)
+OF_FORMS = {"again": 0.5, "first": 0.0, "two": 0.25, "length": 0.25}
+AT_ONCE = 64  # numbers whose candidates' rows are in memory at once
 OPERATIONS = ("x + y", "x - y", "x * y", "x / y", "x * y / 100", "y - x", "y / x")  # x: the last but one, y: the last
 OF_PLACES = ["the last number", *(f"the number {back} before" for back in range(2, PLACES + 1))]
 EXPRESSION = "the expression before it"
@@ -42,8 +46,9 @@ EXACT_TENS = torch.tensor([10.0**k for k in range(23)], dtype=torch.float64, dev
 @dataclass(frozen=True)
 class CandidateLabels(NumberLabels):
     own: NumberLabels  # the inner head's labels
-    candidates: Tensor  # [N,J] float64: the values, NaN where there is none
-    raw: Tensor  # [N]: the value, raw unit
+    at: Tensor  # [M] int64: which of the N positions are numbers
+    candidates: Tensor  # [M,J] float64: the values, NaN where there is none
+    raw: Tensor  # [M]: the value, raw unit
 
 
 class WithCandidates(NumberHead):
@@ -66,9 +71,8 @@ class WithCandidates(NumberHead):
         net.candidate_bias = nn.Parameter(torch.full((count,), -1.0))  # until the start is fitted: none is likely
         net.candidate_noise = nn.Parameter(torch.full((count,), NOISE))
         if self.computes:
-            net.candidate_characters = nn.Parameter(torch.zeros(len(CHARACTERS), net.word_size))
-            net.candidate_again = nn.Parameter(torch.zeros(AGAIN, net.word_size))
-            net.candidate_again_bias = nn.Parameter(torch.zeros(AGAIN))
+            net.candidate_forms = nn.Parameter(torch.zeros(sum(FORMS.values()), net.word_size))
+            net.candidate_form_bias = nn.Parameter(torch.zeros(sum(FORMS.values())))
 
     def value(self, u_prime: Cauchy) -> Cauchy:
         return self.inner.value(u_prime)
@@ -78,16 +82,10 @@ class WithCandidates(NumberHead):
         net, u = self.net, self.net.word_part(u_prime)
         scores = u.affine(net.candidate_weight, net.candidate_bias)
         if self.computes:
-            first, k = characters(values, 1)[..., 0], again(values)
-            first = first.where(first >= 0, len(CHARACTERS))  # no numeral: a row of zeros
-            rows = F.pad(net.candidate_characters, (0, 0, 0, 1))
-            h = net.candidate_again.unflatten(0, (2, 2))[beyond_places(values).long()]  # [J,2,C_w]
-            both = (net.candidate_weight.unsqueeze(1) + h).unsqueeze(2) + rows
-            every = both.abs().flatten(0, 2)  # of each candidate, k and character
-            scales = (u.scale @ every.T).unflatten(-1, (-1, 2 * len(rows)))
-            scale = scales.gather(-1, (k % 2 * len(rows) + first).unsqueeze(-1)).squeeze(-1)
-            of_again = u.affine(net.candidate_again, net.candidate_again_bias).loc.gather(-1, k)
-            scores = Cauchy(scores.loc + (u.loc @ rows.T).gather(-1, first) + of_again, scale)
+            forms, table = forms_of(values), F.pad(net.candidate_forms, (0, 0, 0, 1))  # no form: a row of zeros
+            told = F.pad(F.linear(u.loc, net.candidate_forms, net.candidate_form_bias), (0, 1))
+            loc = scores.loc + sum(told.gather(-1, form) for form in forms.unbind(-1))
+            scores = Cauchy(loc, _scales(u.scale, forms, net.candidate_weight, table))
         return Cauchy(scores.loc, scores.scale + net.candidate_noise.abs())
 
     def candidates(self, memory: Tensor) -> Tensor:
@@ -164,15 +162,17 @@ class WithCandidates(NumberHead):
     # ------------------------------------------------------------------------------------ labels, loss, start
 
     def labels(self, batch: Batch, keep: Tensor) -> NumberLabels:
-        own, raw = self.inner.labels(batch, keep), batch.numeric_labels.flatten()[keep]
-        return CandidateLabels(own.values, own.is_number, own, self.candidates(self.memory_at(batch, keep)), raw)
+        own, places = self.inner.labels(batch, keep), batch.number_places
+        raw, held = batch.numeric_labels.flatten()[places], self.candidates(self.memory_at(batch, places))
+        return CandidateLabels(own.values, own.is_number, own, torch.searchsorted(keep, places), held, raw)
 
     def loss(self, u_prime: Cauchy, labels: NumberLabels) -> tuple[Tensor, Tensor]:
         """The loss of `inner`, plus one-vs-rest cross entropies for "the label equals this candidate". If words have a
         softmax term, so have candidates, over loc_S / scale_S, by which the likeliest is chosen."""
         assert isinstance(labels, CandidateLabels)
-        scores, right = self.scores(u_prime, labels.candidates), equal(labels.candidates, labels.raw)
-        known = labels.is_number.unsqueeze(-1) & ~labels.candidates.isnan()
+        numbers = Cauchy(*(part[labels.at] for part in u_prime))
+        scores, right = self.scores(numbers, labels.candidates), equal(labels.candidates, labels.raw)
+        known = ~labels.candidates.isnan()
         nll, decided = self.inner.loss(u_prime, labels.own)
         decided = decided + torch.where(known, one_against_the_rest(scores, right), 0.0).sum()
         if weight := self.config.word_terms.get("softmax_weight", 0.0):
@@ -183,12 +183,15 @@ class WithCandidates(NumberHead):
         self.inner.start(coefficients, intercept)
 
     def score_targets(self, values: Tensor, memory: Tensor) -> Tensor:
-        """1 if the value equals the candidate, otherwise -1; with arithmetic, also for each k: equals one of these."""
+        """1 if the value equals the candidate, otherwise -1; with arithmetic, also for each of `FORMS`: of a candidate
+        that the value equals, or of the value itself."""
         held = self.candidates(memory)
         right = equal(held, values)
         if self.computes:
-            of_k = F.one_hot(again(held), AGAIN).bool() & right.unsqueeze(-1)
-            right = torch.cat([right, of_k.any(1)], 1)
+            of_k = F.one_hot(again(held), FORMS["again"]).bool() & right.unsqueeze(-1)
+            of_value = forms_of(values.unsqueeze(-1).expand_as(held))[:, 0, 1:]
+            shown = F.one_hot(of_value, sum(FORMS.values()) + 1).sum(1)[:, FORMS["again"] : -1].bool()
+            right = torch.cat([right, of_k.any(1), shown], 1)
         return right.double() * 2 - 1
 
     @torch.no_grad()
@@ -197,13 +200,46 @@ class WithCandidates(NumberHead):
         net.candidate_weight.copy_(weight[:count])
         net.candidate_bias.copy_(bias[:count])
         if self.computes:
-            net.candidate_again.copy_(OF_AGAIN * weight[count:])
-            net.candidate_again_bias.copy_(OF_AGAIN * bias[count:])
+            shares = torch.cat([weight.new_full((size,), OF_FORMS[name]) for name, size in FORMS.items()])
+            net.candidate_forms.copy_(shares.unsqueeze(-1) * weight[count:])
+            net.candidate_form_bias.copy_(shares * bias[count:])
 
     @torch.no_grad()
     def start_characters(self, rows: Tensor) -> None:
         if self.computes:
-            self.net.candidate_characters.copy_(LINK * (rows - rows.mean(0)))
+            first = FORMS["again"]
+            self.net.candidate_forms[first : first + FORMS["first"]] = LINK * (rows - rows.mean(0))
+
+
+def _scales(u_scale: Tensor, forms: Tensor, weight: Tensor, table: Tensor) -> Tensor:
+    """|row| @ u_scale [...,C_w], [...,J]: of the rows of J candidates, weight [J,C_w] and those of `table` at forms
+    [...,J,4]. With gradients the rows are not kept: they are made again in the backward pass."""
+    if torch.is_grad_enabled():
+        parts = zip(u_scale.split(AT_ONCE), forms.split(AT_ONCE), strict=True)
+        once_more = partial(checkpoint, _of_rows, use_reentrant=False, preserve_rng_state=False)
+        return torch.cat([once_more(*part, weight, table) for part in parts])
+    return _of_rows(u_scale, forms, weight, table)
+
+
+def _of_rows(u_scale: Tensor, forms: Tensor, weight: Tensor, table: Tensor) -> Tensor:
+    rows = weight
+    for form in forms.unbind(-1):
+        rows = rows + F.embedding(form, table)
+    return torch.einsum("...jc,...c->...j", rows.abs(), u_scale)
+
+
+def forms_of(candidates: Tensor) -> Tensor:
+    """Which of `FORMS` candidates [...,J] float64 have, [...,J,4] int64, counted over all four kinds; behind the last
+    if there is none."""
+    shown = characters(candidates, FORMS["length"])
+    first, second = shown[..., 0], shown[..., 1]
+    two = first * (len(CHARACTERS) + 1) + second.where(second >= 0, len(CHARACTERS))
+    length = (shown >= 0).sum(-1) - 1
+    begin, kinds = FORMS["again"], []
+    for kind, size in ((first, FORMS["first"]), (two, FORMS["two"]), (length, FORMS["length"])):
+        kinds.append((kind + begin).where(first >= 0, sum(FORMS.values())))
+        begin += size
+    return torch.stack([again(candidates), *kinds], -1)
 
 
 def beyond_places(candidates: Tensor) -> Tensor:

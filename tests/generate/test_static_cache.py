@@ -108,7 +108,7 @@ def test_the_static_cache_works_with_every_kind_of_model(kind: str, shape: dict[
                 table.normal_(std=0.3)
         if "candidates" in shape:
             net.action.candidate_weight.normal_()
-            net.action.candidate_again.normal_()
+            net.action.candidate_forms.normal_()
             net.action.candidate_bias.fill_(-0.5)
     given = {"max_new_tokens": 16, "digits": 4}
     dynamic = generate(net, **number_prompts(), **given)

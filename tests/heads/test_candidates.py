@@ -11,8 +11,8 @@ from support.ranks import run_ranks
 from support.tiny import NUM, random_batch, tiny_causal_lm, tiny_model
 from tables.test_wide import batch_of
 
-from cqwen_dist.config.shape import COMPUTED, PLACES, SIGNS
-from cqwen_dist.heads.candidates import LINK, OF_AGAIN, CandidateLabels, again, best_bar, to_12_digits
+from cqwen_dist.config.shape import CHARACTERS, COMPUTED, FORMS, PLACES, SIGNS
+from cqwen_dist.heads.candidates import LINK, OF_FORMS, CandidateLabels, again, best_bar, forms_of, to_12_digits
 from cqwen_dist.heads.expression import LONGEST, VALUE, at_beginning, read_tokens, states_at, symbol_table
 from cqwen_dist.heads.number_head import NumberLabels
 from cqwen_dist.model.calibration import calibrate
@@ -176,11 +176,12 @@ def test_the_loss_is_one_vs_rest_over_the_candidates_there_are(kind, softmax):
     action = tiny_model(number_dims=2, candidates=kind, word_terms=terms).double().action
     parameters = [action.candidate_weight, action.candidate_bias, action.candidate_noise]
     rows = action.candidate_weight.data.normal_(generator=torch.Generator().manual_seed(0))
-    of_characters, of_again, shift = (torch.zeros(10, rows.shape[1]).double() for _ in range(3))
+    count = sum(FORMS.values())
+    of_forms, shift = torch.zeros(count, rows.shape[1]).double(), torch.zeros(count).double()
     if kind == "arithmetic":
-        parameters += [action.candidate_characters, action.candidate_again, action.candidate_again_bias]
-        of_characters, of_again, shift = (each.data for each in parameters[-3:])
-        for seed, each in enumerate((of_characters, of_again, shift), 2):
+        parameters += [action.candidate_forms, action.candidate_form_bias]
+        of_forms, shift = (each.data for each in parameters[-2:])
+        for seed, each in enumerate((of_forms, shift), 2):
             each.normal_(generator=torch.Generator().manual_seed(seed))
     u = Cauchy(*torch.rand(2, 3, action.b_noise.numel(), generator=torch.Generator().manual_seed(1)).double())
     some = torch.tensor([[4.0, 6.0], [6.0 + 1e-12, math.nan], [4.0, 4.0]]).double()
@@ -189,11 +190,14 @@ def test_the_loss_is_one_vs_rest_over_the_candidates_there_are(kind, softmax):
         candidates[0, [2, PLACES, -1]] = torch.tensor([4.0, 4.0, 7.0]).double()  # two places, and what none has
     is_number = torch.tensor([True, True, False])
     raw = torch.tensor([6.0, 6.0, 4.0]).double()
-    labels = CandidateLabels(raw, is_number, NumberLabels(raw, is_number), candidates, raw)
+    own, at = NumberLabels(raw, is_number), torch.tensor([0, 1])
+    labels = CandidateLabels(raw, is_number, own, at, candidates[at], raw[at])
 
-    def p(i: int, j: int, character: int, k: int) -> torch.Tensor:
-        row, words = rows[j] + of_characters[character] + of_again[k], action.word_size
-        bias = action.candidate_bias[j] + shift[k].sum() * (kind == "arithmetic")
+    def p(i: int, j: int, digit: int, k: int) -> torch.Tensor:
+        two, length = 4 + 12 + 13 * digit + 12, 4 + 12 + 11 * 13  # one digit, and so none behind it
+        forms, words = [k, 4 + digit, two, length], action.word_size
+        row = rows[j] + of_forms[forms].sum(0)
+        bias = action.candidate_bias[j] + shift[forms].sum()
         scale = u.scale[i, :words] @ row.abs() + action.candidate_noise[j].abs()
         return 0.5 + ((u.loc[i, :words] @ row + bias) / scale).atan() / math.pi
 
@@ -219,6 +223,20 @@ def test_the_loss_is_one_vs_rest_over_the_candidates_there_are(kind, softmax):
             assert float(parameter.grad.view(-1)[i]) == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-6)
 
 
+def test_the_forms_of_numbers_are_their_characters_and_their_length():
+    values = torch.tensor([[7.0, 72.0, -3.5, 0.25, 1234567.5, 1e20, math.nan]]).double()
+    again, *rest = forms_of(values)[0].T
+    first, two, length = (kind - begin for kind, begin in zip(rest, (4, 16, 159), strict=True))
+    none = sum(FORMS.values())
+    assert again.tolist() == [0] * 7
+    assert [CHARACTERS[i] for i in first[:5]] == ["7", "7", "-", "0", "1"]
+    assert (two[:5] % 13).tolist() == [12, 2, 3, 11, 2]
+    assert torch.equal(two[:5] // 13, first[:5])
+    assert length[:5].tolist() == [0, 1, 3, 3, 6]
+    assert [kind[5:].tolist() for kind in rest] == [[none, none]] * 3
+    assert int(rest[-1][:5].max()) < none
+
+
 def test_the_start_knows_whether_a_number_was_used():
     """One of two words of the text says whether the number that follows is new in it; each k has half its ridge."""
     ids, values, numbers = lines(120)
@@ -234,21 +252,23 @@ def test_the_start_knows_whether_a_number_was_used():
     assert k[new][:, :2].eq(1).all()
     assert k[~new][:, :2].eq(0).all()
     assert k[:, PLACES + COMPUTED].eq(2).all(), "no text has the constant"
-    targets = head.score_targets(numbers, memory)[:, -4:]
+    targets = head.score_targets(numbers, memory)[:, PLACES + COMPUTED + 48 :][:, :4]
     assert targets[:, 0].eq(1).eq(~new).all()
     assert targets[:, 2].eq(1).eq(new).all()
     u = model.abduction(model.features(ids, values)[:, 6])
-    scores = model.action.word_part(u).affine(model.action.candidate_again, model.action.candidate_again_bias).loc
+    scores = model.action.word_part(u).affine(model.action.candidate_forms, model.action.candidate_form_bias).loc[:, :4]
     told = (scores * targets)[:, [0, 2]]
     assert (told > 0).double().mean() > 0.95
-    assert float(told.mean()) == pytest.approx(OF_AGAIN, abs=0.1)
-    assert (scores[:, [1, 3]] + OF_AGAIN).abs().max() < 1e-5, "no number was used twice, and none is an operation's"
+    assert float(told.mean()) == pytest.approx(OF_FORMS["again"], abs=0.1)
+    assert (scores[:, [1, 3]] + OF_FORMS["again"]).abs().max() < 1e-5, (
+        "no number was used twice, and none is an operation's"
+    )
 
 
 def test_the_start_knows_how_the_base_begins_a_numeral():
     model = tiny_model(start="calibrated", number_dims=2, candidates="arithmetic", digit_rows=list(range(12)))
     calibrate(model, [batch_of(*lines(40))], max_tokens=40)
-    rows, found = model.action.cls_weight[:12], model.action.candidate_characters
+    rows, found = model.action.cls_weight[:12], model.action.candidate_forms[4 : 4 + 12]
     assert_close(found, LINK * (rows - rows.mean(0)), 1e-6)
     assert found.abs().sum() > 0
 
